@@ -1,0 +1,229 @@
+//! The driver library's functions, resolved one by one and typed to return a plain number.
+//!
+//! Not cudarc's own bindings of the functions: its `CUresult` is a closed enum, so a code that a newer driver invented
+//! would be undefined behaviour, and its loader panics on a missing library or symbol and tries `libcuda.so` first, so
+//! that a toolkit's stub on the path wins over the driver. Its types and numbers serve here, and the layouts below are
+//! checked against them at compile time, for whichever version of CUDA they are of.
+
+use std::{
+    borrow::Cow,
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    mem, ptr,
+};
+
+use cudarc::driver::sys;
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use crate::{
+    driver::code,
+    error::{Error, Result},
+};
+
+/// `CUmemLocation`. The driver writes into these, so they are numbers and not enums.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Location {
+    pub kind: c_uint,
+    pub id: c_int,
+}
+
+impl Location {
+    pub(super) fn device(ordinal: c_int) -> Self {
+        Self { kind: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as c_uint, id: ordinal }
+    }
+}
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AllocationProp {
+    pub kind: c_uint,
+    pub requested_handle_types: c_uint,
+    pub location: Location,
+    pub win32_meta_data: *mut c_void,
+    pub compression: u8,
+    pub gpu_direct_rdma: u8,
+    pub usage: u16,
+    pub reserved: [u8; 4],
+}
+
+impl AllocationProp {
+    /// Pinned memory of a device: the one kind there is.
+    pub(super) fn pinned(ordinal: c_int, handle_types: c_uint) -> Self {
+        Self {
+            kind: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as c_uint,
+            requested_handle_types: handle_types,
+            location: Location::device(ordinal),
+            win32_meta_data: ptr::null_mut(),
+            compression: 0,
+            gpu_direct_rdma: 0,
+            usage: 0,
+            reserved: [0; 4],
+        }
+    }
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AccessDesc {
+    pub location: Location,
+    pub flags: c_uint,
+}
+
+pub(super) const HANDLE_TYPE_POSIX_FD: c_uint =
+    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
+
+const _: () = {
+    use std::mem::{align_of, offset_of, size_of};
+    assert!(size_of::<Location>() == size_of::<sys::CUmemLocation>());
+    assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
+    assert!(align_of::<AllocationProp>() == align_of::<sys::CUmemAllocationProp>());
+    assert!(
+        offset_of!(AllocationProp, requested_handle_types)
+            == offset_of!(sys::CUmemAllocationProp, requestedHandleTypes)
+    );
+    assert!(offset_of!(AllocationProp, location) == offset_of!(sys::CUmemAllocationProp, location));
+    assert!(offset_of!(AllocationProp, win32_meta_data) == offset_of!(sys::CUmemAllocationProp, win32HandleMetaData));
+    assert!(offset_of!(AllocationProp, compression) == offset_of!(sys::CUmemAllocationProp, allocFlags));
+    assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
+    assert!(offset_of!(AccessDesc, flags) == offset_of!(sys::CUmemAccessDesc, flags));
+};
+
+/// Declares the table: for each function its exported names, the preferred one first, and its arguments.
+macro_rules! functions {
+    ($($(#[$doc:meta])* $method:ident = [$($name:literal),+] ($($arg:ident: $type:ty),*);)*) => {
+        /// Pointers into the driver library, which stays loaded for the life of the process.
+        #[derive(Debug)]
+        pub(super) struct Functions {
+            library: &'static str,
+            $($method: Option<unsafe extern "C" fn($($type),*) -> c_uint>,)*
+        }
+
+        impl Functions {
+            fn resolve(library: &'static str, loaded: &Library) -> Self {
+                Self {
+                    library,
+                    // SAFETY: the driver API documents this type for the symbols of these names.
+                    $($method: [$($name),+].iter().find_map(|name| unsafe { find(loaded, name) }),)*
+                }
+            }
+
+            $(
+                $(#[$doc])*
+                ///
+                /// # Safety
+                /// Pointers must be valid for what the function of this name does with them, and a handle must be one
+                /// that the driver gave out and has not taken back.
+                #[allow(dead_code, reason = "`failure` calls cuGetErrorName itself, lest an error lead back to it")]
+                pub(super) unsafe fn $method(&self, $($arg: $type),*) -> Result<()> {
+                    let call = [$($name),+][0];
+                    let library = || self.library.to_owned();
+                    let function = self.$method.ok_or_else(|| Error::MissingSymbol { library: library(), symbol: call })?;
+                    // SAFETY: the caller's promise.
+                    match unsafe { function($($arg),*) } {
+                        0 => Ok(()),
+                        code => Err(self.failure(call, code)),
+                    }
+                }
+            )*
+        }
+    };
+}
+
+/// A symbol of the library, if it has it.
+///
+/// # Safety
+/// `F` must be the type of what the symbol names.
+unsafe fn find<F: Copy>(library: &Library, name: &str) -> Option<F> {
+    // SAFETY: the caller's promise; the library is never unloaded.
+    unsafe { library.get::<F>(name.as_bytes()) }.ok().map(|symbol| *symbol)
+}
+
+functions! {
+    init = ["cuInit"] (flags: c_uint);
+    driver_get_version = ["cuDriverGetVersion"] (version: *mut c_int);
+    get_error_name = ["cuGetErrorName"] (code: c_uint, name: *mut *const c_char);
+    device_get_count = ["cuDeviceGetCount"] (count: *mut c_int);
+    device_get = ["cuDeviceGet"] (device: *mut c_int, ordinal: c_int);
+    device_get_name = ["cuDeviceGetName"] (name: *mut c_char, length: c_int, device: c_int);
+    /// The second version gives a MIG instance its own UUID and not its GPU's.
+    device_get_uuid = ["cuDeviceGetUuid_v2", "cuDeviceGetUuid"] (uuid: *mut [u8; 16], device: c_int);
+    device_get_attribute = ["cuDeviceGetAttribute"] (value: *mut c_int, attribute: c_uint, device: c_int);
+    primary_ctx_retain = ["cuDevicePrimaryCtxRetain"] (context: *mut *mut c_void, device: c_int);
+    primary_ctx_release = ["cuDevicePrimaryCtxRelease_v2"] (device: c_int);
+    ctx_push_current = ["cuCtxPushCurrent_v2"] (context: *mut c_void);
+    ctx_pop_current = ["cuCtxPopCurrent_v2"] (context: *mut *mut c_void);
+    ctx_synchronize = ["cuCtxSynchronize"] ();
+    mem_get_info = ["cuMemGetInfo_v2"] (free: *mut usize, total: *mut usize);
+    mem_get_allocation_granularity = ["cuMemGetAllocationGranularity"]
+        (granularity: *mut usize, properties: *const AllocationProp, option: c_uint);
+    mem_create = ["cuMemCreate"] (handle: *mut u64, size: usize, properties: *const AllocationProp, flags: u64);
+    mem_release = ["cuMemRelease"] (handle: u64);
+    mem_address_reserve = ["cuMemAddressReserve"]
+        (address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64);
+    mem_address_free = ["cuMemAddressFree"] (address: u64, size: usize);
+    mem_map = ["cuMemMap"] (address: u64, size: usize, offset: usize, handle: u64, flags: u64);
+    mem_unmap = ["cuMemUnmap"] (address: u64, size: usize);
+    mem_set_access = ["cuMemSetAccess"] (address: u64, size: usize, access: *const AccessDesc, count: usize);
+    mem_export = ["cuMemExportToShareableHandle"] (shareable: *mut c_int, handle: u64, kind: c_uint, flags: u64);
+    mem_import = ["cuMemImportFromShareableHandle"] (handle: *mut u64, shareable: *mut c_void, kind: c_uint);
+    mem_get_properties = ["cuMemGetAllocationPropertiesFromHandle"] (properties: *mut AllocationProp, handle: u64);
+    memcpy_htod = ["cuMemcpyHtoD_v2"] (to: u64, from: *const c_void, size: usize);
+    memcpy_dtoh = ["cuMemcpyDtoH_v2"] (to: *mut c_void, from: u64, size: usize);
+}
+
+/// The driver's own name first: `libcuda.so` may be a toolkit's stub, or nothing at all without a -dev package.
+const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+
+impl Functions {
+    /// Loads the driver library of this machine.
+    ///
+    /// # Errors
+    /// [`Error::NoDriver`] if none loads. A missing function is an error of the call that needs it.
+    pub(super) fn load() -> Result<Self> {
+        let mut tried = Vec::new();
+        for library in LIBRARIES {
+            match Self::load_from(library) {
+                Ok(functions) => return Ok(functions),
+                Err(error) => tried.push(error),
+            }
+        }
+        Err(Error::NoDriver { tried: tried.join("; ") })
+    }
+
+    /// Loads this library, a name to search for or a path.
+    pub(super) fn load_from(library: &str) -> Result<Self, String> {
+        // SAFETY: loading the driver runs its initialisers; that is what a program that wants CUDA asks for.
+        let loaded = unsafe { Library::open(Some(library), RTLD_NOW | RTLD_LOCAL) };
+        let loaded = loaded.map_err(|error| match std::error::Error::source(&error) {
+            Some(cause) => cause.to_string(),
+            None => error.to_string(),
+        })?;
+        // The driver starts threads and registers handlers of exit: unloading it is not safe, so it never is.
+        let functions = Self::resolve(library.to_owned().leak(), &loaded);
+        mem::forget(loaded);
+        Ok(functions)
+    }
+
+    /// The error of a call that returned a code, with the driver's own name for it.
+    fn failure(&self, call: &'static str, code: c_uint) -> Error {
+        if code == code::STUB_LIBRARY {
+            return Error::StubLibrary { library: self.library.to_owned() };
+        }
+        if code == code::NO_DEVICE && call == "cuInit" {
+            return Error::NoDevice;
+        }
+        let mut name = ptr::null();
+        let named = self.get_error_name.is_some_and(|function| {
+            // SAFETY: the pointer is valid for the one write; an unknown code is answered with an error.
+            unsafe { function(code, &mut name) == 0 && !name.is_null() }
+        });
+        if !named {
+            return crate::driver::failure(call, code);
+        }
+        // SAFETY: the driver returned a C string of static lifetime.
+        let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+        Error::Driver { call, code, name: Cow::Owned(name), source: None }
+    }
+}

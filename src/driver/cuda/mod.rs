@@ -1,0 +1,402 @@
+//! The CUDA backend: the real driver, found at run time. Nothing of a toolkit is needed, to build or to run.
+//!
+//! It keeps what it gave out, because the driver does not survive all mistakes: mapping a released handle was seen to
+//! crash inside the library. What is not in the tables is answered here, with the driver's own number.
+
+#![allow(unsafe_code)]
+
+mod ffi;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::{CStr, c_int, c_uint, c_void},
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    path::Path,
+    process, ptr,
+    sync::{
+        Mutex, PoisonError, RwLock, RwLockReadGuard,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use cudarc::driver::sys::{self, CUdevice_attribute as DeviceAttribute};
+
+use self::ffi::{AccessDesc, AllocationProp, Functions, HANDLE_TYPE_POSIX_FD, Location};
+use super::{
+    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Origin, Properties, code, failure,
+};
+use crate::error::{Error, Result};
+
+/// The process that first called `cuInit`, or 0. The driver does not survive a fork, and says so in no clear words.
+static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
+
+/// The CUDA driver of this machine.
+#[derive(Debug)]
+pub struct CudaDriver {
+    functions: Functions,
+    origin: Origin,
+    contexts: Mutex<BTreeMap<i32, Context>>,
+    /// A call on a handle holds it for reading, so that the handle is not released under it.
+    handles: RwLock<BTreeSet<Handle>>,
+    /// The sizes of what is mapped, by address. A copy holds it for reading, so that nothing is unmapped under it.
+    mapped: RwLock<BTreeMap<u64, u64>>,
+}
+
+/// A device's primary context, retained for the life of the driver object.
+#[derive(Debug, Clone, Copy)]
+struct Context(*mut c_void);
+
+// SAFETY: a CUcontext is a handle that the driver lets any thread push.
+unsafe impl Send for Context {}
+
+impl CudaDriver {
+    /// Loads the driver library (`libcuda.so.1`, else `libcuda.so`) and initialises it. It stays loaded.
+    ///
+    /// # Errors
+    /// - [`Error::NoDriver`]: no library loads.
+    /// - [`Error::StubLibrary`]: what loads is the toolkit's stub.
+    /// - [`Error::NoDevice`]: the driver works and has no device to offer.
+    /// - [`Error::MissingSymbol`]: the library is no driver, or too old.
+    /// - [`Error::Forked`]: this process is a fork of one that initialised the driver.
+    /// - [`Error::Driver`]: the driver is there and fails.
+    ///
+    /// Driver calls: `cuInit`, `cuDeviceGetCount`.
+    pub fn load() -> Result<Self> {
+        Self::start(Functions::load()?)
+    }
+
+    /// As [`CudaDriver::load`], from this file: for a driver that the loader does not find by itself.
+    ///
+    /// # Errors
+    /// As [`CudaDriver::load`].
+    pub fn load_from(path: &Path) -> Result<Self> {
+        let name = path.to_str().ok_or_else(|| Error::NoDriver { tried: format!("{path:?} is not UTF-8") })?;
+        Self::start(Functions::load_from(name).map_err(|tried| Error::NoDriver { tried })?)
+    }
+
+    fn start(functions: Functions) -> Result<Self> {
+        let pid = process::id();
+        let earlier = INITIALISED_BY.load(Ordering::Acquire);
+        if earlier != 0 {
+            Origin(earlier).check()?;
+        }
+        // SAFETY: no pointers.
+        unsafe { functions.init(0) }?;
+        INITIALISED_BY.store(pid, Ordering::Release);
+        let driver = Self {
+            functions,
+            origin: Origin(pid),
+            contexts: Mutex::default(),
+            handles: RwLock::default(),
+            mapped: RwLock::default(),
+        };
+        if driver.device_count()? == 0 {
+            return Err(Error::NoDevice);
+        }
+        Ok(driver)
+    }
+
+    /// The driver's number of a device: the same as its ordinal today, but only the driver may say so.
+    fn device(&self, ordinal: i32) -> Result<c_int> {
+        self.origin.check()?;
+        let mut device = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.functions.device_get(&mut device, ordinal) }?;
+        Ok(device)
+    }
+
+    fn context(&self, ordinal: i32) -> Result<Context> {
+        let device = self.device(ordinal)?;
+        let mut contexts = self.contexts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&context) = contexts.get(&ordinal) {
+            return Ok(context);
+        }
+        let mut context = ptr::null_mut();
+        // SAFETY: the pointer is valid for the one write; the context is released once, on drop.
+        unsafe { self.functions.primary_ctx_retain(&mut context, device) }?;
+        contexts.insert(ordinal, Context(context));
+        Ok(Context(context))
+    }
+
+    /// Runs `call` with the device's primary context current, and leaves the thread's own as it was.
+    fn within<T>(&self, ordinal: i32, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        let context = self.context(ordinal)?;
+        // SAFETY: the context is retained until this object is dropped.
+        unsafe { self.functions.ctx_push_current(context.0) }?;
+        let result = call();
+        let mut popped = ptr::null_mut();
+        // SAFETY: the pointer is valid for the one write, and what is popped is what was pushed.
+        let restored = unsafe { self.functions.ctx_pop_current(&mut popped) };
+        result.and_then(|value| restored.map(|()| value))
+    }
+
+    /// Keeps a handle from being released for as long as the guard lives, if the driver gave it out.
+    fn known(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
+        self.origin.check()?;
+        let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
+        if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
+    }
+
+    fn gained(&self, handle: u64) -> Handle {
+        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(Handle(handle));
+        Handle(handle)
+    }
+
+    /// Runs a copy if mappings of this object cover the range: another address might be anything, host memory too.
+    fn copy(
+        &self,
+        call: &'static str,
+        ordinal: i32,
+        address: u64,
+        size: usize,
+        copy: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        self.origin.check()?;
+        let mapped = self.mapped.read().unwrap_or_else(PoisonError::into_inner);
+        let invalid = || failure(call, code::INVALID_VALUE);
+        let end = address.checked_add(size as u64).ok_or_else(invalid)?;
+        let first = mapped.range(..=address).next_back().map_or(address, |(&start, _)| start);
+        let reached = mapped.range(first..end.max(first)).fold(address, |reached, (&start, &size)| {
+            if start <= reached { reached.max(start + size) } else { reached }
+        });
+        if reached < end {
+            return Err(invalid());
+        }
+        self.within(ordinal, copy)
+    }
+}
+
+impl Drop for CudaDriver {
+    fn drop(&mut self) {
+        if self.origin.check().is_err() {
+            return;
+        }
+        let contexts = self.contexts.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for &ordinal in contexts.keys() {
+            let mut device = 0;
+            // SAFETY: the pointer is valid for the one write; each context was retained once.
+            let released = unsafe {
+                self.functions
+                    .device_get(&mut device, ordinal)
+                    .and_then(|()| self.functions.primary_ctx_release(device))
+            };
+            if let Err(error) = released {
+                tracing::warn!(%error, ordinal, "the primary context can't be released");
+            }
+        }
+    }
+}
+
+impl Driver for CudaDriver {
+    fn backend(&self) -> Backend {
+        Backend::Cuda
+    }
+
+    fn version(&self) -> Result<i32> {
+        self.origin.check()?;
+        let mut version = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.functions.driver_get_version(&mut version) }?;
+        Ok(version)
+    }
+
+    fn device_count(&self) -> Result<i32> {
+        self.origin.check()?;
+        let mut count = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.functions.device_get_count(&mut count) }?;
+        Ok(count)
+    }
+
+    fn device_name(&self, ordinal: i32) -> Result<String> {
+        let device = self.device(ordinal)?;
+        let mut name = [0u8; 256];
+        // SAFETY: the buffer is as long as it is said to be.
+        unsafe { self.functions.device_get_name(name.as_mut_ptr().cast(), name.len() as c_int, device) }?;
+        Ok(CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned())
+    }
+
+    fn device_uuid(&self, ordinal: i32) -> Result<DeviceUuid> {
+        let device = self.device(ordinal)?;
+        let mut uuid = [0; 16];
+        // SAFETY: the pointer is valid for the 16 bytes of a CUuuid.
+        unsafe { self.functions.device_get_uuid(&mut uuid, device) }?;
+        Ok(DeviceUuid::from_bytes(uuid))
+    }
+
+    fn device_attribute(&self, ordinal: i32, attribute: Attribute) -> Result<i32> {
+        let device = self.device(ordinal)?;
+        let number = match attribute {
+            Attribute::VirtualMemoryManagement => {
+                DeviceAttribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED as c_uint
+            }
+            Attribute::PosixFileDescriptor => {
+                DeviceAttribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED as c_uint
+            }
+            // Bindings older than CUDA 12.4 have no name for it.
+            Attribute::FabricHandle => 128,
+            Attribute::GpuDirectRdma => {
+                DeviceAttribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as c_uint
+            }
+            Attribute::ComputeMode => DeviceAttribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE as c_uint,
+        };
+        let mut value = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.functions.device_get_attribute(&mut value, number, device) }?;
+        Ok(value)
+    }
+
+    fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
+        self.within(ordinal, || {
+            let (mut free, mut total) = (0, 0);
+            // SAFETY: both pointers are valid for the one write.
+            unsafe { self.functions.mem_get_info(&mut free, &mut total) }?;
+            Ok(MemoryInfo { free: free as u64, total: total as u64 })
+        })
+    }
+
+    fn activate(&self, ordinal: i32) -> Result<()> {
+        self.context(ordinal).map(drop)
+    }
+
+    fn granularity(&self, properties: &Properties, which: Granularity) -> Result<u64> {
+        self.origin.check()?;
+        let option = match which {
+            Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+        };
+        let mut granularity = 0;
+        // SAFETY: both pointers are valid for the call.
+        unsafe {
+            self.functions.mem_get_allocation_granularity(
+                &mut granularity,
+                &raw_properties(properties),
+                option as c_uint,
+            )
+        }?;
+        Ok(granularity as u64)
+    }
+
+    fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
+        self.origin.check()?;
+        let mut handle = 0;
+        // SAFETY: both pointers are valid for the call.
+        unsafe { self.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
+        Ok(self.gained(handle))
+    }
+
+    fn release(&self, handle: Handle) -> Result<()> {
+        self.origin.check()?;
+        let mut handles = self.handles.write().unwrap_or_else(PoisonError::into_inner);
+        if !handles.remove(&handle) {
+            return Err(failure("cuMemRelease", code::INVALID_VALUE));
+        }
+        // SAFETY: the handle was in the table, and no call on it is under way.
+        unsafe { self.functions.mem_release(handle.0) }
+    }
+
+    fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
+        self.origin.check()?;
+        let mut address = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
+        Ok(address)
+    }
+
+    fn free(&self, address: u64, size: u64) -> Result<()> {
+        self.origin.check()?;
+        // SAFETY: no pointers; the driver checks the range, and refuses one with a mapping in it.
+        unsafe { self.functions.mem_address_free(address, size as usize) }
+    }
+
+    fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
+        let _known = self.known("cuMemMap", handle)?;
+        let mut mapped = self.mapped.write().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the handle is alive; the driver checks the range, and refuses one that is not reserved and empty.
+        unsafe { self.functions.mem_map(address, size as usize, offset as usize, handle.0, 0) }?;
+        mapped.insert(address, size);
+        Ok(())
+    }
+
+    fn unmap(&self, address: u64, size: u64) -> Result<()> {
+        self.origin.check()?;
+        let mut mapped = self.mapped.write().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: no pointers; no copy of this object is under way, and the driver refuses to unmap in part.
+        unsafe { self.functions.mem_unmap(address, size as usize) }?;
+        mapped.retain(|&start, _| start < address || start - address >= size);
+        Ok(())
+    }
+
+    fn set_access(&self, address: u64, size: u64, ordinal: i32, access: Option<Access>) -> Result<()> {
+        let flags = match access {
+            None => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
+            Some(Access::ReadOnly) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
+            Some(Access::ReadWrite) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        self.origin.check()?;
+        let access = AccessDesc { location: Location::device(ordinal), flags: flags as c_uint };
+        // SAFETY: the pointer is valid for one description.
+        unsafe { self.functions.mem_set_access(address, size as usize, &access, 1) }
+    }
+
+    fn export(&self, handle: Handle) -> Result<OwnedFd> {
+        const CALL: &str = "cuMemExportToShareableHandle";
+        let _known = self.known(CALL, handle)?;
+        let mut fd: RawFd = -1;
+        // SAFETY: for this type the driver writes an int.
+        unsafe { self.functions.mem_export(&mut fd, handle.0, HANDLE_TYPE_POSIX_FD, 0) }?;
+        if fd < 0 {
+            return Err(failure(CALL, code::UNKNOWN));
+        }
+        // SAFETY: the driver opened it for the caller, who is to close it.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, _: u64) -> Result<Handle> {
+        self.origin.check()?;
+        let mut handle = 0;
+        // SAFETY: the pointer is valid for the one write; for this type the descriptor itself is passed as the pointer.
+        unsafe {
+            self.functions.mem_import(
+                &mut handle,
+                ptr::without_provenance_mut(fd.as_raw_fd() as usize),
+                HANDLE_TYPE_POSIX_FD,
+            )
+        }?;
+        Ok(self.gained(handle))
+    }
+
+    fn properties(&self, handle: Handle) -> Result<Properties> {
+        let _known = self.known("cuMemGetAllocationPropertiesFromHandle", handle)?;
+        let mut properties = AllocationProp::pinned(0, 0);
+        // SAFETY: the handle is alive; the layout is the driver's, of plain numbers that hold whatever it writes.
+        unsafe { self.functions.mem_get_properties(&mut properties, handle.0) }?;
+        let exportable = properties.requested_handle_types & HANDLE_TYPE_POSIX_FD != 0;
+        Ok(Properties { ordinal: properties.location.id, exportable })
+    }
+
+    fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
+        self.copy("cuMemcpyHtoD_v2", ordinal, address, from.len(), || {
+            // SAFETY: `from` is valid for its length, and the destination is mapped for as long as the call takes.
+            unsafe { self.functions.memcpy_htod(address, from.as_ptr().cast(), from.len()) }
+        })
+    }
+
+    fn copy_out(&self, ordinal: i32, address: u64, to: &mut [u8]) -> Result<()> {
+        self.copy("cuMemcpyDtoH_v2", ordinal, address, to.len(), || {
+            // SAFETY: `to` is valid for its length, and the source is mapped for as long as the call takes.
+            unsafe { self.functions.memcpy_dtoh(to.as_mut_ptr().cast(), address, to.len()) }
+        })
+    }
+
+    fn synchronize(&self, ordinal: i32) -> Result<()> {
+        self.within(ordinal, || {
+            // SAFETY: no pointers.
+            unsafe { self.functions.ctx_synchronize() }
+        })
+    }
+}
+
+fn raw_properties(properties: &Properties) -> AllocationProp {
+    AllocationProp::pinned(properties.ordinal, if properties.exportable { HANDLE_TYPE_POSIX_FD } else { 0 })
+}

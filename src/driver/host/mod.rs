@@ -1,0 +1,518 @@
+//! The host backend: real shared memory of this machine, under CUDA's rules. No GPU takes part.
+//!
+//! An allocation is a memfd, sealed at birth against shrinking and growing and committed at once, as `cuMemCreate`
+//! commits; a reservation is a range of `PROT_NONE` addresses; mapping is `MAP_FIXED` into it and access `mprotect`.
+//! What CUDA was seen to refuse is refused with the same number, so that a program that works here is not surprised on
+//! a GPU. Like the CUDA backend it knows what it gave out, and answers `CUDA_ERROR_INVALID_VALUE` for all else.
+
+#![allow(unsafe_code)]
+
+mod available;
+
+use std::{
+    collections::BTreeMap,
+    ffi::c_void,
+    fs, io,
+    num::NonZeroUsize,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    ptr::{self, NonNull},
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap},
+        stat::fstat,
+    },
+    unistd::ftruncate,
+};
+use uuid::{Uuid, uuid};
+
+use super::{
+    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Origin, Properties, code, failure,
+    failure_with,
+};
+use crate::error::Result;
+
+/// What sizes and addresses are multiples of: the granularity that CUDA was seen to have.
+pub const GRANULARITY: u64 = 2 << 20;
+
+/// The name of the one device of this backend.
+pub const DEVICE_NAME: &str = "host memory (no GPU)";
+
+/// The namespace of host device UUIDs: version 5, of the boot id.
+const NAMESPACE: Uuid = uuid!("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21");
+
+/// The host backend. Each object counts its own handles and addresses.
+#[derive(Debug)]
+pub struct HostDriver {
+    origin: Origin,
+    uuid: DeviceUuid,
+    state: RwLock<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    handles_made: u64,
+    handles: BTreeMap<Handle, Arc<Memory>>,
+    reservations: BTreeMap<u64, Reserved>,
+}
+
+/// Physical memory, for as long as a handle names it. Mappings hold their pages by themselves.
+#[derive(Debug)]
+struct Memory {
+    memfd: OwnedFd,
+    size: u64,
+    exportable: bool,
+}
+
+/// A range of addresses, and what is mapped in it, by address.
+#[derive(Debug)]
+struct Reserved {
+    size: u64,
+    mapped: BTreeMap<u64, Mapped>,
+}
+
+#[derive(Debug)]
+struct Mapped {
+    size: u64,
+    access: Option<Access>,
+}
+
+/// How many objects of a driver are alive: all zero when everything was given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Live {
+    /// Allocations created or imported and not released.
+    pub handles: usize,
+    /// Reservations not freed.
+    pub reservations: usize,
+    /// Mappings not unmapped.
+    pub mappings: usize,
+}
+
+impl HostDriver {
+    /// A host backend with nothing allocated. The process that calls this is the one that may use it.
+    pub fn new() -> Self {
+        // Two processes on one boot must agree on the device; two boots must not.
+        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_else(|error| {
+            tracing::warn!(%error, "no boot id can be read: the host device of every such machine has the same UUID");
+            String::new()
+        });
+        let uuid = Uuid::new_v5(&NAMESPACE, boot_id.trim().as_bytes());
+        Self {
+            origin: Origin::here(),
+            uuid: DeviceUuid::from_bytes(uuid.into_bytes()),
+            state: RwLock::new(State::default()),
+        }
+    }
+
+    /// How many objects are alive.
+    pub fn live(&self) -> Live {
+        let state = self.read();
+        Live {
+            handles: state.handles.len(),
+            reservations: state.reservations.len(),
+            mappings: state.reservations.values().map(|reserved| reserved.mapped.len()).sum(),
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, State> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn device(&self, call: &'static str, ordinal: i32) -> Result<()> {
+        self.origin.check()?;
+        if ordinal == 0 { Ok(()) } else { Err(failure(call, code::INVALID_DEVICE)) }
+    }
+}
+
+impl Default for HostDriver {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for HostDriver {
+    fn drop(&mut self) {
+        if self.origin.check().is_err() {
+            return;
+        }
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for (&address, reserved) in &state.reservations {
+            // SAFETY: the range was reserved by this object and not freed since.
+            if let Err(errno) = unsafe { munmap(pointer(address), length(reserved.size)) } {
+                tracing::warn!(%errno, address, "a forgotten reservation can't be freed");
+            }
+        }
+    }
+}
+
+impl Reserved {
+    /// The mappings inside a range, if there is no other part of a mapping in it.
+    fn whole(&self, address: u64, size: u64) -> Option<Vec<u64>> {
+        let end = address.checked_add(size)?;
+        let overlapping = self.mapped.iter().filter(|&(&start, mapped)| start < end && address < start + mapped.size);
+        overlapping.map(|(&start, mapped)| (address <= start && start + mapped.size <= end).then_some(start)).collect()
+    }
+
+    /// Whether mappings that `usable` accepts cover a range without a gap.
+    fn covers(&self, address: u64, size: u64, usable: impl Fn(&Mapped) -> bool) -> bool {
+        let Some(end) = address.checked_add(size) else { return false };
+        let mut reached = address;
+        for (&start, mapped) in &self.mapped {
+            if start <= reached && reached < start + mapped.size && usable(mapped) {
+                reached = start + mapped.size;
+            }
+        }
+        reached >= end
+    }
+}
+
+impl State {
+    /// The reservation that holds a range, with its address.
+    fn reservation(&mut self, address: u64, size: u64) -> Option<(u64, &mut Reserved)> {
+        let (&start, reserved) = self.reservations.range_mut(..=address).next_back()?;
+        (address.checked_add(size)? <= start + reserved.size).then_some((start, reserved))
+    }
+
+    /// Whether a copy may touch a range.
+    fn usable(&self, address: u64, size: u64, usable: impl Fn(Access) -> bool) -> bool {
+        let found = self.reservations.range(..=address).next_back();
+        found.is_some_and(|(_, reserved)| reserved.covers(address, size, |mapped| mapped.access.is_some_and(&usable)))
+    }
+
+    fn add(&mut self, memory: Memory) -> Handle {
+        self.handles_made += 1;
+        let handle = Handle(self.handles_made);
+        self.handles.insert(handle, Arc::new(memory));
+        handle
+    }
+}
+
+impl Driver for HostDriver {
+    fn backend(&self) -> Backend {
+        Backend::Host
+    }
+
+    fn version(&self) -> Result<i32> {
+        self.origin.check()?;
+        Ok(0)
+    }
+
+    fn device_count(&self) -> Result<i32> {
+        self.origin.check()?;
+        Ok(1)
+    }
+
+    fn device_name(&self, ordinal: i32) -> Result<String> {
+        self.device("host device_name", ordinal)?;
+        Ok(DEVICE_NAME.to_owned())
+    }
+
+    fn device_uuid(&self, ordinal: i32) -> Result<DeviceUuid> {
+        self.device("host device_uuid", ordinal)?;
+        Ok(self.uuid)
+    }
+
+    fn device_attribute(&self, ordinal: i32, attribute: Attribute) -> Result<i32> {
+        self.device("host device_attribute", ordinal)?;
+        Ok(match attribute {
+            Attribute::VirtualMemoryManagement | Attribute::PosixFileDescriptor => 1,
+            Attribute::FabricHandle | Attribute::GpuDirectRdma | Attribute::ComputeMode => 0,
+        })
+    }
+
+    fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
+        const CALL: &str = "host memory_info";
+        self.device(CALL, ordinal)?;
+        available::memory().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
+    }
+
+    fn activate(&self, ordinal: i32) -> Result<()> {
+        self.device("host activate", ordinal)
+    }
+
+    fn granularity(&self, properties: &Properties, _: Granularity) -> Result<u64> {
+        self.device("host granularity", properties.ordinal)?;
+        Ok(GRANULARITY)
+    }
+
+    fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
+        const CALL: &str = "host create";
+        self.device(CALL, properties.ordinal)?;
+        if !aligned(size) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        if size > self.memory_info(properties.ordinal)?.free {
+            return Err(failure(CALL, code::OUT_OF_MEMORY));
+        }
+        let memfd = sealed_memfd(size).map_err(|errno| from_errno(CALL, errno))?;
+        Ok(self.write().add(Memory { memfd, size, exportable: properties.exportable }))
+    }
+
+    fn release(&self, handle: Handle) -> Result<()> {
+        self.origin.check()?;
+        let released = self.write().handles.remove(&handle);
+        released.map(drop).ok_or_else(|| failure("host release", code::INVALID_VALUE))
+    }
+
+    fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
+        const CALL: &str = "host reserve";
+        self.origin.check()?;
+        if !aligned(size) || !(alignment == 0 || alignment.is_power_of_two()) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        let alignment = alignment.max(GRANULARITY);
+        let address = reserve_aligned(size, alignment).map_err(|errno| from_errno(CALL, errno))?;
+        self.write().reservations.insert(address, Reserved { size, mapped: BTreeMap::new() });
+        Ok(address)
+    }
+
+    fn free(&self, address: u64, size: u64) -> Result<()> {
+        const CALL: &str = "host free";
+        self.origin.check()?;
+        let mut state = self.write();
+        match state.reservations.get(&address) {
+            Some(reserved) if reserved.size == size && reserved.mapped.is_empty() => {}
+            _ => return Err(failure(CALL, code::INVALID_VALUE)),
+        }
+        // SAFETY: the table says that exactly this range was reserved by this object and that nothing is mapped in it.
+        unsafe { munmap(pointer(address), length(size)) }.map_err(|errno| from_errno(CALL, errno))?;
+        state.reservations.remove(&address);
+        Ok(())
+    }
+
+    fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
+        const CALL: &str = "host map";
+        self.origin.check()?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let mut state = self.write();
+        let memory = Arc::clone(state.handles.get(&handle).ok_or_else(invalid)?);
+        let (_, reserved) = state.reservation(address, size).ok_or_else(invalid)?;
+        if size == 0 || address % GRANULARITY != 0 {
+            return Err(invalid());
+        }
+        if offset != 0 || size != memory.size {
+            return Err(failure(CALL, code::NOT_SUPPORTED));
+        }
+        if !reserved.whole(address, size).is_some_and(|inside| inside.is_empty()) {
+            return Err(invalid());
+        }
+        // SAFETY: the range lies in a reservation of this object and nothing is mapped there, so nothing is replaced but
+        // reserved addresses that nobody can be using.
+        unsafe {
+            mmap(
+                Some(nonzero(address)),
+                nonzero(size),
+                ProtFlags::PROT_NONE,
+                MapFlags::MAP_SHARED | MapFlags::MAP_FIXED,
+                &memory.memfd,
+                0,
+            )
+        }
+        .map_err(|errno| from_errno(CALL, errno))?;
+        reserved.mapped.insert(address, Mapped { size, access: None });
+        Ok(())
+    }
+
+    fn unmap(&self, address: u64, size: u64) -> Result<()> {
+        const CALL: &str = "host unmap";
+        self.origin.check()?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let mut state = self.write();
+        let (_, reserved) = state.reservation(address, size).ok_or_else(invalid)?;
+        if !aligned(size) {
+            return Err(invalid());
+        }
+        for start in reserved.whole(address, size).ok_or_else(invalid)? {
+            let mapped_size = reserved.mapped[&start].size;
+            // SAFETY: the table says that this is a whole mapping of this object; its addresses become reserved again.
+            // Copies hold the lock for reading, so none is under way.
+            unsafe { reserve_fixed(start, mapped_size) }.map_err(|errno| from_errno(CALL, errno))?;
+            reserved.mapped.remove(&start);
+        }
+        Ok(())
+    }
+
+    fn set_access(&self, address: u64, size: u64, ordinal: i32, access: Option<Access>) -> Result<()> {
+        const CALL: &str = "host set_access";
+        self.device(CALL, ordinal)?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let mut state = self.write();
+        let (_, reserved) = state.reservation(address, size).ok_or_else(invalid)?;
+        let inside = reserved.whole(address, size).ok_or_else(invalid)?;
+        if size == 0 || !reserved.covers(address, size, |_| true) {
+            return Err(invalid());
+        }
+        let protection = match access {
+            None => ProtFlags::PROT_NONE,
+            Some(Access::ReadOnly) => ProtFlags::PROT_READ,
+            Some(Access::ReadWrite) => ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+        };
+        // SAFETY: the range is wholly covered by mappings of this object, and no Rust reference into it exists: it is
+        // only ever touched through raw pointers, under the lock.
+        unsafe { mprotect(pointer(address), length(size), protection) }.map_err(|errno| from_errno(CALL, errno))?;
+        for start in inside {
+            if let Some(mapped) = reserved.mapped.get_mut(&start) {
+                mapped.access = access;
+            }
+        }
+        Ok(())
+    }
+
+    fn export(&self, handle: Handle) -> Result<OwnedFd> {
+        const CALL: &str = "host export";
+        self.origin.check()?;
+        let state = self.read();
+        match state.handles.get(&handle) {
+            Some(memory) if memory.exportable => {
+                memory.memfd.try_clone().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
+            }
+            _ => Err(failure(CALL, code::INVALID_VALUE)),
+        }
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, size: u64) -> Result<Handle> {
+        const CALL: &str = "host import";
+        self.origin.check()?;
+        let unfit = |code, reason: String| failure_with(CALL, code, Some(io::Error::other(reason)));
+        let from_io = |error| failure_with(CALL, code::UNKNOWN, Some(error));
+        let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|errno| from_io(errno.into()))?;
+        if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
+            let reason = "the memory is not sealed against shrinking: its owner could take it away under this process";
+            return Err(unfit(code::UNKNOWN, reason.to_owned()));
+        }
+        let stat = fstat(fd).map_err(|errno| from_io(errno.into()))?;
+        let actual = u64::try_from(stat.st_size).unwrap_or(0);
+        if actual != size || !aligned(size) {
+            return Err(unfit(code::INVALID_VALUE, format!("the memory has {actual} bytes where {size} were claimed")));
+        }
+        // Pages that its owner never committed would be committed by reading them here.
+        let missing = size.saturating_sub(u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512));
+        let free = self.memory_info(0)?.free;
+        if missing > free {
+            let reason = format!("{missing} bytes of the memory are not committed, and {free} bytes are free here");
+            return Err(unfit(code::OUT_OF_MEMORY, reason));
+        }
+        let memfd = fd.try_clone_to_owned().map_err(from_io)?;
+        Ok(self.write().add(Memory { memfd, size, exportable: false }))
+    }
+
+    fn properties(&self, handle: Handle) -> Result<Properties> {
+        self.origin.check()?;
+        match self.read().handles.get(&handle) {
+            Some(memory) => Ok(Properties { ordinal: 0, exportable: memory.exportable }),
+            None => Err(failure("host properties", code::INVALID_VALUE)),
+        }
+    }
+
+    fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
+        const CALL: &str = "host copy_in";
+        self.device(CALL, ordinal)?;
+        let state = self.read();
+        if !from.is_empty() && !state.usable(address, from.len() as u64, |access| access == Access::ReadWrite) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        // SAFETY: the destination is mapped for writing, whole, and stays so while the lock is held; it is no memory of
+        // Rust's, so it can't overlap `from`. Other processes may access it at the same time: nothing here relies on
+        // what it holds.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), pointer(address).as_ptr().cast(), from.len()) };
+        Ok(())
+    }
+
+    fn copy_out(&self, ordinal: i32, address: u64, to: &mut [u8]) -> Result<()> {
+        const CALL: &str = "host copy_out";
+        self.device(CALL, ordinal)?;
+        let state = self.read();
+        if !to.is_empty() && !state.usable(address, to.len() as u64, |_| true) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        // SAFETY: the source is mapped for reading, whole, and stays so while the lock is held; it is no memory of
+        // Rust's, so it can't overlap `to`. Other processes may write to it at the same time: any bytes will do.
+        unsafe { ptr::copy_nonoverlapping(pointer(address).as_ptr().cast_const().cast(), to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    fn synchronize(&self, ordinal: i32) -> Result<()> {
+        self.device("host synchronize", ordinal)
+    }
+}
+
+fn aligned(size: u64) -> bool {
+    size != 0 && size % GRANULARITY == 0
+}
+
+/// A memfd of `size` bytes, every page of it committed.
+fn sealed_memfd(size: u64) -> nix::Result<OwnedFd> {
+    let close_on_exec = MFdFlags::MFD_CLOEXEC;
+    // NOEXEC_SEAL (Linux 6.3) implies sealing, and some systems demand it; older kernels know nothing of it.
+    let memfd = memfd_create(c"vmmfd", close_on_exec | MFdFlags::from_bits_retain(nix::libc::MFD_NOEXEC_SEAL))
+        .or_else(|errno| match errno {
+            Errno::EINVAL => memfd_create(c"vmmfd", close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
+            other => Err(other),
+        })?;
+    let size = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
+    ftruncate(&memfd, size)?;
+    fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, size)?;
+    fcntl(&memfd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW))?;
+    Ok(memfd)
+}
+
+/// Reserves addresses at a multiple of `alignment`: more than needed, then both ends are cut off.
+fn reserve_aligned(size: u64, alignment: u64) -> nix::Result<u64> {
+    let padded = size.checked_add(alignment).ok_or(Errno::ENOMEM)?;
+    let length_padded = usize::try_from(padded).ok().and_then(NonZeroUsize::new).ok_or(Errno::ENOMEM)?;
+    // SAFETY: new anonymous addresses that replace nothing.
+    let found = unsafe { mmap_anonymous(None, length_padded, ProtFlags::PROT_NONE, RESERVE) }?.as_ptr() as u64;
+    let address = found.next_multiple_of(alignment);
+    for (start, end) in [(found, address), (address + size, found + padded)] {
+        if start < end {
+            // SAFETY: both ends are parts of the mapping just made, which nobody else knows of.
+            unsafe { munmap(pointer(start), length(end - start)) }?;
+        }
+    }
+    Ok(address)
+}
+
+const RESERVE: MapFlags = MapFlags::MAP_PRIVATE.union(MapFlags::MAP_NORESERVE);
+
+/// Turns a range of mapped addresses back into reserved ones.
+///
+/// # Safety
+/// The range belongs to the caller, and nobody uses what is mapped there.
+unsafe fn reserve_fixed(address: u64, size: u64) -> nix::Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        mmap_anonymous(Some(nonzero(address)), nonzero(size), ProtFlags::PROT_NONE, RESERVE.union(MapFlags::MAP_FIXED))
+    }?;
+    Ok(())
+}
+
+/// An address of the table as a pointer. Address 0 is never in it; should it be, the dangling pointer is refused.
+fn pointer(address: u64) -> NonNull<c_void> {
+    NonNull::new(address as *mut c_void).unwrap_or(NonNull::dangling())
+}
+
+fn length(size: u64) -> usize {
+    size as usize
+}
+
+fn nonzero(value: u64) -> NonZeroUsize {
+    NonZeroUsize::new(value as usize).unwrap_or(NonZeroUsize::MAX)
+}
+
+fn from_errno(call: &'static str, errno: Errno) -> crate::Error {
+    let code = match errno {
+        Errno::ENOMEM | Errno::ENOSPC => code::OUT_OF_MEMORY,
+        Errno::EACCES | Errno::EPERM => code::INVALID_VALUE,
+        _ => code::OPERATING_SYSTEM,
+    };
+    failure_with(call, code, Some(errno.into()))
+}

@@ -1,0 +1,602 @@
+//! The protocol: messages as bytes, version 1.
+//!
+//! This page is enough to write a client in another language.
+//!
+//! # Transport
+//!
+//! `AF_UNIX`, `SOCK_SEQPACKET`. One message is one record; descriptors travel beside it as `SCM_RIGHTS`. A record without
+//! a single byte means that the sender hung up, as does the end of the stream.
+//!
+//! # Record
+//!
+//! | bytes | field | |
+//! |---|---|---|
+//! | 0..4 | magic | the ASCII letters `VMFD` |
+//! | 4..6 | version | `u16`, 1 |
+//! | 6..8 | kind | `u16`, see below |
+//! | 8..12 | body length | `u32`, at most 65536; the record is exactly 16 bytes longer |
+//! | 12..16 | fd count | `u32`, how many descriptors come with the record |
+//! | 16.. | body | one JSON object, UTF-8 |
+//!
+//! Integers are little-endian. Unknown fields of a body are ignored; a field whose type is shown as `T?` may be `null` or
+//! absent. Descriptors come with `segments` alone, as many as it has sizes; with any other kind the count is 0.
+//!
+//! # Messages
+//!
+//! | kind | name | sent by | body |
+//! |---|---|---|---|
+//! | 1 | `hello` | both | [`Hello`]: `version` u16, `capabilities` [string], `backend` `"cuda"` or `"host"`, `pid` u32 |
+//! | 2 | `request` | consumer | [`Request`]: `object` string, `access` `"ro"`, `"rw"`, or null for what the offer says |
+//! | 3 | `offer` | producer | [`Offer`]: `object` string, `mechanism` `"vmm"`, `device` {`uuid`, `name`}, `size` u64, `mapped_size` u64, `segments` u64, `element_type` `"u32"`, `access` `"ro"` or `"rw"`, `salt` u32, `reply_salt` u32? |
+//! | 4 | `segments` | producer | [`Segments`]: `first` u64, `sizes` [u64], 1 to 253 of them |
+//! | 5 | `received` | consumer | [`Received`]: `segments` u64, how many arrived so far |
+//! | 6 | `result` | both | [`Outcome`]: `verified` bool, `words` u64, `mismatches` u64, `first_mismatch` {`index` u64, `expected` u32, `found` u32}? |
+//! | 7 | `busy` | both | [`Busy`]: empty |
+//! | 8 | `error` | both | [`Failure`]: `code` [`ErrorCode`], `message` string |
+//!
+//! # Conversation
+//!
+//! 1. The consumer connects and sends `hello`; the producer answers with its own.
+//! 2. The consumer sends `request`. Any number of requests may follow one another on a connection, each with all that
+//!    follows here.
+//! 3. The producer answers `offer`, then one `segments` record after another until it has sent as many segments as the
+//!    offer said. The consumer answers each with `received` before the next is sent. The size in the record is the exact
+//!    size of the allocation behind the descriptor beside it; together they are `mapped_size`.
+//! 4. The consumer finds its own device of that UUID, imports, maps the segments side by side in their order and checks
+//!    the first `size` bytes against the pattern of `salt` ([`crate::pattern`]). With a `reply_salt`, and only then, it
+//!    writes the pattern of that salt over them if they were right.
+//! 5. All its work on the buffer done, it sends `result`. The producer checks the reply, if there was to be one, and
+//!    sends its own `result`: `words` is what it checked itself, and `verified` is false if either side found a mismatch.
+//! 6. The consumer sends another `request`, or shuts down writing. The producer closes when it sees the end.
+//!
+//! Whoever works instead of answering (filling, checking, waiting for a turn) sends `busy` once a second; it is no answer
+//! and restarts the receiver's deadline. `error` ends the conversation at any point: its sender shuts down writing, reads
+//! to the end or its deadline, and closes. A receiver whose own sending fails with `EPIPE` or `ECONNRESET` reads once more
+//! before it gives up, for the reason may still be there.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::driver::{Access, Backend, DeviceUuid};
+
+/// The version of the protocol that this build speaks.
+pub const VERSION: u16 = 1;
+
+/// The length of a record's header, in bytes.
+pub const HEADER_LENGTH: usize = 16;
+
+/// The longest body, in bytes.
+pub const MAX_BODY: usize = 64 * 1024;
+
+/// The most descriptors in one record: the kernel's own limit (`SCM_MAX_FD`).
+pub const MAX_FDS: usize = 253;
+
+/// The name of the object that a producer serves unless told otherwise.
+pub const DEFAULT_OBJECT: &str = "default";
+
+/// The one way of sharing in this version: CUDA virtual memory management by descriptor.
+pub const MECHANISM_VMM: &str = "vmm";
+
+/// The one element type in this version: little-endian 32-bit words.
+pub const ELEMENT_U32: &str = "u32";
+
+const MAGIC: [u8; 4] = *b"VMFD";
+
+/// How the peer broke the protocol. Nothing of such a record is used, and its descriptors are closed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProtocolError {
+    /// Fewer bytes than a header.
+    #[error("a record of {got} bytes is shorter than the header of {HEADER_LENGTH}")]
+    ShortRecord {
+        /// The record's length.
+        got: usize,
+    },
+    /// More bytes than the longest record.
+    #[error("a record is longer than {} bytes", HEADER_LENGTH + MAX_BODY)]
+    LongRecord,
+    /// Not this protocol.
+    #[error("a record begins with {got:02x?} where the magic number {MAGIC:02x?} belongs")]
+    Magic {
+        /// The first four bytes.
+        got: [u8; 4],
+    },
+    /// Another version of it.
+    #[error("the peer speaks version {got} of the protocol and this side version {VERSION}")]
+    Version {
+        /// The peer's.
+        got: u16,
+    },
+    /// A kind of message that this version does not have.
+    #[error("there is no kind of message with the number {got}")]
+    Kind {
+        /// The number.
+        got: u16,
+    },
+    /// The header's length is not the body's.
+    #[error("the header claims a body of {claimed} bytes and {got} came")]
+    BodyLength {
+        /// What the header says.
+        claimed: u32,
+        /// What came.
+        got: usize,
+    },
+    /// The body is not the JSON object that the kind calls for.
+    #[error("the body of {kind} is wrong: {reason}")]
+    Body {
+        /// The kind of message.
+        kind: &'static str,
+        /// What the parser says.
+        reason: String,
+    },
+    /// The number of descriptors is not what the header and the kind call for.
+    #[error("{kind} must carry {want} descriptors, its header claims {claimed} and {got} came")]
+    FdCount {
+        /// The kind of message.
+        kind: &'static str,
+        /// How many the message calls for.
+        want: usize,
+        /// What the header says.
+        claimed: u32,
+        /// How many came.
+        got: usize,
+    },
+    /// Descriptors were lost on the way in.
+    #[error("descriptors were cut off: more than {MAX_FDS} were sent, or this process may open no more files")]
+    FdsTruncated,
+    /// A message of a kind that does not belong here.
+    #[error("{got} came where {want} belongs")]
+    Unexpected {
+        /// What came.
+        got: &'static str,
+        /// What belongs there.
+        want: &'static str,
+    },
+    /// The content of a message contradicts itself or another message.
+    #[error("{0}")]
+    Content(String),
+}
+
+/// The first message of either side.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// The newest version that the sender speaks.
+    pub version: u16,
+    /// What the sender can do beyond the version's minimum: none in version 1.
+    #[serde(default)]
+    pub capabilities: Vec<String>,
+    /// The sender's backend. Both must be the same.
+    pub backend: Backend,
+    /// The sender's process, in its own PID namespace: for people, not for trust.
+    pub pid: u32,
+}
+
+/// Asks for an object.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// Its name.
+    pub object: String,
+    /// The access wanted; `None` takes what the offer says.
+    #[serde(default)]
+    pub access: Option<Access>,
+}
+
+/// A device, as both sides can know it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OfferedDevice {
+    /// Its identity.
+    pub uuid: DeviceUuid,
+    /// Its name, for people.
+    pub name: String,
+}
+
+/// Describes the buffer whose segments follow.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// The object's name.
+    pub object: String,
+    /// How it is shared: [`MECHANISM_VMM`].
+    pub mechanism: String,
+    /// Where it is.
+    pub device: OfferedDevice,
+    /// How many bytes of it hold data.
+    pub size: u64,
+    /// How many bytes are mapped: the sum of the segments.
+    pub mapped_size: u64,
+    /// How many segments follow.
+    pub segments: u64,
+    /// What the data is made of: [`ELEMENT_U32`].
+    pub element_type: String,
+    /// The access that the consumer is to map it with.
+    pub access: Access,
+    /// The salt of the pattern that it holds.
+    pub salt: u32,
+    /// In a round trip the salt of the pattern to write into it: never the same as `salt`.
+    #[serde(default)]
+    pub reply_salt: Option<u32>,
+}
+
+/// Some of the segments, with a descriptor for each.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Segments {
+    /// The index of the first of them.
+    pub first: u64,
+    /// The exact size of each allocation, in bytes.
+    pub sizes: Vec<u64>,
+}
+
+/// Acknowledges segments.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Received {
+    /// How many arrived so far, of the current offer.
+    pub segments: u64,
+}
+
+/// A word that is not what it should be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mismatch {
+    /// Its index, counted in words.
+    pub index: u64,
+    /// What belongs there.
+    pub expected: u32,
+    /// What is there.
+    pub found: u32,
+}
+
+/// What a side found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Whether all was right, as far as the sender knows.
+    pub verified: bool,
+    /// How many words the sender checked itself.
+    pub words: u64,
+    /// How many of them were wrong.
+    pub mismatches: u64,
+    /// The first of those.
+    #[serde(default)]
+    pub first_mismatch: Option<Mismatch>,
+}
+
+/// The sender is working: wait on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Busy {}
+
+/// Why the sender ends the conversation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// The class of it.
+    pub code: ErrorCode,
+    /// One sentence for a person.
+    pub message: String,
+}
+
+/// The classes of [`Failure`], in snake case on the wire. Codes of the future read as [`ErrorCode::Unknown`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ErrorCode {
+    /// The versions differ.
+    Version,
+    /// A record broke the protocol.
+    Protocol,
+    /// The receiver's user is not allowed.
+    Refused,
+    /// The backends differ.
+    Backend,
+    /// The device is not to be had on the other side.
+    Device,
+    /// There is no object of that name.
+    Object,
+    /// The access asked for is not given.
+    Access,
+    /// All the consumers that were to come have come.
+    Full,
+    /// The sender waited too long.
+    Timeout,
+    /// The sender was told to stop.
+    Interrupted,
+    /// The sender's driver or system failed.
+    Failed,
+    /// A code that this version does not know.
+    #[serde(other)]
+    Unknown,
+}
+
+impl std::fmt::Display for ErrorCode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.serialize(f)
+    }
+}
+
+/// One record's content.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Message {
+    /// Kind 1.
+    Hello(Hello),
+    /// Kind 2.
+    Request(Request),
+    /// Kind 3.
+    Offer(Offer),
+    /// Kind 4: the only one that carries descriptors.
+    Segments(Segments),
+    /// Kind 5.
+    Received(Received),
+    /// Kind 6.
+    Result(Outcome),
+    /// Kind 7.
+    Busy(Busy),
+    /// Kind 8.
+    Error(Failure),
+}
+
+impl Message {
+    /// The name of its kind.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Hello(_) => "hello",
+            Self::Request(_) => "request",
+            Self::Offer(_) => "offer",
+            Self::Segments(_) => "segments",
+            Self::Received(_) => "received",
+            Self::Result(_) => "result",
+            Self::Busy(_) => "busy",
+            Self::Error(_) => "error",
+        }
+    }
+
+    /// How many descriptors belong to it: the one place that says which messages carry any.
+    pub fn fd_count(&self) -> usize {
+        match self {
+            Self::Segments(segments) => segments.sizes.len(),
+            _ => 0,
+        }
+    }
+
+    /// The record.
+    ///
+    /// # Errors
+    /// [`ProtocolError::LongRecord`] or [`ProtocolError::Content`] if the message is larger than the protocol allows.
+    pub fn encode(&self) -> Result<Vec<u8>, ProtocolError> {
+        let (kind, body): (u16, _) = match self {
+            Self::Hello(body) => (1, serde_json::to_vec(body)),
+            Self::Request(body) => (2, serde_json::to_vec(body)),
+            Self::Offer(body) => (3, serde_json::to_vec(body)),
+            Self::Segments(body) => (4, serde_json::to_vec(body)),
+            Self::Received(body) => (5, serde_json::to_vec(body)),
+            Self::Result(body) => (6, serde_json::to_vec(body)),
+            Self::Busy(body) => (7, serde_json::to_vec(body)),
+            Self::Error(body) => (8, serde_json::to_vec(body)),
+        };
+        let body = body.map_err(|error| ProtocolError::Content(error.to_string()))?;
+        if body.len() > MAX_BODY {
+            return Err(ProtocolError::LongRecord);
+        }
+        self.check()?;
+        let mut record = Vec::with_capacity(HEADER_LENGTH + body.len());
+        record.extend_from_slice(&MAGIC);
+        record.extend_from_slice(&VERSION.to_le_bytes());
+        record.extend_from_slice(&kind.to_le_bytes());
+        record.extend_from_slice(&(body.len() as u32).to_le_bytes());
+        record.extend_from_slice(&(self.fd_count() as u32).to_le_bytes());
+        record.extend_from_slice(&body);
+        Ok(record)
+    }
+
+    /// Reads a record that came with `fds` descriptors.
+    ///
+    /// Control characters in a peer's text become spaces, so that none reaches a terminal.
+    ///
+    /// # Errors
+    /// Each thing that can be wrong with it has its own [`ProtocolError`].
+    pub fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
+        let Some((header, body)) = record.split_first_chunk::<HEADER_LENGTH>() else {
+            return Err(ProtocolError::ShortRecord { got: record.len() });
+        };
+        let [m0, m1, m2, m3, v0, v1, k0, k1, l0, l1, l2, l3, f0, f1, f2, f3] = *header;
+        let magic = [m0, m1, m2, m3];
+        if magic != MAGIC {
+            return Err(ProtocolError::Magic { got: magic });
+        }
+        match u16::from_le_bytes([v0, v1]) {
+            VERSION => {}
+            got => return Err(ProtocolError::Version { got }),
+        }
+        let length = u32::from_le_bytes([l0, l1, l2, l3]);
+        if body.len() > MAX_BODY {
+            return Err(ProtocolError::LongRecord);
+        }
+        if length as usize != body.len() {
+            return Err(ProtocolError::BodyLength { claimed: length, got: body.len() });
+        }
+        let mut message = match u16::from_le_bytes([k0, k1]) {
+            1 => Self::Hello(parse("hello", body)?),
+            2 => Self::Request(parse("request", body)?),
+            3 => Self::Offer(parse("offer", body)?),
+            4 => Self::Segments(parse("segments", body)?),
+            5 => Self::Received(parse("received", body)?),
+            6 => Self::Result(parse("result", body)?),
+            7 => Self::Busy(parse("busy", body)?),
+            8 => Self::Error(parse("error", body)?),
+            got => return Err(ProtocolError::Kind { got }),
+        };
+        message.check()?;
+        let (want, claimed) = (message.fd_count(), u32::from_le_bytes([f0, f1, f2, f3]));
+        if claimed as usize != want || fds != want {
+            return Err(ProtocolError::FdCount { kind: message.name(), want, claimed, got: fds });
+        }
+        match &mut message {
+            Self::Request(request) => clean(&mut request.object),
+            Self::Offer(offer) => {
+                let texts = [&mut offer.object, &mut offer.device.name, &mut offer.mechanism, &mut offer.element_type];
+                texts.into_iter().for_each(clean);
+            }
+            Self::Error(failure) => clean(&mut failure.message),
+            _ => {}
+        }
+        Ok(message)
+    }
+
+    /// What types can't say: how many segments a record may hold.
+    fn check(&self) -> Result<(), ProtocolError> {
+        match self {
+            Self::Segments(segments) if !(1..=MAX_FDS).contains(&segments.sizes.len()) => Err(ProtocolError::Content(
+                format!("segments lists {} sizes where 1 to {MAX_FDS} belong", segments.sizes.len()),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, ProtocolError> {
+    // serde would take an array for a struct too; the protocol knows objects alone.
+    if !body.trim_ascii_start().starts_with(b"{") {
+        return Err(ProtocolError::Body { kind, reason: "it is no JSON object".to_owned() });
+    }
+    serde_json::from_slice(body).map_err(|error| {
+        let mut reason = error.to_string();
+        clean(&mut reason);
+        ProtocolError::Body { kind, reason }
+    })
+}
+
+fn clean(text: &mut String) {
+    if text.contains(char::is_control) {
+        *text = text.replace(char::is_control, " ");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn every_message() -> Vec<Message> {
+        let uuid = DeviceUuid::from_bytes(*b"0123456789abcdef");
+        let first_mismatch = Some(Mismatch { index: u64::MAX, expected: 1, found: u32::MAX });
+        vec![
+            Message::Hello(Hello { version: 1, capabilities: vec!["x".into()], backend: Backend::Cuda, pid: 7 }),
+            Message::Request(Request { object: DEFAULT_OBJECT.into(), access: Some(Access::ReadOnly) }),
+            Message::Offer(Offer {
+                object: "weights".into(),
+                mechanism: MECHANISM_VMM.into(),
+                device: OfferedDevice { uuid, name: "a device".into() },
+                size: 5,
+                mapped_size: 2 << 20,
+                segments: 1,
+                element_type: ELEMENT_U32.into(),
+                access: Access::ReadWrite,
+                salt: 0xffff_ffff,
+                reply_salt: Some(3),
+            }),
+            Message::Segments(Segments { first: 0, sizes: vec![2 << 20, 4 << 20] }),
+            Message::Received(Received { segments: 2 }),
+            Message::Result(Outcome { verified: false, words: 9, mismatches: 4, first_mismatch }),
+            Message::Busy(Busy {}),
+            Message::Error(Failure { code: ErrorCode::Refused, message: "no".into() }),
+        ]
+    }
+
+    fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
+        let mut record = b"VMFD\x01\x00".to_vec();
+        record.extend(kind.to_le_bytes());
+        record.extend((body.len() as u32).to_le_bytes());
+        record.extend(fds.to_le_bytes());
+        record.extend(body.as_bytes());
+        record
+    }
+
+    #[test]
+    fn every_message_comes_back_as_it_was_sent() {
+        for message in every_message() {
+            let bytes = message.encode().unwrap();
+            assert_eq!(Message::decode(&bytes, message.fd_count()), Ok(message));
+        }
+    }
+
+    #[test]
+    fn the_bytes_are_those_of_the_documentation() {
+        let bytes = Message::Busy(Busy {}).encode().unwrap();
+        assert_eq!(bytes, b"VMFD\x01\x00\x07\x00\x02\x00\x00\x00\x00\x00\x00\x00{}");
+        let sent = Message::Segments(Segments { first: 0, sizes: vec![1, 2, 3] }).encode().unwrap();
+        assert_eq!(sent, record(4, r#"{"first":0,"sizes":[1,2,3]}"#, 3));
+    }
+
+    #[test]
+    fn a_record_cut_anywhere_is_refused() {
+        for message in every_message() {
+            let bytes = message.encode().unwrap();
+            for length in 0..bytes.len() {
+                assert!(Message::decode(&bytes[..length], message.fd_count()).is_err(), "{message:?} cut to {length}");
+            }
+            let longer = [bytes, b" ".to_vec()].concat();
+            assert!(matches!(Message::decode(&longer, 0), Err(ProtocolError::BodyLength { .. })));
+        }
+    }
+
+    #[test]
+    fn a_record_changed_in_any_byte_never_panics() {
+        for message in every_message() {
+            let bytes = message.encode().unwrap();
+            for index in 0..bytes.len() {
+                for value in [0, 1, 0x22, 0x7f, 0xff] {
+                    let mut changed = bytes.clone();
+                    changed[index] = value;
+                    let _ = Message::decode(&changed, message.fd_count());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn descriptors_must_be_as_many_as_the_message_calls_for() {
+        for message in every_message() {
+            let (bytes, want) = (message.encode().unwrap(), message.fd_count());
+            for fds in [0, 1, want + 1, MAX_FDS] {
+                let decoded = Message::decode(&bytes, fds);
+                let refused = matches!(decoded, Err(ProtocolError::FdCount { got, .. }) if got == fds);
+                assert_eq!(refused, fds != want, "{message:?} with {fds}");
+            }
+        }
+        let lying = record(4, r#"{"first":0,"sizes":[1]}"#, 2);
+        assert!(matches!(Message::decode(&lying, 1), Err(ProtocolError::FdCount { claimed: 2, .. })));
+    }
+
+    #[test]
+    fn each_fault_is_named() {
+        let decode = |bytes: &[u8]| Message::decode(bytes, 0).unwrap_err();
+        assert_eq!(decode(b""), ProtocolError::ShortRecord { got: 0 });
+        assert_eq!(decode(b"GET / HTTP/1.1\r\n"), ProtocolError::Magic { got: *b"GET " });
+        let mut newer = record(7, "{}", 0);
+        newer[4] = 2;
+        assert_eq!(decode(&newer), ProtocolError::Version { got: 2 });
+        assert_eq!(decode(&record(99, "{}", 0)), ProtocolError::Kind { got: 99 });
+        for body in ["", "[]", "{", "null", r#"["default",null]"#, r#"{"object":7}"#, "\u{0}"] {
+            let refused = decode(&record(2, body, 0));
+            assert!(matches!(refused, ProtocolError::Body { kind: "request", .. }), "{body:?}: {refused}");
+        }
+        let many = format!(r#"{{"first":0,"sizes":[{}]}}"#, vec!["1"; MAX_FDS + 1].join(","));
+        for body in [many.as_str(), r#"{"first":0,"sizes":[]}"#] {
+            assert!(matches!(decode(&record(4, body, 0)), ProtocolError::Content(_)));
+        }
+    }
+
+    #[test]
+    fn fields_and_codes_of_the_future_are_ignored() {
+        let request = Message::decode(&record(2, r#"{"object":"x","colour":"red"}"#, 0), 0);
+        assert_eq!(request, Ok(Message::Request(Request { object: "x".into(), access: None })));
+        let error = Message::decode(&record(8, r#"{"code":"new","message":"y"}"#, 0), 0);
+        assert_eq!(error, Ok(Message::Error(Failure { code: ErrorCode::Unknown, message: "y".into() })));
+    }
+
+    #[test]
+    fn control_characters_of_a_peer_do_not_reach_a_terminal() {
+        let body = r#"{"code":"failed","message":"\u001b[31mred\n"}"#;
+        let Ok(Message::Error(failure)) = Message::decode(&record(8, body, 0), 0) else { panic!() };
+        assert_eq!(failure.message, " [31mred ");
+    }
+
+    #[test]
+    fn what_is_too_long_is_not_sent() {
+        let message = Message::Error(Failure { code: ErrorCode::Failed, message: "x".repeat(MAX_BODY) });
+        assert_eq!(message.encode(), Err(ProtocolError::LongRecord));
+    }
+}
