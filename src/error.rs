@@ -2,7 +2,11 @@
 
 use std::{borrow::Cow, io, path::PathBuf, time::Duration};
 
-use crate::driver::{Backend, code};
+use crate::{
+    channel::Cancel,
+    driver::{Backend, code},
+    wire::{ErrorCode, ProtocolError},
+};
 
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -196,8 +200,8 @@ pub enum Error {
     /// The peer reported an error and ended the conversation.
     #[error("the peer reported: {message} ({code})")]
     Peer {
-        /// Which: see [`crate::wire::ErrorCode`].
-        code: crate::wire::ErrorCode,
+        /// Which: its class.
+        code: ErrorCode,
         /// The peer's sentence.
         message: String,
     },
@@ -212,15 +216,20 @@ pub enum Error {
     },
 
     /// What the peer offers or asks does not fit this side.
-    #[error("{0}")]
-    Mismatch(String),
+    #[error("{message}")]
+    Mismatch {
+        /// The code that the peer is told.
+        code: ErrorCode,
+        /// What does not fit.
+        message: String,
+    },
 
     /// The peer broke the protocol; the connection is closed.
     #[error("the peer broke the protocol: {0}")]
-    Protocol(#[from] crate::wire::ProtocolError),
+    Protocol(#[from] ProtocolError),
 
     /// The call was cancelled.
-    #[error("interrupted by {name}", name = crate::channel::Cancel::name(*signal))]
+    #[error("interrupted by {name}", name = Cancel::name(*signal))]
     Interrupted {
         /// The signal that asked for it, or 0 if a program did.
         signal: i32,
@@ -287,7 +296,7 @@ impl Error {
             | Self::PeerGone { .. }
             | Self::Peer { .. }
             | Self::PeerNotAllowed { .. }
-            | Self::Mismatch(_)
+            | Self::Mismatch { .. }
             | Self::Protocol(_) => ErrorKind::Peer,
             Self::Interrupted { .. } => ErrorKind::Interrupted,
         }
@@ -319,7 +328,7 @@ impl Error {
             }
             Self::PeerGone { .. } => "look at the peer's own error",
             Self::PeerNotAllowed { .. } => "allow that user with --allow-uid",
-            Self::Peer { code: crate::wire::ErrorCode::Refused, .. } => {
+            Self::Peer { code: ErrorCode::Refused, .. } => {
                 "the other side must allow this user with --allow-uid"
             }
             Self::Driver { code: code::OUT_OF_MEMORY, .. } => "free device memory first, or ask for less",

@@ -1,18 +1,55 @@
-//! Hands GPU memory from one process to another: CUDA virtual memory management over `SCM_RIGHTS`.
+//! Hands GPU memory from one process to another.
+//!
+//! A producer allocates with CUDA's virtual memory management, exports the allocation as a file descriptor and sends it
+//! over a Unix socket; a consumer imports and maps it. Both then see the same bytes, with no copy. Where there is no GPU
+//! the same runs on ordinary shared memory, which never passes for a GPU.
+//!
+//! | Floor | Module | What it does |
+//! |---|---|---|
+//! | meeting | [`session`] | the conversation between producer and consumer |
+//! | data | [`pattern`] | what is written and how it is checked |
+//! | parts | [`memory`], [`channel`] | allocations, reservations and mappings; one record and its descriptors |
+//! | ground | [`driver`], [`wire`] | a verb for each driver call; messages as bytes |
+//! | base | [`error`] | [`Error`] |
+//!
+//! Memory without any socket, as it is owned here:
+//!
+//! ```
+//! use vmmfd::{
+//!     driver::{Access, Backend, Choice, open},
+//!     memory::{Allocation, Device, Mapping, Selector},
+//! };
+//!
+//! # fn main() -> vmmfd::Result<()> {
+//! let driver = open(Choice::Only(Backend::Host))?.driver;
+//! let device = Device::find(&driver, Selector::default())?;
+//! let allocation = Allocation::create(&device, 1000)?;
+//! let writer = Mapping::new(&allocation, Access::ReadWrite)?;
+//! writer.copy_in(0, b"shared")?;
+//!
+//! // What another process does with the descriptor and the size that it is sent:
+//! let fd = allocation.export()?.try_clone_to_owned().expect("a spare descriptor");
+//! let imported = Allocation::import(&device, fd, allocation.size())?;
+//! let reader = Mapping::new(&imported, Access::ReadOnly)?;
+//! let mut bytes = [0; 6];
+//! reader.copy_out(0, &mut bytes)?;
+//! assert_eq!(&bytes, b"shared");
+//! # Ok(())
+//! # }
+//! ```
+
 #[cfg(not(target_os = "linux"))]
 compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Unix sockets of type SOCK_SEQPACKET.");
 
+pub mod channel;
+pub mod cli;
 pub mod driver;
 pub mod error;
+#[cfg(feature = "launch")]
+pub mod launch;
 pub mod memory;
 pub mod pattern;
+pub mod session;
 pub mod wire;
-pub use error::{Error, Result};
-pub mod channel {
-    pub struct Cancel;
-    impl Cancel {
-        pub(crate) fn name(_: i32) -> &'static str {
-            "x"
-        }
-    }
-}
+
+pub use error::{Error, ErrorKind, Result};

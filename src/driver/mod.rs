@@ -62,6 +62,18 @@ impl fmt::Display for Access {
     }
 }
 
+impl FromStr for Access {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "ro" => Ok(Self::ReadOnly),
+            "rw" => Ok(Self::ReadWrite),
+            _ => Err(format!("no access is called `{text}`: write ro or rw")),
+        }
+    }
+}
+
 /// A device's UUID: the only name of a device that means the same in two processes.
 ///
 /// It is read in any case, bare or with the driver's prefix (`GPU-`, `MIG-`) or the host's (`HOST-`).

@@ -1,0 +1,121 @@
+//! A request to stop that every wait of this crate sees at once.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicI32, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        eventfd::{EfdFlags, EventFd},
+        signal::Signal,
+    },
+};
+
+use crate::error::{Error, Result};
+
+/// Cancels what it was given to: waits end with [`Error::Interrupted`]. Clones are the same request.
+#[derive(Debug, Clone)]
+pub struct Cancel(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    event: EventFd,
+    signal: AtomicI32,
+}
+
+const NOT_CANCELLED: i32 = -1;
+
+impl Cancel {
+    /// A request that was not made yet.
+    ///
+    /// # Errors
+    /// [`Error::System`]. See eventfd(2).
+    pub fn new() -> Result<Self> {
+        let event = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|errno| Error::system("make an eventfd", errno))?;
+        Ok(Self(Arc::new(Inner { event, signal: AtomicI32::new(NOT_CANCELLED) })))
+    }
+
+    /// Makes the request, for good: because of this signal, or 0 if the program decided so. The first one counts.
+    pub fn cancel(&self, signal: i32) {
+        let first = self.0.signal.compare_exchange(NOT_CANCELLED, signal, Ordering::AcqRel, Ordering::Acquire);
+        if first.is_ok() && self.0.event.write(1).is_err() {
+            tracing::error!("an eventfd can't be written: a wait may last until its deadline");
+        }
+    }
+
+    /// # Errors
+    /// [`Error::Interrupted`] if the request was made.
+    pub fn check(&self) -> Result<()> {
+        match self.0.signal.load(Ordering::Acquire) {
+            NOT_CANCELLED => Ok(()),
+            signal => Err(Error::Interrupted { signal }),
+        }
+    }
+
+    /// Waits until `fd` is ready for one of `events` (true) or the time is over (false).
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`]; [`Error::System`]. See poll(2).
+    pub(crate) fn wait(&self, fd: BorrowedFd<'_>, events: PollFlags, deadline: Instant) -> Result<bool> {
+        self.wait_any([(fd, events)], deadline).map(|ready| ready.is_some())
+    }
+
+    /// Waits until one of several is ready, and says which, or the time is over.
+    ///
+    /// # Errors
+    /// As [`Cancel::wait`].
+    pub(crate) fn wait_any<const N: usize>(
+        &self,
+        fds: [(BorrowedFd<'_>, PollFlags); N],
+        deadline: Instant,
+    ) -> Result<Option<usize>> {
+        let mut fds: Vec<PollFd<'_>> = fds.into_iter().map(|(fd, events)| PollFd::new(fd, events)).collect();
+        fds.push(PollFd::new(self.0.event.as_fd(), PollFlags::POLLIN));
+        loop {
+            self.check()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            // Rounded up, so that the last wait does not end a moment too early and spin; longer ones go in parts.
+            let left = (left + Duration::from_micros(999)).min(Duration::from_secs(3600));
+            match poll(&mut fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
+                Ok(_) => {}
+                Err(Errno::EINTR) => continue,
+                Err(errno) => return Err(Error::system("poll", errno)),
+            }
+            let ready = fds[..N].iter().position(|fd| fd.any().unwrap_or(false));
+            if ready.is_some() || Instant::now() >= deadline {
+                return self.check().map(|()| ready);
+            }
+        }
+    }
+
+    /// Waits for a moment, or less if the request is made.
+    ///
+    /// # Errors
+    /// As [`Cancel::wait`].
+    pub(crate) fn pause(&self, time: Duration) -> Result<()> {
+        self.wait(self.0.event.as_fd(), PollFlags::empty(), Instant::now() + time).map(drop)
+    }
+
+    /// The name of a signal, for a person.
+    pub(crate) fn name(signal: i32) -> &'static str {
+        match Signal::try_from(signal) {
+            Ok(signal) => signal.as_str(),
+            Err(_) => "the program",
+        }
+    }
+}
+
+impl AsFd for Cancel {
+    /// Readable once the request was made.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.event.as_fd()
+    }
+}

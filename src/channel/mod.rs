@@ -1,0 +1,261 @@
+//! One record at a time, with its descriptors, to a peer whose user is known.
+//!
+//! Descriptors are sent with `sendfd`, which passes no `MSG_NOSIGNAL`: Rust programs ignore SIGPIPE from their start,
+//! and a program that does not must ignore it before it uses this module. They are received with rustix, which owns each
+//! one at once, asks for close-on-exec and shows truncation.
+
+mod cancel;
+mod socket;
+
+use std::{
+    io,
+    mem::MaybeUninit,
+    net::Shutdown,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    time::{Duration, Instant},
+};
+
+use nix::{
+    poll::PollFlags,
+    sys::socket::{getsockopt, sockopt::PeerCredentials},
+};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
+use sendfd::SendWithFd;
+
+pub use self::{
+    cancel::Cancel,
+    socket::{Listener, connect, socket_path},
+};
+use crate::{
+    error::{Error, Result},
+    wire::{HEADER_LENGTH, MAX_BODY, MAX_FDS, Message, ProtocolError},
+};
+
+/// The process at the other end, as the kernel saw it when the connection was made (`SO_PEERCRED`, unix(7)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// Its process, or 0 if this PID namespace does not see it.
+    pub pid: i32,
+    /// Its effective user; the overflow uid (65534) if this user namespace does not know it.
+    pub uid: u32,
+}
+
+impl Peer {
+    fn of(socket: &impl AsFd) -> Result<Self> {
+        let credentials = getsockopt(&socket.as_fd(), PeerCredentials)
+            .map_err(|errno| Error::system("read the peer's credentials", errno))?;
+        Ok(Self { pid: credentials.pid(), uid: credentials.uid() })
+    }
+}
+
+/// Which users may be at the other end: one's own, root, and those named here.
+#[derive(Debug, Clone, Default)]
+pub struct Trust {
+    /// The users allowed besides.
+    pub uids: Vec<u32>,
+}
+
+impl Trust {
+    /// # Errors
+    /// [`Error::PeerNotAllowed`].
+    pub fn check(&self, peer: Peer) -> Result<()> {
+        let own = nix::unistd::geteuid().as_raw();
+        if peer.uid == own || peer.uid == 0 || self.uids.contains(&peer.uid) {
+            return Ok(());
+        }
+        Err(Error::PeerNotAllowed { pid: peer.pid, uid: peer.uid })
+    }
+}
+
+/// A connection. Every wait ends after `timeout`, or when it is cancelled.
+#[derive(Debug)]
+pub struct Channel {
+    socket: UnixStream,
+    peer: Peer,
+    timeout: Duration,
+    cancel: Cancel,
+    record: Vec<u8>,
+}
+
+impl Channel {
+    /// A channel over a connected `SOCK_SEQPACKET` socket.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the peer's credentials can't be read.
+    pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        let peer = Peer::of(&socket)?;
+        // Only its descriptor is used: `sendfd` knows no other type.
+        let socket = UnixStream::from(socket);
+        socket.set_nonblocking(true).map_err(|error| Error::system("make the socket non-blocking", error))?;
+        Ok(Self { socket, peer, timeout, cancel: cancel.clone(), record: vec![0; HEADER_LENGTH + MAX_BODY + 1] })
+    }
+
+    /// Who is at the other end.
+    pub fn peer(&self) -> Peer {
+        self.peer
+    }
+
+    /// What cancels its waits.
+    pub fn cancel(&self) -> &Cancel {
+        &self.cancel
+    }
+
+    /// Sends a message with its descriptors, which stay the caller's.
+    ///
+    /// # Errors
+    /// [`Error::Protocol`] if the message is too large or has another number of descriptors (nothing is sent);
+    /// [`Error::Peer`] if the peer had reported an error; [`Error::PeerGone`], [`Error::Timeout`],
+    /// [`Error::Interrupted`], [`Error::System`].
+    ///
+    /// See sendmsg(2), unix(7).
+    pub fn send(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let (kind, want, got) = (message.name(), message.fd_count(), fds.len());
+        if want != got {
+            return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
+        }
+        let record = message.encode()?;
+        let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
+        let purpose = "to send";
+        let deadline = self.deadline();
+        loop {
+            let sent = if fds.is_empty() {
+                rustix::net::send(&self.socket, &record, SendFlags::NOSIGNAL).map_err(io::Error::from)
+            } else {
+                self.socket.send_with_fd(&record, &fds)
+            };
+            match sent {
+                Ok(_) => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if !self.cancel.wait(self.socket.as_fd(), PollFlags::POLLOUT, deadline)? {
+                        return Err(Error::Timeout { purpose, waited: self.timeout });
+                    }
+                }
+                // The kernel's bound on descriptors in flight, of all of a user's sockets: it passes.
+                Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) && Instant::now() < deadline => {
+                    self.cancel.pause(Duration::from_millis(2))?;
+                }
+                Err(error) if gone(&error) => return Err(self.last_words().unwrap_or(Error::PeerGone { purpose })),
+                Err(error) => return Err(Error::system(format!("send {kind} to the peer"), error)),
+            }
+        }
+    }
+
+    /// Receives a message with its descriptors. `purpose` completes the sentence "waiting ...", for the error.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] after the channel's timeout; [`Error::PeerGone`], also for an empty record;
+    /// [`Error::Protocol`] for whatever breaks the protocol; [`Error::Interrupted`], [`Error::System`]. On any of them
+    /// every descriptor that came is closed.
+    ///
+    /// See recvmsg(2), unix(7).
+    pub fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
+        let deadline = self.deadline();
+        let mut resets = 0;
+        loop {
+            match self.take_record() {
+                Ok(None) => return Err(Error::PeerGone { purpose }),
+                Ok(Some(received)) => return received.map_err(Error::from),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if !self.cancel.wait(self.socket.as_fd(), PollFlags::POLLIN, deadline)? {
+                        return Err(Error::Timeout { purpose, waited: self.timeout });
+                    }
+                }
+                // A reset is told once, before what the peer had still sent: read on behind it.
+                Err(error) if gone(&error) && resets == 0 => resets += 1,
+                Err(error) if gone(&error) => return Err(Error::PeerGone { purpose }),
+                Err(error) => return Err(Error::system("receive from the peer", error)),
+            }
+        }
+    }
+
+    /// Ends the connection so that the last record arrives: shuts down writing, then reads to the end or the deadline.
+    ///
+    /// See shutdown(2): to close with records unread would reset the connection.
+    pub fn finish(mut self) {
+        if self.socket.shutdown(Shutdown::Write).is_err() {
+            return;
+        }
+        let deadline = self.deadline();
+        loop {
+            match self.take_record() {
+                Ok(Some(_)) if Instant::now() < deadline => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    match self.cancel.wait(self.socket.as_fd(), PollFlags::POLLIN, deadline) {
+                        Ok(true) => {}
+                        Ok(false) | Err(_) => return,
+                    }
+                }
+                _ => return,
+            }
+        }
+    }
+
+    /// Another handle on the socket, to shut it down from another thread.
+    pub(crate) fn try_clone_socket(&self) -> io::Result<UnixStream> {
+        self.socket.try_clone()
+    }
+
+    fn deadline(&self) -> Instant {
+        deadline_after(self.timeout)
+    }
+
+    /// The error that a peer who is gone may have left.
+    fn last_words(&mut self) -> Option<Error> {
+        for _ in 0..2 {
+            match self.take_record() {
+                Ok(Some(Ok((Message::Error(failure), _)))) => {
+                    return Some(Error::Peer { code: failure.code, message: failure.message });
+                }
+                Ok(_) => {}
+                Err(error) if gone(&error) => {}
+                Err(_) => return None,
+            }
+        }
+        None
+    }
+
+    /// Takes one record off the socket without waiting; `None` is the end, or an empty record, which means the same.
+    #[allow(clippy::type_complexity)]
+    fn take_record(&mut self) -> io::Result<Option<Result<(Message, Vec<OwnedFd>), ProtocolError>>> {
+        // Room for the most that the kernel passes at once, also where none is expected: so each is owned, and closed.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [io::IoSliceMut::new(&mut self.record)];
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let received = rustix::net::recvmsg(&self.socket, &mut parts, &mut ancillary, flags)?;
+        let fds: Vec<OwnedFd> = ancillary
+            .drain()
+            .filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            })
+            .flatten()
+            .collect();
+        if received.bytes == 0 {
+            return Ok(None);
+        }
+        if received.flags.contains(ReturnFlags::TRUNC) || received.bytes == self.record.len() {
+            return Ok(Some(Err(ProtocolError::LongRecord)));
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            return Ok(Some(Err(ProtocolError::FdsTruncated)));
+        }
+        Ok(Some(Message::decode(&self.record[..received.bytes], fds.len()).map(|message| (message, fds))))
+    }
+}
+
+fn gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected)
+}
+
+/// A moment so far off as `time` says, or as far as the clock goes.
+pub(crate) fn deadline_after(time: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(time).unwrap_or_else(|| now + Duration::from_secs(u32::MAX.into()))
+}

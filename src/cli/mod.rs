@@ -1,0 +1,178 @@
+//! What the commands share: options, the shape of a run, exit codes.
+//!
+//! The commands are parts of this package and not of its interface: nothing here is kept stable for other programs.
+
+mod options;
+mod output;
+
+use std::{os::fd::AsFd, process::ExitCode, thread, time::Duration};
+
+use clap::{Parser, error::ErrorKind as UsageKind};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        signal::{SigSet, Signal},
+        signalfd::{SfdFlags, SignalFd},
+    },
+};
+
+pub use self::{
+    options::{Common, parse_elements, parse_salt, parse_size, parse_timeout},
+    output::Console,
+};
+use crate::{
+    channel::Cancel,
+    error::{Error, ErrorKind},
+    session::producer::Served,
+};
+
+/// How a run of a command ended, as its exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// All was verified; or a service without end was told to stop and nothing had failed.
+    Verified,
+    /// The data did not verify, on either side.
+    Mismatch,
+    /// The command was called wrongly.
+    Usage,
+    /// This machine can't do it.
+    Unsupported,
+    /// The peer failed.
+    Peer,
+    /// The driver or the system failed.
+    System,
+    /// A signal ended it.
+    Signal(i32),
+}
+
+/// The exit codes, for `--help`.
+pub const EXIT_CODES: &str = "\
+Exit codes:
+  0    verified
+  1    the data did not verify, on either side
+  2    bad usage
+  3    not supported here: no driver, no such device, no virtual memory management or export as a descriptor
+  4    the peer failed: absent, gone, timed out, refused, mismatched, or broke the protocol
+  5    the driver or the system failed: out of memory, unsafe folder, live socket
+  130  interrupted (SIGINT); 143 terminated (SIGTERM)";
+
+impl Exit {
+    /// The code.
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Verified => 0,
+            Self::Mismatch => 1,
+            Self::Usage => 2,
+            Self::Unsupported => 3,
+            Self::Peer => 4,
+            Self::System => 5,
+            Self::Signal(signal) => 128 + u8::try_from(signal).unwrap_or(0),
+        }
+    }
+
+    /// How a run ends that fails with an error.
+    pub fn of(error: &Error) -> Self {
+        match (error.kind(), error) {
+            (_, Error::Interrupted { signal }) => Self::Signal(*signal),
+            (ErrorKind::Usage, _) => Self::Usage,
+            (ErrorKind::Unsupported, _) => Self::Unsupported,
+            (ErrorKind::Peer, _) => Self::Peer,
+            (ErrorKind::System | ErrorKind::Interrupted, _) => Self::System,
+        }
+    }
+
+    /// How a producer ends, of the service's own end and its consumers': the first of 1, 5, 4 that occurred; on a signal
+    /// 0 if the service had no other end and nothing had failed.
+    ///
+    /// # Errors
+    /// The error that decides, where one does.
+    pub fn of_service(result: Result<(), Error>, served: Vec<Served>, endless: bool) -> Result<Self, Error> {
+        if served.iter().any(|served| served.result.as_ref().is_ok_and(|outcome| !outcome.verified)) {
+            // A mismatch outweighs all but being told to stop.
+            return match result {
+                Err(error @ Error::Interrupted { .. }) => Err(error),
+                _ => Ok(Self::Mismatch),
+            };
+        }
+        let failures: Vec<Error> = served.into_iter().filter_map(|served| served.result.err()).collect();
+        match result {
+            Err(Error::Interrupted { .. }) if endless && failures.is_empty() => Ok(Self::Verified),
+            Err(error @ Error::Interrupted { .. }) => Err(error),
+            result => {
+                let all = result.err().into_iter().chain(failures);
+                all.min_by_key(|error| error.kind() == ErrorKind::Peer).map_or(Ok(Self::Verified), Err)
+            }
+        }
+    }
+}
+
+/// One of the commands.
+pub trait Command: Parser {
+    /// Its part in the conversation, for its output.
+    const ROLE: &'static str;
+
+    /// The options that all of them have.
+    fn common(&self) -> &Common;
+
+    /// Does it. What is worth telling goes to the console as it happens.
+    ///
+    /// # Errors
+    /// What it failed with; the console prints it.
+    fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error>;
+}
+
+/// Runs a command: the whole of its `main`.
+pub fn main<C: Command>() -> ExitCode {
+    // Before any thread starts, so that all of them leave the signals to the one that waits for them.
+    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
+    let masked = signals.thread_block();
+    let command = match C::try_parse() {
+        Ok(command) => command,
+        Err(error) => return usage::<C>(&error),
+    };
+    let console = Console::new(C::ROLE, command.common());
+    let result = masked
+        .map_err(|errno| Error::system("block signals", errno))
+        .and_then(|()| Cancel::new())
+        .and_then(|cancel| {
+            watch(signals, &cancel)?;
+            command.run(&console, &cancel)
+        });
+    ExitCode::from(console.finish(result).code())
+}
+
+/// How long a command goes on after it was told to stop, at most: then what it holds is left to the kernel.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process at once, and so does the end
+/// of the grace: the work that does not stop may be deep in the driver.
+fn watch(signals: SigSet, cancel: &Cancel) -> Result<(), Error> {
+    let waiting = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC);
+    let waiting = waiting.map_err(|errno| Error::system("wait for signals", errno))?;
+    let cancel = cancel.clone();
+    let watching = move || {
+        let Ok(Some(first)) = waiting.read_signal() else { return };
+        let signal = first.ssi_signo as i32;
+        cancel.cancel(signal);
+        let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
+        // Whatever ends the wait: the time, another signal, or an error.
+        let _ = poll(&mut fds, PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX));
+        std::process::exit(Exit::Signal(signal).code().into());
+    };
+    let spawned = thread::Builder::new().name("signals".to_owned()).spawn(watching);
+    spawned.map(drop).map_err(|error| Error::system("start a thread", error))
+}
+
+/// Tells of bad usage, or helps.
+fn usage<C: Command>(error: &clap::Error) -> ExitCode {
+    let helps = matches!(error.kind(), UsageKind::DisplayHelp | UsageKind::DisplayVersion);
+    let wants_json = std::env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json");
+    if helps || !wants_json {
+        // A reader who has gone is no error.
+        let _ = error.print();
+        return ExitCode::from(if helps { 0 } else { Exit::Usage.code() });
+    }
+    let text = error.render().to_string();
+    let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
+    ExitCode::from(Console::usage(C::ROLE, message).code())
+}

@@ -1,0 +1,209 @@
+//! Options as people write them.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::Args;
+
+use crate::{
+    channel::{Cancel, Trust},
+    driver::Choice,
+    session::Terms,
+};
+
+/// The options of both sides.
+#[derive(Debug, Clone, Args)]
+pub struct Common {
+    /// Unix socket to meet at [default: $XDG_RUNTIME_DIR/vmmfd/vmmfd.sock, else /tmp/vmmfd-UID/vmmfd.sock]
+    #[arg(long, value_name = "PATH", env = "VMMFD_SOCKET")]
+    pub socket: Option<PathBuf>,
+
+    /// Where the memory is: `cuda`, `host` (no GPU takes part), or `auto`: cuda, and host only if no driver library loads
+    /// or the driver says that there is no device
+    #[arg(long, value_name = "auto|cuda|host", env = "VMMFD_BACKEND", default_value = "auto")]
+    pub backend: Choice,
+
+    /// User besides one's own and root that the peer may belong to; may be given several times
+    #[arg(long = "allow-uid", value_name = "UID")]
+    pub allow_uids: Vec<u32>,
+
+    /// Longest silence of the peer in any one step, and longest wait for one to appear: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
+    pub timeout: Duration,
+
+    /// Print one JSON object on stdout at the end, also on failure, and nothing else
+    #[arg(long)]
+    pub json: bool,
+
+    /// Log to stderr; twice for more
+    #[arg(short, long, action = clap::ArgAction::Count, conflicts_with = "quiet")]
+    pub verbose: u8,
+
+    /// Print only errors
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+impl Common {
+    /// What the session is told of them.
+    pub fn terms(&self, cancel: &Cancel) -> Terms {
+        Terms { timeout: self.timeout, trust: Trust { uids: self.allow_uids.clone() }, cancel: cancel.clone() }
+    }
+}
+
+/// Reads a number of 32-bit words, as bytes.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub fn parse_elements(text: &str) -> Result<u64, String> {
+    let words: u64 = text.parse().map_err(|_| format!("`{text}` is no number of words: write a whole number from 1"))?;
+    match words.checked_mul(4) {
+        Some(0) => Err(format!("`{text}` words are no memory at all: write at least 1")),
+        Some(size) => Ok(size),
+        None => Err(format!("`{text}` words are more bytes than 64 bits can count: write fewer")),
+    }
+}
+
+/// Reads a length of time, with its unit.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub fn parse_timeout(text: &str) -> Result<Duration, String> {
+    if text.parse::<f64>().is_ok() {
+        return Err(format!("`{text}` has no unit: write {text}s for seconds, or {text}ms"));
+    }
+    match humantime::parse_duration(text) {
+        Ok(time) if time.is_zero() => Err(format!("`{text}` is no time at all: nothing could answer in it")),
+        Ok(time) => Ok(time),
+        Err(_) => Err(format!("`{text}` is no length of time: write it as 500ms, 30s or 2m")),
+    }
+}
+
+/// Reads a salt: 32 bits, decimal or hexadecimal.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub fn parse_salt(text: &str) -> Result<u32, String> {
+    let hexadecimal = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
+    let (digits, radix) = hexadecimal.map_or((text, 10), |digits| (digits, 16));
+    let plain = !digits.is_empty() && digits.chars().all(|digit| digit.is_digit(radix));
+    let salt = plain.then(|| u32::from_str_radix(digits, radix).ok()).flatten();
+    salt.ok_or_else(|| format!("`{text}` is no 32-bit number: write 0 to 4294967295, or 0x0 to 0xffffffff"))
+}
+
+const UNITS: [(char, u32); 6] = [('k', 10), ('m', 20), ('g', 30), ('t', 40), ('p', 50), ('e', 60)];
+
+/// Reads a size in bytes: a whole number of them, or a number with a unit of powers of 1024: `64MiB`, `64M`, `1.5GiB`,
+/// in any case.
+///
+/// # Errors
+/// One sentence that says what to write instead: for `64MB` too, which is 64000000 to some and 67108864 to others.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let nonsense = || format!("`{text}` is no size: write bytes as 1048576, or with a unit as 64MiB, 64M or 1.5GiB");
+    let lower = text.to_ascii_lowercase();
+    let end = lower.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(lower.len());
+    let (number, unit) = lower.split_at(end);
+    let shift = match unit.chars().next() {
+        None => 0,
+        Some(letter) => {
+            let (_, shift) = *UNITS.iter().find(|(known, _)| *known == letter).ok_or_else(nonsense)?;
+            match &unit[1..] {
+                "" | "ib" => shift,
+                "b" => {
+                    let letter = letter.to_ascii_uppercase();
+                    return Err(format!(
+                        "`{text}` could mean powers of 1000 or of 1024: write {number}{letter}iB, which is of 1024"
+                    ));
+                }
+                _ => return Err(nonsense()),
+            }
+        }
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || shift == 0)) {
+        return Err(nonsense());
+    }
+    let too_large = || format!("`{text}` is more than 64 bits can count: write less than 16EiB");
+    let fraction = fraction.trim_end_matches('0');
+    if fraction.len() > 18 {
+        return Err(format!("`{text}` is no whole number of bytes: write fewer decimals"));
+    }
+    let scale = 10u128.pow(fraction.len() as u32);
+    let digits: u128 = format!("{whole}{fraction}").parse().map_err(|_| too_large())?;
+    let scaled = digits.checked_mul(1 << shift).ok_or_else(too_large)?;
+    if scaled % scale != 0 {
+        return Err(format!("`{text}` is no whole number of bytes: write fewer decimals"));
+    }
+    match u64::try_from(scaled / scale) {
+        Ok(0) => Err(format!("`{text}` is no memory at all: write at least 1 byte")),
+        Ok(size) => Ok(size),
+        Err(_) => Err(too_large()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_powers_of_1024() {
+        for (text, size) in [
+            ("1", 1),
+            ("1048576", 1 << 20),
+            ("64MiB", 64 << 20),
+            ("64M", 64 << 20),
+            ("64mib", 64 << 20),
+            ("64m", 64 << 20),
+            ("1.5GiB", 3 << 29),
+            ("1.50g", 3 << 29),
+            ("0.5k", 512),
+            ("2K", 2048),
+            ("1TiB", 1 << 40),
+            ("15EiB", 15 << 60),
+            ("18446744073709551615", u64::MAX),
+            ("007", 7),
+        ] {
+            assert_eq!(parse_size(text), Ok(size), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_size_is_refused_in_one_sentence() {
+        for text in [
+            "", " ", "0", "0M", "0.0G", "-1", "+1", "1.5", "1.", ".5G", "1..5G", "1.2.3G", "MiB", "64MB", "64kb", "64Mi",
+            "64 MiB", "64MiBs", "16EiB", "18446744073709551616", "99999999999999999999999999999999999999999999", "1e9",
+            "0x10", "0.3K", "1.0000000000000000000000001G", "64µ", "٣", "NaN", "inf", "64M\n",
+        ] {
+            let error = parse_size(text).unwrap_err();
+            assert!(error.starts_with(&format!("`{text}` ")) && error.contains("write "), "{text:?}: {error}");
+        }
+        assert!(parse_size("64MB").unwrap_err().contains("write 64MiB"));
+    }
+
+    #[test]
+    fn elements_are_words_of_4_bytes() {
+        assert_eq!(parse_elements("3"), Ok(12));
+        for text in ["", "0", "-1", "1.5", "1M", "4611686018427387904"] {
+            assert!(parse_elements(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn salts_are_32_bits() {
+        for (text, salt) in [("0", 0), ("4294967295", u32::MAX), ("0xdeadBEEF", 0xdead_beef), ("0X10", 16)] {
+            assert_eq!(parse_salt(text), Ok(salt));
+        }
+        for text in ["", "-1", "+1", "4294967296", "0x", "0x100000000", "0x-1", "1.0", "ten"] {
+            assert!(parse_salt(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_timeout_needs_a_unit_and_a_length() {
+        assert_eq!(parse_timeout("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_timeout("1m 30s"), Ok(Duration::from_secs(90)));
+        assert!(parse_timeout("30").unwrap_err().contains("30s"));
+        for text in ["", "0s", "-5s", "soon", "1e99", "99999999999999999999s", "1.5"] {
+            assert!(parse_timeout(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,373 @@
+//! What a command prints: a line for each step as it happens, or one JSON object at the end.
+
+use std::{
+    fmt::Display,
+    io::{self, IsTerminal, Write},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use serde::Serialize;
+use tracing_subscriber::filter::LevelFilter;
+
+use super::{Common, Exit};
+use crate::{
+    driver::{Access, Backend},
+    error::{Error, ErrorKind},
+    memory::Device,
+    session::{Event, producer::Served},
+    wire::{Mismatch, Outcome},
+};
+
+/// The version of the JSON object.
+const SCHEMA: u32 = 1;
+
+/// Where a command's output goes, and what it will say at the end.
+#[derive(Debug)]
+pub struct Console {
+    lines: bool,
+    json: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    report: Report,
+    /// What standard output failed with: a broken pipe is no error, a full disk is.
+    stdout: Option<io::Error>,
+}
+
+/// The JSON object, in the order in which it is printed.
+#[derive(Debug, Serialize)]
+struct Report {
+    schema: u32,
+    role: &'static str,
+    backend: Option<Backend>,
+    device: Option<DeviceReport>,
+    size: Option<u64>,
+    mapped_size: Option<u64>,
+    granularity: Option<u64>,
+    verified: Option<bool>,
+    mismatches: u64,
+    first_mismatch: Option<Mismatch>,
+    steps: Vec<Step>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    consumers: Option<Vec<ConsumerReport>>,
+    error: Option<ErrorReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct DeviceReport {
+    name: String,
+    uuid: String,
+    ordinal: i32,
+}
+
+#[derive(Debug, Serialize)]
+struct Step {
+    name: &'static str,
+    us: u64,
+}
+
+/// One of a producer's consumers.
+#[derive(Debug, Serialize)]
+pub(super) struct ConsumerReport {
+    pid: i32,
+    uid: u32,
+    outcome: &'static str,
+    error: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct ErrorReport {
+    kind: &'static str,
+    message: String,
+    hint: Option<String>,
+}
+
+impl ErrorReport {
+    fn of(error: Error) -> Self {
+        let (kind, hint) = (error.kind().as_str(), error.hint().map(str::to_owned));
+        // The whole chain of causes on one line.
+        Self { kind, message: format!("{:#}", anyhow::Error::from(error)), hint }
+    }
+}
+
+impl From<&Served> for ConsumerReport {
+    fn from(served: &Served) -> Self {
+        let (outcome, error) = match &served.result {
+            Ok(outcome) if outcome.verified => ("verified", None),
+            Ok(_) => ("mismatch", None),
+            Err(error) => ("failed", Some(error.to_string())),
+        };
+        Self { pid: served.peer.pid, uid: served.peer.uid, outcome, error }
+    }
+}
+
+impl Console {
+    pub(super) fn new(role: &'static str, common: &Common) -> Self {
+        let level = match (common.quiet, common.verbose) {
+            (true, _) => LevelFilter::ERROR,
+            (false, 0) => LevelFilter::WARN,
+            (false, 1) => LevelFilter::DEBUG,
+            (false, _) => LevelFilter::TRACE,
+        };
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(level)
+            .with_writer(io::stderr)
+            .with_ansi(io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()));
+        // Fails only if there is one already: then that one serves.
+        let _ = subscriber.try_init();
+        Self::with(role, !common.quiet && !common.json, common.json)
+    }
+
+    fn with(role: &'static str, lines: bool, json: bool) -> Self {
+        let report = Report {
+            schema: SCHEMA,
+            role,
+            backend: None,
+            device: None,
+            size: None,
+            mapped_size: None,
+            granularity: None,
+            verified: None,
+            mismatches: 0,
+            first_mismatch: None,
+            steps: Vec::new(),
+            consumers: None,
+            error: None,
+        };
+        Self { lines, json, state: Mutex::new(State { report, stdout: None }) }
+    }
+
+    /// Prints what bad usage calls for with `--json`.
+    pub(super) fn usage(role: &'static str, message: String) -> Exit {
+        let console = Self::with(role, false, true);
+        let hint = Some(format!("see {role} --help"));
+        console.state().report.error = Some(ErrorReport { kind: ErrorKind::Usage.as_str(), message, hint });
+        console.print_json(Exit::Usage)
+    }
+
+    /// Says how the command ended, and with which code it exits.
+    pub(super) fn finish(&self, result: Result<Exit, Error>) -> Exit {
+        let exit = match result {
+            Ok(Exit::Mismatch) => {
+                self.mismatch();
+                Exit::Mismatch
+            }
+            Ok(exit) => exit,
+            Err(error) => {
+                let exit = Exit::of(&error);
+                self.fail(error);
+                exit
+            }
+        };
+        if self.json {
+            return self.print_json(exit);
+        }
+        match self.state().stdout.take() {
+            Some(error) => {
+                complain(&format!("error: cannot write to standard output: {error}"));
+                Exit::System
+            }
+            None => exit,
+        }
+    }
+
+    /// Tells of an error that decides how the command ends.
+    fn fail(&self, error: Error) {
+        self.complain(ErrorReport::of(error));
+    }
+
+    fn complain(&self, report: ErrorReport) {
+        complain(&format!("error: {}", report.message));
+        if let Some(hint) = &report.hint {
+            complain(&format!("  hint: {hint}"));
+        }
+        self.state().report.error = Some(report);
+    }
+
+    /// What both sides found together: `verified`, and the figures of the side that found a mismatch, if one did.
+    pub fn found(&self, verified: bool, outcome: &Outcome) {
+        let report = &mut self.state().report;
+        // Of several consumers the first mismatch is told, and no later success hides it.
+        if report.verified != Some(false) {
+            report.verified = Some(verified);
+            report.mismatches = outcome.mismatches;
+            report.first_mismatch = outcome.first_mismatch;
+        }
+    }
+
+    /// What became of a producer's consumers, in the order in which they ended.
+    pub fn served(&self, served: &[Served]) {
+        for outcome in served.iter().filter_map(|served| served.result.as_ref().ok()) {
+            self.found(outcome.verified, outcome);
+        }
+        self.state().report.consumers = Some(served.iter().map(ConsumerReport::from).collect());
+    }
+
+    /// Tells of a mismatch that decides how the command ends.
+    fn mismatch(&self) {
+        let state = self.state();
+        let first = state.report.first_mismatch;
+        let message = match state.report.mismatches {
+            // The other side found it, and gave no figures.
+            0 => "the data did not verify".to_owned(),
+            words => format!("the data did not verify: {words} words are wrong{}", first_words(first)),
+        };
+        drop(state);
+        let hint = "with --corrupt this is as it should be; else look for whoever else writes to the buffer".to_owned();
+        self.complain(ErrorReport { kind: "mismatch", message, hint: Some(hint) });
+    }
+
+    /// Prints a step, and notes it for the end.
+    pub fn event(&self, event: Event<'_>) {
+        match event {
+            Event::Started { backend, fallback, took } => {
+                self.state().report.backend = Some(backend);
+                if let Some(reason) = fallback {
+                    // Also with -q: whoever believes that a GPU is being tested must not.
+                    complain(&format!("notice: no GPU is being tested: {reason}; ordinary host memory is used instead"));
+                }
+                let what = match backend {
+                    Backend::Cuda => "cuda: the NVIDIA driver of this machine",
+                    Backend::Host => "host: ordinary memory, no GPU takes part",
+                };
+                self.step("driver", Some(took), what);
+            }
+            Event::Device { device, granularity, took } => {
+                self.device(device, granularity);
+                let line = format!("{}: {device}, granularity {granularity} bytes", device.ordinal());
+                self.step("device", Some(took), line);
+            }
+            Event::Created { size, mapped_size, took } => {
+                self.sizes(size, mapped_size);
+                self.step("create", Some(took), format!("{mapped_size} bytes for {size} asked for"));
+            }
+            Event::Mapped { address, access, took } => {
+                self.step("map", Some(took), format!("at {address:#x}, {}", spelled(access)));
+            }
+            Event::Filled { words, salt, took } => {
+                self.step("fill", Some(took), format!("{words} words, salt {salt:#010x}"));
+            }
+            Event::Exported { fd, took } => self.step("export", Some(took), format!("fd {fd}")),
+            Event::Listening { path, consumers } => {
+                let whom = match consumers {
+                    0 => "any number of consumers".to_owned(),
+                    1 => "1 consumer".to_owned(),
+                    number => format!("{number} consumers"),
+                };
+                self.step("listen", None, format!("{} for {whom}", path.display()));
+            }
+            Event::Connected { peer, took } => {
+                self.step("connect", Some(took), format!("to pid {}, uid {}", peer.pid, peer.uid));
+            }
+            Event::Requested { peer } => self.step("request", None, format!("from pid {}, uid {}", peer.pid, peer.uid)),
+            Event::Offered { peer, access, took } => {
+                self.step("offer", Some(took), format!("to pid {}, {}, received", peer.pid, spelled(access)));
+            }
+            Event::Received { size, mapped_size, fd, took } => {
+                self.sizes(size, mapped_size);
+                self.step("offer", Some(took), format!("{size} bytes in {mapped_size} mapped, fd {fd}"));
+            }
+            Event::Verified { verification, took } => {
+                let line = findings(verification.words, verification.mismatches, verification.first);
+                self.step("verify", Some(took), line);
+            }
+            Event::Told { peer, outcome, took } => {
+                let verdict = if outcome.verified { "verified" } else { "NOT VERIFIED" };
+                let checked = match outcome.words {
+                    0 => String::new(),
+                    words => format!(": {}", findings(words, outcome.mismatches, outcome.first_mismatch)),
+                };
+                self.step("result", Some(took), format!("pid {} says {verdict}{checked}", peer.pid));
+            }
+            Event::Ended { served } => {
+                let report = ConsumerReport::from(served);
+                let why = report.error.map(|error| format!(": {error}")).unwrap_or_default();
+                self.step("done", None, format!("pid {}: {}{why}", report.pid, report.outcome));
+            }
+        }
+    }
+
+    fn device(&self, device: &Device, granularity: u64) {
+        let report = &mut self.state().report;
+        let (name, uuid) = (device.name().to_owned(), device.prefixed_uuid());
+        report.device = Some(DeviceReport { name, uuid, ordinal: device.ordinal() });
+        report.granularity = Some(granularity);
+    }
+
+    fn sizes(&self, size: u64, mapped_size: u64) {
+        let report = &mut self.state().report;
+        report.size = Some(size);
+        report.mapped_size = Some(mapped_size);
+    }
+
+    fn step(&self, name: &'static str, took: Option<Duration>, what: impl Display) {
+        let mut state = self.state();
+        let time = match took {
+            Some(took) => {
+                let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+                state.report.steps.push(Step { name, us });
+                format!(" ({us} us)")
+            }
+            None => String::new(),
+        };
+        if self.lines {
+            let line = format!("{:<8}  {name:<7}  {what}{time}", state.report.role);
+            state.print(&line);
+        }
+    }
+
+    fn print_json(&self, exit: Exit) -> Exit {
+        let mut state = self.state();
+        match serde_json::to_string(&state.report) {
+            Ok(json) => state.print(&json),
+            Err(error) => state.stdout = Some(error.into()),
+        }
+        match state.stdout.take() {
+            Some(error) => {
+                complain(&format!("error: cannot write to standard output: {error}"));
+                Exit::System
+            }
+            None => exit,
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn print(&mut self, line: &str) {
+        let mut stdout = io::stdout().lock();
+        // Flushed line by line: whoever reads a pipe wants to see each step as it happens.
+        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => self.stdout = Some(error),
+            _ => {}
+        }
+    }
+}
+
+/// Writes to standard error; whoever closed it does not want to know.
+fn complain(line: &str) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+fn spelled(access: Access) -> &'static str {
+    match access {
+        Access::ReadOnly => "read-only",
+        Access::ReadWrite => "read-write",
+    }
+}
+
+fn findings(words: u64, mismatches: u64, first: Option<Mismatch>) -> String {
+    format!("{words} words, {mismatches} wrong{}", first_words(first))
+}
+
+fn first_words(first: Option<Mismatch>) -> String {
+    first.map_or_else(String::new, |first| {
+        format!(", the first at word {}: {:#010x} where {:#010x} belongs", first.index, first.found, first.expected)
+    })
+}

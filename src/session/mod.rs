@@ -1,0 +1,293 @@
+//! The meeting: the conversation of [`crate::wire`], held over a [`Channel`] about [`crate::memory`].
+//!
+//! [`producer::serve`] and [`consumer::Consumer`] are the two sides. Both report what they do as [`Event`]s.
+
+pub mod consumer;
+mod gate;
+pub mod producer;
+
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    path::Path,
+    process,
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    channel::{Cancel, Channel, Peer, Trust},
+    driver::{Access, Backend, Choice, Driver, Opened, open},
+    error::{Error, Result},
+    memory::Device,
+    pattern::Verification,
+    wire::{Busy, ErrorCode, Failure, Hello, Message, Outcome, ProtocolError, VERSION},
+};
+
+/// How often whoever works instead of answering says so.
+pub const BUSY_EVERY: Duration = Duration::from_secs(1);
+
+/// What both sides are told about their peer.
+#[derive(Debug, Clone)]
+pub struct Terms {
+    /// The longest silence of the peer, and the longest wait for one to appear.
+    pub timeout: Duration,
+    /// Which users it may belong to.
+    pub trust: Trust,
+    /// What ends the session early.
+    pub cancel: Cancel,
+}
+
+/// A step that was taken, as it is taken.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// The backend is ready, perhaps only the second choice.
+    Started {
+        /// Which one.
+        backend: Backend,
+        /// Why it is not CUDA although that was preferred.
+        fallback: Option<&'a Error>,
+        /// How long it took.
+        took: Duration,
+    },
+    /// The device is chosen, and ready for copies.
+    Device {
+        /// Which one.
+        device: &'a Device,
+        /// What sizes are multiples of, in bytes.
+        granularity: u64,
+        /// How long it took.
+        took: Duration,
+    },
+    /// Memory is allocated.
+    Created {
+        /// What was asked for, in bytes.
+        size: u64,
+        /// What was made, in bytes.
+        mapped_size: u64,
+        /// How long it took.
+        took: Duration,
+    },
+    /// Memory is mapped.
+    Mapped {
+        /// Its address in this process.
+        address: u64,
+        /// What this process may do with it.
+        access: Access,
+        /// How long it took.
+        took: Duration,
+    },
+    /// The pattern is written.
+    Filled {
+        /// How many words of it.
+        words: u64,
+        /// Its salt.
+        salt: u32,
+        /// How long it took.
+        took: Duration,
+    },
+    /// Memory is exported.
+    Exported {
+        /// The descriptor's number in this process.
+        fd: i32,
+        /// How long it took.
+        took: Duration,
+    },
+    /// The producer listens.
+    Listening {
+        /// Where.
+        path: &'a Path,
+        /// For how many consumers, or 0 for any number.
+        consumers: u64,
+    },
+    /// The consumer is connected and both have said hello.
+    Connected {
+        /// To whom.
+        peer: Peer,
+        /// How long it took, with the wait for the producer.
+        took: Duration,
+    },
+    /// A consumer asked for the buffer.
+    Requested {
+        /// Who.
+        peer: Peer,
+    },
+    /// The producer sent the offer and the descriptor, and the consumer has them.
+    Offered {
+        /// To whom.
+        peer: Peer,
+        /// The access offered.
+        access: Access,
+        /// How long it took.
+        took: Duration,
+    },
+    /// The consumer has an offer and its descriptor.
+    Received {
+        /// What was asked for, in bytes.
+        size: u64,
+        /// What is mapped, in bytes.
+        mapped_size: u64,
+        /// The descriptor's number in this process.
+        fd: i32,
+        /// How long it took.
+        took: Duration,
+    },
+    /// This side checked the buffer.
+    Verified {
+        /// What it found.
+        verification: &'a Verification,
+        /// How long it took.
+        took: Duration,
+    },
+    /// The other side told what it found.
+    Told {
+        /// Who.
+        peer: Peer,
+        /// What.
+        outcome: &'a Outcome,
+        /// How long was waited for it.
+        took: Duration,
+    },
+    /// A consumer's conversation ended.
+    Ended {
+        /// Whose.
+        served: &'a producer::Served,
+    },
+}
+
+/// Who is told of events. They may come from several threads at once.
+pub type Observer<'a> = &'a (dyn Fn(Event<'_>) + Sync);
+
+/// Opens a backend, in a thread of its own: starting a driver takes long and can't be interrupted, waiting for it can.
+///
+/// # Errors
+/// Those of [`open`]; [`Error::Interrupted`].
+pub fn start(choice: Choice, cancel: &Cancel, observer: Observer<'_>) -> Result<Opened> {
+    let begun = Instant::now();
+    let opened = interruptibly(cancel, move || open(choice))?;
+    let backend = opened.driver.backend();
+    observer(Event::Started { backend, fallback: opened.fallback.as_ref(), took: begun.elapsed() });
+    Ok(opened)
+}
+
+/// Makes a device ready for copies and tells of it: the second part of a driver's start.
+fn activate(device: &Device, cancel: &Cancel, observer: Observer<'_>) -> Result<()> {
+    let begun = Instant::now();
+    let granularity = device.granularity()?;
+    let activated = device.clone();
+    interruptibly(cancel, move || activated.activate())?;
+    observer(Event::Device { device, granularity, took: begun.elapsed() });
+    Ok(())
+}
+
+/// Runs what can't be interrupted in a thread that is left behind if the wait for it is.
+fn interruptibly<T: Send + 'static>(
+    cancel: &Cancel,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (sender, receiver) = mpsc::channel();
+    let spawned = thread::Builder::new().name("driver".to_owned()).spawn(move || {
+        // Nobody may be waiting any more.
+        let _ = sender.send(work());
+    });
+    spawned.map_err(|error| Error::system("start a thread", error))?;
+    loop {
+        match receiver.recv_timeout(Duration::from_millis(5)) {
+            Ok(result) => return result,
+            Err(RecvTimeoutError::Timeout) => cancel.check()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Error::system("start the driver", std::io::Error::other("its thread panicked")));
+            }
+        }
+    }
+}
+
+/// A channel on which `busy` is no message but a sign of life.
+#[derive(Debug)]
+struct Link {
+    channel: Channel,
+    heard: Instant,
+}
+
+impl Link {
+    fn new(channel: Channel) -> Self {
+        Self { channel, heard: Instant::now() }
+    }
+
+    fn peer(&self) -> Peer {
+        self.channel.peer()
+    }
+
+    fn hello(&mut self, driver: &dyn Driver) -> Result<()> {
+        let backend = driver.backend();
+        self.send(Message::Hello(Hello { version: VERSION, capabilities: Vec::new(), backend, pid: process::id() }), &[])
+    }
+
+    fn send(&mut self, message: Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        self.channel.send(&message, fds)?;
+        self.heard = Instant::now();
+        Ok(())
+    }
+
+    /// The next message that is an answer. The peer's `error` is this side's.
+    fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
+        loop {
+            match self.channel.receive(purpose)? {
+                (Message::Busy(_), _) => {}
+                (Message::Error(Failure { code, message }), _) => return Err(Error::Peer { code, message }),
+                answer => {
+                    self.heard = Instant::now();
+                    return Ok(answer);
+                }
+            }
+        }
+    }
+
+    /// Says that this side is working, if it said nothing for a while. To be called often.
+    fn busy(&mut self) -> Result<()> {
+        self.channel.cancel().check()?;
+        if self.heard.elapsed() >= BUSY_EVERY { self.send(Message::Busy(Busy {}), &[]) } else { Ok(()) }
+    }
+
+    /// Ends the conversation: with an `error` if this side has one that the peer does not know.
+    fn end<T>(mut self, result: &Result<T>) {
+        if let Err(error) = result {
+            if let Some(code) = code_for(error) {
+                let message = Message::Error(Failure { code, message: error.to_string() });
+                if let Err(unsent) = self.channel.send(&message, &[]) {
+                    tracing::debug!(%unsent, "the peer can't be told");
+                }
+            }
+        }
+        self.channel.finish();
+    }
+}
+
+/// The code that tells a peer of an error; `None` where the peer is the one who knows.
+fn code_for(error: &Error) -> Option<ErrorCode> {
+    Some(match error {
+        Error::Peer { .. } | Error::PeerGone { .. } => return None,
+        Error::Protocol(ProtocolError::Version { .. }) => ErrorCode::Version,
+        Error::Protocol(_) => ErrorCode::Protocol,
+        Error::Mismatch { code, .. } => *code,
+        Error::PeerNotAllowed { .. } => ErrorCode::Refused,
+        Error::Timeout { .. } => ErrorCode::Timeout,
+        Error::Interrupted { .. } => ErrorCode::Interrupted,
+        _ => ErrorCode::Failed,
+    })
+}
+
+fn unexpected(got: &Message, want: &'static str) -> Error {
+    ProtocolError::Unexpected { got: got.name(), want }.into()
+}
+
+/// What a side that checked the buffer itself tells the other.
+fn outcome_of(verification: &Verification) -> Outcome {
+    Outcome {
+        verified: verification.passed(),
+        words: verification.words,
+        mismatches: verification.mismatches,
+        first_mismatch: verification.first,
+    }
+}
