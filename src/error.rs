@@ -328,9 +328,7 @@ impl Error {
             }
             Self::PeerGone { .. } => "look at the peer's own error",
             Self::PeerNotAllowed { .. } => "allow that user with --allow-uid",
-            Self::Peer { code: ErrorCode::Refused, .. } => {
-                "the other side must allow this user with --allow-uid"
-            }
+            Self::Peer { code: ErrorCode::Refused, .. } => "the other side must allow this user with --allow-uid",
             Self::Driver { code: code::OUT_OF_MEMORY, .. } => "free device memory first, or ask for less",
             Self::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
                 "the driver library and the kernel module differ in version: reboot, or rebuild the container"

@@ -131,10 +131,8 @@ pub fn main<C: Command>() -> ExitCode {
         Err(error) => return usage::<C>(&error),
     };
     let console = Console::new(C::ROLE, command.common());
-    let result = masked
-        .map_err(|errno| Error::system("block signals", errno))
-        .and_then(|()| Cancel::new())
-        .and_then(|cancel| {
+    let result =
+        masked.map_err(|errno| Error::system("block signals", errno)).and_then(|()| Cancel::new()).and_then(|cancel| {
             watch(signals, &cancel)?;
             command.run(&console, &cancel)
         });

@@ -55,7 +55,8 @@ impl Common {
 /// # Errors
 /// One sentence that says what to write instead.
 pub fn parse_elements(text: &str) -> Result<u64, String> {
-    let words: u64 = text.parse().map_err(|_| format!("`{text}` is no number of words: write a whole number from 1"))?;
+    let words: u64 =
+        text.parse().map_err(|_| format!("`{text}` is no number of words: write a whole number from 1"))?;
     match words.checked_mul(4) {
         Some(0) => Err(format!("`{text}` words are no memory at all: write at least 1")),
         Some(size) => Ok(size),
@@ -169,9 +170,36 @@ mod tests {
     #[test]
     fn what_is_no_size_is_refused_in_one_sentence() {
         for text in [
-            "", " ", "0", "0M", "0.0G", "-1", "+1", "1.5", "1.", ".5G", "1..5G", "1.2.3G", "MiB", "64MB", "64kb", "64Mi",
-            "64 MiB", "64MiBs", "16EiB", "18446744073709551616", "99999999999999999999999999999999999999999999", "1e9",
-            "0x10", "0.3K", "1.0000000000000000000000001G", "64µ", "٣", "NaN", "inf", "64M\n",
+            "",
+            " ",
+            "0",
+            "0M",
+            "0.0G",
+            "-1",
+            "+1",
+            "1.5",
+            "1.",
+            ".5G",
+            "1..5G",
+            "1.2.3G",
+            "MiB",
+            "64MB",
+            "64kb",
+            "64Mi",
+            "64 MiB",
+            "64MiBs",
+            "16EiB",
+            "18446744073709551616",
+            "99999999999999999999999999999999999999999999",
+            "1e9",
+            "0x10",
+            "0.3K",
+            "1.0000000000000000000000001G",
+            "64µ",
+            "٣",
+            "NaN",
+            "inf",
+            "64M\n",
         ] {
             let error = parse_size(text).unwrap_err();
             assert!(error.starts_with(&format!("`{text}` ")) && error.contains("write "), "{text:?}: {error}");

@@ -213,7 +213,7 @@ impl Console {
         let message = match state.report.mismatches {
             // The other side found it, and gave no figures.
             0 => "the data did not verify".to_owned(),
-            words => format!("the data did not verify: {words} words are wrong{}", first_words(first)),
+            words => format!("the data did not verify: {words} wrong{}", first_words(first)),
         };
         drop(state);
         let hint = "with --corrupt this is as it should be; else look for whoever else writes to the buffer".to_owned();
@@ -227,7 +227,9 @@ impl Console {
                 self.state().report.backend = Some(backend);
                 if let Some(reason) = fallback {
                     // Also with -q: whoever believes that a GPU is being tested must not.
-                    complain(&format!("notice: no GPU is being tested: {reason}; ordinary host memory is used instead"));
+                    complain(&format!(
+                        "notice: no GPU is being tested: {reason}; ordinary host memory is used instead"
+                    ));
                 }
                 let what = match backend {
                     Backend::Cuda => "cuda: the NVIDIA driver of this machine",

@@ -1,11 +1,6 @@
 //! The side that is given memory.
 
-use std::{
-    os::fd::AsRawFd,
-    path::Path,
-    sync::Arc,
-    time::Instant,
-};
+use std::{os::fd::AsRawFd, path::Path, sync::Arc, time::Instant};
 
 use super::{Event, Link, Observer, Terms, activate, outcome_of, unexpected};
 use crate::{
@@ -15,7 +10,8 @@ use crate::{
     memory::{Allocation, Device, Mapping, Selector},
     pattern::{self, Pattern, Verification},
     wire::{
-        DEFAULT_OBJECT, ELEMENT_U32, ErrorCode, MECHANISM_VMM, Message, Offer, Outcome, ProtocolError, Received, Request,
+        DEFAULT_OBJECT, ELEMENT_U32, ErrorCode, MECHANISM_VMM, Message, Offer, Outcome, ProtocolError, Received,
+        Request,
     },
 };
 

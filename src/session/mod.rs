@@ -182,10 +182,7 @@ fn activate(device: &Device, cancel: &Cancel, observer: Observer<'_>) -> Result<
 }
 
 /// Runs what can't be interrupted in a thread that is left behind if the wait for it is.
-fn interruptibly<T: Send + 'static>(
-    cancel: &Cancel,
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
+fn interruptibly<T: Send + 'static>(cancel: &Cancel, work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let (sender, receiver) = mpsc::channel();
     let spawned = thread::Builder::new().name("driver".to_owned()).spawn(move || {
         // Nobody may be waiting any more.
@@ -221,7 +218,10 @@ impl Link {
 
     fn hello(&mut self, driver: &dyn Driver) -> Result<()> {
         let backend = driver.backend();
-        self.send(Message::Hello(Hello { version: VERSION, capabilities: Vec::new(), backend, pid: process::id() }), &[])
+        self.send(
+            Message::Hello(Hello { version: VERSION, capabilities: Vec::new(), backend, pid: process::id() }),
+            &[],
+        )
     }
 
     fn send(&mut self, message: Message, fds: &[BorrowedFd<'_>]) -> Result<()> {

@@ -29,8 +29,8 @@ use crate::{
     memory::{Allocation, Device, Mapping},
     pattern::{self, Pattern},
     wire::{
-        DEFAULT_OBJECT, ELEMENT_U32, ErrorCode, MECHANISM_VMM, Message, Offer, OfferedDevice, Outcome,
-        ProtocolError, Request, Segments,
+        DEFAULT_OBJECT, ELEMENT_U32, ErrorCode, MECHANISM_VMM, Message, Offer, OfferedDevice, Outcome, ProtocolError,
+        Request, Segments,
     },
 };
 
@@ -373,7 +373,11 @@ impl Visit<'_> {
                 Ok((Message::Request(request), _)) => request,
                 Ok((other, _)) => return Err(unexpected(&other, "request")),
                 // It has what it wanted: how it leaves is its own affair.
-                Err(Error::PeerGone { .. } | Error::Timeout { .. }) if self.outcome.is_some() => return Ok(()),
+                Err(Error::PeerGone { .. } | Error::Timeout { .. } | Error::Interrupted { .. })
+                    if self.outcome.is_some() =>
+                {
+                    return Ok(());
+                }
                 Err(error) => return Err(error),
             };
             if !self.admitted {
@@ -431,7 +435,9 @@ impl Visit<'_> {
         match link.receive("for the descriptor to be acknowledged")? {
             (Message::Received(received), _) if received.segments == 1 => {}
             (Message::Received(received), _) => {
-                return Err(ProtocolError::Content(format!("{} segments of 1 were acknowledged", received.segments)).into());
+                return Err(
+                    ProtocolError::Content(format!("{} segments of 1 were acknowledged", received.segments)).into()
+                );
             }
             (other, _) => return Err(unexpected(&other, "received")),
         }
@@ -474,11 +480,7 @@ fn salt_other_than(salt: u32) -> u32 {
     }
 }
 
-fn spawn<'scope>(
-    scope: &'scope Scope<'scope, '_>,
-    name: &str,
-    work: impl FnOnce() + Send + 'scope,
-) -> Result<()> {
+fn spawn<'scope>(scope: &'scope Scope<'scope, '_>, name: &str, work: impl FnOnce() + Send + 'scope) -> Result<()> {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn_scoped(scope, work);
     spawned.map(drop).map_err(|error| Error::system("start a thread", error))
 }

@@ -1,0 +1,139 @@
+//! A mapping as cudarc's [`DevicePtr`], to copy with its streams and launch kernels on it.
+//!
+//! ```no_run
+//! use cudarc::driver::CudaContext;
+//! use vmmfd::{
+//!     driver::{Access, Backend, Choice, open},
+//!     launch::ViewMut,
+//!     memory::{Allocation, Device, Mapping, Selector},
+//! };
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let driver = open(Choice::Only(Backend::Cuda))?.driver;
+//! let device = Device::find(&driver, Selector::default())?;
+//! let mapping = Mapping::new(&Allocation::create(&device, 4096)?, Access::ReadWrite)?;
+//!
+//! let context = CudaContext::new(device.ordinal() as usize)?;
+//! let stream = context.default_stream();
+//! let mut view = ViewMut::<u32>::new(&mapping, &stream, 1024)?;
+//! stream.memset_zeros(&mut view)?;
+//! // A kernel takes `&view.address()` as its pointer: `stream.launch_builder(&kernel).arg(&view.address())`.
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! cudarc panics where there is no driver library: open the CUDA backend first, which answers with an error.
+
+use std::{marker::PhantomData, sync::Arc};
+
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, SyncOnDrop, sys::CUdeviceptr};
+
+use crate::{
+    driver::{Access, Backend},
+    error::{Error, Result},
+    memory::Mapping,
+};
+
+/// The first elements of a mapping, for cudarc to read.
+///
+/// A stream is synchronised after each use of it through [`DevicePtr`], so that what another process is told of is done.
+/// After a kernel that was given [`View::address`], synchronise yourself, also before the mapping is dropped. Other processes
+/// may write to the same memory at any time.
+#[derive(Debug)]
+pub struct View<'a, T> {
+    mapping: &'a Mapping,
+    stream: Arc<CudaStream>,
+    length: usize,
+    element: PhantomData<T>,
+}
+
+impl<'a, T: DeviceRepr> View<'a, T> {
+    /// The first `length` elements of a mapping, used on a stream.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] if there are not as many; [`Error::Unsupported`] if the mapping is no GPU memory, or belongs to
+    /// another device than the stream.
+    pub fn new(mapping: &'a Mapping, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
+        let (device, size) = (mapping.device(), mapping.size());
+        let unsupported = |feature| Err(Error::Unsupported { device: device.to_string(), feature });
+        if device.backend() != Backend::Cuda {
+            return unsupported("kernels: it is no GPU");
+        }
+        if usize::try_from(device.ordinal()) != Ok(stream.context().ordinal()) {
+            return unsupported("a stream of another device");
+        }
+        let bytes = length.checked_mul(size_of::<T>()).and_then(|bytes| u64::try_from(bytes).ok());
+        match bytes {
+            Some(bytes) if bytes <= size => {
+                Ok(Self { mapping, stream: Arc::clone(stream), length, element: PhantomData })
+            }
+            _ => Err(Error::OutOfRange { offset: 0, length: bytes.unwrap_or(u64::MAX), size }),
+        }
+    }
+
+    /// The pointer, as a kernel takes it.
+    pub fn address(&self) -> CUdeviceptr {
+        self.mapping.address()
+    }
+}
+
+impl<T> DeviceSlice<T> for View<'_, T> {
+    fn len(&self) -> usize {
+        self.length
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+}
+
+impl<T> DevicePtr<T> for View<'_, T> {
+    fn device_ptr<'s>(&'s self, stream: &'s CudaStream) -> (CUdeviceptr, SyncOnDrop<'s>) {
+        (self.mapping.address(), SyncOnDrop::sync_stream(stream))
+    }
+}
+
+/// The first elements of a mapping, for cudarc to read and write. As [`View`] in all else.
+#[derive(Debug)]
+pub struct ViewMut<'a, T>(View<'a, T>);
+
+impl<'a, T: DeviceRepr> ViewMut<'a, T> {
+    /// The first `length` elements of a mapping, used on a stream.
+    ///
+    /// # Errors
+    /// Those of [`View::new`]; [`Error::Unsupported`] also if the mapping is read-only.
+    pub fn new(mapping: &'a Mapping, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
+        if mapping.access() != Access::ReadWrite {
+            let feature = "writing to memory that is mapped read-only";
+            return Err(Error::Unsupported { device: mapping.device().to_string(), feature });
+        }
+        View::new(mapping, stream, length).map(Self)
+    }
+
+    /// The pointer, as a kernel takes it.
+    pub fn address(&self) -> CUdeviceptr {
+        self.0.address()
+    }
+}
+
+impl<T> DeviceSlice<T> for ViewMut<'_, T> {
+    fn len(&self) -> usize {
+        self.0.length
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        &self.0.stream
+    }
+}
+
+impl<T> DevicePtr<T> for ViewMut<'_, T> {
+    fn device_ptr<'s>(&'s self, stream: &'s CudaStream) -> (CUdeviceptr, SyncOnDrop<'s>) {
+        self.0.device_ptr(stream)
+    }
+}
+
+impl<T> DevicePtrMut<T> for ViewMut<'_, T> {
+    fn device_ptr_mut<'s>(&'s mut self, stream: &'s CudaStream) -> (CUdeviceptr, SyncOnDrop<'s>) {
+        self.0.device_ptr(stream)
+    }
+}

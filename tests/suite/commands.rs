@@ -1,0 +1,319 @@
+//! `producer` and `consumer` as a user runs them: two processes, their output and their exit codes.
+
+use std::{
+    fs,
+    os::unix::{
+        fs::{MetadataExt, PermissionsExt, symlink},
+        net::UnixListener,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::running::{Meeting, On, Running};
+
+/// The cases that hold on every backend.
+macro_rules! on_every_backend {
+    ($($case:ident,)*) => {
+        mod host {
+            $(#[test] fn $case() { super::$case(super::Meeting::new(super::On::Host)); })*
+        }
+        mod fake {
+            $(#[test] fn $case() { super::$case(super::Meeting::new(super::On::Fake)); })*
+        }
+        mod cuda {
+            $(
+                #[test]
+                #[ignore = "needs an NVIDIA GPU: make test-gpu"]
+                fn $case() { super::$case(super::Meeting::new(super::On::Cuda)); }
+            )*
+        }
+    };
+}
+
+on_every_backend! {
+    a_buffer_is_handed_over_whoever_starts_first,
+    json_is_one_object_with_every_field,
+    each_step_is_a_line_with_its_figures,
+    sizes_of_every_kind_are_verified_to_the_last_byte,
+    a_round_trip_verifies_both_ways,
+    a_read_only_consumer_takes_part_in_a_round_trip,
+    eight_consumers_at_once_are_served,
+    consumers_of_a_round_trip_take_turns,
+    a_flipped_byte_makes_both_sides_fail,
+    the_salt_is_random_unless_given,
+    a_consumer_that_is_killed_is_a_failed_peer,
+    a_producer_that_is_killed_is_a_failed_peer,
+    a_device_is_matched_by_uuid,
+    too_much_memory_is_refused_with_both_figures,
+    signals_end_both_sides_and_remove_the_socket,
+    the_exported_descriptor_is_sent_to_all,
+}
+
+fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Value, Value) {
+    let producer = meeting.producer(&[producer, &["--json"]].concat()).start();
+    let consumer = meeting.consumer(&[consumer, &["--json"]].concat()).end();
+    let producer = producer.end();
+    assert_eq!(producer.status.code(), consumer.status.code(), "{}\n{}", producer.stdout, consumer.stdout);
+    (producer.json(), consumer.json())
+}
+
+/// A producer that listens, started with these options.
+fn listening(meeting: &Meeting, options: &[&str]) -> Running {
+    let producer = meeting.producer(options).start();
+    producer.until("listen");
+    producer
+}
+
+fn a_buffer_is_handed_over_whoever_starts_first(meeting: Meeting) {
+    let producer = listening(&meeting, &[]);
+    meeting.consumer(&[]).end().code(0);
+    producer.end().code(0);
+    assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+
+    let consumer = meeting.consumer(&[]).start();
+    consumer.until("device");
+    thread::sleep(Duration::from_millis(20));
+    meeting.producer(&[]).end().code(0);
+    consumer.end().code(0);
+    assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+}
+
+fn json_is_one_object_with_every_field(meeting: Meeting) {
+    let (producer, consumer) = pair(&meeting, &["--size", "1000001"], &[]);
+    for (role, report) in [("producer", &producer), ("consumer", &consumer)] {
+        assert_eq!(report["schema"], 1);
+        assert_eq!(report["role"], role);
+        assert_eq!(report["backend"], meeting.backend());
+        assert_eq!(report["size"], 1_000_001);
+        let (mapped, granularity) = (report["mapped_size"].as_u64().unwrap(), report["granularity"].as_u64().unwrap());
+        assert!(mapped >= 1_000_001 && mapped % granularity == 0 && mapped < 1_000_001 + granularity);
+        assert_eq!(report["verified"], true);
+        assert_eq!(report["mismatches"], 0);
+        assert_eq!(report["first_mismatch"], Value::Null);
+        assert_eq!(report["error"], Value::Null);
+        assert_eq!(report["device"]["ordinal"], 0);
+        assert_eq!(report["device"]["uuid"], producer["device"]["uuid"]);
+        assert!(report["device"]["name"].is_string());
+        let steps = report["steps"].as_array().unwrap();
+        assert!(steps.len() > 4 && steps.iter().all(|step| step["name"].is_string() && step["us"].is_u64()));
+    }
+    let consumers = producer["consumers"].as_array().unwrap();
+    assert_eq!(consumers.len(), 1);
+    assert_eq!(consumers[0]["outcome"], "verified");
+    assert!(consumers[0]["pid"].as_u64().unwrap() > 0);
+    assert_eq!(consumers[0]["uid"], nix::unistd::geteuid().as_raw());
+    assert_eq!(consumer.get("consumers"), None);
+}
+
+fn each_step_is_a_line_with_its_figures(meeting: Meeting) {
+    let producer = listening(&meeting, &["--size", "3MiB"]);
+    let consumer = meeting.consumer(&[]).end();
+    let producer = producer.end();
+    for (ended, role, figures) in [
+        (&producer, "producer", ["granularity", "for 3145728 asked for", "at 0x", "786432 words", "fd ", "verified"]),
+        (&consumer, "consumer", ["granularity", "3145728 bytes in", "at 0x", "786432 words, 0 wrong", "fd ", "verified"]),
+    ] {
+        assert!(ended.stdout.lines().all(|line| line.starts_with(role)), "{}", ended.stdout);
+        for figure in figures {
+            assert!(ended.stdout.contains(figure), "no `{figure}` in {}", ended.stdout);
+        }
+        assert!(ended.stdout.contains(" us)"));
+    }
+    let quiet = listening_quiet(&meeting);
+    let consumer = meeting.consumer(&["-q"]).end();
+    assert_eq!((consumer.stdout.as_str(), consumer.stderr.as_str()), ("", ""));
+    let quiet = quiet.end();
+    assert_eq!((quiet.stdout.as_str(), quiet.stderr.as_str()), ("", ""));
+}
+
+fn listening_quiet(meeting: &Meeting) -> Running {
+    let producer = meeting.producer(&["-q"]).start();
+    wait_for("the socket", || meeting.socket().exists());
+    producer
+}
+
+fn wait_for(what: &str, mut there: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !there() {
+        assert!(Instant::now() < deadline, "{what} never came");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn sizes_of_every_kind_are_verified_to_the_last_byte(meeting: Meeting) {
+    for (options, size) in [
+        (["--size", "1"], 1),
+        (["--size", "5"], 5),
+        (["--size", "2MiB"], 2 << 20),
+        (["--size", "2097153"], (2 << 20) + 1),
+        (["--size", "8389k"], 8389 << 10),
+        (["--elements", "3"], 12),
+    ] {
+        let (producer, consumer) = pair(&meeting, &[&options[..], &["--round-trip"]].concat(), &[]);
+        for report in [producer, consumer] {
+            assert_eq!((&report["size"], &report["verified"]), (&json!(size), &json!(true)), "{report}");
+        }
+    }
+}
+
+fn a_round_trip_verifies_both_ways(meeting: Meeting) {
+    let (producer, consumer) = pair(&meeting, &["--round-trip", "--size", "9M"], &[]);
+    let names = |report: &Value| -> Vec<String> {
+        report["steps"].as_array().unwrap().iter().map(|step| step["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let filled_and_verified = |report: &Value| names(report).iter().filter(|name| *name == "fill" || *name == "verify").count();
+    assert_eq!((filled_and_verified(&producer), filled_and_verified(&consumer)), (2, 2));
+}
+
+fn a_read_only_consumer_takes_part_in_a_round_trip(meeting: Meeting) {
+    let producer = listening(&meeting, &["--round-trip", "--consumers", "3"]);
+    for access in ["ro", "rw", "ro"] {
+        let consumer = meeting.consumer(&["--access", access]).end();
+        consumer.code(0);
+        assert_eq!(consumer.stdout.contains("read-only"), access == "ro");
+        assert_eq!(consumer.stdout.contains(" fill "), access == "rw");
+    }
+    producer.end().code(0);
+    let producer = listening(&meeting, &[]);
+    let consumer = meeting.consumer(&["--access", "rw"]).end();
+    assert!(consumer.code(0).stdout.contains("read-write"));
+    producer.end().code(0);
+}
+
+fn eight_consumers_at_once_are_served(meeting: Meeting) {
+    let producer = meeting.producer(&["--consumers", "8", "--size", "4M", "--json"]).start();
+    let consumers: Vec<Running> = (0..8).map(|_| meeting.consumer(&[]).start()).collect();
+    let mut pids: Vec<u32> = consumers.iter().map(Running::pid).collect();
+    consumers.into_iter().for_each(|consumer| drop(consumer.end().code(0)));
+    let report = producer.end().code(0).json();
+    let mut served: Vec<u32> =
+        report["consumers"].as_array().unwrap().iter().map(|served| served["pid"].as_u64().unwrap() as u32).collect();
+    pids.sort_unstable();
+    served.sort_unstable();
+    assert_eq!(served, pids);
+}
+
+fn consumers_of_a_round_trip_take_turns(meeting: Meeting) {
+    let producer = meeting.producer(&["--consumers", "5", "--round-trip", "--size", "4M", "--json"]).start();
+    let consumers: Vec<Running> = (0..5).map(|_| meeting.consumer(&["--json"]).start()).collect();
+    for consumer in consumers {
+        assert_eq!(consumer.end().code(0).json()["verified"], true);
+    }
+    assert_eq!(producer.end().code(0).json()["verified"], true);
+}
+
+fn a_flipped_byte_makes_both_sides_fail(meeting: Meeting) {
+    for options in [&["--corrupt"][..], &["--corrupt", "--round-trip"], &["--corrupt", "--size", "1"]] {
+        let producer = meeting.producer(&[options, &["--json", "--seed", "7"]].concat()).start();
+        let consumer = meeting.consumer(&["--json"]).end();
+        let producer = producer.end();
+        let (producer, consumer) = (producer.code(1).json(), consumer.code(1).json());
+        for report in [&producer, &consumer] {
+            assert_eq!((&report["verified"], &report["mismatches"]), (&json!(false), &json!(1)), "{report}");
+            assert_eq!(report["first_mismatch"], consumer["first_mismatch"]);
+            assert_eq!(report["error"]["kind"], "mismatch");
+        }
+        let size = consumer["size"].as_u64().unwrap();
+        let first = &consumer["first_mismatch"];
+        assert_eq!(first["index"], size / 2 / 4);
+        let flipped = first["expected"].as_u64().unwrap() ^ first["found"].as_u64().unwrap();
+        assert_eq!(flipped.count_ones(), 1, "{first}");
+        assert_eq!(producer["consumers"][0]["outcome"], "mismatch");
+    }
+}
+
+fn the_salt_is_random_unless_given(meeting: Meeting) {
+    let salt = |options: &[&str]| {
+        let producer = listening(&meeting, options);
+        meeting.consumer(&[]).end().code(0);
+        let stdout = producer.end().code(0).stdout.clone();
+        let (_, salt) = stdout.split_once("salt 0x").unwrap();
+        u32::from_str_radix(&salt[..8], 16).unwrap()
+    };
+    assert_eq!(salt(&["--seed", "0xDEADbeef"]), 0xdead_beef);
+    assert_eq!(salt(&["--seed", "0"]), 0);
+    assert_ne!(salt(&[]), salt(&[]));
+}
+
+/// A consumer large enough to be killed in the middle of its check.
+const LARGE: &str = "256M";
+
+fn a_consumer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
+    let producer = listening(&meeting, &["--json", "--size", LARGE, "--consumers", "2"]);
+    let consumer = meeting.consumer(&[]).start();
+    consumer.until("map");
+    consumer.signal(Signal::SIGKILL);
+    drop(consumer.end());
+    // It harms nobody else.
+    meeting.consumer(&[]).end().code(0);
+    let report = producer.end().code(4).json();
+    let outcomes: Vec<&Value> = report["consumers"].as_array().unwrap().iter().map(|served| &served["outcome"]).collect();
+    assert_eq!(outcomes, ["failed", "verified"]);
+    assert_eq!(report["error"]["kind"], "peer");
+}
+
+fn a_producer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
+    let producer = listening(&meeting, &["--size", LARGE]);
+    let consumer = meeting.consumer(&["--json"]).start();
+    producer.until("offer");
+    producer.signal(Signal::SIGKILL);
+    drop(producer.end());
+    let report = consumer.end().code(4).json();
+    assert_eq!(report["error"]["kind"], "peer");
+    // The socket it left is replaced.
+    assert!(meeting.socket().exists());
+    let producer = listening(&meeting, &[]);
+    meeting.consumer(&[]).end().code(0);
+    producer.end().code(0);
+}
+
+fn a_device_is_matched_by_uuid(meeting: Meeting) {
+    let (producer, _) = pair(&meeting, &["--device", "0"], &["--device", "0"]);
+    let uuid = producer["device"]["uuid"].as_str().unwrap();
+    let bare = uuid.split_once('-').unwrap().1;
+    pair(&meeting, &["--device", uuid], &["--device", &bare.to_uppercase()]);
+
+    let other = "00000000-1111-2222-3333-444444444444";
+    let report = meeting.producer(&["--device", other, "--json"]).end().code(3).json();
+    assert!(report["error"]["message"].as_str().unwrap().contains(uuid), "{report}");
+    meeting.consumer(&["--device", "99"]).end().code(3).says("99");
+}
+
+fn too_much_memory_is_refused_with_both_figures(meeting: Meeting) {
+    let ended = meeting.producer(&["--size", "4TiB"]).end();
+    ended.code(5).says("4398046511104 bytes are more than the ").says(" has free");
+    meeting.producer(&["--size", "18446744073709551615"]).end().code(2).says("18446744073709551615");
+}
+
+fn signals_end_both_sides_and_remove_the_socket(meeting: Meeting) {
+    for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
+        let producer = listening(&meeting, &[]);
+        producer.signal(signal);
+        producer.end().code(code).says(signal.as_str());
+        assert!(meeting.files().is_empty());
+
+        let consumer = meeting.consumer(&["--json"]).start();
+        thread::sleep(Duration::from_millis(50));
+        consumer.signal(signal);
+        assert_eq!(consumer.end().code(code).json()["error"]["kind"], "interrupted");
+
+        let endless = meeting.producer(&["--consumers", "0", "--json"]).start();
+        meeting.consumer(&[]).end().code(0);
+        endless.signal(signal);
+        let report = endless.end().code(0).json();
+        assert_eq!((&report["error"], &report["verified"]), (&Value::Null, &json!(true)));
+        assert!(meeting.files().is_empty());
+    }
+}
+
+fn the_exported_descriptor_is_sent_to_all(meeting: Meeting) {
+    let producer = listening(&meeting, &["--consumers", "4"]);
+    (0..4).for_each(|_| drop(meeting.consumer(&[]).end().code(0)));
+    let ended = producer.end();
+    let exports = ended.code(0).stdout.lines().filter(|line| line.split_whitespace().nth(1) == Some("export")).count();
+    assert_eq!(exports, 1);
+}

@@ -1,0 +1,282 @@
+//! The two commands as processes of their own: started, watched and, whatever happens, ended.
+
+#![allow(unsafe_code, reason = "a child asks the kernel to be killed with its parent")]
+
+use std::{
+    env, fs,
+    io::{Read, Write},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{Arc, Mutex},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::{
+        prctl,
+        signal::{self, Signal},
+    },
+    unistd::Pid,
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::support::Copy;
+
+/// How long a command may take before a test fails: far longer than it should.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The backend that a test's commands run on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum On {
+    /// Host memory.
+    Host,
+    /// The CUDA backend, over the emulated driver.
+    Fake,
+    /// The CUDA backend, over the driver of this machine.
+    Cuda,
+}
+
+/// A place where two commands meet: a folder of its own, that goes with it.
+pub(crate) struct Meeting {
+    on: On,
+    folder: TempDir,
+    driver: Option<Copy>,
+}
+
+impl Meeting {
+    pub(crate) fn new(on: On) -> Self {
+        let driver = (on == On::Fake).then(|| {
+            let copy = Copy::new();
+            copy.write("libcuda.so.1");
+            copy
+        });
+        Self { on, folder: tempfile::tempdir().unwrap(), driver }
+    }
+
+    /// The name of the backend.
+    pub(crate) fn backend(&self) -> &'static str {
+        if self.on == On::Host { "host" } else { "cuda" }
+    }
+
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder().join("s.sock")
+    }
+
+    /// `producer` on this place's backend and socket.
+    pub(crate) fn producer(&self, options: &[&str]) -> Run {
+        self.command("producer", options)
+    }
+
+    /// `consumer` on this place's backend and socket.
+    pub(crate) fn consumer(&self, options: &[&str]) -> Run {
+        self.command("consumer", options)
+    }
+
+    fn command(&self, name: &'static str, options: &[&str]) -> Run {
+        let mut run = self.bare(name);
+        run.command.arg("--socket").arg(self.socket()).args(["--backend", self.backend()]).args(options);
+        run
+    }
+
+    /// A command with no options at all; of the environment only what finds this place's driver.
+    pub(crate) fn bare(&self, name: &'static str) -> Run {
+        let mut run = Run::new(name);
+        match &self.driver {
+            Some(driver) => run.command.env("LD_LIBRARY_PATH", driver.folder()),
+            None if self.on == On::Host => run.command.env_remove("LD_LIBRARY_PATH"),
+            None => &mut run.command,
+        };
+        run
+    }
+
+    /// What lies in the folder.
+    pub(crate) fn files(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.folder()).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+}
+
+/// A command about to be started.
+pub(crate) struct Run {
+    name: &'static str,
+    pub(crate) command: Command,
+}
+
+impl Run {
+    fn new(name: &'static str) -> Self {
+        let mut command = Command::new(binary(name));
+        for variable in ["VMMFD_SOCKET", "VMMFD_BACKEND", "XDG_RUNTIME_DIR", "NO_COLOR"] {
+            command.env_remove(variable);
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self { name, command }
+    }
+
+    pub(crate) fn env(mut self, name: &str, value: impl AsRef<std::ffi::OsStr>) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    pub(crate) fn stdout(mut self, to: impl Into<Stdio>) -> Self {
+        self.command.stdout(to);
+        self
+    }
+
+    pub(crate) fn start(mut self) -> Running {
+        // SAFETY: prctl is a plain system call, safe between fork and exec.
+        unsafe {
+            self.command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
+        }
+        let mut child = self.command.spawn().unwrap_or_else(|error| panic!("{}: {error}", self.name));
+        let stdout = Lines::of(child.stdout.take());
+        let stderr = Lines::of(child.stderr.take());
+        Running { name: self.name, child, stdout, stderr, started: Instant::now() }
+    }
+
+    /// Starts it and waits for its end.
+    pub(crate) fn end(self) -> Ended {
+        self.start().end()
+    }
+}
+
+/// Where the commands are: as told, beside the test program, or one folder up, where cargo puts them.
+fn binary(name: &str) -> PathBuf {
+    let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
+    let folders = [env::var_os("VMMFD_BIN").map(PathBuf::from), Some(beside.clone()), beside.parent().map(Path::to_owned)];
+    let found = folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.is_file());
+    found.unwrap_or_else(|| panic!("no {name} beside {}, and none in $VMMFD_BIN", beside.display()))
+}
+
+/// What a process writes, as it writes it.
+struct Lines {
+    text: Arc<Mutex<String>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Lines {
+    fn of(pipe: Option<impl Read + Send + 'static>) -> Self {
+        let text = Arc::new(Mutex::new(String::new()));
+        let reader = pipe.map(|mut pipe| {
+            let text = Arc::clone(&text);
+            thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                while let Ok(length @ 1..) = pipe.read(&mut bytes) {
+                    text.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..length]));
+                }
+            })
+        });
+        Self { text, reader }
+    }
+
+    fn so_far(&self) -> String {
+        self.text.lock().unwrap().clone()
+    }
+
+    fn all(&mut self) -> String {
+        if let Some(reader) = self.reader.take() {
+            reader.join().unwrap();
+        }
+        self.so_far()
+    }
+}
+
+/// A command that runs. Dropping it kills it.
+pub(crate) struct Running {
+    name: &'static str,
+    child: Child,
+    stdout: Lines,
+    stderr: Lines,
+    started: Instant,
+}
+
+impl Running {
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        signal::kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+    }
+
+    /// Waits until it has printed a line of this step.
+    pub(crate) fn until(&self, step: &str) -> &Self {
+        let deadline = Instant::now() + PATIENCE;
+        let printed = |text: &str| text.lines().any(|line| line.split_whitespace().nth(1) == Some(step));
+        while !printed(&self.stdout.so_far()) {
+            assert!(Instant::now() < deadline, "{} never came to `{step}`: {}", self.name, self.so_far());
+            thread::sleep(Duration::from_millis(1));
+        }
+        self
+    }
+
+    pub(crate) fn so_far(&self) -> String {
+        format!("{}\n{}", self.stdout.so_far(), self.stderr.so_far())
+    }
+
+    /// Waits for its end.
+    pub(crate) fn end(mut self) -> Ended {
+        let deadline = Instant::now() + PATIENCE;
+        let status = loop {
+            match self.child.try_wait().unwrap() {
+                Some(status) => break status,
+                None if Instant::now() > deadline => panic!("{} does not end: {}", self.name, self.so_far()),
+                None => thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        let took = self.started.elapsed();
+        Ended { name: self.name, status, stdout: self.stdout.all(), stderr: self.stderr.all(), took }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Both fail where it has ended, and was waited for: that is as it should be.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A command that has ended.
+pub(crate) struct Ended {
+    name: &'static str,
+    pub(crate) status: ExitStatus,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+    pub(crate) took: Duration,
+}
+
+impl Ended {
+    /// Asserts the exit code, and shows all that was printed if it is another.
+    #[track_caller]
+    pub(crate) fn code(&self, code: i32) -> &Self {
+        let (name, stdout, stderr) = (self.name, &self.stdout, &self.stderr);
+        assert_eq!(self.status.code(), Some(code), "{name}: {:?}\n{stdout}\n{stderr}", self.status);
+        self
+    }
+
+    /// The one JSON object that `--json` prints, and nothing else.
+    #[track_caller]
+    pub(crate) fn json(&self) -> Value {
+        assert_eq!(self.stdout.lines().count(), 1, "{}", self.stdout);
+        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {}", self.stdout))
+    }
+
+    /// Asserts that standard error says something.
+    #[track_caller]
+    pub(crate) fn says(&self, words: &str) -> &Self {
+        assert!(self.stderr.contains(words), "{} does not say `{words}`: {}", self.name, self.stderr);
+        self
+    }
+}
+
+/// A file of this package, for tests that run where its sources are.
+pub(crate) fn write(path: &Path, bytes: &[u8]) {
+    fs::File::create(path).unwrap().write_all(bytes).unwrap();
+}
