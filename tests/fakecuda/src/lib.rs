@@ -1,1 +1,346 @@
+//! An emulated CUDA driver library, for tests: the `cu*` functions that vmmfd calls, over its host backend.
+//!
+//! No GPU takes part, and the device's name says so. It is there so that the CUDA path itself (symbol names, struct
+//! layouts, call order, error codes) runs where there is no GPU, and so it is strict: what NVIDIA's driver was seen to
+//! refuse it refuses with the same code, and what was seen to crash that driver aborts here, with a message.
+//!
+//! A test steers it by the settings of [`controls`], as environment variables of a child process or through
+//! [`fakecuda_set`] in its own. All state is of one loaded copy of the library.
 
+mod controls;
+mod emulated;
+mod names;
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    mem::size_of,
+    os::fd::{IntoRawFd, RawFd},
+    ptr::{self, NonNull},
+    slice,
+};
+
+use self::emulated::{INVALID_VALUE, initialise, initialised};
+
+/// What a call answers: success, or a `CUresult`.
+type Answer<T = ()> = Result<T, c_uint>;
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Location {
+    kind: c_uint,
+    id: c_int,
+}
+
+/// `CUmemAllocationProp`. Declared here on its own, from NVIDIA's header: a shared declaration could not catch a wrong one.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct AllocationProp {
+    kind: c_uint,
+    requested_handle_types: c_uint,
+    location: Location,
+    win32_handle_meta_data: *const c_void,
+    compression_type: u8,
+    gpu_direct_rdma_capable: u8,
+    usage: u16,
+    reserved: [u8; 4],
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct AccessDesc {
+    location: Location,
+    flags: c_uint,
+}
+
+const _: () = assert!(size_of::<AllocationProp>() == 32 && size_of::<AccessDesc>() == 12);
+
+/// Where a call is to write its result: nowhere is an error, before anything is done.
+fn place<T>(pointer: *mut T) -> Answer<NonNull<T>> {
+    NonNull::new(pointer).ok_or(INVALID_VALUE)
+}
+
+/// What a call was given to read.
+///
+/// # Safety
+/// The pointer is null or points to a `T`.
+unsafe fn given<'a, T>(pointer: *const T) -> Answer<&'a T> {
+    // SAFETY: the caller's promise.
+    unsafe { pointer.as_ref() }.ok_or(INVALID_VALUE)
+}
+
+/// Declares exported functions of C. Each call is logged, delayed and failed as the settings say, then answered.
+macro_rules! exports {
+    ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $type:ty),* $(,)?) $body:block)*) => {$(
+        $(#[$doc])*
+        #[allow(non_snake_case, reason = "the driver's names")]
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name($($arg: $type),*) -> c_uint {
+            let answer = move || -> Answer { $body };
+            match controls::before(stringify!($name)).and_then(|()| answer()) {
+                Ok(()) => 0,
+                Err(code) => code,
+            }
+        }
+    )*};
+}
+
+// SAFETY of every block below: a caller of the driver API promises that a pointer is null or good for what the function
+// of this name reads or writes, and null was refused before.
+#[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all of them, above")]
+mod exports {
+    use super::*;
+
+    exports! {
+        fn cuInit(flags: c_uint) {
+            if flags != 0 { Err(INVALID_VALUE) } else { initialise() }
+        }
+
+        fn cuDriverGetVersion(version: *mut c_int) {
+            let version = place(version)?;
+            unsafe { version.write(13000) };
+            Ok(())
+        }
+
+        fn cuGetErrorName(code: c_uint, name: *mut *const c_char) {
+            let name = place(name)?;
+            let known = names::name(code);
+            unsafe { name.write(known.map_or(ptr::null(), CStr::as_ptr)) };
+            known.map(drop).ok_or(INVALID_VALUE)
+        }
+
+        fn cuDeviceGetCount(count: *mut c_int) {
+            initialised(|driver| {
+                let count = place(count)?;
+                unsafe { count.write(driver.device_count()) };
+                Ok(())
+            })
+        }
+
+        fn cuDeviceGet(device: *mut c_int, ordinal: c_int) {
+            initialised(|driver| {
+                let device = place(device)?;
+                driver.check_device(ordinal)?;
+                unsafe { device.write(ordinal) };
+                Ok(())
+            })
+        }
+
+        fn cuDeviceGetName(name: *mut c_char, length: c_int, device: c_int) {
+            initialised(|driver| {
+                let to = place(name)?;
+                let name = driver.device_name(device)?;
+                let room = usize::try_from(length).ok().and_then(|room| room.checked_sub(1)).ok_or(INVALID_VALUE)?;
+                let cut = &name.as_bytes()[..name.len().min(room)];
+                unsafe {
+                    ptr::copy_nonoverlapping(cut.as_ptr(), to.as_ptr().cast(), cut.len());
+                    to.add(cut.len()).write(0);
+                }
+                Ok(())
+            })
+        }
+
+        fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) {
+            initialised(|driver| {
+                let uuid = place(uuid)?;
+                unsafe { uuid.write(driver.device_uuid(device)?) };
+                Ok(())
+            })
+        }
+
+        fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: c_int) {
+            initialised(|driver| {
+                let uuid = place(uuid)?;
+                unsafe { uuid.write(driver.device_uuid(device)?) };
+                Ok(())
+            })
+        }
+
+        fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) {
+            initialised(|driver| {
+                let value = place(value)?;
+                unsafe { value.write(driver.attribute(attribute, device)?) };
+                Ok(())
+            })
+        }
+
+        fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) {
+            initialised(|driver| {
+                let context = place(context)?;
+                unsafe { context.write(driver.retain(device)?) };
+                Ok(())
+            })
+        }
+
+        fn cuDevicePrimaryCtxRelease_v2(device: c_int) {
+            initialised(|driver| driver.release_context(device))
+        }
+
+        fn cuCtxPushCurrent_v2(context: *mut c_void) {
+            initialised(|driver| driver.push(context))
+        }
+
+        fn cuCtxPopCurrent_v2(context: *mut *mut c_void) {
+            initialised(|driver| {
+                let popped = driver.pop()?;
+                if !context.is_null() {
+                    unsafe { context.write(popped) };
+                }
+                Ok(())
+            })
+        }
+
+        fn cuCtxSynchronize() {
+            initialised(|driver| driver.current().map(drop))
+        }
+
+        fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+            initialised(|driver| {
+                let (free, total) = (place(free)?, place(total)?);
+                let info = driver.memory_info(driver.current()?)?;
+                unsafe {
+                    free.write(info.free as usize);
+                    total.write(info.total as usize);
+                }
+                Ok(())
+            })
+        }
+
+        fn cuMemGetAllocationGranularity(granularity: *mut usize, properties: *const AllocationProp, option: c_uint) {
+            initialised(|driver| {
+                let granularity = place(granularity)?;
+                driver.check_properties(unsafe { given(properties) }?)?;
+                if option > 1 {
+                    return Err(INVALID_VALUE);
+                }
+                unsafe { granularity.write(vmmfd::driver::host::GRANULARITY as usize) };
+                Ok(())
+            })
+        }
+
+        fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProp, flags: u64) {
+            initialised(|driver| {
+                let handle = place(handle)?;
+                let properties = unsafe { given(properties) }?;
+                unsafe { handle.write(driver.create(size as u64, properties, flags)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemRelease(handle: u64) {
+            initialised(|driver| driver.release(handle))
+        }
+
+        fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64) {
+            initialised(|driver| {
+                let address = place(address)?;
+                // A wish for an address is none of what vmmfd does, so it is not emulated.
+                if flags != 0 || wanted != 0 {
+                    return Err(INVALID_VALUE);
+                }
+                unsafe { address.write(driver.reserve(size as u64, alignment as u64)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemAddressFree(address: u64, size: usize) {
+            initialised(|driver| driver.free(address, size as u64))
+        }
+
+        fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) {
+            initialised(|driver| driver.map(address, size as u64, offset as u64, handle, flags))
+        }
+
+        fn cuMemUnmap(address: u64, size: usize) {
+            initialised(|driver| driver.unmap(address, size as u64))
+        }
+
+        fn cuMemSetAccess(address: u64, size: usize, access: *const AccessDesc, count: usize) {
+            initialised(|driver| {
+                let access = unsafe { given(access) }?;
+                if count != 1 { Err(INVALID_VALUE) } else { driver.set_access(address, size as u64, access) }
+            })
+        }
+
+        fn cuMemExportToShareableHandle(shareable: *mut c_int, handle: u64, kind: c_uint, flags: u64) {
+            initialised(|driver| {
+                let shareable = place(shareable)?;
+                unsafe { shareable.write(driver.export(handle, kind, flags)?.into_raw_fd()) };
+                Ok(())
+            })
+        }
+
+        fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: *mut c_void, kind: c_uint) {
+            initialised(|driver| {
+                let handle = place(handle)?;
+                unsafe { handle.write(driver.import(shareable.addr() as RawFd, kind)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemGetAllocationPropertiesFromHandle(properties: *mut AllocationProp, handle: u64) {
+            initialised(|driver| {
+                let properties = place(properties)?;
+                unsafe { properties.write(driver.properties(handle)) };
+                Ok(())
+            })
+        }
+
+        fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, size: usize) {
+            initialised(|driver| {
+                let current = driver.current()?;
+                if size == 0 {
+                    return Ok(());
+                }
+                let from = NonNull::new(from.cast_mut()).filter(|_| isize::try_from(size).is_ok());
+                let from = from.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
+                driver.copy_in(current, to, unsafe { slice::from_raw_parts(from, size) })
+            })
+        }
+
+        fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, size: usize) {
+            initialised(|driver| {
+                let current = driver.current()?;
+                if size == 0 {
+                    return Ok(());
+                }
+                let to = NonNull::new(to).filter(|_| isize::try_from(size).is_ok());
+                let to = to.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
+                driver.copy_out(current, from, unsafe { slice::from_raw_parts_mut(to, size) })
+            })
+        }
+    }
+}
+
+/// Changes a setting from now on: the names and values are those of the environment. Aborts if it makes no sense.
+///
+/// # Safety
+/// Both are C strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_set(name: *const c_char, value: *const c_char) {
+    // SAFETY: the caller's promise.
+    let (name, value) = unsafe { (CStr::from_ptr(name), CStr::from_ptr(value)) };
+    controls::set(&name.to_string_lossy(), &value.to_string_lossy());
+}
+
+/// How often a function was called so far, or all of them if the name is empty.
+///
+/// # Safety
+/// `name` is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_calls(name: *const c_char) -> u64 {
+    // SAFETY: the caller's promise.
+    controls::calls(&unsafe { CStr::from_ptr(name) }.to_string_lossy())
+}
+
+/// What is alive: handles not released, reservations not freed, mappings not unmapped, contexts not released.
+///
+/// # Safety
+/// The pointer is good for four numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fakecuda_live(counts: *mut [u64; 4]) {
+    let live = emulated::live();
+    // SAFETY: the caller's promise.
+    unsafe { counts.write(live) };
+}

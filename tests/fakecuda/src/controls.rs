@@ -1,0 +1,146 @@
+//! The settings by which a test steers the library.
+//!
+//! | Setting | Meaning |
+//! |---|---|
+//! | `FAKECUDA_FAIL=cuMemMap:2:801,cuInit:1:999` | the second call of `cuMemMap` from now fails with 801 and does nothing |
+//! | `FAKECUDA_SLOW=cuInit:500` | every call of `cuInit` takes 500 ms longer |
+//! | `FAKECUDA_ATTRIBUTE=102:0` | that device attribute has that value |
+//! | `FAKECUDA_DEVICES=2` | how many devices there are, from `cuInit` on; at most 16 |
+//! | `FAKECUDA_FREE=4194304` | how many bytes each device has free while nothing is allocated |
+//! | `FAKECUDA_LOG=path` | every call is appended to that file, as `pid name`, before it is done |
+//!
+//! A setting that makes no sense aborts: a test that believes in one that does not exist proves nothing.
+
+use std::{
+    collections::BTreeMap,
+    env,
+    fs::{File, OpenOptions},
+    io::Write,
+    process,
+    str::FromStr,
+    sync::{LazyLock, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use crate::{Answer, emulated::MAX_DEVICES};
+
+/// What the settings say, and what was counted.
+pub(crate) struct Settings {
+    faults: Vec<Fault>,
+    slow: BTreeMap<String, Duration>,
+    log: Option<File>,
+    calls: BTreeMap<&'static str, u64>,
+    pub(crate) attributes: BTreeMap<u32, i32>,
+    pub(crate) devices: u32,
+    pub(crate) capacity: Option<u64>,
+}
+
+struct Fault {
+    name: String,
+    /// At which call from now: it fires when this reaches 0.
+    left: u64,
+    code: u32,
+}
+
+static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
+    let mut settings = Settings {
+        faults: Vec::new(),
+        slow: BTreeMap::new(),
+        log: None,
+        calls: BTreeMap::new(),
+        attributes: BTreeMap::new(),
+        devices: 1,
+        capacity: None,
+    };
+    for (name, value) in env::vars().filter(|(name, _)| name.starts_with("FAKECUDA_")) {
+        settings.set(&name, &value);
+    }
+    Mutex::new(settings)
+});
+
+pub(crate) fn settings() -> MutexGuard<'static, Settings> {
+    SETTINGS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What happens before any call is answered: it is counted and logged, may take long, and may fail.
+pub(crate) fn before(name: &'static str) -> Answer {
+    let mut settings = settings();
+    *settings.calls.entry(name).or_default() += 1;
+    if let Some(log) = &mut settings.log {
+        // One write to a file opened for appending: the lines of several processes do not mix.
+        if let Err(error) = log.write_all(format!("{} {name}\n", process::id()).as_bytes()) {
+            refuse(&format!("the log can't be written: {error}"));
+        }
+    }
+    let mut fails = None;
+    settings.faults.retain_mut(|fault| {
+        if fault.name == name {
+            fault.left -= 1;
+            if fault.left == 0 {
+                fails = Some(fault.code);
+            }
+        }
+        fault.left > 0
+    });
+    let slow = settings.slow.get(name).copied();
+    drop(settings);
+    if let Some(pause) = slow {
+        thread::sleep(pause);
+    }
+    fails.map_or(Ok(()), Err)
+}
+
+pub(crate) fn set(name: &str, value: &str) {
+    settings().set(name, value);
+}
+
+pub(crate) fn calls(name: &str) -> u64 {
+    settings().calls.iter().filter(|(called, _)| name.is_empty() || **called == name).map(|(_, count)| count).sum()
+}
+
+impl Settings {
+    fn set(&mut self, name: &str, value: &str) {
+        let known = match name {
+            "FAKECUDA_FAIL" => parse(value, |entry| {
+                let (name, rest) = entry.split_once(':')?;
+                let (left, code) = pair(rest)?;
+                (left > 0).then(|| Fault { name: name.to_owned(), left, code })
+            })
+            .map(|faults| self.faults = faults),
+            "FAKECUDA_SLOW" => parse(value, |entry| {
+                let (name, milliseconds) = pair(entry)?;
+                Some((name, Duration::from_millis(milliseconds)))
+            })
+            .map(|slow| self.slow = slow),
+            "FAKECUDA_ATTRIBUTE" => parse(value, pair).map(|attributes| self.attributes = attributes),
+            "FAKECUDA_DEVICES" => {
+                let devices = value.parse().ok().filter(|&devices| devices <= MAX_DEVICES);
+                devices.map(|devices| self.devices = devices)
+            }
+            "FAKECUDA_FREE" => value.parse().ok().map(|bytes| self.capacity = Some(bytes)),
+            "FAKECUDA_LOG" => {
+                let log = OpenOptions::new().create(true).append(true).open(value).ok();
+                log.map(|log| self.log = Some(log))
+            }
+            _ => None,
+        };
+        known.unwrap_or_else(|| refuse(&format!("{name}={value} makes no sense here")));
+    }
+}
+
+/// The entries of a list with commas between them; an empty text is an empty list.
+fn parse<T, C: FromIterator<T>>(value: &str, entry: impl Fn(&str) -> Option<T>) -> Option<C> {
+    value.split(',').filter(|text| !text.is_empty()).map(entry).collect()
+}
+
+fn pair<A: FromStr, B: FromStr>(entry: &str) -> Option<(A, B)> {
+    let (a, b) = entry.split_once(':')?;
+    Some((a.parse().ok()?, b.parse().ok()?))
+}
+
+/// Ends the process: what was asked for is a fault of the test, or would have crashed NVIDIA's driver.
+pub(crate) fn refuse(reason: &str) -> ! {
+    eprintln!("fakecuda: {reason}");
+    process::abort()
+}

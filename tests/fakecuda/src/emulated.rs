@@ -1,0 +1,407 @@
+//! What the driver keeps, and its rules. The memory itself, and most of the rules, are the host backend's.
+
+use std::{
+    cell::RefCell,
+    collections::BTreeMap,
+    env,
+    ffi::{c_int, c_uint, c_void},
+    fs::{self, File, Permissions},
+    os::{
+        fd::{BorrowedFd, OwnedFd, RawFd},
+        unix::fs::{MetadataExt, PermissionsExt},
+    },
+    process, ptr,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use vmmfd::{
+    Error,
+    driver::{Access, Driver, Handle, MemoryInfo, Properties, host::HostDriver},
+};
+
+use crate::{AccessDesc, AllocationProp, Answer, Location, controls};
+
+pub(crate) const INVALID_VALUE: u32 = 1;
+const OUT_OF_MEMORY: u32 = 2;
+const NOT_INITIALIZED: u32 = 3;
+const NO_DEVICE: u32 = 100;
+const INVALID_DEVICE: u32 = 101;
+const INVALID_CONTEXT: u32 = 201;
+const CONTEXT_IS_DESTROYED: u32 = 709;
+const NOT_PERMITTED: u32 = 800;
+const UNKNOWN: u32 = 999;
+
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+const PINNED: c_uint = 1;
+/// `CU_MEM_LOCATION_TYPE_DEVICE`.
+const DEVICE: c_uint = 1;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+const POSIX_FD: c_uint = 1;
+/// `CU_MEM_HANDLE_TYPE_FABRIC`.
+const FABRIC: c_uint = 8;
+
+/// `location.id` of an imported allocation whose owner this process does not see.
+const NOT_VISIBLE: c_int = -2;
+
+/// As many as [`mark`] can tell apart.
+pub(crate) const MAX_DEVICES: u32 = 16;
+
+/// The attributes that vmmfd asks for, as an H200 answers. Fabric handles are claimed there, and refused, as here.
+const ATTRIBUTES: [(c_uint, c_int); 5] = [(20, 0), (102, 1), (103, 1), (110, 1), (128, 1)];
+
+static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
+static DRIVER: Mutex<Option<Emulated>> = Mutex::new(None);
+
+thread_local! {
+    /// The stack of contexts, by device: each thread has its own.
+    static CONTEXTS: RefCell<Vec<c_int>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The driver of one process.
+pub(crate) struct Emulated {
+    host: HostDriver,
+    devices: u32,
+    allocations: BTreeMap<u64, Allocation>,
+    handles_made: u64,
+    mappings: BTreeMap<u64, Mapping>,
+    /// How often each device's primary context is retained.
+    retained: BTreeMap<c_int, usize>,
+}
+
+/// What a handle names.
+struct Allocation {
+    handle: Handle,
+    size: u64,
+    /// The number of the owning device, which need not be visible here.
+    owner: u32,
+    exportable: bool,
+    imported: bool,
+}
+
+/// Which devices may do what with a mapping.
+struct Mapping {
+    size: u64,
+    granted: BTreeMap<c_int, Access>,
+}
+
+/// `cuInit`.
+pub(crate) fn initialise() -> Answer {
+    // An empty list of devices is how tests hide the GPUs of the machine that they run on, and so these too.
+    if env::var_os("CUDA_VISIBLE_DEVICES").is_some_and(|visible| visible.is_empty()) {
+        return Err(NO_DEVICE);
+    }
+    match INITIALISED_BY.load(Ordering::Acquire) {
+        0 => {}
+        pid if pid == process::id() => return Ok(()),
+        _ => return Err(NOT_INITIALIZED),
+    }
+    let devices = controls::settings().devices;
+    if devices == 0 {
+        return Err(NO_DEVICE);
+    }
+    let mut driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
+    driver.get_or_insert_with(|| Emulated {
+        host: HostDriver::new(),
+        devices,
+        allocations: BTreeMap::new(),
+        handles_made: 0,
+        mappings: BTreeMap::new(),
+        retained: BTreeMap::new(),
+    });
+    INITIALISED_BY.store(process::id(), Ordering::Release);
+    Ok(())
+}
+
+/// Answers a call, if this process has called `cuInit`: a fork of one that did has not.
+pub(crate) fn initialised(call: impl FnOnce(&mut Emulated) -> Answer) -> Answer {
+    if INITIALISED_BY.load(Ordering::Acquire) != process::id() {
+        return Err(NOT_INITIALIZED);
+    }
+    let mut driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
+    driver.as_mut().ok_or(NOT_INITIALIZED).and_then(call)
+}
+
+pub(crate) fn live() -> [u64; 4] {
+    let driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
+    driver.as_ref().map_or([0; 4], |driver| {
+        let live = driver.host.live();
+        let retained = driver.retained.values().sum::<usize>();
+        [live.handles, live.reservations, live.mappings, retained].map(|count| count as u64)
+    })
+}
+
+/// The code of an error of the host backend.
+fn code(error: Error) -> u32 {
+    match error {
+        Error::Driver { code, .. } => code,
+        _ => UNKNOWN,
+    }
+}
+
+/// The devices.
+impl Emulated {
+    pub(crate) fn device_count(&self) -> c_int {
+        self.devices as c_int
+    }
+
+    pub(crate) fn check_device(&self, device: c_int) -> Answer {
+        if (0..self.device_count()).contains(&device) { Ok(()) } else { Err(INVALID_DEVICE) }
+    }
+
+    pub(crate) fn device_name(&self, device: c_int) -> Answer<&'static str> {
+        self.check_device(device)?;
+        Ok("fakecuda: emulated, no GPU")
+    }
+
+    /// The same in every process of one boot, and not the host backend's.
+    pub(crate) fn device_uuid(&self, device: c_int) -> Answer<[u8; 16]> {
+        self.check_device(device)?;
+        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let digits: String = boot_id.chars().filter(char::is_ascii_hexdigit).collect();
+        let number = u128::from_str_radix(&digits, 16).unwrap_or(0) ^ u128::from_be_bytes(*b"fakecuda, no GPU");
+        Ok((number ^ device as u128).to_be_bytes())
+    }
+
+    pub(crate) fn attribute(&self, attribute: c_uint, device: c_int) -> Answer<c_int> {
+        self.check_device(device)?;
+        if let Some(&value) = controls::settings().attributes.get(&attribute) {
+            return Ok(value);
+        }
+        ATTRIBUTES.iter().find(|(number, _)| *number == attribute).map(|&(_, value)| value).ok_or(INVALID_VALUE)
+    }
+
+    pub(crate) fn memory_info(&self, device: c_int) -> Answer<MemoryInfo> {
+        let info = self.host.memory_info(0).map_err(code)?;
+        let Some(capacity) = controls::settings().capacity else { return Ok(info) };
+        let own = self.allocations.values().filter(|a| !a.imported && i64::from(a.owner) == i64::from(device));
+        let free = capacity.saturating_sub(own.map(|allocation| allocation.size).sum());
+        Ok(MemoryInfo { free: info.free.min(free), total: info.total })
+    }
+}
+
+/// The contexts.
+impl Emulated {
+    /// A context is an address that nothing is at.
+    fn context(device: c_int) -> *mut c_void {
+        ptr::without_provenance_mut(0xC0DE_0000 + 0x100 * device as usize)
+    }
+
+    pub(crate) fn retain(&mut self, device: c_int) -> Answer<*mut c_void> {
+        self.check_device(device)?;
+        *self.retained.entry(device).or_default() += 1;
+        Ok(Self::context(device))
+    }
+
+    pub(crate) fn release_context(&mut self, device: c_int) -> Answer {
+        self.check_device(device)?;
+        let count = self.retained.get_mut(&device).filter(|count| **count > 0).ok_or(INVALID_CONTEXT)?;
+        *count -= 1;
+        Ok(())
+    }
+
+    fn is_retained(&self, device: c_int) -> bool {
+        self.retained.get(&device).is_some_and(|count| *count > 0)
+    }
+
+    pub(crate) fn push(&self, context: *mut c_void) -> Answer {
+        let device = (0..self.device_count()).find(|&device| Self::context(device) == context);
+        let device = device.filter(|&device| self.is_retained(device)).ok_or(INVALID_CONTEXT)?;
+        CONTEXTS.with_borrow_mut(|contexts| contexts.push(device));
+        Ok(())
+    }
+
+    pub(crate) fn pop(&self) -> Answer<*mut c_void> {
+        CONTEXTS.with_borrow_mut(Vec::pop).map(Self::context).ok_or(INVALID_CONTEXT)
+    }
+
+    /// The device whose context this thread has current.
+    pub(crate) fn current(&self) -> Answer<c_int> {
+        let device = CONTEXTS.with_borrow(|contexts| contexts.last().copied()).ok_or(INVALID_CONTEXT)?;
+        if self.is_retained(device) { Ok(device) } else { Err(CONTEXT_IS_DESTROYED) }
+    }
+}
+
+/// The memory.
+impl Emulated {
+    pub(crate) fn check_properties(&self, properties: &AllocationProp) -> Answer {
+        let plain = properties.kind == PINNED
+            && properties.location.kind == DEVICE
+            && properties.win32_handle_meta_data.is_null()
+            && properties.compression_type == 0
+            && properties.gpu_direct_rdma_capable <= 1
+            && properties.usage == 0
+            && properties.reserved == [0; 4];
+        if !plain || ![0, POSIX_FD, FABRIC].contains(&properties.requested_handle_types) {
+            return Err(INVALID_VALUE);
+        }
+        self.check_device(properties.location.id)
+    }
+
+    pub(crate) fn create(&mut self, size: u64, properties: &AllocationProp, flags: u64) -> Answer<u64> {
+        self.check_properties(properties)?;
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        // Granularity is answered, and the attribute claims it, but without an IMEX channel none is made.
+        if properties.requested_handle_types == FABRIC {
+            return Err(NOT_PERMITTED);
+        }
+        let device = properties.location.id;
+        let exportable = properties.requested_handle_types == POSIX_FD;
+        let limit = controls::settings().capacity.is_some();
+        if limit && size > self.memory_info(device)?.free {
+            return Err(OUT_OF_MEMORY);
+        }
+        let handle = self.host.create(size, &Properties { ordinal: 0, exportable }).map_err(code)?;
+        let owner = device as u32;
+        if owner > 0 && exportable {
+            if let Err(failed) = self.host.export(handle).map_err(code).and_then(|fd| mark(fd, owner)) {
+                self.host.release(handle).map_err(code)?;
+                return Err(failed);
+            }
+        }
+        Ok(self.add(Allocation { handle, size, owner, exportable, imported: false }))
+    }
+
+    fn add(&mut self, allocation: Allocation) -> u64 {
+        self.handles_made += 1;
+        // Far from small numbers, which a program might mix up with something else.
+        let number = 0x7F00_0000_0000 + 0x40 * self.handles_made;
+        self.allocations.insert(number, allocation);
+        number
+    }
+
+    /// The allocation of a handle that the caller must have checked: NVIDIA's driver does not survive another one.
+    fn named(&self, call: &str, handle: u64) -> &Allocation {
+        self.allocations.get(&handle).unwrap_or_else(|| {
+            controls::refuse(&format!("{call} of handle {handle:#x}, which is not alive: NVIDIA's driver crashes here"))
+        })
+    }
+
+    pub(crate) fn release(&mut self, handle: u64) -> Answer {
+        let allocation = self.allocations.remove(&handle).ok_or(INVALID_VALUE)?;
+        self.host.release(allocation.handle).map_err(code)
+    }
+
+    pub(crate) fn reserve(&self, size: u64, alignment: u64) -> Answer<u64> {
+        self.host.reserve(size, alignment).map_err(code)
+    }
+
+    pub(crate) fn free(&self, address: u64, size: u64) -> Answer {
+        self.host.free(address, size).map_err(code)
+    }
+
+    pub(crate) fn map(&mut self, address: u64, size: u64, offset: u64, handle: u64, flags: u64) -> Answer {
+        let handle = self.named("cuMemMap", handle).handle;
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        self.host.map(address, size, offset, handle).map_err(code)?;
+        self.mappings.insert(address, Mapping { size, granted: BTreeMap::new() });
+        Ok(())
+    }
+
+    pub(crate) fn unmap(&mut self, address: u64, size: u64) -> Answer {
+        self.host.unmap(address, size).map_err(code)?;
+        self.mappings.retain(|&start, _| start < address || start - address >= size);
+        Ok(())
+    }
+
+    pub(crate) fn set_access(&mut self, address: u64, size: u64, access: &AccessDesc) -> Answer {
+        let wanted = match access.flags {
+            0 => None,
+            1 => Some(Access::ReadOnly),
+            3 => Some(Access::ReadWrite),
+            _ => return Err(INVALID_VALUE),
+        };
+        if access.location.kind != DEVICE {
+            return Err(INVALID_VALUE);
+        }
+        self.check_device(access.location.id)?;
+        // The host backend judges the range. It has one access for all devices, the widest that any was granted.
+        self.host.set_access(address, size, 0, wanted).map_err(code)?;
+        for (&start, mapping) in self.mappings.range_mut(address..address + size) {
+            match wanted {
+                Some(access_granted) => mapping.granted.insert(access.location.id, access_granted),
+                None => mapping.granted.remove(&access.location.id),
+            };
+            let widest = mapping.granted.values().copied().max_by_key(|granted| *granted == Access::ReadWrite);
+            self.host.set_access(start, mapping.size, 0, widest).map_err(code)?;
+        }
+        Ok(())
+    }
+
+    /// Whether a device may do something with all that is mapped in a range.
+    fn granted(&self, device: c_int, address: u64, size: u64, enough: impl Fn(Access) -> bool) -> Answer {
+        let end = address.checked_add(size).ok_or(INVALID_VALUE)?;
+        let mut inside = self.mappings.range(..end).filter(|(start, mapping)| *start + mapping.size > address);
+        let all = inside.all(|(_, mapping)| mapping.granted.get(&device).copied().is_some_and(&enough));
+        if all { Ok(()) } else { Err(INVALID_VALUE) }
+    }
+
+    pub(crate) fn copy_in(&self, device: c_int, to: u64, from: &[u8]) -> Answer {
+        self.granted(device, to, from.len() as u64, |access| access == Access::ReadWrite)?;
+        self.host.copy_in(0, to, from).map_err(code)
+    }
+
+    pub(crate) fn copy_out(&self, device: c_int, from: u64, to: &mut [u8]) -> Answer {
+        self.granted(device, from, to.len() as u64, |_| true)?;
+        self.host.copy_out(0, from, to).map_err(code)
+    }
+
+    pub(crate) fn export(&self, handle: u64, kind: c_uint, flags: u64) -> Answer<OwnedFd> {
+        let allocation = self.named("cuMemExportToShareableHandle", handle);
+        if kind != POSIX_FD || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        self.host.export(allocation.handle).map_err(code)
+    }
+
+    pub(crate) fn import(&mut self, fd: RawFd, kind: c_uint) -> Answer<u64> {
+        if kind != POSIX_FD {
+            return Err(INVALID_VALUE);
+        }
+        // By its name, since an integer may be no descriptor at all.
+        let metadata = fs::metadata(format!("/proc/self/fd/{fd}")).map_err(|_| UNKNOWN)?;
+        // SAFETY: it was open just now, and a caller who closes it meanwhile breaks the driver API too.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let handle = self.host.import(fd, metadata.size()).map_err(|error| match code(error) {
+            OUT_OF_MEMORY => OUT_OF_MEMORY,
+            _ => UNKNOWN,
+        })?;
+        let owner = marked(metadata.mode());
+        Ok(self.add(Allocation { handle, size: metadata.size(), owner, exportable: false, imported: true }))
+    }
+
+    pub(crate) fn properties(&self, handle: u64) -> AllocationProp {
+        let allocation = self.named("cuMemGetAllocationPropertiesFromHandle", handle);
+        let visible = allocation.owner < self.devices;
+        AllocationProp {
+            kind: PINNED,
+            requested_handle_types: if allocation.exportable { POSIX_FD } else { 0 },
+            location: Location { kind: DEVICE, id: if visible { allocation.owner as c_int } else { NOT_VISIBLE } },
+            win32_handle_meta_data: ptr::null(),
+            compression_type: 0,
+            gpu_direct_rdma_capable: 0,
+            usage: 0,
+            reserved: [0; 4],
+        }
+    }
+}
+
+/// Says in the memfd's own permissions which device owns the memory, so that other processes know: the number's bits
+/// are those of group and others for reading and writing. Device 0's memory is left as it is.
+fn mark(memfd: OwnedFd, owner: u32) -> Answer {
+    let mode = STICKY | 0o600 | (owner & 0b11) << 1 | (owner >> 2 & 0b11) << 4;
+    File::from(memfd).set_permissions(Permissions::from_mode(mode)).map_err(|_| UNKNOWN)
+}
+
+/// The owner that [`mark`] wrote.
+fn marked(mode: u32) -> u32 {
+    if mode & STICKY == 0 { 0 } else { mode >> 1 & 0b11 | (mode >> 4 & 0b11) << 2 }
+}
+
+const STICKY: u32 = 0o1000;

@@ -1,0 +1,143 @@
+//! Copies of the emulated CUDA driver library.
+//!
+//! All state of the library is of one loaded copy, and the loader knows a file by its inode. So each test makes a copy of
+//! its own, and tests that run side by side do not see each other's devices, faults and counts.
+
+#![allow(unsafe_code, reason = "functions of a loaded library")]
+
+use std::{
+    env,
+    ffi::{CString, c_char},
+    fs,
+    path::{Path, PathBuf},
+};
+
+use libloading::os::unix::Library;
+use tempfile::TempDir;
+
+/// The device name that the library gives, in its bytes.
+const DEVICE_NAME: &str = "fakecuda: emulated, no GPU";
+
+/// A copy of the library in a folder of its own, not loaded yet.
+pub(crate) struct Copy {
+    folder: TempDir,
+    bytes: Vec<u8>,
+}
+
+impl Copy {
+    pub(crate) fn new() -> Self {
+        // Beside the test's own program: cargo puts it there, and so does whoever ships both to another machine.
+        let library = env::current_exe().unwrap().with_file_name("libfakecuda.so");
+        let mut bytes = fs::read(&library).unwrap_or_else(|error| panic!("{}: {error}", library.display()));
+        // Debug information is most of the file and of no use to the loader.
+        bytes.truncate(loaded_length(&bytes));
+        Self { folder: tempfile::tempdir().unwrap(), bytes }
+    }
+
+    /// Takes a function out of the library, by giving it another name of the same length.
+    pub(crate) fn without(mut self, function: &str) -> Self {
+        let (name, other) = (format!("\0{function}\0"), format!("\0{}X\0", &function[..function.len() - 1]));
+        self.replace(name.as_bytes(), other.as_bytes());
+        self
+    }
+
+    /// Gives the library's devices another name, cut or filled up to the length of the right one.
+    pub(crate) fn with_device_name(mut self, name: &str) -> Self {
+        let name = format!("{name:width$.width$}", width = DEVICE_NAME.len());
+        self.replace(DEVICE_NAME.as_bytes(), name.as_bytes());
+        self
+    }
+
+    fn replace(&mut self, from: &[u8], to: &[u8]) {
+        let found: Vec<usize> = (0..self.bytes.len()).filter(|&at| self.bytes[at..].starts_with(from)).collect();
+        assert!(!found.is_empty(), "the library has no {}", from.escape_ascii());
+        for at in found {
+            self.bytes[at..at + to.len()].copy_from_slice(to);
+        }
+    }
+
+    /// The folder that files are put into; it goes with the copy.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Writes it under a name, and returns the path.
+    pub(crate) fn write(&self, name: &str) -> PathBuf {
+        let path = self.folder().join(name);
+        fs::write(&path, &self.bytes).unwrap();
+        path
+    }
+
+    pub(crate) fn load(&self) -> Fake {
+        Fake::load(self.write("libfakecuda.so"))
+    }
+}
+
+/// Where the last loaded segment of an ELF file ends.
+fn loaded_length(elf: &[u8]) -> usize {
+    const LOAD: u64 = 1;
+    let number =
+        |at: usize, length: usize| elf[at..at + length].iter().rev().fold(0, |n, &byte| n << 8 | u64::from(byte));
+    assert!(elf.starts_with(b"\x7FELF\x02\x01"), "a 64-bit little-endian ELF file");
+    let (table, entry_size, count) = (number(32, 8), number(54, 2), number(56, 2));
+    let entries = (0..count).map(|index| (table + index * entry_size) as usize);
+    let loaded = entries.filter(|&at| number(at, 4) == LOAD);
+    loaded.map(|at| (number(at + 8, 8) + number(at + 32, 8)) as usize).max().unwrap()
+}
+
+/// A loaded copy of the library.
+pub(crate) struct Fake {
+    path: PathBuf,
+    library: &'static Library,
+}
+
+impl Fake {
+    /// A fresh copy, loaded. Its file is gone when the copy is dropped, which the loader does not mind.
+    pub(crate) fn load(path: PathBuf) -> Self {
+        // SAFETY: loading it runs no code of its own.
+        let library = unsafe { Library::new(&path) }.unwrap();
+        // Drivers are never unloaded, so this one neither.
+        Self { path, library: Box::leak(Box::new(library)) }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A function of the library.
+    ///
+    /// # Safety
+    /// `F` must be its type.
+    pub(crate) unsafe fn function<F: 'static>(&self, name: &str) -> libloading::os::unix::Symbol<F> {
+        const { assert!(size_of::<F>() == size_of::<usize>()) };
+        // SAFETY: the caller's promise.
+        unsafe { self.library.get(name.as_bytes()) }.unwrap()
+    }
+
+    /// Changes a setting: see the library's own documentation for what there is.
+    pub(crate) fn set(&self, name: &str, value: &str) {
+        let (name, value) = (CString::new(name).unwrap(), CString::new(value).unwrap());
+        // SAFETY: the type is that of the function, which wants two C strings.
+        unsafe {
+            self.function::<unsafe extern "C" fn(*const c_char, *const c_char)>("fakecuda_set")(
+                name.as_ptr(),
+                value.as_ptr(),
+            );
+        }
+    }
+
+    /// How often a function was called; with an empty name, how many calls there were in all.
+    pub(crate) fn calls(&self, name: &str) -> u64 {
+        let name = CString::new(name).unwrap();
+        // SAFETY: the type is that of the function, which wants a C string.
+        unsafe { self.function::<unsafe extern "C" fn(*const c_char) -> u64>("fakecuda_calls")(name.as_ptr()) }
+    }
+
+    /// What is alive in it: handles, reservations, mappings, retained contexts.
+    pub(crate) fn live(&self) -> [u64; 4] {
+        let mut counts = [u64::MAX; 4];
+        // SAFETY: the type is that of the function, which writes four numbers.
+        unsafe { self.function::<unsafe extern "C" fn(*mut [u64; 4])>("fakecuda_live")(&mut counts) };
+        counts
+    }
+}

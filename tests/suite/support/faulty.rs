@@ -1,0 +1,252 @@
+//! A driver that fails on demand, and keeps a ledger of what was taken and given back.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use vmmfd::{
+    Error, Result,
+    driver::{Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Properties, host::Live},
+};
+
+use super::Inode;
+
+/// Which call is to fail.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Fault {
+    /// The nth from now, of those that take something or work with it. What gives back does not count.
+    Nth(u64),
+    /// Every call of this verb.
+    Verb(&'static str),
+}
+
+/// Any driver, with faults.
+#[derive(Debug)]
+pub(crate) struct Faulty {
+    inner: Arc<dyn Driver>,
+    ledger: Mutex<Ledger>,
+}
+
+#[derive(Debug, Default)]
+struct Ledger {
+    fault: Option<(Fault, u32)>,
+    failed: Option<&'static str>,
+    verbs: Vec<&'static str>,
+    handles: BTreeSet<Handle>,
+    reservations: BTreeSet<u64>,
+    mappings: BTreeMap<u64, u64>,
+    exported: Vec<Inode>,
+}
+
+const GIVE_BACK: [&str; 3] = ["release", "free", "unmap"];
+
+impl Faulty {
+    pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
+        Self { inner, ledger: Mutex::default() }
+    }
+
+    /// Makes a call fail with this code, without reaching the driver.
+    pub(crate) fn fail(&self, fault: Fault, code: u32) {
+        self.ledger().fault = Some((fault, code));
+    }
+
+    /// Ends all faults, and returns which verb failed since the last time.
+    pub(crate) fn mend(&self) -> Option<&'static str> {
+        let mut ledger = self.ledger();
+        ledger.fault = None;
+        ledger.failed.take()
+    }
+
+    /// What was called since the last time, in order.
+    pub(crate) fn take_verbs(&self) -> Vec<&'static str> {
+        std::mem::take(&mut self.ledger().verbs)
+    }
+
+    /// What was taken and not given back.
+    pub(crate) fn live(&self) -> Live {
+        let ledger = self.ledger();
+        Live { handles: ledger.handles.len(), reservations: ledger.reservations.len(), mappings: ledger.mappings.len() }
+    }
+
+    /// Gives back every handle that is left.
+    pub(crate) fn release_all(&self) {
+        let handles = self.ledger().handles.clone();
+        handles.into_iter().for_each(|handle| self.release(handle).unwrap());
+    }
+
+    /// The files that were exported.
+    pub(crate) fn exported(&self) -> Vec<Inode> {
+        self.ledger().exported.clone()
+    }
+
+    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn meet(&self, verb: &'static str) -> Result<()> {
+        let mut ledger = self.ledger();
+        ledger.verbs.push(verb);
+        let Some((fault, code)) = &mut ledger.fault else { return Ok(()) };
+        let fails = match fault {
+            Fault::Nth(left) if !GIVE_BACK.contains(&verb) => {
+                *left = left.wrapping_sub(1);
+                *left == 0
+            }
+            Fault::Nth(_) => false,
+            Fault::Verb(name) => *name == verb,
+        };
+        if !fails {
+            return Ok(());
+        }
+        let code = *code;
+        ledger.failed = Some(verb);
+        Err(Error::Driver { call: verb, code, name: "an injected fault".into(), source: None })
+    }
+}
+
+impl Driver for Faulty {
+    fn backend(&self) -> Backend {
+        self.inner.backend()
+    }
+
+    fn version(&self) -> Result<i32> {
+        self.meet("version")?;
+        self.inner.version()
+    }
+
+    fn device_count(&self) -> Result<i32> {
+        self.meet("device_count")?;
+        self.inner.device_count()
+    }
+
+    fn device_name(&self, ordinal: i32) -> Result<String> {
+        self.meet("device_name")?;
+        self.inner.device_name(ordinal)
+    }
+
+    fn device_uuid(&self, ordinal: i32) -> Result<DeviceUuid> {
+        self.meet("device_uuid")?;
+        self.inner.device_uuid(ordinal)
+    }
+
+    fn device_attribute(&self, ordinal: i32, attribute: Attribute) -> Result<i32> {
+        self.meet("device_attribute")?;
+        self.inner.device_attribute(ordinal, attribute)
+    }
+
+    fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
+        self.meet("memory_info")?;
+        self.inner.memory_info(ordinal)
+    }
+
+    fn activate(&self, ordinal: i32) -> Result<()> {
+        self.meet("activate")?;
+        self.inner.activate(ordinal)
+    }
+
+    fn granularity(&self, properties: &Properties, which: Granularity) -> Result<u64> {
+        self.meet("granularity")?;
+        self.inner.granularity(properties, which)
+    }
+
+    fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
+        self.meet("create")?;
+        let handle = self.inner.create(size, properties)?;
+        self.ledger().handles.insert(handle);
+        Ok(handle)
+    }
+
+    // What is given back leaves the ledger before the call: right after it another thread may be given the same again.
+
+    fn release(&self, handle: Handle) -> Result<()> {
+        self.meet("release")?;
+        let known = self.ledger().handles.remove(&handle);
+        let answer = self.inner.release(handle);
+        if known && answer.is_err() {
+            self.ledger().handles.insert(handle);
+        }
+        answer
+    }
+
+    fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
+        self.meet("reserve")?;
+        let address = self.inner.reserve(size, alignment)?;
+        self.ledger().reservations.insert(address);
+        Ok(address)
+    }
+
+    fn free(&self, address: u64, size: u64) -> Result<()> {
+        self.meet("free")?;
+        let known = self.ledger().reservations.remove(&address);
+        let answer = self.inner.free(address, size);
+        if known && answer.is_err() {
+            self.ledger().reservations.insert(address);
+        }
+        answer
+    }
+
+    fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
+        self.meet("map")?;
+        self.inner.map(address, size, offset, handle)?;
+        self.ledger().mappings.insert(address, size);
+        Ok(())
+    }
+
+    fn unmap(&self, address: u64, size: u64) -> Result<()> {
+        self.meet("unmap")?;
+        let inside = |start: u64| start >= address && start - address < size;
+        let mut known = BTreeMap::new();
+        self.ledger().mappings.retain(|&start, &mut size| {
+            if inside(start) {
+                known.insert(start, size);
+            }
+            !inside(start)
+        });
+        let answer = self.inner.unmap(address, size);
+        if answer.is_err() {
+            self.ledger().mappings.append(&mut known);
+        }
+        answer
+    }
+
+    fn set_access(&self, address: u64, size: u64, ordinal: i32, access: Option<Access>) -> Result<()> {
+        self.meet("set_access")?;
+        self.inner.set_access(address, size, ordinal, access)
+    }
+
+    fn export(&self, handle: Handle) -> Result<OwnedFd> {
+        self.meet("export")?;
+        let fd = self.inner.export(handle)?;
+        self.ledger().exported.push(Inode::of(&fd));
+        Ok(fd)
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, size: u64) -> Result<Handle> {
+        self.meet("import")?;
+        let handle = self.inner.import(fd, size)?;
+        self.ledger().handles.insert(handle);
+        Ok(handle)
+    }
+
+    fn properties(&self, handle: Handle) -> Result<Properties> {
+        self.meet("properties")?;
+        self.inner.properties(handle)
+    }
+
+    fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
+        self.meet("copy_in")?;
+        self.inner.copy_in(ordinal, address, from)
+    }
+
+    fn copy_out(&self, ordinal: i32, address: u64, to: &mut [u8]) -> Result<()> {
+        self.meet("copy_out")?;
+        self.inner.copy_out(ordinal, address, to)
+    }
+
+    fn synchronize(&self, ordinal: i32) -> Result<()> {
+        self.meet("synchronize")?;
+        self.inner.synchronize(ordinal)
+    }
+}

@@ -1,0 +1,136 @@
+//! A driver under test, of any backend.
+
+use std::{
+    fmt,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    thread,
+};
+
+use vmmfd::{
+    driver::{
+        Driver, Granularity, Properties,
+        cuda::CudaDriver,
+        host::{HostDriver, Live},
+    },
+    memory::{Device, Selector},
+};
+
+use super::{Copy, Fake, Faulty};
+
+/// Which driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// The host backend.
+    Host,
+    /// The CUDA backend on the emulated driver library.
+    Fake,
+    /// The CUDA backend on the driver of this machine's GPU.
+    Cuda,
+}
+
+/// Held for reading by every test on the GPU, and for writing by one that counts files: all that the driver exports is
+/// the same file.
+static GPU: RwLock<()> = RwLock::new(());
+
+enum Turn {
+    Together { _guard: RwLockReadGuard<'static, ()> },
+    Alone { _guard: RwLockWriteGuard<'static, ()> },
+    Free,
+}
+
+/// A driver under test. When it is dropped, all that was taken must have been given back.
+pub(crate) struct Subject {
+    pub(crate) kind: Kind,
+    /// The driver as the program sees it.
+    pub(crate) driver: Arc<dyn Driver>,
+    /// The same, to make it fail.
+    pub(crate) faulty: Arc<Faulty>,
+    /// The emulated library under it, if it is of that kind.
+    pub(crate) fake: Option<Fake>,
+    host: Option<Arc<HostDriver>>,
+    turn: Turn,
+}
+
+impl Subject {
+    pub(crate) fn host() -> Self {
+        let host = Arc::new(HostDriver::new());
+        Self::new(Kind::Host, Arc::clone(&host) as Arc<dyn Driver>, Some(host), None, Turn::Free)
+    }
+
+    pub(crate) fn fake() -> Self {
+        let copy = Copy::new();
+        Self::of(copy.load())
+    }
+
+    /// The CUDA backend on a copy of the emulated library that was prepared before.
+    pub(crate) fn of(fake: Fake) -> Self {
+        let driver = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
+        Self::new(Kind::Fake, driver, None, Some(fake), Turn::Free)
+    }
+
+    pub(crate) fn cuda() -> Self {
+        let turn = Turn::Together { _guard: GPU.read().unwrap_or_else(PoisonError::into_inner) };
+        let driver = CudaDriver::load().expect("a test on the GPU needs the driver and a GPU");
+        Self::new(Kind::Cuda, Arc::new(driver), None, None, turn)
+    }
+
+    fn new(kind: Kind, driver: Arc<dyn Driver>, host: Option<Arc<HostDriver>>, fake: Option<Fake>, turn: Turn) -> Self {
+        let faulty = Arc::new(Faulty::new(driver));
+        Self { kind, driver: Arc::clone(&faulty) as Arc<dyn Driver>, faulty, fake, host, turn }
+    }
+
+    /// Waits until no other test uses files of the same identity.
+    pub(crate) fn alone(&mut self) {
+        if self.kind == Kind::Cuda {
+            // The guard for reading first: two of these would wait for each other.
+            self.turn = Turn::Free;
+            self.turn = Turn::Alone { _guard: GPU.write().unwrap_or_else(PoisonError::into_inner) };
+        }
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        Device::find(&self.driver, Selector::Ordinal(0)).unwrap()
+    }
+
+    /// The granularity: what the tests measure in.
+    pub(crate) fn unit(&self) -> u64 {
+        self.driver.granularity(&EXPORTABLE, Granularity::Minimum).unwrap()
+    }
+
+    /// What is alive, by the driver's own count where it has one.
+    #[track_caller]
+    pub(crate) fn live(&self) -> Live {
+        let live = self.faulty.live();
+        if let Some(host) = &self.host {
+            assert_eq!(host.live(), live, "the host backend counts otherwise");
+        }
+        if let Some(fake) = &self.fake {
+            let counts = [live.handles, live.reservations, live.mappings].map(|count| count as u64);
+            assert_eq!(fake.live()[..3], counts, "the emulated driver counts otherwise");
+        }
+        live
+    }
+
+    /// Fails unless nothing is alive.
+    #[track_caller]
+    pub(crate) fn assert_empty(&self) {
+        assert_eq!(self.live(), Live::default(), "something was not given back");
+    }
+}
+
+/// The properties of shareable memory of the first device.
+pub(crate) const EXPORTABLE: Properties = Properties { ordinal: 0, exportable: true };
+
+impl Drop for Subject {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            self.assert_empty();
+        }
+    }
+}
+
+impl fmt::Debug for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.kind.fmt(f)
+    }
+}
