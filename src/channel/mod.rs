@@ -127,7 +127,10 @@ impl Channel {
                 self.socket.send_with_fd(&record, &fds)
             };
             match sent {
-                Ok(_) => return Ok(()),
+                Ok(_) => {
+                    tracing::debug!(kind, fds = got, pid = self.peer.pid, "sent");
+                    return Ok(());
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if !self.cancel.wait(self.socket.as_fd(), PollFlags::POLLOUT, deadline)? {
@@ -158,7 +161,11 @@ impl Channel {
         loop {
             match self.take_record() {
                 Ok(None) => return Err(Error::PeerGone { purpose }),
-                Ok(Some(received)) => return received.map_err(Error::from),
+                Ok(Some(received)) => {
+                    let (message, fds) = received?;
+                    tracing::debug!(kind = message.name(), fds = fds.len(), pid = self.peer.pid, "received");
+                    return Ok((message, fds));
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if !self.cancel.wait(self.socket.as_fd(), PollFlags::POLLIN, deadline)? {

@@ -166,6 +166,8 @@ pub fn serve(
     let state = desk.state.into_inner().unwrap_or_else(PoisonError::into_inner);
     served.extend(state.served);
     match (result, state.fill) {
+        // Interrupted only because all consumers were refused before it was done: nobody needed it.
+        (Ok(()), Fill::Failed(Error::Interrupted { .. })) => Ok(()),
         (Ok(()), Fill::Failed(error)) => Err(error),
         (result, _) => result,
     }

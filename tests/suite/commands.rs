@@ -1,14 +1,6 @@
 //! `producer` and `consumer` as a user runs them: two processes, their output and their exit codes.
 
-use std::{
-    fs,
-    os::unix::{
-        fs::{MetadataExt, PermissionsExt, symlink},
-        net::UnixListener,
-    },
-    thread,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, thread, time::Duration};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -63,7 +55,7 @@ fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Value, Valu
 
 /// A producer that listens, started with these options.
 fn listening(meeting: &Meeting, options: &[&str]) -> Running {
-    let producer = meeting.producer(options).start();
+    let mut producer = meeting.producer(options).start();
     producer.until("listen");
     producer
 }
@@ -74,7 +66,7 @@ fn a_buffer_is_handed_over_whoever_starts_first(meeting: Meeting) {
     producer.end().code(0);
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
 
-    let consumer = meeting.consumer(&[]).start();
+    let mut consumer = meeting.consumer(&[]).start();
     consumer.until("device");
     thread::sleep(Duration::from_millis(20));
     meeting.producer(&[]).end().code(0);
@@ -115,7 +107,11 @@ fn each_step_is_a_line_with_its_figures(meeting: Meeting) {
     let producer = producer.end();
     for (ended, role, figures) in [
         (&producer, "producer", ["granularity", "for 3145728 asked for", "at 0x", "786432 words", "fd ", "verified"]),
-        (&consumer, "consumer", ["granularity", "3145728 bytes in", "at 0x", "786432 words, 0 wrong", "fd ", "verified"]),
+        (
+            &consumer,
+            "consumer",
+            ["granularity", "3145728 bytes in", "at 0x", "786432 words, 0 wrong", "fd ", "verified"],
+        ),
     ] {
         assert!(ended.stdout.lines().all(|line| line.starts_with(role)), "{}", ended.stdout);
         for figure in figures {
@@ -123,25 +119,11 @@ fn each_step_is_a_line_with_its_figures(meeting: Meeting) {
         }
         assert!(ended.stdout.contains(" us)"));
     }
-    let quiet = listening_quiet(&meeting);
+    let quiet = meeting.producer(&["-q"]).start();
     let consumer = meeting.consumer(&["-q"]).end();
     assert_eq!((consumer.stdout.as_str(), consumer.stderr.as_str()), ("", ""));
     let quiet = quiet.end();
     assert_eq!((quiet.stdout.as_str(), quiet.stderr.as_str()), ("", ""));
-}
-
-fn listening_quiet(meeting: &Meeting) -> Running {
-    let producer = meeting.producer(&["-q"]).start();
-    wait_for("the socket", || meeting.socket().exists());
-    producer
-}
-
-fn wait_for(what: &str, mut there: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !there() {
-        assert!(Instant::now() < deadline, "{what} never came");
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 fn sizes_of_every_kind_are_verified_to_the_last_byte(meeting: Meeting) {
@@ -165,7 +147,8 @@ fn a_round_trip_verifies_both_ways(meeting: Meeting) {
     let names = |report: &Value| -> Vec<String> {
         report["steps"].as_array().unwrap().iter().map(|step| step["name"].as_str().unwrap().to_owned()).collect()
     };
-    let filled_and_verified = |report: &Value| names(report).iter().filter(|name| *name == "fill" || *name == "verify").count();
+    let filled_and_verified =
+        |report: &Value| names(report).iter().filter(|name| *name == "fill" || *name == "verify").count();
     assert_eq!((filled_and_verified(&producer), filled_and_verified(&consumer)), (2, 2));
 }
 
@@ -188,7 +171,9 @@ fn eight_consumers_at_once_are_served(meeting: Meeting) {
     let producer = meeting.producer(&["--consumers", "8", "--size", "4M", "--json"]).start();
     let consumers: Vec<Running> = (0..8).map(|_| meeting.consumer(&[]).start()).collect();
     let mut pids: Vec<u32> = consumers.iter().map(Running::pid).collect();
-    consumers.into_iter().for_each(|consumer| drop(consumer.end().code(0)));
+    for consumer in consumers {
+        consumer.end().code(0);
+    }
     let report = producer.end().code(0).json();
     let mut served: Vec<u32> =
         report["consumers"].as_array().unwrap().iter().map(|served| served["pid"].as_u64().unwrap() as u32).collect();
@@ -243,21 +228,22 @@ fn the_salt_is_random_unless_given(meeting: Meeting) {
 const LARGE: &str = "256M";
 
 fn a_consumer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
-    let producer = listening(&meeting, &["--json", "--size", LARGE, "--consumers", "2"]);
-    let consumer = meeting.consumer(&[]).start();
+    let producer = meeting.producer(&["--json", "--size", LARGE, "--consumers", "2"]).start();
+    let mut consumer = meeting.consumer(&[]).start();
     consumer.until("map");
     consumer.signal(Signal::SIGKILL);
     drop(consumer.end());
     // It harms nobody else.
     meeting.consumer(&[]).end().code(0);
     let report = producer.end().code(4).json();
-    let outcomes: Vec<&Value> = report["consumers"].as_array().unwrap().iter().map(|served| &served["outcome"]).collect();
-    assert_eq!(outcomes, ["failed", "verified"]);
+    let outcomes: BTreeSet<&str> =
+        report["consumers"].as_array().unwrap().iter().map(|served| served["outcome"].as_str().unwrap()).collect();
+    assert_eq!(outcomes, BTreeSet::from(["failed", "verified"]));
     assert_eq!(report["error"]["kind"], "peer");
 }
 
 fn a_producer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
-    let producer = listening(&meeting, &["--size", LARGE]);
+    let mut producer = listening(&meeting, &["--size", LARGE]);
     let consumer = meeting.consumer(&["--json"]).start();
     producer.until("offer");
     producer.signal(Signal::SIGKILL);
@@ -312,7 +298,9 @@ fn signals_end_both_sides_and_remove_the_socket(meeting: Meeting) {
 
 fn the_exported_descriptor_is_sent_to_all(meeting: Meeting) {
     let producer = listening(&meeting, &["--consumers", "4"]);
-    (0..4).for_each(|_| drop(meeting.consumer(&[]).end().code(0)));
+    for _ in 0..4 {
+        meeting.consumer(&[]).end().code(0);
+    }
     let ended = producer.end();
     let exports = ended.code(0).stdout.lines().filter(|line| line.split_whitespace().nth(1) == Some("export")).count();
     assert_eq!(exports, 1);

@@ -1,4 +1,9 @@
 //! The tests that need more than one module: each file is about one thing and named for it.
 
+mod commands;
 mod contract;
+mod conversation;
+mod options;
+mod running;
 mod support;
+mod users;

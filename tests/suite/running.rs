@@ -4,8 +4,8 @@
 
 use std::{
     env, fs,
-    io::{Read, Write},
-    os::unix::process::CommandExt,
+    io::Read,
+    os::unix::{fs::PermissionsExt, process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, Mutex},
@@ -28,6 +28,16 @@ use crate::support::Copy;
 /// How long a command may take before a test fails: far longer than it should.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Waits for something that another process does.
+#[track_caller]
+pub(crate) fn wait_for(what: &str, mut there: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !there() {
+        assert!(Instant::now() < deadline, "{what} never came");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// The backend that a test's commands run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum On {
@@ -44,6 +54,7 @@ pub(crate) struct Meeting {
     on: On,
     folder: TempDir,
     driver: Option<Copy>,
+    binaries: Option<TempDir>,
 }
 
 impl Meeting {
@@ -53,7 +64,17 @@ impl Meeting {
             copy.write("libcuda.so.1");
             copy
         });
-        Self { on, folder: tempfile::tempdir().unwrap(), driver }
+        Self { on, folder: tempfile::tempdir().unwrap(), driver, binaries: None }
+    }
+
+    /// Puts the commands where every user can run them, from now on.
+    pub(crate) fn copy_binaries(&mut self) {
+        let folder = tempfile::tempdir().unwrap();
+        fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
+        for name in ["producer", "consumer"] {
+            fs::copy(binary(name), folder.path().join(name)).unwrap();
+        }
+        self.binaries = Some(folder);
     }
 
     /// The name of the backend.
@@ -87,7 +108,7 @@ impl Meeting {
 
     /// A command with no options at all; of the environment only what finds this place's driver.
     pub(crate) fn bare(&self, name: &'static str) -> Run {
-        let mut run = Run::new(name);
+        let mut run = Run::new(name, self.binaries.as_ref().map(|folder| folder.path().join(name)));
         match &self.driver {
             Some(driver) => run.command.env("LD_LIBRARY_PATH", driver.folder()),
             None if self.on == On::Host => run.command.env_remove("LD_LIBRARY_PATH"),
@@ -110,8 +131,8 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    fn new(name: &'static str) -> Self {
-        let mut command = Command::new(binary(name));
+    fn new(name: &'static str, path: Option<PathBuf>) -> Self {
+        let mut command = Command::new(path.unwrap_or_else(|| binary(name)));
         for variable in ["VMMFD_SOCKET", "VMMFD_BACKEND", "XDG_RUNTIME_DIR", "NO_COLOR"] {
             command.env_remove(variable);
         }
@@ -149,7 +170,8 @@ impl Run {
 /// Where the commands are: as told, beside the test program, or one folder up, where cargo puts them.
 fn binary(name: &str) -> PathBuf {
     let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
-    let folders = [env::var_os("VMMFD_BIN").map(PathBuf::from), Some(beside.clone()), beside.parent().map(Path::to_owned)];
+    let folders =
+        [env::var_os("VMMFD_BIN").map(PathBuf::from), Some(beside.clone()), beside.parent().map(Path::to_owned)];
     let found = folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.is_file());
     found.unwrap_or_else(|| panic!("no {name} beside {}, and none in $VMMFD_BIN", beside.display()))
 }
@@ -206,14 +228,16 @@ impl Running {
     }
 
     /// Waits until it has printed a line of this step.
-    pub(crate) fn until(&self, step: &str) -> &Self {
+    #[track_caller]
+    pub(crate) fn until(&mut self, step: &str) {
         let deadline = Instant::now() + PATIENCE;
         let printed = |text: &str| text.lines().any(|line| line.split_whitespace().nth(1) == Some(step));
         while !printed(&self.stdout.so_far()) {
-            assert!(Instant::now() < deadline, "{} never came to `{step}`: {}", self.name, self.so_far());
+            let running = self.child.try_wait().unwrap().is_none() || printed(&self.stdout.so_far());
+            let never = || format!("{} never came to `{step}`: {}", self.name, self.so_far());
+            assert!(running && Instant::now() < deadline, "{}", never());
             thread::sleep(Duration::from_millis(1));
         }
-        self
     }
 
     pub(crate) fn so_far(&self) -> String {
@@ -274,9 +298,4 @@ impl Ended {
         assert!(self.stderr.contains(words), "{} does not say `{words}`: {}", self.name, self.stderr);
         self
     }
-}
-
-/// A file of this package, for tests that run where its sources are.
-pub(crate) fn write(path: &Path, bytes: &[u8]) {
-    fs::File::create(path).unwrap().write_all(bytes).unwrap();
 }

@@ -1,0 +1,36 @@
+# Everything a user or a check calls. `make help` lists it.
+
+CARGO ?= cargo
+BIN   := target/debug
+DIST  := dist
+
+.PHONY: help build demo test test-gpu check bundle clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+build: ## build the two commands into target/debug
+	$(CARGO) build --locked
+
+demo: build ## a producer and a consumer, both ways; on host memory where there is no GPU
+	scripts/demo $(BIN)
+
+test: ## every test that needs no GPU
+	$(CARGO) test --locked --workspace --features launch
+	scripts/test-root $(CARGO)
+
+test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
+	$(CARGO) test --locked --workspace --features launch --test suite -- --ignored cuda::
+
+check: ## format, lints and documentation, warnings as errors; the oldest and the newest CUDA bindings
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
+	$(CARGO) check --locked --no-default-features --features cuda-11040,launch
+	$(CARGO) check --locked --no-default-features --features cuda-13040,launch
+
+bundle: ## dist/: stripped programs and tests for a GPU node without a toolchain
+	scripts/bundle $(CARGO) $(DIST)
+
+clean: ## remove what was built
+	rm -rf target $(DIST)

@@ -1,0 +1,790 @@
+//! Each side against a peer made by hand: one that dies, dawdles, lies or speaks something else.
+
+#![allow(unsafe_code, reason = "descriptors as numbers")]
+
+use std::{
+    fs::{self, File},
+    io::{self, IoSlice},
+    mem::MaybeUninit,
+    net::Shutdown,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    accept_with, bind, connect, listen, socket_with, socketpair,
+};
+use sendfd::SendWithFd;
+use vmmfd::{
+    Error,
+    channel::{Cancel, Channel, Listener, Trust},
+    driver::{Access, Backend, Choice, open},
+    memory::{Allocation, Device, Selector},
+    pattern::Pattern,
+    session::{Terms, consumer::fetch},
+    wire::{
+        Busy, ErrorCode, Failure, Hello, MAX_FDS, Message, Offer, OfferedDevice, Outcome, ProtocolError, Received,
+        Request, Segments,
+    },
+};
+
+use crate::running::{Meeting, On, Running};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn seqpacket() -> OwnedFd {
+    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+}
+
+/// A connection to whoever listens at a path, as a stranger makes it.
+fn raw(path: &Path) -> UnixStream {
+    let socket = seqpacket();
+    connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    UnixStream::from(socket)
+}
+
+fn dial(path: &Path) -> Channel {
+    Channel::new(raw(path).into(), PATIENCE, &Cancel::new().unwrap()).unwrap()
+}
+
+/// A channel, and the naked other end of it.
+fn channel_pair(timeout: Duration) -> (Channel, UnixStream) {
+    let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    (Channel::new(a, timeout, &Cancel::new().unwrap()).unwrap(), UnixStream::from(b))
+}
+
+fn send_raw(socket: &UnixStream, bytes: &[u8]) {
+    rustix::net::send(socket, bytes, SendFlags::NOSIGNAL).unwrap();
+}
+
+fn hello(backend: Backend) -> Message {
+    Message::Hello(Hello { version: 1, capabilities: vec!["from the future".into()], backend, pid: 1 })
+}
+
+fn request(object: &str, access: Option<Access>) -> Message {
+    Message::Request(Request { object: object.into(), access })
+}
+
+fn good(words: u64) -> Message {
+    Message::Result(Outcome { verified: true, words, mismatches: 0, first_mismatch: None })
+}
+
+/// The next message that is no sign of life.
+fn answer(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
+    loop {
+        match channel.receive("for an answer").unwrap() {
+            (Message::Busy(_), _) => {}
+            answer => return answer,
+        }
+    }
+}
+
+fn told(channel: &mut Channel) -> ErrorCode {
+    match answer(channel) {
+        (Message::Error(failure), _) => failure.code,
+        (other, _) => panic!("{other:?}"),
+    }
+}
+
+/// How many descriptors of this process are of that file.
+fn open_descriptors(path: &Path) -> usize {
+    let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
+    links.filter(|link| link == path).count()
+}
+
+fn listening(meeting: &Meeting, options: &[&str]) -> Running {
+    let mut producer = meeting.producer(options).start();
+    producer.until("listen");
+    producer
+}
+
+mod records {
+    use super::*;
+
+    const SENT: &[u8] = b"VMFD\x01\x00\x04\x00";
+
+    fn segments(sizes: usize, claimed: u32) -> Vec<u8> {
+        let body = serde_json::to_vec(&Segments { first: 0, sizes: vec![1; sizes] }).unwrap();
+        [SENT, &(body.len() as u32).to_le_bytes(), &claimed.to_le_bytes(), &body].concat()
+    }
+
+    #[test]
+    fn descriptors_arrive_in_order_and_closed_on_exec() {
+        let folder = tempfile::tempdir().unwrap();
+        for count in [1, 2, MAX_FDS] {
+            let (mut channel, peer) = channel_pair(PATIENCE);
+            let mut sender = Channel::new(peer.into(), PATIENCE, &Cancel::new().unwrap()).unwrap();
+            let files: Vec<File> =
+                (0..count).map(|index| File::create(folder.path().join(index.to_string())).unwrap()).collect();
+            let fds: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+            let sent = Message::Segments(Segments { first: 0, sizes: vec![4096; count] });
+            sender.send(&sent, &fds).unwrap();
+            let (message, received) = channel.receive("for a test").unwrap();
+            assert_eq!((message, received.len()), (sent, count));
+            for (index, fd) in received.iter().enumerate() {
+                let link = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap();
+                assert_eq!(link, folder.path().join(index.to_string()));
+                let flags = nix::fcntl::fcntl(fd, nix::fcntl::FcntlArg::F_GETFD).unwrap();
+                assert_eq!(flags & nix::libc::FD_CLOEXEC, nix::libc::FD_CLOEXEC);
+            }
+        }
+    }
+
+    #[test]
+    fn too_many_and_too_few_descriptors_are_refused_and_closed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("sent");
+        let file = File::create(&path).unwrap();
+        for (sizes, claimed, sent) in [(1, 1, 0), (1, 1, 2), (2, 2, 1), (1, 2, 1), (1, 0, 0), (3, 3, MAX_FDS)] {
+            let (mut channel, peer) = channel_pair(PATIENCE);
+            let fds: Vec<RawFd> = vec![file.as_raw_fd(); sent];
+            peer.send_with_fd(&segments(sizes, claimed), &fds).unwrap();
+            let refused = channel.receive("for a test").unwrap_err();
+            let expected = ProtocolError::FdCount { kind: "segments", want: sizes, claimed, got: sent };
+            assert!(matches!(&refused, Error::Protocol(error) if *error == expected), "{refused}");
+            assert_eq!(open_descriptors(&path), 1, "{sizes} {claimed} {sent}");
+        }
+        // Those beside a message that has none are closed too.
+        let (mut channel, peer) = channel_pair(PATIENCE);
+        peer.send_with_fd(&Message::Busy(Busy {}).encode().unwrap(), &[file.as_raw_fd()]).unwrap();
+        assert!(matches!(channel.receive("for a test"), Err(Error::Protocol(ProtocolError::FdCount { want: 0, .. }))));
+        assert_eq!(open_descriptors(&path), 1);
+    }
+
+    #[test]
+    fn what_is_to_be_sent_with_another_number_of_descriptors_is_not_sent() {
+        let (mut channel, peer) = channel_pair(PATIENCE);
+        let message = Message::Segments(Segments { first: 0, sizes: vec![1] });
+        assert!(matches!(channel.send(&message, &[]), Err(Error::Protocol(ProtocolError::FdCount { got: 0, .. }))));
+        peer.set_nonblocking(true).unwrap();
+        assert_eq!(
+            rustix::net::recv(&peer, &mut [0u8; 9][..], rustix::net::RecvFlags::empty()).unwrap_err(),
+            rustix::io::Errno::AGAIN
+        );
+    }
+
+    #[test]
+    fn an_empty_record_is_a_hang_up_and_its_descriptor_is_closed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("sent");
+        let file = File::create(&path).unwrap();
+        let (mut channel, peer) = channel_pair(PATIENCE);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let fds = [file.as_fd()];
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
+        rustix::net::sendmsg(&peer, &[IoSlice::new(&[])], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
+        assert!(matches!(channel.receive("for a test"), Err(Error::PeerGone { .. })));
+        assert_eq!(open_descriptors(&path), 1);
+    }
+
+    #[test]
+    fn a_record_that_is_too_long_is_refused_and_the_next_one_is_whole() {
+        let (mut channel, peer) = channel_pair(PATIENCE);
+        for length in [16 + 64 * 1024 + 1, 16 + 64 * 1024 + 4096] {
+            send_raw(&peer, &vec![b'x'; length]);
+            assert!(matches!(channel.receive("for a test"), Err(Error::Protocol(ProtocolError::LongRecord))));
+        }
+        send_raw(&peer, &Message::Received(Received { segments: 1 }).encode().unwrap());
+        assert!(matches!(channel.receive("for a test"), Ok((Message::Received(_), _))));
+    }
+
+    #[test]
+    fn silence_ends_at_the_deadline() {
+        let (mut channel, _peer) = channel_pair(Duration::from_millis(50));
+        let begun = Instant::now();
+        assert!(matches!(channel.receive("for a test"), Err(Error::Timeout { purpose: "for a test", .. })));
+        assert!(begun.elapsed() >= Duration::from_millis(50));
+    }
+
+    #[test]
+    fn a_full_queue_ends_at_the_deadline_too() {
+        let (mut channel, _peer) = channel_pair(Duration::from_millis(50));
+        let refused = (0..100_000).find_map(|_| channel.send(&Message::Busy(Busy {}), &[]).err());
+        assert!(matches!(refused, Some(Error::Timeout { purpose: "to send", .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn a_wait_can_be_cancelled_from_another_thread() {
+        let (a, _b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let cancel = Cancel::new().unwrap();
+        let mut channel = Channel::new(a, PATIENCE, &cancel).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(20));
+                cancel.cancel(2);
+                cancel.cancel(15);
+            });
+            assert!(matches!(channel.receive("for a test"), Err(Error::Interrupted { signal: 2 })));
+        });
+    }
+
+    #[test]
+    fn the_last_error_of_a_peer_who_is_gone_is_heard() {
+        let failure = Failure { code: ErrorCode::Failed, message: "the last words".into() };
+        // It closes with records of this side unread: the connection is reset.
+        let (mut channel, peer) = channel_pair(PATIENCE);
+        channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+        send_raw(&peer, &Message::Error(failure.clone()).encode().unwrap());
+        drop(peer);
+        let refused = channel.send(&Message::Busy(Busy {}), &[]).unwrap_err();
+        assert!(matches!(&refused, Error::Peer { message, .. } if message == "the last words"), "{refused}");
+
+        let (mut channel, peer) = channel_pair(PATIENCE);
+        channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+        send_raw(&peer, &Message::Error(failure).encode().unwrap());
+        drop(peer);
+        assert!(matches!(channel.receive("for a test"), Ok((Message::Error(_), _))));
+        assert!(matches!(channel.receive("for a test"), Err(Error::PeerGone { .. })));
+    }
+
+    #[test]
+    fn a_backlog_that_is_full_does_not_block_for_ever() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = seqpacket();
+        bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        listen(&listener, 0).unwrap();
+        let _waiting = raw(&path);
+        let timeout = Duration::from_millis(100);
+        let refused = vmmfd::channel::connect(&path, timeout, &Trust::default(), &Cancel::new().unwrap());
+        assert!(matches!(refused, Err(Error::Absent { .. })));
+        // Nor does it look dead to another producer.
+        let taken = Listener::bind(&path, false, timeout, &Cancel::new().unwrap());
+        assert!(matches!(taken, Err(Error::AlreadyServed { .. })));
+    }
+
+    #[test]
+    fn of_many_producers_that_start_at_once_one_serves() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        for _ in 0..20 {
+            let results: Vec<_> = thread::scope(|scope| {
+                let bind = || Listener::bind(&path, false, PATIENCE, &Cancel::new().unwrap());
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(bind)).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1);
+            drop(results);
+            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+        }
+    }
+}
+
+mod producers {
+    use super::*;
+
+    #[test]
+    fn a_consumer_made_by_hand_is_served_as_the_protocol_says() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--round-trip", "--size", "10", "--seed", "1"]);
+        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+        let device = Device::find(&driver, Selector::default()).unwrap();
+        let mut channel = dial(&meeting.socket());
+        channel.send(&hello(Backend::Host), &[]).unwrap();
+        let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
+        assert_eq!((theirs.version, theirs.backend, theirs.pid), (1, Backend::Host, producer.pid()));
+        let mut salts = Vec::new();
+        // Any number of requests on one connection, the buffer filled anew for each.
+        for _ in 0..3 {
+            channel.send(&request("default", None), &[]).unwrap();
+            let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
+            assert_eq!((offer.size, offer.segments, offer.access, offer.salt), (10, 1, Access::ReadWrite, 1));
+            assert_eq!(offer.device.uuid, device.uuid());
+            let (Message::Segments(segments), mut fds) = answer(&mut channel) else { panic!() };
+            assert_eq!((segments.sizes.as_slice(), fds.len()), (&[offer.mapped_size][..], 1));
+            channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
+            let memory = Allocation::import(&device, fds.pop().unwrap(), offer.mapped_size).unwrap();
+            let mapping = vmmfd::memory::Mapping::new(&memory, Access::ReadWrite).unwrap();
+            let (mut found, mut expected) = ([0; 12], [0; 12]);
+            mapping.copy_out(0, &mut found).unwrap();
+            Pattern::new(1).write(0, &mut expected[..10]);
+            assert_eq!(found, expected, "the pattern, and zeros behind it");
+            let reply = offer.reply_salt.unwrap();
+            assert_ne!(reply, offer.salt);
+            salts.push(reply);
+            Pattern::new(reply).write(0, &mut expected[..10]);
+            mapping.copy_in(0, &expected).unwrap();
+            channel.send(&good(3), &[]).unwrap();
+            let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
+            assert_eq!((theirs.verified, theirs.words), (true, 3));
+        }
+        salts.dedup();
+        assert_eq!(salts.len(), 3, "a fresh salt for each");
+        channel.finish();
+        producer.end().code(0);
+    }
+
+    #[test]
+    fn a_reply_that_was_not_written_makes_both_sides_fail() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--round-trip", "--size", "4"]);
+        let mut channel = dial(&meeting.socket());
+        borrow(&mut channel, None);
+        channel.send(&good(1), &[]).unwrap();
+        let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
+        assert_eq!((theirs.verified, theirs.mismatches), (false, 1));
+        channel.finish();
+        producer.end().code(1);
+    }
+
+    /// A conversation up to the descriptor, which is let go.
+    fn borrow(channel: &mut Channel, access: Option<Access>) -> Offer {
+        channel.send(&hello(Backend::Host), &[]).unwrap();
+        answer(channel);
+        channel.send(&request("default", access), &[]).unwrap();
+        let (Message::Offer(offer), _) = answer(channel) else { panic!() };
+        answer(channel);
+        channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
+        offer
+    }
+
+    #[test]
+    fn a_consumer_that_finds_a_mismatch_makes_the_producer_fail() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--size", "8"]);
+        let mut channel = dial(&meeting.socket());
+        borrow(&mut channel, None);
+        let first_mismatch = Some(vmmfd::wire::Mismatch { index: 1, expected: 2, found: 3 });
+        let bad = Outcome { verified: false, words: 2, mismatches: 1, first_mismatch };
+        channel.send(&Message::Result(bad), &[]).unwrap();
+        let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
+        assert!(!theirs.verified);
+        channel.finish();
+        producer.end().code(1).says("1 wrong, the first at word 1");
+    }
+
+    #[test]
+    fn a_result_that_contradicts_itself_breaks_the_protocol() {
+        for (verified, words, mismatches) in [(true, 2, 1), (true, 1, 0), (false, 2, 0), (false, 2, 3)] {
+            let meeting = Meeting::new(On::Host);
+            let producer = listening(&meeting, &["--size", "8"]);
+            let mut channel = dial(&meeting.socket());
+            borrow(&mut channel, None);
+            let lie = Outcome { verified, words, mismatches, first_mismatch: None };
+            channel.send(&Message::Result(lie), &[]).unwrap();
+            assert_eq!(told(&mut channel), ErrorCode::Protocol);
+            channel.finish();
+            producer.end().code(4);
+        }
+    }
+
+    #[test]
+    fn a_consumer_that_dies_at_any_point_is_one_failed_consumer() {
+        for stage in 0..3 {
+            let meeting = Meeting::new(On::Host);
+            let producer = listening(&meeting, &["--consumers", "2", "--round-trip"]);
+            let mut channel = dial(&meeting.socket());
+            channel.send(&hello(Backend::Host), &[]).unwrap();
+            answer(&mut channel);
+            channel.send(&request("default", None), &[]).unwrap();
+            if stage > 0 {
+                answer(&mut channel);
+                answer(&mut channel);
+            }
+            if stage > 1 {
+                channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
+            }
+            drop(channel);
+            // The next one finds the buffer filled again.
+            meeting.consumer(&[]).end().code(0);
+            producer.end().code(4).says("hung up");
+        }
+    }
+
+    #[test]
+    fn a_consumer_that_says_nothing_more_fails_at_the_deadline_and_delays_nobody() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--consumers", "2", "--timeout", "700ms"]);
+        let mut silent = dial(&meeting.socket());
+        borrow(&mut silent, None);
+        meeting.consumer(&[]).end().code(0);
+        let ended = producer.end();
+        ended.code(4).says("silent for 700ms");
+        assert_eq!(told(&mut silent), ErrorCode::Timeout);
+    }
+
+    #[test]
+    fn a_busy_consumer_is_waited_for() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--timeout", "400ms", "--size", "4"]);
+        let mut channel = dial(&meeting.socket());
+        borrow(&mut channel, None);
+        for _ in 0..5 {
+            thread::sleep(Duration::from_millis(200));
+            channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+        }
+        channel.send(&good(1), &[]).unwrap();
+        assert!(matches!(answer(&mut channel), (Message::Result(_), _)));
+        channel.finish();
+        producer.end().code(0);
+    }
+
+    #[test]
+    fn whoever_waits_for_a_turn_is_told_once_a_second() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--consumers", "2", "--round-trip", "--size", "4"]);
+        let mut first = dial(&meeting.socket());
+        let offer = borrow(&mut first, None);
+        let mut second = dial(&meeting.socket());
+        second.send(&hello(Backend::Host), &[]).unwrap();
+        answer(&mut second);
+        second.send(&request("default", None), &[]).unwrap();
+        let begun = Instant::now();
+        for _ in 0..2 {
+            assert!(matches!(second.receive("for busy"), Ok((Message::Busy(_), _))));
+        }
+        assert!((1..4).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
+        // When the first gives up, it is the second's turn.
+        drop(first);
+        let (Message::Offer(next), _) = answer(&mut second) else { panic!() };
+        assert_ne!(next.reply_salt, offer.reply_salt);
+        drop(second);
+        producer.end().code(4);
+    }
+
+    #[test]
+    fn strangers_delay_nobody_and_change_nothing() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &[]);
+        let socket = meeting.socket();
+        // Silent, gone, garbled, of another protocol, and hello without a request.
+        let _silent: Vec<UnixStream> = (0..10).map(|_| raw(&socket)).collect();
+        drop(raw(&socket));
+        let garbled = raw(&socket);
+        send_raw(&garbled, b"GET / HTTP/1.1\r\n\r\n");
+        let mut garbled = Channel::new(garbled.into(), PATIENCE, &Cancel::new().unwrap()).unwrap();
+        assert_eq!(told(&mut garbled), ErrorCode::Protocol);
+        let newer = raw(&socket);
+        send_raw(&newer, b"VMFD\x09\x00\x01\x00\x02\x00\x00\x00\x00\x00\x00\x00{}");
+        let mut newer = Channel::new(newer.into(), PATIENCE, &Cancel::new().unwrap()).unwrap();
+        assert_eq!(told(&mut newer), ErrorCode::Version);
+        let mut early = dial(&socket);
+        early.send(&request("default", None), &[]).unwrap();
+        assert_eq!(told(&mut early), ErrorCode::Protocol);
+        let mut polite = dial(&socket);
+        polite.send(&hello(Backend::Host), &[]).unwrap();
+        answer(&mut polite);
+        let with_fd = raw(&socket);
+        let null = File::open("/dev/null").unwrap();
+        with_fd.send_with_fd(b"x", &[null.as_raw_fd()]).unwrap();
+        drop(with_fd);
+        let half = raw(&socket);
+        half.shutdown(Shutdown::Write).unwrap();
+
+        meeting.consumer(&[]).end().code(0);
+        let ended = producer.end();
+        assert!(ended.code(0).took < Duration::from_secs(20));
+        assert_eq!(ended.stderr, "");
+    }
+
+    #[test]
+    fn a_crowd_of_strangers_leaves_room_for_a_consumer() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &[]);
+        let crowd: Vec<UnixStream> = (0..300).map(|_| raw(&meeting.socket())).collect();
+        meeting.consumer(&[]).end().code(0);
+        producer.end().code(0);
+        drop(crowd);
+    }
+
+    #[test]
+    fn strangers_do_not_prolong_the_wait_for_a_consumer() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--timeout", "500ms"]);
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    let address = SocketAddrUnix::new(meeting.socket()).unwrap();
+                    // Refused once the producer is gone.
+                    let _ = connect(&seqpacket(), &address);
+                    thread::sleep(Duration::from_millis(20));
+                }
+            });
+            let ended = producer.end();
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(ended.code(4).says("no consumer within").took < Duration::from_secs(10));
+        });
+    }
+
+    #[test]
+    fn objects_that_do_not_exist_are_refused_and_the_asker_counts() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &[]);
+        let mut channel = dial(&meeting.socket());
+        channel.send(&hello(Backend::Host), &[]).unwrap();
+        answer(&mut channel);
+        channel.send(&request("weights\u{1b}[31m", None), &[]).unwrap();
+        assert_eq!(told(&mut channel), ErrorCode::Object);
+        channel.finish();
+        let ended = producer.end();
+        ended.code(4).says("no object `weights");
+        assert!(!ended.stderr.contains('\u{1b}') && !ended.stdout.contains('\u{1b}'));
+    }
+}
+
+mod consumers {
+    use super::*;
+
+    /// A producer made by hand: one connection is served by a function.
+    fn against(
+        serve: impl FnOnce(&mut Channel) + Send,
+        check: impl FnOnce(Result<vmmfd::session::consumer::Findings, Error>),
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = seqpacket();
+        bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        listen(&listener, 1).unwrap();
+        let terms = Terms { timeout: Duration::from_secs(2), trust: Trust::default(), cancel: Cancel::new().unwrap() };
+        thread::scope(|scope| {
+            let consumer = scope.spawn(|| {
+                let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+                fetch(&driver, None, &path, None, &terms, &|_| {})
+            });
+            let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+            let mut channel = Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap();
+            serve(&mut channel);
+            drop(channel);
+            check(consumer.join().unwrap());
+        });
+    }
+
+    /// Memory filled with a pattern, and the offer of it.
+    fn memory(size: u64, salt: u32) -> (Offer, std::sync::Arc<Allocation>) {
+        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+        let device = Device::find(&driver, Selector::default()).unwrap();
+        let memory = Allocation::create(&device, size).unwrap();
+        let mapping = vmmfd::memory::Mapping::new(&memory, Access::ReadWrite).unwrap();
+        vmmfd::pattern::fill(&mapping, size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+        let offer = Offer {
+            object: "default".into(),
+            mechanism: "vmm".into(),
+            device: OfferedDevice { uuid: device.uuid(), name: "by hand".into() },
+            size,
+            mapped_size: memory.size(),
+            segments: 1,
+            element_type: "u32".into(),
+            access: Access::ReadOnly,
+            salt,
+            reply_salt: None,
+        };
+        (offer, memory)
+    }
+
+    fn greet(channel: &mut Channel) {
+        assert!(matches!(answer(channel), (Message::Hello(_), _)));
+        channel.send(&hello(Backend::Host), &[]).unwrap();
+        assert!(matches!(answer(channel), (Message::Request(_), _)));
+    }
+
+    fn lend(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
+        greet(channel);
+        channel.send(&Message::Offer(offer.clone()), &[]).unwrap();
+        channel.send(&Message::Segments(Segments { first: 0, sizes: vec![offer.mapped_size] }), &[fd]).unwrap();
+        assert!(matches!(answer(channel), (Message::Received(Received { segments: 1 }), _)));
+    }
+
+    #[test]
+    fn a_producer_made_by_hand_is_understood() {
+        let (offer, memory) = memory(4100, 3);
+        against(
+            |channel| {
+                lend(channel, &offer, memory.export().unwrap());
+                let (Message::Result(outcome), _) = answer(channel) else { panic!() };
+                assert_eq!((outcome.verified, outcome.words), (true, 1025));
+                channel.send(&good(0), &[]).unwrap();
+            },
+            |result| assert!(result.unwrap().verification.passed()),
+        );
+    }
+
+    #[test]
+    fn offers_that_contradict_themselves_or_do_not_fit_are_refused() {
+        let (sound, memory) = memory(100, 3);
+        let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
+        let cases: [(ErrorCode, fn(&mut Offer, vmmfd::driver::DeviceUuid)); 10] = [
+            (ErrorCode::Protocol, |offer, _| offer.size = 0),
+            (ErrorCode::Protocol, |offer, _| offer.size = u64::MAX),
+            (ErrorCode::Protocol, |offer, _| offer.mapped_size = 99),
+            (ErrorCode::Protocol, |offer, _| offer.object = "another".into()),
+            (ErrorCode::Protocol, |offer, _| offer.reply_salt = Some(offer.salt)),
+            (ErrorCode::Protocol, |offer, _| offer.reply_salt = Some(offer.salt + 1)),
+            (ErrorCode::Failed, |offer, _| offer.mechanism = "magic".into()),
+            (ErrorCode::Failed, |offer, _| offer.element_type = "f64".into()),
+            (ErrorCode::Failed, |offer, _| offer.segments = u64::MAX),
+            (ErrorCode::Device, |offer, other| offer.device.uuid = other),
+        ];
+        for (code, change) in cases {
+            let mut offer = sound.clone();
+            change(&mut offer, other);
+            against(
+                |channel| {
+                    greet(channel);
+                    channel.send(&Message::Offer(offer.clone()), &[]).unwrap();
+                    let sizes = vec![offer.mapped_size];
+                    // It may be gone already.
+                    let _ = channel.send(&Message::Segments(Segments { first: 0, sizes }), &[memory.export().unwrap()]);
+                    let said = loop {
+                        match answer(channel) {
+                            (Message::Error(failure), _) => break failure.code,
+                            (Message::Received(_), _) => {}
+                            (other, _) => panic!("{other:?}"),
+                        }
+                    };
+                    assert_eq!(said, code, "{offer:?}");
+                },
+                |result| assert!(matches!(result, Err(Error::Protocol(_) | Error::Mismatch { .. })), "{result:?}"),
+            );
+        }
+    }
+
+    #[test]
+    fn a_claimed_size_that_is_not_the_memorys_is_refused() {
+        for factor in [2, 1] {
+            let (mut offer, memory) = memory(3 << 20, 3);
+            offer.mapped_size = factor * 8 << 20;
+            offer.size = 100;
+            against(
+                |channel| {
+                    lend(channel, &offer, memory.export().unwrap());
+                    assert_eq!(told(channel), ErrorCode::Failed);
+                },
+                |result| assert!(matches!(result, Err(Error::Driver { .. })), "{result:?}"),
+            );
+        }
+    }
+
+    #[test]
+    fn descriptors_of_other_things_are_refused() {
+        let (offer, _) = memory(100, 3);
+        let others = [File::open("/dev/null").unwrap(), tempfile::tempfile().unwrap()];
+        for other in &others {
+            against(
+                |channel| {
+                    lend(channel, &offer, other.as_fd());
+                    assert_eq!(told(channel), ErrorCode::Failed);
+                },
+                |result| assert!(matches!(result, Err(Error::Driver { code: 999, .. })), "{result:?}"),
+            );
+        }
+    }
+
+    #[test]
+    fn segments_that_are_not_those_of_the_offer_break_the_protocol() {
+        let (offer, memory) = memory(100, 3);
+        for (first, sizes) in [(1, vec![offer.mapped_size]), (0, vec![1, 1]), (0, vec![2 * offer.mapped_size])] {
+            against(
+                |channel| {
+                    greet(channel);
+                    channel.send(&Message::Offer(offer.clone()), &[]).unwrap();
+                    let fds = vec![memory.export().unwrap(); sizes.len()];
+                    channel.send(&Message::Segments(Segments { first, sizes: sizes.clone() }), &fds).unwrap();
+                    assert_eq!(told(channel), ErrorCode::Protocol);
+                },
+                |result| assert!(matches!(result, Err(Error::Protocol(ProtocolError::Content(_)))), "{result:?}"),
+            );
+        }
+    }
+
+    #[test]
+    fn a_producer_that_dies_or_stops_at_any_point_ends_the_consumer() {
+        let (offer, memory) = memory(100, 3);
+        for stage in 0..4 {
+            against(
+                |channel| match stage {
+                    0 => return,
+                    1 => return greet(channel),
+                    2 => {
+                        greet(channel);
+                        channel.send(&Message::Offer(offer.clone()), &[]).unwrap();
+                    }
+                    _ => lend(channel, &offer, memory.export().unwrap()),
+                },
+                |result| assert!(matches!(result, Err(Error::PeerGone { .. })), "{stage}: {result:?}"),
+            );
+        }
+        against(
+            |channel| {
+                greet(channel);
+                // Silent until the consumer gives up, and says so.
+                assert_eq!(told(channel), ErrorCode::Timeout);
+            },
+            |result| assert!(matches!(result, Err(Error::Timeout { purpose: "for the offer", .. })), "{result:?}"),
+        );
+    }
+
+    #[test]
+    fn a_producer_that_disagrees_makes_the_round_fail() {
+        let (offer, memory) = memory(100, 3);
+        against(
+            |channel| {
+                lend(channel, &offer, memory.export().unwrap());
+                answer(channel);
+                let no = Outcome { verified: false, words: 0, mismatches: 0, first_mismatch: None };
+                channel.send(&Message::Result(no), &[]).unwrap();
+            },
+            |result| {
+                let findings = result.unwrap();
+                assert!(findings.verification.passed() && !findings.producer.verified);
+            },
+        );
+    }
+
+    #[test]
+    fn truncated_descriptors_are_an_error_of_the_command() {
+        let meeting = Meeting::new(On::Host);
+        let listener = seqpacket();
+        bind(&listener, &SocketAddrUnix::new(meeting.socket()).unwrap()).unwrap();
+        listen(&listener, 1).unwrap();
+        let (offer, memory) = memory(100, 3);
+        // So few files that the descriptor does not fit.
+        let mut run = meeting.consumer(&[]);
+        limit_files(&mut run.command, 16);
+        let consumer = run.start();
+        let mut channel =
+            Channel::new(accept_with(&listener, SocketFlags::CLOEXEC).unwrap(), PATIENCE, &Cancel::new().unwrap())
+                .unwrap();
+        greet(&mut channel);
+        channel.send(&Message::Offer(offer), &[]).unwrap();
+        let fds = vec![memory.export().unwrap(); MAX_FDS];
+        channel.send(&Message::Segments(Segments { first: 0, sizes: vec![1; MAX_FDS] }), &fds).unwrap();
+        assert_eq!(told(&mut channel), ErrorCode::Protocol);
+        channel.finish();
+        consumer.end().code(4).says("descriptors were cut off");
+    }
+
+    fn limit_files(command: &mut std::process::Command, limit: u64) {
+        use std::os::unix::process::CommandExt;
+        // SAFETY: setrlimit is a plain system call, safe between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                use nix::sys::resource::{Resource, setrlimit};
+                setrlimit(Resource::RLIMIT_NOFILE, limit, limit).map_err(io::Error::from)
+            });
+        }
+    }
+
+    #[test]
+    fn the_memory_outlives_its_producer() {
+        let (offer, memory) = memory(3 << 20, 9);
+        let fd = memory.export().unwrap().try_clone_to_owned().unwrap();
+        drop(memory);
+        against(
+            move |channel| {
+                lend(channel, &offer, fd.as_fd());
+                drop(fd);
+                answer(channel);
+                channel.send(&good(0), &[]).unwrap();
+            },
+            |result| assert!(result.unwrap().verification.passed()),
+        );
+    }
+}

@@ -1,0 +1,370 @@
+//! What the commands make of options, environment and surroundings, on the host backend and the emulated driver.
+
+use std::{
+    fs::{self, File},
+    os::unix::{
+        fs::{MetadataExt, PermissionsExt, symlink},
+        net::UnixListener,
+    },
+    process::Stdio,
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+
+use crate::running::{Meeting, On, Running, wait_for};
+
+fn host() -> Meeting {
+    Meeting::new(On::Host)
+}
+
+fn serving(meeting: &Meeting, options: &[&str]) -> Running {
+    let mut producer = meeting.producer(options).start();
+    producer.until("listen");
+    producer
+}
+
+#[test]
+fn bad_usage_is_one_clear_sentence_and_exit_code_2() {
+    let meeting = host();
+    for (options, words) in [
+        (&["--size", "64MB"][..], "write 64MiB"),
+        (&["--size", "0"], "at least 1 byte"),
+        (&["--size", "-1"], "-1"),
+        (&["--size", "16EiB"], "16EiB"),
+        (&["--size", "lots"], "`lots` is no size"),
+        (&["--elements", "0"], "at least 1"),
+        (&["--elements", "4611686018427387904"], "write fewer"),
+        (&["--elements", "1", "--size", "1"], "cannot be used with"),
+        (&["--seed", "0x1ffffffff"], "32-bit"),
+        (&["--consumers", "-1"], "-1"),
+        (&["--timeout", "30"], "30s"),
+        (&["--timeout", "0s"], "no time at all"),
+        (&["--device", "gpu0"], "neither an ordinal"),
+        (&["--backend", "metal"], "auto, cuda or host"),
+        (&["--allow-uid", "root"], "root"),
+        (&["--frobnicate"], "--frobnicate"),
+        (&["-v", "-q"], "cannot be used with"),
+        (&["stray"], "stray"),
+    ] {
+        let mut plain = meeting.bare("producer");
+        plain.command.args(options);
+        let ended = plain.end();
+        assert_eq!(ended.code(2).says(words).stdout, "", "{options:?}");
+
+        let mut json = meeting.bare("producer");
+        json.command.args(options).arg("--json");
+        let report = json.end().code(2).json();
+        assert_eq!((&report["role"], &report["error"]["kind"]), (&json!("producer"), &json!("usage")), "{options:?}");
+        let message = report["error"]["message"].as_str().unwrap();
+        assert!(message.contains(words) && !message.contains('\n'), "{options:?}: {message}");
+    }
+    meeting.consumer(&["--access", "wo"]).end().code(2).says("write ro or rw");
+}
+
+#[test]
+fn help_states_defaults_and_exit_codes() {
+    for (name, words) in [
+        ("producer", ["default: 1MiB", "default: 30s", "$XDG_RUNTIME_DIR/vmmfd/vmmfd.sock", "VMMFD_BACKEND", "143"]),
+        ("consumer", ["default: what the producer asks", "default: 30s", "vmmfd-UID", "VMMFD_SOCKET", "130"]),
+    ] {
+        let mut run = host().bare(name);
+        run.command.arg("--help");
+        let ended = run.end();
+        // Wrapped to the width of a terminal: breaks may fall anywhere.
+        let help = ended.code(0).stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+        for word in words {
+            assert!(help.contains(word), "no `{word}` in {help}");
+        }
+        for code in
+            ["0 verified", "1 the data did not verify", "2 bad usage", "3 not supported", "4 the peer", "5 the driver"]
+        {
+            assert!(help.contains(code), "no `{code}` in {help}");
+        }
+    }
+}
+
+#[test]
+fn options_come_from_the_environment_too() {
+    let meeting = host();
+    let run = |name| meeting.bare(name).env("VMMFD_SOCKET", meeting.socket()).env("VMMFD_BACKEND", "host");
+    let producer = run("producer").start();
+    let consumer = run("consumer").end();
+    // Named, not fallen back to: nothing to be told.
+    assert_eq!(consumer.code(0).stderr, "");
+    producer.end().code(0);
+}
+
+#[test]
+fn the_default_socket_is_in_a_folder_of_the_user_alone() {
+    let meeting = host();
+    let run = |name| {
+        let mut run = meeting.bare(name).env("XDG_RUNTIME_DIR", meeting.folder());
+        run.command.args(["--backend", "host"]);
+        run
+    };
+    let mut producer = run("producer").start();
+    producer.until("listen");
+    let folder = meeting.folder().join("vmmfd");
+    assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o7777, 0o700);
+    assert!(folder.join("vmmfd.sock").exists());
+    run("consumer").end().code(0);
+    producer.end().code(0);
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
+
+    fs::set_permissions(&folder, PermissionsExt::from_mode(0o777)).unwrap();
+    run("producer").end().code(5).says("others may write in it");
+    fs::remove_dir(&folder).unwrap();
+    let elsewhere = meeting.folder().join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    symlink(&elsewhere, &folder).unwrap();
+    run("producer").end().code(5).says("symbolic link");
+    run("consumer").end().code(5).says("symbolic link");
+    assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+}
+
+#[test]
+fn paths_that_hold_no_socket_are_refused() {
+    let meeting = host();
+    let long = meeting.folder().join("x".repeat(108 - meeting.folder().as_os_str().len()));
+    let missing = meeting.folder().join("no").join("s.sock");
+    let taken = meeting.folder().join("file");
+    fs::write(&taken, "precious").unwrap();
+    for (path, words) in [
+        (long.to_str().unwrap(), "at most 107"),
+        (missing.to_str().unwrap(), "its folder"),
+        (taken.to_str().unwrap(), "not a socket"),
+        ("", "a value is required"),
+        ("/", "names no file"),
+        ("/dev/null/s.sock", "/dev/null is not a folder"),
+    ] {
+        let mut run = meeting.bare("producer");
+        run.command.args(["--backend", "host", "--socket", path]);
+        run.end().code(2).says(words);
+    }
+    assert_eq!(fs::read_to_string(&taken).unwrap(), "precious");
+}
+
+#[test]
+fn a_path_of_107_bytes_works_though_its_temporary_name_would_not_fit() {
+    let meeting = host();
+    let path = meeting.folder().join("s".repeat(106 - meeting.folder().as_os_str().len()));
+    assert_eq!(path.as_os_str().len(), 107);
+    let run = |name| {
+        let mut run = meeting.bare(name);
+        run.command.args(["--backend", "host", "--socket"]).arg(&path);
+        run
+    };
+    let producer = run("producer").start();
+    run("consumer").end().code(0);
+    producer.end().code(0);
+    assert!(meeting.files().is_empty());
+}
+
+#[test]
+fn a_live_socket_is_refused_and_a_stale_one_replaced() {
+    let meeting = host();
+    let mut first = meeting.producer(&["--consumers", "2"]).start();
+    first.until("listen");
+    let second = meeting.producer(&[]).end();
+    second.code(5).says(&format!("already served by pid {}", first.pid()));
+    // The first goes on as if nothing had been.
+    meeting.consumer(&[]).end().code(0);
+    meeting.consumer(&[]).end().code(0);
+    first.end().code(0);
+
+    drop(UnixListener::bind(meeting.socket()).unwrap());
+    assert!(meeting.socket().exists());
+    let producer = serving(&meeting, &[]);
+    meeting.consumer(&[]).end().code(0);
+    producer.end().code(0);
+
+    let other = UnixListener::bind(meeting.socket()).unwrap();
+    meeting.producer(&[]).end().code(2).says("another type of socket");
+    meeting.consumer(&[]).end().code(2).says("another type of socket");
+    drop(other);
+}
+
+#[test]
+fn only_ones_own_socket_is_removed() {
+    let meeting = host();
+    let producer = serving(&meeting, &["--timeout", "300ms"]);
+    fs::remove_file(meeting.socket()).unwrap();
+    fs::write(meeting.socket(), "somebody else's").unwrap();
+    producer.end().code(4);
+    assert_eq!(fs::read_to_string(meeting.socket()).unwrap(), "somebody else's");
+}
+
+#[test]
+fn the_socket_is_for_its_user_alone_unless_others_are_allowed() {
+    let meeting = host();
+    for (options, mode) in [(&[][..], 0o600), (&["--allow-uid", "12345"], 0o666)] {
+        let producer = serving(&meeting, options);
+        assert_eq!(fs::metadata(meeting.socket()).unwrap().mode() & 0o7777, mode);
+        meeting.consumer(&[]).end().code(0);
+        producer.end().code(0);
+    }
+}
+
+#[test]
+fn nobody_comes_and_the_wait_ends() {
+    let meeting = host();
+    let waited = meeting.consumer(&["--timeout", "200ms"]).end();
+    waited.code(4).says("no producer on");
+    assert!(waited.took >= Duration::from_millis(200));
+    meeting.producer(&["--timeout", "200ms"]).end().code(4).says("no consumer within 200ms");
+    assert!(meeting.files().is_empty());
+}
+
+#[test]
+fn a_consumer_that_came_too_late_is_turned_away() {
+    let meeting = host();
+    // The first is held by its own check while the second asks.
+    let producer = serving(&meeting, &["--size", "256M"]);
+    let mut first = meeting.consumer(&[]).start();
+    first.until("map");
+    meeting.consumer(&[]).end().code(4).says("all of them have come");
+    first.end().code(0);
+    producer.end().code(0);
+}
+
+#[test]
+fn backends_that_differ_are_refused_on_both_sides() {
+    let (gpu, ordinary) = (Meeting::new(On::Fake), host());
+    let producer = gpu.producer(&["--json"]).start();
+    wait_for("the socket", || gpu.socket().exists());
+    let mut consumer = ordinary.bare("consumer");
+    consumer.command.args(["--backend", "host", "--json", "--socket"]).arg(gpu.socket());
+    let (consumer, producer) = (consumer.end(), producer.end());
+    for report in [consumer.code(4).json(), producer.code(4).json()] {
+        let message = report["error"]["message"].as_str().unwrap();
+        assert!(message.contains("backend cuda") && message.contains("host"), "{message}");
+        assert_eq!(report["verified"], Value::Null);
+    }
+    assert_eq!(producer.json()["consumers"][0]["outcome"], "failed");
+}
+
+#[test]
+fn without_a_driver_auto_falls_back_and_says_so_and_cuda_does_not() {
+    let meeting = host();
+    let run = |name, backend: &str, options: &[&str]| {
+        let mut run = meeting.bare(name).env("LD_LIBRARY_PATH", meeting.folder());
+        run.command.args(["--backend", backend, "--socket"]).arg(meeting.socket()).args(options);
+        run
+    };
+    // Neither a library that is none: whatever this machine has, these two names come first.
+    for name in ["libcuda.so.1", "libcuda.so"] {
+        fs::write(meeting.folder().join(name), "not a library").unwrap();
+    }
+    let producer = run("producer", "auto", &["-q"]).start();
+    let consumer = run("consumer", "auto", &["--json"]).end();
+    let producer = producer.end();
+    for ended in [&producer, &consumer] {
+        ended.code(0).says("notice: no GPU is being tested").says("libcuda.so.1");
+    }
+    assert_eq!(consumer.json()["backend"], "host");
+    for name in ["producer", "consumer"] {
+        let report = run(name, "cuda", &["--json"]).end().code(3).json();
+        assert_eq!((&report["error"]["kind"], &report["backend"]), (&json!("unsupported"), &Value::Null));
+    }
+}
+
+#[test]
+fn a_driver_without_a_device_is_a_reason_to_fall_back_and_one_that_fails_is_not() {
+    let meeting = Meeting::new(On::Fake);
+    let auto = |faults: &str| {
+        let mut run = meeting.bare("producer").env("FAKECUDA_FAIL", faults);
+        run.command.args(["--timeout", "100ms", "--socket"]).arg(meeting.socket());
+        run.end()
+    };
+    // Nobody comes: what counts is how far it got.
+    auto("cuInit:1:100").code(4).says("notice: no GPU is being tested: the CUDA driver finds no device");
+    auto("cuInit:1:999").code(5).says("cuInit failed: CUDA_ERROR_UNKNOWN (999)");
+    auto("cuInit:1:803").code(5).says("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH");
+    auto("cuInit:1:34").code(3).says("stub library");
+    auto("cuInit:1:4242").code(5).says("(4242)");
+    auto("cuMemCreate:1:999").code(5).says("cuMemCreate failed");
+    auto("cuMemExportToShareableHandle:1:801").code(3).says("cuMemExportToShareableHandle failed");
+    auto("cuDevicePrimaryCtxRetain:1:2").code(5).says("cuDevicePrimaryCtxRetain failed");
+}
+
+#[test]
+fn a_device_that_can_not_share_is_named_with_what_it_lacks() {
+    let meeting = Meeting::new(On::Fake);
+    for (attribute, words) in [("102:0", "virtual memory management"), ("103:0", "POSIX file descriptor")] {
+        let ended = meeting.producer(&[]).env("FAKECUDA_ATTRIBUTE", attribute).end();
+        ended.code(3).says(words).says("fakecuda");
+    }
+}
+
+#[test]
+fn another_device_than_the_first_is_found_by_its_uuid() {
+    let meeting = Meeting::new(On::Fake);
+    let two = |run: crate::running::Run| run.env("FAKECUDA_DEVICES", "2");
+    let producer = two(meeting.producer(&["--device", "1", "--json", "--consumers", "2"])).start();
+    let consumer = two(meeting.consumer(&["--json"])).end();
+    assert_eq!(consumer.code(0).json()["device"]["ordinal"], 1);
+    // One that is told to use the other device refuses, and says what is where.
+    let refused = two(meeting.consumer(&["--device", "0"])).end();
+    refused.code(4).says("was told to use");
+    let report = producer.end().code(4).json();
+    assert_eq!(report["device"]["uuid"], consumer.json()["device"]["uuid"]);
+    assert_eq!(report["error"]["kind"], "peer");
+}
+
+#[test]
+fn a_failure_of_the_driver_in_the_middle_is_told_to_the_peer() {
+    for (fault, words) in [
+        ("cuMemImportFromShareableHandle:1:999", "cuMemImportFromShareableHandle failed"),
+        ("cuMemSetAccess:1:1", "cuMemSetAccess failed"),
+        ("cuMemcpyDtoH_v2:1:700", "cuMemcpyDtoH_v2 failed"),
+    ] {
+        let meeting = Meeting::new(On::Fake);
+        let producer = serving(&meeting, &[]);
+        meeting.consumer(&[]).env("FAKECUDA_FAIL", fault).end().code(5).says(words);
+        producer.end().code(4).says(words);
+    }
+    let meeting = Meeting::new(On::Fake);
+    let producer = meeting.producer(&["--round-trip"]).env("FAKECUDA_FAIL", "cuMemcpyDtoH_v2:1:700").start();
+    let consumer = meeting.consumer(&[]).end();
+    producer.end().code(5).says("cuMemcpyDtoH_v2 failed");
+    consumer.code(4).says("cuMemcpyDtoH_v2 failed");
+}
+
+#[test]
+fn a_slow_start_of_the_driver_can_be_interrupted() {
+    let meeting = Meeting::new(On::Fake);
+    for name in ["producer", "consumer"] {
+        let mut run = meeting.bare(name).env("FAKECUDA_SLOW", "cuInit:20000");
+        run.command.args(["--json", "--socket"]).arg(meeting.socket());
+        let running = run.start();
+        std::thread::sleep(Duration::from_millis(100));
+        running.signal(nix::sys::signal::Signal::SIGINT);
+        let ended = running.end();
+        assert!(ended.took < Duration::from_secs(10), "{:?}", ended.took);
+        assert_eq!(ended.code(130).json()["error"]["kind"], "interrupted");
+    }
+}
+
+#[test]
+fn a_reader_who_has_gone_is_no_error_and_a_full_disk_is() {
+    let meeting = host();
+    let producer = serving(&meeting, &["--consumers", "3"]);
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    meeting.consumer(&[]).stdout(Stdio::from(writer)).end().code(0);
+    for option in ["--json", "-v"] {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        meeting.consumer(&[option]).stdout(full).end().code(5).says("cannot write to standard output");
+    }
+    producer.end().code(0);
+}
+
+#[test]
+fn logs_come_only_when_asked_for() {
+    let meeting = host();
+    let producer = meeting.producer(&["-v"]).start();
+    let consumer = meeting.consumer(&[]).end();
+    assert_eq!(consumer.code(0).stderr, "");
+    producer.end().code(0).says("received kind=\"hello\"").says("sent kind=\"segments\" fds=1");
+}

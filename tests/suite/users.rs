@@ -1,0 +1,98 @@
+//! Sockets and folders of other users. Only root can become one: `make test` runs these as root, and says so otherwise.
+
+use std::{
+    fs,
+    os::unix::{
+        fs::{PermissionsExt, chown},
+        process::CommandExt,
+    },
+};
+
+use crate::running::{Meeting, On, Run, wait_for};
+
+/// A user that nobody is.
+const OTHER: u32 = 12345;
+
+mod root {
+    use super::*;
+
+    fn as_other(mut run: Run) -> Run {
+        run.command.uid(OTHER).gid(OTHER);
+        run
+    }
+
+    /// A place that other users can enter, with commands that they can run.
+    fn open_place() -> Meeting {
+        assert!(nix::unistd::geteuid().is_root(), "these tests change users: run them as root");
+        let mut meeting = Meeting::new(On::Host);
+        fs::set_permissions(meeting.folder(), PermissionsExt::from_mode(0o777)).unwrap();
+        meeting.copy_binaries();
+        meeting
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn another_user_is_refused_unless_allowed() {
+        let meeting = open_place();
+        // A producer that allows somebody else: its socket is open, and its door is not.
+        let allows = |uid: &str| meeting.producer(&["--allow-uid", uid, "--timeout", "10s"]).start();
+        let producer = allows("54321");
+        wait_for("the socket", || meeting.socket().exists());
+        let refused = as_other(meeting.consumer(&[])).end();
+        refused.code(4).says("uid 12345").says("--allow-uid");
+        meeting.consumer(&[]).end().code(0);
+        producer.end().code(0);
+
+        let producer = allows("12345");
+        wait_for("the socket", || meeting.socket().exists());
+        // Root is always allowed, also as the producer.
+        as_other(meeting.consumer(&[])).end().code(0);
+        producer.end().code(0);
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn a_consumer_does_not_take_memory_from_another_user() {
+        let meeting = open_place();
+        let serve = || {
+            let mut run = as_other(meeting.producer(&["--allow-uid", "54321", "--timeout", "10s"]));
+            run.command.uid(OTHER);
+            let producer = run.start();
+            wait_for("the socket", || meeting.socket().exists());
+            producer
+        };
+        let mut third = meeting.consumer(&[]);
+        third.command.uid(54321).gid(54321);
+        let producer = serve();
+        third.end().code(4).says("runs as uid 12345, which is not allowed here");
+        let mut trusting = meeting.consumer(&["--allow-uid", "12345"]);
+        trusting.command.uid(54321).gid(54321);
+        trusting.end().code(0);
+        producer.end().code(0);
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn a_default_folder_of_another_user_is_refused() {
+        let meeting = open_place();
+        let folder = meeting.folder().join("vmmfd");
+        fs::create_dir(&folder).unwrap();
+        chown(&folder, Some(OTHER), Some(OTHER)).unwrap();
+        for name in ["producer", "consumer"] {
+            let mut run = meeting.bare(name).env("XDG_RUNTIME_DIR", meeting.folder());
+            run.command.args(["--backend", "host"]);
+            run.end().code(5).says("belongs to uid 12345");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn without_permission_the_reason_is_said() {
+        let meeting = open_place();
+        let producer = meeting.producer(&[]).start();
+        wait_for("the socket", || meeting.socket().exists());
+        as_other(meeting.consumer(&[])).end().code(5).says("Permission denied");
+        meeting.consumer(&[]).end().code(0);
+        producer.end().code(0);
+    }
+}
