@@ -6,7 +6,6 @@
 use std::{
     any::Any,
     fs::File,
-    io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     process,
     sync::Arc,
@@ -14,8 +13,9 @@ use std::{
 };
 
 use nix::{
-    fcntl::{FcntlArg, FdFlag, fcntl},
+    fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
     sys::memfd::{MFdFlags, memfd_create},
+    unistd::{ftruncate, pipe2},
 };
 use vmmfd::{
     Error,
@@ -537,17 +537,17 @@ fn a_descriptor_keeps_memory_alive(subject: Subject) {
 /// Descriptors that are no memory of any driver, each of a file of its own.
 fn wrong_descriptors(size: u64) -> Vec<(&'static str, OwnedFd)> {
     let memfd = memfd_create(c"unsealed", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
-    nix::unistd::ftruncate(&memfd, size as i64).unwrap();
+    ftruncate(&memfd, size as i64).unwrap();
     let file = tempfile::tempfile().unwrap();
     file.set_len(size).unwrap();
-    let (pipe_reader, pipe_writer) = io::pipe().unwrap();
-    let (lone_reader, _) = io::pipe().unwrap();
+    let (pipe_reader, pipe_writer) = pipe2(OFlag::O_CLOEXEC).unwrap();
+    let (lone_reader, _) = pipe2(OFlag::O_CLOEXEC).unwrap();
     vec![
         ("an unsealed memfd", memfd),
         ("an ordinary file", file.into()),
-        ("a pipe to read", pipe_reader.into()),
-        ("a pipe to write", pipe_writer.into()),
-        ("a pipe with the other end closed", lone_reader.into()),
+        ("a pipe to read", pipe_reader),
+        ("a pipe to write", pipe_writer),
+        ("a pipe with the other end closed", lone_reader),
         ("a device", File::open("/dev/null").unwrap().into()),
     ]
 }

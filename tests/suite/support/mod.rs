@@ -8,7 +8,7 @@ mod subject;
 pub(crate) use self::{
     fake::{Copy, Fake},
     faulty::{Fault, Faulty},
-    process::{in_child, in_fork},
+    process::{aborts_in_fork, in_child, in_fork},
     subject::{EXPORTABLE, Kind, Subject},
 };
 
