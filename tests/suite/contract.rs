@@ -631,6 +631,7 @@ fn an_export_is_one_descriptor_for_life(mut subject: Subject) {
     // The first export may open files that stay.
     Allocation::create(&device, 1).unwrap().export().unwrap();
     let allocation = Allocation::create(&device, 1).unwrap();
+    subject.faulty.take_verbs();
     let fd = allocation.export().unwrap();
     let number = fd.as_raw_fd();
     assert!(closes_on_exec(fd));
@@ -640,6 +641,8 @@ fn an_export_is_one_descriptor_for_life(mut subject: Subject) {
     let open = inode.open_here();
     assert_eq!(allocation.export().unwrap().as_raw_fd(), number);
     assert_eq!(inode.open_here(), open);
+    let exports = subject.faulty.take_verbs().into_iter().filter(|verb| *verb == "export").count();
+    assert_eq!(exports, 1, "exporting again costs twenty times as much as sending the same again");
     let copy = exported(&allocation);
     drop(allocation);
     match subject.kind {
@@ -904,6 +907,8 @@ fn filling_and_checking_go_slice_by_slice_and_can_be_ended(subject: Subject) {
     pattern::fill(&mapping, size, Pattern::new(1), &mut record).unwrap();
     assert!(pattern::verify(&mapping, size, Pattern::new(1), &mut record).unwrap().passed());
     assert_eq!(done, [slice, 2 * slice, whole, slice, 2 * slice, size]);
+    // The last slice is mostly slack, and the one before it was all data.
+    assert!(read(&mapping, size, (whole - size) as usize).iter().all(|byte| *byte == 0), "slack that is not zero");
     mapping.copy_in(2 * slice, &[!read(&mapping, 2 * slice, 1)[0]]).unwrap();
     let found = pattern::verify(&mapping, size, Pattern::new(1), &mut |_| Ok(())).unwrap();
     assert_eq!((found.mismatches, found.first.unwrap().index), (1, 2 * slice / 4));

@@ -259,6 +259,40 @@ fn a_device_that_can_not_share_is_told_what_it_lacks() {
 }
 
 #[test]
+fn what_the_driver_might_not_survive_never_reaches_it() {
+    let fake = Copy::new().load();
+    let driver = CudaDriver::load_from(fake.path()).unwrap();
+    let unit = 2 << 20;
+    let address = driver.reserve(3 * unit, 0).unwrap();
+    let handles = [0, 1].map(|at| {
+        let handle = driver.create(unit, &EXPORTABLE).unwrap();
+        driver.map(address + at * unit, unit, 0, handle).unwrap();
+        handle
+    });
+    driver.set_access(address, 2 * unit, 0, Some(ReadWrite)).unwrap();
+    let copies = || fake.calls("cuMemcpyHtoD_v2") + fake.calls("cuMemcpyDtoH_v2");
+    let local = 7u8;
+    let mut wild = vec![address - 1, address + 2 * unit, &raw const local as u64, 4096, u64::MAX];
+    driver.unmap(address, 3 * unit).unwrap();
+    wild.extend([address, address + unit]);
+    for start in wild {
+        assert_eq!(code(driver.copy_in(0, start, b"xx")), code::INVALID_VALUE, "{start:#x}");
+        assert_eq!(code(driver.copy_out(0, start, &mut [0; 2])), code::INVALID_VALUE, "{start:#x}");
+        assert_eq!(copies(), 0, "a copy at {start:#x} reached the driver");
+    }
+    for handle in handles {
+        driver.release(handle).unwrap();
+        let before = fake.calls("");
+        assert_eq!(code(driver.release(handle)), code::INVALID_VALUE);
+        assert_eq!(code(driver.map(address, unit, 0, handle)), code::INVALID_VALUE);
+        assert_eq!(code(driver.export(handle)), code::INVALID_VALUE);
+        assert_eq!(code(driver.properties(handle)), code::INVALID_VALUE);
+        assert_eq!(fake.calls(""), before, "a released handle reached the driver");
+    }
+    driver.free(address, 3 * unit).unwrap();
+}
+
+#[test]
 fn contexts_are_retained_once_and_released_with_the_driver() {
     let fake = Copy::new().load();
     let driver = CudaDriver::load_from(fake.path()).unwrap();

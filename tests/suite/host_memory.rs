@@ -3,12 +3,14 @@
 use std::{
     io::{Seek, SeekFrom, Write},
     os::fd::{AsFd, OwnedFd},
+    sync::Arc,
 };
 
 use nix::{
     fcntl::{FcntlArg, SealFlag, fcntl},
     sys::{
         memfd::{MFdFlags, memfd_create},
+        resource::{Resource, setrlimit},
         stat::fstat,
     },
     unistd::ftruncate,
@@ -20,10 +22,10 @@ use vmmfd::{
         Driver, Properties, code,
         host::{GRANULARITY, HostDriver, Live},
     },
-    memory::{Allocation, Mapping},
+    memory::{Allocation, Device, Mapping},
 };
 
-use crate::support::{EXPORTABLE, Inode, Subject, code};
+use crate::support::{EXPORTABLE, Inode, Subject, code, in_fork};
 
 /// A memfd as another process might have made it.
 fn memfd(size: u64, seals: SealFlag) -> OwnedFd {
@@ -59,6 +61,18 @@ fn memory_is_sealed_against_changes_of_size_and_committed() {
     let stat = fstat(fd).unwrap();
     assert_eq!(stat.st_size as u64, 3 * GRANULARITY);
     assert!(stat.st_blocks as u64 * 512 >= 3 * GRANULARITY, "{} blocks", stat.st_blocks);
+}
+
+#[test]
+fn no_program_that_is_started_inherits_memory() {
+    let subject = Subject::host();
+    let device = subject.device();
+    let allocation = Allocation::create(&device, 1).unwrap();
+    let fd = allocation.export().unwrap().try_clone_to_owned().unwrap();
+    let inode = Inode::of(&fd);
+    let _imported = Allocation::import(&device, fd, GRANULARITY).unwrap();
+    assert_eq!(inode.open_here(), 3, "the exporter's, the exported one, and the importer's");
+    assert!(inode.closes_on_exec());
 }
 
 #[test]
@@ -120,14 +134,17 @@ fn memory_sealed_against_writing_is_refused_for_writing_and_nothing_is_left() {
 
 #[test]
 fn more_than_what_is_free_is_refused_and_not_begun() {
-    let subject = Subject::host();
-    let device = subject.device();
-    let free = device.memory_info().unwrap().free;
-    let size = (free + (4 << 30)).next_multiple_of(GRANULARITY);
-    match Allocation::create(&device, size) {
-        Err(Error::OutOfMemory { size: told, free, .. }) => assert!(told == size && free < size, "{told} {free}"),
-        other => panic!("{other:?}"),
-    }
+    // In a process that may make no large file, lest a driver that does not refuse fill this machine.
+    in_fork(|| {
+        setrlimit(Resource::RLIMIT_FSIZE, 64 << 20, 64 << 20).unwrap();
+        let driver: Arc<dyn Driver> = Arc::new(HostDriver::new());
+        let device = Device::all(&driver).unwrap().remove(0);
+        let size = (device.memory_info().unwrap().free + (4 << 30)).next_multiple_of(GRANULARITY);
+        matches!(
+            Allocation::create(&device, size),
+            Err(Error::OutOfMemory { size: told, free, .. }) if told == size && free < size
+        )
+    });
 }
 
 #[test]
