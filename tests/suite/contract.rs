@@ -287,7 +287,9 @@ fn an_alignment_is_kept(subject: Subject) {
     }
 }
 
-fn free_takes_a_whole_reservation_once_with_nothing_mapped(subject: Subject) {
+fn free_takes_a_whole_reservation_once_with_nothing_mapped(mut subject: Subject) {
+    // Another test might be given the addresses that this one freed.
+    subject.alone();
     let mut ground = Ground::new(&subject);
     let (driver, unit) = (&subject.driver, ground.unit);
     let address = driver.reserve(2 * unit, 0).unwrap();
@@ -302,7 +304,9 @@ fn free_takes_a_whole_reservation_once_with_nothing_mapped(subject: Subject) {
     assert_eq!(code(driver.free(address, 2 * unit)), INVALID, "twice");
 }
 
-fn map_takes_whole_allocations_into_empty_reserved_addresses(subject: Subject) {
+fn map_takes_whole_allocations_into_empty_reserved_addresses(mut subject: Subject) {
+    // Another test might be given the addresses that this one freed.
+    subject.alone();
     let mut ground = Ground::new(&subject);
     let (driver, unit) = (&subject.driver, ground.unit);
     let (one, two) = (ground.create(1), ground.create(2));

@@ -315,6 +315,7 @@ fn settings_of_the_environment_are_obeyed() {
     let path = copy.write("libfakecuda.so");
     let prepare = |command: &mut Command| {
         command.env("FAKECUDA_DEVICES", "3").env("FAKECUDA_FAIL", "cuDeviceGetCount:1:46").env("LIBRARY", &path);
+        command.env_remove("CUDA_VISIBLE_DEVICES");
     };
     let answer = in_child("fakecuda::settings_of_the_environment_are_obeyed", prepare, || {
         let calls = Calls { fake: Fake::load(env::var_os("LIBRARY").unwrap().into()) };

@@ -59,6 +59,14 @@ impl Inode {
         })
     }
 
+    /// Whether this process has any of it mapped.
+    pub(crate) fn mapped_here(self) -> bool {
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        // Address, permissions, offset, device, inode, name: for what has no file, the inode is 0.
+        maps.lines()
+            .any(|line| line.split_whitespace().nth(4) == Some(&self.number.to_string()) && line.contains("memfd:"))
+    }
+
     fn numbers(self) -> Vec<String> {
         let fds = fs::read_dir("/proc/self/fd").unwrap();
         // Those of other tests may be closed between the listing and the look.
