@@ -40,7 +40,8 @@ pub(crate) fn in_child(test: &str, prepare: impl FnOnce(&mut Command), body: imp
     let answer = folder.path().join("answer");
     let mut command = Command::new(env::current_exe().unwrap());
     command.args([test, "--exact", "--include-ignored", "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::null());
-    prepare(command.env(ANSWER, &answer));
+    // What the child makes on its way to this call it never gives back: it goes with the folder.
+    prepare(command.env(ANSWER, &answer).env("TMPDIR", folder.path()));
     let mut child = command.spawn().unwrap();
     let started = Instant::now();
     let status = loop {
