@@ -252,7 +252,7 @@ impl Allocation {
     /// Driver call: `cuMemImportFromShareableHandle`.
     pub fn import(device: &Device, fd: OwnedFd, size: u64) -> Result<Arc<Self>> {
         let granularity = device.granularity()?;
-        if size == 0 || size % granularity != 0 {
+        if size == 0 || !size.is_multiple_of(granularity) {
             return Err(Error::Unaligned { size, granularity });
         }
         let handle = device.driver().import(fd.as_fd(), size)?;

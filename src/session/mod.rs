@@ -252,12 +252,10 @@ impl Link {
 
     /// Ends the conversation: with an `error` if this side has one that the peer does not know.
     fn end<T>(mut self, result: &Result<T>) {
-        if let Err(error) = result {
-            if let Some(code) = code_for(error) {
-                let message = Message::Error(Failure { code, message: error.to_string() });
-                if let Err(unsent) = self.channel.send(&message, &[]) {
-                    tracing::debug!(%unsent, "the peer can't be told");
-                }
+        if let Some((code, error)) = result.as_ref().err().and_then(|error| Some((code_for(error)?, error))) {
+            let message = Message::Error(Failure { code, message: error.to_string() });
+            if let Err(unsent) = self.channel.send(&message, &[]) {
+                tracing::debug!(%unsent, "the peer can't be told");
             }
         }
         self.channel.finish();

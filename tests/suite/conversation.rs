@@ -24,7 +24,7 @@ use sendfd::SendWithFd;
 use vmmfd::{
     Error,
     channel::{Cancel, Channel, Listener, Trust},
-    driver::{Access, Backend, Choice, open},
+    driver::{Access, Backend, Choice, DeviceUuid, open},
     memory::{Allocation, Device, Selector},
     pattern::Pattern,
     session::{Terms, consumer::fetch},
@@ -504,7 +504,7 @@ mod producers {
                 while !stop.load(std::sync::atomic::Ordering::Relaxed) {
                     let address = SocketAddrUnix::new(meeting.socket()).unwrap();
                     // Refused once the producer is gone.
-                    let _ = connect(&seqpacket(), &address);
+                    let _ = connect(seqpacket(), &address);
                     thread::sleep(Duration::from_millis(20));
                 }
             });
@@ -606,11 +606,14 @@ mod consumers {
         );
     }
 
+    /// Makes an offer a bad one, perhaps with another device.
+    type Change = fn(&mut Offer, DeviceUuid);
+
     #[test]
     fn offers_that_contradict_themselves_or_do_not_fit_are_refused() {
         let (sound, memory) = memory(100, 3);
         let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
-        let cases: [(ErrorCode, fn(&mut Offer, vmmfd::driver::DeviceUuid)); 10] = [
+        let cases: [(ErrorCode, Change); 10] = [
             (ErrorCode::Protocol, |offer, _| offer.size = 0),
             (ErrorCode::Protocol, |offer, _| offer.size = u64::MAX),
             (ErrorCode::Protocol, |offer, _| offer.mapped_size = 99),
@@ -650,7 +653,7 @@ mod consumers {
     fn a_claimed_size_that_is_not_the_memorys_is_refused() {
         for factor in [2, 1] {
             let (mut offer, memory) = memory(3 << 20, 3);
-            offer.mapped_size = factor * 8 << 20;
+            offer.mapped_size = factor * (8 << 20);
             offer.size = 100;
             against(
                 |channel| {
@@ -700,8 +703,8 @@ mod consumers {
         for stage in 0..4 {
             against(
                 |channel| match stage {
-                    0 => return,
-                    1 => return greet(channel),
+                    0 => {}
+                    1 => greet(channel),
                     2 => {
                         greet(channel);
                         channel.send(&Message::Offer(offer.clone()), &[]).unwrap();

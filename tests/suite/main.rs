@@ -3,6 +3,11 @@
 mod commands;
 mod contract;
 mod conversation;
+mod cuda_library;
+mod fakecuda;
+mod host_memory;
+#[cfg(feature = "launch")]
+mod launch;
 mod options;
 mod running;
 mod support;

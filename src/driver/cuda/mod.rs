@@ -44,7 +44,10 @@ pub struct CudaDriver {
 
 /// A device's primary context, retained for the life of the driver object.
 #[derive(Debug, Clone, Copy)]
-struct Context(*mut c_void);
+struct Context {
+    device: c_int,
+    context: *mut c_void,
+}
 
 // SAFETY: a CUcontext is a handle that the driver lets any thread push.
 unsafe impl Send for Context {}
@@ -114,15 +117,16 @@ impl CudaDriver {
         let mut context = ptr::null_mut();
         // SAFETY: the pointer is valid for the one write; the context is released once, on drop.
         unsafe { self.functions.primary_ctx_retain(&mut context, device) }?;
-        contexts.insert(ordinal, Context(context));
-        Ok(Context(context))
+        let context = Context { device, context };
+        contexts.insert(ordinal, context);
+        Ok(context)
     }
 
     /// Runs `call` with the device's primary context current, and leaves the thread's own as it was.
     fn within<T>(&self, ordinal: i32, call: impl FnOnce() -> Result<T>) -> Result<T> {
         let context = self.context(ordinal)?;
         // SAFETY: the context is retained until this object is dropped.
-        unsafe { self.functions.ctx_push_current(context.0) }?;
+        unsafe { self.functions.ctx_push_current(context.context) }?;
         let result = call();
         let mut popped = ptr::null_mut();
         // SAFETY: the pointer is valid for the one write, and what is popped is what was pushed.
@@ -172,15 +176,9 @@ impl Drop for CudaDriver {
             return;
         }
         let contexts = self.contexts.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for &ordinal in contexts.keys() {
-            let mut device = 0;
-            // SAFETY: the pointer is valid for the one write; each context was retained once.
-            let released = unsafe {
-                self.functions
-                    .device_get(&mut device, ordinal)
-                    .and_then(|()| self.functions.primary_ctx_release(device))
-            };
-            if let Err(error) = released {
+        for (ordinal, context) in contexts {
+            // SAFETY: no pointers; it was retained once, and nothing of this object uses it any more.
+            if let Err(error) = unsafe { self.functions.primary_ctx_release(context.device) } {
                 tracing::warn!(%error, ordinal, "the primary context can't be released");
             }
         }

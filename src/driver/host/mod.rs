@@ -296,7 +296,7 @@ impl Driver for HostDriver {
         let mut state = self.write();
         let memory = Arc::clone(state.handles.get(&handle).ok_or_else(invalid)?);
         let (_, reserved) = state.reservation(address, size).ok_or_else(invalid)?;
-        if size == 0 || address % GRANULARITY != 0 {
+        if size == 0 || !address.is_multiple_of(GRANULARITY) {
             return Err(invalid());
         }
         if offset != 0 || size != memory.size {
@@ -446,7 +446,7 @@ impl Driver for HostDriver {
 }
 
 fn aligned(size: u64) -> bool {
-    size != 0 && size % GRANULARITY == 0
+    size != 0 && size.is_multiple_of(GRANULARITY)
 }
 
 /// A memfd of `size` bytes, every page of it committed.

@@ -9,6 +9,9 @@
 //! | `FAKECUDA_FREE=4194304` | how many bytes each device has free while nothing is allocated |
 //! | `FAKECUDA_LOG=path` | every call is appended to that file, as `pid name`, before it is done |
 //!
+//! An empty `CUDA_VISIBLE_DEVICES` leaves no device, as with NVIDIA's driver; its other values are about GPUs that the
+//! machine of the test may have, and are not looked at.
+//!
 //! A setting that makes no sense aborts: a test that believes in one that does not exist proves nothing.
 
 use std::{
@@ -55,6 +58,9 @@ static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
     };
     for (name, value) in env::vars().filter(|(name, _)| name.starts_with("FAKECUDA_")) {
         settings.set(&name, &value);
+    }
+    if env::var_os("CUDA_VISIBLE_DEVICES").is_some_and(|visible| visible.is_empty()) {
+        settings.devices = 0;
     }
     Mutex::new(settings)
 });

@@ -68,8 +68,11 @@ impl Copy {
         path
     }
 
+    /// Loads it. It has one device, also where the environment hides the GPUs of this machine.
     pub(crate) fn load(&self) -> Fake {
-        Fake::load(self.write("libfakecuda.so"))
+        let fake = Fake::load(self.write("libfakecuda.so"));
+        fake.set("FAKECUDA_DEVICES", "1");
+        fake
     }
 }
 
@@ -92,7 +95,7 @@ pub(crate) struct Fake {
 }
 
 impl Fake {
-    /// A fresh copy, loaded. Its file is gone when the copy is dropped, which the loader does not mind.
+    /// Loads a copy's file, which may be gone afterwards: the loader does not mind.
     pub(crate) fn load(path: PathBuf) -> Self {
         // SAFETY: loading it runs no code of its own.
         let library = unsafe { Library::new(&path) }.unwrap();

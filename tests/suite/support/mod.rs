@@ -8,7 +8,7 @@ mod subject;
 pub(crate) use self::{
     fake::{Copy, Fake},
     faulty::{Fault, Faulty},
-    process::{in_child, in_fork},
+    process::{aborts_in_fork, in_child, in_fork},
     subject::{EXPORTABLE, Kind, Subject},
 };
 
@@ -17,7 +17,7 @@ use std::{
     os::{fd::AsFd, unix::fs::MetadataExt},
 };
 
-use nix::sys::stat::fstat;
+use nix::{fcntl::OFlag, sys::stat::fstat};
 use vmmfd::Error;
 
 /// The code of a driver's answer, 0 if it went well. Any other error fails the test.
@@ -47,9 +47,34 @@ impl Inode {
 
     /// How many descriptors of this process are of it.
     pub(crate) fn open_here(self) -> usize {
+        self.numbers().len()
+    }
+
+    /// Whether a program that this process starts would inherit none of them.
+    pub(crate) fn closes_on_exec(self) -> bool {
+        self.numbers().iter().all(|number| {
+            let info = fs::read_to_string(format!("/proc/self/fdinfo/{number}")).unwrap();
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+            i32::from_str_radix(flags.trim(), 8).unwrap() & OFlag::O_CLOEXEC.bits() != 0
+        })
+    }
+
+    /// Whether this process has any of it mapped.
+    pub(crate) fn mapped_here(self) -> bool {
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        // Address, permissions, offset, device, inode, name: for what has no file, the inode is 0.
+        maps.lines()
+            .any(|line| line.split_whitespace().nth(4) == Some(&self.number.to_string()) && line.contains("memfd:"))
+    }
+
+    fn numbers(self) -> Vec<String> {
         let fds = fs::read_dir("/proc/self/fd").unwrap();
         // Those of other tests may be closed between the listing and the look.
-        let inodes = fds.filter_map(|entry| fs::metadata(entry.ok()?.path()).ok());
-        inodes.filter(|seen| (seen.dev(), seen.ino()) == (self.device, self.number)).count()
+        let seen = fds.filter_map(|entry| {
+            let entry = entry.ok()?;
+            Some((entry.file_name().into_string().ok()?, fs::metadata(entry.path()).ok()?))
+        });
+        let wanted = (self.device, self.number);
+        seen.filter(|(_, seen)| (seen.dev(), seen.ino()) == wanted).map(|(number, _)| number).collect()
     }
 }

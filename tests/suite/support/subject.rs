@@ -28,8 +28,8 @@ pub(crate) enum Kind {
     Cuda,
 }
 
-/// Held for reading by every test on the GPU, and for writing by one that counts files: all that the driver exports is
-/// the same file.
+/// Held for reading by every test on the GPU, and for writing by one that must be alone there: one driver serves the whole
+/// process, and all that it exports is the same file.
 static GPU: RwLock<()> = RwLock::new(());
 
 enum Turn {
@@ -79,7 +79,7 @@ impl Subject {
         Self { kind, driver: Arc::clone(&faulty) as Arc<dyn Driver>, faulty, fake, host, turn }
     }
 
-    /// Waits until no other test uses files of the same identity.
+    /// Waits until no other test uses the same driver: for tests that count its files, or use addresses after freeing them.
     pub(crate) fn alone(&mut self) {
         if self.kind == Kind::Cuda {
             // The guard for reading first: two of these would wait for each other.
