@@ -1,19 +1,8 @@
 //! What is written into a buffer, and how it is checked.
 //!
-//! A buffer is a sequence of little-endian 32-bit words, and `word[i]` of the pattern is
-//!
-//! ```text
-//! (i * 2 + 1337) ^ 0xDEADBEEF ^ salt ^ mix(i >> 31)
-//! ```
-//!
-//! in wrapping 32-bit arithmetic. Without the last term it would repeat every 2³¹ words (8 GiB), and exchanged pieces of a
-//! larger buffer would pass; `mix` is MurmurHash3's 32-bit finalizer, a bijection with `mix(0) = 0`:
-//!
-//! ```text
-//! h ^= h >> 16;  h *= 0x85EBCA6B;  h ^= h >> 13;  h *= 0xC2B2AE35;  h ^= h >> 16
-//! ```
-//!
-//! If the size is no multiple of 4, the last word is cut to the bytes that there are: it is filled and checked too.
+//! The formula is part of the protocol: see [`crate::wire`]. Without its last term the pattern would repeat every 2³¹ words
+//! (8 GiB), and exchanged pieces of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
+//! `mix(0) = 0`, so that below 8 GiB and with salt 0 it is the classic pattern.
 
 use crate::{
     error::{Error, Result},

@@ -9,50 +9,64 @@
 //!
 //! # Record
 //!
-//! | bytes | field | |
+//! | bytes | field | value |
 //! |---|---|---|
-//! | 0..4 | magic | the ASCII letters `VMFD` |
-//! | 4..6 | version | `u16`, 1 |
-//! | 6..8 | kind | `u16`, see below |
-//! | 8..12 | body length | `u32`, at most 65536; the record is exactly 16 bytes longer |
-//! | 12..16 | fd count | `u32`, how many descriptors come with the record |
-//! | 16.. | body | one JSON object, UTF-8 |
+//! | 0 to 3 | magic | the ASCII letters `VMFD` |
+//! | 4, 5 | version | `u16`: 1 |
+//! | 6, 7 | kind | `u16`: see Messages |
+//! | 8 to 11 | body length | `u32`: at most 65536, and exactly the rest of the record |
+//! | 12 to 15 | fd count | `u32`: how many descriptors come with the record |
+//! | from 16 | body | one JSON object in UTF-8 |
 //!
-//! Integers are little-endian. Unknown fields of a body are ignored; a field whose type is shown as `T?` may be `null` or
-//! absent. Descriptors come with `segments` alone, as many as it has sizes; with any other kind the count is 0.
+//! Integers are little-endian. Unknown fields of a body are ignored; a field whose type ends in `?` may be null or absent.
+//! Descriptors come with `segments` alone, as many as it lists sizes; with any other kind the fd count is 0.
 //!
 //! # Messages
 //!
 //! | kind | name | sent by | body |
 //! |---|---|---|---|
-//! | 1 | `hello` | both | [`Hello`]: `version` u16, `capabilities` [string], `backend` `"cuda"` or `"host"`, `pid` u32 |
-//! | 2 | `request` | consumer | [`Request`]: `object` string, `access` `"ro"`, `"rw"`, or null for what the offer says |
-//! | 3 | `offer` | producer | [`Offer`]: `object` string, `mechanism` `"vmm"`, `device` {`uuid`, `name`}, `size` u64, `mapped_size` u64, `segments` u64, `element_type` `"u32"`, `access` `"ro"` or `"rw"`, `salt` u32, `reply_salt` u32? |
-//! | 4 | `segments` | producer | [`Segments`]: `first` u64, `sizes` [u64], 1 to 253 of them |
-//! | 5 | `received` | consumer | [`Received`]: `segments` u64, how many arrived so far |
-//! | 6 | `result` | both | [`Outcome`]: `verified` bool, `words` u64, `mismatches` u64, `first_mismatch` {`index` u64, `expected` u32, `found` u32}? |
-//! | 7 | `busy` | both | [`Busy`]: empty |
-//! | 8 | `error` | both | [`Failure`]: `code` [`ErrorCode`], `message` string |
+//! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (none in version 1), `backend` `"cuda"` or `"host"`, `pid` u32 |
+//! | 2 | `request` | consumer | `object` string (`"default"`), `access` `"ro"` or `"rw"`? (null: what the offer says) |
+//! | 3 | `offer` | producer | `object` string, `mechanism` `"vmm"`, `device` {`uuid` string, `name` string}, `size` u64, `mapped_size` u64, `segments` u64, `element_type` `"u32"`, `access` `"ro"` or `"rw"`, `salt` u32, `reply_salt` u32? |
+//! | 4 | `segments` | producer | `first` u64 (index of the first listed), `sizes` \[u64\], 1 to 253 of them |
+//! | 5 | `received` | consumer | `segments` u64: how many arrived so far |
+//! | 6 | `result` | both | `verified` bool, `words` u64, `mismatches` u64, `first_mismatch` {`index` u64, `expected` u32, `found` u32}? |
+//! | 7 | `busy` | both | empty: `{}` |
+//! | 8 | `error` | both | `code` string, `message` string |
+//!
+//! Codes of `error`: `version`, `protocol`, `refused` (user), `backend`, `device`, `object`, `access`, `full`, `timeout`,
+//! `interrupted`, `failed`. A receiver takes codes that it does not know as `failed`.
 //!
 //! # Conversation
 //!
 //! 1. The consumer connects and sends `hello`; the producer answers with its own.
 //! 2. The consumer sends `request`. Any number of requests may follow one another on a connection, each with all that
 //!    follows here.
-//! 3. The producer answers `offer`, then one `segments` record after another until it has sent as many segments as the
-//!    offer said. The consumer answers each with `received` before the next is sent. The size in the record is the exact
-//!    size of the allocation behind the descriptor beside it; together they are `mapped_size`.
-//! 4. The consumer finds its own device of that UUID, imports, maps the segments side by side in their order and checks
-//!    the first `size` bytes against the pattern of `salt` ([`crate::pattern`]). With a `reply_salt`, and only then, it
-//!    writes the pattern of that salt over them if they were right.
-//! 5. All its work on the buffer done, it sends `result`. The producer checks the reply, if there was to be one, and
+//! 3. The producer answers `offer`, then one `segments` after another until it has sent as many segments as the offer
+//!    says. The consumer answers each with `received` before the next is sent. Each size is the exact size of the allocation
+//!    behind the descriptor of the same place; together they are `mapped_size`.
+//! 4. The consumer finds its own device of that UUID, imports the descriptors, closes them, maps the segments side by side
+//!    in their order, and checks the first `size` bytes against the pattern of `salt`. If they were right and there is a
+//!    `reply_salt`, it writes the pattern of that salt over them.
+//! 5. When all its work on the buffer is done it sends `result`. The producer checks the reply, if there was to be one, and
 //!    sends its own `result`: `words` is what it checked itself, and `verified` is false if either side found a mismatch.
 //! 6. The consumer sends another `request`, or shuts down writing. The producer closes when it sees the end.
 //!
-//! Whoever works instead of answering (filling, checking, waiting for a turn) sends `busy` once a second; it is no answer
-//! and restarts the receiver's deadline. `error` ends the conversation at any point: its sender shuts down writing, reads
-//! to the end or its deadline, and closes. A receiver whose own sending fails with `EPIPE` or `ECONNRESET` reads once more
-//! before it gives up, for the reason may still be there.
+//! Whoever works instead of answering (filling, checking, waiting for a turn) sends `busy` once a second: it is no answer,
+//! and restarts the receiver's deadline. `error` ends the conversation at any point: its sender shuts down writing, reads to
+//! the end or its deadline, and closes. Whoever can't send because of `EPIPE` or `ECONNRESET` reads once more before it gives
+//! up, for the reason may still be there.
+//!
+//! # Pattern
+//!
+//! A buffer of element type `u32` is a sequence of little-endian 32-bit words. In wrapping 32-bit arithmetic,
+//!
+//! ```text
+//! word[i] = (i * 2 + 1337) ^ 0xDEADBEEF ^ salt ^ mix(i >> 31)
+//! mix(h):   h ^= h >> 16;  h *= 0x85EBCA6B;  h ^= h >> 13;  h *= 0xC2B2AE35;  h ^= h >> 16
+//! ```
+//!
+//! If `size` is no multiple of 4, the last word is cut to the bytes that there are.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 

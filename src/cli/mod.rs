@@ -5,7 +5,7 @@
 mod options;
 mod output;
 
-use std::{os::fd::AsFd, process::ExitCode, thread, time::Duration};
+use std::{os::fd::AsFd, process::ExitCode, sync::Arc, thread, time::Duration};
 
 use clap::{Parser, error::ErrorKind as UsageKind};
 use nix::{
@@ -130,10 +130,10 @@ pub fn main<C: Command>() -> ExitCode {
         Ok(command) => command,
         Err(error) => return usage::<C>(&error),
     };
-    let console = Console::new(C::ROLE, command.common());
+    let console = Arc::new(Console::new(C::ROLE, command.common()));
     let result =
         masked.map_err(|errno| Error::system("block signals", errno)).and_then(|()| Cancel::new()).and_then(|cancel| {
-            watch(signals, &cancel)?;
+            watch(signals, &cancel, &console)?;
             command.run(&console, &cancel)
         });
     ExitCode::from(console.finish(result).code())
@@ -144,10 +144,10 @@ const GRACE: Duration = Duration::from_secs(2);
 
 /// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process at once, and so does the end
 /// of the grace: the work that does not stop may be deep in the driver.
-fn watch(signals: SigSet, cancel: &Cancel) -> Result<(), Error> {
+fn watch(signals: SigSet, cancel: &Cancel, console: &Arc<Console>) -> Result<(), Error> {
     let waiting = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC);
     let waiting = waiting.map_err(|errno| Error::system("wait for signals", errno))?;
-    let cancel = cancel.clone();
+    let (cancel, console) = (cancel.clone(), Arc::clone(console));
     let watching = move || {
         let Ok(Some(first)) = waiting.read_signal() else { return };
         let signal = first.ssi_signo as i32;
@@ -155,7 +155,8 @@ fn watch(signals: SigSet, cancel: &Cancel) -> Result<(), Error> {
         let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
         // Whatever ends the wait: the time, another signal, or an error.
         let _ = poll(&mut fds, PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX));
-        std::process::exit(Exit::Signal(signal).code().into());
+        let exit = console.finish(Err(Error::Interrupted { signal }));
+        std::process::exit(exit.code().into());
     };
     let spawned = thread::Builder::new().name("signals".to_owned()).spawn(watching);
     spawned.map(drop).map_err(|error| Error::system("start a thread", error))

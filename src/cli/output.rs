@@ -3,6 +3,7 @@
 use std::{
     fmt::Display,
     io::{self, IsTerminal, Write},
+    mem,
     sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -28,6 +29,8 @@ pub struct Console {
     lines: bool,
     json: bool,
     state: Mutex<State>,
+    /// Held while the end is told: whoever comes second finds it told.
+    finished: Mutex<bool>,
 }
 
 #[derive(Debug)]
@@ -137,7 +140,7 @@ impl Console {
             consumers: None,
             error: None,
         };
-        Self { lines, json, state: Mutex::new(State { report, stdout: None }) }
+        Self { lines, json, state: Mutex::new(State { report, stdout: None }), finished: Mutex::new(false) }
     }
 
     /// Prints what bad usage calls for with `--json`.
@@ -148,8 +151,12 @@ impl Console {
         console.print_json(Exit::Usage)
     }
 
-    /// Says how the command ended, and with which code it exits.
+    /// Says how the command ended, and with which code it exits. What is said first stays.
     pub(super) fn finish(&self, result: Result<Exit, Error>) -> Exit {
+        let mut finished = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
+        if mem::replace(&mut *finished, true) {
+            return result.unwrap_or_else(|error| Exit::of(&error));
+        }
         let exit = match result {
             Ok(Exit::Mismatch) => {
                 self.mismatch();

@@ -1,7 +1,8 @@
 //! The CUDA backend: the real driver, found at run time. Nothing of a toolkit is needed, to build or to run.
 //!
-//! It keeps what it gave out, because the driver does not survive all mistakes: mapping a released handle was seen to
-//! crash inside the library. What is not in the tables is answered here, with the driver's own number.
+//! It keeps what it gave out, because the driver does not catch all mistakes: mapping a released handle was seen to crash
+//! inside the library, and a mapping to reach over the end of its reservation into the next one. What is not in the tables
+//! is answered here, with the driver's own number.
 
 #![allow(unsafe_code)]
 
@@ -14,7 +15,7 @@ use std::{
     path::Path,
     process, ptr,
     sync::{
-        Mutex, PoisonError, RwLock, RwLockReadGuard,
+        Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicU32, Ordering},
     },
 };
@@ -38,8 +39,33 @@ pub struct CudaDriver {
     contexts: Mutex<BTreeMap<i32, Context>>,
     /// A call on a handle holds it for reading, so that the handle is not released under it.
     handles: RwLock<BTreeSet<Handle>>,
-    /// The sizes of what is mapped, by address. A copy holds it for reading, so that nothing is unmapped under it.
-    mapped: RwLock<BTreeMap<u64, u64>>,
+    /// A copy holds it for reading, so that nothing is unmapped under it.
+    addresses: RwLock<Addresses>,
+}
+
+/// The sizes of what is reserved and of what is mapped, by address.
+#[derive(Debug, Default)]
+struct Addresses {
+    reserved: BTreeMap<u64, u64>,
+    mapped: BTreeMap<u64, u64>,
+}
+
+impl Addresses {
+    /// Whether a range lies in one reservation.
+    fn hold(&self, address: u64, size: u64) -> bool {
+        let reservation = self.reserved.range(..=address).next_back();
+        reservation.is_some_and(|(&start, &length)| address.checked_add(size).is_some_and(|end| end <= start + length))
+    }
+
+    /// Whether mappings cover a range without a gap.
+    fn cover(&self, address: u64, size: u64) -> bool {
+        let Some(end) = address.checked_add(size) else { return false };
+        let first = self.mapped.range(..=address).next_back().map_or(address, |(&start, _)| start);
+        let reached = self.mapped.range(first..end.max(first)).fold(address, |reached, (&start, &size)| {
+            if start <= reached { reached.max(start + size) } else { reached }
+        });
+        reached >= end
+    }
 }
 
 /// A device's primary context, retained for the life of the driver object.
@@ -91,7 +117,7 @@ impl CudaDriver {
             origin: Origin(pid),
             contexts: Mutex::default(),
             handles: RwLock::default(),
-            mapped: RwLock::default(),
+            addresses: RwLock::default(),
         };
         if driver.device_count()? == 0 {
             return Err(Error::NoDevice);
@@ -141,6 +167,13 @@ impl CudaDriver {
         if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
+    /// The addresses, to change what is mapped in a range, if the range is this object's.
+    fn own(&self, call: &'static str, address: u64, size: u64) -> Result<RwLockWriteGuard<'_, Addresses>> {
+        self.origin.check()?;
+        let addresses = self.addresses.write().unwrap_or_else(PoisonError::into_inner);
+        if addresses.hold(address, size) { Ok(addresses) } else { Err(failure(call, code::INVALID_VALUE)) }
+    }
+
     fn gained(&self, handle: u64) -> Handle {
         self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(Handle(handle));
         Handle(handle)
@@ -156,15 +189,9 @@ impl CudaDriver {
         copy: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         self.origin.check()?;
-        let mapped = self.mapped.read().unwrap_or_else(PoisonError::into_inner);
-        let invalid = || failure(call, code::INVALID_VALUE);
-        let end = address.checked_add(size as u64).ok_or_else(invalid)?;
-        let first = mapped.range(..=address).next_back().map_or(address, |(&start, _)| start);
-        let reached = mapped.range(first..end.max(first)).fold(address, |reached, (&start, &size)| {
-            if start <= reached { reached.max(start + size) } else { reached }
-        });
-        if reached < end {
-            return Err(invalid());
+        let addresses = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
+        if !addresses.cover(address, size as u64) {
+            return Err(failure(call, code::INVALID_VALUE));
         }
         self.within(ordinal, copy)
     }
@@ -258,7 +285,8 @@ impl Driver for CudaDriver {
     }
 
     fn granularity(&self, properties: &Properties, which: Granularity) -> Result<u64> {
-        self.origin.check()?;
+        // The driver takes -1 here, for the CPU.
+        self.device(properties.ordinal)?;
         let option = match which {
             Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
             Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
@@ -276,7 +304,7 @@ impl Driver for CudaDriver {
     }
 
     fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
-        self.origin.check()?;
+        self.device(properties.ordinal)?;
         let mut handle = 0;
         // SAFETY: both pointers are valid for the call.
         unsafe { self.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
@@ -298,30 +326,37 @@ impl Driver for CudaDriver {
         let mut address = 0;
         // SAFETY: the pointer is valid for the one write.
         unsafe { self.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
+        self.addresses.write().unwrap_or_else(PoisonError::into_inner).reserved.insert(address, size);
         Ok(address)
     }
 
     fn free(&self, address: u64, size: u64) -> Result<()> {
-        self.origin.check()?;
-        // SAFETY: no pointers; the driver checks the range, and refuses one with a mapping in it.
-        unsafe { self.functions.mem_address_free(address, size as usize) }
+        const CALL: &str = "cuMemAddressFree";
+        let mut addresses = self.own(CALL, address, size)?;
+        if addresses.reserved.get(&address) != Some(&size) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        // SAFETY: no pointers; it is a whole reservation, and the driver refuses one with a mapping in it.
+        unsafe { self.functions.mem_address_free(address, size as usize) }?;
+        addresses.reserved.remove(&address);
+        Ok(())
     }
 
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
-        let _known = self.known("cuMemMap", handle)?;
-        let mut mapped = self.mapped.write().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the handle is alive; the driver checks the range, and refuses one that is not reserved and empty.
+        const CALL: &str = "cuMemMap";
+        let _known = self.known(CALL, handle)?;
+        let mut addresses = self.own(CALL, address, size)?;
+        // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses what is mapped already.
         unsafe { self.functions.mem_map(address, size as usize, offset as usize, handle.0, 0) }?;
-        mapped.insert(address, size);
+        addresses.mapped.insert(address, size);
         Ok(())
     }
 
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
-        self.origin.check()?;
-        let mut mapped = self.mapped.write().unwrap_or_else(PoisonError::into_inner);
+        let mut addresses = self.own("cuMemUnmap", address, size)?;
         // SAFETY: no pointers; no copy of this object is under way, and the driver refuses to unmap in part.
         unsafe { self.functions.mem_unmap(address, size as usize) }?;
-        mapped.retain(|&start, _| start < address || start - address >= size);
+        addresses.mapped.retain(|&start, _| start < address || start - address >= size);
         Ok(())
     }
 
@@ -331,7 +366,7 @@ impl Driver for CudaDriver {
             Some(Access::ReadOnly) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
             Some(Access::ReadWrite) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        self.origin.check()?;
+        let _own = self.own("cuMemSetAccess", address, size)?;
         let access = AccessDesc { location: Location::device(ordinal), flags: flags as c_uint };
         // SAFETY: the pointer is valid for one description.
         unsafe { self.functions.mem_set_access(address, size as usize, &access, 1) }
