@@ -53,3 +53,8 @@ pub mod session;
 pub mod wire;
 
 pub use error::{Error, ErrorKind, Result};
+
+/// The examples of the README, so that they are compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct ReadMe;

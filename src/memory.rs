@@ -419,7 +419,7 @@ impl Mapping {
     /// [`Error::OutOfRange`] if they do not fit; [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if it is mapped
     /// read-only.
     ///
-    /// Driver call: `cuMemcpyHtoD`. The bytes may still be on their way: see [`Mapping::synchronize`].
+    /// Driver calls: `cuMemcpyHtoD`, and `cuStreamSynchronize`, so that the bytes are there when it returns.
     pub fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
         check_range(offset, from.len() as u64, self.size())?;
         self.device().driver().copy_in(self.device().ordinal(), self.address + offset, from)

@@ -122,7 +122,7 @@ fn word(bytes: &[u8]) -> u32 {
 /// # Errors
 /// [`Error::OutOfRange`] if `size` is more than the mapping; what the copies or `progress` fail with.
 ///
-/// Driver calls: `cuMemcpyHtoD`, `cuCtxSynchronize`.
+/// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
 pub fn fill(mapping: &Mapping, size: u64, pattern: Pattern, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
     let mut slice = slice_for(mapping, mapping.size(), size)?;
     for (offset, length) in slices(mapping.size()) {

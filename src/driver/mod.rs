@@ -244,7 +244,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// What an allocation was made with. `cuMemGetAllocationPropertiesFromHandle`.
     fn properties(&self, handle: Handle) -> Result<Properties>;
 
-    /// Copies from this process's memory into a mapping. `cuMemcpyHtoD`.
+    /// Copies from this process's memory into a mapping; the bytes are there when it returns. `cuMemcpyHtoD`,
+    /// `cuStreamSynchronize`.
     fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()>;
 
     /// Copies from a mapping into this process's memory. `cuMemcpyDtoH`.

@@ -26,7 +26,7 @@ use vmmfd::{
 use crate::support::{Copy, EXPORTABLE, Fake, Subject, code, in_child, in_fork};
 
 /// Every symbol that the CUDA backend looks for, with what it is looked for as.
-const SYMBOLS: [&str; 26] = [
+const SYMBOLS: [&str; 27] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -39,6 +39,7 @@ const SYMBOLS: [&str; 26] = [
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
     "cuCtxSynchronize",
+    "cuStreamSynchronize",
     "cuMemGetInfo_v2",
     "cuMemGetAllocationGranularity",
     "cuMemCreate",

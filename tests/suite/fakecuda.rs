@@ -69,12 +69,14 @@ calls! {
     push = cuCtxPushCurrent_v2(context: *mut c_void);
     pop = cuCtxPopCurrent_v2(context: *mut *mut c_void);
     synchronize = cuCtxSynchronize();
+    synchronize_stream = cuStreamSynchronize(stream: *mut c_void);
     info = cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     granularity = cuMemGetAllocationGranularity(granularity: *mut usize, properties: *const Properties, option: c_uint);
     create = cuMemCreate(handle: *mut u64, size: usize, properties: *const Properties, flags: u64);
     release = cuMemRelease(handle: u64);
     reserve = cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64);
     map = cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64);
+    unmap = cuMemUnmap(address: u64, size: usize);
     set_access = cuMemSetAccess(address: u64, size: usize, access: *const [u32; 3], count: usize);
     export = cuMemExportToShareableHandle(fd: *mut c_int, handle: u64, kind: c_uint, flags: u64);
     import = cuMemImportFromShareableHandle(handle: *mut u64, fd: *mut c_void, kind: c_uint);
@@ -272,6 +274,30 @@ fn a_dead_handle_ends_the_process_as_it_would_with_nvidias_driver() {
         });
         assert!(told.starts_with(&format!("fakecuda: {name} of handle ")), "{told}");
     }
+}
+
+#[test]
+fn unmapping_under_a_copy_that_may_still_arrive_ends_the_process_as_it_would_ruin_a_gpus_context() {
+    let bytes = [1u8; 16];
+    let copied_and_unmapped = |calls: &Calls, wait: &dyn Fn() -> u32| {
+        let (mut context, mut address, handle) = (ptr::null_mut(), 0, calls.created());
+        assert_eq!((calls.retain(&mut context, 0), calls.push(context)), (0, 0));
+        assert_eq!(calls.reserve(&mut address, UNIT, 0, 0, 0), 0);
+        assert_eq!(calls.map(address, UNIT, 0, handle, 0), 0);
+        assert_eq!(calls.set_access(address, UNIT, &[1, 0, 3], 1), 0);
+        assert_eq!(calls.copy_in(address, bytes.as_ptr().cast(), bytes.len()), 0);
+        assert_eq!(wait(), 0);
+        assert_eq!(calls.unmap(address, UNIT), 0);
+    };
+    let calls = Calls::initialised();
+    copied_and_unmapped(&calls, &|| calls.synchronize_stream(ptr::null_mut()));
+    copied_and_unmapped(&calls, &|| calls.synchronize());
+    let calls = Calls::new();
+    let told = aborts_in_fork(|| {
+        assert_eq!(calls.init(0), 0);
+        copied_and_unmapped(&calls, &|| 0);
+    });
+    assert!(told.starts_with("fakecuda: cuMemUnmap under a copy to "), "{told}");
 }
 
 // The settings

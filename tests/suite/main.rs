@@ -9,6 +9,7 @@ mod host_memory;
 #[cfg(feature = "launch")]
 mod launch;
 mod options;
+mod readme;
 mod running;
 mod support;
 mod users;

@@ -155,6 +155,7 @@ functions! {
     ctx_push_current = ["cuCtxPushCurrent_v2"] (context: *mut c_void);
     ctx_pop_current = ["cuCtxPopCurrent_v2"] (context: *mut *mut c_void);
     ctx_synchronize = ["cuCtxSynchronize"] ();
+    stream_synchronize = ["cuStreamSynchronize"] (stream: *mut c_void);
     mem_get_info = ["cuMemGetInfo_v2"] (free: *mut usize, total: *mut usize);
     mem_get_allocation_granularity = ["cuMemGetAllocationGranularity"]
         (granularity: *mut usize, properties: *const AllocationProp, option: c_uint);

@@ -411,7 +411,15 @@ impl Driver for CudaDriver {
     fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
         self.copy("cuMemcpyHtoD_v2", ordinal, address, from.len(), || {
             // SAFETY: `from` is valid for its length, and the destination is mapped for as long as the call takes.
-            unsafe { self.functions.memcpy_htod(address, from.as_ptr().cast(), from.len()) }
+            unsafe { self.functions.memcpy_htod(address, from.as_ptr().cast(), from.len()) }?;
+            // From pageable memory the call returns while the last bytes are on their way, and unmapping does not wait for
+            // them: the GPU was seen to fault, which ruins the context. So nothing may be on its way when this returns,
+            // whatever it returns.
+            // SAFETY: null is the default stream, on which the copy is.
+            unsafe { self.functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
+                // SAFETY: no pointers. Its own failure is the same one again.
+                let _ = unsafe { self.functions.ctx_synchronize() };
+            })
         })
     }
 

@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     ffi::{c_int, c_uint, c_void},
     fs::{self, File, Permissions},
+    ops::Range,
     os::{
         fd::{BorrowedFd, OwnedFd, RawFd},
         unix::fs::{MetadataExt, PermissionsExt},
@@ -29,6 +30,7 @@ const NOT_INITIALIZED: u32 = 3;
 const NO_DEVICE: u32 = 100;
 const INVALID_DEVICE: u32 = 101;
 const INVALID_CONTEXT: u32 = 201;
+pub(crate) const INVALID_HANDLE: u32 = 400;
 const CONTEXT_IS_DESTROYED: u32 = 709;
 const NOT_PERMITTED: u32 = 800;
 const UNKNOWN: u32 = 999;
@@ -66,6 +68,8 @@ pub(crate) struct Emulated {
     allocations: BTreeMap<u64, Allocation>,
     handles_made: u64,
     mappings: BTreeMap<u64, Mapping>,
+    /// Where copies from pageable memory may still be arriving: the call returns before the last bytes are there.
+    arriving: Vec<Range<u64>>,
     /// How often each device's primary context is retained.
     retained: BTreeMap<c_int, usize>,
 }
@@ -86,6 +90,17 @@ struct Mapping {
     granted: BTreeMap<c_int, Access>,
 }
 
+/// What follows from a function's failure: one to synchronise means that the context has failed, and nothing arrives in it.
+pub(crate) fn failed(function: &str) {
+    if function.ends_with("Synchronize") {
+        // Before `cuInit` there is nothing to clear.
+        let _ = initialised(|driver| {
+            driver.arriving.clear();
+            Ok(())
+        });
+    }
+}
+
 /// `cuInit`.
 pub(crate) fn initialise() -> Answer {
     match INITIALISED_BY.load(Ordering::Acquire) {
@@ -104,6 +119,7 @@ pub(crate) fn initialise() -> Answer {
         allocations: BTreeMap::new(),
         handles_made: 0,
         mappings: BTreeMap::new(),
+        arriving: Vec::new(),
         retained: BTreeMap::new(),
     });
     INITIALISED_BY.store(process::id(), Ordering::Release);
@@ -301,6 +317,12 @@ impl Emulated {
 
     pub(crate) fn unmap(&mut self, address: u64, size: u64) -> Answer {
         self.host.unmap(address, size).map_err(code)?;
+        if let Some(copy) = self.arriving.iter().find(|copy| copy.start < address + size && address < copy.end) {
+            controls::refuse(&format!(
+                "cuMemUnmap under a copy to {:#x} that may still arrive: a GPU faults here",
+                copy.start
+            ))
+        }
         self.mappings.retain(|&start, _| start < address || start - address >= size);
         Ok(())
     }
@@ -337,9 +359,18 @@ impl Emulated {
         if all { Ok(()) } else { Err(INVALID_VALUE) }
     }
 
-    pub(crate) fn copy_in(&self, device: c_int, to: u64, from: &[u8]) -> Answer {
+    pub(crate) fn copy_in(&mut self, device: c_int, to: u64, from: &[u8]) -> Answer {
         self.granted(device, to, from.len() as u64, |access| access == Access::ReadWrite)?;
-        self.host.copy_in(0, to, from).map_err(code)
+        self.host.copy_in(0, to, from).map_err(code)?;
+        self.arriving.push(to..to + from.len() as u64);
+        Ok(())
+    }
+
+    /// Waits for all work of the current context.
+    pub(crate) fn synchronize(&mut self) -> Answer {
+        self.current()?;
+        self.arriving.clear();
+        Ok(())
     }
 
     pub(crate) fn copy_out(&self, device: c_int, from: u64, to: &mut [u8]) -> Answer {

@@ -19,7 +19,7 @@ use std::{
     slice,
 };
 
-use self::emulated::{INVALID_VALUE, initialise, initialised};
+use self::emulated::{Emulated, INVALID_HANDLE, INVALID_VALUE, initialise, initialised};
 
 /// What a call answers: success, or a `CUresult`.
 type Answer<T = ()> = Result<T, c_uint>;
@@ -80,7 +80,10 @@ macro_rules! exports {
             let answer = move || -> Answer { $body };
             match controls::before(stringify!($name)).and_then(|()| answer()) {
                 Ok(()) => 0,
-                Err(code) => code,
+                Err(code) => {
+                    emulated::failed(stringify!($name));
+                    code
+                }
             }
         }
     )*};
@@ -192,7 +195,11 @@ mod exports {
         }
 
         fn cuCtxSynchronize() {
-            initialised(|driver| driver.current().map(drop))
+            initialised(Emulated::synchronize)
+        }
+
+        fn cuStreamSynchronize(stream: *mut c_void) {
+            initialised(|driver| if stream.is_null() { driver.synchronize() } else { Err(INVALID_HANDLE) })
         }
 
         fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
