@@ -94,7 +94,7 @@ impl Device {
             let available: Vec<String> =
                 devices.iter().map(|device| format!("{} is {device}", device.ordinal())).collect();
             Error::NoSuchDevice {
-                backend: driver.backend(),
+                backend: driver.backend().as_str(),
                 wanted: selector.to_string(),
                 available: available.join(", "),
             }

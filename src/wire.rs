@@ -72,6 +72,8 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::driver::{Access, Backend, DeviceUuid};
 
+pub use crate::error::{ErrorCode, ProtocolError};
+
 /// The version of the protocol that this build speaks.
 pub const VERSION: u16 = 1;
 
@@ -94,81 +96,6 @@ pub const MECHANISM_VMM: &str = "vmm";
 pub const ELEMENT_U32: &str = "u32";
 
 const MAGIC: [u8; 4] = *b"VMFD";
-
-/// How the peer broke the protocol. Nothing of such a record is used, and its descriptors are closed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ProtocolError {
-    /// Fewer bytes than a header.
-    #[error("a record of {got} bytes is shorter than the header of {HEADER_LENGTH}")]
-    ShortRecord {
-        /// The record's length.
-        got: usize,
-    },
-    /// More bytes than the longest record.
-    #[error("a record is longer than {} bytes", HEADER_LENGTH + MAX_BODY)]
-    LongRecord,
-    /// Not this protocol.
-    #[error("a record begins with {got:02x?} where the magic number {MAGIC:02x?} belongs")]
-    Magic {
-        /// The first four bytes.
-        got: [u8; 4],
-    },
-    /// Another version of it.
-    #[error("the peer speaks version {got} of the protocol and this side version {VERSION}")]
-    Version {
-        /// The peer's.
-        got: u16,
-    },
-    /// A kind of message that this version does not have.
-    #[error("there is no kind of message with the number {got}")]
-    Kind {
-        /// The number.
-        got: u16,
-    },
-    /// The header's length is not the body's.
-    #[error("the header claims a body of {claimed} bytes and {got} came")]
-    BodyLength {
-        /// What the header says.
-        claimed: u32,
-        /// What came.
-        got: usize,
-    },
-    /// The body is not the JSON object that the kind calls for.
-    #[error("the body of {kind} is wrong: {reason}")]
-    Body {
-        /// The kind of message.
-        kind: &'static str,
-        /// What the parser says.
-        reason: String,
-    },
-    /// The number of descriptors is not what the header and the kind call for.
-    #[error("{kind} must carry {want} descriptors, its header claims {claimed} and {got} came")]
-    FdCount {
-        /// The kind of message.
-        kind: &'static str,
-        /// How many the message calls for.
-        want: usize,
-        /// What the header says.
-        claimed: u32,
-        /// How many came.
-        got: usize,
-    },
-    /// Descriptors were lost on the way in.
-    #[error("descriptors were cut off: more than {MAX_FDS} were sent, or this process may open no more files")]
-    FdsTruncated,
-    /// A message of a kind that does not belong here.
-    #[error("{got} came where {want} belongs")]
-    Unexpected {
-        /// What came.
-        got: &'static str,
-        /// What belongs there.
-        want: &'static str,
-    },
-    /// The content of a message contradicts itself or another message.
-    #[error("{0}")]
-    Content(String),
-}
 
 /// The first message of either side.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -283,44 +210,6 @@ pub struct Failure {
     pub message: String,
 }
 
-/// The classes of [`Failure`], in snake case on the wire. Codes of the future read as [`ErrorCode::Unknown`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum ErrorCode {
-    /// The versions differ.
-    Version,
-    /// A record broke the protocol.
-    Protocol,
-    /// The receiver's user is not allowed.
-    Refused,
-    /// The backends differ.
-    Backend,
-    /// The device is not to be had on the other side.
-    Device,
-    /// There is no object of that name.
-    Object,
-    /// The access asked for is not given.
-    Access,
-    /// All the consumers that were to come have come.
-    Full,
-    /// The sender waited too long.
-    Timeout,
-    /// The sender was told to stop.
-    Interrupted,
-    /// The sender's driver or system failed.
-    Failed,
-    /// A code that this version does not know.
-    #[serde(other)]
-    Unknown,
-}
-
-impl std::fmt::Display for ErrorCode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.serialize(f)
-    }
-}
-
 /// One record's content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -383,7 +272,7 @@ impl Message {
         };
         let body = body.map_err(|error| ProtocolError::Content(error.to_string()))?;
         if body.len() > MAX_BODY {
-            return Err(ProtocolError::LongRecord);
+            return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
         }
         self.check()?;
         let mut record = Vec::with_capacity(HEADER_LENGTH + body.len());
@@ -404,7 +293,7 @@ impl Message {
     /// Each thing that can be wrong with it has its own [`ProtocolError`].
     pub fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
         let Some((header, body)) = record.split_first_chunk::<HEADER_LENGTH>() else {
-            return Err(ProtocolError::ShortRecord { got: record.len() });
+            return Err(ProtocolError::ShortRecord { got: record.len(), header: HEADER_LENGTH });
         };
         let [m0, m1, m2, m3, v0, v1, k0, k1, l0, l1, l2, l3, f0, f1, f2, f3] = *header;
         let magic = [m0, m1, m2, m3];
@@ -413,11 +302,11 @@ impl Message {
         }
         match u16::from_le_bytes([v0, v1]) {
             VERSION => {}
-            got => return Err(ProtocolError::Version { got }),
+            got => return Err(ProtocolError::Version { got, own: VERSION }),
         }
         let length = u32::from_le_bytes([l0, l1, l2, l3]);
         if body.len() > MAX_BODY {
-            return Err(ProtocolError::LongRecord);
+            return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
         }
         if length as usize != body.len() {
             return Err(ProtocolError::BodyLength { claimed: length, got: body.len() });
@@ -577,11 +466,11 @@ mod tests {
     #[test]
     fn each_fault_is_named() {
         let decode = |bytes: &[u8]| Message::decode(bytes, 0).unwrap_err();
-        assert_eq!(decode(b""), ProtocolError::ShortRecord { got: 0 });
+        assert_eq!(decode(b""), ProtocolError::ShortRecord { got: 0, header: 16 });
         assert_eq!(decode(b"GET / HTTP/1.1\r\n"), ProtocolError::Magic { got: *b"GET " });
         let mut newer = record(7, "{}", 0);
         newer[4] = 2;
-        assert_eq!(decode(&newer), ProtocolError::Version { got: 2 });
+        assert_eq!(decode(&newer), ProtocolError::Version { got: 2, own: 1 });
         assert_eq!(decode(&record(99, "{}", 0)), ProtocolError::Kind { got: 99 });
         for body in ["", "[]", "{", "null", r#"["default",null]"#, r#"{"object":7}"#, "\u{0}"] {
             let refused = decode(&record(2, body, 0));
@@ -611,6 +500,6 @@ mod tests {
     #[test]
     fn what_is_too_long_is_not_sent() {
         let message = Message::Error(Failure { code: ErrorCode::Failed, message: "x".repeat(MAX_BODY) });
-        assert_eq!(message.encode(), Err(ProtocolError::LongRecord));
+        assert_eq!(message.encode(), Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY }));
     }
 }

@@ -12,10 +12,7 @@ use std::{
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::{
-        eventfd::{EfdFlags, EventFd},
-        signal::Signal,
-    },
+    sys::eventfd::{EfdFlags, EventFd},
 };
 
 use crate::error::{Error, Result};
@@ -102,14 +99,6 @@ impl Cancel {
     /// As [`Cancel::wait`].
     pub(crate) fn pause(&self, time: Duration) -> Result<()> {
         self.wait(self.0.event.as_fd(), PollFlags::empty(), Instant::now() + time).map(drop)
-    }
-
-    /// The name of a signal, for a person.
-    pub(crate) fn name(signal: i32) -> &'static str {
-        match Signal::try_from(signal) {
-            Ok(signal) => signal.as_str(),
-            Err(_) => "the program",
-        }
     }
 }
 

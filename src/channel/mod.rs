@@ -248,10 +248,10 @@ impl Channel {
             return Ok(None);
         }
         if received.flags.contains(ReturnFlags::TRUNC) || received.bytes == self.record.len() {
-            return Ok(Some(Err(ProtocolError::LongRecord)));
+            return Ok(Some(Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY })));
         }
         if received.flags.contains(ReturnFlags::CTRUNC) {
-            return Ok(Some(Err(ProtocolError::FdsTruncated)));
+            return Ok(Some(Err(ProtocolError::FdsTruncated { most: MAX_FDS })));
         }
         Ok(Some(Message::decode(&self.record[..received.bytes], fds.len()).map(|message| (message, fds))))
     }

@@ -21,6 +21,8 @@ use uuid::Uuid;
 
 use crate::error::{Error, Result};
 
+pub use crate::error::code;
+
 /// Where the memory really is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -31,12 +33,19 @@ pub enum Backend {
     Host,
 }
 
-impl fmt::Display for Backend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
+impl Backend {
+    /// Its name, as in options and on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
             Self::Cuda => "cuda",
             Self::Host => "host",
-        })
+        }
+    }
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
     }
 }
 
@@ -253,36 +262,6 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Waits until all work of the device's primary context is done. `cuCtxSynchronize`.
     fn synchronize(&self, ordinal: i32) -> Result<()>;
-}
-
-/// The `CUresult` numbers that this crate speaks of by name. A driver may return any other.
-pub mod code {
-    macro_rules! codes {
-        ($($name:ident = $value:literal,)*) => {
-            $(#[doc = concat!("`CUDA_ERROR_", stringify!($name), "`")] pub const $name: u32 = $value;)*
-
-            /// The name of a code, if it is one of these.
-            pub fn name(code: u32) -> Option<&'static str> {
-                match code {
-                    $($value => Some(concat!("CUDA_ERROR_", stringify!($name))),)*
-                    _ => None,
-                }
-            }
-        };
-    }
-    codes! {
-        INVALID_VALUE = 1,
-        OUT_OF_MEMORY = 2,
-        NOT_INITIALIZED = 3,
-        STUB_LIBRARY = 34,
-        NO_DEVICE = 100,
-        INVALID_DEVICE = 101,
-        OPERATING_SYSTEM = 304,
-        NOT_PERMITTED = 800,
-        NOT_SUPPORTED = 801,
-        SYSTEM_DRIVER_MISMATCH = 803,
-        UNKNOWN = 999,
-    }
 }
 
 /// The error of a call that returned `code`, with no more known about it.

@@ -189,7 +189,7 @@ mod records {
         let (mut channel, peer) = channel_pair(PATIENCE);
         for length in [16 + 64 * 1024 + 1, 16 + 64 * 1024 + 4096] {
             send_raw(&peer, &vec![b'x'; length]);
-            assert!(matches!(channel.receive("for a test"), Err(Error::Protocol(ProtocolError::LongRecord))));
+            assert!(matches!(channel.receive("for a test"), Err(Error::Protocol(ProtocolError::LongRecord { .. }))));
         }
         send_raw(&peer, &Message::Received(Received { segments: 1 }).encode().unwrap());
         assert!(matches!(channel.receive("for a test"), Ok((Message::Received(_), _))));

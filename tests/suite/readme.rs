@@ -88,9 +88,9 @@ fn the_protocol_is_that_of_the_module() {
 #[test]
 fn troubleshooting_knows_the_words_of_the_errors() {
     let sources = [
-        include_str!("../../src/error.rs"),
-        include_str!("../../src/wire.rs"),
-        include_str!("../../src/driver/mod.rs"),
+        include_str!("../../src/error/mod.rs"),
+        include_str!("../../src/error/protocol.rs"),
+        include_str!("../../src/error/code.rs"),
         include_str!("../../src/session/consumer.rs"),
     ];
     let (_, section) = README.split_once("## Troubleshooting").unwrap();

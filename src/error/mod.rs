@@ -1,12 +1,13 @@
 //! What can go wrong, as one type: variants are what a caller branches on, fields what a person needs.
 
+pub mod code;
+mod protocol;
+
 use std::{borrow::Cow, io, path::PathBuf, time::Duration};
 
-use crate::{
-    channel::Cancel,
-    driver::{Backend, code},
-    wire::{ErrorCode, ProtocolError},
-};
+use nix::sys::signal::Signal;
+
+pub use self::protocol::{ErrorCode, ProtocolError};
 
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -64,7 +65,7 @@ pub enum Error {
     #[error("there is no {backend} device {wanted}: {available}")]
     NoSuchDevice {
         /// The backend that was searched.
-        backend: Backend,
+        backend: &'static str,
         /// What was asked for.
         wanted: String,
         /// What there is instead.
@@ -229,7 +230,7 @@ pub enum Error {
     Protocol(#[from] ProtocolError),
 
     /// The call was cancelled.
-    #[error("interrupted by {name}", name = Cancel::name(*signal))]
+    #[error("interrupted by {name}", name = signal_name(*signal))]
     Interrupted {
         /// The signal that asked for it, or 0 if a program did.
         signal: i32,
@@ -339,4 +340,9 @@ impl Error {
             _ => return None,
         })
     }
+}
+
+/// The name of a signal, for a person.
+fn signal_name(signal: i32) -> &'static str {
+    Signal::try_from(signal).map_or("the program", Signal::as_str)
 }

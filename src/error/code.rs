@@ -1,0 +1,28 @@
+//! The `CUresult` numbers that this crate speaks of by name. A driver may return any other.
+
+macro_rules! codes {
+    ($($name:ident = $value:literal,)*) => {
+        $(#[doc = concat!("`CUDA_ERROR_", stringify!($name), "`")] pub const $name: u32 = $value;)*
+
+        /// The name of a code, if it is one of these.
+        pub fn name(code: u32) -> Option<&'static str> {
+            match code {
+                $($value => Some(concat!("CUDA_ERROR_", stringify!($name))),)*
+                _ => None,
+            }
+        }
+    };
+}
+codes! {
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    STUB_LIBRARY = 34,
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    OPERATING_SYSTEM = 304,
+    NOT_PERMITTED = 800,
+    NOT_SUPPORTED = 801,
+    SYSTEM_DRIVER_MISMATCH = 803,
+    UNKNOWN = 999,
+}
