@@ -61,7 +61,6 @@ impl Command for Options {
     }
 
     fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error> {
-        console.served(&[]);
         let observer = |event: Event<'_>| console.event(event);
         let path = socket_path(self.common.socket.as_deref())?;
         Listener::check_free(&path)?;

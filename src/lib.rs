@@ -41,17 +41,26 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Unix sockets of type SOCK_SEQPACKET.");
 
+#[cfg(target_os = "linux")]
 pub mod channel;
+#[cfg(target_os = "linux")]
 pub mod cli;
+#[cfg(target_os = "linux")]
 pub mod driver;
+#[cfg(target_os = "linux")]
 pub mod error;
-#[cfg(feature = "launch")]
+#[cfg(all(target_os = "linux", feature = "launch"))]
 pub mod launch;
+#[cfg(target_os = "linux")]
 pub mod memory;
+#[cfg(target_os = "linux")]
 pub mod pattern;
+#[cfg(target_os = "linux")]
 pub mod session;
+#[cfg(target_os = "linux")]
 pub mod wire;
 
+#[cfg(target_os = "linux")]
 pub use error::{Error, ErrorKind, Result};
 
 /// The examples of the README, so that they are compiled and run.

@@ -137,7 +137,7 @@ impl Console {
             mismatches: 0,
             first_mismatch: None,
             steps: Vec::new(),
-            consumers: None,
+            consumers: (role == "producer").then(Vec::new),
             error: None,
         };
         Self { lines, json, state: Mutex::new(State { report, stdout: None }), finished: Mutex::new(false) }

@@ -58,6 +58,7 @@ fn bad_usage_is_one_clear_sentence_and_exit_code_2() {
         assert_eq!((&report["role"], &report["error"]["kind"]), (&json!("producer"), &json!("usage")), "{options:?}");
         let message = report["error"]["message"].as_str().unwrap();
         assert!(message.contains(words) && !message.contains('\n'), "{options:?}: {message}");
+        assert_eq!((&report["consumers"], &report["verified"]), (&json!([]), &Value::Null));
     }
     meeting.consumer(&["--access", "wo"]).end().code(2).says("write ro or rw");
 }
