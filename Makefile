@@ -1,7 +1,7 @@
 # Everything a user or a check calls. `make help` lists it.
 
 CARGO ?= cargo
-BIN   := target/debug
+BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
 DIST  := dist
 
 .PHONY: help build demo test test-gpu check bundle clean

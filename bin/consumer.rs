@@ -10,7 +10,6 @@ use vmmfd::{
     error::Error,
     memory::Selector,
     session::{Event, consumer, start},
-    wire::Outcome,
 };
 
 /// Takes a buffer from a producer, verifies it and acknowledges.
@@ -44,15 +43,9 @@ impl Command for Options {
         let opened = start(self.common.backend, cancel, &observer)?;
         let terms = self.common.terms(cancel);
         let findings = consumer::fetch(&opened.driver, self.device, &path, self.access, &terms, &observer)?;
-        let (own, producer) = (findings.verification, findings.producer);
-        let verified = own.passed() && producer.verified;
-        let outcome = if own.passed() {
-            producer
-        } else {
-            Outcome { verified, words: own.words, mismatches: own.mismatches, first_mismatch: own.first }
-        };
-        console.found(verified, &outcome);
-        Ok(if verified { Exit::Verified } else { Exit::Mismatch })
+        let outcome = findings.outcome();
+        console.found(&outcome);
+        Ok(if outcome.verified { Exit::Verified } else { Exit::Mismatch })
     }
 }
 

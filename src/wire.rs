@@ -25,7 +25,7 @@
 //!
 //! | kind | name | sent by | body |
 //! |---|---|---|---|
-//! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (none in version 1), `backend` `"cuda"` or `"host"`, `pid` u32 |
+//! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (none in version 1), `backend` string (`"cuda"` or `"host"`), `pid` u32 |
 //! | 2 | `request` | consumer | `object` string (`"default"`), `access` `"ro"` or `"rw"`? (null: what the offer says) |
 //! | 3 | `offer` | producer | `object` string, `mechanism` `"vmm"`, `device` {`uuid` string, `name` string}, `size` u64, `mapped_size` u64, `segments` u64, `element_type` `"u32"`, `access` `"ro"` or `"rw"`, `salt` u32, `reply_salt` u32? |
 //! | 4 | `segments` | producer | `first` u64 (index of the first listed), `sizes` \[u64\], 1 to 253 of them |
@@ -34,12 +34,13 @@
 //! | 7 | `busy` | both | empty: `{}` |
 //! | 8 | `error` | both | `code` string, `message` string |
 //!
-//! Codes of `error`: `version`, `protocol`, `refused` (user), `backend`, `device`, `object`, `access`, `full`, `timeout`,
+//! Codes of `error`: `version`, `protocol`, `refused` (user), `backend`, `device`, `object`, `full`, `timeout`,
 //! `interrupted`, `failed`. A receiver takes codes that it does not know as `failed`.
 //!
 //! # Conversation
 //!
-//! 1. The consumer connects and sends `hello`; the producer answers with its own.
+//! 1. The consumer connects and sends `hello`; the producer answers with its own. A `hello` always has version 1 in its header
+//!    and the newest version that its sender speaks in its body: the lower of the two counts from then on.
 //! 2. The consumer sends `request`. Any number of requests may follow one another on a connection, each with all that
 //!    follows here.
 //! 3. The producer answers `offer`, then one `segments` after another until it has sent as many segments as the offer
@@ -70,7 +71,7 @@
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::driver::{Access, Backend, DeviceUuid};
+use crate::driver::{Access, DeviceUuid};
 
 pub use crate::error::{ErrorCode, ProtocolError};
 
@@ -105,8 +106,8 @@ pub struct Hello {
     /// What the sender can do beyond the version's minimum: none in version 1.
     #[serde(default)]
     pub capabilities: Vec<String>,
-    /// The sender's backend. Both must be the same.
-    pub backend: Backend,
+    /// The name of the sender's backend. Both must be the same.
+    pub backend: String,
     /// The sender's process, in its own PID namespace: for people, not for trust.
     pub pid: u32,
 }
@@ -195,6 +196,27 @@ pub struct Outcome {
     /// The first of those.
     #[serde(default)]
     pub first_mismatch: Option<Mismatch>,
+}
+
+impl Outcome {
+    /// Checks what a peer says it found against itself, and against how many words it was to check.
+    ///
+    /// # Errors
+    /// [`ProtocolError::Content`].
+    pub fn check(&self, words: u64) -> Result<(), ProtocolError> {
+        // Whoever checked nothing may still know that all is not well.
+        let verdict = self.verified == (self.mismatches == 0) || (self.words == 0 && !self.verified);
+        let counts = self.words == words && self.mismatches <= words && verdict;
+        let first = match self.first_mismatch {
+            Some(first) => self.mismatches > 0 && first.index < words && first.expected != first.found,
+            None => self.mismatches == 0,
+        };
+        if counts && first {
+            Ok(())
+        } else {
+            Err(ProtocolError::Content(format!("a result of {words} words can't be {self:?}")))
+        }
+    }
 }
 
 /// The sender is working: wait on.
@@ -328,6 +350,7 @@ impl Message {
             return Err(ProtocolError::FdCount { kind: message.name(), want, claimed, got: fds });
         }
         match &mut message {
+            Self::Hello(hello) => clean(&mut hello.backend),
             Self::Request(request) => clean(&mut request.object),
             Self::Offer(offer) => {
                 let texts = [&mut offer.object, &mut offer.device.name, &mut offer.mechanism, &mut offer.element_type];
@@ -363,8 +386,13 @@ fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, Prot
 }
 
 fn clean(text: &mut String) {
-    if text.contains(char::is_control) {
-        *text = text.replace(char::is_control, " ");
+    // Controls, and what turns or hides text: those of Unicode's category Cf that terminals heed.
+    let unfit = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200B}'..='\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2060}'..='\u{206F}' | '\u{FEFF}')
+    };
+    if text.contains(unfit) {
+        *text = text.replace(unfit, " ");
     }
 }
 
@@ -376,7 +404,7 @@ mod tests {
         let uuid = DeviceUuid::from_bytes(*b"0123456789abcdef");
         let first_mismatch = Some(Mismatch { index: u64::MAX, expected: 1, found: u32::MAX });
         vec![
-            Message::Hello(Hello { version: 1, capabilities: vec!["x".into()], backend: Backend::Cuda, pid: 7 }),
+            Message::Hello(Hello { version: 1, capabilities: vec!["x".into()], backend: "cuda".into(), pid: 7 }),
             Message::Request(Request { object: DEFAULT_OBJECT.into(), access: Some(Access::ReadOnly) }),
             Message::Offer(Offer {
                 object: "weights".into(),
@@ -492,9 +520,35 @@ mod tests {
 
     #[test]
     fn control_characters_of_a_peer_do_not_reach_a_terminal() {
-        let body = r#"{"code":"failed","message":"\u001b[31mred\n"}"#;
+        let body = r#"{"code":"failed","message":"\u001b[31mred\n\u202e"}"#;
         let Ok(Message::Error(failure)) = Message::decode(&record(8, body, 0), 0) else { panic!() };
-        assert_eq!(failure.message, " [31mred ");
+        assert_eq!(failure.message, " [31mred  ");
+    }
+
+    #[test]
+    fn a_result_that_contradicts_itself_is_refused() {
+        let result = |verified, words, mismatches, first: Option<u64>| Outcome {
+            verified,
+            words,
+            mismatches,
+            first_mismatch: first.map(|index| Mismatch { index, expected: 1, found: 2 }),
+        };
+        for sound in [result(true, 9, 0, None), result(false, 9, 1, Some(8)), result(false, 9, 9, Some(0))] {
+            assert_eq!(sound.check(9), Ok(()), "{sound:?}");
+        }
+        assert_eq!((result(true, 0, 0, None).check(0), result(false, 0, 0, None).check(0)), (Ok(()), Ok(())));
+        for lie in [
+            result(true, 8, 0, None),
+            result(true, u64::MAX, 7, Some(0)),
+            result(true, 9, 1, Some(0)),
+            result(false, 9, 0, None),
+            result(false, 9, 10, Some(0)),
+            result(false, 9, 1, None),
+            result(false, 9, 1, Some(9)),
+            result(true, 9, 0, Some(0)),
+        ] {
+            assert!(lie.check(9).is_err(), "{lie:?}");
+        }
     }
 
     #[test]

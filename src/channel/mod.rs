@@ -15,6 +15,7 @@ use std::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -73,10 +74,12 @@ impl Trust {
 /// A connection. Every wait ends after `timeout`, or when it is cancelled.
 #[derive(Debug)]
 pub struct Channel {
-    socket: UnixStream,
+    socket: Arc<UnixStream>,
     peer: Peer,
     timeout: Duration,
     cancel: Cancel,
+    /// When the last record was sent, or the connection made.
+    sent: Instant,
     record: Vec<u8>,
 }
 
@@ -88,9 +91,10 @@ impl Channel {
     pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
         let peer = Peer::of(&socket)?;
         // Only its descriptor is used: `sendfd` knows no other type.
-        let socket = UnixStream::from(socket);
+        let socket = Arc::new(UnixStream::from(socket));
         socket.set_nonblocking(true).map_err(|error| Error::system("make the socket non-blocking", error))?;
-        Ok(Self { socket, peer, timeout, cancel: cancel.clone(), record: vec![0; HEADER_LENGTH + MAX_BODY + 1] })
+        let record = vec![0; HEADER_LENGTH + MAX_BODY + 1];
+        Ok(Self { socket, peer, timeout, cancel: cancel.clone(), sent: Instant::now(), record })
     }
 
     /// Who is at the other end.
@@ -122,13 +126,14 @@ impl Channel {
         let deadline = self.deadline();
         loop {
             let sent = if fds.is_empty() {
-                rustix::net::send(&self.socket, &record, SendFlags::NOSIGNAL).map_err(io::Error::from)
+                rustix::net::send(&*self.socket, &record, SendFlags::NOSIGNAL).map_err(io::Error::from)
             } else {
                 self.socket.send_with_fd(&record, &fds)
             };
             match sent {
                 Ok(_) => {
                     tracing::debug!(kind, fds = got, pid = self.peer.pid, "sent");
+                    self.sent = Instant::now();
                     return Ok(());
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -156,9 +161,18 @@ impl Channel {
     ///
     /// See recvmsg(2), unix(7).
     pub fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        let deadline = self.deadline();
+        self.receive_by(self.deadline(), purpose)
+    }
+
+    /// As [`Channel::receive`], until a deadline of the caller's.
+    ///
+    /// # Errors
+    /// As [`Channel::receive`].
+    pub(crate) fn receive_by(&mut self, deadline: Instant, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
         let mut resets = 0;
         loop {
+            // Here too, and not only where there is nothing to read: a peer who never pauses must not hold this side.
+            self.cancel.check()?;
             match self.take_record() {
                 Ok(None) => return Err(Error::PeerGone { purpose }),
                 Ok(Some(received)) => {
@@ -180,14 +194,15 @@ impl Channel {
         }
     }
 
-    /// Ends the connection so that the last record arrives: shuts down writing, then reads to the end or the deadline.
+    /// Ends the connection so that the last record arrives: shuts down writing, then reads to the end, or until the peer
+    /// has had the channel's timeout since that record, or `patience` if that is less.
     ///
     /// See shutdown(2): to close with records unread would reset the connection.
-    pub fn finish(mut self) {
+    pub fn finish(mut self, patience: Duration) {
         if self.socket.shutdown(Shutdown::Write).is_err() {
             return;
         }
-        let deadline = self.deadline();
+        let deadline = self.sent.checked_add(self.timeout.min(patience)).unwrap_or_else(|| self.deadline());
         loop {
             match self.take_record() {
                 Ok(Some(_)) if Instant::now() < deadline => {}
@@ -203,9 +218,9 @@ impl Channel {
         }
     }
 
-    /// Another handle on the socket, to shut it down from another thread.
-    pub(crate) fn try_clone_socket(&self) -> io::Result<UnixStream> {
-        self.socket.try_clone()
+    /// The socket, to shut it down from another thread. No second descriptor: there may be none left.
+    pub(crate) fn socket(&self) -> Arc<UnixStream> {
+        Arc::clone(&self.socket)
     }
 
     fn deadline(&self) -> Instant {
@@ -214,14 +229,15 @@ impl Channel {
 
     /// The error that a peer who is gone may have left.
     fn last_words(&mut self) -> Option<Error> {
-        for _ in 0..2 {
+        // Behind a reset and signs of life; bounded, for the peer may still be sending.
+        for _ in 0..64 {
             match self.take_record() {
                 Ok(Some(Ok((Message::Error(failure), _)))) => {
                     return Some(Error::Peer { code: failure.code, message: failure.message });
                 }
-                Ok(_) => {}
+                Ok(Some(_)) => {}
                 Err(error) if gone(&error) => {}
-                Err(_) => return None,
+                Ok(None) | Err(_) => return None,
             }
         }
         None
@@ -235,7 +251,7 @@ impl Channel {
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut parts = [io::IoSliceMut::new(&mut self.record)];
         let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-        let received = rustix::net::recvmsg(&self.socket, &mut parts, &mut ancillary, flags)?;
+        let received = rustix::net::recvmsg(&*self.socket, &mut parts, &mut ancillary, flags)?;
         let fds: Vec<OwnedFd> = ancillary
             .drain()
             .filter_map(|message| match message {

@@ -20,7 +20,7 @@ use std::{
 use nix::{
     errno::Errno,
     fcntl::{AtFlags, Flock, FlockArg, renameat},
-    sys::stat::{Mode, fchmod, fstatat},
+    sys::stat::{FchmodatFlags, Mode, fchmod, fchmodat, fstatat},
     unistd::{UnlinkatFlags, geteuid, unlinkat},
 };
 use rustix::{
@@ -69,15 +69,19 @@ fn default_folder() -> Result<PathBuf> {
         Some(runtime) => runtime.join("vmmfd"),
         None => PathBuf::from(format!("/tmp/vmmfd-{}", geteuid())),
     };
-    match DirBuilder::new().mode(0o700).create(&folder) {
+    let unsafe_because = |reason: String| Err(Error::UnsafeFolder { path: folder.clone(), reason });
+    let made = DirBuilder::new().mode(0o700).create(&folder);
+    // The umask may have taken the user's own rights too.
+    match made.and_then(|()| fs::set_permissions(&folder, Permissions::from_mode(0o700))) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(Error::system(format!("make the folder {}", folder.display()), error));
+            return unsafe_because(format!("it can't be made: {error}"));
         }
         _ => {}
     }
-    let metadata = fs::symlink_metadata(&folder)
-        .map_err(|error| Error::system(format!("look at the folder {}", folder.display()), error))?;
-    let unsafe_because = |reason: String| Err(Error::UnsafeFolder { path: folder.clone(), reason });
+    let metadata = match fs::symlink_metadata(&folder) {
+        Ok(metadata) => metadata,
+        Err(error) => return unsafe_because(format!("it can't be looked at: {error}")),
+    };
     if metadata.is_symlink() {
         return unsafe_because("it is a symbolic link".to_owned());
     }
@@ -115,6 +119,8 @@ enum Attempt {
     Nobody,
     /// Somebody listens and has no room for more at the moment.
     Full,
+    /// This user may not connect.
+    Denied,
 }
 
 fn attempt(path: &Path) -> Result<Attempt> {
@@ -125,6 +131,7 @@ fn attempt(path: &Path) -> Result<Attempt> {
         Ok(()) => Ok(Attempt::Connected(socket)),
         Err(SocketErrno::NOENT | SocketErrno::CONNREFUSED) => Ok(Attempt::Nobody),
         Err(SocketErrno::AGAIN | SocketErrno::INTR) => Ok(Attempt::Full),
+        Err(SocketErrno::ACCESS | SocketErrno::PERM) => Ok(Attempt::Denied),
         Err(SocketErrno::PROTOTYPE) => Err(Error::SocketPath {
             path: path.to_owned(),
             reason: "another program serves it, with another type of socket".to_owned(),
@@ -142,20 +149,27 @@ fn new_socket() -> Result<OwnedFd> {
 /// Connects to the producer at a path, waiting for it to appear for as long as `timeout`.
 ///
 /// # Errors
-/// [`Error::Absent`] if nobody serves it in time; [`Error::PeerNotAllowed`] if a user not trusted does;
+/// [`Error::Absent`] if nobody serves it in time; [`Error::NotAccepted`] if somebody does who has no room;
+/// [`Error::Denied`] if this user may not connect; [`Error::PeerNotAllowed`] if a user not trusted serves it;
 /// [`Error::SocketPath`], [`Error::Interrupted`], [`Error::System`].
 ///
 /// See connect(2), unix(7).
 pub fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Channel> {
     let deadline = deadline_after(timeout);
     loop {
-        if let Attempt::Connected(socket) = attempt(path)? {
-            let channel = Channel::new(socket, timeout, cancel)?;
-            trust.check(channel.peer())?;
-            return Ok(channel);
-        }
+        let path = || path.to_owned();
+        let in_vain = match attempt(&path())? {
+            Attempt::Connected(socket) => {
+                let channel = Channel::new(socket, timeout, cancel)?;
+                trust.check(channel.peer())?;
+                return Ok(channel);
+            }
+            Attempt::Denied => return Err(Error::Denied { path: path() }),
+            Attempt::Nobody => Error::Absent { path: path(), waited: timeout },
+            Attempt::Full => Error::NotAccepted { path: path(), waited: timeout },
+        };
         if Instant::now() >= deadline {
-            return Err(Error::Absent { path: path.to_owned(), waited: timeout });
+            return Err(in_vain);
         }
         cancel.pause(LOOK_AGAIN)?;
     }
@@ -179,7 +193,8 @@ impl Listener {
     ///
     /// # Errors
     /// [`Error::AlreadyServed`] if somebody serves the path; [`Error::SocketPath`] if it is taken by something that is no
-    /// socket; [`Error::System`], also if the folder stays locked for `timeout`; [`Error::Interrupted`].
+    /// socket; [`Error::FolderLocked`] if the folder stays locked for `timeout`; [`Error::System`],
+    /// [`Error::Interrupted`].
     ///
     /// See bind(2), listen(2), flock(2), rename(2).
     pub fn bind(path: &Path, open_to_others: bool, timeout: Duration, cancel: &Cancel) -> Result<Self> {
@@ -198,11 +213,10 @@ impl Listener {
         fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR).map_err(|errno| failed("restrict", errno.into()))?;
         let address = temporary.address(&folder_path).map_err(|errno| failed("address", errno.into()))?;
         bind(&socket, &address).map_err(|errno| failed("bind", errno.into()))?;
-        if open_to_others {
-            let permissions = Permissions::from_mode(0o666);
-            fs::set_permissions(through(&folder, &temporary.name), permissions)
-                .map_err(|error| failed("open to others", error))?;
-        }
+        // The umask took what it would: nobody can connect before it listens, so this is early enough.
+        let mode = Mode::from_bits_truncate(if open_to_others { 0o666 } else { 0o600 });
+        fchmodat(&folder, temporary.name.as_os_str(), mode, FchmodatFlags::FollowSymlink)
+            .map_err(|errno| failed("set the rights of", errno.into()))?;
         listen(&socket, BACKLOG).map_err(|errno| failed("listen on", errno.into()))?;
         let inode = inode_of(&folder, &temporary.name).map_err(|errno| failed("look at", errno.into()))?;
         renameat(&folder, temporary.name.as_os_str(), &folder, name.as_os_str())
@@ -246,14 +260,10 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let locked = Cancel::new().and_then(|cancel| lock(&self.folder, &self.path, Duration::from_secs(1), &cancel));
-        let _locked = match locked {
-            Ok(locked) => locked,
-            Err(error) => {
-                tracing::warn!(%error, "the socket stays; the next producer replaces it");
-                return;
-            }
-        };
+        let locked =
+            Cancel::new().and_then(|cancel| lock(&self.folder, &self.path, Duration::from_millis(200), &cancel));
+        // Somebody may sit on the lock for whatever reason: then without it, at the risk of a moment.
+        let _locked = locked.inspect_err(|error| tracing::warn!(%error, "the socket is removed all the same"));
         // Another producer may have found this one not listening any more and taken its place.
         if inode_of(&self.folder, &self.name) == Ok(self.inode) {
             let removed = unlinkat(&self.folder, self.name.as_os_str(), UnlinkatFlags::NoRemoveDir);
@@ -300,13 +310,14 @@ fn inode_of(folder: &File, name: &OsStr) -> nix::Result<(u64, u64)> {
 
 /// Locks a folder against others who bind or remove sockets in it. It leaves no file behind.
 fn lock(folder: &File, path: &Path, timeout: Duration, cancel: &Cancel) -> Result<Flock<File>> {
-    let failed = |error: io::Error| Error::system(format!("lock the folder of {}", path.display()), error);
+    let failed = |error: io::Error| Error::system(format!("lock the folder {}", path.display()), error);
     let deadline = deadline_after(timeout);
     let mut folder = folder.try_clone().map_err(failed)?;
     loop {
         match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
             Ok(locked) => return Ok(locked),
             Err((back, Errno::EAGAIN | Errno::EINTR)) if Instant::now() < deadline => folder = back,
+            Err((_, Errno::EAGAIN)) => return Err(Error::FolderLocked { path: path.to_owned(), waited: timeout }),
             Err((_, errno)) => return Err(failed(errno.into())),
         }
         cancel.pause(LOOK_AGAIN)?;
@@ -325,7 +336,8 @@ fn refuse_if_taken(path: &Path) -> Result<()> {
     }
     match attempt(path)? {
         Attempt::Connected(socket) => Err(Error::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid }),
-        Attempt::Full => Err(Error::AlreadyServed { path: path.to_owned(), pid: 0 }),
+        // Somebody listens, whoever it is.
+        Attempt::Full | Attempt::Denied => Err(Error::AlreadyServed { path: path.to_owned(), pid: 0 }),
         Attempt::Nobody => Ok(()),
     }
 }

@@ -5,7 +5,13 @@
 mod options;
 mod output;
 
-use std::{os::fd::AsFd, process::ExitCode, sync::Arc, thread, time::Duration};
+use std::{
+    os::fd::AsFd,
+    process::ExitCode,
+    sync::{Arc, mpsc},
+    thread,
+    time::Duration,
+};
 
 use clap::{Parser, error::ErrorKind as UsageKind};
 use nix::{
@@ -22,6 +28,7 @@ pub use self::{
 };
 use crate::{
     channel::Cancel,
+    driver::cuda::exit_at_once,
     error::{Error, ErrorKind},
     session::producer::Served,
 };
@@ -73,7 +80,7 @@ impl Exit {
     /// How a run ends that fails with an error.
     pub fn of(error: &Error) -> Self {
         match (error.kind(), error) {
-            (_, Error::Interrupted { signal }) => Self::Signal(*signal),
+            (_, Error::Interrupted { signal: signal @ 1.. }) => Self::Signal(*signal),
             (ErrorKind::Usage, _) => Self::Usage,
             (ErrorKind::Unsupported, _) => Self::Unsupported,
             (ErrorKind::Peer, _) => Self::Peer,
@@ -87,14 +94,14 @@ impl Exit {
     /// # Errors
     /// The error that decides, where one does.
     pub fn of_service(result: Result<(), Error>, served: Vec<Served>, endless: bool) -> Result<Self, Error> {
-        if served.iter().any(|served| served.result.as_ref().is_ok_and(|outcome| !outcome.verified)) {
+        if served.iter().any(Served::mismatched) {
             // A mismatch outweighs all but being told to stop.
             return match result {
                 Err(error @ Error::Interrupted { .. }) => Err(error),
                 _ => Ok(Self::Mismatch),
             };
         }
-        let failures: Vec<Error> = served.into_iter().filter_map(|served| served.result.err()).collect();
+        let failures: Vec<Error> = served.into_iter().filter_map(|served| served.error).collect();
         match result {
             Err(Error::Interrupted { .. }) if endless && failures.is_empty() => Ok(Self::Verified),
             Err(error @ Error::Interrupted { .. }) => Err(error),
@@ -142,6 +149,9 @@ pub fn main<C: Command>() -> ExitCode {
 /// How long a command goes on after it was told to stop, at most: then what it holds is left to the kernel.
 const GRACE: Duration = Duration::from_secs(2);
 
+/// How long the last line of output may take then.
+const LAST_WORD: Duration = Duration::from_millis(500);
+
 /// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process at once, and so does the end
 /// of the grace: the work that does not stop may be deep in the driver.
 fn watch(signals: SigSet, cancel: &Cancel, console: &Arc<Console>) -> Result<(), Error> {
@@ -153,10 +163,21 @@ fn watch(signals: SigSet, cancel: &Cancel, console: &Arc<Console>) -> Result<(),
         let signal = first.ssi_signo as i32;
         cancel.cancel(signal);
         let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
-        // Whatever ends the wait: the time, another signal, or an error.
-        let _ = poll(&mut fds, PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX));
-        let exit = console.finish(Err(Error::Interrupted { signal }));
-        std::process::exit(exit.code().into());
+        let grace = PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX);
+        if poll(&mut fds, grace) == Ok(0) {
+            // In a thread of its own: whoever reads the output may have stopped, and then nothing more can be said.
+            let (told, telling) = mpsc::channel();
+            let tell = move || {
+                console.finish(Err(Error::Interrupted { signal }));
+                // Nobody may be waiting any more.
+                let _ = told.send(());
+            };
+            if thread::Builder::new().spawn(tell).is_ok() {
+                // Said or not: this is the end.
+                let _ = telling.recv_timeout(LAST_WORD);
+            }
+        }
+        exit_at_once(Exit::Signal(signal).code().into());
     };
     let spawned = thread::Builder::new().name("signals".to_owned()).spawn(watching);
     spawned.map(drop).map_err(|error| Error::system("start a thread", error))

@@ -69,7 +69,7 @@ pub fn parse_elements(text: &str) -> Result<u64, String> {
 /// # Errors
 /// One sentence that says what to write instead.
 pub fn parse_timeout(text: &str) -> Result<Duration, String> {
-    if text.parse::<f64>().is_ok() {
+    if text.parse::<f64>().is_ok_and(f64::is_finite) {
         return Err(format!("`{text}` has no unit: write {text}s for seconds, or {text}ms"));
     }
     match humantime::parse_duration(text) {
@@ -230,7 +230,7 @@ mod tests {
         assert_eq!(parse_timeout("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(parse_timeout("1m 30s"), Ok(Duration::from_secs(90)));
         assert!(parse_timeout("30").unwrap_err().contains("30s"));
-        for text in ["", "0s", "-5s", "soon", "1e99", "99999999999999999999s", "1.5"] {
+        for text in ["", "0s", "-5s", "soon", "inf", "NaN", "1e99", "99999999999999999999s", "1.5"] {
             assert!(parse_timeout(text).is_err(), "{text}");
         }
     }

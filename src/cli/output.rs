@@ -89,20 +89,19 @@ struct ErrorReport {
 }
 
 impl ErrorReport {
-    fn of(error: Error) -> Self {
-        let (kind, hint) = (error.kind().as_str(), error.hint().map(str::to_owned));
-        // The whole chain of causes on one line.
-        Self { kind, message: format!("{:#}", anyhow::Error::from(error)), hint }
+    fn of(error: &Error) -> Self {
+        Self { kind: error.kind().as_str(), message: error.in_full(), hint: error.hint().map(str::to_owned) }
     }
 }
 
 impl From<&Served> for ConsumerReport {
     fn from(served: &Served) -> Self {
-        let (outcome, error) = match &served.result {
-            Ok(outcome) if outcome.verified => ("verified", None),
-            Ok(_) => ("mismatch", None),
-            Err(error) => ("failed", Some(error.to_string())),
+        let outcome = match &served.error {
+            _ if served.mismatched() => "mismatch",
+            None => "verified",
+            Some(_) => "failed",
         };
+        let error = served.error.as_ref().map(Error::in_full);
         Self { pid: served.peer.pid, uid: served.peer.uid, outcome, error }
     }
 }
@@ -118,6 +117,8 @@ impl Console {
         let subscriber = tracing_subscriber::fmt()
             .with_max_level(level)
             .with_writer(io::stderr)
+            // Whoever closed standard error does not want to know; by default that is a panic.
+            .log_internal_errors(false)
             .with_ansi(io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()));
         // Fails only if there is one already: then that one serves.
         let _ = subscriber.try_init();
@@ -164,26 +165,25 @@ impl Console {
             }
             Ok(exit) => exit,
             Err(error) => {
-                let exit = Exit::of(&error);
-                self.fail(error);
-                exit
+                self.complain(ErrorReport::of(&error));
+                Exit::of(&error)
             }
         };
         if self.json {
             return self.print_json(exit);
         }
+        self.written(exit)
+    }
+
+    /// How the command ends, now that nothing more is written: a success that could not be told is none.
+    fn written(&self, exit: Exit) -> Exit {
         match self.state().stdout.take() {
             Some(error) => {
                 complain(&format!("error: cannot write to standard output: {error}"));
-                Exit::System
+                if exit == Exit::Verified { Exit::System } else { exit }
             }
             None => exit,
         }
-    }
-
-    /// Tells of an error that decides how the command ends.
-    fn fail(&self, error: Error) {
-        self.complain(ErrorReport::of(error));
     }
 
     fn complain(&self, report: ErrorReport) {
@@ -194,12 +194,12 @@ impl Console {
         self.state().report.error = Some(report);
     }
 
-    /// What both sides found together: `verified`, and the figures of the side that found a mismatch, if one did.
-    pub fn found(&self, verified: bool, outcome: &Outcome) {
+    /// What both sides found together.
+    pub fn found(&self, outcome: &Outcome) {
         let report = &mut self.state().report;
         // Of several consumers the first mismatch is told, and no later success hides it.
         if report.verified != Some(false) {
-            report.verified = Some(verified);
+            report.verified = Some(outcome.verified);
             report.mismatches = outcome.mismatches;
             report.first_mismatch = outcome.first_mismatch;
         }
@@ -207,8 +207,8 @@ impl Console {
 
     /// What became of a producer's consumers, in the order in which they ended.
     pub fn served(&self, served: &[Served]) {
-        for outcome in served.iter().filter_map(|served| served.result.as_ref().ok()) {
-            self.found(outcome.verified, outcome);
+        for outcome in served.iter().filter_map(|served| served.found.as_ref()) {
+            self.found(outcome);
         }
         self.state().report.consumers = Some(served.iter().map(ConsumerReport::from).collect());
     }
@@ -317,7 +317,9 @@ impl Console {
         let time = match took {
             Some(took) => {
                 let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-                state.report.steps.push(Step { name, us });
+                if self.json {
+                    state.report.steps.push(Step { name, us });
+                }
                 format!(" ({us} us)")
             }
             None => String::new(),
@@ -334,13 +336,8 @@ impl Console {
             Ok(json) => state.print(&json),
             Err(error) => state.stdout = Some(error.into()),
         }
-        match state.stdout.take() {
-            Some(error) => {
-                complain(&format!("error: cannot write to standard output: {error}"));
-                Exit::System
-            }
-            None => exit,
-        }
+        drop(state);
+        self.written(exit)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

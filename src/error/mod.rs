@@ -158,12 +158,21 @@ pub enum Error {
     },
 
     /// Another process serves this socket.
-    #[error("{path} is already served by pid {pid}", path = path.display())]
+    #[error("{path} is already served by {who}", path = path.display(), who = process_name(*pid))]
     AlreadyServed {
         /// The socket.
         path: PathBuf,
-        /// The process that listens on it.
+        /// The process that listens on it, or 0 if it can't be told.
         pid: i32,
+    },
+
+    /// Another process holds the lock on the socket's folder.
+    #[error("folder {path} stayed locked by another process for {waited:?}", path = path.display())]
+    FolderLocked {
+        /// The folder.
+        path: PathBuf,
+        /// How long was waited.
+        waited: Duration,
     },
 
     /// Nobody served the socket in time.
@@ -173,6 +182,22 @@ pub enum Error {
         path: PathBuf,
         /// How long was waited.
         waited: Duration,
+    },
+
+    /// Somebody serves the socket and had no room for one more in time.
+    #[error("the producer on {path} accepted nobody within {waited:?}", path = path.display())]
+    NotAccepted {
+        /// The socket.
+        path: PathBuf,
+        /// How long was waited.
+        waited: Duration,
+    },
+
+    /// The socket is not for this user.
+    #[error("the producer on {path} does not let this user connect", path = path.display())]
+    Denied {
+        /// The socket.
+        path: PathBuf,
     },
 
     /// No consumer came in time.
@@ -226,7 +251,7 @@ pub enum Error {
     },
 
     /// The peer broke the protocol; the connection is closed.
-    #[error("the peer broke the protocol: {0}")]
+    #[error("the peer broke the protocol")]
     Protocol(#[from] ProtocolError),
 
     /// The call was cancelled.
@@ -272,6 +297,11 @@ impl Error {
         Self::System { action: action.into(), source: source.into() }
     }
 
+    /// The error with the whole chain of its causes, on one line.
+    pub fn in_full(&self) -> String {
+        anyhow::Chain::new(self).map(ToString::to_string).collect::<Vec<_>>().join(": ")
+    }
+
     /// Which class of failure this is.
     pub fn kind(&self) -> ErrorKind {
         match self {
@@ -287,11 +317,14 @@ impl Error {
             | Self::OutOfMemory { .. }
             | Self::System { .. }
             | Self::UnsafeFolder { .. }
+            | Self::FolderLocked { .. }
             | Self::AlreadyServed { .. } => ErrorKind::System,
             Self::InvalidSize { .. } | Self::Unaligned { .. } | Self::OutOfRange { .. } | Self::SocketPath { .. } => {
                 ErrorKind::Usage
             }
             Self::Absent { .. }
+            | Self::NotAccepted { .. }
+            | Self::Denied { .. }
             | Self::NoConsumer { .. }
             | Self::Timeout { .. }
             | Self::PeerGone { .. }
@@ -319,7 +352,10 @@ impl Error {
             Self::Unsupported { .. } => "a device whose driver offers it is needed",
             Self::Forked { .. } => "start the process with exec, or initialise the driver after the fork",
             Self::OutOfMemory { .. } => "ask for less, or free memory first",
-            Self::UnsafeFolder { .. } => "name a socket in a folder of your own with --socket",
+            Self::UnsafeFolder { .. } | Self::FolderLocked { .. } => {
+                "name a socket in a folder of your own with --socket"
+            }
+            Self::NotAccepted { .. } => "look at the producer: it may be stopped, or have too many connections",
             Self::SocketPath { .. } => "name another path with --socket",
             Self::AlreadyServed { .. } => "stop that process, or use another --socket",
             Self::Absent { .. } => "start a producer on the same --socket, or wait longer with --timeout",
@@ -329,7 +365,9 @@ impl Error {
             }
             Self::PeerGone { .. } => "look at the peer's own error",
             Self::PeerNotAllowed { .. } => "allow that user with --allow-uid",
-            Self::Peer { code: ErrorCode::Refused, .. } => "the other side must allow this user with --allow-uid",
+            Self::Peer { code: ErrorCode::Refused, .. } | Self::Denied { .. } => {
+                "the other side must allow this user with --allow-uid"
+            }
             Self::Driver { code: code::OUT_OF_MEMORY, .. } => "free device memory first, or ask for less",
             Self::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
                 "the driver library and the kernel module differ in version: reboot, or rebuild the container"
@@ -340,6 +378,10 @@ impl Error {
             _ => return None,
         })
     }
+}
+
+fn process_name(pid: i32) -> String {
+    if pid == 0 { "another process".to_owned() } else { format!("pid {pid}") }
 }
 
 /// The name of a signal, for a person.

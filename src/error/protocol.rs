@@ -107,8 +107,6 @@ pub enum ErrorCode {
     Device,
     /// There is no object of that name.
     Object,
-    /// The access asked for is not given.
-    Access,
     /// All the consumers that were to come have come.
     Full,
     /// The sender waited too long.

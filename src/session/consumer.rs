@@ -1,11 +1,16 @@
 //! The side that is given memory.
 
-use std::{os::fd::AsRawFd, path::Path, sync::Arc, time::Instant};
+use std::{
+    os::fd::AsRawFd,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use super::{Event, Link, Observer, Terms, activate, outcome_of, unexpected};
+use super::{Event, Link, Observer, Terms, activate, greeting, outcome_of, unexpected};
 use crate::{
     channel::{Peer, connect},
-    driver::{Access, Driver},
+    driver::{Access, Driver, code},
     error::{Error, Result},
     memory::{Allocation, Device, Mapping, Selector},
     pattern::{self, Pattern, Verification},
@@ -42,6 +47,8 @@ pub struct Consumer<'a> {
     link: Link,
     driver: Arc<dyn Driver>,
     device: Option<Device>,
+    /// Whether a reply was written since the last offer.
+    replied: bool,
     observer: Observer<'a>,
 }
 
@@ -57,12 +64,23 @@ pub struct Lent {
 }
 
 /// What a consumer found, and what the producer made of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Findings {
     /// What this side found.
     pub verification: Verification,
-    /// What the producer answered.
-    pub producer: Outcome,
+    /// What the producer answered; an error only where this side had found a mismatch before: that outweighs how the
+    /// conversation ended.
+    pub producer: Result<Outcome>,
+}
+
+impl Findings {
+    /// What both sides found together, with the figures of the side that found a mismatch, if one did.
+    pub fn outcome(&self) -> Outcome {
+        match &self.producer {
+            Ok(producer) if self.verification.passed() => producer.clone(),
+            _ => outcome_of(&self.verification),
+        }
+    }
 }
 
 /// Fetches the default object once: requests, verifies, replies if asked to, reports.
@@ -79,7 +97,7 @@ pub fn fetch(
 ) -> Result<Findings> {
     let mut consumer = Consumer::connect(driver, device, path, terms, observer)?;
     let result = consumer.converse(access);
-    consumer.link.end(&result);
+    consumer.link.end(&result, terms.timeout);
     result
 }
 
@@ -106,11 +124,17 @@ impl<'a> Consumer<'a> {
         };
         if let Some(device) = &early {
             device.require_sharing()?;
-            activate(device, &terms.cancel, observer)?;
+            activate(device, &mut || terms.cancel.check(), observer)?;
         }
         let begun = Instant::now();
         let channel = connect(path, terms.timeout, &terms.trust, &terms.cancel)?;
-        let mut consumer = Self { link: Link::new(channel), driver: Arc::clone(driver), device: named, observer };
+        let mut consumer = Self {
+            link: Link::new(channel, terms.timeout),
+            driver: Arc::clone(driver),
+            device: named,
+            replied: false,
+            observer,
+        };
         match consumer.greet() {
             Ok(()) => {
                 let peer = consumer.peer();
@@ -119,7 +143,7 @@ impl<'a> Consumer<'a> {
             }
             Err(error) => {
                 let result = Err(error);
-                consumer.link.end(&result);
+                consumer.link.end(&result, terms.timeout);
                 result
             }
         }
@@ -127,11 +151,9 @@ impl<'a> Consumer<'a> {
 
     fn greet(&mut self) -> Result<()> {
         self.link.hello(self.driver.as_ref())?;
-        match self.link.receive("for the producer's hello")? {
-            // Whether the backends fit is the producer's to say, when it knows what is asked for.
-            (Message::Hello(_), _) => Ok(()),
-            (other, _) => Err(unexpected(&other, "hello")),
-        }
+        let (hello, _) = self.link.receive("for the producer's hello")?;
+        // Whether the backends fit is the producer's to say, when it knows what is asked for.
+        greeting(hello).map(drop)
     }
 
     /// Who the producer is.
@@ -148,6 +170,7 @@ impl<'a> Consumer<'a> {
     /// Driver calls: those of [`Allocation::import`] and [`Mapping::new`].
     pub fn request(&mut self, object: &str, access: Option<Access>) -> Result<Lent> {
         let begun = Instant::now();
+        self.replied = false;
         self.link.send(Message::Request(Request { object: object.to_owned(), access }), &[])?;
         let offer = match self.link.receive("for the offer")? {
             (Message::Offer(offer), _) => offer,
@@ -171,9 +194,15 @@ impl<'a> Consumer<'a> {
 
         let device = self.device_of(&offer)?;
         let begun = Instant::now();
-        let allocation = Allocation::import(&device, fd, mapped_size)?;
+        let granularity = device.granularity()?;
+        if !mapped_size.is_multiple_of(granularity) {
+            let claim =
+                format!("{mapped_size} bytes are offered as mapped, where memory comes in units of {granularity}");
+            return Err(ProtocolError::Content(claim).into());
+        }
+        let allocation = Allocation::import(&device, fd, mapped_size).map_err(not_as_offered)?;
         self.check_owner(&allocation)?;
-        let mapping = Mapping::new(&allocation, offer.access)?;
+        let mapping = Mapping::new(&allocation, offer.access).map_err(not_as_offered)?;
         let address = mapping.address();
         (self.observer)(Event::Mapped { address, access: offer.access, took: begun.elapsed() });
         Ok(Lent { offer, mapping })
@@ -196,7 +225,7 @@ impl<'a> Consumer<'a> {
             Ok(device) => {
                 if self.driver.device_count()? != 1 {
                     device.require_sharing()?;
-                    activate(&device, self.link.channel.cancel(), self.observer)?;
+                    activate(&device, &mut || self.link.busy(), self.observer)?;
                 }
                 self.device = Some(device.clone());
                 Ok(device)
@@ -242,6 +271,7 @@ impl<'a> Consumer<'a> {
         let (link, size) = (&mut self.link, lent.offer.size);
         pattern::fill(&lent.mapping, size, Pattern::new(salt), &mut |_| link.busy())?;
         (self.observer)(Event::Filled { words: pattern::words(size), salt, took: begun.elapsed() });
+        self.replied = true;
         Ok(())
     }
 
@@ -257,13 +287,16 @@ impl<'a> Consumer<'a> {
             (Message::Result(outcome), _) => outcome,
             (other, _) => return Err(unexpected(&other, "result")),
         };
+        // The producer checks a reply, if there is one. It may also say no without a reason that it could count.
+        let to_check = if self.replied { verification.words } else { 0 };
+        outcome.check(if outcome.verified { to_check } else { outcome.words.min(to_check) })?;
         (self.observer)(Event::Told { peer: self.peer(), outcome: &outcome, took: begun.elapsed() });
         Ok(outcome)
     }
 
     /// Ends the conversation in good order.
     pub fn close(self) {
-        self.link.end(&Ok(()));
+        self.link.end(&Ok(()), Duration::MAX);
     }
 
     fn converse(&mut self, access: Option<Access>) -> Result<Findings> {
@@ -272,8 +305,21 @@ impl<'a> Consumer<'a> {
         if verification.passed() {
             self.reply(&lent)?;
         }
-        let producer = self.report(&verification)?;
-        Ok(Findings { verification, producer })
+        match self.report(&verification) {
+            Err(error) if verification.passed() => Err(error),
+            producer => Ok(Findings { verification, producer }),
+        }
+    }
+}
+
+/// What the driver says of memory that is not what the peer claims is the peer's failure, not the driver's.
+fn not_as_offered(error: Error) -> Error {
+    match &error {
+        Error::Driver { code: code::INVALID_VALUE | code::NOT_SUPPORTED | code::UNKNOWN, .. } => Error::Mismatch {
+            code: ErrorCode::Failed,
+            message: format!("what the producer sent is not the memory that it offered: {}", error.in_full()),
+        },
+        _ => error,
     }
 }
 

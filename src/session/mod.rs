@@ -24,7 +24,7 @@ use crate::{
     wire::{Busy, ErrorCode, Failure, Hello, Message, Outcome, ProtocolError, VERSION},
 };
 
-/// How often whoever works instead of answering says so.
+/// How often whoever works instead of answering says so; three times in its own timeout where that is short.
 pub const BUSY_EVERY: Duration = Duration::from_secs(1);
 
 /// What both sides are told about their peer.
@@ -165,24 +165,27 @@ pub type Observer<'a> = &'a (dyn Fn(Event<'_>) + Sync);
 /// Those of [`open`]; [`Error::Interrupted`].
 pub fn start(choice: Choice, cancel: &Cancel, observer: Observer<'_>) -> Result<Opened> {
     let begun = Instant::now();
-    let opened = interruptibly(cancel, move || open(choice))?;
+    let opened = interruptibly(&mut || cancel.check(), move || open(choice))?;
     let backend = opened.driver.backend();
     observer(Event::Started { backend, fallback: opened.fallback.as_ref(), took: begun.elapsed() });
     Ok(opened)
 }
 
-/// Makes a device ready for copies and tells of it: the second part of a driver's start.
-fn activate(device: &Device, cancel: &Cancel, observer: Observer<'_>) -> Result<()> {
+/// Makes a device ready for copies and tells of it: the second part of a driver's start. `tick` is called meanwhile.
+fn activate(device: &Device, tick: &mut dyn FnMut() -> Result<()>, observer: Observer<'_>) -> Result<()> {
     let begun = Instant::now();
     let granularity = device.granularity()?;
     let activated = device.clone();
-    interruptibly(cancel, move || activated.activate())?;
+    interruptibly(tick, move || activated.activate())?;
     observer(Event::Device { device, granularity, took: begun.elapsed() });
     Ok(())
 }
 
-/// Runs what can't be interrupted in a thread that is left behind if the wait for it is.
-fn interruptibly<T: Send + 'static>(cancel: &Cancel, work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+/// Runs what can't be interrupted in a thread that is left behind if `tick`, which is called meanwhile, fails.
+fn interruptibly<T: Send + 'static>(
+    tick: &mut dyn FnMut() -> Result<()>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
     let (sender, receiver) = mpsc::channel();
     let spawned = thread::Builder::new().name("driver".to_owned()).spawn(move || {
         // Nobody may be waiting any more.
@@ -192,7 +195,7 @@ fn interruptibly<T: Send + 'static>(cancel: &Cancel, work: impl FnOnce() -> Resu
     loop {
         match receiver.recv_timeout(Duration::from_millis(5)) {
             Ok(result) => return result,
-            Err(RecvTimeoutError::Timeout) => cancel.check()?,
+            Err(RecvTimeoutError::Timeout) => tick()?,
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(Error::system("start the driver", std::io::Error::other("its thread panicked")));
             }
@@ -204,12 +207,14 @@ fn interruptibly<T: Send + 'static>(cancel: &Cancel, work: impl FnOnce() -> Resu
 #[derive(Debug)]
 struct Link {
     channel: Channel,
-    heard: Instant,
+    /// When this side last said something, or heard something that is for it to answer.
+    spoken: Instant,
+    busy_every: Duration,
 }
 
 impl Link {
-    fn new(channel: Channel) -> Self {
-        Self { channel, heard: Instant::now() }
+    fn new(channel: Channel, timeout: Duration) -> Self {
+        Self { channel, spoken: Instant::now(), busy_every: BUSY_EVERY.min(timeout / 3) }
     }
 
     fn peer(&self) -> Peer {
@@ -217,7 +222,7 @@ impl Link {
     }
 
     fn hello(&mut self, driver: &dyn Driver) -> Result<()> {
-        let backend = driver.backend();
+        let backend = driver.backend().to_string();
         self.send(
             Message::Hello(Hello { version: VERSION, capabilities: Vec::new(), backend, pid: process::id() }),
             &[],
@@ -226,7 +231,7 @@ impl Link {
 
     fn send(&mut self, message: Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.channel.send(&message, fds)?;
-        self.heard = Instant::now();
+        self.spoken = Instant::now();
         Ok(())
     }
 
@@ -237,28 +242,43 @@ impl Link {
                 (Message::Busy(_), _) => {}
                 (Message::Error(Failure { code, message }), _) => return Err(Error::Peer { code, message }),
                 answer => {
-                    self.heard = Instant::now();
+                    self.spoken = Instant::now();
                     return Ok(answer);
                 }
             }
         }
     }
 
+    /// The next message of a peer who has asked for nothing yet, and so has nothing to be busy with.
+    fn receive_first(&mut self, deadline: Instant, purpose: &'static str) -> Result<Message> {
+        self.channel.receive_by(deadline, purpose).map(|(message, _)| message)
+    }
+
     /// Says that this side is working, if it said nothing for a while. To be called often.
     fn busy(&mut self) -> Result<()> {
         self.channel.cancel().check()?;
-        if self.heard.elapsed() >= BUSY_EVERY { self.send(Message::Busy(Busy {}), &[]) } else { Ok(()) }
+        if self.spoken.elapsed() >= self.busy_every { self.send(Message::Busy(Busy {}), &[]) } else { Ok(()) }
     }
 
-    /// Ends the conversation: with an `error` if this side has one that the peer does not know.
-    fn end<T>(mut self, result: &Result<T>) {
+    /// Ends the conversation: with an `error` if this side has one that the peer does not know. The peer is given no more
+    /// than `patience` to leave.
+    fn end<T>(mut self, result: &Result<T>, patience: Duration) {
         if let Some((code, error)) = result.as_ref().err().and_then(|error| Some((code_for(error)?, error))) {
-            let message = Message::Error(Failure { code, message: error.to_string() });
+            let message = Message::Error(Failure { code, message: error.in_full() });
             if let Err(unsent) = self.channel.send(&message, &[]) {
                 tracing::debug!(%unsent, "the peer can't be told");
             }
         }
-        self.channel.finish();
+        self.channel.finish(patience);
+    }
+}
+
+/// A peer's first message, which says which version of the protocol it speaks.
+fn greeting(message: Message) -> Result<Hello> {
+    match message {
+        Message::Hello(hello) if hello.version >= VERSION => Ok(hello),
+        Message::Hello(hello) => Err(ProtocolError::Version { got: hello.version, own: VERSION }.into()),
+        other => Err(unexpected(&other, "hello")),
     }
 }
 

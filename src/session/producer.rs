@@ -7,7 +7,7 @@ use std::{
         fd::{AsFd, AsRawFd, OwnedFd},
         unix::net::UnixStream,
     },
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::{self, Scope},
     time::{Duration, Instant},
 };
@@ -20,11 +20,11 @@ use nix::{
 use super::{
     Event, Link, Observer, Terms, activate,
     gate::{Gate, Turn},
-    outcome_of, unexpected,
+    greeting, outcome_of, unexpected,
 };
 use crate::{
     channel::{Cancel, Channel, Listener, Peer, deadline_after},
-    driver::{Access, Backend},
+    driver::Access,
     error::{Error, Result},
     memory::{Allocation, Device, Mapping},
     pattern::{self, Pattern},
@@ -63,7 +63,7 @@ impl Buffer {
         observer: Observer<'_>,
     ) -> Result<Self> {
         device.require_sharing()?;
-        activate(device, cancel, observer)?;
+        activate(device, &mut || cancel.check(), observer)?;
         let begun = Instant::now();
         let allocation = Allocation::create(device, size)?;
         observer(Event::Created { size, mapped_size: allocation.size(), took: begun.elapsed() });
@@ -126,12 +126,28 @@ pub struct Plan {
 pub struct Served {
     /// Who it was.
     pub peer: Peer,
-    /// How it ended: what both sides together found, or what went wrong.
-    pub result: Result<Outcome>,
+    /// What both sides together found, if it came to that: with the figures of the side that found a mismatch, if one did.
+    pub found: Option<Outcome>,
+    /// What went wrong with the conversation, before or after.
+    pub error: Option<Error>,
 }
 
+impl Served {
+    /// Whether the data was found wrong: that outweighs how the conversation ended.
+    pub fn mismatched(&self) -> bool {
+        self.found.as_ref().is_some_and(|found| !found.verified)
+    }
+}
+
+/// How many consumers a service without end remembers.
+const REMEMBERED: usize = 1000;
+
+/// How long somebody who asked for nothing is given to leave.
+const GOODBYE: Duration = Duration::from_millis(100);
+
 /// Serves a buffer to consumers that connect to a listener, at the same time if they come at the same time, and returns
-/// when as many were served as planned. `served` gets one entry for each of them, also if this fails.
+/// when as many were served as planned. `served` gets one entry for each of them, also if this fails; of a service without
+/// end the last thousand, those that failed before the others.
 ///
 /// Whoever sends a well-formed request is a consumer and counts, also when refused. Anything less is a stranger, who delays
 /// no consumer and changes nothing. The listener's file is removed before the last conversation has ended.
@@ -195,11 +211,13 @@ struct State {
     admitted: u64,
     /// How many of them are still connected.
     connected: u64,
+    /// Whether nobody is admitted any more.
+    closed: bool,
     /// Since when nobody could have been served: from the first fill, and from the last consumer's end.
     idle_since: Option<Instant>,
     served: Vec<Served>,
     /// Who connected and asked for nothing yet, in the order in which they came.
-    strangers: BTreeMap<u64, UnixStream>,
+    strangers: BTreeMap<u64, Arc<UnixStream>>,
     connections: u64,
 }
 
@@ -213,6 +231,19 @@ enum Fill {
     Done,
     /// Nothing, for good.
     Failed(Error),
+}
+
+impl Fill {
+    /// What a consumer is told when nothing can be had any more.
+    fn refusal(&self) -> Option<Error> {
+        match self {
+            Self::Failed(Error::Interrupted { .. }) | Self::Done | Self::Unknown => None,
+            Self::Failed(error) => {
+                let message = format!("the producer could not fill the buffer: {}", error.in_full());
+                Some(Error::Mismatch { code: ErrorCode::Failed, message })
+            }
+        }
+    }
 }
 
 impl State {
@@ -249,7 +280,7 @@ impl Desk<'_> {
             self.look_again();
         })?;
         while let Some(deadline) = self.patience() {
-            if Instant::now() >= deadline {
+            if Instant::now() >= deadline && self.close() {
                 return Err(Error::NoConsumer { waited: self.terms.timeout });
             }
             let fds = [(listener.as_fd(), PollFlags::POLLIN), (self.wake.as_fd(), PollFlags::POLLIN)];
@@ -261,6 +292,13 @@ impl Desk<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Admits nobody any more, unless somebody was admitted at the last moment.
+    fn close(&self) -> bool {
+        let mut state = self.state();
+        state.closed = state.connected == 0;
+        state.closed
     }
 
     /// Until when to wait for the next consumer; `None` when there is nothing more to wait for.
@@ -284,7 +322,7 @@ impl Desk<'_> {
         });
         if let Err(error) = accepted {
             // Out of descriptors or threads: those who hold them and ask for nothing make room.
-            tracing::warn!(%error, "a connection has to wait");
+            tracing::debug!(%error, "a connection has to wait");
             self.state().evict();
             self.terms.cancel.pause(Duration::from_millis(5))?;
         }
@@ -297,28 +335,34 @@ impl Desk<'_> {
             Ok(channel) => channel,
             Err(error) => return tracing::warn!(%error, "a connection is dropped"),
         };
-        let mut visit = Visit { link: Link::new(channel), desk: self, admitted: false, outcome: None };
+        let link = Link::new(channel, self.terms.timeout);
+        let mut visit = Visit { link, desk: self, admitted: false, found: None };
         let peer = visit.link.peer();
         let number = self.welcome(&visit.link.channel);
-        let result = visit.converse(number);
-        self.state().strangers.remove(&number);
-        visit.link.end(&result);
-        match (visit.admitted, result) {
-            (true, result) => {
-                // A consumer that was admitted and said nothing wrong has an outcome.
-                let result = result.and_then(|()| visit.outcome.ok_or(Error::PeerGone { purpose: "for its result" }));
-                let served = Served { peer, result };
-                (self.observer)(Event::Ended { served: &served });
-                let mut state = self.state();
-                state.served.push(served);
-                state.connected -= 1;
-                state.idle_since = Some(Instant::now());
-                drop(state);
-                self.look_again();
-            }
-            (false, Err(error)) => tracing::info!(pid = peer.pid, uid = peer.uid, %error, "a stranger came and went"),
-            (false, Ok(())) => tracing::info!(pid = peer.pid, uid = peer.uid, "a stranger came and went"),
+        let mut result = visit.converse(number);
+        if let (Err(Error::Interrupted { .. }), Some(refusal)) = (&result, self.state().fill.refusal()) {
+            result = Err(refusal);
         }
+        if !visit.admitted {
+            visit.link.end(&result, GOODBYE);
+            self.state().strangers.remove(&number);
+            let error = result.err().map(|error| error.in_full());
+            return tracing::info!(pid = peer.pid, uid = peer.uid, error, "a stranger came and went");
+        }
+        visit.link.end(&result, self.terms.timeout);
+        let served = Served { peer, found: visit.found, error: result.err() };
+        (self.observer)(Event::Ended { served: &served });
+        let mut state = self.state();
+        if self.plan.consumers == 0 && state.served.len() >= REMEMBERED {
+            let harmless = |served: &Served| served.error.is_none() && !served.mismatched();
+            let forgotten = state.served.iter().position(harmless).unwrap_or(REMEMBERED - 1);
+            state.served.remove(forgotten);
+        }
+        state.served.push(served);
+        state.connected -= 1;
+        state.idle_since = Some(Instant::now());
+        drop(state);
+        self.look_again();
     }
 
     /// Notes that somebody came, and gives the visit a number.
@@ -329,10 +373,7 @@ impl Desk<'_> {
         }
         state.connections += 1;
         let number = state.connections;
-        match channel.try_clone_socket() {
-            Ok(socket) => drop(state.strangers.insert(number, socket)),
-            Err(error) => tracing::warn!(%error, "a connection can't be sent away early"),
-        }
+        state.strangers.insert(number, channel.socket());
         number
     }
 
@@ -340,7 +381,7 @@ impl Desk<'_> {
     fn admit(&self, number: u64, peer: Peer) -> Result<()> {
         let mut state = self.state();
         let expected = self.plan.consumers;
-        if expected > 0 && state.admitted == expected {
+        if state.closed || (expected > 0 && state.admitted == expected) {
             let message = format!("this producer serves {expected} consumers, and all of them have come");
             return Err(Error::Mismatch { code: ErrorCode::Full, message });
         }
@@ -359,24 +400,26 @@ struct Visit<'a> {
     desk: &'a Desk<'a>,
     admitted: bool,
     /// What came of its requests so far.
-    outcome: Option<Outcome>,
+    found: Option<Outcome>,
 }
 
 impl Visit<'_> {
     fn converse(&mut self, number: u64) -> Result<()> {
         self.desk.terms.trust.check(self.link.peer())?;
-        let backend = match self.link.receive("for the consumer's hello")? {
-            (Message::Hello(hello), _) => hello.backend,
-            (other, _) => return Err(unexpected(&other, "hello")),
-        };
+        let deadline = deadline_after(self.desk.terms.timeout);
+        let backend = greeting(self.link.receive_first(deadline, "for the consumer's hello")?)?.backend;
         self.link.hello(self.desk.buffer.mapping.device().driver().as_ref())?;
         loop {
-            let request = match self.link.receive("for a request") {
-                Ok((Message::Request(request), _)) => request,
-                Ok((other, _)) => return Err(unexpected(&other, "request")),
+            let next = match self.admitted {
+                false => self.link.receive_first(deadline, "for a request"),
+                true => self.link.receive("for another request").map(|(message, _)| message),
+            };
+            let request = match next {
+                Ok(Message::Request(request)) => request,
+                Ok(other) => return Err(unexpected(&other, "request")),
                 // It has what it wanted: how it leaves is its own affair.
                 Err(Error::PeerGone { .. } | Error::Timeout { .. } | Error::Interrupted { .. })
-                    if self.outcome.is_some() =>
+                    if self.found.is_some() =>
                 {
                     return Ok(());
                 }
@@ -386,20 +429,23 @@ impl Visit<'_> {
                 self.desk.admit(number, self.link.peer())?;
                 self.admitted = true;
             }
-            let outcome = self.lend(backend, &request)?;
-            // A later success does not make up for a mismatch.
-            if self.outcome.as_ref().is_none_or(|earlier| earlier.verified) {
-                self.outcome = Some(outcome);
-            }
+            self.lend(&backend, &request)?;
+        }
+    }
+
+    /// Notes what was found, before anything else can go wrong. A later success does not make up for a mismatch.
+    fn find(&mut self, outcome: &Outcome) {
+        if self.found.as_ref().is_none_or(|earlier| earlier.verified) {
+            self.found = Some(outcome.clone());
         }
     }
 
     /// One request, from the turn to the results.
-    fn lend(&mut self, backend: Backend, request: &Request) -> Result<Outcome> {
+    fn lend(&mut self, backend: &str, request: &Request) -> Result<()> {
         let (desk, link) = (self.desk, &mut self.link);
         let (buffer, peer) = (desk.buffer, link.peer());
         let own_backend = buffer.mapping.device().backend();
-        if backend != own_backend {
+        if backend != own_backend.as_str() {
             let message = format!("the producer's memory is on backend {own_backend}, and the consumer uses {backend}");
             return Err(Error::Mismatch { code: ErrorCode::Backend, message });
         }
@@ -413,17 +459,16 @@ impl Visit<'_> {
 
         let turn = if round_trip { Turn::Alone } else { Turn::Shared };
         let _turn = desk.gate.enter(turn, &mut || link.busy())?;
-        let filled = matches!(desk.state().fill, Fill::Done);
-        match (filled, turn) {
-            (true, _) => {}
-            (false, Turn::Alone) => {
-                buffer.fill(&mut || link.busy(), desk.observer)?;
-                desk.state().fill = Fill::Done;
-            }
-            (false, Turn::Shared) => {
-                let message = "the producer could not fill the buffer".to_owned();
-                return Err(Error::Mismatch { code: ErrorCode::Failed, message });
-            }
+        let filled = match &desk.state().fill {
+            Fill::Done => true,
+            Fill::Unknown => false,
+            // Interrupted, unless it says otherwise.
+            failed => return Err(failed.refusal().unwrap_or(Error::Interrupted { signal: 0 })),
+        };
+        if !filled {
+            // It was changed in a round trip, where every turn is one alone.
+            buffer.fill(&mut || link.busy(), desk.observer)?;
+            desk.state().fill = Fill::Done;
         }
 
         let begun = Instant::now();
@@ -450,25 +495,26 @@ impl Visit<'_> {
             (Message::Result(outcome), _) => outcome,
             (other, _) => return Err(unexpected(&other, "result")),
         };
-        let words = pattern::words(buffer.size);
-        if found.words != words || found.verified != (found.mismatches == 0) || found.mismatches > words {
-            return Err(ProtocolError::Content(format!("a result of {words} words can't be {found:?}")).into());
-        }
+        found.check(pattern::words(buffer.size))?;
         (desk.observer)(Event::Told { peer, outcome: &found, took: begun.elapsed() });
+        self.find(&found);
 
         let own = match reply_salt.filter(|_| found.verified) {
             Some(salt) => {
                 let begun = Instant::now();
                 let reply = Pattern::new(salt);
-                let verification = pattern::verify(&buffer.mapping, buffer.size, reply, &mut |_| link.busy())?;
+                let busy = &mut |_| self.link.busy();
+                let verification = pattern::verify(&buffer.mapping, buffer.size, reply, busy)?;
                 (desk.observer)(Event::Verified { verification: &verification, took: begun.elapsed() });
                 outcome_of(&verification)
             }
             // Nothing was left for this side to check.
             None => Outcome { verified: found.verified, words: 0, mismatches: 0, first_mismatch: None },
         };
-        link.send(Message::Result(own.clone()), &[])?;
-        Ok(if found.verified && reply_salt.is_some() { own } else { found })
+        if !own.verified {
+            self.find(&own);
+        }
+        self.link.send(Message::Result(own), &[])
     }
 }
 

@@ -9,13 +9,15 @@ use std::{
     net::Shutdown,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-        unix::net::UnixStream,
+        unix::{net::UnixStream, process::CommandExt},
     },
     path::Path,
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
 
+use nix::sys::resource::{Resource, setrlimit};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
     accept_with, bind, connect, listen, socket_with, socketpair,
@@ -64,7 +66,8 @@ fn send_raw(socket: &UnixStream, bytes: &[u8]) {
 }
 
 fn hello(backend: Backend) -> Message {
-    Message::Hello(Hello { version: 1, capabilities: vec!["from the future".into()], backend, pid: 1 })
+    let capabilities = vec!["from the future".into()];
+    Message::Hello(Hello { version: 1, capabilities, backend: backend.to_string(), pid: 1 })
 }
 
 fn request(object: &str, access: Option<Access>) -> Message {
@@ -102,6 +105,14 @@ fn listening(meeting: &Meeting, options: &[&str]) -> Running {
     let mut producer = meeting.producer(options).start();
     producer.until("listen");
     producer
+}
+
+/// Lets a command open so many files and no more.
+fn limit_files(command: &mut Command, limit: u64) {
+    // SAFETY: setrlimit is a plain system call, safe between fork and exec.
+    unsafe {
+        command.pre_exec(move || setrlimit(Resource::RLIMIT_NOFILE, limit, limit).map_err(io::Error::from));
+    }
 }
 
 mod records {
@@ -254,7 +265,7 @@ mod records {
         let _waiting = raw(&path);
         let timeout = Duration::from_millis(100);
         let refused = vmmfd::channel::connect(&path, timeout, &Trust::default(), &Cancel::new().unwrap());
-        assert!(matches!(refused, Err(Error::Absent { .. })));
+        assert!(matches!(refused, Err(Error::NotAccepted { .. })));
         // Nor does it look dead to another producer.
         let taken = Listener::bind(&path, false, timeout, &Cancel::new().unwrap());
         assert!(matches!(taken, Err(Error::AlreadyServed { .. })));
@@ -289,7 +300,7 @@ mod producers {
         let mut channel = dial(&meeting.socket());
         channel.send(&hello(Backend::Host), &[]).unwrap();
         let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
-        assert_eq!((theirs.version, theirs.backend, theirs.pid), (1, Backend::Host, producer.pid()));
+        assert_eq!((theirs.version, theirs.backend.as_str(), theirs.pid), (1, "host", producer.pid()));
         let mut salts = Vec::new();
         // Any number of requests on one connection, the buffer filled anew for each.
         for _ in 0..3 {
@@ -317,7 +328,7 @@ mod producers {
         }
         salts.dedup();
         assert_eq!(salts.len(), 3, "a fresh salt for each");
-        channel.finish();
+        channel.finish(PATIENCE);
         producer.end().code(0);
     }
 
@@ -330,7 +341,7 @@ mod producers {
         channel.send(&good(1), &[]).unwrap();
         let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
         assert_eq!((theirs.verified, theirs.mismatches), (false, 1));
-        channel.finish();
+        channel.finish(PATIENCE);
         producer.end().code(1);
     }
 
@@ -356,7 +367,7 @@ mod producers {
         channel.send(&Message::Result(bad), &[]).unwrap();
         let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
         assert!(!theirs.verified);
-        channel.finish();
+        channel.finish(PATIENCE);
         producer.end().code(1).says("1 wrong, the first at word 1");
     }
 
@@ -370,7 +381,7 @@ mod producers {
             let lie = Outcome { verified, words, mismatches, first_mismatch: None };
             channel.send(&Message::Result(lie), &[]).unwrap();
             assert_eq!(told(&mut channel), ErrorCode::Protocol);
-            channel.finish();
+            channel.finish(PATIENCE);
             producer.end().code(4);
         }
     }
@@ -422,7 +433,7 @@ mod producers {
         }
         channel.send(&good(1), &[]).unwrap();
         assert!(matches!(answer(&mut channel), (Message::Result(_), _)));
-        channel.finish();
+        channel.finish(PATIENCE);
         producer.end().code(0);
     }
 
@@ -495,6 +506,121 @@ mod producers {
     }
 
     #[test]
+    fn a_crowd_that_takes_all_descriptors_leaves_room_for_a_consumer() {
+        let meeting = Meeting::new(On::Host);
+        let mut run = meeting.producer(&["--timeout", "20s"]);
+        limit_files(&mut run.command, 48);
+        let mut producer = run.start();
+        producer.until("listen");
+        let silent: Vec<UnixStream> = (0..60).map(|_| raw(&meeting.socket())).collect();
+        let garbled: Vec<UnixStream> = (0..60)
+            .map(|_| {
+                let socket = raw(&meeting.socket());
+                // It may have been sent away already.
+                let _ = rustix::net::send(&socket, b"GET / HTTP/1.1", SendFlags::NOSIGNAL);
+                socket
+            })
+            .collect();
+        meeting.consumer(&["--timeout", "10s"]).end().code(0);
+        producer.end().code(0);
+        drop((silent, garbled));
+    }
+
+    #[test]
+    fn a_stranger_has_nothing_to_be_busy_with() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &[]);
+        for greeted in [false, true] {
+            let mut channel = dial(&meeting.socket());
+            if greeted {
+                channel.send(&hello(Backend::Host), &[]).unwrap();
+                answer(&mut channel);
+            }
+            channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+            assert_eq!(told(&mut channel), ErrorCode::Protocol);
+        }
+        meeting.consumer(&[]).end().code(0);
+        producer.end().code(0);
+    }
+
+    #[test]
+    fn backends_and_versions_of_the_future_are_told_what_does_not_fit() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &[]);
+        let greet = |version, backend: &str| {
+            let mut channel = dial(&meeting.socket());
+            let greeting = Hello { version, capabilities: Vec::new(), backend: backend.into(), pid: 1 };
+            channel.send(&Message::Hello(greeting), &[]).unwrap();
+            channel
+        };
+        assert_eq!(told(&mut greet(0, "host")), ErrorCode::Version);
+        let mut newer = greet(7, "hip");
+        let (Message::Hello(theirs), _) = answer(&mut newer) else { panic!() };
+        assert_eq!(theirs.version, 1);
+        newer.send(&request("default", None), &[]).unwrap();
+        assert_eq!(told(&mut newer), ErrorCode::Backend);
+        newer.finish(PATIENCE);
+        producer.end().code(4).says("the consumer uses hip");
+    }
+
+    #[test]
+    fn a_mismatch_counts_although_its_finder_hangs_up() {
+        let meeting = Meeting::new(On::Host);
+        let producer = meeting.producer(&["--size", "8", "--json"]).start();
+        crate::running::wait_for("the socket", || meeting.socket().exists());
+        let mut channel = dial(&meeting.socket());
+        borrow(&mut channel, None);
+        let first_mismatch = Some(vmmfd::wire::Mismatch { index: 0, expected: 2, found: 3 });
+        let bad = Outcome { verified: false, words: 2, mismatches: 2, first_mismatch };
+        channel.send(&Message::Result(bad), &[]).unwrap();
+        drop(channel);
+        let report = producer.end().code(1).json();
+        assert_eq!((&report["mismatches"], &report["consumers"][0]["outcome"]), (&2.into(), &"mismatch".into()));
+    }
+
+    #[test]
+    fn a_consumer_that_stays_for_nothing_is_waited_for_once() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--timeout", "1s", "--size", "4"]);
+        let mut channel = dial(&meeting.socket());
+        borrow(&mut channel, None);
+        channel.send(&good(1), &[]).unwrap();
+        answer(&mut channel);
+        let begun = Instant::now();
+        producer.end().code(0);
+        assert!(begun.elapsed() < Duration::from_millis(1800), "{:?}", begun.elapsed());
+    }
+
+    #[test]
+    fn whoever_asks_as_the_wait_ends_is_served_or_turned_away() {
+        let meeting = Meeting::new(On::Host);
+        for delay in 0..40 {
+            let producer = listening(&meeting, &["--timeout", "40ms"]);
+            thread::sleep(Duration::from_millis(20 + delay));
+            let address = SocketAddrUnix::new(meeting.socket()).unwrap();
+            let socket = seqpacket();
+            // Each of these may come too late.
+            if connect(&socket, &address).is_ok() {
+                for message in [hello(Backend::Host), request("default", None)] {
+                    let _ = rustix::net::send(&socket, &message.encode().unwrap(), SendFlags::NOSIGNAL);
+                }
+            }
+            drop(socket);
+            producer.end().code(4);
+        }
+    }
+
+    #[test]
+    fn the_wait_for_the_next_consumer_begins_when_the_last_has_gone() {
+        let meeting = Meeting::new(On::Host);
+        let producer = listening(&meeting, &["--timeout", "1s", "--consumers", "2"]);
+        thread::sleep(Duration::from_millis(700));
+        meeting.consumer(&[]).end().code(0);
+        let ended = producer.end();
+        assert!(ended.code(4).took >= Duration::from_millis(1700), "{:?}", ended.took);
+    }
+
+    #[test]
     fn strangers_do_not_prolong_the_wait_for_a_consumer() {
         let meeting = Meeting::new(On::Host);
         let producer = listening(&meeting, &["--timeout", "500ms"]);
@@ -523,7 +649,7 @@ mod producers {
         answer(&mut channel);
         channel.send(&request("weights\u{1b}[31m", None), &[]).unwrap();
         assert_eq!(told(&mut channel), ErrorCode::Object);
-        channel.finish();
+        channel.finish(PATIENCE);
         let ended = producer.end();
         ended.code(4).says("no object `weights");
         assert!(!ended.stderr.contains('\u{1b}') && !ended.stdout.contains('\u{1b}'));
@@ -660,7 +786,7 @@ mod consumers {
                     lend(channel, &offer, memory.export().unwrap());
                     assert_eq!(told(channel), ErrorCode::Failed);
                 },
-                |result| assert!(matches!(result, Err(Error::Driver { .. })), "{result:?}"),
+                |result| assert!(matches!(result, Err(Error::Mismatch { .. })), "{result:?}"),
             );
         }
     }
@@ -675,7 +801,10 @@ mod consumers {
                     lend(channel, &offer, other.as_fd());
                     assert_eq!(told(channel), ErrorCode::Failed);
                 },
-                |result| assert!(matches!(result, Err(Error::Driver { code: 999, .. })), "{result:?}"),
+                |result| {
+                    let error = result.unwrap_err();
+                    assert!(matches!(error, Error::Mismatch { .. }) && error.to_string().contains("(999)"), "{error}");
+                },
             );
         }
     }
@@ -736,9 +865,74 @@ mod consumers {
             },
             |result| {
                 let findings = result.unwrap();
-                assert!(findings.verification.passed() && !findings.producer.verified);
+                assert!(findings.verification.passed() && !findings.producer.as_ref().unwrap().verified);
+                assert!(!findings.outcome().verified);
             },
         );
+    }
+
+    /// A listener that a `consumer` process can be pointed at, and its connection.
+    fn command_against(meeting: &Meeting, serve: impl FnOnce(&mut Channel)) -> crate::running::Ended {
+        let listener = seqpacket();
+        bind(&listener, &SocketAddrUnix::new(meeting.socket()).unwrap()).unwrap();
+        listen(&listener, 1).unwrap();
+        let consumer = meeting.consumer(&["--json"]).start();
+        let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+        let mut channel = Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap();
+        serve(&mut channel);
+        drop((channel, listener));
+        fs::remove_file(meeting.socket()).unwrap();
+        consumer.end()
+    }
+
+    #[test]
+    fn a_producer_that_lies_is_a_failed_peer_of_the_command() {
+        let meeting = Meeting::new(On::Host);
+        let (sound, memory) = memory(3 << 20, 3);
+        let null = File::open("/dev/null").unwrap();
+        for (mapped_size, fd) in [
+            (sound.size + 1, memory.export().unwrap()),
+            (2 * sound.mapped_size, memory.export().unwrap()),
+            (sound.mapped_size, null.as_fd()),
+        ] {
+            let offer = Offer { mapped_size, ..sound.clone() };
+            let ended = command_against(&meeting, |channel| {
+                lend(channel, &offer, fd);
+                told(channel);
+            });
+            assert_eq!(ended.code(4).json()["error"]["kind"], "peer");
+        }
+    }
+
+    #[test]
+    fn a_mismatch_counts_although_the_producer_dies() {
+        let meeting = Meeting::new(On::Host);
+        let (offer, memory) = memory(100, 3);
+        let wrong = Offer { salt: 4, ..offer };
+        let ended = command_against(&meeting, |channel| {
+            lend(channel, &wrong, memory.export().unwrap());
+            assert!(matches!(answer(channel), (Message::Result(Outcome { verified: false, .. }), _)));
+        });
+        let report = ended.code(1).json();
+        assert_eq!((&report["verified"], &report["mismatches"]), (&false.into(), &25.into()));
+    }
+
+    #[test]
+    fn a_result_of_the_producer_that_contradicts_itself_is_not_believed() {
+        let (offer, memory) = memory(100, 3);
+        let first_mismatch = Some(vmmfd::wire::Mismatch { index: 0, expected: 1, found: 2 });
+        for (words, mismatches, first_mismatch) in [(25, 0, None), (0, 7, first_mismatch), (u64::MAX, 0, None)] {
+            against(
+                |channel| {
+                    lend(channel, &offer, memory.export().unwrap());
+                    answer(channel);
+                    let lie = Outcome { verified: true, words, mismatches, first_mismatch };
+                    channel.send(&Message::Result(lie), &[]).unwrap();
+                    assert_eq!(told(channel), ErrorCode::Protocol);
+                },
+                |result| assert!(matches!(result, Err(Error::Protocol(_))), "{result:?}"),
+            );
+        }
     }
 
     #[test]
@@ -760,19 +954,8 @@ mod consumers {
         let fds = vec![memory.export().unwrap(); MAX_FDS];
         channel.send(&Message::Segments(Segments { first: 0, sizes: vec![1; MAX_FDS] }), &fds).unwrap();
         assert_eq!(told(&mut channel), ErrorCode::Protocol);
-        channel.finish();
+        channel.finish(PATIENCE);
         consumer.end().code(4).says("descriptors were cut off");
-    }
-
-    fn limit_files(command: &mut std::process::Command, limit: u64) {
-        use std::os::unix::process::CommandExt;
-        // SAFETY: setrlimit is a plain system call, safe between fork and exec.
-        unsafe {
-            command.pre_exec(move || {
-                use nix::sys::resource::{Resource, setrlimit};
-                setrlimit(Resource::RLIMIT_NOFILE, limit, limit).map_err(io::Error::from)
-            });
-        }
     }
 
     #[test]

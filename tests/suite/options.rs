@@ -1,15 +1,20 @@
 //! What the commands make of options, environment and surroundings, on the host backend and the emulated driver.
 
+#![allow(unsafe_code, reason = "limits that a child sets for itself")]
+
 use std::{
     fs::{self, File},
+    io::Write,
     os::unix::{
         fs::{MetadataExt, PermissionsExt, symlink},
         net::UnixListener,
+        process::CommandExt,
     },
     process::Stdio,
     time::Duration,
 };
 
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::running::{Meeting, On, Running, wait_for};
@@ -316,8 +321,8 @@ fn another_device_than_the_first_is_found_by_its_uuid() {
 #[test]
 fn a_failure_of_the_driver_in_the_middle_is_told_to_the_peer() {
     for (fault, words) in [
-        ("cuMemImportFromShareableHandle:1:999", "cuMemImportFromShareableHandle failed"),
-        ("cuMemSetAccess:1:1", "cuMemSetAccess failed"),
+        ("cuMemImportFromShareableHandle:1:2", "cuMemImportFromShareableHandle failed"),
+        ("cuMemSetAccess:1:700", "cuMemSetAccess failed"),
         ("cuMemcpyDtoH_v2:1:700", "cuMemcpyDtoH_v2 failed"),
     ] {
         let meeting = Meeting::new(On::Fake);
@@ -340,7 +345,7 @@ fn a_slow_start_of_the_driver_can_be_interrupted() {
         run.command.args(["--json", "--socket"]).arg(meeting.socket());
         let running = run.start();
         std::thread::sleep(Duration::from_millis(100));
-        running.signal(nix::sys::signal::Signal::SIGINT);
+        running.signal(Signal::SIGINT);
         let ended = running.end();
         assert!(ended.took < Duration::from_secs(10), "{:?}", ended.took);
         assert_eq!(ended.code(130).json()["error"]["kind"], "interrupted");
@@ -359,6 +364,164 @@ fn a_reader_who_has_gone_is_no_error_and_a_full_disk_is() {
         meeting.consumer(&[option]).stdout(full).end().code(5).says("cannot write to standard output");
     }
     producer.end().code(0);
+}
+
+#[test]
+fn logs_that_can_not_be_written_are_lost_and_nothing_else_is() {
+    let meeting = host();
+    let full = || File::options().write(true).open("/dev/full").unwrap();
+    let mut producer = meeting.producer(&["-v", "--json"]);
+    producer.command.stderr(full());
+    let producer = producer.start();
+    let mut consumer = meeting.consumer(&["-v", "--json"]);
+    consumer.command.stderr(full());
+    assert_eq!(consumer.end().code(0).json()["verified"], true);
+    assert_eq!(producer.end().code(0).json()["verified"], true);
+}
+
+#[test]
+fn a_reader_who_stopped_does_not_keep_a_signal_from_ending_it() {
+    let meeting = host();
+    for option in ["--json", "-v"] {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        let size = nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
+        writer.write_all(&vec![b' '; size as usize]).unwrap();
+        let running = meeting.producer(&[option]).stdout(Stdio::from(writer)).start();
+        std::thread::sleep(Duration::from_millis(200));
+        running.signal(Signal::SIGTERM);
+        let ended = running.end();
+        assert!(ended.code(143).took < Duration::from_secs(10), "{:?}", ended.took);
+        drop(reader);
+    }
+}
+
+#[test]
+fn a_mismatch_is_not_hidden_by_a_full_disk() {
+    let meeting = host();
+    let producer =
+        meeting.producer(&["--corrupt"]).stdout(File::options().write(true).open("/dev/full").unwrap()).start();
+    meeting.consumer(&[]).stdout(File::options().write(true).open("/dev/full").unwrap()).end().code(1);
+    producer.end().code(1);
+}
+
+#[test]
+fn rights_do_not_depend_on_the_umask() {
+    let meeting = host();
+    let mut run = meeting.bare("producer").env("XDG_RUNTIME_DIR", meeting.folder());
+    run.command.args(["--backend", "host", "--timeout", "20s"]);
+    // SAFETY: umask is a plain system call, safe between fork and exec.
+    unsafe {
+        run.command.pre_exec(|| {
+            nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o777));
+            Ok(())
+        });
+    }
+    let mut producer = run.start();
+    producer.until("listen");
+    let folder = meeting.folder().join("vmmfd");
+    let mode = |path: &std::path::Path| fs::metadata(path).unwrap().mode() & 0o7777;
+    assert_eq!((mode(&folder), mode(&folder.join("vmmfd.sock"))), (0o700, 0o600));
+    let mut consumer = meeting.bare("consumer").env("XDG_RUNTIME_DIR", meeting.folder());
+    consumer.command.args(["--backend", "host"]);
+    consumer.end().code(0);
+    producer.end().code(0);
+}
+
+#[test]
+fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
+    let meeting = host();
+    let mut run = meeting.producer(&["--size", "64MiB"]);
+    // SAFETY: setrlimit is a plain system call, safe between fork and exec.
+    unsafe {
+        run.command.pre_exec(|| {
+            use nix::sys::resource::{Resource, setrlimit};
+            setrlimit(Resource::RLIMIT_FSIZE, 1 << 20, 1 << 20).map_err(std::io::Error::from)
+        });
+    }
+    run.end().code(5).says("File too large");
+}
+
+#[test]
+fn a_runtime_folder_that_does_not_exist_is_named() {
+    let mut run = host().bare("producer").env("XDG_RUNTIME_DIR", "/nonexistent");
+    run.command.args(["--backend", "host"]);
+    run.end().code(5).says("/nonexistent/vmmfd").says("--socket");
+}
+
+#[test]
+fn a_fill_that_fails_is_told_to_whoever_waits() {
+    let meeting = Meeting::new(On::Fake);
+    // The consumer comes while the first slices are filled.
+    let producer = meeting
+        .producer(&["--size", "32M"])
+        .env("FAKECUDA_SLOW", "cuMemcpyHtoD_v2:300")
+        .env("FAKECUDA_FAIL", "cuMemcpyHtoD_v2:3:700")
+        .start();
+    let consumer = meeting.consumer(&[]).end();
+    consumer.code(4).says("could not fill the buffer").says("cuMemcpyHtoD_v2 failed");
+    producer.end().code(5).says("cuMemcpyHtoD_v2 failed");
+}
+
+/// Four slow copies of 8 MiB make a step of 2 s, longer than the peer's patience; `busy` comes after a third of one's own.
+const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "1500ms"];
+
+fn a_slow_consumer_says_so(slow: &str) {
+    let meeting = Meeting::new(On::Fake);
+    let producer = serving(&meeting, &[&SLOW_STEP[..], &["--round-trip"]].concat());
+    meeting.consumer(&["--timeout", "1500ms"]).env("FAKECUDA_SLOW", slow).end().code(0);
+    producer.end().code(0);
+}
+
+/// Its buffer is filled for the first consumer, and again for the second.
+fn a_slow_producer_says_so(slow: &str) {
+    let meeting = Meeting::new(On::Fake);
+    let producer = meeting.producer(&[&SLOW_STEP[..], &["--round-trip", "--consumers", "2"]].concat());
+    let producer = producer.env("FAKECUDA_SLOW", slow).start();
+    for _ in 0..2 {
+        meeting.consumer(&["--timeout", "1500ms"]).end().code(0);
+    }
+    producer.end().code(0);
+}
+
+#[test]
+fn a_consumer_that_checks_for_longer_than_the_producers_patience_says_so() {
+    a_slow_consumer_says_so("cuMemcpyDtoH_v2:500");
+}
+
+#[test]
+fn a_consumer_that_replies_for_longer_than_the_producers_patience_says_so() {
+    a_slow_consumer_says_so("cuMemcpyHtoD_v2:500");
+}
+
+#[test]
+fn a_producer_that_checks_for_longer_than_the_consumers_patience_says_so() {
+    a_slow_producer_says_so("cuMemcpyDtoH_v2:500");
+}
+
+#[test]
+fn a_producer_that_fills_for_longer_than_the_consumers_patience_says_so() {
+    a_slow_producer_says_so("cuMemcpyHtoD_v2:500");
+}
+
+#[test]
+fn a_slow_start_of_the_device_that_is_offered_is_waited_for() {
+    let meeting = Meeting::new(On::Fake);
+    let producer = meeting.producer(&["--timeout", "1500ms"]).env("FAKECUDA_DEVICES", "2").start();
+    let consumer =
+        meeting.consumer(&[]).env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", "cuDevicePrimaryCtxRetain:2500");
+    consumer.end().code(0);
+    producer.end().code(0);
+}
+
+#[test]
+fn a_socket_that_is_taken_is_refused_before_anything_is_allocated() {
+    let meeting = Meeting::new(On::Fake);
+    let first = serving(&meeting, &[]);
+    let log = meeting.folder().join("calls");
+    meeting.producer(&[]).env("FAKECUDA_LOG", &log).end().code(5).says("already served");
+    assert!(!log.exists(), "{}", fs::read_to_string(&log).unwrap());
+    meeting.consumer(&[]).end().code(0);
+    first.end().code(0);
 }
 
 #[test]

@@ -155,10 +155,11 @@ impl Run {
         unsafe {
             self.command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
         }
+        let started = Instant::now();
         let mut child = self.command.spawn().unwrap_or_else(|error| panic!("{}: {error}", self.name));
         let stdout = Lines::of(child.stdout.take());
         let stderr = Lines::of(child.stderr.take());
-        Running { name: self.name, child, stdout, stderr, started: Instant::now() }
+        Running { name: self.name, child, stdout, stderr, started }
     }
 
     /// Starts it and waits for its end.

@@ -91,7 +91,7 @@ mod root {
         let meeting = open_place();
         let producer = meeting.producer(&[]).start();
         wait_for("the socket", || meeting.socket().exists());
-        as_other(meeting.consumer(&[])).end().code(5).says("Permission denied");
+        as_other(meeting.consumer(&[])).end().code(4).says("does not let this user connect");
         meeting.consumer(&[]).end().code(0);
         producer.end().code(0);
     }

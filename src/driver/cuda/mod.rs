@@ -438,6 +438,13 @@ impl Driver for CudaDriver {
     }
 }
 
+/// Ends the process without the exit handlers that libraries registered: the driver's may wait for ever for a thread that
+/// is inside it.
+pub(crate) fn exit_at_once(code: i32) -> ! {
+    // SAFETY: it does not return, and needs nothing.
+    unsafe { nix::libc::_exit(code) }
+}
+
 fn raw_properties(properties: &Properties) -> AllocationProp {
     AllocationProp::pinned(properties.ordinal, if properties.exportable { HANDLE_TYPE_POSIX_FD } else { 0 })
 }

@@ -20,7 +20,8 @@ pub(super) fn memory() -> io::Result<MemoryInfo> {
 }
 
 fn memory_under(root: &Path) -> io::Result<MemoryInfo> {
-    let meminfo = fs::read_to_string(root.join("proc/meminfo"))?;
+    let meminfo = fs::read_to_string(root.join("proc/meminfo"))
+        .map_err(|error| io::Error::new(error.kind(), format!("/proc/meminfo can't be read: {error}")))?;
     let field = |name: &str| {
         let value = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
         let kib = value.and_then(|value| value.trim().strip_suffix(" kB")?.parse::<u64>().ok());

@@ -25,6 +25,7 @@ use nix::{
     sys::{
         memfd::{MFdFlags, memfd_create},
         mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap},
+        resource::{Resource, getrlimit},
         stat::fstat,
     },
     unistd::ftruncate,
@@ -458,10 +459,16 @@ fn sealed_memfd(size: u64) -> nix::Result<OwnedFd> {
             Errno::EINVAL => memfd_create(c"vmmfd", close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
             other => Err(other),
         })?;
-    let size = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
-    ftruncate(&memfd, size)?;
-    fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, size)?;
-    fcntl(&memfd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW))?;
+    let length = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
+    // To go beyond it is not an error first but a signal, which ends the process.
+    if getrlimit(Resource::RLIMIT_FSIZE)?.0 < size {
+        return Err(Errno::EFBIG);
+    }
+    ftruncate(&memfd, length)?;
+    fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, length)?;
+    // And against further seals, with which a consumer could lock its producer out.
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals))?;
     Ok(memfd)
 }
 
