@@ -67,7 +67,7 @@ fn a_buffer_is_handed_over_whoever_starts_first(meeting: Meeting) {
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
 
     let mut consumer = meeting.consumer(&[]).start();
-    consumer.until("device");
+    consumer.until("driver");
     thread::sleep(Duration::from_millis(20));
     meeting.producer(&[]).end().code(0);
     consumer.end().code(0);
