@@ -26,7 +26,7 @@
 //! | kind | name | sent by | body |
 //! |---|---|---|---|
 //! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (none in version 1), `backend` string (`"cuda"` or `"host"`), `pid` u32 |
-//! | 2 | `request` | consumer | `object` string (`"default"`), `access` `"ro"` or `"rw"`? (null: what the offer says) |
+//! | 2 | `request` | consumer | `object` string (`"default"`; at most 255 bytes), `access` `"ro"` or `"rw"`? (null: what the offer says) |
 //! | 3 | `offer` | producer | `object` string, `mechanism` `"vmm"`, `device` {`uuid` string, `name` string}, `size` u64, `mapped_size` u64, `segments` u64, `element_type` `"u32"`, `access` `"ro"` or `"rw"`, `salt` u32, `reply_salt` u32? |
 //! | 4 | `segments` | producer | `first` u64 (index of the first listed), `sizes` \[u64\], 1 to 253 of them |
 //! | 5 | `received` | consumer | `segments` u64: how many arrived so far |
@@ -86,6 +86,9 @@ pub const MAX_BODY: usize = 64 * 1024;
 
 /// The most descriptors in one record: the kernel's own limit (`SCM_MAX_FD`).
 pub const MAX_FDS: usize = 253;
+
+/// The longest name of an object, in bytes.
+pub const MAX_OBJECT: usize = 255;
 
 /// The name of the object that a producer serves unless told otherwise.
 pub const DEFAULT_OBJECT: &str = "default";
@@ -362,12 +365,16 @@ impl Message {
         Ok(message)
     }
 
-    /// What types can't say: how many segments a record may hold.
+    /// What types can't say: how many segments a record may hold, and how long a name may be.
     fn check(&self) -> Result<(), ProtocolError> {
         match self {
             Self::Segments(segments) if !(1..=MAX_FDS).contains(&segments.sizes.len()) => Err(ProtocolError::Content(
                 format!("segments lists {} sizes where 1 to {MAX_FDS} belong", segments.sizes.len()),
             )),
+            Self::Request(request) if request.object.len() > MAX_OBJECT => Err(ProtocolError::Content(format!(
+                "an object's name has {} bytes where at most {MAX_OBJECT} are allowed",
+                request.object.len()
+            ))),
             _ => Ok(()),
         }
     }
@@ -508,6 +515,8 @@ mod tests {
         for body in [many.as_str(), r#"{"first":0,"sizes":[]}"#] {
             assert!(matches!(decode(&record(4, body, 0)), ProtocolError::Content(_)));
         }
+        let long = format!(r#"{{"object":"{}"}}"#, "x".repeat(MAX_OBJECT + 1));
+        assert!(matches!(decode(&record(2, &long, 0)), ProtocolError::Content(_)));
     }
 
     #[test]
