@@ -268,11 +268,12 @@ impl Emulated {
         }
         let handle = self.host.create(size, &Properties { ordinal: 0, exportable }).map_err(code)?;
         let owner = device as u32;
-        if owner > 0 && exportable {
-            if let Err(failed) = self.host.export(handle).map_err(code).and_then(|fd| mark(fd, owner)) {
-                self.host.release(handle).map_err(code)?;
-                return Err(failed);
-            }
+        if owner > 0
+            && exportable
+            && let Err(failed) = self.host.export(handle).map_err(code).and_then(|fd| mark(fd, owner))
+        {
+            self.host.release(handle).map_err(code)?;
+            return Err(failed);
         }
         Ok(self.add(Allocation { handle, size, owner, exportable, imported: false }))
     }
