@@ -232,10 +232,13 @@ impl Allocation {
         };
         match device.driver().create(rounded, &device.shareable()) {
             Ok(handle) => Ok(Arc::new(Self::own(device, handle, rounded))),
-            Err(Error::Driver { code: code::OUT_OF_MEMORY, .. }) => {
-                let free = device.memory_info()?.free;
-                Err(Error::OutOfMemory { device: device.to_string(), size: rounded, free })
-            }
+            Err(error @ Error::Driver { code: code::OUT_OF_MEMORY, .. }) => match device.memory_info() {
+                Ok(MemoryInfo { free, .. }) if rounded > free => {
+                    Err(Error::OutOfMemory { device: device.to_string(), size: rounded, free })
+                }
+                // Something else ran out.
+                _ => Err(error),
+            },
             Err(error) => Err(error),
         }
     }

@@ -44,7 +44,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(2);
 ///
 /// # Errors
 /// [`Error::SocketPath`] for a path that is too long, or whose folder does not exist; [`Error::UnsafeFolder`] if the
-/// default folder is a link, belongs to another user or can be written by others; [`Error::System`].
+/// default folder is a link, belongs to another user or can be written by others; [`Error::DefaultFolder`] if it can't be
+/// made or looked at.
 pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
     let path = match given {
         Some(path) => path.to_owned(),
@@ -69,19 +70,19 @@ fn default_folder() -> Result<PathBuf> {
         Some(runtime) => runtime.join("vmmfd"),
         None => PathBuf::from(format!("/tmp/vmmfd-{}", geteuid())),
     };
-    let unsafe_because = |reason: String| Err(Error::UnsafeFolder { path: folder.clone(), reason });
     let made = DirBuilder::new().mode(0o700).create(&folder);
     // The umask may have taken the user's own rights too.
     match made.and_then(|()| fs::set_permissions(&folder, Permissions::from_mode(0o700))) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return unsafe_because(format!("it can't be made: {error}"));
+            return Err(Error::DefaultFolder { path: folder, source: error });
         }
         _ => {}
     }
     let metadata = match fs::symlink_metadata(&folder) {
         Ok(metadata) => metadata,
-        Err(error) => return unsafe_because(format!("it can't be looked at: {error}")),
+        Err(error) => return Err(Error::DefaultFolder { path: folder, source: error }),
     };
+    let unsafe_because = |reason: String| Err(Error::UnsafeFolder { path: folder.clone(), reason });
     if metadata.is_symlink() {
         return unsafe_because("it is a symbolic link".to_owned());
     }
@@ -164,7 +165,8 @@ pub fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -
                 trust.check(channel.peer())?;
                 return Ok(channel);
             }
-            Attempt::Denied => return Err(Error::Denied { path: path() }),
+            // Perhaps nobody serves it, and a producer that lets this user in will replace it.
+            Attempt::Denied => Error::Denied { path: path() },
             Attempt::Nobody => Error::Absent { path: path(), waited: timeout },
             Attempt::Full => Error::NotAccepted { path: path(), waited: timeout },
         };
@@ -213,9 +215,10 @@ impl Listener {
         fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR).map_err(|errno| failed("restrict", errno.into()))?;
         let address = temporary.address(&folder_path).map_err(|errno| failed("address", errno.into()))?;
         bind(&socket, &address).map_err(|errno| failed("bind", errno.into()))?;
-        // The umask took what it would: nobody can connect before it listens, so this is early enough.
+        // The umask took what it would: nobody can connect before it listens, so this is early enough. Never through a
+        // link, which somebody else who may write here could have put in its place.
         let mode = Mode::from_bits_truncate(if open_to_others { 0o666 } else { 0o600 });
-        fchmodat(&folder, temporary.name.as_os_str(), mode, FchmodatFlags::FollowSymlink)
+        fchmodat(&folder, temporary.name.as_os_str(), mode, FchmodatFlags::NoFollowSymlink)
             .map_err(|errno| failed("set the rights of", errno.into()))?;
         listen(&socket, BACKLOG).map_err(|errno| failed("listen on", errno.into()))?;
         let inode = inode_of(&folder, &temporary.name).map_err(|errno| failed("look at", errno.into()))?;
@@ -336,8 +339,11 @@ fn refuse_if_taken(path: &Path) -> Result<()> {
     }
     match attempt(path)? {
         Attempt::Connected(socket) => Err(Error::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid }),
-        // Somebody listens, whoever it is.
-        Attempt::Full | Attempt::Denied => Err(Error::AlreadyServed { path: path.to_owned(), pid: 0 }),
+        Attempt::Full => Err(Error::AlreadyServed { path: path.to_owned(), pid: 0 }),
+        Attempt::Denied => {
+            let reason = format!("uid {} owns it, and this user can't tell whether it is served", metadata.uid());
+            Err(Error::SocketPath { path: path.to_owned(), reason })
+        }
         Attempt::Nobody => Ok(()),
     }
 }

@@ -149,11 +149,14 @@ pub fn main<C: Command>() -> ExitCode {
 /// How long a command goes on after it was told to stop, at most: then what it holds is left to the kernel.
 const GRACE: Duration = Duration::from_secs(2);
 
+/// How long it still has after a second signal.
+const MOMENT: Duration = Duration::from_millis(200);
+
 /// How long the last line of output may take then.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
-/// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process at once, and so does the end
-/// of the grace: the work that does not stop may be deep in the driver.
+/// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process, and so does the end of
+/// the grace: the work that does not stop may be deep in the driver.
 fn watch(signals: SigSet, cancel: &Cancel, console: &Arc<Console>) -> Result<(), Error> {
     let waiting = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC);
     let waiting = waiting.map_err(|errno| Error::system("wait for signals", errno))?;
@@ -164,18 +167,21 @@ fn watch(signals: SigSet, cancel: &Cancel, console: &Arc<Console>) -> Result<(),
         cancel.cancel(signal);
         let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
         let grace = PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX);
-        if poll(&mut fds, grace) == Ok(0) {
-            // In a thread of its own: whoever reads the output may have stopped, and then nothing more can be said.
-            let (told, telling) = mpsc::channel();
-            let tell = move || {
-                console.finish(Err(Error::Interrupted { signal }));
-                // Nobody may be waiting any more.
-                let _ = told.send(());
-            };
-            if thread::Builder::new().spawn(tell).is_ok() {
-                // Said or not: this is the end.
-                let _ = telling.recv_timeout(LAST_WORD);
-            }
+        if poll(&mut fds, grace) != Ok(0) {
+            // Both signals may have been sent at once: what is being put away is given a moment.
+            let moment = PollTimeout::try_from(MOMENT).unwrap_or(PollTimeout::ZERO);
+            let _ = poll(&mut [], moment);
+        }
+        // In a thread of its own: whoever reads the output may have stopped, and then nothing more can be said.
+        let (told, telling) = mpsc::channel();
+        let tell = move || {
+            console.finish(Err(Error::Interrupted { signal }));
+            // Nobody may be waiting any more.
+            let _ = told.send(());
+        };
+        if thread::Builder::new().spawn(tell).is_ok() {
+            // Said or not: this is the end.
+            let _ = telling.recv_timeout(LAST_WORD);
         }
         exit_at_once(Exit::Signal(signal).code().into());
     };

@@ -69,7 +69,7 @@ pub fn parse_elements(text: &str) -> Result<u64, String> {
 /// # Errors
 /// One sentence that says what to write instead.
 pub fn parse_timeout(text: &str) -> Result<Duration, String> {
-    if text.parse::<f64>().is_ok_and(f64::is_finite) {
+    if text.parse::<f64>().is_ok() && humantime::parse_duration(&format!("{text}s")).is_ok() {
         return Err(format!("`{text}` has no unit: write {text}s for seconds, or {text}ms"));
     }
     match humantime::parse_duration(text) {

@@ -20,6 +20,9 @@ use crate::{
     wire::{Mismatch, Outcome},
 };
 
+/// How many steps it tells of: a service without end has no end of them.
+const MAX_STEPS: usize = 1000;
+
 /// The version of the JSON object.
 const SCHEMA: u32 = 1;
 
@@ -317,7 +320,7 @@ impl Console {
         let time = match took {
             Some(took) => {
                 let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-                if self.json {
+                if self.json && state.report.steps.len() < MAX_STEPS {
                     state.report.steps.push(Step { name, us });
                 }
                 format!(" ({us} us)")

@@ -157,6 +157,15 @@ pub enum Error {
         reason: String,
     },
 
+    /// The folder for the default socket can't be made, or looked at.
+    #[error("no default socket: the folder {path} can't be used", path = path.display())]
+    DefaultFolder {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+
     /// Another process serves this socket.
     #[error("{path} is already served by {who}", path = path.display(), who = process_name(*pid))]
     AlreadyServed {
@@ -317,6 +326,7 @@ impl Error {
             | Self::OutOfMemory { .. }
             | Self::System { .. }
             | Self::UnsafeFolder { .. }
+            | Self::DefaultFolder { .. }
             | Self::FolderLocked { .. }
             | Self::AlreadyServed { .. } => ErrorKind::System,
             Self::InvalidSize { .. } | Self::Unaligned { .. } | Self::OutOfRange { .. } | Self::SocketPath { .. } => {
@@ -355,6 +365,7 @@ impl Error {
             Self::UnsafeFolder { .. } | Self::FolderLocked { .. } => {
                 "name a socket in a folder of your own with --socket"
             }
+            Self::DefaultFolder { .. } => "look at XDG_RUNTIME_DIR, or name a socket with --socket",
             Self::NotAccepted { .. } => "look at the producer: it may be stopped, or have too many connections",
             Self::SocketPath { .. } => "name another path with --socket",
             Self::AlreadyServed { .. } => "stop that process, or use another --socket",

@@ -37,6 +37,7 @@ use crate::{
 /// let lent = consumer.request(vmmfd::wire::DEFAULT_OBJECT, None)?;
 /// println!("{} bytes at {:#x}", lent.offer.size, lent.mapping.address());
 /// let verification = consumer.verify(&lent)?;
+/// consumer.reply(&lent)?;
 /// let both = consumer.report(&verification)?;
 /// assert!(both.verified);
 /// # consumer.close();
@@ -47,8 +48,8 @@ pub struct Consumer<'a> {
     link: Link,
     driver: Arc<dyn Driver>,
     device: Option<Device>,
-    /// Whether a reply was written since the last offer.
-    replied: bool,
+    /// Whether the last offer asks for a reply, which the producer will check.
+    reply_due: bool,
     observer: Observer<'a>,
 }
 
@@ -132,7 +133,7 @@ impl<'a> Consumer<'a> {
             link: Link::new(channel, terms.timeout),
             driver: Arc::clone(driver),
             device: named,
-            replied: false,
+            reply_due: false,
             observer,
         };
         match consumer.greet() {
@@ -170,13 +171,13 @@ impl<'a> Consumer<'a> {
     /// Driver calls: those of [`Allocation::import`] and [`Mapping::new`].
     pub fn request(&mut self, object: &str, access: Option<Access>) -> Result<Lent> {
         let begun = Instant::now();
-        self.replied = false;
         self.link.send(Message::Request(Request { object: object.to_owned(), access }), &[])?;
         let offer = match self.link.receive("for the offer")? {
             (Message::Offer(offer), _) => offer,
             (other, _) => return Err(unexpected(&other, "offer")),
         };
         check(&offer, object, access)?;
+        self.reply_due = offer.reply_salt.is_some();
         let (segments, mut fds) = match self.link.receive("for the memory")? {
             (Message::Segments(segments), fds) => (segments, fds),
             (other, _) => return Err(unexpected(&other, "segments")),
@@ -271,7 +272,6 @@ impl<'a> Consumer<'a> {
         let (link, size) = (&mut self.link, lent.offer.size);
         pattern::fill(&lent.mapping, size, Pattern::new(salt), &mut |_| link.busy())?;
         (self.observer)(Event::Filled { words: pattern::words(size), salt, took: begun.elapsed() });
-        self.replied = true;
         Ok(())
     }
 
@@ -288,7 +288,7 @@ impl<'a> Consumer<'a> {
             (other, _) => return Err(unexpected(&other, "result")),
         };
         // The producer checks a reply, if there is one. It may also say no without a reason that it could count.
-        let to_check = if self.replied { verification.words } else { 0 };
+        let to_check = if self.reply_due && verification.passed() { verification.words } else { 0 };
         outcome.check(if outcome.verified { to_check } else { outcome.words.min(to_check) })?;
         (self.observer)(Event::Told { peer: self.peer(), outcome: &outcome, took: begun.elapsed() });
         Ok(outcome)
@@ -305,7 +305,9 @@ impl<'a> Consumer<'a> {
         if verification.passed() {
             self.reply(&lent)?;
         }
-        match self.report(&verification) {
+        let producer = self.report(&verification);
+        match producer {
+            Err(error @ Error::Interrupted { .. }) => Err(error),
             Err(error) if verification.passed() => Err(error),
             producer => Ok(Findings { verification, producer }),
         }
@@ -314,13 +316,22 @@ impl<'a> Consumer<'a> {
 
 /// What the driver says of memory that is not what the peer claims is the peer's failure, not the driver's.
 fn not_as_offered(error: Error) -> Error {
-    match &error {
-        Error::Driver { code: code::INVALID_VALUE | code::NOT_SUPPORTED | code::UNKNOWN, .. } => Error::Mismatch {
-            code: ErrorCode::Failed,
-            message: format!("what the producer sent is not the memory that it offered: {}", error.in_full()),
-        },
-        _ => error,
+    let of_the_peer = match &error {
+        // No such memory.
+        Error::Driver { call: "cuMemImportFromShareableHandle" | "host import", code, .. } => {
+            matches!(*code, code::INVALID_VALUE | code::UNKNOWN)
+        }
+        // Of another size.
+        Error::Driver { call: "cuMemMap" | "host map", code, .. } => {
+            matches!(*code, code::INVALID_VALUE | code::NOT_SUPPORTED)
+        }
+        _ => false,
+    };
+    if !of_the_peer {
+        return error;
     }
+    let message = format!("what the producer sent is not the memory that it offered: {}", error.in_full());
+    Error::Mismatch { code: ErrorCode::Failed, message }
 }
 
 /// What an offer must be, before anything is done with it.

@@ -34,7 +34,8 @@ use crate::{
     },
 };
 
-/// How many connections that asked for nothing yet are kept: beyond that the oldest goes.
+/// How many connections that asked for nothing yet are kept, besides one for each consumer that is still to come (or as
+/// many again, if there is no telling): beyond that the oldest goes.
 const MAX_STRANGERS: usize = 64;
 
 /// A buffer to share.
@@ -344,6 +345,10 @@ impl Desk<'_> {
             result = Err(refusal);
         }
         if !visit.admitted {
+            if let Err(Error::Interrupted { signal: 0 }) = result {
+                let message = "this producer has served all that it was to serve".to_owned();
+                result = Err(Error::Mismatch { code: ErrorCode::Full, message });
+            }
             visit.link.end(&result, GOODBYE);
             self.state().strangers.remove(&number);
             let error = result.err().map(|error| error.in_full());
@@ -368,7 +373,11 @@ impl Desk<'_> {
     /// Notes that somebody came, and gives the visit a number.
     fn welcome(&self, channel: &Channel) -> u64 {
         let mut state = self.state();
-        if state.strangers.len() >= MAX_STRANGERS {
+        let expected = match self.plan.consumers {
+            0 => MAX_STRANGERS,
+            consumers => usize::try_from(consumers - state.admitted).unwrap_or(usize::MAX).min(1024),
+        };
+        if state.strangers.len() >= MAX_STRANGERS + expected {
             state.evict();
         }
         state.connections += 1;
@@ -381,7 +390,11 @@ impl Desk<'_> {
     fn admit(&self, number: u64, peer: Peer) -> Result<()> {
         let mut state = self.state();
         let expected = self.plan.consumers;
-        if state.closed || (expected > 0 && state.admitted == expected) {
+        if state.closed {
+            let message = "this producer has given up waiting".to_owned();
+            return Err(Error::Mismatch { code: ErrorCode::Full, message });
+        }
+        if expected > 0 && state.admitted == expected {
             let message = format!("this producer serves {expected} consumers, and all of them have come");
             return Err(Error::Mismatch { code: ErrorCode::Full, message });
         }
@@ -495,7 +508,12 @@ impl Visit<'_> {
             (Message::Result(outcome), _) => outcome,
             (other, _) => return Err(unexpected(&other, "result")),
         };
-        found.check(pattern::words(buffer.size))?;
+        let sound = found.check(pattern::words(buffer.size));
+        if sound.is_err() && !found.verified {
+            // A no is a no, whatever its figures are worth.
+            self.find(&Outcome { verified: false, words: 0, mismatches: 0, first_mismatch: None });
+        }
+        sound?;
         (desk.observer)(Event::Told { peer, outcome: &found, took: begun.elapsed() });
         self.find(&found);
 

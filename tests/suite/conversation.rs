@@ -373,7 +373,7 @@ mod producers {
 
     #[test]
     fn a_result_that_contradicts_itself_breaks_the_protocol() {
-        for (verified, words, mismatches) in [(true, 2, 1), (true, 1, 0), (false, 2, 0), (false, 2, 3)] {
+        for (verified, words, mismatches) in [(true, 2, 1), (true, 1, 0), (true, 0, 0), (true, u64::MAX, 0)] {
             let meeting = Meeting::new(On::Host);
             let producer = listening(&meeting, &["--size", "8"]);
             let mut channel = dial(&meeting.socket());
@@ -576,6 +576,21 @@ mod producers {
         drop(channel);
         let report = producer.end().code(1).json();
         assert_eq!((&report["mismatches"], &report["consumers"][0]["outcome"]), (&2.into(), &"mismatch".into()));
+    }
+
+    #[test]
+    fn a_no_is_a_no_whatever_its_figures_are() {
+        for (words, mismatches, code) in [(2, 1, 1), (0, 0, 1), (u64::MAX, 0, 1)] {
+            let meeting = Meeting::new(On::Host);
+            let producer = listening(&meeting, &["--size", "8"]);
+            let mut channel = dial(&meeting.socket());
+            borrow(&mut channel, None);
+            let no = Outcome { verified: false, words, mismatches, first_mismatch: None };
+            channel.send(&Message::Result(no), &[]).unwrap();
+            answer(&mut channel);
+            channel.finish(PATIENCE);
+            producer.end().code(code).says("did not verify");
+        }
     }
 
     #[test]

@@ -322,7 +322,8 @@ fn another_device_than_the_first_is_found_by_its_uuid() {
 fn a_failure_of_the_driver_in_the_middle_is_told_to_the_peer() {
     for (fault, words) in [
         ("cuMemImportFromShareableHandle:1:2", "cuMemImportFromShareableHandle failed"),
-        ("cuMemSetAccess:1:700", "cuMemSetAccess failed"),
+        ("cuMemAddressReserve:1:1", "cuMemAddressReserve failed"),
+        ("cuMemSetAccess:1:999", "cuMemSetAccess failed"),
         ("cuMemcpyDtoH_v2:1:700", "cuMemcpyDtoH_v2 failed"),
     ] {
         let meeting = Meeting::new(On::Fake);
@@ -396,6 +397,28 @@ fn a_reader_who_stopped_does_not_keep_a_signal_from_ending_it() {
 }
 
 #[test]
+fn two_signals_at_once_leave_no_socket_and_the_whole_report() {
+    let meeting = host();
+    for _ in 0..10 {
+        let running = meeting.producer(&["--json"]).start();
+        wait_for("the socket", || meeting.socket().exists());
+        running.signal(Signal::SIGINT);
+        running.signal(Signal::SIGTERM);
+        let ended = running.end();
+        assert!(matches!(ended.status.code(), Some(130 | 143)), "{:?}", ended.status);
+        assert_eq!(ended.json()["error"]["kind"], "interrupted");
+        assert!(meeting.files().is_empty());
+    }
+}
+
+#[test]
+fn memory_that_runs_out_for_another_reason_is_no_matter_of_figures() {
+    let meeting = Meeting::new(On::Fake);
+    let ended = meeting.producer(&[]).env("FAKECUDA_FAIL", "cuMemCreate:1:2").end();
+    assert!(!ended.code(5).says("cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY").stderr.contains("are more than"));
+}
+
+#[test]
 fn a_mismatch_is_not_hidden_by_a_full_disk() {
     let meeting = host();
     let producer =
@@ -445,7 +468,7 @@ fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
 fn a_runtime_folder_that_does_not_exist_is_named() {
     let mut run = host().bare("producer").env("XDG_RUNTIME_DIR", "/nonexistent");
     run.command.args(["--backend", "host"]);
-    run.end().code(5).says("/nonexistent/vmmfd").says("--socket");
+    run.end().code(5).says("/nonexistent/vmmfd").says("XDG_RUNTIME_DIR");
 }
 
 #[test]

@@ -91,7 +91,8 @@ mod root {
         let meeting = open_place();
         let producer = meeting.producer(&[]).start();
         wait_for("the socket", || meeting.socket().exists());
-        as_other(meeting.consumer(&[])).end().code(4).says("does not let this user connect");
+        as_other(meeting.consumer(&["--timeout", "300ms"])).end().code(4).says("does not let this user connect");
+        as_other(meeting.producer(&[])).end().code(2).says("can't tell whether it is served");
         meeting.consumer(&[]).end().code(0);
         producer.end().code(0);
     }
