@@ -1,10 +1,10 @@
-//! The side that owns the memory and shares it.
+//! The producer's desk: it accepts, tells strangers from consumers, gives turns, and lends.
 
 use std::{
     collections::BTreeMap,
     net::Shutdown,
     os::{
-        fd::{AsFd, AsRawFd, OwnedFd},
+        fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -17,128 +17,23 @@ use nix::{
     sys::eventfd::{EfdFlags, EventFd},
 };
 
-use super::{
-    Event, Link, Observer, Terms, activate,
-    gate::{Gate, Turn},
-    greeting, outcome_of, unexpected,
-};
+use super::{Buffer, Plan, Served};
 use crate::{
     channel::{Cancel, Channel, Listener, Peer, deadline_after},
     driver::Access,
     error::{Error, Result},
-    memory::{Allocation, Device, Mapping},
     pattern::{self, Pattern},
-    wire::{
-        DEFAULT_OBJECT, ELEMENT_U32, ErrorCode, MECHANISM_VMM, Message, Offer, OfferedDevice, Outcome, ProtocolError,
-        Request, Segments,
+    session::{
+        Event, Link, Observer, Terms,
+        gate::{Gate, Turn},
+        greeting, outcome_of, unexpected,
     },
+    wire::{DEFAULT_OBJECT, ErrorCode, Message, Outcome, ProtocolError, Request, Segments},
 };
 
 /// How many connections that asked for nothing yet are kept, besides one for each consumer that is still to come (or as
 /// many again, if there is no telling): beyond that the oldest goes.
 const MAX_STRANGERS: usize = 64;
-
-/// A buffer to share.
-#[derive(Debug)]
-pub struct Buffer {
-    mapping: Mapping,
-    size: u64,
-    salt: u32,
-    corrupt: bool,
-}
-
-impl Buffer {
-    /// Allocates, maps and exports a buffer for `size` bytes of the pattern of a salt. [`serve`] fills it.
-    ///
-    /// With `corrupt` one byte of it is flipped after each fill, so that every check of it must fail.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if the device can't share; those of [`Allocation::create`], [`Mapping::new`] and
-    /// [`Allocation::export`].
-    pub fn create(
-        device: &Device,
-        size: u64,
-        salt: u32,
-        corrupt: bool,
-        cancel: &Cancel,
-        observer: Observer<'_>,
-    ) -> Result<Self> {
-        device.require_sharing()?;
-        activate(device, &mut || cancel.check(), observer)?;
-        let begun = Instant::now();
-        let allocation = Allocation::create(device, size)?;
-        observer(Event::Created { size, mapped_size: allocation.size(), took: begun.elapsed() });
-        let begun = Instant::now();
-        let mapping = Mapping::new(&allocation, Access::ReadWrite)?;
-        let (address, access) = (mapping.address(), mapping.access());
-        observer(Event::Mapped { address, access, took: begun.elapsed() });
-        let begun = Instant::now();
-        let fd = allocation.export()?.as_raw_fd();
-        observer(Event::Exported { fd, took: begun.elapsed() });
-        Ok(Self { mapping, size, salt, corrupt })
-    }
-
-    /// Where it is mapped in this process.
-    pub fn mapping(&self) -> &Mapping {
-        &self.mapping
-    }
-
-    fn fill(&self, progress: &mut dyn FnMut() -> Result<()>, observer: Observer<'_>) -> Result<()> {
-        let begun = Instant::now();
-        pattern::fill(&self.mapping, self.size, Pattern::new(self.salt), &mut |_| progress())?;
-        if self.corrupt {
-            let (at, mut byte) = (self.size / 2, [0]);
-            self.mapping.copy_out(at, &mut byte)?;
-            self.mapping.copy_in(at, &[byte[0] ^ 0x01])?;
-            self.mapping.synchronize()?;
-        }
-        observer(Event::Filled { words: pattern::words(self.size), salt: self.salt, took: begun.elapsed() });
-        Ok(())
-    }
-
-    fn offer(&self, access: Access, reply_salt: Option<u32>) -> Offer {
-        let device = self.mapping.device();
-        Offer {
-            object: DEFAULT_OBJECT.to_owned(),
-            mechanism: MECHANISM_VMM.to_owned(),
-            device: OfferedDevice { uuid: device.uuid(), name: device.name().to_owned() },
-            size: self.size,
-            mapped_size: self.mapping.size(),
-            segments: 1,
-            element_type: ELEMENT_U32.to_owned(),
-            access,
-            salt: self.salt,
-            reply_salt,
-        }
-    }
-}
-
-/// How a buffer is served.
-#[derive(Debug, Clone, Copy)]
-pub struct Plan {
-    /// How many consumers to serve, or 0 for any number until it is cancelled.
-    pub consumers: u64,
-    /// Whether each consumer has the buffer to itself and writes a reply into it.
-    pub round_trip: bool,
-}
-
-/// A consumer that was served, or refused.
-#[derive(Debug)]
-pub struct Served {
-    /// Who it was.
-    pub peer: Peer,
-    /// What both sides together found, if it came to that: with the figures of the side that found a mismatch, if one did.
-    pub found: Option<Outcome>,
-    /// What went wrong with the conversation, before or after.
-    pub error: Option<Error>,
-}
-
-impl Served {
-    /// Whether the data was found wrong: that outweighs how the conversation ended.
-    pub fn mismatched(&self) -> bool {
-        self.found.as_ref().is_some_and(|found| !found.verified)
-    }
-}
 
 /// How many consumers a service without end remembers.
 const REMEMBERED: usize = 1000;
@@ -146,52 +41,8 @@ const REMEMBERED: usize = 1000;
 /// How long somebody who asked for nothing is given to leave.
 const GOODBYE: Duration = Duration::from_millis(100);
 
-/// Serves a buffer to consumers that connect to a listener, at the same time if they come at the same time, and returns
-/// when as many were served as planned. `served` gets one entry for each of them, also if this fails; of a service without
-/// end the last thousand, those that failed before the others.
-///
-/// Whoever sends a well-formed request is a consumer and counts, also when refused. Anything less is a stranger, who delays
-/// no consumer and changes nothing. The listener's file is removed before the last conversation has ended.
-///
-/// # Errors
-/// [`Error::NoConsumer`] if none is connected and none comes for as long as the timeout; [`Error::Interrupted`] if it was
-/// cancelled, also where serving has no other end; what filling the buffer fails with; [`Error::System`]. What goes wrong
-/// with a consumer is in `served`.
-pub fn serve(
-    listener: Listener,
-    buffer: &Buffer,
-    plan: Plan,
-    terms: &Terms,
-    observer: Observer<'_>,
-    served: &mut Vec<Served>,
-) -> Result<()> {
-    let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-        .map_err(|errno| Error::system("make an eventfd", errno))?;
-    let (over, gate, state) = (Cancel::new()?, Gate::default(), Mutex::default());
-    let desk = Desk { buffer, plan, terms, observer, over, wake, gate, state };
-    observer(Event::Listening { path: listener.path(), consumers: plan.consumers });
-    let result = thread::scope(|scope| {
-        let result = desk.receive_all(scope, &listener);
-        // Nobody else can come, and whoever has asked for nothing yet need not wait for an answer.
-        drop(listener);
-        desk.over.cancel(match result {
-            Err(Error::Interrupted { signal }) => signal,
-            _ => 0,
-        });
-        result
-    });
-    let state = desk.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-    served.extend(state.served);
-    match (result, state.fill) {
-        // Interrupted only because all consumers were refused before it was done: nobody needed it.
-        (Ok(()), Fill::Failed(Error::Interrupted { .. })) => Ok(()),
-        (Ok(()), Fill::Failed(error)) => Err(error),
-        (result, _) => result,
-    }
-}
-
 /// What the threads of a service share.
-struct Desk<'a> {
+pub(super) struct Desk<'a> {
     buffer: &'a Buffer,
     plan: Plan,
     terms: &'a Terms,
@@ -258,7 +109,34 @@ impl State {
     }
 }
 
-impl Desk<'_> {
+impl<'a> Desk<'a> {
+    pub(super) fn new(buffer: &'a Buffer, plan: Plan, terms: &'a Terms, observer: Observer<'a>) -> Result<Self> {
+        let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|errno| Error::system("make an eventfd", errno))?;
+        let (over, gate, state) = (Cancel::new()?, Gate::default(), Mutex::default());
+        Ok(Self { buffer, plan, terms, observer, over, wake, gate, state })
+    }
+
+    /// Ends all conversations, for the reason for which the accepting has ended.
+    pub(super) fn end_all(&self, accepting: &Result<()>) {
+        self.over.cancel(match accepting {
+            Err(Error::Interrupted { signal }) => *signal,
+            _ => 0,
+        });
+    }
+
+    /// What became of it all, when nobody is at the desk any more.
+    pub(super) fn close(self, accepting: Result<()>, served: &mut Vec<Served>) -> Result<()> {
+        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        served.extend(state.served);
+        match (accepting, state.fill) {
+            // Interrupted only because all consumers were refused before it was done: nobody needed it.
+            (Ok(()), Fill::Failed(Error::Interrupted { .. })) => Ok(()),
+            (Ok(()), Fill::Failed(error)) => Err(error),
+            (result, _) => result,
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -270,7 +148,11 @@ impl Desk<'_> {
     }
 
     /// Fills the buffer while the first consumers may already wait, and accepts until there is nothing more to wait for.
-    fn receive_all<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, listener: &Listener) -> Result<()> {
+    pub(super) fn receive_all<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        listener: &Listener,
+    ) -> Result<()> {
         let alone = self.gate.enter(Turn::Alone, &mut || self.terms.cancel.check())?;
         spawn(scope, "fill", move || {
             let filled = self.buffer.fill(&mut || self.over.check(), self.observer);
@@ -281,7 +163,7 @@ impl Desk<'_> {
             self.look_again();
         })?;
         while let Some(deadline) = self.patience() {
-            if Instant::now() >= deadline && self.close() {
+            if Instant::now() >= deadline && self.give_up() {
                 return Err(Error::NoConsumer { waited: self.terms.timeout });
             }
             let fds = [(listener.as_fd(), PollFlags::POLLIN), (self.wake.as_fd(), PollFlags::POLLIN)];
@@ -296,7 +178,7 @@ impl Desk<'_> {
     }
 
     /// Admits nobody any more, unless somebody was admitted at the last moment.
-    fn close(&self) -> bool {
+    fn give_up(&self) -> bool {
         let mut state = self.state();
         state.closed = state.connected == 0;
         state.closed
