@@ -17,6 +17,12 @@ use nix::{
 
 use crate::error::{Error, Result};
 
+/// An eventfd that is not readable yet, close-on-exec, and never blocks.
+pub(crate) fn eventfd() -> Result<EventFd> {
+    EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+        .map_err(|errno| Error::system("make an eventfd", errno))
+}
+
 /// Cancels what it was given to: waits end with [`Error::Interrupted`]. Clones are the same request.
 #[derive(Debug, Clone)]
 pub struct Cancel(Arc<Inner>);
@@ -35,9 +41,7 @@ impl Cancel {
     /// # Errors
     /// [`Error::System`]. See eventfd(2).
     pub fn new() -> Result<Self> {
-        let event = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-            .map_err(|errno| Error::system("make an eventfd", errno))?;
-        Ok(Self(Arc::new(Inner { event, signal: AtomicI32::new(NOT_CANCELLED) })))
+        Ok(Self(Arc::new(Inner { event: eventfd()?, signal: AtomicI32::new(NOT_CANCELLED) })))
     }
 
     /// Makes the request, for good: because of this signal, or 0 if the program decided so. The first one counts.

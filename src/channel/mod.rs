@@ -26,6 +26,7 @@ use nix::{
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
 use sendfd::SendWithFd;
 
+pub(crate) use self::cancel::eventfd;
 pub use self::{
     cancel::Cancel,
     socket::{Listener, connect, socket_path},
@@ -100,6 +101,11 @@ impl Channel {
     /// Who is at the other end.
     pub fn peer(&self) -> Peer {
         self.peer
+    }
+
+    /// How long it waits.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
     }
 
     /// What cancels its waits.

@@ -204,7 +204,7 @@ impl Listener {
         let folder = File::open(&folder_path)
             .map_err(|error| Error::system(format!("open the folder {}", folder_path.display()), error))?;
         let _locked = lock(&folder, &folder_path, timeout, cancel)?;
-        refuse_if_taken(path)?;
+        Self::check_free(path)?;
 
         let temporary = Temporary { folder: &folder, name: format!(".vmmfd-{}", process::id()).into() };
         // Left by a process that died here and had the same number; the lock keeps the living away.
@@ -228,12 +228,32 @@ impl Listener {
         Ok(Self { socket, path: path.to_owned(), folder, name, inode })
     }
 
-    /// Checks early that nobody serves a path, before anything expensive is made for it. [`Listener::bind`] decides.
+    /// Checks that nobody serves a path: to be called early, before anything expensive is made for it. [`Listener::bind`]
+    /// checks again, under the lock.
     ///
     /// # Errors
     /// [`Error::AlreadyServed`], [`Error::SocketPath`], [`Error::System`].
     pub fn check_free(path: &Path) -> Result<()> {
-        refuse_if_taken(path)
+        let metadata = match fs::symlink_metadata(path) {
+            Ok(metadata) => metadata,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(Error::system(format!("look at {}", path.display()), error)),
+        };
+        if !metadata.file_type().is_socket() {
+            let reason = "there is something else of that name, which is not a socket".to_owned();
+            return Err(Error::SocketPath { path: path.to_owned(), reason });
+        }
+        match attempt(path)? {
+            Attempt::Connected(socket) => {
+                Err(Error::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid })
+            }
+            Attempt::Full => Err(Error::AlreadyServed { path: path.to_owned(), pid: 0 }),
+            Attempt::Denied => {
+                let reason = format!("uid {} owns it, and this user can't tell whether it is served", metadata.uid());
+                Err(Error::SocketPath { path: path.to_owned(), reason })
+            }
+            Attempt::Nobody => Ok(()),
+        }
     }
 
     /// Where it listens.
@@ -324,26 +344,5 @@ fn lock(folder: &File, path: &Path, timeout: Duration, cancel: &Cancel) -> Resul
             Err((_, errno)) => return Err(failed(errno.into())),
         }
         cancel.pause(LOOK_AGAIN)?;
-    }
-}
-
-fn refuse_if_taken(path: &Path) -> Result<()> {
-    let metadata = match fs::symlink_metadata(path) {
-        Ok(metadata) => metadata,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(Error::system(format!("look at {}", path.display()), error)),
-    };
-    if !metadata.file_type().is_socket() {
-        let reason = "there is something else of that name, which is not a socket".to_owned();
-        return Err(Error::SocketPath { path: path.to_owned(), reason });
-    }
-    match attempt(path)? {
-        Attempt::Connected(socket) => Err(Error::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid }),
-        Attempt::Full => Err(Error::AlreadyServed { path: path.to_owned(), pid: 0 }),
-        Attempt::Denied => {
-            let reason = format!("uid {} owns it, and this user can't tell whether it is served", metadata.uid());
-            Err(Error::SocketPath { path: path.to_owned(), reason })
-        }
-        Attempt::Nobody => Ok(()),
     }
 }

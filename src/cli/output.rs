@@ -152,7 +152,8 @@ impl Console {
         let console = Self::with(role, false, true);
         let hint = Some(format!("see {role} --help"));
         console.state().report.error = Some(ErrorReport { kind: ErrorKind::Usage.as_str(), message, hint });
-        console.print_json(Exit::Usage)
+        console.print_json();
+        console.written(Exit::Usage)
     }
 
     /// Says how the command ended, and with which code it exits. What is said first stays.
@@ -173,7 +174,7 @@ impl Console {
             }
         };
         if self.json {
-            return self.print_json(exit);
+            self.print_json();
         }
         self.written(exit)
     }
@@ -333,14 +334,12 @@ impl Console {
         }
     }
 
-    fn print_json(&self, exit: Exit) -> Exit {
+    fn print_json(&self) {
         let mut state = self.state();
         match serde_json::to_string(&state.report) {
             Ok(json) => state.print(&json),
             Err(error) => state.stdout = Some(error.into()),
         }
-        drop(state);
-        self.written(exit)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -275,6 +275,14 @@ fn failure_with(call: &'static str, code: u32, source: Option<io::Error>) -> Err
     Error::Driver { call, code, name, source }
 }
 
+/// Whether mappings, given as addresses and sizes in ascending order, cover a range without a gap.
+fn cover(mapped: impl Iterator<Item = (u64, u64)>, address: u64, size: u64) -> bool {
+    let Some(end) = address.checked_add(size) else { return false };
+    let reached = mapped
+        .fold(address, |reached, (start, size)| if start <= reached { reached.max(start + size) } else { reached });
+    reached >= end
+}
+
 /// The process that initialised a driver: no other may use it.
 #[derive(Debug, Clone, Copy)]
 struct Origin(u32);

@@ -1,11 +1,6 @@
 //! The side that is given memory.
 
-use std::{
-    os::fd::AsRawFd,
-    path::Path,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{os::fd::AsRawFd, path::Path, sync::Arc, time::Instant};
 
 use super::{Event, Link, Observer, Terms, activate, greeting, outcome_of, unexpected};
 use crate::{
@@ -47,7 +42,10 @@ use crate::{
 pub struct Consumer<'a> {
     link: Link,
     driver: Arc<dyn Driver>,
-    device: Option<Device>,
+    /// The device that is ready for copies.
+    ready: Option<Device>,
+    /// Whether it was named, and no other may be used.
+    named: bool,
     /// Whether the last offer asks for a reply, which the producer will check.
     reply_due: bool,
     observer: Observer<'a>,
@@ -98,7 +96,7 @@ pub fn fetch(
 ) -> Result<Findings> {
     let mut consumer = Consumer::connect(driver, device, path, terms, observer)?;
     let result = consumer.converse(access);
-    consumer.link.end(&result, terms.timeout);
+    consumer.link.end(&result);
     result
 }
 
@@ -117,11 +115,9 @@ impl<'a> Consumer<'a> {
         terms: &Terms,
         observer: Observer<'a>,
     ) -> Result<Self> {
-        let named = device.map(|selector| Device::find(driver, selector)).transpose()?;
-        let early = match &named {
-            Some(device) => Some(device.clone()),
-            None if driver.device_count()? == 1 => Some(Device::find(driver, Selector::default())?),
-            None => None,
+        let early = match device {
+            None if driver.device_count()? != 1 => None,
+            selector => Some(Device::find(driver, selector.unwrap_or_default())?),
         };
         if let Some(device) = &early {
             device.require_sharing()?;
@@ -130,9 +126,10 @@ impl<'a> Consumer<'a> {
         let begun = Instant::now();
         let channel = connect(path, terms.timeout, &terms.trust, &terms.cancel)?;
         let mut consumer = Self {
-            link: Link::new(channel, terms.timeout),
+            link: Link::new(channel),
             driver: Arc::clone(driver),
-            device: named,
+            ready: early,
+            named: device.is_some(),
             reply_due: false,
             observer,
         };
@@ -144,7 +141,7 @@ impl<'a> Consumer<'a> {
             }
             Err(error) => {
                 let result = Err(error);
-                consumer.link.end(&result, terms.timeout);
+                consumer.link.end(&result);
                 result
             }
         }
@@ -166,7 +163,7 @@ impl<'a> Consumer<'a> {
     ///
     /// # Errors
     /// [`Error::Mismatch`] if this side can't take what is offered; [`Error::Protocol`] if the offer contradicts itself;
-    /// [`Error::Driver`] and [`Error::Unaligned`] from importing; those of the conversation.
+    /// [`Error::Driver`] from importing; those of the conversation.
     ///
     /// Driver calls: those of [`Allocation::import`] and [`Mapping::new`].
     pub fn request(&mut self, object: &str, access: Option<Access>) -> Result<Lent> {
@@ -195,12 +192,6 @@ impl<'a> Consumer<'a> {
 
         let device = self.device_of(&offer)?;
         let begun = Instant::now();
-        let granularity = device.granularity()?;
-        if !mapped_size.is_multiple_of(granularity) {
-            let claim =
-                format!("{mapped_size} bytes are offered as mapped, where memory comes in units of {granularity}");
-            return Err(ProtocolError::Content(claim).into());
-        }
         let allocation = Allocation::import(&device, fd, mapped_size).map_err(not_as_offered)?;
         self.check_owner(&allocation)?;
         let mapping = Mapping::new(&allocation, offer.access).map_err(not_as_offered)?;
@@ -209,34 +200,28 @@ impl<'a> Consumer<'a> {
         Ok(Lent { offer, mapping })
     }
 
-    /// This process's device of the UUID offered.
+    /// This process's device of the UUID offered, ready for copies.
     fn device_of(&mut self, offer: &Offer) -> Result<Device> {
-        let mismatch = |message| Err(Error::Mismatch { code: ErrorCode::Device, message });
-        match &self.device {
+        let mismatch = |how: String| {
+            let message = format!("the buffer is on {} {}, {how}", offer.device.name, offer.device.uuid);
+            Err(Error::Mismatch { code: ErrorCode::Device, message })
+        };
+        match &self.ready {
             Some(device) if device.uuid() == offer.device.uuid => return Ok(device.clone()),
-            Some(device) => {
-                return mismatch(format!(
-                    "the buffer is on {} {}, and this side was told to use {device}",
-                    offer.device.name, offer.device.uuid
-                ));
-            }
-            None => {}
+            Some(device) if self.named => return mismatch(format!("and this side was told to use {device}")),
+            _ => {}
         }
-        match Device::find(&self.driver, Selector::Uuid(offer.device.uuid)) {
-            Ok(device) => {
-                if self.driver.device_count()? != 1 {
-                    device.require_sharing()?;
-                    activate(&device, &mut || self.link.busy(), self.observer)?;
-                }
-                self.device = Some(device.clone());
-                Ok(device)
+        let device = match Device::find(&self.driver, Selector::Uuid(offer.device.uuid)) {
+            Ok(device) => device,
+            Err(Error::NoSuchDevice { available, .. }) => {
+                return mismatch(format!("which this process does not see: {available}"));
             }
-            Err(Error::NoSuchDevice { available, .. }) => mismatch(format!(
-                "the buffer is on {} {}, which this process does not see: {available}",
-                offer.device.name, offer.device.uuid
-            )),
-            Err(error) => Err(error),
-        }
+            Err(error) => return Err(error),
+        };
+        device.require_sharing()?;
+        activate(&device, &mut || self.link.busy(), self.observer)?;
+        self.ready = Some(device.clone());
+        Ok(device)
     }
 
     /// The driver must say the same of the memory as the peer: what it says decides.
@@ -296,7 +281,7 @@ impl<'a> Consumer<'a> {
 
     /// Ends the conversation in good order.
     pub fn close(self) {
-        self.link.end(&Ok(()), Duration::MAX);
+        self.link.end(&Ok(()));
     }
 
     fn converse(&mut self, access: Option<Access>) -> Result<Findings> {
@@ -317,6 +302,10 @@ impl<'a> Consumer<'a> {
 /// What the driver says of memory that is not what the peer claims is the peer's failure, not the driver's.
 fn not_as_offered(error: Error) -> Error {
     let of_the_peer = match &error {
+        Error::Unaligned { size, granularity } => {
+            let claim = format!("{size} bytes are offered as mapped, where memory comes in units of {granularity}");
+            return ProtocolError::Content(claim).into();
+        }
         // No such memory.
         Error::Driver { call: "cuMemImportFromShareableHandle" | "host import", code, .. } => {
             matches!(*code, code::INVALID_VALUE | code::UNKNOWN)

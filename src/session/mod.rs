@@ -213,8 +213,8 @@ struct Link {
 }
 
 impl Link {
-    fn new(channel: Channel, timeout: Duration) -> Self {
-        Self { channel, spoken: Instant::now(), busy_every: BUSY_EVERY.min(timeout / 3) }
+    fn new(channel: Channel) -> Self {
+        Self { busy_every: BUSY_EVERY.min(channel.timeout() / 3), channel, spoken: Instant::now() }
     }
 
     fn peer(&self) -> Peer {
@@ -260,9 +260,13 @@ impl Link {
         if self.spoken.elapsed() >= self.busy_every { self.send(Message::Busy(Busy {}), &[]) } else { Ok(()) }
     }
 
-    /// Ends the conversation: with an `error` if this side has one that the peer does not know. The peer is given no more
-    /// than `patience` to leave.
-    fn end<T>(mut self, result: &Result<T>, patience: Duration) {
+    /// Ends the conversation: with an `error` if this side has one that the peer does not know.
+    fn end<T>(self, result: &Result<T>) {
+        self.end_within(Duration::MAX, result);
+    }
+
+    /// As [`Link::end`], for a peer who is given no more than `patience` to leave.
+    fn end_within<T>(mut self, patience: Duration, result: &Result<T>) {
         if let Some((code, error)) = result.as_ref().err().and_then(|error| Some((code_for(error)?, error))) {
             let message = Message::Error(Failure { code, message: error.in_full() });
             if let Err(unsent) = self.channel.send(&message, &[]) {

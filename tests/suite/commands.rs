@@ -53,15 +53,8 @@ fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Value, Valu
     (producer.json(), consumer.json())
 }
 
-/// A producer that listens, started with these options.
-fn listening(meeting: &Meeting, options: &[&str]) -> Running {
-    let mut producer = meeting.producer(options).start();
-    producer.until("listen");
-    producer
-}
-
 fn a_buffer_is_handed_over_whoever_starts_first(meeting: Meeting) {
-    let producer = listening(&meeting, &[]);
+    let producer = meeting.listening(&[]);
     meeting.consumer(&[]).end().code(0);
     producer.end().code(0);
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
@@ -102,7 +95,7 @@ fn json_is_one_object_with_every_field(meeting: Meeting) {
 }
 
 fn each_step_is_a_line_with_its_figures(meeting: Meeting) {
-    let producer = listening(&meeting, &["--size", "3MiB"]);
+    let producer = meeting.listening(&["--size", "3MiB"]);
     let consumer = meeting.consumer(&[]).end();
     let producer = producer.end();
     for (ended, role, figures) in [
@@ -153,7 +146,7 @@ fn a_round_trip_verifies_both_ways(meeting: Meeting) {
 }
 
 fn a_read_only_consumer_takes_part_in_a_round_trip(meeting: Meeting) {
-    let producer = listening(&meeting, &["--round-trip", "--consumers", "3"]);
+    let producer = meeting.listening(&["--round-trip", "--consumers", "3"]);
     for access in ["ro", "rw", "ro"] {
         let consumer = meeting.consumer(&["--access", access]).end();
         consumer.code(0);
@@ -161,7 +154,7 @@ fn a_read_only_consumer_takes_part_in_a_round_trip(meeting: Meeting) {
         assert_eq!(consumer.stdout.contains(" fill "), access == "rw");
     }
     producer.end().code(0);
-    let producer = listening(&meeting, &[]);
+    let producer = meeting.listening(&[]);
     let consumer = meeting.consumer(&["--access", "rw"]).end();
     assert!(consumer.code(0).stdout.contains("read-write"));
     producer.end().code(0);
@@ -213,7 +206,7 @@ fn a_flipped_byte_makes_both_sides_fail(meeting: Meeting) {
 
 fn the_salt_is_random_unless_given(meeting: Meeting) {
     let salt = |options: &[&str]| {
-        let producer = listening(&meeting, options);
+        let producer = meeting.listening(options);
         meeting.consumer(&[]).end().code(0);
         let stdout = producer.end().code(0).stdout.clone();
         let (_, salt) = stdout.split_once("salt 0x").unwrap();
@@ -243,7 +236,7 @@ fn a_consumer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
 }
 
 fn a_producer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
-    let mut producer = listening(&meeting, &["--size", LARGE]);
+    let mut producer = meeting.listening(&["--size", LARGE]);
     let consumer = meeting.consumer(&["--json"]).start();
     producer.until("offer");
     producer.signal(Signal::SIGKILL);
@@ -252,7 +245,7 @@ fn a_producer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
     assert_eq!(report["error"]["kind"], "peer");
     // The socket it left is replaced.
     assert!(meeting.socket().exists());
-    let producer = listening(&meeting, &[]);
+    let producer = meeting.listening(&[]);
     meeting.consumer(&[]).end().code(0);
     producer.end().code(0);
 }
@@ -277,7 +270,7 @@ fn too_much_memory_is_refused_with_both_figures(meeting: Meeting) {
 
 fn signals_end_both_sides_and_remove_the_socket(meeting: Meeting) {
     for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
-        let producer = listening(&meeting, &[]);
+        let producer = meeting.listening(&[]);
         producer.signal(signal);
         producer.end().code(code).says(signal.as_str());
         assert!(meeting.files().is_empty());
@@ -297,7 +290,7 @@ fn signals_end_both_sides_and_remove_the_socket(meeting: Meeting) {
 }
 
 fn the_exported_descriptor_is_sent_to_all(meeting: Meeting) {
-    let producer = listening(&meeting, &["--consumers", "4"]);
+    let producer = meeting.listening(&["--consumers", "4"]);
     for _ in 0..4 {
         meeting.consumer(&[]).end().code(0);
     }

@@ -36,7 +36,7 @@ use vmmfd::{
     },
 };
 
-use crate::running::{Meeting, On, Running};
+use crate::running::{Meeting, On};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -99,12 +99,6 @@ fn told(channel: &mut Channel) -> ErrorCode {
 fn open_descriptors(path: &Path) -> usize {
     let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
     links.filter(|link| link == path).count()
-}
-
-fn listening(meeting: &Meeting, options: &[&str]) -> Running {
-    let mut producer = meeting.producer(options).start();
-    producer.until("listen");
-    producer
 }
 
 /// Lets a command open so many files and no more.
@@ -294,7 +288,7 @@ mod producers {
     #[test]
     fn a_consumer_made_by_hand_is_served_as_the_protocol_says() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--round-trip", "--size", "10", "--seed", "1"]);
+        let producer = meeting.listening(&["--round-trip", "--size", "10", "--seed", "1"]);
         let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
         let device = Device::find(&driver, Selector::default()).unwrap();
         let mut channel = dial(&meeting.socket());
@@ -335,7 +329,7 @@ mod producers {
     #[test]
     fn a_reply_that_was_not_written_makes_both_sides_fail() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--round-trip", "--size", "4"]);
+        let producer = meeting.listening(&["--round-trip", "--size", "4"]);
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
         channel.send(&good(1), &[]).unwrap();
@@ -359,7 +353,7 @@ mod producers {
     #[test]
     fn a_consumer_that_finds_a_mismatch_makes_the_producer_fail() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--size", "8"]);
+        let producer = meeting.listening(&["--size", "8"]);
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
         let first_mismatch = Some(vmmfd::wire::Mismatch { index: 1, expected: 2, found: 3 });
@@ -375,7 +369,7 @@ mod producers {
     fn a_result_that_contradicts_itself_breaks_the_protocol() {
         for (verified, words, mismatches) in [(true, 2, 1), (true, 1, 0), (true, 0, 0), (true, u64::MAX, 0)] {
             let meeting = Meeting::new(On::Host);
-            let producer = listening(&meeting, &["--size", "8"]);
+            let producer = meeting.listening(&["--size", "8"]);
             let mut channel = dial(&meeting.socket());
             borrow(&mut channel, None);
             let lie = Outcome { verified, words, mismatches, first_mismatch: None };
@@ -390,7 +384,7 @@ mod producers {
     fn a_consumer_that_dies_at_any_point_is_one_failed_consumer() {
         for stage in 0..3 {
             let meeting = Meeting::new(On::Host);
-            let producer = listening(&meeting, &["--consumers", "2", "--round-trip"]);
+            let producer = meeting.listening(&["--consumers", "2", "--round-trip"]);
             let mut channel = dial(&meeting.socket());
             channel.send(&hello(Backend::Host), &[]).unwrap();
             answer(&mut channel);
@@ -412,7 +406,7 @@ mod producers {
     #[test]
     fn a_consumer_that_says_nothing_more_fails_at_the_deadline_and_delays_nobody() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--consumers", "2", "--timeout", "700ms"]);
+        let producer = meeting.listening(&["--consumers", "2", "--timeout", "700ms"]);
         let mut silent = dial(&meeting.socket());
         borrow(&mut silent, None);
         meeting.consumer(&[]).end().code(0);
@@ -424,7 +418,7 @@ mod producers {
     #[test]
     fn a_busy_consumer_is_waited_for() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--timeout", "400ms", "--size", "4"]);
+        let producer = meeting.listening(&["--timeout", "400ms", "--size", "4"]);
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
         for _ in 0..5 {
@@ -440,7 +434,7 @@ mod producers {
     #[test]
     fn whoever_waits_for_a_turn_is_told_once_a_second() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--consumers", "2", "--round-trip", "--size", "4"]);
+        let producer = meeting.listening(&["--consumers", "2", "--round-trip", "--size", "4"]);
         let mut first = dial(&meeting.socket());
         let offer = borrow(&mut first, None);
         let mut second = dial(&meeting.socket());
@@ -463,7 +457,7 @@ mod producers {
     #[test]
     fn strangers_delay_nobody_and_change_nothing() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &[]);
+        let producer = meeting.listening(&[]);
         let socket = meeting.socket();
         // Silent, gone, garbled, of another protocol, and hello without a request.
         let _silent: Vec<UnixStream> = (0..10).map(|_| raw(&socket)).collect();
@@ -498,7 +492,7 @@ mod producers {
     #[test]
     fn a_crowd_of_strangers_leaves_room_for_a_consumer() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &[]);
+        let producer = meeting.listening(&[]);
         let crowd: Vec<UnixStream> = (0..300).map(|_| raw(&meeting.socket())).collect();
         meeting.consumer(&[]).end().code(0);
         producer.end().code(0);
@@ -529,7 +523,7 @@ mod producers {
     #[test]
     fn a_stranger_has_nothing_to_be_busy_with() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &[]);
+        let producer = meeting.listening(&[]);
         for greeted in [false, true] {
             let mut channel = dial(&meeting.socket());
             if greeted {
@@ -546,7 +540,7 @@ mod producers {
     #[test]
     fn backends_and_versions_of_the_future_are_told_what_does_not_fit() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &[]);
+        let producer = meeting.listening(&[]);
         let greet = |version, backend: &str| {
             let mut channel = dial(&meeting.socket());
             let greeting = Hello { version, capabilities: Vec::new(), backend: backend.into(), pid: 1 };
@@ -582,7 +576,7 @@ mod producers {
     fn a_no_is_a_no_whatever_its_figures_are() {
         for (words, mismatches, code) in [(2, 1, 1), (0, 0, 1), (u64::MAX, 0, 1)] {
             let meeting = Meeting::new(On::Host);
-            let producer = listening(&meeting, &["--size", "8"]);
+            let producer = meeting.listening(&["--size", "8"]);
             let mut channel = dial(&meeting.socket());
             borrow(&mut channel, None);
             let no = Outcome { verified: false, words, mismatches, first_mismatch: None };
@@ -596,7 +590,7 @@ mod producers {
     #[test]
     fn a_consumer_that_stays_for_nothing_is_waited_for_once() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--timeout", "1s", "--size", "4"]);
+        let producer = meeting.listening(&["--timeout", "1s", "--size", "4"]);
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
         channel.send(&good(1), &[]).unwrap();
@@ -610,7 +604,7 @@ mod producers {
     fn whoever_asks_as_the_wait_ends_is_served_or_turned_away() {
         let meeting = Meeting::new(On::Host);
         for delay in 0..40 {
-            let producer = listening(&meeting, &["--timeout", "40ms"]);
+            let producer = meeting.listening(&["--timeout", "40ms"]);
             thread::sleep(Duration::from_millis(20 + delay));
             let address = SocketAddrUnix::new(meeting.socket()).unwrap();
             let socket = seqpacket();
@@ -628,7 +622,7 @@ mod producers {
     #[test]
     fn the_wait_for_the_next_consumer_begins_when_the_last_has_gone() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--timeout", "1s", "--consumers", "2"]);
+        let producer = meeting.listening(&["--timeout", "1s", "--consumers", "2"]);
         thread::sleep(Duration::from_millis(700));
         meeting.consumer(&[]).end().code(0);
         let ended = producer.end();
@@ -638,7 +632,7 @@ mod producers {
     #[test]
     fn strangers_do_not_prolong_the_wait_for_a_consumer() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &["--timeout", "500ms"]);
+        let producer = meeting.listening(&["--timeout", "500ms"]);
         let stop = std::sync::atomic::AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -658,7 +652,7 @@ mod producers {
     #[test]
     fn objects_that_do_not_exist_are_refused_and_the_asker_counts() {
         let meeting = Meeting::new(On::Host);
-        let producer = listening(&meeting, &[]);
+        let producer = meeting.listening(&[]);
         let mut channel = dial(&meeting.socket());
         channel.send(&hello(Backend::Host), &[]).unwrap();
         answer(&mut channel);

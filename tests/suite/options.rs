@@ -17,16 +17,10 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::running::{Meeting, On, Running, wait_for};
+use crate::running::{Meeting, On, wait_for};
 
 fn host() -> Meeting {
     Meeting::new(On::Host)
-}
-
-fn serving(meeting: &Meeting, options: &[&str]) -> Running {
-    let mut producer = meeting.producer(options).start();
-    producer.until("listen");
-    producer
 }
 
 #[test]
@@ -181,7 +175,7 @@ fn a_live_socket_is_refused_and_a_stale_one_replaced() {
 
     drop(UnixListener::bind(meeting.socket()).unwrap());
     assert!(meeting.socket().exists());
-    let producer = serving(&meeting, &[]);
+    let producer = meeting.listening(&[]);
     meeting.consumer(&[]).end().code(0);
     producer.end().code(0);
 
@@ -194,7 +188,7 @@ fn a_live_socket_is_refused_and_a_stale_one_replaced() {
 #[test]
 fn only_ones_own_socket_is_removed() {
     let meeting = host();
-    let producer = serving(&meeting, &["--timeout", "300ms"]);
+    let producer = meeting.listening(&["--timeout", "300ms"]);
     fs::remove_file(meeting.socket()).unwrap();
     fs::write(meeting.socket(), "somebody else's").unwrap();
     producer.end().code(4);
@@ -205,7 +199,7 @@ fn only_ones_own_socket_is_removed() {
 fn the_socket_is_for_its_user_alone_unless_others_are_allowed() {
     let meeting = host();
     for (options, mode) in [(&[][..], 0o600), (&["--allow-uid", "12345"], 0o666)] {
-        let producer = serving(&meeting, options);
+        let producer = meeting.listening(options);
         assert_eq!(fs::metadata(meeting.socket()).unwrap().mode() & 0o7777, mode);
         meeting.consumer(&[]).end().code(0);
         producer.end().code(0);
@@ -226,7 +220,7 @@ fn nobody_comes_and_the_wait_ends() {
 fn a_consumer_that_came_too_late_is_turned_away() {
     let meeting = host();
     // The first is held by its own check while the second asks.
-    let producer = serving(&meeting, &["--size", "256M"]);
+    let producer = meeting.listening(&["--size", "256M"]);
     let mut first = meeting.consumer(&[]).start();
     first.until("map");
     meeting.consumer(&[]).end().code(4).says("all of them have come");
@@ -327,7 +321,7 @@ fn a_failure_of_the_driver_in_the_middle_is_told_to_the_peer() {
         ("cuMemcpyDtoH_v2:1:700", "cuMemcpyDtoH_v2 failed"),
     ] {
         let meeting = Meeting::new(On::Fake);
-        let producer = serving(&meeting, &[]);
+        let producer = meeting.listening(&[]);
         meeting.consumer(&[]).env("FAKECUDA_FAIL", fault).end().code(5).says(words);
         producer.end().code(4).says(words);
     }
@@ -356,7 +350,7 @@ fn a_slow_start_of_the_driver_can_be_interrupted() {
 #[test]
 fn a_reader_who_has_gone_is_no_error_and_a_full_disk_is() {
     let meeting = host();
-    let producer = serving(&meeting, &["--consumers", "3"]);
+    let producer = meeting.listening(&["--consumers", "3"]);
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     meeting.consumer(&[]).stdout(Stdio::from(writer)).end().code(0);
@@ -490,7 +484,7 @@ const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "1500ms"];
 
 fn a_slow_consumer_says_so(slow: &str) {
     let meeting = Meeting::new(On::Fake);
-    let producer = serving(&meeting, &[&SLOW_STEP[..], &["--round-trip"]].concat());
+    let producer = meeting.listening(&[&SLOW_STEP[..], &["--round-trip"]].concat());
     meeting.consumer(&["--timeout", "1500ms"]).env("FAKECUDA_SLOW", slow).end().code(0);
     producer.end().code(0);
 }
@@ -539,7 +533,7 @@ fn a_slow_start_of_the_device_that_is_offered_is_waited_for() {
 #[test]
 fn a_socket_that_is_taken_is_refused_before_anything_is_allocated() {
     let meeting = Meeting::new(On::Fake);
-    let first = serving(&meeting, &[]);
+    let first = meeting.listening(&[]);
     let log = meeting.folder().join("calls");
     meeting.producer(&[]).env("FAKECUDA_LOG", &log).end().code(5).says("already served");
     assert!(!log.exists(), "{}", fs::read_to_string(&log).unwrap());

@@ -95,6 +95,14 @@ impl Meeting {
         self.command("producer", options)
     }
 
+    /// `producer` on this place's backend and socket, that listens already.
+    #[track_caller]
+    pub(crate) fn listening(&self, options: &[&str]) -> Running {
+        let mut producer = self.producer(options).start();
+        producer.until("listen");
+        producer
+    }
+
     /// `consumer` on this place's backend and socket.
     pub(crate) fn consumer(&self, options: &[&str]) -> Run {
         self.command("consumer", options)

@@ -24,7 +24,8 @@ use cudarc::driver::sys::{self, CUdevice_attribute as DeviceAttribute};
 
 use self::ffi::{AccessDesc, AllocationProp, Functions, HANDLE_TYPE_POSIX_FD, Location};
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Origin, Properties, code, failure,
+    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Origin, Properties, code, cover,
+    failure,
 };
 use crate::error::{Error, Result};
 
@@ -59,12 +60,9 @@ impl Addresses {
 
     /// Whether mappings cover a range without a gap.
     fn cover(&self, address: u64, size: u64) -> bool {
-        let Some(end) = address.checked_add(size) else { return false };
         let first = self.mapped.range(..=address).next_back().map_or(address, |(&start, _)| start);
-        let reached = self.mapped.range(first..end.max(first)).fold(address, |reached, (&start, &size)| {
-            if start <= reached { reached.max(start + size) } else { reached }
-        });
-        reached >= end
+        let near = self.mapped.range(first..).take_while(|&(&start, _)| start <= address || start - address < size);
+        cover(near.map(|(&start, &size)| (start, size)), address, size)
     }
 }
 

@@ -33,8 +33,8 @@ use nix::{
 use uuid::{Uuid, uuid};
 
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Origin, Properties, code, failure,
-    failure_with,
+    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Origin, Properties, code, cover,
+    failure, failure_with,
 };
 use crate::error::Result;
 
@@ -165,14 +165,8 @@ impl Reserved {
 
     /// Whether mappings that `usable` accepts cover a range without a gap.
     fn covers(&self, address: u64, size: u64, usable: impl Fn(&Mapped) -> bool) -> bool {
-        let Some(end) = address.checked_add(size) else { return false };
-        let mut reached = address;
-        for (&start, mapped) in &self.mapped {
-            if start <= reached && reached < start + mapped.size && usable(mapped) {
-                reached = start + mapped.size;
-            }
-        }
-        reached >= end
+        let usable = self.mapped.iter().filter(|(_, mapped)| usable(mapped));
+        cover(usable.map(|(&start, mapped)| (start, mapped.size)), address, size)
     }
 }
 
@@ -397,10 +391,12 @@ impl Driver for HostDriver {
         }
         // Pages that its owner never committed would be committed by reading them here.
         let missing = size.saturating_sub(u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512));
-        let free = self.memory_info(0)?.free;
-        if missing > free {
-            let reason = format!("{missing} bytes of the memory are not committed, and {free} bytes are free here");
-            return Err(unfit(code::OUT_OF_MEMORY, reason));
+        if missing > 0 {
+            let free = self.memory_info(0)?.free;
+            if missing > free {
+                let reason = format!("{missing} bytes of the memory are not committed, and {free} bytes are free here");
+                return Err(unfit(code::OUT_OF_MEMORY, reason));
+            }
         }
         let memfd = fd.try_clone_to_owned().map_err(from_io)?;
         Ok(self.write().add(Memory { memfd, size, exportable: false }))

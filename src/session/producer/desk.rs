@@ -12,14 +12,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{
-    poll::PollFlags,
-    sys::eventfd::{EfdFlags, EventFd},
-};
+use nix::{poll::PollFlags, sys::eventfd::EventFd};
 
 use super::{Buffer, Plan, Served};
 use crate::{
-    channel::{Cancel, Channel, Listener, Peer, deadline_after},
+    channel::{Cancel, Channel, Listener, Peer, deadline_after, eventfd},
     driver::Access,
     error::{Error, Result},
     pattern::{self, Pattern},
@@ -111,9 +108,8 @@ impl State {
 
 impl<'a> Desk<'a> {
     pub(super) fn new(buffer: &'a Buffer, plan: Plan, terms: &'a Terms, observer: Observer<'a>) -> Result<Self> {
-        let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-            .map_err(|errno| Error::system("make an eventfd", errno))?;
-        let (over, gate, state) = (Cancel::new()?, Gate::default(), Mutex::default());
+        let (over, wake) = (Cancel::new()?, eventfd()?);
+        let (gate, state) = (Gate::default(), Mutex::default());
         Ok(Self { buffer, plan, terms, observer, over, wake, gate, state })
     }
 
@@ -218,8 +214,7 @@ impl<'a> Desk<'a> {
             Ok(channel) => channel,
             Err(error) => return tracing::warn!(%error, "a connection is dropped"),
         };
-        let link = Link::new(channel, self.terms.timeout);
-        let mut visit = Visit { link, desk: self, admitted: false, found: None };
+        let mut visit = Visit { link: Link::new(channel), desk: self, admitted: false, found: None };
         let peer = visit.link.peer();
         let number = self.welcome(&visit.link.channel);
         let mut result = visit.converse(number);
@@ -231,12 +226,12 @@ impl<'a> Desk<'a> {
                 let message = "this producer has served all that it was to serve".to_owned();
                 result = Err(Error::Mismatch { code: ErrorCode::Full, message });
             }
-            visit.link.end(&result, GOODBYE);
+            visit.link.end_within(GOODBYE, &result);
             self.state().strangers.remove(&number);
             let error = result.err().map(|error| error.in_full());
             return tracing::info!(pid = peer.pid, uid = peer.uid, error, "a stranger came and went");
         }
-        visit.link.end(&result, self.terms.timeout);
+        visit.link.end(&result);
         let served = Served { peer, found: visit.found, error: result.err() };
         (self.observer)(Event::Ended { served: &served });
         let mut state = self.state();
