@@ -11,7 +11,9 @@ use std::{
 };
 
 use crate::{
-    driver::{Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Properties, code},
+    driver::{
+        Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, Location, MemoryInfo, Properties, code,
+    },
     error::{Error, Result},
 };
 
@@ -182,7 +184,7 @@ impl Device {
     }
 
     fn shareable(&self) -> Properties {
-        Properties { ordinal: self.ordinal(), exportable: true }
+        Properties { location: Location::Device(self.ordinal()), exportable: true, immutable: false }
     }
 }
 
@@ -387,7 +389,7 @@ impl Mapping {
         // From here on dropping it unmaps.
         let mapping =
             Self { address, access, allocation: Arc::clone(allocation), _reservation: Arc::clone(reservation) };
-        driver.set_access(address, size, allocation.device.ordinal(), Some(access))?;
+        driver.set_access(address, size, Location::Device(allocation.device.ordinal()), Some(access))?;
         Ok(mapping)
     }
 

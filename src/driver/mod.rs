@@ -6,6 +6,9 @@
 
 pub mod cuda;
 pub mod host;
+pub mod legacy;
+pub mod pool;
+pub mod window;
 
 use std::{
     borrow::Cow,
@@ -21,6 +24,11 @@ use uuid::Uuid;
 
 use crate::error::{Error, Result};
 
+pub use self::{
+    legacy::LegacyIpc,
+    pool::{PoolHandle, Pools},
+    window::{PageLocked, Window},
+};
 pub use crate::error::code;
 
 /// Where the memory really is.
@@ -139,15 +147,27 @@ impl From<DeviceUuid> for String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Handle(u64);
 
-/// What an allocation is made of and for: the part of `CUmemAllocationProp` that this crate uses.
+/// Where physical memory is, or who accesses it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Location {
+    /// A device, by ordinal: `CU_MEM_LOCATION_TYPE_DEVICE`. On an imported allocation it is this process's ordinal of the
+    /// owner, or negative if the owner is not visible here.
+    Device(i32),
+    /// A NUMA node of this machine, or its CPUs: `CU_MEM_LOCATION_TYPE_HOST_NUMA`.
+    HostNuma(i32),
+}
+
+/// What an allocation is made of and for: the part of `CUmemAllocationProp` that this crate uses, and how it is sealed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Properties {
-    /// The device that holds the memory. On an imported allocation it is this process's ordinal of the owner, or
-    /// negative if the owner is not visible here.
-    pub ordinal: i32,
+    /// What holds the memory.
+    pub location: Location,
     /// Whether it can be exported as a POSIX file descriptor. It must be asked for at creation, and reads `false` on an
     /// imported allocation, which can't be exported again.
     pub exportable: bool,
+    /// Whether no holder of it, in any process, can write to it any more: see [`Driver::seal`]. Nothing is made so: at
+    /// creation it must be `false`.
+    pub immutable: bool,
 }
 
 /// A device's memory, in bytes.
@@ -173,6 +193,14 @@ pub enum Attribute {
     GpuDirectRdma,
     /// 0 if any process may use the device, else one of the exclusive modes.
     ComputeMode,
+    /// 1 if the device has memory pools.
+    MemoryPools,
+    /// What pools can be exported as, a bit each: 1 is a POSIX file descriptor.
+    PoolHandleTypes,
+    /// The NUMA node of the CPUs next to the device, or negative.
+    HostNumaId,
+    /// 1 if allocations can be made in host memory, on a NUMA node.
+    HostNumaVirtualMemoryManagement,
 }
 
 /// Which of the driver's two granularities.
@@ -237,11 +265,12 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// `cuMemMap`.
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()>;
 
-    /// Unmaps every mapping in the range, none of them in part. `cuMemUnmap`.
+    /// Unmaps every mapping in the range, none of them in part, and none that a [`Window`] is open on. `cuMemUnmap`.
     fn unmap(&self, address: u64, size: u64) -> Result<()>;
 
-    /// Sets what a device may do with a range of whole mappings; `None` takes all access. `cuMemSetAccess`.
-    fn set_access(&self, address: u64, size: u64, ordinal: i32, access: Option<Access>) -> Result<()>;
+    /// Sets what a device, or the CPUs of a NUMA node, may do with a range of whole mappings; `None` takes all access.
+    /// It is refused while a [`Window`] is open on any of it. `cuMemSetAccess`.
+    fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()>;
 
     /// Exports an allocation as a new, close-on-exec descriptor. `cuMemExportToShareableHandle`.
     fn export(&self, handle: Handle) -> Result<OwnedFd>;
@@ -262,6 +291,40 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Waits until all work of the device's primary context is done. `cuCtxSynchronize`.
     fn synchronize(&self, ordinal: i32) -> Result<()>;
+
+    /// Whether a device can access another's memory. Itself it always can. `cuDeviceCanAccessPeer`.
+    fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool>;
+
+    /// First address and size of what an address is in: of a mapping as it was mapped, and of memory from [`LegacyIpc`] and
+    /// [`Pools`] as the driver tells, which believes the exporter. `cuMemGetAddressRange_v2`, for the latter.
+    fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)>;
+
+    /// Makes an allocation immutable for good, and returns whether that is enforced against every holder of a descriptor. On
+    /// CUDA nothing can: it returns `false` and does nothing. The host backend refuses it with `CUDA_ERROR_INVALID_VALUE`
+    /// while the memory is mapped and once it was exported, and for what is imported and not sealed yet; what is sealed
+    /// already stays so. `F_ADD_SEALS`.
+    fn seal(&self, handle: Handle) -> Result<bool>;
+
+    /// Allocates private memory that a device copies from and to at full speed; any device may. `cuMemHostAlloc` with
+    /// `CU_MEMHOSTALLOC_PORTABLE`.
+    fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked>;
+
+    /// Opens a window on mapped memory for this process's CPU, writable if the access is. On CUDA the whole range needs
+    /// access for [`Location::HostNuma`]; on the host backend any access will do. No driver call.
+    fn window(&self, address: u64, size: u64) -> Result<Window>;
+
+    /// Sharing by legacy handles.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] on the host backend.
+    fn legacy(&self) -> Result<&dyn LegacyIpc>;
+
+    /// Sharing by memory pools. Whether a device has them is [`Attribute::MemoryPools`] and
+    /// [`Attribute::PoolHandleTypes`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] on the host backend.
+    fn pools(&self) -> Result<&dyn Pools>;
 }
 
 /// The error of a call that returned `code`, with no more known about it.

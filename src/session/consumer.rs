@@ -5,7 +5,7 @@ use std::{os::fd::AsRawFd, path::Path, sync::Arc, time::Instant};
 use super::{Event, Link, Observer, Terms, activate, greeting, outcome_of, unexpected};
 use crate::{
     channel::{Peer, connect},
-    driver::{Access, Driver, code},
+    driver::{Access, Driver, Location, code},
     error::{Error, Result},
     memory::{Allocation, Device, Mapping, Selector},
     pattern::{self, Pattern, Verification},
@@ -226,11 +226,13 @@ impl<'a> Consumer<'a> {
 
     /// The driver must say the same of the memory as the peer: what it says decides.
     fn check_owner(&self, allocation: &Allocation) -> Result<()> {
-        let (owner, device) = (allocation.properties()?.ordinal, allocation.device());
-        if owner == device.ordinal() {
-            return Ok(());
-        }
-        let message = format!("the memory is on device {owner} of this process, and the offer says {device}");
+        let (location, device) = (allocation.properties()?.location, allocation.device());
+        let owner = match location {
+            Location::Device(ordinal) if ordinal == device.ordinal() => return Ok(()),
+            Location::Device(ordinal) => format!("on device {ordinal} of this process"),
+            Location::HostNuma(node) => format!("on NUMA node {node}"),
+        };
+        let message = format!("the memory is {owner}, and the offer says {device}");
         Err(Error::Mismatch { code: ErrorCode::Device, message })
     }
 

@@ -21,7 +21,7 @@ use vmmfd::{
     Error,
     driver::{
         Access::{ReadOnly, ReadWrite},
-        Attribute, Driver, Granularity, Handle, Properties, code,
+        Attribute, Driver, Granularity, Handle, Location, Properties, code,
     },
     error::ErrorKind,
     memory::{Allocation, Device, Mapping, Reservation, Selector},
@@ -135,7 +135,7 @@ impl<'a> Ground<'a> {
     }
 
     fn allow(&self, address: u64, units: u64) {
-        self.driver.set_access(address, units * self.unit, 0, Some(ReadWrite)).unwrap();
+        self.driver.set_access(address, units * self.unit, Location::Device(0), Some(ReadWrite)).unwrap();
     }
 
     fn copy_in(&self, address: u64, bytes: &[u8]) -> u32 {
@@ -214,7 +214,7 @@ fn a_device_says_what_it_is(subject: Subject) {
 fn devices_that_do_not_exist_are_refused(subject: Subject) {
     let driver = &subject.driver;
     for ordinal in [-1, 99, i32::MAX] {
-        let nowhere = Properties { ordinal, ..EXPORTABLE };
+        let nowhere = Properties { location: Location::Device(ordinal), ..EXPORTABLE };
         for answer in [
             code(driver.device_name(ordinal)),
             code(driver.device_uuid(ordinal)),
@@ -353,11 +353,11 @@ fn set_access_takes_whole_mappings(subject: Subject) {
         ("an unaligned address", address + 4096, 2 * unit),
         ("nothing", address, 0),
     ] {
-        assert_eq!(code(driver.set_access(start, size, 0, Some(ReadWrite))), INVALID, "{what}");
+        assert_eq!(code(driver.set_access(start, size, Location::Device(0), Some(ReadWrite))), INVALID, "{what}");
     }
-    assert_ne!(code(driver.set_access(address, 2 * unit, 99, Some(ReadWrite))), OK, "for no device");
+    assert_ne!(code(driver.set_access(address, 2 * unit, Location::Device(99), Some(ReadWrite))), OK, "for no device");
     assert_eq!(ground.copy_in(address, b"early"), INVALID, "what failed gave access");
-    driver.set_access(address, 3 * unit, 0, Some(ReadWrite)).unwrap();
+    driver.set_access(address, 3 * unit, Location::Device(0), Some(ReadWrite)).unwrap();
     for at in 0..3 {
         assert_eq!(ground.copy_in(address + at * unit, b"now"), OK);
     }
@@ -422,11 +422,11 @@ fn copies_need_access_to_every_byte(subject: Subject) {
     assert_eq!(&ground.read(seam), b"across");
     assert_eq!(&ground.read(address + unit), b"oss");
     for (access, want) in [(Some(ReadOnly), (INVALID, OK)), (None, (INVALID, INVALID)), (Some(ReadWrite), (OK, OK))] {
-        driver.set_access(address, 2 * unit, 0, access).unwrap();
+        driver.set_access(address, 2 * unit, Location::Device(0), access).unwrap();
         assert_eq!((ground.copy_in(address, b"some"), ground.copy_out(address, 4)), want, "{access:?}");
     }
     // One byte of a read-only mapping is enough to refuse.
-    driver.set_access(address + unit, unit, 0, Some(ReadOnly)).unwrap();
+    driver.set_access(address + unit, unit, Location::Device(0), Some(ReadOnly)).unwrap();
     assert_eq!(ground.copy_in(seam, b"ACROSS"), INVALID);
     assert_eq!(&ground.read(seam), b"across");
 }
@@ -446,9 +446,9 @@ fn access_can_be_taken_and_given_again(subject: Subject) {
     ground.map(address, 1);
     ground.allow(address, 1);
     assert_eq!(ground.copy_in(address, b"kept"), OK);
-    subject.driver.set_access(address, ground.unit, 0, None).unwrap();
+    subject.driver.set_access(address, ground.unit, Location::Device(0), None).unwrap();
     assert_eq!(ground.copy_out(address, 4), INVALID);
-    subject.driver.set_access(address, ground.unit, 0, Some(ReadOnly)).unwrap();
+    subject.driver.set_access(address, ground.unit, Location::Device(0), Some(ReadOnly)).unwrap();
     assert_eq!(&ground.read(address), b"kept");
 }
 
@@ -472,7 +472,7 @@ fn imported_memory_is_the_same_memory_under_another_handle(subject: Subject) {
     let imported = driver.import(fd.as_fd(), unit).unwrap();
     ground.handles.push(imported);
     assert_ne!(imported, handle);
-    assert_eq!(driver.properties(imported).unwrap(), Properties { ordinal: 0, exportable: false });
+    assert_eq!(driver.properties(imported).unwrap(), Properties { exportable: false, ..EXPORTABLE });
     assert_eq!(code(driver.export(imported)), INVALID, "exported again");
     driver.map(address + unit, unit, 0, imported).unwrap();
     ground.allow(address, 2);
@@ -1099,7 +1099,7 @@ fn a_fork_is_told_so_and_does_no_harm(subject: Subject) {
             driver.free(address, unit),
             driver.map(address, unit, 0, handle),
             driver.unmap(address, unit),
-            driver.set_access(address, unit, 0, Some(ReadOnly)),
+            driver.set_access(address, unit, Location::Device(0), Some(ReadOnly)),
             driver.export(handle).map(drop),
             driver.import(fd.as_fd(), unit).map(drop),
             driver.properties(handle).map(drop),

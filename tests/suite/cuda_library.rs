@@ -15,7 +15,7 @@ use vmmfd::{
     driver::{
         self,
         Access::{ReadOnly, ReadWrite},
-        Attribute, Backend, Choice, Driver, Granularity, code,
+        Attribute, Backend, Choice, Driver, Granularity, Location, code,
         cuda::CudaDriver,
     },
     error::ErrorKind,
@@ -83,7 +83,7 @@ fn use_everything(driver: &dyn Driver) -> Vec<Error> {
         }
         if let Ok(address) = address {
             note(driver.map(address, unit, 0, handle));
-            note(driver.set_access(address, unit, 0, Some(ReadWrite)));
+            note(driver.set_access(address, unit, Location::Device(0), Some(ReadWrite)));
             note(driver.copy_in(0, address, &[1; 16]));
             note(driver.copy_out(0, address, &mut [0; 16]));
             note(driver.unmap(address, unit));
@@ -270,7 +270,7 @@ fn what_the_driver_might_not_survive_never_reaches_it() {
         driver.map(address + at * unit, unit, 0, handle).unwrap();
         handle
     });
-    driver.set_access(address, 2 * unit, 0, Some(ReadWrite)).unwrap();
+    driver.set_access(address, 2 * unit, Location::Device(0), Some(ReadWrite)).unwrap();
     let copies = || fake.calls("cuMemcpyHtoD_v2") + fake.calls("cuMemcpyDtoH_v2");
     let local = 7u8;
     let mut wild = vec![address - 1, address + 2 * unit, &raw const local as u64, 4096, u64::MAX];
@@ -374,19 +374,19 @@ fn memory_of_another_device_is_told_by_the_importers_own_ordinal() {
     fake.set("FAKECUDA_DEVICES", "2");
     let both = CudaDriver::load_from(fake.path()).unwrap();
     assert_ne!(both.device_uuid(0).unwrap(), both.device_uuid(1).unwrap());
-    let second = driver::Properties { ordinal: 1, ..EXPORTABLE };
+    let second = driver::Properties { location: Location::Device(1), ..EXPORTABLE };
     let handle = both.create(2 << 20, &second).unwrap();
     let fd = both.export(handle).unwrap();
     let imported = both.import(fd.as_fd(), 2 << 20).unwrap();
-    assert_eq!(both.properties(imported).unwrap().ordinal, 1);
+    assert_eq!(both.properties(imported).unwrap().location, Location::Device(1));
     // Another process may not see the owner, and use its memory all the same.
     let other = Copy::new().load();
     let one = CudaDriver::load_from(other.path()).unwrap();
     let foreign = one.import(fd.as_fd(), 2 << 20).unwrap();
-    assert_eq!(one.properties(foreign).unwrap().ordinal, -2);
+    assert_eq!(one.properties(foreign).unwrap().location, Location::Device(-2));
     let address = one.reserve(2 << 20, 0).unwrap();
     one.map(address, 2 << 20, 0, foreign).unwrap();
-    one.set_access(address, 2 << 20, 0, Some(ReadWrite)).unwrap();
+    one.set_access(address, 2 << 20, Location::Device(0), Some(ReadWrite)).unwrap();
     one.copy_in(0, address, b"over NVLink").unwrap();
 }
 
@@ -398,10 +398,10 @@ fn access_is_for_the_device_that_it_was_set_for() {
     let handle = driver.create(2 << 20, &EXPORTABLE).unwrap();
     let address = driver.reserve(2 << 20, 0).unwrap();
     driver.map(address, 2 << 20, 0, handle).unwrap();
-    driver.set_access(address, 2 << 20, 1, Some(ReadWrite)).unwrap();
+    driver.set_access(address, 2 << 20, Location::Device(1), Some(ReadWrite)).unwrap();
     assert_eq!(code(driver.copy_in(0, address, b"no")), code::INVALID_VALUE);
     driver.copy_in(1, address, b"yes").unwrap();
-    driver.set_access(address, 2 << 20, 0, Some(ReadOnly)).unwrap();
+    driver.set_access(address, 2 << 20, Location::Device(0), Some(ReadOnly)).unwrap();
     let mut bytes = [0; 3];
     driver.copy_out(0, address, &mut bytes).unwrap();
     assert_eq!(&bytes, b"yes");

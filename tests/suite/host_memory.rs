@@ -19,7 +19,7 @@ use vmmfd::{
     Error,
     driver::{
         Access::{ReadOnly, ReadWrite},
-        Driver, Properties, code,
+        Driver, Location, Properties, code,
         host::{GRANULARITY, HostDriver, Live},
     },
     memory::{Allocation, Device, Mapping},
@@ -152,7 +152,10 @@ fn there_is_one_device() {
     let driver = HostDriver::new();
     assert_eq!(driver.device_count().unwrap(), 1);
     assert_eq!(code(driver.device_name(1)), code::INVALID_DEVICE);
-    assert_eq!(code(driver.create(GRANULARITY, &Properties { ordinal: 1, ..EXPORTABLE })), code::INVALID_DEVICE);
+    assert_eq!(
+        code(driver.create(GRANULARITY, &Properties { location: Location::Device(1), ..EXPORTABLE })),
+        code::INVALID_DEVICE
+    );
 }
 
 #[test]

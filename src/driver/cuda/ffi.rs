@@ -27,11 +27,31 @@ pub(super) struct Location {
     pub id: c_int,
 }
 
-impl Location {
-    pub(super) fn device(ordinal: c_int) -> Self {
-        Self { kind: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as c_uint, id: ordinal }
+const LOCATION_DEVICE: c_uint = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as c_uint;
+/// Bindings older than CUDA 12.2 have no name for it.
+const LOCATION_HOST_NUMA: c_uint = 3;
+
+impl From<crate::driver::Location> for Location {
+    fn from(location: crate::driver::Location) -> Self {
+        match location {
+            crate::driver::Location::Device(ordinal) => Self { kind: LOCATION_DEVICE, id: ordinal },
+            crate::driver::Location::HostNuma(node) => Self { kind: LOCATION_HOST_NUMA, id: node },
+        }
     }
 }
+
+impl From<Location> for crate::driver::Location {
+    fn from(location: Location) -> Self {
+        match location.kind {
+            LOCATION_DEVICE => Self::Device(location.id),
+            LOCATION_HOST_NUMA => Self::HostNuma(location.id),
+            // A newer driver's word for one that is not visible here, or for something that nobody here asked for.
+            _ => Self::Device(location.id.min(-1)),
+        }
+    }
+}
+
+const PINNED: c_uint = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as c_uint;
 
 /// `CUmemAllocationProp`.
 #[repr(C)]
@@ -48,12 +68,12 @@ pub(super) struct AllocationProp {
 }
 
 impl AllocationProp {
-    /// Pinned memory of a device: the one kind there is.
-    pub(super) fn pinned(ordinal: c_int, handle_types: c_uint) -> Self {
+    /// Pinned memory: the one kind there is.
+    pub(super) fn pinned(location: crate::driver::Location, handle_types: c_uint) -> Self {
         Self {
-            kind: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as c_uint,
+            kind: PINNED,
             requested_handle_types: handle_types,
-            location: Location::device(ordinal),
+            location: location.into(),
             win32_meta_data: ptr::null_mut(),
             compression: 0,
             gpu_direct_rdma: 0,
@@ -70,6 +90,35 @@ pub(super) struct AccessDesc {
     pub location: Location,
     pub flags: c_uint,
 }
+
+/// `CUmemPoolProps`. What newer versions put into `reserved` is good as zero.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PoolProps {
+    kind: c_uint,
+    handle_types: c_uint,
+    location: Location,
+    win32_security_attributes: *mut c_void,
+    reserved: [u8; 64],
+}
+
+impl PoolProps {
+    /// A pool of pinned memory that can be exported as a descriptor.
+    pub(super) fn pinned(location: crate::driver::Location) -> Self {
+        Self {
+            kind: PINNED,
+            handle_types: HANDLE_TYPE_POSIX_FD,
+            location: location.into(),
+            win32_security_attributes: ptr::null_mut(),
+            reserved: [0; 64],
+        }
+    }
+}
+
+/// `CUipcMemHandle`, and `CUmemPoolPtrExportData` too: bytes that only the driver understands.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Opaque(pub [u8; 64]);
 
 pub(super) const HANDLE_TYPE_POSIX_FD: c_uint =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
@@ -88,6 +137,17 @@ const _: () = {
     assert!(offset_of!(AllocationProp, compression) == offset_of!(sys::CUmemAllocationProp, allocFlags));
     assert!(size_of::<AccessDesc>() == size_of::<sys::CUmemAccessDesc>());
     assert!(offset_of!(AccessDesc, flags) == offset_of!(sys::CUmemAccessDesc, flags));
+    assert!(size_of::<PoolProps>() == size_of::<sys::CUmemPoolProps>());
+    assert!(align_of::<PoolProps>() == align_of::<sys::CUmemPoolProps>());
+    assert!(offset_of!(PoolProps, handle_types) == offset_of!(sys::CUmemPoolProps, handleTypes));
+    assert!(offset_of!(PoolProps, location) == offset_of!(sys::CUmemPoolProps, location));
+    assert!(
+        offset_of!(PoolProps, win32_security_attributes) == offset_of!(sys::CUmemPoolProps, win32SecurityAttributes)
+    );
+    assert!(size_of::<Opaque>() == size_of::<sys::CUipcMemHandle>());
+    assert!(align_of::<Opaque>() == align_of::<sys::CUipcMemHandle>());
+    assert!(size_of::<Opaque>() == size_of::<sys::CUmemPoolPtrExportData>());
+    assert!(align_of::<Opaque>() == align_of::<sys::CUmemPoolPtrExportData>());
 };
 
 /// Declares the table: for each function its exported names, the preferred one first, and its arguments.
@@ -172,6 +232,27 @@ functions! {
     mem_get_properties = ["cuMemGetAllocationPropertiesFromHandle"] (properties: *mut AllocationProp, handle: u64);
     memcpy_htod = ["cuMemcpyHtoD_v2"] (to: u64, from: *const c_void, size: usize);
     memcpy_dtoh = ["cuMemcpyDtoH_v2"] (to: *mut c_void, from: u64, size: usize);
+    device_can_access_peer = ["cuDeviceCanAccessPeer"] (can: *mut c_int, device: c_int, peer: c_int);
+    mem_get_address_range = ["cuMemGetAddressRange_v2"] (base: *mut u64, size: *mut usize, address: u64);
+    mem_host_alloc = ["cuMemHostAlloc"] (start: *mut *mut c_void, size: usize, flags: c_uint);
+    mem_free_host = ["cuMemFreeHost"] (start: *mut c_void);
+    mem_alloc = ["cuMemAlloc_v2"] (address: *mut u64, size: usize);
+    mem_free = ["cuMemFree_v2"] (address: u64);
+    ipc_get_mem_handle = ["cuIpcGetMemHandle"] (handle: *mut Opaque, address: u64);
+    ipc_open_mem_handle = ["cuIpcOpenMemHandle_v2"] (address: *mut u64, handle: Opaque, flags: c_uint);
+    ipc_close_mem_handle = ["cuIpcCloseMemHandle"] (address: u64);
+    mem_pool_create = ["cuMemPoolCreate"] (pool: *mut *mut c_void, properties: *const PoolProps);
+    mem_pool_destroy = ["cuMemPoolDestroy"] (pool: *mut c_void);
+    mem_pool_export = ["cuMemPoolExportToShareableHandle"]
+        (shareable: *mut c_int, pool: *mut c_void, kind: c_uint, flags: u64);
+    mem_pool_import = ["cuMemPoolImportFromShareableHandle"]
+        (pool: *mut *mut c_void, shareable: *mut c_void, kind: c_uint, flags: u64);
+    mem_pool_set_access = ["cuMemPoolSetAccess"] (pool: *mut c_void, access: *const AccessDesc, count: usize);
+    mem_alloc_from_pool_async = ["cuMemAllocFromPoolAsync"]
+        (address: *mut u64, size: usize, pool: *mut c_void, stream: *mut c_void);
+    mem_free_async = ["cuMemFreeAsync"] (address: u64, stream: *mut c_void);
+    mem_pool_export_pointer = ["cuMemPoolExportPointer"] (data: *mut Opaque, address: u64);
+    mem_pool_import_pointer = ["cuMemPoolImportPointer"] (address: *mut u64, pool: *mut c_void, data: *mut Opaque);
 }
 
 /// The driver's own name first: `libcuda.so` may be a toolkit's stub, or nothing at all without a -dev package.

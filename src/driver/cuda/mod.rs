@@ -6,26 +6,34 @@
 
 #![allow(unsafe_code)]
 
+mod addresses;
 mod ffi;
+mod legacy;
+mod pool;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::{CStr, c_int, c_uint, c_void},
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     path::Path,
-    process, ptr,
+    process,
+    ptr::{self, NonNull},
     sync::{
-        Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicU32, Ordering},
     },
 };
 
 use cudarc::driver::sys::{self, CUdevice_attribute as DeviceAttribute};
 
-use self::ffi::{AccessDesc, AllocationProp, Functions, HANDLE_TYPE_POSIX_FD, Location};
+use self::{
+    addresses::{Addresses, Mapped},
+    ffi::{AccessDesc, AllocationProp, Functions, HANDLE_TYPE_POSIX_FD},
+};
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Origin, Properties, code, cover,
-    failure,
+    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, LegacyIpc, Location, MemoryInfo, Origin,
+    PageLocked, PoolHandle, Pools, Properties, Window, code, failure,
+    window::{PageLocker, Windows},
 };
 use crate::error::{Error, Result};
 
@@ -35,35 +43,26 @@ static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
 /// The CUDA driver of this machine.
 #[derive(Debug)]
 pub struct CudaDriver {
+    core: Arc<Core>,
+    /// A call on a handle holds it for reading, so that the handle is not released under it.
+    handles: RwLock<BTreeSet<Handle>>,
+    /// The same for pools. Where both are held, it is taken before the addresses.
+    pools: RwLock<PoolTable>,
+    /// A copy holds it for reading, so that nothing is unmapped or freed under it.
+    addresses: RwLock<Addresses>,
+    /// Only opened, and only asked for, while the addresses are held.
+    windows: Arc<Windows>,
+}
+
+/// The pools, and whether each was created here: the others were imported.
+type PoolTable = BTreeMap<PoolHandle, bool>;
+
+/// What page-locked memory and windows keep alive beyond the driver object.
+#[derive(Debug)]
+struct Core {
     functions: Functions,
     origin: Origin,
     contexts: Mutex<BTreeMap<i32, Context>>,
-    /// A call on a handle holds it for reading, so that the handle is not released under it.
-    handles: RwLock<BTreeSet<Handle>>,
-    /// A copy holds it for reading, so that nothing is unmapped under it.
-    addresses: RwLock<Addresses>,
-}
-
-/// The sizes of what is reserved and of what is mapped, by address.
-#[derive(Debug, Default)]
-struct Addresses {
-    reserved: BTreeMap<u64, u64>,
-    mapped: BTreeMap<u64, u64>,
-}
-
-impl Addresses {
-    /// Whether a range lies in one reservation.
-    fn hold(&self, address: u64, size: u64) -> bool {
-        let reservation = self.reserved.range(..=address).next_back();
-        reservation.is_some_and(|(&start, &length)| address.checked_add(size).is_some_and(|end| end <= start + length))
-    }
-
-    /// Whether mappings cover a range without a gap.
-    fn cover(&self, address: u64, size: u64) -> bool {
-        let first = self.mapped.range(..=address).next_back().map_or(address, |(&start, _)| start);
-        let near = self.mapped.range(first..).take_while(|&(&start, _)| start <= address || start - address < size);
-        cover(near.map(|(&start, &size)| (start, size)), address, size)
-    }
 }
 
 /// A device's primary context, retained for the life of the driver object.
@@ -111,11 +110,11 @@ impl CudaDriver {
         unsafe { functions.init(0) }?;
         INITIALISED_BY.store(pid, Ordering::Release);
         let driver = Self {
-            functions,
-            origin: Origin(pid),
-            contexts: Mutex::default(),
+            core: Arc::new(Core { functions, origin: Origin(pid), contexts: Mutex::default() }),
             handles: RwLock::default(),
+            pools: RwLock::default(),
             addresses: RwLock::default(),
+            windows: Arc::default(),
         };
         if driver.device_count()? == 0 {
             return Err(Error::NoDevice);
@@ -123,6 +122,62 @@ impl CudaDriver {
         Ok(driver)
     }
 
+    /// Keeps a handle from being released for as long as the guard lives, if the driver gave it out.
+    fn known(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
+        self.core.origin.check()?;
+        let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
+        if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
+    }
+
+    /// The addresses, to change what is mapped in a range, if the range is this object's and no window is open on it.
+    fn own(&self, call: &'static str, address: u64, size: u64) -> Result<RwLockWriteGuard<'_, Addresses>> {
+        self.core.origin.check()?;
+        let addresses = self.changed();
+        let own = addresses.hold(address, size) && !self.windows.touch(address, size);
+        if own { Ok(addresses) } else { Err(failure(call, code::INVALID_VALUE)) }
+    }
+
+    fn known_addresses(&self) -> RwLockReadGuard<'_, Addresses> {
+        self.addresses.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The addresses, to change them. Copies under way are waited for.
+    fn changed(&self) -> RwLockWriteGuard<'_, Addresses> {
+        self.addresses.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The driver takes -1 for a device here and there, and means the CPU.
+    fn check_location(&self, location: Location) -> Result<()> {
+        match location {
+            Location::Device(ordinal) => self.core.device(ordinal).map(drop),
+            Location::HostNuma(_) => self.core.origin.check(),
+        }
+    }
+
+    fn gained(&self, handle: u64) -> Handle {
+        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(Handle(handle));
+        Handle(handle)
+    }
+
+    /// Runs a copy if memory of this object covers the range: another address might be anything, host memory too.
+    fn copy(
+        &self,
+        call: &'static str,
+        ordinal: i32,
+        address: u64,
+        size: usize,
+        copy: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        self.core.origin.check()?;
+        let addresses = self.known_addresses();
+        if !addresses.cover(address, size as u64) {
+            return Err(failure(call, code::INVALID_VALUE));
+        }
+        self.core.within(ordinal, copy)
+    }
+}
+
+impl Core {
     /// The driver's number of a device: the same as its ordinal today, but only the driver may say so.
     fn device(&self, ordinal: i32) -> Result<c_int> {
         self.origin.check()?;
@@ -158,44 +213,33 @@ impl CudaDriver {
         result.and_then(|value| restored.map(|()| value))
     }
 
-    /// Keeps a handle from being released for as long as the guard lives, if the driver gave it out.
-    fn known(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
-        self.origin.check()?;
-        let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
-        if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
+    /// How many bytes there are from an address on, of the allocation that it is in. Its context is current.
+    fn reach(&self, address: u64) -> Result<u64> {
+        let (base, size) = self.extent(address)?;
+        let reach = base.checked_add(size).and_then(|end| end.checked_sub(address));
+        reach.ok_or_else(|| failure("cuMemGetAddressRange_v2", code::UNKNOWN))
     }
 
-    /// The addresses, to change what is mapped in a range, if the range is this object's.
-    fn own(&self, call: &'static str, address: u64, size: u64) -> Result<RwLockWriteGuard<'_, Addresses>> {
-        self.origin.check()?;
-        let addresses = self.addresses.write().unwrap_or_else(PoisonError::into_inner);
-        if addresses.hold(address, size) { Ok(addresses) } else { Err(failure(call, code::INVALID_VALUE)) }
-    }
-
-    fn gained(&self, handle: u64) -> Handle {
-        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(Handle(handle));
-        Handle(handle)
-    }
-
-    /// Runs a copy if mappings of this object cover the range: another address might be anything, host memory too.
-    fn copy(
-        &self,
-        call: &'static str,
-        ordinal: i32,
-        address: u64,
-        size: usize,
-        copy: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
-        self.origin.check()?;
-        let addresses = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
-        if !addresses.cover(address, size as u64) {
-            return Err(failure(call, code::INVALID_VALUE));
-        }
-        self.within(ordinal, copy)
+    /// The allocation that an address is in, whose context is current.
+    fn extent(&self, address: u64) -> Result<(u64, u64)> {
+        let (mut base, mut size) = (0, 0);
+        // SAFETY: both pointers are valid for the one write; the driver looks the address up.
+        unsafe { self.functions.mem_get_address_range(&mut base, &mut size, address) }?;
+        Ok((base, size as u64))
     }
 }
 
-impl Drop for CudaDriver {
+impl PageLocker for Core {
+    unsafe fn take_back(&self, start: NonNull<u8>, _: usize) -> Result<()> {
+        if self.origin.check().is_err() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise; the driver allocated it.
+        unsafe { self.functions.mem_free_host(start.as_ptr().cast()) }
+    }
+}
+
+impl Drop for Core {
     fn drop(&mut self) {
         if self.origin.check().is_err() {
             return;
@@ -216,39 +260,39 @@ impl Driver for CudaDriver {
     }
 
     fn version(&self) -> Result<i32> {
-        self.origin.check()?;
+        self.core.origin.check()?;
         let mut version = 0;
         // SAFETY: the pointer is valid for the one write.
-        unsafe { self.functions.driver_get_version(&mut version) }?;
+        unsafe { self.core.functions.driver_get_version(&mut version) }?;
         Ok(version)
     }
 
     fn device_count(&self) -> Result<i32> {
-        self.origin.check()?;
+        self.core.origin.check()?;
         let mut count = 0;
         // SAFETY: the pointer is valid for the one write.
-        unsafe { self.functions.device_get_count(&mut count) }?;
+        unsafe { self.core.functions.device_get_count(&mut count) }?;
         Ok(count)
     }
 
     fn device_name(&self, ordinal: i32) -> Result<String> {
-        let device = self.device(ordinal)?;
+        let device = self.core.device(ordinal)?;
         let mut name = [0u8; 256];
         // SAFETY: the buffer is as long as it is said to be.
-        unsafe { self.functions.device_get_name(name.as_mut_ptr().cast(), name.len() as c_int, device) }?;
+        unsafe { self.core.functions.device_get_name(name.as_mut_ptr().cast(), name.len() as c_int, device) }?;
         Ok(CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned())
     }
 
     fn device_uuid(&self, ordinal: i32) -> Result<DeviceUuid> {
-        let device = self.device(ordinal)?;
+        let device = self.core.device(ordinal)?;
         let mut uuid = [0; 16];
         // SAFETY: the pointer is valid for the 16 bytes of a CUuuid.
-        unsafe { self.functions.device_get_uuid(&mut uuid, device) }?;
+        unsafe { self.core.functions.device_get_uuid(&mut uuid, device) }?;
         Ok(DeviceUuid::from_bytes(uuid))
     }
 
     fn device_attribute(&self, ordinal: i32, attribute: Attribute) -> Result<i32> {
-        let device = self.device(ordinal)?;
+        let device = self.core.device(ordinal)?;
         let number = match attribute {
             Attribute::VirtualMemoryManagement => {
                 DeviceAttribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED as c_uint
@@ -262,29 +306,33 @@ impl Driver for CudaDriver {
                 DeviceAttribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as c_uint
             }
             Attribute::ComputeMode => DeviceAttribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE as c_uint,
+            Attribute::MemoryPools => DeviceAttribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED as c_uint,
+            Attribute::PoolHandleTypes => DeviceAttribute::CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES as c_uint,
+            // Of CUDA 12.2 and later.
+            Attribute::HostNumaId => 134,
+            Attribute::HostNumaVirtualMemoryManagement => 141,
         };
         let mut value = 0;
         // SAFETY: the pointer is valid for the one write.
-        unsafe { self.functions.device_get_attribute(&mut value, number, device) }?;
+        unsafe { self.core.functions.device_get_attribute(&mut value, number, device) }?;
         Ok(value)
     }
 
     fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
-        self.within(ordinal, || {
+        self.core.within(ordinal, || {
             let (mut free, mut total) = (0, 0);
             // SAFETY: both pointers are valid for the one write.
-            unsafe { self.functions.mem_get_info(&mut free, &mut total) }?;
+            unsafe { self.core.functions.mem_get_info(&mut free, &mut total) }?;
             Ok(MemoryInfo { free: free as u64, total: total as u64 })
         })
     }
 
     fn activate(&self, ordinal: i32) -> Result<()> {
-        self.context(ordinal).map(drop)
+        self.core.context(ordinal).map(drop)
     }
 
     fn granularity(&self, properties: &Properties, which: Granularity) -> Result<u64> {
-        // The driver takes -1 here, for the CPU.
-        self.device(properties.ordinal)?;
+        self.check_location(properties.location)?;
         let option = match which {
             Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
             Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
@@ -292,7 +340,7 @@ impl Driver for CudaDriver {
         let mut granularity = 0;
         // SAFETY: both pointers are valid for the call.
         unsafe {
-            self.functions.mem_get_allocation_granularity(
+            self.core.functions.mem_get_allocation_granularity(
                 &mut granularity,
                 &raw_properties(properties),
                 option as c_uint,
@@ -302,29 +350,32 @@ impl Driver for CudaDriver {
     }
 
     fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
-        self.device(properties.ordinal)?;
+        self.check_location(properties.location)?;
+        if properties.immutable {
+            return Err(failure("cuMemCreate", code::INVALID_VALUE));
+        }
         let mut handle = 0;
         // SAFETY: both pointers are valid for the call.
-        unsafe { self.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
+        unsafe { self.core.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
         Ok(self.gained(handle))
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
-        self.origin.check()?;
+        self.core.origin.check()?;
         let mut handles = self.handles.write().unwrap_or_else(PoisonError::into_inner);
         if !handles.remove(&handle) {
             return Err(failure("cuMemRelease", code::INVALID_VALUE));
         }
         // SAFETY: the handle was in the table, and no call on it is under way.
-        unsafe { self.functions.mem_release(handle.0) }
+        unsafe { self.core.functions.mem_release(handle.0) }
     }
 
     fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
-        self.origin.check()?;
+        self.core.origin.check()?;
         let mut address = 0;
         // SAFETY: the pointer is valid for the one write.
-        unsafe { self.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
-        self.addresses.write().unwrap_or_else(PoisonError::into_inner).reserved.insert(address, size);
+        unsafe { self.core.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
+        self.changed().reserved.insert(address, size);
         Ok(address)
     }
 
@@ -335,7 +386,7 @@ impl Driver for CudaDriver {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         // SAFETY: no pointers; it is a whole reservation, and the driver refuses one with a mapping in it.
-        unsafe { self.functions.mem_address_free(address, size as usize) }?;
+        unsafe { self.core.functions.mem_address_free(address, size as usize) }?;
         addresses.reserved.remove(&address);
         Ok(())
     }
@@ -345,29 +396,34 @@ impl Driver for CudaDriver {
         let _known = self.known(CALL, handle)?;
         let mut addresses = self.own(CALL, address, size)?;
         // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses what is mapped already.
-        unsafe { self.functions.mem_map(address, size as usize, offset as usize, handle.0, 0) }?;
-        addresses.mapped.insert(address, size);
+        unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.0, 0) }?;
+        addresses.mapped.insert(address, Mapped { size, host: None });
         Ok(())
     }
 
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
         let mut addresses = self.own("cuMemUnmap", address, size)?;
         // SAFETY: no pointers; no copy of this object is under way, and the driver refuses to unmap in part.
-        unsafe { self.functions.mem_unmap(address, size as usize) }?;
+        unsafe { self.core.functions.mem_unmap(address, size as usize) }?;
         addresses.mapped.retain(|&start, _| start < address || start - address >= size);
         Ok(())
     }
 
-    fn set_access(&self, address: u64, size: u64, ordinal: i32, access: Option<Access>) -> Result<()> {
+    fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
         let flags = match access {
             None => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
             Some(Access::ReadOnly) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
             Some(Access::ReadWrite) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        let _own = self.own("cuMemSetAccess", address, size)?;
-        let access = AccessDesc { location: Location::device(ordinal), flags: flags as c_uint };
+        let mut addresses = self.own("cuMemSetAccess", address, size)?;
+        let description = AccessDesc { location: location.into(), flags: flags as c_uint };
         // SAFETY: the pointer is valid for one description.
-        unsafe { self.functions.mem_set_access(address, size as usize, &access, 1) }
+        unsafe { self.core.functions.mem_set_access(address, size as usize, &description, 1) }?;
+        if let Location::HostNuma(_) = location {
+            let inside = addresses.mapped.range_mut(address..).take_while(|(start, _)| **start - address < size);
+            inside.for_each(|(_, mapped)| mapped.host = access);
+        }
+        Ok(())
     }
 
     fn export(&self, handle: Handle) -> Result<OwnedFd> {
@@ -375,7 +431,7 @@ impl Driver for CudaDriver {
         let _known = self.known(CALL, handle)?;
         let mut fd: RawFd = -1;
         // SAFETY: for this type the driver writes an int.
-        unsafe { self.functions.mem_export(&mut fd, handle.0, HANDLE_TYPE_POSIX_FD, 0) }?;
+        unsafe { self.core.functions.mem_export(&mut fd, handle.0, HANDLE_TYPE_POSIX_FD, 0) }?;
         if fd < 0 {
             return Err(failure(CALL, code::UNKNOWN));
         }
@@ -384,11 +440,11 @@ impl Driver for CudaDriver {
     }
 
     fn import(&self, fd: BorrowedFd<'_>, _: u64) -> Result<Handle> {
-        self.origin.check()?;
+        self.core.origin.check()?;
         let mut handle = 0;
         // SAFETY: the pointer is valid for the one write; for this type the descriptor itself is passed as the pointer.
         unsafe {
-            self.functions.mem_import(
+            self.core.functions.mem_import(
                 &mut handle,
                 ptr::without_provenance_mut(fd.as_raw_fd() as usize),
                 HANDLE_TYPE_POSIX_FD,
@@ -399,24 +455,24 @@ impl Driver for CudaDriver {
 
     fn properties(&self, handle: Handle) -> Result<Properties> {
         let _known = self.known("cuMemGetAllocationPropertiesFromHandle", handle)?;
-        let mut properties = AllocationProp::pinned(0, 0);
+        let mut properties = AllocationProp::pinned(Location::Device(0), 0);
         // SAFETY: the handle is alive; the layout is the driver's, of plain numbers that hold whatever it writes.
-        unsafe { self.functions.mem_get_properties(&mut properties, handle.0) }?;
+        unsafe { self.core.functions.mem_get_properties(&mut properties, handle.0) }?;
         let exportable = properties.requested_handle_types & HANDLE_TYPE_POSIX_FD != 0;
-        Ok(Properties { ordinal: properties.location.id, exportable })
+        Ok(Properties { location: properties.location.into(), exportable, immutable: false })
     }
 
     fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
         self.copy("cuMemcpyHtoD_v2", ordinal, address, from.len(), || {
             // SAFETY: `from` is valid for its length, and the destination is mapped for as long as the call takes.
-            unsafe { self.functions.memcpy_htod(address, from.as_ptr().cast(), from.len()) }?;
+            unsafe { self.core.functions.memcpy_htod(address, from.as_ptr().cast(), from.len()) }?;
             // From pageable memory the call returns while the last bytes are on their way, and unmapping does not wait for
             // them: the GPU was seen to fault, which ruins the context. So nothing may be on its way when this returns,
             // whatever it returns.
             // SAFETY: null is the default stream, on which the copy is.
-            unsafe { self.functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
+            unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
                 // SAFETY: no pointers. Its own failure is the same one again.
-                let _ = unsafe { self.functions.ctx_synchronize() };
+                let _ = unsafe { self.core.functions.ctx_synchronize() };
             })
         })
     }
@@ -424,15 +480,79 @@ impl Driver for CudaDriver {
     fn copy_out(&self, ordinal: i32, address: u64, to: &mut [u8]) -> Result<()> {
         self.copy("cuMemcpyDtoH_v2", ordinal, address, to.len(), || {
             // SAFETY: `to` is valid for its length, and the source is mapped for as long as the call takes.
-            unsafe { self.functions.memcpy_dtoh(to.as_mut_ptr().cast(), address, to.len()) }
+            unsafe { self.core.functions.memcpy_dtoh(to.as_mut_ptr().cast(), address, to.len()) }
         })
     }
 
     fn synchronize(&self, ordinal: i32) -> Result<()> {
-        self.within(ordinal, || {
+        self.core.within(ordinal, || {
             // SAFETY: no pointers.
-            unsafe { self.functions.ctx_synchronize() }
+            unsafe { self.core.functions.ctx_synchronize() }
         })
+    }
+
+    fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
+        let (device, peer_device) = (self.core.device(ordinal)?, self.core.device(peer)?);
+        // The driver says no to this.
+        if ordinal == peer {
+            return Ok(true);
+        }
+        let mut can = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.core.functions.device_can_access_peer(&mut can, device, peer_device) }?;
+        Ok(can != 0)
+    }
+
+    fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)> {
+        self.core.device(ordinal)?;
+        let addresses = self.known_addresses();
+        if let Some(mapping) = addresses.mapping(address) {
+            return Ok(mapping);
+        }
+        match addresses.block(address, 0) {
+            Some(_) => self.core.within(ordinal, || self.core.extent(address)),
+            None => Err(failure("cuMemGetAddressRange_v2", code::INVALID_VALUE)),
+        }
+    }
+
+    fn seal(&self, handle: Handle) -> Result<bool> {
+        self.known("seal", handle).map(|_| false)
+    }
+
+    fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {
+        const CALL: &str = "cuMemHostAlloc";
+        self.core.device(ordinal)?;
+        // The driver answers nothing with the null pointer.
+        if size == 0 {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        let start = self.core.within(ordinal, || {
+            let mut start = ptr::null_mut();
+            // SAFETY: the pointer is valid for the one write.
+            unsafe { self.core.functions.mem_host_alloc(&mut start, size as usize, sys::CU_MEMHOSTALLOC_PORTABLE) }?;
+            NonNull::new(start).ok_or_else(|| failure(CALL, code::UNKNOWN))
+        })?;
+        // SAFETY: the driver allocated it for this caller alone, and takes it back in `take_back`.
+        Ok(unsafe { PageLocked::new(start.cast(), size as usize, Arc::clone(&self.core) as Arc<dyn PageLocker>) })
+    }
+
+    fn window(&self, address: u64, size: u64) -> Result<Window> {
+        self.core.origin.check()?;
+        let addresses = self.known_addresses();
+        let view = addresses.view(address, size).ok_or_else(|| failure("window", code::INVALID_VALUE))?;
+        // SAFETY: the table says that the range is mapped with this access for the CPU, and nothing of it is unmapped or
+        // changed while it is in `windows`. This driver object unmaps nothing when it is dropped.
+        Ok(unsafe { Window::new(view, self.core.origin, &self.windows, Arc::clone(&self.core) as _) })
+    }
+
+    fn legacy(&self) -> Result<&dyn LegacyIpc> {
+        self.core.origin.check()?;
+        Ok(self)
+    }
+
+    fn pools(&self) -> Result<&dyn Pools> {
+        self.core.origin.check()?;
+        Ok(self)
     }
 }
 
@@ -444,5 +564,5 @@ pub(crate) fn exit_at_once(code: i32) -> ! {
 }
 
 fn raw_properties(properties: &Properties) -> AllocationProp {
-    AllocationProp::pinned(properties.ordinal, if properties.exportable { HANDLE_TYPE_POSIX_FD } else { 0 })
+    AllocationProp::pinned(properties.location, if properties.exportable { HANDLE_TYPE_POSIX_FD } else { 0 })
 }

@@ -1,7 +1,8 @@
 //! The host backend: real shared memory of this machine, under CUDA's rules. No GPU takes part.
 //!
 //! An allocation is a memfd, sealed at birth against shrinking and growing and committed at once, as `cuMemCreate`
-//! commits; a reservation is a range of `PROT_NONE` addresses; mapping is `MAP_FIXED` into it and access `mprotect`.
+//! commits; a reservation is a range of `PROT_NONE` addresses; mapping is `MAP_FIXED` into it and access `mprotect`. The
+//! device's memory is this machine's, so [`Location::Device`] 0 and [`Location::HostNuma`] 0 are the same place here.
 //! What CUDA was seen to refuse is refused with the same number, so that a program that works here is not surprised on
 //! a GPU. Like the CUDA backend it knows what it gave out, and answers `CUDA_ERROR_INVALID_VALUE` for all else.
 
@@ -33,12 +34,13 @@ use nix::{
 use uuid::{Uuid, uuid};
 
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Origin, Properties, code, cover,
-    failure, failure_with,
+    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, LegacyIpc, Location, MemoryInfo, Origin,
+    PageLocked, Pools, Properties, Window, code, cover, failure, failure_with,
+    window::{PageLocker, View, Windows},
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 
-/// What sizes and addresses are multiples of: the granularity that CUDA was seen to have.
+/// What sizes and addresses are multiples of, unless made otherwise: the granularity that CUDA was seen to have.
 pub const GRANULARITY: u64 = 2 << 20;
 
 /// The name of the one device of this backend.
@@ -52,13 +54,24 @@ const NAMESPACE: Uuid = uuid!("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21");
 pub struct HostDriver {
     origin: Origin,
     uuid: DeviceUuid,
+    granularity: u64,
+    space: Arc<Space>,
+}
+
+/// What the driver object and the windows of it hold: with the last of them everything forgotten is unmapped.
+#[derive(Debug)]
+struct Space {
+    origin: Origin,
+    /// A copy holds it for reading, so that nothing is unmapped under it.
     state: RwLock<State>,
+    /// Only opened, and only asked for, while the state is held.
+    windows: Arc<Windows>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     handles_made: u64,
-    handles: BTreeMap<Handle, Arc<Memory>>,
+    handles: BTreeMap<Handle, Memory>,
     reservations: BTreeMap<u64, Reserved>,
 }
 
@@ -68,6 +81,10 @@ struct Memory {
     memfd: OwnedFd,
     size: u64,
     exportable: bool,
+    /// Whether no seal can be added any more: at the first export, or with the seal against writing.
+    closed: bool,
+    /// Whether it is sealed against writing.
+    immutable: bool,
 }
 
 /// A range of addresses, and what is mapped in it, by address.
@@ -81,6 +98,8 @@ struct Reserved {
 struct Mapped {
     size: u64,
     access: Option<Access>,
+    handle: Handle,
+    immutable: bool,
 }
 
 /// How many objects of a driver are alive: all zero when everything was given back.
@@ -97,17 +116,33 @@ pub struct Live {
 impl HostDriver {
     /// A host backend with nothing allocated. The process that calls this is the one that may use it.
     pub fn new() -> Self {
+        Self::of(GRANULARITY)
+    }
+
+    /// As [`HostDriver::new`], with another granularity: for trying programs on one that is not 2 MiB. Both sides of a
+    /// handoff need the same.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if it is no power of two or no multiple of the page size.
+    pub fn with_granularity(bytes: u64) -> Result<Self> {
+        // SAFETY: no pointers.
+        let page = u64::try_from(unsafe { nix::libc::sysconf(nix::libc::_SC_PAGESIZE) }).unwrap_or(4096);
+        if !bytes.is_power_of_two() || !bytes.is_multiple_of(page) {
+            return Err(failure("host with_granularity", code::INVALID_VALUE));
+        }
+        Ok(Self::of(bytes))
+    }
+
+    fn of(granularity: u64) -> Self {
         // Two processes on one boot must agree on the device; two boots must not.
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_else(|error| {
             tracing::warn!(%error, "no boot id can be read: the host device of every such machine has the same UUID");
             String::new()
         });
         let uuid = Uuid::new_v5(&NAMESPACE, boot_id.trim().as_bytes());
-        Self {
-            origin: Origin::here(),
-            uuid: DeviceUuid::from_bytes(uuid.into_bytes()),
-            state: RwLock::new(State::default()),
-        }
+        let origin = Origin::here();
+        let space = Arc::new(Space { origin, state: RwLock::default(), windows: Arc::default() });
+        Self { origin, uuid: DeviceUuid::from_bytes(uuid.into_bytes()), granularity, space }
     }
 
     /// How many objects are alive.
@@ -121,16 +156,33 @@ impl HostDriver {
     }
 
     fn read(&self) -> RwLockReadGuard<'_, State> {
-        self.state.read().unwrap_or_else(PoisonError::into_inner)
+        self.space.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, State> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
+        self.space.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn device(&self, call: &'static str, ordinal: i32) -> Result<()> {
         self.origin.check()?;
         if ordinal == 0 { Ok(()) } else { Err(failure(call, code::INVALID_DEVICE)) }
+    }
+
+    fn location(&self, call: &'static str, location: Location) -> Result<()> {
+        match location {
+            Location::Device(ordinal) => self.device(call, ordinal),
+            Location::HostNuma(0) => self.origin.check(),
+            Location::HostNuma(_) => Err(failure(call, code::INVALID_VALUE)),
+        }
+    }
+
+    fn lacking<T>(&self, feature: &'static str) -> Result<T> {
+        self.origin.check()?;
+        Err(Error::Unsupported { device: DEVICE_NAME.to_owned(), feature })
+    }
+
+    fn aligned(&self, size: u64) -> bool {
+        size != 0 && size.is_multiple_of(self.granularity)
     }
 }
 
@@ -140,7 +192,7 @@ impl Default for HostDriver {
     }
 }
 
-impl Drop for HostDriver {
+impl Drop for Space {
     fn drop(&mut self) {
         if self.origin.check().is_err() {
             return;
@@ -171,24 +223,33 @@ impl Reserved {
 }
 
 impl State {
-    /// The reservation that holds a range, with its address.
-    fn reservation(&mut self, address: u64, size: u64) -> Option<(u64, &mut Reserved)> {
-        let (&start, reserved) = self.reservations.range_mut(..=address).next_back()?;
-        (address.checked_add(size)? <= start + reserved.size).then_some((start, reserved))
+    /// The reservation that holds a range.
+    fn reservation(&mut self, address: u64, size: u64) -> Option<&mut Reserved> {
+        holding(&mut self.reservations, address, size)
     }
 
     /// Whether a copy may touch a range.
-    fn usable(&self, address: u64, size: u64, usable: impl Fn(Access) -> bool) -> bool {
+    fn usable(&self, address: u64, size: u64, usable: impl Fn(&Mapped) -> bool) -> bool {
         let found = self.reservations.range(..=address).next_back();
-        found.is_some_and(|(_, reserved)| reserved.covers(address, size, |mapped| mapped.access.is_some_and(&usable)))
+        found.is_some_and(|(_, reserved)| reserved.covers(address, size, usable))
+    }
+
+    fn is_mapped(&self, handle: Handle) -> bool {
+        self.reservations.values().any(|reserved| reserved.mapped.values().any(|mapped| mapped.handle == handle))
     }
 
     fn add(&mut self, memory: Memory) -> Handle {
         self.handles_made += 1;
         let handle = Handle(self.handles_made);
-        self.handles.insert(handle, Arc::new(memory));
+        self.handles.insert(handle, memory);
         handle
     }
+}
+
+/// The reservation that holds a range.
+fn holding(reservations: &mut BTreeMap<u64, Reserved>, address: u64, size: u64) -> Option<&mut Reserved> {
+    let (&start, reserved) = reservations.range_mut(..=address).next_back()?;
+    (address.checked_add(size)? <= start + reserved.size).then_some(reserved)
 }
 
 impl Driver for HostDriver {
@@ -220,7 +281,9 @@ impl Driver for HostDriver {
         self.device("host device_attribute", ordinal)?;
         Ok(match attribute {
             Attribute::VirtualMemoryManagement | Attribute::PosixFileDescriptor => 1,
-            Attribute::FabricHandle | Attribute::GpuDirectRdma | Attribute::ComputeMode => 0,
+            Attribute::HostNumaVirtualMemoryManagement => 1,
+            Attribute::FabricHandle | Attribute::GpuDirectRdma | Attribute::ComputeMode | Attribute::HostNumaId => 0,
+            Attribute::MemoryPools | Attribute::PoolHandleTypes => 0,
         })
     }
 
@@ -235,21 +298,21 @@ impl Driver for HostDriver {
     }
 
     fn granularity(&self, properties: &Properties, _: Granularity) -> Result<u64> {
-        self.device("host granularity", properties.ordinal)?;
-        Ok(GRANULARITY)
+        self.location("host granularity", properties.location)?;
+        Ok(self.granularity)
     }
 
     fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
         const CALL: &str = "host create";
-        self.device(CALL, properties.ordinal)?;
-        if !aligned(size) {
+        self.location(CALL, properties.location)?;
+        if !self.aligned(size) || properties.immutable {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        if size > self.memory_info(properties.ordinal)?.free {
+        if size > self.memory_info(0)?.free {
             return Err(failure(CALL, code::OUT_OF_MEMORY));
         }
         let memfd = sealed_memfd(size).map_err(|errno| from_errno(CALL, errno))?;
-        Ok(self.write().add(Memory { memfd, size, exportable: properties.exportable }))
+        Ok(self.write().add(Memory { memfd, size, exportable: properties.exportable, closed: false, immutable: false }))
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
@@ -261,10 +324,10 @@ impl Driver for HostDriver {
     fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
         const CALL: &str = "host reserve";
         self.origin.check()?;
-        if !aligned(size) || !(alignment == 0 || alignment.is_power_of_two()) {
+        if !self.aligned(size) || !(alignment == 0 || alignment.is_power_of_two()) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        let alignment = alignment.max(GRANULARITY);
+        let alignment = alignment.max(self.granularity);
         let address = reserve_aligned(size, alignment).map_err(|errno| from_errno(CALL, errno))?;
         self.write().reservations.insert(address, Reserved { size, mapped: BTreeMap::new() });
         Ok(address)
@@ -289,9 +352,10 @@ impl Driver for HostDriver {
         self.origin.check()?;
         let invalid = || failure(CALL, code::INVALID_VALUE);
         let mut state = self.write();
-        let memory = Arc::clone(state.handles.get(&handle).ok_or_else(invalid)?);
-        let (_, reserved) = state.reservation(address, size).ok_or_else(invalid)?;
-        if size == 0 || !address.is_multiple_of(GRANULARITY) {
+        let State { handles, reservations, .. } = &mut *state;
+        let memory = handles.get(&handle).ok_or_else(invalid)?;
+        let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
+        if size == 0 || !address.is_multiple_of(self.granularity) {
             return Err(invalid());
         }
         if offset != 0 || size != memory.size {
@@ -300,20 +364,16 @@ impl Driver for HostDriver {
         if !reserved.whole(address, size).is_some_and(|inside| inside.is_empty()) {
             return Err(invalid());
         }
+        // Kernels before 6.7 let nobody share what is sealed against writing, for reading neither. Nobody can change the bytes,
+        // so there is nothing to share.
+        let sharing = if memory.immutable { MapFlags::MAP_PRIVATE } else { MapFlags::MAP_SHARED };
+        let flags = sharing | MapFlags::MAP_FIXED;
         // SAFETY: the range lies in a reservation of this object and nothing is mapped there, so nothing is replaced but
         // reserved addresses that nobody can be using.
-        unsafe {
-            mmap(
-                Some(nonzero(address)),
-                nonzero(size),
-                ProtFlags::PROT_NONE,
-                MapFlags::MAP_SHARED | MapFlags::MAP_FIXED,
-                &memory.memfd,
-                0,
-            )
-        }
-        .map_err(|errno| from_errno(CALL, errno))?;
-        reserved.mapped.insert(address, Mapped { size, access: None });
+        unsafe { mmap(Some(nonzero(address)), nonzero(size), ProtFlags::PROT_NONE, flags, &memory.memfd, 0) }
+            .map_err(|errno| from_errno(CALL, errno))?;
+        let immutable = memory.immutable;
+        reserved.mapped.insert(address, Mapped { size, access: None, handle, immutable });
         Ok(())
     }
 
@@ -322,28 +382,32 @@ impl Driver for HostDriver {
         self.origin.check()?;
         let invalid = || failure(CALL, code::INVALID_VALUE);
         let mut state = self.write();
-        let (_, reserved) = state.reservation(address, size).ok_or_else(invalid)?;
-        if !aligned(size) {
+        let reserved = state.reservation(address, size).ok_or_else(invalid)?;
+        if !self.aligned(size) || self.space.windows.touch(address, size) {
             return Err(invalid());
         }
         for start in reserved.whole(address, size).ok_or_else(invalid)? {
             let mapped_size = reserved.mapped[&start].size;
             // SAFETY: the table says that this is a whole mapping of this object; its addresses become reserved again.
-            // Copies hold the lock for reading, so none is under way.
+            // Copies hold the lock for reading, so none is under way, and no window is open on any of it.
             unsafe { reserve_fixed(start, mapped_size) }.map_err(|errno| from_errno(CALL, errno))?;
             reserved.mapped.remove(&start);
         }
         Ok(())
     }
 
-    fn set_access(&self, address: u64, size: u64, ordinal: i32, access: Option<Access>) -> Result<()> {
+    fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
         const CALL: &str = "host set_access";
-        self.device(CALL, ordinal)?;
+        self.location(CALL, location)?;
         let invalid = || failure(CALL, code::INVALID_VALUE);
         let mut state = self.write();
-        let (_, reserved) = state.reservation(address, size).ok_or_else(invalid)?;
+        let reserved = state.reservation(address, size).ok_or_else(invalid)?;
         let inside = reserved.whole(address, size).ok_or_else(invalid)?;
-        if size == 0 || !reserved.covers(address, size, |_| true) {
+        if size == 0 || !reserved.covers(address, size, |_| true) || self.space.windows.touch(address, size) {
+            return Err(invalid());
+        }
+        // The kernel would allow it, on pages of this process's own.
+        if access == Some(Access::ReadWrite) && inside.iter().any(|start| reserved.mapped[start].immutable) {
             return Err(invalid());
         }
         let protection = match access {
@@ -351,8 +415,8 @@ impl Driver for HostDriver {
             Some(Access::ReadOnly) => ProtFlags::PROT_READ,
             Some(Access::ReadWrite) => ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
         };
-        // SAFETY: the range is wholly covered by mappings of this object, and no Rust reference into it exists: it is
-        // only ever touched through raw pointers, under the lock.
+        // SAFETY: the range is wholly covered by mappings of this object, and no Rust reference into it exists: those are had
+        // from a window, and none is open on it; all else touches it through raw pointers, under the lock.
         unsafe { mprotect(pointer(address), length(size), protection) }.map_err(|errno| from_errno(CALL, errno))?;
         for start in inside {
             if let Some(mapped) = reserved.mapped.get_mut(&start) {
@@ -365,13 +429,15 @@ impl Driver for HostDriver {
     fn export(&self, handle: Handle) -> Result<OwnedFd> {
         const CALL: &str = "host export";
         self.origin.check()?;
-        let state = self.read();
-        match state.handles.get(&handle) {
-            Some(memory) if memory.exportable => {
-                memory.memfd.try_clone().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
-            }
-            _ => Err(failure(CALL, code::INVALID_VALUE)),
+        let mut state = self.write();
+        let memory = state.handles.get_mut(&handle).filter(|memory| memory.exportable);
+        let memory = memory.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        if !memory.closed {
+            // Against further seals, with which a consumer could lock its producer out.
+            add_seals(&memory.memfd, SealFlag::F_SEAL_SEAL).map_err(|errno| from_errno(CALL, errno))?;
+            memory.closed = true;
         }
+        memory.memfd.try_clone().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
     }
 
     fn import(&self, fd: BorrowedFd<'_>, size: u64) -> Result<Handle> {
@@ -380,13 +446,14 @@ impl Driver for HostDriver {
         let unfit = |code, reason: String| failure_with(CALL, code, Some(io::Error::other(reason)));
         let from_io = |error| failure_with(CALL, code::UNKNOWN, Some(error));
         let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|errno| from_io(errno.into()))?;
-        if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
+        let seals = SealFlag::from_bits_retain(seals);
+        if !seals.contains(SealFlag::F_SEAL_SHRINK) {
             let reason = "the memory is not sealed against shrinking: its owner could take it away under this process";
             return Err(unfit(code::UNKNOWN, reason.to_owned()));
         }
         let stat = fstat(fd).map_err(|errno| from_io(errno.into()))?;
         let actual = u64::try_from(stat.st_size).unwrap_or(0);
-        if actual != size || !aligned(size) {
+        if actual != size || !self.aligned(size) {
             return Err(unfit(code::INVALID_VALUE, format!("the memory has {actual} bytes where {size} were claimed")));
         }
         // Pages that its owner never committed would be committed by reading them here.
@@ -399,13 +466,19 @@ impl Driver for HostDriver {
             }
         }
         let memfd = fd.try_clone_to_owned().map_err(from_io)?;
-        Ok(self.write().add(Memory { memfd, size, exportable: false }))
+        let immutable = seals.contains(SealFlag::F_SEAL_WRITE);
+        // Its seals are for who made it.
+        Ok(self.write().add(Memory { memfd, size, exportable: false, closed: true, immutable }))
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {
         self.origin.check()?;
         match self.read().handles.get(&handle) {
-            Some(memory) => Ok(Properties { ordinal: 0, exportable: memory.exportable }),
+            Some(memory) => Ok(Properties {
+                location: Location::Device(0),
+                exportable: memory.exportable,
+                immutable: memory.immutable,
+            }),
             None => Err(failure("host properties", code::INVALID_VALUE)),
         }
     }
@@ -414,7 +487,7 @@ impl Driver for HostDriver {
         const CALL: &str = "host copy_in";
         self.device(CALL, ordinal)?;
         let state = self.read();
-        if !from.is_empty() && !state.usable(address, from.len() as u64, |access| access == Access::ReadWrite) {
+        if !from.is_empty() && !state.usable(address, from.len() as u64, writable) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         // SAFETY: the destination is mapped for writing, whole, and stays so while the lock is held; it is no memory of
@@ -428,7 +501,7 @@ impl Driver for HostDriver {
         const CALL: &str = "host copy_out";
         self.device(CALL, ordinal)?;
         let state = self.read();
-        if !to.is_empty() && !state.usable(address, to.len() as u64, |_| true) {
+        if !to.is_empty() && !state.usable(address, to.len() as u64, readable) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         // SAFETY: the source is mapped for reading, whole, and stays so while the lock is held; it is no memory of
@@ -440,10 +513,107 @@ impl Driver for HostDriver {
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.device("host synchronize", ordinal)
     }
+
+    fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
+        const CALL: &str = "host can_access_peer";
+        self.device(CALL, ordinal)?;
+        self.device(CALL, peer)?;
+        Ok(true)
+    }
+
+    fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)> {
+        const CALL: &str = "host extent";
+        self.device(CALL, ordinal)?;
+        let state = self.read();
+        let reserved = state.reservations.range(..=address).next_back();
+        let mapped = reserved.and_then(|(_, reserved)| reserved.mapped.range(..=address).next_back());
+        match mapped {
+            Some((&start, mapped)) if address - start < mapped.size => Ok((start, mapped.size)),
+            _ => Err(failure(CALL, code::INVALID_VALUE)),
+        }
+    }
+
+    fn seal(&self, handle: Handle) -> Result<bool> {
+        const CALL: &str = "host seal";
+        self.origin.check()?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let mut state = self.write();
+        let mapped = state.is_mapped(handle);
+        let memory = state.handles.get_mut(&handle).ok_or_else(invalid)?;
+        if memory.immutable {
+            return Ok(true);
+        }
+        if mapped || memory.closed {
+            return Err(invalid());
+        }
+        // The kernel refuses it while anybody has it mapped for writing, and takes no seal back.
+        let seals = SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
+        add_seals(&memory.memfd, seals).map_err(|errno| from_errno(CALL, errno))?;
+        (memory.closed, memory.immutable) = (true, true);
+        Ok(true)
+    }
+
+    fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {
+        const CALL: &str = "host page_lock";
+        self.device(CALL, ordinal)?;
+        let wanted = usize::try_from(size).ok().and_then(NonZeroUsize::new);
+        let wanted = wanted.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        if size > self.memory_info(0)?.free {
+            return Err(failure(CALL, code::OUT_OF_MEMORY));
+        }
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: new anonymous memory that replaces nothing.
+        let start = unsafe { mmap_anonymous(None, wanted, protection, MapFlags::MAP_PRIVATE) }
+            .map_err(|errno| from_errno(CALL, errno))?;
+        // SAFETY: it was mapped just now for this caller alone.
+        Ok(unsafe { PageLocked::new(start.cast(), wanted.get(), Arc::new(Anonymous)) })
+    }
+
+    fn window(&self, address: u64, size: u64) -> Result<Window> {
+        self.origin.check()?;
+        let state = self.read();
+        let seen = |enough: fn(&Mapped) -> bool| state.usable(address, size, enough);
+        if size == 0 || !seen(readable) {
+            return Err(failure("host window", code::INVALID_VALUE));
+        }
+        let immutable = seen(|mapped| mapped.access.is_some() && mapped.immutable);
+        let view = View { address, size, writable: seen(writable), immutable };
+        // SAFETY: the table says that the range is mapped with this access, and nothing of it is unmapped or changed while it
+        // is in `windows`, nor before `space` goes. What is immutable is sealed against writing: the
+        // kernel lets nobody write to it, and this process has private mappings of it alone, for reading.
+        Ok(unsafe { Window::new(view, self.origin, &self.space.windows, Arc::clone(&self.space) as _) })
+    }
+
+    fn legacy(&self) -> Result<&dyn LegacyIpc> {
+        self.lacking("legacy handles (cuIpcGetMemHandle)")
+    }
+
+    fn pools(&self) -> Result<&dyn Pools> {
+        self.lacking("memory pools (cuMemPoolCreate)")
+    }
 }
 
-fn aligned(size: u64) -> bool {
-    size != 0 && size.is_multiple_of(GRANULARITY)
+fn readable(mapped: &Mapped) -> bool {
+    mapped.access.is_some()
+}
+
+fn writable(mapped: &Mapped) -> bool {
+    mapped.access == Some(Access::ReadWrite)
+}
+
+/// Ordinary memory of this process in the place of page-locked memory.
+#[derive(Debug)]
+struct Anonymous;
+
+impl PageLocker for Anonymous {
+    unsafe fn take_back(&self, start: NonNull<u8>, size: usize) -> Result<()> {
+        // SAFETY: the caller's promise: it is a whole mapping that nobody uses. In a fork it is a copy, and goes alone.
+        unsafe { munmap(start.cast(), size) }.map_err(|errno| from_errno("host page_lock", errno))
+    }
+}
+
+fn add_seals(memfd: &OwnedFd, seals: SealFlag) -> nix::Result<()> {
+    fcntl(memfd, FcntlArg::F_ADD_SEALS(seals)).map(drop)
 }
 
 /// A memfd of `size` bytes, every page of it committed.
@@ -462,9 +632,7 @@ fn sealed_memfd(size: u64) -> nix::Result<OwnedFd> {
     }
     ftruncate(&memfd, length)?;
     fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, length)?;
-    // And against further seals, with which a consumer could lock its producer out.
-    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
-    fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals))?;
+    add_seals(&memfd, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW)?;
     Ok(memfd)
 }
 
@@ -511,10 +679,10 @@ fn nonzero(value: u64) -> NonZeroUsize {
     NonZeroUsize::new(value as usize).unwrap_or(NonZeroUsize::MAX)
 }
 
-fn from_errno(call: &'static str, errno: Errno) -> crate::Error {
+fn from_errno(call: &'static str, errno: Errno) -> Error {
     let code = match errno {
         Errno::ENOMEM | Errno::ENOSPC => code::OUT_OF_MEMORY,
-        Errno::EACCES | Errno::EPERM => code::INVALID_VALUE,
+        Errno::EACCES | Errno::EPERM | Errno::EBUSY => code::INVALID_VALUE,
         _ => code::OPERATING_SYSTEM,
     };
     failure_with(call, code, Some(errno.into()))

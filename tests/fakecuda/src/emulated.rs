@@ -19,7 +19,7 @@ use std::{
 
 use vmmfd::{
     Error,
-    driver::{Access, Driver, Handle, MemoryInfo, Properties, host::HostDriver},
+    driver::{self, Access, Driver, Handle, MemoryInfo, Properties, host::HostDriver},
 };
 
 use crate::{AccessDesc, AllocationProp, Answer, Location, controls};
@@ -46,6 +46,9 @@ const FABRIC: c_uint = 8;
 
 /// `location.id` of an imported allocation whose owner this process does not see.
 const NOT_VISIBLE: c_int = -2;
+
+/// Where the host backend's memory is.
+const HERE: driver::Location = driver::Location::Device(0);
 
 /// As many as [`mark`] can tell apart.
 pub(crate) const MAX_DEVICES: u32 = 16;
@@ -266,7 +269,8 @@ impl Emulated {
         if limit && size > self.memory_info(device)?.free {
             return Err(OUT_OF_MEMORY);
         }
-        let handle = self.host.create(size, &Properties { ordinal: 0, exportable }).map_err(code)?;
+        let handle =
+            self.host.create(size, &Properties { location: HERE, exportable, immutable: false }).map_err(code)?;
         let owner = device as u32;
         if owner > 0
             && exportable
@@ -340,14 +344,14 @@ impl Emulated {
         }
         self.check_device(access.location.id)?;
         // The host backend judges the range. It has one access for all devices, the widest that any was granted.
-        self.host.set_access(address, size, 0, wanted).map_err(code)?;
+        self.host.set_access(address, size, HERE, wanted).map_err(code)?;
         for (&start, mapping) in self.mappings.range_mut(address..address + size) {
             match wanted {
                 Some(access_granted) => mapping.granted.insert(access.location.id, access_granted),
                 None => mapping.granted.remove(&access.location.id),
             };
             let widest = mapping.granted.values().copied().max_by_key(|granted| *granted == Access::ReadWrite);
-            self.host.set_access(start, mapping.size, 0, widest).map_err(code)?;
+            self.host.set_access(start, mapping.size, HERE, widest).map_err(code)?;
         }
         Ok(())
     }

@@ -8,7 +8,10 @@ use std::{
 
 use vmmfd::{
     Error, Result,
-    driver::{Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, MemoryInfo, Properties, host::Live},
+    driver::{
+        Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, LegacyIpc, Location, MemoryInfo,
+        PageLocked, PoolHandle, Pools, Properties, Window, host::Live,
+    },
 };
 
 use super::Inode;
@@ -38,9 +41,13 @@ struct Ledger {
     reservations: BTreeSet<u64>,
     mappings: BTreeMap<u64, u64>,
     exported: Vec<Inode>,
+    /// How often each address of a legacy handle or a pool was taken.
+    blocks: BTreeMap<u64, usize>,
+    pools: BTreeSet<PoolHandle>,
 }
 
-const GIVE_BACK: [&str; 3] = ["release", "free", "unmap"];
+const GIVE_BACK: [&str; 7] =
+    ["release", "free", "unmap", "legacy deallocate", "legacy close", "pool destroy", "pool free"];
 
 impl Faulty {
     pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
@@ -70,6 +77,12 @@ impl Faulty {
         Live { handles: ledger.handles.len(), reservations: ledger.reservations.len(), mappings: ledger.mappings.len() }
     }
 
+    /// How many addresses of legacy handles and pools were taken and not given back, and how many pools.
+    pub(crate) fn taken(&self) -> (usize, usize) {
+        let ledger = self.ledger();
+        (ledger.blocks.values().sum(), ledger.pools.len())
+    }
+
     /// Gives back every handle that is left.
     pub(crate) fn release_all(&self) {
         let handles = self.ledger().handles.clone();
@@ -83,6 +96,26 @@ impl Faulty {
 
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self, address: u64) -> u64 {
+        *self.ledger().blocks.entry(address).or_default() += 1;
+        address
+    }
+
+    /// Strikes an address once for the time of the call that gives it back.
+    fn give(&self, address: u64, call: impl FnOnce() -> Result<()>) -> Result<()> {
+        let known = {
+            let mut ledger = self.ledger();
+            let known = ledger.blocks.get_mut(&address).map(|count| *count -= 1).is_some();
+            ledger.blocks.retain(|_, count| *count > 0);
+            known
+        };
+        call().inspect_err(|_| {
+            if known {
+                self.take(address);
+            }
+        })
     }
 
     fn meet(&self, verb: &'static str) -> Result<()> {
@@ -211,9 +244,9 @@ impl Driver for Faulty {
         answer
     }
 
-    fn set_access(&self, address: u64, size: u64, ordinal: i32, access: Option<Access>) -> Result<()> {
+    fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
         self.meet("set_access")?;
-        self.inner.set_access(address, size, ordinal, access)
+        self.inner.set_access(address, size, location, access)
     }
 
     fn export(&self, handle: Handle) -> Result<OwnedFd> {
@@ -248,5 +281,125 @@ impl Driver for Faulty {
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.meet("synchronize")?;
         self.inner.synchronize(ordinal)
+    }
+
+    fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
+        self.meet("can_access_peer")?;
+        self.inner.can_access_peer(ordinal, peer)
+    }
+
+    fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)> {
+        self.meet("extent")?;
+        self.inner.extent(ordinal, address)
+    }
+
+    fn seal(&self, handle: Handle) -> Result<bool> {
+        self.meet("seal")?;
+        self.inner.seal(handle)
+    }
+
+    fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {
+        self.meet("page_lock")?;
+        self.inner.page_lock(ordinal, size)
+    }
+
+    fn window(&self, address: u64, size: u64) -> Result<Window> {
+        self.meet("window")?;
+        self.inner.window(address, size)
+    }
+
+    fn legacy(&self) -> Result<&dyn LegacyIpc> {
+        self.meet("legacy")?;
+        self.inner.legacy()?;
+        Ok(self)
+    }
+
+    fn pools(&self) -> Result<&dyn Pools> {
+        self.meet("pools")?;
+        self.inner.pools()?;
+        Ok(self)
+    }
+}
+
+impl LegacyIpc for Faulty {
+    fn allocate(&self, ordinal: i32, size: u64) -> Result<u64> {
+        self.meet("legacy allocate")?;
+        self.inner.legacy()?.allocate(ordinal, size).map(|address| self.take(address))
+    }
+
+    fn deallocate(&self, ordinal: i32, address: u64) -> Result<()> {
+        self.meet("legacy deallocate")?;
+        self.give(address, || self.inner.legacy()?.deallocate(ordinal, address))
+    }
+
+    fn handle(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
+        self.meet("legacy handle")?;
+        self.inner.legacy()?.handle(ordinal, address)
+    }
+
+    fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64> {
+        self.meet("legacy open")?;
+        self.inner.legacy()?.open(ordinal, handle).map(|address| self.take(address))
+    }
+
+    fn close(&self, ordinal: i32, address: u64) -> Result<()> {
+        self.meet("legacy close")?;
+        self.give(address, || self.inner.legacy()?.close(ordinal, address))
+    }
+}
+
+impl Pools for Faulty {
+    fn create(&self, ordinal: i32) -> Result<PoolHandle> {
+        self.meet("pool create")?;
+        let pool = self.inner.pools()?.create(ordinal)?;
+        self.ledger().pools.insert(pool);
+        Ok(pool)
+    }
+
+    fn destroy(&self, pool: PoolHandle) -> Result<()> {
+        self.meet("pool destroy")?;
+        let known = self.ledger().pools.remove(&pool);
+        let answer = self.inner.pools()?.destroy(pool);
+        if known && answer.is_err() {
+            self.ledger().pools.insert(pool);
+        }
+        answer
+    }
+
+    fn export(&self, pool: PoolHandle) -> Result<OwnedFd> {
+        self.meet("pool export")?;
+        self.inner.pools()?.export(pool)
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>) -> Result<PoolHandle> {
+        self.meet("pool import")?;
+        let pool = self.inner.pools()?.import(fd)?;
+        self.ledger().pools.insert(pool);
+        Ok(pool)
+    }
+
+    fn allow(&self, pool: PoolHandle, ordinal: i32) -> Result<()> {
+        self.meet("pool allow")?;
+        self.inner.pools()?.allow(pool, ordinal)
+    }
+
+    fn allocate(&self, pool: PoolHandle, ordinal: i32, size: u64) -> Result<u64> {
+        self.meet("pool allocate")?;
+        self.inner.pools()?.allocate(pool, ordinal, size).map(|address| self.take(address))
+    }
+
+    fn free(&self, ordinal: i32, address: u64) -> Result<()> {
+        self.meet("pool free")?;
+        self.give(address, || self.inner.pools()?.free(ordinal, address))
+    }
+
+    fn export_pointer(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
+        self.meet("pool export_pointer")?;
+        self.inner.pools()?.export_pointer(ordinal, address)
+    }
+
+    fn import_pointer(&self, pool: PoolHandle, ordinal: i32, data: &[u8; 64]) -> Result<u64> {
+        self.meet("pool import_pointer")?;
+        self.inner.pools()?.import_pointer(pool, ordinal, data).map(|address| self.take(address))
     }
 }

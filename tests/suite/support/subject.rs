@@ -8,7 +8,7 @@ use std::{
 
 use vmmfd::{
     driver::{
-        Driver, Granularity, Properties,
+        Driver, Granularity, Location, Properties,
         cuda::CudaDriver,
         host::{HostDriver, Live},
     },
@@ -115,11 +115,13 @@ impl Subject {
     #[track_caller]
     pub(crate) fn assert_empty(&self) {
         assert_eq!(self.live(), Live::default(), "something was not given back");
+        assert_eq!(self.faulty.taken(), (0, 0), "memory or a pool was not given back");
     }
 }
 
 /// The properties of shareable memory of the first device.
-pub(crate) const EXPORTABLE: Properties = Properties { ordinal: 0, exportable: true };
+pub(crate) const EXPORTABLE: Properties =
+    Properties { location: Location::Device(0), exportable: true, immutable: false };
 
 impl Drop for Subject {
     fn drop(&mut self) {

@@ -1,0 +1,86 @@
+//! Legacy handles, through the driver.
+
+use super::{
+    super::{LegacyIpc, code, failure},
+    CudaDriver,
+    addresses::Source,
+    ffi::Opaque,
+};
+use crate::error::Result;
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: the one flag there is, and the driver refuses to do without.
+const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
+
+impl LegacyIpc for CudaDriver {
+    fn allocate(&self, ordinal: i32, size: u64) -> Result<u64> {
+        let address = self.core.within(ordinal, || {
+            let mut address = 0;
+            // SAFETY: the pointer is valid for the one write.
+            unsafe { self.core.functions.mem_alloc(&mut address, size as usize) }?;
+            Ok(address)
+        })?;
+        self.changed().take(address, size, ordinal, Source::Allocated);
+        Ok(address)
+    }
+
+    fn deallocate(&self, ordinal: i32, address: u64) -> Result<()> {
+        const CALL: &str = "cuMemFree_v2";
+        self.core.origin.check()?;
+        let mut addresses = self.changed();
+        if addresses.taken(address, ordinal, |source| source == Source::Allocated).is_none() {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        self.core.within(ordinal, || {
+            // SAFETY: no pointers.
+            unsafe { self.core.functions.ctx_synchronize() }?;
+            // SAFETY: the table says that it was allocated and not freed; no copy is under way, and the context is idle.
+            unsafe { self.core.functions.mem_free(address) }
+        })?;
+        addresses.give(address);
+        Ok(())
+    }
+
+    fn handle(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
+        const CALL: &str = "cuIpcGetMemHandle";
+        self.core.origin.check()?;
+        let addresses = self.known_addresses();
+        if !addresses.block(address, 0).is_some_and(|(_, block)| block.source == Source::Allocated) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        self.core.within(ordinal, || {
+            let mut handle = Opaque([0; 64]);
+            // SAFETY: the pointer is valid for the one write; the address is allocated while the table is held.
+            unsafe { self.core.functions.ipc_get_mem_handle(&mut handle, address) }?;
+            Ok(handle.0)
+        })
+    }
+
+    fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64> {
+        self.core.within(ordinal, || {
+            // Held throughout, so that nobody closes in between what this call was told is open.
+            let mut addresses = self.changed();
+            let mut address = 0;
+            // SAFETY: the pointer is valid for the one write; the driver checks the handle.
+            unsafe { self.core.functions.ipc_open_mem_handle(&mut address, Opaque(*handle), LAZY_ENABLE_PEER_ACCESS) }?;
+            let size = self.core.reach(address).inspect_err(|_| {
+                // SAFETY: it was opened just now, and the driver counts how often. Nobody else knows of this time.
+                let _ = unsafe { self.core.functions.ipc_close_mem_handle(address) };
+            })?;
+            addresses.take(address, size, ordinal, Source::Opened);
+            Ok(address)
+        })
+    }
+
+    fn close(&self, ordinal: i32, address: u64) -> Result<()> {
+        const CALL: &str = "cuIpcCloseMemHandle";
+        self.core.origin.check()?;
+        let mut addresses = self.changed();
+        if addresses.taken(address, ordinal, |source| source == Source::Opened).is_none() {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        // SAFETY: the table says that it is open; no copy is under way.
+        self.core.within(ordinal, || unsafe { self.core.functions.ipc_close_mem_handle(address) })?;
+        addresses.give(address);
+        Ok(())
+    }
+}

@@ -1,0 +1,190 @@
+//! Memory pools, through the driver.
+
+use std::{
+    ffi::c_void,
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    ptr,
+    sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard},
+};
+
+use cudarc::driver::sys::CUmemAccess_flags;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+
+use super::{
+    super::{Location, PoolHandle, Pools, code, failure, failure_with},
+    CudaDriver, PoolTable,
+    addresses::Source,
+    ffi::{AccessDesc, HANDLE_TYPE_POSIX_FD, Opaque, PoolProps},
+};
+use crate::error::Result;
+
+impl CudaDriver {
+    /// Keeps a pool from being destroyed for as long as the guard lives, if the driver gave it out.
+    fn known_pool(&self, call: &'static str, pool: PoolHandle) -> Result<RwLockReadGuard<'_, PoolTable>> {
+        self.core.origin.check()?;
+        let pools = self.pools.read().unwrap_or_else(PoisonError::into_inner);
+        if pools.contains_key(&pool) { Ok(pools) } else { Err(failure(call, code::INVALID_VALUE)) }
+    }
+
+    fn pools_to_change(&self) -> RwLockWriteGuard<'_, PoolTable> {
+        self.pools.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn gained_pool(&self, pool: *mut c_void, created: bool) -> PoolHandle {
+        let handle = PoolHandle(pool.addr() as u64);
+        self.pools_to_change().insert(handle, created);
+        handle
+    }
+}
+
+impl Pools for CudaDriver {
+    fn create(&self, ordinal: i32) -> Result<PoolHandle> {
+        self.core.device(ordinal)?;
+        let mut pool = ptr::null_mut();
+        // SAFETY: both pointers are valid for the call.
+        unsafe { self.core.functions.mem_pool_create(&mut pool, &PoolProps::pinned(Location::Device(ordinal))) }?;
+        Ok(self.gained_pool(pool, true))
+    }
+
+    fn destroy(&self, pool: PoolHandle) -> Result<()> {
+        const CALL: &str = "cuMemPoolDestroy";
+        self.core.origin.check()?;
+        let mut pools = self.pools_to_change();
+        let used = self.known_addresses().blocks.values().any(|block| block.source.pool() == Some(pool));
+        if used || !pools.contains_key(&pool) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        // SAFETY: the pool was in the table, nothing of it is in use, and no call on it is under way.
+        unsafe { self.core.functions.mem_pool_destroy(pointer(pool)) }?;
+        pools.remove(&pool);
+        Ok(())
+    }
+
+    fn export(&self, pool: PoolHandle) -> Result<OwnedFd> {
+        const CALL: &str = "cuMemPoolExportToShareableHandle";
+        let pools = self.known_pool(CALL, pool)?;
+        if pools.get(&pool) != Some(&true) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        let mut fd: RawFd = -1;
+        // SAFETY: the pool is alive; for this type the driver writes an int.
+        unsafe { self.core.functions.mem_pool_export(&mut fd, pointer(pool), HANDLE_TYPE_POSIX_FD, 0) }?;
+        if fd < 0 {
+            return Err(failure(CALL, code::UNKNOWN));
+        }
+        // SAFETY: the driver opened it for the caller, who is to close it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        // Nothing says that the driver sets it here, as it was seen to for memory.
+        fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
+            .map_err(|errno| failure_with(CALL, code::OPERATING_SYSTEM, Some(errno.into())))?;
+        Ok(fd)
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>) -> Result<PoolHandle> {
+        self.core.origin.check()?;
+        let mut pool = ptr::null_mut();
+        let shareable = ptr::without_provenance_mut(fd.as_raw_fd() as usize);
+        // SAFETY: the pointer is valid for the one write; for this type the descriptor itself is passed as the pointer.
+        unsafe { self.core.functions.mem_pool_import(&mut pool, shareable, HANDLE_TYPE_POSIX_FD, 0) }?;
+        Ok(self.gained_pool(pool, false))
+    }
+
+    fn allow(&self, pool: PoolHandle, ordinal: i32) -> Result<()> {
+        let _known = self.known_pool("cuMemPoolSetAccess", pool)?;
+        let flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let access = AccessDesc { location: Location::Device(ordinal).into(), flags: flags as u32 };
+        // SAFETY: the pool is alive; the pointer is valid for one description.
+        unsafe { self.core.functions.mem_pool_set_access(pointer(pool), &access, 1) }
+    }
+
+    fn allocate(&self, pool: PoolHandle, ordinal: i32, size: u64) -> Result<u64> {
+        const CALL: &str = "cuMemAllocFromPoolAsync";
+        let pools = self.known_pool(CALL, pool)?;
+        // The driver answers nothing with the null address.
+        if size == 0 || pools.get(&pool) != Some(&true) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        self.core.within(ordinal, || {
+            let functions = &self.core.functions;
+            let mut address = 0;
+            // SAFETY: the pointer is valid for the one write; the pool is alive; null is the default stream.
+            unsafe {
+                functions.mem_alloc_from_pool_async(&mut address, size as usize, pointer(pool), ptr::null_mut())
+            }?;
+            // SAFETY: null is the default stream.
+            unsafe { functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
+                // SAFETY: it was allocated just now, and nobody else knows of it.
+                let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
+            })?;
+            self.changed().take(address, size, ordinal, Source::Pooled(pool));
+            Ok(address)
+        })
+    }
+
+    fn free(&self, ordinal: i32, address: u64) -> Result<()> {
+        const CALL: &str = "cuMemFreeAsync";
+        self.core.origin.check()?;
+        let mut addresses = self.changed();
+        let Some(block) = addresses.taken(address, ordinal, |source| source.pool().is_some()) else {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        };
+        // A pointer imported twice is one to the driver: freeing it once was seen to end both.
+        if block.count > 1 {
+            addresses.give(address);
+            return Ok(());
+        }
+        self.core.within(ordinal, || {
+            // SAFETY: the table says that it was taken and not freed; no copy is under way; null is the default stream.
+            unsafe { self.core.functions.mem_free_async(address, ptr::null_mut()) }?;
+            // Whatever follows, the driver has it back.
+            addresses.give(address);
+            // SAFETY: null is the default stream.
+            unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) }
+        })
+    }
+
+    fn export_pointer(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
+        const CALL: &str = "cuMemPoolExportPointer";
+        self.core.origin.check()?;
+        let addresses = self.known_addresses();
+        if !addresses.blocks.get(&address).is_some_and(|block| matches!(block.source, Source::Pooled(_))) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        self.core.within(ordinal, || {
+            let mut data = Opaque([0; 64]);
+            // SAFETY: the pointer is valid for the one write; the address is allocated while the table is held.
+            unsafe { self.core.functions.mem_pool_export_pointer(&mut data, address) }?;
+            Ok(data.0)
+        })
+    }
+
+    fn import_pointer(&self, pool: PoolHandle, ordinal: i32, data: &[u8; 64]) -> Result<u64> {
+        const CALL: &str = "cuMemPoolImportPointer";
+        let pools = self.known_pool(CALL, pool)?;
+        if pools.get(&pool) != Some(&false) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        self.core.within(ordinal, || {
+            let functions = &self.core.functions;
+            // Held throughout: freed in between by another thread, the address that this call is given would be dead.
+            let mut addresses = self.changed();
+            let mut address = 0;
+            let mut data = Opaque(*data);
+            // SAFETY: the pointers are valid for the call; the pool is alive; the driver checks the bytes.
+            unsafe { functions.mem_pool_import_pointer(&mut address, pointer(pool), &mut data) }?;
+            let known = addresses.blocks.contains_key(&address);
+            let size = self.core.reach(address).inspect_err(|_| {
+                if !known {
+                    // SAFETY: it was imported just now, and nobody else has it.
+                    let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
+                }
+            })?;
+            addresses.take(address, size, ordinal, Source::Imported(pool));
+            Ok(address)
+        })
+    }
+}
+
+fn pointer(pool: PoolHandle) -> *mut c_void {
+    ptr::without_provenance_mut(pool.0 as usize)
+}
