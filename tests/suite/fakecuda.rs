@@ -168,7 +168,7 @@ fn properties_are_checked_field_by_field() {
     assert_eq!(calls.create(&mut handle, UNIT, ptr::null(), 0), 1);
     assert_eq!(calls.create(ptr::null_mut(), UNIT, &PLAIN, 0), 1);
     assert_eq!(calls.granularity(&mut granularity, &PLAIN, 2), 1, "option");
-    assert_eq!((handle, calls.fake.live()), (0, [0; 4]), "something was made");
+    assert_eq!((handle, calls.fake.live()), (0, [0; 7]), "something was made");
 }
 
 #[test]

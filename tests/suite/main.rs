@@ -9,7 +9,9 @@ mod host_memory;
 #[cfg(feature = "launch")]
 mod launch;
 mod options;
+mod reach;
 mod readme;
 mod running;
+mod sharing;
 mod support;
 mod users;

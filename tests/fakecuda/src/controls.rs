@@ -7,6 +7,8 @@
 //! | `FAKECUDA_ATTRIBUTE=102:0` | that device attribute has that value |
 //! | `FAKECUDA_DEVICES=2` | how many devices there are, from `cuInit` on; at most 16 |
 //! | `FAKECUDA_FREE=4194304` | how many bytes each device has free while nothing is allocated |
+//! | `FAKECUDA_GRANULARITY=4194304` | the granularity in bytes, from `cuInit` on: a power of two, at least 4096 |
+//! | `FAKECUDA_PEERS=0` | no device can access another; 1, the default, is that all can |
 //! | `FAKECUDA_LOG=path` | every call is appended to that file, as `pid name`, before it is done |
 //!
 //! An empty `CUDA_VISIBLE_DEVICES` leaves no device, as with NVIDIA's driver; its other values are about GPUs that the
@@ -37,6 +39,8 @@ pub(crate) struct Settings {
     pub(crate) attributes: BTreeMap<u32, i32>,
     pub(crate) devices: u32,
     pub(crate) capacity: Option<u64>,
+    pub(crate) granularity: u64,
+    pub(crate) peers: bool,
 }
 
 struct Fault {
@@ -55,6 +59,8 @@ static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
         attributes: BTreeMap::new(),
         devices: 1,
         capacity: None,
+        granularity: vmmfd::driver::host::GRANULARITY,
+        peers: true,
     };
     for (name, value) in env::vars().filter(|(name, _)| name.starts_with("FAKECUDA_")) {
         settings.set(&name, &value);
@@ -125,6 +131,11 @@ impl Settings {
                 devices.map(|devices| self.devices = devices)
             }
             "FAKECUDA_FREE" => value.parse().ok().map(|bytes| self.capacity = Some(bytes)),
+            "FAKECUDA_GRANULARITY" => {
+                let bytes = value.parse().ok().filter(|bytes: &u64| bytes.is_power_of_two() && *bytes >= 4096);
+                bytes.map(|bytes| self.granularity = bytes)
+            }
+            "FAKECUDA_PEERS" => ["0", "1"].contains(&value).then(|| self.peers = value == "1"),
             "FAKECUDA_LOG" => {
                 let log = OpenOptions::new().create(true).append(true).open(value).ok();
                 log.map(|log| self.log = Some(log))

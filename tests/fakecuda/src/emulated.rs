@@ -4,11 +4,11 @@ use std::{
     cell::RefCell,
     collections::BTreeMap,
     ffi::{c_int, c_uint, c_void},
-    fs::{self, File, Permissions},
+    fs,
     ops::Range,
     os::{
-        fd::{BorrowedFd, OwnedFd, RawFd},
-        unix::fs::{MetadataExt, PermissionsExt},
+        fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        unix::fs::MetadataExt,
     },
     process, ptr,
     sync::{
@@ -22,25 +22,32 @@ use vmmfd::{
     driver::{self, Access, Driver, Handle, MemoryInfo, Properties, host::HostDriver},
 };
 
-use crate::{AccessDesc, AllocationProp, Answer, Location, controls};
+use crate::{
+    AccessDesc, AllocationProp, Answer, Location, controls,
+    ipc::{Ipc, NUMA, PEER_ACCESS_UNSUPPORTED, POOL, mark, marked},
+};
 
 pub(crate) const INVALID_VALUE: u32 = 1;
-const OUT_OF_MEMORY: u32 = 2;
+pub(crate) const OUT_OF_MEMORY: u32 = 2;
 const NOT_INITIALIZED: u32 = 3;
 const NO_DEVICE: u32 = 100;
-const INVALID_DEVICE: u32 = 101;
-const INVALID_CONTEXT: u32 = 201;
+pub(crate) const INVALID_DEVICE: u32 = 101;
+pub(crate) const INVALID_CONTEXT: u32 = 201;
 pub(crate) const INVALID_HANDLE: u32 = 400;
 const CONTEXT_IS_DESTROYED: u32 = 709;
 const NOT_PERMITTED: u32 = 800;
-const UNKNOWN: u32 = 999;
+pub(crate) const NOT_SUPPORTED: u32 = 801;
+const NOT_FOUND: u32 = 500;
+pub(crate) const UNKNOWN: u32 = 999;
 
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
-const PINNED: c_uint = 1;
+pub(crate) const PINNED: c_uint = 1;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
-const DEVICE: c_uint = 1;
+pub(crate) const DEVICE: c_uint = 1;
+/// `CU_MEM_LOCATION_TYPE_HOST_NUMA`.
+const HOST_NUMA: c_uint = 3;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-const POSIX_FD: c_uint = 1;
+pub(crate) const POSIX_FD: c_uint = 1;
 /// `CU_MEM_HANDLE_TYPE_FABRIC`.
 const FABRIC: c_uint = 8;
 
@@ -48,13 +55,17 @@ const FABRIC: c_uint = 8;
 const NOT_VISIBLE: c_int = -2;
 
 /// Where the host backend's memory is.
-const HERE: driver::Location = driver::Location::Device(0);
+pub(crate) const HERE: driver::Location = driver::Location::Device(0);
 
 /// As many as [`mark`] can tell apart.
 pub(crate) const MAX_DEVICES: u32 = 16;
 
 /// The attributes that vmmfd asks for, as an H200 answers. Fabric handles are claimed there, and refused, as here.
-const ATTRIBUTES: [(c_uint, c_int); 5] = [(20, 0), (102, 1), (103, 1), (110, 1), (128, 1)];
+const ATTRIBUTES: [(c_uint, c_int); 9] =
+    [(20, 0), (102, 1), (103, 1), (110, 1), (115, 1), (119, 1), (128, 1), (134, 0), (141, 1)];
+
+/// This machine's CPUs, among the devices that access memory.
+const CPU: c_int = -1;
 
 static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
 static DRIVER: Mutex<Option<Emulated>> = Mutex::new(None);
@@ -75,6 +86,7 @@ pub(crate) struct Emulated {
     arriving: Vec<Range<u64>>,
     /// How often each device's primary context is retained.
     retained: BTreeMap<c_int, usize>,
+    pub(crate) ipc: Ipc,
 }
 
 /// What a handle names.
@@ -83,6 +95,8 @@ struct Allocation {
     size: u64,
     /// The number of the owning device, which need not be visible here.
     owner: u32,
+    /// Whether it is host memory, and no device's.
+    numa: bool,
     exportable: bool,
     imported: bool,
 }
@@ -90,6 +104,8 @@ struct Allocation {
 /// Which devices may do what with a mapping.
 struct Mapping {
     size: u64,
+    owner: u32,
+    numa: bool,
     granted: BTreeMap<c_int, Access>,
 }
 
@@ -111,19 +127,23 @@ pub(crate) fn initialise() -> Answer {
         pid if pid == process::id() => return Ok(()),
         _ => return Err(NOT_INITIALIZED),
     }
-    let devices = controls::settings().devices;
+    let settings = controls::settings();
+    let (devices, granularity) = (settings.devices, settings.granularity);
+    drop(settings);
     if devices == 0 {
         return Err(NO_DEVICE);
     }
+    let host = HostDriver::with_granularity(granularity).map_err(code)?;
     let mut driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
     driver.get_or_insert_with(|| Emulated {
-        host: HostDriver::new(),
+        host,
         devices,
         allocations: BTreeMap::new(),
         handles_made: 0,
         mappings: BTreeMap::new(),
         arriving: Vec::new(),
         retained: BTreeMap::new(),
+        ipc: Ipc::new(),
     });
     INITIALISED_BY.store(process::id(), Ordering::Release);
     Ok(())
@@ -138,17 +158,20 @@ pub(crate) fn initialised(call: impl FnOnce(&mut Emulated) -> Answer) -> Answer 
     driver.as_mut().ok_or(NOT_INITIALIZED).and_then(call)
 }
 
-pub(crate) fn live() -> [u64; 4] {
+pub(crate) fn live() -> [u64; 7] {
     let driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
-    driver.as_ref().map_or([0; 4], |driver| {
+    driver.as_ref().map_or([0; 7], |driver| {
         let live = driver.host.live();
         let retained = driver.retained.values().sum::<usize>();
-        [live.handles, live.reservations, live.mappings, retained].map(|count| count as u64)
+        let [handles, reservations, mappings, contexts] =
+            [live.handles, live.reservations, live.mappings, retained].map(|count| count as u64);
+        let [blocks, pools, page_locked] = driver.ipc.live();
+        [handles, reservations, mappings, contexts, blocks, pools, page_locked]
     })
 }
 
 /// The code of an error of the host backend.
-fn code(error: Error) -> u32 {
+pub(crate) fn code(error: Error) -> u32 {
     match error {
         Error::Driver { code, .. } => code,
         _ => UNKNOWN,
@@ -187,11 +210,34 @@ impl Emulated {
         ATTRIBUTES.iter().find(|(number, _)| *number == attribute).map(|&(_, value)| value).ok_or(INVALID_VALUE)
     }
 
+    pub(crate) fn granularity(&self) -> usize {
+        let properties = Properties { location: HERE, exportable: true, immutable: false };
+        self.host.granularity(&properties, driver::Granularity::Minimum).unwrap_or(0) as usize
+    }
+
+    pub(crate) fn can_access_peer(&self, device: c_int, peer: c_int) -> Answer<bool> {
+        self.check_device(device)?;
+        self.check_device(peer)?;
+        Ok(device != peer && controls::settings().peers)
+    }
+
+    /// Fails unless a device may access memory of an owner.
+    pub(crate) fn check_peer(&self, device: c_int, owner: u32) -> Answer {
+        if device as u32 == owner || controls::settings().peers { Ok(()) } else { Err(PEER_ACCESS_UNSUPPORTED) }
+    }
+
+    /// Fails unless a device has so much memory left, where there is a limit.
+    pub(crate) fn check_free(&self, device: c_int, size: u64) -> Answer {
+        let limited = controls::settings().capacity.is_some();
+        if limited && size > self.memory_info(device)?.free { Err(OUT_OF_MEMORY) } else { Ok(()) }
+    }
+
     pub(crate) fn memory_info(&self, device: c_int) -> Answer<MemoryInfo> {
         let info = self.host.memory_info(0).map_err(code)?;
         let Some(capacity) = controls::settings().capacity else { return Ok(info) };
-        let own = self.allocations.values().filter(|a| !a.imported && i64::from(a.owner) == i64::from(device));
-        let free = capacity.saturating_sub(own.map(|allocation| allocation.size).sum());
+        let own = self.allocations.values().filter(|a| !a.imported && !a.numa && a.owner == device as u32);
+        let held = own.map(|allocation| allocation.size).sum::<u64>() + self.ipc.held(device as u32);
+        let free = capacity.saturating_sub(held);
         Ok(MemoryInfo { free: info.free.min(free), total: info.total })
     }
 }
@@ -242,7 +288,7 @@ impl Emulated {
 impl Emulated {
     pub(crate) fn check_properties(&self, properties: &AllocationProp) -> Answer {
         let plain = properties.kind == PINNED
-            && properties.location.kind == DEVICE
+            && [DEVICE, HOST_NUMA].contains(&properties.location.kind)
             && properties.win32_handle_meta_data.is_null()
             && properties.compression_type == 0
             && properties.gpu_direct_rdma_capable <= 1
@@ -251,7 +297,15 @@ impl Emulated {
         if !plain || ![0, POSIX_FD, FABRIC].contains(&properties.requested_handle_types) {
             return Err(INVALID_VALUE);
         }
-        self.check_device(properties.location.id)
+        self.check_location(properties.location)
+    }
+
+    fn check_location(&self, location: Location) -> Answer {
+        match (location.kind, location.id) {
+            (DEVICE, device) => self.check_device(device),
+            (HOST_NUMA, 0) => Ok(()),
+            _ => Err(INVALID_VALUE),
+        }
     }
 
     pub(crate) fn create(&mut self, size: u64, properties: &AllocationProp, flags: u64) -> Answer<u64> {
@@ -263,23 +317,24 @@ impl Emulated {
         if properties.requested_handle_types == FABRIC {
             return Err(NOT_PERMITTED);
         }
-        let device = properties.location.id;
         let exportable = properties.requested_handle_types == POSIX_FD;
-        let limit = controls::settings().capacity.is_some();
-        if limit && size > self.memory_info(device)?.free {
-            return Err(OUT_OF_MEMORY);
+        let numa = properties.location.kind == HOST_NUMA;
+        if !numa {
+            self.check_free(properties.location.id, size)?;
         }
         let handle =
             self.host.create(size, &Properties { location: HERE, exportable, immutable: false }).map_err(code)?;
-        let owner = device as u32;
-        if owner > 0
-            && exportable
-            && let Err(failed) = self.host.export(handle).map_err(code).and_then(|fd| mark(fd, owner))
-        {
+        let (owner, kind) = if numa { (0, NUMA) } else { (properties.location.id as u32, 0) };
+        let marked = if exportable && (owner, kind) != (0, 0) {
+            self.host.export(handle).map_err(code).and_then(|fd| mark(&fd, kind, owner))
+        } else {
+            Ok(())
+        };
+        if let Err(failed) = marked {
             self.host.release(handle).map_err(code)?;
             return Err(failed);
         }
-        Ok(self.add(Allocation { handle, size, owner, exportable, imported: false }))
+        Ok(self.add(Allocation { handle, size, owner, numa, exportable, imported: false }))
     }
 
     fn add(&mut self, allocation: Allocation) -> u64 {
@@ -311,12 +366,12 @@ impl Emulated {
     }
 
     pub(crate) fn map(&mut self, address: u64, size: u64, offset: u64, handle: u64, flags: u64) -> Answer {
-        let handle = self.named("cuMemMap", handle).handle;
+        let &Allocation { handle, owner, numa, .. } = self.named("cuMemMap", handle);
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
         self.host.map(address, size, offset, handle).map_err(code)?;
-        self.mappings.insert(address, Mapping { size, granted: BTreeMap::new() });
+        self.mappings.insert(address, Mapping { size, owner, numa, granted: BTreeMap::new() });
         Ok(())
     }
 
@@ -339,16 +394,22 @@ impl Emulated {
             3 => Some(Access::ReadWrite),
             _ => return Err(INVALID_VALUE),
         };
-        if access.location.kind != DEVICE {
-            return Err(INVALID_VALUE);
+        self.check_location(access.location)?;
+        let device = if access.location.kind == HOST_NUMA { CPU } else { access.location.id };
+        for (_, mapping) in self.inside(address, size)? {
+            match device {
+                CPU if !mapping.numa => return Err(NOT_SUPPORTED),
+                CPU => {}
+                _ if mapping.numa => {}
+                _ => self.check_peer(device, mapping.owner)?,
+            }
         }
-        self.check_device(access.location.id)?;
         // The host backend judges the range. It has one access for all devices, the widest that any was granted.
         self.host.set_access(address, size, HERE, wanted).map_err(code)?;
         for (&start, mapping) in self.mappings.range_mut(address..address + size) {
             match wanted {
-                Some(access_granted) => mapping.granted.insert(access.location.id, access_granted),
-                None => mapping.granted.remove(&access.location.id),
+                Some(access_granted) => mapping.granted.insert(device, access_granted),
+                None => mapping.granted.remove(&device),
             };
             let widest = mapping.granted.values().copied().max_by_key(|granted| *granted == Access::ReadWrite);
             self.host.set_access(start, mapping.size, HERE, widest).map_err(code)?;
@@ -356,15 +417,35 @@ impl Emulated {
         Ok(())
     }
 
+    /// The mappings that a range touches.
+    fn inside(&self, address: u64, size: u64) -> Answer<impl Iterator<Item = (&u64, &Mapping)>> {
+        let end = address.checked_add(size).ok_or(INVALID_VALUE)?;
+        Ok(self.mappings.range(..end).filter(move |(start, mapping)| *start + mapping.size > address))
+    }
+
+    /// First address and size of what an address is in.
+    pub(crate) fn range(&self, address: u64) -> Answer<(u64, u64)> {
+        let mapping = || self.inside(address, 1).ok()?.next().map(|(&start, mapping)| (start, mapping.size));
+        self.ipc.range(address).or_else(mapping).ok_or(NOT_FOUND)
+    }
+
+    /// The memory of blocks, if a copy starts in it.
+    fn blocks(&self, device: c_int, address: u64, size: u64) -> Option<Answer<&HostDriver>> {
+        let peers = controls::settings().peers;
+        self.ipc.copy(device, peers, address, size)
+    }
+
     /// Whether a device may do something with all that is mapped in a range.
     fn granted(&self, device: c_int, address: u64, size: u64, enough: impl Fn(Access) -> bool) -> Answer {
-        let end = address.checked_add(size).ok_or(INVALID_VALUE)?;
-        let mut inside = self.mappings.range(..end).filter(|(start, mapping)| *start + mapping.size > address);
-        let all = inside.all(|(_, mapping)| mapping.granted.get(&device).copied().is_some_and(&enough));
+        let all =
+            self.inside(address, size)?.all(|(_, mapping)| mapping.granted.get(&device).copied().is_some_and(&enough));
         if all { Ok(()) } else { Err(INVALID_VALUE) }
     }
 
     pub(crate) fn copy_in(&mut self, device: c_int, to: u64, from: &[u8]) -> Answer {
+        if let Some(host) = self.blocks(device, to, from.len() as u64) {
+            return host?.copy_in(0, to, from).map_err(code);
+        }
         self.granted(device, to, from.len() as u64, |access| access == Access::ReadWrite)?;
         self.host.copy_in(0, to, from).map_err(code)?;
         self.arriving.push(to..to + from.len() as u64);
@@ -379,6 +460,9 @@ impl Emulated {
     }
 
     pub(crate) fn copy_out(&self, device: c_int, from: u64, to: &mut [u8]) -> Answer {
+        if let Some(host) = self.blocks(device, from, to.len() as u64) {
+            return host?.copy_out(0, from, to).map_err(code);
+        }
         self.granted(device, from, to.len() as u64, |_| true)?;
         self.host.copy_out(0, from, to).map_err(code)
     }
@@ -397,23 +481,62 @@ impl Emulated {
         }
         // By its name, since an integer may be no descriptor at all.
         let metadata = fs::metadata(format!("/proc/self/fd/{fd}")).map_err(|_| UNKNOWN)?;
+        if metadata.mode() & POOL != 0 {
+            return Err(NOT_SUPPORTED);
+        }
         // SAFETY: it was open just now, and a caller who closes it meanwhile breaks the driver API too.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let handle = self.host.import(fd, metadata.size()).map_err(|error| match code(error) {
             OUT_OF_MEMORY => OUT_OF_MEMORY,
             _ => UNKNOWN,
         })?;
-        let owner = marked(metadata.mode());
-        Ok(self.add(Allocation { handle, size: metadata.size(), owner, exportable: false, imported: true }))
+        let (owner, numa) = (marked(metadata.mode()), metadata.mode() & NUMA != 0);
+        Ok(self.add(Allocation { handle, size: metadata.size(), owner, numa, exportable: false, imported: true }))
+    }
+
+    pub(crate) fn import_pool(&mut self, fd: RawFd, kind: c_uint, flags: u64) -> Answer<usize> {
+        let Self { host, ipc, .. } = self;
+        ipc.import_pool(fd, kind, flags, |fd| {
+            // SAFETY: it was open just now, and a caller who closes it meanwhile breaks the driver API too.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            let size = fs::metadata(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_or(0, |metadata| metadata.size());
+            host.import(fd, size).and_then(|handle| host.release(handle)).is_ok()
+        })
+    }
+
+    pub(crate) fn open(&mut self, handle: &[u8; 64], flags: c_uint) -> Answer<u64> {
+        let (current, devices, peers) = (self.current()?, self.devices, controls::settings().peers);
+        self.ipc.open(handle, flags, |owner| match owner {
+            _ if owner >= devices => Err(INVALID_DEVICE),
+            _ if owner != current as u32 && !peers => Err(PEER_ACCESS_UNSUPPORTED),
+            _ => Ok(()),
+        })
+    }
+
+    pub(crate) fn set_pool_access(&mut self, pool: *mut c_void, access: &AccessDesc) -> Answer {
+        if access.location.kind != DEVICE {
+            return Err(INVALID_VALUE);
+        }
+        self.check_device(access.location.id)?;
+        self.ipc.set_pool_access(pool, access, controls::settings().peers)
+    }
+
+    /// The device whose default stream it is.
+    pub(crate) fn default_stream(&self, stream: *mut c_void) -> Answer<c_int> {
+        if stream.is_null() { self.current() } else { Err(INVALID_HANDLE) }
     }
 
     pub(crate) fn properties(&self, handle: u64) -> AllocationProp {
         let allocation = self.named("cuMemGetAllocationPropertiesFromHandle", handle);
         let visible = allocation.owner < self.devices;
+        let location = match allocation.numa {
+            true => Location { kind: HOST_NUMA, id: 0 },
+            false => Location { kind: DEVICE, id: if visible { allocation.owner as c_int } else { NOT_VISIBLE } },
+        };
         AllocationProp {
             kind: PINNED,
             requested_handle_types: if allocation.exportable { POSIX_FD } else { 0 },
-            location: Location { kind: DEVICE, id: if visible { allocation.owner as c_int } else { NOT_VISIBLE } },
+            location,
             win32_handle_meta_data: ptr::null(),
             compression_type: 0,
             gpu_direct_rdma_capable: 0,
@@ -422,17 +545,3 @@ impl Emulated {
         }
     }
 }
-
-/// Says in the memfd's own permissions which device owns the memory, so that other processes know: the number's bits
-/// are those of group and others for reading and writing. Device 0's memory is left as it is.
-fn mark(memfd: OwnedFd, owner: u32) -> Answer {
-    let mode = STICKY | 0o600 | (owner & 0b11) << 1 | (owner >> 2 & 0b11) << 4;
-    File::from(memfd).set_permissions(Permissions::from_mode(mode)).map_err(|_| UNKNOWN)
-}
-
-/// The owner that [`mark`] wrote.
-fn marked(mode: u32) -> u32 {
-    if mode & STICKY == 0 { 0 } else { mode >> 1 & 0b11 | (mode >> 4 & 0b11) << 2 }
-}
-
-const STICKY: u32 = 0o1000;

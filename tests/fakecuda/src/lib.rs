@@ -9,6 +9,7 @@
 
 mod controls;
 mod emulated;
+mod ipc;
 mod names;
 
 use std::{
@@ -54,7 +55,28 @@ struct AccessDesc {
     flags: c_uint,
 }
 
-const _: () = assert!(size_of::<AllocationProp>() == 32 && size_of::<AccessDesc>() == 12);
+/// `CUmemPoolProps`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct PoolProps {
+    kind: c_uint,
+    handle_types: c_uint,
+    location: Location,
+    win32_security_attributes: *const c_void,
+    max_size: usize,
+    usage: u16,
+    reserved: [u8; 54],
+}
+
+/// `CUipcMemHandle`, which is passed by value.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct IpcMemHandle {
+    reserved: [u8; 64],
+}
+
+const _: () =
+    assert!(size_of::<AllocationProp>() == 32 && size_of::<AccessDesc>() == 12 && size_of::<PoolProps>() == 88);
 
 /// Where a call is to write its result: nowhere is an error, before anything is done.
 fn place<T>(pointer: *mut T) -> Answer<NonNull<T>> {
@@ -221,7 +243,7 @@ mod exports {
                 if option > 1 {
                     return Err(INVALID_VALUE);
                 }
-                unsafe { granularity.write(vmmfd::driver::host::GRANULARITY as usize) };
+                unsafe { granularity.write(driver.granularity()) };
                 Ok(())
             })
         }
@@ -317,6 +339,162 @@ mod exports {
                 driver.copy_out(current, from, unsafe { slice::from_raw_parts_mut(to, size) })
             })
         }
+
+        fn cuDeviceCanAccessPeer(can: *mut c_int, device: c_int, peer: c_int) {
+            initialised(|driver| {
+                let can = place(can)?;
+                unsafe { can.write(driver.can_access_peer(device, peer)?.into()) };
+                Ok(())
+            })
+        }
+
+        fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) {
+            initialised(|driver| {
+                driver.current()?;
+                let (start, length) = driver.range(address)?;
+                unsafe {
+                    if !base.is_null() {
+                        base.write(start);
+                    }
+                    if !size.is_null() {
+                        size.write(length as usize);
+                    }
+                }
+                Ok(())
+            })
+        }
+
+        fn cuMemHostAlloc(start: *mut *mut c_void, size: usize, flags: c_uint) {
+            initialised(|driver| {
+                let start = place(start)?;
+                driver.current()?;
+                unsafe { start.write(driver.ipc.lock(size, flags)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemFreeHost(start: *mut c_void) {
+            initialised(|driver| driver.ipc.unlock(start))
+        }
+
+        fn cuMemAlloc_v2(address: *mut u64, size: usize) {
+            initialised(|driver| {
+                let address = place(address)?;
+                let current = driver.current()?;
+                driver.check_free(current, size as u64)?;
+                unsafe { address.write(driver.ipc.allocate(current, size as u64)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemFree_v2(address: u64) {
+            initialised(|driver| {
+                driver.current()?;
+                driver.ipc.deallocate(address)
+            })
+        }
+
+        fn cuIpcGetMemHandle(handle: *mut IpcMemHandle, address: u64) {
+            initialised(|driver| {
+                let handle = place(handle)?;
+                driver.current()?;
+                unsafe { handle.write(IpcMemHandle { reserved: driver.ipc.handle(address)? }) };
+                Ok(())
+            })
+        }
+
+        fn cuIpcOpenMemHandle_v2(address: *mut u64, handle: IpcMemHandle, flags: c_uint) {
+            initialised(|driver| {
+                let address = place(address)?;
+                unsafe { address.write(driver.open(&handle.reserved, flags)?) };
+                Ok(())
+            })
+        }
+
+        fn cuIpcCloseMemHandle(address: u64) {
+            initialised(|driver| {
+                driver.current()?;
+                driver.ipc.close(address)
+            })
+        }
+
+        fn cuMemPoolCreate(pool: *mut *mut c_void, properties: *const PoolProps) {
+            initialised(|driver| {
+                let pool = place(pool)?;
+                let properties = unsafe { given(properties) }?;
+                driver.check_device(properties.location.id)?;
+                let created = driver.ipc.create_pool(properties)?;
+                unsafe { pool.write(ptr::without_provenance_mut(created)) };
+                Ok(())
+            })
+        }
+
+        fn cuMemPoolDestroy(pool: *mut c_void) {
+            initialised(|driver| driver.ipc.destroy_pool(pool))
+        }
+
+        fn cuMemPoolExportToShareableHandle(shareable: *mut c_int, pool: *mut c_void, kind: c_uint, flags: u64) {
+            initialised(|driver| {
+                let shareable = place(shareable)?;
+                unsafe { shareable.write(driver.ipc.export_pool(pool, kind, flags)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemPoolImportFromShareableHandle(
+            pool: *mut *mut c_void,
+            shareable: *mut c_void,
+            kind: c_uint,
+            flags: u64,
+        ) {
+            initialised(|driver| {
+                let pool = place(pool)?;
+                let imported = driver.import_pool(shareable.addr() as RawFd, kind, flags)?;
+                unsafe { pool.write(ptr::without_provenance_mut(imported)) };
+                Ok(())
+            })
+        }
+
+        fn cuMemPoolSetAccess(pool: *mut c_void, access: *const AccessDesc, count: usize) {
+            initialised(|driver| {
+                let access = unsafe { given(access) }?;
+                if count != 1 { Err(INVALID_VALUE) } else { driver.set_pool_access(pool, access) }
+            })
+        }
+
+        fn cuMemAllocFromPoolAsync(address: *mut u64, size: usize, pool: *mut c_void, stream: *mut c_void) {
+            initialised(|driver| {
+                let address = place(address)?;
+                let current = driver.default_stream(stream)?;
+                driver.check_free(current, size as u64)?;
+                unsafe { address.write(driver.ipc.allocate_from(pool, size as u64)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemFreeAsync(address: u64, stream: *mut c_void) {
+            initialised(|driver| {
+                driver.default_stream(stream)?;
+                driver.ipc.free(address)
+            })
+        }
+
+        fn cuMemPoolExportPointer(data: *mut [u8; 64], address: u64) {
+            initialised(|driver| {
+                let data = place(data)?;
+                unsafe { data.write(driver.ipc.export_pointer(address)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemPoolImportPointer(address: *mut u64, pool: *mut c_void, data: *mut [u8; 64]) {
+            initialised(|driver| {
+                let address = place(address)?;
+                let data = unsafe { given(data) }?;
+                unsafe { address.write(driver.ipc.import_pointer(pool, data)?) };
+                Ok(())
+            })
+        }
     }
 }
 
@@ -341,12 +519,13 @@ pub unsafe extern "C" fn fakecuda_calls(name: *const c_char) -> u64 {
     controls::calls(&unsafe { CStr::from_ptr(name) }.to_string_lossy())
 }
 
-/// What is alive: handles not released, reservations not freed, mappings not unmapped, contexts not released.
+/// What is alive: handles not released, reservations not freed, mappings not unmapped, contexts not released, memory of
+/// legacy handles and of pools not freed or closed, pools not destroyed, page-locked memory not freed.
 ///
 /// # Safety
-/// The pointer is good for four numbers.
+/// The pointer is good for seven numbers.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fakecuda_live(counts: *mut [u64; 4]) {
+pub unsafe extern "C" fn fakecuda_live(counts: *mut [u64; 7]) {
     let live = emulated::live();
     // SAFETY: the caller's promise.
     unsafe { counts.write(live) };

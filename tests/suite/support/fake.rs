@@ -136,11 +136,11 @@ impl Fake {
         unsafe { self.function::<unsafe extern "C" fn(*const c_char) -> u64>("fakecuda_calls")(name.as_ptr()) }
     }
 
-    /// What is alive in it: handles, reservations, mappings, retained contexts.
-    pub(crate) fn live(&self) -> [u64; 4] {
-        let mut counts = [u64::MAX; 4];
-        // SAFETY: the type is that of the function, which writes four numbers.
-        unsafe { self.function::<unsafe extern "C" fn(*mut [u64; 4])>("fakecuda_live")(&mut counts) };
+    /// What is alive in it: handles, reservations, mappings, retained contexts, blocks, pools, page-locked pieces.
+    pub(crate) fn live(&self) -> [u64; 7] {
+        let mut counts = [u64::MAX; 7];
+        // SAFETY: the type is that of the function, which writes seven numbers.
+        unsafe { self.function::<unsafe extern "C" fn(*mut [u64; 7])>("fakecuda_live")(&mut counts) };
         counts
     }
 }

@@ -116,6 +116,9 @@ impl Subject {
     pub(crate) fn assert_empty(&self) {
         assert_eq!(self.live(), Live::default(), "something was not given back");
         assert_eq!(self.faulty.taken(), (0, 0), "memory or a pool was not given back");
+        if let Some(fake) = &self.fake {
+            assert_eq!(fake.live()[4..], [0; 3], "the emulated driver counts otherwise");
+        }
     }
 }
 

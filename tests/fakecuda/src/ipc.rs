@@ -1,0 +1,560 @@
+//! Memory of `cuMemAlloc` and of pools, private page-locked memory, and sharing without a descriptor for each.
+//!
+//! Blocks lie in arenas: small ones side by side, a large one in an arena of its own. An arena is host memory whose
+//! descriptor stays open, so that another process of the same user reaches it as `/proc/PID/fd/N`. Behind its data it has
+//! one more unit: a secret number for each block that lives, by which a stale handle is told.
+
+use std::{
+    alloc::{Layout, alloc, dealloc},
+    collections::{BTreeMap, BTreeSet},
+    ffi::{c_int, c_uint, c_void},
+    fs::{self, File, OpenOptions, Permissions},
+    hash::{BuildHasher, Hasher, RandomState},
+    os::{
+        fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+        unix::fs::{FileExt, MetadataExt, PermissionsExt},
+    },
+    process, ptr,
+};
+
+use vmmfd::driver::{Access, Driver, Handle, Properties, host::HostDriver};
+
+use crate::{
+    AccessDesc, Answer, PoolProps,
+    emulated::{
+        DEVICE, HERE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY,
+        PINNED, POSIX_FD, UNKNOWN, code,
+    },
+};
+
+/// What arenas are multiples of.
+const UNIT: u64 = 2 << 20;
+/// The largest block that lies beside others, and what such blocks are multiples of.
+const SMALL: u64 = 1 << 20;
+const STEP: u64 = 512;
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
+const LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
+
+unsafe extern "C" {
+    /// Of the C library: it leaves the new descriptor open across exec, and the standard library does not.
+    safe fn dup(fd: c_int) -> c_int;
+}
+
+/// What the driver keeps of all this.
+pub(crate) struct Ipc {
+    host: HostDriver,
+    /// By first address, as the blocks.
+    arenas: BTreeMap<u64, Arena>,
+    blocks: BTreeMap<u64, Block>,
+    pools: BTreeMap<usize, Pool>,
+    pools_made: usize,
+    page_locked: BTreeMap<usize, Layout>,
+}
+
+struct Arena {
+    handle: Handle,
+    /// Of the data.
+    size: u64,
+    memfd: File,
+    inode: u64,
+    /// The number of the owning device.
+    owner: u32,
+    pool: Option<usize>,
+    foreign: bool,
+}
+
+struct Block {
+    size: u64,
+    arena: u64,
+    secret: u64,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Allocated,
+    /// So many times.
+    Opened(usize),
+    Pooled,
+    Imported,
+}
+
+struct Pool {
+    id: u64,
+    owner: u32,
+    /// The descriptor that is exported, if it may be.
+    marker: Option<OwnedFd>,
+    imported: bool,
+    granted: BTreeSet<c_int>,
+}
+
+/// The 64 bytes of a handle, or of a pointer's export: eight numbers.
+struct Ticket {
+    pid: u32,
+    fd: u32,
+    inode: u64,
+    /// 0 for what is in no pool.
+    pool: u64,
+    slot: u64,
+    secret: u64,
+    offset: u64,
+    size: u64,
+}
+
+const MAGIC: u64 = u64::from_le_bytes(*b"fakeIPC\x01");
+
+impl Ticket {
+    fn bytes(&self) -> [u8; 64] {
+        let place = u64::from(self.pid) << 32 | u64::from(self.fd);
+        let numbers = [MAGIC, place, self.inode, self.pool, self.slot, self.secret, self.offset, self.size];
+        let mut bytes = [0; 64];
+        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
+        bytes
+    }
+
+    fn read(bytes: &[u8; 64]) -> Answer<Self> {
+        let number = |at: usize| {
+            let bytes = &bytes[8 * at..8 * at + 8];
+            bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
+        };
+        if number(0) != MAGIC {
+            return Err(INVALID_VALUE);
+        }
+        Ok(Self {
+            pid: (number(1) >> 32) as u32,
+            fd: number(1) as u32,
+            inode: number(2),
+            pool: number(3),
+            slot: number(4),
+            secret: number(5),
+            offset: number(6),
+            size: number(7),
+        })
+    }
+
+    /// The memory, if the process that it is of still has it, and the block in it.
+    fn memory(&self) -> Answer<File> {
+        let open = OpenOptions::new().read(true).write(true).open(format!("/proc/{}/fd/{}", self.pid, self.fd));
+        let memfd = open.map_err(|_| INVALID_VALUE)?;
+        let metadata = memfd.metadata().map_err(|_| INVALID_VALUE)?;
+        let data = metadata.size().checked_sub(UNIT).ok_or(INVALID_VALUE)?;
+        let mut secret = [0; 8];
+        let there = metadata.ino() == self.inode
+            && self.slot < UNIT / 8
+            && memfd.read_exact_at(&mut secret, data + 8 * self.slot).is_ok()
+            && u64::from_le_bytes(secret) == self.secret
+            && self.offset < data;
+        if there { Ok(memfd) } else { Err(INVALID_VALUE) }
+    }
+
+    /// Whether the process that it is of has ended: a zombie has no program.
+    fn is_orphan(&self) -> bool {
+        fs::read_link(format!("/proc/{}/exe", self.pid)).is_err()
+    }
+}
+
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish() | 1
+}
+
+impl Ipc {
+    pub(crate) fn new() -> Self {
+        Self {
+            host: HostDriver::new(),
+            arenas: BTreeMap::new(),
+            blocks: BTreeMap::new(),
+            pools: BTreeMap::new(),
+            pools_made: 0,
+            page_locked: BTreeMap::new(),
+        }
+    }
+
+    /// Blocks, pools, and pieces of page-locked memory.
+    pub(crate) fn live(&self) -> [u64; 3] {
+        [self.blocks.len(), self.pools.len(), self.page_locked.len()].map(|count| count as u64)
+    }
+
+    /// How much of a device's memory this process allocated.
+    pub(crate) fn held(&self, owner: u32) -> u64 {
+        self.arenas.values().filter(|arena| !arena.foreign && arena.owner == owner).map(|arena| arena.size).sum()
+    }
+
+    // The memory
+
+    fn add_arena(&mut self, handle: Handle, size: u64, memfd: File, arena: (u32, Option<usize>, bool)) -> Answer<u64> {
+        let (owner, pool, foreign) = arena;
+        let whole = size + UNIT;
+        let address = self.host.reserve(whole, 0).map_err(code)?;
+        let mapped = self.host.map(address, whole, 0, handle);
+        mapped.and_then(|()| self.host.set_access(address, whole, HERE, Some(Access::ReadWrite))).map_err(code)?;
+        let inode = memfd.metadata().map_err(|_| UNKNOWN)?.ino();
+        self.arenas.insert(address, Arena { handle, size, memfd, inode, owner, pool, foreign });
+        Ok(address)
+    }
+
+    fn new_arena(&mut self, size: u64, owner: u32, pool: Option<usize>) -> Answer<u64> {
+        let size = size.checked_next_multiple_of(UNIT).filter(|size| *size < u64::MAX - UNIT).ok_or(OUT_OF_MEMORY)?;
+        let properties = Properties { location: HERE, exportable: true, immutable: false };
+        let handle = self.host.create(size + UNIT, &properties).map_err(code)?;
+        let memfd = self.host.export(handle).map_err(code)?;
+        mark(&memfd, 0, owner)?;
+        self.add_arena(handle, size, memfd.into(), (owner, pool, false))
+    }
+
+    /// Where there is room for a small block beside others.
+    fn room(&self, size: u64, owner: u32, pool: Option<usize>) -> Option<(u64, u64)> {
+        let mut own =
+            self.arenas.iter().filter(|(_, arena)| !arena.foreign && arena.owner == owner && arena.pool == pool);
+        own.find_map(|(&start, arena)| {
+            let inside = self.blocks.range(start..start + arena.size);
+            // A large block has its arena for itself.
+            if inside.clone().any(|(_, block)| block.size > SMALL) {
+                return None;
+            }
+            let mut free = start;
+            for (&taken, block) in inside {
+                if taken - free >= size {
+                    break;
+                }
+                free = taken + block.size.next_multiple_of(STEP);
+            }
+            (free + size <= start + arena.size).then_some((start, free))
+        })
+    }
+
+    fn allocate_block(&mut self, size: u64, owner: u32, pool: Option<usize>) -> Answer<u64> {
+        let beside = if size <= SMALL { self.room(size, owner, pool) } else { None };
+        let (arena, address) = match beside {
+            Some(found) => found,
+            None => self.new_arena(size, owner, pool).map(|arena| (arena, arena))?,
+        };
+        let kind = if pool.is_some() { Kind::Pooled } else { Kind::Allocated };
+        let block = Block { size, arena, secret: random(), kind };
+        self.write_secret(address, &block, block.secret)?;
+        self.blocks.insert(address, block);
+        Ok(address)
+    }
+
+    fn write_secret(&self, address: u64, block: &Block, secret: u64) -> Answer {
+        let arena = &self.arenas[&block.arena];
+        let at = arena.size + 8 * ((address - block.arena) / STEP);
+        arena.memfd.write_all_at(&secret.to_le_bytes(), at).map_err(|_| UNKNOWN)
+    }
+
+    /// Forgets a block, and its arena with the last one in it. Whoever else has the memory open keeps it.
+    fn drop_block(&mut self, address: u64) -> Answer {
+        let block = self.blocks.remove(&address).ok_or(INVALID_VALUE)?;
+        if matches!(block.kind, Kind::Allocated | Kind::Pooled) {
+            self.write_secret(address, &block, 0)?;
+        }
+        if self.blocks.values().any(|other| other.arena == block.arena) {
+            return Ok(());
+        }
+        let arena = self.arenas.remove(&block.arena).ok_or(UNKNOWN)?;
+        let whole = arena.size + UNIT;
+        self.host.unmap(block.arena, whole).map_err(code)?;
+        self.host.free(block.arena, whole).map_err(code)?;
+        self.host.release(arena.handle).map_err(code)
+    }
+
+    fn block(&self, address: u64) -> Option<(u64, &Block)> {
+        let (&start, block) = self.blocks.range(..=address).next_back()?;
+        (address - start < block.size).then_some((start, block))
+    }
+
+    /// `cuMemGetAddressRange`: of this memory, if it is.
+    pub(crate) fn range(&self, address: u64) -> Option<(u64, u64)> {
+        self.block(address).map(|(start, block)| (start, block.size))
+    }
+
+    /// Whether a copy may touch a range, if it starts in this memory.
+    pub(crate) fn copy(&self, device: c_int, peers: bool, address: u64, size: u64) -> Option<Answer<&HostDriver>> {
+        let (start, block) = self.block(address)?;
+        let arena = &self.arenas[&block.arena];
+        let granted = match arena.pool {
+            Some(pool) => self.pools.get(&pool).is_some_and(|pool| pool.granted.contains(&device)),
+            None => peers || i64::from(arena.owner) == i64::from(device),
+        };
+        let whole = size <= block.size - (address - start);
+        Some(if granted && whole { Ok(&self.host) } else { Err(INVALID_VALUE) })
+    }
+
+    fn ticket(&self, start: u64, pool: u64) -> Answer<[u8; 64]> {
+        let block = &self.blocks[&start];
+        let arena = &self.arenas[&block.arena];
+        let offset = start - block.arena;
+        let fd = arena.memfd.as_raw_fd() as u32;
+        let (inode, secret, slot, size) = (arena.inode, block.secret, offset / STEP, block.size);
+        Ok(Ticket { pid: process::id(), fd, inode, pool, slot, secret, offset, size }.bytes())
+    }
+
+    /// Where the memory of another owner's ticket is mapped here. It is mapped once for all that lies in it.
+    fn foreign_arena(&mut self, ticket: &Ticket, memfd: File, owner: u32, pool: Option<usize>) -> Answer<u64> {
+        let known = self.arenas.iter().find(|(_, arena)| {
+            let same = (arena.inode, arena.pool) == (ticket.inode, pool);
+            arena.foreign && same
+        });
+        if let Some((&address, _)) = known {
+            return Ok(address);
+        }
+        let whole = memfd.metadata().map_err(|_| INVALID_VALUE)?.size();
+        let handle = self.host.import(memfd.as_fd(), whole).map_err(code)?;
+        self.add_arena(handle, whole - UNIT, memfd, (owner, pool, true))
+    }
+
+    // Legacy handles
+
+    pub(crate) fn allocate(&mut self, device: c_int, size: u64) -> Answer<u64> {
+        if size == 0 { Err(INVALID_VALUE) } else { self.allocate_block(size, device as u32, None) }
+    }
+
+    pub(crate) fn deallocate(&mut self, address: u64) -> Answer {
+        match self.blocks.get(&address) {
+            Some(block) if block.kind == Kind::Allocated => self.drop_block(address),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    pub(crate) fn handle(&self, address: u64) -> Answer<[u8; 64]> {
+        match self.block(address) {
+            Some((start, block)) if block.kind == Kind::Allocated => self.ticket(start, 0),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    pub(crate) fn open(
+        &mut self,
+        handle: &[u8; 64],
+        flags: c_uint,
+        visible: impl FnOnce(u32) -> Answer,
+    ) -> Answer<u64> {
+        let ticket = Ticket::read(handle)?;
+        if flags != LAZY_ENABLE_PEER_ACCESS || ticket.pool != 0 {
+            return Err(INVALID_VALUE);
+        }
+        if ticket.pid == process::id() {
+            return Err(INVALID_CONTEXT);
+        }
+        if ticket.is_orphan() {
+            return Err(INVALID_HANDLE);
+        }
+        let memfd = ticket.memory()?;
+        let owner = marked(memfd.metadata().map_err(|_| INVALID_VALUE)?.mode());
+        visible(owner)?;
+        let arena = self.foreign_arena(&ticket, memfd, owner, None)?;
+        let address = arena + ticket.offset;
+        let block = Block { size: ticket.size, arena, secret: 0, kind: Kind::Opened(0) };
+        match &mut self.blocks.entry(address).or_insert(block).kind {
+            Kind::Opened(count) => *count += 1,
+            _ => return Err(UNKNOWN),
+        }
+        Ok(address)
+    }
+
+    pub(crate) fn close(&mut self, address: u64) -> Answer {
+        match self.blocks.get_mut(&address).map(|block| &mut block.kind) {
+            Some(Kind::Opened(1)) => self.drop_block(address),
+            Some(Kind::Opened(count)) => {
+                *count -= 1;
+                Ok(())
+            }
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    // Pools
+
+    pub(crate) fn create_pool(&mut self, properties: &PoolProps) -> Answer<usize> {
+        let plain = properties.kind == PINNED
+            && properties.location.kind == DEVICE
+            && properties.win32_security_attributes.is_null()
+            && properties.max_size == 0
+            && properties.usage == 0
+            && properties.reserved == [0; 54];
+        if !plain || ![0, POSIX_FD].contains(&properties.handle_types) {
+            return Err(INVALID_VALUE);
+        }
+        let (id, owner) = (random(), properties.location.id as u32);
+        let marker = if properties.handle_types == POSIX_FD { Some(self.marker(id, owner)?) } else { None };
+        Ok(self.add_pool(Pool { id, owner, marker, imported: false, granted: [owner as c_int].into() }))
+    }
+
+    /// The descriptor of a pool: a file with its identity, and with a mode that nothing else has.
+    fn marker(&self, id: u64, owner: u32) -> Answer<OwnedFd> {
+        let properties = Properties { location: HERE, exportable: true, immutable: false };
+        let handle = self.host.create(UNIT, &properties).map_err(code)?;
+        let marker = self.host.export(handle).map_err(code)?;
+        self.host.release(handle).map_err(code)?;
+        mark(&marker, POOL, owner)?;
+        let file = File::from(marker);
+        file.write_all_at(&id.to_le_bytes(), 0).map_err(|_| UNKNOWN)?;
+        Ok(file.into())
+    }
+
+    fn add_pool(&mut self, pool: Pool) -> usize {
+        self.pools_made += 1;
+        // Far from small numbers, as handles are.
+        let number = 0x7E00_0000_0000 + 0x40 * self.pools_made;
+        self.pools.insert(number, pool);
+        number
+    }
+
+    fn pool(&self, pool: *mut c_void) -> Answer<(usize, &Pool)> {
+        self.pools.get(&pool.addr()).map(|found| (pool.addr(), found)).ok_or(INVALID_VALUE)
+    }
+
+    pub(crate) fn destroy_pool(&mut self, pool: *mut c_void) -> Answer {
+        let (number, _) = self.pool(pool)?;
+        if self.arenas.values().any(|arena| arena.pool == Some(number)) {
+            return Err(INVALID_VALUE);
+        }
+        self.pools.remove(&number);
+        Ok(())
+    }
+
+    pub(crate) fn export_pool(&self, pool: *mut c_void, kind: c_uint, flags: u64) -> Answer<RawFd> {
+        let (_, pool) = self.pool(pool)?;
+        let marker = pool.marker.as_ref().filter(|_| kind == POSIX_FD && flags == 0).ok_or(INVALID_VALUE)?;
+        // Without close-on-exec: nobody may rely on the driver for that.
+        let fd = dup(marker.as_raw_fd());
+        if fd < 0 { Err(UNKNOWN) } else { Ok(fd) }
+    }
+
+    /// `memory` says whether a descriptor is of other memory of this driver.
+    pub(crate) fn import_pool(
+        &mut self,
+        fd: RawFd,
+        kind: c_uint,
+        flags: u64,
+        memory: impl FnOnce(RawFd) -> bool,
+    ) -> Answer<usize> {
+        if kind != POSIX_FD || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let file = File::open(format!("/proc/self/fd/{fd}")).map_err(|_| UNKNOWN)?;
+        let mode = file.metadata().map_err(|_| UNKNOWN)?.mode();
+        if mode & POOL == 0 {
+            return Err(if memory(fd) { NOT_SUPPORTED } else { UNKNOWN });
+        }
+        let mut id = [0; 8];
+        file.read_exact_at(&mut id, 0).map_err(|_| UNKNOWN)?;
+        let (id, owner) = (u64::from_le_bytes(id), marked(mode));
+        Ok(self.add_pool(Pool { id, owner, marker: None, imported: true, granted: [owner as c_int].into() }))
+    }
+
+    pub(crate) fn set_pool_access(&mut self, pool: *mut c_void, access: &AccessDesc, peers: bool) -> Answer {
+        let (number, found) = self.pool(pool)?;
+        let own = found.owner as c_int == access.location.id;
+        match access.flags {
+            0 if own => return Err(INVALID_DEVICE),
+            1 => return Err(NOT_SUPPORTED),
+            3 if !own && !peers => return Err(PEER_ACCESS_UNSUPPORTED),
+            0 | 3 => {}
+            _ => return Err(INVALID_VALUE),
+        }
+        let pool = self.pools.get_mut(&number).ok_or(INVALID_VALUE)?;
+        if access.flags == 3 {
+            pool.granted.insert(access.location.id);
+        } else {
+            pool.granted.remove(&access.location.id);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn allocate_from(&mut self, pool: *mut c_void, size: u64) -> Answer<u64> {
+        let (number, found) = self.pool(pool)?;
+        let owner = found.owner;
+        match size {
+            _ if found.imported => Err(INVALID_VALUE),
+            0 => Ok(0),
+            _ => self.allocate_block(size, owner, Some(number)),
+        }
+    }
+
+    /// Frees memory of a pool: an imported pointer at once, however often it was imported.
+    pub(crate) fn free(&mut self, address: u64) -> Answer {
+        match self.blocks.get(&address) {
+            Some(block) if matches!(block.kind, Kind::Pooled | Kind::Imported) => self.drop_block(address),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    pub(crate) fn export_pointer(&self, address: u64) -> Answer<[u8; 64]> {
+        let block = self.blocks.get(&address).filter(|block| block.kind == Kind::Pooled).ok_or(INVALID_VALUE)?;
+        let pool = self.arenas[&block.arena].pool.and_then(|pool| self.pools.get(&pool));
+        let pool = pool.filter(|pool| pool.marker.is_some()).ok_or(INVALID_VALUE)?;
+        self.ticket(address, pool.id)
+    }
+
+    pub(crate) fn import_pointer(&mut self, pool: *mut c_void, data: &[u8; 64]) -> Answer<u64> {
+        let (number, found) = self.pool(pool)?;
+        let ticket = Ticket::read(data)?;
+        if !found.imported || ticket.pool != found.id {
+            return Err(INVALID_VALUE);
+        }
+        let owner = found.owner;
+        let arena = self.foreign_arena(&ticket, ticket.memory()?, owner, Some(number))?;
+        let address = arena + ticket.offset;
+        self.blocks.entry(address).or_insert(Block { size: ticket.size, arena, secret: 0, kind: Kind::Imported });
+        Ok(address)
+    }
+
+    // Page-locked memory
+
+    pub(crate) fn lock(&mut self, size: usize, flags: c_uint) -> Answer<*mut c_void> {
+        if flags > 7 {
+            return Err(INVALID_VALUE);
+        }
+        if size == 0 {
+            return Ok(ptr::null_mut());
+        }
+        let layout = Layout::from_size_align(size, 4096).map_err(|_| OUT_OF_MEMORY)?;
+        if size as u64 > self.host.memory_info(0).map_err(code)?.free {
+            return Err(OUT_OF_MEMORY);
+        }
+        // SAFETY: the size is not zero.
+        let start = unsafe { alloc(layout) };
+        if start.is_null() {
+            return Err(OUT_OF_MEMORY);
+        }
+        // What is given may hold anything.
+        // SAFETY: it was allocated just now, of this size.
+        unsafe { start.write_bytes(0xA5, size) };
+        self.page_locked.insert(start.addr(), layout);
+        Ok(start.cast())
+    }
+
+    pub(crate) fn unlock(&mut self, start: *mut c_void) -> Answer {
+        let layout = self.page_locked.remove(&start.addr()).ok_or(INVALID_VALUE)?;
+        // SAFETY: the table says that it was allocated with this layout, and it is freed once.
+        unsafe { dealloc(start.cast(), layout) };
+        Ok(())
+    }
+}
+
+pub(crate) const PEER_ACCESS_UNSUPPORTED: u32 = 217;
+
+// What a memfd's own permissions say of it, so that other processes know.
+
+/// It has an owner other than device 0: the number's bits are those of group and others for reading and writing.
+const OWNED: u32 = 0o1000;
+/// It is a pool.
+pub(crate) const POOL: u32 = 0o2000;
+/// It is host memory of a NUMA node.
+pub(crate) const NUMA: u32 = 0o4000;
+
+/// Writes them. Memory of device 0 that is nothing else is left as it is.
+pub(crate) fn mark(memfd: &OwnedFd, kind: u32, owner: u32) -> Answer {
+    if kind == 0 && owner == 0 {
+        return Ok(());
+    }
+    let mode = OWNED | kind | 0o600 | (owner & 0b11) << 1 | (owner >> 2 & 0b11) << 4;
+    let memfd = File::from(memfd.try_clone().map_err(|_| UNKNOWN)?);
+    memfd.set_permissions(Permissions::from_mode(mode)).map_err(|_| UNKNOWN)
+}
+
+/// The owner that [`mark`] wrote.
+pub(crate) fn marked(mode: u32) -> u32 {
+    if mode & OWNED == 0 { 0 } else { mode >> 1 & 0b11 | (mode >> 4 & 0b11) << 2 }
+}

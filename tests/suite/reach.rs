@@ -1,0 +1,401 @@
+//! Memory that the CPU reaches: page-locked memory, windows on mappings, host memory of a NUMA node, and sealed memory.
+
+use std::{os::fd::AsFd, sync::Arc};
+
+use vmmfd::{
+    Error,
+    driver::{
+        Access::{ReadOnly, ReadWrite},
+        Attribute, Driver, Granularity, Handle, Location, Properties, code,
+        cuda::CudaDriver,
+        host::HostDriver,
+    },
+};
+
+use crate::support::{Copy, EXPORTABLE, Fake, Kind, Subject, code, in_fork};
+
+const INVALID: u32 = code::INVALID_VALUE;
+const DEVICE: Location = Location::Device(0);
+const CPU: Location = Location::HostNuma(0);
+const ON_HOST: Properties = Properties { location: CPU, ..EXPORTABLE };
+
+macro_rules! on_every_backend {
+    ($($case:ident,)*) => {
+        mod host {
+            $(#[test] fn $case() { super::$case(crate::support::Subject::host()); })*
+        }
+        mod fake {
+            $(#[test] fn $case() { super::$case(crate::support::Subject::fake()); })*
+        }
+        mod cuda {
+            $(
+                #[test]
+                #[ignore = "needs an NVIDIA GPU: make test-gpu"]
+                fn $case() { super::$case(crate::support::Subject::cuda()); }
+            )*
+        }
+    };
+}
+
+on_every_backend! {
+    other_mechanisms_are_there_or_said_to_be_missing,
+    a_device_reaches_itself_and_none_that_is_not_there,
+    an_extent_is_the_mapping_that_an_address_is_in,
+    page_locked_memory_is_zero_and_private_and_serves_copies,
+    page_locked_memory_outlives_its_driver,
+    host_memory_of_a_node_is_shared_with_device_and_cpu,
+    only_nodes_that_exist_have_memory,
+    device_memory_is_not_for_the_cpu_unless_it_is_host_memory,
+    a_window_shows_what_a_device_wrote_and_the_reverse,
+    a_window_needs_access_of_the_cpu_to_every_byte,
+    a_window_that_may_only_read_refuses_to_write,
+    what_a_window_is_open_on_is_neither_unmapped_nor_changed,
+    a_window_outlives_its_driver,
+    memory_is_made_writable_and_sealed_by_the_kernel_or_not_at_all,
+    forks_reach_nothing,
+}
+
+/// Another driver of the same kind, that shares nothing with the first where that can be.
+fn another(subject: &Subject) -> (Arc<dyn Driver>, Option<Fake>) {
+    match subject.kind {
+        Kind::Host => (Arc::new(HostDriver::new()), None),
+        Kind::Fake => {
+            let fake = Copy::new().load();
+            (Arc::new(CudaDriver::load_from(fake.path()).unwrap()), Some(fake))
+        }
+        Kind::Cuda => (Arc::new(CudaDriver::load().unwrap()), None),
+    }
+}
+
+/// Host memory of a node, mapped, with access for the device and the CPU.
+struct Mapped<'a> {
+    driver: &'a dyn Driver,
+    handle: Handle,
+    address: u64,
+    size: u64,
+}
+
+impl<'a> Mapped<'a> {
+    fn new(driver: &'a dyn Driver, properties: &Properties, units: u64) -> Self {
+        let size = units * driver.granularity(properties, Granularity::Minimum).unwrap();
+        let handle = driver.create(size, properties).unwrap();
+        let address = driver.reserve(size, 0).unwrap();
+        driver.map(address, size, 0, handle).unwrap();
+        driver.set_access(address, size, DEVICE, Some(ReadWrite)).unwrap();
+        Self { driver, handle, address, size }
+    }
+
+    fn for_cpu(self) -> Self {
+        self.driver.set_access(self.address, self.size, CPU, Some(ReadWrite)).unwrap();
+        self
+    }
+
+    fn read<const LENGTH: usize>(&self, offset: u64) -> [u8; LENGTH] {
+        let mut bytes = [0; LENGTH];
+        self.driver.copy_out(0, self.address + offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn end(self) {
+        self.driver.unmap(self.address, self.size).unwrap();
+        self.driver.free(self.address, self.size).unwrap();
+        self.driver.release(self.handle).unwrap();
+    }
+}
+
+fn other_mechanisms_are_there_or_said_to_be_missing(subject: Subject) {
+    let attribute = |attribute| subject.driver.device_attribute(0, attribute).unwrap();
+    let pools = (attribute(Attribute::MemoryPools), attribute(Attribute::PoolHandleTypes) & 1);
+    let legacy = subject.driver.legacy();
+    if subject.kind != Kind::Host {
+        assert!(legacy.is_ok() && subject.driver.pools().is_ok());
+        assert_eq!(pools, (1, 1));
+        return;
+    }
+    assert_eq!(pools, (0, 0));
+    for (answer, word) in
+        [(legacy.map(drop), "cuIpcGetMemHandle"), (subject.driver.pools().map(drop), "cuMemPoolCreate")]
+    {
+        match answer {
+            Err(Error::Unsupported { device, feature }) => {
+                assert!(device.contains("no GPU") && feature.contains(word), "{device} {feature}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn a_device_reaches_itself_and_none_that_is_not_there(subject: Subject) {
+    assert!(subject.driver.can_access_peer(0, 0).unwrap());
+    for (ordinal, peer) in [(0, 99), (99, 0), (99, 99)] {
+        assert_eq!(code(subject.driver.can_access_peer(ordinal, peer)), code::INVALID_DEVICE);
+    }
+}
+
+fn an_extent_is_the_mapping_that_an_address_is_in(mut subject: Subject) {
+    subject.alone();
+    let (driver, unit) = (&subject.driver, subject.unit());
+    let mapped = Mapped::new(&**driver, &EXPORTABLE, 2);
+    let beside = driver.reserve(2 * unit, 0).unwrap();
+    for offset in [0, 1, unit, 2 * unit - 1] {
+        assert_eq!(driver.extent(0, mapped.address + offset).unwrap(), (mapped.address, 2 * unit));
+    }
+    assert_eq!(code(driver.extent(99, mapped.address)), code::INVALID_DEVICE);
+    let local = 0u8;
+    for (what, address) in [("reserved", beside), ("this process's", &raw const local as u64), ("no", u64::MAX)] {
+        assert_eq!(code(driver.extent(0, address)), INVALID, "{what} memory");
+    }
+    driver.free(beside, 2 * unit).unwrap();
+    let address = mapped.address;
+    mapped.end();
+    assert_eq!(code(driver.extent(0, address)), INVALID, "unmapped");
+}
+
+// Page-locked memory
+
+fn page_locked_memory_is_zero_and_private_and_serves_copies(subject: Subject) {
+    let driver = &subject.driver;
+    let memory = Mapped::new(&**driver, &EXPORTABLE, 1);
+    for round in 1..=2 {
+        let mut locked = driver.page_lock(0, 100_001).unwrap();
+        assert_eq!((locked.size(), locked.len()), (100_001, 100_001));
+        assert!(locked.iter().all(|byte| *byte == 0), "what was there before is still there");
+        locked.fill(round);
+        driver.copy_in(0, memory.address, &locked).unwrap();
+        locked.fill(9);
+        driver.copy_out(0, memory.address, &mut locked[1..]).unwrap();
+        assert_eq!((locked[0], locked[1], locked[100_000]), (9, round, round));
+        let count = || subject.fake.as_ref().map_or(1, |fake| fake.live()[6]);
+        let before = count();
+        drop(locked);
+        assert_eq!(count(), before - subject.fake.iter().count() as u64, "it is given back");
+    }
+    assert_eq!(code(driver.page_lock(0, 0)), INVALID);
+    assert_eq!(code(driver.page_lock(99, 4096)), code::INVALID_DEVICE);
+    assert_eq!(code(driver.page_lock(0, 1 << 50)), code::OUT_OF_MEMORY);
+    memory.end();
+}
+
+fn page_locked_memory_outlives_its_driver(subject: Subject) {
+    let (driver, fake) = another(&subject);
+    let mut locked = driver.page_lock(0, 4096).unwrap();
+    drop(driver);
+    locked[4095] = 1;
+    assert_eq!(locked.iter().map(|byte| u64::from(*byte)).sum::<u64>(), 1);
+    drop(locked);
+    if let Some(fake) = fake {
+        assert_eq!(fake.live(), [0; 7], "the context is kept");
+    }
+}
+
+// Host memory
+
+fn host_memory_of_a_node_is_shared_with_device_and_cpu(subject: Subject) {
+    let (driver, unit) = (&subject.driver, subject.unit());
+    assert_eq!(driver.device_attribute(0, Attribute::HostNumaVirtualMemoryManagement).unwrap(), 1);
+    assert!(driver.device_attribute(0, Attribute::HostNumaId).unwrap() >= 0);
+    let mapped = Mapped::new(&**driver, &ON_HOST, 1).for_cpu();
+    assert_eq!(mapped.size, unit);
+    let location = if subject.kind == Kind::Host { DEVICE } else { CPU };
+    assert_eq!(driver.properties(mapped.handle).unwrap(), Properties { location, ..EXPORTABLE });
+    let fd = driver.export(mapped.handle).unwrap();
+    let imported = driver.import(fd.as_fd(), unit).unwrap();
+    let told = driver.properties(imported).unwrap();
+    assert_eq!(told, Properties { location, exportable: false, immutable: false });
+    let address = driver.reserve(2 * unit, 0).unwrap();
+    assert_eq!(code(driver.map(address, 2 * unit, 0, imported)), code::NOT_SUPPORTED, "another size");
+    driver.map(address, unit, 0, imported).unwrap();
+    driver.set_access(address, unit, CPU, Some(ReadWrite)).unwrap();
+    driver.set_access(address, unit, DEVICE, Some(ReadOnly)).unwrap();
+    let window = driver.window(address, unit).unwrap();
+    driver.copy_in(0, mapped.address, b"by the device").unwrap();
+    let mut bytes = [0; 13];
+    window.read(0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"by the device");
+    if subject.kind != Kind::Host {
+        // One place, one access: the host backend's CPU is its device.
+        assert_eq!(code(driver.copy_in(0, address, b"no")), INVALID, "the device may only read there");
+        window.write(0, b"by the CPU").unwrap();
+        assert_eq!(&mapped.read(0), b"by the CPU");
+    }
+    drop(window);
+    driver.unmap(address, unit).unwrap();
+    driver.free(address, 2 * unit).unwrap();
+    driver.release(imported).unwrap();
+    mapped.end();
+}
+
+fn only_nodes_that_exist_have_memory(subject: Subject) {
+    for node in [99, -1] {
+        let nowhere = Properties { location: Location::HostNuma(node), ..EXPORTABLE };
+        assert_eq!(code(subject.driver.create(subject.unit(), &nowhere)), INVALID, "node {node}");
+    }
+}
+
+fn device_memory_is_not_for_the_cpu_unless_it_is_host_memory(subject: Subject) {
+    let driver = &subject.driver;
+    let mapped = Mapped::new(&**driver, &EXPORTABLE, 1);
+    let given = code(driver.set_access(mapped.address, mapped.size, CPU, Some(ReadWrite)));
+    let window = driver.window(mapped.address, mapped.size);
+    match subject.kind {
+        Kind::Host => assert_eq!((given, code(window)), (0, 0)),
+        Kind::Fake | Kind::Cuda => assert_eq!((given, code(window)), (code::NOT_SUPPORTED, INVALID)),
+    }
+    mapped.end();
+}
+
+// Windows
+
+fn a_window_shows_what_a_device_wrote_and_the_reverse(subject: Subject) {
+    let driver = &subject.driver;
+    let mapped = Mapped::new(&**driver, &ON_HOST, 2).for_cpu();
+    let window = driver.window(mapped.address + 100, mapped.size - 100).unwrap();
+    assert_eq!(window.size(), mapped.size - 100);
+    assert!(window.slice().is_none(), "others may write to it");
+    driver.copy_in(0, mapped.address + 100, b"by the device").unwrap();
+    let mut bytes = [0; 10];
+    window.read(3, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"the device");
+    window.write(window.size() - 7, b"the CPU").unwrap();
+    assert_eq!(&mapped.read(mapped.size - 7), b"the CPU");
+    for (offset, length) in [(window.size() - 6, 7), (window.size() + 1, 0), (u64::MAX, 2)] {
+        let answers = [window.read(offset, &mut vec![0; length]), window.write(offset, &vec![0; length])];
+        for answer in answers {
+            assert!(matches!(answer, Err(Error::OutOfRange { size, .. }) if size == window.size()), "{answer:?}");
+        }
+    }
+    window.read(window.size(), &mut []).unwrap();
+    drop(window);
+    mapped.end();
+}
+
+fn a_window_needs_access_of_the_cpu_to_every_byte(subject: Subject) {
+    let (driver, unit) = (&subject.driver, subject.unit());
+    let address = driver.reserve(3 * unit, 0).unwrap();
+    let handles = [0, 1].map(|at| {
+        let handle = driver.create(unit, &ON_HOST).unwrap();
+        driver.map(address + at * unit, unit, 0, handle).unwrap();
+        handle
+    });
+    driver.set_access(address, unit, CPU, Some(ReadWrite)).unwrap();
+    for (what, start, size) in [
+        ("nothing", address, 0),
+        ("what is not accessible", address + unit, unit),
+        ("more than is accessible", address, unit + 1),
+        ("more than is mapped", address, 3 * unit),
+        ("what is not mapped", address + 2 * unit, 1),
+        ("what is before", address - 1, 2),
+        ("around the end of addresses", u64::MAX - 1, 4),
+    ] {
+        assert_eq!(code(driver.window(start, size)), INVALID, "{what}");
+    }
+    driver.set_access(address + unit, unit, CPU, Some(ReadOnly)).unwrap();
+    let both = driver.window(address + unit - 3, 6).unwrap();
+    both.read(0, &mut [0; 6]).unwrap();
+    assert_eq!(code(both.write(0, b"x")), INVALID, "one byte that is only read is enough");
+    driver.window(address, unit).unwrap().write(0, b"x").unwrap();
+    drop(both);
+    if subject.kind != Kind::Host {
+        driver.set_access(address, 2 * unit, DEVICE, Some(ReadWrite)).unwrap();
+        driver.set_access(address, 2 * unit, CPU, None).unwrap();
+        assert_eq!(code(driver.window(address, unit)), INVALID, "the device's access is not the CPU's");
+    }
+    driver.unmap(address, 3 * unit).unwrap();
+    assert_eq!(code(driver.window(address, unit)), INVALID, "unmapped");
+    driver.free(address, 3 * unit).unwrap();
+    handles.into_iter().for_each(|handle| driver.release(handle).unwrap());
+}
+
+fn a_window_that_may_only_read_refuses_to_write(subject: Subject) {
+    let driver = &subject.driver;
+    let mapped = Mapped::new(&**driver, &ON_HOST, 1).for_cpu();
+    driver.copy_in(0, mapped.address, b"read me").unwrap();
+    driver.set_access(mapped.address, mapped.size, CPU, Some(ReadOnly)).unwrap();
+    let window = driver.window(mapped.address, mapped.size).unwrap();
+    let mut bytes = [0; 7];
+    window.read(0, &mut bytes).unwrap();
+    assert_eq!((&bytes, code(window.write(0, b"no"))), (b"read me", INVALID));
+    assert!(window.slice().is_none(), "others may still write to it");
+    drop(window);
+    mapped.end();
+}
+
+fn what_a_window_is_open_on_is_neither_unmapped_nor_changed(subject: Subject) {
+    let (driver, unit) = (&subject.driver, subject.unit());
+    let mapped = Mapped::new(&**driver, &ON_HOST, 2).for_cpu();
+    let beside = Mapped::new(&**driver, &ON_HOST, 1).for_cpu();
+    let windows = [(unit, 1), (unit, 1), (2 * unit - 1, 1)].map(|(at, size)| driver.window(mapped.address + at, size));
+    let mut windows: Vec<_> = windows.into_iter().map(Result::unwrap).collect();
+    while !windows.is_empty() {
+        let before = subject.fake.as_ref().map(|fake| fake.calls(""));
+        assert_eq!(code(driver.unmap(mapped.address, mapped.size)), INVALID);
+        for (location, access) in [(DEVICE, None), (DEVICE, Some(ReadWrite)), (CPU, Some(ReadOnly)), (CPU, None)] {
+            assert_eq!(code(driver.set_access(mapped.address, mapped.size, location, access)), INVALID);
+        }
+        assert_eq!(code(driver.free(mapped.address, mapped.size)), INVALID);
+        assert_eq!(subject.fake.as_ref().map(|fake| fake.calls("")), before, "none of it reached the driver");
+        driver.set_access(beside.address, unit, CPU, Some(ReadOnly)).unwrap();
+        windows.pop().unwrap().write(0, b"x").unwrap();
+    }
+    driver.set_access(mapped.address, mapped.size, CPU, Some(ReadOnly)).unwrap();
+    mapped.end();
+    beside.end();
+}
+
+fn a_window_outlives_its_driver(subject: Subject) {
+    let (driver, _fake) = another(&subject);
+    let mapped = Mapped::new(&*driver, &ON_HOST, 1).for_cpu();
+    let (window, other) = (driver.window(mapped.address, 4096).unwrap(), driver.window(mapped.address, 1).unwrap());
+    drop(driver);
+    for window in [other, window] {
+        window.write(0, b"!").unwrap();
+        let mut byte = [0];
+        window.read(0, &mut byte).unwrap();
+        assert_eq!(&byte, b"!");
+    }
+}
+
+// Sealed memory
+
+fn memory_is_made_writable_and_sealed_by_the_kernel_or_not_at_all(subject: Subject) {
+    let (driver, unit) = (&subject.driver, subject.unit());
+    assert_eq!(code(driver.create(unit, &Properties { immutable: true, ..EXPORTABLE })), INVALID);
+    let handle = driver.create(unit, &EXPORTABLE).unwrap();
+    assert!(!driver.properties(handle).unwrap().immutable);
+    let enforced = driver.seal(handle).unwrap();
+    assert_eq!(enforced, subject.kind == Kind::Host);
+    assert_eq!(driver.properties(handle).unwrap(), Properties { immutable: enforced, ..EXPORTABLE });
+    assert_eq!(driver.seal(handle).unwrap(), enforced, "again");
+    driver.release(handle).unwrap();
+    assert_eq!(code(driver.seal(handle)), INVALID, "released");
+}
+
+fn forks_reach_nothing(subject: Subject) {
+    let driver = Arc::clone(&subject.driver);
+    let mapped = Mapped::new(&*driver, &ON_HOST, 1).for_cpu();
+    let window = driver.window(mapped.address, mapped.size).unwrap();
+    let locked = driver.page_lock(0, 4096).unwrap();
+    let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
+    let mut owners = Some((window, locked));
+    let before = calls();
+    in_fork(|| {
+        let (window, locked) = owners.take().unwrap();
+        let answers = [
+            driver.can_access_peer(0, 0).map(drop),
+            driver.extent(0, mapped.address).map(drop),
+            driver.seal(mapped.handle).map(drop),
+            driver.page_lock(0, 1).map(drop),
+            driver.window(mapped.address, 1).map(drop),
+            driver.legacy().map(drop),
+            driver.pools().map(drop),
+            window.read(0, &mut [0]),
+            window.write(0, b"x"),
+        ];
+        let told = answers.iter().all(|answer| matches!(answer, Err(Error::Forked { .. })));
+        let nothing = window.slice().is_none();
+        drop((window, locked));
+        told && nothing && calls() == before
+    });
+    drop(owners);
+    mapped.end();
+}

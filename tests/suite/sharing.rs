@@ -1,0 +1,486 @@
+//! Legacy handles and memory pools, as the CUDA backend offers them: on the emulated driver, and on a GPU. What they expect
+//! is what an H200 was seen to do.
+
+#![allow(unsafe_code, reason = "descriptors as numbers")]
+
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    os::{
+        fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    process::Command,
+    thread,
+    time::Duration,
+};
+
+use nix::{
+    fcntl::{FcntlArg, FdFlag, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+    unistd::dup,
+};
+use sendfd::{RecvWithFd, SendWithFd};
+use vmmfd::driver::{Access::ReadWrite, LegacyIpc, Location, Pools, code};
+
+use crate::support::{EXPORTABLE, Kind, Subject, code, in_child};
+
+const INVALID: u32 = code::INVALID_VALUE;
+const INVALID_CONTEXT: u32 = 201;
+const INVALID_HANDLE: u32 = 400;
+
+macro_rules! on_cuda {
+    ($($case:ident,)*) => {
+        mod fake {
+            $(#[test] fn $case() { super::$case(crate::support::Subject::fake()); })*
+        }
+        mod cuda {
+            $(
+                #[test]
+                #[ignore = "needs an NVIDIA GPU: make test-gpu"]
+                fn $case() { super::$case(crate::support::Subject::cuda()); }
+            )*
+        }
+    };
+}
+
+on_cuda! {
+    legacy_memory_has_the_size_asked_for_and_is_freed_once,
+    copies_stay_inside_a_block,
+    a_legacy_handle_is_of_a_whole_allocation_of_its_own_kind,
+    a_legacy_handle_is_not_opened_where_it_is_from_nor_if_it_is_none,
+    legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted,
+    legacy_memory_freed_by_its_owner_stays_where_it_is_open,
+    legacy_memory_outlives_its_owner_where_it_is_open,
+    a_pool_gives_memory_and_goes_once_nothing_of_it_is_left,
+    a_pools_descriptor_is_new_and_closed_on_exec,
+    descriptors_that_are_no_pool_are_refused,
+    a_pool_imported_in_the_same_process_shows_the_same_bytes,
+    a_pointer_is_imported_by_its_own_bytes_alone,
+    a_pointer_imported_twice_is_given_back_twice,
+    an_imported_pool_gives_nothing_of_its_own,
+    pool_memory_of_another_process_outlives_it,
+}
+
+fn legacy(subject: &Subject) -> &dyn LegacyIpc {
+    subject.driver.legacy().unwrap()
+}
+
+fn pools(subject: &Subject) -> &dyn Pools {
+    subject.driver.pools().unwrap()
+}
+
+fn write(subject: &Subject, address: u64, bytes: &[u8]) {
+    subject.driver.copy_in(0, address, bytes).unwrap();
+}
+
+fn read<const LENGTH: usize>(subject: &Subject, address: u64) -> [u8; LENGTH] {
+    let mut bytes = [0; LENGTH];
+    subject.driver.copy_out(0, address, &mut bytes).unwrap();
+    bytes
+}
+
+fn closes_on_exec(fd: impl AsFd) -> bool {
+    FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
+}
+
+/// Runs `owner` in another process and `here` in this one, each with a driver of its own and an end of a socket. The end of
+/// file that `here` reads at last says that the other process is gone.
+fn with_owner(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
+    let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
+    let (near, far) = UnixStream::pair().unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let prepare = |command: &mut Command| {
+                command.stdin(OwnedFd::from(far));
+            };
+            in_child(&format!("sharing::{module}::{test}"), prepare, || {
+                owner(subject, Wire::new(UnixStream::from(dup(io::stdin()).unwrap())));
+                String::new()
+            })
+        });
+        here(Wire::new(near));
+    });
+}
+
+/// An end of a socket; nothing is waited for longer than a deadline.
+struct Wire(UnixStream);
+
+impl Wire {
+    fn new(stream: UnixStream) -> Self {
+        stream.set_read_timeout(Some(Duration::from_secs(40))).unwrap();
+        Self(stream)
+    }
+
+    fn say(&self, bytes: &[u8]) {
+        (&self.0).write_all(bytes).unwrap();
+    }
+
+    fn hear<const LENGTH: usize>(&self) -> [u8; LENGTH] {
+        let mut bytes = [0; LENGTH];
+        (&self.0).read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn hear_the_end(&self) {
+        assert_eq!((&self.0).read(&mut [0]).unwrap(), 0);
+    }
+}
+
+// Legacy handles
+
+fn legacy_memory_has_the_size_asked_for_and_is_freed_once(mut subject: Subject) {
+    // Another test might be given the addresses that this one freed.
+    subject.alone();
+    let legacy = legacy(&subject);
+    assert_eq!(code(legacy.allocate(0, 0)), INVALID);
+    assert_eq!(code(legacy.allocate(0, 1 << 50)), code::OUT_OF_MEMORY);
+    assert_eq!(code(legacy.allocate(99, 4096)), code::INVALID_DEVICE);
+    for size in [1, 4096, 1 << 20, (1 << 20) + 1, (4 << 20) + 5] {
+        let address = legacy.allocate(0, size).unwrap();
+        assert_eq!(subject.driver.extent(0, address).unwrap(), (address, size));
+        assert_eq!(subject.driver.extent(0, address + size - 1).unwrap(), (address, size));
+        assert_eq!(address % if size > 1 << 20 { 2 << 20 } else { 512 }, 0, "{size} bytes");
+        for (what, ordinal, at) in [("the middle", 0, address + size), ("another device", 1, address), ("null", 0, 0)] {
+            assert_eq!(code(legacy.deallocate(ordinal, at)), INVALID, "{what}");
+        }
+        assert_eq!(code(legacy.close(0, address)), INVALID, "what was not opened");
+        assert_eq!(code(pools(&subject).free(0, address)), INVALID, "what is of no pool");
+        legacy.deallocate(0, address).unwrap();
+        assert_eq!(code(legacy.deallocate(0, address)), INVALID, "twice");
+        assert_eq!(code(subject.driver.extent(0, address)), INVALID, "freed");
+    }
+}
+
+fn copies_stay_inside_a_block(subject: Subject) {
+    let legacy = legacy(&subject);
+    let blocks = [(); 3].map(|()| legacy.allocate(0, 1000).unwrap());
+    for (address, byte) in blocks.iter().zip(1..) {
+        write(&subject, *address, &[byte; 1000]);
+    }
+    let driver = &subject.driver;
+    for address in blocks {
+        for (start, length) in [(address + 1, 1000), (address - 1, 2), (address + 1000, 1), (address, 1001)] {
+            assert_eq!(code(driver.copy_in(0, start, &vec![9; length])), INVALID, "{start:#x} {length}");
+            assert_eq!(code(driver.copy_out(0, start, &mut vec![9; length])), INVALID, "{start:#x} {length}");
+        }
+    }
+    assert_eq!(blocks.map(|address| read::<1000>(&subject, address)), [1, 2, 3].map(|byte| [byte; 1000]));
+    blocks.into_iter().for_each(|address| legacy.deallocate(0, address).unwrap());
+}
+
+fn a_legacy_handle_is_of_a_whole_allocation_of_its_own_kind(mut subject: Subject) {
+    // Another test might be given the addresses that this one freed.
+    subject.alone();
+    let (driver, legacy, unit) = (&subject.driver, legacy(&subject), subject.unit());
+    let [one, two] = [(); 2].map(|()| legacy.allocate(0, 4096).unwrap());
+    let handle = legacy.handle(0, one).unwrap();
+    assert_eq!(legacy.handle(0, one + 4095).unwrap(), handle, "of the middle");
+    assert_ne!(legacy.handle(0, two).unwrap(), handle, "of another");
+    let vmm = driver.reserve(unit, 0).unwrap();
+    let memory = driver.create(unit, &EXPORTABLE).unwrap();
+    driver.map(vmm, unit, 0, memory).unwrap();
+    driver.set_access(vmm, unit, Location::Device(0), Some(ReadWrite)).unwrap();
+    let pools = pools(&subject);
+    let pool = pools.create(0).unwrap();
+    let pooled = pools.allocate(pool, 0, 4096).unwrap();
+    legacy.deallocate(0, two).unwrap();
+    for (what, address) in [("mapped", vmm), ("pool", pooled), ("freed", two), ("no", 4096)] {
+        assert_eq!(code(legacy.handle(0, address)), INVALID, "{what} memory");
+        assert_eq!(code(legacy.deallocate(0, address)), INVALID, "{what} memory");
+    }
+    pools.free(0, pooled).unwrap();
+    pools.destroy(pool).unwrap();
+    driver.unmap(vmm, unit).unwrap();
+    driver.free(vmm, unit).unwrap();
+    driver.release(memory).unwrap();
+    legacy.deallocate(0, one).unwrap();
+}
+
+fn a_legacy_handle_is_not_opened_where_it_is_from_nor_if_it_is_none(subject: Subject) {
+    let legacy = legacy(&subject);
+    let address = legacy.allocate(0, 4096).unwrap();
+    let handle = legacy.handle(0, address).unwrap();
+    assert_eq!(code(legacy.open(0, &handle)), INVALID_CONTEXT);
+    assert_eq!(code(legacy.open(0, &[0; 64])), INVALID);
+    legacy.deallocate(0, address).unwrap();
+}
+
+/// Shares an allocation and does as it is told: `f` frees it, `w` writes to it, and anything ends it all.
+fn legacy_owner(subject: &Subject, wire: Wire) {
+    let legacy = legacy(subject);
+    let address = legacy.allocate(0, 3000).unwrap();
+    write(subject, address, b"from its owner");
+    wire.say(&legacy.handle(0, address).unwrap());
+    let mut freed = false;
+    loop {
+        match &wire.hear() {
+            b"w" => write(subject, address, b"seen"),
+            b"r" => {
+                let bytes: [u8; 4] = read(subject, address);
+                wire.say(&bytes);
+                continue;
+            }
+            b"f" => {
+                legacy.deallocate(0, address).unwrap();
+                freed = true;
+            }
+            _ => break,
+        }
+        wire.say(b".");
+    }
+    if !freed {
+        legacy.deallocate(0, address).unwrap();
+    }
+}
+
+fn legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted(mut subject: Subject) {
+    subject.alone();
+    let test = "legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted";
+    with_owner(&subject, test, legacy_owner, |wire| {
+        let (driver, legacy) = (&subject.driver, legacy(&subject));
+        let handle: [u8; 64] = wire.hear();
+        let address = legacy.open(0, &handle).unwrap();
+        assert_eq!(driver.extent(0, address).unwrap(), (address, 3000));
+        assert_eq!(&read(&subject, address), b"from its owner");
+        write(&subject, address, b"back");
+        wire.say(b"r");
+        assert_eq!(&wire.hear(), b"back");
+        wire.say(b"w");
+        assert_eq!(&wire.hear(), b".");
+        assert_eq!(&read(&subject, address), b"seen");
+        assert_eq!(code(driver.copy_out(0, address + 2999, &mut [0; 2])), INVALID, "past its end");
+        assert_eq!(code(legacy.handle(0, address)), INVALID, "a handle of what was opened");
+        assert_eq!(code(legacy.deallocate(0, address)), INVALID, "what was opened is not freed");
+        assert_eq!(code(pools(&subject).export_pointer(0, address)), INVALID, "nor of a pool");
+        assert_eq!(code(legacy.close(0, address + 1)), INVALID, "not its start");
+        assert_eq!(legacy.open(0, &handle).unwrap(), address, "the same again");
+        legacy.close(0, address).unwrap();
+        assert_eq!(&read(&subject, address), b"seen", "once is left");
+        legacy.close(0, address).unwrap();
+        assert_eq!(code(legacy.close(0, address)), INVALID, "once too often");
+        assert_eq!(code(driver.copy_out(0, address, &mut [0; 4])), INVALID, "closed");
+        wire.say(b"x");
+    });
+}
+
+fn legacy_memory_freed_by_its_owner_stays_where_it_is_open(mut subject: Subject) {
+    subject.alone();
+    let test = "legacy_memory_freed_by_its_owner_stays_where_it_is_open";
+    with_owner(&subject, test, legacy_owner, |wire| {
+        let legacy = legacy(&subject);
+        let handle: [u8; 64] = wire.hear();
+        let address = legacy.open(0, &handle).unwrap();
+        wire.say(b"f");
+        assert_eq!(&wire.hear(), b".");
+        assert_eq!(&read(&subject, address), b"from its owner");
+        legacy.close(0, address).unwrap();
+        assert_eq!(code(legacy.open(0, &handle)), INVALID, "opened after it was freed");
+        wire.say(b"x");
+    });
+}
+
+fn legacy_memory_outlives_its_owner_where_it_is_open(mut subject: Subject) {
+    subject.alone();
+    let test = "legacy_memory_outlives_its_owner_where_it_is_open";
+    let leave = |subject: &Subject, wire: Wire| {
+        let address = legacy(subject).allocate(0, 8 << 20).unwrap();
+        write(subject, address, b"from its owner");
+        wire.say(&legacy(subject).handle(0, address).unwrap());
+        wire.hear::<1>();
+    };
+    with_owner(&subject, test, leave, |wire| {
+        let legacy = legacy(&subject);
+        let handle: [u8; 64] = wire.hear();
+        let address = legacy.open(0, &handle).unwrap();
+        wire.say(b"x");
+        wire.hear_the_end();
+        assert_eq!(&read(&subject, address), b"from its owner");
+        assert_eq!(subject.driver.extent(0, address).unwrap(), (address, 8 << 20));
+        legacy.close(0, address).unwrap();
+        assert_eq!(code(legacy.open(0, &handle)), INVALID_HANDLE);
+    });
+}
+
+// Pools
+
+fn a_pool_gives_memory_and_goes_once_nothing_of_it_is_left(mut subject: Subject) {
+    subject.alone();
+    let (driver, pools) = (&subject.driver, pools(&subject));
+    assert_eq!(code(pools.create(99)), code::INVALID_DEVICE);
+    let pool = pools.create(0).unwrap();
+    assert_eq!(code(pools.allocate(pool, 0, 0)), INVALID);
+    assert_eq!(code(pools.allocate(pool, 0, 1 << 50)), code::OUT_OF_MEMORY);
+    let addresses = [1, 1000, 3 << 20].map(|size| {
+        let address = pools.allocate(pool, 0, size).unwrap();
+        assert_eq!((address % 512, driver.extent(0, address).unwrap()), (0, (address, size)));
+        write(&subject, address, &[7]);
+        assert_eq!(code(driver.copy_out(0, address, &mut vec![0; size as usize + 1])), INVALID, "past its end");
+        address
+    });
+    pools.allow(pool, 0).unwrap();
+    assert_ne!(code(pools.allow(pool, 99)), 0);
+    assert_eq!(code(pools.destroy(pool)), INVALID, "with memory of it in use");
+    for address in addresses {
+        assert_eq!(read(&subject, address), [7]);
+        for (what, ordinal, at) in [("the middle", 0, address + 1), ("another device", 1, address)] {
+            assert_eq!(code(pools.free(ordinal, at)), INVALID, "{what}");
+        }
+        assert_eq!(code(legacy(&subject).deallocate(0, address)), INVALID);
+        pools.free(0, address).unwrap();
+        assert_eq!(code(pools.free(0, address)), INVALID, "twice");
+        assert_eq!(code(driver.copy_out(0, address, &mut [0])), INVALID, "freed");
+    }
+    pools.destroy(pool).unwrap();
+    for answer in [
+        code(pools.destroy(pool)),
+        code(pools.export(pool)),
+        code(pools.allow(pool, 0)),
+        code(pools.allocate(pool, 0, 1)),
+        code(pools.import_pointer(pool, 0, &[0; 64])),
+    ] {
+        assert_eq!(answer, INVALID, "destroyed");
+    }
+}
+
+fn a_pools_descriptor_is_new_and_closed_on_exec(subject: Subject) {
+    let pools = pools(&subject);
+    let pool = pools.create(0).unwrap();
+    let fds = [(); 2].map(|()| pools.export(pool).unwrap());
+    assert!(fds.iter().all(closes_on_exec));
+    // It stays the caller's.
+    let imported = pools.import(fds[0].as_fd()).unwrap();
+    assert!(closes_on_exec(&fds[0]));
+    pools.destroy(imported).unwrap();
+    pools.destroy(pool).unwrap();
+}
+
+fn descriptors_that_are_no_pool_are_refused(subject: Subject) {
+    let (driver, pools, unit) = (&subject.driver, pools(&subject), subject.unit());
+    let null = File::open("/dev/null").unwrap();
+    let memfd = memfd_create(c"no pool", MFdFlags::MFD_CLOEXEC).unwrap();
+    for (what, fd) in [("a device", null.as_fd()), ("a memfd", memfd.as_fd())] {
+        assert_eq!(code(pools.import(fd)), code::UNKNOWN, "{what}");
+    }
+    let memory = driver.create(unit, &EXPORTABLE).unwrap();
+    let exported = driver.export(memory).unwrap();
+    assert_eq!(code(pools.import(exported.as_fd())), code::NOT_SUPPORTED, "memory");
+    driver.release(memory).unwrap();
+    let pool = pools.create(0).unwrap();
+    let exported = pools.export(pool).unwrap();
+    assert_eq!(code(driver.import(exported.as_fd(), unit)), code::NOT_SUPPORTED, "a pool as memory");
+    pools.destroy(pool).unwrap();
+}
+
+fn a_pool_imported_in_the_same_process_shows_the_same_bytes(subject: Subject) {
+    let pools = pools(&subject);
+    let pool = pools.create(0).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    assert_ne!(imported, pool);
+    let [one, two] = [1000, 2000].map(|size| pools.allocate(pool, 0, size).unwrap());
+    write(&subject, one, b"the first");
+    write(&subject, two, b"the second");
+    let [near, far] = [one, two].map(|address| {
+        let data = pools.export_pointer(0, address).unwrap();
+        pools.import_pointer(imported, 0, &data).unwrap()
+    });
+    assert!(![one, two].contains(&near) && ![one, two].contains(&far));
+    assert_eq!((&read(&subject, near), &read(&subject, far)), (b"the first", b"the second"));
+    assert_eq!(subject.driver.extent(0, near).unwrap(), (near, 1000));
+    assert_eq!(subject.driver.extent(0, far + 1999).unwrap(), (far, 2000));
+    write(&subject, far, b"from there");
+    assert_eq!(&read(&subject, two), b"from there");
+    [one, two, near, far].into_iter().for_each(|address| pools.free(0, address).unwrap());
+    pools.destroy(imported).unwrap();
+    pools.destroy(pool).unwrap();
+}
+
+fn a_pointer_is_imported_by_its_own_bytes_alone(subject: Subject) {
+    let pools = pools(&subject);
+    let pool = pools.create(0).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    let address = pools.allocate(pool, 0, 1000).unwrap();
+    let mut data = pools.export_pointer(0, address).unwrap();
+    for (what, at) in [("the middle", address + 512), ("another address", 4096)] {
+        assert_eq!(code(pools.export_pointer(0, at)), INVALID, "{what}");
+    }
+    assert_eq!(code(pools.import_pointer(pool, 0, &data)), INVALID, "where it is from");
+    assert_eq!(code(pools.import_pointer(imported, 0, &[0; 64])), INVALID);
+    data[0] ^= 0xFF;
+    assert_eq!(code(pools.import_pointer(imported, 0, &data)), INVALID, "damaged");
+    pools.free(0, address).unwrap();
+    pools.destroy(imported).unwrap();
+    pools.destroy(pool).unwrap();
+}
+
+fn a_pointer_imported_twice_is_given_back_twice(mut subject: Subject) {
+    subject.alone();
+    let pools = pools(&subject);
+    let pool = pools.create(0).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    let address = pools.allocate(pool, 0, 1000).unwrap();
+    write(&subject, address, b"twice");
+    let data = pools.export_pointer(0, address).unwrap();
+    let [one, two] = [(); 2].map(|()| pools.import_pointer(imported, 0, &data).unwrap());
+    assert_eq!(one, two);
+    assert_eq!(code(pools.export_pointer(0, one)), INVALID, "exported again");
+    pools.free(0, one).unwrap();
+    assert_eq!(&read(&subject, two), b"twice");
+    assert_eq!(code(pools.destroy(imported)), INVALID, "with a pointer of it in use");
+    pools.free(0, two).unwrap();
+    assert_eq!(code(pools.free(0, two)), INVALID, "once too often");
+    assert_eq!(code(subject.driver.copy_out(0, two, &mut [0])), INVALID);
+    assert_eq!(&read(&subject, address), b"twice", "the owner's stays");
+    pools.free(0, address).unwrap();
+    pools.destroy(imported).unwrap();
+    pools.destroy(pool).unwrap();
+}
+
+fn an_imported_pool_gives_nothing_of_its_own(subject: Subject) {
+    let pools = pools(&subject);
+    let pool = pools.create(0).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    assert_eq!(code(pools.allocate(imported, 0, 4096)), INVALID);
+    assert_eq!(code(pools.export(imported)), INVALID);
+    pools.allow(imported, 0).unwrap();
+    pools.destroy(imported).unwrap();
+    assert_eq!(code(pools.destroy(imported)), INVALID, "twice");
+    pools.destroy(pool).unwrap();
+}
+
+fn pool_memory_of_another_process_outlives_it(mut subject: Subject) {
+    subject.alone();
+    let share = |subject: &Subject, wire: Wire| {
+        let pools = pools(subject);
+        let pool = pools.create(0).unwrap();
+        let address = pools.allocate(pool, 0, 3000).unwrap();
+        write(subject, address, b"from its owner");
+        let fd = pools.export(pool).unwrap();
+        let data = pools.export_pointer(0, address).unwrap();
+        wire.0.send_with_fd(&data, &[fd.as_raw_fd()]).unwrap();
+        wire.hear::<1>();
+        assert_eq!(&read(subject, address), b"from the importer");
+        wire.say(b".");
+        wire.hear::<1>();
+    };
+    with_owner(&subject, "pool_memory_of_another_process_outlives_it", share, |wire| {
+        let pools = pools(&subject);
+        let (mut data, mut fds) = ([0; 64], [-1]);
+        assert_eq!(wire.0.recv_with_fd(&mut data, &mut fds).unwrap(), (64, 1));
+        // SAFETY: it was received just now, and nobody else has it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fds[0]) };
+        let pool = pools.import(fd.as_fd()).unwrap();
+        drop(fd);
+        let address = pools.import_pointer(pool, 0, &data).unwrap();
+        assert_eq!(subject.driver.extent(0, address).unwrap(), (address, 3000));
+        assert_eq!(&read(&subject, address), b"from its owner");
+        write(&subject, address, b"from the importer");
+        wire.say(b"x");
+        assert_eq!(&wire.hear(), b".");
+        wire.say(b"x");
+        wire.hear_the_end();
+        assert_eq!(&read(&subject, address), b"from the importer");
+        pools.free(0, address).unwrap();
+        pools.destroy(pool).unwrap();
+    });
+}
