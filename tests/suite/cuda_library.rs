@@ -15,7 +15,7 @@ use vmmfd::{
     driver::{
         self,
         Access::{ReadOnly, ReadWrite},
-        Attribute, Backend, Choice, Driver, Granularity, Location, code,
+        Attribute, Backend, Choice, Driver, Granularity, LegacyIpc, Location, Pools, code,
         cuda::CudaDriver,
     },
     error::ErrorKind,
@@ -25,8 +25,10 @@ use vmmfd::{
 
 use crate::support::{Copy, EXPORTABLE, Fake, Subject, code, in_child, in_fork};
 
+const PEER_ACCESS_UNSUPPORTED: u32 = 217;
+
 /// Every symbol that the CUDA backend looks for, with what it is looked for as.
-const SYMBOLS: [&str; 27] = [
+const SYMBOLS: [&str; 45] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -54,10 +56,31 @@ const SYMBOLS: [&str; 27] = [
     "cuMemGetAllocationPropertiesFromHandle",
     "cuMemcpyHtoD_v2",
     "cuMemcpyDtoH_v2",
+    "cuDeviceCanAccessPeer",
+    "cuMemGetAddressRange_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle_v2",
+    "cuIpcCloseMemHandle",
+    "cuMemPoolCreate",
+    "cuMemPoolDestroy",
+    "cuMemPoolExportToShareableHandle",
+    "cuMemPoolImportFromShareableHandle",
+    "cuMemPoolSetAccess",
+    "cuMemAllocFromPoolAsync",
+    "cuMemFreeAsync",
+    "cuMemPoolExportPointer",
+    "cuMemPoolImportPointer",
 ];
 
 /// Those that nobody can be told of: they are only called where things are given back.
-const UNHEARD: [&str; 1] = ["cuDevicePrimaryCtxRelease_v2"];
+const UNHEARD: [&str; 2] = ["cuDevicePrimaryCtxRelease_v2", "cuMemFreeHost"];
+
+/// What one process alone never comes to: a legacy handle is opened in another.
+const ELSEWHERE: &str = "cuIpcCloseMemHandle";
 
 /// Calls every verb at least once, all of them after a failure too, and returns what failed.
 fn use_everything(driver: &dyn Driver) -> Vec<Error> {
@@ -93,31 +116,75 @@ fn use_everything(driver: &dyn Driver) -> Vec<Error> {
     }
     note(handle.map(drop));
     note(address.map(drop));
+    note(driver.page_lock(0, 1).map(drop));
+    if driver.device_count().is_ok_and(|count| count > 1) {
+        note(driver.can_access_peer(0, 1).map(drop));
+    }
+    use_legacy(driver, driver.legacy().unwrap(), &mut note);
+    use_pools(driver.pools().unwrap(), &mut note);
     errors
+}
+
+fn use_legacy(driver: &dyn Driver, legacy: &dyn LegacyIpc, note: &mut impl FnMut(Result<(), Error>)) {
+    let Ok(address) = legacy.allocate(0, 1).map_err(|error| note(Err(error))) else { return };
+    note(driver.extent(0, address).map(drop));
+    note(legacy.handle(0, address).map(drop));
+    // Where it is from it can't be opened.
+    note(legacy.open(0, &[0; 64]).map(drop).or_else(|error| match error {
+        Error::Driver { code: code::INVALID_VALUE, .. } => Ok(()),
+        other => Err(other),
+    }));
+    note(legacy.deallocate(0, address));
+}
+
+fn use_pools(pools: &dyn Pools, note: &mut impl FnMut(Result<(), Error>)) {
+    let Ok(pool) = pools.create(0).map_err(|error| note(Err(error))) else { return };
+    let imported = pools.export(pool).and_then(|fd| pools.import(fd.as_fd()));
+    note(pools.allow(pool, 0));
+    let allocated = pools.allocate(pool, 0, 1);
+    if let Ok(address) = allocated {
+        let data = pools.export_pointer(0, address);
+        if let (Ok(imported), Ok(data)) = (&imported, &data) {
+            let pointer = pools.import_pointer(*imported, 0, data);
+            note(pointer.and_then(|pointer| pools.free(0, pointer)));
+        }
+        note(data.map(drop));
+        note(pools.free(0, address));
+    }
+    note(allocated.map(drop));
+    note(imported.and_then(|imported| pools.destroy(imported)));
+    note(pools.destroy(pool));
+}
+
+fn two_devices() -> Fake {
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_DEVICES", "2");
+    fake
 }
 
 #[test]
 fn with_every_symbol_nothing_fails() {
-    let fake = Copy::new().load();
+    let fake = two_devices();
     let driver = CudaDriver::load_from(fake.path()).unwrap();
     let errors = use_everything(&driver);
     assert!(errors.is_empty(), "{errors:?}");
     drop(driver);
     // So no symbol of the table is missing in the loop below, and every context was released.
     for symbol in SYMBOLS {
-        assert!(fake.calls(symbol) > 0, "{symbol} is never called");
+        assert!(fake.calls(symbol) > 0 || symbol == ELSEWHERE, "{symbol} is never called");
     }
     assert_eq!(fake.live(), [0; 7]);
 }
 
 #[test]
 fn a_missing_symbol_is_an_error_that_names_it_when_it_is_needed() {
-    for symbol in SYMBOLS {
+    for symbol in SYMBOLS.into_iter().filter(|symbol| *symbol != ELSEWHERE) {
         let mut copy = Copy::new().without(symbol);
         if symbol == "cuDeviceGetUuid_v2" {
             copy = copy.without("cuDeviceGetUuid");
         }
         let fake = copy.load();
+        fake.set("FAKECUDA_DEVICES", "2");
         let errors = match CudaDriver::load_from(fake.path()) {
             Ok(driver) => use_everything(&driver),
             Err(error) => vec![error],
@@ -291,6 +358,171 @@ fn what_the_driver_might_not_survive_never_reaches_it() {
         assert_eq!(fake.calls(""), before, "a released handle reached the driver");
     }
     driver.free(address, 3 * unit).unwrap();
+}
+
+#[test]
+fn addresses_and_pools_that_were_not_given_out_never_reach_the_driver() {
+    let fake = two_devices();
+    let driver = CudaDriver::load_from(fake.path()).unwrap();
+    let (legacy, pools) = (driver.legacy().unwrap(), driver.pools().unwrap());
+    let allocated = legacy.allocate(0, 4096).unwrap();
+    let pool = pools.create(0).unwrap();
+    let pooled = pools.allocate(pool, 0, 4096).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    let data = pools.export_pointer(0, pooled).unwrap();
+    let pointer = pools.import_pointer(imported, 0, &data).unwrap();
+    let gone = pools.create(0).unwrap();
+    pools.destroy(gone).unwrap();
+    let [was_allocated, was_pooled] = [legacy.allocate(0, 8192).unwrap(), pools.allocate(pool, 0, 8192).unwrap()];
+    legacy.deallocate(0, was_allocated).unwrap();
+    pools.free(0, was_pooled).unwrap();
+    let local = 0u8;
+    let wild = [0, 4096, u64::MAX, &raw const local as u64, was_allocated, was_pooled];
+    let before = fake.calls("");
+    for at in wild.into_iter().chain([allocated + 1, pooled, pointer]) {
+        assert_eq!(code(legacy.deallocate(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    for at in wild.into_iter().chain([pooled, pointer]) {
+        assert_eq!(code(legacy.handle(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    for at in wild.into_iter().chain([allocated, pooled, pointer]) {
+        assert_eq!(code(legacy.close(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    for at in wild.into_iter().chain([allocated, pooled + 1, pointer + 1]) {
+        assert_eq!(code(pools.free(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    for at in wild.into_iter().chain([allocated, pooled + 1, pointer]) {
+        assert_eq!(code(pools.export_pointer(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    // What was taken on one device is not given back on another.
+    for answer in [legacy.deallocate(1, allocated), pools.free(1, pooled), pools.free(1, pointer)] {
+        assert_eq!(code(answer), code::INVALID_VALUE);
+    }
+    for answer in [
+        code(pools.destroy(gone)),
+        code(pools.export(gone)),
+        code(pools.allow(gone, 0)),
+        code(pools.allocate(gone, 0, 1)),
+        code(pools.allocate(imported, 0, 1)),
+        code(pools.allocate(pool, 0, 0)),
+        code(pools.export(imported)),
+        code(pools.import_pointer(gone, 0, &data)),
+        code(pools.import_pointer(pool, 0, &data)),
+        code(pools.destroy(pool)),
+        code(pools.destroy(imported)),
+    ] {
+        assert_eq!(answer, code::INVALID_VALUE);
+    }
+    assert_eq!(fake.calls(""), before, "something reached the driver");
+    for at in wild {
+        assert_eq!(code(driver.extent(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    assert_eq!(code(driver.page_lock(0, 0)), code::INVALID_VALUE);
+    assert_eq!((fake.calls("cuMemGetAddressRange_v2"), fake.calls("cuMemHostAlloc")), (1, 0));
+}
+
+#[test]
+fn a_pointer_imported_twice_is_freed_once() {
+    let fake = Copy::new().load();
+    let driver = CudaDriver::load_from(fake.path()).unwrap();
+    let pools = driver.pools().unwrap();
+    let pool = pools.create(0).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    let address = pools.allocate(pool, 0, 1).unwrap();
+    let data = pools.export_pointer(0, address).unwrap();
+    let pointer = [(); 3].map(|()| pools.import_pointer(imported, 0, &data).unwrap())[0];
+    for freed in [0, 0, 1] {
+        pools.free(0, pointer).unwrap();
+        assert_eq!(fake.calls("cuMemFreeAsync"), freed);
+    }
+}
+
+#[test]
+fn what_was_taken_is_given_back_where_the_rest_of_the_call_fails() {
+    let fake = Copy::new().load();
+    let driver = CudaDriver::load_from(fake.path()).unwrap();
+    let pools = driver.pools().unwrap();
+    let pool = pools.create(0).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    let address = pools.allocate(pool, 0, 1).unwrap();
+    let data = pools.export_pointer(0, address).unwrap();
+    let blocks = fake.live()[4];
+    fake.set("FAKECUDA_FAIL", "cuStreamSynchronize:1:700");
+    assert_eq!(code(pools.allocate(pool, 0, 1)), 700);
+    assert_eq!(fake.live()[4], blocks, "after cuMemAllocFromPoolAsync");
+    fake.set("FAKECUDA_FAIL", "cuMemGetAddressRange_v2:1:700");
+    assert_eq!(code(pools.import_pointer(imported, 0, &data)), 700);
+    assert_eq!(fake.live()[4], blocks, "after cuMemPoolImportPointer");
+    // But what was imported before stays.
+    let pointer = pools.import_pointer(imported, 0, &data).unwrap();
+    fake.set("FAKECUDA_FAIL", "cuMemGetAddressRange_v2:1:700");
+    assert_eq!(code(pools.import_pointer(imported, 0, &data)), 700);
+    driver.copy_out(0, pointer, &mut [0]).unwrap();
+    // Freed is freed, whatever comes of waiting for it.
+    fake.set("FAKECUDA_FAIL", "cuStreamSynchronize:1:700");
+    assert_eq!(code(pools.free(0, pointer)), 700);
+    assert_eq!(code(pools.free(0, pointer)), code::INVALID_VALUE);
+    // A failure to free changes nothing.
+    let allocated = driver.legacy().unwrap().allocate(0, 1).unwrap();
+    for fault in ["cuCtxSynchronize:1:700", "cuMemFree_v2:1:700"] {
+        fake.set("FAKECUDA_FAIL", fault);
+        assert_eq!(code(driver.legacy().unwrap().deallocate(0, allocated)), 700, "{fault}");
+        driver.copy_in(0, allocated, &[1]).unwrap();
+    }
+    driver.legacy().unwrap().deallocate(0, allocated).unwrap();
+    assert_eq!(fake.calls("cuMemFree_v2"), 2, "nothing is freed where work may still be going on");
+}
+
+#[test]
+fn a_device_that_reaches_no_other_is_refused_its_memory() {
+    let fake = two_devices();
+    let driver = CudaDriver::load_from(fake.path()).unwrap();
+    let handle = driver.create(2 << 20, &EXPORTABLE).unwrap();
+    let address = driver.reserve(2 << 20, 0).unwrap();
+    driver.map(address, 2 << 20, 0, handle).unwrap();
+    let pool = driver.pools().unwrap().create(0).unwrap();
+    for (setting, can, answer) in [("0", false, PEER_ACCESS_UNSUPPORTED), ("1", true, 0)] {
+        fake.set("FAKECUDA_PEERS", setting);
+        for (ordinal, peer) in [(0, 1), (1, 0)] {
+            assert_eq!(driver.can_access_peer(ordinal, peer).unwrap(), can);
+        }
+        assert!(driver.can_access_peer(1, 1).unwrap(), "itself");
+        assert_eq!(code(driver.set_access(address, 2 << 20, Location::Device(1), Some(ReadWrite))), answer);
+        assert_eq!(code(driver.set_access(address, 2 << 20, Location::Device(0), Some(ReadWrite))), 0);
+        assert_eq!(code(driver.pools().unwrap().allow(pool, 1)), answer);
+        assert_eq!(code(driver.pools().unwrap().allow(pool, 0)), 0);
+    }
+    assert_eq!(fake.calls("cuDeviceCanAccessPeer"), 4, "none for a device and itself");
+}
+
+#[test]
+fn pool_memory_is_for_the_devices_that_were_allowed() {
+    let fake = two_devices();
+    let driver = CudaDriver::load_from(fake.path()).unwrap();
+    let pools = driver.pools().unwrap();
+    let pool = pools.create(0).unwrap();
+    let address = pools.allocate(pool, 0, 100).unwrap();
+    driver.copy_in(0, address, b"mine").unwrap();
+    assert_eq!(code(driver.copy_out(1, address, &mut [0; 4])), code::INVALID_VALUE);
+    pools.allow(pool, 1).unwrap();
+    let mut bytes = [0; 4];
+    driver.copy_out(1, address, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"mine");
+}
+
+#[test]
+fn a_program_can_be_tried_on_another_granularity() {
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_GRANULARITY", "4194304");
+    let subject = Subject::of(fake);
+    assert_eq!(subject.unit(), 4 << 20);
+    assert_eq!(code(subject.driver.create(2 << 20, &EXPORTABLE)), code::INVALID_VALUE);
+    assert_eq!(code(subject.driver.reserve(2 << 20, 0)), code::INVALID_VALUE);
+    let allocation = Allocation::create(&subject.device(), 1).unwrap();
+    assert_eq!(allocation.size(), 4 << 20);
+    let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
+    assert_eq!(mapping.address() % (4 << 20), 0);
+    mapping.copy_in((4 << 20) - 1, &[1]).unwrap();
 }
 
 #[test]

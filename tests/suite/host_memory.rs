@@ -19,7 +19,7 @@ use vmmfd::{
     Error,
     driver::{
         Access::{ReadOnly, ReadWrite},
-        Driver, Location, Properties, code,
+        Driver, Granularity, Location, Properties, code,
         host::{GRANULARITY, HostDriver, Live},
     },
     memory::{Allocation, Device, Mapping},
@@ -122,14 +122,147 @@ fn memory_that_only_its_owner_sealed_against_shrinking_is_taken() {
 }
 
 #[test]
-fn memory_sealed_against_writing_is_refused_for_writing_and_nothing_is_left() {
+fn memory_sealed_against_writing_is_read_by_anybody_and_written_by_nobody() {
     let subject = Subject::host();
-    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_WRITE;
-    let imported = Allocation::import(&subject.device(), memfd(GRANULARITY, seals), GRANULARITY).unwrap();
+    let device = subject.device();
+    let fd = memfd(GRANULARITY, SealFlag::F_SEAL_SHRINK);
+    std::fs::File::from(fd.try_clone().unwrap()).write_all(b"for ever").unwrap();
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)).unwrap();
+    let imported = Allocation::import(&device, fd, GRANULARITY).unwrap();
+    assert!(imported.properties().unwrap().immutable);
     assert_eq!(code(Mapping::new(&imported, ReadWrite)), code::INVALID_VALUE);
-    // Whether a shared mapping for reading is allowed depends on the kernel: newer ones do.
-    let answer = code(Mapping::new(&imported, ReadOnly));
-    assert!([0, code::INVALID_VALUE].contains(&answer), "{answer}");
+    let mapping = Mapping::new(&imported, ReadOnly).unwrap();
+    assert_eq!(code(mapping.copy_in(0, b"no")), code::INVALID_VALUE);
+    // Its pages are no copies that this process could change.
+    let (address, here) = (mapping.address(), Location::Device(0));
+    assert_eq!(code(subject.driver.set_access(address, GRANULARITY, here, Some(ReadWrite))), code::INVALID_VALUE);
+    let window = subject.driver.window(address, GRANULARITY).unwrap();
+    assert_eq!(&window.slice().unwrap()[..8], b"for ever");
+    assert_eq!(code(window.write(0, b"no")), code::INVALID_VALUE);
+    assert_eq!(window.slice().unwrap().len() as u64, GRANULARITY);
+    drop(window);
+}
+
+#[test]
+fn sealed_memory_goes_to_others_who_can_not_write_to_it_either() {
+    let subject = Subject::host();
+    let driver = &subject.driver;
+    let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
+    let address = driver.reserve(GRANULARITY, 0).unwrap();
+    driver.map(address, GRANULARITY, 0, handle).unwrap();
+    assert_eq!(code(driver.seal(handle)), code::INVALID_VALUE, "while it is mapped");
+    driver.set_access(address, GRANULARITY, Location::Device(0), Some(ReadWrite)).unwrap();
+    driver.copy_in(0, address, b"final").unwrap();
+    assert_eq!(code(driver.seal(handle)), code::INVALID_VALUE, "while it is written");
+    driver.unmap(address, GRANULARITY).unwrap();
+    assert!(driver.seal(handle).unwrap());
+    let fd = driver.export(handle).unwrap();
+    let seals = SealFlag::from_bits_retain(fcntl(&fd, FcntlArg::F_GET_SEALS).unwrap());
+    let wanted = SealFlag::F_SEAL_SHRINK
+        | SealFlag::F_SEAL_GROW
+        | SealFlag::F_SEAL_WRITE
+        | SealFlag::F_SEAL_FUTURE_WRITE
+        | SealFlag::F_SEAL_SEAL;
+    assert!(seals.contains(wanted), "{seals:?}");
+    let mut file = std::fs::File::from(fd.try_clone().unwrap());
+    assert!(file.write_all(b"other").is_err());
+    for holder in [handle, driver.import(fd.as_fd(), GRANULARITY).unwrap()] {
+        assert!(driver.properties(holder).unwrap().immutable);
+        driver.map(address, GRANULARITY, 0, holder).unwrap();
+        for access in [Some(ReadWrite), Some(ReadOnly)] {
+            let answer = driver.set_access(address, GRANULARITY, Location::HostNuma(0), access);
+            assert_eq!(code(answer), if access == Some(ReadWrite) { code::INVALID_VALUE } else { 0 });
+        }
+        let window = driver.window(address + 1, 4).unwrap();
+        assert_eq!(window.slice(), Some(&b"inal"[..]));
+        drop(window);
+        driver.unmap(address, GRANULARITY).unwrap();
+        driver.release(holder).unwrap();
+    }
+    driver.free(address, GRANULARITY).unwrap();
+}
+
+#[test]
+fn a_slice_is_of_sealed_memory_alone() {
+    let subject = Subject::host();
+    let driver = &subject.driver;
+    let handles = [(); 2].map(|()| driver.create(GRANULARITY, &EXPORTABLE).unwrap());
+    driver.seal(handles[1]).unwrap();
+    let address = driver.reserve(2 * GRANULARITY, 0).unwrap();
+    for (at, handle) in (0..).zip(handles) {
+        driver.map(address + at * GRANULARITY, GRANULARITY, 0, handle).unwrap();
+    }
+    let both = driver.set_access(address, 2 * GRANULARITY, Location::Device(0), Some(ReadWrite));
+    assert_eq!(code(both), code::INVALID_VALUE, "one that is sealed is enough");
+    driver.set_access(address, 2 * GRANULARITY, Location::Device(0), Some(ReadOnly)).unwrap();
+    assert!(driver.window(address, 2 * GRANULARITY).unwrap().slice().is_none());
+    assert!(driver.window(address + GRANULARITY, GRANULARITY).unwrap().slice().is_some());
+    driver.unmap(address, 2 * GRANULARITY).unwrap();
+    driver.free(address, 2 * GRANULARITY).unwrap();
+    handles.into_iter().for_each(|handle| driver.release(handle).unwrap());
+}
+
+#[test]
+fn memory_that_others_may_have_is_not_sealed_any_more() {
+    let subject = Subject::host();
+    let driver = &subject.driver;
+    let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
+    let fd = driver.export(handle).unwrap();
+    let imported = driver.import(fd.as_fd(), GRANULARITY).unwrap();
+    for holder in [handle, imported] {
+        assert_eq!(code(driver.seal(holder)), code::INVALID_VALUE);
+        assert!(!driver.properties(holder).unwrap().immutable);
+    }
+    // Nor by them: a consumer could lock its producer out.
+    for seal in [SealFlag::F_SEAL_WRITE, SealFlag::F_SEAL_FUTURE_WRITE] {
+        fcntl(&fd, FcntlArg::F_ADD_SEALS(seal)).unwrap_err();
+    }
+    driver.release(handle).unwrap();
+    driver.release(imported).unwrap();
+    // What a peer made is the peer's to seal.
+    let own = memfd(GRANULARITY, SealFlag::F_SEAL_SHRINK);
+    let imported = driver.import(own.as_fd(), GRANULARITY).unwrap();
+    assert_eq!(code(driver.seal(imported)), code::INVALID_VALUE);
+    driver.release(imported).unwrap();
+}
+
+#[test]
+fn the_last_window_unmaps_what_its_driver_left() {
+    let driver = HostDriver::new();
+    let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
+    let inode = Inode::of(driver.export(handle).unwrap());
+    let address = driver.reserve(GRANULARITY, 0).unwrap();
+    driver.map(address, GRANULARITY, 0, handle).unwrap();
+    driver.set_access(address, GRANULARITY, Location::Device(0), Some(ReadWrite)).unwrap();
+    let windows = [(); 2].map(|()| driver.window(address, GRANULARITY).unwrap());
+    drop(driver);
+    for window in windows {
+        assert!(inode.mapped_here(), "unmapped under a window");
+        drop(window);
+    }
+    assert!(!inode.mapped_here(), "left behind");
+}
+
+#[test]
+fn another_granularity_is_a_power_of_two_of_whole_pages() {
+    for bytes in [0, 1, 2048, 3 << 20, (2 << 20) + 4096] {
+        assert_eq!(code(HostDriver::with_granularity(bytes)), code::INVALID_VALUE, "{bytes}");
+    }
+    for bytes in [64 << 10, 8 << 20] {
+        let driver = HostDriver::with_granularity(bytes).unwrap();
+        for which in [Granularity::Minimum, Granularity::Recommended] {
+            assert_eq!(driver.granularity(&EXPORTABLE, which).unwrap(), bytes);
+        }
+        assert_eq!(code(driver.create(bytes / 2, &EXPORTABLE)), code::INVALID_VALUE);
+        assert_eq!(code(driver.reserve(bytes + 4096, 0)), code::INVALID_VALUE);
+        let handle = driver.create(bytes, &EXPORTABLE).unwrap();
+        let address = driver.reserve(2 * bytes, 0).unwrap();
+        assert_eq!(address % bytes, 0);
+        assert_eq!(code(driver.map(address + bytes / 2, bytes, 0, handle)), code::INVALID_VALUE);
+        driver.map(address + bytes, bytes, 0, handle).unwrap();
+        driver.unmap(address, 2 * bytes).unwrap();
+        assert_eq!(code(driver.import(driver.export(handle).unwrap().as_fd(), bytes)), 0);
+    }
 }
 
 #[test]

@@ -141,7 +141,9 @@ fn legacy_memory_has_the_size_asked_for_and_is_freed_once(mut subject: Subject) 
         assert_eq!(subject.driver.extent(0, address).unwrap(), (address, size));
         assert_eq!(subject.driver.extent(0, address + size - 1).unwrap(), (address, size));
         assert_eq!(address % if size > 1 << 20 { 2 << 20 } else { 512 }, 0, "{size} bytes");
-        for (what, ordinal, at) in [("the middle", 0, address + size), ("another device", 1, address), ("null", 0, 0)] {
+        for (what, ordinal, at) in
+            [("what is behind it", 0, address + size), ("another device", 1, address), ("null", 0, 0)]
+        {
             assert_eq!(code(legacy.deallocate(ordinal, at)), INVALID, "{what}");
         }
         assert_eq!(code(legacy.close(0, address)), INVALID, "what was not opened");

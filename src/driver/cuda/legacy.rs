@@ -2,7 +2,7 @@
 
 use super::{
     super::{LegacyIpc, code, failure},
-    CudaDriver,
+    Core,
     addresses::Source,
     ffi::Opaque,
 };
@@ -11,12 +11,12 @@ use crate::error::Result;
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: the one flag there is, and the driver refuses to do without.
 const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
-impl LegacyIpc for CudaDriver {
+impl LegacyIpc for Core {
     fn allocate(&self, ordinal: i32, size: u64) -> Result<u64> {
-        let address = self.core.within(ordinal, || {
+        let address = self.within(ordinal, || {
             let mut address = 0;
             // SAFETY: the pointer is valid for the one write.
-            unsafe { self.core.functions.mem_alloc(&mut address, size as usize) }?;
+            unsafe { self.functions.mem_alloc(&mut address, size as usize) }?;
             Ok(address)
         })?;
         self.changed().take(address, size, ordinal, Source::Allocated);
@@ -25,16 +25,16 @@ impl LegacyIpc for CudaDriver {
 
     fn deallocate(&self, ordinal: i32, address: u64) -> Result<()> {
         const CALL: &str = "cuMemFree_v2";
-        self.core.origin.check()?;
+        self.origin.check()?;
         let mut addresses = self.changed();
         if addresses.taken(address, ordinal, |source| source == Source::Allocated).is_none() {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        self.core.within(ordinal, || {
+        self.within(ordinal, || {
             // SAFETY: no pointers.
-            unsafe { self.core.functions.ctx_synchronize() }?;
+            unsafe { self.functions.ctx_synchronize() }?;
             // SAFETY: the table says that it was allocated and not freed; no copy is under way, and the context is idle.
-            unsafe { self.core.functions.mem_free(address) }
+            unsafe { self.functions.mem_free(address) }
         })?;
         addresses.give(address);
         Ok(())
@@ -42,29 +42,29 @@ impl LegacyIpc for CudaDriver {
 
     fn handle(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
         const CALL: &str = "cuIpcGetMemHandle";
-        self.core.origin.check()?;
+        self.origin.check()?;
         let addresses = self.known_addresses();
         if !addresses.block(address, 0).is_some_and(|(_, block)| block.source == Source::Allocated) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        self.core.within(ordinal, || {
+        self.within(ordinal, || {
             let mut handle = Opaque([0; 64]);
             // SAFETY: the pointer is valid for the one write; the address is allocated while the table is held.
-            unsafe { self.core.functions.ipc_get_mem_handle(&mut handle, address) }?;
+            unsafe { self.functions.ipc_get_mem_handle(&mut handle, address) }?;
             Ok(handle.0)
         })
     }
 
     fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64> {
-        self.core.within(ordinal, || {
+        self.within(ordinal, || {
             // Held throughout, so that nobody closes in between what this call was told is open.
             let mut addresses = self.changed();
             let mut address = 0;
             // SAFETY: the pointer is valid for the one write; the driver checks the handle.
-            unsafe { self.core.functions.ipc_open_mem_handle(&mut address, Opaque(*handle), LAZY_ENABLE_PEER_ACCESS) }?;
-            let size = self.core.reach(address).inspect_err(|_| {
+            unsafe { self.functions.ipc_open_mem_handle(&mut address, Opaque(*handle), LAZY_ENABLE_PEER_ACCESS) }?;
+            let size = self.reach(address).inspect_err(|_| {
                 // SAFETY: it was opened just now, and the driver counts how often. Nobody else knows of this time.
-                let _ = unsafe { self.core.functions.ipc_close_mem_handle(address) };
+                let _ = unsafe { self.functions.ipc_close_mem_handle(address) };
             })?;
             addresses.take(address, size, ordinal, Source::Opened);
             Ok(address)
@@ -73,13 +73,13 @@ impl LegacyIpc for CudaDriver {
 
     fn close(&self, ordinal: i32, address: u64) -> Result<()> {
         const CALL: &str = "cuIpcCloseMemHandle";
-        self.core.origin.check()?;
+        self.origin.check()?;
         let mut addresses = self.changed();
         if addresses.taken(address, ordinal, |source| source == Source::Opened).is_none() {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         // SAFETY: the table says that it is open; no copy is under way.
-        self.core.within(ordinal, || unsafe { self.core.functions.ipc_close_mem_handle(address) })?;
+        self.within(ordinal, || unsafe { self.functions.ipc_close_mem_handle(address) })?;
         addresses.give(address);
         Ok(())
     }

@@ -46,10 +46,6 @@ pub struct CudaDriver {
     core: Arc<Core>,
     /// A call on a handle holds it for reading, so that the handle is not released under it.
     handles: RwLock<BTreeSet<Handle>>,
-    /// The same for pools. Where both are held, it is taken before the addresses.
-    pools: RwLock<PoolTable>,
-    /// A copy holds it for reading, so that nothing is unmapped or freed under it.
-    addresses: RwLock<Addresses>,
     /// Only opened, and only asked for, while the addresses are held.
     windows: Arc<Windows>,
 }
@@ -57,12 +53,17 @@ pub struct CudaDriver {
 /// The pools, and whether each was created here: the others were imported.
 type PoolTable = BTreeMap<PoolHandle, bool>;
 
-/// What page-locked memory and windows keep alive beyond the driver object.
+/// What page-locked memory and windows keep alive beyond the driver object. It is also the other mechanisms, some of whose
+/// verbs are called as the driver's own are.
 #[derive(Debug)]
 struct Core {
     functions: Functions,
     origin: Origin,
     contexts: Mutex<BTreeMap<i32, Context>>,
+    /// A call on a pool holds it for reading, so that the pool is not destroyed under it. It is taken before the addresses.
+    pools: RwLock<PoolTable>,
+    /// A copy holds it for reading, so that nothing is unmapped or freed under it.
+    addresses: RwLock<Addresses>,
 }
 
 /// A device's primary context, retained for the life of the driver object.
@@ -110,10 +111,14 @@ impl CudaDriver {
         unsafe { functions.init(0) }?;
         INITIALISED_BY.store(pid, Ordering::Release);
         let driver = Self {
-            core: Arc::new(Core { functions, origin: Origin(pid), contexts: Mutex::default() }),
+            core: Arc::new(Core {
+                functions,
+                origin: Origin(pid),
+                contexts: Mutex::default(),
+                pools: RwLock::default(),
+                addresses: RwLock::default(),
+            }),
             handles: RwLock::default(),
-            pools: RwLock::default(),
-            addresses: RwLock::default(),
             windows: Arc::default(),
         };
         if driver.device_count()? == 0 {
@@ -132,18 +137,9 @@ impl CudaDriver {
     /// The addresses, to change what is mapped in a range, if the range is this object's and no window is open on it.
     fn own(&self, call: &'static str, address: u64, size: u64) -> Result<RwLockWriteGuard<'_, Addresses>> {
         self.core.origin.check()?;
-        let addresses = self.changed();
+        let addresses = self.core.changed();
         let own = addresses.hold(address, size) && !self.windows.touch(address, size);
         if own { Ok(addresses) } else { Err(failure(call, code::INVALID_VALUE)) }
-    }
-
-    fn known_addresses(&self) -> RwLockReadGuard<'_, Addresses> {
-        self.addresses.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The addresses, to change them. Copies under way are waited for.
-    fn changed(&self) -> RwLockWriteGuard<'_, Addresses> {
-        self.addresses.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The driver takes -1 for a device here and there, and means the CPU.
@@ -169,7 +165,7 @@ impl CudaDriver {
         copy: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         self.core.origin.check()?;
-        let addresses = self.known_addresses();
+        let addresses = self.core.known_addresses();
         if !addresses.cover(address, size as u64) {
             return Err(failure(call, code::INVALID_VALUE));
         }
@@ -211,6 +207,15 @@ impl Core {
         // SAFETY: the pointer is valid for the one write, and what is popped is what was pushed.
         let restored = unsafe { self.functions.ctx_pop_current(&mut popped) };
         result.and_then(|value| restored.map(|()| value))
+    }
+
+    fn known_addresses(&self) -> RwLockReadGuard<'_, Addresses> {
+        self.addresses.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The addresses, to change them. Copies under way are waited for.
+    fn changed(&self) -> RwLockWriteGuard<'_, Addresses> {
+        self.addresses.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many bytes there are from an address on, of the allocation that it is in. Its context is current.
@@ -375,7 +380,7 @@ impl Driver for CudaDriver {
         let mut address = 0;
         // SAFETY: the pointer is valid for the one write.
         unsafe { self.core.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
-        self.changed().reserved.insert(address, size);
+        self.core.changed().reserved.insert(address, size);
         Ok(address)
     }
 
@@ -505,7 +510,7 @@ impl Driver for CudaDriver {
 
     fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)> {
         self.core.device(ordinal)?;
-        let addresses = self.known_addresses();
+        let addresses = self.core.known_addresses();
         if let Some(mapping) = addresses.mapping(address) {
             return Ok(mapping);
         }
@@ -538,7 +543,7 @@ impl Driver for CudaDriver {
 
     fn window(&self, address: u64, size: u64) -> Result<Window> {
         self.core.origin.check()?;
-        let addresses = self.known_addresses();
+        let addresses = self.core.known_addresses();
         let view = addresses.view(address, size).ok_or_else(|| failure("window", code::INVALID_VALUE))?;
         // SAFETY: the table says that the range is mapped with this access for the CPU, and nothing of it is unmapped or
         // changed while it is in `windows`. This driver object unmaps nothing when it is dropped.
@@ -547,12 +552,12 @@ impl Driver for CudaDriver {
 
     fn legacy(&self) -> Result<&dyn LegacyIpc> {
         self.core.origin.check()?;
-        Ok(self)
+        Ok(&*self.core)
     }
 
     fn pools(&self) -> Result<&dyn Pools> {
         self.core.origin.check()?;
-        Ok(self)
+        Ok(&*self.core)
     }
 }
 

@@ -12,16 +12,16 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use super::{
     super::{Location, PoolHandle, Pools, code, failure, failure_with},
-    CudaDriver, PoolTable,
+    Core, PoolTable,
     addresses::Source,
     ffi::{AccessDesc, HANDLE_TYPE_POSIX_FD, Opaque, PoolProps},
 };
 use crate::error::Result;
 
-impl CudaDriver {
+impl Core {
     /// Keeps a pool from being destroyed for as long as the guard lives, if the driver gave it out.
     fn known_pool(&self, call: &'static str, pool: PoolHandle) -> Result<RwLockReadGuard<'_, PoolTable>> {
-        self.core.origin.check()?;
+        self.origin.check()?;
         let pools = self.pools.read().unwrap_or_else(PoisonError::into_inner);
         if pools.contains_key(&pool) { Ok(pools) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
@@ -37,25 +37,25 @@ impl CudaDriver {
     }
 }
 
-impl Pools for CudaDriver {
+impl Pools for Core {
     fn create(&self, ordinal: i32) -> Result<PoolHandle> {
-        self.core.device(ordinal)?;
+        self.device(ordinal)?;
         let mut pool = ptr::null_mut();
         // SAFETY: both pointers are valid for the call.
-        unsafe { self.core.functions.mem_pool_create(&mut pool, &PoolProps::pinned(Location::Device(ordinal))) }?;
+        unsafe { self.functions.mem_pool_create(&mut pool, &PoolProps::pinned(Location::Device(ordinal))) }?;
         Ok(self.gained_pool(pool, true))
     }
 
     fn destroy(&self, pool: PoolHandle) -> Result<()> {
         const CALL: &str = "cuMemPoolDestroy";
-        self.core.origin.check()?;
+        self.origin.check()?;
         let mut pools = self.pools_to_change();
         let used = self.known_addresses().blocks.values().any(|block| block.source.pool() == Some(pool));
         if used || !pools.contains_key(&pool) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         // SAFETY: the pool was in the table, nothing of it is in use, and no call on it is under way.
-        unsafe { self.core.functions.mem_pool_destroy(pointer(pool)) }?;
+        unsafe { self.functions.mem_pool_destroy(pointer(pool)) }?;
         pools.remove(&pool);
         Ok(())
     }
@@ -68,7 +68,7 @@ impl Pools for CudaDriver {
         }
         let mut fd: RawFd = -1;
         // SAFETY: the pool is alive; for this type the driver writes an int.
-        unsafe { self.core.functions.mem_pool_export(&mut fd, pointer(pool), HANDLE_TYPE_POSIX_FD, 0) }?;
+        unsafe { self.functions.mem_pool_export(&mut fd, pointer(pool), HANDLE_TYPE_POSIX_FD, 0) }?;
         if fd < 0 {
             return Err(failure(CALL, code::UNKNOWN));
         }
@@ -81,11 +81,11 @@ impl Pools for CudaDriver {
     }
 
     fn import(&self, fd: BorrowedFd<'_>) -> Result<PoolHandle> {
-        self.core.origin.check()?;
+        self.origin.check()?;
         let mut pool = ptr::null_mut();
         let shareable = ptr::without_provenance_mut(fd.as_raw_fd() as usize);
         // SAFETY: the pointer is valid for the one write; for this type the descriptor itself is passed as the pointer.
-        unsafe { self.core.functions.mem_pool_import(&mut pool, shareable, HANDLE_TYPE_POSIX_FD, 0) }?;
+        unsafe { self.functions.mem_pool_import(&mut pool, shareable, HANDLE_TYPE_POSIX_FD, 0) }?;
         Ok(self.gained_pool(pool, false))
     }
 
@@ -94,7 +94,7 @@ impl Pools for CudaDriver {
         let flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let access = AccessDesc { location: Location::Device(ordinal).into(), flags: flags as u32 };
         // SAFETY: the pool is alive; the pointer is valid for one description.
-        unsafe { self.core.functions.mem_pool_set_access(pointer(pool), &access, 1) }
+        unsafe { self.functions.mem_pool_set_access(pointer(pool), &access, 1) }
     }
 
     fn allocate(&self, pool: PoolHandle, ordinal: i32, size: u64) -> Result<u64> {
@@ -104,8 +104,8 @@ impl Pools for CudaDriver {
         if size == 0 || pools.get(&pool) != Some(&true) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        self.core.within(ordinal, || {
-            let functions = &self.core.functions;
+        self.within(ordinal, || {
+            let functions = &self.functions;
             let mut address = 0;
             // SAFETY: the pointer is valid for the one write; the pool is alive; null is the default stream.
             unsafe {
@@ -123,7 +123,7 @@ impl Pools for CudaDriver {
 
     fn free(&self, ordinal: i32, address: u64) -> Result<()> {
         const CALL: &str = "cuMemFreeAsync";
-        self.core.origin.check()?;
+        self.origin.check()?;
         let mut addresses = self.changed();
         let Some(block) = addresses.taken(address, ordinal, |source| source.pool().is_some()) else {
             return Err(failure(CALL, code::INVALID_VALUE));
@@ -133,27 +133,27 @@ impl Pools for CudaDriver {
             addresses.give(address);
             return Ok(());
         }
-        self.core.within(ordinal, || {
+        self.within(ordinal, || {
             // SAFETY: the table says that it was taken and not freed; no copy is under way; null is the default stream.
-            unsafe { self.core.functions.mem_free_async(address, ptr::null_mut()) }?;
+            unsafe { self.functions.mem_free_async(address, ptr::null_mut()) }?;
             // Whatever follows, the driver has it back.
             addresses.give(address);
             // SAFETY: null is the default stream.
-            unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) }
+            unsafe { self.functions.stream_synchronize(ptr::null_mut()) }
         })
     }
 
     fn export_pointer(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
         const CALL: &str = "cuMemPoolExportPointer";
-        self.core.origin.check()?;
+        self.origin.check()?;
         let addresses = self.known_addresses();
         if !addresses.blocks.get(&address).is_some_and(|block| matches!(block.source, Source::Pooled(_))) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        self.core.within(ordinal, || {
+        self.within(ordinal, || {
             let mut data = Opaque([0; 64]);
             // SAFETY: the pointer is valid for the one write; the address is allocated while the table is held.
-            unsafe { self.core.functions.mem_pool_export_pointer(&mut data, address) }?;
+            unsafe { self.functions.mem_pool_export_pointer(&mut data, address) }?;
             Ok(data.0)
         })
     }
@@ -164,8 +164,8 @@ impl Pools for CudaDriver {
         if pools.get(&pool) != Some(&false) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        self.core.within(ordinal, || {
-            let functions = &self.core.functions;
+        self.within(ordinal, || {
+            let functions = &self.functions;
             // Held throughout: freed in between by another thread, the address that this call is given would be dead.
             let mut addresses = self.changed();
             let mut address = 0;
@@ -173,7 +173,7 @@ impl Pools for CudaDriver {
             // SAFETY: the pointers are valid for the call; the pool is alive; the driver checks the bytes.
             unsafe { functions.mem_pool_import_pointer(&mut address, pointer(pool), &mut data) }?;
             let known = addresses.blocks.contains_key(&address);
-            let size = self.core.reach(address).inspect_err(|_| {
+            let size = self.reach(address).inspect_err(|_| {
                 if !known {
                     // SAFETY: it was imported just now, and nobody else has it.
                     let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
