@@ -7,7 +7,7 @@
 //! | Floor | Module | What it does |
 //! |---|---|---|
 //! | meeting | [`session`] | the conversation between producer and consumer |
-//! | data | [`pattern`] | what is written and how it is checked |
+//! | data | [`pattern`], [`array`](mod@array) | what is written and how it is checked; typed arrays in memory, described |
 //! | parts | [`memory`], [`channel`] | allocations, reservations and mappings; one record and its descriptors |
 //! | ground | [`driver`], [`wire`] | a verb for each driver call; messages as bytes |
 //! | base | [`error`] | [`Error`] |
@@ -41,6 +41,8 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Unix sockets of type SOCK_SEQPACKET.");
 
+#[cfg(target_os = "linux")]
+pub mod array;
 #[cfg(target_os = "linux")]
 pub mod channel;
 #[cfg(target_os = "linux")]

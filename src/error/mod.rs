@@ -130,6 +130,14 @@ pub enum Error {
         size: u64,
     },
 
+    /// The description of an array contradicts itself, or leaves what 64 bits can count; or an index, slice or order of
+    /// axes does not belong to it.
+    #[error("{problem}")]
+    Array {
+        /// What is wrong, with the values: one sentence.
+        problem: String,
+    },
+
     /// An operating-system call failed.
     #[error("cannot {action}")]
     System {
@@ -329,9 +337,11 @@ impl Error {
             | Self::DefaultFolder { .. }
             | Self::FolderLocked { .. }
             | Self::AlreadyServed { .. } => ErrorKind::System,
-            Self::InvalidSize { .. } | Self::Unaligned { .. } | Self::OutOfRange { .. } | Self::SocketPath { .. } => {
-                ErrorKind::Usage
-            }
+            Self::InvalidSize { .. }
+            | Self::Unaligned { .. }
+            | Self::OutOfRange { .. }
+            | Self::Array { .. }
+            | Self::SocketPath { .. } => ErrorKind::Usage,
             Self::Absent { .. }
             | Self::NotAccepted { .. }
             | Self::Denied { .. }
