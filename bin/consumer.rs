@@ -1,15 +1,21 @@
 //! `consumer`: takes a buffer from a producer, verifies it and acknowledges.
 
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode};
 
 use clap::Parser;
 use vmmfd::{
     channel::{Cancel, socket_path},
-    cli::{self, Command, Common, Console, Exit},
+    cli::{self, Command, Common, Console, Exit, parse_range},
     driver::Access,
     error::Error,
     memory::Selector,
-    session::{Event, consumer, start},
+    session::{
+        Event,
+        consumer::{self, Ask},
+        start,
+    },
+    transfer::Target,
+    wire::ByteRange,
 };
 
 /// Takes a buffer from a producer, verifies it and acknowledges.
@@ -21,13 +27,26 @@ struct Options {
     #[command(flatten)]
     common: Common,
 
-    /// Device that the buffer must be on [default: the one it is on]
+    /// Device to use it on, which may be another than the one it is on if it can reach that [default: the one it is on]
     #[arg(long, value_name = "ORDINAL|UUID")]
     device: Option<Selector>,
 
     /// Access to map it with [default: what the producer asks: rw in a round trip, else ro]
     #[arg(long, value_name = "rw|ro")]
     access: Option<Access>,
+
+    /// Bytes to take, with units as in 4MiB:1MiB; of a buffer of chunks only those that cover them are sent and mapped
+    /// [default: all]
+    #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range)]
+    range: Option<ByteRange>,
+
+    /// File to write the bytes to, which appears only when they are verified
+    #[arg(long, value_name = "FILE")]
+    to: Option<PathBuf>,
+
+    /// Replace the file if it exists
+    #[arg(long, requires = "to")]
+    force: bool,
 }
 
 impl Command for Options {
@@ -40,9 +59,12 @@ impl Command for Options {
     fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error> {
         let observer = |event: Event<'_>| console.event(event);
         let path = socket_path(self.common.socket.as_deref())?;
+        // Before anybody is asked: what can't be written need not be sent.
+        let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let opened = start(self.common.backend, cancel, &observer)?;
         let terms = self.common.terms(cancel);
-        let findings = consumer::fetch(&opened.driver, self.device, &path, self.access, &terms, &observer)?;
+        let ask = Ask { access: self.access, range: self.range, ..Ask::default() };
+        let findings = consumer::fetch(&opened.driver, self.device, &path, &ask, target, &terms, &observer)?;
         let outcome = findings.outcome();
         console.found(&outcome);
         Ok(if outcome.verified { Exit::Verified } else { Exit::Mismatch })

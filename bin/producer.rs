@@ -5,17 +5,18 @@ use std::process::ExitCode;
 use clap::Parser;
 use vmmfd::{
     channel::{Cancel, Listener, socket_path},
-    cli::{self, Command, Common, Console, Exit, parse_elements, parse_salt, parse_size},
+    cli::{self, Command, Common, Console, Exit, Extent, parse_salt, parse_size},
     error::Error,
-    memory::{Device, Selector},
+    memory::{Device, Selector, Spec},
     session::{
         Event,
-        producer::{self, Buffer, Plan},
+        producer::{self, Buffer, Content, Plan},
         start,
     },
+    wire::{Mechanism, Placement},
 };
 
-/// Fills a buffer with a pattern and shares it with consumers, who verify it.
+/// Fills a buffer with a pattern or a file and shares it with consumers, who verify it.
 #[derive(Debug, Parser)]
 #[command(name = "producer", version, after_help = cli::EXIT_CODES)]
 struct Options {
@@ -26,13 +27,26 @@ struct Options {
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0")]
     device: Selector,
 
-    /// Size of the buffer: bytes, or with a unit of powers of 1024, as 64MiB, 64M or 1.5GiB [default: 1MiB]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    size: Option<u64>,
+    #[command(flatten)]
+    extent: Extent,
 
-    /// Size of the buffer in 32-bit words
-    #[arg(long, value_name = "N", value_parser = parse_elements, conflicts_with = "size")]
-    elements: Option<u64>,
+    /// Way to share it: `vmm` (virtual memory management, a descriptor for each allocation), `pool` (a memory pool's descriptor
+    /// and 64 bytes) or `legacy` (the 64 bytes of cuIpcMemHandle). A consumer follows
+    #[arg(long, value_name = "vmm|pool|legacy", default_value = "vmm")]
+    mechanism: Mechanism,
+
+    /// In whose memory: the device's own, or the host's next to it (host-NUMA memory, which the CPU and the GPU reach alike)
+    #[arg(long, value_name = "device|host", default_value = "device")]
+    location: Placement,
+
+    /// Make it of many allocations of this size, side by side; rounded up as sizes are [default: one allocation]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    chunk: Option<u64>,
+
+    /// Offer it read-only once it is filled. Host memory is sealed against any holder of its descriptor; a GPU's is read-only
+    /// by agreement, for its descriptor conveys full rights
+    #[arg(long, conflicts_with = "round_trip")]
+    seal: bool,
 
     /// Salt of the pattern, 32 bits, decimal or 0x; 0 is the classic pattern [default: random]
     #[arg(long, value_name = "SALT", value_parser = parse_salt)]
@@ -51,8 +65,6 @@ struct Options {
     corrupt: bool,
 }
 
-const DEFAULT_SIZE: u64 = 1 << 20;
-
 impl Command for Options {
     const ROLE: &'static str = "producer";
 
@@ -62,14 +74,23 @@ impl Command for Options {
 
     fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error> {
         let observer = |event: Event<'_>| console.event(event);
+        let (source, size, array) = self.extent.resolve()?;
         let path = socket_path(self.common.socket.as_deref())?;
         Listener::check_free(&path)?;
         let terms = self.common.terms(cancel);
         let opened = start(self.common.backend, cancel, &observer)?;
         let device = Device::find(&opened.driver, self.device)?;
-        let size = self.size.or(self.elements).unwrap_or(DEFAULT_SIZE);
-        let salt = self.seed.unwrap_or_else(rand::random);
-        let buffer = Buffer::create(&device, size, salt, self.corrupt, cancel, &observer)?;
+        let spec = Spec {
+            size,
+            mechanism: self.mechanism,
+            location: self.location,
+            chunk: self.chunk,
+            capacity: 0,
+            sealed: self.seal,
+        };
+        let pattern = || Content::Pattern(self.seed.unwrap_or_else(rand::random));
+        let content = source.map_or_else(pattern, Content::File);
+        let buffer = Buffer::create(&device, &spec, content, array, cancel, &observer)?.corrupt(self.corrupt);
         let listener = Listener::bind(&path, !terms.trust.uids.is_empty(), terms.timeout, cancel)?;
         let plan = Plan { consumers: self.consumers, round_trip: self.round_trip };
         let mut served = Vec::new();

@@ -629,6 +629,17 @@ fn explicit(steps: Vec<i128>) -> Result<Vec<i64>> {
     steps.into_iter().map(fit).collect()
 }
 
+/// The type, the shape, and the strides unless they are those of C order: `<f4 1024x768, strides 4x4096`.
+impl fmt::Display for ArrayDescriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fn joined<T: ToString>(numbers: &[T]) -> String {
+            numbers.iter().map(T::to_string).collect::<Vec<_>>().join("x")
+        }
+        write!(f, "{} {}", self.typestr, joined(&self.shape))?;
+        self.strides.iter().try_for_each(|strides| write!(f, ", strides {}", joined(strides)))
+    }
+}
+
 /// The dictionary of `__cuda_array_interface__`, version 3. Serialises to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]

@@ -1,4 +1,4 @@
-//! A mapping as cudarc's [`DevicePtr`], to copy with its streams and launch kernels on it.
+//! Memory as cudarc's [`DevicePtr`], to copy with its streams and launch kernels on it.
 //!
 //! ```no_run
 //! use cudarc::driver::CudaContext;
@@ -31,30 +31,30 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlic
 use crate::{
     driver::{Access, Backend},
     error::{Error, Result},
-    memory::Mapping,
+    memory::Region,
 };
 
-/// The first elements of a mapping, for cudarc to read.
+/// The first elements of memory, for cudarc to read.
 ///
 /// A stream is synchronised after each use of it through [`DevicePtr`], so that what another process is told of is done.
-/// After a kernel that was given [`View::address`], synchronise yourself, also before the mapping is dropped. Other processes
+/// After a kernel that was given [`View::address`], synchronise yourself, also before the memory is dropped. Other processes
 /// may write to the same memory at any time.
 #[derive(Debug)]
 pub struct View<'a, T> {
-    mapping: &'a Mapping,
+    region: &'a dyn Region,
     stream: Arc<CudaStream>,
     length: usize,
     element: PhantomData<T>,
 }
 
 impl<'a, T: DeviceRepr> View<'a, T> {
-    /// The first `length` elements of a mapping, used on a stream.
+    /// The first `length` elements of memory, used on a stream.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many; [`Error::Unsupported`] if the mapping is no GPU memory, or belongs to
+    /// [`Error::OutOfRange`] if there are not as many; [`Error::Unsupported`] if it is no GPU memory, or belongs to
     /// another device than the stream.
-    pub fn new(mapping: &'a Mapping, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
-        let (device, size) = (mapping.device(), mapping.size());
+    pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
+        let (device, size) = (region.device(), region.size());
         let unsupported = |feature| Err(Error::Unsupported { device: device.to_string(), feature });
         if device.backend() != Backend::Cuda {
             return unsupported("kernels: it is no GPU");
@@ -65,7 +65,7 @@ impl<'a, T: DeviceRepr> View<'a, T> {
         let bytes = length.checked_mul(size_of::<T>()).and_then(|bytes| u64::try_from(bytes).ok());
         match bytes {
             Some(bytes) if bytes <= size => {
-                Ok(Self { mapping, stream: Arc::clone(stream), length, element: PhantomData })
+                Ok(Self { region, stream: Arc::clone(stream), length, element: PhantomData })
             }
             _ => Err(Error::OutOfRange { offset: 0, length: bytes.unwrap_or(u64::MAX), size }),
         }
@@ -73,7 +73,7 @@ impl<'a, T: DeviceRepr> View<'a, T> {
 
     /// The pointer, as a kernel takes it.
     pub fn address(&self) -> CUdeviceptr {
-        self.mapping.address()
+        self.region.address()
     }
 }
 
@@ -89,25 +89,25 @@ impl<T> DeviceSlice<T> for View<'_, T> {
 
 impl<T> DevicePtr<T> for View<'_, T> {
     fn device_ptr<'s>(&'s self, stream: &'s CudaStream) -> (CUdeviceptr, SyncOnDrop<'s>) {
-        (self.mapping.address(), SyncOnDrop::sync_stream(stream))
+        (self.region.address(), SyncOnDrop::sync_stream(stream))
     }
 }
 
-/// The first elements of a mapping, for cudarc to read and write. As [`View`] in all else.
+/// The first elements of memory, for cudarc to read and write. As [`View`] in all else.
 #[derive(Debug)]
 pub struct ViewMut<'a, T>(View<'a, T>);
 
 impl<'a, T: DeviceRepr> ViewMut<'a, T> {
-    /// The first `length` elements of a mapping, used on a stream.
+    /// The first `length` elements of memory, used on a stream.
     ///
     /// # Errors
-    /// Those of [`View::new`]; [`Error::Unsupported`] also if the mapping is read-only.
-    pub fn new(mapping: &'a Mapping, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
-        if mapping.access() != Access::ReadWrite {
-            let feature = "writing to memory that is mapped read-only";
-            return Err(Error::Unsupported { device: mapping.device().to_string(), feature });
+    /// Those of [`View::new`]; [`Error::Unsupported`] also if the memory is read-only.
+    pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
+        if region.access() != Access::ReadWrite {
+            let feature = "writing to memory that is read-only";
+            return Err(Error::Unsupported { device: region.device().to_string(), feature });
         }
-        View::new(mapping, stream, length).map(Self)
+        View::new(region, stream, length).map(Self)
     }
 
     /// The pointer, as a kernel takes it.

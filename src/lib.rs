@@ -1,15 +1,16 @@
 //! Hands GPU memory from one process to another.
 //!
 //! A producer allocates with CUDA's virtual memory management, exports the allocation as a file descriptor and sends it
-//! over a Unix socket; a consumer imports and maps it. Both then see the same bytes, with no copy. Where there is no GPU
-//! the same runs on ordinary shared memory, which never passes for a GPU.
+//! over a Unix socket; a consumer imports and maps it. Both then see the same bytes, with no copy. Memory pools and legacy
+//! handles go the same way: see [`memory::Shared`] and [`memory::Imported`]. Where there is no GPU the same runs on ordinary
+//! shared memory, which never passes for a GPU.
 //!
 //! | Floor | Module | What it does |
 //! |---|---|---|
 //! | meeting | [`session`] | the conversation between producer and consumer |
-//! | data | [`pattern`], [`array`](mod@array) | what is written and how it is checked; typed arrays in memory, described |
-//! | parts | [`memory`], [`channel`] | allocations, reservations and mappings; one record and its descriptors |
-//! | ground | [`driver`], [`wire`] | a verb for each driver call; messages as bytes |
+//! | data | [`pattern`], [`transfer`] | what is written and how it is checked: a pattern, or a file's bytes |
+//! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
+//! | ground | [`driver`], [`wire`], [`array`](mod@array) | a verb for each driver call; messages as bytes; typed arrays, described |
 //! | base | [`error`] | [`Error`] |
 //!
 //! Memory without any socket, as it is owned here:
@@ -17,7 +18,7 @@
 //! ```
 //! use vmmfd::{
 //!     driver::{Access, Backend, Choice, open},
-//!     memory::{Allocation, Device, Mapping, Selector},
+//!     memory::{Allocation, Device, Mapping, Region, Selector},
 //! };
 //!
 //! # fn main() -> vmmfd::Result<()> {
@@ -59,6 +60,8 @@ pub mod memory;
 pub mod pattern;
 #[cfg(target_os = "linux")]
 pub mod session;
+#[cfg(target_os = "linux")]
+pub mod transfer;
 #[cfg(target_os = "linux")]
 pub mod wire;
 

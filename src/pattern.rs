@@ -4,9 +4,11 @@
 //! (8 GiB), and exchanged pieces of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
 //! `mix(0) = 0`, so that below 8 GiB and with salt 0 it is the classic pattern.
 
+use std::ops::Range;
+
 use crate::{
     error::{Error, Result},
-    memory::Mapping,
+    memory::Region,
 };
 
 pub use crate::wire::Mismatch;
@@ -41,8 +43,15 @@ impl Pattern {
         0xDEAD_BEEF ^ self.salt ^ mix((index >> 31) as u32)
     }
 
-    /// Writes the words from `first` on into `to`, to its last byte.
-    pub fn write(self, first: u64, to: &mut [u8]) {
+    /// Writes the pattern's bytes from byte `start` on into `to`.
+    pub fn write(self, start: u64, to: &mut [u8]) {
+        let (first, skip) = (start / 4, (start % 4) as usize);
+        let (head, to) = to.split_at_mut(if skip == 0 { 0 } else { (4 - skip).min(to.len()) });
+        head.copy_from_slice(&self.word(first).to_le_bytes()[skip..][..head.len()]);
+        self.write_words(if skip == 0 { first } else { first + 1 }, to);
+    }
+
+    fn write_words(self, first: u64, to: &mut [u8]) {
         let mut words = to.chunks_exact_mut(4);
         let count = words.len() as u64;
         // One constant serves a whole slice unless it crosses into the next run: then word by word is fast enough.
@@ -71,9 +80,9 @@ fn mix(mut h: u32) -> u32 {
     h ^ (h >> 16)
 }
 
-/// How many words `size` bytes are, the last one perhaps cut.
-pub fn words(size: u64) -> u64 {
-    size.div_ceil(4)
+/// How many words a range of bytes touches, the first and the last one perhaps in part.
+pub fn words(range: &Range<u64>) -> u64 {
+    if range.is_empty() { 0 } else { range.end.div_ceil(4) - range.start / 4 }
 }
 
 /// What a check found.
@@ -93,88 +102,158 @@ impl Verification {
         self.mismatches == 0
     }
 
-    /// Takes in the words from `first` on, as found and as expected.
-    fn add(&mut self, first: u64, found: &[u8], expected: &[u8]) {
-        self.words += words(found.len() as u64);
+    /// Takes in the bytes from `start` on, as found and as expected.
+    fn add(&mut self, start: u64, found: &[u8], expected: &[u8]) {
+        self.words += words(&(start..start + found.len() as u64));
         if found == expected {
             return;
         }
-        for ((at, found), expected) in (first..).zip(found.chunks(4)).zip(expected.chunks(4)) {
+        let mut at = start;
+        let end = start + found.len() as u64;
+        while at < end {
+            let next = (at / 4 * 4 + 4).min(end);
+            let inside = (at - start) as usize..(next - start) as usize;
+            let (found, expected) = (&found[inside.clone()], &expected[inside]);
             if found != expected {
+                let skip = (at % 4) as usize;
                 self.mismatches += 1;
-                self.first.get_or_insert_with(|| Mismatch { index: at, expected: word(expected), found: word(found) });
+                self.first.get_or_insert_with(|| Mismatch {
+                    index: at / 4,
+                    expected: word(skip, expected),
+                    found: word(skip, found),
+                });
             }
+            at = next;
         }
     }
 }
 
-fn word(bytes: &[u8]) -> u32 {
+/// A word of which only the bytes from `skip` on are known; the others count as zeros.
+fn word(skip: usize, bytes: &[u8]) -> u32 {
     let mut word = [0; 4];
-    word[..bytes.len()].copy_from_slice(bytes);
+    word[skip..][..bytes.len()].copy_from_slice(bytes);
     u32::from_le_bytes(word)
 }
 
-/// Fills the first `size` bytes of a mapping with the pattern, and the rest of it with zeros, so that nothing that the
-/// memory held before travels with it. All GPU work is done when it returns.
+/// Fills a range of memory with the pattern, and what follows it with zeros, so that nothing that the memory held before
+/// travels with it. All GPU work is done when it returns.
 ///
 /// `progress` is called after each [`SLICE`] with the bytes done so far; its error ends the work.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] if `size` is more than the mapping; what the copies or `progress` fail with.
+/// [`Error::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with.
 ///
 /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
-pub fn fill(mapping: &Mapping, size: u64, pattern: Pattern, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
-    let mut slice = slice_for(mapping, mapping.size(), size)?;
-    for (offset, length) in slices(mapping.size()) {
-        let slice = &mut slice[..length];
-        let data = size.saturating_sub(offset).min(length as u64) as usize;
-        pattern.write(offset / 4, &mut slice[..data]);
-        slice[data..].fill(0);
-        mapping.copy_in(offset, slice)?;
-        progress(offset + length as u64)?;
-    }
-    mapping.synchronize()
+pub fn fill(
+    region: &dyn Region,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let all = range.start..region.size();
+    put(region, 0, (range, all), pattern, progress)
 }
 
-/// Checks the first `size` bytes of a mapping against the pattern.
+/// Writes the pattern into a range of an object's bytes and touches no other. The memory begins with the object's byte `start`.
+/// All else is as for [`fill`].
+///
+/// # Errors
+/// As for [`fill`].
+pub fn write(
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    put(region, start, (range.clone(), range), pattern, progress)
+}
+
+/// Writes a range of the pattern, and zeros behind it as far as `all` goes.
+fn put(
+    region: &dyn Region,
+    start: u64,
+    (range, all): (Range<u64>, Range<u64>),
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let mut slice = slice_for(region, start, &range, &all)?;
+    for part in slices(all) {
+        let slice = &mut slice[..(part.end - part.start) as usize];
+        let data = range.end.saturating_sub(part.start).min(slice.len() as u64) as usize;
+        pattern.write(part.start, &mut slice[..data]);
+        slice[data..].fill(0);
+        region.copy_in(part.start - start, slice)?;
+        progress(part.end - range.start)?;
+    }
+    region.synchronize()
+}
+
+/// Checks a range of an object's bytes against the pattern. The memory begins with the object's byte `start`.
 ///
 /// `progress` is called after each [`SLICE`] with the bytes done so far; its error ends the work.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] if `size` is more than the mapping; what the copies or `progress` fail with. Wrong data is no
+/// [`Error::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with. Wrong data is no
 /// error: see [`Verification`].
 ///
 /// Driver call: `cuMemcpyDtoH`.
 pub fn verify(
-    mapping: &Mapping,
-    size: u64,
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
     pattern: Pattern,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<Verification> {
-    let mut found = slice_for(mapping, size, size)?;
-    let mut expected = found.clone();
-    let mut verification = Verification::default();
-    for (offset, length) in slices(size) {
-        let (found, expected) = (&mut found[..length], &mut expected[..length]);
-        mapping.copy_out(offset, found)?;
-        pattern.write(offset / 4, expected);
-        verification.add(offset / 4, found, expected);
-        progress(offset + length as u64)?;
+    let mut found = slice_for(region, start, &range, &range)?;
+    let mut checker = Checker::new(pattern);
+    for part in slices(range.clone()) {
+        let found = &mut found[..(part.end - part.start) as usize];
+        region.copy_out(part.start - start, found)?;
+        checker.check(part.start, found);
+        progress(part.end - range.start)?;
     }
-    Ok(verification)
+    Ok(checker.verification)
 }
 
-/// Room for a slice of `range` bytes, if `size` bytes fit the mapping.
-fn slice_for(mapping: &Mapping, range: u64, size: u64) -> Result<Vec<u8>> {
-    if size > mapping.size() {
-        return Err(Error::OutOfRange { offset: 0, length: size, size: mapping.size() });
-    }
-    Ok(vec![0; range.min(SLICE as u64) as usize])
+/// Checks bytes as they come.
+pub(crate) struct Checker {
+    pattern: Pattern,
+    expected: Vec<u8>,
+    pub(crate) verification: Verification,
 }
 
-/// The offsets and lengths of the slices of a range.
-fn slices(range: u64) -> impl Iterator<Item = (u64, usize)> {
-    (0..range).step_by(SLICE).map(move |offset| (offset, (range - offset).min(SLICE as u64) as usize))
+impl Checker {
+    pub(crate) fn new(pattern: Pattern) -> Self {
+        Self { pattern, expected: Vec::new(), verification: Verification::default() }
+    }
+
+    /// Checks the bytes from `start` on. No word may be in two pieces.
+    pub(crate) fn check(&mut self, start: u64, found: &[u8]) {
+        self.expected.resize(found.len(), 0);
+        self.pattern.write(start, &mut self.expected);
+        self.verification.add(start, found, &self.expected);
+    }
+}
+
+/// Room for the slices of `all`, if a range is inside memory that begins with byte `start`.
+fn slice_for(region: &dyn Region, start: u64, range: &Range<u64>, all: &Range<u64>) -> Result<Vec<u8>> {
+    let outside = range.start < start || range.end < range.start || range.end - start > region.size();
+    if outside {
+        let length = range.end.saturating_sub(range.start);
+        return Err(Error::OutOfRange { offset: range.start.saturating_sub(start), length, size: region.size() });
+    }
+    Ok(vec![0; (all.end - all.start).min(SLICE as u64) as usize])
+}
+
+/// The slices of a range: cut where the offset is a multiple of their length, so that no word is in two.
+pub(crate) fn slices(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        let part = at..(at / SLICE as u64 * SLICE as u64 + SLICE as u64).min(range.end);
+        at = part.end;
+        (!part.is_empty()).then_some(part)
+    })
 }
 
 #[cfg(test)]
@@ -211,10 +290,12 @@ mod tests {
         let pattern = Pattern::new(99);
         for first in [0, 7, (1 << 31) - 3, (1 << 32) - 1] {
             let whole: Vec<u8> = (first..first + 8).flat_map(|at| by_the_formula(99, at).to_le_bytes()).collect();
-            for length in 0..=whole.len() {
-                let mut bytes = vec![0xAA; length];
-                pattern.write(first, &mut bytes);
-                assert_eq!(bytes, whole[..length], "{length} bytes from word {first}");
+            for start in 0..whole.len() {
+                for end in start..=whole.len() {
+                    let mut bytes = vec![0xAA; end - start];
+                    pattern.write(first * 4 + start as u64, &mut bytes);
+                    assert_eq!(bytes, whole[start..end], "bytes {start} to {end} from word {first}");
+                }
             }
         }
     }
@@ -232,30 +313,54 @@ mod tests {
     fn a_check_counts_the_wrong_words_and_names_the_first() {
         let pattern = Pattern::new(5);
         let mut expected = vec![0; 4 * 10 + 3];
-        pattern.write(100, &mut expected);
+        pattern.write(400, &mut expected);
         let mut found = expected.clone();
         let mut clean = Verification::default();
-        clean.add(100, &found, &expected);
+        clean.add(400, &found, &expected);
         assert!(clean.passed() && clean.words == 11 && clean.first.is_none());
         found[4 * 3 + 1] ^= 1;
         found[4 * 3 + 2] ^= 1;
         found[42] ^= 0x80;
         let mut verification = Verification::default();
-        verification.add(100, &found, &expected);
+        verification.add(400, &found, &expected);
         assert_eq!(verification.mismatches, 2);
         let expected = pattern.word(103);
         assert_eq!(verification.first, Some(Mismatch { index: 103, expected, found: expected ^ 0x0001_0100 }));
     }
 
     #[test]
-    fn slices_cover_a_range_once_and_stay_small() {
-        for range in [0, 1, SLICE as u64, SLICE as u64 + 1, 3 * SLICE as u64 - 1] {
-            let mut reached = 0;
-            for (offset, length) in slices(range) {
-                assert!(offset == reached && length <= SLICE && offset % 4 == 0);
-                reached += length as u64;
+    fn a_range_that_begins_and_ends_inside_words_counts_them_in_part() {
+        let pattern = Pattern::new(7);
+        for (range, count) in [(0..0, 0), (1..2, 1), (3..5, 2), (4..8, 1), (2..11, 3), (7..7, 0)] {
+            assert_eq!(words(&range), count, "{range:?}");
+            let mut expected = vec![0; (range.end - range.start) as usize];
+            pattern.write(range.start, &mut expected);
+            for wrong in 0..expected.len() {
+                let mut found = expected.clone();
+                found[wrong] ^= 0xFF;
+                let mut verification = Verification::default();
+                verification.add(range.start, &found, &expected);
+                let first = verification.first.unwrap();
+                let at = range.start + wrong as u64;
+                assert_eq!((verification.words, verification.mismatches, first.index), (count, 1, at / 4));
+                assert_eq!(first.expected ^ first.found, 0xFF << (at % 4 * 8));
             }
-            assert_eq!(reached, range);
+        }
+    }
+
+    #[test]
+    fn slices_cover_a_range_once_and_stay_small() {
+        let slice = SLICE as u64;
+        for start in [0, 1, slice - 1, slice, 3 * slice + 5] {
+            for length in [0, 1, slice, slice + 1, 3 * slice - 1] {
+                let mut reached = start;
+                for part in slices(start..start + length) {
+                    assert!(part.start == reached && part.end - part.start <= slice);
+                    assert!(part.start == start || part.start % 4 == 0);
+                    reached = part.end;
+                }
+                assert_eq!(reached, start + length);
+            }
         }
     }
 }

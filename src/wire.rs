@@ -5,7 +5,9 @@
 //! # Transport
 //!
 //! `AF_UNIX`, `SOCK_SEQPACKET`. One message is one record; descriptors travel beside it as `SCM_RIGHTS`. A record without
-//! a single byte means that the sender hung up, as does the end of the stream.
+//! a single byte means that the sender hung up, as does the end of the stream. A reset (`ECONNRESET`) is told once, before
+//! what the peer had still sent: read on behind it. Either side may refuse a user that it does not trust (`SO_PEERCRED`) with
+//! the code `refused`.
 //!
 //! # Record
 //!
@@ -18,53 +20,94 @@
 //! | 12 to 15 | fd count | `u32`: how many descriptors come with the record |
 //! | from 16 | body | one JSON object in UTF-8 |
 //!
-//! Integers are little-endian. Unknown fields of a body are ignored; a field whose type ends in `?` may be null or absent.
-//! Descriptors come with `segments` alone, as many as it lists sizes; with any other kind the fd count is 0.
+//! Integers are little-endian. Unknown fields of a body are ignored; a field whose type ends in `?` may be null or absent. A
+//! kind that is not in the table breaks the protocol, as does whatever contradicts this page: the code is `protocol`.
+//! Descriptors come with `segments`, as many as it lists sizes, and with `pool`, which has one; with any other kind the fd
+//! count is 0.
 //!
 //! # Messages
 //!
 //! | kind | name | sent by | body |
 //! |---|---|---|---|
 //! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (none in version 1), `backend` string (`"cuda"` or `"host"`), `pid` u32 |
-//! | 2 | `request` | consumer | `object` string (`"default"`; at most 255 bytes), `access` `"ro"` or `"rw"`? (null: what the offer says) |
-//! | 3 | `offer` | producer | `object` string, `mechanism` `"vmm"`, `device` {`uuid` string, `name` string}, `size` u64, `mapped_size` u64, `segments` u64, `element_type` `"u32"`, `access` `"ro"` or `"rw"`, `salt` u32, `reply_salt` u32? |
+//! | 2 | `request` | consumer | `object` string (`"default"`; at most 255 bytes), `access` `"ro"` or `"rw"`? (null: what the offer says), `range` {`offset` u64, `length` u64}? (null: all of it), `have` u64? (how many segments it holds from earlier requests) |
+//! | 3 | `offer` | producer | `object` string, `memory` memory, `array` array?, `access` `"ro"` or `"rw"`, `part` {`first` u64, `segments` u64, `offset` u64, `size` u64}?, `salt` u32?, `digest` string?, `reply_salt` u32? |
 //! | 4 | `segments` | producer | `first` u64 (index of the first listed), `sizes` \[u64\], 1 to 253 of them |
-//! | 5 | `received` | consumer | `segments` u64: how many arrived so far |
-//! | 6 | `result` | both | `verified` bool, `words` u64, `mismatches` u64, `first_mismatch` {`index` u64, `expected` u32, `found` u32}? |
+//! | 5 | `received` | consumer | `segments` u64: how many of this offer's arrived so far |
+//! | 6 | `result` | both | `verified` bool, `words` u64, `mismatches` u64, `first_mismatch` {`index` u64, `expected` u32, `found` u32}?, `digest` string? |
 //! | 7 | `busy` | both | empty: `{}` |
 //! | 8 | `error` | both | `code` string, `message` string |
+//! | 9 | `pool` | producer | `pool` u64 |
 //!
-//! Codes of `error`: `version`, `protocol`, `refused` (user), `backend`, `device`, `object`, `full`, `timeout`,
-//! `interrupted`, `failed`. A receiver takes any other code for an error of a kind that it does not know.
+//! `memory` says what is shared, and how: `mechanism` `"vmm"`, `"pool"` or `"legacy"`, `device` {`uuid` string, `name` string},
+//! `location` `"device"` or `"host"`, `size` u64 (bytes of data), `mapped_size` u64 (bytes of memory), `segments` u64 (how many
+//! allocations; 0 unless the mechanism is `vmm`), `capacity` u64? (to how many bytes of memory it may grow), `pool` u64?
+//! (a number of this connection), `pointer` string? (128 hexadecimal digits: the 64 bytes of `CUmemPoolPtrExportData` or
+//! `CUipcMemHandle`), `offset` u64? (where the data begins behind the pointer; absent: 0), `immutable` bool? (nobody writes any
+//! more; absent: false). `size` is at least 1 and at most `mapped_size`.
+//!
+//! `array` is in the words of `__cuda_array_interface__` version 3: `typestr` string, `shape` \[u64\], `strides` \[i64\]? (bytes;
+//! null: C order), `offset` u64? (of the element \[0, ..., 0\], in bytes).
+//!
+//! Codes of `error`: `version`, `protocol`, `refused` (user), `backend`, `device`, `object`, `access`, `range`, `full`,
+//! `timeout`, `interrupted`, `failed`. A receiver takes any other code for an error of a kind that it does not know.
 //!
 //! A `uuid` is 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12 with hyphens between, and no prefix. In a consumer's
-//! `result`, `words` is `size / 4`, rounded up; `verified` is true exactly if `mismatches` is 0, except that a side that
-//! checked nothing may still say false. The bytes that a cut last word lacks count as zeros in `expected` and `found`.
+//! `result`, `words` is how many 32-bit words the range asked for touches if there is a `salt`, and else 0. `verified` is true
+//! exactly if `mismatches` is 0, except that with `words` 0 it may still be false: in a consumer's `result` on an offer without
+//! a `salt`, and in a producer's. The bytes of a word that lie outside the range count as zeros in `expected` and `found`. If
+//! the offer has a `digest`, `digest` is what was found.
 //!
 //! # Conversation
 //!
 //! 1. The consumer connects and sends `hello`; the producer answers with its own. A `hello` always has version 1 in its header
 //!    and the newest version that its sender speaks in its body: the lower of the two counts from then on.
-//! 2. The consumer sends `request`. Any number of requests may follow one another on a connection, each with all that
-//!    follows here.
-//! 3. The producer answers `offer`, then one `segments` after another until it has sent as many segments as the offer
-//!    says. The consumer answers each with `received` before the next is sent. Each size is the exact size of the allocation
-//!    behind the descriptor of the same place; together they are `mapped_size`.
-//! 4. The consumer finds its own device of that UUID, imports the descriptors, closes them, maps the segments side by side
-//!    in their order, and checks the first `size` bytes against the pattern of `salt`. If they were right and there is a
-//!    `reply_salt`, it writes the pattern of that salt over them.
-//! 5. When all its work on the buffer is done it sends `result`. The producer checks the reply, if there was to be one, and
+//! 2. The consumer sends `request`, of a `range` that is not empty. Any number of requests may follow one another on a
+//!    connection, each with all that follows here. Whoever sends one counts as one of the consumers that the producer serves,
+//!    also when it is refused: for another backend, too, which is told only now.
+//! 3. The producer answers `offer`, with the `object` and, if one was asked for, the `access` of the request. What follows it
+//!    depends on the mechanism.
+//!    - `vmm`: `part`, which must be there, names the segments that cover the range asked for, less the first `have`: how many
+//!      come before them, how many they are, how many bytes lie before the first, and how many bytes they are. If none are left,
+//!      `first` is `have` and `offset` the end of those. They follow in one `segments` after another, each answered with
+//!      `received` before the next is sent. Each size is the exact size of the allocation behind the descriptor of the same
+//!      place; all of the object's together are `mapped_size`.
+//!    - `pool`: the first offer of a connection that names a `pool` is followed by the message `pool` with its descriptor,
+//!      answered with `received` of 0 segments.
+//!    - `legacy`: nothing.
+//! 4. The consumer opens the memory. `vmm`: it imports the descriptors, closes them, and maps the segments side by side in their
+//!    order, behind those that it has. `pool`: it imports the pool, then the pointer. `legacy`: it opens the handle. The device
+//!    that it uses is its own of that UUID, or another that can reach it.
+//! 5. It checks the range asked for: against the pattern of `salt`, or against `digest`, if there is one. If all was right and
+//!    there is a `reply_salt`, which is never `salt` and comes with `rw` alone, it writes the pattern of that salt over the range.
+//! 6. When all its work on the buffer is done it sends `result`. The producer checks the reply, if there was to be one, and
 //!    sends its own `result`: `words` is what it checked itself, and `verified` is false if either side found a mismatch.
-//! 6. The consumer sends another `request`, or shuts down writing. The producer closes when it sees the end.
+//! 7. The consumer sends another `request`, or shuts down writing. It lets go of `pool` and `legacy` memory before it does so:
+//!    the producer frees that memory when every connection that it was offered on has ended. The producer closes when it sees
+//!    the end.
 //!
-//! Whoever works instead of answering (filling, checking, waiting for a turn) sends `busy` once a second: it is no answer,
-//! and restarts the receiver's deadline. `error` ends the conversation at any point: its sender shuts down writing, reads to
+//! Whoever works instead of answering (filling, checking, waiting for a turn) sends `busy` once a second, or three times in its
+//! own timeout where that is shorter: it is no answer, and restarts the receiver's deadline. Before its first `request` a
+//! consumer has nothing to be busy with. `error` ends the conversation at any point: its sender shuts down writing, reads to
 //! the end or its deadline, and closes. Whoever can't send because of `EPIPE` or `ECONNRESET` reads once more before it gives
 //! up, for the reason may still be there.
 //!
+//! # Host memory
+//!
+//! On the backend `host` a segment's descriptor is a memfd, exactly as long as its size, which is a multiple of 2 MiB, and sealed
+//! against shrinking (`F_SEAL_SHRINK`): one that its owner could cut would be a SIGBUS to whoever reads it. Memory that is sealed
+//! against writing (`F_SEAL_WRITE`) is mapped `MAP_PRIVATE`: before Linux 6.7 nothing else is allowed. The one device of a
+//! machine has the version 5 UUID of its boot id (`/proc/sys/kernel/random/boot_id`, as text) in the namespace
+//! `8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21`.
+//!
+//! # Digest
+//!
+//! The algorithm's name, a colon and lower-case hexadecimal digits, over the bytes of the range asked for: `blake3:` and 64
+//! digits. A consumer that does not know the algorithm ends the conversation with the code `failed`.
+//!
 //! # Pattern
 //!
-//! A buffer of element type `u32` is a sequence of little-endian 32-bit words. In wrapping 32-bit arithmetic,
+//! With a `salt` the data is a sequence of little-endian 32-bit words, whatever the array's type. In wrapping 32-bit arithmetic,
 //!
 //! ```text
 //! word[i] = (i * 2 + 1337) ^ 0xDEADBEEF ^ salt ^ mix(i >> 31)
@@ -73,9 +116,14 @@
 //!
 //! If `size` is no multiple of 4, the last word is cut to the bytes that there are.
 
+use std::{fmt, ops::Range, str::FromStr};
+
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::driver::{Access, DeviceUuid};
+use crate::{
+    array::ArrayDescriptor,
+    driver::{Access, DeviceUuid},
+};
 
 pub use crate::error::{ErrorCode, ProtocolError};
 
@@ -96,12 +144,6 @@ pub const MAX_NAME: usize = 255;
 
 /// The name of the object that a producer serves unless told otherwise.
 pub const DEFAULT_OBJECT: &str = "default";
-
-/// The one way of sharing in this version: CUDA virtual memory management by descriptor.
-pub const MECHANISM_VMM: &str = "vmm";
-
-/// The one element type in this version: little-endian 32-bit words.
-pub const ELEMENT_U32: &str = "u32";
 
 const MAGIC: [u8; 4] = *b"VMFD";
 
@@ -127,6 +169,29 @@ pub struct Request {
     /// The access wanted; `None` takes what the offer says.
     #[serde(default)]
     pub access: Option<Access>,
+    /// Which bytes of the data; `None` is all of them.
+    #[serde(default)]
+    pub range: Option<ByteRange>,
+    /// How many of its segments, from the first on, the consumer holds already.
+    #[serde(default)]
+    pub have: Option<u64>,
+}
+
+/// Bytes of an object's data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ByteRange {
+    /// The first.
+    pub offset: u64,
+    /// How many.
+    pub length: u64,
+}
+
+impl ByteRange {
+    /// As Rust's own, if it does not reach beyond `size`.
+    pub fn within(self, size: u64) -> Option<Range<u64>> {
+        let end = self.offset.checked_add(self.length).filter(|&end| end <= size && self.length > 0)?;
+        Some(self.offset..end)
+    }
 }
 
 /// A device, as both sides can know it.
@@ -138,30 +203,162 @@ pub struct OfferedDevice {
     pub name: String,
 }
 
+impl fmt::Display for OfferedDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name, self.uuid)
+    }
+}
+
+/// A way of sharing memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Mechanism {
+    /// Virtual memory management: a descriptor for each allocation.
+    #[default]
+    Vmm,
+    /// A memory pool's descriptor, and 64 bytes for each buffer in it.
+    Pool,
+    /// `cuIpcMemHandle`: 64 bytes and no descriptor.
+    Legacy,
+    /// One that this version does not know.
+    #[serde(other)]
+    Unknown,
+}
+
+impl fmt::Display for Mechanism {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
+    }
+}
+
+impl FromStr for Mechanism {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "vmm" => Ok(Self::Vmm),
+            "pool" => Ok(Self::Pool),
+            "legacy" => Ok(Self::Legacy),
+            _ => Err(format!("no mechanism is called `{text}`: write vmm, pool or legacy")),
+        }
+    }
+}
+
+/// In whose memory it is: the device's own, or the host's next to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Placement {
+    /// The device's own.
+    #[default]
+    Device,
+    /// The host's, of the NUMA node next to the device: the CPU and the device reach it alike.
+    Host,
+    /// One that this version does not know.
+    #[serde(other)]
+    Unknown,
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
+    }
+}
+
+impl FromStr for Placement {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "device" => Ok(Self::Device),
+            "host" => Ok(Self::Host),
+            _ => Err(format!("no location is called `{text}`: write device or host")),
+        }
+    }
+}
+
+/// The 64 bytes by which a pool's buffer or a legacy allocation is opened: opaque, and written as hexadecimal digits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Pointer(#[serde(with = "hex::serde")] pub [u8; 64]);
+
+/// What is shared, and how: with the descriptors that belong to it, all that is needed to open it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Description {
+    /// The way it is shared.
+    pub mechanism: Mechanism,
+    /// The device that owns it, or next to which it is.
+    pub device: OfferedDevice,
+    /// In whose memory it is.
+    pub location: Placement,
+    /// How many bytes of it hold data.
+    pub size: u64,
+    /// How many bytes it has: with [`Mechanism::Vmm`] the sum of the segments.
+    pub mapped_size: u64,
+    /// How many allocations it consists of; 0 unless the mechanism is [`Mechanism::Vmm`].
+    pub segments: u64,
+    /// To how many bytes it may grow.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub capacity: Option<u64>,
+    /// Which pool it is of, by a number of the sender's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool: Option<u64>,
+    /// What opens it, of a pool's buffer and a legacy allocation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pointer: Option<Pointer>,
+    /// Where the data begins behind that pointer, in bytes.
+    #[serde(default)]
+    pub offset: u64,
+    /// Whether it is never written any more.
+    #[serde(default)]
+    pub immutable: bool,
+}
+
+/// The segments that an offer is followed by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// The index of the first of them.
+    pub first: u64,
+    /// How many they are.
+    pub segments: u64,
+    /// How many bytes of the object lie before them.
+    pub offset: u64,
+    /// How many bytes they are together.
+    pub size: u64,
+}
+
 /// Describes the buffer whose segments follow.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// The object's name.
     pub object: String,
-    /// How it is shared: [`MECHANISM_VMM`].
-    pub mechanism: String,
-    /// Where it is.
-    pub device: OfferedDevice,
-    /// How many bytes of it hold data.
-    pub size: u64,
-    /// How many bytes are mapped: the sum of the segments.
-    pub mapped_size: u64,
-    /// How many segments follow.
-    pub segments: u64,
-    /// What the data is made of: [`ELEMENT_U32`].
-    pub element_type: String,
-    /// The access that the consumer is to map it with.
+    /// What is shared, and how.
+    pub memory: Description,
+    /// What the data is made of, if it is more than bytes.
+    #[serde(default)]
+    pub array: Option<ArrayDescriptor>,
+    /// The access that the consumer is to use.
     pub access: Access,
-    /// The salt of the pattern that it holds.
-    pub salt: u32,
+    /// Which segments follow; `None` unless the mechanism is [`Mechanism::Vmm`].
+    #[serde(default)]
+    pub part: Option<Part>,
+    /// The salt of the pattern that it holds, if it holds one.
+    #[serde(default)]
+    pub salt: Option<u32>,
+    /// The digest of the bytes asked for, if they are other data and it is known.
+    #[serde(default)]
+    pub digest: Option<String>,
     /// In a round trip the salt of the pattern to write into it: never the same as `salt`.
     #[serde(default)]
     pub reply_salt: Option<u32>,
+}
+
+/// A memory pool, with its descriptor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OfferedPool {
+    /// The number by which offers of this connection name it.
+    pub pool: u64,
 }
 
 /// Some of the segments, with a descriptor for each.
@@ -203,9 +400,17 @@ pub struct Outcome {
     /// The first of those.
     #[serde(default)]
     pub first_mismatch: Option<Mismatch>,
+    /// The digest that the sender found, where the offer has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
 }
 
 impl Outcome {
+    /// What a side says that counted nothing itself.
+    pub fn of_verdict(verified: bool) -> Self {
+        Self { verified, words: 0, mismatches: 0, first_mismatch: None, digest: None }
+    }
+
     /// Checks what a peer says it found against itself, and against how many words it was to check.
     ///
     /// # Errors
@@ -248,8 +453,8 @@ pub enum Message {
     /// Kind 2.
     Request(Request),
     /// Kind 3.
-    Offer(Offer),
-    /// Kind 4: the only one that carries descriptors.
+    Offer(Box<Offer>),
+    /// Kind 4, with a descriptor for each.
     Segments(Segments),
     /// Kind 5.
     Received(Received),
@@ -259,6 +464,8 @@ pub enum Message {
     Busy(Busy),
     /// Kind 8.
     Error(Failure),
+    /// Kind 9, with the pool's descriptor.
+    Pool(OfferedPool),
 }
 
 impl Message {
@@ -273,6 +480,7 @@ impl Message {
             Self::Result(_) => "result",
             Self::Busy(_) => "busy",
             Self::Error(_) => "error",
+            Self::Pool(_) => "pool",
         }
     }
 
@@ -280,6 +488,7 @@ impl Message {
     pub fn fd_count(&self) -> usize {
         match self {
             Self::Segments(segments) => segments.sizes.len(),
+            Self::Pool(_) => 1,
             _ => 0,
         }
     }
@@ -298,6 +507,7 @@ impl Message {
             Self::Result(body) => (6, serde_json::to_vec(body)),
             Self::Busy(body) => (7, serde_json::to_vec(body)),
             Self::Error(body) => (8, serde_json::to_vec(body)),
+            Self::Pool(body) => (9, serde_json::to_vec(body)),
         };
         let body = body.map_err(|error| ProtocolError::Content(error.to_string()))?;
         if body.len() > MAX_BODY {
@@ -349,6 +559,7 @@ impl Message {
             6 => Self::Result(parse("result", body)?),
             7 => Self::Busy(parse("busy", body)?),
             8 => Self::Error(parse("error", body)?),
+            9 => Self::Pool(parse("pool", body)?),
             got => return Err(ProtocolError::Kind { got }),
         };
         message.check()?;
@@ -360,9 +571,10 @@ impl Message {
             Self::Hello(hello) => clean(&mut hello.backend),
             Self::Request(request) => clean(&mut request.object),
             Self::Offer(offer) => {
-                let texts = [&mut offer.object, &mut offer.device.name, &mut offer.mechanism, &mut offer.element_type];
-                texts.into_iter().for_each(clean);
+                let texts = [&mut offer.object, &mut offer.memory.device.name];
+                texts.into_iter().chain(&mut offer.digest).for_each(clean);
             }
+            Self::Result(outcome) => outcome.digest.iter_mut().for_each(clean),
             Self::Error(failure) => clean(&mut failure.message),
             _ => {}
         }
@@ -412,30 +624,53 @@ fn clean(text: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::array::Order;
 
     fn every_message() -> Vec<Message> {
         let uuid = DeviceUuid::from_bytes(*b"0123456789abcdef");
         let first_mismatch = Some(Mismatch { index: u64::MAX, expected: 1, found: u32::MAX });
         vec![
             Message::Hello(Hello { version: 1, capabilities: vec!["x".into()], backend: "cuda".into(), pid: 7 }),
-            Message::Request(Request { object: DEFAULT_OBJECT.into(), access: Some(Access::ReadOnly) }),
-            Message::Offer(Offer {
-                object: "weights".into(),
-                mechanism: MECHANISM_VMM.into(),
-                device: OfferedDevice { uuid, name: "a device".into() },
-                size: 5,
-                mapped_size: 2 << 20,
-                segments: 1,
-                element_type: ELEMENT_U32.into(),
-                access: Access::ReadWrite,
-                salt: 0xffff_ffff,
-                reply_salt: Some(3),
+            Message::Request(Request {
+                object: DEFAULT_OBJECT.into(),
+                access: Some(Access::ReadOnly),
+                range: Some(ByteRange { offset: 1, length: u64::MAX }),
+                have: Some(3),
             }),
+            Message::Offer(Box::new(Offer {
+                object: "weights".into(),
+                memory: Description {
+                    mechanism: Mechanism::Pool,
+                    device: OfferedDevice { uuid, name: "a device".into() },
+                    location: Placement::Host,
+                    size: 5,
+                    mapped_size: 2 << 20,
+                    segments: 1,
+                    capacity: Some(u64::MAX),
+                    pool: Some(2),
+                    pointer: Some(Pointer([0xA5; 64])),
+                    offset: 4096,
+                    immutable: true,
+                },
+                array: Some(ArrayDescriptor::new("<f4".parse().unwrap(), vec![5, 7], Order::F).unwrap()),
+                access: Access::ReadWrite,
+                part: Some(Part { first: 1, segments: 2, offset: 3, size: 4 }),
+                salt: Some(0xffff_ffff),
+                digest: Some("blake3:00".into()),
+                reply_salt: Some(3),
+            })),
             Message::Segments(Segments { first: 0, sizes: vec![2 << 20, 4 << 20] }),
             Message::Received(Received { segments: 2 }),
-            Message::Result(Outcome { verified: false, words: 9, mismatches: 4, first_mismatch }),
+            Message::Result(Outcome {
+                verified: false,
+                words: 9,
+                mismatches: 4,
+                first_mismatch,
+                digest: Some("x".into()),
+            }),
             Message::Busy(Busy {}),
             Message::Error(Failure { code: ErrorCode::Refused, message: "no".into() }),
+            Message::Pool(OfferedPool { pool: 7 }),
         ]
     }
 
@@ -528,7 +763,10 @@ mod tests {
     #[test]
     fn fields_and_codes_of_the_future_are_ignored() {
         let request = Message::decode(&record(2, r#"{"object":"x","colour":"red"}"#, 0), 0);
-        assert_eq!(request, Ok(Message::Request(Request { object: "x".into(), access: None })));
+        assert_eq!(
+            request,
+            Ok(Message::Request(Request { object: "x".into(), access: None, range: None, have: None }))
+        );
         let error = Message::decode(&record(8, r#"{"code":"new","message":"y"}"#, 0), 0);
         assert_eq!(error, Ok(Message::Error(Failure { code: ErrorCode::Unknown, message: "y".into() })));
     }
@@ -547,6 +785,7 @@ mod tests {
             words,
             mismatches,
             first_mismatch: first.map(|index| Mismatch { index, expected: 1, found: 2 }),
+            digest: None,
         };
         for sound in [
             result(true, 9, 0, None),

@@ -17,13 +17,14 @@ use clap::{Parser, error::ErrorKind as UsageKind};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
+        resource::{Resource, getrlimit, setrlimit},
         signal::{SigSet, Signal},
         signalfd::{SfdFlags, SignalFd},
     },
 };
 
 pub use self::{
-    options::{Common, parse_elements, parse_salt, parse_size, parse_timeout},
+    options::{Common, Extent, parse_elements, parse_range, parse_salt, parse_size, parse_timeout},
     output::Console,
 };
 use crate::{
@@ -140,10 +141,22 @@ pub fn main<C: Command>() -> ExitCode {
     let console = Arc::new(Console::new(C::ROLE, command.common()));
     let result =
         masked.map_err(|errno| Error::system("block signals", errno)).and_then(|()| Cancel::new()).and_then(|cancel| {
+            raise_file_limit();
             watch(signals, &cancel, &console)?;
             command.run(&console, &cancel)
         });
     ExitCode::from(console.finish(result).code())
+}
+
+/// Lets this process open as many files as it may: a buffer of many chunks has a descriptor for each. Where that is not
+/// allowed, the limit stays, and whatever meets it says so.
+fn raise_file_limit() {
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < hard
+        && let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
+    {
+        tracing::warn!(%errno, soft, hard, "the limit of open files can't be raised");
+    }
 }
 
 /// How long a command goes on after it was told to stop, at most: then what it holds is left to the kernel.

@@ -5,9 +5,13 @@ use std::{path::PathBuf, time::Duration};
 use clap::Args;
 
 use crate::{
+    array::{self, ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Trust},
     driver::Choice,
+    error::Error,
     session::Terms,
+    transfer::Source,
+    wire::ByteRange,
 };
 
 /// The options of both sides.
@@ -50,6 +54,74 @@ impl Common {
     }
 }
 
+/// What a buffer is to hold, and so how large it is.
+#[derive(Debug, Clone, Args)]
+pub struct Extent {
+    /// Size of the buffer: bytes, or with a unit of powers of 1024, as 64MiB, 64M or 1.5GiB [default: 1MiB]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
+
+    /// Size of the buffer in 32-bit words
+    #[arg(long, value_name = "N", value_parser = parse_elements, conflicts_with_all = ["size", "dtype", "shape"])]
+    elements: Option<u64>,
+
+    /// File whose bytes to share, instead of a pattern
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
+    from: Option<PathBuf>,
+
+    /// Element type of an array: f32, i64, u8, c64, bool..., or a typestr such as <f4 [default with --shape: u32]
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<ElementType>,
+
+    /// Shape of an array, as 1024x768 [default with --dtype: as many elements as there is room for]
+    #[arg(long, value_name = "N[xM...]", value_parser = parse_shape, conflicts_with = "size")]
+    shape: Option<Shape>,
+
+    /// Order of an array's elements: C (the last index varies fastest) or F (the first one) [default: C]
+    #[arg(long, value_name = "C|F", requires = "shape")]
+    order: Option<Order>,
+}
+
+/// A list, in a type of its own: clap would take a `Vec` for an option that is given several times.
+type Shape = std::sync::Arc<[u64]>;
+
+fn parse_shape(text: &str) -> Result<Shape, String> {
+    array::parse_shape(text).map(Shape::from)
+}
+
+const DEFAULT_SIZE: u64 = 1 << 20;
+
+impl Extent {
+    /// The file, the size, and the array, as they are asked for.
+    ///
+    /// # Errors
+    /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`Error::Array`] for an array that is not as large as the file or
+    /// the size.
+    pub fn resolve(&self) -> Result<(Option<Source>, u64, Option<ArrayDescriptor>), Error> {
+        let source = self.from.as_deref().map(Source::open).transpose()?;
+        let size = source.as_ref().map(Source::size).or(self.size).or(self.elements);
+        let array = match (&self.shape, self.dtype) {
+            (None, None) => None,
+            (Some(shape), dtype) => {
+                let dtype = dtype.map_or_else(|| "<u4".parse(), Ok).map_err(|problem| Error::Array { problem })?;
+                Some(ArrayDescriptor::new(dtype, &shape[..], self.order.unwrap_or(Order::C))?)
+            }
+            (None, Some(dtype)) => {
+                let size = size.unwrap_or(DEFAULT_SIZE);
+                Some(ArrayDescriptor::new(dtype, [size / dtype.size()], Order::C)?)
+            }
+        };
+        let Some(array) = array else { return Ok((source, size.unwrap_or(DEFAULT_SIZE), None)) };
+        let bytes = array.bytes()?;
+        let size = size.unwrap_or(bytes);
+        if bytes != size {
+            let problem = format!("an array {array} has {bytes} bytes, and there are {size}");
+            return Err(Error::Array { problem });
+        }
+        Ok((source, size, Some(array)))
+    }
+}
+
 /// Reads a number of 32-bit words, as bytes.
 ///
 /// # Errors
@@ -61,6 +133,24 @@ pub fn parse_elements(text: &str) -> Result<u64, String> {
         Some(0) => Err(format!("`{text}` words are no memory at all: write at least 1")),
         Some(size) => Ok(size),
         None => Err(format!("`{text}` words are more bytes than 64 bits can count: write fewer")),
+    }
+}
+
+/// Reads a range of bytes, `OFFSET:LENGTH`, both with or without a unit.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub fn parse_range(text: &str) -> Result<ByteRange, String> {
+    let parts = text.split_once(':').filter(|(offset, length)| !offset.is_empty() && !length.is_empty());
+    let (offset, length) = parts.ok_or_else(|| {
+        format!("`{text}` is no range of bytes: write where it begins and how long it is, as 4MiB:1MiB or 0:100")
+    })?;
+    // A range may begin at 0, which is no size.
+    let offset = if offset == "0" { 0 } else { parse_size(offset)? };
+    let length = parse_size(length)?;
+    match offset.checked_add(length) {
+        Some(_) => Ok(ByteRange { offset, length }),
+        None => Err(format!("`{text}` ends beyond what 64 bits can count: write less")),
     }
 }
 

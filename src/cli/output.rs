@@ -8,16 +8,18 @@ use std::{
     time::Duration,
 };
 
+use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
 
 use super::{Common, Exit};
 use crate::{
+    array::ArrayDescriptor,
     driver::{Access, Backend},
     error::{Error, ErrorKind},
     memory::Device,
     session::{Event, producer::Served},
-    wire::{Mismatch, Outcome},
+    wire::{Description, Mechanism, Mismatch, Outcome, Placement},
 };
 
 /// How many steps it tells of: a service without end has no end of them.
@@ -31,6 +33,8 @@ const SCHEMA: u32 = 1;
 pub struct Console {
     lines: bool,
     json: bool,
+    /// How far a long piece of work is; only on a terminal.
+    bar: Option<ProgressBar>,
     state: Mutex<State>,
     /// Held while the end is told: whoever comes second finds it told.
     finished: Mutex<bool>,
@@ -53,9 +57,14 @@ struct Report {
     size: Option<u64>,
     mapped_size: Option<u64>,
     granularity: Option<u64>,
+    mechanism: Option<Mechanism>,
+    location: Option<Placement>,
+    segments: Option<u64>,
+    array: Option<ArrayDescriptor>,
     verified: Option<bool>,
     mismatches: u64,
     first_mismatch: Option<Mismatch>,
+    digest: Option<String>,
     steps: Vec<Step>,
     #[serde(skip_serializing_if = "Option::is_none")]
     consumers: Option<Vec<ConsumerReport>>,
@@ -129,6 +138,7 @@ impl Console {
     }
 
     fn with(role: &'static str, lines: bool, json: bool) -> Self {
+        let bar = (lines && io::stderr().is_terminal()).then(progress_bar);
         let report = Report {
             schema: SCHEMA,
             role,
@@ -137,14 +147,19 @@ impl Console {
             size: None,
             mapped_size: None,
             granularity: None,
+            mechanism: None,
+            location: None,
+            segments: None,
+            array: None,
             verified: None,
             mismatches: 0,
             first_mismatch: None,
+            digest: None,
             steps: Vec::new(),
             consumers: (role == "producer").then(Vec::new),
             error: None,
         };
-        Self { lines, json, state: Mutex::new(State { report, stdout: None }), finished: Mutex::new(false) }
+        Self { lines, json, bar, state: Mutex::new(State { report, stdout: None }), finished: Mutex::new(false) }
     }
 
     /// Prints what bad usage calls for with `--json`.
@@ -206,6 +221,9 @@ impl Console {
             report.verified = Some(outcome.verified);
             report.mismatches = outcome.mismatches;
             report.first_mismatch = outcome.first_mismatch;
+            if outcome.digest.is_some() {
+                report.digest.clone_from(&outcome.digest);
+            }
         }
     }
 
@@ -253,9 +271,14 @@ impl Console {
                 let line = format!("{}: {device}, granularity {granularity} bytes", device.ordinal());
                 self.step("device", Some(took), line);
             }
-            Event::Created { size, mapped_size, took } => {
-                self.sizes(size, mapped_size);
-                self.step("create", Some(took), format!("{mapped_size} bytes for {size} asked for"));
+            Event::Created { description, took } => {
+                self.memory(description);
+                let Description { size, mapped_size, .. } = description;
+                self.step(
+                    "create",
+                    Some(took),
+                    format!("{mapped_size} bytes for {size} asked for{}", kind(description)),
+                );
             }
             Event::Mapped { address, access, took } => {
                 self.step("map", Some(took), format!("at {address:#x}, {}", spelled(access)));
@@ -263,7 +286,19 @@ impl Console {
             Event::Filled { words, salt, took } => {
                 self.step("fill", Some(took), format!("{words} words, salt {salt:#010x}"));
             }
-            Event::Exported { fd, took } => self.step("export", Some(took), format!("fd {fd}")),
+            Event::Exported { fds, took } => self.step("export", Some(took), numbers(fds)),
+            Event::Loaded { size, digest, took } => {
+                self.state().report.digest = Some(digest.to_owned());
+                self.step("load", Some(took), format!("{size} bytes, {digest}"));
+            }
+            Event::Sealed { enforced, took } => {
+                let how = match enforced {
+                    true => "the kernel lets nobody write any more",
+                    false => "by agreement: whoever holds the descriptor or handle can still write",
+                };
+                self.step("seal", Some(took), how);
+            }
+            Event::Progress { done, all } => self.progress(done, all),
             Event::Listening { path, consumers } => {
                 let whom = match consumers {
                     0 => "any number of consumers".to_owned(),
@@ -279,19 +314,25 @@ impl Console {
             Event::Offered { peer, access, took } => {
                 self.step("offer", Some(took), format!("to pid {}, {}, received", peer.pid, spelled(access)));
             }
-            Event::Received { size, mapped_size, fd, took } => {
-                self.sizes(size, mapped_size);
-                self.step("offer", Some(took), format!("{size} bytes in {mapped_size} mapped, fd {fd}"));
+            Event::Received { offer, fds, took } => {
+                self.memory(&offer.memory);
+                let Description { size, mapped_size, .. } = &offer.memory;
+                let what = format!("{size} bytes in {mapped_size} mapped{}, {}", kind(&offer.memory), numbers(fds));
+                self.step("offer", Some(took), what);
             }
-            Event::Verified { verification, took } => {
-                let line = findings(verification.words, verification.mismatches, verification.first);
-                self.step("verify", Some(took), line);
+            Event::Array { array, first } => {
+                self.state().report.array = Some(array.clone());
+                self.step("array", None, format!("{array}: {}", first.join(" ")));
+            }
+            Event::Verified { outcome, took } => self.step("verify", Some(took), findings(outcome)),
+            Event::Saved { path, size, took } => {
+                self.step("save", Some(took), format!("{size} bytes in {}", path.display()));
             }
             Event::Told { peer, outcome, took } => {
                 let verdict = if outcome.verified { "verified" } else { "NOT VERIFIED" };
-                let checked = match outcome.words {
-                    0 => String::new(),
-                    words => format!(": {}", findings(words, outcome.mismatches, outcome.first_mismatch)),
+                let checked = match (outcome.words, &outcome.digest) {
+                    (0, None) => String::new(),
+                    _ => format!(": {}", findings(outcome)),
                 };
                 self.step("result", Some(took), format!("pid {} says {verdict}{checked}", peer.pid));
             }
@@ -310,10 +351,13 @@ impl Console {
         report.granularity = Some(granularity);
     }
 
-    fn sizes(&self, size: u64, mapped_size: u64) {
+    fn memory(&self, description: &Description) {
         let report = &mut self.state().report;
-        report.size = Some(size);
-        report.mapped_size = Some(mapped_size);
+        report.mechanism = Some(description.mechanism);
+        report.location = Some(description.location);
+        report.size = Some(description.size);
+        report.mapped_size = Some(description.mapped_size);
+        report.segments = Some(description.segments);
     }
 
     fn step(&self, name: &'static str, took: Option<Duration>, what: impl Display) {
@@ -330,8 +374,24 @@ impl Console {
         };
         if self.lines {
             let line = format!("{:<8}  {name:<7}  {what}{time}", state.report.role);
-            state.print(&line);
+            match &self.bar {
+                Some(bar) => bar.suspend(|| state.print(&line)),
+                None => state.print(&line),
+            }
         }
+    }
+
+    /// Shows how far a long piece of work is, on a terminal.
+    fn progress(&self, done: u64, all: u64) {
+        let Some(bar) = &self.bar else { return };
+        if done >= all {
+            return bar.finish_and_clear();
+        }
+        if bar.is_finished() {
+            bar.reset();
+        }
+        bar.set_length(all);
+        bar.set_position(done);
     }
 
     fn print_json(&self) {
@@ -358,6 +418,16 @@ impl State {
     }
 }
 
+/// Drawn on standard error, and only when the work takes long enough to be drawn twice.
+fn progress_bar() -> ProgressBar {
+    let bar = ProgressBar::new(0).with_finish(ProgressFinish::AndClear);
+    let template = "{bar:40} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
+    match ProgressStyle::with_template(template) {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
 /// Writes to standard error; whoever closed it does not want to know.
 fn complain(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
@@ -370,8 +440,38 @@ fn spelled(access: Access) -> &'static str {
     }
 }
 
-fn findings(words: u64, mismatches: u64, first: Option<Mismatch>) -> String {
-    format!("{words} words, {mismatches} wrong{}", first_words(first))
+fn findings(outcome: &Outcome) -> String {
+    let Outcome { words, mismatches, first_mismatch, digest, .. } = outcome;
+    match digest {
+        Some(digest) if outcome.verified => format!("{digest}, as it should be"),
+        Some(digest) => format!("{digest}, which is WRONG"),
+        None if *words == 0 => "nothing to check it against".to_owned(),
+        None => format!("{words} words, {mismatches} wrong{}", first_words(*first_mismatch)),
+    }
+}
+
+/// How memory is shared, where it is not as usual.
+fn kind(description: &Description) -> String {
+    let mut kind = String::new();
+    if description.mechanism != Mechanism::Vmm {
+        kind += &format!(", {}", description.mechanism);
+    }
+    if description.location != Placement::Device {
+        kind += &format!(", {} memory", description.location);
+    }
+    if description.segments > 1 {
+        kind += &format!(", {} chunks", description.segments);
+    }
+    kind
+}
+
+/// Descriptors by number, or how many they are.
+fn numbers(fds: &[i32]) -> String {
+    match fds {
+        [] => "no fd".to_owned(),
+        [fd] => format!("fd {fd}"),
+        many => format!("{} fds", many.len()),
+    }
 }
 
 fn first_words(first: Option<Mismatch>) -> String {

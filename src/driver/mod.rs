@@ -157,6 +157,16 @@ pub enum Location {
     HostNuma(i32),
 }
 
+impl Location {
+    /// The NUMA node, if it is one.
+    pub fn host_node(self) -> Option<i32> {
+        match self {
+            Self::HostNuma(node) => Some(node),
+            Self::Device(_) => None,
+        }
+    }
+}
+
 /// What an allocation is made of and for: the part of `CUmemAllocationProp` that this crate uses, and how it is sealed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Properties {

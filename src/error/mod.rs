@@ -72,6 +72,43 @@ pub enum Error {
         available: String,
     },
 
+    /// A device can't reach memory of another.
+    #[error("{device} can't reach the memory of {owner}")]
+    NoPeerAccess {
+        /// The device that was to use it.
+        device: String,
+        /// The device that owns it.
+        owner: String,
+        /// What the driver said, if it was asked to try.
+        source: Option<Box<Error>>,
+    },
+
+    /// Memory that was opened read-only is not written.
+    #[error("memory that was opened read-only can't be written")]
+    ReadOnly,
+
+    /// A legacy handle was opened by the process that made it.
+    #[error("a legacy handle can't be opened in the process that made it, which has the memory already")]
+    OwnHandle,
+
+    /// This process may not hold a descriptor for each allocation.
+    #[error("{needed} open files are needed, one for each chunk, and this process may have {limit}")]
+    TooManyDescriptors {
+        /// How many it would have.
+        needed: u64,
+        /// How many it may have.
+        limit: u64,
+    },
+
+    /// A file is not what it must be.
+    #[error("{} {problem}", path.display())]
+    File {
+        /// Which one.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+
     /// The device lacks something that sharing needs.
     #[error("{device} does not support {feature}")]
     Unsupported {
@@ -328,10 +365,12 @@ impl Error {
             | Self::MissingSymbol { .. }
             | Self::NoDevice
             | Self::NoSuchDevice { .. }
+            | Self::NoPeerAccess { .. }
             | Self::Unsupported { .. } => ErrorKind::Unsupported,
             Self::Driver { .. }
             | Self::Forked { .. }
             | Self::OutOfMemory { .. }
+            | Self::TooManyDescriptors { .. }
             | Self::System { .. }
             | Self::UnsafeFolder { .. }
             | Self::DefaultFolder { .. }
@@ -340,6 +379,9 @@ impl Error {
             Self::InvalidSize { .. }
             | Self::Unaligned { .. }
             | Self::OutOfRange { .. }
+            | Self::ReadOnly
+            | Self::OwnHandle
+            | Self::File { .. }
             | Self::Array { .. }
             | Self::SocketPath { .. } => ErrorKind::Usage,
             Self::Absent { .. }
@@ -370,6 +412,10 @@ impl Error {
             }
             Self::NoSuchDevice { .. } => "ordinals are counted among the devices that CUDA_VISIBLE_DEVICES leaves",
             Self::Unsupported { .. } => "a device whose driver offers it is needed",
+            Self::NoPeerAccess { .. } => {
+                "choose a device of the same NVLink or PCIe group with --device; nvidia-smi topo -p2p r shows which can"
+            }
+            Self::TooManyDescriptors { .. } => "raise ulimit -n, or take larger chunks",
             Self::Forked { .. } => "start the process with exec, or initialise the driver after the fork",
             Self::OutOfMemory { .. } => "ask for less, or free memory first",
             Self::UnsafeFolder { .. } | Self::FolderLocked { .. } => {

@@ -107,6 +107,10 @@ pub enum ErrorCode {
     Device,
     /// There is no object of that name.
     Object,
+    /// The access asked for is not given: the buffer is sealed.
+    Access,
+    /// The object has no such bytes or segments.
+    Range,
     /// All the consumers that were to come have come.
     Full,
     /// The sender waited too long.

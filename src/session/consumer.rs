@@ -1,19 +1,47 @@
 //! The side that is given memory.
 
-use std::{os::fd::AsRawFd, path::Path, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeMap,
+    ops::Range,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use super::{Event, Link, Observer, Terms, activate, greeting, outcome_of, unexpected};
+use super::{Event, Link, Observer, Terms, activate, greeting, interruptibly, outcome_of, unexpected};
 use crate::{
+    array::ArrayDescriptor,
     channel::{Peer, connect},
-    driver::{Access, Driver, Location, code},
+    driver::{Access, Driver},
     error::{Error, Result},
-    memory::{Allocation, Device, Mapping, Selector},
-    pattern::{self, Pattern, Verification},
+    memory::{Array, Device, Imported, Importing, Pool, Region, Selector, first_elements, timed},
+    pattern::{self, Checker, Pattern},
+    transfer::{self, Target},
     wire::{
-        DEFAULT_OBJECT, ELEMENT_U32, ErrorCode, MECHANISM_VMM, Message, Offer, Outcome, ProtocolError, Received,
-        Request,
+        ByteRange, DEFAULT_OBJECT, ErrorCode, Mechanism, Message, Offer, Outcome, ProtocolError, Received, Request,
     },
 };
+
+/// What to ask a producer for.
+#[derive(Debug, Clone)]
+pub struct Ask {
+    /// The object's name.
+    pub object: String,
+    /// The access wanted; `None` takes the one that the producer offers.
+    pub access: Option<Access>,
+    /// Which bytes; `None` is all of them. Only the allocations that cover them are sent and mapped.
+    pub range: Option<ByteRange>,
+}
+
+impl Default for Ask {
+    fn default() -> Self {
+        Self { object: DEFAULT_OBJECT.to_owned(), access: None, range: None }
+    }
+}
 
 /// A connection to a producer.
 ///
@@ -22,19 +50,21 @@ use crate::{
 /// use vmmfd::{
 ///     channel::{Cancel, Trust, socket_path},
 ///     driver::Choice,
-///     session::{Terms, consumer::Consumer, start},
+///     memory::Region,
+///     session::{Terms, consumer::{Ask, Consumer}, start},
 /// };
 ///
 /// # fn main() -> vmmfd::Result<()> {
 /// let terms = Terms { timeout: Duration::from_secs(30), trust: Trust::default(), cancel: Cancel::new()? };
 /// let opened = start(Choice::Auto, &terms.cancel, &|_| {})?;
 /// let mut consumer = Consumer::connect(&opened.driver, None, &socket_path(None)?, &terms, &|_| {})?;
-/// let lent = consumer.request(vmmfd::wire::DEFAULT_OBJECT, None)?;
-/// println!("{} bytes at {:#x}", lent.offer.size, lent.mapping.address());
-/// let verification = consumer.verify(&lent)?;
+/// let lent = consumer.request(&Ask::default())?;
+/// println!("{} bytes at {:#x}", lent.offer.memory.size, lent.memory.address());
+/// let found = consumer.verify(&lent)?;
 /// consumer.reply(&lent)?;
-/// let both = consumer.report(&verification)?;
+/// let both = consumer.report(&lent, &found)?;
 /// assert!(both.verified);
+/// # drop(lent);
 /// # consumer.close();
 /// # Ok(())
 /// # }
@@ -46,27 +76,68 @@ pub struct Consumer<'a> {
     ready: Option<Device>,
     /// Whether it was named, and no other may be used.
     named: bool,
-    /// Whether the last offer asks for a reply, which the producer will check.
-    reply_due: bool,
+    /// The pools that this connection was given, by the producer's numbers.
+    pools: BTreeMap<u64, Arc<Pool>>,
     observer: Observer<'a>,
 }
 
-/// A buffer that a producer shares, mapped in this process.
+/// A buffer that a producer shares, open in this process.
 ///
-/// It stays valid for as long as it lives, also when the producer is gone.
+/// With [`Mechanism::Vmm`] it stays valid for as long as it lives, also when the producer is gone. Memory of a pool and legacy
+/// memory are the producer's to free once the connection has ended: so the connection lasts until they are dropped, even if
+/// the [`Consumer`] is dropped before.
 #[derive(Debug)]
 pub struct Lent {
     /// What the producer said of it, checked.
     pub offer: Offer,
-    /// The memory.
-    pub mapping: Mapping,
+    /// The memory: of a part of the object, if a range was asked for.
+    pub memory: Imported,
+    /// The bytes that were asked for.
+    pub range: Range<u64>,
+    // After the memory.
+    _connection: Option<Arc<UnixStream>>,
+}
+
+impl Lent {
+    /// The typed array that it holds, if the producer says so and all of it was asked for.
+    ///
+    /// # Errors
+    /// [`Error::Array`] if it is not inside the memory, which was checked before.
+    pub fn into_array(self) -> Result<Option<Array>> {
+        match self.offer.array.clone().filter(|_| self.memory.start() == 0) {
+            Some(array) => Array::new(Arc::new(self), array).map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
+impl Region for Lent {
+    fn device(&self) -> &Device {
+        self.memory.device()
+    }
+
+    fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    fn size(&self) -> u64 {
+        self.memory.size()
+    }
+
+    fn access(&self) -> Access {
+        self.memory.access()
+    }
+
+    fn is_protected(&self) -> bool {
+        self.memory.is_protected()
+    }
 }
 
 /// What a consumer found, and what the producer made of it.
 #[derive(Debug)]
 pub struct Findings {
     /// What this side found.
-    pub verification: Verification,
+    pub found: Outcome,
     /// What the producer answered; an error only where this side had found a mismatch before: that outweighs how the
     /// conversation ended.
     pub producer: Result<Outcome>,
@@ -76,13 +147,13 @@ impl Findings {
     /// What both sides found together, with the figures of the side that found a mismatch, if one did.
     pub fn outcome(&self) -> Outcome {
         match &self.producer {
-            Ok(producer) if self.verification.passed() => producer.clone(),
-            _ => outcome_of(&self.verification),
+            Ok(producer) if self.found.verified => Outcome { digest: self.found.digest.clone(), ..producer.clone() },
+            _ => self.found.clone(),
         }
     }
 }
 
-/// Fetches the default object once: requests, verifies, replies if asked to, reports.
+/// Fetches the default object once: requests, verifies, saves if there is a target, replies if asked to, reports.
 ///
 /// # Errors
 /// Those of [`Consumer`]'s methods. Wrong data is no error: see [`Findings`].
@@ -90,12 +161,13 @@ pub fn fetch(
     driver: &Arc<dyn Driver>,
     device: Option<Selector>,
     path: &Path,
-    access: Option<Access>,
+    ask: &Ask,
+    target: Option<Target>,
     terms: &Terms,
     observer: Observer<'_>,
 ) -> Result<Findings> {
     let mut consumer = Consumer::connect(driver, device, path, terms, observer)?;
-    let result = consumer.converse(access);
+    let result = consumer.converse(ask, target);
     consumer.link.end(&result);
     result
 }
@@ -103,7 +175,8 @@ pub fn fetch(
 impl<'a> Consumer<'a> {
     /// Waits for the producer at a path and says hello.
     ///
-    /// A device that is named must be the one that is offered; it is made ready before the wait, as is the only one.
+    /// A device that is named is used, if it can reach the memory that is offered; else the memory's own. The one that is named,
+    /// or the only one, is made ready before the wait.
     ///
     /// # Errors
     /// Those of [`connect`], [`Device::find`] and of the conversation: [`Error::Peer`], [`Error::PeerGone`],
@@ -120,7 +193,6 @@ impl<'a> Consumer<'a> {
             selector => Some(Device::find(driver, selector.unwrap_or_default())?),
         };
         if let Some(device) = &early {
-            device.require_sharing()?;
             activate(device, &mut || terms.cancel.check(), observer)?;
         }
         let begun = Instant::now();
@@ -130,7 +202,7 @@ impl<'a> Consumer<'a> {
             driver: Arc::clone(driver),
             ready: early,
             named: device.is_some(),
-            reply_due: false,
+            pools: BTreeMap::new(),
             observer,
         };
         match consumer.greet() {
@@ -159,94 +231,205 @@ impl<'a> Consumer<'a> {
         self.link.peer()
     }
 
-    /// Asks for an object and maps it; `None` takes the access that the producer offers.
+    /// Asks for an object and opens it.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] if this side can't take what is offered; [`Error::Protocol`] if the offer contradicts itself;
-    /// [`Error::Driver`] from importing; those of the conversation.
+    /// [`Error::Mismatch`] if this side can't take what is offered; [`Error::NoPeerAccess`]; [`Error::Protocol`] if the offer
+    /// contradicts itself; [`Error::Driver`] from opening the memory; those of the conversation.
     ///
-    /// Driver calls: those of [`Allocation::import`] and [`Mapping::new`].
-    pub fn request(&mut self, object: &str, access: Option<Access>) -> Result<Lent> {
+    /// Driver calls: those of [`Imported::open`].
+    pub fn request(&mut self, ask: &Ask) -> Result<Lent> {
         let begun = Instant::now();
-        self.link.send(Message::Request(Request { object: object.to_owned(), access }), &[])?;
-        let offer = match self.link.receive("for the offer")? {
-            (Message::Offer(offer), _) => offer,
-            (other, _) => return Err(unexpected(&other, "offer")),
+        let offer = self.ask(ask, None)?;
+        let range = check(&offer, ask)?;
+        let device = self.device_for(&offer)?;
+        // Opening goes on while segments come in: its time is taken apart.
+        let mut opening = Duration::ZERO;
+        let (memory, fds) = match offer.memory.mechanism {
+            Mechanism::Vmm => {
+                let part = part_of(&offer, 0, &range)?;
+                let begin = || Importing::begin(&device, &offer.memory, &part, offer.access);
+                let mut importing = timed(&mut opening, begin)?;
+                let fds = self.take_segments(&mut importing, part.first, &mut opening)?;
+                (timed(&mut opening, || importing.finish())?, fds)
+            }
+            Mechanism::Pool => {
+                let (pool, fds) = self.pool(&device, &offer, &mut opening)?;
+                (timed(&mut opening, || Imported::of_pool(&pool, &offer.memory, offer.access))?, fds)
+            }
+            _ => {
+                let open = || Imported::of_legacy(&device, &offer.memory, offer.access);
+                (timed(&mut opening, open)?, Vec::new())
+            }
         };
-        check(&offer, object, access)?;
-        self.reply_due = offer.reply_salt.is_some();
-        let (segments, mut fds) = match self.link.receive("for the memory")? {
-            (Message::Segments(segments), fds) => (segments, fds),
-            (other, _) => return Err(unexpected(&other, "segments")),
-        };
-        if segments.first != 0 || segments.sizes != [offer.mapped_size] {
-            let claim = format!("an offer of one segment of {} bytes came with {segments:?}", offer.mapped_size);
-            return Err(ProtocolError::Content(claim).into());
-        }
-        let Some(fd) = fds.pop() else {
-            return Err(ProtocolError::Content("segments came without a descriptor".to_owned()).into());
-        };
-        self.link.send(Message::Received(Received { segments: 1 }), &[])?;
-        let (size, mapped_size) = (offer.size, offer.mapped_size);
-        (self.observer)(Event::Received { size, mapped_size, fd: fd.as_raw_fd(), took: begun.elapsed() });
-
-        let device = self.device_of(&offer)?;
-        let begun = Instant::now();
-        let allocation = Allocation::import(&device, fd, mapped_size).map_err(not_as_offered)?;
-        self.check_owner(&allocation)?;
-        let mapping = Mapping::new(&allocation, offer.access).map_err(not_as_offered)?;
-        let address = mapping.address();
-        (self.observer)(Event::Mapped { address, access: offer.access, took: begun.elapsed() });
-        Ok(Lent { offer, mapping })
+        (self.observer)(Event::Received { offer: &offer, fds: &fds, took: begun.elapsed() - opening });
+        (self.observer)(Event::Mapped { address: memory.address(), access: offer.access, took: opening });
+        let connection = memory.is_borrowed().then(|| self.link.channel.socket());
+        Ok(Lent { offer, memory, range, _connection: connection })
     }
 
-    /// This process's device of the UUID offered, ready for copies.
-    fn device_of(&mut self, offer: &Offer) -> Result<Device> {
-        let mismatch = |how: String| {
-            let message = format!("the buffer is on {} {}, {how}", offer.device.name, offer.device.uuid);
-            Err(Error::Mismatch { code: ErrorCode::Device, message })
+    /// Asks again for a buffer that may have grown, and adds what is new: at the same address, behind what is there. All of it is
+    /// asked for and verified anew.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] if there is no room behind it; those of [`Consumer::request`].
+    ///
+    /// Driver calls: those of [`Imported::open`], for the new allocations alone.
+    pub fn extend(&mut self, lent: &mut Lent) -> Result<()> {
+        let begun = Instant::now();
+        let Some(have) = lent.memory.segments().filter(|_| lent.range.end == lent.offer.memory.size) else {
+            let feature = "growing memory of which only a part was asked for, or that is not shared by vmm";
+            return Err(Error::Unsupported { device: lent.memory.device().to_string(), feature });
         };
-        match &self.ready {
-            Some(device) if device.uuid() == offer.device.uuid => return Ok(device.clone()),
-            Some(device) if self.named => return mismatch(format!("and this side was told to use {device}")),
-            _ => {}
+        let ask = Ask { object: lent.offer.object.clone(), access: Some(lent.offer.access), range: None };
+        let offer = self.ask(&ask, Some(have))?;
+        let range = check(&offer, &ask)?;
+        let part = part_of(&offer, have, &range)?;
+        let mut importing = Importing::behind(&lent.memory, &offer.memory, &part)?;
+        let mut opening = Duration::ZERO;
+        let fds = self.take_segments(&mut importing, part.first, &mut opening)?;
+        timed(&mut opening, || importing.finish_behind(&mut lent.memory))?;
+        (self.observer)(Event::Received { offer: &offer, fds: &fds, took: begun.elapsed() - opening });
+        lent.offer = offer;
+        lent.range = range;
+        Ok(())
+    }
+
+    fn ask(&mut self, ask: &Ask, have: Option<u64>) -> Result<Offer> {
+        let Ask { object, access, range } = ask.clone();
+        self.link.send(Message::Request(Request { object, access, range, have }), &[])?;
+        match self.link.receive("for the offer")? {
+            (Message::Offer(offer), _) => Ok(*offer),
+            (other, _) => Err(unexpected(&other, "offer")),
         }
-        let device = match Device::find(&self.driver, Selector::Uuid(offer.device.uuid)) {
-            Ok(device) => device,
-            Err(Error::NoSuchDevice { available, .. }) => {
-                return mismatch(format!("which this process does not see: {available}"));
+    }
+
+    /// Takes one record of segments after another, and acknowledges each when its descriptors are closed again. Returns what
+    /// their numbers were.
+    fn take_segments(&mut self, importing: &mut Importing, first: u64, opening: &mut Duration) -> Result<Vec<i32>> {
+        let mut numbers = Vec::new();
+        while importing.missing() > 0 {
+            let (segments, fds) = match self.link.receive("for the memory")? {
+                (Message::Segments(segments), fds) => (segments, fds),
+                (other, _) => return Err(unexpected(&other, "segments")),
+            };
+            if segments.first != first + numbers.len() as u64 {
+                let message = format!("segment {} came where {} belongs", segments.first, first + numbers.len() as u64);
+                return Err(ProtocolError::Content(message).into());
             }
-            Err(error) => return Err(error),
+            numbers.extend(fds.iter().map(AsRawFd::as_raw_fd));
+            timed(opening, || importing.take(&segments.sizes, fds))?;
+            self.link.send(Message::Received(Received { segments: numbers.len() as u64 }), &[])?;
+        }
+        Ok(numbers)
+    }
+
+    /// The pool that an offer names: with its first offer of this connection it comes itself.
+    fn pool(&mut self, device: &Device, offer: &Offer, opening: &mut Duration) -> Result<(Arc<Pool>, Vec<i32>)> {
+        let wrong = |message: String| Err(ProtocolError::Content(message).into());
+        // What this side lacks comes first.
+        device.require_pools()?;
+        let Some(number) = offer.memory.pool else {
+            return wrong("memory of a pool is offered, and no pool is named".to_owned());
         };
-        device.require_sharing()?;
-        activate(&device, &mut || self.link.busy(), self.observer)?;
-        self.ready = Some(device.clone());
+        if let Some(pool) = self.pools.get(&number) {
+            return Ok((Arc::clone(pool), Vec::new()));
+        }
+        let fd: OwnedFd = match self.link.receive("for the pool")? {
+            (Message::Pool(pool), mut fds) if pool.pool == number && fds.len() == 1 => fds.remove(0),
+            (Message::Pool(pool), _) => return wrong(format!("pool {} came where {number} belongs", pool.pool)),
+            (other, _) => return Err(unexpected(&other, "pool")),
+        };
+        let numbers = vec![fd.as_raw_fd()];
+        let pool = timed(opening, || Imported::pool(device, &offer.memory, fd))?;
+        self.pools.insert(number, Arc::clone(&pool));
+        self.link.send(Message::Received(Received { segments: 0 }), &[])?;
+        Ok((pool, numbers))
+    }
+
+    /// This process's device that is to use what is offered, ready for copies.
+    fn device_for(&mut self, offer: &Offer) -> Result<Device> {
+        if let Some(device) = self.ready.as_ref().filter(|device| device.uuid() == offer.memory.device.uuid) {
+            return Ok(device.clone());
+        }
+        let named = self.ready.as_ref().filter(|_| self.named);
+        let device = Device::for_memory_of(&self.driver, &offer.memory.device, named)?;
+        if self.ready.as_ref().is_none_or(|ready| ready.uuid() != device.uuid()) {
+            activate(&device, &mut || self.link.busy(), self.observer)?;
+            self.ready = Some(device.clone());
+        }
         Ok(device)
     }
 
-    /// The driver must say the same of the memory as the peer: what it says decides.
-    fn check_owner(&self, allocation: &Allocation) -> Result<()> {
-        let (location, device) = (allocation.properties()?.location, allocation.device());
-        let owner = match location {
-            Location::Device(ordinal) if ordinal == device.ordinal() => return Ok(()),
-            Location::Device(ordinal) => format!("on device {ordinal} of this process"),
-            Location::HostNuma(node) => format!("on NUMA node {node}"),
-        };
-        let message = format!("the memory is {owner}, and the offer says {device}");
-        Err(Error::Mismatch { code: ErrorCode::Device, message })
-    }
-
-    /// Checks what was lent against the pattern of its salt. The producer is told that this side is at work.
+    /// Checks what was lent: against the pattern of its salt, or its digest. The producer is told that this side is at work.
     ///
     /// # Errors
-    /// Those of [`pattern::verify`], and of the conversation.
-    pub fn verify(&mut self, lent: &Lent) -> Result<Verification> {
+    /// [`Error::Mismatch`] for a digest that this version does not know; those of [`pattern::verify`] and
+    /// [`transfer::read`], and of the conversation. Wrong data is no error.
+    pub fn verify(&mut self, lent: &Lent) -> Result<Outcome> {
+        self.check(lent, None)
+    }
+
+    /// As [`Consumer::verify`], and writes the same bytes into a file, which appears under its name only if they were right.
+    ///
+    /// # Errors
+    /// Those of [`Consumer::verify`] and of [`Target`].
+    pub fn save(&mut self, lent: &Lent, mut target: Target) -> Result<Outcome> {
         let begun = Instant::now();
-        let link = &mut self.link;
-        let salt = Pattern::new(lent.offer.salt);
-        let verification = pattern::verify(&lent.mapping, lent.offer.size, salt, &mut |_| link.busy())?;
-        (self.observer)(Event::Verified { verification: &verification, took: begun.elapsed() });
-        Ok(verification)
+        let outcome = self.check(lent, Some(&mut target))?;
+        if outcome.verified {
+            let path = target.path().to_owned();
+            let link = &mut self.link;
+            // The disk may be slow.
+            interruptibly(&mut || link.busy(), move || target.finish())?;
+            let size = lent.range.end - lent.range.start;
+            (self.observer)(Event::Saved { path: &path, size, took: begun.elapsed() });
+        }
+        Ok(outcome)
+    }
+
+    fn check(&mut self, lent: &Lent, mut target: Option<&mut Target>) -> Result<Outcome> {
+        let begun = Instant::now();
+        let Lent { offer, memory, range, .. } = lent;
+        if let Some(array) = offer.array.as_ref().filter(|_| memory.start() == 0 && range.end == offer.memory.size) {
+            let first = first_elements(memory, array, FIRST_ELEMENTS)?;
+            (self.observer)(Event::Array { array, first: &first });
+        }
+        let (link, observer) = (&mut self.link, self.observer);
+        let all = range.end - range.start;
+        let mut done = |done| {
+            observer(Event::Progress { done, all });
+            link.busy()
+        };
+        let outcome = match (offer.salt.map(Pattern::new), &offer.digest) {
+            (Some(pattern), _) if target.is_none() => {
+                outcome_of(&pattern::verify(memory, memory.start(), range.clone(), pattern, &mut done)?)
+            }
+            (None, None) if target.is_none() => Outcome::of_verdict(true),
+            (pattern, digest) => {
+                let mut checker = pattern.map(Checker::new);
+                let mut at = range.start;
+                let found = transfer::read(memory, memory.start(), range.clone(), &mut |bytes| {
+                    if let Some(checker) = &mut checker {
+                        checker.check(at, bytes);
+                    }
+                    if let Some(target) = &mut target {
+                        target.write(bytes)?;
+                    }
+                    at += bytes.len() as u64;
+                    done(at - range.start)
+                })?;
+                match (checker, digest) {
+                    (Some(checker), _) => outcome_of(&checker.verification),
+                    (None, Some(digest)) => {
+                        Outcome { digest: Some(found.clone()), ..Outcome::of_verdict(found == *digest) }
+                    }
+                    (None, None) => Outcome::of_verdict(true),
+                }
+            }
+        };
+        (self.observer)(Event::Verified { outcome: &outcome, took: begun.elapsed() });
+        Ok(outcome)
     }
 
     /// Writes the pattern that the offer asks for back into the buffer, if it asks for one.
@@ -256,9 +439,12 @@ impl<'a> Consumer<'a> {
     pub fn reply(&mut self, lent: &Lent) -> Result<()> {
         let Some(salt) = lent.offer.reply_salt else { return Ok(()) };
         let begun = Instant::now();
-        let (link, size) = (&mut self.link, lent.offer.size);
-        pattern::fill(&lent.mapping, size, Pattern::new(salt), &mut |_| link.busy())?;
-        (self.observer)(Event::Filled { words: pattern::words(size), salt, took: begun.elapsed() });
+        let link = &mut self.link;
+        pattern::write(&lent.memory, lent.memory.start(), lent.range.clone(), Pattern::new(salt), &mut |_| {
+            link.busy()
+        })?;
+        let words = pattern::words(&lent.range);
+        (self.observer)(Event::Filled { words, salt, took: begun.elapsed() });
         Ok(())
     }
 
@@ -267,91 +453,103 @@ impl<'a> Consumer<'a> {
     ///
     /// # Errors
     /// Those of the conversation. What the producer found is no error.
-    pub fn report(&mut self, verification: &Verification) -> Result<Outcome> {
+    pub fn report(&mut self, lent: &Lent, found: &Outcome) -> Result<Outcome> {
         let begun = Instant::now();
-        self.link.send(Message::Result(outcome_of(verification)), &[])?;
+        self.link.send(Message::Result(found.clone()), &[])?;
         let outcome = match self.link.receive("for the producer's result")? {
             (Message::Result(outcome), _) => outcome,
             (other, _) => return Err(unexpected(&other, "result")),
         };
         // The producer checks a reply, if there is one. It may also say no without a reason that it could count.
-        let to_check = if self.reply_due && verification.passed() { verification.words } else { 0 };
+        let reply_due = lent.offer.reply_salt.is_some() && found.verified;
+        let to_check = if reply_due { pattern::words(&lent.range) } else { 0 };
         outcome.check(if outcome.verified { to_check } else { outcome.words.min(to_check) })?;
         (self.observer)(Event::Told { peer: self.peer(), outcome: &outcome, took: begun.elapsed() });
         Ok(outcome)
     }
 
-    /// Ends the conversation in good order.
-    pub fn close(self) {
+    /// Ends the conversation in good order; if memory of a pool or legacy memory is still there, when that is dropped.
+    pub fn close(mut self) {
+        self.pools.clear();
+        if Arc::strong_count(&self.link.channel.socket()) > 2 {
+            return;
+        }
         self.link.end(&Ok(()));
     }
 
-    fn converse(&mut self, access: Option<Access>) -> Result<Findings> {
-        let lent = self.request(DEFAULT_OBJECT, access)?;
-        let verification = self.verify(&lent)?;
-        if verification.passed() {
+    fn converse(&mut self, ask: &Ask, target: Option<Target>) -> Result<Findings> {
+        let lent = self.request(ask)?;
+        let found = match target {
+            Some(target) => self.save(&lent, target)?,
+            None => self.verify(&lent)?,
+        };
+        if found.verified {
             self.reply(&lent)?;
         }
-        let producer = self.report(&verification);
+        let producer = self.report(&lent, &found);
+        drop(lent);
+        // Before the connection ends, as what is of them.
+        self.pools.clear();
         match producer {
             Err(error @ Error::Interrupted { .. }) => Err(error),
-            Err(error) if verification.passed() => Err(error),
-            producer => Ok(Findings { verification, producer }),
+            Err(error) if found.verified => Err(error),
+            producer => Ok(Findings { found, producer }),
         }
     }
 }
 
-/// What the driver says of memory that is not what the peer claims is the peer's failure, not the driver's.
-fn not_as_offered(error: Error) -> Error {
-    let of_the_peer = match &error {
-        Error::Unaligned { size, granularity } => {
-            let claim = format!("{size} bytes are offered as mapped, where memory comes in units of {granularity}");
-            return ProtocolError::Content(claim).into();
-        }
-        // No such memory.
-        Error::Driver { call: "cuMemImportFromShareableHandle" | "host import", code, .. } => {
-            matches!(*code, code::INVALID_VALUE | code::UNKNOWN)
-        }
-        // Of another size.
-        Error::Driver { call: "cuMemMap" | "host map", code, .. } => {
-            matches!(*code, code::INVALID_VALUE | code::NOT_SUPPORTED)
-        }
-        _ => false,
-    };
-    if !of_the_peer {
-        return error;
-    }
-    let message = format!("what the producer sent is not the memory that it offered: {}", error.in_full());
-    Error::Mismatch { code: ErrorCode::Failed, message }
-}
+/// How many elements of an array a person is shown.
+const FIRST_ELEMENTS: usize = 8;
 
-/// What an offer must be, before anything is done with it.
-fn check(offer: &Offer, object: &str, access: Option<Access>) -> Result<()> {
+/// What an offer must be, before anything is done with it. Returns the bytes that were asked for.
+fn check(offer: &Offer, ask: &Ask) -> Result<Range<u64>> {
     let wrong = |message: String| Err(ProtocolError::Content(message).into());
     let unfit = |message: String| Err(Error::Mismatch { code: ErrorCode::Failed, message });
-    if offer.object != object {
-        return wrong(format!("object `{object}` was asked for and `{}` is offered", offer.object));
+    let memory = &offer.memory;
+    if offer.object != ask.object {
+        return wrong(format!("object `{}` was asked for and `{}` is offered", ask.object, offer.object));
     }
-    if offer.size == 0 || offer.size > offer.mapped_size {
-        return wrong(format!("{} bytes of data are offered in {} bytes of memory", offer.size, offer.mapped_size));
+    if memory.size == 0 || memory.size > memory.mapped_size {
+        return wrong(format!("{} bytes of data are offered in {} bytes of memory", memory.size, memory.mapped_size));
     }
-    if access.is_some_and(|access| access != offer.access) {
+    let range = match ask.range {
+        None => 0..memory.size,
+        Some(range) => match range.within(memory.size) {
+            Some(range) => range,
+            None => return wrong(format!("{range:?} is offered of {} bytes", memory.size)),
+        },
+    };
+    if ask.access.is_some_and(|access| access != offer.access) {
         return wrong(format!("another access was asked for than the {} that is offered", offer.access));
     }
-    if offer.reply_salt == Some(offer.salt) {
+    if offer.reply_salt.is_some() && offer.reply_salt == offer.salt {
         return wrong("the reply's salt is the offer's own".to_owned());
     }
     if offer.reply_salt.is_some() && offer.access == Access::ReadOnly {
         return wrong("a reply is asked for in memory that is offered read-only".to_owned());
     }
-    if offer.mechanism != MECHANISM_VMM {
-        return unfit(format!("the producer shares by `{}`, which this version does not know", offer.mechanism));
+    if let Some(Err(error)) = offer.array.as_ref().map(|array: &ArrayDescriptor| array.check(memory.size)) {
+        return wrong(format!("the array that is offered is not inside the memory: {error}"));
     }
-    if offer.element_type != ELEMENT_U32 {
-        return unfit(format!("the buffer holds `{}`, which this version can't check", offer.element_type));
+    if memory.mechanism == Mechanism::Unknown {
+        return unfit("the producer shares by a mechanism that this version does not know".to_owned());
     }
-    if offer.segments != 1 {
-        return unfit(format!("the buffer has {} segments, and this version maps buffers of one", offer.segments));
+    if let Some(digest) = offer.digest.as_ref().filter(|digest| !transfer::is_known(digest)) {
+        return unfit(format!("the data comes with the digest `{digest}`, which this version can't check"));
     }
-    Ok(())
+    Ok(range)
+}
+
+/// Which segments follow an offer: they must be those that were asked for.
+fn part_of(offer: &Offer, have: u64, range: &Range<u64>) -> Result<crate::wire::Part> {
+    let wrong = |message: String| Err(ProtocolError::Content(message).into());
+    let Some(part) = offer.part else {
+        return wrong("memory is offered without a word on the segments that follow".to_owned());
+    };
+    let end = part.offset.checked_add(part.size);
+    let covers = match have {
+        0 => part.offset <= range.start && end.is_some_and(|end| end >= range.end),
+        _ => part.first == have && end.is_some_and(|end| end >= range.end),
+    };
+    if covers { Ok(part) } else { wrong(format!("bytes {range:?} were asked for, and {part:?} follows")) }
 }

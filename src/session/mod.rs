@@ -16,12 +16,13 @@ use std::{
 };
 
 use crate::{
+    array::ArrayDescriptor,
     channel::{Cancel, Channel, Peer, Trust},
     driver::{Access, Backend, Choice, Driver, Opened, open},
     error::{Error, Result},
     memory::Device,
     pattern::Verification,
-    wire::{Busy, ErrorCode, Failure, Hello, Message, Outcome, ProtocolError, VERSION},
+    wire::{Busy, Description, ErrorCode, Failure, Hello, Message, Offer, Outcome, ProtocolError, VERSION},
 };
 
 /// How often whoever works instead of answering says so; three times in its own timeout where that is short.
@@ -62,10 +63,8 @@ pub enum Event<'a> {
     },
     /// Memory is allocated.
     Created {
-        /// What was asked for, in bytes.
-        size: u64,
-        /// What was made, in bytes.
-        mapped_size: u64,
+        /// What it is.
+        description: &'a Description,
         /// How long it took.
         took: Duration,
     },
@@ -89,10 +88,33 @@ pub enum Event<'a> {
     },
     /// Memory is exported.
     Exported {
-        /// The descriptor's number in this process.
-        fd: i32,
+        /// The descriptors' numbers in this process: none for a legacy handle.
+        fds: &'a [i32],
         /// How long it took.
         took: Duration,
+    },
+    /// A file is read in.
+    Loaded {
+        /// How many bytes.
+        size: u64,
+        /// Their digest.
+        digest: &'a str,
+        /// How long it took.
+        took: Duration,
+    },
+    /// Nobody is to write into the memory any more.
+    Sealed {
+        /// Whether the kernel sees to it. If not, whoever holds the descriptor can write all the same.
+        enforced: bool,
+        /// How long it took.
+        took: Duration,
+    },
+    /// Some of a long piece of work is done.
+    Progress {
+        /// How many bytes.
+        done: u64,
+        /// Of how many.
+        all: u64,
     },
     /// The producer listens.
     Listening {
@@ -122,21 +144,35 @@ pub enum Event<'a> {
         /// How long it took.
         took: Duration,
     },
-    /// The consumer has an offer and its descriptor.
+    /// The consumer has an offer and its descriptors.
     Received {
-        /// What was asked for, in bytes.
-        size: u64,
-        /// What is mapped, in bytes.
-        mapped_size: u64,
-        /// The descriptor's number in this process.
-        fd: i32,
+        /// What was offered.
+        offer: &'a Offer,
+        /// The descriptors' numbers in this process, which it had for a moment.
+        fds: &'a [i32],
         /// How long it took.
         took: Duration,
+    },
+    /// The consumer sees what the memory holds.
+    Array {
+        /// What it is made of.
+        array: &'a ArrayDescriptor,
+        /// Its first elements, as a person reads them.
+        first: &'a [String],
     },
     /// This side checked the buffer.
     Verified {
         /// What it found.
-        verification: &'a Verification,
+        outcome: &'a Outcome,
+        /// How long it took.
+        took: Duration,
+    },
+    /// The data is in a file.
+    Saved {
+        /// Which one.
+        path: &'a Path,
+        /// How many bytes.
+        size: u64,
         /// How long it took.
         took: Duration,
     },
@@ -311,5 +347,6 @@ fn outcome_of(verification: &Verification) -> Outcome {
         words: verification.words,
         mismatches: verification.mismatches,
         first_mismatch: verification.first,
+        digest: None,
     }
 }

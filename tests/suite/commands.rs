@@ -5,28 +5,10 @@ use std::{collections::BTreeSet, thread, time::Duration};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::running::{Meeting, On, Running};
+use crate::running::{Meeting, Running};
 
-/// The cases that hold on every backend.
-macro_rules! on_every_backend {
-    ($($case:ident,)*) => {
-        mod host {
-            $(#[test] fn $case() { super::$case(super::Meeting::new(super::On::Host)); })*
-        }
-        mod fake {
-            $(#[test] fn $case() { super::$case(super::Meeting::new(super::On::Fake)); })*
-        }
-        mod cuda {
-            $(
-                #[test]
-                #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-                fn $case() { super::$case(super::Meeting::new(super::On::Cuda)); }
-            )*
-        }
-    };
-}
-
-on_every_backend! {
+cases! {
+    on crate::running::Meeting; every backend: [
     a_buffer_is_handed_over_whoever_starts_first,
     json_is_one_object_with_every_field,
     each_step_is_a_line_with_its_figures,
@@ -43,6 +25,7 @@ on_every_backend! {
     too_much_memory_is_refused_with_both_figures,
     signals_end_both_sides_and_remove_the_socket,
     the_exported_descriptor_is_sent_to_all,
+    ]
 }
 
 fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Value, Value) {

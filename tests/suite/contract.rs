@@ -24,7 +24,7 @@ use vmmfd::{
         Attribute, Driver, Granularity, Handle, Location, Properties, code,
     },
     error::ErrorKind,
-    memory::{Allocation, Device, Mapping, Reservation, Selector},
+    memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
     pattern::{self, Mismatch, Pattern},
 };
 
@@ -34,25 +34,8 @@ const INVALID: u32 = code::INVALID_VALUE;
 const UNSUPPORTED: u32 = code::NOT_SUPPORTED;
 const OK: u32 = 0;
 
-macro_rules! on_every_backend {
-    ($($case:ident,)*) => {
-        mod host {
-            $(#[test] fn $case() { super::$case(crate::support::Subject::host()); })*
-        }
-        mod fake {
-            $(#[test] fn $case() { super::$case(crate::support::Subject::fake()); })*
-        }
-        mod cuda {
-            $(
-                #[test]
-                #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-                fn $case() { super::$case(crate::support::Subject::cuda()); }
-            )*
-        }
-    };
-}
-
-on_every_backend! {
+cases! {
+    on crate::support::Subject; every backend: [
     a_device_says_what_it_is,
     devices_that_do_not_exist_are_refused,
     a_device_is_found_by_ordinal_and_by_uuid,
@@ -99,6 +82,7 @@ on_every_backend! {
     memory_that_ran_out_for_another_reason_or_untold_is_the_drivers_own_error,
     a_failure_to_give_back_is_no_panic_and_frees_the_rest,
     a_fork_is_told_so_and_does_no_harm,
+    ]
 }
 
 /// Addresses and handles to play with, given back at the end: for the cases about single calls.
@@ -577,7 +561,7 @@ fn sizes_are_rounded_up_to_the_granularity(subject: Subject) {
         assert_eq!((mapping.size(), mapping.access(), mapping.address() % unit), (want, ReadWrite, 0));
         mapping.copy_in(want - 1, &[7]).unwrap();
         assert_eq!(read(&mapping, want - 1, 1), [7]);
-        assert_eq!(allocation.properties().unwrap(), EXPORTABLE);
+        assert_eq!(allocation.properties(), EXPORTABLE);
     }
 }
 
@@ -736,7 +720,7 @@ fn an_unaligned_size_makes_no_call(subject: Subject) {
             Err(Error::Unaligned { size, granularity }) => assert_eq!((size, granularity), (claimed, unit)),
             other => panic!("{claimed}: {other:?}"),
         }
-        assert_eq!(subject.faulty.take_verbs(), ["granularity"], "{claimed}");
+        assert_eq!(subject.faulty.take_verbs(), [""; 0], "{claimed}");
     }
 }
 
@@ -858,16 +842,16 @@ fn a_filled_buffer_verifies_at_every_size(subject: Subject) {
         let whole = mapping.size() as usize;
         mapping.copy_in(0, &vec![0xFF; whole]).unwrap();
         let salt = size as u32 ^ 0x5A17;
-        pattern::fill(&mapping, size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+        pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
         let bytes = read(&mapping, 0, whole);
         let (data, slack) = bytes.split_at(size as usize);
         for (word, index) in data.chunks(4).zip(0..) {
             assert_eq!(word, &by_the_formula(salt, index).to_le_bytes()[..word.len()], "word {index} of {size} bytes");
         }
         assert!(slack.iter().all(|byte| *byte == 0), "what was there before is still behind {size} bytes");
-        let found = pattern::verify(&mapping, size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+        let found = pattern::verify(&mapping, 0, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
         assert_eq!((found.words, found.mismatches, found.first), (size.div_ceil(4), 0, None));
-        let other = pattern::verify(&mapping, size, Pattern::new(salt ^ 1), &mut |_| Ok(())).unwrap();
+        let other = pattern::verify(&mapping, 0, 0..size, Pattern::new(salt ^ 1), &mut |_| Ok(())).unwrap();
         assert_eq!(other.mismatches, other.words, "another salt differs in every word");
     }
 }
@@ -877,14 +861,14 @@ fn a_check_counts_wrong_words_and_names_the_first(subject: Subject) {
     let (size, salt) = (4097, 11);
     let allocation = Allocation::create(&device, size).unwrap();
     let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
-    pattern::fill(&mapping, size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+    pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
     let other = Mapping::new(&allocation, ReadWrite).unwrap();
     let flip = |at: u64| other.copy_in(at, &[!read(&other, at, 1)[0]]).unwrap();
     // Two bytes of word 3, one of word 700, the one byte that there is of word 1024, and one that is slack.
     for at in [4 * 3 + 2, 4 * 3 + 1, 4 * 700, 4096, 4097] {
         flip(at);
     }
-    let check = || pattern::verify(&mapping, size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+    let check = || pattern::verify(&mapping, 0, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
     let found = check();
     let expected = by_the_formula(salt, 3);
     assert_eq!((found.words, found.mismatches, found.passed()), (1025, 3, false));
@@ -908,22 +892,22 @@ fn filling_and_checking_go_slice_by_slice_and_can_be_ended(subject: Subject) {
         done.push(reached);
         Ok(())
     };
-    pattern::fill(&mapping, size, Pattern::new(1), &mut record).unwrap();
-    assert!(pattern::verify(&mapping, size, Pattern::new(1), &mut record).unwrap().passed());
+    pattern::fill(&mapping, 0..size, Pattern::new(1), &mut record).unwrap();
+    assert!(pattern::verify(&mapping, 0, 0..size, Pattern::new(1), &mut record).unwrap().passed());
     assert_eq!(done, [slice, 2 * slice, whole, slice, 2 * slice, size]);
     // The last slice is mostly slack, and the one before it was all data.
     assert!(read(&mapping, size, (whole - size) as usize).iter().all(|byte| *byte == 0), "slack that is not zero");
     mapping.copy_in(2 * slice, &[!read(&mapping, 2 * slice, 1)[0]]).unwrap();
-    let found = pattern::verify(&mapping, size, Pattern::new(1), &mut |_| Ok(())).unwrap();
+    let found = pattern::verify(&mapping, 0, 0..size, Pattern::new(1), &mut |_| Ok(())).unwrap();
     assert_eq!((found.mismatches, found.first.unwrap().index), (1, 2 * slice / 4));
     let mut stop = |_| Err(Error::Interrupted { signal: 0 });
-    let ended = pattern::fill(&mapping, size, Pattern::new(2), &mut stop);
+    let ended = pattern::fill(&mapping, 0..size, Pattern::new(2), &mut stop);
     assert!(matches!(ended, Err(Error::Interrupted { .. })), "{ended:?}");
-    let ended = pattern::verify(&mapping, size, Pattern::new(2), &mut stop);
+    let ended = pattern::verify(&mapping, 0, 0..size, Pattern::new(2), &mut stop);
     assert!(matches!(ended, Err(Error::Interrupted { .. })), "{ended:?}");
     for answer in [
-        pattern::fill(&mapping, whole + 1, Pattern::new(1), &mut |_| Ok(())),
-        pattern::verify(&mapping, whole + 1, Pattern::new(1), &mut |_| Ok(())).map(drop),
+        pattern::fill(&mapping, 0..whole + 1, Pattern::new(1), &mut |_| Ok(())),
+        pattern::verify(&mapping, 0, 0..whole + 1, Pattern::new(1), &mut |_| Ok(())).map(drop),
     ] {
         assert!(matches!(answer, Err(Error::OutOfRange { .. })), "{answer:?}");
     }
@@ -935,7 +919,7 @@ fn threads_may_import_the_same_descriptor_at_once(subject: Subject) {
     let device = subject.device();
     let allocation = Allocation::create(&device, 1).unwrap();
     let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
-    pattern::fill(&mapping, mapping.size(), Pattern::new(4), &mut |_| Ok(())).unwrap();
+    pattern::fill(&mapping, 0..mapping.size(), Pattern::new(4), &mut |_| Ok(())).unwrap();
     let fd = allocation.export().unwrap();
     thread::scope(|scope| {
         for _ in 0..4 {
@@ -944,7 +928,7 @@ fn threads_may_import_the_same_descriptor_at_once(subject: Subject) {
                     let fd = fd.try_clone_to_owned().unwrap();
                     let imported = Allocation::import(&device, fd, mapping.size()).unwrap();
                     let view = Mapping::new(&imported, ReadOnly).unwrap();
-                    let found = pattern::verify(&view, view.size(), Pattern::new(4), &mut |_| Ok(())).unwrap();
+                    let found = pattern::verify(&view, 0, 0..view.size(), Pattern::new(4), &mut |_| Ok(())).unwrap();
                     assert!(found.passed(), "{found:?}");
                 }
             });
@@ -978,10 +962,10 @@ fn handoff(device: &Device) -> Result<(), Error> {
     let allocation = Allocation::create(device, 1)?;
     let fd = allocation.export()?.try_clone_to_owned().unwrap();
     let mapping = Mapping::new(&allocation, ReadWrite)?;
-    pattern::fill(&mapping, mapping.size(), Pattern::new(9), &mut |_| Ok(()))?;
+    pattern::fill(&mapping, 0..mapping.size(), Pattern::new(9), &mut |_| Ok(()))?;
     let imported = Allocation::import(device, fd, allocation.size())?;
     let view = Mapping::new(&imported, ReadOnly)?;
-    let found = pattern::verify(&view, view.size(), Pattern::new(9), &mut |_| Ok(()))?;
+    let found = pattern::verify(&view, 0, 0..view.size(), Pattern::new(9), &mut |_| Ok(()))?;
     assert!(found.passed());
     Ok(())
 }
@@ -1040,13 +1024,13 @@ fn a_failure_to_give_back_is_no_panic_and_frees_the_rest(subject: Subject) {
         let reservation = Reservation::new(&device, unit).unwrap();
         let address = reservation.address();
         let mapping = Mapping::at(&reservation, 0, &allocation, ReadWrite).unwrap();
-        drop((allocation, reservation));
+        drop(reservation);
         let before = subject.faulty.take_verbs().len();
         assert!(before > 0);
         subject.faulty.fail(Fault::Verb(verb), 4242);
-        drop(mapping);
+        drop((mapping, allocation));
         assert_eq!(subject.faulty.mend(), Some(verb));
-        assert_eq!(subject.faulty.take_verbs(), ["unmap", "release", "free"], "each is tried once");
+        assert_eq!(subject.faulty.take_verbs(), ["unmap", "free", "release"], "each is tried once");
         let live = subject.live();
         match verb {
             "unmap" => {
@@ -1107,7 +1091,7 @@ fn a_fork_is_told_so_and_does_no_harm(subject: Subject) {
             driver.copy_out(0, address, &mut bytes),
             driver.synchronize(0),
             mapping.copy_in(0, b"the child's"),
-            allocation.properties().map(drop),
+            allocation.seal().map(drop),
             Allocation::create(&device, 1).map(drop),
             Mapping::new(&allocation, ReadOnly).map(drop),
         ];

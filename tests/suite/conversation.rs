@@ -4,20 +4,18 @@
 
 use std::{
     fs::{self, File},
-    io::{self, IoSlice},
+    io::IoSlice,
     mem::MaybeUninit,
     net::Shutdown,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-        unix::{net::UnixStream, process::CommandExt},
+        unix::net::UnixStream,
     },
     path::Path,
-    process::Command,
     thread,
     time::{Duration, Instant},
 };
 
-use nix::sys::resource::{Resource, setrlimit};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
     accept_with, bind, connect, listen, socket_with, socketpair,
@@ -25,14 +23,18 @@ use rustix::net::{
 use sendfd::SendWithFd;
 use vmmfd::{
     Error,
+    array::{ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, open},
-    memory::{Allocation, Device, Selector},
+    memory::{Allocation, Device, Region, Selector},
     pattern::Pattern,
-    session::{Terms, consumer::fetch},
+    session::{
+        Terms,
+        consumer::{Ask, Findings, fetch},
+    },
     wire::{
-        Busy, ErrorCode, Failure, Hello, MAX_FDS, Message, Offer, OfferedDevice, Outcome, ProtocolError, Received,
-        Request, Segments,
+        Busy, Description, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Message, Offer, OfferedDevice, Outcome, Part,
+        Placement, ProtocolError, Received, Request, Segments,
     },
 };
 
@@ -71,11 +73,11 @@ fn hello(backend: Backend) -> Message {
 }
 
 fn request(object: &str, access: Option<Access>) -> Message {
-    Message::Request(Request { object: object.into(), access })
+    Message::Request(Request { object: object.into(), access, range: None, have: None })
 }
 
 fn good(words: u64) -> Message {
-    Message::Result(Outcome { verified: true, words, mismatches: 0, first_mismatch: None })
+    Message::Result(Outcome { verified: true, words, mismatches: 0, first_mismatch: None, digest: None })
 }
 
 /// The next message that is no sign of life.
@@ -99,14 +101,6 @@ fn told(channel: &mut Channel) -> ErrorCode {
 fn open_descriptors(path: &Path) -> usize {
     let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
     links.filter(|link| link == path).count()
-}
-
-/// Lets a command open so many files and no more.
-fn limit_files(command: &mut Command, limit: u64) {
-    // SAFETY: setrlimit is a plain system call, safe between fork and exec.
-    unsafe {
-        command.pre_exec(move || setrlimit(Resource::RLIMIT_NOFILE, limit, limit).map_err(io::Error::from));
-    }
 }
 
 mod records {
@@ -300,19 +294,22 @@ mod producers {
         for _ in 0..3 {
             channel.send(&request("default", None), &[]).unwrap();
             let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
-            assert_eq!((offer.size, offer.segments, offer.access, offer.salt), (10, 1, Access::ReadWrite, 1));
-            assert_eq!(offer.device.uuid, device.uuid());
+            assert_eq!(
+                (offer.memory.size, offer.memory.segments, offer.access, offer.salt),
+                (10, 1, Access::ReadWrite, Some(1))
+            );
+            assert_eq!(offer.memory.device.uuid, device.uuid());
             let (Message::Segments(segments), mut fds) = answer(&mut channel) else { panic!() };
-            assert_eq!((segments.sizes.as_slice(), fds.len()), (&[offer.mapped_size][..], 1));
+            assert_eq!((segments.sizes.as_slice(), fds.len()), (&[offer.memory.mapped_size][..], 1));
             channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
-            let memory = Allocation::import(&device, fds.pop().unwrap(), offer.mapped_size).unwrap();
+            let memory = Allocation::import(&device, fds.pop().unwrap(), offer.memory.mapped_size).unwrap();
             let mapping = vmmfd::memory::Mapping::new(&memory, Access::ReadWrite).unwrap();
             let (mut found, mut expected) = ([0; 12], [0; 12]);
             mapping.copy_out(0, &mut found).unwrap();
             Pattern::new(1).write(0, &mut expected[..10]);
             assert_eq!(found, expected, "the pattern, and zeros behind it");
             let reply = offer.reply_salt.unwrap();
-            assert_ne!(reply, offer.salt);
+            assert_ne!(Some(reply), offer.salt);
             salts.push(reply);
             Pattern::new(reply).write(0, &mut expected[..10]);
             mapping.copy_in(0, &expected).unwrap();
@@ -347,7 +344,7 @@ mod producers {
         let (Message::Offer(offer), _) = answer(channel) else { panic!() };
         answer(channel);
         channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
-        offer
+        *offer
     }
 
     #[test]
@@ -357,7 +354,7 @@ mod producers {
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
         let first_mismatch = Some(vmmfd::wire::Mismatch { index: 1, expected: 2, found: 3 });
-        let bad = Outcome { verified: false, words: 2, mismatches: 1, first_mismatch };
+        let bad = Outcome { verified: false, words: 2, mismatches: 1, first_mismatch, digest: None };
         channel.send(&Message::Result(bad), &[]).unwrap();
         let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
         assert!(!theirs.verified);
@@ -372,7 +369,7 @@ mod producers {
             let producer = meeting.listening(&["--size", "8"]);
             let mut channel = dial(&meeting.socket());
             borrow(&mut channel, None);
-            let lie = Outcome { verified, words, mismatches, first_mismatch: None };
+            let lie = Outcome { verified, words, mismatches, first_mismatch: None, digest: None };
             channel.send(&Message::Result(lie), &[]).unwrap();
             assert_eq!(told(&mut channel), ErrorCode::Protocol);
             channel.finish(PATIENCE);
@@ -502,8 +499,7 @@ mod producers {
     #[test]
     fn a_crowd_that_takes_all_descriptors_leaves_room_for_a_consumer() {
         let meeting = Meeting::new(On::Host);
-        let mut run = meeting.producer(&["--timeout", "20s"]);
-        limit_files(&mut run.command, 48);
+        let run = meeting.producer(&["--timeout", "20s"]).with_files(48);
         let mut producer = run.start();
         producer.until("listen");
         let silent: Vec<UnixStream> = (0..60).map(|_| raw(&meeting.socket())).collect();
@@ -565,7 +561,7 @@ mod producers {
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
         let first_mismatch = Some(vmmfd::wire::Mismatch { index: 0, expected: 2, found: 3 });
-        let bad = Outcome { verified: false, words: 2, mismatches: 2, first_mismatch };
+        let bad = Outcome { verified: false, words: 2, mismatches: 2, first_mismatch, digest: None };
         channel.send(&Message::Result(bad), &[]).unwrap();
         drop(channel);
         let report = producer.end().code(1).json();
@@ -579,7 +575,7 @@ mod producers {
             let producer = meeting.listening(&["--size", "8"]);
             let mut channel = dial(&meeting.socket());
             borrow(&mut channel, None);
-            let no = Outcome { verified: false, words, mismatches, first_mismatch: None };
+            let no = Outcome { verified: false, words, mismatches, first_mismatch: None, digest: None };
             channel.send(&Message::Result(no), &[]).unwrap();
             answer(&mut channel);
             channel.finish(PATIENCE);
@@ -669,10 +665,11 @@ mod consumers {
     use super::*;
 
     /// A producer made by hand: one connection is served by a function.
-    fn against(
-        serve: impl FnOnce(&mut Channel) + Send,
-        check: impl FnOnce(Result<vmmfd::session::consumer::Findings, Error>),
-    ) {
+    fn against(serve: impl FnOnce(&mut Channel) + Send, check: impl FnOnce(Result<Findings, Error>)) {
+        against_asking(serve, check, Ask::default());
+    }
+
+    fn against_asking(serve: impl FnOnce(&mut Channel) + Send, check: impl FnOnce(Result<Findings, Error>), ask: Ask) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = seqpacket();
@@ -682,7 +679,7 @@ mod consumers {
         thread::scope(|scope| {
             let consumer = scope.spawn(|| {
                 let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
-                fetch(&driver, None, &path, None, &terms, &|_| {})
+                fetch(&driver, None, &path, &ask, None, &terms, &|_| {})
             });
             let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
             let mut channel = Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap();
@@ -698,17 +695,27 @@ mod consumers {
         let device = Device::find(&driver, Selector::default()).unwrap();
         let memory = Allocation::create(&device, size).unwrap();
         let mapping = vmmfd::memory::Mapping::new(&memory, Access::ReadWrite).unwrap();
-        vmmfd::pattern::fill(&mapping, size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+        vmmfd::pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
         let offer = Offer {
             object: "default".into(),
-            mechanism: "vmm".into(),
-            device: OfferedDevice { uuid: device.uuid(), name: "by hand".into() },
-            size,
-            mapped_size: memory.size(),
-            segments: 1,
-            element_type: "u32".into(),
+            memory: Description {
+                mechanism: Mechanism::Vmm,
+                device: OfferedDevice { uuid: device.uuid(), name: "by hand".into() },
+                location: Placement::Device,
+                size,
+                mapped_size: memory.size(),
+                segments: 1,
+                capacity: None,
+                pool: None,
+                pointer: None,
+                offset: 0,
+                immutable: false,
+            },
+            array: None,
             access: Access::ReadOnly,
-            salt,
+            part: Some(Part { first: 0, segments: 1, offset: 0, size: memory.size() }),
+            salt: Some(salt),
+            digest: None,
             reply_salt: None,
         };
         (offer, memory)
@@ -720,10 +727,17 @@ mod consumers {
         assert!(matches!(answer(channel), (Message::Request(_), _)));
     }
 
-    fn lend(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
+    /// As [`lend`], up to where it may be refused.
+    fn send(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
         greet(channel);
-        channel.send(&Message::Offer(offer.clone()), &[]).unwrap();
-        channel.send(&Message::Segments(Segments { first: 0, sizes: vec![offer.mapped_size] }), &[fd]).unwrap();
+        channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
+        // It may be gone already.
+        let sizes = vec![offer.memory.mapped_size];
+        let _ = channel.send(&Message::Segments(Segments { first: 0, sizes }), &[fd]);
+    }
+
+    fn lend(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
+        send(channel, offer, fd);
         assert!(matches!(answer(channel), (Message::Received(Received { segments: 1 }), _)));
     }
 
@@ -737,7 +751,7 @@ mod consumers {
                 assert_eq!((outcome.verified, outcome.words), (true, 1025));
                 channel.send(&good(0), &[]).unwrap();
             },
-            |result| assert!(result.unwrap().verification.passed()),
+            |result| assert!(result.unwrap().found.verified),
         );
     }
 
@@ -748,38 +762,51 @@ mod consumers {
     fn offers_that_contradict_themselves_or_do_not_fit_are_refused() {
         let (sound, memory) = memory(100, 3);
         let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
-        let cases: [(ErrorCode, Change); 10] = [
-            (ErrorCode::Protocol, |offer, _| offer.size = 0),
-            (ErrorCode::Protocol, |offer, _| offer.size = u64::MAX),
-            (ErrorCode::Protocol, |offer, _| offer.mapped_size = 99),
+        let cases: [(ErrorCode, Change); 20] = [
+            (ErrorCode::Protocol, |offer, _| offer.memory.size = 0),
+            (ErrorCode::Protocol, |offer, _| offer.memory.size = u64::MAX),
+            (ErrorCode::Protocol, |offer, _| offer.memory.mapped_size = 99),
             (ErrorCode::Protocol, |offer, _| offer.object = "another".into()),
-            (ErrorCode::Protocol, |offer, _| offer.reply_salt = Some(offer.salt)),
-            (ErrorCode::Protocol, |offer, _| offer.reply_salt = Some(offer.salt + 1)),
-            (ErrorCode::Failed, |offer, _| offer.mechanism = "magic".into()),
-            (ErrorCode::Failed, |offer, _| offer.element_type = "f64".into()),
-            (ErrorCode::Failed, |offer, _| offer.segments = u64::MAX),
-            (ErrorCode::Device, |offer, other| offer.device.uuid = other),
+            (ErrorCode::Protocol, |offer, _| offer.reply_salt = offer.salt),
+            (ErrorCode::Protocol, |offer, _| offer.reply_salt = Some(1234)),
+            (ErrorCode::Protocol, |offer, _| offer.access = Access::ReadWrite),
+            (ErrorCode::Protocol, |offer, _| offer.part = None),
+            (ErrorCode::Protocol, |offer, _| offer.part = Some(Part { segments: 2, ..offer.part.unwrap() })),
+            (ErrorCode::Protocol, |offer, _| offer.part = Some(Part { first: 1, ..offer.part.unwrap() })),
+            (ErrorCode::Protocol, |offer, _| offer.part = Some(Part { offset: 1, ..offer.part.unwrap() })),
+            (ErrorCode::Protocol, |offer, _| offer.part = Some(Part { size: 1, ..offer.part.unwrap() })),
+            (ErrorCode::Protocol, |offer, _| {
+                offer.part = Some(Part { first: u64::MAX, segments: u64::MAX, offset: u64::MAX, size: u64::MAX });
+            }),
+            (ErrorCode::Protocol, |offer, _| offer.memory.segments = 0),
+            (ErrorCode::Protocol, |offer, _| {
+                offer.array = Some(ArrayDescriptor::new(ElementType::F32, [26], Order::C).unwrap());
+            }),
+            (ErrorCode::Failed, |offer, _| offer.memory.mechanism = Mechanism::Unknown),
+            (ErrorCode::Failed, |offer, _| offer.memory.mechanism = Mechanism::Pool),
+            (ErrorCode::Failed, |offer, _| offer.memory.mechanism = Mechanism::Legacy),
+            (ErrorCode::Failed, |offer, _| offer.digest = Some("sha256:00".into())),
+            (ErrorCode::Device, |offer, other| offer.memory.device.uuid = other),
         ];
         for (code, change) in cases {
             let mut offer = sound.clone();
             change(&mut offer, other);
-            against(
+            let ask = Ask { access: Some(Access::ReadOnly), ..Ask::default() };
+            against_asking(
                 |channel| {
                     greet(channel);
-                    channel.send(&Message::Offer(offer.clone()), &[]).unwrap();
-                    let sizes = vec![offer.mapped_size];
+                    channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
+                    let sizes = vec![offer.memory.mapped_size];
                     // It may be gone already.
                     let _ = channel.send(&Message::Segments(Segments { first: 0, sizes }), &[memory.export().unwrap()]);
-                    let said = loop {
-                        match answer(channel) {
-                            (Message::Error(failure), _) => break failure.code,
-                            (Message::Received(_), _) => {}
-                            (other, _) => panic!("{other:?}"),
-                        }
-                    };
-                    assert_eq!(said, code, "{offer:?}");
+                    assert_eq!(told(channel), code, "{offer:?}");
                 },
-                |result| assert!(matches!(result, Err(Error::Protocol(_) | Error::Mismatch { .. })), "{result:?}"),
+                |result| {
+                    let error = result.unwrap_err();
+                    let lacking = matches!(error, Error::Unsupported { .. });
+                    assert!(lacking || matches!(error, Error::Protocol(_) | Error::Mismatch { .. }), "{error:?}");
+                },
+                ask,
             );
         }
     }
@@ -788,11 +815,12 @@ mod consumers {
     fn a_claimed_size_that_is_not_the_memorys_is_refused() {
         for factor in [2, 1] {
             let (mut offer, memory) = memory(3 << 20, 3);
-            offer.mapped_size = factor * (8 << 20);
-            offer.size = 100;
+            let size = factor * (8 << 20);
+            offer.memory = Description { size: 100, mapped_size: size, ..offer.memory };
+            offer.part = Some(Part { size, ..offer.part.unwrap() });
             against(
                 |channel| {
-                    lend(channel, &offer, memory.export().unwrap());
+                    send(channel, &offer, memory.export().unwrap());
                     assert_eq!(told(channel), ErrorCode::Failed);
                 },
                 |result| assert!(matches!(result, Err(Error::Mismatch { .. })), "{result:?}"),
@@ -807,7 +835,7 @@ mod consumers {
         for other in &others {
             against(
                 |channel| {
-                    lend(channel, &offer, other.as_fd());
+                    send(channel, &offer, other.as_fd());
                     assert_eq!(told(channel), ErrorCode::Failed);
                 },
                 |result| {
@@ -821,11 +849,13 @@ mod consumers {
     #[test]
     fn segments_that_are_not_those_of_the_offer_break_the_protocol() {
         let (offer, memory) = memory(100, 3);
-        for (first, sizes) in [(1, vec![offer.mapped_size]), (0, vec![1, 1]), (0, vec![2 * offer.mapped_size])] {
+        for (first, sizes) in
+            [(1, vec![offer.memory.mapped_size]), (0, vec![1, 1]), (0, vec![2 * offer.memory.mapped_size])]
+        {
             against(
                 |channel| {
                     greet(channel);
-                    channel.send(&Message::Offer(offer.clone()), &[]).unwrap();
+                    channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
                     let fds = vec![memory.export().unwrap(); sizes.len()];
                     channel.send(&Message::Segments(Segments { first, sizes: sizes.clone() }), &fds).unwrap();
                     assert_eq!(told(channel), ErrorCode::Protocol);
@@ -845,7 +875,7 @@ mod consumers {
                     1 => greet(channel),
                     2 => {
                         greet(channel);
-                        channel.send(&Message::Offer(offer.clone()), &[]).unwrap();
+                        channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
                     }
                     _ => lend(channel, &offer, memory.export().unwrap()),
                 },
@@ -869,12 +899,12 @@ mod consumers {
             |channel| {
                 lend(channel, &offer, memory.export().unwrap());
                 answer(channel);
-                let no = Outcome { verified: false, words: 0, mismatches: 0, first_mismatch: None };
+                let no = Outcome { verified: false, words: 0, mismatches: 0, first_mismatch: None, digest: None };
                 channel.send(&Message::Result(no), &[]).unwrap();
             },
             |result| {
                 let findings = result.unwrap();
-                assert!(findings.verification.passed() && !findings.producer.as_ref().unwrap().verified);
+                assert!(findings.found.verified && !findings.producer.as_ref().unwrap().verified);
                 assert!(!findings.outcome().verified);
             },
         );
@@ -900,13 +930,15 @@ mod consumers {
         let (sound, memory) = memory(3 << 20, 3);
         let null = File::open("/dev/null").unwrap();
         for (mapped_size, fd) in [
-            (sound.size + 1, memory.export().unwrap()),
-            (2 * sound.mapped_size, memory.export().unwrap()),
-            (sound.mapped_size, null.as_fd()),
+            (sound.memory.size + 1, memory.export().unwrap()),
+            (2 * sound.memory.mapped_size, memory.export().unwrap()),
+            (sound.memory.mapped_size, null.as_fd()),
         ] {
-            let offer = Offer { mapped_size, ..sound.clone() };
+            let mut offer = sound.clone();
+            offer.memory.mapped_size = mapped_size;
+            offer.part = Some(Part { size: mapped_size, ..offer.part.unwrap() });
             let ended = command_against(&meeting, |channel| {
-                lend(channel, &offer, fd);
+                send(channel, &offer, fd);
                 told(channel);
             });
             assert_eq!(ended.code(4).json()["error"]["kind"], "peer");
@@ -917,7 +949,7 @@ mod consumers {
     fn a_mismatch_counts_although_the_producer_dies() {
         let meeting = Meeting::new(On::Host);
         let (offer, memory) = memory(100, 3);
-        let wrong = Offer { salt: 4, ..offer };
+        let wrong = Offer { salt: Some(4), ..offer };
         let ended = command_against(&meeting, |channel| {
             lend(channel, &wrong, memory.export().unwrap());
             assert!(matches!(answer(channel), (Message::Result(Outcome { verified: false, .. }), _)));
@@ -935,7 +967,7 @@ mod consumers {
                 |channel| {
                     lend(channel, &offer, memory.export().unwrap());
                     answer(channel);
-                    let lie = Outcome { verified: true, words, mismatches, first_mismatch };
+                    let lie = Outcome { verified: true, words, mismatches, first_mismatch, digest: None };
                     channel.send(&Message::Result(lie), &[]).unwrap();
                     assert_eq!(told(channel), ErrorCode::Protocol);
                 },
@@ -952,14 +984,13 @@ mod consumers {
         listen(&listener, 1).unwrap();
         let (offer, memory) = memory(100, 3);
         // So few files that the descriptor does not fit.
-        let mut run = meeting.consumer(&[]);
-        limit_files(&mut run.command, 16);
+        let run = meeting.consumer(&[]).with_files(16);
         let consumer = run.start();
         let mut channel =
             Channel::new(accept_with(&listener, SocketFlags::CLOEXEC).unwrap(), PATIENCE, &Cancel::new().unwrap())
                 .unwrap();
         greet(&mut channel);
-        channel.send(&Message::Offer(offer), &[]).unwrap();
+        channel.send(&Message::Offer(Box::new(offer)), &[]).unwrap();
         let fds = vec![memory.export().unwrap(); MAX_FDS];
         channel.send(&Message::Segments(Segments { first: 0, sizes: vec![1; MAX_FDS] }), &fds).unwrap();
         assert_eq!(told(&mut channel), ErrorCode::Protocol);
@@ -979,7 +1010,7 @@ mod consumers {
                 answer(channel);
                 channel.send(&good(0), &[]).unwrap();
             },
-            |result| assert!(result.unwrap().verification.passed()),
+            |result| assert!(result.unwrap().found.verified),
         );
     }
 }

@@ -19,7 +19,7 @@ use vmmfd::{
         cuda::CudaDriver,
     },
     error::ErrorKind,
-    memory::{Allocation, Device, Mapping},
+    memory::{Allocation, Device, Mapping, Region},
     pattern::{self, Pattern},
 };
 
@@ -552,10 +552,10 @@ fn handoff(fake: &Fake, symbol: &str) -> Result<u64, Error> {
     let allocation = Allocation::create(&device, 1)?;
     let fd = allocation.export()?.try_clone_to_owned().unwrap();
     let mapping = Mapping::new(&allocation, ReadWrite)?;
-    pattern::fill(&mapping, mapping.size(), Pattern::new(9), &mut |_| Ok(()))?;
+    pattern::fill(&mapping, 0..mapping.size(), Pattern::new(9), &mut |_| Ok(()))?;
     let imported = Allocation::import(&device, fd, allocation.size())?;
     let view = Mapping::new(&imported, ReadOnly)?;
-    assert!(pattern::verify(&view, view.size(), Pattern::new(9), &mut |_| Ok(()))?.passed());
+    assert!(pattern::verify(&view, 0, 0..view.size(), Pattern::new(9), &mut |_| Ok(()))?.passed());
     Ok(fake.calls(symbol) - before)
 }
 

@@ -22,7 +22,7 @@ use vmmfd::{
         Driver, Granularity, Location, Properties, code,
         host::{GRANULARITY, HostDriver, Live},
     },
-    memory::{Allocation, Device, Mapping},
+    memory::{Allocation, Device, Mapping, Region},
 };
 
 use crate::support::{EXPORTABLE, Inode, Subject, code, in_fork};
@@ -129,7 +129,7 @@ fn memory_sealed_against_writing_is_read_by_anybody_and_written_by_nobody() {
     std::fs::File::from(fd.try_clone().unwrap()).write_all(b"for ever").unwrap();
     fcntl(&fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)).unwrap();
     let imported = Allocation::import(&device, fd, GRANULARITY).unwrap();
-    assert!(imported.properties().unwrap().immutable);
+    assert!(imported.properties().immutable);
     assert_eq!(code(Mapping::new(&imported, ReadWrite)), code::INVALID_VALUE);
     let mapping = Mapping::new(&imported, ReadOnly).unwrap();
     assert_eq!(code(mapping.copy_in(0, b"no")), code::INVALID_VALUE);

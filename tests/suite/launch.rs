@@ -9,7 +9,7 @@ use vmmfd::{
     Error,
     driver::Access,
     launch::{View, ViewMut},
-    memory::{Allocation, Mapping},
+    memory::{Allocation, Mapping, Region},
 };
 
 use crate::support::Subject;

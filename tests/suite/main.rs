@@ -1,5 +1,8 @@
 //! The tests that need more than one module: each file is about one thing and named for it.
 
+#[macro_use]
+mod cases;
+
 mod commands;
 mod contract;
 mod conversation;
@@ -12,6 +15,8 @@ mod options;
 mod reach;
 mod readme;
 mod running;
+mod shared;
 mod sharing;
+mod sharing_commands;
 mod support;
 mod users;

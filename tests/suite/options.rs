@@ -304,12 +304,12 @@ fn another_device_than_the_first_is_found_by_its_uuid() {
     let producer = two(meeting.producer(&["--device", "1", "--json", "--consumers", "2"])).start();
     let consumer = two(meeting.consumer(&["--json"])).end();
     assert_eq!(consumer.code(0).json()["device"]["ordinal"], 1);
-    // One that is told to use the other device refuses, and says what is where.
-    let refused = two(meeting.consumer(&["--device", "0"])).end();
-    refused.code(4).says("was told to use");
-    let report = producer.end().code(4).json();
+    // One that is told to use the other device reaches it from there.
+    let other = two(meeting.consumer(&["--device", "0", "--json"])).end();
+    assert_eq!(other.code(0).json()["device"]["ordinal"], 0);
+    let report = producer.end().code(0).json();
     assert_eq!(report["device"]["uuid"], consumer.json()["device"]["uuid"]);
-    assert_eq!(report["error"]["kind"], "peer");
+    assert_ne!(report["device"]["uuid"], other.json()["device"]["uuid"]);
 }
 
 #[test]

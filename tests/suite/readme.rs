@@ -92,6 +92,9 @@ fn troubleshooting_knows_the_words_of_the_errors() {
         include_str!("../../src/error/protocol.rs"),
         include_str!("../../src/error/code.rs"),
         include_str!("../../src/session/consumer.rs"),
+        include_str!("../../src/session/producer/desk.rs"),
+        include_str!("../../src/memory/imported.rs"),
+        include_str!("../../src/transfer.rs"),
         include_str!("../../src/cli/output.rs"),
     ];
     let (_, section) = README.split_once("## Troubleshooting").unwrap();

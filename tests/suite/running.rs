@@ -4,7 +4,7 @@
 
 use std::{
     env, fs,
-    io::Read,
+    io::{self, Read},
     os::unix::{fs::PermissionsExt, process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
@@ -16,6 +16,7 @@ use std::{
 use nix::{
     sys::{
         prctl,
+        resource::{Resource, setrlimit},
         signal::{self, Signal},
     },
     unistd::Pid,
@@ -65,6 +66,23 @@ impl Meeting {
             copy
         });
         Self { on, folder: tempfile::tempdir().unwrap(), driver, binaries: None }
+    }
+
+    pub(crate) fn host() -> Self {
+        Self::new(On::Host)
+    }
+
+    pub(crate) fn fake() -> Self {
+        Self::new(On::Fake)
+    }
+
+    pub(crate) fn cuda() -> Self {
+        Self::new(On::Cuda)
+    }
+
+    /// Whether it is over the emulated driver.
+    pub(crate) fn is_fake(&self) -> bool {
+        self.on == On::Fake
     }
 
     /// Puts the commands where every user can run them, from now on.
@@ -155,6 +173,15 @@ impl Run {
 
     pub(crate) fn stdout(mut self, to: impl Into<Stdio>) -> Self {
         self.command.stdout(to);
+        self
+    }
+
+    /// Lets it open so many files and no more.
+    pub(crate) fn with_files(mut self, limit: u64) -> Self {
+        // SAFETY: setrlimit is a plain system call, safe between fork and exec.
+        unsafe {
+            self.command.pre_exec(move || setrlimit(Resource::RLIMIT_NOFILE, limit, limit).map_err(io::Error::from));
+        }
         self
     }
 

@@ -50,8 +50,17 @@ pub struct CudaDriver {
     windows: Arc<Windows>,
 }
 
-/// The pools, and whether each was created here: the others were imported.
-type PoolTable = BTreeMap<PoolHandle, bool>;
+/// The pools that the driver gave out.
+type PoolTable = BTreeMap<PoolHandle, KnownPool>;
+
+/// A pool.
+#[derive(Debug, Clone, Copy)]
+struct KnownPool {
+    /// Whether it was created here: the others were imported.
+    created: bool,
+    /// How often it was given out: importing one again gives the same handle, and the driver does not count.
+    count: usize,
+}
 
 /// What page-locked memory and windows keep alive beyond the driver object. It is also the other mechanisms, some of whose
 /// verbs are called as the driver's own are.

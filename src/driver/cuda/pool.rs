@@ -12,7 +12,7 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use super::{
     super::{Location, PoolHandle, Pools, code, failure, failure_with},
-    Core, PoolTable,
+    Core, KnownPool, PoolTable,
     addresses::Source,
     ffi::{AccessDesc, HANDLE_TYPE_POSIX_FD, Opaque, PoolProps},
 };
@@ -30,10 +30,9 @@ impl Core {
         self.pools.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn gained_pool(&self, pool: *mut c_void, created: bool) -> PoolHandle {
-        let handle = PoolHandle(pool.addr() as u64);
-        self.pools_to_change().insert(handle, created);
-        handle
+    /// Whether a pool was created here, and not imported.
+    fn is_created(pools: &PoolTable, pool: PoolHandle) -> bool {
+        pools.get(&pool).is_some_and(|known| known.created)
     }
 }
 
@@ -43,13 +42,19 @@ impl Pools for Core {
         let mut pool = ptr::null_mut();
         // SAFETY: both pointers are valid for the call.
         unsafe { self.functions.mem_pool_create(&mut pool, &PoolProps::pinned(Location::Device(ordinal))) }?;
-        Ok(self.gained_pool(pool, true))
+        let handle = PoolHandle(pool.addr() as u64);
+        self.pools_to_change().insert(handle, KnownPool { created: true, count: 1 });
+        Ok(handle)
     }
 
     fn destroy(&self, pool: PoolHandle) -> Result<()> {
         const CALL: &str = "cuMemPoolDestroy";
         self.origin.check()?;
         let mut pools = self.pools_to_change();
+        if let Some(known) = pools.get_mut(&pool).filter(|known| known.count > 1) {
+            known.count -= 1;
+            return Ok(());
+        }
         let used = self.known_addresses().blocks.values().any(|block| block.source.pool() == Some(pool));
         if used || !pools.contains_key(&pool) {
             return Err(failure(CALL, code::INVALID_VALUE));
@@ -63,7 +68,7 @@ impl Pools for Core {
     fn export(&self, pool: PoolHandle) -> Result<OwnedFd> {
         const CALL: &str = "cuMemPoolExportToShareableHandle";
         let pools = self.known_pool(CALL, pool)?;
-        if pools.get(&pool) != Some(&true) {
+        if !Self::is_created(&pools, pool) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         let mut fd: RawFd = -1;
@@ -82,11 +87,15 @@ impl Pools for Core {
 
     fn import(&self, fd: BorrowedFd<'_>) -> Result<PoolHandle> {
         self.origin.check()?;
+        // Held throughout: destroyed in between by another thread, the handle that this call is given would be dead.
+        let mut pools = self.pools_to_change();
         let mut pool = ptr::null_mut();
         let shareable = ptr::without_provenance_mut(fd.as_raw_fd() as usize);
         // SAFETY: the pointer is valid for the one write; for this type the descriptor itself is passed as the pointer.
         unsafe { self.functions.mem_pool_import(&mut pool, shareable, HANDLE_TYPE_POSIX_FD, 0) }?;
-        Ok(self.gained_pool(pool, false))
+        let handle = PoolHandle(pool.addr() as u64);
+        pools.entry(handle).or_insert(KnownPool { created: false, count: 0 }).count += 1;
+        Ok(handle)
     }
 
     fn allow(&self, pool: PoolHandle, ordinal: i32) -> Result<()> {
@@ -101,7 +110,7 @@ impl Pools for Core {
         const CALL: &str = "cuMemAllocFromPoolAsync";
         let pools = self.known_pool(CALL, pool)?;
         // The driver answers nothing with the null address.
-        if size == 0 || pools.get(&pool) != Some(&true) {
+        if size == 0 || !Self::is_created(&pools, pool) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         self.within(ordinal, || {
@@ -161,7 +170,7 @@ impl Pools for Core {
     fn import_pointer(&self, pool: PoolHandle, ordinal: i32, data: &[u8; 64]) -> Result<u64> {
         const CALL: &str = "cuMemPoolImportPointer";
         let pools = self.known_pool(CALL, pool)?;
-        if pools.get(&pool) != Some(&false) {
+        if Self::is_created(&pools, pool) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         self.within(ordinal, || {

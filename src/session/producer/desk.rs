@@ -1,10 +1,11 @@
 //! The producer's desk: it accepts, tells strangers from consumers, gives turns, and lends.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::Shutdown,
+    ops::Range,
     os::{
-        fd::{AsFd, OwnedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -19,13 +20,12 @@ use crate::{
     channel::{Cancel, Channel, Listener, Peer, deadline_after, eventfd},
     driver::Access,
     error::{Error, Result},
+    memory::Region,
     pattern::{self, Pattern},
-    session::{
-        Event, Link, Observer, Terms,
-        gate::{Gate, Turn},
-        greeting, outcome_of, unexpected,
+    session::{Event, Link, Observer, Terms, gate::Turn, greeting, outcome_of, unexpected},
+    wire::{
+        DEFAULT_OBJECT, ErrorCode, MAX_FDS, Message, Offer, OfferedPool, Outcome, ProtocolError, Request, Segments,
     },
-    wire::{DEFAULT_OBJECT, ErrorCode, Message, Outcome, ProtocolError, Request, Segments},
 };
 
 /// How many connections that asked for nothing yet are kept, besides one for each consumer that is still to come (or as
@@ -48,7 +48,6 @@ pub(super) struct Desk<'a> {
     over: Cancel,
     /// Readable when the one that accepts has to look at the state again.
     wake: EventFd,
-    gate: Gate,
     state: Mutex<State>,
 }
 
@@ -109,8 +108,7 @@ impl State {
 impl<'a> Desk<'a> {
     pub(super) fn new(buffer: &'a Buffer, plan: Plan, terms: &'a Terms, observer: Observer<'a>) -> Result<Self> {
         let (over, wake) = (Cancel::new()?, eventfd()?);
-        let (gate, state) = (Gate::default(), Mutex::default());
-        Ok(Self { buffer, plan, terms, observer, over, wake, gate, state })
+        Ok(Self { buffer, plan, terms, observer, over, wake, state: Mutex::default() })
     }
 
     /// Ends all conversations, for the reason for which the accepting has ended.
@@ -149,7 +147,7 @@ impl<'a> Desk<'a> {
         scope: &'scope Scope<'scope, '_>,
         listener: &Listener,
     ) -> Result<()> {
-        let alone = self.gate.enter(Turn::Alone, &mut || self.terms.cancel.check())?;
+        let alone = self.buffer.turn(Turn::Alone, &mut || self.terms.cancel.check())?;
         spawn(scope, "fill", move || {
             let filled = self.buffer.fill(&mut || self.over.check(), self.observer);
             let mut state = self.state();
@@ -214,7 +212,7 @@ impl<'a> Desk<'a> {
             Ok(channel) => channel,
             Err(error) => return tracing::warn!(%error, "a connection is dropped"),
         };
-        let mut visit = Visit { link: Link::new(channel), desk: self, admitted: false, found: None };
+        let mut visit = Visit::new(Link::new(channel), self);
         let peer = visit.link.peer();
         let number = self.welcome(&visit.link.channel);
         let mut result = visit.converse(number);
@@ -291,14 +289,22 @@ struct Visit<'a> {
     admitted: bool,
     /// What came of its requests so far.
     found: Option<Outcome>,
+    /// Which pools it has.
+    pools: BTreeSet<u64>,
+    /// Whether it was given memory that it must let go of before the connection ends.
+    borrows: bool,
 }
 
-impl Visit<'_> {
+impl<'a> Visit<'a> {
+    fn new(link: Link, desk: &'a Desk<'a>) -> Self {
+        Self { link, desk, admitted: false, found: None, pools: BTreeSet::new(), borrows: false }
+    }
+
     fn converse(&mut self, number: u64) -> Result<()> {
         self.desk.terms.trust.check(self.link.peer())?;
         let deadline = deadline_after(self.desk.terms.timeout);
         let backend = greeting(self.link.receive_first(deadline, "for the consumer's hello")?)?.backend;
-        self.link.hello(self.desk.buffer.mapping.device().driver().as_ref())?;
+        self.link.hello(self.desk.buffer.shared().device().driver().as_ref())?;
         loop {
             let next = match self.admitted {
                 false => self.link.receive_first(deadline, "for a request"),
@@ -307,6 +313,10 @@ impl Visit<'_> {
             let request = match next {
                 Ok(Message::Request(request)) => request,
                 Ok(other) => return Err(unexpected(&other, "request")),
+                // Its own memory is not safe to be freed.
+                Err(Error::Timeout { waited, .. }) if self.borrows => {
+                    return Err(Error::Timeout { purpose: "for the consumer to let go of the memory", waited });
+                }
                 // It has what it wanted: how it leaves is its own affair.
                 Err(Error::PeerGone { .. } | Error::Timeout { .. } | Error::Interrupted { .. })
                     if self.found.is_some() =>
@@ -332,23 +342,22 @@ impl Visit<'_> {
 
     /// One request, from the turn to the results.
     fn lend(&mut self, backend: &str, request: &Request) -> Result<()> {
-        let (desk, link) = (self.desk, &mut self.link);
-        let (buffer, peer) = (desk.buffer, link.peer());
-        let own_backend = buffer.mapping.device().backend();
+        let (desk, peer) = (self.desk, self.link.peer());
+        let (buffer, plan) = (desk.buffer, desk.plan);
+        let refuse = |code, message: String| Err(Error::Mismatch { code, message });
+        let own_backend = buffer.shared().device().backend();
         if backend != own_backend.as_str() {
             let message = format!("the producer's memory is on backend {own_backend}, and the consumer uses {backend}");
-            return Err(Error::Mismatch { code: ErrorCode::Backend, message });
+            return refuse(ErrorCode::Backend, message);
         }
         if request.object != DEFAULT_OBJECT {
             let message = format!("there is no object `{}` here, only `{DEFAULT_OBJECT}`", request.object);
-            return Err(Error::Mismatch { code: ErrorCode::Object, message });
+            return refuse(ErrorCode::Object, message);
         }
-        let round_trip = desk.plan.round_trip;
-        let access = request.access.unwrap_or(if round_trip { Access::ReadWrite } else { Access::ReadOnly });
-        let reply_salt = (round_trip && access == Access::ReadWrite).then(|| salt_other_than(buffer.salt));
 
-        let turn = if round_trip { Turn::Alone } else { Turn::Shared };
-        let _turn = desk.gate.enter(turn, &mut || link.busy())?;
+        let turn = if plan.round_trip { Turn::Alone } else { Turn::Shared };
+        let link = &mut self.link;
+        let _turn = buffer.turn(turn, &mut || link.busy())?;
         let filled = match &desk.state().fill {
             Fill::Done => true,
             Fill::Unknown => false,
@@ -361,50 +370,95 @@ impl Visit<'_> {
             desk.state().fill = Fill::Done;
         }
 
+        // Only now is it known whether it is sealed, and how large it is.
+        let writable = buffer.shared().access() == Access::ReadWrite;
+        let replies = plan.round_trip && writable && buffer.salt().is_some();
+        let access = request.access.unwrap_or(if replies { Access::ReadWrite } else { Access::ReadOnly });
+        if access == Access::ReadWrite && !writable {
+            let message = "the buffer is sealed: it is lent read-only, and rw was asked for".to_owned();
+            return refuse(ErrorCode::Access, message);
+        }
+        let range = buffer.range(request.range)?;
         let begun = Instant::now();
-        if reply_salt.is_some() {
+        let mut offer = buffer.offer(&range, access, &mut || link.busy())?;
+        if replies && access == Access::ReadWrite {
+            offer.reply_salt = Some(salt_other_than(offer.salt));
             desk.state().fill = Fill::Unknown;
         }
-        let size = buffer.mapping.size();
-        link.send(Message::Offer(buffer.offer(access, reply_salt)), &[])?;
-        let fd = buffer.mapping.allocation().export()?;
-        link.send(Message::Segments(Segments { first: 0, sizes: vec![size] }), &[fd])?;
-        match link.receive("for the descriptor to be acknowledged")? {
-            (Message::Received(received), _) if received.segments == 1 => {}
-            (Message::Received(received), _) => {
-                return Err(
-                    ProtocolError::Content(format!("{} segments of 1 were acknowledged", received.segments)).into()
-                );
-            }
-            (other, _) => return Err(unexpected(&other, "received")),
-        }
+        self.hand_over(&mut offer, &range, request.have.unwrap_or(0))?;
         (desk.observer)(Event::Offered { peer, access, took: begun.elapsed() });
+        self.conclude(&offer, range)
+    }
 
+    /// Sends the offer and what belongs to it.
+    fn hand_over(&mut self, offer: &mut Offer, range: &Range<u64>, have: u64) -> Result<()> {
+        let shared = self.desk.buffer.shared();
+        if have > offer.memory.segments {
+            let message = format!("{have} segments are there already, of a buffer of {}", offer.memory.segments);
+            return Err(Error::Mismatch { code: ErrorCode::Range, message });
+        }
+        let chunks = shared.chunks(range.clone(), have)?;
+        offer.part = chunks.as_ref().map(|(part, _)| *part);
+        self.borrows |= chunks.is_none();
+        self.link.send(Message::Offer(Box::new(offer.clone())), &[])?;
+        if let Some(pool) = shared.pool().filter(|pool| !self.pools.contains(&pool.number())) {
+            self.link.send(Message::Pool(OfferedPool { pool: pool.number() }), &[pool.export()?])?;
+            self.acknowledged(0)?;
+            self.pools.insert(pool.number());
+        }
+        let Some((part, chunks)) = chunks else { return Ok(()) };
+        let mut sent = 0;
+        // One record at a time is in flight: the kernel bounds a user's descriptors in flight.
+        for chunks in chunks.chunks(MAX_FDS) {
+            let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
+            let fds: Vec<BorrowedFd<'_>> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
+            self.link.send(Message::Segments(Segments { first: part.first + sent, sizes }), &fds)?;
+            sent += chunks.len() as u64;
+            self.acknowledged(sent)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the consumer has so many segments of this offer.
+    fn acknowledged(&mut self, sent: u64) -> Result<()> {
+        match self.link.receive("for the descriptors to be acknowledged")? {
+            (Message::Received(received), _) if received.segments == sent => Ok(()),
+            (Message::Received(received), _) => {
+                let message = format!("{} segments of {sent} were acknowledged", received.segments);
+                Err(ProtocolError::Content(message).into())
+            }
+            (other, _) => Err(unexpected(&other, "received")),
+        }
+    }
+
+    /// Hears what the consumer found, checks its reply, and says what came of both.
+    fn conclude(&mut self, offer: &Offer, range: Range<u64>) -> Result<()> {
+        let (desk, peer) = (self.desk, self.link.peer());
         let begun = Instant::now();
-        let found = match link.receive("for the consumer's result")? {
+        let found = match self.link.receive("for the consumer's result")? {
             (Message::Result(outcome), _) => outcome,
             (other, _) => return Err(unexpected(&other, "result")),
         };
-        let sound = found.check(pattern::words(buffer.size));
+        let sound = check_result(&found, offer, &range);
         if sound.is_err() && !found.verified {
             // A no is a no, whatever its figures are worth.
-            self.find(&Outcome { verified: false, words: 0, mismatches: 0, first_mismatch: None });
+            self.find(&Outcome::of_verdict(false));
         }
         sound?;
         (desk.observer)(Event::Told { peer, outcome: &found, took: begun.elapsed() });
         self.find(&found);
 
-        let own = match reply_salt.filter(|_| found.verified) {
+        let own = match offer.reply_salt.filter(|_| found.verified) {
             Some(salt) => {
                 let begun = Instant::now();
-                let reply = Pattern::new(salt);
                 let busy = &mut |_| self.link.busy();
-                let verification = pattern::verify(&buffer.mapping, buffer.size, reply, busy)?;
-                (desk.observer)(Event::Verified { verification: &verification, took: begun.elapsed() });
-                outcome_of(&verification)
+                let verification = pattern::verify(desk.buffer.shared(), 0, range, Pattern::new(salt), busy)?;
+                let outcome = outcome_of(&verification);
+                (desk.observer)(Event::Verified { outcome: &outcome, took: begun.elapsed() });
+                outcome
             }
             // Nothing was left for this side to check.
-            None => Outcome { verified: found.verified, words: 0, mismatches: 0, first_mismatch: None },
+            None => Outcome::of_verdict(found.verified),
         };
         if !own.verified {
             self.find(&own);
@@ -413,11 +467,21 @@ impl Visit<'_> {
     }
 }
 
+/// Whether a consumer's result can be one of this offer.
+fn check_result(found: &Outcome, offer: &Offer, range: &Range<u64>) -> Result<(), ProtocolError> {
+    found.check(if offer.salt.is_some() { pattern::words(range) } else { 0 })?;
+    if found.verified && found.digest != offer.digest {
+        let message = format!("digest {:?} can't be verified where {:?} belongs", found.digest, offer.digest);
+        return Err(ProtocolError::Content(message));
+    }
+    Ok(())
+}
+
 /// A fresh salt for a reply.
-fn salt_other_than(salt: u32) -> u32 {
+fn salt_other_than(salt: Option<u32>) -> u32 {
     loop {
         match rand::random() {
-            fresh if fresh == salt => {}
+            fresh if Some(fresh) == salt => {}
             fresh => return fresh,
         }
     }

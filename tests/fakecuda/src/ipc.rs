@@ -85,6 +85,8 @@ struct Pool {
     owner: u32,
     /// The descriptor that is exported, if it may be.
     marker: Option<OwnedFd>,
+    /// Whether it was: before, there are no pointers of it to export.
+    exported: bool,
     imported: bool,
     granted: BTreeSet<c_int>,
 }
@@ -377,7 +379,14 @@ impl Ipc {
         }
         let (id, owner) = (random(), properties.location.id as u32);
         let marker = if properties.handle_types == POSIX_FD { Some(self.marker(id, owner)?) } else { None };
-        Ok(self.add_pool(Pool { id, owner, marker, imported: false, granted: [owner as c_int].into() }))
+        Ok(self.add_pool(Pool {
+            id,
+            owner,
+            marker,
+            exported: false,
+            imported: false,
+            granted: [owner as c_int].into(),
+        }))
     }
 
     /// The descriptor of a pool: a file with its identity, and with a mode that nothing else has.
@@ -413,11 +422,12 @@ impl Ipc {
         Ok(())
     }
 
-    pub(crate) fn export_pool(&self, pool: *mut c_void, kind: c_uint, flags: u64) -> Answer<RawFd> {
-        let (_, pool) = self.pool(pool)?;
+    pub(crate) fn export_pool(&mut self, pool: *mut c_void, kind: c_uint, flags: u64) -> Answer<RawFd> {
+        let pool = self.pools.get_mut(&pool.addr()).ok_or(INVALID_VALUE)?;
         let marker = pool.marker.as_ref().filter(|_| kind == POSIX_FD && flags == 0).ok_or(INVALID_VALUE)?;
         // Without close-on-exec: nobody may rely on the driver for that.
         let fd = dup(marker.as_raw_fd());
+        pool.exported |= fd >= 0;
         if fd < 0 { Err(UNKNOWN) } else { Ok(fd) }
     }
 
@@ -440,7 +450,13 @@ impl Ipc {
         let mut id = [0; 8];
         file.read_exact_at(&mut id, 0).map_err(|_| UNKNOWN)?;
         let (id, owner) = (u64::from_le_bytes(id), marked(mode));
-        Ok(self.add_pool(Pool { id, owner, marker: None, imported: true, granted: [owner as c_int].into() }))
+        // The same pool is the same handle, which is not counted.
+        let known = self.pools.iter().find(|(_, pool)| pool.imported && pool.id == id);
+        if let Some((&number, _)) = known {
+            return Ok(number);
+        }
+        let granted = [owner as c_int].into();
+        Ok(self.add_pool(Pool { id, owner, marker: None, exported: false, imported: true, granted }))
     }
 
     pub(crate) fn set_pool_access(&mut self, pool: *mut c_void, access: &AccessDesc, peers: bool) -> Answer {
@@ -483,7 +499,7 @@ impl Ipc {
     pub(crate) fn export_pointer(&self, address: u64) -> Answer<[u8; 64]> {
         let block = self.blocks.get(&address).filter(|block| block.kind == Kind::Pooled).ok_or(INVALID_VALUE)?;
         let pool = self.arenas[&block.arena].pool.and_then(|pool| self.pools.get(&pool));
-        let pool = pool.filter(|pool| pool.marker.is_some()).ok_or(INVALID_VALUE)?;
+        let pool = pool.filter(|pool| pool.exported).ok_or(INVALID_VALUE)?;
         self.ticket(address, pool.id)
     }
 

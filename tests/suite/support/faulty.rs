@@ -309,13 +309,11 @@ impl Driver for Faulty {
     }
 
     fn legacy(&self) -> Result<&dyn LegacyIpc> {
-        self.meet("legacy")?;
         self.inner.legacy()?;
         Ok(self)
     }
 
     fn pools(&self) -> Result<&dyn Pools> {
-        self.meet("pools")?;
         self.inner.pools()?;
         Ok(self)
     }

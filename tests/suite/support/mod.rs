@@ -13,11 +13,13 @@ pub(crate) use self::{
 };
 
 use std::{
-    fs,
+    fs, io,
     os::{fd::AsFd, unix::fs::MetadataExt},
+    sync::{Arc, Mutex},
 };
 
 use nix::{fcntl::OFlag, sys::stat::fstat};
+use tracing_subscriber::filter::LevelFilter;
 use vmmfd::Error;
 
 /// The code of a driver's answer, 0 if it went well. Any other error fails the test.
@@ -27,6 +29,32 @@ pub(crate) fn code<T>(answer: Result<T, Error>) -> u32 {
         Ok(_) => 0,
         Err(Error::Driver { code, .. }) => code,
         Err(error) => panic!("not the driver's own error: {error}"),
+    }
+}
+
+/// What is logged as an error while something runs in this thread.
+pub(crate) fn errors_logged(run: impl FnOnce()) -> String {
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let writer = Arc::clone(&log);
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(LevelFilter::ERROR)
+        .with_ansi(false)
+        .with_writer(move || Log(Arc::clone(&writer)))
+        .finish();
+    tracing::subscriber::with_default(subscriber, run);
+    String::from_utf8(log.lock().unwrap().clone()).unwrap()
+}
+
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

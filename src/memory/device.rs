@@ -1,0 +1,314 @@
+//! Devices of a backend, as both ends can name them.
+
+use std::{
+    fmt,
+    str::FromStr,
+    sync::{Arc, OnceLock},
+};
+
+use crate::{
+    driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, code},
+    error::{Error, ErrorCode, Result},
+    wire::{OfferedDevice, Placement},
+};
+
+/// A device of a backend. Clones are the same device.
+#[derive(Debug, Clone)]
+pub struct Device(Arc<DeviceParts>);
+
+#[derive(Debug)]
+struct DeviceParts {
+    driver: Arc<dyn Driver>,
+    ordinal: i32,
+    name: String,
+    uuid: DeviceUuid,
+    granularity: OnceLock<u64>,
+}
+
+/// Which device: by ordinal among those visible to this process, or by UUID.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Selector {
+    /// The number of a device in this process.
+    Ordinal(u32),
+    /// The identity of a device.
+    Uuid(DeviceUuid),
+}
+
+impl Default for Selector {
+    fn default() -> Self {
+        Self::Ordinal(0)
+    }
+}
+
+impl fmt::Display for Selector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ordinal(ordinal) => ordinal.fmt(f),
+            Self::Uuid(uuid) => uuid.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Selector {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Ok(ordinal) = text.parse() {
+            return Ok(Self::Ordinal(ordinal));
+        }
+        let uuid = text.parse();
+        uuid.map(Self::Uuid).map_err(|_| {
+            format!(
+                "`{text}` is neither an ordinal such as 0 nor a UUID such as nvidia-smi -L prints: GPU-xxxxxxxx-..."
+            )
+        })
+    }
+}
+
+impl Device {
+    /// All devices of a driver, by ordinal.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    ///
+    /// Driver calls: `cuDeviceGetCount`, and for each `cuDeviceGet`, `cuDeviceGetName`, `cuDeviceGetUuid_v2`.
+    pub fn all(driver: &Arc<dyn Driver>) -> Result<Vec<Self>> {
+        (0..driver.device_count()?).map(|ordinal| Self::open(driver, ordinal)).collect()
+    }
+
+    /// The device that a selector names.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchDevice`] with what there is instead; [`Error::Driver`].
+    ///
+    /// Driver calls: those of [`Device::all`].
+    pub fn find(driver: &Arc<dyn Driver>, selector: Selector) -> Result<Self> {
+        let devices = Self::all(driver)?;
+        let wanted = |device: &&Self| match selector {
+            Selector::Ordinal(ordinal) => i64::from(device.ordinal()) == i64::from(ordinal),
+            Selector::Uuid(uuid) => device.uuid() == uuid,
+        };
+        devices.iter().find(wanted).cloned().ok_or_else(|| {
+            let available: Vec<String> =
+                devices.iter().map(|device| format!("{} is {device}", device.ordinal())).collect();
+            Error::NoSuchDevice {
+                backend: driver.backend().as_str(),
+                wanted: selector.to_string(),
+                available: available.join(", "),
+            }
+        })
+    }
+
+    fn open(driver: &Arc<dyn Driver>, ordinal: i32) -> Result<Self> {
+        let (name, uuid) = (driver.device_name(ordinal)?, driver.device_uuid(ordinal)?);
+        let granularity = OnceLock::new();
+        Ok(Self(Arc::new(DeviceParts { driver: Arc::clone(driver), ordinal, name, uuid, granularity })))
+    }
+
+    /// The driver that it is a device of.
+    pub fn driver(&self) -> &Arc<dyn Driver> {
+        &self.0.driver
+    }
+
+    /// Where its memory is.
+    pub fn backend(&self) -> Backend {
+        self.driver().backend()
+    }
+
+    /// Its number in this process. Another process may know it by another number.
+    pub fn ordinal(&self) -> i32 {
+        self.0.ordinal
+    }
+
+    /// Its name, such as `NVIDIA H200`.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Its identity, the same in every process.
+    pub fn uuid(&self) -> DeviceUuid {
+        self.0.uuid
+    }
+
+    /// One of its attributes. Attributes are claims: a driver may claim what it then refuses.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
+    pub fn attribute(&self, attribute: Attribute) -> Result<i32> {
+        self.driver().device_attribute(self.ordinal(), attribute)
+    }
+
+    /// Its memory. On CUDA this retains the primary context.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]. Driver call: `cuMemGetInfo`.
+    pub fn memory_info(&self) -> Result<MemoryInfo> {
+        self.driver().memory_info(self.ordinal())
+    }
+
+    /// What the sizes of shareable allocations are multiples of, in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]. Driver call: `cuMemGetAllocationGranularity`, the first time.
+    pub fn granularity(&self) -> Result<u64> {
+        if let Some(&granularity) = self.0.granularity.get() {
+            return Ok(granularity);
+        }
+        let granularity = self.driver().granularity(&self.shareable(Placement::Device)?, Granularity::Minimum)?;
+        Ok(*self.0.granularity.get_or_init(|| granularity))
+    }
+
+    /// As [`Device::granularity`], of what is made with such properties.
+    pub(super) fn granularity_of(&self, properties: &Properties) -> Result<u64> {
+        match properties.location {
+            Location::Device(_) => self.granularity(),
+            Location::HostNuma(_) => self.driver().granularity(properties, Granularity::Minimum),
+        }
+    }
+
+    /// Checks that the device claims what sharing by descriptor needs.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] names what it lacks; [`Error::Driver`].
+    ///
+    /// Driver call: `cuDeviceGetAttribute`.
+    pub fn require_sharing(&self) -> Result<()> {
+        for (attribute, feature) in [
+            (Attribute::VirtualMemoryManagement, "virtual memory management (cuMemCreate)"),
+            (Attribute::PosixFileDescriptor, "export of memory as a POSIX file descriptor"),
+        ] {
+            if self.attribute(attribute)? == 0 {
+                return Err(Error::Unsupported { device: self.to_string(), feature });
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the device claims memory pools that can be shared by descriptor.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]; [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
+    pub fn require_pools(&self) -> Result<()> {
+        self.driver().pools()?;
+        const POSIX_FD: i32 = 1;
+        let by_descriptor = self.attribute(Attribute::PoolHandleTypes)? & POSIX_FD != 0;
+        if self.attribute(Attribute::MemoryPools)? != 0 && by_descriptor {
+            return Ok(());
+        }
+        let feature = "memory pools that are shared by descriptor";
+        Err(Error::Unsupported { device: self.to_string(), feature })
+    }
+
+    /// The device of this process that is to use memory of `owner`: the one that is wanted, if it can reach it; else the owner
+    /// itself; else, if the owner is not visible here, the first one, which may reach it all the same.
+    ///
+    /// # Errors
+    /// [`Error::NoPeerAccess`] if the one that is wanted can't reach the owner; [`Error::Mismatch`] on the host backend for
+    /// memory of another machine; [`Error::NoSuchDevice`]; [`Error::Driver`].
+    ///
+    /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.
+    pub fn for_memory_of(driver: &Arc<dyn Driver>, owner: &OfferedDevice, wanted: Option<&Self>) -> Result<Self> {
+        let visible = match wanted {
+            Some(wanted) if wanted.uuid() == owner.uuid => return Ok(wanted.clone()),
+            _ => Self::see(driver, owner)?,
+        };
+        match (wanted, visible) {
+            (Some(wanted), Some(visible)) if !wanted.can_access(&visible)? => {
+                let (device, owner) = (wanted.to_string(), visible.to_string());
+                Err(Error::NoPeerAccess { device, owner, source: None })
+            }
+            (Some(wanted), _) => Ok(wanted.clone()),
+            (None, Some(visible)) => Ok(visible),
+            (None, None) => {
+                let first = Self::find(driver, Selector::default())?;
+                if first.is_host() {
+                    let message = format!("the buffer is on {owner}, and this process has only {first}");
+                    return Err(Error::Mismatch { code: ErrorCode::Device, message });
+                }
+                Ok(first)
+            }
+        }
+    }
+
+    /// This process's device of a UUID, if it sees it.
+    pub(super) fn see(driver: &Arc<dyn Driver>, owner: &OfferedDevice) -> Result<Option<Self>> {
+        match Self::find(driver, Selector::Uuid(owner.uuid)) {
+            Ok(owner) => Ok(Some(owner)),
+            Err(Error::NoSuchDevice { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether it is no GPU, but memory of this machine.
+    pub fn is_host(&self) -> bool {
+        self.backend() == Backend::Host
+    }
+
+    /// The NUMA node next to it. Without NUMA the driver says -1, and means the one there is.
+    pub(super) fn numa_node(&self) -> Result<i32> {
+        Ok(self.attribute(Attribute::HostNumaId)?.max(0))
+    }
+
+    /// Makes the device ready for copies, which on CUDA takes 55 to 95 ms the first time.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]. Driver call: `cuDevicePrimaryCtxRetain`.
+    pub fn activate(&self) -> Result<()> {
+        self.driver().activate(self.ordinal())
+    }
+
+    /// Whether this device can reach another's memory: a claim, like all attributes.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]. Driver call: `cuDeviceCanAccessPeer`.
+    pub fn can_access(&self, owner: &Self) -> Result<bool> {
+        self.driver().can_access_peer(self.ordinal(), owner.ordinal())
+    }
+
+    /// What shareable memory of a device is made with.
+    pub(super) fn shareable(&self, placement: Placement) -> Result<Properties> {
+        let location = match placement {
+            Placement::Device => Location::Device(self.ordinal()),
+            Placement::Host => {
+                if self.attribute(Attribute::HostNumaVirtualMemoryManagement)? == 0 {
+                    let feature = "memory of the host (host-NUMA) that is shared by descriptor";
+                    return Err(Error::Unsupported { device: self.to_string(), feature });
+                }
+                Location::HostNuma(self.numa_node()?)
+            }
+            Placement::Unknown => {
+                let feature = "a location that this version does not know";
+                return Err(Error::Unsupported { device: self.to_string(), feature });
+            }
+        };
+        Ok(Properties { location, exportable: true, immutable: false })
+    }
+
+    /// An allocation's failure, with both figures if the memory is what ran out.
+    pub(super) fn out_of_memory(&self, size: u64, error: Error) -> Error {
+        let Error::Driver { code: code::OUT_OF_MEMORY, .. } = &error else { return error };
+        match self.memory_info() {
+            Ok(MemoryInfo { free, .. }) if size > free => Error::OutOfMemory { device: self.to_string(), size, free },
+            // Something else ran out.
+            _ => error,
+        }
+    }
+}
+
+/// The name, and the UUID as people paste it: `NVIDIA H200 GPU-53e9...`.
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name(), self.prefixed_uuid())
+    }
+}
+
+impl Device {
+    /// The UUID with the prefix that says of what it is: `GPU-` as in `CUDA_VISIBLE_DEVICES`, or `HOST-`.
+    pub fn prefixed_uuid(&self) -> String {
+        let prefix = match self.backend() {
+            Backend::Cuda => "GPU",
+            Backend::Host => "HOST",
+        };
+        format!("{prefix}-{}", self.uuid())
+    }
+}

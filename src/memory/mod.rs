@@ -1,0 +1,132 @@
+//! What the driver counts, each with one owner, over a [`Device`].
+//!
+//! | Owner | What it is |
+//! |---|---|
+//! | [`Allocation`], [`Reservation`], [`Mapping`] | virtual memory management: physical memory, addresses, the one at the other |
+//! | [`Pool`], [`PoolBuffer`] | a memory pool that can be shared, and memory of it |
+//! | [`LegacyMemory`] | memory that is shared by a legacy handle |
+//! | [`Shared`], [`Imported`] | memory that is given to others, and memory that was given, whichever way it travels |
+//! | [`Mirror`] | a range of any of them in host memory |
+//!
+//! Dropping gives back; a dependent holds what it depends on, so that everything goes in the right order. A failure
+//! at any step leaves nothing behind. A destructor that meets an error reports it through `tracing` and goes on.
+
+mod chunks;
+mod device;
+mod handle;
+mod imported;
+mod legacy;
+mod mirror;
+mod pool;
+mod shared;
+mod vmm;
+
+pub use self::{
+    chunks::{Chunk, Took},
+    device::{Device, Selector},
+    handle::{Array, ArrayHandle},
+    imported::{Imported, Importing},
+    legacy::LegacyMemory,
+    mirror::Mirror,
+    pool::{Pool, PoolBuffer},
+    shared::{Shared, Spec},
+    vmm::{Allocation, Mapping, Reservation},
+};
+
+pub(crate) use self::handle::first_elements;
+
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    driver::Access,
+    error::{Error, Result},
+};
+
+/// Memory at addresses that a device of this process can use.
+///
+/// Other processes may see the same bytes, and write them at any time.
+pub trait Region: fmt::Debug + Send + Sync {
+    /// The device that uses it.
+    fn device(&self) -> &Device;
+
+    /// Its address on the device, the `CUdeviceptr`; on the host backend an address of this process.
+    fn address(&self) -> u64;
+
+    /// Its size in bytes.
+    fn size(&self) -> u64;
+
+    /// What this process may do with it.
+    fn access(&self) -> Access;
+
+    /// Copies bytes into it, from `offset` on. They are there when it returns.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] if there are not as many; [`Error::Driver`], with `CUDA_ERROR_INVALID_VALUE` where the driver
+    /// keeps it read-only.
+    ///
+    /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
+    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
+        if self.access() == Access::ReadOnly && !self.is_protected() {
+            return Err(Error::ReadOnly);
+        }
+        check_range(offset, from.len() as u64, self.size())?;
+        self.device().driver().copy_in(self.device().ordinal(), self.address() + offset, from)
+    }
+
+    /// Whether the driver itself keeps this process to its access. Of a pool's memory and of legacy memory it does not.
+    fn is_protected(&self) -> bool {
+        true
+    }
+
+    /// Copies bytes out of it, from `offset` on.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] if there are not as many; [`Error::Driver`].
+    ///
+    /// Driver call: `cuMemcpyDtoH`.
+    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        check_range(offset, to.len() as u64, self.size())?;
+        self.device().driver().copy_out(self.device().ordinal(), self.address() + offset, to)
+    }
+
+    /// Waits until all work in the device's primary context is done: to be called before another process is told.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also for an earlier asynchronous failure. Driver call: `cuCtxSynchronize`.
+    fn synchronize(&self) -> Result<()> {
+        self.device().driver().synchronize(self.device().ordinal())
+    }
+}
+
+fn check_range(offset: u64, length: u64, size: u64) -> Result<()> {
+    match offset.checked_add(length) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(Error::OutOfRange { offset, length, size }),
+    }
+}
+
+/// A size as a multiple of the granularity.
+fn round_up(size: u64, granularity: u64) -> Result<u64> {
+    match size.checked_next_multiple_of(granularity) {
+        Some(rounded) if size > 0 => Ok(rounded),
+        _ => Err(Error::InvalidSize { size, max: u64::MAX - u64::MAX % granularity }),
+    }
+}
+
+/// A destructor has nobody to tell but the log.
+fn report(result: Result<()>, what: &str) {
+    if let Err(error) = result {
+        tracing::error!(%error, "{what}");
+    }
+}
+
+/// What a step returns; its time is added.
+pub(crate) fn timed<T>(took: &mut Duration, step: impl FnOnce() -> T) -> T {
+    let begun = Instant::now();
+    let result = step();
+    *took += begun.elapsed();
+    result
+}

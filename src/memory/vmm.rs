@@ -1,0 +1,290 @@
+//! Virtual memory management: physical memory, reserved addresses, and the one mapped at the other.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, OnceLock},
+};
+
+use super::{Device, Region, check_range, report, round_up};
+use crate::{
+    driver::{Access, Handle, Location, Properties},
+    error::{Error, Result},
+    wire::Placement,
+};
+
+/// Physical memory that can be shared, or that was.
+///
+/// Dropping it gives the handle back (`cuMemRelease`) and closes the exported descriptor; the memory itself lives until
+/// the last handle, mapping and descriptor of it, in any process, is gone.
+#[derive(Debug)]
+pub struct Allocation {
+    device: Device,
+    handle: Handle,
+    size: u64,
+    properties: Properties,
+    exported: OnceLock<OwnedFd>,
+}
+
+impl Allocation {
+    /// Allocates at least `size` bytes on a device, exportable as a descriptor. The size is rounded up to the granularity.
+    ///
+    /// # Errors
+    /// [`Error::InvalidSize`] for zero and for what rounds up beyond 64 bits; [`Error::OutOfMemory`] with both figures;
+    /// [`Error::Driver`].
+    ///
+    /// Driver calls: `cuMemGetAllocationGranularity`, `cuMemCreate`.
+    pub fn create(device: &Device, size: u64) -> Result<Arc<Self>> {
+        Self::create_at(device, Placement::Device, size)
+    }
+
+    /// As [`Allocation::create`], in a device's own memory or in that of the CPU's NUMA node next to it.
+    ///
+    /// # Errors
+    /// Those of [`Allocation::create`]; [`Error::Unsupported`] where the driver has no host-NUMA memory.
+    ///
+    /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
+    pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
+        let properties = device.shareable(placement)?;
+        let rounded = round_up(size, device.granularity_of(&properties)?)?;
+        match device.driver().create(rounded, &properties) {
+            Ok(handle) => Ok(Arc::new(Self::own(device, handle, rounded, properties))),
+            // The device's figures say nothing of the host's memory.
+            Err(error) if properties.location.host_node().is_some() => Err(error),
+            Err(error) => Err(device.out_of_memory(rounded, error)),
+        }
+    }
+
+    /// Imports an allocation that another process exported.
+    ///
+    /// `size` is the exporter's, in bytes: a GPU's descriptor does not carry it. The host backend checks it here and CUDA
+    /// when it is mapped; a wrong one never maps. `fd` is closed on success and on failure: the memory needs it no more.
+    ///
+    /// # Errors
+    /// [`Error::Unaligned`] if `size` is no multiple of the granularity (no driver call is made); [`Error::Driver`] with
+    /// `CUDA_ERROR_UNKNOWN` if `fd` is no such memory.
+    ///
+    /// Driver calls: `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
+    pub fn import(device: &Device, fd: OwnedFd, size: u64) -> Result<Arc<Self>> {
+        let granularity = device.granularity()?;
+        if size == 0 || !size.is_multiple_of(granularity) {
+            return Err(Error::Unaligned { size, granularity });
+        }
+        let handle = device.driver().import(fd.as_fd(), size)?;
+        // From here on dropping it releases the handle.
+        let mut imported = Self::own(device, handle, size, device.shareable(Placement::Device)?);
+        imported.properties = device.driver().properties(handle)?;
+        Ok(Arc::new(imported))
+    }
+
+    fn own(device: &Device, handle: Handle, size: u64, properties: Properties) -> Self {
+        Self { device: device.clone(), handle, size, properties, exported: OnceLock::new() }
+    }
+
+    /// The descriptor that gives another process this memory, with full rights unless it is sealed. It stays the
+    /// allocation's and is the same every time: exporting once and sending it again costs a twentieth of exporting for
+    /// each receiver.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an imported allocation, which can't be exported again.
+    ///
+    /// Driver call: `cuMemExportToShareableHandle`, the first time.
+    pub fn export(&self) -> Result<BorrowedFd<'_>> {
+        if let Some(fd) = self.exported.get() {
+            return Ok(fd.as_fd());
+        }
+        // If two threads come here at once, one descriptor too many is made, and closed.
+        let fd = self.device.driver().export(self.handle)?;
+        Ok(self.exported.get_or_init(|| fd).as_fd())
+    }
+
+    /// Exports it for an owner who needs no more than the descriptor.
+    pub(super) fn into_descriptor(self: Arc<Self>) -> Result<OwnedFd> {
+        self.device.driver().export(self.handle)
+    }
+
+    /// Makes it immutable for good, and says whether that holds for everybody: on the host backend the kernel refuses every
+    /// holder of the descriptor to write; on CUDA the descriptor conveys full rights, and nothing is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` while it is mapped, or once it was exported.
+    ///
+    /// See memfd_create(2), `F_SEAL_WRITE` in fcntl(2).
+    pub fn seal(&self) -> Result<bool> {
+        self.device.driver().seal(self.handle)
+    }
+
+    /// Its size in bytes: a multiple of the granularity.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The device that it was created on, or imported for.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// What the driver said of it when it was created or imported.
+    pub fn properties(&self) -> Properties {
+        self.properties
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        report(self.device.driver().release(self.handle), "an allocation can't be released");
+    }
+}
+
+/// A range of addresses of this process, kept free for mappings. Dropping it frees them.
+#[derive(Debug)]
+pub struct Reservation {
+    device: Device,
+    address: u64,
+    size: u64,
+}
+
+impl Reservation {
+    /// Reserves `size` bytes of addresses, a multiple of the granularity.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]. Driver call: `cuMemAddressReserve`.
+    pub fn new(device: &Device, size: u64) -> Result<Arc<Self>> {
+        let address = device.driver().reserve(size, 0)?;
+        Ok(Arc::new(Self { device: device.clone(), address, size }))
+    }
+
+    /// Its first address.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its size in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        report(self.device.driver().free(self.address, self.size), "reserved addresses can't be freed");
+    }
+}
+
+/// Allocations at addresses of this process, side by side. Dropping it unmaps them, then lets go of the reservation.
+///
+/// It keeps the memory alive, also when the [`Allocation`]s are dropped. Other processes, and other mappings, see the same
+/// bytes and may write them at any time. Work of your own on a GPU stream must be finished before it is dropped: unmapping
+/// does not always wait for it.
+#[derive(Debug)]
+pub struct Mapping {
+    device: Device,
+    address: u64,
+    size: u64,
+    access: Access,
+    // Let go of after the unmapping in `drop`.
+    reservation: Arc<Reservation>,
+}
+
+impl Mapping {
+    /// Maps a whole allocation at an address of the driver's choice, for its device.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]: with `CUDA_ERROR_NOT_SUPPORTED` if an imported allocation does not have the size claimed.
+    ///
+    /// Driver calls: `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`.
+    pub fn new(allocation: &Arc<Allocation>, access: Access) -> Result<Self> {
+        let reservation = Reservation::new(allocation.device(), allocation.size())?;
+        Self::at(&reservation, 0, allocation, access)
+    }
+
+    /// Maps a whole allocation `offset` bytes into a reservation, for its device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] if it does not fit; [`Error::Driver`] as for [`Mapping::new`], and with
+    /// `CUDA_ERROR_INVALID_VALUE` if something is mapped there.
+    ///
+    /// Driver calls: `cuMemMap`, `cuMemSetAccess`.
+    pub fn at(
+        reservation: &Arc<Reservation>,
+        offset: u64,
+        allocation: &Arc<Allocation>,
+        access: Access,
+    ) -> Result<Self> {
+        Self::side_by_side(reservation, offset, std::slice::from_ref(allocation), allocation.device(), access)
+    }
+
+    /// Maps whole allocations side by side, from `offset` bytes into a reservation on, for a device that may be another
+    /// than theirs (peer access). Host-NUMA memory is mapped for the CPU too.
+    ///
+    /// # Errors
+    /// Those of [`Mapping::at`]; [`Error::Driver`] with `CUDA_ERROR_PEER_ACCESS_UNSUPPORTED` if the device can't reach them.
+    ///
+    /// Driver calls: `cuMemMap` for each, `cuMemSetAccess` for all at once.
+    pub fn side_by_side(
+        reservation: &Arc<Reservation>,
+        offset: u64,
+        allocations: &[Arc<Allocation>],
+        device: &Device,
+        access: Access,
+    ) -> Result<Self> {
+        let mut mapping = Self::empty(reservation, offset, device, access)?;
+        for allocation in allocations {
+            mapping.push(allocation)?;
+        }
+        let node = allocations.first().and_then(|first| first.properties.location.host_node());
+        mapping.allow(node)?;
+        Ok(mapping)
+    }
+
+    /// Nothing yet, at a place in a reservation.
+    pub(super) fn empty(reservation: &Arc<Reservation>, offset: u64, device: &Device, access: Access) -> Result<Self> {
+        check_range(offset, 0, reservation.size)?;
+        let address = reservation.address + offset;
+        Ok(Self { device: device.clone(), address, size: 0, access, reservation: Arc::clone(reservation) })
+    }
+
+    /// Maps one more allocation behind the others. It can't be used before [`Mapping::allow`].
+    pub(super) fn push(&mut self, allocation: &Allocation) -> Result<()> {
+        let offset = self.address - self.reservation.address + self.size;
+        check_range(offset, allocation.size, self.reservation.size)?;
+        self.device.driver().map(self.address + self.size, allocation.size, 0, allocation.handle)?;
+        // From here on dropping it unmaps.
+        self.size += allocation.size;
+        Ok(())
+    }
+
+    /// Lets the device use what is mapped, and the CPUs of a NUMA node if the memory is theirs.
+    pub(super) fn allow(&self, node: Option<i32>) -> Result<()> {
+        let device = Location::Device(self.device.ordinal());
+        for location in [Some(device), node.map(Location::HostNuma)].into_iter().flatten() {
+            self.device.driver().set_access(self.address, self.size, location, Some(self.access))?;
+        }
+        Ok(())
+    }
+}
+
+impl Region for Mapping {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn access(&self) -> Access {
+        self.access
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        if self.size > 0 {
+            report(self.device.driver().unmap(self.address, self.size), "a mapping can't be unmapped");
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Real data: from a file into shared memory, out of it into a file, and the digest that holds for both.
+//!
+//! All goes through a [`Mirror`] of a slice at a time: host memory does not grow with the data.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Write},
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use tempfile::{Builder, NamedTempFile};
+
+use crate::{
+    error::{Error, Result},
+    memory::{Mirror, Region},
+    pattern::{SLICE, slices},
+};
+
+/// A digest in the making: see the protocol's page in [`crate::wire`].
+#[derive(Default)]
+struct Digest(blake3::Hasher);
+
+impl Digest {
+    /// What the text of a digest that this version can check begins with.
+    const ALGORITHM: &'static str = "blake3:";
+
+    fn text(&self) -> String {
+        format!("{}{}", Self::ALGORITHM, self.0.finalize().to_hex())
+    }
+}
+
+/// Whether this version can check a digest.
+pub fn is_known(digest: &str) -> bool {
+    digest.strip_prefix(Digest::ALGORITHM).is_some_and(|digits| digits.len() == 64)
+}
+
+/// A file whose bytes are to be shared.
+#[derive(Debug)]
+pub struct Source {
+    path: PathBuf,
+    file: File,
+    size: u64,
+}
+
+impl Source {
+    /// Opens a regular file.
+    ///
+    /// # Errors
+    /// [`Error::File`] if it is none, or empty; [`Error::System`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let unfit = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
+        let fails = |error| Error::system(format!("open {}", path.display()), error);
+        // Before it is opened: opening a pipe would wait for its other end.
+        let metadata = fs::metadata(path).map_err(fails)?;
+        if !metadata.is_file() {
+            return unfit("is no regular file: its size can't be known before it is read");
+        }
+        if metadata.len() == 0 {
+            return unfit("is empty: there is nothing to share");
+        }
+        Ok(Self { path: path.to_owned(), file: File::open(path).map_err(fails)?, size: metadata.len() })
+    }
+
+    /// Its size in bytes, when it was opened.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Reads it into the beginning of memory, writes zeros behind it, and returns its digest.
+    ///
+    /// `progress` is called after each slice with the bytes done so far; its error ends the work.
+    ///
+    /// # Errors
+    /// [`Error::File`] if it has become shorter; [`Error::OutOfRange`] if the memory is too small; [`Error::System`]; what the
+    /// mirror or `progress` fail with.
+    ///
+    /// Driver calls: those of [`Mirror`].
+    pub fn load(&self, region: &dyn Region, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<String> {
+        let (mut digest, mut file) = (Digest::default(), &self.file);
+        io::Seek::rewind(&mut file).map_err(|error| self.fails(error))?;
+        let mut mirror = Mirror::to_fill(region, 0, region.size().min(SLICE as u64))?;
+        let mut staged = Vec::new();
+        for part in slices(0..region.size()) {
+            let length = part.end - part.start;
+            let data = self.size.saturating_sub(part.start).min(length) as usize;
+            mirror.turn_to(part.start, length, false)?;
+            let direct = mirror.is_direct();
+            let bytes = match mirror.bytes_mut() {
+                Some(bytes) => bytes,
+                None => {
+                    staged.resize(length as usize, 0);
+                    &mut staged[..]
+                }
+            };
+            file.read_exact(&mut bytes[..data]).map_err(|error| self.fails(error))?;
+            bytes[data..].fill(0);
+            digest.0.update(&bytes[..data]);
+            if direct {
+                mirror.write(0, &staged)?;
+            }
+            mirror.commit()?;
+            progress(part.end.min(self.size))?;
+        }
+        region.synchronize()?;
+        Ok(digest.text())
+    }
+
+    fn fails(&self, error: io::Error) -> Error {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => {
+                let problem = format!("has become shorter than the {} bytes that it had", self.size);
+                Error::File { path: self.path.clone(), problem }
+            }
+            _ => Error::system(format!("read {}", self.path.display()), error),
+        }
+    }
+}
+
+/// The digest of a range of an object's bytes, which `each` is given slice by slice. The memory begins with the object's byte
+/// `start`.
+///
+/// # Errors
+/// [`Error::OutOfRange`] if the range is not inside the memory; what the mirror or `each` fail with.
+///
+/// Driver calls: those of [`Mirror`].
+pub fn read(
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
+    each: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<String> {
+    let mut digest = Digest::default();
+    let mut mirror = None::<Mirror<'_>>;
+    let mut staged = Vec::new();
+    for part in slices(range) {
+        let (offset, length) = (part.start - start, part.end - part.start);
+        let mirror = match &mut mirror {
+            Some(mirror) => {
+                mirror.turn_to(offset, length, true)?;
+                mirror
+            }
+            // Room for a whole slice, also where the first one is cut.
+            None => mirror.insert(Mirror::sized(region, offset, length, SLICE as u64)?),
+        };
+        let bytes = match mirror.bytes() {
+            Some(bytes) => bytes,
+            None => {
+                // Once: what is hashed and what is written must be the same, whoever else writes meanwhile.
+                staged.resize((part.end - part.start) as usize, 0);
+                mirror.read(0, &mut staged)?;
+                &staged[..]
+            }
+        };
+        digest.0.update(bytes);
+        each(bytes)?;
+    }
+    Ok(digest.text())
+}
+
+/// A file that appears under its name only when it is complete.
+#[derive(Debug)]
+pub struct Target {
+    path: PathBuf,
+    replace: bool,
+    file: NamedTempFile,
+}
+
+impl Target {
+    /// Makes room beside the file that is to appear, in the same folder. If it is given up, nothing stays.
+    ///
+    /// # Errors
+    /// [`Error::File`] if it exists and `replace` is false, or is no regular file; [`Error::System`].
+    pub fn create(path: &Path, replace: bool) -> Result<Self> {
+        let unfit = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
+        let fails = |error| Error::system(format!("write {}", path.display()), error);
+        let path_written = match fs::metadata(path) {
+            Ok(metadata) if !metadata.is_file() => return unfit("exists and is no regular file"),
+            Ok(_) if !replace => return unfit("exists: name another file, or replace it with --force"),
+            // What a link leads to is what is replaced.
+            Ok(_) => fs::canonicalize(path).map_err(fails)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => path.to_owned(),
+            Err(error) => return Err(fails(error)),
+        };
+        if path_written.file_name().is_none() {
+            return unfit("is no name of a file");
+        }
+        let folder = match path_written.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        let mut builder = Builder::new();
+        let file = builder.prefix(".vmmfd-").permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let file = file.tempfile_in(folder).map_err(fails)?;
+        Ok(Self { path: path_written, replace, file })
+    }
+
+    /// Where the file is to appear.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes what comes next.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).map_err(|error| self.fails(error))
+    }
+
+    /// Waits until all of it is on the disk, and gives it its name.
+    ///
+    /// # Errors
+    /// [`Error::File`] if a file of that name has appeared meanwhile that is not to be replaced; [`Error::System`].
+    ///
+    /// See fsync(2), rename(2).
+    pub fn finish(self) -> Result<()> {
+        self.file.as_file().sync_all().map_err(|error| self.fails(error))?;
+        let Self { path, replace, file } = self;
+        let result = if replace { file.persist(&path) } else { file.persist_noclobber(&path) };
+        result.map(drop).map_err(|persist| match persist.error.kind() {
+            io::ErrorKind::AlreadyExists => {
+                let problem = "has appeared meanwhile: name another file, or replace it with --force".to_owned();
+                Error::File { path, problem }
+            }
+            _ => Error::system(format!("write {}", path.display()), persist.error),
+        })
+    }
+
+    fn fails(&self, error: io::Error) -> Error {
+        Error::system(format!("write {}", self.path.display()), error)
+    }
+}

@@ -1,0 +1,505 @@
+//! Every way of sharing through the two commands: mechanisms, places, chunks, arrays, files, seals, other devices.
+
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    thread,
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+use vmmfd::{
+    channel::{Cancel, Listener, Trust},
+    driver::{Access, Backend, Choice, open},
+    memory::{Device, Mirror, Region, Selector, Shared, Spec},
+    session::{
+        Terms,
+        consumer::{Ask, Consumer},
+        producer::{Buffer, Content, Plan, serve},
+    },
+    wire::{ByteRange, Mechanism},
+};
+
+use crate::running::{Meeting, On};
+
+cases! {
+    on crate::running::Meeting; every backend: [
+    every_mechanism_goes_with_every_access_place_chunk_and_type,
+    round_trips_go_both_ways_by_every_mechanism,
+    a_wrong_byte_is_found_by_every_mechanism,
+    a_range_takes_only_the_chunks_that_cover_it,
+    an_array_is_shown_with_its_type_shape_and_first_values,
+    a_file_arrives_as_it_was,
+    a_file_that_is_changed_on_the_way_does_not_appear,
+    a_sealed_buffer_is_lent_read_only,
+    a_consumer_that_is_killed_with_the_memory_open_harms_nobody,
+    many_consumers_at_once_share_by_every_mechanism,
+    ]
+    gpus alone: [
+    ten_thousand_chunks_work,
+    ]
+}
+
+/// The mechanisms that a backend has.
+fn mechanisms(meeting: &Meeting) -> &'static [&'static str] {
+    if meeting.backend() == "host" { &["vmm"] } else { &["vmm", "pool", "legacy"] }
+}
+
+fn every_mechanism_goes_with_every_access_place_chunk_and_type(meeting: Meeting) {
+    let mut shared = 0;
+    for mechanism in ["vmm", "pool", "legacy"] {
+        for location in ["device", "host"] {
+            for chunk in [None, Some("2MiB")] {
+                for array in [&["--size", "5000001"][..], &["--dtype", "f32", "--shape", "1000x1250", "--order", "F"]] {
+                    let mut options = vec!["--mechanism", mechanism, "--location", location, "--json"];
+                    options.extend(chunk.iter().flat_map(|chunk| ["--chunk", chunk]).chain(array.iter().copied()));
+                    options.extend(["--consumers", "3"]);
+                    let possible = mechanism == "vmm" || (location, chunk) == ("device", None);
+                    let producer = meeting.producer(&options).start();
+                    if !(possible && mechanisms(&meeting).contains(&mechanism)) {
+                        let report = producer.end().code(3).json();
+                        assert_eq!(report["error"]["kind"], "unsupported", "{options:?} {report}");
+                        continue;
+                    }
+                    for access in [&[][..], &["--access", "ro"], &["--access", "rw"]] {
+                        let consumer = meeting.consumer(&[access, &["--json"]].concat()).end();
+                        let report = consumer.code(0).json();
+                        assert_eq!(report["verified"], true, "{options:?} {access:?}");
+                        assert_eq!((&report["mechanism"], &report["location"]), (&json!(mechanism), &json!(location)));
+                        let segments = if mechanism != "vmm" {
+                            0
+                        } else if chunk.is_some() {
+                            3
+                        } else {
+                            1
+                        };
+                        assert_eq!(report["segments"], segments, "{options:?}");
+                        assert_eq!(report["array"].is_null(), array.len() == 2);
+                        shared += 1;
+                    }
+                    assert_eq!(producer.end().code(0).json()["verified"], true);
+                }
+            }
+        }
+    }
+    assert_eq!(shared, if meeting.backend() == "host" { 24 } else { 36 });
+    assert!(meeting.files().is_empty());
+}
+
+fn round_trips_go_both_ways_by_every_mechanism(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let options = ["--mechanism", mechanism, "--round-trip", "--consumers", "2", "--size", "3000001"];
+        let producer = meeting.listening(&options);
+        for consumer in [&[][..], &["--range", "2097150:7"]] {
+            let consumer = meeting.consumer(consumer).end();
+            assert!(consumer.code(0).stdout.contains(" fill "), "{}", consumer.stdout);
+        }
+        let ended = producer.end();
+        let verified = ended.code(0).stdout.lines().filter(|line| line.contains(" verify ")).count();
+        assert_eq!(verified, 2, "{}", ended.stdout);
+        // Seven bytes of three words: the rest was not touched.
+        assert!(ended.stdout.contains("verify   3 words, 0 wrong"), "{}", ended.stdout);
+    }
+}
+
+fn a_wrong_byte_is_found_by_every_mechanism(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let producer = meeting.producer(&["--mechanism", mechanism, "--corrupt", "--json"]).start();
+        let report = meeting.consumer(&["--json"]).end().code(1).json();
+        assert_eq!((&report["mismatches"], &report["verified"]), (&json!(1), &json!(false)));
+        producer.end().code(1);
+    }
+}
+
+fn a_range_takes_only_the_chunks_that_cover_it(meeting: Meeting) {
+    let size = 9u64 << 20;
+    let producer = meeting.listening(&["--size", "9MiB", "--chunk", "2MiB", "--consumers", "5", "--corrupt"]);
+    // The wrong byte is in the middle, at 4.5 MiB: in the third chunk.
+    for (range, fds, words, wrong) in [
+        ("0:1", "fd ", 1, 0),
+        ("2097151:2", "2 fds", 2, 0),
+        ("4MiB:2MiB", "fd ", 1 << 19, 1),
+        ("6MiB:3MiB", "2 fds", 3 << 18, 0),
+        ("3MiB:6MiB", "4 fds", 3 << 19, 1),
+    ] {
+        let consumer = meeting.consumer(&["--range", range]).end();
+        consumer.code(i32::from(wrong > 0));
+        let stdout = &consumer.stdout;
+        let offer = stdout.lines().find(|line| line.contains(" offer ")).unwrap();
+        assert!(offer.contains("5 chunks") && offer.contains(&format!(", {fds}")), "{range}: {offer}");
+        assert!(stdout.contains(&format!("{words} words, {wrong} wrong")), "{range}: {stdout}");
+        if wrong > 0 {
+            assert!(stdout.contains(&format!("the first at word {}", size / 2 / 4)), "{stdout}");
+        }
+    }
+    producer.end().code(1);
+    let producer = meeting.listening(&["--size", "100"]);
+    let refused = meeting.consumer(&["--range", "50:51"]).end();
+    refused.code(4).says("51 bytes from 50 on were asked for, of a buffer of 100 bytes");
+    producer.end().code(4);
+}
+
+fn an_array_is_shown_with_its_type_shape_and_first_values(meeting: Meeting) {
+    let producer =
+        meeting.listening(&["--dtype", "i16", "--shape", "3x5", "--order", "F", "--seed", "0", "--consumers", "2"]);
+    let consumer = meeting.consumer(&[]).end();
+    // The classic pattern's words, as 16-bit numbers; down a column they lie side by side.
+    let words = [1337u32 ^ 0xDEAD_BEEF, 1339 ^ 0xDEAD_BEEF, 1341 ^ 0xDEAD_BEEF, 1343 ^ 0xDEAD_BEEF];
+    let halves: Vec<i16> = words.iter().flat_map(|word| [*word as i16, (word >> 16) as i16]).collect();
+    let line = format!("array    <i2 3x5, strides 2x6: {} {} ", halves[0], halves[3]);
+    assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
+    let report = meeting.consumer(&["--json"]).end().code(0).json();
+    assert_eq!(report["array"], json!({"typestr": "<i2", "shape": [3, 5], "strides": [2, 6], "offset": 0}));
+    assert_eq!(report["size"], 30);
+    producer.end().code(0);
+    let producer = meeting.listening(&["--dtype", "f64", "--size", "1MiB"]);
+    assert_eq!(meeting.consumer(&["--json"]).end().code(0).json()["array"]["shape"], json!([1 << 17]));
+    producer.end().code(0);
+}
+
+fn a_file_arrives_as_it_was(meeting: Meeting) {
+    let folder = tempfile::tempdir().unwrap();
+    let (from, to) = (folder.path().join("from"), folder.path().join("to"));
+    let data: Vec<u8> = (0..9_437_189u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    fs::write(&from, &data).unwrap();
+    let (from, to) = (from.to_str().unwrap(), to.to_str().unwrap());
+    let mut kinds: Vec<&[&str]> = vec![&[], &["--chunk", "2MiB"], &["--location", "host"], &["--seal"]];
+    if meeting.backend() != "host" {
+        kinds.extend([&["--mechanism", "pool"][..], &["--mechanism", "legacy", "--seal"]]);
+    }
+    for kind in kinds {
+        let producer = meeting.producer(&[kind, &["--from", from, "--json", "--consumers", "2"]].concat()).start();
+        let report = meeting.consumer(&["--to", to, "--force", "--json"]).end().code(0).json();
+        assert!(fs::read(to).unwrap() == data, "{kind:?}");
+        assert_eq!(fs::metadata(to).unwrap().permissions().mode() & 0o111, 0);
+        let expected = format!("blake3:{}", blake3::hash(&data).to_hex());
+        assert_eq!((&report["digest"], &report["verified"]), (&json!(expected), &json!(true)));
+        // Some of it, with a digest of its own.
+        meeting.consumer(&["--to", to, "--force", "--range", "2097000:7000000"]).end().code(0);
+        assert!(fs::read(to).unwrap() == data[2_097_000..9_097_000], "{kind:?}");
+        let report = producer.end().code(0).json();
+        assert_eq!(report["digest"], json!(format!("blake3:{}", blake3::hash(&data[2_097_000..9_097_000]).to_hex())));
+    }
+    // A pattern is written to a file as well.
+    let producer = meeting.listening(&["--size", "1001", "--seed", "7"]);
+    meeting.consumer(&["--to", to, "--force"]).end().code(0);
+    let mut pattern = vec![0; 1001];
+    vmmfd::pattern::Pattern::new(7).write(0, &mut pattern);
+    assert_eq!(fs::read(to).unwrap(), pattern);
+    producer.end().code(0);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
+}
+
+fn a_file_that_is_changed_on_the_way_does_not_appear(meeting: Meeting) {
+    let folder = tempfile::tempdir().unwrap();
+    let (from, to) = (folder.path().join("from"), folder.path().join("to"));
+    fs::write(&from, vec![5; 100_000]).unwrap();
+    let producer = meeting.producer(&["--from", from.to_str().unwrap(), "--corrupt", "--json"]).start();
+    let consumer = meeting.consumer(&["--to", to.to_str().unwrap(), "--json"]).end();
+    let report = consumer.code(1).json();
+    assert_eq!((&report["verified"], &report["error"]["kind"]), (&json!(false), &json!("mismatch")));
+    producer.end().code(1);
+    assert!(!to.exists());
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left beside it");
+}
+
+fn a_sealed_buffer_is_lent_read_only(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let options = ["--seal", "--mechanism", mechanism, "--consumers", "3"];
+        let producer = meeting.listening(&options);
+        assert!(meeting.consumer(&[]).end().code(0).stdout.contains("read-only"));
+        meeting.consumer(&["--access", "ro"]).end().code(0);
+        meeting.consumer(&["--access", "rw"]).end().code(4).says("the buffer is sealed");
+        let ended = producer.end();
+        let told = if meeting.backend() == "host" {
+            "the kernel lets nobody write any more"
+        } else {
+            "whoever holds the descriptor or handle can still write"
+        };
+        assert!(ended.code(4).stdout.contains(told), "{}", ended.stdout);
+    }
+}
+
+fn a_consumer_that_is_killed_with_the_memory_open_harms_nobody(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let producer = meeting.listening(&["--mechanism", mechanism, "--size", "256M", "--consumers", "2"]);
+        let mut killed = meeting.consumer(&[]).start();
+        killed.until("map");
+        killed.signal(nix::sys::signal::Signal::SIGKILL);
+        drop(killed.end());
+        meeting.consumer(&[]).end().code(0);
+        producer.end().code(4);
+    }
+}
+
+fn many_consumers_at_once_share_by_every_mechanism(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let producer = meeting.listening(&["--mechanism", mechanism, "--size", "4M", "--consumers", "6"]);
+        let consumers: Vec<_> = (0..6).map(|_| meeting.consumer(&[]).start()).collect();
+        for consumer in consumers {
+            consumer.end().code(0);
+        }
+        producer.end().code(0);
+    }
+}
+
+fn ten_thousand_chunks_work(meeting: Meeting) {
+    // Over the emulated driver of 64 KiB, so that they need no 20 GB.
+    let unit: u64 = if meeting.is_fake() { 1 << 16 } else { 2 << 20 };
+    let run = |run: crate::running::Run| run.env("FAKECUDA_GRANULARITY", unit.to_string());
+    let (size, chunk) = ((10_000 * unit).to_string(), unit.to_string());
+    let mut producer = run(meeting.producer(&["--size", &size, "--chunk", &chunk, "--consumers", "2"])).start();
+    // Ten thousand exports may take longer than a consumer waits, where the driver has others to serve.
+    producer.until("listen");
+    let consumer = run(meeting.consumer(&["--json"])).end().code(0).json();
+    assert_eq!((&consumer["segments"], &consumer["verified"]), (&json!(10_000), &json!(true)));
+    let range = format!("{}:{}", 5000 * unit + 1, 300 * unit);
+    run(meeting.consumer(&["--range", &range])).end().code(0);
+    producer.end().code(0);
+}
+
+#[test]
+fn a_limit_of_open_files_is_named_before_anything_is_allocated() {
+    let meeting = Meeting::new(On::Fake);
+    let log = meeting.folder().join("log");
+    let ended = meeting
+        .producer(&["--size", "200MiB", "--chunk", "2MiB"])
+        .with_files(100)
+        .env("FAKECUDA_LOG", log.to_str().unwrap())
+        .end();
+    ended.code(5).says("and this process may have 100").says("ulimit -n");
+    let calls = fs::read_to_string(log).unwrap();
+    assert!(!calls.contains("cuMemCreate") && calls.contains("cuInit"), "{calls}");
+}
+
+#[test]
+fn another_device_maps_the_memory_where_it_can_reach_it() {
+    let meeting = Meeting::new(On::Fake);
+    let two = |run: crate::running::Run| run.env("FAKECUDA_DEVICES", "2");
+    for mechanism in ["vmm", "pool", "legacy"] {
+        let options = ["--device", "1", "--mechanism", mechanism, "--round-trip", "--consumers", "3", "--json"];
+        let producer = two(meeting.producer(&options)).start();
+        let own = two(meeting.consumer(&["--json"])).end().code(0).json();
+        assert_eq!(own["device"]["ordinal"], 1, "by default the memory's own");
+        let other = two(meeting.consumer(&["--device", "0", "--json"])).end().code(0).json();
+        assert_eq!(other["device"]["ordinal"], 0);
+        assert_ne!(other["device"]["uuid"], own["device"]["uuid"]);
+        let apart = two(meeting.consumer(&["--device", "0"])).env("FAKECUDA_PEERS", "0").end();
+        let uuid = own["device"]["uuid"].as_str().unwrap();
+        apart.code(3).says(uuid).says(other["device"]["uuid"].as_str().unwrap()).says("can't reach the memory of");
+        assert_eq!(producer.end().code(4).json()["device"]["uuid"], own["device"]["uuid"]);
+    }
+}
+
+#[test]
+fn an_owner_that_a_consumer_does_not_see_is_reached_or_named() {
+    let meeting = Meeting::new(On::Fake);
+    let options = ["--device", "1", "--consumers", "2", "--json"];
+    let producer = meeting.producer(&options).env("FAKECUDA_DEVICES", "2").start();
+    let reached = meeting.consumer(&["--json"]).end().code(0).json();
+    assert_eq!(reached["device"]["ordinal"], 0);
+    let refused = meeting.consumer(&[]).env("FAKECUDA_PEERS", "0").end();
+    let report = producer.end().code(4).json();
+    let bare = report["device"]["uuid"].as_str().unwrap().split_once('-').unwrap().1;
+    refused.code(3).says("can't reach the memory of").says(bare);
+}
+
+#[test]
+fn files_that_can_not_be_shared_or_written_are_refused_in_one_sentence() {
+    let meeting = Meeting::new(On::Host);
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    fs::write(path("empty"), "").unwrap();
+    fs::write(path("full"), "data").unwrap();
+    fs::create_dir(path("folder")).unwrap();
+    symlink(path("full"), path("link")).unwrap();
+    symlink(path("nowhere"), path("dangling")).unwrap();
+    nix::unistd::mkfifo(path("pipe").as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for (name, code, words) in [
+        (path("none"), 5, "No such file"),
+        (path("empty"), 2, "is empty"),
+        (path("folder"), 2, "is no regular file"),
+        (path("pipe"), 2, "is no regular file"),
+        ("/dev/zero".to_owned(), 2, "is no regular file"),
+    ] {
+        meeting.producer(&["--from", &name]).end().code(code).says(words).says(&name);
+    }
+    for (name, force, code, words) in [
+        (path("full"), false, 2, "exists: name another file, or replace it with --force"),
+        (path("folder"), true, 2, "exists and is no regular file"),
+        (path("pipe"), true, 2, "exists and is no regular file"),
+        ("/dev/null".to_owned(), true, 2, "exists and is no regular file"),
+        (path("none/file"), false, 5, "No such file"),
+        (path("full/file"), false, 5, "Not a directory"),
+        (path(".."), true, 2, "exists and is no regular file"),
+    ] {
+        let options = ["--to", &name, "--force"];
+        // Nobody has to be asked for that: there is no producer.
+        let refused = meeting.consumer(if force { &options } else { &options[..2] }).end();
+        refused.code(code).says(words);
+        assert!(refused.took < Duration::from_secs(10));
+    }
+    meeting.consumer(&["--force"]).end().code(2);
+    assert_eq!(fs::read(path("full")).unwrap(), b"data");
+
+    // What a link leads to is replaced, not the link.
+    let producer = meeting.listening(&["--from", &path("full"), "--consumers", "2"]);
+    fs::write(path("copy"), "old").unwrap();
+    symlink(path("copy"), path("to copy")).unwrap();
+    meeting.consumer(&["--to", &path("to copy"), "--force"]).end().code(0);
+    assert_eq!(fs::read(path("copy")).unwrap(), b"data");
+    assert!(fs::symlink_metadata(path("to copy")).unwrap().is_symlink());
+    // One that leads nowhere is a name that is taken.
+    meeting.consumer(&["--to", &path("dangling")]).end();
+    drop(producer);
+    let left: Vec<String> =
+        fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    assert!(left.iter().all(|name| !name.starts_with(".vmmfd")), "{left:?}");
+}
+
+#[test]
+fn options_that_do_not_go_together_are_bad_usage() {
+    let meeting = Meeting::new(On::Host);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("data");
+    fs::write(&file, vec![0; 24]).unwrap();
+    let file = file.to_str().unwrap();
+    for (options, words) in [
+        (&["--shape", "2x3", "--size", "24"][..], "cannot be used with"),
+        (&["--order", "F"], "--shape"),
+        (&["--from", file, "--size", "24"], "cannot be used with"),
+        (&["--from", file, "--seed", "1"], "cannot be used with"),
+        (&["--from", file, "--round-trip"], "cannot be used with"),
+        (&["--seal", "--round-trip"], "cannot be used with"),
+        (&["--elements", "5", "--dtype", "f32"], "cannot be used with"),
+        (&["--shape", "0x5"], "from 1 to"),
+        (&["--shape", "2x"], "shape"),
+        (&["--shape", "18446744073709551615x2"], "64 bits"),
+        (&["--dtype", "f33"], "f33"),
+        (&["--dtype", "f32", "--size", "6"], "has 4 bytes, and there are 6"),
+        (&["--from", file, "--dtype", "f32", "--shape", "7"], "has 28 bytes, and there are 24"),
+        (&["--mechanism", "ipc"], "write vmm, pool or legacy"),
+        (&["--location", "disk"], "write device or host"),
+        (&["--chunk", "0"], "no memory at all"),
+        (&["--order", "X", "--shape", "2"], "write C"),
+    ] {
+        meeting.producer(options).end().code(2).says(words);
+    }
+    for (range, words) in [
+        ("5", "write where it begins"),
+        (":5", "write where"),
+        ("5:", "write where"),
+        ("0:0", "no memory"),
+        ("1:18446744073709551615", "64 bits"),
+        ("x:5", "no size"),
+    ] {
+        meeting.consumer(&["--range", range]).end().code(2).says(words);
+    }
+    let producer = meeting.listening(&["--from", file, "--dtype", "f32", "--shape", "2x3"]);
+    assert!(meeting.consumer(&[]).end().code(0).stdout.contains("array    <f4 2x3: 0.0 0.0 0.0 0.0 0.0 0.0\n"));
+    producer.end().code(0);
+}
+
+#[test]
+fn a_file_that_becomes_shorter_while_it_is_read_is_told() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1000).unwrap();
+    let source = vmmfd::transfer::Source::open(file.path()).unwrap();
+    let memory = shared(&Spec { size: source.size(), ..Spec::default() });
+    file.as_file().set_len(999).unwrap();
+    let told = source.load(&memory, &mut |_| Ok(())).unwrap_err().to_string();
+    assert!(told.contains("has become shorter than the 1000 bytes"), "{told}");
+    // One that has grown is read as far as it went.
+    file.as_file().set_len(2000).unwrap();
+    source.load(&memory, &mut |_| Ok(())).unwrap();
+}
+
+/// A producer of this process, and a consumer of it: on host memory.
+fn meet<T>(buffer: &Buffer, plan: Plan, body: impl FnOnce(&mut Consumer<'_>) -> T) -> (T, usize) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let cancel = Cancel::new().unwrap();
+    let terms = Terms { timeout: Duration::from_secs(20), trust: Trust::default(), cancel: cancel.clone() };
+    let listener = Listener::bind(&path, false, terms.timeout, &cancel).unwrap();
+    let mut served = Vec::new();
+    let result = thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(listener, buffer, plan, &terms, &|_| {}, &mut served));
+        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+        let mut consumer = Consumer::connect(&driver, None, &path, &terms, &|_| {}).unwrap();
+        let result = body(&mut consumer);
+        consumer.close();
+        serving.join().unwrap().unwrap();
+        result
+    });
+    assert!(served.iter().all(|served| served.error.is_none()), "{served:?}");
+    (result, served.len())
+}
+
+fn shared(spec: &Spec) -> Shared {
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+    Shared::create(&Device::find(&driver, Selector::default()).unwrap(), spec).unwrap()
+}
+
+const UNIT: u64 = 2 << 20;
+
+#[test]
+fn a_peer_that_asks_again_gets_just_the_new_segments() {
+    let spec = Spec { size: 3 * UNIT, chunk: Some(UNIT), capacity: 8 * UNIT, ..Spec::default() };
+    let buffer = Buffer::new(shared(&spec), Content::Pattern(5), None).unwrap();
+    let ((), served) = meet(&buffer, Plan { consumers: 1, round_trip: false }, |consumer| {
+        let mut lent = consumer.request(&Ask::default()).unwrap();
+        let found = consumer.verify(&lent).unwrap();
+        consumer.report(&lent, &found).unwrap();
+        let (address, files) = (lent.memory.address(), lent.memory.segments());
+        assert_eq!((found.verified, found.words, files), (true, 3 * UNIT / 4, Some(3)));
+        buffer.grow(2 * UNIT + 1).unwrap();
+        for _ in 0..2 {
+            // The second time there is nothing new.
+            consumer.extend(&mut lent).unwrap();
+            let found = consumer.verify(&lent).unwrap();
+            assert_eq!((found.verified, found.words), (true, (5 * UNIT + 1).div_ceil(4)));
+            consumer.report(&lent, &found).unwrap();
+            assert_eq!((lent.memory.address(), lent.memory.segments()), (address, Some(6)));
+            assert_eq!(lent.memory.size(), 6 * UNIT);
+        }
+        assert_eq!(lent.offer.part.unwrap().segments, 0);
+        // Of a part there is nothing to grow.
+        let range = Some(ByteRange { offset: UNIT, length: 10 });
+        let mut part = consumer.request(&Ask { range, ..Ask::default() }).unwrap();
+        let found = consumer.verify(&part).unwrap();
+        consumer.report(&part, &found).unwrap();
+        assert_eq!((part.memory.start(), part.memory.size()), (UNIT, UNIT));
+        assert!(consumer.extend(&mut part).is_err());
+    });
+    assert_eq!(served, 1);
+}
+
+#[test]
+fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
+    let memory = shared(&Spec { size: 1000, ..Spec::default() });
+    Mirror::of(&memory, 0, 1000).unwrap().write(990, b"end").unwrap();
+    let array =
+        vmmfd::array::ArrayDescriptor::new("u16".parse().unwrap(), vec![10, 50], vmmfd::array::Order::C).unwrap();
+    let buffer = Buffer::new(memory, Content::Own, Some(array)).unwrap();
+    meet(&buffer, Plan { consumers: 1, round_trip: true }, |consumer| {
+        let lent = consumer.request(&Ask { access: Some(Access::ReadWrite), ..Ask::default() }).unwrap();
+        assert_eq!((lent.offer.salt, lent.offer.reply_salt, lent.offer.digest.clone()), (None, None, None));
+        let found = consumer.verify(&lent).unwrap();
+        assert!(consumer.report(&lent, &found).unwrap().verified);
+        let array = lent.into_array().unwrap().unwrap();
+        assert_eq!(array.element(&[9, 45]).unwrap(), b"en");
+        array.memory().copy_in(0, b"back").unwrap();
+    });
+    let mut back = [0; 4];
+    buffer.shared().copy_out(0, &mut back).unwrap();
+    assert_eq!(&back, b"back");
+}
+
+#[test]
+fn a_mechanism_is_told_in_the_words_of_the_wire() {
+    for (mechanism, name) in [(Mechanism::Vmm, "vmm"), (Mechanism::Pool, "pool"), (Mechanism::Legacy, "legacy")] {
+        assert_eq!((mechanism.to_string(), name.parse()), (name.to_owned(), Ok(mechanism)));
+        assert_eq!(serde_json::to_value(mechanism).unwrap(), Value::from(name));
+    }
+    assert_eq!(serde_json::from_value::<Mechanism>(json!("of the future")).unwrap(), Mechanism::Unknown);
+}
