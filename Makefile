@@ -3,6 +3,8 @@
 CARGO ?= cargo
 BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
 DIST  := dist
+# --strict: what can't be run here counts as failed.
+STRICT ?=
 
 .PHONY: help build demo test test-gpu check bundle clean
 
@@ -18,9 +20,11 @@ demo: build ## a producer and a consumer, both ways; on host memory where there 
 test: ## every test that needs no GPU
 	$(CARGO) test --locked --workspace --features launch
 	scripts/test-root $(CARGO)
+	scripts/test-python $(BIN) $(STRICT)
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
 	$(CARGO) test --locked --workspace --features launch --test suite -- --ignored cuda::
+	scripts/interop/run $(BIN) $(STRICT)
 
 check: ## format, lints and documentation, warnings as errors; the oldest and the newest CUDA bindings
 	$(CARGO) fmt --all --check

@@ -1,0 +1,30 @@
+"""The few calls of cuda.bindings that more than one script makes. Import it where ModuleNotFoundError is caught."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+from cuda.bindings import driver
+
+
+def call(answer: tuple[Any, ...]) -> Any:
+    """What a driver call returned besides its code, which must be that of success."""
+    code, *values = answer
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"the driver says {code!r}")
+    return values[0] if len(values) == 1 else values
+
+
+def words_from(address: int, count: int) -> numpy.ndarray:
+    """Copies words out of device memory."""
+    words = numpy.empty(count, numpy.uint32)
+    call(driver.cuMemcpyDtoH(words.ctypes.data, address, words.nbytes))
+    return words
+
+
+def put_words(address: int, words: numpy.ndarray) -> None:
+    """Copies words into device memory, and is done when it returns."""
+    call(driver.cuMemcpyHtoD(address, words.ctypes.data, words.nbytes))
+    # A copy from pageable memory returns when that has been read, not when the data has arrived.
+    call(driver.cuCtxSynchronize())

@@ -1,0 +1,486 @@
+"""Speaks with both commands over host memory, as their peer, in plain Python. No GPU takes part.
+
+host.py FOLDER    the folder in which the commands producer and consumer are
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import support
+import vmmfd
+from support import Meeting, Unexpected, expect
+
+MIB = 1 << 20
+GRANULARITY = 2 * MIB
+
+
+def content(segment: vmmfd.Segment, immutable: bool = False) -> bytes:
+    """All of a memfd. Kernels before 6.7 map what is sealed against writing only privately."""
+    flags = mmap.MAP_PRIVATE if immutable else mmap.MAP_SHARED
+    with mmap.mmap(segment.fd, segment.size, flags, mmap.PROT_READ) as view:
+        return bytes(view)
+
+
+def bytes_of(loan: vmmfd.Loan) -> bytes:
+    """The bytes of all segments that came with a loan."""
+    return b"".join(content(segment, loan.memory.get("immutable", False)) for segment in loan.segments)
+
+
+def asked_of(loan: vmmfd.Loan) -> bytes:
+    """The bytes of the range that was asked for."""
+    begin = loan.range[0] - loan.offer["part"]["offset"]
+    return bytes_of(loan)[begin : begin + loan.range[1]]
+
+
+def found_in(loan: vmmfd.Loan) -> vmmfd.Body:
+    """What a check of the range that was asked for finds."""
+    return vmmfd.check(asked_of(loan), loan.offer["salt"], loan.range[0])
+
+
+def result(words: int, mismatches: int = 0) -> vmmfd.Body:
+    """What should be found, but for the first mismatch."""
+    return {"verified": mismatches == 0, "words": words, "mismatches": mismatches}
+
+
+def expect_result(what: str, found: vmmfd.Body, expected: vmmfd.Body) -> None:
+    expect(what, {name: found[name] for name in expected}, expected)
+
+
+# As a consumer, of a real producer
+
+
+def plain(meeting: Meeting) -> None:
+    """every byte of a real producer's buffer, and zeros behind it"""
+    with meeting.producer("--size", "1000001", "--seed", "0x89abcdef") as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            expect("salt", loan.offer["salt"], 0x89ABCDEF)
+            expect("size of the segments", [segment.size for segment in loan.segments], [GRANULARITY])
+            data = bytes_of(loan)
+            expect("bytes behind the data that are not zero", len(data[1000001:].strip(b"\0")), 0)
+            found = found_in(loan)
+            expect_result("what is found", found, result(250001))
+            expect_result("the producer's result", consumer.report(found), result(0))
+        producer.ends(0)
+
+
+def round_trip(meeting: Meeting) -> None:
+    """a round trip: the reply is written through a writable mapping, and the producer verifies it"""
+    with meeting.producer("--size", "1MiB", "--round-trip") as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            expect("access offered", loan.offer["access"], "rw")
+            found = found_in(loan)
+            expect_result("what is found", found, result(MIB // 4))
+            with mmap.mmap(loan.segments[0].fd, loan.segments[0].size) as view:
+                view[:MIB] = vmmfd.pattern(loan.offer["reply_salt"], 0, MIB // 4)
+            expect_result("what the producer finds", consumer.report(found), result(MIB // 4))
+        producer.ends(0)
+
+
+def wrong_reply(meeting: Meeting) -> None:
+    """a round trip without a reply: the producer finds all of it wrong, and exits with 1"""
+    with meeting.producer("--size", "1MiB", "--round-trip") as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            # Two salts differ in every word.
+            expect_result("the producer's result", consumer.report(found_in(loan)), result(MIB // 4, MIB // 4))
+        producer.ends(1)
+
+
+def corrupt(meeting: Meeting) -> None:
+    """a wrong byte is found and reported, and the producer exits with 1"""
+    with meeting.producer("--size", "1MiB", "--corrupt") as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            found = found_in(loan)
+            expect_result("what is found", found, result(MIB // 4, 1))
+            first = found["first_mismatch"]
+            expect("the first wrong word", first["index"], MIB // 8)
+            expect("what belongs there", first["expected"], vmmfd.word(loan.offer["salt"], MIB // 8))
+            expect("the bits that differ", first["expected"] ^ first["found"], 1)
+            expect_result("the producer's result", consumer.report(found), {"verified": False})
+        producer.ends(1)
+
+
+def chunks(meeting: Meeting) -> None:
+    """a buffer of chunks, a part of it, and nothing where all is there already, on one connection"""
+    with meeting.producer("--size", "9MiB", "--chunk", "2MiB") as producer:
+        with meeting.consume() as consumer:
+            with consumer.request() as loan:
+                expect("sizes of all segments", [segment.size for segment in loan.segments], [GRANULARITY] * 5)
+                expect_result("what is found in all", found := found_in(loan), result(9 * MIB // 4))
+                consumer.report(found)
+            # From inside a word in the second chunk to inside one in the fourth.
+            with consumer.request(range=(3 * MIB + 1, 3 * MIB + 1)) as loan:
+                part = {"first": 1, "segments": 3, "offset": GRANULARITY, "size": 3 * GRANULARITY}
+                expect("the part that follows", loan.offer["part"], part)
+                expect("how many segments follow", len(loan.segments), 3)
+                expect_result("what is found in a part", found := found_in(loan), result(3 * MIB // 4 + 1))
+                expect_result("the producer's result", consumer.report(found), result(0))
+            with consumer.request(have=5) as loan:
+                expect("segments behind the last", loan.segments, [])
+                consumer.report({**found, "words": 9 * MIB // 4})
+        producer.ends(0)
+
+
+def range_outside(meeting: Meeting) -> None:
+    """bytes that there are not are refused"""
+    with meeting.producer("--size", "1MiB") as producer:
+        expect("code of the error", refused(meeting, range=(MIB - 1, 2)), "range")
+        producer.ends(4)
+
+
+def refused(meeting: Meeting, **ask: object) -> str:
+    """The code with which a request is refused."""
+    with contextlib.suppress(vmmfd.PeerError), meeting.consume() as consumer:
+        try:
+            consumer.request(**ask).close()
+        except vmmfd.PeerError as error:
+            code = error.code
+            raise
+        raise Unexpected(f"{ask} was expected to be refused, and was not")
+    return code
+
+
+def sealed(meeting: Meeting) -> None:
+    """sealed memory: rw is refused, and the kernel lets no holder of the descriptor write"""
+    with meeting.producer("--size", "1MiB", "--seal", "--consumers", "2") as producer:
+        expect("code of the error", refused(meeting, access="rw"), "access")
+        with meeting.consume() as consumer, consumer.request() as loan:
+            expect("immutable", loan.memory["immutable"], True)
+            fd, size = loan.segments[0]
+            expect("a writable mapping", type(error_of(lambda: mmap.mmap(fd, size))), PermissionError)
+            expect("a write", type(error_of(lambda: os.pwrite(fd, b"x", 0))), PermissionError)
+            found = found_in(loan)
+            expect_result("what is found", found, result(MIB // 4))
+            consumer.report(found)
+        # The one that was refused failed.
+        producer.ends(4)
+
+
+def error_of(action: Callable[[], object]) -> BaseException | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def typed(meeting: Meeting) -> None:
+    """the description of a typed array in Fortran order"""
+    with meeting.producer("--dtype", "f32", "--shape", "6x7", "--order", "F") as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            array = loan.offer["array"]
+            described = array["typestr"], array["shape"], array["strides"], array.get("offset") or 0
+            expect("the array", described, ("<f4", [6, 7], [4, 24], 0))
+            expect("size", loan.memory["size"], 6 * 7 * 4)
+            found = found_in(loan)
+            expect_result("what is found", found, result(6 * 7))
+            consumer.report(found)
+        producer.ends(0)
+
+
+def waits_while_busy(meeting: Meeting) -> None:
+    """whoever waits for a turn is told that the producer is busy, and so waits longer than its timeout"""
+    with meeting.producer("--round-trip", "--consumers", "2", "--timeout", "900ms") as producer:
+        with ThreadPoolExecutor(1) as pool:
+            with meeting.consume(0.9) as first, first.request() as loan:
+                second = pool.submit(take_turn, meeting)
+                with first.working():
+                    time.sleep(1.2)
+                expect("the second one has been served", second.done(), False)
+                expect("the first one's reply is right", reply(first, loan), True)
+            expect("the second one's reply is right", second.result(10), True)
+        producer.ends(0)
+
+
+def take_turn(meeting: Meeting) -> bool:
+    with meeting.consume(0.9) as consumer, consumer.request() as loan:
+        return reply(consumer, loan)
+
+
+def reply(consumer: vmmfd.Consumer, loan: vmmfd.Loan) -> bool:
+    """Checks and replies. Whether both sides are content."""
+    found, size = found_in(loan), loan.memory["size"]
+    with mmap.mmap(loan.segments[0].fd, loan.segments[0].size) as view:
+        view[:size] = vmmfd.pattern_bytes(loan.offer["reply_salt"], 0, size)
+    return consumer.report(found)["verified"]
+
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def readme(meeting: Meeting) -> None:
+    """the README's consumer takes a buffer"""
+    if not README.exists():
+        print("left out, as there is no README here: its consumer")
+        return
+    _, _, after = README.read_text(encoding="utf-8").partition("<!-- python: consumer -->\n```python\n")
+    program, _, _ = after.partition("```")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with meeting.producer() as producer:
+        meeting.wait_for_socket()
+        command = [sys.executable, "-B", "-c", program, meeting.path]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+        expect("what it prints", (ended.stdout, ended.stderr), ("True\n", ""))
+        producer.ends(0)
+
+
+# As a producer, to a real consumer
+
+
+def host_device(meeting: Meeting) -> vmmfd.Body:
+    """The device of host memory: as a real producer names it."""
+    with meeting.producer() as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            device = loan.memory["device"]
+            consumer.report(found_in(loan))
+        producer.ends(0)
+    return device
+
+
+@contextlib.contextmanager
+def memfds(sizes: list[int], data: bytes) -> Iterator[list[vmmfd.Segment]]:
+    """Memory that a consumer takes: it can't shrink. It holds `data`, and zeros behind it."""
+    segments = []
+    try:
+        for size in sizes:
+            segments.append(vmmfd.Segment(os.memfd_create("interop", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), size))
+            os.ftruncate(segments[-1].fd, size)
+            os.pwrite(segments[-1].fd, data[:size], 0)
+            fcntl.fcntl(segments[-1].fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            data = data[size:]
+        yield segments
+    finally:
+        vmmfd.close_all([segment.fd for segment in segments])
+
+
+SALT = 0x12345678
+SIZES = [GRANULARITY, 2 * GRANULARITY, GRANULARITY]
+DATA_SIZE = 7 * MIB + 3
+
+
+def shared(device: vmmfd.Body, segments: list[vmmfd.Segment], **more: object) -> vmmfd.Shared:
+    memory = vmmfd.description("vmm", device, DATA_SIZE, sum(SIZES), segments=len(segments))
+    return vmmfd.Shared(memory, segments, salt=SALT, **more)
+
+
+def serves(meeting: Meeting) -> None:
+    """a real consumer verifies a buffer of several segments of this side's, and a part of it"""
+    device = host_device(meeting)
+    with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
+        for options, words in [((), DATA_SIZE // 4 + 1), (("--range", "3MiB:1"), 1)]:
+            with meeting.produce() as producer, meeting.consumer("--json", *options) as consumer:
+                (found,) = producer.serve(shared(device, segments))
+                expect_result("the consumer's result", found, result(words))
+                report = json.loads(consumer.ends(0))
+                expect("verified", report["verified"], True)
+                expect("mapped size", report["mapped_size"], sum(SIZES))
+
+
+def serves_wrong_byte(meeting: Meeting) -> None:
+    """a real consumer finds a wrong byte of this side's, and exits with 1"""
+    device = host_device(meeting)
+    data = bytearray(vmmfd.pattern_bytes(SALT, 0, DATA_SIZE))
+    data[5 * MIB] ^= 0x80
+    with memfds(SIZES, bytes(data)) as segments, meeting.produce() as producer, meeting.consumer() as consumer:
+        (found,) = producer.serve(shared(device, segments))
+        expect_result("the consumer's result", found, result(DATA_SIZE // 4 + 1, 1))
+        expect("the first wrong word", found["first_mismatch"]["index"], 5 * MIB // 4)
+        consumer.ends(1)
+
+
+def asks_for_reply(meeting: Meeting) -> None:
+    """a real consumer replies, and this side verifies it; it is told when this side works for long"""
+    device = host_device(meeting)
+    with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
+
+        def read(offset: int, length: int) -> bytes:
+            return b"".join(map(content, segments))[offset : offset + length]
+
+        lent = shared(device, segments, access="rw", reply_salt=~SALT & 0xFFFF_FFFF, read=read)
+        lent.fill = lambda: time.sleep(1.2)
+        with meeting.produce(0.9) as producer, meeting.consumer("--timeout", "900ms") as consumer:
+            expect_result("what this side finds", producer.serve(lent)[0], result(DATA_SIZE // 4 + 1))
+            consumer.ends(0)
+
+
+def lies(meeting: Meeting) -> None:
+    """a real consumer refuses memory that is larger or smaller than this side says, and exits with 4"""
+    device = host_device(meeting)
+    with memfds(SIZES, b"") as segments:
+        for fd, said in [(segments[0].fd, segments[1].size), (segments[1].fd, segments[0].size)]:
+            memory = vmmfd.description("vmm", device, said, said, segments=1)
+            with meeting.produce() as producer, meeting.consumer() as consumer:
+                try:
+                    producer.serve(vmmfd.Shared(memory, [(fd, said)], salt=SALT))
+                except vmmfd.PeerError as error:
+                    expect("code of the error", error.code, "failed")
+                else:
+                    raise Unexpected(f"{said} bytes were expected to be refused, and were not")
+                expect("the consumer tells why", "is not the memory that it offered" in consumer.ends(4), True)
+
+
+def refuses(meeting: Meeting) -> None:
+    """this side refuses rw of what it lends read-only, and a real consumer says so"""
+    device = host_device(meeting)
+    with memfds(SIZES, b"") as segments, meeting.produce() as producer, meeting.consumer("--access", "rw") as consumer:
+        try:
+            producer.serve(shared(device, segments))
+        except vmmfd.Refusal as refusal:
+            expect("code of the error", refusal.code, "access")
+        else:
+            raise Unexpected("rw was expected to be refused, and was not")
+        expect("the consumer tells why", "rw was asked for" in consumer.ends(4), True)
+
+
+# Both sides in Python
+
+
+def many(meeting: Meeting) -> None:
+    """more segments than one record may carry, and the pool of two offers, between two ends of Python"""
+    device = {"uuid": "", "name": ""}
+    with open(os.devnull, "rb") as null, ThreadPoolExecutor(1) as pool:
+        segments = [(null.fileno(), 3)] * 300
+        lent = vmmfd.Shared(vmmfd.description("vmm", device, 900, 900, segments=300), segments)
+        with meeting.produce() as producer:
+            served = pool.submit(producer.serve, lent)
+            with meeting.consume() as consumer, consumer.request(range=(6, 890)) as loan:
+                expect("how many segments came", len(loan.segments), 297)
+                consumer.report(vmmfd.verdict(True))
+            expect("how many results", len(served.result(10)), 1)
+        memory = vmmfd.description("pool", device, 5, 5, pool=7, pointer=bytes(range(64)))
+        with meeting.produce() as producer:
+            served = pool.submit(producer.serve, vmmfd.Shared(memory, pool_fd=null.fileno()))
+            with meeting.consume() as consumer:
+                loans = []
+                for _ in range(2):
+                    loans.append(consumer.request())
+                    consumer.report(vmmfd.verdict(True))
+                expect("the pointer", loans[0].pointer, bytes(range(64)))
+                expect("the pool is the same", loans[0].pool_fd, loans[1].pool_fd)
+            expect("how many results", len(served.result(10)), 2)
+
+
+def broken(_: Meeting) -> None:
+    """a record that breaks the protocol is refused, and every descriptor that came is closed"""
+    good = vmmfd.encode("segments", {"first": 0, "sizes": [1]})
+    busy = vmmfd.encode("busy", {})
+    # Nothing but what is named is wrong with each.
+    for name, record, fds in [
+        ("magic", b"X" + good[1:], 1),
+        ("version", good[:4] + b"\2" + good[5:], 1),
+        ("kind", good[:6] + b"\x0a" + good[7:], 1),
+        ("length", good[:8] + b"\1" + good[9:], 1),
+        ("cut", good[:-1], 1),
+        ("header", good[:15], 1),
+        ("claimed count", good[:12] + b"\2" + good[13:], 1),
+        ("count", good, 2),
+        ("none", good, 0),
+        ("with busy", busy, 1),
+        ("claimed with busy", busy[:12] + b"\1" + busy[13:], 1),
+        ("sizes", vmmfd.encode("segments", {"first": 0, "sizes": [-1]}), 1),
+        ("no object", busy.replace(b"{}", b"[]"), 0),
+        ("no JSON", busy.replace(b"{}", b"{]"), 0),
+        ("too long", struct.pack("<4sHHII", b"VMFD", 1, 7, 65538, 0) + b"{}".ljust(65538), 0),
+    ]:
+        error, left_open = on_receiving(record, fds)
+        expect(f"{name}: refused, and descriptors left open", (type(error), left_open), (vmmfd.ProtocolError, 0))
+    error, left_open = on_receiving(b"", 1)
+    expect("nothing: hung up, and descriptors left open", (type(error), left_open), (vmmfd.PeerGone, 0))
+
+
+def cut_off(_: Meeting) -> None:
+    """descriptors that this process may not open are missed, and those that came are closed"""
+    record = vmmfd.encode("segments", {"first": 0, "sizes": [1] * 50})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        # Room for the two sockets, and for some of fifty: numbers above the lowest free one may be taken.
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 10, hard))
+        error, left_open = on_receiving(record, 50)
+        expect("the reason", "descriptors were cut off" in str(error), True)
+        expect("descriptors left open", left_open, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_fds() -> set[int]:
+    # The one of the listing itself is no longer open.
+    return {fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")}
+
+
+def on_receiving(record: bytes, fds: int) -> tuple[BaseException | None, int]:
+    """What a channel makes of a record, and how many descriptors it leaves open."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(theirs, [record], [theirs.fileno()] * fds)
+        before = open_fds()
+        found = error_of(vmmfd.Channel(ours, 1.0).receive)
+        return found, len(open_fds() - before)
+
+
+def close_on_exec(meeting: Meeting) -> None:
+    """descriptors that come are not passed on to other programs"""
+    with meeting.producer() as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            expect("inheritable", os.get_inheritable(loan.segments[0].fd), False)
+            consumer.report(found_in(loan))
+        producer.ends(0)
+
+
+def patterns(_: Meeting) -> None:
+    """the pattern has the values that it always had, with numpy and without"""
+    expect("the classic pattern", vmmfd.pattern(0, 0, 2), struct.pack("<2I", 1337 ^ 0xDEADBEEF, 1339 ^ 0xDEADBEEF))
+    # Where i * 2 has wrapped, mix makes the difference: mix(1) is the finalizer's value of 1.
+    expect("behind 8 GiB", vmmfd.word(SALT, 1 << 31), 1337 ^ 0xDEADBEEF ^ SALT ^ 0x514E28B7)
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        print("left out, as there is no numpy: its pattern")
+        return
+    for first in (0, 12345, (1 << 31) - 50, (1 << 62) - 50):
+        expect(f"from {first} on", vmmfd.numpy_pattern(SALT, first, 100).tobytes(), vmmfd.pattern(SALT, first, 100))
+    for wrong in ([], [7], [0, 99]):
+        words = vmmfd.numpy_pattern(SALT, 0, 100)
+        words[numpy.array(wrong, int)] ^= numpy.uint32(1)
+        expect(f"{wrong} wrong", vmmfd.numpy_check(words, SALT), vmmfd.check(words.tobytes(), SALT))
+
+
+CHECKS = [
+    patterns,
+    broken,
+    cut_off,
+    many,
+    plain,
+    close_on_exec,
+    round_trip,
+    wrong_reply,
+    corrupt,
+    chunks,
+    range_outside,
+    sealed,
+    typed,
+    waits_while_busy,
+    readme,
+    serves,
+    serves_wrong_byte,
+    asks_for_reply,
+    lies,
+    refuses,
+]
+
+if __name__ == "__main__":
+    support.run("host", CHECKS, timeout=10.0)

@@ -1,0 +1,84 @@
+"""Legacy memory (cuIpcMemHandle) from a real producer into CuPy, and from CuPy to a real consumer.
+
+legacy_cupy.py FOLDER    the folder in which the commands producer and consumer are
+"""
+
+from __future__ import annotations
+
+import support
+from support import Meeting, expect
+
+try:
+    import cupy
+    import numpy
+    from cupy.cuda import runtime
+except ModuleNotFoundError as missing:
+    support.not_run(f"no module named {missing.name}")
+
+import vmmfd
+
+# A multiple of 2 MiB lies in a block of its own: the handle opens nothing else.
+SIZE = 4 << 20
+SALT = 0xC0FFEE
+DEVICE = 0
+
+
+def words_at(address: int, size: int) -> cupy.ndarray:
+    """Memory that is not CuPy's as an array: neither copied nor ever freed by it."""
+    memory = cupy.cuda.UnownedMemory(address, size, None, DEVICE)
+    return cupy.ndarray((size // 4,), cupy.uint32, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def put(address: int, words: numpy.ndarray) -> None:
+    """Copies into device memory, and is done when it returns."""
+    words_at(address, words.nbytes).set(words)
+    cupy.cuda.Device(DEVICE).synchronize()
+
+
+def consume(meeting: Meeting) -> None:
+    """CuPy opens a real producer's handle, verifies every word and replies"""
+    take(meeting)
+
+
+def take(meeting: Meeting) -> vmmfd.Body:
+    """Returns the device, as the producer names it."""
+    options = "--mechanism", "legacy", "--size", str(SIZE), "--seed", str(SALT), "--round-trip"
+    with meeting.producer(*options) as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            expect("mechanism", loan.memory["mechanism"], "legacy")
+            expect("salt", loan.offer["salt"], SALT)
+            with consumer.working():
+                base = runtime.ipcOpenMemHandle(loan.pointer)
+                try:
+                    address = base + loan.memory.get("offset", 0)
+                    found = vmmfd.numpy_check(cupy.asnumpy(words_at(address, SIZE)), SALT)
+                    put(address, vmmfd.numpy_pattern(loan.offer["reply_salt"], 0, SIZE // 4))
+                finally:
+                    runtime.ipcCloseMemHandle(base)
+            support.expect_verified("what CuPy finds", found, SIZE // 4)
+            support.expect_verified("what the producer finds", consumer.report(found), SIZE // 4)
+        producer.ends(0)
+        return loan.memory["device"]
+
+
+def produce(meeting: Meeting) -> None:
+    """a real consumer opens the handle of CuPy's memory, of which the data is the second half"""
+    # Not getDeviceProperties(): its uuid ends at the first zero byte.
+    device = take(meeting)
+    # From the runtime, not from CuPy's pool, whose blocks hold other arrays too.
+    block = runtime.malloc(2 * SIZE)
+    try:
+        put(block, numpy.zeros(SIZE // 4, numpy.uint32))
+        put(block + SIZE, vmmfd.numpy_pattern(SALT, 0, SIZE // 4))
+        handle = runtime.ipcGetMemHandle(block)
+        memory = vmmfd.description("legacy", device, SIZE, SIZE, pointer=handle, offset=SIZE)
+        with meeting.produce() as producer, meeting.consumer() as consumer:
+            (found,) = producer.serve(vmmfd.Shared(memory, salt=SALT))
+            support.expect_verified("what the consumer finds", found, SIZE // 4)
+            consumer.ends(0)
+    finally:
+        runtime.free(block)
+
+
+if __name__ == "__main__":
+    support.run("cuda", [consume, produce])

@@ -1,0 +1,111 @@
+"""Memory of a pool from a real producer into cuda.core, and from a pool of cuda.core to a real consumer.
+
+pool_cuda_core.py FOLDER    the folder in which the commands producer and consumer are
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import support
+from support import Meeting, expect
+
+try:
+    import cuda_driver
+    from cuda.core import Buffer, Device, DeviceMemoryResource, DeviceMemoryResourceOptions
+except ModuleNotFoundError as missing:
+    support.not_run(f"no module named {missing.name}")
+
+import vmmfd
+
+SIZE = 4 << 20
+SALT = 0x5EED
+
+
+@contextlib.contextmanager
+def pool_buffer(device: Device, stream: Any, size: int) -> Iterator[tuple[DeviceMemoryResource, Buffer]]:
+    """A pool that can be shared, and memory of it that is ready for use."""
+    pool = DeviceMemoryResource(device, DeviceMemoryResourceOptions(ipc_enabled=True))
+    try:
+        buffer = pool.allocate(size, stream=stream)
+        stream.sync()
+        try:
+            yield pool, buffer
+        finally:
+            buffer.close(stream)
+            stream.sync()
+    finally:
+        pool.close()
+
+
+def payload_of(buffer: Buffer) -> bytes:
+    """The 64 bytes in a buffer's descriptor, which shows them only to pickle."""
+    _, (payload, _) = buffer.ipc_descriptor.__reduce__()
+    expect("the length of a descriptor's payload", len(payload), 64)
+    return bytes(payload)
+
+
+def descriptor(device: Device, stream: Any, payload: bytes, size: int) -> Any:
+    """A descriptor of these 64 bytes, made as pickle makes one: by what one of our own says is to be called."""
+    with pool_buffer(device, stream, 4096) as (_, buffer):
+        rebuild, _ = buffer.ipc_descriptor.__reduce__()
+        return rebuild(payload, size)
+
+
+def consume(meeting: Meeting) -> None:
+    """cuda.core imports a real producer's pool and pointer, and every word is verified and replied to"""
+    take(meeting)
+
+
+def take(meeting: Meeting) -> vmmfd.Body:
+    """Returns the device, as the producer names it."""
+    device = Device(0)
+    device.set_current()
+    stream = device.create_stream()
+    options = "--mechanism", "pool", "--size", str(SIZE), "--seed", str(SALT), "--round-trip"
+    with meeting.producer(*options) as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            expect("mechanism", loan.memory["mechanism"], "pool")
+            expect("salt", loan.offer["salt"], SALT)
+            offset = loan.memory.get("offset", 0)
+            with consumer.working():
+                described = descriptor(device, stream, loan.pointer, offset + SIZE)
+                pool = DeviceMemoryResource.from_allocation_handle(device, loan.pool_fd)
+                expect("the pool is mapped", pool.is_mapped, True)
+                buffer = Buffer.from_ipc_descriptor(pool, described, stream=stream)
+                try:
+                    stream.sync()
+                    address = int(buffer.handle) + offset
+                    found = vmmfd.numpy_check(cuda_driver.words_from(address, SIZE // 4), SALT)
+                    reply = vmmfd.numpy_pattern(loan.offer["reply_salt"], 0, SIZE // 4)
+                    cuda_driver.put_words(address, reply)
+                finally:
+                    buffer.close(stream)
+                    stream.sync()
+                    pool.close()
+            support.expect_verified("what is found", found, SIZE // 4)
+            support.expect_verified("what the producer finds", consumer.report(found), SIZE // 4)
+        producer.ends(0)
+        return loan.memory["device"]
+
+
+def produce(meeting: Meeting) -> None:
+    """a real consumer imports a pool of cuda.core's, and a buffer of it"""
+    named = take(meeting)
+    device = Device(0)
+    device.set_current()
+    stream = device.create_stream()
+    with pool_buffer(device, stream, SIZE) as (pool, buffer):
+        cuda_driver.put_words(int(buffer.handle), vmmfd.numpy_pattern(SALT, 0, SIZE // 4))
+        memory = vmmfd.description("pool", named, SIZE, SIZE, pool=0, pointer=payload_of(buffer))
+        shared = vmmfd.Shared(memory, pool_fd=int(pool.allocation_handle), salt=SALT)
+        with meeting.produce() as producer, meeting.consumer() as consumer:
+            (found,) = producer.serve(shared)
+            support.expect_verified("what the consumer finds", found, SIZE // 4)
+            consumer.ends(0)
+
+
+if __name__ == "__main__":
+    support.run("cuda", [consume, produce])

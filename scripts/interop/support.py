@@ -1,0 +1,144 @@
+"""What the scripts of this folder share: the commands as children that never outlive them, and how a check speaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import vmmfd
+
+NOT_RUN = 77
+"""The exit code of a script that lacks what it is about."""
+
+
+class Unexpected(Exception):
+    """A check found something else than it should."""
+
+
+def expect(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise Unexpected(f"{what}: expected {expected!r}, found {found!r}")
+
+
+def expect_verified(what: str, result: vmmfd.Body, words: int) -> None:
+    """A `result` must say that all was right, and that so many words were checked."""
+    found = {name: result.get(name) for name in ("verified", "words", "mismatches", "first_mismatch")}
+    expect(what, found, {**vmmfd.verdict(True), "words": words})
+
+
+def not_run(reason: str) -> NoReturn:
+    print(f"not run: {reason}")
+    sys.exit(NOT_RUN)
+
+
+class Child:
+    """One of the commands. At the end of its block it has ended, or is killed."""
+
+    def __init__(self, command: list[str], deadline: float) -> None:
+        self._name, self._deadline = os.path.basename(command[0]), deadline
+        # No pipe: nobody has to read for it to go on.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
+        self._process = subprocess.Popen(command, **streams)
+
+    def must_run(self) -> None:
+        """It must not have ended yet."""
+        if self._process.poll() is not None:
+            raise Unexpected(f"{self._name}: expected to go on, and ended with {self._process.returncode}")
+
+    def ends(self, code: int) -> str:
+        """Waits until it ends, which must be with this exit code. Returns what it printed."""
+        try:
+            found = self._process.wait(self._deadline)
+        except subprocess.TimeoutExpired:
+            raise Unexpected(f"{self._name}: expected to end within {self._deadline} s, and it runs") from None
+        expect(f"exit code of {self._name}", found, code)
+        return self._printed()
+
+    def _printed(self) -> str:
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        if error is not None:
+            print(f"{self._name} printed:\n{self._printed()}", file=sys.stderr)
+        self._output.close()
+
+
+class Meeting:
+    """A socket in a folder of its own, at which one of the commands and this script meet."""
+
+    def __init__(self, commands: Path, folder: str, backend: str, timeout: float = 20.0) -> None:
+        self._commands, self.path, self._backend, self._timeout = commands, f"{folder}/socket", backend, timeout
+        self._latest: Child | None = None
+
+    def _child(self, name: str, options: tuple[str, ...]) -> Child:
+        # Later ones win over these.
+        timeout = () if "--timeout" in options else ("--timeout", f"{self._timeout:.0f}s")
+        command = [str(self._commands / name), "--socket", self.path, "--backend", self._backend, *timeout, *options]
+        self._latest = Child(command, 2 * self._timeout)
+        return self._latest
+
+    def producer(self, *options: str) -> Child:
+        return self._child("producer", options)
+
+    def consumer(self, *options: str) -> Child:
+        return self._child("consumer", options)
+
+    def consume(self, timeout: float | None = None) -> vmmfd.Consumer:
+        self.wait_for_socket()
+        return vmmfd.Consumer(self.path, self._backend, timeout or self._timeout)
+
+    def wait_for_socket(self) -> None:
+        """Waits for the producer that was started to listen, unless it could not begin."""
+        while self._latest is not None and not os.path.exists(self.path):
+            self._latest.must_run()
+            time.sleep(0.005)
+
+    def produce(self, timeout: float | None = None) -> vmmfd.Producer:
+        return vmmfd.Producer(self.path, self._backend, timeout or self._timeout)
+
+
+Check = Callable[[Meeting], None]
+
+
+def run(backend: str, checks: list[Check], timeout: float = 20.0) -> NoReturn:
+    """Runs checks on the commands of the folder that the command line names, each at a socket of its own, and says what
+    came of each. Exit code 0 if all passed."""
+    # As an exception, so that every child is killed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} FOLDER    (the one in which the commands producer and consumer are)")
+    commands = Path(sys.argv[1]).resolve()
+    passed = [_passes(check, commands, backend, timeout) for check in checks]
+    sys.exit(0 if all(passed) else 1)
+
+
+def _passes(check: Check, commands: Path, backend: str, timeout: float) -> bool:
+    name = (check.__doc__ or check.__name__).rstrip(".")
+    # A socket's path is short; a TMPDIR may not be.
+    short = len(tempfile.gettempdir()) < 80
+    with tempfile.TemporaryDirectory(prefix="vmmfd-", dir=None if short else "/tmp") as folder:
+        try:
+            check(Meeting(commands, folder, backend, timeout))
+        except Exception as error:
+            if not isinstance(error, (Unexpected, vmmfd.VmmfdError)):
+                traceback.print_exc()
+            print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
+            return False
+    print(f"ok      {name}", flush=True)
+    return True

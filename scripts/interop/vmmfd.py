@@ -1,0 +1,704 @@
+"""The protocol of vmmfd, version 1, from either side, with nothing but the standard library.
+
+README.md, section Protocol, says what the messages mean. Opening the memory is not done here: a Consumer hands out the
+offer and its descriptors, a Producer hands over what it is given.
+
+    with Consumer(path, backend="cuda") as consumer, consumer.request() as loan:
+        ...                                    # loan.memory, loan.segments, loan.pool_fd
+        consumer.report(check(data, loan.offer["salt"]))
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+VERSION = 1
+MAX_BODY = 64 * 1024
+MAX_FDS = 253
+DEFAULT_OBJECT = "default"
+
+_MAGIC = b"VMFD"
+_HEADER = struct.Struct("<4sHHII")
+_KINDS = ("hello", "request", "offer", "segments", "received", "result", "busy", "error", "pool")
+_BUSY_EVERY = 1.0
+_WORD = 0xFFFF_FFFF
+
+Body = dict[str, Any]
+
+
+class VmmfdError(Exception):
+    """A conversation that failed. `code` is what the peer is told of it."""
+
+    code = "failed"
+
+
+class ProtocolError(VmmfdError):
+    """The peer said something that it may not say."""
+
+    code = "protocol"
+
+
+class PeerGone(VmmfdError):
+    """The peer hung up where it should have gone on."""
+
+
+class PeerError(VmmfdError):
+    """The peer ended the conversation with an `error`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        # Nothing of a peer's reaches a terminal that could move its cursor.
+        self.message = "".join(c if c.isprintable() else " " for c in message)
+        self.code = "".join(c if c.isprintable() else " " for c in code)
+        super().__init__(f"the peer says: {self.message} ({self.code})")
+
+
+class Refusal(VmmfdError):
+    """This side can't do what the peer asks."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+# The pattern
+
+
+def _mix(h: int) -> int:
+    h ^= h >> 16
+    h = h * 0x85EBCA6B & _WORD
+    h ^= h >> 13
+    h = h * 0xC2B2AE35 & _WORD
+    return h ^ h >> 16
+
+
+def word(salt: int, index: int) -> int:
+    """One word of a salt's pattern."""
+    return (index * 2 + 1337 & _WORD) ^ 0xDEADBEEF ^ salt ^ _mix(index >> 31 & _WORD)
+
+
+def pattern(salt: int, first_word: int, count: int) -> bytes:
+    """Words of a salt's pattern, as the bytes in memory."""
+    words = array.array("I")
+    end = first_word + count
+    while first_word < end:
+        # All of a run of 2 ** 31 words have one constant: those of `word`, less its work.
+        run = first_word >> 31
+        stop = min(end, run + 1 << 31)
+        constant = 0xDEADBEEF ^ salt ^ _mix(run & _WORD)
+        words.extend([(index * 2 + 1337 & _WORD) ^ constant for index in range(first_word, stop)])
+        first_word = stop
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def numpy_pattern(salt: int, first_word: int, count: int) -> Any:
+    """The same as a numpy array of `<u4`, fast enough for gigabytes."""
+    import numpy
+
+    index = numpy.arange(first_word, first_word + count, dtype=numpy.uint64)
+    run = (index >> numpy.uint64(31)).astype("<u4")
+    run ^= run >> numpy.uint32(16)
+    run *= numpy.uint32(0x85EBCA6B)
+    run ^= run >> numpy.uint32(13)
+    run *= numpy.uint32(0xC2B2AE35)
+    run ^= run >> numpy.uint32(16)
+    words = index.astype("<u4")
+    words *= numpy.uint32(2)
+    words += numpy.uint32(1337)
+    words ^= numpy.uint32(0xDEADBEEF ^ salt)
+    words ^= run
+    return words
+
+
+def pattern_bytes(salt: int, start: int, size: int) -> bytes:
+    """The pattern's bytes from `start` on, which need not be the beginning of a word."""
+    first = start // 4
+    count = -(-(start + size) // 4) - first
+    return pattern(salt, first, count)[start - first * 4 :][:size]
+
+
+def verdict(verified: bool) -> Body:
+    """The `result` of a side that counted nothing."""
+    return {"verified": verified, "words": 0, "mismatches": 0, "first_mismatch": None}
+
+
+def check(found: bytes, salt: int, start: int = 0) -> Body:
+    """Compares an object's bytes from `start` on with the pattern: a `result`."""
+    expected = pattern_bytes(salt, start, len(found))
+    # To whole words; the bytes outside count as zeros.
+    before, after = b"\0" * (start % 4), b"\0" * (-(start + len(found)) % 4)
+    expected, found = (before + data + after for data in (expected, bytes(found)))
+    result = {**verdict(found == expected), "words": len(found) // 4}
+    if not result["verified"]:
+        pairs = zip(struct.iter_unpack("<I", expected), struct.iter_unpack("<I", found))
+        wrong = [(index, e, f) for index, ((e,), (f,)) in enumerate(pairs, start // 4) if e != f]
+        result["mismatches"] = len(wrong)
+        result["first_mismatch"] = dict(zip(("index", "expected", "found"), wrong[0]))
+    return result
+
+
+def numpy_check(found: Any, salt: int) -> Body:
+    """As `check`, of all of an object as a numpy array of whole words. (Never of floats: no NaN equals itself.)"""
+    import numpy
+
+    expected = numpy_pattern(salt, 0, found.size)
+    wrong = numpy.flatnonzero(found != expected)
+    result = {**verdict(wrong.size == 0), "words": found.size, "mismatches": int(wrong.size)}
+    if wrong.size:
+        index = int(wrong[0])
+        result["first_mismatch"] = {"index": index, "expected": int(expected[index]), "found": int(found[index])}
+    return result
+
+
+# Records
+
+
+class Message(NamedTuple):
+    """One record. Whoever receives it owns the descriptors."""
+
+    kind: str
+    body: Body
+    fds: list[int]
+
+
+def _fd_count(kind: str, body: Body) -> int:
+    if kind == "segments":
+        return len(body["sizes"])
+    return 1 if kind == "pool" else 0
+
+
+def encode(kind: str, body: Body) -> bytes:
+    """A record, less its descriptors."""
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(text) > MAX_BODY:
+        raise ValueError(f"{kind} has {len(text)} bytes, and a body at most {MAX_BODY}")
+    number = _KINDS.index(kind) + 1
+    return _HEADER.pack(_MAGIC, VERSION, number, len(text), _fd_count(kind, body)) + text
+
+
+def decode(record: bytes, fds: list[int]) -> Message:
+    """Reads a record that came with these descriptors. They are the caller's to close if it fails."""
+    if len(record) < _HEADER.size:
+        raise ProtocolError(f"a record of {len(record)} bytes has no header")
+    magic, version, number, length, claimed = _HEADER.unpack_from(record)
+    text = record[_HEADER.size :]
+    if magic != _MAGIC:
+        raise ProtocolError(f"a record begins with {magic!r}")
+    if version != VERSION:
+        raise ProtocolError(f"a record of version {version}")
+    if length != len(text) or length > MAX_BODY:
+        raise ProtocolError(f"a body of {len(text)} bytes, said to be {length}")
+    if not 1 <= number <= len(_KINDS):
+        raise ProtocolError(f"a message of kind {number}")
+    kind = _KINDS[number - 1]
+    body = _parse(kind, text)
+    want = _fd_count(kind, body)
+    if not claimed == len(fds) == want:
+        raise ProtocolError(f"{kind} came with {len(fds)} descriptors, claims {claimed} and calls for {want}")
+    return Message(kind, body, fds)
+
+
+def _parse(kind: str, text: bytes) -> Body:
+    try:
+        body = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the body of {kind} is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ProtocolError(f"the body of {kind} is no JSON object")
+    if kind == "segments":
+        sizes = _get(body, "sizes", list)
+        if not 1 <= len(sizes) <= MAX_FDS or not all(_is_natural(size) for size in sizes):
+            raise ProtocolError("segments without 1 to 253 sizes")
+    return body
+
+
+def _is_natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64
+
+
+def _get(body: Body, name: str, kind: type, default: Any = None) -> Any:
+    """A field of a peer's body, of the type that it must have; `default` where it may be null or absent."""
+    value = body.get(name)
+    if value is None and default is not None:
+        return default
+    if not (_is_natural(value) if kind is int else isinstance(value, kind)):
+        raise ProtocolError(f"`{name}` is {value!r}")
+    return value
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class Channel:
+    """A connected socket. The peer is never silent for longer than `timeout` seconds without an error."""
+
+    def __init__(self, connected: socket.socket, timeout: float) -> None:
+        self._socket = connected
+        self._socket.settimeout(timeout)
+        self._timeout = timeout
+
+    def check_user(self) -> None:
+        """The other end must be of this process's user, or root's."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, uid, _ = struct.unpack("iII", credentials)
+        if uid not in (os.geteuid(), 0):
+            raise Refusal("refused", f"the peer runs as uid {uid}, which is not allowed here")
+
+    def send(self, kind: str, body: Body, fds: Sequence[int] = ()) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._socket.sendmsg([encode(kind, body)], rights, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            # The reason may still be there to read: as an exception, as is the end.
+            for _ in range(64):
+                close_all(self.receive().fds)
+            raise PeerGone("the peer takes no more messages") from None
+
+    def receive(self, *kinds: str) -> Message:
+        """The next message that is an answer, and of one of these kinds."""
+        while True:
+            message = self._receive()
+            if message.kind == "busy":
+                continue
+            if message.kind == "error":
+                raise PeerError(_get(message.body, "code", str), _get(message.body, "message", str))
+            if kinds and message.kind not in kinds:
+                close_all(message.fds)
+                raise ProtocolError(f"{message.kind} came where {' or '.join(kinds)} belongs")
+            return message
+
+    def _receive(self) -> Message:
+        record, fds, flags = self._take()
+        try:
+            if not record:
+                raise PeerGone("the peer hung up")
+            if flags & socket.MSG_CTRUNC:
+                raise ProtocolError("descriptors were cut off: this process may open no more files")
+            if flags & socket.MSG_TRUNC:
+                raise ProtocolError(f"a record of more than {_HEADER.size + MAX_BODY} bytes")
+            return decode(record, fds)
+        except BaseException:
+            close_all(fds)
+            raise
+
+    def _take(self) -> tuple[bytes, list[int], int]:
+        """One record as it is, with whatever came with it. All of the kernel's most fit, so that each is known."""
+        room = _HEADER.size + MAX_BODY, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+        # A reset is told once, before what the peer had still sent.
+        for last in (False, True):
+            try:
+                record, ancillary, flags, _ = self._socket.recvmsg(*room, socket.MSG_CMSG_CLOEXEC)
+                break
+            except ConnectionResetError:
+                if last:
+                    return b"", [], 0
+        fds = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        return record, fds.tolist(), flags
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Tells the peer once a second, while the block runs, that this side is working."""
+        done = threading.Event()
+
+        def speak() -> None:
+            # Whoever can't be told is noticed with the next message.
+            with contextlib.suppress(OSError, VmmfdError):
+                while not done.wait(min(_BUSY_EVERY, self._timeout / 3)):
+                    self._socket.sendmsg([encode("busy", {})], [], socket.MSG_NOSIGNAL)
+
+        speaker = threading.Thread(target=speak, daemon=True)
+        speaker.start()
+        try:
+            yield
+        finally:
+            done.set()
+            speaker.join()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the conversation so that the last record arrives, which is an `error` if this side has one to tell."""
+        with contextlib.closing(self._socket), contextlib.suppress(OSError):
+            if error is not None and not isinstance(error, (PeerError, PeerGone)):
+                self._socket.sendmsg([encode("error", _error_body(error))], [], socket.MSG_NOSIGNAL)
+            self._socket.shutdown(socket.SHUT_WR)
+            # To close with records unread would take ours away too.
+            deadline = time.monotonic() + self._timeout
+            while time.monotonic() < deadline:
+                record, fds, _ = self._take()
+                close_all(fds)
+                if not record:
+                    break
+
+
+def _error_body(error: BaseException) -> Body:
+    if isinstance(error, VmmfdError):
+        code = error.code
+    elif isinstance(error, KeyboardInterrupt):
+        code = "interrupted"
+    else:
+        code = "timeout" if isinstance(error, (TimeoutError, socket.timeout)) else "failed"
+    return {"code": code, "message": (str(error) or type(error).__name__)[:1000]}
+
+
+def _hello(backend: str) -> Body:
+    return {"version": VERSION, "capabilities": [], "backend": backend, "pid": os.getpid()}
+
+
+def _check_hello(hello: Body) -> None:
+    if _get(hello, "version", int) < VERSION:
+        raise Refusal("version", f"the peer speaks version {hello['version']}, and this side {VERSION}")
+
+
+# The side that is given memory
+
+
+class Segment(NamedTuple):
+    """One allocation."""
+
+    fd: int
+    size: int
+
+
+@dataclass
+class Loan:
+    """What a producer offers, and the descriptors that belong to it: closed with it, but for the pool's."""
+
+    offer: Body
+    range: tuple[int, int]
+    segments: list[Segment] = field(default_factory=list)
+    pool_fd: int | None = None
+
+    @property
+    def memory(self) -> Body:
+        return self.offer["memory"]
+
+    @property
+    def pointer(self) -> bytes:
+        """The 64 bytes that open memory of a pool, or legacy memory."""
+        return bytes.fromhex(self.memory["pointer"])
+
+    def close(self) -> None:
+        segments, self.segments = self.segments, []
+        close_all([segment.fd for segment in segments])
+
+    def __enter__(self) -> Loan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Consumer:
+    """A connection to a producer, waited for until `timeout`. To be used as a context: how its block ends is what the
+    producer is told. Memory of a pool and legacy memory must be let go of inside it."""
+
+    def __init__(self, path: str, backend: str, timeout: float = 30.0) -> None:
+        self._pools: dict[int, int] = {}
+        self._channel = Channel(_connect(path, timeout), timeout)
+        try:
+            self._channel.check_user()
+            self._channel.send("hello", _hello(backend))
+            _check_hello(self._channel.receive("hello").body)
+        except BaseException as error:
+            self._channel.end(error)
+            raise
+
+    def request(
+        self,
+        object: str = DEFAULT_OBJECT,
+        access: str | None = None,
+        range: tuple[int, int] | None = None,
+        have: int | None = None,
+    ) -> Loan:
+        """Asks for an object, or for a `range` (offset, length) of it, less the first `have` segments."""
+        asked = None if range is None else {"offset": range[0], "length": range[1]}
+        self._channel.send("request", {"object": object, "access": access, "range": asked, "have": have})
+        offer = self._channel.receive("offer").body
+        memory = _check_offer(offer, object, access)
+        loan = Loan(offer, range or (0, memory["size"]))
+        try:
+            if memory["mechanism"] == "vmm":
+                self._take_segments(loan, have or 0)
+            elif memory["mechanism"] == "pool":
+                loan.pool_fd = self._pool(_get(memory, "pool", int))
+            return loan
+        except BaseException:
+            loan.close()
+            raise
+
+    def _take_segments(self, loan: Loan, have: int) -> None:
+        part = _check_part(loan, have)
+        while len(loan.segments) < part["segments"]:
+            message = self._channel.receive("segments")
+            taken = len(loan.segments)
+            # From here on the loan closes them.
+            loan.segments += map(Segment, message.fds, message.body["sizes"])
+            if message.body.get("first") != part["first"] + taken:
+                raise ProtocolError(f"segment {message.body.get('first')} came where {part['first'] + taken} belongs")
+            if len(loan.segments) > part["segments"]:
+                raise ProtocolError(f"more segments came than the {part['segments']} that were said to follow")
+            self._channel.send("received", {"segments": len(loan.segments)})
+        if sum(segment.size for segment in loan.segments) != part["size"]:
+            raise ProtocolError(f"the segments that came have not {part['size']} bytes")
+
+    def _pool(self, number: int) -> int:
+        """A pool comes itself with the first offer that names it."""
+        if number not in self._pools:
+            message = self._channel.receive("pool")
+            if message.body.get("pool") != number:
+                close_all(message.fds)
+                raise ProtocolError(f"pool {message.body.get('pool')} came where {number} belongs")
+            (self._pools[number],) = message.fds
+            self._channel.send("received", {"segments": 0})
+        return self._pools[number]
+
+    def report(self, result: Body) -> Body:
+        """Says what was found, when all work on the memory is done. Returns the producer's own result."""
+        self._channel.send("result", result)
+        answer = self._channel.receive("result").body
+        _get(answer, "verified", bool)
+        return answer
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the producer is told once a second that this side is at work."""
+        return self._channel.working()
+
+    def close(self, error: BaseException | None = None) -> None:
+        pools, self._pools = self._pools, {}
+        close_all(list(pools.values()))
+        self._channel.end(error)
+
+    def __enter__(self) -> Consumer:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.close(error)
+
+
+def _connect(path: str, timeout: float) -> socket.socket:
+    deadline = time.monotonic() + timeout
+    while True:
+        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connecting.settimeout(timeout)
+            connecting.connect(path)
+            return connecting
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            connecting.close()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no producer on {path} within {timeout} s") from None
+            time.sleep(0.01)
+        except BaseException:
+            connecting.close()
+            raise
+
+
+def _check_offer(offer: Body, object: str, access: str | None) -> Body:
+    memory = _get(offer, "memory", dict)
+    size, mapped_size = _get(memory, "size", int), _get(memory, "mapped_size", int)
+    if offer.get("object") != object:
+        raise ProtocolError(f"object {offer.get('object')!r} is offered where {object!r} was asked for")
+    if offer.get("access") not in (("ro", "rw") if access is None else (access,)):
+        raise ProtocolError(f"access {offer.get('access')!r} is offered where {access!r} was asked for")
+    if not 0 < size <= mapped_size:
+        raise ProtocolError(f"{size} bytes of data are offered in {mapped_size} bytes of memory")
+    if offer.get("reply_salt") is not None and (offer["access"] == "ro" or offer["reply_salt"] == offer.get("salt")):
+        raise ProtocolError("a reply is asked for that can't be written, or can't be told from what is there")
+    if memory.get("mechanism") in ("pool", "legacy"):
+        pointer = _get(memory, "pointer", str)
+        if len(pointer) != 128 or set(pointer) - set("0123456789abcdefABCDEF"):
+            raise ProtocolError(f"`pointer` is {pointer!r}")
+    elif memory.get("mechanism") != "vmm":
+        raise Refusal("failed", f"memory is shared by {memory.get('mechanism')!r}, which this side does not know")
+    return memory
+
+
+def _check_part(loan: Loan, have: int) -> Body:
+    part = _get(loan.offer, "part", dict)
+    first, segments, offset, size = (_get(part, name, int) for name in ("first", "segments", "offset", "size"))
+    begin, length = loan.range
+    begins = first == have if have else offset <= begin
+    inside = offset + size <= loan.memory["mapped_size"] and first + segments <= _get(loan.memory, "segments", int)
+    if not (begins and inside and offset + size >= begin + length):
+        raise ProtocolError(f"bytes {loan.range} were asked for, and {part} follows")
+    return part
+
+
+# The side that has memory
+
+
+def description(mechanism: str, device: Body, size: int, mapped_size: int, **more: Any) -> Body:
+    """The `memory` of an offer. `more` is what belongs to the mechanism: segments, pool, pointer (bytes), offset."""
+    if "pointer" in more:
+        more["pointer"] = bytes(more["pointer"]).hex()
+    memory = {"mechanism": mechanism, "device": device, "location": "device", "size": size, "mapped_size": mapped_size}
+    return {**memory, "segments": 0, **more}
+
+
+@dataclass
+class Shared:
+    """Memory to offer. The descriptors stay the caller's."""
+
+    memory: Body
+    segments: Sequence[tuple[int, int]] = ()
+    """Descriptor and size of each allocation, with mechanism vmm."""
+    pool_fd: int | None = None
+    access: str = "ro"
+    salt: int | None = None
+    array: Body | None = None
+    reply_salt: int | None = None
+    fill: Callable[[], None] = lambda: None
+    """Called before each offer."""
+    read: Callable[[int, int], bytes] | None = None
+    """Reads so many bytes from an offset on, to check a reply."""
+
+
+class Producer:
+    """A socket at which one consumer is served. To be used as a context."""
+
+    def __init__(self, path: str, backend: str, timeout: float = 30.0) -> None:
+        self._path, self._backend, self._timeout = path, backend, timeout
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.settimeout(timeout)
+            self._listener.bind(path)
+            # Nobody can connect before it listens.
+            os.chmod(path, 0o600)
+            self._listener.listen(1)
+        except BaseException:
+            self._listener.close()
+            raise
+
+    def serve(self, shared: Shared) -> list[Body]:
+        """Serves the first consumer that comes, and returns the results of its requests, as both sides found together,
+        when it has hung up: only then has it let go of memory that it does not hold itself."""
+        channel = Channel(self._listener.accept()[0], self._timeout)
+        try:
+            channel.check_user()
+            results = _Service(channel, shared).converse(self._backend)
+        except BaseException as error:
+            channel.end(error)
+            raise
+        channel.end()
+        return results
+
+    def close(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        self._listener.close()
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Service:
+    """One conversation of a producer."""
+
+    def __init__(self, channel: Channel, shared: Shared) -> None:
+        self._channel, self._shared = channel, shared
+        self._pool_sent = False
+
+    def converse(self, backend: str) -> list[Body]:
+        hello = self._channel.receive("hello").body
+        _check_hello(hello)
+        self._channel.send("hello", _hello(backend))
+        results: list[Body] = []
+        while True:
+            try:
+                request = self._channel.receive("request").body
+            except PeerGone:
+                if results:
+                    return results
+                raise
+            if hello.get("backend") != backend:
+                raise Refusal("backend", f"the memory is on backend {backend}, and the consumer's is another")
+            results.append(self._lend(request))
+
+    def _lend(self, request: Body) -> Body:
+        shared = self._shared
+        begin, length = self._range(request)
+        if _get(request, "object", str) != DEFAULT_OBJECT:
+            raise Refusal("object", f"there is no such object here, only `{DEFAULT_OBJECT}`")
+        access = _get(request, "access", str, shared.access)
+        if access == "rw" and shared.access == "ro":
+            raise Refusal("access", "the memory is lent read-only, and rw was asked for")
+        with self._channel.working():
+            shared.fill()
+        reply_salt = shared.reply_salt if access == "rw" else None
+        offer = {"object": DEFAULT_OBJECT, "memory": shared.memory, "array": shared.array, "access": access}
+        offer.update(part=None, salt=shared.salt, digest=None, reply_salt=reply_salt)
+        self._hand_over(offer, begin, begin + length, _get(request, "have", int, 0))
+        return self._conclude(offer, begin, length)
+
+    def _range(self, request: Body) -> tuple[int, int]:
+        size = self._shared.memory["size"]
+        asked = _get(request, "range", dict, {"offset": 0, "length": size})
+        begin, length = _get(asked, "offset", int), _get(asked, "length", int)
+        if length == 0 or begin + length > size:
+            raise Refusal("range", f"{length} bytes from {begin} on were asked for, of {size}")
+        return begin, length
+
+    def _hand_over(self, offer: Body, begin: int, end: int, have: int) -> None:
+        if have > len(self._shared.segments):
+            raise Refusal("range", f"{have} segments are there already, of {len(self._shared.segments)}")
+        following: list[tuple[int, int]] = []
+        if self._shared.memory["mechanism"] == "vmm":
+            offer["part"], following = _part(self._shared.segments, begin, end, have)
+        self._channel.send("offer", offer)
+        if self._shared.pool_fd is not None and not self._pool_sent:
+            self._channel.send("pool", {"pool": self._shared.memory["pool"]}, [self._shared.pool_fd])
+            self._acknowledged(0)
+            self._pool_sent = True
+        for sent in range(0, len(following), MAX_FDS):
+            fds, sizes = zip(*following[sent : sent + MAX_FDS])
+            self._channel.send("segments", {"first": offer["part"]["first"] + sent, "sizes": sizes}, fds)
+            self._acknowledged(sent + len(fds))
+
+    def _acknowledged(self, sent: int) -> None:
+        received = self._channel.receive("received").body.get("segments")
+        if received != sent:
+            raise ProtocolError(f"{received} segments of {sent} were acknowledged")
+
+    def _conclude(self, offer: Body, begin: int, length: int) -> Body:
+        found = self._channel.receive("result").body
+        words = -(-(begin + length) // 4) - begin // 4 if offer["salt"] is not None else 0
+        verified = _get(found, "verified", bool)
+        if _get(found, "words", int) != words or (verified and _get(found, "mismatches", int) != 0):
+            raise ProtocolError(f"a result of {words} words can't be {found}")
+        own = verdict(verified)
+        if verified and offer["reply_salt"] is not None and self._shared.read is not None:
+            with self._channel.working():
+                own = check(self._shared.read(begin, length), offer["reply_salt"], begin)
+        self._channel.send("result", own)
+        return own if verified and not own["verified"] else found
+
+
+def _part(segments: Sequence[tuple[int, int]], begin: int, end: int, have: int) -> tuple[Body, list[tuple[int, int]]]:
+    """The segments that cover some bytes, less those that the consumer has, and the words for them."""
+    ends = [0]
+    for _, size in segments:
+        ends.append(ends[-1] + size)
+    covering = [i for i in range(have, len(segments)) if ends[i] < end and ends[i + 1] > begin]
+    first = covering[0] if covering else have
+    stop = first + len(covering)
+    part = {"first": first, "segments": len(covering), "offset": ends[first], "size": ends[stop] - ends[first]}
+    return part, list(segments[first:stop])
