@@ -80,6 +80,11 @@ impl Meeting {
         Self::new(On::Cuda)
     }
 
+    /// Another place, on the same backend.
+    pub(crate) fn another(&self) -> Self {
+        Self::new(self.on)
+    }
+
     /// Whether it is over the emulated driver.
     pub(crate) fn is_fake(&self) -> bool {
         self.on == On::Fake

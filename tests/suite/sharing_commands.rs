@@ -4,7 +4,7 @@ use std::{
     fs,
     os::unix::fs::{PermissionsExt, symlink},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use vmmfd::{
     session::{
         Terms,
         consumer::{Ask, Consumer},
-        producer::{Buffer, Content, Plan, serve},
+        producer::{Buffer, Content, Plan, Served, serve},
     },
     wire::{ByteRange, Mechanism},
 };
@@ -34,6 +34,7 @@ cases! {
     a_sealed_buffer_is_lent_read_only,
     a_consumer_that_is_killed_with_the_memory_open_harms_nobody,
     many_consumers_at_once_share_by_every_mechanism,
+    two_pairs_at_once_have_a_buffer_each,
     ]
     gpus alone: [
     ten_thousand_chunks_work,
@@ -243,6 +244,23 @@ fn many_consumers_at_once_share_by_every_mechanism(meeting: Meeting) {
     }
 }
 
+fn two_pairs_at_once_have_a_buffer_each(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let other = meeting.another();
+        let options = ["--mechanism", mechanism, "--round-trip", "--dtype", "u32", "--shape", "1000"];
+        let one = meeting.producer(&[&options[..], &["--seed", "1"]].concat()).start();
+        let two = other.producer(&[&options[..], &["--seed", "2"]].concat()).start();
+        let consumers = [&meeting, &other].map(|meeting| meeting.consumer(&[]).start());
+        let first = consumers.map(|consumer| {
+            let stdout = consumer.end().code(0).stdout.clone();
+            stdout.split_once("array    <u4 1000: ").unwrap().1.split(' ').next().unwrap().to_owned()
+        });
+        assert_eq!(first, [1, 2].map(|salt| (1337u32 ^ 0xDEAD_BEEF ^ salt).to_string()));
+        one.end().code(0);
+        two.end().code(0);
+    }
+}
+
 fn ten_thousand_chunks_work(meeting: Meeting) {
     // Over the emulated driver of 64 KiB, so that they need no 20 GB.
     let unit: u64 = if meeting.is_fake() { 1 << 16 } else { 2 << 20 };
@@ -414,30 +432,64 @@ fn a_file_that_becomes_shorter_while_it_is_read_is_told() {
     source.load(&memory, &mut |_| Ok(())).unwrap();
 }
 
-/// A producer of this process, and a consumer of it: on host memory.
-fn meet<T>(buffer: &Buffer, plan: Plan, body: impl FnOnce(&mut Consumer<'_>) -> T) -> (T, usize) {
+/// A producer of this process, and a consumer of it. Returns what `body` did and what was served.
+fn meet<T>(buffer: &Buffer, plan: Plan, body: impl FnOnce(Consumer<'_>) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let cancel = Cancel::new().unwrap();
-    let terms = Terms { timeout: Duration::from_secs(20), trust: Trust::default(), cancel: cancel.clone() };
+    let terms = Terms { timeout: Duration::from_secs(2), trust: Trust::default(), cancel: cancel.clone() };
     let listener = Listener::bind(&path, false, terms.timeout, &cancel).unwrap();
     let mut served = Vec::new();
     let result = thread::scope(|scope| {
         let serving = scope.spawn(|| serve(listener, buffer, plan, &terms, &|_| {}, &mut served));
-        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
-        let mut consumer = Consumer::connect(&driver, None, &path, &terms, &|_| {}).unwrap();
-        let result = body(&mut consumer);
-        consumer.close();
+        let driver = buffer.shared().device().driver();
+        let result = body(Consumer::connect(driver, None, &path, &terms, &|_| {}).unwrap());
         serving.join().unwrap().unwrap();
         result
     });
-    assert!(served.iter().all(|served| served.error.is_none()), "{served:?}");
-    (result, served.len())
+    (result, served)
 }
+
+const ONE: Plan = Plan { consumers: 1, round_trip: false };
 
 fn shared(spec: &Spec) -> Shared {
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     Shared::create(&Device::find(&driver, Selector::default()).unwrap(), spec).unwrap()
+}
+
+#[test]
+fn memory_of_a_pool_is_the_producers_again_when_it_was_let_go_of() {
+    let subject = crate::support::Subject::fake();
+    let pool = |size| {
+        let spec = Spec { size, mechanism: Mechanism::Pool, ..Spec::default() };
+        Buffer::new(Shared::create(&subject.device(), &spec).unwrap(), Content::Pattern(5), None).unwrap()
+    };
+    let ask = |consumer: &mut Consumer<'_>| {
+        let lent = consumer.request(&Ask::default()).unwrap();
+        let found = consumer.verify(&lent).unwrap();
+        consumer.report(&lent, &found).unwrap();
+        lent
+    };
+    let buffer = pool(1000);
+    let (let_go, served) = meet(&buffer, ONE, |mut consumer| {
+        let lent = [ask(&mut consumer), ask(&mut consumer)];
+        // The connection goes on without the consumer, for as long as the memory is open.
+        consumer.close();
+        thread::sleep(Duration::from_millis(300));
+        drop(lent);
+        Instant::now()
+    });
+    assert!(let_go.elapsed() < Duration::from_secs(1), "the producer waits for that and no longer");
+    assert!(served[0].error.is_none(), "{served:?}");
+    // Whoever never lets go is a failed peer, but can't hold the producer for ever.
+    let (lent, served) = meet(&buffer, ONE, |mut consumer| {
+        let lent = ask(&mut consumer);
+        drop(consumer);
+        lent
+    });
+    let told = served[0].error.as_ref().unwrap().to_string();
+    assert!(told.contains("for the consumer to let go of the memory"), "{told}");
+    drop(lent);
 }
 
 const UNIT: u64 = 2 << 20;
@@ -446,7 +498,7 @@ const UNIT: u64 = 2 << 20;
 fn a_peer_that_asks_again_gets_just_the_new_segments() {
     let spec = Spec { size: 3 * UNIT, chunk: Some(UNIT), capacity: 8 * UNIT, ..Spec::default() };
     let buffer = Buffer::new(shared(&spec), Content::Pattern(5), None).unwrap();
-    let ((), served) = meet(&buffer, Plan { consumers: 1, round_trip: false }, |consumer| {
+    let ((), served) = meet(&buffer, ONE, |mut consumer| {
         let mut lent = consumer.request(&Ask::default()).unwrap();
         let found = consumer.verify(&lent).unwrap();
         consumer.report(&lent, &found).unwrap();
@@ -470,8 +522,9 @@ fn a_peer_that_asks_again_gets_just_the_new_segments() {
         consumer.report(&part, &found).unwrap();
         assert_eq!((part.memory.start(), part.memory.size()), (UNIT, UNIT));
         assert!(consumer.extend(&mut part).is_err());
+        consumer.close();
     });
-    assert_eq!(served, 1);
+    assert!(served.len() == 1 && served[0].error.is_none(), "{served:?}");
 }
 
 #[test]
@@ -481,7 +534,7 @@ fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
     let array =
         vmmfd::array::ArrayDescriptor::new("u16".parse().unwrap(), vec![10, 50], vmmfd::array::Order::C).unwrap();
     let buffer = Buffer::new(memory, Content::Own, Some(array)).unwrap();
-    meet(&buffer, Plan { consumers: 1, round_trip: true }, |consumer| {
+    let ((), served) = meet(&buffer, Plan { consumers: 1, round_trip: true }, |mut consumer| {
         let lent = consumer.request(&Ask { access: Some(Access::ReadWrite), ..Ask::default() }).unwrap();
         assert_eq!((lent.offer.salt, lent.offer.reply_salt, lent.offer.digest.clone()), (None, None, None));
         let found = consumer.verify(&lent).unwrap();
@@ -489,7 +542,9 @@ fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
         let array = lent.into_array().unwrap().unwrap();
         assert_eq!(array.element(&[9, 45]).unwrap(), b"en");
         array.memory().copy_in(0, b"back").unwrap();
+        consumer.close();
     });
+    assert!(served[0].error.is_none(), "{served:?}");
     let mut back = [0; 4];
     buffer.shared().copy_out(0, &mut back).unwrap();
     assert_eq!(&back, b"back");
