@@ -414,6 +414,11 @@ fn addresses_and_pools_that_were_not_given_out_never_reach_the_driver() {
         assert_eq!(answer, code::INVALID_VALUE);
     }
     assert_eq!(fake.calls(""), before, "something reached the driver");
+    for at in wild.into_iter().chain([allocated + 4095, pooled + 4095, pointer + 4095]) {
+        assert_eq!(code(driver.copy_in(0, at, b"xx")), code::INVALID_VALUE, "{at:#x}");
+        assert_eq!(code(driver.copy_out(0, at, &mut [0; 2])), code::INVALID_VALUE, "{at:#x}");
+    }
+    assert_eq!(fake.calls(""), before, "a copy reached the driver");
     for at in wild {
         assert_eq!(code(driver.extent(0, at)), code::INVALID_VALUE, "{at:#x}");
     }

@@ -136,6 +136,10 @@ fn memory_sealed_against_writing_is_read_by_anybody_and_written_by_nobody() {
     // Its pages are no copies that this process could change.
     let (address, here) = (mapping.address(), Location::Device(0));
     assert_eq!(code(subject.driver.set_access(address, GRANULARITY, here, Some(ReadWrite))), code::INVALID_VALUE);
+    // Nor shared, which kernels before 6.7 refuse of such memory.
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let line = maps.lines().find(|line| line.starts_with(&format!("{address:x}-"))).unwrap();
+    assert_eq!(line.split_whitespace().nth(1), Some("r--p"), "{line}");
     let window = subject.driver.window(address, GRANULARITY).unwrap();
     assert_eq!(&window.slice().unwrap()[..8], b"for ever");
     assert_eq!(code(window.write(0, b"no")), code::INVALID_VALUE);

@@ -292,6 +292,7 @@ fn a_window_needs_access_of_the_cpu_to_every_byte(subject: Subject) {
     let both = driver.window(address + unit - 3, 6).unwrap();
     both.read(0, &mut [0; 6]).unwrap();
     assert_eq!(code(both.write(0, b"x")), INVALID, "one byte that is only read is enough");
+    assert_eq!(code(driver.unmap(address + unit, unit)), INVALID, "what a window ends in");
     driver.window(address, unit).unwrap().write(0, b"x").unwrap();
     drop(both);
     if subject.kind != Kind::Host {

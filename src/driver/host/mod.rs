@@ -98,7 +98,6 @@ struct Reserved {
 struct Mapped {
     size: u64,
     access: Option<Access>,
-    handle: Handle,
     immutable: bool,
 }
 
@@ -232,10 +231,6 @@ impl State {
     fn usable(&self, address: u64, size: u64, usable: impl Fn(&Mapped) -> bool) -> bool {
         let found = self.reservations.range(..=address).next_back();
         found.is_some_and(|(_, reserved)| reserved.covers(address, size, usable))
-    }
-
-    fn is_mapped(&self, handle: Handle) -> bool {
-        self.reservations.values().any(|reserved| reserved.mapped.values().any(|mapped| mapped.handle == handle))
     }
 
     fn add(&mut self, memory: Memory) -> Handle {
@@ -373,7 +368,7 @@ impl Driver for HostDriver {
         unsafe { mmap(Some(nonzero(address)), nonzero(size), ProtFlags::PROT_NONE, flags, &memory.memfd, 0) }
             .map_err(|errno| from_errno(CALL, errno))?;
         let immutable = memory.immutable;
-        reserved.mapped.insert(address, Mapped { size, access: None, handle, immutable });
+        reserved.mapped.insert(address, Mapped { size, access: None, immutable });
         Ok(())
     }
 
@@ -538,15 +533,14 @@ impl Driver for HostDriver {
         self.origin.check()?;
         let invalid = || failure(CALL, code::INVALID_VALUE);
         let mut state = self.write();
-        let mapped = state.is_mapped(handle);
         let memory = state.handles.get_mut(&handle).ok_or_else(invalid)?;
         if memory.immutable {
             return Ok(true);
         }
-        if mapped || memory.closed {
+        if memory.closed {
             return Err(invalid());
         }
-        // The kernel refuses it while anybody has it mapped for writing, and takes no seal back.
+        // The kernel refuses it while it is mapped, for whatever access, and takes no seal back.
         let seals = SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
         add_seals(&memory.memfd, seals).map_err(|errno| from_errno(CALL, errno))?;
         (memory.closed, memory.immutable) = (true, true);
