@@ -603,6 +603,14 @@ fn less_memory_than_asked_for_is_told_with_both_figures() {
     }
     drop(held);
     Allocation::create(&device, (2 << 20) + 1).unwrap();
+    // Of whatever kind it is.
+    let legacy = subject.driver.legacy().unwrap();
+    let address = legacy.allocate(0, 4 << 20).unwrap();
+    assert_eq!(code(legacy.allocate(0, 4 << 20)), code::OUT_OF_MEMORY);
+    let answer = Allocation::create(&device, 4 << 20);
+    assert!(matches!(answer, Err(Error::OutOfMemory { free, .. }) if free == 2 << 20), "{answer:?}");
+    legacy.deallocate(0, address).unwrap();
+    Allocation::create(&device, 4 << 20).unwrap();
 }
 
 #[test]

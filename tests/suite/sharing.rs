@@ -21,13 +21,14 @@ use nix::{
     unistd::dup,
 };
 use sendfd::{RecvWithFd, SendWithFd};
-use vmmfd::driver::{Access::ReadWrite, LegacyIpc, Location, Pools, code};
+use vmmfd::driver::{Access::ReadWrite, Driver, LegacyIpc, Location, Pools, code, cuda::CudaDriver};
 
-use crate::support::{EXPORTABLE, Kind, Subject, code, in_child};
+use crate::support::{Copy, EXPORTABLE, Kind, Subject, code, in_child};
 
 const INVALID: u32 = code::INVALID_VALUE;
 const INVALID_CONTEXT: u32 = 201;
 const INVALID_HANDLE: u32 = 400;
+const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 
 macro_rules! on_cuda {
     ($($case:ident,)*) => {
@@ -88,13 +89,18 @@ fn closes_on_exec(fd: impl AsFd) -> bool {
 /// file that `here` reads at last says that the other process is gone.
 fn with_owner(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
     let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
+    with_owner_in(subject, &format!("sharing::{module}::{test}"), owner, here);
+}
+
+/// The same, for a test of this full name.
+fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
     let (near, far) = UnixStream::pair().unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
             let prepare = |command: &mut Command| {
                 command.stdin(OwnedFd::from(far));
             };
-            in_child(&format!("sharing::{module}::{test}"), prepare, || {
+            in_child(test, prepare, || {
                 owner(subject, Wire::new(UnixStream::from(dup(io::stdin()).unwrap())));
                 String::new()
             })
@@ -306,6 +312,37 @@ fn legacy_memory_outlives_its_owner_where_it_is_open(mut subject: Subject) {
         assert_eq!(subject.driver.extent(0, address).unwrap(), (address, 8 << 20));
         legacy.close(0, address).unwrap();
         assert_eq!(code(legacy.open(0, &handle)), INVALID_HANDLE);
+    });
+}
+
+#[test]
+fn legacy_memory_of_a_device_out_of_reach_is_not_opened() {
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_DEVICES", "2");
+    let subject = Subject::of(fake);
+    let share = |subject: &Subject, wire: Wire| {
+        let address = legacy(subject).allocate(1, 3000).unwrap();
+        wire.say(&legacy(subject).handle(1, address).unwrap());
+        wire.hear::<1>();
+        legacy(subject).deallocate(1, address).unwrap();
+    };
+    with_owner_in(&subject, "sharing::legacy_memory_of_a_device_out_of_reach_is_not_opened", share, |wire| {
+        let (driver, legacy, fake) = (&subject.driver, legacy(&subject), subject.fake.as_ref().unwrap());
+        let handle: [u8; 64] = wire.hear();
+        fake.set("FAKECUDA_PEERS", "0");
+        assert_eq!(code(legacy.open(0, &handle)), PEER_ACCESS_UNSUPPORTED);
+        let address = legacy.open(1, &handle).unwrap();
+        driver.copy_in(1, address, b"by its own").unwrap();
+        assert_eq!(code(driver.copy_in(0, address, b"no")), INVALID);
+        legacy.close(1, address).unwrap();
+        fake.set("FAKECUDA_PEERS", "1");
+        let address = legacy.open(0, &handle).unwrap();
+        assert_eq!(&read(&subject, address), b"by its own");
+        legacy.close(0, address).unwrap();
+        // A process that does not see the device.
+        let blind = CudaDriver::load_from(Copy::new().load().path()).unwrap();
+        assert_eq!(code(blind.legacy().unwrap().open(0, &handle)), code::INVALID_DEVICE);
+        wire.say(b"x");
     });
 }
 
