@@ -10,20 +10,17 @@ macro_rules! cases {
         mod host {
             $(#[test] fn $case() { super::$case(<$on>::host()); })*
         }
+        cases! { on $on; gpus alone: [$($case,)* $($gpu_case,)*] }
+    };
+    (on $on:ty; gpus alone: [$($case:ident,)*]) => {
         mod fake {
             $(#[test] fn $case() { super::$case(<$on>::fake()); })*
-            $(#[test] fn $gpu_case() { super::$gpu_case(<$on>::fake()); })*
         }
         mod cuda {
             $(
                 #[test]
                 #[ignore = "needs an NVIDIA GPU: make test-gpu"]
                 fn $case() { super::$case(<$on>::cuda()); }
-            )*
-            $(
-                #[test]
-                #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-                fn $gpu_case() { super::$gpu_case(<$on>::cuda()); }
             )*
         }
     };

@@ -11,12 +11,12 @@ mod fakecuda;
 mod host_memory;
 #[cfg(feature = "launch")]
 mod launch;
+mod legacy_and_pools;
 mod options;
 mod reach;
 mod readme;
 mod running;
 mod shared;
-mod sharing;
 mod sharing_commands;
 mod support;
 mod users;

@@ -19,25 +19,8 @@ const DEVICE: Location = Location::Device(0);
 const CPU: Location = Location::HostNuma(0);
 const ON_HOST: Properties = Properties { location: CPU, ..EXPORTABLE };
 
-macro_rules! on_every_backend {
-    ($($case:ident,)*) => {
-        mod host {
-            $(#[test] fn $case() { super::$case(crate::support::Subject::host()); })*
-        }
-        mod fake {
-            $(#[test] fn $case() { super::$case(crate::support::Subject::fake()); })*
-        }
-        mod cuda {
-            $(
-                #[test]
-                #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-                fn $case() { super::$case(crate::support::Subject::cuda()); }
-            )*
-        }
-    };
-}
-
-on_every_backend! {
+cases! {
+    on crate::support::Subject; every backend: [
     other_mechanisms_are_there_or_said_to_be_missing,
     a_device_reaches_itself_and_none_that_is_not_there,
     an_extent_is_the_mapping_that_an_address_is_in,
@@ -53,6 +36,7 @@ on_every_backend! {
     a_window_outlives_its_driver,
     memory_is_made_writable_and_sealed_by_the_kernel_or_not_at_all,
     forks_reach_nothing,
+    ]
 }
 
 /// Another driver of the same kind, that shares nothing with the first where that can be.

@@ -18,6 +18,8 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     ptr::{self, NonNull},
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -45,6 +47,9 @@ pub const GRANULARITY: u64 = 2 << 20;
 
 /// The name of the one device of this backend.
 pub const DEVICE_NAME: &str = "host memory (no GPU)";
+
+/// How long a fork of this process may keep memory from being sealed.
+const FORKS_LIVE: Duration = Duration::from_millis(500);
 
 /// The namespace of host device UUIDs: version 5, of the boot id.
 const NAMESPACE: Uuid = uuid!("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21");
@@ -532,19 +537,30 @@ impl Driver for HostDriver {
         const CALL: &str = "host seal";
         self.origin.check()?;
         let invalid = || failure(CALL, code::INVALID_VALUE);
-        let mut state = self.write();
-        let memory = state.handles.get_mut(&handle).ok_or_else(invalid)?;
-        if memory.immutable {
-            return Ok(true);
-        }
-        if memory.closed {
-            return Err(invalid());
-        }
-        // The kernel refuses it while it is mapped, for whatever access, and takes no seal back.
         let seals = SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
-        add_seals(&memory.memfd, seals).map_err(|errno| from_errno(CALL, errno))?;
-        (memory.closed, memory.immutable) = (true, true);
-        Ok(true)
+        let begun = Instant::now();
+        loop {
+            let mut state = self.write();
+            let memory = state.handles.get_mut(&handle).ok_or_else(invalid)?;
+            if memory.immutable {
+                return Ok(true);
+            }
+            if memory.closed {
+                return Err(invalid());
+            }
+            // The kernel refuses it while it is mapped, for whatever access, and takes no seal back.
+            match add_seals(&memory.memfd, seals) {
+                Ok(()) => {
+                    (memory.closed, memory.immutable) = (true, true);
+                    return Ok(true);
+                }
+                // A fork of this process that is yet to exec has the mappings that it had.
+                Err(Errno::EBUSY) if begun.elapsed() < FORKS_LIVE => {}
+                Err(errno) => return Err(from_errno(CALL, errno)),
+            }
+            drop(state);
+            thread::sleep(Duration::from_millis(5));
+        }
     }
 
     fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {

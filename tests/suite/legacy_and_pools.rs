@@ -30,22 +30,8 @@ const INVALID_CONTEXT: u32 = 201;
 const INVALID_HANDLE: u32 = 400;
 const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 
-macro_rules! on_cuda {
-    ($($case:ident,)*) => {
-        mod fake {
-            $(#[test] fn $case() { super::$case(crate::support::Subject::fake()); })*
-        }
-        mod cuda {
-            $(
-                #[test]
-                #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-                fn $case() { super::$case(crate::support::Subject::cuda()); }
-            )*
-        }
-    };
-}
-
-on_cuda! {
+cases! {
+    on crate::support::Subject; gpus alone: [
     legacy_memory_has_the_size_asked_for_and_is_freed_once,
     copies_stay_inside_a_block,
     a_legacy_handle_is_of_a_whole_allocation_of_its_own_kind,
@@ -61,6 +47,7 @@ on_cuda! {
     a_pointer_imported_twice_is_given_back_twice,
     an_imported_pool_gives_nothing_of_its_own,
     pool_memory_of_another_process_outlives_it,
+    ]
 }
 
 fn legacy(subject: &Subject) -> &dyn LegacyIpc {
@@ -89,7 +76,7 @@ fn closes_on_exec(fd: impl AsFd) -> bool {
 /// file that `here` reads at last says that the other process is gone.
 fn with_owner(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
     let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
-    with_owner_in(subject, &format!("sharing::{module}::{test}"), owner, here);
+    with_owner_in(subject, &format!("legacy_and_pools::{module}::{test}"), owner, here);
 }
 
 /// The same, for a test of this full name.
@@ -326,7 +313,7 @@ fn legacy_memory_of_a_device_out_of_reach_is_not_opened() {
         wire.hear::<1>();
         legacy(subject).deallocate(1, address).unwrap();
     };
-    with_owner_in(&subject, "sharing::legacy_memory_of_a_device_out_of_reach_is_not_opened", share, |wire| {
+    with_owner_in(&subject, "legacy_and_pools::legacy_memory_of_a_device_out_of_reach_is_not_opened", share, |wire| {
         let (driver, legacy, fake) = (&subject.driver, legacy(&subject), subject.fake.as_ref().unwrap());
         let handle: [u8; 64] = wire.hear();
         fake.set("FAKECUDA_PEERS", "0");
