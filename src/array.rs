@@ -163,7 +163,7 @@ impl ElementType {
                 Some(format!("{real}{plus}{imaginary}j"))
             }
         };
-        value.unwrap_or_else(|| bytes.iter().fold("0x".to_owned(), |text, byte| format!("{text}{byte:02x}")))
+        value.unwrap_or_else(|| format!("0x{}", hex::encode(bytes)))
     }
 
     /// At most 8 bytes as a number.

@@ -82,7 +82,14 @@ fn mix(mut h: u32) -> u32 {
 
 /// How many words a range of bytes touches, the first and the last one perhaps in part.
 pub fn words(range: &Range<u64>) -> u64 {
-    if range.is_empty() { 0 } else { range.end.div_ceil(4) - range.start / 4 }
+    let touched = touched(range);
+    touched.end - touched.start
+}
+
+/// Which words a range of bytes touches.
+pub(crate) fn touched(range: &Range<u64>) -> Range<u64> {
+    let start = range.start / 4;
+    start..if range.is_empty() { start } else { range.end.div_ceil(4) }
 }
 
 /// What a check found.

@@ -3,10 +3,12 @@
 //! All goes through a [`Mirror`] of a slice at a time: host memory does not grow with the data.
 
 use std::{
-    fs::{self, File},
-    io::{self, Read, Write},
+    fs::{self, File, Permissions},
+    io::{self, Write},
     ops::Range,
+    os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
+    time::SystemTime,
 };
 
 use tempfile::{Builder, NamedTempFile};
@@ -32,7 +34,8 @@ impl Digest {
 
 /// Whether this version can check a digest.
 pub fn is_known(digest: &str) -> bool {
-    digest.strip_prefix(Digest::ALGORITHM).is_some_and(|digits| digits.len() == 64)
+    let hexadecimal = |digits: &str| digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+    digest.strip_prefix(Digest::ALGORITHM).is_some_and(|digits| digits.len() == 64 && hexadecimal(digits))
 }
 
 /// A file whose bytes are to be shared.
@@ -41,6 +44,7 @@ pub struct Source {
     path: PathBuf,
     file: File,
     size: u64,
+    modified: Option<SystemTime>,
 }
 
 impl Source {
@@ -50,16 +54,20 @@ impl Source {
     /// [`Error::File`] if it is none, or empty; [`Error::System`].
     pub fn open(path: &Path) -> Result<Self> {
         let unfit = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
-        let fails = |error| Error::system(format!("open {}", path.display()), error);
-        // Before it is opened: opening a pipe would wait for its other end.
-        let metadata = fs::metadata(path).map_err(fails)?;
+        // Without waiting for the other end of a pipe.
+        let file = match File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return unfit("does not exist"),
+            Err(error) => return Err(Error::system(format!("open {}", path.display()), error)),
+        };
+        let metadata = file.metadata().map_err(|error| Error::system(format!("look at {}", path.display()), error))?;
         if !metadata.is_file() {
             return unfit("is no regular file: its size can't be known before it is read");
         }
         if metadata.len() == 0 {
             return unfit("is empty: there is nothing to share");
         }
-        Ok(Self { path: path.to_owned(), file: File::open(path).map_err(fails)?, size: metadata.len() })
+        Ok(Self { path: path.to_owned(), file, size: metadata.len(), modified: metadata.modified().ok() })
     }
 
     /// Its size in bytes, when it was opened.
@@ -72,48 +80,78 @@ impl Source {
     /// `progress` is called after each slice with the bytes done so far; its error ends the work.
     ///
     /// # Errors
-    /// [`Error::File`] if it has become shorter; [`Error::OutOfRange`] if the memory is too small; [`Error::System`]; what the
+    /// [`Error::File`] if it was changed since it was opened; [`Error::OutOfRange`] if the memory is too small; [`Error::System`]; what the
     /// mirror or `progress` fail with.
     ///
     /// Driver calls: those of [`Mirror`].
     pub fn load(&self, region: &dyn Region, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<String> {
-        let (mut digest, mut file) = (Digest::default(), &self.file);
-        io::Seek::rewind(&mut file).map_err(|error| self.fails(error))?;
+        let mut digest = Digest::default();
         let mut mirror = Mirror::to_fill(region, 0, region.size().min(SLICE as u64))?;
         let mut staged = Vec::new();
         for part in slices(0..region.size()) {
             let length = part.end - part.start;
             let data = self.size.saturating_sub(part.start).min(length) as usize;
             mirror.turn_to(part.start, length, false)?;
-            let direct = mirror.is_direct();
-            let bytes = match mirror.bytes_mut() {
-                Some(bytes) => bytes,
+            let (bytes, stages) = match mirror.bytes_mut() {
+                Some(bytes) => (bytes, false),
                 None => {
                     staged.resize(length as usize, 0);
-                    &mut staged[..]
+                    (&mut staged[..], true)
                 }
             };
-            file.read_exact(&mut bytes[..data]).map_err(|error| self.fails(error))?;
+            self.read_at(part.start, &mut bytes[..data])?;
             bytes[data..].fill(0);
             digest.0.update(&bytes[..data]);
-            if direct {
+            if stages {
                 mirror.write(0, &staged)?;
             }
             mirror.commit()?;
             progress(part.end.min(self.size))?;
         }
         region.synchronize()?;
+        self.check_unchanged()?;
         Ok(digest.text())
     }
 
-    fn fails(&self, error: io::Error) -> Error {
-        match error.kind() {
-            io::ErrorKind::UnexpectedEof => {
-                let problem = format!("has become shorter than the {} bytes that it had", self.size);
-                Error::File { path: self.path.clone(), problem }
-            }
-            _ => Error::system(format!("read {}", self.path.display()), error),
+    /// The digest of a range of its bytes, read again. `tick` is called after each slice; its error ends the work.
+    ///
+    /// # Errors
+    /// [`Error::File`] if it was changed since it was opened; [`Error::OutOfRange`]; [`Error::System`]; what `tick` fails with.
+    pub fn digest(&self, range: Range<u64>, tick: &mut dyn FnMut() -> Result<()>) -> Result<String> {
+        if range.start > range.end || range.end > self.size {
+            let length = range.end.saturating_sub(range.start);
+            return Err(Error::OutOfRange { offset: range.start, length, size: self.size });
         }
+        let (mut digest, mut bytes) = (Digest::default(), Vec::new());
+        for part in slices(range) {
+            bytes.resize((part.end - part.start) as usize, 0);
+            self.read_at(part.start, &mut bytes)?;
+            digest.0.update(&bytes);
+            tick()?;
+        }
+        self.check_unchanged()?;
+        Ok(digest.text())
+    }
+
+    fn read_at(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(to, offset).map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => self.changed(),
+            _ => Error::system(format!("read {}", self.path.display()), error),
+        })
+    }
+
+    /// Half of one state and half of another is nobody's data.
+    fn check_unchanged(&self) -> Result<()> {
+        let metadata = self.file.metadata();
+        let metadata = metadata.map_err(|error| Error::system(format!("look at {}", self.path.display()), error))?;
+        let same = metadata.len() == self.size && metadata.modified().ok() == self.modified;
+        if same { Ok(()) } else { Err(self.changed()) }
+    }
+
+    fn changed(&self) -> Error {
+        let problem =
+            format!("was changed since it was opened with {} bytes: share a copy that nobody writes", self.size);
+        Error::File { path: self.path.clone(), problem }
     }
 }
 
@@ -167,7 +205,8 @@ pub struct Target {
 }
 
 impl Target {
-    /// Makes room beside the file that is to appear, in the same folder. If it is given up, nothing stays.
+    /// Makes room beside the file that is to appear, in the same folder. If it is given up, nothing stays; if the process is
+    /// killed, a file whose name begins with `.vmmfd-`.
     ///
     /// # Errors
     /// [`Error::File`] if it exists and `replace` is false, or is no regular file; [`Error::System`].
@@ -189,15 +228,22 @@ impl Target {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
         };
+        // As any new file, or as the one that is replaced.
         let mut builder = Builder::new();
-        let file = builder.prefix(".vmmfd-").permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let file = file.tempfile_in(folder).map_err(fails)?;
+        builder.prefix(".vmmfd-").permissions(Permissions::from_mode(0o666));
+        let file = builder.tempfile_in(folder).map_err(fails)?;
+        if let Ok(replaced) = fs::metadata(&path_written) {
+            file.as_file().set_permissions(replaced.permissions()).map_err(fails)?;
+        }
         Ok(Self { path: path_written, replace, file })
     }
 
-    /// Where the file is to appear.
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// The file that is being written, to wait until it is on the disk.
+    ///
+    /// # Errors
+    /// [`Error::System`]. See fsync(2).
+    pub fn file(&self) -> Result<File> {
+        self.file.as_file().try_clone().map_err(|error| self.fails(error))
     }
 
     /// Writes what comes next.
@@ -208,23 +254,23 @@ impl Target {
         self.file.write_all(bytes).map_err(|error| self.fails(error))
     }
 
-    /// Waits until all of it is on the disk, and gives it its name.
+    /// Gives it its name, which it returns.
     ///
     /// # Errors
     /// [`Error::File`] if a file of that name has appeared meanwhile that is not to be replaced; [`Error::System`].
     ///
-    /// See fsync(2), rename(2).
-    pub fn finish(self) -> Result<()> {
-        self.file.as_file().sync_all().map_err(|error| self.fails(error))?;
+    /// See rename(2).
+    pub fn finish(self) -> Result<PathBuf> {
         let Self { path, replace, file } = self;
         let result = if replace { file.persist(&path) } else { file.persist_noclobber(&path) };
-        result.map(drop).map_err(|persist| match persist.error.kind() {
-            io::ErrorKind::AlreadyExists => {
+        match result {
+            Ok(_) => Ok(path),
+            Err(persist) if persist.error.kind() == io::ErrorKind::AlreadyExists => {
                 let problem = "has appeared meanwhile: name another file, or replace it with --force".to_owned();
-                Error::File { path, problem }
+                Err(Error::File { path, problem })
             }
-            _ => Error::system(format!("write {}", path.display()), persist.error),
-        })
+            Err(persist) => Err(Error::system(format!("write {}", path.display()), persist.error)),
+        }
     }
 
     fn fails(&self, error: io::Error) -> Error {

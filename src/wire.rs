@@ -21,7 +21,8 @@
 //! | from 16 | body | one JSON object in UTF-8 |
 //!
 //! Integers are little-endian. Unknown fields of a body are ignored; a field whose type ends in `?` may be null or absent. A
-//! kind that is not in the table breaks the protocol, as does whatever contradicts this page: the code is `protocol`.
+//! kind that is not in the table breaks the protocol, as does whatever contradicts this page: the code is `protocol`. Names and
+//! digests have at most 255 bytes.
 //! Descriptors come with `segments`, as many as it lists sizes, and with `pool`, which has one; with any other kind the fd
 //! count is 0.
 //!
@@ -30,7 +31,7 @@
 //! | kind | name | sent by | body |
 //! |---|---|---|---|
 //! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (none in version 1), `backend` string (`"cuda"` or `"host"`), `pid` u32 |
-//! | 2 | `request` | consumer | `object` string (`"default"`; at most 255 bytes), `access` `"ro"` or `"rw"`? (null: what the offer says), `range` {`offset` u64, `length` u64}? (null: all of it), `have` u64? (how many segments it holds from earlier requests) |
+//! | 2 | `request` | consumer | `object` string (`"default"`), `access` `"ro"` or `"rw"`? (null: what the offer says), `range` {`offset` u64, `length` u64}? (null: all of it), `have` u64? (how many segments it holds from earlier requests) |
 //! | 3 | `offer` | producer | `object` string, `memory` memory, `array` array?, `access` `"ro"` or `"rw"`, `part` {`first` u64, `segments` u64, `offset` u64, `size` u64}?, `salt` u32?, `digest` string?, `reply_salt` u32? |
 //! | 4 | `segments` | producer | `first` u64 (index of the first listed), `sizes` \[u64\], 1 to 253 of them |
 //! | 5 | `received` | consumer | `segments` u64: how many of this offer's arrived so far |
@@ -139,7 +140,7 @@ pub const MAX_BODY: usize = 64 * 1024;
 /// The most descriptors in one record: the kernel's own limit (`SCM_MAX_FD`).
 pub const MAX_FDS: usize = 253;
 
-/// The longest name of an object or a backend, in bytes.
+/// The longest name of an object, a backend or a device, and the longest digest, in bytes.
 pub const MAX_NAME: usize = 255;
 
 /// The name of the object that a producer serves unless told otherwise.
@@ -411,22 +412,27 @@ impl Outcome {
         Self { verified, words: 0, mismatches: 0, first_mismatch: None, digest: None }
     }
 
-    /// Checks what a peer says it found against itself, and against how many words it was to check.
+    /// Checks what a peer says it found against itself, and against which words it was to check.
     ///
     /// # Errors
     /// [`ProtocolError::Content`].
-    pub fn check(&self, words: u64) -> Result<(), ProtocolError> {
+    pub fn check(&self, words: Range<u64>) -> Result<(), ProtocolError> {
+        let count = words.end.saturating_sub(words.start);
         // Whoever checked nothing may still know that all is not well.
         let verdict = self.verified == (self.mismatches == 0) || (self.words == 0 && !self.verified);
-        let counts = self.words == words && self.mismatches <= words && verdict;
+        let counts = self.words == count && self.mismatches <= count && verdict;
         let first = match self.first_mismatch {
-            Some(first) => self.mismatches > 0 && first.index < words && first.expected != first.found,
+            Some(first) => self.mismatches > 0 && words.contains(&first.index) && first.expected != first.found,
             None => true,
         };
         if counts && first {
             Ok(())
         } else {
-            Err(ProtocolError::Content(format!("a result of {words} words can't be {self:?}")))
+            let Self { verified, words: claimed, mismatches, .. } = self;
+            let first = self.first_mismatch.map_or_else(String::new, |first| format!(", the first at {}", first.index));
+            Err(ProtocolError::Content(format!(
+                "a result says verified: {verified}, {claimed} words, {mismatches} wrong{first}, where words {words:?} were to check"
+            )))
         }
     }
 }
@@ -587,13 +593,22 @@ impl Message {
             Self::Segments(segments) if !(1..=MAX_FDS).contains(&segments.sizes.len()) => Err(ProtocolError::Content(
                 format!("segments lists {} sizes where 1 to {MAX_FDS} belong", segments.sizes.len()),
             )),
-            Self::Hello(Hello { backend: name, .. }) | Self::Request(Request { object: name, .. })
-                if name.len() > MAX_NAME =>
-            {
-                let length = name.len();
-                Err(ProtocolError::Content(format!("a name has {length} bytes where at most {MAX_NAME} are allowed")))
+            Self::Hello(Hello { backend: name, .. }) | Self::Request(Request { object: name, .. }) => bounded(name),
+            Self::Offer(offer) => {
+                let digest = offer.digest.as_deref().unwrap_or_default();
+                [offer.object.as_str(), &offer.memory.device.name, digest].into_iter().try_for_each(bounded)
             }
+            Self::Result(outcome) => bounded(outcome.digest.as_deref().unwrap_or_default()),
             _ => Ok(()),
+        }
+    }
+}
+
+fn bounded(name: &str) -> Result<(), ProtocolError> {
+    match name.len() {
+        0..=MAX_NAME => Ok(()),
+        length => {
+            Err(ProtocolError::Content(format!("a name has {length} bytes where at most {MAX_NAME} are allowed")))
         }
     }
 }
@@ -756,8 +771,18 @@ mod tests {
         for body in [many.as_str(), r#"{"first":0,"sizes":[]}"#] {
             assert!(matches!(decode(&record(4, body, 0)), ProtocolError::Content(_)));
         }
-        let long = format!(r#"{{"object":"{}"}}"#, "x".repeat(MAX_NAME + 1));
-        assert!(matches!(decode(&record(2, &long, 0)), ProtocolError::Content(_)));
+        let long = "x".repeat(MAX_NAME + 1);
+        let asked = format!(r#"{{"object":"{long}"}}"#);
+        assert!(matches!(decode(&record(2, &asked, 0)), ProtocolError::Content(_)));
+        let found = format!(r#"{{"verified":true,"words":0,"mismatches":0,"digest":"{long}"}}"#);
+        assert!(matches!(decode(&record(6, &found, 0)), ProtocolError::Content(_)));
+        let mut offers = every_message();
+        offers.retain(|message| matches!(message, Message::Offer(_)));
+        for mut message in offers {
+            let Message::Offer(offer) = &mut message else { continue };
+            offer.memory.device.name = long.clone();
+            assert!(matches!(message.encode(), Err(ProtocolError::Content(_))));
+        }
     }
 
     #[test]
@@ -793,9 +818,9 @@ mod tests {
             result(false, 9, 1, Some(8)),
             result(false, 9, 9, Some(0)),
         ] {
-            assert_eq!(sound.check(9), Ok(()), "{sound:?}");
+            assert_eq!(sound.check(0..9), Ok(()), "{sound:?}");
         }
-        assert_eq!((result(true, 0, 0, None).check(0), result(false, 0, 0, None).check(0)), (Ok(()), Ok(())));
+        assert_eq!((result(true, 0, 0, None).check(0..0), result(false, 0, 0, None).check(5..5)), (Ok(()), Ok(())));
         for lie in [
             result(true, 8, 0, None),
             result(true, u64::MAX, 7, Some(0)),
@@ -805,8 +830,12 @@ mod tests {
             result(false, 9, 1, Some(9)),
             result(true, 9, 0, Some(0)),
         ] {
-            assert!(lie.check(9).is_err(), "{lie:?}");
+            assert!(lie.check(0..9).is_err(), "{lie:?}");
         }
+        // Of a part, the index is still the object's.
+        assert_eq!(result(false, 9, 1, Some(100)).check(100..109), Ok(()));
+        assert!(result(false, 9, 1, Some(8)).check(100..109).is_err());
+        assert!(result(false, 9, 1, Some(109)).check(100..109).is_err());
     }
 
     #[test]

@@ -21,7 +21,10 @@ use std::{
 
 use nix::{
     poll::PollFlags,
-    sys::socket::{getsockopt, sockopt::PeerCredentials},
+    sys::{
+        resource::{Resource, getrlimit},
+        socket::{getsockopt, sockopt::PeerCredentials},
+    },
 };
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
 use sendfd::SendWithFd;
@@ -181,6 +184,9 @@ impl Channel {
             self.cancel.check()?;
             match self.take_record() {
                 Ok(None) => return Err(Error::PeerGone { purpose }),
+                Ok(Some(Err(cut @ ProtocolError::FdsTruncated { .. }))) => {
+                    return Err(own_limit().unwrap_or(cut.into()));
+                }
                 Ok(Some(received)) => {
                     let (message, fds) = received?;
                     tracing::debug!(kind = message.name(), fds = fds.len(), pid = self.peer.pid, "received");
@@ -201,12 +207,12 @@ impl Channel {
     }
 
     /// Ends the connection so that the last record arrives: shuts down writing, then reads to the end, or until the peer
-    /// has had the channel's timeout since that record, or `patience` if that is less.
+    /// has had the channel's timeout since that record, or `patience` if that is less. Says whether the peer has gone.
     ///
     /// See shutdown(2): to close with records unread would reset the connection.
-    pub fn finish(mut self, patience: Duration) {
+    pub fn finish(mut self, patience: Duration) -> bool {
         if self.socket.shutdown(Shutdown::Write).is_err() {
-            return;
+            return true;
         }
         let deadline = self.sent.checked_add(self.timeout.min(patience)).unwrap_or_else(|| self.deadline());
         loop {
@@ -216,10 +222,12 @@ impl Channel {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     match self.cancel.wait(self.socket.as_fd(), PollFlags::POLLIN, deadline) {
                         Ok(true) => {}
-                        Ok(false) | Err(_) => return,
+                        Ok(false) | Err(_) => return false,
                     }
                 }
-                _ => return,
+                // It sends on and on.
+                Ok(Some(_)) => return false,
+                Ok(None) | Err(_) => return true,
             }
         }
     }
@@ -277,6 +285,13 @@ impl Channel {
         }
         Ok(Some(Message::decode(&self.record[..received.bytes], fds.len()).map(|message| (message, fds))))
     }
+}
+
+/// The limit of this process that cut descriptors off, if it was that and not the peer.
+fn own_limit() -> Option<Error> {
+    let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    let needed = std::fs::read_dir("/proc/self/fd").ok()?.count() as u64 + MAX_FDS as u64;
+    (needed > limit).then_some(Error::TooManyDescriptors { needed, limit })
 }
 
 fn gone(error: &io::Error) -> bool {

@@ -133,7 +133,8 @@ pub trait Command: Parser {
 pub fn main<C: Command>() -> ExitCode {
     // Before any thread starts, so that all of them leave the signals to the one that waits for them.
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
-    let masked = signals.thread_block();
+    // A limit of file sizes is then an error of the write that meets it.
+    let masked = signals.thread_block().and_then(|()| SigSet::from(Signal::SIGXFSZ).thread_block());
     let command = match C::try_parse() {
         Ok(command) => command,
         Err(error) => return usage::<C>(&error),

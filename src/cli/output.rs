@@ -173,6 +173,9 @@ impl Console {
 
     /// Says how the command ended, and with which code it exits. What is said first stays.
     pub(super) fn finish(&self, result: Result<Exit, Error>) -> Exit {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
         let mut finished = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
         if mem::replace(&mut *finished, true) {
             return result.unwrap_or_else(|error| Exit::of(&error));
@@ -322,7 +325,7 @@ impl Console {
             }
             Event::Array { array, first } => {
                 self.state().report.array = Some(array.clone());
-                self.step("array", None, format!("{array}: {}", first.join(" ")));
+                self.step("array", None, format!("{}: {}", described(array), first.join(" ")));
             }
             Event::Verified { outcome, took } => self.step("verify", Some(took), findings(outcome)),
             Event::Saved { path, size, took } => {
@@ -447,6 +450,14 @@ fn findings(outcome: &Outcome) -> String {
         Some(digest) => format!("{digest}, which is WRONG"),
         None if *words == 0 => "nothing to check it against".to_owned(),
         None => format!("{words} words, {mismatches} wrong{}", first_words(*first_mismatch)),
+    }
+}
+
+/// An array's type and shape, and always its strides.
+fn described(array: &ArrayDescriptor) -> String {
+    match (&array.strides, array.strides_in_bytes()) {
+        (None, Ok(strides)) => ArrayDescriptor { strides: Some(strides), ..array.clone() }.to_string(),
+        _ => array.to_string(),
     }
 }
 

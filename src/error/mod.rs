@@ -91,8 +91,8 @@ pub enum Error {
     #[error("a legacy handle can't be opened in the process that made it, which has the memory already")]
     OwnHandle,
 
-    /// This process may not hold a descriptor for each allocation.
-    #[error("{needed} open files are needed, one for each chunk, and this process may have {limit}")]
+    /// This process may not hold as many descriptors as there are allocations, or as come at once.
+    #[error("{needed} open files are needed, and this process may have {limit}")]
     TooManyDescriptors {
         /// How many it would have.
         needed: u64,

@@ -38,6 +38,8 @@ struct State {
     mappings: Vec<Mapping>,
     /// Those that are not exported yet, because they are still to be sealed.
     unsealed: Vec<Arc<Allocation>>,
+    /// Whether they are sealed, and whether for everybody.
+    sealed: Option<bool>,
     took: Took,
 }
 
@@ -100,16 +102,16 @@ impl Chunks {
             reservation: Reservation::new(device, capacity)?,
             state: RwLock::default(),
         };
-        chunks.grow(spec.size)?;
+        let size = chunks.make_room(spec.size)?;
+        chunks.publish(size);
         Ok(chunks)
     }
 
-    /// As [`super::Shared::grow`].
-    pub(super) fn grow(&self, size: u64) -> Result<()> {
+    /// As [`super::Shared::make_room`].
+    pub(super) fn make_room(&self, size: u64) -> Result<u64> {
         let mut state = self.write();
-        if self.to_be_sealed && state.unsealed.is_empty() && state.size > 0 {
-            let feature = "growing memory that is sealed";
-            return Err(Error::Unsupported { device: self.device.to_string(), feature });
+        if state.sealed.is_some() {
+            return self.unsupported("growing memory that is sealed");
         }
         let (data, room) = (state.size, self.reservation.size());
         check_range(data, size, room)?;
@@ -117,8 +119,16 @@ impl Chunks {
             let missing = data + size - state.mapped();
             self.add(&mut state, missing)?;
         }
-        state.size = data + size;
-        Ok(())
+        Ok(data + size)
+    }
+
+    /// As [`super::Shared::publish`].
+    pub(super) fn publish(&self, size: u64) {
+        self.write().size = size;
+    }
+
+    fn unsupported<T>(&self, feature: &'static str) -> Result<T> {
+        Err(Error::Unsupported { device: self.device.to_string(), feature })
     }
 
     /// Adds allocations of so many bytes, rounded up.
@@ -150,7 +160,16 @@ impl Chunks {
     /// As [`super::Shared::seal`].
     pub(super) fn seal(&self) -> Result<bool> {
         let mut state = self.write();
+        if let Some(enforced) = state.sealed {
+            return Ok(enforced);
+        }
+        if !self.to_be_sealed {
+            return self.unsupported("sealing memory that was not made to be sealed, and so is out already");
+        }
         // No writable mapping may be left: it would go on writing.
+        for mapping in &mut state.mappings {
+            mapping.unmap()?;
+        }
         state.mappings.clear();
         let mut mapping = Mapping::empty(&self.reservation, 0, &self.device, Access::ReadOnly)?;
         let node = state.unsealed.first().and_then(|first| first.properties().location.host_node());
@@ -163,6 +182,7 @@ impl Chunks {
         }
         mapping.allow(node)?;
         state.mappings.push(mapping);
+        state.sealed = Some(enforced);
         Ok(enforced)
     }
 

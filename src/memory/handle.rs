@@ -12,7 +12,7 @@ use super::{Device, Imported, LegacyMemory, Region, Selector, Shared, check_rang
 use crate::{
     array::{ArrayDescriptor, Interface},
     driver::{Access, Driver},
-    error::Result,
+    error::{Error, Result},
     wire::{Description, Pointer},
 };
 
@@ -63,7 +63,8 @@ impl ArrayHandle {
     /// or none with a legacy handle. The receiver may close them once it has opened it.
     ///
     /// # Errors
-    /// [`crate::Error::Array`] if the array is not inside the memory; [`crate::Error::Driver`]; [`crate::Error::System`].
+    /// [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is still to be sealed;
+    /// [`Error::Driver`]; [`Error::System`].
     ///
     /// Driver calls: `cuMemPoolExportToShareableHandle`, `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     pub fn of(shared: &Shared, array: ArrayDescriptor) -> Result<(Self, Vec<OwnedFd>)> {
@@ -71,7 +72,7 @@ impl ArrayHandle {
         let mut fds = Vec::new();
         let mut keep = |fd: BorrowedFd<'_>| {
             let fd = fd.try_clone_to_owned();
-            fd.map(|fd| fds.push(fd)).map_err(|error| crate::Error::system("duplicate a descriptor", error))
+            fd.map(|fd| fds.push(fd)).map_err(|error| Error::system("duplicate a descriptor", error))
         };
         let mut segments = Vec::new();
         if let Some((_, chunks)) = shared.chunks(0..shared.size(), 0)? {
@@ -83,14 +84,19 @@ impl ArrayHandle {
         if let Some(pool) = shared.pool() {
             keep(pool.export()?)?;
         }
-        Ok((Self { memory: shared.describe()?, segments, array }, fds))
+        let memory = shared.describe()?;
+        if memory.segments != segments.len() as u64 {
+            let device = shared.device().to_string();
+            return Err(Error::Unsupported { device, feature: "handing out memory that is still to be sealed" });
+        }
+        Ok((Self { memory, segments, array }, fds))
     }
 
     /// Opens it. `device` is the one that is to use the memory: by default the owner, or the first one if this process does not
     /// see the owner. The descriptors are closed on success and on failure.
     ///
     /// # Errors
-    /// [`crate::Error::Array`] if the array is not inside the memory, before anything is opened; those of [`Imported::open`]
+    /// [`Error::Array`] if the array is not inside the memory, before anything is opened; those of [`Imported::open`]
     /// and [`Device::for_memory_of`].
     ///
     /// Driver calls: those of [`Imported::open`].
@@ -121,7 +127,7 @@ impl Array {
     /// An array in memory.
     ///
     /// # Errors
-    /// [`crate::Error::Array`] if it is not inside the memory.
+    /// [`Error::Array`] if it is not inside the memory.
     pub fn new(memory: Arc<dyn Region>, descriptor: ArrayDescriptor) -> Result<Self> {
         descriptor.check(memory.size())?;
         Ok(Self { memory, descriptor })
@@ -131,14 +137,14 @@ impl Array {
     /// `offset` is where the array's memory begins behind what the handle opens, in bytes.
     ///
     /// # Errors
-    /// Those of [`LegacyMemory::open`]; [`crate::Error::OutOfRange`]; [`crate::Error::Array`].
+    /// Those of [`LegacyMemory::open`]; [`Error::OutOfRange`]; [`Error::Array`].
     ///
     /// Driver calls: those of [`LegacyMemory::open`].
     pub fn open_legacy(device: &Device, handle: &Pointer, offset: u64, descriptor: ArrayDescriptor) -> Result<Self> {
         let memory = LegacyMemory::open(device, handle)?;
         check_range(offset, 0, memory.size())?;
         let begin = descriptor.offset.checked_add(offset);
-        let begin = begin.ok_or(crate::Error::OutOfRange { offset, length: descriptor.offset, size: memory.size() })?;
+        let begin = begin.ok_or(Error::OutOfRange { offset, length: descriptor.offset, size: memory.size() })?;
         Self::new(memory, ArrayDescriptor { offset: begin, ..descriptor })
     }
 
@@ -155,7 +161,7 @@ impl Array {
     /// The dictionary of `__cuda_array_interface__`, for CuPy, Numba, PyTorch and others.
     ///
     /// # Errors
-    /// [`crate::Error::Array`] if it passes the end of the address space.
+    /// [`Error::Array`] if it passes the end of the address space.
     pub fn interface(&self) -> Result<Interface> {
         self.descriptor.interface(self.memory.address(), self.memory.access() == Access::ReadOnly)
     }
@@ -163,15 +169,15 @@ impl Array {
     /// One element's bytes.
     ///
     /// # Errors
-    /// [`crate::Error::Array`] for an index outside; [`crate::Error::Driver`]. Driver call: `cuMemcpyDtoH`.
+    /// [`Error::Array`] for an index outside; [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
     pub fn element(&self, index: &[u64]) -> Result<Vec<u8>> {
-        element_at(&*self.memory, &self.descriptor, self.descriptor.offset_of(index)?)
+        element_at(&*self.memory, self.descriptor.typestr.size(), self.descriptor.offset_of(index)?)
     }
 
     /// The first elements as a person reads them, at most so many.
     ///
     /// # Errors
-    /// [`crate::Error::Driver`]. Driver call: `cuMemcpyDtoH` for each.
+    /// [`Error::Driver`]. Driver call: `cuMemcpyDtoH` for each.
     pub fn first(&self, most: usize) -> Result<Vec<String>> {
         first_elements(&*self.memory, &self.descriptor, most)
     }
@@ -179,7 +185,7 @@ impl Array {
     /// A view of every `step`th element of a range along an axis: see [`ArrayDescriptor::slice`].
     ///
     /// # Errors
-    /// [`crate::Error::Array`] if it is not inside.
+    /// [`Error::Array`] if it is not inside.
     pub fn slice(&self, axis: usize, range: Range<u64>, step: i64) -> Result<Self> {
         self.view(self.descriptor.slice(axis, range, step)?)
     }
@@ -187,7 +193,7 @@ impl Array {
     /// A view of one index along an axis, which it no longer has.
     ///
     /// # Errors
-    /// [`crate::Error::Array`] if it is not inside.
+    /// [`Error::Array`] if it is not inside.
     pub fn index(&self, axis: usize, index: u64) -> Result<Self> {
         self.view(self.descriptor.index(axis, index)?)
     }
@@ -195,7 +201,7 @@ impl Array {
     /// A view with the axes in another order.
     ///
     /// # Errors
-    /// [`crate::Error::Array`] unless each axis is named once.
+    /// [`Error::Array`] unless each axis is named once.
     pub fn permute(&self, axes: &[usize]) -> Result<Self> {
         self.view(self.descriptor.permute(axes)?)
     }
@@ -205,17 +211,27 @@ impl Array {
     }
 }
 
+/// How many bytes of an element a person is shown.
+const SHOWN_OF_AN_ELEMENT: u64 = 32;
+
 /// The first elements of an array in memory as a person reads them, at most so many.
 ///
 /// # Errors
-/// [`crate::Error::Array`] if it makes no sense; [`crate::Error::OutOfRange`]; [`crate::Error::Driver`].
+/// [`Error::Array`] if it makes no sense; [`Error::OutOfRange`]; [`Error::Driver`].
 pub(crate) fn first_elements(memory: &dyn Region, array: &ArrayDescriptor, most: usize) -> Result<Vec<String>> {
     let offsets = array.offsets()?.take(most);
-    offsets.map(|offset| Ok(array.typestr.format(&element_at(memory, array, offset)?))).collect()
+    // Only a raw element is larger: its beginning is enough.
+    let size = array.typestr.size();
+    let shown = size.min(SHOWN_OF_AN_ELEMENT);
+    let shorten = |offset| {
+        let text = array.typestr.format(&element_at(memory, shown, offset)?);
+        Ok(if shown < size { text + "..." } else { text })
+    };
+    offsets.map(shorten).collect()
 }
 
-fn element_at(memory: &dyn Region, array: &ArrayDescriptor, offset: u64) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; usize::try_from(array.typestr.size()).unwrap_or(usize::MAX)];
+fn element_at(memory: &dyn Region, size: u64, offset: u64) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(size).unwrap_or(usize::MAX)];
     memory.copy_out(offset, &mut bytes)?;
     Ok(bytes)
 }

@@ -215,14 +215,12 @@ impl Importing {
     pub fn begin(device: &Device, description: &Description, part: &Part, access: Access) -> Result<Self> {
         check(device, description, part)?;
         let granularity = device.granularity()?;
-        if part.size == 0 || !part.size.is_multiple_of(granularity) {
-            let size = part.size;
-            return nonsense(format!(
-                "{size} bytes are offered as mapped, where memory comes in units of {granularity}"
-            ));
+        if part.size == 0 {
+            return nonsense(format!("{part:?} has no memory"));
         }
-        // If it may grow, room for that too, where there is: other segments will follow these.
-        let capacity = description.capacity.unwrap_or(0).max(part.size) / granularity * granularity;
+        // If it may grow, room for that too, within reason and where there is any: other segments will follow these.
+        let capacity = description.capacity.unwrap_or(0).clamp(part.size, part.size.saturating_add(MOST_ROOM));
+        let capacity = capacity / granularity * granularity;
         let size = if part.size == description.mapped_size { capacity } else { part.size };
         let reservation = match Reservation::new(device, size) {
             Err(_) if size > part.size => Reservation::new(device, part.size)?,
@@ -354,19 +352,36 @@ impl Importing {
     }
 }
 
+/// How many more bytes of addresses than the memory has are reserved for it to grow, at most: the peer names the capacity.
+const MOST_ROOM: u64 = 1 << 40;
+
+/// More bytes than any process has addresses for.
+const ADDRESSES: u64 = 1 << 56;
+
 /// What a description must be, before anything is done with it.
 fn check(device: &Device, description: &Description, part: &Part) -> Result<()> {
+    if description.mechanism != Mechanism::Vmm || description.location == Placement::Unknown {
+        let message = "the memory is of a kind that this version does not know".to_owned();
+        return Err(Error::Mismatch { code: ErrorCode::Failed, message });
+    }
     let Description { size, mapped_size, segments, .. } = *description;
+    let granularity = device.granularity()?;
+    for size in [mapped_size, part.size, part.offset] {
+        if !size.is_multiple_of(granularity) || size > ADDRESSES {
+            return nonsense(format!(
+                "{size} bytes are offered as mapped, where memory comes in units of {granularity}"
+            ));
+        }
+    }
+    let possible = segments <= mapped_size / granularity;
+    let whole = part.segments < segments || part.size == mapped_size;
     let inside = part.offset.checked_add(part.size).is_some_and(|end| end <= mapped_size);
     let counted = part.first.checked_add(part.segments).is_some_and(|end| end <= segments);
-    if size > mapped_size || !inside || !counted || (part.size == 0) != (part.segments == 0) {
+    let empty = (part.size == 0) == (part.segments == 0);
+    if size > mapped_size || !(inside && counted && whole && possible && empty) {
         return nonsense(format!(
             "{part:?} of {size} bytes of data in {mapped_size} bytes of memory, {segments} segments"
         ));
-    }
-    if description.mechanism != Mechanism::Vmm || description.location == Placement::Unknown {
-        let feature = "memory of a kind that this version does not know";
-        return Err(Error::Unsupported { device: device.to_string(), feature });
     }
     Ok(())
 }
@@ -392,15 +407,16 @@ fn not_as_offered(device: &Device, description: &Description, error: Error) -> E
     };
     let opens = ["Import", "Open", "host import"].iter().any(|part| call.contains(part));
     let maps = ["cuMemMap", "host map"].contains(&call);
+    let allows = ["cuMemSetAccess", "host set_access"].contains(&call);
     let reaches = device.uuid() == description.device.uuid;
     let of_the_peer = match code {
-        code::INVALID_VALUE => opens || maps,
+        code::INVALID_VALUE => opens || maps || allows,
         code::NOT_SUPPORTED => opens || maps,
         code::UNKNOWN | code::INVALID_HANDLE => opens,
         _ => false,
     };
     let out_of_reach = [code::INVALID_DEVICE, code::PEER_ACCESS_UNSUPPORTED].contains(&code);
-    if !reaches && (out_of_reach || (call == "cuMemSetAccess" && code == code::INVALID_VALUE)) {
+    if !reaches && (out_of_reach || (allows && code == code::INVALID_VALUE)) {
         let (device, owner) = (device.to_string(), description.device.to_string());
         return Error::NoPeerAccess { device, owner, source: Some(Box::new(error)) };
     }

@@ -1,6 +1,7 @@
 //! Memory that is given to others, whichever way it travels.
 
 use std::{
+    mem,
     ops::Range,
     sync::{
         Arc,
@@ -122,12 +123,37 @@ impl Shared {
     ///
     /// Driver calls: those of [`Shared::create`].
     pub fn grow(&self, size: u64) -> Result<()> {
+        let size = self.make_room(size)?;
+        self.publish(size);
+        Ok(())
+    }
+
+    /// The first half of growing: memory for `size` more bytes, which are no data yet. Returns how many bytes of data it can hold
+    /// then.
+    pub(crate) fn make_room(&self, size: u64) -> Result<u64> {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.grow(size),
+            Memory::Vmm(chunks) => chunks.make_room(size),
             _ => {
                 let feature = "growing memory that is not shared by vmm";
                 Err(Error::Unsupported { device: self.device.to_string(), feature })
             }
+        }
+    }
+
+    /// The second half: what was written there is data.
+    pub(crate) fn publish(&self, size: u64) {
+        if let Memory::Vmm(chunks) = &self.memory {
+            chunks.publish(size);
+        }
+    }
+
+    /// Leaves the memory allocated for as long as the process lives, because somebody has it open who does not let go of it. When
+    /// the process ends that does no harm: what is open elsewhere was seen to stay.
+    pub(crate) fn abandon(&self) {
+        match &self.memory {
+            Memory::Vmm(_) => {}
+            Memory::Pool { buffer } => mem::forget(Arc::clone(buffer)),
+            Memory::Legacy { memory, .. } => mem::forget(Arc::clone(memory)),
         }
     }
 
@@ -138,16 +164,18 @@ impl Shared {
     /// may write all the same.
     ///
     /// # Errors
-    /// [`Error::Driver`]; after one it can't be used any more.
+    /// [`Error::Unsupported`] for memory that was not made to be sealed; [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE`, and
+    /// nothing changed, while a [`super::Mirror`] is open on it; after another it can't be used any more.
     ///
     /// Driver calls: `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`. See
     /// [`super::Allocation::seal`].
     pub fn seal(&self) -> Result<bool> {
+        let enforced = match &self.memory {
+            Memory::Vmm(chunks) => chunks.seal()?,
+            _ => false,
+        };
         self.sealed.store(true, Ordering::Release);
-        match &self.memory {
-            Memory::Vmm(chunks) => chunks.seal(),
-            _ => Ok(false),
-        }
+        Ok(enforced)
     }
 
     /// How many bytes hold data.

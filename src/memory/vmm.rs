@@ -253,6 +253,15 @@ impl Mapping {
         Ok(())
     }
 
+    /// Unmaps all of it, if it can be.
+    pub(super) fn unmap(&mut self) -> Result<()> {
+        if self.size > 0 {
+            self.device.driver().unmap(self.address, self.size)?;
+            self.size = 0;
+        }
+        Ok(())
+    }
+
     /// Lets the device use what is mapped, and the CPUs of a NUMA node if the memory is theirs.
     pub(super) fn allow(&self, node: Option<i32>) -> Result<()> {
         let device = Location::Device(self.device.ordinal());
@@ -283,8 +292,6 @@ impl Region for Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if self.size > 0 {
-            report(self.device.driver().unmap(self.address, self.size), "a mapping can't be unmapped");
-        }
+        report(self.unmap(), "a mapping can't be unmapped");
     }
 }

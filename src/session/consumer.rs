@@ -59,7 +59,7 @@ impl Default for Ask {
 /// let opened = start(Choice::Auto, &terms.cancel, &|_| {})?;
 /// let mut consumer = Consumer::connect(&opened.driver, None, &socket_path(None)?, &terms, &|_| {})?;
 /// let lent = consumer.request(&Ask::default())?;
-/// println!("{} bytes at {:#x}", lent.offer.memory.size, lent.memory.address());
+/// println!("{} bytes at {:#x}", lent.offer().memory.size, lent.address());
 /// let found = consumer.verify(&lent)?;
 /// consumer.reply(&lent)?;
 /// let both = consumer.report(&lent, &found)?;
@@ -78,6 +78,8 @@ pub struct Consumer<'a> {
     named: bool,
     /// The pools that this connection was given, by the producer's numbers.
     pools: BTreeMap<u64, Arc<Pool>>,
+    /// Held by all memory that the producer frees when the connection ends.
+    connection: Arc<Connection>,
     observer: Observer<'a>,
 }
 
@@ -88,23 +90,46 @@ pub struct Consumer<'a> {
 /// the [`Consumer`] is dropped before.
 #[derive(Debug)]
 pub struct Lent {
-    /// What the producer said of it, checked.
-    pub offer: Offer,
-    /// The memory: of a part of the object, if a range was asked for.
-    pub memory: Imported,
-    /// The bytes that were asked for.
-    pub range: Range<u64>,
-    // After the memory.
-    _connection: Option<Arc<UnixStream>>,
+    offer: Offer,
+    memory: Imported,
+    range: Range<u64>,
+    // Let go of after the memory, which can't be taken out of here.
+    _connection: Option<Arc<Connection>>,
+}
+
+/// What keeps a connection open.
+#[derive(Debug)]
+struct Connection {
+    _socket: Arc<UnixStream>,
 }
 
 impl Lent {
+    /// What the producer said of it, checked.
+    pub fn offer(&self) -> &Offer {
+        &self.offer
+    }
+
+    /// The memory: of a part of the object, if a range was asked for.
+    pub fn memory(&self) -> &Imported {
+        &self.memory
+    }
+
+    /// The bytes that were asked for.
+    pub fn range(&self) -> Range<u64> {
+        self.range.clone()
+    }
+
+    /// Whether all of the object is there.
+    fn is_whole(&self) -> bool {
+        self.memory.start() == 0 && self.range == (0..self.offer.memory.size)
+    }
+
     /// The typed array that it holds, if the producer says so and all of it was asked for.
     ///
     /// # Errors
     /// [`Error::Array`] if it is not inside the memory, which was checked before.
     pub fn into_array(self) -> Result<Option<Array>> {
-        match self.offer.array.clone().filter(|_| self.memory.start() == 0) {
+        match self.offer.array.clone().filter(|_| self.is_whole()) {
             Some(array) => Array::new(Arc::new(self), array).map(Some),
             None => Ok(None),
         }
@@ -197,8 +222,10 @@ impl<'a> Consumer<'a> {
         }
         let begun = Instant::now();
         let channel = connect(path, terms.timeout, &terms.trust, &terms.cancel)?;
+        let connection = Arc::new(Connection { _socket: channel.socket() });
         let mut consumer = Self {
             link: Link::new(channel),
+            connection,
             driver: Arc::clone(driver),
             ready: early,
             named: device.is_some(),
@@ -264,7 +291,7 @@ impl<'a> Consumer<'a> {
         };
         (self.observer)(Event::Received { offer: &offer, fds: &fds, took: begun.elapsed() - opening });
         (self.observer)(Event::Mapped { address: memory.address(), access: offer.access, took: opening });
-        let connection = memory.is_borrowed().then(|| self.link.channel.socket());
+        let connection = memory.is_borrowed().then(|| Arc::clone(&self.connection));
         Ok(Lent { offer, memory, range, _connection: connection })
     }
 
@@ -318,6 +345,7 @@ impl<'a> Consumer<'a> {
                 return Err(ProtocolError::Content(message).into());
             }
             numbers.extend(fds.iter().map(AsRawFd::as_raw_fd));
+            self.link.busy()?;
             timed(opening, || importing.take(&segments.sizes, fds))?;
             self.link.send(Message::Received(Received { segments: numbers.len() as u64 }), &[])?;
         }
@@ -378,10 +406,12 @@ impl<'a> Consumer<'a> {
         let begun = Instant::now();
         let outcome = self.check(lent, Some(&mut target))?;
         if outcome.verified {
-            let path = target.path().to_owned();
-            let link = &mut self.link;
-            // The disk may be slow.
-            interruptibly(&mut || link.busy(), move || target.finish())?;
+            let (file, link) = (target.file()?, &mut self.link);
+            // The disk may be slow; whoever does not wait for it leaves nothing beside the target.
+            interruptibly(&mut || link.busy(), move || {
+                file.sync_all().map_err(|error| Error::system("sync a file", error))
+            })?;
+            let path = target.finish()?;
             let size = lent.range.end - lent.range.start;
             (self.observer)(Event::Saved { path: &path, size, took: begun.elapsed() });
         }
@@ -391,7 +421,7 @@ impl<'a> Consumer<'a> {
     fn check(&mut self, lent: &Lent, mut target: Option<&mut Target>) -> Result<Outcome> {
         let begun = Instant::now();
         let Lent { offer, memory, range, .. } = lent;
-        if let Some(array) = offer.array.as_ref().filter(|_| memory.start() == 0 && range.end == offer.memory.size) {
+        if let Some(array) = offer.array.as_ref().filter(|_| lent.is_whole()) {
             let first = first_elements(memory, array, FIRST_ELEMENTS)?;
             (self.observer)(Event::Array { array, first: &first });
         }
@@ -462,8 +492,8 @@ impl<'a> Consumer<'a> {
         };
         // The producer checks a reply, if there is one. It may also say no without a reason that it could count.
         let reply_due = lent.offer.reply_salt.is_some() && found.verified;
-        let to_check = if reply_due { pattern::words(&lent.range) } else { 0 };
-        outcome.check(if outcome.verified { to_check } else { outcome.words.min(to_check) })?;
+        let to_check = if reply_due { pattern::touched(&lent.range) } else { 0..0 };
+        outcome.check(if outcome.verified || outcome.words > 0 { to_check } else { 0..0 })?;
         (self.observer)(Event::Told { peer: self.peer(), outcome: &outcome, took: begun.elapsed() });
         Ok(outcome)
     }
@@ -471,10 +501,10 @@ impl<'a> Consumer<'a> {
     /// Ends the conversation in good order; if memory of a pool or legacy memory is still there, when that is dropped.
     pub fn close(mut self) {
         self.pools.clear();
-        if Arc::strong_count(&self.link.channel.socket()) > 2 {
-            return;
+        // What still holds it ends it.
+        if Arc::strong_count(&self.connection) == 1 {
+            self.link.end(&Ok(()));
         }
-        self.link.end(&Ok(()));
     }
 
     fn converse(&mut self, ask: &Ask, target: Option<Target>) -> Result<Findings> {

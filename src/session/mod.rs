@@ -296,20 +296,20 @@ impl Link {
         if self.spoken.elapsed() >= self.busy_every { self.send(Message::Busy(Busy {}), &[]) } else { Ok(()) }
     }
 
-    /// Ends the conversation: with an `error` if this side has one that the peer does not know.
-    fn end<T>(self, result: &Result<T>) {
-        self.end_within(Duration::MAX, result);
+    /// Ends the conversation: with an `error` if this side has one that the peer does not know. Says whether the peer has gone.
+    fn end<T>(self, result: &Result<T>) -> bool {
+        self.end_within(Duration::MAX, result)
     }
 
     /// As [`Link::end`], for a peer who is given no more than `patience` to leave.
-    fn end_within<T>(mut self, patience: Duration, result: &Result<T>) {
+    fn end_within<T>(mut self, patience: Duration, result: &Result<T>) -> bool {
         if let Some((code, error)) = result.as_ref().err().and_then(|error| Some((code_for(error)?, error))) {
             let message = Message::Error(Failure { code, message: error.in_full() });
             if let Err(unsent) = self.channel.send(&message, &[]) {
                 tracing::debug!(%unsent, "the peer can't be told");
             }
         }
-        self.channel.finish(patience);
+        self.channel.finish(patience)
     }
 }
 

@@ -762,7 +762,7 @@ mod consumers {
     fn offers_that_contradict_themselves_or_do_not_fit_are_refused() {
         let (sound, memory) = memory(100, 3);
         let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
-        let cases: [(ErrorCode, Change); 20] = [
+        let cases: [(ErrorCode, Change); 24] = [
             (ErrorCode::Protocol, |offer, _| offer.memory.size = 0),
             (ErrorCode::Protocol, |offer, _| offer.memory.size = u64::MAX),
             (ErrorCode::Protocol, |offer, _| offer.memory.mapped_size = 99),
@@ -779,6 +779,13 @@ mod consumers {
                 offer.part = Some(Part { first: u64::MAX, segments: u64::MAX, offset: u64::MAX, size: u64::MAX });
             }),
             (ErrorCode::Protocol, |offer, _| offer.memory.segments = 0),
+            (ErrorCode::Protocol, |offer, _| offer.memory.segments = 2),
+            (ErrorCode::Protocol, |offer, _| offer.memory.mapped_size *= 2),
+            (ErrorCode::Protocol, |offer, _| {
+                offer.memory.mapped_size = 1 << 63;
+                offer.part = Some(Part { size: 1 << 63, ..offer.part.unwrap() });
+            }),
+            (ErrorCode::Failed, |offer, _| offer.memory.location = Placement::Unknown),
             (ErrorCode::Protocol, |offer, _| {
                 offer.array = Some(ArrayDescriptor::new(ElementType::F32, [26], Order::C).unwrap());
             }),
@@ -993,9 +1000,9 @@ mod consumers {
         channel.send(&Message::Offer(Box::new(offer)), &[]).unwrap();
         let fds = vec![memory.export().unwrap(); MAX_FDS];
         channel.send(&Message::Segments(Segments { first: 0, sizes: vec![1; MAX_FDS] }), &fds).unwrap();
-        assert_eq!(told(&mut channel), ErrorCode::Protocol);
+        assert_eq!(told(&mut channel), ErrorCode::Failed);
         channel.finish(PATIENCE);
-        consumer.end().code(4).says("descriptors were cut off");
+        consumer.end().code(5).says("open files are needed, and this process may have 16").says("ulimit -n");
     }
 
     #[test]

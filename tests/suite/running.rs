@@ -190,6 +190,15 @@ impl Run {
         self
     }
 
+    /// Lets it write files of so many bytes and no more.
+    pub(crate) fn with_file_size(mut self, limit: u64) -> Self {
+        // SAFETY: setrlimit is a plain system call, safe between fork and exec.
+        unsafe {
+            self.command.pre_exec(move || setrlimit(Resource::RLIMIT_FSIZE, limit, limit).map_err(io::Error::from));
+        }
+        self
+    }
+
     pub(crate) fn start(mut self) -> Running {
         // SAFETY: prctl is a plain system call, safe between fork and exec.
         unsafe {

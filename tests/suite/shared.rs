@@ -38,6 +38,7 @@ cases! {
     a_pointer_that_is_cut_is_refused_before_the_driver,
     what_is_not_there_is_named,
     sealed_memory_is_read_only_and_enforced_where_the_kernel_can,
+    memory_that_is_out_already_is_not_sealed,
     a_mirror_is_read_changed_and_written_back,
     a_mirror_that_is_dropped_writes_back,
     a_mirror_turns_to_another_range,
@@ -323,7 +324,18 @@ fn sealed_memory_is_read_only_and_enforced_where_the_kernel_can(subject: Subject
         let shared = Shared::create(&subject.device(), &spec).unwrap();
         shared.copy_in(unit - 2, b"final").unwrap();
         let address = shared.address();
+        // There are no descriptors yet.
+        let early = ArrayHandle::of(&shared, bytes(1));
+        assert!(matches!(early, Err(Error::Unsupported { .. })), "{early:?}");
+        // While a mirror is open on the memory itself, nothing is changed.
+        if subject.kind == Kind::Host {
+            let mirror = Mirror::of(&shared, 0, 1).unwrap();
+            assert_eq!(code(shared.seal()), code::INVALID_VALUE);
+            drop(mirror);
+            assert_eq!((shared.access(), read(&shared, unit - 2, 5)), (ReadWrite, b"final".into()));
+        }
         let enforced = shared.seal().unwrap();
+        assert_eq!(shared.seal().unwrap(), enforced, "a second time there is nothing to do");
         assert_eq!(enforced, subject.kind == Kind::Host);
         assert_eq!((shared.access(), shared.address()), (ReadOnly, address));
         assert_eq!(read(&shared, unit - 2, 5), b"final");
@@ -347,6 +359,13 @@ fn sealed_memory_is_read_only_and_enforced_where_the_kernel_can(subject: Subject
         let mirror = Mirror::of(&**array.memory(), unit, 3).unwrap();
         assert_eq!((mirror.bytes(), mirror.is_direct()), (Some(&b"nal"[..]), enforced));
     }
+}
+
+fn memory_that_is_out_already_is_not_sealed(subject: Subject) {
+    let shared = Shared::create(&subject.device(), &spec(100)).unwrap();
+    shared.copy_in(0, b"there").unwrap();
+    assert!(matches!(shared.seal(), Err(Error::Unsupported { .. })));
+    assert_eq!((shared.access(), read(&shared, 0, 5)), (ReadWrite, b"there".into()));
 }
 
 fn sealing_a_gpus_memory_is_an_agreement(subject: Subject) {

@@ -2,14 +2,18 @@
 
 use std::{
     fs,
-    os::unix::fs::{PermissionsExt, symlink},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{PermissionsExt, symlink},
+    },
     thread,
     time::{Duration, Instant},
 };
 
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use vmmfd::{
-    channel::{Cancel, Listener, Trust},
+    channel::{Cancel, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, open},
     memory::{Device, Mirror, Region, Selector, Shared, Spec},
     session::{
@@ -17,7 +21,7 @@ use vmmfd::{
         consumer::{Ask, Consumer},
         producer::{Buffer, Content, Plan, Served, serve},
     },
-    wire::{ByteRange, Mechanism},
+    wire::{ByteRange, Hello, Mechanism, Message, Outcome, Received, Request},
 };
 
 use crate::running::{Meeting, On};
@@ -133,7 +137,14 @@ fn a_range_takes_only_the_chunks_that_cover_it(meeting: Meeting) {
             assert!(stdout.contains(&format!("the first at word {}", size / 2 / 4)), "{stdout}");
         }
     }
-    producer.end().code(1);
+    let ended = producer.end();
+    // The other side heard the same, and believed it.
+    assert!(
+        ended.code(1).stdout.contains("NOT VERIFIED: 524288 words, 1 wrong, the first at word 1179648"),
+        "{}",
+        ended.stdout
+    );
+    assert_eq!(ended.stdout.matches(": mismatch").count(), 2, "{}", ended.stdout);
     let producer = meeting.listening(&["--size", "100"]);
     let refused = meeting.consumer(&["--range", "50:51"]).end();
     refused.code(4).says("51 bytes from 50 on were asked for, of a buffer of 100 bytes");
@@ -200,6 +211,11 @@ fn a_file_that_is_changed_on_the_way_does_not_appear(meeting: Meeting) {
     let report = consumer.code(1).json();
     assert_eq!((&report["verified"], &report["error"]["kind"]), (&json!(false), &json!("mismatch")));
     producer.end().code(1);
+    // Of a part too: its digest is the file's, and not that of what became of it.
+    let producer = meeting.producer(&["--from", from.to_str().unwrap(), "--corrupt", "--json"]).start();
+    let range = ["--to", to.to_str().unwrap(), "--range", "49000:2000"];
+    meeting.consumer(&range).end().code(1);
+    producer.end().code(1);
     assert!(!to.exists());
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left beside it");
 }
@@ -226,7 +242,7 @@ fn a_consumer_that_is_killed_with_the_memory_open_harms_nobody(meeting: Meeting)
         let producer = meeting.listening(&["--mechanism", mechanism, "--size", "256M", "--consumers", "2"]);
         let mut killed = meeting.consumer(&[]).start();
         killed.until("map");
-        killed.signal(nix::sys::signal::Signal::SIGKILL);
+        killed.signal(Signal::SIGKILL);
         drop(killed.end());
         meeting.consumer(&[]).end().code(0);
         producer.end().code(4);
@@ -253,7 +269,7 @@ fn two_pairs_at_once_have_a_buffer_each(meeting: Meeting) {
         let consumers = [&meeting, &other].map(|meeting| meeting.consumer(&[]).start());
         let first = consumers.map(|consumer| {
             let stdout = consumer.end().code(0).stdout.clone();
-            stdout.split_once("array    <u4 1000: ").unwrap().1.split(' ').next().unwrap().to_owned()
+            stdout.split_once("array    <u4 1000, strides 4: ").unwrap().1.split(' ').next().unwrap().to_owned()
         });
         assert_eq!(first, [1, 2].map(|salt| (1337u32 ^ 0xDEAD_BEEF ^ salt).to_string()));
         one.end().code(0);
@@ -334,7 +350,7 @@ fn files_that_can_not_be_shared_or_written_are_refused_in_one_sentence() {
     symlink(path("nowhere"), path("dangling")).unwrap();
     nix::unistd::mkfifo(path("pipe").as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();
     for (name, code, words) in [
-        (path("none"), 5, "No such file"),
+        (path("none"), 2, "does not exist"),
         (path("empty"), 2, "is empty"),
         (path("folder"), 2, "is no regular file"),
         (path("pipe"), 2, "is no regular file"),
@@ -363,10 +379,12 @@ fn files_that_can_not_be_shared_or_written_are_refused_in_one_sentence() {
     // What a link leads to is replaced, not the link.
     let producer = meeting.listening(&["--from", &path("full"), "--consumers", "2"]);
     fs::write(path("copy"), "old").unwrap();
+    fs::set_permissions(path("copy"), PermissionsExt::from_mode(0o600)).unwrap();
     symlink(path("copy"), path("to copy")).unwrap();
     meeting.consumer(&["--to", &path("to copy"), "--force"]).end().code(0);
     assert_eq!(fs::read(path("copy")).unwrap(), b"data");
     assert!(fs::symlink_metadata(path("to copy")).unwrap().is_symlink());
+    assert_eq!(fs::metadata(path("copy")).unwrap().permissions().mode() & 0o777, 0o600, "as it was");
     // One that leads nowhere is a name that is taken.
     meeting.consumer(&["--to", &path("dangling")]).end();
     drop(producer);
@@ -414,22 +432,64 @@ fn options_that_do_not_go_together_are_bad_usage() {
         meeting.consumer(&["--range", range]).end().code(2).says(words);
     }
     let producer = meeting.listening(&["--from", file, "--dtype", "f32", "--shape", "2x3"]);
-    assert!(meeting.consumer(&[]).end().code(0).stdout.contains("array    <f4 2x3: 0.0 0.0 0.0 0.0 0.0 0.0\n"));
+    assert!(
+        meeting
+            .consumer(&[])
+            .end()
+            .code(0)
+            .stdout
+            .contains("array    <f4 2x3, strides 12x4: 0.0 0.0 0.0 0.0 0.0 0.0\n")
+    );
     producer.end().code(0);
 }
 
 #[test]
-fn a_file_that_becomes_shorter_while_it_is_read_is_told() {
+fn a_file_that_changes_under_the_reader_is_told() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1000).unwrap();
     let source = vmmfd::transfer::Source::open(file.path()).unwrap();
     let memory = shared(&Spec { size: source.size(), ..Spec::default() });
     file.as_file().set_len(999).unwrap();
     let told = source.load(&memory, &mut |_| Ok(())).unwrap_err().to_string();
-    assert!(told.contains("has become shorter than the 1000 bytes"), "{told}");
-    // One that has grown is read as far as it went.
+    assert!(told.contains("was changed since it was opened with 1000 bytes"), "{told}");
+    // Nor is half of what has grown, or of what was written anew, anybody's data.
     file.as_file().set_len(2000).unwrap();
-    source.load(&memory, &mut |_| Ok(())).unwrap();
+    assert!(source.load(&memory, &mut |_| Ok(())).is_err());
+    file.as_file().set_len(1000).unwrap();
+    assert!(source.digest(0..10, &mut || Ok(())).is_err());
+}
+
+#[test]
+fn nothing_stays_beside_a_file_that_was_not_finished() {
+    let meeting = Meeting::new(On::Host);
+    let folder = tempfile::tempdir().unwrap();
+    let to = folder.path().join("to");
+    let to = to.to_str().unwrap();
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        let producer = meeting.listening(&["--size", "300M"]);
+        let mut consumer = meeting.consumer(&["--to", to]).start();
+        consumer.until("map");
+        thread::sleep(Duration::from_millis(30));
+        consumer.signal(signal);
+        let code = consumer.end().status.code().unwrap();
+        assert_eq!(code, 128 + signal as i32);
+        drop(producer);
+    }
+    // A limit of file sizes is an error like any other.
+    let producer = meeting.listening(&["--size", "3M"]);
+    meeting.consumer(&["--to", to]).with_file_size(1 << 20).end().code(5).says("File too large");
+    drop(producer);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn large_raw_elements_are_shown_by_their_beginning() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--dtype", "|V1048576", "--shape", "3", "--seed", "0"]);
+    let consumer = meeting.consumer(&[]).end();
+    let line = consumer.code(0).stdout.lines().find(|line| line.contains(" array ")).unwrap();
+    assert!(line.len() < 300 && line.contains("|V1048576 3, strides 1048576: 0xd6bbadde"), "{line}");
+    producer.end().code(0);
 }
 
 /// A producer of this process, and a consumer of it. Returns what `body` did and what was served.
@@ -444,6 +504,30 @@ fn meet<T>(buffer: &Buffer, plan: Plan, body: impl FnOnce(Consumer<'_>) -> T) ->
         let serving = scope.spawn(|| serve(listener, buffer, plan, &terms, &|_| {}, &mut served));
         let driver = buffer.shared().device().driver();
         let result = body(Consumer::connect(driver, None, &path, &terms, &|_| {}).unwrap());
+        serving.join().unwrap().unwrap();
+        result
+    });
+    (result, served)
+}
+
+/// A producer of this process, and a consumer by hand that has asked for its buffer.
+fn meet_by_hand<T>(buffer: &Buffer, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let cancel = Cancel::new().unwrap();
+    let terms = Terms { timeout: Duration::from_secs(1), trust: Trust::default(), cancel: cancel.clone() };
+    let listener = Listener::bind(&path, false, terms.timeout, &cancel).unwrap();
+    let mut served = Vec::new();
+    let result = thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(listener, buffer, ONE, &terms, &|_| {}, &mut served));
+        let patience = Duration::from_secs(20);
+        let mut channel = vmmfd::channel::connect(&path, patience, &Trust::default(), &cancel).unwrap();
+        let hello = Hello { version: 1, capabilities: Vec::new(), backend: "cuda".into(), pid: 1 };
+        channel.send(&Message::Hello(hello), &[]).unwrap();
+        next(&mut channel);
+        let request = Request { object: "default".into(), access: None, range: None, have: None };
+        channel.send(&Message::Request(request), &[]).unwrap();
+        let result = body(&mut channel);
         serving.join().unwrap().unwrap();
         result
     });
@@ -481,15 +565,41 @@ fn memory_of_a_pool_is_the_producers_again_when_it_was_let_go_of() {
     });
     assert!(let_go.elapsed() < Duration::from_secs(1), "the producer waits for that and no longer");
     assert!(served[0].error.is_none(), "{served:?}");
-    // Whoever never lets go is a failed peer, but can't hold the producer for ever.
-    let (lent, served) = meet(&buffer, ONE, |mut consumer| {
-        let lent = ask(&mut consumer);
-        drop(consumer);
-        lent
-    });
-    let told = served[0].error.as_ref().unwrap().to_string();
-    assert!(told.contains("for the consumer to let go of the memory"), "{told}");
-    drop(lent);
+    // Whoever never lets go is a failed peer, and can't hold the producer for ever: but the memory is not freed under it.
+    for mechanism in [Mechanism::Pool, Mechanism::Legacy] {
+        let subject = crate::support::Subject::fake();
+        let spec = Spec { size: 1000, mechanism, ..Spec::default() };
+        let memory = Shared::create(&subject.device(), &spec).unwrap();
+        let taken = subject.faulty.taken();
+        let buffer = Buffer::new(memory, Content::Pattern(5), None).unwrap();
+        let ((), served) = meet_by_hand(&buffer, |channel| {
+            let (Message::Offer(_), _) = next(channel) else { panic!() };
+            if mechanism == Mechanism::Pool {
+                let (Message::Pool(_), _) = next(channel) else { panic!() };
+                channel.send(&Message::Received(Received { segments: 0 }), &[]).unwrap();
+            }
+            let found = Outcome { words: 250, ..Outcome::of_verdict(true) };
+            channel.send(&Message::Result(found), &[]).unwrap();
+            next(channel);
+            // Longer than the producer waits.
+            thread::sleep(Duration::from_millis(2500));
+        });
+        let told = served[0].error.as_ref().unwrap().to_string();
+        assert!(told.contains("for the consumer to let go of the memory"), "{told}");
+        drop(buffer);
+        assert_eq!(subject.faulty.taken(), taken, "it is still there");
+        // It stays so to the end of the process.
+        std::mem::forget(subject);
+    }
+}
+
+fn next(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
+    loop {
+        match channel.receive("for a test").unwrap() {
+            (Message::Busy(_), _) => {}
+            message => return message,
+        }
+    }
 }
 
 const UNIT: u64 = 2 << 20;
@@ -502,25 +612,25 @@ fn a_peer_that_asks_again_gets_just_the_new_segments() {
         let mut lent = consumer.request(&Ask::default()).unwrap();
         let found = consumer.verify(&lent).unwrap();
         consumer.report(&lent, &found).unwrap();
-        let (address, files) = (lent.memory.address(), lent.memory.segments());
+        let (address, files) = (lent.memory().address(), lent.memory().segments());
         assert_eq!((found.verified, found.words, files), (true, 3 * UNIT / 4, Some(3)));
-        buffer.grow(2 * UNIT + 1).unwrap();
+        buffer.grow(2 * UNIT + 1, &Cancel::new().unwrap()).unwrap();
         for _ in 0..2 {
             // The second time there is nothing new.
             consumer.extend(&mut lent).unwrap();
             let found = consumer.verify(&lent).unwrap();
             assert_eq!((found.verified, found.words), (true, (5 * UNIT + 1).div_ceil(4)));
             consumer.report(&lent, &found).unwrap();
-            assert_eq!((lent.memory.address(), lent.memory.segments()), (address, Some(6)));
-            assert_eq!(lent.memory.size(), 6 * UNIT);
+            assert_eq!((lent.memory().address(), lent.memory().segments()), (address, Some(6)));
+            assert_eq!(lent.memory().size(), 6 * UNIT);
         }
-        assert_eq!(lent.offer.part.unwrap().segments, 0);
+        assert_eq!(lent.offer().part.unwrap().segments, 0);
         // Of a part there is nothing to grow.
         let range = Some(ByteRange { offset: UNIT, length: 10 });
         let mut part = consumer.request(&Ask { range, ..Ask::default() }).unwrap();
         let found = consumer.verify(&part).unwrap();
         consumer.report(&part, &found).unwrap();
-        assert_eq!((part.memory.start(), part.memory.size()), (UNIT, UNIT));
+        assert_eq!((part.memory().start(), part.memory().size()), (UNIT, UNIT));
         assert!(consumer.extend(&mut part).is_err());
         consumer.close();
     });
@@ -536,7 +646,7 @@ fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
     let buffer = Buffer::new(memory, Content::Own, Some(array)).unwrap();
     let ((), served) = meet(&buffer, Plan { consumers: 1, round_trip: true }, |mut consumer| {
         let lent = consumer.request(&Ask { access: Some(Access::ReadWrite), ..Ask::default() }).unwrap();
-        assert_eq!((lent.offer.salt, lent.offer.reply_salt, lent.offer.digest.clone()), (None, None, None));
+        assert_eq!((lent.offer().salt, lent.offer().reply_salt, lent.offer().digest.clone()), (None, None, None));
         let found = consumer.verify(&lent).unwrap();
         assert!(consumer.report(&lent, &found).unwrap().verified);
         let array = lent.into_array().unwrap().unwrap();

@@ -32,6 +32,17 @@ pub(super) struct Block {
     pub count: usize,
 }
 
+/// A block on its way back to the driver.
+#[derive(Debug)]
+pub(super) struct Leaving {
+    address: u64,
+    size: u64,
+    ordinal: i32,
+    source: Source,
+    /// Whether nobody else has it.
+    pub last: bool,
+}
+
 /// Where a block came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
@@ -102,8 +113,22 @@ impl Addresses {
         self.blocks.get(&address).filter(|block| block.ordinal == ordinal && from(block.source))
     }
 
+    /// Counts a block once less, and forgets it with the last: so that no copy begins any more. Returns what it was, to enter it
+    /// again if the driver does not take it back.
+    pub(super) fn leave(&mut self, address: u64, ordinal: i32, from: impl Fn(Source) -> bool) -> Option<Leaving> {
+        let block = self.taken(address, ordinal, from)?;
+        let leaving = Leaving { address, size: block.size, ordinal, source: block.source, last: block.count == 1 };
+        self.give(address);
+        Some(leaving)
+    }
+
+    /// Enters again what was not taken back.
+    pub(super) fn stay(&mut self, leaving: &Leaving) {
+        self.take(leaving.address, leaving.size, leaving.ordinal, leaving.source);
+    }
+
     /// Counts a block once less, and forgets it with the last.
-    pub(super) fn give(&mut self, address: u64) {
+    fn give(&mut self, address: u64) {
         if let Some(block) = self.blocks.get_mut(&address) {
             block.count -= 1;
             if block.count == 0 {

@@ -26,18 +26,15 @@ impl LegacyIpc for Core {
     fn deallocate(&self, ordinal: i32, address: u64) -> Result<()> {
         const CALL: &str = "cuMemFree_v2";
         self.origin.check()?;
-        let mut addresses = self.changed();
-        if addresses.taken(address, ordinal, |source| source == Source::Allocated).is_none() {
-            return Err(failure(CALL, code::INVALID_VALUE));
-        }
-        self.within(ordinal, || {
+        let leaving = self.changed().leave(address, ordinal, |source| source == Source::Allocated);
+        let leaving = leaving.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        let freed = self.within(ordinal, || {
             // SAFETY: no pointers.
             unsafe { self.functions.ctx_synchronize() }?;
-            // SAFETY: the table says that it was allocated and not freed; no copy is under way, and the context is idle.
+            // SAFETY: the table said that it was allocated and not freed; no copy is under way or begins, and the context is idle.
             unsafe { self.functions.mem_free(address) }
-        })?;
-        addresses.give(address);
-        Ok(())
+        });
+        freed.inspect_err(|_| self.changed().stay(&leaving))
     }
 
     fn handle(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {
@@ -56,9 +53,8 @@ impl LegacyIpc for Core {
     }
 
     fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64> {
+        let _opening = self.opening();
         self.within(ordinal, || {
-            // Held throughout, so that nobody closes in between what this call was told is open.
-            let mut addresses = self.changed();
             let mut address = 0;
             // SAFETY: the pointer is valid for the one write; the driver checks the handle.
             unsafe { self.functions.ipc_open_mem_handle(&mut address, Opaque(*handle), LAZY_ENABLE_PEER_ACCESS) }?;
@@ -66,7 +62,7 @@ impl LegacyIpc for Core {
                 // SAFETY: it was opened just now, and the driver counts how often. Nobody else knows of this time.
                 let _ = unsafe { self.functions.ipc_close_mem_handle(address) };
             })?;
-            addresses.take(address, size, ordinal, Source::Opened);
+            self.changed().take(address, size, ordinal, Source::Opened);
             Ok(address)
         })
     }
@@ -74,13 +70,12 @@ impl LegacyIpc for Core {
     fn close(&self, ordinal: i32, address: u64) -> Result<()> {
         const CALL: &str = "cuIpcCloseMemHandle";
         self.origin.check()?;
-        let mut addresses = self.changed();
-        if addresses.taken(address, ordinal, |source| source == Source::Opened).is_none() {
-            return Err(failure(CALL, code::INVALID_VALUE));
-        }
-        // SAFETY: the table says that it is open; no copy is under way.
-        self.within(ordinal, || unsafe { self.functions.ipc_close_mem_handle(address) })?;
-        addresses.give(address);
-        Ok(())
+        let _opening = self.opening();
+        let leaving = self.changed().leave(address, ordinal, |source| source == Source::Opened);
+        let leaving = leaving.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        // SAFETY: the table said that it is open. If this was the last time, no copy is under way or begins; else the driver keeps
+        // it open, for it counts.
+        let closed = self.within(ordinal, || unsafe { self.functions.ipc_close_mem_handle(address) });
+        closed.inspect_err(|_| self.changed().stay(&leaving))
     }
 }

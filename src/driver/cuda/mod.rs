@@ -19,7 +19,7 @@ use std::{
     process,
     ptr::{self, NonNull},
     sync::{
-        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicU32, Ordering},
     },
 };
@@ -71,7 +71,11 @@ struct Core {
     contexts: Mutex<BTreeMap<i32, Context>>,
     /// A call on a pool holds it for reading, so that the pool is not destroyed under it. It is taken before the addresses.
     pools: RwLock<PoolTable>,
-    /// A copy holds it for reading, so that nothing is unmapped or freed under it.
+    /// Held while memory of others is opened or closed: the driver gives the same address again, and does not always count. It
+    /// is taken after the pools and before the addresses.
+    opening: Mutex<()>,
+    /// A copy holds it for reading, so that nothing is unmapped or freed under it. Nobody holds it for writing while the driver
+    /// may take long: all copies would wait.
     addresses: RwLock<Addresses>,
 }
 
@@ -125,6 +129,7 @@ impl CudaDriver {
                 origin: Origin(pid),
                 contexts: Mutex::default(),
                 pools: RwLock::default(),
+                opening: Mutex::default(),
                 addresses: RwLock::default(),
             }),
             handles: RwLock::default(),
@@ -220,6 +225,10 @@ impl Core {
 
     fn known_addresses(&self) -> RwLockReadGuard<'_, Addresses> {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn opening(&self) -> MutexGuard<'_, ()> {
+        self.opening.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The addresses, to change them. Copies under way are waited for.

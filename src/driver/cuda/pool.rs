@@ -133,20 +133,18 @@ impl Pools for Core {
     fn free(&self, ordinal: i32, address: u64) -> Result<()> {
         const CALL: &str = "cuMemFreeAsync";
         self.origin.check()?;
-        let mut addresses = self.changed();
-        let Some(block) = addresses.taken(address, ordinal, |source| source.pool().is_some()) else {
-            return Err(failure(CALL, code::INVALID_VALUE));
-        };
+        let _opening = self.opening();
+        let leaving = self.changed().leave(address, ordinal, |source| source.pool().is_some());
+        let leaving = leaving.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         // A pointer imported twice is one to the driver: freeing it once was seen to end both.
-        if block.count > 1 {
-            addresses.give(address);
+        if !leaving.last {
             return Ok(());
         }
         self.within(ordinal, || {
-            // SAFETY: the table says that it was taken and not freed; no copy is under way; null is the default stream.
-            unsafe { self.functions.mem_free_async(address, ptr::null_mut()) }?;
+            // SAFETY: the table said that it was taken and not freed; no copy is under way or begins; null is the default stream.
+            let freed = unsafe { self.functions.mem_free_async(address, ptr::null_mut()) };
+            freed.inspect_err(|_| self.changed().stay(&leaving))?;
             // Whatever follows, the driver has it back.
-            addresses.give(address);
             // SAFETY: null is the default stream.
             unsafe { self.functions.stream_synchronize(ptr::null_mut()) }
         })
@@ -175,20 +173,20 @@ impl Pools for Core {
         }
         self.within(ordinal, || {
             let functions = &self.functions;
-            // Held throughout: freed in between by another thread, the address that this call is given would be dead.
-            let mut addresses = self.changed();
+            // Freed in between by another thread, the address that this call is given would be dead.
+            let _opening = self.opening();
             let mut address = 0;
             let mut data = Opaque(*data);
             // SAFETY: the pointers are valid for the call; the pool is alive; the driver checks the bytes.
             unsafe { functions.mem_pool_import_pointer(&mut address, pointer(pool), &mut data) }?;
-            let known = addresses.blocks.contains_key(&address);
+            let known = self.known_addresses().blocks.contains_key(&address);
             let size = self.reach(address).inspect_err(|_| {
                 if !known {
                     // SAFETY: it was imported just now, and nobody else has it.
                     let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
                 }
             })?;
-            addresses.take(address, size, ordinal, Source::Imported(pool));
+            self.changed().take(address, size, ordinal, Source::Imported(pool));
             Ok(address)
         })
     }

@@ -17,7 +17,7 @@ use crate::{
         Event, Observer, activate,
         gate::{Entered, Gate, Turn},
     },
-    transfer::{self, Source},
+    transfer::Source,
     wire::{ByteRange, DEFAULT_OBJECT, ErrorCode, Offer},
 };
 
@@ -97,21 +97,21 @@ impl Buffer {
     /// allocations. A pattern goes on into them.
     ///
     /// # Errors
-    /// Those of [`Shared::grow`]; [`Error::Unsupported`] for a file's bytes; [`Error::Driver`].
-    pub fn grow(&self, size: u64) -> Result<()> {
+    /// Those of [`Shared::grow`]; [`Error::Unsupported`] for a file's bytes; [`Error::Interrupted`] if it was cancelled while it
+    /// waited; [`Error::Driver`]. After one it holds what it held.
+    pub fn grow(&self, size: u64, cancel: &Cancel) -> Result<()> {
         if let Content::File(_) = self.content {
             let device = self.shared.device().to_string();
             return Err(Error::Unsupported { device, feature: "growing a buffer that holds a file" });
         }
-        let _alone = self.turn(Turn::Alone, &mut || Ok(()))?;
+        let _alone = self.turn(Turn::Alone, &mut || cancel.check())?;
         let before = self.shared.data_size();
-        self.shared.grow(size)?;
-        match self.content {
-            Content::Pattern(salt) => {
-                pattern::fill(&self.shared, before..before + size, Pattern::new(salt), &mut |_| Ok(()))
-            }
-            _ => Ok(()),
+        let after = self.shared.make_room(size)?;
+        if let Content::Pattern(salt) = self.content {
+            pattern::fill(&self.shared, before..after, Pattern::new(salt), &mut |_| cancel.check())?;
         }
+        self.shared.publish(after);
+        Ok(())
     }
 
     pub(super) fn turn(&self, turn: Turn, tick: &mut dyn FnMut() -> Result<()>) -> Result<Entered<'_>> {
@@ -186,10 +186,8 @@ impl Buffer {
         let (salt, digest) = match &self.content {
             Content::Pattern(salt) => (Some(*salt), None),
             Content::File(_) if *range == (0..self.shared.data_size()) => (None, self.digest().clone()),
-            Content::File(_) => {
-                let digest = transfer::read(&self.shared, 0, range.clone(), &mut |_| tick())?;
-                (None, Some(digest))
-            }
+            // From the file, not from the memory: what went wrong on the way in must be found too.
+            Content::File(source) => (None, Some(source.digest(range.clone(), tick)?)),
             Content::Own => (None, None),
         };
         let (object, array) = (DEFAULT_OBJECT.to_owned(), self.array.clone());

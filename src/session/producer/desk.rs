@@ -229,7 +229,14 @@ impl<'a> Desk<'a> {
             let error = result.err().map(|error| error.in_full());
             return tracing::info!(pid = peer.pid, uid = peer.uid, error, "a stranger came and went");
         }
-        visit.link.end(&result);
+        if !visit.link.end(&result) && visit.borrows {
+            // It has the memory open, and is silent: freed, that would go under its feet.
+            self.buffer.shared().abandon();
+            if result.is_ok() {
+                let purpose = "for the consumer to let go of the memory";
+                result = Err(Error::Timeout { purpose, waited: self.terms.timeout });
+            }
+        }
         let served = Served { peer, found: visit.found, error: result.err() };
         (self.observer)(Event::Ended { served: &served });
         let mut state = self.state();
@@ -313,10 +320,6 @@ impl<'a> Visit<'a> {
             let request = match next {
                 Ok(Message::Request(request)) => request,
                 Ok(other) => return Err(unexpected(&other, "request")),
-                // Its own memory is not safe to be freed.
-                Err(Error::Timeout { waited, .. }) if self.borrows => {
-                    return Err(Error::Timeout { purpose: "for the consumer to let go of the memory", waited });
-                }
                 // It has what it wanted: how it leaves is its own affair.
                 Err(Error::PeerGone { .. } | Error::Timeout { .. } | Error::Interrupted { .. })
                     if self.found.is_some() =>
@@ -469,7 +472,7 @@ impl<'a> Visit<'a> {
 
 /// Whether a consumer's result can be one of this offer.
 fn check_result(found: &Outcome, offer: &Offer, range: &Range<u64>) -> Result<(), ProtocolError> {
-    found.check(if offer.salt.is_some() { pattern::words(range) } else { 0 })?;
+    found.check(if offer.salt.is_some() { pattern::touched(range) } else { 0..0 })?;
     if found.verified && found.digest != offer.digest {
         let message = format!("digest {:?} can't be verified where {:?} belongs", found.digest, offer.digest);
         return Err(ProtocolError::Content(message));
