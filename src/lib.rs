@@ -7,6 +7,7 @@
 //!
 //! | Floor | Module | What it does |
 //! |---|---|---|
+//! | work | [`doctor`] | whether a machine can share memory, found out by doing it |
 //! | meeting | [`session`] | the conversation between producer and consumer |
 //! | data | [`pattern`], [`transfer`] | what is written and how it is checked: a pattern, or a file's bytes |
 //! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
@@ -48,6 +49,8 @@ pub mod array;
 pub mod channel;
 #[cfg(target_os = "linux")]
 pub mod cli;
+#[cfg(target_os = "linux")]
+pub mod doctor;
 #[cfg(target_os = "linux")]
 pub mod driver;
 #[cfg(target_os = "linux")]
