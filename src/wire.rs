@@ -625,7 +625,8 @@ fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, Prot
     })
 }
 
-fn clean(text: &mut String) {
+/// Makes a text from outside fit for a terminal.
+pub(crate) fn clean(text: &mut String) {
     // Controls, and what turns or hides text: those of Unicode's category Cf that terminals heed.
     let unfit = |c: char| {
         c.is_control()

@@ -137,8 +137,8 @@ impl Environment {
         Self::look_under(Path::new("/"), &|name| std::env::var_os(name), driver_library)
     }
 
-    /// The same for the machine whose files lie under `root`, and a process with these environment variables. Limits and
-    /// users are this process's own.
+    /// The same for the machine whose files lie under `root`, and a process with these environment variables. Limits
+    /// and users are this process's own.
     pub fn look_under(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>, driver_library: Option<&Path>) -> Self {
         let at = |path: &str| root.join(path);
         let text = |path: &str| fs::read(at(path)).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned());

@@ -47,9 +47,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "library-missing-container",
         symptom: "`no CUDA driver library loads`, in a container",
-        cause: "The container was started without the driver library, which comes from the machine and not from the image.",
-        remedy: "Start it with the GPU: `--gpus all` for Docker, a limit of nvidia.com/gpu for Kubernetes, \
-                 `--device nvidia.com/gpu=all` for podman; NVIDIA_DRIVER_CAPABILITIES must include compute.",
+        cause: "The container was started without the driver library, which comes from the machine and not from the \
+                image.",
+        remedy: "Start it with the GPU: `--gpus all` for Docker, a limit of nvidia.com/gpu for Kubernetes, `--device \
+                 nvidia.com/gpu=all` for podman; NVIDIA_DRIVER_CAPABILITIES must include compute.",
         matches: |finding, environment| no_library(finding) && environment.container.is_some(),
     },
     Rule {
@@ -63,29 +64,32 @@ pub const RULES: &[Rule] = &[
         name: "old-driver",
         symptom: "`the driver is too old for this`",
         cause: "The driver library lacks a function, as it is older than that function.",
-        remedy: "Update the driver: sharing by file descriptor needs CUDA 11.4 or newer, host memory 12.2, fabric handles 12.3.",
+        remedy: "Update the driver: sharing by file descriptor needs CUDA 11.4 or newer, host memory 12.2, fabric \
+                 handles 12.3.",
         matches: |finding, _| says(finding, "the driver is too old for this"),
     },
     Rule {
         name: "forked",
         symptom: "`CUDA_ERROR_NOT_INITIALIZED (3)`, `is a fork of it`",
         cause: "The process is a fork of one in which CUDA was initialised, and CUDA does not survive a fork.",
-        remedy: "Start the process with exec (in Python: the start method spawn), or initialise CUDA after the fork only.",
+        remedy: "Start the process with exec (in Python: the start method spawn), or initialise CUDA after the fork \
+                 only.",
         matches: |finding, _| code(finding) == Some(code::NOT_INITIALIZED) || says(finding, "is a fork of it"),
     },
     Rule {
         name: "fabric-manager",
         symptom: "`CUDA_ERROR_SYSTEM_NOT_READY (802)`",
         cause: "The machine has NVSwitches, and NVIDIA's Fabric Manager has not set them up.",
-        remedy: "Start nvidia-fabricmanager, of exactly the driver's version, and look at its log and at `nvidia-smi -q` \
-                 (Fabric State must be Completed).",
+        remedy: "Start nvidia-fabricmanager, of exactly the driver's version, and look at its log and at `nvidia-smi \
+                 -q` (Fabric State must be Completed).",
         matches: |finding, _| code(finding) == Some(802),
     },
     Rule {
         name: "version-mismatch",
         symptom: "`CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)`",
         cause: "The driver library and the kernel module are of different versions, often after an update.",
-        remedy: "Reboot or reload the module; in a container, use the machine's library and none that the image brought.",
+        remedy: "Reboot or reload the module; in a container, use the machine's library and none that the image \
+                 brought.",
         matches: |finding, _| code(finding) == Some(code::SYSTEM_DRIVER_MISMATCH),
     },
     Rule {
@@ -98,9 +102,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "nodes-denied",
         symptom: "the driver does not start, and a node of it in /dev is not open to this user",
-        cause: "This process may not open the driver's device nodes: their owner or mode, or the container's list of devices, \
-                forbids it.",
-        remedy: "Join the group that owns the nodes, or give the container the devices by its runtime rather than by hand.",
+        cause: "This process may not open the driver's device nodes: their owner or mode, or the container's list of \
+                devices, forbids it.",
+        remedy: "Join the group that owns the nodes, or give the container the devices by its runtime rather than by \
+                 hand.",
         matches: |finding, environment| {
             of(finding, &["driver"]) && errs(finding) && environment.nodes.iter().any(|node| !node.usable)
         },
@@ -124,7 +129,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "no-device",
         symptom: "`the CUDA driver finds no device`",
-        cause: "The driver sees no GPU: there is none, it fell off the bus, or another driver (nouveau, vfio) holds it.",
+        cause: "The driver sees no GPU: there is none, it fell off the bus, or another driver (nouveau, vfio) holds \
+                it.",
         remedy: "Look at `nvidia-smi -L`, at `lspci -k` for the driver in use, and at `dmesg` for NVRM and Xid.",
         matches: |finding, _| no_device(finding),
     },
@@ -149,8 +155,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "driver-hangs",
         symptom: "the probe `driver` reaches its deadline",
-        cause: "The driver does not finish initialising: a GPU is sick, or many processes start at once and wait in line.",
-        remedy: "See whether `nvidia-smi` answers, look at `dmesg` for NVRM and Xid, and try again with a longer --timeout.",
+        cause: "The driver does not finish initialising: a GPU is sick, or many processes start at once and wait in \
+                line.",
+        remedy: "See whether `nvidia-smi` answers, look at `dmesg` for NVRM and Xid, and try again with a longer \
+                 --timeout.",
         matches: |finding, _| of(finding, &["driver"]) && kind(finding) == Some("timeout"),
     },
     // The process may not hold what it needs.
@@ -158,8 +166,8 @@ pub const RULES: &[Rule] = &[
         name: "few-descriptors",
         symptom: "`open files are needed`, `descriptors were cut off`, `Too many open files`",
         cause: "This process may not have enough files open, and each shared allocation is a descriptor.",
-        remedy: "Raise `ulimit -n` (LimitNOFILE of a systemd unit, --ulimit nofile of Docker), and close descriptors once \
-                 they are imported.",
+        remedy: "Raise `ulimit -n` (LimitNOFILE of a systemd unit, --ulimit nofile of Docker), and close descriptors \
+                 once they are imported.",
         matches: |finding, _| {
             of(finding, &["descriptors"])
                 || ["Too many open files", "descriptors were cut off", "open files are needed"]
@@ -210,7 +218,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "gvisor-confidential",
         symptom: "a probe reaches its deadline, in gVisor on a confidential machine",
-        cause: "In gVisor on a confidential machine the driver was seen to retry without end when it makes a context.",
+        cause: "In gVisor on a confidential machine the driver was seen to retry without end when it makes a \
+                context.",
         remedy: "Use a newer runsc, or another runtime on confidential machines.",
         matches: |finding, environment| {
             environment.gvisor && environment.confidential.is_some() && kind(finding) == Some("timeout")
@@ -219,15 +228,16 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "gvisor-export",
         symptom: "`cuMemExportToShareableHandle` fails, in gVisor",
-        cause: "gVisor passes on only the driver's requests that it knows, and lacks one that an export makes on machines with \
-                NVSwitches.",
+        cause: "gVisor passes on only the driver's requests that it knows, and lacks one that an export makes on \
+                machines with NVSwitches.",
         remedy: "Use a newer runsc, or another runtime for this container.",
         matches: |finding, environment| environment.gvisor && calls(finding, "cuMemExportToShareableHandle"),
     },
     Rule {
         name: "confidential",
         symptom: "`CUDA_ERROR_NOT_SUPPORTED (801)`, on a confidential machine",
-        cause: "With confidential computing the GPU does not reach the host's memory, and what relies on that is refused.",
+        cause: "With confidential computing the GPU does not reach the host's memory, and what relies on that is \
+                refused.",
         remedy: "Share device memory instead, or switch confidential computing off.",
         matches: |finding, environment| {
             environment.confidential.is_some() && code(finding) == Some(code::NOT_SUPPORTED)
@@ -249,8 +259,8 @@ pub const RULES: &[Rule] = &[
         name: "fabric-no-channel",
         symptom: "`CUDA_ERROR_NOT_PERMITTED (800)` of `fabric`, without a node in `/dev/nvidia-caps-imex-channels`",
         cause: "Fabric handles go through an IMEX channel, and this process has no channel's node.",
-        remedy: "Create one (the module's option NVreg_CreateImexChannel0=1, or nvidia-modprobe), give it to the container, \
-                 and run nvidia-imex on each node.",
+        remedy: "Create one (the module's option NVreg_CreateImexChannel0=1, or nvidia-modprobe), give it to the \
+                 container, and run nvidia-imex on each node.",
         matches: |finding, environment| fabric_denied(finding) && environment.imex_channels.is_empty(),
     },
     Rule {
@@ -272,8 +282,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "fabric-export",
         symptom: "`cuMemExportToShareableHandle failed: CUDA_ERROR_INVALID_VALUE (1)` of `fabric`",
-        cause: "The driver creates memory for fabric handles on a GPU that is in no fabric, and fails at the export only.",
-        remedy: "Fall back to file descriptors after a trial of create, export and import, whatever the attribute says.",
+        cause: "The driver creates memory for fabric handles on a GPU that is in no fabric, and fails at the export \
+                only.",
+        remedy: "Fall back to file descriptors after a trial of create, export and import, whatever the attribute \
+                 says.",
         matches: |finding, _| {
             of(finding, &["fabric"])
                 && calls(finding, "cuMemExportToShareableHandle")
@@ -291,9 +303,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "peer-set-access",
         symptom: "`cuMemSetAccess failed: CUDA_ERROR_INVALID_VALUE (1)` of `peer`",
-        cause: "The driver does not give that device access to the other's memory, whatever it claims of peer access.",
-        remedy: "Ask cuDeviceCanAccessPeer both ways, see `nvidia-smi topo -p2p r`, and copy through the host where it is \
-                 not to be had.",
+        cause: "The driver does not give that device access to the other's memory, whatever it claims of peer \
+                access.",
+        remedy: "Ask cuDeviceCanAccessPeer both ways, see `nvidia-smi topo -p2p r`, and copy through the host where \
+                 it is not to be had.",
         matches: |finding, _| {
             of(finding, &["peer"]) && calls(finding, "cuMemSetAccess") && code(finding) == Some(code::INVALID_VALUE)
         },
@@ -301,9 +314,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "no-peer-access",
         symptom: "`CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)`, or `peer` is unsupported",
-        cause: "The two GPUs have no way to each other's memory: no NVLink, or a PCIe path that does not let peers through.",
-        remedy: "Choose GPUs that `nvidia-smi topo -p2p r` shows as OK, or copy through the host; on PCIe look at the IOMMU \
-                 and ACS.",
+        cause: "The two GPUs have no way to each other's memory: no NVLink, or a PCIe path that does not let peers \
+                through.",
+        remedy: "Choose GPUs that `nvidia-smi topo -p2p r` shows as OK, or copy through the host; on PCIe look at \
+                 the IOMMU and ACS.",
         matches: |finding, environment| {
             code(finding) == Some(code::PEER_ACCESS_UNSUPPORTED) || unsupported(finding, environment, &["peer"])
         },
@@ -334,7 +348,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "host-numa-filtered",
         symptom: "`host-numa` fails in a container, or under a seccomp filter",
-        cause: "The container's seccomp filter refuses NUMA calls such as get_mempolicy, which the driver makes for host memory.",
+        cause: "The container's seccomp filter refuses NUMA calls such as get_mempolicy, which the driver makes for \
+                host memory.",
         remedy: "Give the container --cap-add SYS_NICE, or a seccomp profile that allows them.",
         matches: |finding, environment| {
             let filtered = environment.container.is_some() || environment.seccomp == Some(2);
@@ -365,9 +380,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "event-not-shared",
         symptom: "`CUDA_ERROR_MAP_FAILED (205)` of `event`",
-        cause: "An inter-process event lies in a file of /dev/shm, and the ends are different users or see different /dev/shm.",
-        remedy: "Run both ends as one user with one /dev/shm (Docker: --ipc), or do without: synchronise the stream, then send \
-                 a message.",
+        cause: "An inter-process event lies in a file of /dev/shm, and the ends are different users or see different \
+                /dev/shm.",
+        remedy: "Run both ends as one user with one /dev/shm (Docker: --ipc), or do without: synchronise the stream, \
+                 then send a message.",
         matches: |finding, _| of(finding, &["event"]) && code(finding) == Some(205),
     },
     // What else a device may lack.
@@ -392,7 +408,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "no-vmm",
         symptom: "`memory`, `export`, `import` or `round-trip` is unsupported",
-        cause: "The GPU or its driver does not offer virtual memory management with file descriptors, as on some virtual GPUs.",
+        cause: "The GPU or its driver does not offer virtual memory management with file descriptors, as on some \
+                virtual GPUs.",
         remedy: "Look at the probes `legacy` and `pool` for another way, or use a driver and GPU that offer it.",
         matches: |finding, environment| {
             unsupported(finding, environment, &["attributes", "memory", "export", "import", "round-trip"])
@@ -402,15 +419,17 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "no-addresses",
         symptom: "`cuMemAddressReserve failed: CUDA_ERROR_OUT_OF_MEMORY (2)`",
-        cause: "The process has no range of addresses left: `ulimit -v` bounds them, or reservations were never freed.",
-        remedy: "Run `ulimit -v unlimited`, reserve exactly what is mapped, and free a reservation once it is unmapped.",
+        cause: "The process has no range of addresses left: `ulimit -v` bounds them, or reservations were never \
+                freed.",
+        remedy: "Run `ulimit -v unlimited`, reserve exactly what is mapped, and free a reservation once it is \
+                 unmapped.",
         matches: |finding, _| calls(finding, "cuMemAddressReserve") && code(finding) == Some(code::OUT_OF_MEMORY),
     },
     Rule {
         name: "out-of-memory",
         symptom: "`CUDA_ERROR_OUT_OF_MEMORY (2)`, `bytes are more than the`",
-        cause: "The GPU has less free memory than was asked for, or the process has run out of something else that is told \
-                the same way.",
+        cause: "The GPU has less free memory than was asked for, or the process has run out of something else that \
+                is told the same way.",
         remedy: "See in `nvidia-smi` who holds memory and free some; if there is enough, raise `ulimit -n` and the \
                  container's memory limit.",
         matches: |finding, _| code(finding) == Some(code::OUT_OF_MEMORY) || says(finding, "bytes are more than the"),
@@ -418,33 +437,36 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "memory-held",
         symptom: "`memory-returned` fails: less is free than before",
-        cause: "Shared memory is freed when the last descriptor, handle or mapping of it goes, in whichever process, also a \
-                descriptor that no one has yet read from a socket; or another process took memory meanwhile.",
-        remedy: "Run again on a GPU that nobody else uses; in a program close each descriptor once it is imported, and look \
-                 for holders with `ls -l /proc/*/fd`.",
+        cause: "Shared memory is freed when the last descriptor, handle or mapping of it goes, in whichever process, \
+                also a descriptor that no one has yet read from a socket; or another process took memory meanwhile.",
+        remedy: "Run again on a GPU that nobody else uses; in a program close each descriptor once it is imported, \
+                 and look for holders with `ls -l /proc/*/fd`.",
         matches: |finding, _| of(finding, &["memory-returned"]) && !errs(finding),
     },
     // Whatever the probe.
     Rule {
         name: "killed",
         symptom: "a probe is ended by `SIGKILL`",
-        cause: "Something killed the probe's process, most often the kernel as memory ran out, on the machine or in the \
-                container's limit.",
-        remedy: "Look at `dmesg` for oom-kill, and raise the container's memory limit: a process with CUDA takes some 150 MiB.",
+        cause: "Something killed the probe's process, most often the kernel as memory ran out, on the machine or in \
+                the container's limit.",
+        remedy: "Look at `dmesg` for oom-kill, and raise the container's memory limit: a process with CUDA takes \
+                 some 150 MiB.",
         matches: |finding, _| kind(finding) == Some("signal") && says(finding, "SIGKILL"),
     },
     Rule {
         name: "crashed",
         symptom: "a probe is ended by another signal",
         cause: "The driver crashed the probe's process, which a driver should never do.",
-        remedy: "Look at `dmesg` for NVRM and Xid, update the driver, and report it with the output of `vmmfd doctor --json`.",
+        remedy: "Look at `dmesg` for NVRM and Xid, update the driver, and report it with the output of `vmmfd doctor \
+                 --json`.",
         matches: |finding, _| kind(finding) == Some("signal"),
     },
     Rule {
         name: "hangs",
         symptom: "a probe reaches its deadline",
         cause: "A call of the driver, or the other process, did not come back in time.",
-        remedy: "Look at `dmesg` for NVRM and Xid and at what else runs on the GPU, and try again with a longer --timeout.",
+        remedy: "Look at `dmesg` for NVRM and Xid and at what else runs on the GPU, and try again with a longer \
+                 --timeout.",
         matches: |finding, _| kind(finding) == Some("timeout"),
     },
 ];
@@ -541,10 +563,16 @@ fn is_gpu(node: &Node) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, HashSet};
+    use std::{
+        collections::{BTreeMap, HashSet},
+        io,
+    };
 
     use super::*;
-    use crate::doctor::{environment::Library, report::Seen};
+    use crate::{
+        doctor::{environment::Library, report::Seen},
+        error::{Error, ProtocolError},
+    };
 
     fn finding(probe: &str, status: Status, error: Option<Seen>) -> Finding {
         Finding {
@@ -622,8 +650,11 @@ mod tests {
         where_(|here| here.confidential = Some("tdx".to_owned()))
     }
 
+    /// What a rule sees.
+    type Sight = (Finding, Environment);
+
     /// Of each rule: what it explains, and the nearest that it does not.
-    fn cases() -> Vec<(&'static str, (Finding, Environment), (Finding, Environment))> {
+    fn cases() -> Vec<(&'static str, Sight, Sight)> {
         const EXPORT: &str = "cuMemExportToShareableHandle";
         const IMPORT: &str = "cuMemImportFromShareableHandle";
         const NO_LIBRARY: &str = "no CUDA driver library loads: libcuda.so.1: cannot open shared object file";
@@ -852,7 +883,7 @@ mod tests {
 
     #[test]
     fn each_rule_explains_what_it_is_for_and_not_what_is_near() {
-        let name = |(finding, environment): &(Finding, Environment)| find(finding, environment).map(|rule| rule.name);
+        let name = |(finding, environment): &Sight| find(finding, environment).map(|rule| rule.name);
         for (rule, meant, near) in cases() {
             assert_eq!(name(&meant), Some(rule), "{:?}", meant.0);
             assert_ne!(name(&near), Some(rule), "{:?}", near.0);
@@ -888,6 +919,26 @@ mod tests {
         let rule = RULES.iter().find(|rule| rule.name == "fabric-no-channel").unwrap();
         assert_eq!(finding.rule.as_deref(), Some(rule.name));
         assert_eq!((finding.cause.as_deref(), finding.remedy.as_deref()), (Some(rule.cause), Some(rule.remedy)));
+    }
+
+    #[test]
+    fn the_words_looked_for_are_those_of_the_errors() {
+        let library = "libcuda.so.1".to_owned();
+        let errors = [
+            (Error::NoDriver { tried: library.clone() }, "library-missing"),
+            (Error::StubLibrary { library: library.clone() }, "stub-library"),
+            (Error::MissingSymbol { library, symbol: "cuMemCreate" }, "old-driver"),
+            (Error::Forked { initialised_by: 1, pid: 2 }, "forked"),
+            (Error::NoDevice, "no-device"),
+            (Error::TooManyDescriptors { needed: 512, limit: 256 }, "few-descriptors"),
+            (Error::OutOfMemory { device: "a GPU".to_owned(), size: 2, free: 1 }, "out-of-memory"),
+            (ProtocolError::FdsTruncated { most: 128 }.into(), "few-descriptors"),
+            (Error::system("make a socket", io::Error::from_raw_os_error(24)), "few-descriptors"),
+        ];
+        for (error, rule) in errors {
+            let seen = said("driver", error.kind().as_str(), &error.in_full());
+            assert_eq!(find(&seen, &plain()).map(|rule| rule.name), Some(rule), "{error}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use serde_json::Value;
+use vmmfd::doctor::rules::{RULES, Rule};
 
 use crate::running::{Meeting, On};
 
@@ -86,6 +87,17 @@ fn the_protocol_is_that_of_the_module() {
 }
 
 #[test]
+fn troubleshooting_has_the_rules_of_the_doctor() {
+    let row = |rule: &Rule| format!("| {} | {} | {} |\n", rule.symptom, rule.cause, rule.remedy);
+    let rows: String = RULES.iter().map(row).collect();
+    let want = format!("| Seen | Cause | What to do |\n|---|---|---|\n{rows}");
+    let (_, table) = README.split_once("<!-- rules -->\n").unwrap();
+    let (table, _) = table.split_once("<!-- end of rules -->").unwrap();
+    // As text, and not by `assert_eq`, so that it can be pasted.
+    assert!(table == want, "between the marks of the README belongs:\n{want}");
+}
+
+#[test]
 fn troubleshooting_knows_the_words_of_the_errors() {
     let sources = [
         include_str!("../../src/error/mod.rs"),
@@ -97,7 +109,7 @@ fn troubleshooting_knows_the_words_of_the_errors() {
         include_str!("../../src/transfer.rs"),
         include_str!("../../src/cli/output.rs"),
     ];
-    let (_, section) = README.split_once("## Troubleshooting").unwrap();
+    let (_, section) = README.split_once("### What the commands say").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();
     let phrases: Vec<&str> = section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
     assert!(phrases.len() > 10);
