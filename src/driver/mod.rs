@@ -5,6 +5,7 @@
 //! host backend answers with `CUresult` codes too, so that one contract holds for both.
 
 pub mod cuda;
+pub mod diagnosis;
 pub mod host;
 pub mod legacy;
 pub mod pool;
@@ -25,6 +26,7 @@ use uuid::Uuid;
 use crate::error::{Error, Result};
 
 pub use self::{
+    diagnosis::{Diagnosis, EventHandle, MadeFor},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
     window::{PageLocked, Window},
@@ -335,6 +337,12 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`Error::Unsupported`] on the host backend.
     fn pools(&self) -> Result<&dyn Pools>;
+
+    /// What is asked only to find out what the driver can do.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] on the host backend.
+    fn diagnosis(&self) -> Result<&dyn Diagnosis>;
 }
 
 /// The error of a call that returned `code`, with no more known about it.

@@ -74,8 +74,17 @@ impl Addresses {
 
     /// Whether a copy may touch a range: mappings cover it without a gap, or it lies in one block.
     pub(super) fn cover(&self, address: u64, size: u64) -> bool {
-        let near = self.near(address, size).map(|(start, mapped)| (start, mapped.size));
-        cover(near, address, size) || self.block(address, size).is_some()
+        self.covered(address, size) || self.block(address, size).is_some()
+    }
+
+    /// Whether there is a range, and all of it is mapped.
+    pub(super) fn map_all(&self, address: u64, size: u64) -> bool {
+        size > 0 && self.covered(address, size)
+    }
+
+    /// Whether mappings cover a range without a gap, if it is not empty.
+    fn covered(&self, address: u64, size: u64) -> bool {
+        cover(self.near(address, size).map(|(start, mapped)| (start, mapped.size)), address, size)
     }
 
     /// How the CPU sees a range, if all of it is mapped and accessible to it.

@@ -7,12 +7,16 @@
 
 use std::{
     borrow::Cow,
-    ffi::{CStr, c_char, c_int, c_uint, c_void},
-    mem, ptr,
+    ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void},
+    mem::{self, MaybeUninit},
+    os::unix::ffi::OsStrExt,
+    path::PathBuf,
+    ptr,
 };
 
 use cudarc::driver::sys;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use nix::libc::{Dl_info, dladdr};
 
 use crate::{
     driver::code,
@@ -115,13 +119,16 @@ impl PoolProps {
     }
 }
 
-/// `CUipcMemHandle`, and `CUmemPoolPtrExportData` too: bytes that only the driver understands.
+/// `CUipcMemHandle`, `CUipcEventHandle`, `CUmemPoolPtrExportData` and `CUmemFabricHandle`: bytes that only the driver
+/// understands.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Opaque(pub [u8; 64]);
 
 pub(super) const HANDLE_TYPE_POSIX_FD: c_uint =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
+/// Bindings older than CUDA 12.4 have no name for it.
+pub(super) const HANDLE_TYPE_FABRIC: c_uint = 8;
 
 const _: () = {
     use std::mem::{align_of, offset_of, size_of};
@@ -146,6 +153,8 @@ const _: () = {
     );
     assert!(size_of::<Opaque>() == size_of::<sys::CUipcMemHandle>());
     assert!(align_of::<Opaque>() == align_of::<sys::CUipcMemHandle>());
+    assert!(size_of::<Opaque>() == size_of::<sys::CUipcEventHandle>());
+    assert!(align_of::<Opaque>() == align_of::<sys::CUipcEventHandle>());
     assert!(size_of::<Opaque>() == size_of::<sys::CUmemPoolPtrExportData>());
     assert!(align_of::<Opaque>() == align_of::<sys::CUmemPoolPtrExportData>());
 };
@@ -175,6 +184,7 @@ macro_rules! functions {
                 /// # Safety
                 /// Pointers must be valid for what the function of this name does with them, and a handle must be one
                 /// that the driver gave out and has not taken back.
+                #[allow(clippy::too_many_arguments, reason = "the driver's own")]
                 #[allow(dead_code, reason = "`failure` calls cuGetErrorName itself, lest an error lead back to it")]
                 pub(super) unsafe fn $method(&self, $($arg: $type),*) -> Result<()> {
                     let call = [$($name),+][0];
@@ -227,7 +237,7 @@ functions! {
     mem_map = ["cuMemMap"] (address: u64, size: usize, offset: usize, handle: u64, flags: u64);
     mem_unmap = ["cuMemUnmap"] (address: u64, size: usize);
     mem_set_access = ["cuMemSetAccess"] (address: u64, size: usize, access: *const AccessDesc, count: usize);
-    mem_export = ["cuMemExportToShareableHandle"] (shareable: *mut c_int, handle: u64, kind: c_uint, flags: u64);
+    mem_export = ["cuMemExportToShareableHandle"] (shareable: *mut c_void, handle: u64, kind: c_uint, flags: u64);
     mem_import = ["cuMemImportFromShareableHandle"] (handle: *mut u64, shareable: *mut c_void, kind: c_uint);
     mem_get_properties = ["cuMemGetAllocationPropertiesFromHandle"] (properties: *mut AllocationProp, handle: u64);
     memcpy_htod = ["cuMemcpyHtoD_v2"] (to: u64, from: *const c_void, size: usize);
@@ -253,6 +263,22 @@ functions! {
     mem_free_async = ["cuMemFreeAsync"] (address: u64, stream: *mut c_void);
     mem_pool_export_pointer = ["cuMemPoolExportPointer"] (data: *mut Opaque, address: u64);
     mem_pool_import_pointer = ["cuMemPoolImportPointer"] (address: *mut u64, pool: *mut c_void, data: *mut Opaque);
+    /// Of CUDA 11.7 and later.
+    mem_get_handle_for_range = ["cuMemGetHandleForAddressRange"]
+        (shareable: *mut c_void, address: u64, size: usize, kind: c_uint, flags: u64);
+    memcpy_dtod = ["cuMemcpyDtoD_v2"] (to: u64, from: u64, size: usize);
+    module_load_data = ["cuModuleLoadData"] (module: *mut *mut c_void, image: *const c_void);
+    module_get_function = ["cuModuleGetFunction"] (function: *mut *mut c_void, module: *mut c_void, name: *const c_char);
+    module_unload = ["cuModuleUnload"] (module: *mut c_void);
+    launch_kernel = ["cuLaunchKernel"]
+        (function: *mut c_void, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
+         block_z: c_uint, shared: c_uint, stream: *mut c_void, arguments: *mut *mut c_void, extra: *mut *mut c_void);
+    event_create = ["cuEventCreate"] (event: *mut *mut c_void, flags: c_uint);
+    event_record = ["cuEventRecord"] (event: *mut c_void, stream: *mut c_void);
+    stream_wait_event = ["cuStreamWaitEvent"] (stream: *mut c_void, event: *mut c_void, flags: c_uint);
+    event_destroy = ["cuEventDestroy_v2"] (event: *mut c_void);
+    ipc_get_event_handle = ["cuIpcGetEventHandle"] (handle: *mut Opaque, event: *mut c_void);
+    ipc_open_event_handle = ["cuIpcOpenEventHandle"] (event: *mut *mut c_void, handle: Opaque);
 }
 
 /// The driver's own name first: `libcuda.so` may be a toolkit's stub, or nothing at all without a -dev package.
@@ -286,6 +312,24 @@ impl Functions {
         let functions = Self::resolve(library.to_owned().leak(), &loaded);
         mem::forget(loaded);
         Ok(functions)
+    }
+
+    /// The file that the library was loaded from, as the loader names it.
+    pub(super) fn file(&self) -> Result<PathBuf> {
+        const CALL: &str = "cuInit";
+        let function =
+            self.init.ok_or_else(|| Error::MissingSymbol { library: self.library.to_owned(), symbol: CALL })?;
+        let mut info = MaybeUninit::<Dl_info>::zeroed();
+        // SAFETY: the pointer is valid for the one write; the address is only looked up.
+        let found = unsafe { dladdr(function as *const c_void, info.as_mut_ptr()) } != 0;
+        // SAFETY: null pointers are good for all that it is of, and it was all null before.
+        let name = unsafe { info.assume_init() }.dli_fname;
+        if !found || name.is_null() {
+            return Err(crate::driver::failure("dladdr", code::UNKNOWN));
+        }
+        // SAFETY: the loader's own C string, which lives as long as the library is loaded: for ever.
+        let name = unsafe { CStr::from_ptr(name) };
+        Ok(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
     }
 
     /// The error of a call that returned a code, with the driver's own name for it.

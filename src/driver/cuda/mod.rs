@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 mod addresses;
+mod diagnosis;
 mod ffi;
 mod legacy;
 mod pool;
@@ -31,8 +32,8 @@ use self::{
     ffi::{AccessDesc, AllocationProp, Functions, HANDLE_TYPE_POSIX_FD},
 };
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, LegacyIpc, Location, MemoryInfo, Origin,
-    PageLocked, PoolHandle, Pools, Properties, Window, code, failure,
+    Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, LegacyIpc, Location,
+    MemoryInfo, Origin, PageLocked, PoolHandle, Pools, Properties, Window, code, failure,
     window::{PageLocker, Windows},
 };
 use crate::error::{Error, Result};
@@ -44,8 +45,6 @@ static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
 #[derive(Debug)]
 pub struct CudaDriver {
     core: Arc<Core>,
-    /// A call on a handle holds it for reading, so that the handle is not released under it.
-    handles: RwLock<BTreeSet<Handle>>,
     /// Only opened, and only asked for, while the addresses are held.
     windows: Arc<Windows>,
 }
@@ -62,6 +61,9 @@ struct KnownPool {
     count: usize,
 }
 
+/// The events that the driver gave out, and the device that each is of.
+type EventTable = BTreeMap<EventHandle, i32>;
+
 /// What page-locked memory and windows keep alive beyond the driver object. It is also the other mechanisms, some of whose
 /// verbs are called as the driver's own are.
 #[derive(Debug)]
@@ -69,6 +71,10 @@ struct Core {
     functions: Functions,
     origin: Origin,
     contexts: Mutex<BTreeMap<i32, Context>>,
+    /// A call on a handle holds it for reading, so that the handle is not released under it.
+    handles: RwLock<BTreeSet<Handle>>,
+    /// A call on an event holds it for reading, so that the event is not destroyed under it.
+    events: RwLock<EventTable>,
     /// A call on a pool holds it for reading, so that the pool is not destroyed under it. It is taken before the addresses.
     pools: RwLock<PoolTable>,
     /// Held while memory of others is opened or closed: the driver gives the same address again, and does not always count. It
@@ -128,24 +134,18 @@ impl CudaDriver {
                 functions,
                 origin: Origin(pid),
                 contexts: Mutex::default(),
+                handles: RwLock::default(),
+                events: RwLock::default(),
                 pools: RwLock::default(),
                 opening: Mutex::default(),
                 addresses: RwLock::default(),
             }),
-            handles: RwLock::default(),
             windows: Arc::default(),
         };
         if driver.device_count()? == 0 {
             return Err(Error::NoDevice);
         }
         Ok(driver)
-    }
-
-    /// Keeps a handle from being released for as long as the guard lives, if the driver gave it out.
-    fn known(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
-        self.core.origin.check()?;
-        let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
-        if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
     /// The addresses, to change what is mapped in a range, if the range is this object's and no window is open on it.
@@ -162,11 +162,6 @@ impl CudaDriver {
             Location::Device(ordinal) => self.core.device(ordinal).map(drop),
             Location::HostNuma(_) => self.core.origin.check(),
         }
-    }
-
-    fn gained(&self, handle: u64) -> Handle {
-        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(Handle(handle));
-        Handle(handle)
     }
 
     /// Runs a copy if memory of this object covers the range: another address might be anything, host memory too.
@@ -223,6 +218,18 @@ impl Core {
         result.and_then(|value| restored.map(|()| value))
     }
 
+    /// Keeps a handle from being released for as long as the guard lives, if the driver gave it out.
+    fn known(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
+        self.origin.check()?;
+        let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
+        if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
+    }
+
+    fn gained(&self, handle: u64) -> Handle {
+        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(Handle(handle));
+        Handle(handle)
+    }
+
     fn known_addresses(&self) -> RwLockReadGuard<'_, Addresses> {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -266,6 +273,10 @@ impl Drop for Core {
     fn drop(&mut self) {
         if self.origin.check().is_err() {
             return;
+        }
+        let events = self.events.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !events.is_empty() {
+            tracing::warn!(events = events.len(), "events were not given back");
         }
         let contexts = self.contexts.get_mut().unwrap_or_else(PoisonError::into_inner);
         for (ordinal, context) in contexts {
@@ -380,12 +391,12 @@ impl Driver for CudaDriver {
         let mut handle = 0;
         // SAFETY: both pointers are valid for the call.
         unsafe { self.core.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
-        Ok(self.gained(handle))
+        Ok(self.core.gained(handle))
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
         self.core.origin.check()?;
-        let mut handles = self.handles.write().unwrap_or_else(PoisonError::into_inner);
+        let mut handles = self.core.handles.write().unwrap_or_else(PoisonError::into_inner);
         if !handles.remove(&handle) {
             return Err(failure("cuMemRelease", code::INVALID_VALUE));
         }
@@ -416,7 +427,7 @@ impl Driver for CudaDriver {
 
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "cuMemMap";
-        let _known = self.known(CALL, handle)?;
+        let _known = self.core.known(CALL, handle)?;
         let mut addresses = self.own(CALL, address, size)?;
         // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses what is mapped already.
         unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.0, 0) }?;
@@ -451,10 +462,10 @@ impl Driver for CudaDriver {
 
     fn export(&self, handle: Handle) -> Result<OwnedFd> {
         const CALL: &str = "cuMemExportToShareableHandle";
-        let _known = self.known(CALL, handle)?;
+        let _known = self.core.known(CALL, handle)?;
         let mut fd: RawFd = -1;
         // SAFETY: for this type the driver writes an int.
-        unsafe { self.core.functions.mem_export(&mut fd, handle.0, HANDLE_TYPE_POSIX_FD, 0) }?;
+        unsafe { self.core.functions.mem_export((&raw mut fd).cast(), handle.0, HANDLE_TYPE_POSIX_FD, 0) }?;
         if fd < 0 {
             return Err(failure(CALL, code::UNKNOWN));
         }
@@ -473,11 +484,11 @@ impl Driver for CudaDriver {
                 HANDLE_TYPE_POSIX_FD,
             )
         }?;
-        Ok(self.gained(handle))
+        Ok(self.core.gained(handle))
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {
-        let _known = self.known("cuMemGetAllocationPropertiesFromHandle", handle)?;
+        let _known = self.core.known("cuMemGetAllocationPropertiesFromHandle", handle)?;
         let mut properties = AllocationProp::pinned(Location::Device(0), 0);
         // SAFETY: the handle is alive; the layout is the driver's, of plain numbers that hold whatever it writes.
         unsafe { self.core.functions.mem_get_properties(&mut properties, handle.0) }?;
@@ -539,7 +550,7 @@ impl Driver for CudaDriver {
     }
 
     fn seal(&self, handle: Handle) -> Result<bool> {
-        self.known("seal", handle).map(|_| false)
+        self.core.known("seal", handle).map(|_| false)
     }
 
     fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {
@@ -574,6 +585,11 @@ impl Driver for CudaDriver {
     }
 
     fn pools(&self) -> Result<&dyn Pools> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+
+    fn diagnosis(&self) -> Result<&dyn Diagnosis> {
         self.core.origin.check()?;
         Ok(&*self.core)
     }

@@ -3,14 +3,16 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     os::fd::{BorrowedFd, OwnedFd},
+    path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use vmmfd::{
     Error, Result,
     driver::{
-        Access, Attribute, Backend, DeviceUuid, Driver, Granularity, Handle, LegacyIpc, Location, MemoryInfo,
-        PageLocked, PoolHandle, Pools, Properties, Window, host::Live,
+        Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, LegacyIpc,
+        Location, MadeFor, MemoryInfo, PageLocked, PoolHandle, Pools, Properties, Window, host::Live,
     },
 };
 
@@ -44,10 +46,19 @@ struct Ledger {
     /// How often each address of a legacy handle or a pool was taken.
     blocks: BTreeMap<u64, usize>,
     pools: BTreeSet<PoolHandle>,
+    events: BTreeSet<EventHandle>,
 }
 
-const GIVE_BACK: [&str; 7] =
-    ["release", "free", "unmap", "legacy deallocate", "legacy close", "pool destroy", "pool free"];
+const GIVE_BACK: [&str; 8] = [
+    "release",
+    "free",
+    "unmap",
+    "legacy deallocate",
+    "legacy close",
+    "pool destroy",
+    "pool free",
+    "diagnosis event_destroy",
+];
 
 impl Faulty {
     pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
@@ -77,10 +88,10 @@ impl Faulty {
         Live { handles: ledger.handles.len(), reservations: ledger.reservations.len(), mappings: ledger.mappings.len() }
     }
 
-    /// How many addresses of legacy handles and pools were taken and not given back, and how many pools.
-    pub(crate) fn taken(&self) -> (usize, usize) {
+    /// How many addresses of legacy handles and pools were taken and not given back, and how many pools and events.
+    pub(crate) fn taken(&self) -> (usize, usize, usize) {
         let ledger = self.ledger();
-        (ledger.blocks.values().sum(), ledger.pools.len())
+        (ledger.blocks.values().sum(), ledger.pools.len(), ledger.events.len())
     }
 
     /// Gives back every handle that is left.
@@ -317,6 +328,11 @@ impl Driver for Faulty {
         self.inner.pools()?;
         Ok(self)
     }
+
+    fn diagnosis(&self) -> Result<&dyn Diagnosis> {
+        self.inner.diagnosis()?;
+        Ok(self)
+    }
 }
 
 impl LegacyIpc for Faulty {
@@ -399,5 +415,78 @@ impl Pools for Faulty {
     fn import_pointer(&self, pool: PoolHandle, ordinal: i32, data: &[u8; 64]) -> Result<u64> {
         self.meet("pool import_pointer")?;
         self.inner.pools()?.import_pointer(pool, ordinal, data).map(|address| self.take(address))
+    }
+}
+
+impl Diagnosis for Faulty {
+    fn library(&self) -> Result<PathBuf> {
+        self.meet("diagnosis library")?;
+        self.inner.diagnosis()?.library()
+    }
+
+    fn create_with(&self, ordinal: i32, size: u64, made_for: MadeFor) -> Result<Handle> {
+        self.meet("diagnosis create_with")?;
+        let handle = self.inner.diagnosis()?.create_with(ordinal, size, made_for)?;
+        self.ledger().handles.insert(handle);
+        Ok(handle)
+    }
+
+    fn export_fabric(&self, handle: Handle) -> Result<[u8; 64]> {
+        self.meet("diagnosis export_fabric")?;
+        self.inner.diagnosis()?.export_fabric(handle)
+    }
+
+    fn export_dma_buf(&self, ordinal: i32, address: u64, size: u64) -> Result<OwnedFd> {
+        self.meet("diagnosis export_dma_buf")?;
+        self.inner.diagnosis()?.export_dma_buf(ordinal, address, size)
+    }
+
+    fn copy_within(&self, ordinal: i32, to: u64, from: u64, size: u64) -> Result<Duration> {
+        self.meet("diagnosis copy_within")?;
+        self.inner.diagnosis()?.copy_within(ordinal, to, from, size)
+    }
+
+    fn store(&self, ordinal: i32, address: u64, value: u32) -> Result<()> {
+        self.meet("diagnosis store")?;
+        self.inner.diagnosis()?.store(ordinal, address, value)
+    }
+
+    fn event_create(&self, ordinal: i32) -> Result<EventHandle> {
+        self.meet("diagnosis event_create")?;
+        let event = self.inner.diagnosis()?.event_create(ordinal)?;
+        self.ledger().events.insert(event);
+        Ok(event)
+    }
+
+    fn event_export(&self, ordinal: i32, event: EventHandle) -> Result<[u8; 64]> {
+        self.meet("diagnosis event_export")?;
+        self.inner.diagnosis()?.event_export(ordinal, event)
+    }
+
+    fn event_open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<EventHandle> {
+        self.meet("diagnosis event_open")?;
+        let event = self.inner.diagnosis()?.event_open(ordinal, handle)?;
+        self.ledger().events.insert(event);
+        Ok(event)
+    }
+
+    fn event_record(&self, ordinal: i32, event: EventHandle) -> Result<()> {
+        self.meet("diagnosis event_record")?;
+        self.inner.diagnosis()?.event_record(ordinal, event)
+    }
+
+    fn event_wait(&self, ordinal: i32, event: EventHandle) -> Result<()> {
+        self.meet("diagnosis event_wait")?;
+        self.inner.diagnosis()?.event_wait(ordinal, event)
+    }
+
+    fn event_destroy(&self, ordinal: i32, event: EventHandle) -> Result<()> {
+        self.meet("diagnosis event_destroy")?;
+        let known = self.ledger().events.remove(&event);
+        let answer = self.inner.diagnosis()?.event_destroy(ordinal, event);
+        if known && answer.is_err() {
+            self.ledger().events.insert(event);
+        }
+        answer
     }
 }
