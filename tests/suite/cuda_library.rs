@@ -15,7 +15,7 @@ use vmmfd::{
     driver::{
         self,
         Access::{ReadOnly, ReadWrite},
-        Attribute, Backend, Choice, Driver, Granularity, LegacyIpc, Location, Pools, code,
+        Attribute, Backend, Choice, Diagnosis, Driver, Granularity, LegacyIpc, Location, MadeFor, Pools, code,
         cuda::CudaDriver,
     },
     error::ErrorKind,
@@ -28,7 +28,7 @@ use crate::support::{Copy, EXPORTABLE, Fake, Subject, code, in_child, in_fork};
 const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 
 /// Every symbol that the CUDA backend looks for, with what it is looked for as.
-const SYMBOLS: [&str; 45] = [
+const SYMBOLS: [&str; 57] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -74,6 +74,18 @@ const SYMBOLS: [&str; 45] = [
     "cuMemFreeAsync",
     "cuMemPoolExportPointer",
     "cuMemPoolImportPointer",
+    "cuMemGetHandleForAddressRange",
+    "cuMemcpyDtoD_v2",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuModuleUnload",
+    "cuLaunchKernel",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuEventDestroy_v2",
+    "cuIpcGetEventHandle",
+    "cuIpcOpenEventHandle",
 ];
 
 /// Those that nobody can be told of: they are only called where things are given back.
@@ -122,6 +134,7 @@ fn use_everything(driver: &dyn Driver) -> Vec<Error> {
     }
     use_legacy(driver, driver.legacy().unwrap(), &mut note);
     use_pools(driver.pools().unwrap(), &mut note);
+    use_diagnosis(driver, driver.diagnosis().unwrap(), &mut note);
     errors
 }
 
@@ -156,6 +169,39 @@ fn use_pools(pools: &dyn Pools, note: &mut impl FnMut(Result<(), Error>)) {
     note(pools.destroy(pool));
 }
 
+fn use_diagnosis(driver: &dyn Driver, diagnosis: &dyn Diagnosis, note: &mut impl FnMut(Result<(), Error>)) {
+    note(diagnosis.library().map(drop));
+    let (unit, mut told) = (2 << 20, Vec::new());
+    let handle = diagnosis.create_with(0, unit, MadeFor::Rdma);
+    if let (Ok(handle), Ok(address)) = (&handle, driver.reserve(unit, 0)) {
+        told.push(driver.map(address, unit, 0, *handle));
+        told.push(driver.set_access(address, unit, Location::Device(0), Some(ReadWrite)));
+        if told.iter().all(Result::is_ok) {
+            told.push(diagnosis.export_dma_buf(0, address, unit).map(drop));
+            told.push(diagnosis.copy_within(0, address, address + 64, 64).map(drop));
+            told.push(diagnosis.store(0, address, 1));
+        }
+        told.push(driver.unmap(address, unit));
+        told.push(driver.free(address, unit));
+    }
+    told.push(handle.and_then(|handle| driver.release(handle)));
+    match diagnosis.event_create(0) {
+        Ok(event) => {
+            told.push(diagnosis.event_record(0, event));
+            told.push(diagnosis.event_wait(0, event));
+            let exported = diagnosis.event_export(0, event);
+            // Where it is from it can't be opened.
+            told.push(exported.and_then(|exported| match diagnosis.event_open(0, &exported) {
+                Err(Error::Driver { code: code::INVALID_CONTEXT, .. }) => Ok(()),
+                other => other.map(drop),
+            }));
+            told.push(diagnosis.event_destroy(0, event));
+        }
+        Err(error) => told.push(Err(error)),
+    }
+    told.into_iter().for_each(note);
+}
+
 fn two_devices() -> Fake {
     let fake = Copy::new().load();
     fake.set("FAKECUDA_DEVICES", "2");
@@ -173,7 +219,7 @@ fn with_every_symbol_nothing_fails() {
     for symbol in SYMBOLS {
         assert!(fake.calls(symbol) > 0 || symbol == ELSEWHERE, "{symbol} is never called");
     }
-    assert_eq!(fake.live(), [0; 7]);
+    assert_eq!(fake.live(), [0; 9]);
 }
 
 #[test]
@@ -545,7 +591,7 @@ fn contexts_are_retained_once_and_released_with_the_driver() {
     assert_eq!(fake.calls("cuDevicePrimaryCtxRetain"), 1);
     assert_eq!(fake.calls("cuCtxPushCurrent_v2"), fake.calls("cuCtxPopCurrent_v2"), "a thread's own is restored");
     drop(driver);
-    assert_eq!(fake.live(), [0; 7]);
+    assert_eq!(fake.live(), [0; 9]);
 }
 
 /// Everything that a handoff does, in one process. Returns how often `symbol` was called before anything was given back.
@@ -582,7 +628,7 @@ fn a_failure_of_any_function_at_any_call_is_told_and_leaves_nothing() {
                 }
                 other => panic!("call {n} of {symbol}: {other:?}"),
             }
-            assert_eq!(fake.live(), [0; 7], "left after the failure of call {n} of {symbol}");
+            assert_eq!(fake.live(), [0; 9], "left after the failure of call {n} of {symbol}");
             failures += 1;
         }
     }

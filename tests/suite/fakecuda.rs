@@ -226,7 +226,7 @@ fn properties_are_checked_field_by_field() {
     assert_eq!(calls.create(&mut handle, UNIT, ptr::null(), 0), 1);
     assert_eq!(calls.create(ptr::null_mut(), UNIT, &PLAIN, 0), 1);
     assert_eq!(calls.granularity(&mut granularity, &PLAIN, 2), 1, "option");
-    assert_eq!((handle, calls.fake.live()), (0, [0; 7]), "something was made");
+    assert_eq!((handle, calls.fake.live()), (0, [0; 9]), "something was made");
 }
 
 #[test]
@@ -622,6 +622,8 @@ fn settings_that_make_no_sense_end_the_process() {
         ("FAKECUDA_GRANULARITY", "3000000"),
         ("FAKECUDA_GRANULARITY", "2048"),
         ("FAKECUDA_PEERS", "2"),
+        ("FAKECUDA_FABRIC", "yes"),
+        ("FAKECUDA_EVENTS_FAIL", ""),
         ("FAKECUDA_SPEED", "1"),
     ] {
         let fake = Copy::new().load();

@@ -80,7 +80,7 @@ fn with_owner(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: im
 }
 
 /// The same, for a test of this full name.
-fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
+pub(crate) fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
     let (near, far) = UnixStream::pair().unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -97,7 +97,7 @@ fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here:
 }
 
 /// An end of a socket; nothing is waited for longer than a deadline.
-struct Wire(UnixStream);
+pub(crate) struct Wire(UnixStream);
 
 impl Wire {
     fn new(stream: UnixStream) -> Self {
@@ -105,17 +105,17 @@ impl Wire {
         Self(stream)
     }
 
-    fn say(&self, bytes: &[u8]) {
+    pub(crate) fn say(&self, bytes: &[u8]) {
         (&self.0).write_all(bytes).unwrap();
     }
 
-    fn hear<const LENGTH: usize>(&self) -> [u8; LENGTH] {
+    pub(crate) fn hear<const LENGTH: usize>(&self) -> [u8; LENGTH] {
         let mut bytes = [0; LENGTH];
         (&self.0).read_exact(&mut bytes).unwrap();
         bytes
     }
 
-    fn hear_the_end(&self) {
+    pub(crate) fn hear_the_end(&self) {
         assert_eq!((&self.0).read(&mut [0]).unwrap(), 0);
     }
 }

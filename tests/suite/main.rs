@@ -7,6 +7,7 @@ mod commands;
 mod contract;
 mod conversation;
 mod cuda_library;
+mod diagnosis;
 mod fakecuda;
 mod host_memory;
 #[cfg(feature = "launch")]

@@ -92,14 +92,16 @@ fn other_mechanisms_are_there_or_said_to_be_missing(subject: Subject) {
     let pools = (attribute(Attribute::MemoryPools), attribute(Attribute::PoolHandleTypes) & 1);
     let legacy = subject.driver.legacy();
     if subject.kind != Kind::Host {
-        assert!(legacy.is_ok() && subject.driver.pools().is_ok());
+        assert!(legacy.is_ok() && subject.driver.pools().is_ok() && subject.driver.diagnosis().is_ok());
         assert_eq!(pools, (1, 1));
         return;
     }
     assert_eq!(pools, (0, 0));
-    for (answer, word) in
-        [(legacy.map(drop), "cuIpcGetMemHandle"), (subject.driver.pools().map(drop), "cuMemPoolCreate")]
-    {
+    for (answer, word) in [
+        (legacy.map(drop), "cuIpcGetMemHandle"),
+        (subject.driver.pools().map(drop), "cuMemPoolCreate"),
+        (subject.driver.diagnosis().map(drop), "diagnosis"),
+    ] {
         match answer {
             Err(Error::Unsupported { device, feature }) => {
                 assert!(device.contains("no GPU") && feature.contains(word), "{device} {feature}");
@@ -169,7 +171,7 @@ fn page_locked_memory_outlives_its_driver(subject: Subject) {
     assert_eq!(locked.iter().map(|byte| u64::from(*byte)).sum::<u64>(), 1);
     drop(locked);
     if let Some(fake) = fake {
-        assert_eq!(fake.live(), [0; 7], "the context is kept");
+        assert_eq!(fake.live(), [0; 9], "the context is kept");
     }
 }
 
@@ -372,6 +374,7 @@ fn forks_reach_nothing(subject: Subject) {
             driver.window(mapped.address, 1).map(drop),
             driver.legacy().map(drop),
             driver.pools().map(drop),
+            driver.diagnosis().map(drop),
             window.read(0, &mut [0]),
             window.write(0, b"x"),
         ];

@@ -62,6 +62,15 @@ impl Core {
         self.events.write().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits until nothing is under way in the current context.
+    fn settle(&self) -> Result<()> {
+        // SAFETY: no pointers.
+        unsafe { self.functions.ctx_synchronize() }.inspect_err(|_| {
+            // SAFETY: null is the default stream, on which all is. Its own failure is the same one again.
+            let _ = unsafe { self.functions.stream_synchronize(ptr::null_mut()) };
+        })
+    }
+
     fn gained_event(&self, ordinal: i32, event: *mut c_void) -> EventHandle {
         let handle = EventHandle(event.addr() as u64);
         self.events_to_change().insert(handle, ordinal);
@@ -134,8 +143,7 @@ impl Diagnosis for Core {
             // SAFETY: no pointers; both ranges are mapped while the table is held.
             let copied = unsafe { self.functions.memcpy_dtod(to, from, size as usize) };
             // It may still be under way, also when it failed, and nothing may be when the table is let go.
-            // SAFETY: no pointers.
-            let done = unsafe { self.functions.ctx_synchronize() };
+            let done = self.settle();
             copied.and(done).map(|()| begun.elapsed())
         })
     }
@@ -162,8 +170,7 @@ impl Diagnosis for Core {
                 // and its place is mapped while the table is held. Null is the default stream.
                 let launched = unsafe { functions.launch_kernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, arguments, none) };
                 // It may still run, and must not when the table is let go.
-                // SAFETY: no pointers.
-                let done = unsafe { functions.ctx_synchronize() };
+                let done = self.settle();
                 launched.and(done)
             });
             // SAFETY: it was loaded above, and nothing of it runs any more.

@@ -6,6 +6,8 @@
 //! | `FAKECUDA_SLOW=cuInit:500` | every call of `cuInit` takes 500 ms longer |
 //! | `FAKECUDA_ATTRIBUTE=102:0` | that device attribute has that value |
 //! | `FAKECUDA_DEVICES=2` | how many devices there are, from `cuInit` on; at most 16 |
+//! | `FAKECUDA_EVENTS_FAIL=1` | no event of another process is opened |
+//! | `FAKECUDA_FABRIC=1` | memory for fabric handles is made, and exported; 0, the default, is that there is no IMEX channel |
 //! | `FAKECUDA_FREE=4194304` | how many bytes each device has free while nothing is allocated |
 //! | `FAKECUDA_GRANULARITY=4194304` | the granularity in bytes, from `cuInit` on: a power of two, at least 4096 |
 //! | `FAKECUDA_PEERS=0` | no device can access another; 1, the default, is that all can |
@@ -41,6 +43,8 @@ pub(crate) struct Settings {
     pub(crate) capacity: Option<u64>,
     pub(crate) granularity: u64,
     pub(crate) peers: bool,
+    pub(crate) fabric: bool,
+    pub(crate) events_fail: bool,
 }
 
 struct Fault {
@@ -61,6 +65,8 @@ static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
         capacity: None,
         granularity: vmmfd::driver::host::GRANULARITY,
         peers: true,
+        fabric: false,
+        events_fail: false,
     };
     for (name, value) in env::vars().filter(|(name, _)| name.starts_with("FAKECUDA_")) {
         settings.set(&name, &value);
@@ -135,7 +141,9 @@ impl Settings {
                 let bytes = value.parse().ok().filter(|bytes: &u64| bytes.is_power_of_two() && *bytes >= 4096);
                 bytes.map(|bytes| self.granularity = bytes)
             }
-            "FAKECUDA_PEERS" => ["0", "1"].contains(&value).then(|| self.peers = value == "1"),
+            "FAKECUDA_PEERS" => switch(value).map(|on| self.peers = on),
+            "FAKECUDA_FABRIC" => switch(value).map(|on| self.fabric = on),
+            "FAKECUDA_EVENTS_FAIL" => switch(value).map(|on| self.events_fail = on),
             "FAKECUDA_LOG" => {
                 let log = OpenOptions::new().create(true).append(true).open(value).ok();
                 log.map(|log| self.log = Some(log))
@@ -149,6 +157,10 @@ impl Settings {
 /// The entries of a list with commas between them; an empty text is an empty list.
 fn parse<T, C: FromIterator<T>>(value: &str, entry: impl Fn(&str) -> Option<T>) -> Option<C> {
     value.split(',').filter(|text| !text.is_empty()).map(entry).collect()
+}
+
+fn switch(value: &str) -> Option<bool> {
+    ["0", "1"].contains(&value).then_some(value == "1")
 }
 
 fn pair<A: FromStr, B: FromStr>(entry: &str) -> Option<(A, B)> {

@@ -2,7 +2,7 @@
 
 use std::{
     cell::RefCell,
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     ffi::{c_int, c_uint, c_void},
     fs,
     ops::Range,
@@ -12,7 +12,7 @@ use std::{
     },
     process, ptr,
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU32, Ordering},
     },
 };
@@ -24,7 +24,9 @@ use vmmfd::{
 
 use crate::{
     AccessDesc, AllocationProp, Answer, Location, controls,
-    ipc::{Ipc, NUMA, PEER_ACCESS_UNSUPPORTED, POOL, mark, marked},
+    events::Events,
+    ipc::{Ipc, NUMA, PEER_ACCESS_UNSUPPORTED, POOL, dup, mark, marked},
+    kernels::Modules,
 };
 
 pub(crate) const INVALID_VALUE: u32 = 1;
@@ -37,7 +39,8 @@ pub(crate) const INVALID_HANDLE: u32 = 400;
 const CONTEXT_IS_DESTROYED: u32 = 709;
 const NOT_PERMITTED: u32 = 800;
 pub(crate) const NOT_SUPPORTED: u32 = 801;
-const NOT_FOUND: u32 = 500;
+pub(crate) const NOT_FOUND: u32 = 500;
+const ILLEGAL_ADDRESS: u32 = 700;
 pub(crate) const UNKNOWN: u32 = 999;
 
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
@@ -49,7 +52,9 @@ const HOST_NUMA: c_uint = 3;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 pub(crate) const POSIX_FD: c_uint = 1;
 /// `CU_MEM_HANDLE_TYPE_FABRIC`.
-const FABRIC: c_uint = 8;
+pub(crate) const FABRIC: c_uint = 8;
+/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
+const DMA_BUF: c_uint = 1;
 
 /// `location.id` of an imported allocation whose owner this process does not see.
 const NOT_VISIBLE: c_int = -2;
@@ -86,7 +91,11 @@ pub(crate) struct Emulated {
     arriving: Vec<Range<u64>>,
     /// How often each device's primary context is retained.
     retained: BTreeMap<c_int, usize>,
+    /// The devices in whose context a kernel met memory that it may not access. There is no way back from that.
+    ruined: BTreeSet<c_int>,
     pub(crate) ipc: Ipc,
+    pub(crate) events: Events,
+    pub(crate) modules: Modules,
 }
 
 /// What a handle names.
@@ -99,6 +108,9 @@ struct Allocation {
     numa: bool,
     exportable: bool,
     imported: bool,
+    fabric: bool,
+    /// What other devices of the bus reach it by, if it is made for that.
+    rdma: Option<Arc<OwnedFd>>,
 }
 
 /// Which devices may do what with a mapping.
@@ -106,6 +118,7 @@ struct Mapping {
     size: u64,
     owner: u32,
     numa: bool,
+    rdma: Option<Arc<OwnedFd>>,
     granted: BTreeMap<c_int, Access>,
 }
 
@@ -143,7 +156,10 @@ pub(crate) fn initialise() -> Answer {
         mappings: BTreeMap::new(),
         arriving: Vec::new(),
         retained: BTreeMap::new(),
+        ruined: BTreeSet::new(),
         ipc: Ipc::new(),
+        events: Events::new(),
+        modules: Modules::new(),
     });
     INITIALISED_BY.store(process::id(), Ordering::Release);
     Ok(())
@@ -158,16 +174,22 @@ pub(crate) fn initialised(call: impl FnOnce(&mut Emulated) -> Answer) -> Answer 
     driver.as_mut().ok_or(NOT_INITIALIZED).and_then(call)
 }
 
-pub(crate) fn live() -> [u64; 7] {
+pub(crate) fn live() -> [u64; 9] {
     let driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
-    driver.as_ref().map_or([0; 7], |driver| {
+    driver.as_ref().map_or([0; 9], |driver| {
         let live = driver.host.live();
         let retained = driver.retained.values().sum::<usize>();
         let [handles, reservations, mappings, contexts] =
             [live.handles, live.reservations, live.mappings, retained].map(|count| count as u64);
         let [blocks, pools, page_locked] = driver.ipc.live();
-        [handles, reservations, mappings, contexts, blocks, pools, page_locked]
+        let [events, modules] = [driver.events.live(), driver.modules.live()];
+        [handles, reservations, mappings, contexts, blocks, pools, page_locked, events, modules]
     })
+}
+
+pub(crate) fn waited() -> u64 {
+    let driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
+    driver.as_ref().map_or(0, |driver| driver.events.waited)
 }
 
 /// The code of an error of the host backend.
@@ -280,7 +302,10 @@ impl Emulated {
     /// The device whose context this thread has current.
     pub(crate) fn current(&self) -> Answer<c_int> {
         let device = CONTEXTS.with_borrow(|contexts| contexts.last().copied()).ok_or(INVALID_CONTEXT)?;
-        if self.is_retained(device) { Ok(device) } else { Err(CONTEXT_IS_DESTROYED) }
+        if !self.is_retained(device) {
+            return Err(CONTEXT_IS_DESTROYED);
+        }
+        if self.ruined.contains(&device) { Err(ILLEGAL_ADDRESS) } else { Ok(device) }
     }
 }
 
@@ -314,7 +339,8 @@ impl Emulated {
             return Err(INVALID_VALUE);
         }
         // Granularity is answered, and the attribute claims it, but without an IMEX channel none is made.
-        if properties.requested_handle_types == FABRIC {
+        let fabric = properties.requested_handle_types == FABRIC;
+        if fabric && !controls::settings().fabric {
             return Err(NOT_PERMITTED);
         }
         let exportable = properties.requested_handle_types == POSIX_FD;
@@ -330,11 +356,21 @@ impl Emulated {
         } else {
             Ok(())
         };
-        if let Err(failed) = marked {
-            self.host.release(handle).map_err(code)?;
-            return Err(failed);
+        let rdma = match properties.gpu_direct_rdma_capable {
+            1 if exportable => {
+                marked.and_then(|()| self.host.export(handle).map_err(code)).map(|fd| Some(Arc::new(fd)))
+            }
+            _ => marked.map(|()| None),
+        };
+        match rdma {
+            Ok(rdma) => {
+                Ok(self.add(Allocation { handle, size, owner, numa, exportable, imported: false, fabric, rdma }))
+            }
+            Err(failed) => {
+                self.host.release(handle).map_err(code)?;
+                Err(failed)
+            }
         }
-        Ok(self.add(Allocation { handle, size, owner, numa, exportable, imported: false }))
     }
 
     fn add(&mut self, allocation: Allocation) -> u64 {
@@ -366,12 +402,13 @@ impl Emulated {
     }
 
     pub(crate) fn map(&mut self, address: u64, size: u64, offset: u64, handle: u64, flags: u64) -> Answer {
-        let &Allocation { handle, owner, numa, .. } = self.named("cuMemMap", handle);
+        let &Allocation { handle, owner, numa, ref rdma, .. } = self.named("cuMemMap", handle);
+        let rdma = rdma.clone();
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
         self.host.map(address, size, offset, handle).map_err(code)?;
-        self.mappings.insert(address, Mapping { size, owner, numa, granted: BTreeMap::new() });
+        self.mappings.insert(address, Mapping { size, owner, numa, rdma, granted: BTreeMap::new() });
         Ok(())
     }
 
@@ -452,6 +489,37 @@ impl Emulated {
         Ok(())
     }
 
+    /// As a copy out and one in, which may still be under way when the call returns.
+    pub(crate) fn copy_within(&mut self, device: c_int, to: u64, from: u64, size: u64) -> Answer {
+        const CHUNK: u64 = 4 << 20;
+        let mut bytes = Vec::new();
+        for done in (0..size).step_by(CHUNK as usize) {
+            bytes.resize(CHUNK.min(size - done) as usize, 0);
+            let (to, from) = (to.checked_add(done), from.checked_add(done));
+            self.copy_out(device, from.ok_or(INVALID_VALUE)?, &mut bytes)?;
+            self.copy_in(device, to.ok_or(INVALID_VALUE)?, &bytes)?;
+        }
+        Ok(())
+    }
+
+    /// What a kernel does that stores a word. Where it must not, it is too late for an answer, and the context is ruined.
+    pub(crate) fn store(&mut self, device: c_int, to: u64, value: u32) -> Answer {
+        if !to.is_multiple_of(4) || self.copy_in(device, to, &value.to_le_bytes()).is_err() {
+            self.ruined.insert(device);
+        }
+        Ok(())
+    }
+
+    /// A dma-buf of memory made for RDMA: here of a whole mapping alone, so that its size is right.
+    pub(crate) fn range_handle(&self, address: u64, size: u64, kind: c_uint, flags: u64) -> Answer<RawFd> {
+        self.current()?;
+        let mapping = self.mappings.get(&address).filter(|mapping| mapping.size == size);
+        let rdma = mapping.and_then(|mapping| mapping.rdma.as_ref()).filter(|_| kind == DMA_BUF && flags == 0);
+        // Without close-on-exec: nobody may rely on the driver for that.
+        let fd = dup(rdma.ok_or(INVALID_VALUE)?.as_raw_fd());
+        if fd < 0 { Err(UNKNOWN) } else { Ok(fd) }
+    }
+
     /// Waits for all work of the current context.
     pub(crate) fn synchronize(&mut self) -> Answer {
         self.current()?;
@@ -475,6 +543,18 @@ impl Emulated {
         self.host.export(allocation.handle).map_err(code)
     }
 
+    /// The bytes of a fabric handle. Nothing is imported by them here.
+    pub(crate) fn export_fabric(&self, handle: u64, flags: u64) -> Answer<[u8; 64]> {
+        let allocation = self.named("cuMemExportToShareableHandle", handle);
+        if !allocation.fabric || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let mut bytes = [0xFA; 64];
+        bytes[..8].copy_from_slice(&handle.to_le_bytes());
+        bytes[8..12].copy_from_slice(&process::id().to_le_bytes());
+        Ok(bytes)
+    }
+
     pub(crate) fn import(&mut self, fd: RawFd, kind: c_uint) -> Answer<u64> {
         if kind != POSIX_FD {
             return Err(INVALID_VALUE);
@@ -491,7 +571,10 @@ impl Emulated {
             _ => UNKNOWN,
         })?;
         let (owner, numa) = (marked(metadata.mode()), metadata.mode() & NUMA != 0);
-        Ok(self.add(Allocation { handle, size: metadata.size(), owner, numa, exportable: false, imported: true }))
+        let size = metadata.size();
+        // Assumed: an importer's is not made for RDMA, whatever the exporter's is.
+        let (fabric, rdma) = (false, None);
+        Ok(self.add(Allocation { handle, size, owner, numa, exportable: false, imported: true, fabric, rdma }))
     }
 
     pub(crate) fn import_pool(&mut self, fd: RawFd, kind: c_uint, flags: u64) -> Answer<usize> {
@@ -535,11 +618,15 @@ impl Emulated {
         };
         AllocationProp {
             kind: PINNED,
-            requested_handle_types: if allocation.exportable { POSIX_FD } else { 0 },
+            requested_handle_types: match allocation {
+                Allocation { exportable: true, .. } => POSIX_FD,
+                Allocation { fabric: true, .. } => FABRIC,
+                _ => 0,
+            },
             location,
             win32_handle_meta_data: ptr::null(),
             compression_type: 0,
-            gpu_direct_rdma_capable: 0,
+            gpu_direct_rdma_capable: allocation.rdma.is_some().into(),
             usage: 0,
             reserved: [0; 4],
         }

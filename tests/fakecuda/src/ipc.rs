@@ -38,7 +38,7 @@ const LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
 
 unsafe extern "C" {
     /// Of the C library: it leaves the new descriptor open across exec, and the standard library does not.
-    safe fn dup(fd: c_int) -> c_int;
+    pub(crate) safe fn dup(fd: c_int) -> c_int;
 }
 
 /// What the driver keeps of all this.

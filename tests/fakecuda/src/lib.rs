@@ -9,7 +9,9 @@
 
 mod controls;
 mod emulated;
+mod events;
 mod ipc;
+mod kernels;
 mod names;
 
 use std::{
@@ -20,7 +22,7 @@ use std::{
     slice,
 };
 
-use self::emulated::{Emulated, INVALID_HANDLE, INVALID_VALUE, initialise, initialised};
+use self::emulated::{Emulated, FABRIC, INVALID_HANDLE, INVALID_VALUE, initialise, initialised};
 
 /// What a call answers: success, or a `CUresult`.
 type Answer<T = ()> = Result<T, c_uint>;
@@ -68,10 +70,10 @@ struct PoolProps {
     reserved: [u8; 54],
 }
 
-/// `CUipcMemHandle`, which is passed by value.
+/// `CUipcMemHandle` and `CUipcEventHandle`, which are passed by value.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-struct IpcMemHandle {
+struct IpcHandle {
     reserved: [u8; 64],
 }
 
@@ -292,10 +294,13 @@ mod exports {
             })
         }
 
-        fn cuMemExportToShareableHandle(shareable: *mut c_int, handle: u64, kind: c_uint, flags: u64) {
+        fn cuMemExportToShareableHandle(shareable: *mut c_void, handle: u64, kind: c_uint, flags: u64) {
             initialised(|driver| {
                 let shareable = place(shareable)?;
-                unsafe { shareable.write(driver.export(handle, kind, flags)?.into_raw_fd()) };
+                match kind {
+                    FABRIC => unsafe { shareable.cast().write(driver.export_fabric(handle, flags)?) },
+                    _ => unsafe { shareable.cast().write(driver.export(handle, kind, flags)?.into_raw_fd()) },
+                }
                 Ok(())
             })
         }
@@ -394,16 +399,16 @@ mod exports {
             })
         }
 
-        fn cuIpcGetMemHandle(handle: *mut IpcMemHandle, address: u64) {
+        fn cuIpcGetMemHandle(handle: *mut IpcHandle, address: u64) {
             initialised(|driver| {
                 let handle = place(handle)?;
                 driver.current()?;
-                unsafe { handle.write(IpcMemHandle { reserved: driver.ipc.handle(address)? }) };
+                unsafe { handle.write(IpcHandle { reserved: driver.ipc.handle(address)? }) };
                 Ok(())
             })
         }
 
-        fn cuIpcOpenMemHandle_v2(address: *mut u64, handle: IpcMemHandle, flags: c_uint) {
+        fn cuIpcOpenMemHandle_v2(address: *mut u64, handle: IpcHandle, flags: c_uint) {
             initialised(|driver| {
                 let address = place(address)?;
                 unsafe { address.write(driver.open(&handle.reserved, flags)?) };
@@ -495,6 +500,130 @@ mod exports {
                 Ok(())
             })
         }
+
+        fn cuMemGetHandleForAddressRange(
+            shareable: *mut c_void,
+            address: u64,
+            size: usize,
+            kind: c_uint,
+            flags: u64,
+        ) {
+            initialised(|driver| {
+                let shareable = place(shareable.cast::<c_int>())?;
+                unsafe { shareable.write(driver.range_handle(address, size as u64, kind, flags)?) };
+                Ok(())
+            })
+        }
+
+        fn cuMemcpyDtoD_v2(to: u64, from: u64, size: usize) {
+            initialised(|driver| {
+                let current = driver.current()?;
+                driver.copy_within(current, to, from, size as u64)
+            })
+        }
+
+        fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) {
+            initialised(|driver| {
+                let module = place(module)?;
+                let image = NonNull::new(image.cast_mut()).ok_or(INVALID_VALUE)?;
+                driver.current()?;
+                let loaded = driver.modules.load(unsafe { CStr::from_ptr(image.as_ptr().cast()) })?;
+                unsafe { module.write(ptr::without_provenance_mut(loaded)) };
+                Ok(())
+            })
+        }
+
+        fn cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, name: *const c_char) {
+            initialised(|driver| {
+                let function = place(function)?;
+                let name = NonNull::new(name.cast_mut()).ok_or(INVALID_VALUE)?;
+                driver.current()?;
+                let found = driver.modules.function(module, unsafe { CStr::from_ptr(name.as_ptr()) })?;
+                unsafe { function.write(ptr::without_provenance_mut(found)) };
+                Ok(())
+            })
+        }
+
+        fn cuModuleUnload(module: *mut c_void) {
+            initialised(|driver| {
+                driver.current()?;
+                driver.modules.unload(module)
+            })
+        }
+
+        fn cuLaunchKernel(
+            function: *mut c_void,
+            grid_x: c_uint,
+            grid_y: c_uint,
+            grid_z: c_uint,
+            block_x: c_uint,
+            block_y: c_uint,
+            block_z: c_uint,
+            shared: c_uint,
+            stream: *mut c_void,
+            arguments: *mut *mut c_void,
+            extra: *mut *mut c_void,
+        ) {
+            initialised(|driver| {
+                let current = driver.default_stream(stream)?;
+                driver.modules.check(function)?;
+                // More threads than one of this kernel are none of what vmmfd does, so they are not emulated.
+                if [grid_x, grid_y, grid_z, block_x, block_y, block_z, shared] != [1, 1, 1, 1, 1, 1, 0] {
+                    return Err(INVALID_VALUE);
+                }
+                let [to, value] = unsafe { *given(arguments.cast::<[*mut c_void; 2]>())? };
+                if !extra.is_null() {
+                    return Err(INVALID_VALUE);
+                }
+                let (to, value) = unsafe { (*given(to.cast::<u64>())?, *given(value.cast::<u32>())?) };
+                driver.store(current, to, value)
+            })
+        }
+
+        fn cuEventCreate(event: *mut *mut c_void, flags: c_uint) {
+            initialised(|driver| {
+                let event = place(event)?;
+                let created = driver.current().and_then(|device| driver.events.create(device, flags))?;
+                unsafe { event.write(ptr::without_provenance_mut(created)) };
+                Ok(())
+            })
+        }
+
+        fn cuEventRecord(event: *mut c_void, stream: *mut c_void) {
+            initialised(|driver| {
+                let current = driver.default_stream(stream)?;
+                driver.events.record(current, event)
+            })
+        }
+
+        fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, flags: c_uint) {
+            initialised(|driver| {
+                driver.default_stream(stream)?;
+                driver.events.wait(event, flags)
+            })
+        }
+
+        fn cuEventDestroy_v2(event: *mut c_void) {
+            initialised(|driver| driver.events.destroy(event))
+        }
+
+        fn cuIpcGetEventHandle(handle: *mut IpcHandle, event: *mut c_void) {
+            initialised(|driver| {
+                let handle = place(handle)?;
+                driver.current()?;
+                unsafe { handle.write(IpcHandle { reserved: driver.events.export(event)? }) };
+                Ok(())
+            })
+        }
+
+        fn cuIpcOpenEventHandle(event: *mut *mut c_void, handle: IpcHandle) {
+            initialised(|driver| {
+                let event = place(event)?;
+                let opened = driver.current().and_then(|device| driver.events.open(device, &handle.reserved))?;
+                unsafe { event.write(ptr::without_provenance_mut(opened)) };
+                Ok(())
+            })
+        }
     }
 }
 
@@ -520,13 +649,20 @@ pub unsafe extern "C" fn fakecuda_calls(name: *const c_char) -> u64 {
 }
 
 /// What is alive: handles not released, reservations not freed, mappings not unmapped, contexts not released, memory of
-/// legacy handles and of pools not freed or closed, pools not destroyed, page-locked memory not freed.
+/// legacy handles and of pools not freed or closed, pools not destroyed, page-locked memory not freed, events not destroyed,
+/// modules not unloaded.
 ///
 /// # Safety
-/// The pointer is good for seven numbers.
+/// The pointer is good for nine numbers.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fakecuda_live(counts: *mut [u64; 7]) {
+pub unsafe extern "C" fn fakecuda_live(counts: *mut [u64; 9]) {
     let live = emulated::live();
     // SAFETY: the caller's promise.
     unsafe { counts.write(live) };
+}
+
+/// How many waits there were in this process for an event that some process had recorded.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_waited() -> u64 {
+    emulated::waited()
 }

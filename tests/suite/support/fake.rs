@@ -136,11 +136,18 @@ impl Fake {
         unsafe { self.function::<unsafe extern "C" fn(*const c_char) -> u64>("fakecuda_calls")(name.as_ptr()) }
     }
 
-    /// What is alive in it: handles, reservations, mappings, retained contexts, blocks, pools, page-locked pieces.
-    pub(crate) fn live(&self) -> [u64; 7] {
-        let mut counts = [u64::MAX; 7];
-        // SAFETY: the type is that of the function, which writes seven numbers.
-        unsafe { self.function::<unsafe extern "C" fn(*mut [u64; 7])>("fakecuda_live")(&mut counts) };
+    /// How many waits there were in this process for an event that some process had recorded.
+    pub(crate) fn waited(&self) -> u64 {
+        // SAFETY: the type is that of the function.
+        unsafe { self.function::<unsafe extern "C" fn() -> u64>("fakecuda_waited")() }
+    }
+
+    /// What is alive in it: handles, reservations, mappings, retained contexts, blocks, pools, page-locked pieces, events,
+    /// modules.
+    pub(crate) fn live(&self) -> [u64; 9] {
+        let mut counts = [u64::MAX; 9];
+        // SAFETY: the type is that of the function, which writes nine numbers.
+        unsafe { self.function::<unsafe extern "C" fn(*mut [u64; 9])>("fakecuda_live")(&mut counts) };
         counts
     }
 }

@@ -117,7 +117,7 @@ impl Subject {
         assert_eq!(self.live(), Live::default(), "something was not given back");
         assert_eq!(self.faulty.taken(), (0, 0, 0), "memory, a pool or an event was not given back");
         if let Some(fake) = &self.fake {
-            assert_eq!(fake.live()[4..], [0; 3], "the emulated driver counts otherwise");
+            assert_eq!(fake.live()[4..], [0; 5], "the emulated driver counts otherwise");
         }
     }
 }

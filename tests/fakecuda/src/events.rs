@@ -1,0 +1,177 @@
+//! Events, also those of several processes.
+//!
+//! An event is a memfd that has one byte for each time it was recorded, so that another process of the same user reaches it
+//! as `/proc/PID/fd/N`. Nothing runs here after the call that asked for it, so what was recorded is done.
+
+use std::{
+    collections::BTreeMap,
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    fs::{self, File, OpenOptions},
+    io::Write,
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    process,
+};
+
+use crate::{
+    Answer, controls,
+    emulated::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, UNKNOWN},
+};
+
+const MAP_FAILED: u32 = 205;
+
+/// `CU_EVENT_DISABLE_TIMING`.
+const DISABLE_TIMING: c_uint = 2;
+/// `CU_EVENT_INTERPROCESS`.
+const INTERPROCESS: c_uint = 4;
+/// All that there are.
+const FLAGS: c_uint = 7;
+
+const NAME: &CStr = c"fakecuda event";
+const CLOSE_ON_EXEC: c_uint = 1;
+
+unsafe extern "C" {
+    /// Of the C library.
+    fn memfd_create(name: *const c_char, flags: c_uint) -> c_int;
+}
+
+/// The events of one process.
+pub(crate) struct Events {
+    events: BTreeMap<usize, Event>,
+    made: usize,
+    /// How many waits there were for an event that was recorded before.
+    pub(crate) waited: u64,
+}
+
+struct Event {
+    /// Open for appending.
+    records: File,
+    device: c_int,
+    shared: bool,
+    opened: bool,
+}
+
+/// The 64 bytes of a handle: four numbers, and nothing.
+struct Ticket {
+    pid: u64,
+    fd: u64,
+    inode: u64,
+}
+
+const MAGIC: u64 = u64::from_le_bytes(*b"fakeEVT\x01");
+
+impl Ticket {
+    fn bytes(&self) -> [u8; 64] {
+        let mut bytes = [0; 64];
+        let numbers = [MAGIC, self.pid, self.fd, self.inode];
+        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
+        bytes
+    }
+
+    fn read(bytes: &[u8; 64]) -> Answer<Self> {
+        let number = |at: usize| bytes[8 * at..8 * at + 8].iter().rev().fold(0, |n, &byte| n << 8 | u64::from(byte));
+        if number(0) != MAGIC || bytes[32..] != [0; 32] {
+            return Err(INVALID_VALUE);
+        }
+        Ok(Self { pid: number(1), fd: number(2), inode: number(3) })
+    }
+}
+
+/// The user of a process, if there is that process.
+fn user(process: &str) -> Answer<u32> {
+    fs::metadata(format!("/proc/{process}")).map(|metadata| metadata.uid()).map_err(|_| INVALID_HANDLE)
+}
+
+fn appending(path: String) -> Answer<File> {
+    OpenOptions::new().read(true).append(true).open(path).map_err(|_| INVALID_HANDLE)
+}
+
+impl Events {
+    pub(crate) fn new() -> Self {
+        Self { events: BTreeMap::new(), made: 0, waited: 0 }
+    }
+
+    pub(crate) fn live(&self) -> u64 {
+        self.events.len() as u64
+    }
+
+    fn add(&mut self, event: Event) -> usize {
+        self.made += 1;
+        // Far from small numbers, as handles are.
+        let number = 0x7D00_0000_0000 + 0x40 * self.made;
+        self.events.insert(number, event);
+        number
+    }
+
+    fn named(&self, event: *mut c_void) -> Answer<&Event> {
+        self.events.get(&event.addr()).ok_or(INVALID_HANDLE)
+    }
+
+    pub(crate) fn create(&mut self, device: c_int, flags: c_uint) -> Answer<usize> {
+        let shared = flags & INTERPROCESS != 0;
+        // Those of several processes have no time.
+        if flags & !FLAGS != 0 || shared && flags & DISABLE_TIMING == 0 {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the name is a C string.
+        let fd = unsafe { memfd_create(NAME.as_ptr(), CLOSE_ON_EXEC) };
+        if fd < 0 {
+            return Err(UNKNOWN);
+        }
+        // SAFETY: it was opened just now, and nobody else has it.
+        let memfd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let records = appending(format!("/proc/self/fd/{}", memfd.as_raw_fd()))?;
+        Ok(self.add(Event { records, device, shared, opened: false }))
+    }
+
+    pub(crate) fn export(&self, event: *mut c_void) -> Answer<[u8; 64]> {
+        let event = self.named(event)?;
+        // Assumed of those that were opened.
+        if !event.shared || event.opened {
+            return Err(INVALID_HANDLE);
+        }
+        let inode = event.records.metadata().map_err(|_| UNKNOWN)?.ino();
+        let fd = event.records.as_raw_fd() as u64;
+        Ok(Ticket { pid: process::id().into(), fd, inode }.bytes())
+    }
+
+    pub(crate) fn open(&mut self, device: c_int, handle: &[u8; 64]) -> Answer<usize> {
+        let ticket = Ticket::read(handle)?;
+        if ticket.pid == u64::from(process::id()) {
+            return Err(INVALID_CONTEXT);
+        }
+        if controls::settings().events_fail || user(&ticket.pid.to_string())? != user("self")? {
+            return Err(MAP_FAILED);
+        }
+        let records = appending(format!("/proc/{}/fd/{}", ticket.pid, ticket.fd))?;
+        if records.metadata().map_err(|_| UNKNOWN)?.ino() != ticket.inode {
+            return Err(INVALID_HANDLE);
+        }
+        Ok(self.add(Event { records, device, shared: true, opened: true }))
+    }
+
+    /// On a stream of its own device alone.
+    pub(crate) fn record(&mut self, device: c_int, event: *mut c_void) -> Answer {
+        let event = self.named(event)?;
+        if event.device != device {
+            return Err(INVALID_HANDLE);
+        }
+        (&event.records).write_all(&[1]).map_err(|_| UNKNOWN)
+    }
+
+    /// Whose never was recorded is not waited for.
+    pub(crate) fn wait(&mut self, event: *mut c_void, flags: c_uint) -> Answer {
+        if flags > 1 {
+            return Err(INVALID_VALUE);
+        }
+        let recorded = self.named(event)?.records.metadata().map_err(|_| UNKNOWN)?.len() > 0;
+        self.waited += u64::from(recorded);
+        Ok(())
+    }
+
+    pub(crate) fn destroy(&mut self, event: *mut c_void) -> Answer {
+        self.events.remove(&event.addr()).map(drop).ok_or(INVALID_HANDLE)
+    }
+}

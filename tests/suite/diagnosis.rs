@@ -1,0 +1,512 @@
+//! What a driver is asked for a diagnosis: on the emulated driver, and on a GPU.
+
+use std::{
+    fs::{self, File},
+    io::{Seek, SeekFrom},
+    os::fd::AsFd,
+};
+
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use vmmfd::driver::{
+    Access::{self, ReadOnly, ReadWrite},
+    Diagnosis, Driver, Handle, Location, MadeFor, code,
+};
+
+use crate::{
+    legacy_and_pools::{Wire, with_owner_in},
+    support::{Copy, EXPORTABLE, Fault, Kind, Subject, code, in_child},
+};
+
+const INVALID: u32 = code::INVALID_VALUE;
+const DEVICE: Location = Location::Device(0);
+
+cases! {
+    on crate::support::Subject; gpus alone: [
+    the_library_is_named_by_the_file_it_was_loaded_from,
+    memory_for_a_fabric_is_made_and_exported_or_not_permitted,
+    memory_made_for_rdma_is_memory_like_any,
+    a_dma_buf_has_the_size_of_its_range_and_keeps_the_memory,
+    a_dma_buf_is_of_mapped_memory_alone,
+    bytes_are_copied_within_a_device_and_take_a_time,
+    a_copy_within_a_device_needs_access_at_both_ends,
+    a_kernel_stores_one_word,
+    a_kernel_stores_to_whole_words_of_mapped_memory_alone,
+    a_kernel_that_stores_where_it_may_only_read_ruins_its_process,
+    a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process,
+    an_event_is_used_where_it_was_made_until_it_is_destroyed,
+    an_event_recorded_in_either_process_is_waited_for_in_the_other,
+    ]
+}
+
+fn diagnosis(subject: &Subject) -> &dyn Diagnosis {
+    subject.driver.diagnosis().unwrap()
+}
+
+fn closes_on_exec(fd: impl AsFd) -> bool {
+    FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
+}
+
+/// The full name of a case.
+fn full_name(subject: &Subject, test: &str) -> String {
+    let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
+    format!("diagnosis::{module}::{test}")
+}
+
+/// Memory that is mapped.
+struct Mapped<'a> {
+    driver: &'a dyn Driver,
+    handle: Handle,
+    address: u64,
+    size: u64,
+}
+
+impl<'a> Mapped<'a> {
+    fn new(subject: &'a Subject, units: u64) -> Self {
+        let handle = subject.driver.create(units * subject.unit(), &EXPORTABLE).unwrap();
+        Self::of(subject, handle, units)
+    }
+
+    fn of(subject: &'a Subject, handle: Handle, units: u64) -> Self {
+        let (driver, size) = (&*subject.driver, units * subject.unit());
+        let address = driver.reserve(size, 0).unwrap();
+        driver.map(address, size, 0, handle).unwrap();
+        let mapped = Self { driver, handle, address, size };
+        mapped.allow(Some(ReadWrite));
+        mapped
+    }
+
+    fn allow(&self, access: Option<Access>) {
+        self.driver.set_access(self.address, self.size, DEVICE, access).unwrap();
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) {
+        self.driver.copy_in(0, self.address + offset, bytes).unwrap();
+    }
+
+    fn read<const LENGTH: usize>(&self, offset: u64) -> [u8; LENGTH] {
+        let mut bytes = [0; LENGTH];
+        self.driver.copy_out(0, self.address + offset, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn end(self) {
+        self.driver.unmap(self.address, self.size).unwrap();
+        self.driver.free(self.address, self.size).unwrap();
+        self.driver.release(self.handle).unwrap();
+    }
+}
+
+fn the_library_is_named_by_the_file_it_was_loaded_from(subject: Subject) {
+    let library = diagnosis(&subject).library().unwrap();
+    match &subject.fake {
+        Some(fake) => assert_eq!(library, fake.path()),
+        None => {
+            let name = library.file_name().unwrap().to_str().unwrap();
+            assert!(name.starts_with("libcuda.so") && fs::metadata(&library).unwrap().is_file(), "{library:?}");
+        }
+    }
+}
+
+// Memory made for something
+
+fn memory_for_a_fabric_is_made_and_exported_or_not_permitted(subject: Subject) {
+    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
+    assert_eq!(code(diagnosis.create_with(99, unit, MadeFor::Fabric)), code::INVALID_DEVICE);
+    let ordinary = driver.create(unit, &EXPORTABLE).unwrap();
+    assert_eq!(code(diagnosis.export_fabric(ordinary)), INVALID, "what is not made for it");
+    driver.release(ordinary).unwrap();
+    assert_eq!(code(diagnosis.export_fabric(ordinary)), INVALID, "released");
+    let refused = diagnosis.create_with(0, unit, MadeFor::Fabric);
+    if let Some(fake) = &subject.fake {
+        assert_eq!(code(refused), code::NOT_PERMITTED, "without a channel");
+        fake.set("FAKECUDA_FABRIC", "1");
+    } else if code(refused) == code::NOT_PERMITTED {
+        return;
+    }
+    let handles = [(); 2].map(|()| diagnosis.create_with(0, unit, MadeFor::Fabric).unwrap());
+    let exported = handles.map(|handle| diagnosis.export_fabric(handle).unwrap());
+    assert_ne!(exported[0], exported[1]);
+    assert_ne!(exported[0], [0; 64]);
+    for handle in handles {
+        assert_eq!(code(driver.export(handle)), INVALID, "as a descriptor");
+        let mapped = Mapped::of(&subject, handle, 1);
+        mapped.write(0, b"fabric");
+        assert_eq!(&mapped.read(0), b"fabric");
+        mapped.end();
+    }
+}
+
+fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
+    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
+    assert_eq!(code(diagnosis.create_with(99, unit, MadeFor::Rdma)), code::INVALID_DEVICE);
+    for size in [0, unit + 1] {
+        assert_eq!(code(diagnosis.create_with(0, size, MadeFor::Rdma)), INVALID, "{size}");
+    }
+    let handle = diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap();
+    assert_eq!(driver.properties(handle).unwrap(), EXPORTABLE);
+    let fd = driver.export(handle).unwrap();
+    let (mapped, imported) = (Mapped::of(&subject, handle, 1), driver.import(fd.as_fd(), unit).unwrap());
+    let other = Mapped::of(&subject, imported, 1);
+    mapped.write(5, b"the same");
+    assert_eq!(&other.read(5), b"the same");
+    other.end();
+    mapped.end();
+}
+
+fn a_dma_buf_has_the_size_of_its_range_and_keeps_the_memory(subject: Subject) {
+    let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
+    let mapped = Mapped::of(&subject, diagnosis.create_with(0, 2 * unit, MadeFor::Rdma).unwrap(), 2);
+    let fds = [(); 2].map(|()| diagnosis.export_dma_buf(0, mapped.address, 2 * unit).unwrap());
+    assert!(fds.iter().all(closes_on_exec));
+    mapped.end();
+    for fd in fds {
+        assert_eq!(File::from(fd).seek(SeekFrom::End(0)).unwrap(), 2 * unit);
+    }
+}
+
+fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
+    subject.alone();
+    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
+    let mapped = Mapped::of(&subject, diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap(), 1);
+    let block = driver.legacy().unwrap().allocate(0, unit).unwrap();
+    let beside = driver.reserve(unit, 0).unwrap();
+    let address = mapped.address;
+    let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
+    let before = calls();
+    for (what, start, size) in [
+        ("nothing", address, 0),
+        ("more than is mapped", address, 2 * unit),
+        ("what is before", address - 4096, 4096),
+        ("what is reserved", beside, unit),
+        ("what is not mapped", block, unit),
+        ("around the end of addresses", u64::MAX - 1, 4),
+    ] {
+        assert_eq!(code(diagnosis.export_dma_buf(0, start, size)), INVALID, "{what}");
+    }
+    assert_eq!(calls(), before, "none of it reached the driver");
+    assert_eq!(code(diagnosis.export_dma_buf(99, address, unit)), code::INVALID_DEVICE);
+    let ordinary = Mapped::new(&subject, 1);
+    if subject.fake.is_some() {
+        assert_eq!(code(diagnosis.export_dma_buf(0, ordinary.address, unit)), INVALID, "what is not made for it");
+    }
+    ordinary.end();
+    driver.free(beside, unit).unwrap();
+    driver.legacy().unwrap().deallocate(0, block).unwrap();
+    mapped.end();
+    assert_eq!(code(diagnosis.export_dma_buf(0, address, unit)), INVALID, "unmapped");
+}
+
+// Copies
+
+fn bytes_are_copied_within_a_device_and_take_a_time(subject: Subject) {
+    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
+    let [one, two] = [(); 2].map(|()| Mapped::new(&subject, 3));
+    one.write(0, b"the first");
+    one.write(3 * unit - 8, b"the last");
+    let took = diagnosis.copy_within(0, two.address, one.address, 3 * unit).unwrap();
+    assert!(!took.is_zero());
+    assert_eq!((&two.read(0), &two.read(3 * unit - 8)), (b"the first", b"the last"));
+    diagnosis.copy_within(0, two.address + 100, two.address + 4, 5).unwrap();
+    assert_eq!((&two.read(99), &two.read(105)), (b"\0first", b"\0"), "so many bytes and no more");
+    let legacy = driver.legacy().unwrap();
+    let block = legacy.allocate(0, 9).unwrap();
+    diagnosis.copy_within(0, block, one.address, 9).unwrap();
+    diagnosis.copy_within(0, two.address + 1, block, 9).unwrap();
+    assert_eq!(&two.read(0), b"tthe first");
+    legacy.deallocate(0, block).unwrap();
+    one.end();
+    two.end();
+}
+
+fn a_copy_within_a_device_needs_access_at_both_ends(mut subject: Subject) {
+    subject.alone();
+    let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
+    let [one, two] = [(); 2].map(|()| Mapped::new(&subject, 1));
+    let (to, from) = (one.address, two.address);
+    let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
+    let (local, before) = (0u64, calls());
+    for (what, to, from, size) in [
+        ("to more than is mapped", to + 8, from, unit),
+        ("from more than is mapped", to, from + 8, unit - 7),
+        ("to this process's own", &raw const local as u64, from, 8),
+        ("from this process's own", to, &raw const local as u64, 8),
+        ("around the end of addresses", to, u64::MAX - 1, 4),
+    ] {
+        assert_eq!(code(diagnosis.copy_within(0, to, from, size)), INVALID, "{what}");
+    }
+    assert_eq!(calls(), before, "none of it reached the driver");
+    assert_eq!(code(diagnosis.copy_within(99, to, from, 8)), code::INVALID_DEVICE);
+    two.write(0, b"read me!");
+    two.allow(Some(ReadOnly));
+    diagnosis.copy_within(0, to, from, 8).unwrap();
+    assert_eq!(&one.read(0), b"read me!");
+    assert_eq!(code(diagnosis.copy_within(0, from, to, 8)), INVALID, "to what may only be read");
+    two.allow(None);
+    assert_eq!(code(diagnosis.copy_within(0, to, from, 8)), INVALID, "from what may not be read");
+    one.end();
+    two.end();
+    assert_eq!(code(diagnosis.copy_within(0, to, from, 8)), INVALID, "unmapped");
+}
+
+#[test]
+fn a_copy_within_a_device_that_fails_is_waited_for_too() {
+    let subject = Subject::fake();
+    let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
+    let mapped = Mapped::new(&subject, 1);
+    let copy = || diagnosis.copy_within(0, mapped.address, mapped.address + 8, 8);
+    for (fault, want) in [("cuMemcpyDtoD_v2:1:700", 700), ("cuCtxSynchronize:1:719", 719)] {
+        let before = fake.calls("cuCtxSynchronize");
+        fake.set("FAKECUDA_FAIL", fault);
+        assert_eq!((code(copy()), fake.calls("cuCtxSynchronize")), (want, before + 1), "{fault}");
+    }
+    copy().unwrap();
+    mapped.end();
+}
+
+// Stores
+
+fn a_kernel_stores_one_word(subject: Subject) {
+    let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
+    let mapped = Mapped::new(&subject, 1);
+    mapped.write(0, &[9; 16]);
+    mapped.write(unit - 8, &[9; 8]);
+    diagnosis.store(0, mapped.address + 4, 0x0403_0201).unwrap();
+    diagnosis.store(0, mapped.address + unit - 4, 0x0807_0605).unwrap();
+    assert_eq!(mapped.read(0), [9, 9, 9, 9, 1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9]);
+    assert_eq!(mapped.read(unit - 8), [9, 9, 9, 9, 5, 6, 7, 8]);
+    mapped.end();
+}
+
+fn a_kernel_stores_to_whole_words_of_mapped_memory_alone(mut subject: Subject) {
+    subject.alone();
+    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
+    let mapped = Mapped::new(&subject, 1);
+    let beside = driver.reserve(unit, 0).unwrap();
+    let (address, local) = (mapped.address, 0u32);
+    let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
+    let before = calls();
+    for (what, at) in [
+        ("between words", address + 2),
+        ("behind", address + unit),
+        ("reserved", beside),
+        ("this process's own", &raw const local as u64),
+        ("null", 0),
+        ("the end of addresses", u64::MAX - 3),
+    ] {
+        assert_eq!(code(diagnosis.store(0, at, 1)), INVALID, "{what}");
+    }
+    assert_eq!(calls(), before, "none of it reached the driver");
+    assert_eq!(code(diagnosis.store(99, address, 1)), code::INVALID_DEVICE);
+    driver.synchronize(0).unwrap();
+    driver.free(beside, unit).unwrap();
+    mapped.end();
+    assert_eq!(code(diagnosis.store(0, address, 1)), INVALID, "unmapped");
+}
+
+/// Stores where there is only that access, in another process, and returns what it and the calls that followed answered.
+fn store_with(subject: &Subject, test: &str, access: Option<Access>) -> String {
+    in_child(
+        &full_name(subject, test),
+        |_| {},
+        || {
+            let mapped = Mapped::new(subject, 1);
+            mapped.allow(access);
+            let answers = [
+                diagnosis(subject).store(0, mapped.address, 1),
+                subject.driver.synchronize(0),
+                subject.driver.copy_out(0, mapped.address, &mut [0]),
+                diagnosis(subject).store(0, mapped.address, 1),
+            ];
+            answers.map(|answer| code(answer).to_string()).join(" ")
+        },
+    )
+}
+
+fn a_kernel_that_stores_where_it_may_only_read_ruins_its_process(subject: Subject) {
+    let test = "a_kernel_that_stores_where_it_may_only_read_ruins_its_process";
+    assert_eq!(store_with(&subject, test, Some(ReadOnly)), "700 700 700 700");
+    subject.driver.synchronize(0).unwrap();
+}
+
+fn a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process(subject: Subject) {
+    let test = "a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process";
+    assert_eq!(store_with(&subject, test, None), "700 700 700 700");
+    subject.driver.synchronize(0).unwrap();
+}
+
+#[test]
+fn a_store_that_fails_leaves_no_module_and_nothing_under_way() {
+    let subject = Subject::fake();
+    let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
+    let mapped = Mapped::new(&subject, 1);
+    for (symbol, waited) in
+        [("cuModuleLoadData", 0), ("cuModuleGetFunction", 0), ("cuLaunchKernel", 1), ("cuCtxSynchronize", 1)]
+    {
+        let before = fake.calls("cuCtxSynchronize");
+        fake.set("FAKECUDA_FAIL", &format!("{symbol}:1:719"));
+        assert_eq!(code(diagnosis.store(0, mapped.address, 1)), 719, "{symbol}");
+        assert_eq!((fake.live()[8], fake.calls("cuCtxSynchronize") - before), (0, waited), "{symbol}");
+    }
+    fake.set("FAKECUDA_FAIL", "cuModuleUnload:1:719");
+    assert_eq!(code(diagnosis.store(0, mapped.address, 1)), 719);
+    assert_eq!(fake.live()[8], 1, "what can't be unloaded is told");
+    mapped.end();
+    // This module is the driver's for good.
+    std::mem::forget(subject);
+}
+
+// Events
+
+fn an_event_is_used_where_it_was_made_until_it_is_destroyed(mut subject: Subject) {
+    subject.alone();
+    let diagnosis = diagnosis(&subject);
+    assert_eq!(code(diagnosis.event_create(99)), code::INVALID_DEVICE);
+    let [event, other] = [(); 2].map(|()| diagnosis.event_create(0).unwrap());
+    assert_ne!(event, other);
+    let waited = || subject.fake.as_ref().map_or(0, |fake| fake.waited());
+    diagnosis.event_wait(0, event).unwrap();
+    assert_eq!(waited(), 0, "it was never recorded");
+    diagnosis.event_record(0, event).unwrap();
+    diagnosis.event_wait(0, event).unwrap();
+    diagnosis.event_wait(0, other).unwrap();
+    assert_eq!(waited(), subject.fake.iter().count() as u64);
+    let exported = diagnosis.event_export(0, event).unwrap();
+    assert_ne!(exported, diagnosis.event_export(0, other).unwrap());
+    let refusals = |ordinal| {
+        let calls = [
+            diagnosis.event_export(ordinal, event).map(drop),
+            diagnosis.event_record(ordinal, event),
+            diagnosis.event_wait(ordinal, event),
+            diagnosis.event_destroy(ordinal, event),
+        ];
+        calls.map(code)
+    };
+    assert_eq!(refusals(1), [INVALID; 4], "another device");
+    [event, other].into_iter().for_each(|event| diagnosis.event_destroy(0, event).unwrap());
+    let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
+    let before = calls();
+    assert_eq!(refusals(0), [INVALID; 4], "destroyed");
+    assert_eq!(calls(), before, "none of it reached the driver");
+}
+
+fn an_event_recorded_in_either_process_is_waited_for_in_the_other(subject: Subject) {
+    let owner = |subject: &Subject, wire: Wire| {
+        let diagnosis = diagnosis(subject);
+        let event = diagnosis.event_create(0).unwrap();
+        wire.say(&diagnosis.event_export(0, event).unwrap());
+        wire.hear::<1>();
+        diagnosis.event_record(0, event).unwrap();
+        wire.say(b".");
+        wire.hear::<1>();
+        diagnosis.event_wait(0, event).unwrap();
+        diagnosis.event_destroy(0, event).unwrap();
+        wire.say(b".");
+    };
+    let test = full_name(&subject, "an_event_recorded_in_either_process_is_waited_for_in_the_other");
+    with_owner_in(&subject, &test, owner, |wire| {
+        let diagnosis = diagnosis(&subject);
+        let handle: [u8; 64] = wire.hear();
+        assert_eq!(code(diagnosis.event_open(99, &handle)), code::INVALID_DEVICE);
+        let event = diagnosis.event_open(0, &handle).unwrap();
+        let waited = || subject.fake.as_ref().map_or(0, |fake| fake.waited());
+        diagnosis.event_wait(0, event).unwrap();
+        assert_eq!(waited(), 0, "it was never recorded");
+        wire.say(b"x");
+        assert_eq!(&wire.hear(), b".");
+        diagnosis.event_wait(0, event).unwrap();
+        assert_eq!(waited(), subject.fake.iter().count() as u64, "the other process recorded it");
+        diagnosis.event_record(0, event).unwrap();
+        wire.say(b"x");
+        assert_eq!(&wire.hear(), b".");
+        diagnosis.event_destroy(0, event).unwrap();
+        assert_eq!(code(diagnosis.event_destroy(0, event)), INVALID, "twice");
+    });
+}
+
+#[test]
+fn what_is_no_event_of_another_process_is_not_opened() {
+    let share = |subject: &Subject, wire: Wire| {
+        let event = diagnosis(subject).event_create(0).unwrap();
+        wire.say(&diagnosis(subject).event_export(0, event).unwrap());
+        wire.hear::<1>();
+        diagnosis(subject).event_destroy(0, event).unwrap();
+        wire.say(b".");
+        wire.hear::<1>();
+    };
+    let subject = Subject::fake();
+    with_owner_in(&subject, "diagnosis::what_is_no_event_of_another_process_is_not_opened", share, |wire| {
+        let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
+        let handle: [u8; 64] = wire.hear();
+        let mut damaged = handle;
+        damaged[0] ^= 0xFF;
+        assert_eq!(code(diagnosis.event_open(0, &[0; 64])), INVALID);
+        assert_eq!(code(diagnosis.event_open(0, &damaged)), INVALID);
+        fake.set("FAKECUDA_EVENTS_FAIL", "1");
+        assert_eq!(code(diagnosis.event_open(0, &handle)), code::MAP_FAILED);
+        fake.set("FAKECUDA_EVENTS_FAIL", "0");
+        let event = diagnosis.event_open(0, &handle).unwrap();
+        assert_eq!(code(diagnosis.event_export(0, event)), code::INVALID_HANDLE, "exported again");
+        diagnosis.event_destroy(0, event).unwrap();
+        wire.say(b"x");
+        assert_eq!(&wire.hear(), b".");
+        assert_eq!(code(diagnosis.event_open(0, &handle)), code::INVALID_HANDLE, "destroyed by its maker");
+        wire.say(b"x");
+        wire.hear_the_end();
+        assert_eq!(code(diagnosis.event_open(0, &handle)), code::INVALID_HANDLE, "its maker is gone");
+        let own = diagnosis.event_create(0).unwrap();
+        let exported = diagnosis.event_export(0, own).unwrap();
+        assert_eq!(code(diagnosis.event_open(0, &exported)), code::INVALID_CONTEXT, "where it is from");
+        diagnosis.event_destroy(0, own).unwrap();
+    });
+}
+
+#[test]
+fn copies_and_events_are_of_the_device_that_is_named() {
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_DEVICES", "2");
+    let subject = Subject::of(fake);
+    let diagnosis = diagnosis(&subject);
+    let [one, two] = [(); 2].map(|()| Mapped::new(&subject, 1));
+    assert_eq!(code(diagnosis.copy_within(1, one.address, two.address, 8)), INVALID, "it has no access");
+    let event = diagnosis.event_create(1).unwrap();
+    assert_eq!(code(diagnosis.event_record(0, event)), INVALID);
+    diagnosis.event_record(1, event).unwrap();
+    diagnosis.event_destroy(1, event).unwrap();
+    two.write(0, b"over there");
+    for mapped in [&one, &two] {
+        subject.driver.set_access(mapped.address, mapped.size, Location::Device(1), Some(ReadWrite)).unwrap();
+    }
+    diagnosis.copy_within(1, one.address, two.address, 10).unwrap();
+    assert_eq!(&one.read(0), b"over there");
+    one.end();
+    two.end();
+}
+
+#[test]
+fn each_verb_of_a_diagnosis_can_be_made_to_fail() {
+    let subject = Subject::fake();
+    let diagnosis = diagnosis(&subject);
+    let (handle, event) =
+        (subject.driver.create(subject.unit(), &EXPORTABLE).unwrap(), diagnosis.event_create(0).unwrap());
+    type Verb<'a> = &'a dyn Fn() -> vmmfd::Result<()>;
+    let verbs: [(&str, Verb<'_>); 12] = [
+        ("diagnosis library", &|| diagnosis.library().map(drop)),
+        ("diagnosis create_with", &|| diagnosis.create_with(0, 1, MadeFor::Rdma).map(drop)),
+        ("diagnosis export_fabric", &|| diagnosis.export_fabric(handle).map(drop)),
+        ("diagnosis export_dma_buf", &|| diagnosis.export_dma_buf(0, 0, 1).map(drop)),
+        ("diagnosis copy_within", &|| diagnosis.copy_within(0, 0, 0, 1).map(drop)),
+        ("diagnosis store", &|| diagnosis.store(0, 0, 1)),
+        ("diagnosis event_create", &|| diagnosis.event_create(0).map(drop)),
+        ("diagnosis event_export", &|| diagnosis.event_export(0, event).map(drop)),
+        ("diagnosis event_open", &|| diagnosis.event_open(0, &[0; 64]).map(drop)),
+        ("diagnosis event_record", &|| diagnosis.event_record(0, event)),
+        ("diagnosis event_wait", &|| diagnosis.event_wait(0, event)),
+        ("diagnosis event_destroy", &|| diagnosis.event_destroy(0, event)),
+    ];
+    for (name, verb) in verbs {
+        subject.faulty.fail(Fault::Verb(name), 42);
+        assert_eq!((code(verb()), subject.faulty.mend()), (42, Some(name)));
+    }
+    diagnosis.event_destroy(0, event).unwrap();
+    subject.driver.release(handle).unwrap();
+}
