@@ -36,8 +36,8 @@ pub trait Diagnosis: Debug + Send + Sync {
     /// `CU_MEM_HANDLE_TYPE_FABRIC`.
     fn export_fabric(&self, handle: Handle) -> Result<[u8; 64]>;
 
-    /// A new, close-on-exec dma-buf of a range of whole pages, all of it mapped, of memory made for [`MadeFor::Rdma`]. It
-    /// keeps the memory. `cuMemGetHandleForAddressRange` with `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
+    /// A new, close-on-exec dma-buf of a range of whole pages, all of it mapped, of memory made for [`MadeFor::Rdma`].
+    /// `cuMemGetHandleForAddressRange` with `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
     fn export_dma_buf(&self, ordinal: i32, address: u64, size: u64) -> Result<OwnedFd>;
 
     /// Copies between two ranges of mapped memory, of one device or of two, and returns how long that took, from before the

@@ -4,9 +4,12 @@
 
 use std::{
     env,
-    ffi::{c_char, c_int, c_uint, c_void},
-    fs,
-    os::fd::{FromRawFd, OwnedFd},
+    ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
+    fs::{self, File},
+    os::{
+        fd::{FromRawFd, OwnedFd},
+        unix::fs::FileExt,
+    },
     process::{self, Command},
     ptr,
     time::{Duration, Instant},
@@ -82,7 +85,8 @@ struct Calls {
 macro_rules! calls {
     ($($method:ident = $name:ident($($arg:ident: $type:ty),*);)*) => {
         impl Calls {
-            $(fn $method(&self, $($arg: $type),*) -> u32 {
+            $(#[allow(clippy::too_many_arguments, reason = "the driver's own")]
+            fn $method(&self, $($arg: $type),*) -> u32 {
                 // SAFETY: the type is that of the function of this name, and the tests pass good pointers or null.
                 unsafe { self.fake.function::<unsafe extern "C" fn($($type),*) -> c_uint>(stringify!($name))($($arg),*) }
             })*
@@ -133,6 +137,19 @@ calls! {
     free_async = cuMemFreeAsync(address: u64, stream: usize);
     pool_export_pointer = cuMemPoolExportPointer(data: *mut Bytes, address: u64);
     pool_import_pointer = cuMemPoolImportPointer(address: *mut u64, pool: usize, data: *const Bytes);
+    range_handle = cuMemGetHandleForAddressRange(fd: *mut c_int, address: u64, size: usize, kind: c_uint, flags: u64);
+    copy_within = cuMemcpyDtoD_v2(to: u64, from: u64, size: usize);
+    load = cuModuleLoadData(module: *mut usize, text: *const c_char);
+    function = cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char);
+    unload = cuModuleUnload(module: usize);
+    launch = cuLaunchKernel(function: usize, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
+        shared: c_uint, stream: usize, arguments: *const *const c_void, extra: usize);
+    event_create = cuEventCreate(event: *mut usize, flags: c_uint);
+    event_record = cuEventRecord(event: usize, stream: usize);
+    event_wait = cuStreamWaitEvent(stream: usize, event: usize, flags: c_uint);
+    event_destroy = cuEventDestroy_v2(event: usize);
+    event_get = cuIpcGetEventHandle(handle: *mut Bytes, event: usize);
+    event_open = cuIpcOpenEventHandle(event: *mut usize, handle: Bytes);
 }
 
 impl Calls {
@@ -556,6 +573,234 @@ fn an_imported_pointer_is_one_however_often_it_is_imported_and_believed() {
     }
     assert_eq!(calls.free_async(addresses[1], 0), 0);
     assert_eq!(calls.pool_import_pointer(&mut pointers[1], imported, &data), 1, "freed");
+}
+
+// What a diagnosis asks
+
+/// A kernel that the library knows, with the least that it is known by.
+const KERNEL: &CStr = c"\
+.version 6.0
+.target sm_50
+.address_size 64
+.visible .entry vmmfd_store(.param .u64 vmmfd_to, .param .u32 vmmfd_value)
+{ ret; }";
+
+impl Calls {
+    /// Memory of one unit, mapped with these flags of access.
+    fn mapped(&self, properties: &Properties, access: u32) -> u64 {
+        let (mut handle, mut address) = (0, 0);
+        assert_eq!(self.create(&mut handle, UNIT, properties, 0), 0);
+        assert_eq!(self.reserve(&mut address, UNIT, 0, 0, 0), 0);
+        assert_eq!(self.map(address, UNIT, 0, handle, 0), 0);
+        assert_eq!(self.set_access(address, UNIT, &[1, 0, access], 1), 0);
+        address
+    }
+
+    fn kernel(&self) -> usize {
+        let (mut module, mut function) = (0, 0);
+        assert_eq!(self.load(&mut module, KERNEL.as_ptr()), 0);
+        assert_eq!(self.function(&mut function, module, c"vmmfd_store".as_ptr()), 0);
+        function
+    }
+
+    fn store(&self, function: usize, to: u64, value: u32) -> u32 {
+        let arguments = [(&raw const to).cast(), (&raw const value).cast()];
+        self.launch(function, 1, 1, 1, 1, 1, 1, 0, 0, arguments.as_ptr(), 0)
+    }
+}
+
+#[test]
+fn fabric_memory_is_made_where_a_setting_says_that_there_is_a_channel() {
+    let calls = Calls::initialised();
+    calls.fake.set("FAKECUDA_FABRIC", "1");
+    let (mut handle, mut bytes, mut told) = (0, NOTHING, PLAIN);
+    assert_eq!(calls.create(&mut handle, UNIT, &Properties { handle_types: 8, ..PLAIN }, 0), 0);
+    refused(1, [calls.export((&raw mut bytes).cast(), handle, 8, 1), calls.export(&mut 0, handle, 1, 0)]);
+    assert_eq!((bytes, calls.export((&raw mut bytes).cast(), handle, 8, 0)), (NOTHING, 0));
+    assert_ne!(bytes.0[63], 0, "all of it is written");
+    assert_eq!((calls.properties(&mut told, handle), told.handle_types), (0, 8));
+}
+
+#[test]
+fn a_dma_buf_is_of_one_whole_mapping_made_for_it_and_open_across_exec() {
+    let calls = Calls::ready();
+    let for_rdma = Properties { rdma: 1, ..PLAIN };
+    let (one, other, mut fd) = (calls.mapped(&for_rdma, 3), calls.mapped(&PLAIN, 3), -1);
+    for (what, address, size, kind, flags) in [
+        ("part", one, UNIT / 2, 1, 0),
+        ("the middle", one + 4096, UNIT - 4096, 1, 0),
+        ("other memory", other, UNIT, 1, 0),
+        ("another kind", one, UNIT, 2, 0),
+        ("flags", one, UNIT, 1, 1),
+    ] {
+        assert_eq!(calls.range_handle(&mut fd, address, size, kind, flags), 1, "{what}");
+    }
+    assert_eq!((calls.range_handle(ptr::null_mut(), one, UNIT, 1, 0), fd), (1, -1));
+    assert_eq!(calls.range_handle(&mut fd, one, UNIT, 1, 0), 0);
+    // SAFETY: the call gave it out just now.
+    let owned = unsafe { OwnedFd::from_raw_fd(fd) };
+    let flags = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap();
+    let flags = flags.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+    assert_eq!(
+        i32::from_str_radix(flags.trim(), 8).unwrap() & 0o2_000_000,
+        0,
+        "nobody may rely on the driver for that"
+    );
+    assert_eq!(calls.copy_in(one, ptr::from_ref(&7u8).cast(), 1), 0);
+    let mut byte = [0];
+    File::from(owned).read_exact_at(&mut byte, 0).unwrap();
+    assert_eq!(byte, [7]);
+}
+
+#[test]
+fn a_copy_within_a_device_is_as_strict_as_one_in_and_one_out() {
+    let calls = Calls::ready();
+    let (one, read_only) = (calls.mapped(&PLAIN, 3), calls.mapped(&PLAIN, 1));
+    assert_eq!((calls.copy_within(one, read_only, UNIT), calls.copy_within(one, 0, 0)), (0, 0));
+    refused(
+        1,
+        [
+            calls.copy_within(read_only, one, 1),
+            calls.copy_within(one, read_only + 1, UNIT),
+            calls.copy_within(one + 1, read_only, UNIT),
+            calls.copy_within(4096, one, 1),
+            calls.copy_within(one, 4096, 1),
+        ],
+    );
+    let calls = Calls::new();
+    let told = aborts_in_fork(|| {
+        let mut context = ptr::null_mut();
+        assert_eq!((calls.init(0), calls.retain(&mut context, 0), calls.push(context)), (0, 0, 0));
+        let one = calls.mapped(&PLAIN, 3);
+        assert_eq!(calls.copy_within(one, one + 64, 64), 0);
+        calls.unmap(one, UNIT);
+    });
+    assert!(told.starts_with("fakecuda: cuMemUnmap under a copy to "), "{told}");
+}
+
+#[test]
+fn a_kernel_is_known_by_its_text_and_name_and_runs_as_one_thread() {
+    let calls = Calls::ready();
+    let (mut module, mut function) = (0, 0);
+    let text = KERNEL.to_str().unwrap();
+    for (what, text) in [
+        ("empty", String::new()),
+        ("another version", text.replace("6.0", "9.9")),
+        ("no size of addresses", text.replace(".address_size 64", "")),
+        ("other arguments", text.replace(".u32", ".u64")),
+        ("another name", text.replace("vmmfd_store", "vmmfd_stare")),
+    ] {
+        let text = CString::new(text).unwrap();
+        assert_eq!(calls.load(&mut module, text.as_ptr()), 218, "{what}");
+    }
+    refused(1, [calls.load(&mut module, ptr::null()), calls.load(ptr::null_mut(), KERNEL.as_ptr())]);
+    assert_eq!((module, calls.load(&mut module, KERNEL.as_ptr())), (0, 0));
+    assert_eq!(calls.function(&mut function, module, c"vmmfd".as_ptr()), 500);
+    assert_eq!(calls.function(&mut function, module + 1, c"vmmfd_store".as_ptr()), 400);
+    assert_eq!((function, calls.function(&mut function, module, c"vmmfd_store".as_ptr())), (0, 0));
+    let (address, value) = (calls.mapped(&PLAIN, 3), 5u32);
+    let arguments = [(&raw const address).cast(), (&raw const value).cast()];
+    let good = arguments.as_ptr();
+    refused(
+        1,
+        [
+            calls.launch(function, 2, 1, 1, 1, 1, 1, 0, 0, good, 0),
+            calls.launch(function, 1, 1, 1, 1, 1, 32, 0, 0, good, 0),
+            calls.launch(function, 1, 1, 1, 1, 1, 1, 1, 0, good, 0),
+            calls.launch(function, 1, 1, 1, 1, 1, 1, 0, 0, good, 8),
+            calls.launch(function, 1, 1, 1, 1, 1, 1, 0, 0, ptr::null(), 0),
+        ],
+    );
+    refused(400, [calls.launch(function, 1, 1, 1, 1, 1, 1, 0, 8, good, 0), calls.store(module, address, 5)]);
+    let mut seen = 0u32;
+    assert_eq!((calls.store(function, address, 5), calls.synchronize()), (0, 0));
+    assert_eq!((calls.copy_out((&raw mut seen).cast(), address, 4), seen), (0, 5));
+    assert_eq!((calls.unload(module), calls.unload(module), calls.store(function, address, 5)), (0, 400, 400));
+}
+
+#[test]
+fn a_store_that_faults_ruins_the_context_of_its_device_for_good() {
+    for (access, offset) in [(1, 0), (3, 2), (3, UNIT as u64)] {
+        let calls = Calls::new();
+        calls.fake.set("FAKECUDA_DEVICES", "2");
+        let mut contexts = [ptr::null_mut(); 2];
+        assert_eq!((calls.init(0), calls.retain(&mut contexts[0], 0), calls.push(contexts[0])), (0, 0, 0));
+        let (address, function) = (calls.mapped(&PLAIN, access), calls.kernel());
+        assert_eq!(calls.store(function, address + offset, 5), 0, "too early to tell");
+        let (mut free, mut total, mut byte, mut number) = (0, 0, 0u8, 0);
+        refused(
+            700,
+            [
+                calls.synchronize(),
+                calls.synchronize_stream(ptr::null_mut()),
+                calls.info(&mut free, &mut total),
+                calls.copy_out((&raw mut byte).cast(), address, 1),
+                calls.copy_within(address, address, 1),
+                calls.alloc(&mut 0, 1),
+                calls.load(&mut number, KERNEL.as_ptr()),
+                calls.store(function, address, 5),
+                calls.event_create(&mut number, 6),
+            ],
+        );
+        assert_eq!((calls.release_context(0), calls.retain(&mut contexts[0], 0), calls.synchronize()), (0, 0, 700));
+        assert_eq!((calls.retain(&mut contexts[1], 1), calls.push(contexts[1]), calls.synchronize()), (0, 0, 0));
+        assert_eq!(calls.unmap(address, UNIT), 0, "nothing arrives any more");
+    }
+}
+
+#[test]
+fn events_are_made_with_known_flags_and_used_on_their_own_device() {
+    let calls = Calls::new();
+    calls.fake.set("FAKECUDA_DEVICES", "2");
+    let mut contexts = [ptr::null_mut(); 2];
+    assert_eq!((calls.init(0), calls.retain(&mut contexts[0], 0), calls.retain(&mut contexts[1], 1)), (0, 0, 0));
+    let (mut event, mut plain, mut handle) = (0, 0, NOTHING);
+    assert_eq!((calls.event_create(&mut event, 6), calls.push(contexts[0])), (201, 0));
+    refused(1, [4, 5, 8].map(|flags| calls.event_create(&mut { 0 }, flags)));
+    assert_eq!(calls.event_create(ptr::null_mut(), 6), 1);
+    assert_eq!((calls.event_create(&mut event, 6), calls.event_create(&mut plain, 2)), (0, 0));
+    refused(
+        400,
+        [
+            calls.event_get(&mut handle, plain),
+            calls.event_get(&mut handle, event + 1),
+            calls.event_record(event + 1, 0),
+            calls.event_record(event, 8),
+            calls.event_wait(8, event, 0),
+            calls.event_wait(0, event + 1, 0),
+            calls.event_destroy(event + 1),
+        ],
+    );
+    refused(1, [calls.event_get(ptr::null_mut(), event), calls.event_wait(0, event, 2)]);
+    assert_eq!((handle, calls.event_get(&mut handle, event)), (NOTHING, 0));
+    assert_eq!(calls.event_open(&mut { 0 }, handle), 201, "where it is from");
+    assert_eq!(calls.push(contexts[1]), 0);
+    assert_eq!((calls.event_record(event, 0), calls.event_wait(0, event, 0)), (400, 0), "another device's");
+    assert_eq!(calls.fake.waited(), 0, "never recorded");
+    assert_eq!((calls.event_destroy(event), calls.event_destroy(event)), (0, 400));
+}
+
+mod root {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn an_event_of_another_user_is_not_mapped() {
+        assert!(nix::unistd::geteuid().is_root(), "this test changes users: run it as root");
+        let (owner, same, other) = (Calls::ready(), Calls::new(), Calls::new());
+        let (mut event, mut handle) = (0, NOTHING);
+        assert_eq!((owner.event_create(&mut event, 6), owner.event_get(&mut handle, event)), (0, 0));
+        let opened = |calls: &Calls| {
+            let mut context = ptr::null_mut();
+            assert_eq!((calls.init(0), calls.retain(&mut context, 0), calls.push(context)), (0, 0, 0));
+            calls.event_open(&mut { 0 }, handle)
+        };
+        in_fork(|| opened(&same) == 0);
+        in_fork(|| {
+            nix::unistd::setuid(nix::unistd::Uid::from_raw(12345)).unwrap();
+            opened(&other) == 205
+        });
+    }
 }
 
 // The settings
