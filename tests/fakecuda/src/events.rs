@@ -161,7 +161,7 @@ impl Events {
         (&event.records).write_all(&[1]).map_err(|_| UNKNOWN)
     }
 
-    /// Whose never was recorded is not waited for.
+    /// One that was never recorded is not waited for.
     pub(crate) fn wait(&mut self, event: *mut c_void, flags: c_uint) -> Answer {
         if flags > 1 {
             return Err(INVALID_VALUE);
