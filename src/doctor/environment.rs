@@ -530,6 +530,7 @@ mod tests {
         assert!(look(&[("proc/driver/nvidia/capabilities/gpu0/mig/gi1/access", "")]).mig);
         assert!(look_with(&[], &[("CUDA_VISIBLE_DEVICES", "MIG-0123")]).mig);
         assert!(!look(&[("proc/driver/nvidia/capabilities/mig/config", "")]).mig);
+        assert!(!look(&[("proc/driver/nvidia/capabilities/gpu0/mig/config", "")]).mig);
         assert!(!look_with(&[], &[("CUDA_VISIBLE_DEVICES", "0,1")]).mig);
     }
 
@@ -587,7 +588,8 @@ mod tests {
 
     #[test]
     fn shared_memory_has_its_room_told() {
-        let seen = look(&[("dev/shm/file", "")]).shared_memory.unwrap();
+        // Not empty, for then all would be free.
+        let seen = look(&[("dev/shm/file", &"x".repeat(1 << 16))]).shared_memory.unwrap();
         assert!(seen.exists && seen.writable && seen.size > seen.free && seen.free > Some(0), "{seen:?}");
     }
 
