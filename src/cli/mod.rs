@@ -6,6 +6,7 @@ mod options;
 mod output;
 
 use std::{
+    io::{self, Write},
     os::fd::AsFd,
     process::ExitCode,
     sync::{Arc, mpsc},
@@ -143,10 +144,61 @@ pub fn main<C: Command>() -> ExitCode {
     let result =
         masked.map_err(|errno| Error::system("block signals", errno)).and_then(|()| Cancel::new()).and_then(|cancel| {
             raise_file_limit();
-            watch(signals, &cancel, &console)?;
+            let telling = Arc::clone(&console);
+            watch(signals, &cancel, move |signal| {
+                telling.finish(Err(Error::Interrupted { signal }));
+            })?;
             command.run(&console, &cancel)
         });
     ExitCode::from(console.finish(result).code())
+}
+
+/// A command that prints something at its end, and only then.
+pub trait Tool {
+    /// Does it, and returns what to print and the exit code.
+    ///
+    /// # Errors
+    /// What it failed with.
+    fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error>;
+
+    /// The exit code of an error, unless a signal is what ended it.
+    fn code(&self, error: &Error) -> u8;
+}
+
+/// Runs a tool: the rest of its `main`. Only errors go to standard error.
+pub fn main_of(tool: impl Tool) -> ExitCode {
+    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
+    let masked = signals.thread_block().map_err(|errno| Error::system("block signals", errno));
+    let result = masked.and_then(|()| Cancel::new()).and_then(|cancel| {
+        watch(signals, &cancel, |signal| tell(&Error::Interrupted { signal }))?;
+        tool.run(&cancel)
+    });
+    let (text, code) = match result {
+        Ok(done) => done,
+        Err(error) => {
+            tell(&error);
+            let code = match &error {
+                Error::Interrupted { .. } => Exit::of(&error).code(),
+                error => tool.code(error),
+            };
+            return ExitCode::from(code);
+        }
+    };
+    match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            tell(&Error::system("write to standard output", error));
+            ExitCode::from(if code == 0 { 1 } else { code })
+        }
+        _ => ExitCode::from(code),
+    }
+}
+
+fn tell(error: &Error) {
+    // Whoever closed standard error does not want to know.
+    let _ = writeln!(io::stderr(), "error: {}", error.in_full());
+    if let Some(hint) = error.hint() {
+        let _ = writeln!(io::stderr(), "  hint: {hint}");
+    }
 }
 
 /// Lets this process open as many files as it may: a buffer of many chunks has a descriptor for each. Where that is not
@@ -171,10 +223,10 @@ const LAST_WORD: Duration = Duration::from_millis(500);
 
 /// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process, and so does the end of
 /// the grace: the work that does not stop may be deep in the driver.
-fn watch(signals: SigSet, cancel: &Cancel, console: &Arc<Console>) -> Result<(), Error> {
+fn watch(signals: SigSet, cancel: &Cancel, last_word: impl FnOnce(i32) + Send + 'static) -> Result<(), Error> {
     let waiting = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC);
     let waiting = waiting.map_err(|errno| Error::system("wait for signals", errno))?;
-    let (cancel, console) = (cancel.clone(), Arc::clone(console));
+    let cancel = cancel.clone();
     let watching = move || {
         let Ok(Some(first)) = waiting.read_signal() else { return };
         let signal = first.ssi_signo as i32;
@@ -189,7 +241,7 @@ fn watch(signals: SigSet, cancel: &Cancel, console: &Arc<Console>) -> Result<(),
         // In a thread of its own: whoever reads the output may have stopped, and then nothing more can be said.
         let (told, telling) = mpsc::channel();
         let tell = move || {
-            console.finish(Err(Error::Interrupted { signal }));
+            last_word(signal);
             // Nobody may be waiting any more.
             let _ = told.send(());
         };

@@ -1,0 +1,147 @@
+//! `vmmfd`: tools around sharing. `vmmfd doctor` says whether this machine can share GPU memory.
+
+use std::{path::PathBuf, process::ExitCode, time::Duration};
+
+use clap::{Parser, Subcommand};
+use vmmfd::{
+    channel::Cancel,
+    cli::{self, Tool, parse_timeout},
+    doctor::{self, PROBES, Plan, Report},
+    driver::Backend,
+    error::Error,
+    memory::Selector,
+};
+
+/// Tools around sharing GPU memory between processes.
+#[derive(Debug, Parser)]
+#[command(name = "vmmfd", version)]
+struct Options {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Says whether this machine can share GPU memory between processes, by doing it, and if not, why not
+    #[command(after_help = DOCTOR_CODES, args_conflicts_with_subcommands = true)]
+    Doctor(Doctor),
+    /// What a child process of the doctor is to do.
+    #[command(name = doctor::ERRAND, hide = true)]
+    Errand { task: String },
+}
+
+const DOCTOR_CODES: &str = "\
+Exit codes:
+  0    VMM fd sharing works on every device asked for
+  1    a required probe failed; also: a driver that is there fails to start, or has no virtual memory management
+  2    bad usage
+  3    no driver library or no device: nothing here to test
+  130  interrupted (SIGINT); 143 terminated (SIGTERM)";
+
+#[derive(Debug, clap::Args)]
+struct Doctor {
+    /// On what: `cuda`, or `host` to try it out on ordinary memory, which tests no GPU. VMMFD_BACKEND is not looked at, and
+    /// there is no falling back
+    #[arg(long, value_name = "cuda|host", default_value = "cuda", value_parser = parse_backend)]
+    backend: Backend,
+
+    /// Device to test, by ordinal or UUID
+    #[arg(long, value_name = "all|ORDINAL|UUID", default_value = "all", value_parser = parse_device)]
+    device: Which,
+
+    /// Probes to run, by name, with commas between them [default: all]
+    #[arg(long, value_name = "PROBE,...", value_delimiter = ',', value_parser = parse_probe)]
+    only: Vec<String>,
+
+    /// How long each probe may take
+    #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout)]
+    timeout: Duration,
+
+    /// Print the report as one JSON object
+    #[arg(long)]
+    json: bool,
+
+    /// Name the probes, with a line each, and run none
+    #[arg(long, conflicts_with_all = ["only", "show"])]
+    list: bool,
+
+    /// Print a report that was made with --json, on whatever machine, and run none
+    #[arg(long, value_name = "FILE", conflicts_with = "only")]
+    show: Option<PathBuf>,
+}
+
+/// All devices, or one. A type of its own: clap would take an `Option` for an option that may be left out.
+#[derive(Debug, Clone, Copy)]
+struct Which(Option<Selector>);
+
+fn parse_device(text: &str) -> Result<Which, String> {
+    match text {
+        "all" => Ok(Which(None)),
+        _ => text.parse().map(|selector| Which(Some(selector))),
+    }
+}
+
+fn parse_backend(text: &str) -> Result<Backend, String> {
+    match text {
+        "cuda" => Ok(Backend::Cuda),
+        "host" => Ok(Backend::Host),
+        _ => Err(format!("the doctor has no backend `{text}`: write cuda or host")),
+    }
+}
+
+fn parse_probe(text: &str) -> Result<String, String> {
+    match doctor::Probe::named(text) {
+        Some(probe) => Ok(probe.name.to_owned()),
+        None => Err(format!("no probe is called `{text}`: vmmfd doctor --list names them")),
+    }
+}
+
+fn list() -> String {
+    let line = |probe: &doctor::Probe| {
+        let required = if probe.required { " (required)" } else { "" };
+        format!("{:<16}  {}{required}\n", probe.name, probe.about)
+    };
+    PROBES.iter().map(line).collect()
+}
+
+impl Tool for Doctor {
+    fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error> {
+        if self.list {
+            return Ok((list(), 0));
+        }
+        if let Some(file) = &self.show {
+            return Ok((self.print(&doctor::read(file)?), 0));
+        }
+        let plan =
+            Plan { backend: self.backend, device: self.device.0, only: self.only.clone(), timeout: self.timeout };
+        let report = doctor::run(&plan, cancel)?;
+        Ok((self.print(&report), report.exit_code))
+    }
+
+    fn code(&self, error: &Error) -> u8 {
+        match error {
+            Error::NoSuchDevice { .. } | Error::File { .. } => 2,
+            _ if self.show.is_some() => 2,
+            _ => 1,
+        }
+    }
+}
+
+impl Doctor {
+    fn print(&self, report: &Report) -> String {
+        if self.json { doctor::to_json(report) } else { doctor::plain(report) }
+    }
+}
+
+fn main() -> ExitCode {
+    match Options::try_parse() {
+        Ok(Options { command: Command::Errand { task } }) => doctor::run_errand(&task),
+        Ok(Options { command: Command::Doctor(doctor) }) => cli::main_of(doctor),
+        Err(error) => {
+            let code = if error.use_stderr() { 2 } else { 0 };
+            // A reader who has gone is no error.
+            let _ = error.print();
+            ExitCode::from(code)
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! What two ends of a meeting tell each other beside the memory: JSON records over a socket of their own.
+
+use std::time::{Duration, Instant};
+
+use nix::poll::PollFlags;
+use rustix::{
+    io::Errno,
+    net::{RecvFlags, SendFlags},
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::{os::fd::AsFd, path::Path};
+
+use super::{
+    Environment, Finding,
+    report::{DeviceReport, Seen},
+};
+use crate::{
+    channel::{Cancel, Channel, Listener, Trust, connect, deadline_after},
+    driver::{Backend, DeviceUuid},
+    error::{Error, ErrorCode, ProtocolError, Result},
+    wire::clean,
+};
+
+/// The version of these records. Whoever speaks another one is told so and left.
+pub(super) const VERSION: u32 = 1;
+
+/// The longest record.
+const MAX_RECORD: usize = 128 << 10;
+
+/// How often a wait looks up.
+const TICK: Duration = Duration::from_millis(20);
+
+/// One record. Fields that are not known are ignored; kinds that are not known end the meeting.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub(super) enum Say {
+    /// The first word of both ends, before it is known whether they understand each other.
+    Hello { version: u32, tool: String, backend: Backend, environment: Box<Environment> },
+    /// "Memory waits at the socket: come and take it."
+    Begin { probe: String },
+    /// What came of it, and what it took in microseconds.
+    Done { open_us: Option<u64>, bytes: Option<u64>, error: Option<Seen> },
+    /// "Now you lend, on this device." It is answered by `begin`, or by `lent` at once if nothing comes of it.
+    Lend { probe: String, device: DeviceUuid },
+    /// What came of lending.
+    Lent { error: Option<Seen> },
+    /// An event of the driver's, for the other end to wait for.
+    Event { device: DeviceUuid, handle: String },
+    /// A device that is looked at from here on, for the other end's report.
+    Device(DeviceReport),
+    /// What one probe found, for the other end's report.
+    Found(Finding),
+    /// The end, with the verdict.
+    Bye { required: Vec<String>, verdict: String, exit_code: u8 },
+}
+
+impl Say {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Hello { .. } => "hello",
+            Self::Begin { .. } => "begin",
+            Self::Done { .. } => "done",
+            Self::Lend { .. } => "lend",
+            Self::Lent { .. } => "lent",
+            Self::Event { .. } => "event",
+            Self::Device(_) => "device",
+            Self::Found(_) => "found",
+            Self::Bye { .. } => "bye",
+        }
+    }
+}
+
+/// What came in place of what belongs.
+pub(super) fn unexpected<T>(got: &Say, want: &'static str) -> Result<T> {
+    Err(ProtocolError::Unexpected { got: got.name(), want }.into())
+}
+
+/// A connection to the other end.
+#[derive(Debug)]
+pub(super) struct Control {
+    channel: Channel,
+    timeout: Duration,
+}
+
+impl Control {
+    /// Waits for somebody to connect. `tick` is called meanwhile; its error ends the waiting.
+    pub(super) fn accept(
+        listener: &Listener,
+        timeout: Duration,
+        trust: &Trust,
+        cancel: &Cancel,
+        tick: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        let deadline = deadline_after(timeout);
+        loop {
+            let slice = deadline.min(Instant::now() + TICK);
+            if !cancel.wait(listener.as_fd(), PollFlags::POLLIN, slice)? {
+                tick()?;
+                if Instant::now() >= deadline {
+                    return Err(Error::NoConsumer { waited: timeout });
+                }
+                continue;
+            }
+            let Some(socket) = listener.accept()? else { continue };
+            let channel = Channel::new(socket, timeout, cancel)?;
+            match trust.check(channel.peer()) {
+                Ok(()) => return Ok(Self { channel, timeout }),
+                // Whoever it is does not keep out the one who is waited for, but is told.
+                Err(error) => {
+                    let error = Some(Seen::of(&error));
+                    Self { channel, timeout }.send(&Say::Lent { error })?;
+                }
+            }
+        }
+    }
+
+    /// Connects to whoever listens at a path, or will within the time.
+    pub(super) fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Self> {
+        Ok(Self { channel: connect(path, timeout, trust, cancel)?, timeout })
+    }
+
+    pub(super) fn cancel(&self) -> &Cancel {
+        self.channel.cancel()
+    }
+
+    /// Who is at the other end.
+    pub(super) fn peer(&self) -> crate::channel::Peer {
+        self.channel.peer()
+    }
+
+    /// Says who this is, and hears who the other one is.
+    pub(super) fn greet(&mut self, backend: Backend, environment: &Environment) -> Result<Environment> {
+        let tool = super::tool();
+        self.send(&Say::Hello { version: VERSION, tool, backend, environment: Box::new(environment.clone()) })?;
+        match self.receive()? {
+            Say::Hello { version, .. } if version != VERSION => {
+                let message =
+                    format!("the other end speaks version {version} of the doctor's records, this one {VERSION}");
+                Err(Error::Mismatch { code: ErrorCode::Version, message })
+            }
+            Say::Hello { backend: theirs, .. } if theirs != backend => {
+                let message = format!("this end tests {backend} and the other one {theirs}");
+                Err(Error::Mismatch { code: ErrorCode::Backend, message })
+            }
+            Say::Hello { environment, .. } => Ok(*environment),
+            Say::Lent { error: Some(seen) } => Err(Error::Peer { code: ErrorCode::Refused, message: seen.message }),
+            other => unexpected(&other, "hello"),
+        }
+    }
+
+    pub(super) fn send(&mut self, say: &Say) -> Result<()> {
+        let record = serde_json::to_vec(say).map_err(|error| ProtocolError::Content(error.to_string()))?;
+        if record.len() > MAX_RECORD {
+            return Err(ProtocolError::LongRecord { most: MAX_RECORD }.into());
+        }
+        let deadline = deadline_after(self.timeout);
+        loop {
+            match rustix::net::send(&*self.channel.socket(), &record, SendFlags::NOSIGNAL) {
+                Ok(_) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    if !self.cancel().wait(self.channel.socket().as_fd(), PollFlags::POLLOUT, deadline)? {
+                        return Err(Error::Timeout { purpose: "to send", waited: self.timeout });
+                    }
+                }
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Error::PeerGone { purpose: "to send" }),
+                Err(errno) => return Err(Error::system("send to the other end", errno)),
+            }
+        }
+    }
+
+    pub(super) fn receive(&mut self) -> Result<Say> {
+        self.receive_within(self.timeout)
+    }
+
+    pub(super) fn receive_within(&mut self, timeout: Duration) -> Result<Say> {
+        let purpose = "for the other end of the probes";
+        let deadline = deadline_after(timeout);
+        let mut record = vec![0; MAX_RECORD + 1];
+        loop {
+            // Descriptors that nobody asked for are dropped by the kernel: there is no room for them.
+            match rustix::net::recv(&*self.channel.socket(), &mut record[..], RecvFlags::DONTWAIT) {
+                Ok((0, _)) | Err(Errno::CONNRESET | Errno::PIPE) => return Err(Error::PeerGone { purpose }),
+                Ok((length, _)) if length > MAX_RECORD => {
+                    return Err(ProtocolError::LongRecord { most: MAX_RECORD }.into());
+                }
+                Ok((length, _)) => return decode(&record[..length]),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    if !self.cancel().wait(self.channel.socket().as_fd(), PollFlags::POLLIN, deadline)? {
+                        return Err(Error::Timeout { purpose, waited: timeout });
+                    }
+                }
+                Err(errno) => return Err(Error::system("receive from the other end", errno)),
+            }
+        }
+    }
+}
+
+fn decode(record: &[u8]) -> Result<Say> {
+    let wrong = |error: serde_json::Error| {
+        let mut reason = error.to_string();
+        clean(&mut reason);
+        Error::from(ProtocolError::Body { kind: "record", reason })
+    };
+    let mut value: Value = serde_json::from_slice(record).map_err(wrong)?;
+    clean_all(&mut value);
+    serde_json::from_value(value).map_err(wrong)
+}
+
+/// Takes out of every text what a terminal would heed: the other end's words are printed here.
+pub(super) fn clean_all(value: &mut Value) {
+    match value {
+        Value::String(text) => clean(text),
+        Value::Array(values) => values.iter_mut().for_each(clean_all),
+        Value::Object(fields) => fields.values_mut().for_each(clean_all),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_record_is_an_error_and_no_text_reaches_a_terminal_as_it_came() {
+        for record in ["", "[]", "{}", r#"{"kind":"new"}"#, r#"{"kind":"begin"}"#, "\u{0}"] {
+            assert!(matches!(decode(record.as_bytes()), Err(Error::Protocol(_))), "{record:?}");
+        }
+        let said = decode(br#"{"kind":"begin","probe":"a\u001b[31mb","new":1}"#);
+        assert!(matches!(said, Ok(Say::Begin { probe }) if probe == "a [31mb"));
+    }
+}

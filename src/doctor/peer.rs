@@ -1,0 +1,255 @@
+//! Processes of the doctor's own: workers that run probes, and the other process of a probe that takes two.
+
+use std::{
+    fs,
+    io::{self, Read, Write},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{self, Child, ChildStdin, Command, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::Duration,
+};
+
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::{Pid, getpgrp},
+};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Environment, Finding,
+    control::{Control, Say},
+    probes::{Bench, End, Probe, follow},
+    report::Seen,
+};
+use crate::{
+    channel::{Cancel, Listener, Trust},
+    driver::{Backend, Choice, cuda::exit_at_once, open},
+    error::{Error, Result},
+    memory::{Device, Selector},
+};
+
+/// This program, also where it was replaced since it was started.
+pub(super) const PROGRAM: &str = "/proc/self/exe";
+
+/// The hidden subcommand that the program must hand to [`run_errand`].
+pub const ERRAND: &str = "errand";
+
+/// What a child is to do.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Errand {
+    pub(super) backend: Backend,
+    pub(super) folder: PathBuf,
+    pub(super) timeout_ms: u64,
+    pub(super) task: Task,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Task {
+    /// Probes, in this order: each prints its finding as a line of JSON.
+    Probes { device: Option<i32>, owner: Option<i32>, names: Vec<String> },
+    /// The other end of probes that take two.
+    Peer { control: PathBuf, socket: PathBuf },
+}
+
+impl Errand {
+    /// The process that does it: it ends when its standard input does.
+    pub(super) fn command(&self) -> Result<Command> {
+        let text = serde_json::to_string(self).map_err(|error| Error::system("describe a child's task", error))?;
+        let mut command = Command::new(PROGRAM);
+        command.arg0("vmmfd").arg(ERRAND).arg(text).stdin(Stdio::piped());
+        Ok(command)
+    }
+
+    fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_ms)
+    }
+
+    fn device(&self, ordinal: i32) -> Result<Device> {
+        let driver = open(Choice::Only(self.backend))?.driver;
+        Device::find(&driver, Selector::Ordinal(u32::try_from(ordinal).unwrap_or(u32::MAX)))
+    }
+}
+
+/// Does what the parent asks for, as a process of its own, and never returns.
+pub fn run_errand(text: &str) -> ! {
+    let code = match serde_json::from_str::<Errand>(text) {
+        Ok(errand) => {
+            end_with_parent(&errand.folder);
+            match errand.run() {
+                Ok(()) => 0,
+                Err(error) => {
+                    // Nobody may be reading any more.
+                    let _ = writeln!(io::stderr(), "{}", error.in_full());
+                    1
+                }
+            }
+        }
+        Err(_) => 2,
+    };
+    // A driver's own exit handlers have nothing to add, and may hang.
+    exit_at_once(code)
+}
+
+/// Ends this process, and what it started, as soon as its parent is gone: it holds the other end of standard input.
+fn end_with_parent(folder: &Path) {
+    let folder = folder.to_owned();
+    let watch = move || {
+        let mut bytes = [0; 64];
+        while !matches!(io::stdin().read(&mut bytes), Ok(0) | Err(_)) {}
+        if getpgrp() == Pid::this() {
+            // A worker: the doctor itself is gone, who would have removed it.
+            let _ = fs::remove_dir_all(&folder);
+            let _ = killpg(Pid::this(), Signal::SIGKILL);
+        }
+        exit_at_once(1)
+    };
+    if thread::Builder::new().name("parent".to_owned()).spawn(watch).is_err() {
+        exit_at_once(1);
+    }
+}
+
+impl Errand {
+    fn run(&self) -> Result<()> {
+        match &self.task {
+            Task::Probes { device, owner, names } => self.probe(*device, *owner, names),
+            Task::Peer { control, socket } => {
+                let cancel = Cancel::new()?;
+                let trust = Trust::default();
+                let mut control = Control::connect(control, self.timeout(), &trust, &cancel)?;
+                let driver = match open(Choice::Only(self.backend)) {
+                    Ok(opened) => opened.driver,
+                    Err(error) => return control.send(&Say::Lent { error: Some(Seen::of(&error)) }),
+                };
+                control.greet(self.backend, &Environment::default())?;
+                let end = End { driver, socket: socket.clone(), trust, timeout: self.timeout() };
+                match follow(&end, &mut control, &mut |_| {}) {
+                    // How the other end leaves is its own affair.
+                    Ok(()) | Err(Error::PeerGone { .. }) => Ok(()),
+                    Err(error) => Err(error),
+                }
+            }
+        }
+    }
+
+    fn probe(&self, device: Option<i32>, owner: Option<i32>, names: &[String]) -> Result<()> {
+        let mut probes = names.iter().filter_map(|name| Probe::named(name));
+        let Some(ordinal) = device else {
+            return probes.try_for_each(|probe| match probe.run_machine(self.backend) {
+                Some(finding) => tell(&finding),
+                None => Ok(()),
+            });
+        };
+        let opened = self.device(ordinal).and_then(|device| {
+            let owner = owner.map(|owner| Device::find(device.driver(), Selector::Ordinal(owner.unsigned_abs())));
+            Ok((device, owner.transpose()?))
+        });
+        let (device, owner) = match opened {
+            Ok(opened) => opened,
+            Err(error) => {
+                let seen = Seen::of(&error);
+                return probes.try_for_each(|probe| tell(&probe.cut_short(None, seen.clone())));
+            }
+        };
+        let mut bench = Bench { device, folder: self.folder.clone(), timeout: self.timeout(), peer: None };
+        for probe in probes {
+            let Some(finding) = probe.run_device(&mut bench, owner.as_ref()) else { continue };
+            tell(&finding)?;
+            // A context that has failed fails everything after it: a fresh process goes on.
+            if finding.error.is_some() && bench.device.driver().synchronize(bench.device.ordinal()).is_err() {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One line, at once.
+fn tell(finding: &Finding) -> Result<()> {
+    let line = serde_json::to_string(finding).map_err(|error| Error::system("write a finding", error))?;
+    let mut stdout = io::stdout().lock();
+    let written = writeln!(stdout, "{line}").and_then(|()| stdout.flush());
+    written.map_err(|error| Error::system("write a finding", error))
+}
+
+/// The other process of a probe. Dropping it kills it.
+#[derive(Debug)]
+pub(super) struct Peer {
+    child: Child,
+    /// As long as this is open, it lives.
+    _stdin: Option<ChildStdin>,
+    control: Control,
+    socket: PathBuf,
+}
+
+impl Peer {
+    /// Starts one, and waits until its driver is ready.
+    pub(super) fn start(bench: &Bench) -> Result<Self> {
+        static NUMBERS: AtomicU32 = AtomicU32::new(0);
+        let name = format!("{}-{}", process::id(), NUMBERS.fetch_add(1, Ordering::Relaxed));
+        let (control, socket) = (bench.folder.join(format!("c{name}")), bench.folder.join(format!("m{name}")));
+        let cancel = Cancel::new()?;
+        let patience = bench.patience();
+        let listener = Listener::bind(&control, false, patience, &cancel)?;
+        let backend = bench.device.backend();
+        let timeout_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+        let task = Task::Peer { control: control.clone(), socket: socket.clone() };
+        let errand = Errand { backend, folder: bench.folder.clone(), timeout_ms, task };
+        let child = errand.command()?.stdout(Stdio::null()).stderr(Stdio::inherit()).spawn();
+        let mut child = Fresh(Some(child.map_err(|error| Error::system("start another process", error))?));
+        let mut living = || match child.0.as_mut().map(Child::try_wait) {
+            Some(Ok(Some(_))) => Err(Error::PeerGone { purpose: "for another process to start" }),
+            _ => Ok(()),
+        };
+        let mut control = Control::accept(&listener, patience, &Trust::default(), &cancel, &mut living)?;
+        control.greet(backend, &Environment::default())?;
+        let child = child.0.take().ok_or(Error::PeerGone { purpose: "for another process to start" })?;
+        Ok(Self { child, _stdin: None, control, socket }.keep())
+    }
+
+    fn keep(mut self) -> Self {
+        self._stdin = self.child.stdin.take();
+        self
+    }
+
+    pub(super) fn control(&mut self) -> &mut Control {
+        &mut self.control
+    }
+
+    /// Where memory is handed over.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Kills it, and waits until it is gone.
+    pub(super) fn kill(&mut self) {
+        end(&mut self.child);
+    }
+}
+
+/// A child that is killed if nobody takes it.
+struct Fresh(Option<Child>);
+
+impl Drop for Fresh {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            end(child);
+        }
+    }
+}
+
+fn end(child: &mut Child) {
+    // It may have ended by itself.
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.kill();
+        // One that is killed while it lends leaves its socket.
+        let _ = fs::remove_file(&self.socket);
+    }
+}

@@ -1,0 +1,97 @@
+//! What becomes of memory whose owner is killed.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{Bench, Found, micros};
+use crate::{
+    doctor::{
+        control::{Say, unexpected},
+        peer::Peer,
+        report::Seen,
+    },
+    error::{Error, Result},
+    memory::{Region, Selector},
+    pattern::{self, Pattern},
+    session::consumer::{Ask, Consumer, Lent},
+};
+
+/// Takes memory from another process, kills that, and returns the memory and whether it is as it was.
+fn orphan(bench: &mut Bench) -> Result<Result<(Lent, bool), Seen>> {
+    let mut peer = Peer::start(bench)?;
+    let end = bench.end(&peer);
+    let (probe, device) = ("exporter-killed".to_owned(), bench.device.uuid());
+    let cancel = {
+        let control = peer.control();
+        control.send(&Say::Lend { probe, device })?;
+        match control.receive()? {
+            Say::Begin { .. } => {}
+            Say::Lent { error: Some(seen) } => return Ok(Err(seen)),
+            other => return unexpected(&other, "begin"),
+        }
+        control.cancel().clone()
+    };
+    let terms = end.terms(&cancel);
+    let here = Some(Selector::Uuid(device));
+    let mut consumer = Consumer::connect(&end.driver, here, &end.socket, &terms, &|_| {})?;
+    let lent = consumer.request(&Ask::default())?;
+    let before = consumer.verify(&lent)?;
+    peer.kill();
+    // The connection has ended with its owner: there is nobody to be told.
+    drop(consumer);
+    let salt = lent.offer.salt.ok_or(Error::PeerGone { purpose: "for a pattern" })?;
+    let after = pattern::verify(&lent, 0, lent.range.clone(), Pattern::new(salt), &mut |_| Ok(()))?;
+    Ok(Ok((lent, before.verified && after.passed())))
+}
+
+pub(super) fn exporter_killed(bench: &mut Bench) -> Result<Found> {
+    Ok(match orphan(bench)? {
+        Err(seen) => Found::failed("The process that was to be killed could not share its memory.").with(seen),
+        Ok((_, false)) => Found::wrong("The bytes changed when the process that they came from was killed."),
+        Ok((lent, true)) => {
+            let meaning = "Imported memory stays readable, with its bytes, when its exporter is killed.";
+            Found::ok(meaning).figure("bytes", lent.size())
+        }
+    })
+}
+
+/// How long the driver may take to clear up after a killed process.
+const CLEARING: Duration = Duration::from_secs(3);
+
+pub(super) fn memory_returned(bench: &mut Bench) -> Result<Found> {
+    if bench.device.is_host() {
+        let why = "The free memory of the whole machine changes all the time, and tells nothing of one buffer.";
+        return Ok(Found::of(crate::doctor::Status::Skipped, why));
+    }
+    let before = bench.device.memory_info()?.free;
+    let lent = match orphan(bench)? {
+        Ok((lent, _)) => lent,
+        Err(seen) => return Ok(Found::failed("There was no memory to be given back.").with(seen)),
+    };
+    let size = lent.size();
+    let held = bench.device.memory_info()?.free;
+    drop(lent);
+    let begun = Instant::now();
+    loop {
+        let after = bench.device.memory_info()?.free;
+        let missing = before.saturating_sub(after);
+        let found = |found: Found| {
+            found
+                .figure("before_bytes", before)
+                .figure("held_bytes", held)
+                .figure("after_bytes", after)
+                .figure("returned_us", micros(begun.elapsed()))
+        };
+        // Others use the device too: less than the buffer may be theirs.
+        if missing < size / 2 {
+            return Ok(found(Found::ok("All memory of a killed process is free again once its importer lets go.")));
+        }
+        if begun.elapsed() > CLEARING {
+            let meaning = format!("{missing} bytes are still in use after everybody has let go.");
+            return Ok(found(Found::wrong(meaning)));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,56 @@
+//! What is of the machine as a whole.
+
+use std::sync::Arc;
+
+use nix::sys::resource::{Resource, getrlimit};
+use serde_json::json;
+
+use super::Found;
+use crate::{
+    driver::{Backend, Choice, Driver, host::HostDriver, open},
+    error::{Error, Result},
+    memory::Device,
+};
+
+pub(super) fn driver(backend: Backend) -> Result<Found> {
+    let driver: Arc<dyn Driver> = open(Choice::Only(backend))?.driver;
+    let version = driver.version()?;
+    let devices = Device::all(&driver)?;
+    let listed: Vec<_> = devices
+        .iter()
+        .map(|device| json!({ "ordinal": device.ordinal(), "name": device.name(), "uuid": device.uuid() }))
+        .collect();
+    let meaning = match backend {
+        Backend::Host => "Ordinary memory of this machine stands in for a GPU.".to_owned(),
+        Backend::Cuda => format!(
+            "The driver starts, supports CUDA {}.{}, and has {}.",
+            version / 1000,
+            version % 1000 / 10,
+            match devices.len() {
+                1 => "1 device".to_owned(),
+                count => format!("{count} devices"),
+            }
+        ),
+    };
+    Ok(Found::ok(meaning).figure("version", version).figure("devices", listed))
+}
+
+pub(super) fn descriptors(_: Backend) -> Result<Found> {
+    /// What a buffer of many chunks may come to need: at 2 MiB each, 2 GiB.
+    const PLENTY: u64 = 1024;
+    let limit = getrlimit(Resource::RLIMIT_NOFILE);
+    let (soft, hard) = limit.map_err(|errno| Error::system("read the limit of open files", errno))?;
+    let meaning = match hard {
+        0..PLENTY => {
+            format!("A process may hold at most {hard} descriptors: a buffer of many chunks needs one for each.")
+        }
+        _ => format!("A process may hold {hard} descriptors: one for each allocation that it shares."),
+    };
+    Ok(Found::ok(meaning).figure("soft", soft).figure("hard", hard))
+}
+
+pub(super) fn host_memory(_: Backend) -> Result<Found> {
+    let info = HostDriver::new().memory_info(0)?;
+    let meaning = "What the machine, or the control group that this runs in, has left.";
+    Ok(Found::ok(meaning).figure("free_bytes", info.free).figure("total_bytes", info.total))
+}

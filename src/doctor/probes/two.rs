@@ -1,0 +1,237 @@
+//! What takes two processes: one lends, over the real socket path, and the other takes.
+
+use std::{
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use super::{Bench, Found, Probe, micros};
+use crate::{
+    channel::{Cancel, Listener, Trust},
+    doctor::{
+        control::{Control, Say, unexpected},
+        peer::Peer,
+        report::Seen,
+    },
+    driver::Driver,
+    error::{Error, Result},
+    memory::{Device, Selector, Spec},
+    session::{
+        Event, Terms,
+        consumer::{Ask, Consumer},
+        producer::{self, Buffer, Content, Plan, Served},
+    },
+    wire::{Mechanism, Placement},
+};
+
+/// How memory travels in a probe.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::doctor) struct Way {
+    pub(in crate::doctor) probe: &'static str,
+    mechanism: Mechanism,
+    location: Placement,
+}
+
+impl Way {
+    pub(in crate::doctor) const ROUND_TRIP: Self = Self::of("round-trip", Mechanism::Vmm);
+    pub(in crate::doctor) const POOL: Self = Self::of("pool", Mechanism::Pool);
+    pub(in crate::doctor) const LEGACY: Self = Self::of("legacy", Mechanism::Legacy);
+    pub(in crate::doctor) const HOST: Self =
+        Self { location: Placement::Host, ..Self::of("host-numa", Mechanism::Vmm) };
+
+    const fn of(probe: &'static str, mechanism: Mechanism) -> Self {
+        Self { probe, mechanism, location: Placement::Device }
+    }
+
+    /// The way of a probe, as the other end names it. Where only the memory counts it is the plain one.
+    pub(in crate::doctor) fn named(probe: &str) -> Self {
+        let ways = [Self::POOL, Self::LEGACY, Self::HOST];
+        ways.into_iter().find(|way| way.probe == probe).unwrap_or(Self::ROUND_TRIP)
+    }
+}
+
+/// One end of a meeting: what it needs besides the connection.
+#[derive(Debug, Clone)]
+pub(in crate::doctor) struct End {
+    pub(in crate::doctor) driver: Arc<dyn Driver>,
+    /// Where memory is handed over.
+    pub(in crate::doctor) socket: PathBuf,
+    pub(in crate::doctor) trust: Trust,
+    /// The longest wait for the other end.
+    pub(in crate::doctor) timeout: Duration,
+}
+
+/// More than one unit, and no whole number of words: so that the end of the data is no end of anything else.
+const SIZE: u64 = (4 << 20) + 13;
+
+impl End {
+    pub(in crate::doctor) fn terms(&self, cancel: &Cancel) -> Terms {
+        Terms { timeout: self.timeout, trust: self.trust.clone(), cancel: cancel.clone() }
+    }
+}
+
+/// Lends memory to the other end, which reads it and writes a reply.
+pub(in crate::doctor) fn lend(end: &End, control: &mut Control, device: &Device, way: Way) -> Result<Found> {
+    let cancel = Cancel::new()?;
+    let spec = Spec { size: SIZE, mechanism: way.mechanism, location: way.location, ..Spec::default() };
+    let content = Content::Pattern(rand::random());
+    let buffer = Buffer::create(device, &spec, content, None, &cancel, &|_| {})?;
+    let listener = Listener::bind(&end.socket, !end.trust.uids.is_empty(), end.timeout, &cancel)?;
+    control.send(&Say::Begin { probe: way.probe.to_owned() })?;
+    let terms = end.terms(&cancel);
+    let mut served: Vec<Served> = Vec::new();
+    let plan = Plan { consumers: 1, round_trip: true };
+    let (done, result) = thread::scope(|scope| {
+        let serving = scope.spawn(|| producer::serve(listener, &buffer, plan, &terms, &|_| {}, &mut served));
+        let done = control.receive();
+        // An end that fails before it has asked for anything would be waited for in vain.
+        if !matches!(done, Ok(Say::Done { error: None, .. })) {
+            cancel.cancel(0);
+        }
+        (done, serving.join())
+    });
+    let (open_us, bytes) = match done? {
+        Say::Done { error: None, open_us, bytes } => (open_us, bytes),
+        Say::Done { error: Some(mut seen), .. } => {
+            seen.message = format!("the other end: {}", seen.message);
+            return Ok(of_seen(way.probe, seen));
+        }
+        other => return unexpected(&other, "done"),
+    };
+    result.map_err(|_| Error::system("serve the memory", std::io::Error::other("its thread panicked")))??;
+    let served = served.pop().ok_or(Error::NoConsumer { waited: end.timeout })?;
+    if served.mismatched() {
+        return Ok(Found::wrong("One process does not see what the other wrote."));
+    }
+    if let Some(error) = served.error {
+        return Err(error);
+    }
+    let found = Found::ok(match way.probe {
+        "pool" => "Two processes share memory of a pool, and see each other's bytes.",
+        "legacy" => "Two processes share memory by a legacy handle, and see each other's bytes.",
+        "host-numa" => "Two processes share the host's memory, for the device and the CPU, and see each other's bytes.",
+        _ => "Two processes share memory over a socket, and each sees what the other writes.",
+    });
+    let found = found.figure("bytes", bytes);
+    Ok(found.figure("open_us", open_us))
+}
+
+fn of_seen(probe: &str, seen: Seen) -> Found {
+    match Probe::named(probe) {
+        Some(probe) => probe.of_seen(seen),
+        None => Found::failed("The other end failed.").with(seen),
+    }
+}
+
+/// Takes what the other end lends, checks it and replies. Returns how long it took to open, in microseconds, and how much it
+/// was.
+pub(in crate::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selector>) -> Result<(u64, u64)> {
+    let opened = Mutex::new(Duration::ZERO);
+    let observer = |event: Event<'_>| {
+        if let Event::Mapped { took, .. } = event {
+            *opened.lock().unwrap_or_else(PoisonError::into_inner) += took;
+        }
+    };
+    let terms = end.terms(cancel);
+    let mut consumer = Consumer::connect(&end.driver, device, &end.socket, &terms, &observer)?;
+    let lent = consumer.request(&Ask::default())?;
+    let found = consumer.verify(&lent)?;
+    if found.verified {
+        consumer.reply(&lent)?;
+    }
+    consumer.report(&lent, &found)?;
+    let bytes = lent.offer.memory.size;
+    drop(lent);
+    consumer.close();
+    let us = micros(*opened.lock().unwrap_or_else(PoisonError::into_inner));
+    Ok((us, bytes))
+}
+
+/// Does what the other end asks for, until it says good-bye or goes. `each` is told what is not to be answered.
+pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn FnMut(Say)) -> Result<()> {
+    loop {
+        // The other end may have much to do by itself before it calls.
+        match control.receive_within(Duration::from_secs(3600).max(end.timeout))? {
+            Say::Begin { .. } => {
+                let taken = take(end, &control.cancel().clone(), None);
+                let done = match &taken {
+                    Ok((us, bytes)) => Say::Done { open_us: Some(*us), bytes: Some(*bytes), error: None },
+                    Err(error) => Say::Done { open_us: None, bytes: None, error: Some(Seen::of(error)) },
+                };
+                control.send(&done)?;
+            }
+            Say::Lend { probe, device } => {
+                let found = Device::find(&end.driver, Selector::Uuid(device))
+                    .and_then(|device| lend(end, control, &device, Way::named(&probe)));
+                let error = match found {
+                    Ok(found) => found.error,
+                    Err(error) => Some(Seen::of(&error)),
+                };
+                control.send(&Say::Lent { error })?;
+            }
+            Say::Event { .. } => {
+                let seen = Seen::of(&Error::Unsupported { device: "this end".to_owned(), feature: "events" });
+                control.send(&Say::Done { open_us: None, bytes: None, error: Some(seen) })?;
+            }
+            bye @ Say::Bye { .. } => {
+                each(bye);
+                return Ok(());
+            }
+            other => each(other),
+        }
+    }
+}
+
+impl Bench {
+    /// Lends to the other process, which is started if there is none. Whatever goes wrong, the next probe gets a new one.
+    fn two(&mut self, way: Way) -> Result<Found> {
+        // What this device has none of needs no other process to find out.
+        match way.mechanism {
+            Mechanism::Pool => drop(self.device.driver().pools()?),
+            Mechanism::Legacy => drop(self.device.driver().legacy()?),
+            _ => {}
+        }
+        let mut peer = match self.peer.take() {
+            Some(peer) => peer,
+            None => Peer::start(self)?,
+        };
+        let end = self.end(&peer);
+        let found = lend(&end, peer.control(), &self.device, way)?;
+        if found.error.is_none() {
+            self.peer = Some(peer);
+        }
+        Ok(found)
+    }
+
+    pub(super) fn end(&self, peer: &Peer) -> End {
+        let (driver, socket) = (Arc::clone(self.device.driver()), peer.socket().to_owned());
+        End { driver, socket, trust: Trust::default(), timeout: self.patience() }
+    }
+
+    /// How long this side waits for the other: less than the probe may take, so that the reason is told.
+    pub(in crate::doctor) fn patience(&self) -> Duration {
+        self.timeout.mul_f64(0.75)
+    }
+}
+
+pub(super) fn round_trip(bench: &mut Bench) -> Result<Found> {
+    bench.two(Way::ROUND_TRIP)
+}
+
+pub(super) fn host_numa(bench: &mut Bench) -> Result<Found> {
+    bench.two(Way::HOST)
+}
+
+pub(super) fn pool(bench: &mut Bench) -> Result<Found> {
+    bench.two(Way::POOL)
+}
+
+pub(super) fn legacy(bench: &mut Bench) -> Result<Found> {
+    bench.two(Way::LEGACY)
+}
+
+pub(super) fn event(bench: &mut Bench) -> Result<Found> {
+    Err(Error::Unsupported { device: bench.device.to_string(), feature: "this probe yet" })
+}

@@ -1,0 +1,378 @@
+//! Runs the probes in processes of their own, so that the report is whole whatever becomes of those.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read},
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::Path,
+    process::{Child, Stdio},
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{self, Receiver, RecvTimeoutError},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
+use serde::Deserialize;
+use tempfile::TempDir;
+
+use super::{
+    DeviceReport, Environment, Finding, PairReport, Report, Status,
+    peer::{Errand, Task},
+    probes::{PROBES, Probe, Scope, micros},
+    report::{SCHEMA, Seen},
+    rules, verdict,
+};
+use crate::{
+    channel::Cancel,
+    driver::{Backend, DeviceUuid},
+    error::{Error, Result},
+    memory::Selector,
+    wire::clean,
+};
+
+/// What to try.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// On what.
+    pub backend: Backend,
+    /// Which device; `None` is all of them.
+    pub device: Option<Selector>,
+    /// Which probes, by name; none named is all of them.
+    pub only: Vec<String>,
+    /// How long each probe may take.
+    pub timeout: Duration,
+}
+
+impl Plan {
+    pub(super) fn wants(&self, probe: &Probe) -> bool {
+        self.only.is_empty() || self.only.iter().any(|name| name == probe.name)
+    }
+
+    fn probes(&self, scope: Scope) -> Vec<&'static Probe> {
+        PROBES.iter().filter(|probe| probe.scope() == scope && self.wants(probe)).collect()
+    }
+}
+
+/// A device, as the `driver` probe lists it.
+#[derive(Debug, Clone, Deserialize)]
+struct Listed {
+    ordinal: i32,
+    name: String,
+    uuid: DeviceUuid,
+}
+
+/// Tries what is planned, and reports. A probe that fails, hangs, or takes its process with it stops no other.
+///
+/// The program that calls this must hand the argument of its hidden subcommand [`super::ERRAND`] to
+/// [`super::run_errand`]: probes run in children, which are this program.
+///
+/// # Errors
+/// [`Error::NoSuchDevice`] if the plan names a device that there is none of; [`Error::Interrupted`]; [`Error::System`] if no
+/// child can be started. What the probes fail with is in the report.
+pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
+    let folder = folder()?;
+    let runner = Runner { plan, cancel, folder: folder.path() };
+    let environment = Environment::default();
+    let mut machine = runner.run(&runner.machine_probes(), None, None)?;
+    let driver = machine.iter().position(|finding| finding.probe == "driver");
+    let driver = driver.map(|at| machine[at].clone());
+    if !plan.only.is_empty() && !plan.only.iter().any(|name| name == "driver") {
+        // Only to know the devices, unless that is what went wrong.
+        machine.retain(|finding| finding.probe != "driver" || finding.status != Status::Ok);
+    }
+    let listed = driver.as_ref().and_then(|driver| driver.figures.get("devices")).cloned();
+    let listed: Vec<Listed> = listed.and_then(|listed| serde_json::from_value(listed).ok()).unwrap_or_default();
+    let chosen = runner.choose(&listed, driver.as_ref())?;
+
+    let mut report = Report {
+        schema: SCHEMA,
+        tool: super::tool(),
+        made: super::now(),
+        backend: plan.backend,
+        environment,
+        peer: None,
+        required: PROBES.iter().filter(|p| p.required && plan.wants(p)).map(|p| p.name.to_owned()).collect(),
+        machine,
+        devices: Vec::new(),
+        pairs: Vec::new(),
+        verdict: String::new(),
+        exit_code: 0,
+    };
+    for device in &chosen {
+        let Listed { ordinal, name, uuid } = device.clone();
+        let findings = runner.run(&plan.probes(Scope::Device), Some(ordinal), None)?;
+        report.devices.push(DeviceReport { ordinal, name, uuid, findings });
+    }
+    for device in &chosen {
+        for owner in &listed {
+            let asked = plan.device.is_none() || chosen.iter().any(|chosen| chosen.ordinal == device.ordinal);
+            if owner.ordinal == device.ordinal || !asked {
+                continue;
+            }
+            let (device, owner) = (device.ordinal, owner.ordinal);
+            let findings = runner.run(&plan.probes(Scope::Pair), Some(device), Some(owner))?;
+            if !findings.is_empty() {
+                report.pairs.push(PairReport { device, owner, findings });
+            }
+        }
+    }
+    conclude(&mut report);
+    Ok(report)
+}
+
+/// Explains what is not as it should be, and sums up.
+pub(super) fn conclude(report: &mut Report) {
+    let Report { environment, machine, devices, pairs, .. } = report;
+    let findings = machine
+        .iter_mut()
+        .chain(devices.iter_mut().flat_map(|device| &mut device.findings))
+        .chain(pairs.iter_mut().flat_map(|pair| &mut pair.findings));
+    for finding in findings.filter(|finding| finding.status != Status::Ok) {
+        rules::explain(finding, environment);
+    }
+    (report.verdict, report.exit_code) = verdict::of(report);
+}
+
+/// A folder for sockets, with a path short enough for them wherever temporary files go.
+pub(super) fn folder() -> Result<TempDir> {
+    const LONGEST: usize = 70;
+    let build =
+        |result: std::io::Result<TempDir>| result.map_err(|error| Error::system("make a temporary folder", error));
+    let folder = build(tempfile::Builder::new().prefix("vmmfd-").tempdir())?;
+    match folder.path().as_os_str().len() {
+        0..=LONGEST => Ok(folder),
+        _ => build(tempfile::Builder::new().prefix("vmmfd-").tempdir_in("/tmp")),
+    }
+}
+
+struct Runner<'a> {
+    plan: &'a Plan,
+    cancel: &'a Cancel,
+    folder: &'a Path,
+}
+
+/// After so many probes of one device that hung, no more are tried on it.
+const PATIENCE: usize = 3;
+
+impl Runner<'_> {
+    /// Those of the machine that are asked for, and the one that lists the devices.
+    fn machine_probes(&self) -> Vec<&'static Probe> {
+        PROBES
+            .iter()
+            .filter(|probe| probe.scope() == Scope::Machine && (self.plan.wants(probe) || probe.name == "driver"))
+            .collect()
+    }
+
+    fn choose(&self, listed: &[Listed], driver: Option<&Finding>) -> Result<Vec<Listed>> {
+        let Some(selector) = self.plan.device else { return Ok(listed.to_vec()) };
+        let wanted = |device: &&Listed| match selector {
+            Selector::Ordinal(ordinal) => i64::from(device.ordinal) == i64::from(ordinal),
+            Selector::Uuid(uuid) => device.uuid == uuid,
+        };
+        match listed.iter().find(wanted) {
+            Some(device) => Ok(vec![device.clone()]),
+            // The report says why there is none.
+            None if driver.is_none_or(|driver| driver.status != Status::Ok) => Ok(Vec::new()),
+            None => {
+                let available: Vec<String> = listed
+                    .iter()
+                    .map(|device| format!("{} is {} {}", device.ordinal, device.name, device.uuid))
+                    .collect();
+                Err(Error::NoSuchDevice {
+                    backend: self.plan.backend.as_str(),
+                    wanted: selector.to_string(),
+                    available: available.join(", "),
+                })
+            }
+        }
+    }
+
+    /// Runs probes in order, in as many processes as it takes.
+    fn run(&self, probes: &[&'static Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
+        let mut findings = Vec::new();
+        let mut hung = 0;
+        let mut left = probes;
+        while let Some(first) = left.first() {
+            if hung >= PATIENCE {
+                findings.push(first.skipped("Not tried: too much hung before on this device."));
+                left = &left[1..];
+                continue;
+            }
+            let together = match first.alone {
+                true => 1,
+                false => left.iter().take_while(|probe| !probe.alone).count(),
+            };
+            let mut worker = Worker::start(self, &left[..together], device, owner)?;
+            let mut done = 0;
+            for probe in &left[..together] {
+                match worker.finding(probe, self)? {
+                    Next::Found(finding) => {
+                        findings.push(*finding);
+                        done += 1;
+                    }
+                    // It has found all that it can in this process.
+                    Next::Left if done > 0 => break,
+                    Next::Left => {
+                        findings
+                            .push(probe.cut_short(None, worker.seen("exit", "the probe's process ended".to_owned())));
+                        done += 1;
+                        break;
+                    }
+                    Next::Cut(finding) => {
+                        hung += usize::from(finding.error.as_ref().is_some_and(|seen| seen.kind == "timeout"));
+                        findings.push(*finding);
+                        done += 1;
+                        break;
+                    }
+                }
+            }
+            left = &left[done..];
+        }
+        Ok(findings)
+    }
+}
+
+/// What came of waiting for a probe.
+enum Next {
+    /// It found something.
+    Found(Box<Finding>),
+    /// Its process ended in good order before it.
+    Left,
+    /// Its process was taken away by it.
+    Cut(Box<Finding>),
+}
+
+/// A process that runs probes. Dropping it kills it and all that it started.
+struct Worker {
+    child: Child,
+    lines: Receiver<String>,
+    said: Arc<Mutex<String>>,
+}
+
+/// How much of what a worker says on standard error is kept.
+const KEPT: usize = 4096;
+
+impl Worker {
+    fn start(runner: &Runner<'_>, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Self> {
+        let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
+        let timeout_ms = u64::try_from(runner.plan.timeout.as_millis()).unwrap_or(u64::MAX);
+        let (backend, folder) = (runner.plan.backend, runner.folder.to_owned());
+        let errand = Errand { backend, folder, timeout_ms, task: Task::Probes { device, owner, names } };
+        let failed = |error| Error::system("start a process for the probes", error);
+        // In a group of its own: so that all of it can be killed at once, and a terminal's signals reach the doctor alone.
+        let spawned = errand.command()?.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+        let child = spawned.map_err(failed)?;
+        let (sender, lines) = mpsc::channel();
+        let said = Arc::new(Mutex::new(String::new()));
+        // From here on dropping it kills it.
+        let mut worker = Self { child, lines, said: Arc::clone(&said) };
+        if let Some(stdout) = worker.child.stdout.take() {
+            let read = move || {
+                for line in BufReader::new(stdout).lines().map_while(std::io::Result::ok) {
+                    if sender.send(line).is_err() {
+                        break;
+                    }
+                }
+            };
+            thread::Builder::new().spawn(read).map_err(failed)?;
+        }
+        if let Some(mut stderr) = worker.child.stderr.take() {
+            let read = move || {
+                let mut bytes = [0; 1024];
+                while let Ok(length @ 1..) = stderr.read(&mut bytes) {
+                    let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
+                    said.push_str(&String::from_utf8_lossy(&bytes[..length]));
+                    let mut surplus = said.len().saturating_sub(KEPT);
+                    while !said.is_char_boundary(surplus) {
+                        surplus += 1;
+                    }
+                    said.drain(..surplus);
+                }
+            };
+            thread::Builder::new().spawn(read).map_err(failed)?;
+        }
+        Ok(worker)
+    }
+
+    /// Waits for a probe's finding, no longer than it may take.
+    fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<Next> {
+        let begun = Instant::now();
+        let us = |begun: Instant| Some(micros(begun.elapsed()));
+        loop {
+            runner.cancel.check()?;
+            let left = runner.plan.timeout.saturating_sub(begun.elapsed());
+            if left.is_zero() {
+                self.kill();
+                let limit = runner.plan.timeout;
+                let seen = self.seen("timeout", format!("it did not end within {limit:?}, and was killed"));
+                return Ok(Next::Cut(Box::new(probe.cut_short(us(begun), seen))));
+            }
+            match self.lines.recv_timeout(left.min(Duration::from_millis(20))) {
+                // A driver may print whatever it likes.
+                Ok(line) => match serde_json::from_str::<Finding>(&line) {
+                    Ok(finding) if finding.probe == probe.name => return Ok(Next::Found(Box::new(finding))),
+                    _ => {}
+                },
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    let status = self.child.wait().map_err(|error| Error::system("wait for the probes", error))?;
+                    let Some(signal) = status.signal() else { return Ok(Next::Left) };
+                    let name = Signal::try_from(signal).map_or("an unknown signal", Signal::as_str);
+                    // The rest of what it said may be on its way.
+                    thread::sleep(Duration::from_millis(5));
+                    let mut seen = self.seen("signal", format!("its process was killed by {name}"));
+                    seen.name = Some(name.to_owned());
+                    return Ok(Next::Cut(Box::new(probe.cut_short(us(begun), seen))));
+                }
+            }
+        }
+    }
+
+    fn seen(&self, kind: &str, mut message: String) -> Seen {
+        let said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(last) = said.lines().rfind(|line| !line.trim().is_empty()) {
+            message = format!("{message}: {last}");
+            clean(&mut message);
+        }
+        Seen { call: None, code: None, name: None, kind: kind.to_owned(), message }
+    }
+
+    fn kill(&mut self) {
+        // Its group has its number, and as long as it was not waited for nobody else has.
+        if let (Ok(None), Ok(pid)) = (self.child.try_wait(), i32::try_from(self.child.id())) {
+            let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Reads a report that was made elsewhere.
+///
+/// # Errors
+/// [`Error::System`] if the file can't be read; [`Error::File`] if it is no report, or one of another schema.
+pub fn read(path: &Path) -> Result<Report> {
+    let unfit = |problem: String| Error::File { path: path.to_owned(), problem };
+    let text = fs::read(path).map_err(|error| Error::system(format!("read {}", path.display()), error))?;
+    let mut value: serde_json::Value =
+        serde_json::from_slice(&text).map_err(|error| unfit(format!("is no report: {error}")))?;
+    match value.get("schema").and_then(serde_json::Value::as_u64) {
+        Some(schema) if schema == u64::from(SCHEMA) => {}
+        Some(schema) => return Err(unfit(format!("is a report of schema {schema}, and this program reads {SCHEMA}"))),
+        None => return Err(unfit("is no report: it has no schema".to_owned())),
+    }
+    super::control::clean_all(&mut value);
+    serde_json::from_value(value).map_err(|error| unfit(format!("is no report: {error}")))
+}
