@@ -4,9 +4,9 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Parser, Subcommand};
 use vmmfd::{
-    channel::Cancel,
+    channel::{Cancel, Trust},
     cli::{self, Tool, parse_timeout},
-    doctor::{self, PROBES, Plan, Report},
+    doctor::{self, Meeting, PROBES, Part, Plan, Report},
     driver::Backend,
     error::Error,
     memory::Selector,
@@ -68,6 +68,48 @@ struct Doctor {
     /// Print a report that was made with --json, on whatever machine, and run none
     #[arg(long, value_name = "FILE", conflicts_with = "only")]
     show: Option<PathBuf>,
+
+    #[command(subcommand)]
+    end: Option<End>,
+}
+
+/// The two ends of a meeting.
+#[derive(Debug, Subcommand)]
+enum End {
+    /// Waits for another doctor, in another container or namespace or as another user, and tries sharing with it
+    #[command(after_help = DOCTOR_CODES)]
+    Serve(Meet),
+    /// Joins a doctor that serves; both print the same report
+    #[command(after_help = DOCTOR_CODES)]
+    Join(Meet),
+}
+
+#[derive(Debug, clap::Args)]
+struct Meet {
+    /// Unix socket to meet at, in a folder that both ends see: other sockets come and go under the same name
+    #[arg(long, value_name = "PATH")]
+    socket: PathBuf,
+
+    /// User besides one's own and root that the other end may belong to; may be given several times. In a user namespace a
+    /// user of outside shows as the overflow uid, 65534
+    #[arg(long = "allow-uid", value_name = "UID")]
+    allow_uids: Vec<u32>,
+
+    /// On what: `cuda`, or `host` to try it out on ordinary memory, which tests no GPU
+    #[arg(long, value_name = "cuda|host", default_value = "cuda", value_parser = parse_backend)]
+    backend: Backend,
+
+    /// How long to wait for the other end to appear
+    #[arg(long, value_name = "DURATION", default_value = "2m", value_parser = parse_timeout)]
+    wait: Duration,
+
+    /// How long each step may take
+    #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout)]
+    timeout: Duration,
+
+    /// Print the report as one JSON object
+    #[arg(long)]
+    json: bool,
 }
 
 /// All devices, or one. A type of its own: clap would take an `Option` for an option that may be left out.
@@ -110,27 +152,41 @@ impl Tool for Doctor {
             return Ok((list(), 0));
         }
         if let Some(file) = &self.show {
-            return Ok((self.print(&doctor::read(file)?), 0));
+            return Ok((print(&doctor::read(file)?, self.json), 0));
+        }
+        if let Some(end) = &self.end {
+            let (part, meet) = match end {
+                End::Serve(meet) => (Part::Serve, meet),
+                End::Join(meet) => (Part::Join, meet),
+            };
+            let meeting = Meeting {
+                part,
+                backend: meet.backend,
+                socket: meet.socket.clone(),
+                trust: Trust { uids: meet.allow_uids.clone() },
+                wait: meet.wait,
+                timeout: meet.timeout,
+            };
+            let report = doctor::meet(&meeting, cancel)?;
+            return Ok((print(&report, meet.json), report.exit_code));
         }
         let plan =
             Plan { backend: self.backend, device: self.device.0, only: self.only.clone(), timeout: self.timeout };
         let report = doctor::run(&plan, cancel)?;
-        Ok((self.print(&report), report.exit_code))
+        Ok((print(&report, self.json), report.exit_code))
     }
 
     fn code(&self, error: &Error) -> u8 {
         match error {
-            Error::NoSuchDevice { .. } | Error::File { .. } => 2,
+            Error::NoSuchDevice { .. } | Error::File { .. } | Error::SocketPath { .. } => 2,
             _ if self.show.is_some() => 2,
             _ => 1,
         }
     }
 }
 
-impl Doctor {
-    fn print(&self, report: &Report) -> String {
-        if self.json { doctor::to_json(report) } else { doctor::plain(report) }
-    }
+fn print(report: &Report, json: bool) -> String {
+    if json { doctor::to_json(report) } else { doctor::plain(report) }
 }
 
 fn main() -> ExitCode {

@@ -40,7 +40,13 @@ pub(super) enum Say {
     /// "Memory waits at the socket: come and take it."
     Begin { probe: String },
     /// What came of it, and what it took in microseconds.
-    Done { open_us: Option<u64>, bytes: Option<u64>, error: Option<Seen> },
+    Done {
+        open_us: Option<u64>,
+        #[serde(default)]
+        wait_us: Option<u64>,
+        bytes: Option<u64>,
+        error: Option<Seen>,
+    },
     /// "Now you lend, on this device." It is answered by `begin`, or by `lent` at once if nothing comes of it.
     Lend { probe: String, device: DeviceUuid },
     /// What came of lending.
@@ -51,11 +57,17 @@ pub(super) enum Say {
     Device(DeviceReport),
     /// What one probe found, for the other end's report.
     Found(Finding),
-    /// The end, with the verdict.
-    Bye { required: Vec<String>, verdict: String, exit_code: u8 },
+    /// The end.
+    Bye {},
 }
 
 impl Say {
+    /// What came of taking memory: how long it took to open, in microseconds, and how many bytes it was.
+    pub(super) fn done(taken: &Result<(u64, u64)>) -> Self {
+        let (open_us, bytes) = taken.as_ref().map_or((None, None), |&(us, bytes)| (Some(us), Some(bytes)));
+        Self::Done { open_us, wait_us: None, bytes, error: taken.as_ref().err().map(Seen::of) }
+    }
+
     fn name(&self) -> &'static str {
         match self {
             Self::Hello { .. } => "hello",
@@ -66,7 +78,7 @@ impl Say {
             Self::Event { .. } => "event",
             Self::Device(_) => "device",
             Self::Found(_) => "found",
-            Self::Bye { .. } => "bye",
+            Self::Bye {} => "bye",
         }
     }
 }
@@ -124,9 +136,9 @@ impl Control {
         self.channel.cancel()
     }
 
-    /// Who is at the other end.
-    pub(super) fn peer(&self) -> crate::channel::Peer {
-        self.channel.peer()
+    /// How long it waits from now on.
+    pub(super) fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
     /// Says who this is, and hears who the other one is.

@@ -6,6 +6,7 @@
 
 mod control;
 pub mod environment;
+mod meeting;
 mod peer;
 mod probes;
 pub mod report;
@@ -16,6 +17,7 @@ mod verdict;
 
 pub use self::{
     environment::Environment,
+    meeting::{Meeting, Part, meet},
     peer::{ERRAND, run_errand},
     probes::{PROBES, Probe, Scope},
     report::{DeviceReport, Finding, PairReport, Report, Status},
@@ -25,6 +27,11 @@ pub use self::{
 /// What makes the reports.
 fn tool() -> String {
     format!("vmmfd {}", env!("CARGO_PKG_VERSION"))
+}
+
+/// What there is to see of this end.
+fn look(_driver_library: Option<&std::path::Path>) -> Environment {
+    Environment::default()
 }
 
 /// Now, as a report has it.

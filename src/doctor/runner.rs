@@ -22,7 +22,7 @@ use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::{
-    DeviceReport, Environment, Finding, PairReport, Report, Status,
+    DeviceReport, Finding, PairReport, Report, Status,
     peer::{Errand, Task},
     probes::{PROBES, Probe, Scope, micros},
     report::{SCHEMA, Seen},
@@ -78,7 +78,6 @@ struct Listed {
 pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
     let folder = folder()?;
     let runner = Runner { plan, cancel, folder: folder.path() };
-    let environment = Environment::default();
     let mut machine = runner.run(&runner.machine_probes(), None, None)?;
     let driver = machine.iter().position(|finding| finding.probe == "driver");
     let driver = driver.map(|at| machine[at].clone());
@@ -86,6 +85,8 @@ pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
         // Only to know the devices, unless that is what went wrong.
         machine.retain(|finding| finding.probe != "driver" || finding.status != Status::Ok);
     }
+    let library = driver.as_ref().and_then(|driver| driver.figures.get("library")?.as_str()).map(Path::new);
+    let environment = super::look(library);
     let listed = driver.as_ref().and_then(|driver| driver.figures.get("devices")).cloned();
     let listed: Vec<Listed> = listed.and_then(|listed| serde_json::from_value(listed).ok()).unwrap_or_default();
     let chosen = runner.choose(&listed, driver.as_ref())?;

@@ -32,7 +32,12 @@ pub(super) fn driver(backend: Backend) -> Result<Found> {
             }
         ),
     };
-    Ok(Found::ok(meaning).figure("version", version).figure("devices", listed))
+    let found = Found::ok(meaning).figure("version", version).figure("devices", listed);
+    // The host backend is of no library.
+    Ok(match driver.diagnosis().and_then(|diagnosis| diagnosis.library()) {
+        Ok(library) => found.figure("library", library.display().to_string()),
+        Err(_) => found,
+    })
 }
 
 pub(super) fn descriptors(_: Backend) -> Result<Found> {

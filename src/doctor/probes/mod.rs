@@ -14,7 +14,7 @@ use std::{
 
 use serde_json::Value;
 
-pub(super) use self::two::{End, Way, follow, lend, take};
+pub(super) use self::two::{End, Way, follow, lend, share_event, take};
 use super::{Finding, Status, peer::Peer, report::Seen};
 use crate::{
     driver::{Backend, code},

@@ -3,6 +3,7 @@
 use std::{
     fs::{self, File},
     io,
+    ops::RangeInclusive,
     os::fd::{AsRawFd, OwnedFd},
     sync::Arc,
     time::Instant,
@@ -12,8 +13,8 @@ use nix::sys::stat::fstat;
 
 use super::{Bench, Found, micros, timed};
 use crate::{
-    doctor::{Status, report::Seen},
-    driver::{Access, Attribute, Granularity, Location, Properties},
+    doctor::report::Seen,
+    driver::{Access, Attribute, Driver, Granularity, Handle, Location, MadeFor, Properties},
     error::{Error, Result},
     memory::{Allocation, Mapping, Region},
     pattern::{self, Pattern},
@@ -163,13 +164,32 @@ pub(super) fn read_only_copy(bench: &mut Bench) -> Result<Found> {
     }
 }
 
-pub(super) fn read_only_store(bench: &mut Bench) -> Result<Found> {
-    let _ = bench;
-    lacking(bench, "this probe yet")
-}
+/// What a context fails with when a kernel goes wrong: `CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`.
+const FAULTS: RangeInclusive<u32> = 700..=719;
 
-fn lacking(bench: &Bench, feature: &'static str) -> Result<Found> {
-    Err(Error::Unsupported { device: bench.device.to_string(), feature })
+pub(super) fn read_only_store(bench: &mut Bench) -> Result<Found> {
+    const VALUE: u32 = 0x5EED_F00D;
+    let device = &bench.device;
+    let (driver, ordinal) = (device.driver(), device.ordinal());
+    let diagnosis = driver.diagnosis()?;
+    let allocation = Allocation::create(device, SIZE)?;
+    let writable = Mapping::new(&allocation, Access::ReadWrite)?;
+    let read_only = Mapping::new(&allocation, Access::ReadOnly)?;
+    // A store that never happens would pass for one that is refused.
+    diagnosis.store(ordinal, writable.address(), VALUE)?;
+    let mut word = [0; 4];
+    read_only.copy_out(0, &mut word)?;
+    if word != VALUE.to_le_bytes() {
+        return Ok(Found::wrong("A kernel's store into a writable mapping does not show in another mapping."));
+    }
+    match diagnosis.store(ordinal, read_only.address(), !VALUE) {
+        Ok(()) => Ok(Found::wrong("A kernel's store into a read-only mapping went through.")),
+        Err(Error::Driver { code, name, .. }) if FAULTS.contains(&code) => {
+            Ok(Found::ok("A kernel's store into a read-only mapping faults.")
+                .figure("fault", format!("{name} ({code})")))
+        }
+        Err(error) => Err(error),
+    }
 }
 
 pub(super) fn wrong_descriptor(bench: &mut Bench) -> Result<Found> {
@@ -221,11 +241,55 @@ pub(super) fn export_cost(bench: &mut Bench) -> Result<Found> {
     Ok(Found::ok(meaning).figure("alone_us", alone_us).figure("held_us", held_us))
 }
 
+/// Memory that is not of [`Allocation`]'s kind. Dropping it gives it back.
+struct Made<'a> {
+    driver: &'a dyn Driver,
+    handle: Handle,
+    size: u64,
+    reserved: Option<u64>,
+    mapped: Option<u64>,
+}
+
+impl<'a> Made<'a> {
+    fn create(bench: &'a Bench, made_for: MadeFor) -> Result<Self> {
+        let (driver, ordinal) = (bench.device.driver().as_ref(), bench.device.ordinal());
+        let size = SIZE.next_multiple_of(bench.device.granularity()?);
+        let handle = driver.diagnosis()?.create_with(ordinal, size, made_for)?;
+        Ok(Self { driver, handle, size, reserved: None, mapped: None })
+    }
+
+    fn map(&mut self, ordinal: i32) -> Result<u64> {
+        let address = self.driver.reserve(self.size, 0)?;
+        self.reserved = Some(address);
+        self.driver.map(address, self.size, 0, self.handle)?;
+        self.mapped = Some(address);
+        self.driver.set_access(address, self.size, Location::Device(ordinal), Some(Access::ReadWrite))?;
+        Ok(address)
+    }
+}
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        let unmapped = self.mapped.map_or(Ok(()), |address| self.driver.unmap(address, self.size));
+        let freed = self.reserved.map_or(Ok(()), |address| self.driver.free(address, self.size));
+        for error in [unmapped, freed, self.driver.release(self.handle)].into_iter().filter_map(Result::err) {
+            tracing::error!(%error, "a probe's memory can't be given back");
+        }
+    }
+}
+
 pub(super) fn dma_buf(bench: &mut Bench) -> Result<Found> {
-    lacking(bench, "this probe yet")
+    let ordinal = bench.device.ordinal();
+    let mut made = Made::create(bench, MadeFor::Rdma)?;
+    let address = made.map(ordinal)?;
+    let (fd, export_us) = timed(|| made.driver.diagnosis()?.export_dma_buf(ordinal, address, made.size))?;
+    let stat = fstat(&fd).map_err(|errno| Error::system("look at a dma-buf", errno))?;
+    let found = Found::ok("Memory can be handed to devices of other makers as a dma-buf.");
+    Ok(found.figure("export_us", export_us).figure("size_bytes", stat.st_size))
 }
 
 pub(super) fn fabric(bench: &mut Bench) -> Result<Found> {
-    let _ = Status::Ok;
-    lacking(bench, "this probe yet")
+    let made = Made::create(bench, MadeFor::Fabric)?;
+    let (_, export_us) = timed(|| made.driver.diagnosis()?.export_fabric(made.handle))?;
+    Ok(Found::ok("Memory can be handed to other machines of the fabric.").figure("export_us", export_us))
 }

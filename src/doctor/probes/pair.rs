@@ -1,5 +1,7 @@
 //! What one device does with another's memory.
 
+use std::time::Duration;
+
 use super::{
     Bench, Found,
     own::{SIZE, shows, write},
@@ -35,5 +37,26 @@ pub(super) fn peer(bench: &mut Bench, owner: &Device) -> Result<Found> {
             return Ok(Found::wrong("One device does not see what the other wrote.").figure("claimed", claimed));
         }
     }
-    Ok(Found::ok("This device reads and writes that one's memory.").figure("claimed", claimed))
+    let found = Found::ok("This device reads and writes that one's memory.").figure("claimed", claimed);
+    drop((ours, theirs));
+    let speed = speed(device, owner)?;
+    Ok(found.figure("read_gb_per_s", speed).figure("copied_bytes", COPY))
+}
+
+/// How much is copied to measure.
+const COPY: u64 = 64 << 20;
+
+/// How fast this device copies out of the owner's memory, in GB/s: the best of a few.
+fn speed(device: &Device, owner: &Device) -> Result<f64> {
+    let far = Allocation::create(owner, COPY)?;
+    let near = Mapping::new(&Allocation::create(device, COPY)?, Access::ReadWrite)?;
+    let reservation = Reservation::new(device, far.size())?;
+    let far = Mapping::side_by_side(&reservation, 0, std::slice::from_ref(&far), device, Access::ReadWrite)?;
+    let diagnosis = device.driver().diagnosis()?;
+    let mut best = Duration::MAX;
+    for _ in 0..3 {
+        best = best.min(diagnosis.copy_within(device.ordinal(), near.address(), far.address(), COPY)?);
+    }
+    let speed = COPY as f64 / best.as_secs_f64().max(1e-9) / 1e9;
+    Ok((speed * 10.0).round() / 10.0)
 }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use super::{Bench, Found, Probe, micros};
+use super::{Bench, Found, Probe, micros, timed};
 use crate::{
     channel::{Cancel, Listener, Trust},
     doctor::{
@@ -15,11 +15,11 @@ use crate::{
         peer::Peer,
         report::Seen,
     },
-    driver::Driver,
-    error::{Error, Result},
+    driver::{DeviceUuid, Diagnosis, Driver, EventHandle},
+    error::{Error, ProtocolError, Result},
     memory::{Device, Selector, Spec},
     session::{
-        Event, Terms,
+        self, Terms,
         consumer::{Ask, Consumer},
         producer::{self, Buffer, Content, Plan, Served},
     },
@@ -93,7 +93,7 @@ pub(in crate::doctor) fn lend(end: &End, control: &mut Control, device: &Device,
         (done, serving.join())
     });
     let (open_us, bytes) = match done? {
-        Say::Done { error: None, open_us, bytes } => (open_us, bytes),
+        Say::Done { error: None, open_us, bytes, .. } => (open_us, bytes),
         Say::Done { error: Some(mut seen), .. } => {
             seen.message = format!("the other end: {}", seen.message);
             return Ok(of_seen(way.probe, seen));
@@ -129,8 +129,8 @@ fn of_seen(probe: &str, seen: Seen) -> Found {
 /// was.
 pub(in crate::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selector>) -> Result<(u64, u64)> {
     let opened = Mutex::new(Duration::ZERO);
-    let observer = |event: Event<'_>| {
-        if let Event::Mapped { took, .. } = event {
+    let observer = |event: session::Event<'_>| {
+        if let session::Event::Mapped { took, .. } = event {
             *opened.lock().unwrap_or_else(PoisonError::into_inner) += took;
         }
     };
@@ -149,6 +149,53 @@ pub(in crate::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selecto
     Ok((us, bytes))
 }
 
+/// An event of this side's. Dropping it gives it back.
+struct Event<'a> {
+    diagnosis: &'a dyn Diagnosis,
+    ordinal: i32,
+    handle: EventHandle,
+}
+
+impl Drop for Event<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.diagnosis.event_destroy(self.ordinal, self.handle) {
+            tracing::error!(%error, "an event can't be given back");
+        }
+    }
+}
+
+/// Makes an event, records it, and has the other end wait for it.
+pub(in crate::doctor) fn share_event(control: &mut Control, device: &Device) -> Result<Found> {
+    let (diagnosis, ordinal) = (device.driver().diagnosis()?, device.ordinal());
+    let event = Event { diagnosis, ordinal, handle: diagnosis.event_create(ordinal)? };
+    let handle = diagnosis.event_export(ordinal, event.handle)?;
+    let ((), record_us) = timed(|| diagnosis.event_record(ordinal, event.handle))?;
+    control.send(&Say::Event { device: device.uuid(), handle: hex::encode(handle) })?;
+    match control.receive()? {
+        Say::Done { error: None, open_us, wait_us, .. } => {
+            let found = Found::ok("One process can wait on the device for work of another.");
+            Ok(found.figure("record_us", record_us).figure("open_us", open_us).figure("wait_us", wait_us))
+        }
+        Say::Done { error: Some(mut seen), .. } => {
+            seen.message = format!("the other end: {}", seen.message);
+            Ok(of_seen("event", seen))
+        }
+        other => unexpected(&other, "done"),
+    }
+}
+
+/// Opens the other end's event and waits for it. Returns how long both took, in microseconds.
+fn wait_for_event(end: &End, device: DeviceUuid, handle: &str) -> Result<(u64, u64)> {
+    let device = Device::find(&end.driver, Selector::Uuid(device))?;
+    let mut bytes = [0; 64];
+    hex::decode_to_slice(handle, &mut bytes).map_err(|error| ProtocolError::Content(format!("an event: {error}")))?;
+    let (diagnosis, ordinal) = (end.driver.diagnosis()?, device.ordinal());
+    let (handle, open_us) = timed(|| diagnosis.event_open(ordinal, &bytes))?;
+    let event = Event { diagnosis, ordinal, handle };
+    let ((), wait_us) = timed(|| diagnosis.event_wait(ordinal, event.handle))?;
+    Ok((open_us, wait_us))
+}
+
 /// Does what the other end asks for, until it says good-bye or goes. `each` is told what is not to be answered.
 pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn FnMut(Say)) -> Result<()> {
     loop {
@@ -156,11 +203,7 @@ pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn
         match control.receive_within(Duration::from_secs(3600).max(end.timeout))? {
             Say::Begin { .. } => {
                 let taken = take(end, &control.cancel().clone(), None);
-                let done = match &taken {
-                    Ok((us, bytes)) => Say::Done { open_us: Some(*us), bytes: Some(*bytes), error: None },
-                    Err(error) => Say::Done { open_us: None, bytes: None, error: Some(Seen::of(error)) },
-                };
-                control.send(&done)?;
+                control.send(&Say::done(&taken))?;
             }
             Say::Lend { probe, device } => {
                 let found = Device::find(&end.driver, Selector::Uuid(device))
@@ -171,11 +214,18 @@ pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn
                 };
                 control.send(&Say::Lent { error })?;
             }
-            Say::Event { .. } => {
-                let seen = Seen::of(&Error::Unsupported { device: "this end".to_owned(), feature: "events" });
-                control.send(&Say::Done { open_us: None, bytes: None, error: Some(seen) })?;
+            Say::Event { device, handle } => {
+                let done = match wait_for_event(end, device, &handle) {
+                    Ok((open_us, wait_us)) => {
+                        Say::Done { open_us: Some(open_us), wait_us: Some(wait_us), bytes: None, error: None }
+                    }
+                    Err(error) => {
+                        Say::Done { open_us: None, wait_us: None, bytes: None, error: Some(Seen::of(&error)) }
+                    }
+                };
+                control.send(&done)?;
             }
-            bye @ Say::Bye { .. } => {
+            bye @ Say::Bye {} => {
                 each(bye);
                 return Ok(());
             }
@@ -185,20 +235,15 @@ pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn
 }
 
 impl Bench {
-    /// Lends to the other process, which is started if there is none. Whatever goes wrong, the next probe gets a new one.
-    fn two(&mut self, way: Way) -> Result<Found> {
-        // What this device has none of needs no other process to find out.
-        match way.mechanism {
-            Mechanism::Pool => drop(self.device.driver().pools()?),
-            Mechanism::Legacy => drop(self.device.driver().legacy()?),
-            _ => {}
-        }
+    /// Does something with the other process, which is started if there is none. Whatever goes wrong, the next probe gets a
+    /// new one.
+    fn together(&mut self, work: impl FnOnce(&End, &mut Control, &Device) -> Result<Found>) -> Result<Found> {
         let mut peer = match self.peer.take() {
             Some(peer) => peer,
             None => Peer::start(self)?,
         };
         let end = self.end(&peer);
-        let found = lend(&end, peer.control(), &self.device, way)?;
+        let found = work(&end, peer.control(), &self.device)?;
         if found.error.is_none() {
             self.peer = Some(peer);
         }
@@ -217,21 +262,25 @@ impl Bench {
 }
 
 pub(super) fn round_trip(bench: &mut Bench) -> Result<Found> {
-    bench.two(Way::ROUND_TRIP)
+    bench.together(|end, control, device| lend(end, control, device, Way::ROUND_TRIP))
 }
 
 pub(super) fn host_numa(bench: &mut Bench) -> Result<Found> {
-    bench.two(Way::HOST)
+    bench.together(|end, control, device| lend(end, control, device, Way::HOST))
 }
 
 pub(super) fn pool(bench: &mut Bench) -> Result<Found> {
-    bench.two(Way::POOL)
+    // What there is none of needs no other process to find out.
+    bench.device.driver().pools()?;
+    bench.together(|end, control, device| lend(end, control, device, Way::POOL))
 }
 
 pub(super) fn legacy(bench: &mut Bench) -> Result<Found> {
-    bench.two(Way::LEGACY)
+    bench.device.driver().legacy()?;
+    bench.together(|end, control, device| lend(end, control, device, Way::LEGACY))
 }
 
 pub(super) fn event(bench: &mut Bench) -> Result<Found> {
-    Err(Error::Unsupported { device: bench.device.to_string(), feature: "this probe yet" })
+    bench.device.driver().diagnosis()?;
+    bench.together(|_, control, device| share_event(control, device))
 }
