@@ -6,16 +6,19 @@ DIST  := dist
 # --strict: what can't be run here counts as failed.
 STRICT ?=
 
-.PHONY: help build demo test test-gpu check bundle clean
+.PHONY: help build demo smoke test test-gpu check bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-build: ## build the two commands into target/debug
+build: ## build the commands into target/debug
 	$(CARGO) build --locked
 
 demo: build ## a producer and a consumer, both ways; on host memory where there is no GPU
 	scripts/demo $(BIN)
+
+smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails where there is no GPU
+	scripts/smoke $(BIN)
 
 test: ## every test that needs no GPU
 	$(CARGO) test --locked --workspace --features launch

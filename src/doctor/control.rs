@@ -144,8 +144,10 @@ impl Control {
     /// Says who this is, and hears who the other one is.
     pub(super) fn greet(&mut self, backend: Backend, environment: &Environment) -> Result<Environment> {
         let tool = super::tool();
-        self.send(&Say::Hello { version: VERSION, tool, backend, environment: Box::new(environment.clone()) })?;
-        match self.receive()? {
+        let hello = Say::Hello { version: VERSION, tool, backend, environment: Box::new(environment.clone()) };
+        // One who is not let in finds the door closed, and may still read why.
+        let sent = self.send(&hello);
+        match self.receive().map_err(|error| sent.err().unwrap_or(error))? {
             Say::Hello { version, .. } if version != VERSION => {
                 let message =
                     format!("the other end speaks version {version} of the doctor's records, this one {VERSION}");
@@ -190,9 +192,12 @@ impl Control {
         let purpose = "for the other end of the probes";
         let deadline = deadline_after(timeout);
         let mut record = vec![0; MAX_RECORD + 1];
+        let mut resets = 0;
         loop {
             // Descriptors that nobody asked for are dropped by the kernel: there is no room for them.
             match rustix::net::recv(&*self.channel.socket(), &mut record[..], RecvFlags::DONTWAIT) {
+                // A reset is told once, before what the other end had still sent: read on behind it.
+                Err(Errno::CONNRESET) if resets == 0 => resets += 1,
                 Ok((0, _)) | Err(Errno::CONNRESET | Errno::PIPE) => return Err(Error::PeerGone { purpose }),
                 Ok((length, _)) if length > MAX_RECORD => {
                     return Err(ProtocolError::LongRecord { most: MAX_RECORD }.into());

@@ -11,8 +11,8 @@ mod peer;
 mod probes;
 pub mod report;
 pub mod rules;
-pub mod text;
 mod runner;
+pub mod text;
 mod verdict;
 
 pub use self::{

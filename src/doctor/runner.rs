@@ -112,8 +112,7 @@ pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
     }
     for device in &chosen {
         for owner in &listed {
-            let asked = plan.device.is_none() || chosen.iter().any(|chosen| chosen.ordinal == device.ordinal);
-            if owner.ordinal == device.ordinal || !asked {
+            if owner.ordinal == device.ordinal {
                 continue;
             }
             let (device, owner) = (device.ordinal, owner.ordinal);

@@ -8,6 +8,7 @@ mod contract;
 mod conversation;
 mod cuda_library;
 mod diagnosis;
+mod doctor;
 mod fakecuda;
 mod host_memory;
 #[cfg(feature = "launch")]

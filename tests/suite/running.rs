@@ -94,7 +94,7 @@ impl Meeting {
     pub(crate) fn copy_binaries(&mut self) {
         let folder = tempfile::tempdir().unwrap();
         fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
-        for name in ["producer", "consumer"] {
+        for name in ["producer", "consumer", "vmmfd"] {
             fs::copy(binary(name), folder.path().join(name)).unwrap();
         }
         self.binaries = Some(folder);
@@ -173,6 +173,13 @@ impl Run {
 
     pub(crate) fn env(mut self, name: &str, value: impl AsRef<std::ffi::OsStr>) -> Self {
         self.command.env(name, value);
+        self
+    }
+
+    /// Runs another program in its place, which runs it in turn.
+    pub(crate) fn instead(mut self, mut command: Command) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        self.command = command;
         self
     }
 

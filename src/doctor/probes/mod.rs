@@ -113,9 +113,10 @@ impl Probe {
 
     /// What an error, of this end or of the other, makes of it.
     pub(super) fn of_seen(&self, seen: Seen) -> Found {
-        match seen.is_lacking() {
-            true => Found::of(Status::Unsupported, "There is no such thing here.").with(seen),
-            false => Found::failed(self.broken).with(seen),
+        match (seen.is_lacking(), self.required) {
+            (true, true) => Found::of(Status::Unsupported, self.broken).with(seen),
+            (true, false) => Found::of(Status::Unsupported, "There is no such thing here.").with(seen),
+            (false, _) => Found::failed(self.broken).with(seen),
         }
     }
 
@@ -355,6 +356,7 @@ impl Seen {
             Error::NoPeerAccess { source: Some(source), .. } => Self { message: error.in_full(), ..Self::of(source) },
             Error::NoDriver { .. } => Self { call: Some("dlopen".to_owned()), ..seen("unsupported") },
             Error::MissingSymbol { symbol, .. } => Self { call: Some((*symbol).to_owned()), ..seen("unsupported") },
+            Error::Timeout { .. } | Error::NoConsumer { .. } | Error::Absent { .. } => seen("timeout"),
             other => seen(other.kind().as_str()),
         }
     }

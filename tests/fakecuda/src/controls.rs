@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `FAKECUDA_FAIL=cuMemMap:2:801,cuInit:1:999` | the second call of `cuMemMap` from now fails with 801 and does nothing |
 //! | `FAKECUDA_SLOW=cuInit:500` | every call of `cuInit` takes 500 ms longer |
+//! | `FAKECUDA_ABORT=cuMemMap` | the process is aborted in a call of `cuMemMap`, as by a fault in NVIDIA's driver |
 //! | `FAKECUDA_ATTRIBUTE=102:0` | that device attribute has that value |
 //! | `FAKECUDA_DEVICES=2` | how many devices there are, from `cuInit` on; at most 16 |
 //! | `FAKECUDA_EVENTS_FAIL=1` | no event of another process is opened |
@@ -36,6 +37,7 @@ use crate::{Answer, emulated::MAX_DEVICES};
 pub(crate) struct Settings {
     faults: Vec<Fault>,
     slow: BTreeMap<String, Duration>,
+    aborts: Vec<String>,
     log: Option<File>,
     calls: BTreeMap<&'static str, u64>,
     pub(crate) attributes: BTreeMap<u32, i32>,
@@ -58,6 +60,7 @@ static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
     let mut settings = Settings {
         faults: Vec::new(),
         slow: BTreeMap::new(),
+        aborts: Vec::new(),
         log: None,
         calls: BTreeMap::new(),
         attributes: BTreeMap::new(),
@@ -90,6 +93,9 @@ pub(crate) fn before(name: &'static str) -> Answer {
         if let Err(error) = log.write_all(format!("{} {name}\n", process::id()).as_bytes()) {
             refuse(&format!("the log can't be written: {error}"));
         }
+    }
+    if settings.aborts.iter().any(|aborts| aborts == name) {
+        refuse(&format!("{name} is to abort"));
     }
     let mut fails = None;
     settings.faults.retain_mut(|fault| {
@@ -131,6 +137,7 @@ impl Settings {
                 Some((name, Duration::from_millis(milliseconds)))
             })
             .map(|slow| self.slow = slow),
+            "FAKECUDA_ABORT" => parse(value, |name| Some(name.to_owned())).map(|aborts| self.aborts = aborts),
             "FAKECUDA_ATTRIBUTE" => parse(value, pair).map(|attributes| self.attributes = attributes),
             "FAKECUDA_DEVICES" => {
                 let devices = value.parse().ok().filter(|&devices| devices <= MAX_DEVICES);

@@ -1,0 +1,457 @@
+//! `vmmfd doctor` as a user runs it: the report is whole whatever fails, and its verdict is right.
+
+use std::{
+    fs,
+    os::unix::{fs::PermissionsExt, process::CommandExt},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::{
+    running::{Ended, Meeting, Run, wait_for},
+    support::Copy,
+};
+
+cases! {
+    on crate::running::Meeting; every backend: [
+    a_clean_report_is_whole_and_leaves_nothing,
+    chosen_probes_alone_are_run,
+    a_report_that_is_shown_prints_as_it_did_when_it_was_made,
+    two_ends_meet_and_both_report_the_same,
+    ]
+}
+
+/// Every probe of a machine, and of a device, in order.
+const MACHINE: [&str; 3] = ["driver", "descriptors", "host-memory"];
+const DEVICE: [&str; 19] = [
+    "attributes",
+    "granularity",
+    "memory",
+    "export",
+    "import",
+    "round-trip",
+    "aliases",
+    "read-only-copy",
+    "read-only-store",
+    "wrong-descriptor",
+    "exporter-killed",
+    "memory-returned",
+    "export-cost",
+    "host-numa",
+    "dma-buf",
+    "fabric",
+    "pool",
+    "legacy",
+    "event",
+];
+
+fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
+    let mut run = meeting.bare("vmmfd");
+    run.command.args(["doctor", "--backend", meeting.backend()]).args(options).env("TMPDIR", meeting.folder());
+    // Free memory of the whole machine would change by itself.
+    if meeting.is_fake() { run.env("FAKECUDA_FREE", "1073741824") } else { run }
+}
+
+fn probes(findings: &Value) -> Vec<&str> {
+    findings.as_array().unwrap().iter().map(|finding| finding["probe"].as_str().unwrap()).collect()
+}
+
+#[track_caller]
+fn finding<'a>(findings: &'a Value, probe: &str) -> &'a Value {
+    findings.as_array().unwrap().iter().find(|finding| finding["probe"] == probe).unwrap()
+}
+
+/// That nothing is left of it: no file, and no process that was started with this place's folder.
+#[track_caller]
+fn assert_gone(meeting: &Meeting, but: &[&str]) {
+    let left = |entry: &fs::DirEntry| {
+        let name = entry.file_name().into_string().unwrap_or_default();
+        let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
+        let folder = meeting.folder().to_str().unwrap().as_bytes();
+        name.bytes().all(|byte| byte.is_ascii_digit()) && environment.windows(folder.len()).any(|part| part == folder)
+    };
+    let processes = || fs::read_dir("/proc").unwrap().filter_map(Result::ok).filter(left).count();
+    wait_for("the end of all processes", || processes() == 0);
+    let files: Vec<String> = meeting.files().into_iter().filter(|file| !but.contains(&file.as_str())).collect();
+    assert!(files.is_empty(), "{files:?}");
+}
+
+/// A report of one device, with every probe in it.
+#[track_caller]
+fn assert_whole(report: &Value) {
+    assert_eq!(report["schema"], 1);
+    assert_eq!(probes(&report["machine"]), MACHINE, "{report}");
+    assert_eq!(probes(&report["devices"][0]["findings"]), DEVICE, "{report}");
+    for finding in report["devices"][0]["findings"].as_array().unwrap() {
+        assert!(!finding["meaning"].as_str().unwrap().is_empty());
+        assert_eq!(finding["status"] == "failed", finding["error"].is_object() && finding["status"] != "unsupported");
+    }
+}
+
+fn a_clean_report_is_whole_and_leaves_nothing(meeting: Meeting) {
+    let ended = doctor(&meeting, &["--json", "--device", "0"]).end();
+    assert_eq!(ended.code(0).stderr, "");
+    let report = ended.json();
+    assert_whole(&report);
+    assert_eq!(report["exit_code"], 0);
+    assert_eq!(report["backend"], meeting.backend());
+    let required = ["driver", "memory", "export", "import", "round-trip"];
+    assert_eq!(report["required"], serde_json::json!(required));
+    let findings = &report["devices"][0]["findings"];
+    for finding in findings.as_array().unwrap() {
+        assert_ne!(finding["status"], "failed", "{finding}");
+    }
+    for probe in &required[1..] {
+        assert_eq!(finding(findings, probe)["status"], "ok");
+        assert!(finding(findings, probe)["us"].as_u64().unwrap() > 0);
+    }
+    assert!(finding(findings, "export")["figures"]["descriptor"].is_string());
+    if meeting.is_fake() {
+        for probe in ["read-only-store", "memory-returned", "dma-buf", "pool", "legacy", "event"] {
+            assert_eq!(finding(findings, probe)["status"], "ok", "{}", finding(findings, probe));
+        }
+        assert_eq!(finding(findings, "fabric")["error"]["code"], 800);
+    }
+    assert!(report["verdict"].as_str().unwrap().starts_with("VMM fd sharing works on 1 of 1 "), "{report}");
+    assert_gone(&meeting, &[]);
+
+    // The verdict is also the last line of what people read.
+    let text = doctor(&meeting, &["--device", "0"]).end();
+    assert!(text.code(0).stdout.lines().last().unwrap().contains("VMM fd sharing works on 1 of 1 "), "{}", text.stdout);
+    let first = text.stdout.lines().next().unwrap();
+    assert_eq!(first.to_lowercase().contains("no gpu is being tested"), meeting.backend() == "host", "{first}");
+    assert_gone(&meeting, &[]);
+}
+
+fn chosen_probes_alone_are_run(meeting: Meeting) {
+    let report = doctor(&meeting, &["--json", "--device", "0", "--only", "export,granularity"]).end().json();
+    // In their own order.
+    assert_eq!(probes(&report["devices"][0]["findings"]), ["granularity", "export"]);
+    assert_eq!(probes(&report["machine"]), [""; 0]);
+    assert_eq!(report["required"], serde_json::json!(["export"]));
+    let list = doctor(&meeting, &["--list"]).end();
+    let names: Vec<&str> = list.code(0).stdout.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(names, [&MACHINE[..], &DEVICE[..], &["peer"]].concat());
+    let wrong: [&[&str]; 7] = [
+        &["--only", "everything"],
+        &["--device", "none"],
+        &["--device", "99"],
+        &["--timeout", "5"],
+        &["--show", "/nonexistent"],
+        &["--show", "/proc/version"],
+        &["serve"],
+    ];
+    for options in wrong {
+        let ended = doctor(&meeting, options).end();
+        assert_eq!(ended.code(2).stdout, "", "{options:?}");
+        assert!(!ended.stderr.is_empty());
+    }
+    // Another backend is never fallen back to, whatever the environment prefers.
+    let mut auto = meeting.bare("vmmfd").env("VMMFD_BACKEND", "host");
+    auto.command.args(["doctor", "--json", "--only", "attributes", "--device", "0"]);
+    assert_eq!(auto.end().json()["backend"], "cuda");
+}
+
+fn a_report_that_is_shown_prints_as_it_did_when_it_was_made(meeting: Meeting) {
+    let made = doctor(&meeting, &["--json", "--device", "0"]).end();
+    let file = meeting.folder().join("report.json");
+    fs::write(&file, &made.stdout).unwrap();
+    let file = file.to_str().unwrap();
+    let show = |options: &[&str]| {
+        let mut run = meeting.bare("vmmfd");
+        run.command.args(["doctor", "--show", file]).args(options);
+        run.end()
+    };
+    assert_eq!(show(&["--json"]).code(0).stdout, made.stdout);
+    let text = show(&[]);
+    let verdict = made.json()["verdict"].as_str().unwrap().to_owned();
+    assert!(text.code(0).stdout.contains(&verdict));
+    for probe in DEVICE {
+        assert!(text.stdout.contains(probe), "{probe}");
+    }
+    // What another version made is not guessed at, and what a terminal would heed is not printed.
+    let changed = |from: &str, to: &str| fs::write(file, made.stdout.replacen(from, to, 1)).unwrap();
+    changed("\"schema\":1", "\"schema\":2");
+    show(&[]).code(2).says("schema 2");
+    changed("\"verdict\":\"", "\"verdict\":\"\\u001b[31m");
+    assert!(!show(&[]).code(0).stdout.contains("\u{1b}[31mVMM"));
+}
+
+fn meet(meeting: &Meeting, part: &str, options: &[&str]) -> Run {
+    let mut run = meeting.bare("vmmfd");
+    run.command.args(["doctor", part, "--backend", meeting.backend(), "--socket"]).arg(meeting.socket()).args(options);
+    run
+}
+
+#[track_caller]
+fn assert_met(serve: &Ended, join: &Ended) {
+    let (serve, join) = (serve.code(0).json(), join.code(0).json());
+    for report in [&serve, &join] {
+        assert_eq!(probes(&report["devices"][0]["findings"]), ["round-trip", "pool", "legacy", "event"]);
+        assert_eq!(finding(&report["devices"][0]["findings"], "round-trip")["status"], "ok");
+        assert!(report["peer"].is_object() && report["environment"].is_object());
+    }
+    assert_eq!(serve["devices"], join["devices"]);
+    assert_eq!(serve["verdict"], join["verdict"]);
+}
+
+fn two_ends_meet_and_both_report_the_same(meeting: Meeting) {
+    let serve = meet(&meeting, "serve", &["--json"]).start();
+    wait_for("the socket", || meeting.socket().exists());
+    let join = meet(&meeting, "join", &["--json"]).end();
+    let serve = serve.end();
+    assert_met(&serve, &join);
+    let both = finding(&serve.json()["devices"][0]["findings"], "round-trip").clone();
+    assert_eq!(both["figures"]["back"], "verified", "{both}");
+    assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+}
+
+#[test]
+fn who_waits_for_nobody_says_so() {
+    let meeting = Meeting::host();
+    meet(&meeting, "serve", &["--wait", "200ms"]).end().code(1).says("200ms");
+    meet(&meeting, "join", &["--wait", "200ms"]).end().code(1).says("200ms");
+    assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+}
+
+#[test]
+fn an_end_that_dies_leaves_a_whole_report_at_the_other() {
+    let meeting = Meeting::fake();
+    let serve = meet(&meeting, "serve", &["--json", "--timeout", "5s"]).start();
+    wait_for("the socket", || meeting.socket().exists());
+    let slow = meet(&meeting, "join", &[]).env("FAKECUDA_SLOW", "cuMemImportFromShareableHandle:20000").start();
+    // It has met the other one, and hangs in its driver.
+    wait_for("the meeting", || !meeting.socket().exists());
+    thread::sleep(Duration::from_millis(500));
+    slow.signal(Signal::SIGKILL);
+    let serve = serve.end();
+    let report = serve.code(1).json();
+    assert_eq!(probes(&report["devices"][0]["findings"]), ["round-trip", "pool", "legacy", "event"]);
+    assert_eq!(finding(&report["devices"][0]["findings"], "round-trip")["status"], "failed");
+}
+
+/// A call that fails in a worker, the probe that meets it, and the exit code.
+const FAULTS: [(&str, &str, i32); 15] = [
+    // In the other process of the round trip too.
+    ("cuMemGetAllocationGranularity:1:999", "granularity", 1),
+    ("cuMemCreate:1:2", "memory", 1),
+    ("cuMemAddressReserve:1:2", "memory", 1),
+    ("cuMemMap:1:801", "memory", 1),
+    ("cuMemSetAccess:1:1", "memory", 1),
+    ("cuMemcpyHtoD_v2:1:700", "memory", 1),
+    ("cuMemExportToShareableHandle:1:1", "export", 1),
+    ("cuMemImportFromShareableHandle:1:999", "import", 1),
+    ("cuMemExportToShareableHandle:3:304", "round-trip", 1),
+    ("cuMemPoolCreate:1:801", "pool", 0),
+    ("cuMemAlloc_v2:1:2", "legacy", 0),
+    ("cuIpcGetMemHandle:1:801", "legacy", 0),
+    ("cuEventCreate:1:2", "event", 0),
+    ("cuIpcGetEventHandle:1:205", "event", 0),
+    ("cuMemGetHandleForAddressRange:1:801", "dma-buf", 0),
+];
+
+#[test]
+fn whatever_call_fails_the_report_is_whole_and_names_it() {
+    let meeting = Meeting::fake();
+    for (fault, probe, code) in FAULTS {
+        let ended = doctor(&meeting, &["--json"]).env("FAKECUDA_FAIL", fault).end();
+        let report = ended.json();
+        assert_whole(&report);
+        let parts: Vec<&str> = fault.split(':').collect();
+        let found = finding(&report["devices"][0]["findings"], probe);
+        assert_ne!(found["status"], "ok", "{fault}: {found}");
+        assert_eq!(found["error"]["code"].to_string(), parts[2], "{fault}: {found}");
+        assert_eq!((&found["error"]["kind"], &found["error"]["call"]), (&"driver".into(), &parts[0].into()), "{found}");
+        assert_eq!(ended.status.code(), Some(code), "{fault}: {}", report["verdict"]);
+        assert_eq!(ended.stderr, "");
+        assert_gone(&meeting, &[]);
+    }
+}
+
+#[test]
+fn a_probe_that_hangs_is_killed_and_the_others_go_on() {
+    let meeting = Meeting::fake();
+    for (slow, probe, code) in [
+        ("cuMemPoolCreate", "pool", 0),
+        ("cuIpcGetEventHandle", "event", 0),
+        // In the other process of the probe.
+        ("cuIpcOpenMemHandle_v2", "legacy", 0),
+        ("cuMemcpyHtoD_v2", "memory", 1),
+    ] {
+        let begun = Instant::now();
+        let run = doctor(&meeting, &["--json", "--timeout", "1s"]).env("FAKECUDA_SLOW", format!("{slow}:60000"));
+        let ended = run.end();
+        let report = ended.code(code).json();
+        assert_whole(&report);
+        let found = finding(&report["devices"][0]["findings"], probe);
+        assert_eq!((&found["status"], &found["error"]["kind"]), (&"failed".into(), &"timeout".into()), "{found}");
+        assert!(begun.elapsed() < Duration::from_secs(20));
+        assert_gone(&meeting, &[]);
+    }
+    let run = doctor(&meeting, &["--json", "--timeout", "500ms"]).env("FAKECUDA_SLOW", "cuInit:60000");
+    let report = run.end().code(1).json();
+    assert_eq!(finding(&report["machine"], "driver")["error"]["kind"], "timeout");
+    assert_eq!(probes(&report["machine"]), MACHINE);
+}
+
+#[test]
+fn a_probe_that_takes_its_process_along_does_not_take_the_report() {
+    let meeting = Meeting::fake();
+    for (call, probe, code) in [
+        ("cuMemPoolCreate", "pool", 0),
+        ("cuMemExportToShareableHandle", "export", 1),
+        ("cuMemcpyDtoH_v2", "memory", 1),
+    ] {
+        let ended = doctor(&meeting, &["--json"]).env("FAKECUDA_ABORT", call).end();
+        let report = ended.code(code).json();
+        assert_whole(&report);
+        let error = &finding(&report["devices"][0]["findings"], probe)["error"];
+        assert_eq!((&error["kind"], &error["name"]), (&"signal".into(), &"SIGABRT".into()), "{error}");
+        assert!(error["message"].as_str().unwrap().contains(call), "{error}");
+        assert_eq!(ended.stderr, "");
+        assert_gone(&meeting, &[]);
+    }
+    let report = doctor(&meeting, &["--json"]).env("FAKECUDA_ABORT", "cuInit").end().code(1).json();
+    assert_eq!(finding(&report["machine"], "driver")["error"]["name"], "SIGABRT");
+}
+
+#[test]
+fn nothing_here_to_test_is_no_failure_of_sharing() {
+    let meeting = Meeting::fake();
+    let none = doctor(&meeting, &["--json"]).env("FAKECUDA_DEVICES", "0").end().code(3).json();
+    assert_eq!((&none["devices"], &none["exit_code"]), (&serde_json::json!([]), &3.into()));
+    assert!(none["verdict"].as_str().unwrap().contains("nothing here to test"), "{none}");
+    let mut run = Meeting::host().bare("vmmfd");
+    run.command.args(["doctor"]).env("LD_LIBRARY_PATH", "/nonexistent");
+    // Only where there is no driver of the machine's own.
+    if !fs::exists("/dev/nvidiactl").unwrap() {
+        assert!(run.end().code(3).stdout.contains("nothing here to test"));
+    }
+    let broken = doctor(&meeting, &["--json"]).env("FAKECUDA_FAIL", "cuInit:1:999").end().code(1).json();
+    assert_eq!(finding(&broken["machine"], "driver")["error"]["code"], 999);
+}
+
+fn with_copy(meeting: &Meeting, copy: &Copy, options: &[&str]) -> Run {
+    copy.write("libcuda.so.1");
+    doctor(meeting, options).env("LD_LIBRARY_PATH", copy.folder())
+}
+
+#[test]
+fn an_old_driver_fails_at_what_it_lacks_and_no_more() {
+    let meeting = Meeting::fake();
+    for (symbol, probe) in
+        [("cuMemPoolCreate", "pool"), ("cuIpcGetMemHandle", "legacy"), ("cuIpcGetEventHandle", "event")]
+    {
+        let copy = Copy::new().without(symbol);
+        let report = with_copy(&meeting, &copy, &["--json"]).end().code(0).json();
+        assert_whole(&report);
+        let found = finding(&report["devices"][0]["findings"], probe);
+        assert_eq!(found["status"], "unsupported", "{found}");
+        assert!(found["error"]["message"].as_str().unwrap().contains(symbol));
+    }
+    let copy = Copy::new().without("cuMemCreate");
+    let report = with_copy(&meeting, &copy, &["--json"]).end().code(1).json();
+    let found = finding(&report["devices"][0]["findings"], "memory");
+    assert_eq!((&found["status"], &found["error"]["call"]), (&"unsupported".into(), &"cuMemCreate".into()), "{found}");
+    let ended = doctor(&meeting, &["--json"]).env("FAKECUDA_ATTRIBUTE", "102:0").end();
+    assert_whole(&ended.code(1).json());
+}
+
+#[test]
+fn each_ordered_pair_of_devices_is_tried() {
+    let meeting = Meeting::fake();
+    for (peers, status) in [("1", "ok"), ("0", "unsupported")] {
+        let run = doctor(&meeting, &["--json"]).env("FAKECUDA_DEVICES", "2").env("FAKECUDA_PEERS", peers);
+        let report = run.end().code(0).json();
+        assert_eq!(report["devices"].as_array().unwrap().len(), 2);
+        let pairs: Vec<(i64, i64)> = report["pairs"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|pair| (pair["device"].as_i64().unwrap(), pair["owner"].as_i64().unwrap()))
+            .collect();
+        assert_eq!(pairs, [(0, 1), (1, 0)]);
+        for pair in report["pairs"].as_array().unwrap() {
+            let found = finding(&pair["findings"], "peer");
+            assert_eq!(found["status"], status, "{found}");
+            assert_eq!(found["figures"]["claimed"], peers == "1");
+            assert_eq!(found["figures"]["read_gb_per_s"].is_f64(), peers == "1");
+        }
+        assert!(report["verdict"].as_str().unwrap().starts_with("VMM fd sharing works on 2 of 2 GPUs"), "{report}");
+    }
+    // A claim that turns out wrong is a failure, and named by the driver's own words.
+    let run = doctor(&meeting, &["--json", "--only", "peer"]).env("FAKECUDA_DEVICES", "2");
+    let report = run.env("FAKECUDA_FAIL", "cuMemSetAccess:2:217").end().json();
+    assert_eq!(report["pairs"][0]["findings"][0]["status"], "failed", "{report}");
+    assert_eq!(report["pairs"][0]["findings"][0]["error"]["code"], 217);
+}
+
+#[test]
+fn a_doctor_that_is_stopped_or_killed_leaves_nothing() {
+    for (signal, code) in [(Signal::SIGINT, Some(130)), (Signal::SIGTERM, Some(143)), (Signal::SIGKILL, None)] {
+        let meeting = Meeting::fake();
+        let log = meeting.folder().join("log");
+        let run = doctor(&meeting, &[]).env("FAKECUDA_SLOW", "cuIpcOpenMemHandle_v2:60000").env("FAKECUDA_LOG", &log);
+        let running = run.start();
+        let reached = || fs::read_to_string(&log).unwrap_or_default().contains("cuIpcOpenMemHandle_v2");
+        wait_for("the call that hangs", reached);
+        running.signal(signal);
+        assert_eq!(running.end().status.code(), code);
+        assert_gone(&meeting, &["log"]);
+    }
+}
+
+/// Whether this user may make namespaces of this kind: many containers do not let anybody.
+fn unshares(options: &[&str]) -> bool {
+    let mut command = std::process::Command::new("unshare");
+    command.args(options).arg("true").stderr(std::process::Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+#[test]
+fn ends_in_different_namespaces_meet() {
+    let kinds: [&[&str]; 2] =
+        [&["--user", "--map-root-user", "--pid", "--fork", "--mount-proc"], &["--ipc", "--uts", "--net"]];
+    for options in kinds.into_iter().filter(|options| unshares(options)) {
+        let meeting = Meeting::host();
+        let serve = meet(&meeting, "serve", &["--json", "--allow-uid", "65534"]).start();
+        wait_for("the socket", || meeting.socket().exists());
+        let inner = meet(&meeting, "join", &["--json", "--allow-uid", "65534"]);
+        let mut command = std::process::Command::new("unshare");
+        command.args(options).arg(inner.command.get_program()).args(inner.command.get_args());
+        let join = inner.instead(command).end();
+        assert_met(&serve.end(), &join);
+    }
+}
+
+mod root {
+    use super::*;
+
+    const OTHER: u32 = 12345;
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn ends_of_different_users_meet_if_both_allow_it() {
+        assert!(nix::unistd::geteuid().is_root(), "these tests change users: run them as root");
+        let mut meeting = Meeting::host();
+        fs::set_permissions(meeting.folder(), PermissionsExt::from_mode(0o777)).unwrap();
+        meeting.copy_binaries();
+        let as_other = |mut run: Run| {
+            run.command.uid(OTHER).gid(OTHER);
+            run
+        };
+        let serve = meet(&meeting, "serve", &["--json", "--allow-uid", "12345"]).start();
+        wait_for("the socket", || meeting.socket().exists());
+        let join = as_other(meet(&meeting, "join", &["--json"])).end();
+        // The other user's own socket is for that user alone, and root may use it.
+        assert_met(&serve.end(), &join);
+
+        let serve = meet(&meeting, "serve", &["--json", "--allow-uid", "54321", "--wait", "3s"]).start();
+        wait_for("the socket", || meeting.socket().exists());
+        as_other(meet(&meeting, "join", &[])).end().code(1).says("12345");
+        serve.end().code(1);
+    }
+}
