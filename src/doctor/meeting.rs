@@ -224,7 +224,7 @@ fn serve(end: &End, control: &mut Control, tell: &dyn Fn(Told)) -> Result<()> {
 /// Lends to the other end, then has the other end lend to this one.
 fn both_ways(end: &End, control: &mut Control, device: &Device) -> Result<Found> {
     let found = lend(end, control, device, Way::ROUND_TRIP)?;
-    if found.error.is_some() {
+    if found.status != Status::Ok {
         return Ok(found);
     }
     control.send(&Say::Lend { probe: "round-trip".to_owned(), device: device.uuid() })?;
@@ -247,6 +247,6 @@ fn both_ways(end: &End, control: &mut Control, device: &Device) -> Result<Found>
         // It could not even begin: most often its user may not make a socket in the folder, or it does not see the device.
         (Some(seen), None) => found.figure("back", format!("not tried: {}", seen.message)),
         (Some(seen), _) => Found::failed("The other end can't lend its memory to this one.").with(seen),
-        (None, None) => Found::wrong("The other end lent nothing."),
+        (None, None) => Found::failed("The other end lent nothing."),
     })
 }

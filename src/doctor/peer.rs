@@ -18,7 +18,7 @@ use nix::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Environment, Finding,
+    Environment, Finding, Status,
     control::{Control, Say},
     probes::{Bench, End, Probe, follow},
     report::Seen,
@@ -158,7 +158,7 @@ impl Errand {
             let Some(finding) = probe.run_device(&mut bench, owner.as_ref()) else { continue };
             tell(&finding)?;
             // A context that has failed fails everything after it: a fresh process goes on.
-            if finding.error.is_some() && bench.device.driver().synchronize(bench.device.ordinal()).is_err() {
+            if finding.status == Status::Failed && bench.device.driver().synchronize(bench.device.ordinal()).is_err() {
                 break;
             }
         }

@@ -129,6 +129,14 @@ pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
 /// Explains what is not as it should be, and sums up.
 pub(super) fn conclude(report: &mut Report) {
     let Report { environment, machine, devices, pairs, .. } = report;
+    // What a device is set to explains what it then refuses.
+    for device in devices.iter_mut() {
+        let mode = device.findings.iter().find_map(|finding| finding.figures.get("compute_mode")).cloned();
+        let Some(mode) = mode.filter(|mode| mode.as_u64() != Some(0)) else { continue };
+        for finding in device.findings.iter_mut().filter(|finding| finding.status == Status::Failed) {
+            finding.figures.insert("compute_mode".to_owned(), mode.clone());
+        }
+    }
     let findings = machine
         .iter_mut()
         .chain(devices.iter_mut().flat_map(|device| &mut device.findings))

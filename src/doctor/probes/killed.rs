@@ -49,7 +49,7 @@ fn orphan(bench: &mut Bench) -> Result<Result<(Lent, bool), Seen>> {
 pub(super) fn exporter_killed(bench: &mut Bench) -> Result<Found> {
     Ok(match orphan(bench)? {
         Err(seen) => Found::failed("The process that was to be killed could not share its memory.").with(seen),
-        Ok((_, false)) => Found::wrong("The bytes changed when the process that they came from was killed."),
+        Ok((_, false)) => Found::failed("The bytes changed when the process that they came from was killed."),
         Ok((lent, true)) => {
             let meaning = "Imported memory stays readable, with its bytes, when its exporter is killed.";
             Found::ok(meaning).figure("bytes", lent.size())
@@ -90,7 +90,7 @@ pub(super) fn memory_returned(bench: &mut Bench) -> Result<Found> {
         }
         if begun.elapsed() > CLEARING {
             let meaning = format!("{missing} bytes are still in use after everybody has let go.");
-            return Ok(found(Found::wrong(meaning)));
+            return Ok(found(Found::failed(meaning)));
         }
         thread::sleep(Duration::from_millis(5));
     }

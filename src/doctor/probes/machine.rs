@@ -45,13 +45,14 @@ pub(super) fn descriptors(_: Backend) -> Result<Found> {
     const PLENTY: u64 = 1024;
     let limit = getrlimit(Resource::RLIMIT_NOFILE);
     let (soft, hard) = limit.map_err(|errno| Error::system("read the limit of open files", errno))?;
-    let meaning = match hard {
-        0..PLENTY => {
-            format!("A process may hold at most {hard} descriptors: a buffer of many chunks needs one for each.")
-        }
-        _ => format!("A process may hold {hard} descriptors: one for each allocation that it shares."),
+    let found = match hard {
+        0..PLENTY => Found::failed(format!(
+            "A process may hold only {hard} descriptors: a buffer of many chunks needs one for each."
+        )),
+        // The commands raise the limit that holds now as far as they may.
+        _ => Found::ok(format!("A process may hold {hard} descriptors: one for each allocation that it shares.")),
     };
-    Ok(Found::ok(meaning).figure("soft", soft).figure("hard", hard))
+    Ok(found.figure("soft", soft).figure("hard", hard))
 }
 
 pub(super) fn host_memory(_: Backend) -> Result<Found> {

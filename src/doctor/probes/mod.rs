@@ -329,11 +329,13 @@ impl Found {
         self
     }
 
-    /// A failure without any error: what was seen is wrong.
-    pub(super) fn wrong(meaning: impl Into<String>) -> Self {
-        let meaning = meaning.into();
-        let seen = Seen { call: None, code: None, name: None, kind: "wrong".to_owned(), message: meaning.clone() };
-        Self::failed(meaning).with(seen)
+    /// What the other end is told of it: nothing, if it is well.
+    pub(super) fn into_seen(self) -> Option<Seen> {
+        if self.status == Status::Ok {
+            return None;
+        }
+        let seen = || Seen { call: None, code: None, name: None, kind: "mismatch".to_owned(), message: self.meaning };
+        Some(self.error.unwrap_or_else(seen))
     }
 }
 

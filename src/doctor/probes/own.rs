@@ -70,7 +70,7 @@ pub(super) fn memory(bench: &mut Bench) -> Result<Found> {
     let begun = Instant::now();
     let good = holds(&mapping, pattern)?;
     if !good {
-        return Ok(Found::wrong("Memory does not hold the bytes that were copied into it."));
+        return Ok(Found::failed("Memory does not hold the bytes that were copied into it."));
     }
     let found = Found::ok("Memory of the device can be allocated, mapped, written and read.")
         .figure("create_us", create_us)
@@ -126,7 +126,7 @@ pub(super) fn import(bench: &mut Bench) -> Result<Found> {
     let (imported, import_us) = timed(|| Allocation::import(&bench.device, fd, allocation.size()))?;
     let (mapping, map_us) = timed(|| Mapping::new(&imported, Access::ReadOnly))?;
     if !shows(&mapping, pattern)? {
-        return Ok(Found::wrong("Imported memory does not show what was written before the export."));
+        return Ok(Found::failed("Imported memory does not show what was written before the export."));
     }
     let found = Found::ok("A descriptor becomes the same memory again.");
     Ok(found.figure("import_us", import_us).figure("map_us", map_us))
@@ -140,7 +140,7 @@ pub(super) fn aliases(bench: &mut Bench) -> Result<Found> {
         let pattern = Pattern::new(rand::random());
         write(writer, pattern)?;
         if !shows(reader, pattern)? {
-            return Ok(Found::wrong(
+            return Ok(Found::failed(
                 "What is written through one mapping does not show in another of the same memory.",
             ));
         }
@@ -156,11 +156,11 @@ pub(super) fn read_only_copy(bench: &mut Bench) -> Result<Found> {
     let mut bytes = [0; 4];
     mapping.copy_out(0, &mut bytes)?;
     match mapping.copy_in(0, &[!bytes[0]]) {
-        Ok(()) => Ok(Found::wrong("A copy into a read-only mapping went through.")),
+        Ok(()) => Ok(Found::failed("A copy into a read-only mapping went through.")),
         Err(error) if shows(&mapping, Pattern::new(1))? => {
             Ok(Found::ok("The driver refuses a copy into a read-only mapping.").figure("refused", error.in_full()))
         }
-        Err(_) => Ok(Found::wrong("A copy into a read-only mapping was refused and still changed the bytes.")),
+        Err(_) => Ok(Found::failed("A copy into a read-only mapping was refused and still changed the bytes.")),
     }
 }
 
@@ -180,10 +180,10 @@ pub(super) fn read_only_store(bench: &mut Bench) -> Result<Found> {
     let mut word = [0; 4];
     read_only.copy_out(0, &mut word)?;
     if word != VALUE.to_le_bytes() {
-        return Ok(Found::wrong("A kernel's store into a writable mapping does not show in another mapping."));
+        return Ok(Found::failed("A kernel's store into a writable mapping does not show in another mapping."));
     }
     match diagnosis.store(ordinal, read_only.address(), !VALUE) {
-        Ok(()) => Ok(Found::wrong("A kernel's store into a read-only mapping went through.")),
+        Ok(()) => Ok(Found::failed("A kernel's store into a read-only mapping went through.")),
         Err(Error::Driver { code, name, .. }) if FAULTS.contains(&code) => {
             Ok(Found::ok("A kernel's store into a read-only mapping faults.")
                 .figure("fault", format!("{name} ({code})")))
@@ -202,14 +202,14 @@ pub(super) fn wrong_descriptor(bench: &mut Bench) -> Result<Found> {
     let mut refusals = Vec::new();
     for (what, fd) in [("/dev/null", null()?), ("a pipe", pipe()?), ("a file", file()?)] {
         match Allocation::import(device, fd, size) {
-            Ok(_) => return Ok(Found::wrong(format!("{what} was imported as if it were memory."))),
+            Ok(_) => return Ok(Found::failed(format!("{what} was imported as if it were memory."))),
             Err(error) => refusals.push(format!("{what}: {}", Seen::of(&error).message)),
         }
     }
     // The process, and its context, must be as good as before.
     let allocation = Allocation::create(device, SIZE)?;
     if !holds(&Mapping::new(&allocation, Access::ReadWrite)?, Pattern::new(2))? {
-        return Ok(Found::wrong("After a wrong descriptor memory does not hold its bytes any more."));
+        return Ok(Found::failed("After a wrong descriptor memory does not hold its bytes any more."));
     }
     let found = Found::ok("A descriptor that is no such memory is refused, and nothing is harmed.");
     Ok(found.figure("refused", refusals))

@@ -34,7 +34,7 @@ pub(super) fn peer(bench: &mut Bench, owner: &Device) -> Result<Found> {
         write(writer, pattern)?;
         writer.synchronize()?;
         if !shows(reader, pattern)? {
-            return Ok(Found::wrong("One device does not see what the other wrote.").figure("claimed", claimed));
+            return Ok(Found::failed("One device does not see what the other wrote.").figure("claimed", claimed));
         }
     }
     let found = Found::ok("This device reads and writes that one's memory.").figure("claimed", claimed);

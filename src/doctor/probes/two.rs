@@ -11,6 +11,7 @@ use super::{Bench, Found, Probe, micros, timed};
 use crate::{
     channel::{Cancel, Listener, Trust},
     doctor::{
+        Status,
         control::{Control, Say, unexpected},
         peer::Peer,
         report::Seen,
@@ -103,7 +104,7 @@ pub(in crate::doctor) fn lend(end: &End, control: &mut Control, device: &Device,
     result.map_err(|_| Error::system("serve the memory", std::io::Error::other("its thread panicked")))??;
     let served = served.pop().ok_or(Error::NoConsumer { waited: end.timeout })?;
     if served.mismatched() {
-        return Ok(Found::wrong("One process does not see what the other wrote."));
+        return Ok(Found::failed("One process does not see what the other wrote."));
     }
     if let Some(error) = served.error {
         return Err(error);
@@ -209,7 +210,7 @@ pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn
                 let found = Device::find(&end.driver, Selector::Uuid(device))
                     .and_then(|device| lend(end, control, &device, Way::named(&probe)));
                 let error = match found {
-                    Ok(found) => found.error,
+                    Ok(found) => found.into_seen(),
                     Err(error) => Some(Seen::of(&error)),
                 };
                 control.send(&Say::Lent { error })?;
@@ -244,7 +245,7 @@ impl Bench {
         };
         let end = self.end(&peer);
         let found = work(&end, peer.control(), &self.device)?;
-        if found.error.is_none() {
+        if found.status == Status::Ok {
             self.peer = Some(peer);
         }
         Ok(found)
