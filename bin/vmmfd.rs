@@ -1,12 +1,20 @@
 //! `vmmfd`: tools around sharing. `vmmfd doctor` says whether this machine can share GPU memory.
 
-use std::{path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    io::{self, IsTerminal},
+    path::PathBuf,
+    process::ExitCode,
+    time::Duration,
+};
 
 use clap::{Parser, Subcommand};
 use vmmfd::{
     channel::{Cancel, Trust},
     cli::{self, Tool, parse_timeout},
-    doctor::{self, Meeting, PROBES, Part, Plan, Report},
+    doctor::{
+        self, Meeting, PROBES, Part, Plan, Report,
+        text::{self, Style},
+    },
     driver::Backend,
     error::Error,
     memory::Selector,
@@ -186,7 +194,13 @@ impl Tool for Doctor {
 }
 
 fn print(report: &Report, json: bool) -> String {
-    if json { doctor::to_json(report) } else { doctor::plain(report) }
+    if json {
+        return doctor::to_json(report);
+    }
+    let stdout = io::stdout();
+    let color = stdout.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    let width = rustix::termios::tcgetwinsize(&stdout).ok().map(|size| usize::from(size.ws_col));
+    text::render(report, Style { color, width: width.filter(|&width| width > 0) })
 }
 
 fn main() -> ExitCode {

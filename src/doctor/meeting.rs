@@ -73,7 +73,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<Report> {
         tool: super::tool(),
         made: super::now(),
         backend: meeting.backend,
-        environment: super::look(None),
+        environment: Environment::look(None),
         peer: None,
         required: vec!["driver".to_owned(), "round-trip".to_owned()],
         machine: Vec::new(),
@@ -102,7 +102,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<Report> {
                 match told {
                     Told::Machine(finding) => {
                         let library = finding.figures.get("library").and_then(|library| library.as_str());
-                        report.environment = super::look(library.map(Path::new));
+                        report.environment = Environment::look(library.map(Path::new));
                         report.machine.push(finding);
                     }
                     Told::Peer(environment) => report.peer = Some(*environment),
@@ -166,7 +166,7 @@ fn work(meeting: &Meeting, socket: &Path, cancel: &Cancel, telling: &Sender<Told
         }
     }
     let driver = open(Choice::Only(meeting.backend))?.driver;
-    let environment = super::look(None);
+    let environment = Environment::look(None);
     let Meeting { backend, trust, wait, timeout, .. } = meeting;
     let mut control = match meeting.part {
         Part::Serve => {

@@ -1,8 +1,8 @@
 //! Can this machine share GPU memory between processes, and if not, why not: found out by doing it.
 //!
 //! Probes make a [`Report`], which is printed after it is made. See [`report`] for what it holds and [`rules`] for what
-//! explains it; [`text`] prints it for people. Each device's probes run in a process of their own, which is replaced when one of them hangs or takes it
-//! along: see [`run`].
+//! explains it; [`text`] prints it for people. Each device's probes run in a process of their own, which is replaced when one
+//! of them hangs or takes it along: see [`run`].
 
 mod control;
 pub mod environment;
@@ -29,11 +29,6 @@ fn tool() -> String {
     format!("vmmfd {}", env!("CARGO_PKG_VERSION"))
 }
 
-/// What there is to see of this end.
-fn look(_driver_library: Option<&std::path::Path>) -> Environment {
-    Environment::default()
-}
-
 /// Now, as a report has it.
 fn now() -> String {
     humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string()
@@ -45,24 +40,4 @@ pub fn to_json(report: &Report) -> String {
         Ok(text) => text + "\n",
         Err(error) => format!("{{\"error\":\"{error}\"}}\n"),
     }
-}
-
-/// A report as plain lines.
-pub fn plain(report: &Report) -> String {
-    let mut text = String::new();
-    if report.backend == crate::driver::Backend::Host {
-        text += "no GPU is being tested: this is ordinary memory of the machine\n";
-    }
-    let mut line = |whose: &str, finding: &Finding| {
-        let error = finding.error.as_ref().map(|seen| format!(" [{}]", seen.message)).unwrap_or_default();
-        text += &format!("{whose:<12} {:<16} {:?}: {}{error}\n", finding.probe, finding.status, finding.meaning);
-    };
-    report.machine.iter().for_each(|finding| line("machine", finding));
-    for device in &report.devices {
-        device.findings.iter().for_each(|finding| line(&format!("device {}", device.ordinal), finding));
-    }
-    for pair in &report.pairs {
-        pair.findings.iter().for_each(|finding| line(&format!("{} from {}", pair.device, pair.owner), finding));
-    }
-    text + &report.verdict + "\n"
 }

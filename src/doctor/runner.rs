@@ -22,7 +22,7 @@ use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::{
-    DeviceReport, Finding, PairReport, Report, Status,
+    DeviceReport, Environment, Finding, PairReport, Report, Status,
     peer::{Errand, Task},
     probes::{PROBES, Probe, Scope, micros},
     report::{SCHEMA, Seen},
@@ -86,7 +86,7 @@ pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
         machine.retain(|finding| finding.probe != "driver" || finding.status != Status::Ok);
     }
     let library = driver.as_ref().and_then(|driver| driver.figures.get("library")?.as_str()).map(Path::new);
-    let environment = super::look(library);
+    let environment = Environment::look(library);
     let listed = driver.as_ref().and_then(|driver| driver.figures.get("devices")).cloned();
     let listed: Vec<Listed> = listed.and_then(|listed| serde_json::from_value(listed).ok()).unwrap_or_default();
     let chosen = runner.choose(&listed, driver.as_ref())?;

@@ -41,8 +41,8 @@ fn orphan(bench: &mut Bench) -> Result<Result<(Lent, bool), Seen>> {
     peer.kill();
     // The connection has ended with its owner: there is nobody to be told.
     drop(consumer);
-    let salt = lent.offer.salt.ok_or(Error::PeerGone { purpose: "for a pattern" })?;
-    let after = pattern::verify(&lent, 0, lent.range.clone(), Pattern::new(salt), &mut |_| Ok(()))?;
+    let salt = lent.offer().salt.ok_or(Error::PeerGone { purpose: "for a pattern" })?;
+    let after = pattern::verify(&lent, 0, lent.range(), Pattern::new(salt), &mut |_| Ok(()))?;
     Ok(Ok((lent, before.verified && after.passed())))
 }
 

@@ -143,7 +143,7 @@ pub(in crate::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selecto
         consumer.reply(&lent)?;
     }
     consumer.report(&lent, &found)?;
-    let bytes = lent.offer.memory.size;
+    let bytes = lent.offer().memory.size;
     drop(lent);
     consumer.close();
     let us = micros(*opened.lock().unwrap_or_else(PoisonError::into_inner));
