@@ -121,7 +121,9 @@ impl Control {
                 // Whoever it is does not keep out the one who is waited for, but is told.
                 Err(error) => {
                     let error = Some(Seen::of(&error));
-                    Self { channel, timeout }.send(&Say::Lent { error })?;
+                    if let Err(unsent) = (Self { channel, timeout }).send(&Say::Lent { error }) {
+                        tracing::debug!(%unsent, "a stranger can't be told");
+                    }
                 }
             }
         }

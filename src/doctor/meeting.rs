@@ -158,15 +158,17 @@ fn complete(report: &mut Report, seen: &Seen) {
 fn work(meeting: &Meeting, socket: &Path, cancel: &Cancel, telling: &Sender<Told>) -> Result<()> {
     // Nobody may be listening any more: then this is left behind, and ends by itself.
     let tell = |told: Told| drop(telling.send(told));
+    let mut environment = Environment::look(None);
     if let Some(finding) = Probe::named("driver").and_then(|probe| probe.run_machine(meeting.backend)) {
         let good = finding.status == Status::Ok;
+        let library = finding.figures.get("library").and_then(|library| library.as_str());
+        environment = Environment::look(library.map(Path::new));
         tell(Told::Machine(finding));
         if !good {
             return Ok(());
         }
     }
     let driver = open(Choice::Only(meeting.backend))?.driver;
-    let environment = Environment::look(None);
     let Meeting { backend, trust, wait, timeout, .. } = meeting;
     let mut control = match meeting.part {
         Part::Serve => {

@@ -32,8 +32,9 @@ pub(super) fn driver(backend: Backend) -> Result<Found> {
             }
         ),
     };
-    let found = Found::ok(meaning).figure("version", version).figure("devices", listed);
-    // The host backend is of no library.
+    let found = Found::ok(meaning).figure("devices", listed);
+    // The host backend is of no library, and of no version.
+    let found = if backend == Backend::Cuda { found.figure("version", version) } else { found };
     Ok(match driver.diagnosis().and_then(|diagnosis| diagnosis.library()) {
         Ok(library) => found.figure("library", library.display().to_string()),
         Err(_) => found,
