@@ -237,7 +237,8 @@ impl Environment {
             tell("open files", limit.to_string());
         }
         if let Some(limit) = self.locked_memory {
-            tell("locked memory", format!("{limit} bytes"));
+            let unit = if limit.soft.is_some() || limit.hard.is_some() { " bytes" } else { "" };
+            tell("locked memory", format!("{limit}{unit}"));
         }
         if let Some(user) = self.user() {
             tell("user", user);

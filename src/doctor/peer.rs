@@ -244,6 +244,23 @@ fn end(child: &mut Child) {
     // It may have ended by itself.
     let _ = child.kill();
     let _ = child.wait();
+    sweep(Path::new("/dev/shm"), child.id());
+}
+
+/// Removes what a process that was killed left in shared memory. The driver keeps a file there for each process, whose name has
+/// the process's number in hexadecimal (`cuda.shm.0.29f.1`), and removes it when the process ends by itself.
+pub(super) fn sweep(folder: &Path, pid: u32) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    let number = format!("{pid:x}");
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let mut parts = name.to_str().unwrap_or_default().split('.');
+        let driver = [parts.next(), parts.next()] == [Some("cuda"), Some("shm")];
+        if driver && parts.nth(1) == Some(&number) {
+            // Another user's is not this one's to remove, and can't be.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
 }
 
 impl Drop for Peer {
@@ -251,5 +268,24 @@ impl Drop for Peer {
         self.kill();
         // One that is killed while it lends leaves its socket.
         let _ = fs::remove_file(&self.socket);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_process_left_in_shared_memory_goes_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let own = ["cuda.shm.0.29f.1", "cuda.shm.3e8.29f.12"];
+        let others = ["cuda.shm.0.29.1", "cuda.shm.29f.1.1", "cuda.shm.0.29f0.1", "other.shm.0.29f.1", "cuda.shm.0"];
+        for name in own.iter().chain(&others) {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        sweep(folder.path(), 0x29f);
+        let there = |name: &&&str| folder.path().join(name).exists();
+        assert_eq!((own.iter().filter(there).count(), others.iter().filter(there).count()), (0, others.len()));
+        sweep(&folder.path().join("none"), 1);
     }
 }

@@ -23,7 +23,7 @@ use tempfile::TempDir;
 
 use super::{
     DeviceReport, Environment, Finding, PairReport, Report, Status,
-    peer::{Errand, Task},
+    peer::{Errand, Task, sweep},
     probes::{PROBES, Probe, Scope, micros},
     report::{SCHEMA, Seen},
     rules, verdict,
@@ -358,6 +358,7 @@ impl Worker {
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
+        sweep(Path::new("/dev/shm"), self.child.id());
     }
 }
 

@@ -56,7 +56,12 @@ pub(super) fn of(report: &Report) -> (String, u8) {
 }
 
 fn reason(finding: &Finding) -> String {
-    let cause = finding.cause.as_deref().map(|cause| cause.trim_end_matches('.').to_owned());
+    // In the middle of a sentence; a name that is all capitals stays.
+    let lower = |cause: &str| match cause.split_at_checked(1) {
+        Some((first, rest)) if rest.starts_with(|c: char| c.is_ascii_lowercase()) => first.to_lowercase() + rest,
+        _ => cause.to_owned(),
+    };
+    let cause = finding.cause.as_deref().map(|cause| lower(cause.trim_end_matches('.')));
     let short = || finding.error.as_ref().map(|seen| seen.message.clone());
     match cause.or_else(short) {
         Some(why) => format!(": {why}"),

@@ -131,3 +131,16 @@ fn the_versions_are_those_of_the_manifest() {
     let readme = README.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(manifest.contains("default = [\"cuda-12090\"]") && readme.contains("by default `cuda-12090`"));
 }
+
+#[test]
+fn the_doctors_report_has_every_probe() {
+    let report = block("doctor");
+    let shown: Vec<&str> = report
+        .iter()
+        .filter_map(|line| line.strip_prefix("  ").filter(|rest| !rest.starts_with(' ')))
+        .filter_map(|line| line.split_whitespace().nth(1).filter(|_| !line.starts_with(|c: char| c.is_ascii())))
+        .collect();
+    let expected: Vec<&str> =
+        vmmfd::doctor::PROBES.iter().map(|probe| probe.name).filter(|name| *name != "peer").collect();
+    assert_eq!(shown, expected);
+}

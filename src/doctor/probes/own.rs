@@ -13,7 +13,7 @@ use nix::sys::stat::fstat;
 
 use super::{Bench, Found, micros, timed};
 use crate::{
-    doctor::report::Seen,
+    doctor::{Status, report::Seen},
     driver::{Access, Attribute, Driver, Granularity, Handle, Location, MadeFor, Properties},
     error::{Error, Result},
     memory::{Allocation, Mapping, Region},
@@ -289,7 +289,16 @@ pub(super) fn dma_buf(bench: &mut Bench) -> Result<Found> {
 }
 
 pub(super) fn fabric(bench: &mut Bench) -> Result<Found> {
-    let made = Made::create(bench, MadeFor::Fabric)?;
+    let made = match Made::create(bench, MadeFor::Fabric) {
+        Err(error)
+            if Seen::of(&error).is_lacking()
+                && bench.device.attribute(Attribute::FabricHandle).is_ok_and(|on| on != 0) =>
+        {
+            let meaning = "The device claims fabric handles, and the driver makes none: attributes are claims.";
+            return Ok(Found::of(Status::Unsupported, meaning).with(Seen::of(&error)));
+        }
+        made => made?,
+    };
     let (_, export_us) = timed(|| made.driver.diagnosis()?.export_fabric(made.handle))?;
     Ok(Found::ok("Memory can be handed to other machines of the fabric.").figure("export_us", export_us))
 }
