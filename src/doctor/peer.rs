@@ -3,10 +3,14 @@
 use std::{
     fs,
     io::{self, Read, Write},
+    mem,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{self, Child, ChildStdin, Command, Stdio},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -16,12 +20,14 @@ use nix::{
     unistd::{Pid, getpgrp},
 };
 use serde::{Deserialize, Serialize};
+use tracing_subscriber::filter::LevelFilter;
 
 use super::{
     Environment, Finding, Status,
     control::{Control, Say},
     probes::{Bench, End, Probe, follow},
     report::Seen,
+    runner::FOLDER,
 };
 use crate::{
     channel::{Cancel, Listener, Trust},
@@ -101,7 +107,9 @@ fn end_with_parent(folder: &Path) {
         while !matches!(io::stdin().read(&mut bytes), Ok(0) | Err(_)) {}
         if getpgrp() == Pid::this() {
             // A worker: the doctor itself is gone, who would have removed it.
-            let _ = fs::remove_dir_all(&folder);
+            if folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(FOLDER)) {
+                let _ = fs::remove_dir_all(&folder);
+            }
             let _ = killpg(Pid::this(), Signal::SIGKILL);
         }
         exit_at_once(1)
@@ -153,15 +161,62 @@ impl Errand {
                 return probes.try_for_each(|probe| tell(&probe.cut_short(None, seen.clone())));
             }
         };
+        let log = Log::start();
         let mut bench = Bench { device, folder: self.folder.clone(), timeout: self.timeout(), peer: None };
         for probe in probes {
-            let Some(finding) = probe.run_device(&mut bench, owner.as_ref()) else { continue };
+            let Some(mut finding) = probe.run_device(&mut bench, owner.as_ref()) else { continue };
+            let logged = log.take();
+            if finding.status == Status::Ok && !logged.is_empty() && !probe.alone {
+                // What a destructor meets it can only log.
+                finding.status = Status::Failed;
+                finding.meaning = "It works, but what it took can't be given back.".to_owned();
+                let kind = "teardown".to_owned();
+                finding.error = Some(Seen { call: None, code: None, name: None, kind, message: logged });
+            }
             tell(&finding)?;
             // A context that has failed fails everything after it: a fresh process goes on.
             if finding.status == Status::Failed && bench.device.driver().synchronize(bench.device.ordinal()).is_err() {
                 break;
             }
         }
+        Ok(())
+    }
+}
+
+/// The errors that are logged in this process.
+#[derive(Debug, Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn start() -> Self {
+        let log = Self::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(LevelFilter::ERROR)
+            .without_time()
+            .with_ansi(false)
+            .with_target(false)
+            .with_level(false)
+            .with_writer(move || writer.clone());
+        // There is none yet: a process of this kind does nothing else.
+        let _ = subscriber.try_init();
+        log
+    }
+
+    /// The first line since the last time.
+    fn take(&self) -> String {
+        let bytes = mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        String::from_utf8_lossy(&bytes).lines().next().unwrap_or_default().to_owned()
+    }
+}
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
 }

@@ -4,7 +4,7 @@ use std::{
     fs,
     io::{BufRead, BufReader, Read},
     os::unix::process::{CommandExt, ExitStatusExt},
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, Stdio},
     sync::{
         Arc, Mutex, PoisonError,
@@ -54,6 +54,15 @@ impl Plan {
         self.only.is_empty() || self.only.iter().any(|name| name == probe.name)
     }
 
+    /// What must be `ok`: what sharing by descriptor needs, or exactly what was named; and a driver, whatever was.
+    fn required(&self) -> Vec<String> {
+        let required = |probe: &&Probe| match self.only.is_empty() {
+            true => probe.required,
+            false => probe.name == "driver" || self.wants(probe),
+        };
+        PROBES.iter().filter(required).map(|probe| probe.name.to_owned()).collect()
+    }
+
     fn probes(&self, scope: Scope) -> Vec<&'static Probe> {
         PROBES.iter().filter(|probe| probe.scope() == scope && self.wants(probe)).collect()
     }
@@ -78,13 +87,9 @@ struct Listed {
 pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
     let folder = folder()?;
     let runner = Runner { plan, cancel, folder: folder.path() };
-    let mut machine = runner.run(&runner.machine_probes(), None, None)?;
+    let machine = runner.run(&runner.machine_probes(), None, None)?;
     let driver = machine.iter().position(|finding| finding.probe == "driver");
     let driver = driver.map(|at| machine[at].clone());
-    if !plan.only.is_empty() && !plan.only.iter().any(|name| name == "driver") {
-        // Only to know the devices, unless that is what went wrong.
-        machine.retain(|finding| finding.probe != "driver" || finding.status != Status::Ok);
-    }
     let library = driver.as_ref().and_then(|driver| driver.figures.get("library")?.as_str()).map(Path::new);
     let environment = Environment::look(library);
     let listed = driver.as_ref().and_then(|driver| driver.figures.get("devices")).cloned();
@@ -98,7 +103,7 @@ pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
         backend: plan.backend,
         environment,
         peer: None,
-        required: PROBES.iter().filter(|p| p.required && plan.wants(p)).map(|p| p.name.to_owned()).collect(),
+        required: plan.required(),
         machine,
         devices: Vec::new(),
         pairs: Vec::new(),
@@ -147,16 +152,25 @@ pub(super) fn conclude(report: &mut Report) {
     (report.verdict, report.exit_code) = verdict::of(report);
 }
 
-/// A folder for sockets, with a path short enough for them wherever temporary files go.
+/// What the names of the doctor's folders begin with.
+pub(super) const FOLDER: &str = "vmmfd-";
+
+/// A folder for sockets, with a path short enough for them: wherever one can be made, for a machine where temporary files can't
+/// be is one that wants a doctor too.
 pub(super) fn folder() -> Result<TempDir> {
     const LONGEST: usize = 70;
-    let build =
-        |result: std::io::Result<TempDir>| result.map_err(|error| Error::system("make a temporary folder", error));
-    let folder = build(tempfile::Builder::new().prefix("vmmfd-").tempdir())?;
-    match folder.path().as_os_str().len() {
-        0..=LONGEST => Ok(folder),
-        _ => build(tempfile::Builder::new().prefix("vmmfd-").tempdir_in("/tmp")),
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let places = [Some(std::env::temp_dir()), Some("/tmp".into()), runtime, Some("/dev/shm".into())];
+    let mut failed = None;
+    for place in places.into_iter().flatten() {
+        match tempfile::Builder::new().prefix(FOLDER).tempdir_in(place) {
+            Ok(folder) if folder.path().as_os_str().len() <= LONGEST => return Ok(folder),
+            Ok(_) => {}
+            Err(error) => failed = failed.or(Some(error)),
+        }
     }
+    let failed = failed.unwrap_or_else(|| std::io::Error::other("every place for one has too long a path"));
+    Err(Error::system("make a temporary folder", failed))
 }
 
 struct Runner<'a> {
@@ -256,6 +270,12 @@ enum Next {
     Cut(Box<Finding>),
 }
 
+/// The finding in a line, perhaps behind what a driver printed without an end of line.
+fn found_in(line: &str) -> Option<Finding> {
+    let start = line.find("{\"probe\":")?;
+    serde_json::from_str(line[start..].trim_end()).ok()
+}
+
 /// A process that runs probes. Dropping it kills it and all that it started.
 struct Worker {
     child: Child,
@@ -282,10 +302,13 @@ impl Worker {
         let mut worker = Self { child, lines, said: Arc::clone(&said) };
         if let Some(stdout) = worker.child.stdout.take() {
             let read = move || {
-                for line in BufReader::new(stdout).lines().map_while(std::io::Result::ok) {
-                    if sender.send(line).is_err() {
+                let (mut stdout, mut line) = (BufReader::new(stdout), Vec::new());
+                // As bytes: a driver may print whatever it likes.
+                while let Ok(1..) = stdout.read_until(b'\n', &mut line) {
+                    if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
                         break;
                     }
+                    line.clear();
                 }
             };
             thread::Builder::new().spawn(read).map_err(failed)?;
@@ -322,14 +345,18 @@ impl Worker {
                 return Ok(Next::Cut(Box::new(probe.cut_short(us(begun), seen))));
             }
             match self.lines.recv_timeout(left.min(Duration::from_millis(20))) {
-                // A driver may print whatever it likes.
-                Ok(line) => match serde_json::from_str::<Finding>(&line) {
-                    Ok(finding) if finding.probe == probe.name => return Ok(Next::Found(Box::new(finding))),
+                Ok(line) => match found_in(&line) {
+                    Some(finding) if finding.probe == probe.name => return Ok(Next::Found(Box::new(finding))),
                     _ => {}
                 },
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
-                    let status = self.child.wait().map_err(|error| Error::system("wait for the probes", error))?;
+                    let status = self.child.try_wait().map_err(|error| Error::system("wait for the probes", error))?;
+                    let Some(status) = status else {
+                        // It has closed its output, and goes on.
+                        thread::sleep(Duration::from_millis(1));
+                        continue;
+                    };
                     let Some(signal) = status.signal() else { return Ok(Next::Left) };
                     let name = Signal::try_from(signal).map_or("an unknown signal", Signal::as_str);
                     // The rest of what it said may be on its way.
@@ -368,13 +395,21 @@ impl Drop for Worker {
     }
 }
 
+/// More bytes than any report has.
+const LARGEST: u64 = 16 << 20;
+
 /// Reads a report that was made elsewhere.
 ///
 /// # Errors
 /// [`Error::System`] if the file can't be read; [`Error::File`] if it is no report, or one of another schema.
 pub fn read(path: &Path) -> Result<Report> {
     let unfit = |problem: String| Error::File { path: path.to_owned(), problem };
-    let text = fs::read(path).map_err(|error| Error::system(format!("read {}", path.display()), error))?;
+    let mut text = Vec::new();
+    let read = fs::File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut text));
+    read.map_err(|error| Error::system(format!("read {}", path.display()), error))?;
+    if text.len() as u64 > LARGEST {
+        return Err(unfit(format!("is no report: it has more than {LARGEST} bytes")));
+    }
     let mut value: serde_json::Value =
         serde_json::from_slice(&text).map_err(|error| unfit(format!("is no report: {error}")))?;
     match value.get("schema").and_then(serde_json::Value::as_u64) {

@@ -1,9 +1,14 @@
 //! The last line.
 
-use super::{Finding, Report, Status};
+use std::collections::BTreeSet;
+
+use super::{
+    Finding, Report, Status,
+    probes::{PROBES, Scope},
+};
 use crate::driver::Backend;
 
-/// One sentence in plain words, and the exit code that goes with it.
+/// One sentence in plain words, and the exit code that goes with it. What is required and was not found out counts as failed.
 pub(super) fn of(report: &Report) -> (String, u8) {
     let driver = report.machine.iter().find(|finding| finding.probe == "driver");
     if let Some(driver) = driver.filter(|driver| driver.status != Status::Ok) {
@@ -14,45 +19,111 @@ pub(super) fn of(report: &Report) -> (String, u8) {
             false => (format!("The driver can't be used: {}.", why.trim_end_matches('.')), 1),
         };
     }
-    let bad = |finding: &&Finding| report.required.contains(&finding.probe) && finding.status != Status::Ok;
-    let machine = report.machine.iter().find(bad);
-    let failing: Vec<(i32, &Finding)> = report
-        .devices
-        .iter()
-        .filter_map(|device| device.findings.iter().find(bad).map(|finding| (device.ordinal, finding)))
-        .collect();
-    let (all, good) = (report.devices.len(), report.devices.len() - failing.len());
+    let required = |scope: Scope| {
+        let named = move |name: &&String| PROBES.iter().any(|probe| probe.name == **name && probe.scope() == scope);
+        report.required.iter().filter(named)
+    };
+    let mut failures = Vec::new();
+    for name in required(Scope::Machine) {
+        failures.extend(lacking(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
+    }
+    let mut good = report.devices.len();
+    for device in &report.devices {
+        let failed = required(Scope::Device).find_map(|name| {
+            lacking(&device.findings, name).map(|why| format!("device {} fails at {name}{why}", device.ordinal))
+        });
+        good -= usize::from(failed.is_some());
+        failures.extend(failed);
+    }
+    for pair in &report.pairs {
+        for name in required(Scope::Pair) {
+            let (device, owner) = (pair.device, pair.owner);
+            let why = lacking(&pair.findings, name);
+            failures.extend(why.map(|why| format!("device {device} fails at {name} with device {owner}{why}")));
+        }
+    }
+    if report.devices.is_empty() && required(Scope::Device).next().is_some() {
+        failures.push("no device was tried".to_owned());
+    }
+
+    let mut sentence = subject(report, good);
+    for failure in &failures {
+        sentence += &format!("; {failure}");
+    }
+    sentence += &remarks(report);
+    (sentence + ".", u8::from(!failures.is_empty()))
+}
+
+/// How many of the devices do what was asked.
+fn subject(report: &Report, good: usize) -> String {
+    let all = report.devices.len();
+    let whole = report.required.iter().any(|probe| probe == "round-trip");
     let what = match (report.backend, all) {
         (Backend::Cuda, 1) => "GPU",
         (Backend::Cuda, _) => "GPUs",
         (Backend::Host, _) => "stand-in of host memory (no GPU was tested)",
     };
-    let tested = report.required.iter().any(|probe| probe == "round-trip");
-    let mut sentence = match (all, tested) {
-        (0, _) => "No device was asked for".to_owned(),
+    let asked = |scope: Scope| {
+        let named = |name: &String| PROBES.iter().any(|probe| probe.name == *name && probe.scope() == scope);
+        report.required.iter().any(named)
+    };
+    match (all, whole) {
+        _ if !asked(Scope::Device) && !asked(Scope::Pair) => "The driver starts".to_owned(),
+        (0, _) => "The driver starts".to_owned(),
         (_, true) => format!("VMM fd sharing works on {good} of {all} {what}"),
         (_, false) => format!("What was asked for works on {good} of {all} {what}"),
-    };
-    for (ordinal, finding) in &failing {
-        sentence += &format!("; device {ordinal} fails at {}{}", finding.probe, reason(finding));
     }
-    if let Some(finding) = machine {
-        sentence += &format!("; the machine fails at {}{}", finding.probe, reason(finding));
-    }
-    for (probe, feature) in
-        [("fabric", "fabric handles do not"), ("pool", "memory pools do not"), ("legacy", "legacy handles do not")]
-    {
-        let lacking = |finding: &&Finding| {
+}
+
+/// What is worth telling besides: what people ask for most, and everything else that failed.
+fn remarks(report: &Report) -> String {
+    const FEATURES: [(&str, &str); 3] =
+        [("fabric", "fabric handles do not"), ("pool", "memory pools do not"), ("legacy", "legacy handles do not")];
+    let of_devices =
+        report.devices.iter().flat_map(|device| device.findings.iter().map(|found| (device.ordinal, found)));
+    let of_devices: Vec<(i32, &Finding)> =
+        of_devices.filter(|(_, finding)| !report.required.contains(&finding.probe)).collect();
+    let mut text = String::new();
+    for (probe, feature) in FEATURES {
+        let lacking = |(_, finding): &&(i32, &Finding)| {
             finding.probe == probe && [Status::Failed, Status::Unsupported].contains(&finding.status)
         };
+        let without: Vec<&(i32, &Finding)> = of_devices.iter().filter(lacking).collect();
         if report.backend == Backend::Cuda
-            && let Some(finding) = report.devices.iter().flat_map(|device| &device.findings).find(lacking)
+            && let Some((_, first)) = without.first()
         {
-            sentence += &format!("; {feature}{}", reason(finding));
+            let which = match without.len() == report.devices.len() {
+                true => String::new(),
+                false => format!(" on {}", devices(without.iter().map(|(ordinal, _)| *ordinal))),
+            };
+            text += &format!("; {feature}{which}{}", reason(first));
         }
     }
-    let exit_code = u8::from(!failing.is_empty() || machine.is_some());
-    (sentence + ".", exit_code)
+    let others = of_devices.iter().filter(|(_, finding)| {
+        finding.status == Status::Failed && !FEATURES.iter().any(|(probe, _)| finding.probe == *probe)
+    });
+    let pairs = report.pairs.iter().flat_map(|pair| &pair.findings);
+    let pairs = pairs.filter(|finding| finding.status == Status::Failed && !report.required.contains(&finding.probe));
+    let also: BTreeSet<&str> =
+        others.map(|(_, finding)| finding.probe.as_str()).chain(pairs.map(|finding| finding.probe.as_str())).collect();
+    if !also.is_empty() {
+        text += &format!("; not as it should be: {}", also.into_iter().collect::<Vec<_>>().join(", "));
+    }
+    text
+}
+
+fn devices(ordinals: impl Iterator<Item = i32>) -> String {
+    let ordinals: Vec<String> = ordinals.map(|ordinal| ordinal.to_string()).collect();
+    format!("device {}", ordinals.join(", "))
+}
+
+/// Why a probe did not succeed, if it did not: also if it was never heard of.
+fn lacking(findings: &[Finding], probe: &str) -> Option<String> {
+    match findings.iter().find(|finding| finding.probe == probe) {
+        Some(finding) if finding.status == Status::Ok => None,
+        Some(finding) => Some(reason(finding)),
+        None => Some(", of which nothing was heard".to_owned()),
+    }
 }
 
 fn reason(finding: &Finding) -> String {

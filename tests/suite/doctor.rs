@@ -134,8 +134,10 @@ fn chosen_probes_alone_are_run(meeting: Meeting) {
     let report = doctor(&meeting, &["--json", "--device", "0", "--only", "export,granularity"]).end().json();
     // In their own order.
     assert_eq!(probes(&report["devices"][0]["findings"]), ["granularity", "export"]);
-    assert_eq!(probes(&report["machine"]), [""; 0]);
-    assert_eq!(report["required"], serde_json::json!(["export"]));
+    // Without the driver there are no devices to speak of.
+    assert_eq!(probes(&report["machine"]), ["driver"]);
+    assert_eq!(report["required"], serde_json::json!(["driver", "granularity", "export"]), "what is named is required");
+    assert!(report["verdict"].as_str().unwrap().starts_with("What was asked for works on 1 of 1 "), "{report}");
     let list = doctor(&meeting, &["--list"]).end();
     let names: Vec<&str> = list.code(0).stdout.lines().filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!(names, [&MACHINE[..], &DEVICE[..], &["peer"]].concat());
@@ -322,10 +324,99 @@ fn a_probe_that_takes_its_process_along_does_not_take_the_report() {
     assert_eq!(finding(&report["machine"], "driver")["error"]["name"], "SIGABRT");
 }
 
+/// A call that each probe of a device makes, which fails, hangs or takes the process along: in a probe of two processes, at either
+/// end.
+const CALLS: [(&str, &str, u32, u32); 18] = [
+    ("granularity", "cuMemGetAllocationGranularity", 1, 999),
+    ("memory", "cuMemCreate", 1, 2),
+    ("export", "cuMemExportToShareableHandle", 1, 1),
+    ("import", "cuMemImportFromShareableHandle", 1, 999),
+    ("round-trip", "cuMemImportFromShareableHandle", 1, 999),
+    ("aliases", "cuMemMap", 2, 999),
+    ("read-only-copy", "cuMemSetAccess", 1, 999),
+    ("read-only-store", "cuModuleLoadData", 1, 200),
+    ("wrong-descriptor", "cuMemCreate", 1, 2),
+    ("exporter-killed", "cuMemImportFromShareableHandle", 1, 999),
+    ("memory-returned", "cuMemGetInfo_v2", 1, 999),
+    ("export-cost", "cuMemExportToShareableHandle", 2, 1),
+    ("host-numa", "cuMemCreate", 1, 2),
+    ("dma-buf", "cuMemGetHandleForAddressRange", 1, 999),
+    ("fabric", "cuMemExportToShareableHandle", 1, 999),
+    ("pool", "cuMemPoolCreate", 1, 2),
+    ("legacy", "cuIpcOpenMemHandle_v2", 1, 999),
+    ("event", "cuIpcOpenEventHandle", 1, 205),
+];
+
+fn only(meeting: &Meeting, probe: &str) -> Run {
+    doctor(meeting, &["--json", "--timeout", "1500ms", "--only", probe]).env("FAKECUDA_FABRIC", "1")
+}
+
+/// What became of the one probe, which must not be well: nor may the command say so.
+#[track_caller]
+fn of_one(meeting: &Meeting, ended: &Ended, probe: &str) -> Value {
+    let report = ended.code(1).json();
+    assert_eq!(ended.stderr, "");
+    let found = finding(&report["devices"][0]["findings"], probe).clone();
+    assert_eq!(found["status"], "failed", "{found}");
+    assert!(report["verdict"].as_str().unwrap().contains(&format!("fails at {probe}")), "{report}");
+    assert_gone(meeting, &[]);
+    found
+}
+
+#[test]
+fn each_probe_of_a_device_fails_with_its_call() {
+    let meeting = Meeting::fake();
+    for (probe, call, nth, code) in CALLS {
+        only(&meeting, probe).end().code(0);
+        let found =
+            of_one(&meeting, &only(&meeting, probe).env("FAKECUDA_FAIL", format!("{call}:{nth}:{code}")).end(), probe);
+        // What the other end could not do arrives as its sentence, which tells the code.
+        let error = &found["error"];
+        let told = error["message"].as_str().is_some_and(|message| message.contains(&format!("({code})")));
+        assert!(error["code"] == code || told, "{found}");
+    }
+}
+
+#[test]
+fn each_probe_of_a_device_that_hangs_is_ended() {
+    let meeting = Meeting::fake();
+    for (probe, call, ..) in CALLS {
+        let found = of_one(&meeting, &only(&meeting, probe).env("FAKECUDA_SLOW", format!("{call}:60000")).end(), probe);
+        assert!(found["us"].as_u64().is_none_or(|us| us < 10_000_000), "{found}");
+    }
+}
+
+#[test]
+fn each_probe_of_a_device_may_crash_its_process() {
+    let meeting = Meeting::fake();
+    for (probe, call, ..) in CALLS {
+        let found = of_one(&meeting, &only(&meeting, probe).env("FAKECUDA_ABORT", call).end(), probe);
+        assert!(!found["error"].is_null(), "{found}");
+    }
+}
+
+#[test]
+fn what_can_not_be_given_back_is_found_out() {
+    let meeting = Meeting::fake();
+    let ended = only(&meeting, "memory").env("FAKECUDA_FAIL", "cuMemUnmap:1:1").end();
+    let found = of_one(&meeting, &ended, "memory");
+    assert_eq!(found["error"]["kind"], "teardown", "{found}");
+}
+
+#[test]
+fn a_folder_is_found_where_temporary_files_can_not_be() {
+    let meeting = Meeting::host();
+    doctor(&meeting, &["--only", "round-trip"]).env("TMPDIR", "/nonexistent").end().code(0);
+    let large = meeting.folder().join("large");
+    fs::File::create(&large).unwrap().set_len(17 << 20).unwrap();
+    doctor(&meeting, &["--show", large.to_str().unwrap()]).end().code(2).says("is no report");
+    doctor(&meeting, &["--show", "/dev/zero"]).end().code(2).says("is no report");
+}
+
 #[test]
 fn few_descriptors_are_found_out() {
     let meeting = Meeting::host();
-    let report = doctor(&meeting, &["--json", "--only", "descriptors"]).with_files(100).end().code(0).json();
+    let report = doctor(&meeting, &["--json", "--only", "descriptors"]).with_files(100).end().code(1).json();
     let found = finding(&report["machine"], "descriptors");
     assert_eq!((&found["status"], &found["figures"]["hard"]), (&"failed".into(), &100.into()), "{found}");
     let report = doctor(&meeting, &["--json", "--only", "descriptors"]).end().json();
