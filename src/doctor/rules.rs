@@ -5,6 +5,7 @@
 use super::{
     Environment, Finding, Status,
     environment::{Node, SharedMemory},
+    probes::NO_LIBRARY,
 };
 use crate::error::code;
 
@@ -38,6 +39,17 @@ pub const RULES: &[Rule] = &[
         },
     },
     Rule {
+        name: "library-broken",
+        symptom: "`no CUDA driver library loads`, and a file of that name is there",
+        cause: "There is a driver library and it can't be loaded: it is cut off, of another architecture, or lacks a \
+                library that it needs.",
+        remedy: "Look with `ldd` at the file that the error names, and install the driver again; in a container, let \
+                 the runtime bring the driver's files.",
+        matches: |finding, _| {
+            says(finding, NO_LIBRARY) && finding.error.as_ref().is_some_and(|error| !error.is_library_missing())
+        },
+    },
+    Rule {
         name: "library-missing-wsl",
         symptom: "`no CUDA driver library loads`, on WSL2",
         cause: "WSL2 takes its driver library from Windows, in /usr/lib/wsl/lib, and it is not found there.",
@@ -67,14 +79,6 @@ pub const RULES: &[Rule] = &[
         remedy: "Update the driver: sharing by file descriptor needs CUDA 11.4 or newer, host memory 12.2, fabric \
                  handles 12.3.",
         matches: |finding, _| says(finding, "the driver is too old for this"),
-    },
-    Rule {
-        name: "forked",
-        symptom: "`CUDA_ERROR_NOT_INITIALIZED (3)`, `is a fork of it`",
-        cause: "The process is a fork of one in which CUDA was initialised, and CUDA does not survive a fork.",
-        remedy: "Start the process with exec (in Python: the start method spawn), or initialise CUDA after the fork \
-                 only.",
-        matches: |finding, _| code(finding) == Some(code::NOT_INITIALIZED) || says(finding, "is a fork of it"),
     },
     Rule {
         name: "fabric-manager",
@@ -193,6 +197,25 @@ pub const RULES: &[Rule] = &[
                 || exclusive && matches!(code(finding), Some(code::INVALID_CONTEXT | code::UNKNOWN))
         },
     },
+    // There is too little of something, whatever surrounds the process.
+    Rule {
+        name: "no-addresses",
+        symptom: "`cuMemAddressReserve failed: CUDA_ERROR_OUT_OF_MEMORY (2)`",
+        cause: "The process has no range of addresses left: `ulimit -v` bounds them, or reservations were never \
+                freed.",
+        remedy: "Run `ulimit -v unlimited`, reserve exactly what is mapped, and free a reservation once it is \
+                 unmapped.",
+        matches: |finding, _| calls(finding, "cuMemAddressReserve") && code(finding) == Some(code::OUT_OF_MEMORY),
+    },
+    Rule {
+        name: "out-of-memory",
+        symptom: "`CUDA_ERROR_OUT_OF_MEMORY (2)`, `bytes are more than the`",
+        cause: "The GPU has less free memory than was asked for, or the process has run out of something else that \
+                is told the same way.",
+        remedy: "See in `nvidia-smi` who holds memory and free some; if there is enough, raise `ulimit -n` and the \
+                 container's memory limit.",
+        matches: |finding, _| code(finding) == Some(code::OUT_OF_MEMORY) || says(finding, "bytes are more than the"),
+    },
     // What surrounds the process changes what the driver can do.
     Rule {
         name: "wsl-rdma",
@@ -245,13 +268,15 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         name: "mig",
-        symptom: "`peer`, `legacy`, `pool` or `event` fails, with MIG in use",
+        symptom: "`peer` is unsupported, or it, `legacy` or `pool` fails with 101, 217 or 801, with MIG in use",
         cause: "The instances of a partitioned GPU (MIG) are isolated: none reaches another's memory.",
         remedy: "Give both processes the same instance, or switch MIG off.",
         matches: |finding, environment| {
+            let apart = [code::INVALID_DEVICE, code::PEER_ACCESS_UNSUPPORTED, code::NOT_SUPPORTED];
+            let refused = code(finding).is_some_and(|code| apart.contains(&code));
             environment.mig
-                && of(finding, &["peer", "legacy", "pool", "event"])
-                && (kind(finding) == Some("driver") || finding.status == Status::Unsupported)
+                && (refused && of(finding, &["peer", "legacy", "pool"])
+                    || of(finding, &["peer"]) && finding.status == Status::Unsupported)
         },
     },
     // Fabric handles.
@@ -347,16 +372,13 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         name: "host-numa-filtered",
-        symptom: "`host-numa` fails in a container, or under a seccomp filter",
+        symptom: "`cuMemCreate` of `host-numa` fails in a container, or under a seccomp filter",
         cause: "The container's seccomp filter refuses NUMA calls such as get_mempolicy, which the driver makes for \
                 host memory.",
         remedy: "Give the container --cap-add SYS_NICE, or a seccomp profile that allows them.",
         matches: |finding, environment| {
             let filtered = environment.container.is_some() || environment.seccomp == Some(2);
-            of(finding, &["host-numa"])
-                && filtered
-                && matches!(kind(finding), Some("driver" | "system"))
-                && code(finding) != Some(code::OUT_OF_MEMORY)
+            of(finding, &["host-numa"]) && filtered && calls(finding, "cuMemCreate") && finding.status == Status::Failed
         },
     },
     Rule {
@@ -407,33 +429,18 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         name: "no-vmm",
-        symptom: "`memory`, `export`, `import` or `round-trip` is unsupported",
+        symptom: "`memory`, `export` or `round-trip` is unsupported",
         cause: "The GPU or its driver does not offer virtual memory management with file descriptors, as on some \
                 virtual GPUs.",
         remedy: "Look at the probes `legacy` and `pool` for another way, or use a driver and GPU that offer it.",
         matches: |finding, environment| {
-            unsupported(finding, environment, &["attributes", "memory", "export", "import", "round-trip"])
+            let claimed_not = kind(finding) == Some("unsupported") && code(finding).is_none();
+            let lacking = claimed_not && (of(finding, VMM) || of(finding, &["import", "round-trip"]))
+                || finding.status == Status::Unsupported && of(finding, &["memory", "export"]);
+            lacking && environment.library.is_some()
         },
     },
     // Memory.
-    Rule {
-        name: "no-addresses",
-        symptom: "`cuMemAddressReserve failed: CUDA_ERROR_OUT_OF_MEMORY (2)`",
-        cause: "The process has no range of addresses left: `ulimit -v` bounds them, or reservations were never \
-                freed.",
-        remedy: "Run `ulimit -v unlimited`, reserve exactly what is mapped, and free a reservation once it is \
-                 unmapped.",
-        matches: |finding, _| calls(finding, "cuMemAddressReserve") && code(finding) == Some(code::OUT_OF_MEMORY),
-    },
-    Rule {
-        name: "out-of-memory",
-        symptom: "`CUDA_ERROR_OUT_OF_MEMORY (2)`, `bytes are more than the`",
-        cause: "The GPU has less free memory than was asked for, or the process has run out of something else that \
-                is told the same way.",
-        remedy: "See in `nvidia-smi` who holds memory and free some; if there is enough, raise `ulimit -n` and the \
-                 container's memory limit.",
-        matches: |finding, _| code(finding) == Some(code::OUT_OF_MEMORY) || says(finding, "bytes are more than the"),
-    },
     Rule {
         name: "memory-held",
         symptom: "`memory-returned` fails: less is free than before",
@@ -469,6 +476,19 @@ pub const RULES: &[Rule] = &[
                  --timeout.",
         matches: |finding, _| kind(finding) == Some("timeout"),
     },
+];
+
+/// The probes of virtual memory management that are not required: they lack what those lack.
+const VMM: &[&str] = &[
+    "attributes",
+    "granularity",
+    "aliases",
+    "read-only-copy",
+    "read-only-store",
+    "wrong-descriptor",
+    "exporter-killed",
+    "memory-returned",
+    "export-cost",
 ];
 
 /// The probes in which one process, or one handle, uses memory of another.
@@ -530,7 +550,7 @@ fn calls(finding: &Finding, call: &str) -> bool {
 }
 
 fn no_library(finding: &Finding) -> bool {
-    says(finding, "no CUDA driver library loads")
+    says(finding, NO_LIBRARY)
 }
 
 fn no_device(finding: &Finding) -> bool {
@@ -657,8 +677,11 @@ mod tests {
     fn cases() -> Vec<(&'static str, Sight, Sight)> {
         const EXPORT: &str = "cuMemExportToShareableHandle";
         const IMPORT: &str = "cuMemImportFromShareableHandle";
-        const NO_LIBRARY: &str = "no CUDA driver library loads: libcuda.so.1: cannot open shared object file";
-        let no_library = || said("driver", "unsupported", NO_LIBRARY);
+        const GONE: &str = "no CUDA driver library loads: libcuda.so.1: cannot open shared object file: No such file \
+                            or directory";
+        let no_library = || said("driver", "unsupported", GONE);
+        let cut_off =
+            || said("driver", "unsupported", "no CUDA driver library loads: /lib/libcuda.so.1: file too short");
         let no_device = || said("driver", "unsupported", "the CUDA driver finds no device");
         let timeout = |probe| said(probe, "timeout", "no answer within 5s");
         let segfault = |probe| said(probe, "signal", "the probe's process was ended by SIGSEGV");
@@ -680,6 +703,7 @@ mod tests {
                 (refused("driver", "cuInit", 999), where_(|here| here.library.as_mut().unwrap().stub = true)),
                 (timeout("import"), where_(|here| here.library.as_mut().unwrap().stub = true)),
             ),
+            ("library-broken", (cut_off(), container()), (no_library(), container())),
             ("library-missing-wsl", (no_library(), wsl()), (no_library(), plain())),
             ("library-missing-container", (no_library(), container()), (no_library(), plain())),
             ("library-missing", (no_library(), plain()), (no_device(), plain())),
@@ -687,12 +711,6 @@ mod tests {
                 "old-driver",
                 (said("pool", "unsupported", "no cuMemPoolCreate: the driver is too old for this"), plain()),
                 (said("pool", "unsupported", "host lacks memory pools"), plain()),
-            ),
-            ("forked", (refused("driver", "cuInit", 3), plain()), (refused("driver", "cuInit", 2), plain())),
-            (
-                "forked",
-                (said("memory", "system", "process 8 is a fork of it"), plain()),
-                (said("memory", "system", "process 8 is gone"), plain()),
             ),
             (
                 "fabric-manager",
@@ -772,6 +790,13 @@ mod tests {
                 (refused("host-numa", "cuMemCreate", 1), confidential()),
             ),
             ("mig", (refused("peer", "cuMemSetAccess", 217), mig()), (refused("round-trip", "cuMemMap", 217), mig())),
+            ("mig", (lacking("peer"), mig()), (lacking("pool"), mig())),
+            (
+                "mig",
+                (refused("legacy", "cuIpcOpenMemHandle_v2", 801), mig()),
+                (refused("legacy", "cuMemAlloc_v2", 2), mig()),
+            ),
+            ("mig", (refused("pool", "cuMemPoolCreate", 101), mig()), (refused("event", "cuEventCreate", 101), mig())),
             (
                 "fabric-no-channel",
                 (refused("fabric", "cuMemCreate", 800), where_(|here| here.imex_channels.clear())),
@@ -823,7 +848,7 @@ mod tests {
             (
                 "host-numa-filtered",
                 (refused("host-numa", "cuMemCreate", 1), container()),
-                (refused("host-numa", "cuMemCreate", 2), container()),
+                (refused("host-numa", "cuCtxSynchronize", 1), container()),
             ),
             (
                 "host-numa-unsupported",
@@ -851,6 +876,12 @@ mod tests {
             ("dma-buf-closed-module", (lacking("dma-buf"), closed()), (lacking("dma-buf"), plain())),
             ("pool-unsupported", (lacking("pool"), plain()), (lacking("legacy"), plain())),
             ("no-vmm", (lacking("export"), plain()), (lacking("export"), where_(|here| here.library = None))),
+            ("no-vmm", (lacking("memory"), plain()), (refused("import", IMPORT, 801), plain())),
+            (
+                "no-vmm",
+                (said("exporter-killed", "unsupported", "the device does not offer it"), plain()),
+                (said("exporter-killed", "system", "no process can be started"), plain()),
+            ),
             (
                 "no-addresses",
                 (refused("memory", "cuMemAddressReserve", 2), plain()),
@@ -925,10 +956,10 @@ mod tests {
     fn the_words_looked_for_are_those_of_the_errors() {
         let library = "libcuda.so.1".to_owned();
         let errors = [
-            (Error::NoDriver { tried: library.clone() }, "library-missing"),
+            (Error::NoDriver { tried: format!("{library}: No such file or directory") }, "library-missing"),
+            (Error::NoDriver { tried: format!("{library}: file too short") }, "library-broken"),
             (Error::StubLibrary { library: library.clone() }, "stub-library"),
             (Error::MissingSymbol { library, symbol: "cuMemCreate" }, "old-driver"),
-            (Error::Forked { initialised_by: 1, pid: 2 }, "forked"),
             (Error::NoDevice, "no-device"),
             (Error::TooManyDescriptors { needed: 512, limit: 256 }, "few-descriptors"),
             (Error::OutOfMemory { device: "a GPU".to_owned(), size: 2, free: 1 }, "out-of-memory"),

@@ -10,6 +10,15 @@ use crate::{driver::Backend, wire::clean};
 /// How wide a name may make its column: a report from outside could hold one of any length.
 const MAX_COLUMN: usize = 24;
 
+/// How much of a name from outside is printed.
+const MAX_NAME: usize = 200;
+
+/// How much of one text from outside is printed.
+const MAX_TEXT: usize = 500;
+
+/// How much text stands beside one label: some texts, as of all nodes or all figures.
+const MAX_ITEM: usize = 4000;
+
 /// How few characters of text a line holds, however narrow the terminal.
 const MIN_TEXT: usize = 24;
 
@@ -25,7 +34,7 @@ pub struct Style {
 /// The whole report. The first line says what it is of, and the last, which is never folded, is the verdict.
 pub fn render(report: &Report, style: Style) -> String {
     let mut page = Page { text: String::new(), style };
-    let (tool, made) = (plain(&report.tool), plain(&report.made));
+    let (tool, made) = (short(&report.tool, MAX_NAME), short(&report.made, MAX_NAME));
     let what = match report.backend {
         Backend::Cuda => "backend cuda: the NVIDIA driver",
         Backend::Host => "backend host: ordinary memory, NO GPU IS BEING TESTED",
@@ -49,7 +58,7 @@ pub fn render(report: &Report, style: Style) -> String {
         Backend::Host => "HOST",
     };
     for device in &report.devices {
-        page.section(&format!("device {}: {} {prefix}-{}", device.ordinal, plain(&device.name), device.uuid));
+        page.section(&format!("device {}: {} {prefix}-{}", device.ordinal, short(&device.name, MAX_NAME), device.uuid));
         page.findings(&device.findings, column);
     }
     for pair in &report.pairs {
@@ -62,7 +71,7 @@ pub fn render(report: &Report, style: Style) -> String {
         page.item("", "required for the verdict:", 0, &report.required.join(", "));
     }
     let color = if report.exit_code == 0 { Color::Green } else { Color::Red };
-    let verdict = page.painted(&plain(&report.verdict), color);
+    let verdict = page.painted(&short(&report.verdict, MAX_ITEM), color);
     page.line(&verdict);
     page.text
 }
@@ -130,12 +139,13 @@ impl Page {
             };
             let lead = format!("  {} ", self.painted(symbol, color));
             let figures = figures(finding);
-            let text = if figures.is_empty() {
-                finding.meaning.clone()
-            } else {
-                format!("{} ({})", finding.meaning, figures.join(", "))
+            let meaning = short(&finding.meaning, MAX_TEXT);
+            let text = match figures.is_empty() {
+                true => meaning,
+                false => format!("{meaning} ({})", figures.join(", ")),
             };
-            self.item(&lead, &plain(&finding.probe), column, &text);
+            // It decides how far all that follows is indented.
+            self.item(&lead, &short(&finding.probe, MAX_COLUMN), column, &text);
             if finding.status == Status::Ok {
                 continue;
             }
@@ -155,7 +165,7 @@ impl Page {
         let mut line = format!("{lead}{label:<column$}");
         let indent = visible(&line) + 2;
         let room = self.style.width.map_or(usize::MAX, |width| width.saturating_sub(indent).max(MIN_TEXT));
-        for (number, part) in folded(&plain(text), room).iter().enumerate() {
+        for (number, part) in folded(&short(text, MAX_ITEM), room).iter().enumerate() {
             if number == 0 {
                 line += "  ";
                 line += part;
@@ -175,9 +185,23 @@ fn plain(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
+/// The same, cut to so many characters.
+fn short(text: &str, most: usize) -> String {
+    let mut text = plain(text);
+    // The last place is for the mark.
+    if let Some((cut, _)) = text.char_indices().nth(most.saturating_sub(1))
+        && text[cut..].chars().nth(1).is_some()
+    {
+        text.truncate(cut);
+        text.truncate(text.trim_end().len());
+        text.push('…');
+    }
+    text
+}
+
 /// The width of the column that these fit in.
 fn column<'a>(names: impl Iterator<Item = &'a str>) -> usize {
-    names.map(|name| plain(name).chars().count()).max().unwrap_or(0).min(MAX_COLUMN)
+    names.map(|name| short(name, MAX_COLUMN).chars().count()).max().unwrap_or(0)
 }
 
 /// How many characters of a line show: the codes of colour don't.
@@ -244,10 +268,10 @@ fn figure(name: &str, value: &Value) -> Option<String> {
         }
         (Value::Bool(true), _) => "yes".to_owned(),
         (Value::Bool(false), _) => "no".to_owned(),
-        (Value::String(text), _) => plain(text),
+        (Value::String(text), _) => short(text, MAX_TEXT),
         (Value::Null | Value::Array(_) | Value::Object(_), _) => return None,
     };
-    Some(plain(&format!("{} {value}", name.replace('_', " "))))
+    Some(plain(&format!("{} {value}", short(&name.replace('_', " "), MAX_NAME))))
 }
 
 /// As many places as are worth reading.
@@ -545,6 +569,34 @@ device 1 with the memory of device 0
         report.machine.push(finding(&"x".repeat(1000), Status::Ok, "It works."));
         let text = text(&report);
         assert!(text.contains(&format!("  ✓ {:<MAX_COLUMN$}  The driver starts.", "driver")), "{text}");
+    }
+
+    #[test]
+    fn a_report_of_any_length_is_printed_in_few_characters() {
+        let long = "x".repeat(70_000);
+        let words = "word ".repeat(70_000);
+        let mut report = failing();
+        report.environment.kernel = words.clone();
+        report.required = vec![long.clone(); 100];
+        (report.tool, report.made, report.verdict) = (long.clone(), long.clone(), words.clone());
+        let mut worst = with(finding(&long, Status::Failed, &words), json!({ long.clone(): words.clone() }));
+        (worst.cause, worst.remedy) = (Some(words.clone()), Some(words.clone()));
+        report.machine.push(worst);
+        report.devices[0].name = words;
+        for style in [Style::default(), Style { color: true, width: Some(1) }, Style { color: false, width: Some(80) }]
+        {
+            let text = render(&report, style);
+            assert!(text.len() < 200_000, "{}", text.len());
+            assert!(text.contains(&format!(" {}…  word", &long[..MAX_COLUMN - 1])), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_cut_says_so_and_what_fits_is_not_cut() {
+        assert_eq!(
+            ["", "abc", "äöüß", "abcde", "ab cde"].map(|text| short(text, 4)),
+            ["", "abc", "äöüß", "abc…", "ab…"]
+        );
     }
 
     #[test]

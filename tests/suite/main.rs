@@ -9,6 +9,7 @@ mod conversation;
 mod cuda_library;
 mod diagnosis;
 mod doctor;
+mod doctor_rules;
 mod fakecuda;
 mod host_memory;
 #[cfg(feature = "launch")]

@@ -1,0 +1,269 @@
+//! The rules of `vmmfd doctor`, seen to speak: the emulated driver fails as each of them says, and the report explains it.
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+use nix::{sys::signal::Signal, unistd::Pid};
+use serde_json::Value;
+use vmmfd::doctor::rules::RULES;
+
+use crate::{
+    running::{Meeting, Run, wait_for},
+    support::Copy,
+};
+
+/// What only another kernel, machine or set of device nodes brings about: the tests beside the rules are all they have.
+const ELSEWHERE: [&str; 15] = [
+    "library-missing-wsl",
+    "library-missing",
+    "nodes-denied",
+    "no-device",
+    "driver-broken",
+    "wsl-rdma",
+    "wsl-sharing",
+    "gvisor-confidential",
+    "gvisor-export",
+    "confidential",
+    "fabric-channel-denied",
+    "fabric-other-channel",
+    "event-without-shm",
+    "dma-buf-closed-module",
+    "memory-held",
+];
+
+/// What is tried apart from the table.
+const APART: [&str; 7] = [
+    "stub-library",
+    "library-broken",
+    "library-missing-container",
+    "old-driver",
+    "few-descriptors",
+    "killed",
+    "exclusive",
+];
+
+/// A failure that the driver's settings and the environment make.
+struct Case {
+    rule: &'static str,
+    probe: &'static str,
+    status: &'static str,
+    settings: &'static [(&'static str, &'static str)],
+}
+
+const fn case(
+    rule: &'static str,
+    probe: &'static str,
+    status: &'static str,
+    settings: &'static [(&'static str, &'static str)],
+) -> Case {
+    Case { rule, probe, status, settings }
+}
+
+const FAIL: &str = "FAKECUDA_FAIL";
+const SLOW: &str = "FAKECUDA_SLOW";
+const ABORT: &str = "FAKECUDA_ABORT";
+const ATTRIBUTE: &str = "FAKECUDA_ATTRIBUTE";
+const DEVICES: &str = "FAKECUDA_DEVICES";
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+/// By which systemd-nspawn and others say that they made a container.
+const CONTAINER: (&str, &str) = ("container", "a-test");
+
+const CASES: &[Case] = &[
+    // The driver.
+    case("fabric-manager", "driver", "failed", &[(FAIL, "cuInit:1:802")]),
+    case("version-mismatch", "driver", "failed", &[(FAIL, "cuInit:1:803")]),
+    case("compatibility-library", "driver", "failed", &[(FAIL, "cuInit:1:804")]),
+    case("devices-hidden", "driver", "failed", &[(VISIBLE, "")]),
+    case("no-device-in-container", "driver", "failed", &[(DEVICES, "0"), CONTAINER]),
+    case("no-uvm-node", "driver", "failed", &[(FAIL, "cuInit:1:999")]),
+    case("driver-hangs", "driver", "failed", &[(SLOW, "cuInit:60000")]),
+    case("mps", "driver", "failed", &[(FAIL, "cuInit:1:805"), ("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")]),
+    // Too little of something, whatever surrounds the process.
+    case("no-addresses", "memory", "failed", &[(FAIL, "cuMemAddressReserve:1:2")]),
+    case("out-of-memory", "memory", "failed", &[(FAIL, "cuMemCreate:1:2")]),
+    case("out-of-memory", "host-numa", "failed", &[(FAIL, "cuMemCreate:1:2"), CONTAINER]),
+    case("out-of-memory", "peer", "failed", &[(FAIL, "cuMemCreate:1:2"), (DEVICES, "2"), (VISIBLE, "MIG-1")]),
+    // Two devices.
+    case("mig", "peer", "unsupported", &[("FAKECUDA_PEERS", "0"), (DEVICES, "2"), (VISIBLE, "MIG-1")]),
+    case("mig", "legacy", "failed", &[(FAIL, "cuMemAlloc_v2:1:101"), (VISIBLE, "MIG-1")]),
+    case("no-peer-access", "peer", "unsupported", &[("FAKECUDA_PEERS", "0"), (DEVICES, "2")]),
+    case("peer-set-access", "peer", "failed", &[(FAIL, "cuMemSetAccess:2:1"), (DEVICES, "2")]),
+    // Fabric handles.
+    case("fabric-no-channel", "fabric", "unsupported", &[]),
+    case("fabric-export", "fabric", "failed", &[("FAKECUDA_FABRIC", "1"), (FAIL, "cuMemExportToShareableHandle:1:1")]),
+    case("fabric-unsupported", "fabric", "unsupported", &[(FAIL, "cuMemCreate:1:801")]),
+    // Import.
+    case(
+        "gpu-hidden-by-variable",
+        "import",
+        "failed",
+        &[(FAIL, "cuMemImportFromShareableHandle:1:101"), (VISIBLE, "1")],
+    ),
+    case("gpu-hidden", "import", "failed", &[(FAIL, "cuMemImportFromShareableHandle:1:101")]),
+    // What a device may lack.
+    case("host-numa-crash", "host-numa", "failed", &[(ABORT, "cuMemCreate")]),
+    case("host-numa-filtered", "host-numa", "failed", &[(FAIL, "cuMemCreate:1:1"), CONTAINER]),
+    case("host-numa-unsupported", "host-numa", "unsupported", &[(ATTRIBUTE, "141:0")]),
+    case("event-not-shared", "event", "failed", &[("FAKECUDA_EVENTS_FAIL", "1")]),
+    case("pool-unsupported", "pool", "unsupported", &[(FAIL, "cuMemPoolCreate:1:801")]),
+    case("no-vmm", "memory", "unsupported", &[(FAIL, "cuMemCreate:1:801")]),
+    case("no-vmm", "export", "unsupported", &[(FAIL, "cuMemExportToShareableHandle:1:801")]),
+    case("no-vmm", "round-trip", "unsupported", &[(ATTRIBUTE, "102:0")]),
+    case("no-vmm", "exporter-killed", "failed", &[(ATTRIBUTE, "102:0")]),
+    case("no-vmm", "memory-returned", "failed", &[(ATTRIBUTE, "102:0")]),
+    // Whatever the probe.
+    case("crashed", "memory", "failed", &[(ABORT, "cuMemcpyDtoH_v2")]),
+    case("hangs", "memory", "failed", &[(SLOW, "cuMemCreate:60000")]),
+];
+
+/// The doctor with one probe, in an environment that says nothing of devices.
+fn doctor(meeting: &Meeting, probe: &str, settings: &[(&str, &str)]) -> Run {
+    let mut run = meeting.bare("vmmfd");
+    let slow = settings.iter().any(|(name, value)| *name == SLOW && !value.contains("cuMemcpyHtoD_v2"));
+    let timeout = if slow { "1s" } else { "20s" };
+    run.command.args(["doctor", "--json", "--backend", "cuda", "--only", probe, "--timeout", timeout]);
+    for variable in [VISIBLE, "CUDA_MPS_PIPE_DIRECTORY"] {
+        run.command.env_remove(variable);
+    }
+    run.command.env("TMPDIR", meeting.folder()).envs(settings.iter().copied());
+    run.env("FAKECUDA_FREE", "1073741824")
+}
+
+/// The finding of a probe, wherever it stands in the report.
+fn finding(report: &Value, probe: &str) -> Value {
+    let inside = |part: &str| report[part].as_array().into_iter().flatten().filter_map(|of| of["findings"].as_array());
+    let mut all = report["machine"].as_array().into_iter().chain(inside("devices")).chain(inside("pairs")).flatten();
+    all.find(|finding| finding["probe"] == probe).unwrap_or_else(|| panic!("no {probe}: {report}")).clone()
+}
+
+#[track_caller]
+fn assert_explained(report: &Value, probe: &str, status: &str, rule: &str) {
+    let found = finding(report, probe);
+    assert_eq!((&found["status"], &found["rule"]), (&status.into(), &rule.into()), "{rule}: {found}");
+    let known = RULES.iter().find(|known| known.name == rule).unwrap();
+    assert_eq!((&found["cause"], &found["remedy"]), (&known.cause.into(), &known.remedy.into()));
+    assert!(report["verdict"].as_str().is_some_and(|verdict| !verdict.is_empty()));
+}
+
+/// Whether this machine has a driver of its own, which is found when the emulated one is not.
+fn has_driver() -> bool {
+    fs::exists("/dev/nvidiactl").unwrap()
+}
+
+#[test]
+fn each_failure_is_explained_by_its_rule() {
+    let meeting = Meeting::fake();
+    for Case { rule, probe, status, settings } in CASES {
+        let machine_decides = matches!(*rule, "no-uvm-node" | "fabric-no-channel" | "no-device-in-container");
+        if machine_decides && has_driver() {
+            continue;
+        }
+        assert_explained(&doctor(&meeting, probe, settings).end().json(), probe, status, rule);
+    }
+}
+
+#[test]
+fn every_rule_is_tried_here_or_known_to_need_another_machine() {
+    let tried = || CASES.iter().map(|case| case.rule).chain(APART);
+    let known: BTreeSet<&str> = tried().chain(ELSEWHERE).collect();
+    let rules: BTreeSet<&str> = RULES.iter().map(|rule| rule.name).collect();
+    assert_eq!(known, rules);
+    assert!(tried().all(|rule| !ELSEWHERE.contains(&rule)));
+}
+
+#[test]
+fn a_library_that_does_not_start_is_told_by_its_file() {
+    let meeting = Meeting::fake();
+    let stub = doctor(&meeting, "driver", &[(FAIL, "cuInit:1:34")]).end();
+    assert_explained(&stub.code(1).json(), "driver", "failed", "stub-library");
+    // Also where the folder alone gives it away.
+    let copy = Copy::new();
+    let stubs = copy.folder().join("stubs");
+    fs::create_dir(&stubs).unwrap();
+    fs::rename(copy.write("libcuda.so.1"), stubs.join("libcuda.so.1")).unwrap();
+    let run = doctor(&meeting, "driver", &[(FAIL, "cuInit:1:999")]).env("LD_LIBRARY_PATH", &stubs);
+    let report = run.end().code(1).json();
+    assert_explained(&report, "driver", "failed", "stub-library");
+    let library = &report["environment"]["library"];
+    assert!(library["path"].as_str().unwrap().ends_with("/stubs/libcuda.so.1"), "{library}");
+    // One that hides nothing is named as well.
+    let report = doctor(&meeting, "driver", &[(FAIL, "cuInit:1:803")]).end().code(1).json();
+    assert!(Path::new(report["environment"]["library"]["path"].as_str().unwrap()).is_file(), "{report}");
+}
+
+#[test]
+fn a_library_that_is_there_and_does_not_load_is_broken() {
+    let meeting = Meeting::fake();
+    let folder = tempfile::tempdir().unwrap();
+    let library = folder.path().join("libcuda.so.1");
+    let driver = || doctor(&meeting, "driver", &[CONTAINER]).env("LD_LIBRARY_PATH", folder.path());
+    if !has_driver() {
+        let report = driver().end().code(3).json();
+        assert_explained(&report, "driver", "unsupported", "library-missing-container");
+        for garbage in ["", "short", &"no library at all ".repeat(100)] {
+            fs::write(&library, garbage).unwrap();
+            assert_explained(&driver().end().code(1).json(), "driver", "failed", "library-broken");
+        }
+    }
+}
+
+#[test]
+fn what_an_old_driver_lacks_is_told_by_its_age() {
+    let meeting = Meeting::fake();
+    let copy = Copy::new().without("cuMemPoolCreate");
+    copy.write("libcuda.so.1");
+    let report = doctor(&meeting, "pool", &[]).env("LD_LIBRARY_PATH", copy.folder()).end().code(0).json();
+    assert_explained(&report, "pool", "unsupported", "old-driver");
+}
+
+#[test]
+fn a_device_for_one_process_is_told_by_its_code_or_its_mode() {
+    let meeting = Meeting::fake();
+    let retain = |code: u32| format!("cuDevicePrimaryCtxRetain:1:{code}");
+    let report = doctor(&meeting, "memory", &[(FAIL, &retain(46))]).end().code(1).json();
+    assert_explained(&report, "memory", "failed", "exclusive");
+    let settings = [(FAIL, &*retain(201)), (ATTRIBUTE, "20:3")];
+    let report = doctor(&meeting, "attributes,memory", &settings).end().code(1).json();
+    assert_explained(&report, "memory", "failed", "exclusive");
+    let report = doctor(&meeting, "memory", &[(FAIL, &retain(201))]).end().code(1).json();
+    assert!(finding(&report, "memory")["rule"].is_null(), "{report}");
+}
+
+#[test]
+fn few_descriptors_are_told_as_such() {
+    let report = doctor(&Meeting::fake(), "descriptors", &[]).with_files(100).end().code(0).json();
+    assert_explained(&report, "descriptors", "failed", "few-descriptors");
+}
+
+#[test]
+fn a_probe_that_somebody_kills_is_told_as_such() {
+    let meeting = Meeting::fake();
+    let log = meeting.folder().join("log");
+    let settings = [(SLOW, "cuMemcpyHtoD_v2:60000"), ("FAKECUDA_LOG", log.to_str().unwrap())];
+    let running = doctor(&meeting, "memory", &settings).start();
+    let hangs = || {
+        let text = fs::read_to_string(&log).unwrap_or_default();
+        text.lines().find_map(|line| line.strip_suffix(" cuMemcpyHtoD_v2")?.parse().ok())
+    };
+    wait_for("the call that hangs", || hangs().is_some());
+    nix::sys::signal::kill(Pid::from_raw(hangs().unwrap()), Signal::SIGKILL).unwrap();
+    assert_explained(&running.end().code(1).json(), "memory", "failed", "killed");
+}
+
+#[test]
+fn a_code_that_is_not_about_the_probe_makes_nothing_unsupported() {
+    let meeting = Meeting::fake();
+    for (fault, probe) in [
+        ("cuMemCreate:1:800", "memory"),
+        ("cuMemExportToShareableHandle:1:801", "round-trip"),
+        ("cuMemImportFromShareableHandle:1:801", "import"),
+        ("cuInit:1:3", "driver"),
+    ] {
+        let report = doctor(&meeting, probe, &[(FAIL, fault)]).end().code(1).json();
+        let found = finding(&report, probe);
+        assert_eq!((&found["status"], &found["rule"]), (&"failed".into(), &Value::Null), "{fault}: {found}");
+    }
+    // What ran out says nothing of what was to be tried.
+    let report = doctor(&meeting, "read-only-store", &[(FAIL, "cuMemCreate:1:2")]).end().code(0).json();
+    let found = finding(&report, "read-only-store");
+    assert!(found["meaning"].as_str().unwrap().starts_with("It could not be tried whether "), "{found}");
+}
