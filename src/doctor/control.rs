@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// The version of these records. Whoever speaks another one is told so and left.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 /// The longest record.
 const MAX_RECORD: usize = 128 << 10;
@@ -36,7 +36,15 @@ const TICK: Duration = Duration::from_millis(20);
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub(super) enum Say {
     /// The first word of both ends, before it is known whether they understand each other.
-    Hello { version: u32, tool: String, backend: Backend, environment: Box<Environment> },
+    Hello {
+        version: u32,
+        tool: String,
+        backend: Backend,
+        environment: Box<Environment>,
+        /// What came of starting the driver, where the other end is told.
+        #[serde(default)]
+        driver: Option<Box<Finding>>,
+    },
     /// "Memory waits at the socket: come and take it."
     Begin { probe: String },
     /// What came of it, and what it took in microseconds.
@@ -45,6 +53,9 @@ pub(super) enum Say {
         #[serde(default)]
         wait_us: Option<u64>,
         bytes: Option<u64>,
+        /// The device that it was taken on.
+        #[serde(default)]
+        through: Option<DeviceUuid>,
         error: Option<Seen>,
     },
     /// "Now you lend, on this device." It is answered by `begin`, or by `lent` at once if nothing comes of it.
@@ -53,19 +64,32 @@ pub(super) enum Say {
     Lent { error: Option<Seen> },
     /// An event of the driver's, for the other end to wait for.
     Event { device: DeviceUuid, handle: String },
-    /// A device that is looked at from here on, for the other end's report.
+    /// A device that is to be tried, for the other end's report. All of them come before anything is tried.
     Device(DeviceReport),
-    /// What one probe found, for the other end's report.
-    Found(Finding),
+    /// What one probe found on a device, for the other end's report.
+    Found { device: i32, finding: Finding },
     /// The end.
     Bye {},
 }
 
+/// Memory that was taken.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Taken {
+    /// How long it took to open, in microseconds.
+    pub(super) open_us: u64,
+    pub(super) bytes: u64,
+    /// The device that it was taken on, which need not be its own.
+    pub(super) through: Option<DeviceUuid>,
+}
+
 impl Say {
-    /// What came of taking memory: how long it took to open, in microseconds, and how many bytes it was.
-    pub(super) fn done(taken: &Result<(u64, u64)>) -> Self {
-        let (open_us, bytes) = taken.as_ref().map_or((None, None), |&(us, bytes)| (Some(us), Some(bytes)));
-        Self::Done { open_us, wait_us: None, bytes, error: taken.as_ref().err().map(Seen::of) }
+    /// What came of taking memory.
+    pub(super) fn done(taken: &Result<Taken>) -> Self {
+        let (open_us, bytes, through) = match taken {
+            Ok(taken) => (Some(taken.open_us), Some(taken.bytes), taken.through),
+            Err(_) => (None, None, None),
+        };
+        Self::Done { open_us, wait_us: None, bytes, through, error: taken.as_ref().err().map(Seen::of) }
     }
 
     fn name(&self) -> &'static str {
@@ -77,7 +101,7 @@ impl Say {
             Self::Lent { .. } => "lent",
             Self::Event { .. } => "event",
             Self::Device(_) => "device",
-            Self::Found(_) => "found",
+            Self::Found { .. } => "found",
             Self::Bye {} => "bye",
         }
     }
@@ -145,8 +169,18 @@ impl Control {
 
     /// Says who this is, and hears who the other one is.
     pub(super) fn greet(&mut self, backend: Backend, environment: &Environment) -> Result<Environment> {
-        let tool = super::tool();
-        let hello = Say::Hello { version: VERSION, tool, backend, environment: Box::new(environment.clone()) };
+        Ok(self.greet_with(backend, environment, None)?.0)
+    }
+
+    /// Says too what came of starting the driver, and hears it of the other one.
+    pub(super) fn greet_with(
+        &mut self,
+        backend: Backend,
+        environment: &Environment,
+        driver: Option<&Finding>,
+    ) -> Result<(Environment, Option<Finding>)> {
+        let (tool, driver) = (super::tool(), driver.cloned().map(Box::new));
+        let hello = Say::Hello { version: VERSION, tool, backend, environment: Box::new(environment.clone()), driver };
         // One who is not let in finds the door closed, and may still read why.
         let sent = self.send(&hello);
         match self.receive().map_err(|error| sent.err().unwrap_or(error))? {
@@ -159,7 +193,7 @@ impl Control {
                 let message = format!("this end tests {backend} and the other one {theirs}");
                 Err(Error::Mismatch { code: ErrorCode::Backend, message })
             }
-            Say::Hello { environment, .. } => Ok(*environment),
+            Say::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
             Say::Lent { error: Some(seen) } => Err(Error::Peer { code: ErrorCode::Refused, message: seen.message }),
             other => unexpected(&other, "hello"),
         }

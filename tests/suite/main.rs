@@ -10,6 +10,7 @@ mod cuda_library;
 mod diagnosis;
 mod doctor;
 mod doctor_rules;
+mod doctor_meeting;
 mod fakecuda;
 mod host_memory;
 #[cfg(feature = "launch")]

@@ -1,10 +1,11 @@
 //! What takes two processes: one lends, over the real socket path, and the other takes.
 
 use std::{
+    cell::Cell,
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{Bench, Found, Probe, micros, timed};
@@ -12,7 +13,7 @@ use crate::{
     channel::{Cancel, Listener, Trust},
     doctor::{
         Status,
-        control::{Control, Say, unexpected},
+        control::{Control, Say, Taken, unexpected},
         peer::Peer,
         report::Seen,
     },
@@ -41,6 +42,9 @@ impl Way {
     pub(in crate::doctor) const LEGACY: Self = Self::of("legacy", Mechanism::Legacy);
     pub(in crate::doctor) const HOST: Self =
         Self { location: Placement::Host, ..Self::of("host-numa", Mechanism::Vmm) };
+
+    /// What was called if there can be no socket in the folder.
+    pub(in crate::doctor) const BIND: &str = "bind";
 
     const fn of(probe: &'static str, mechanism: Mechanism) -> Self {
         Self { probe, mechanism, location: Placement::Device }
@@ -71,6 +75,17 @@ impl End {
     pub(in crate::doctor) fn terms(&self, cancel: &Cancel) -> Terms {
         Terms { timeout: self.timeout, trust: self.trust.clone(), cancel: cancel.clone() }
     }
+
+    /// As [`follow`], with a limit for all of it together that may grow meanwhile. `each` may end it.
+    pub(in crate::doctor) fn follow_within(
+        &self,
+        control: &mut Control,
+        limit: &Cell<Duration>,
+        each: &mut dyn FnMut(Say) -> Result<()>,
+    ) -> Result<()> {
+        let begun = Instant::now();
+        follow_for(self, control, &mut || limit.get().saturating_sub(begun.elapsed()), each)
+    }
 }
 
 /// Lends memory to the other end, which reads it and writes a reply.
@@ -79,7 +94,12 @@ pub(in crate::doctor) fn lend(end: &End, control: &mut Control, device: &Device,
     let spec = Spec { size: SIZE, mechanism: way.mechanism, location: way.location, ..Spec::default() };
     let content = Content::Pattern(rand::random());
     let buffer = Buffer::create(device, &spec, content, None, &cancel, &|_| {})?;
-    let listener = Listener::bind(&end.socket, !end.trust.uids.is_empty(), end.timeout, &cancel)?;
+    let listener = match Listener::bind(&end.socket, !end.trust.uids.is_empty(), end.timeout, &cancel) {
+        Ok(listener) => listener,
+        Err(error @ Error::Interrupted { .. }) => return Err(error),
+        // It says nothing about the memory: whoever asked for this may tell it apart.
+        Err(error) => return Ok(of_seen(way.probe, Seen { call: Some(Way::BIND.to_owned()), ..Seen::of(&error) })),
+    };
     control.send(&Say::Begin { probe: way.probe.to_owned() })?;
     let terms = end.terms(&cancel);
     let mut served: Vec<Served> = Vec::new();
@@ -93,8 +113,8 @@ pub(in crate::doctor) fn lend(end: &End, control: &mut Control, device: &Device,
         }
         (done, serving.join())
     });
-    let (open_us, bytes) = match done? {
-        Say::Done { error: None, open_us, bytes, .. } => (open_us, bytes),
+    let (open_us, bytes, through) = match done? {
+        Say::Done { error: None, open_us, bytes, through, .. } => (open_us, bytes, through),
         Say::Done { error: Some(mut seen), .. } => {
             seen.message = format!("the other end: {}", seen.message);
             return Ok(of_seen(way.probe, seen));
@@ -116,6 +136,10 @@ pub(in crate::doctor) fn lend(end: &End, control: &mut Control, device: &Device,
         _ => "Two processes share memory over a socket, and each sees what the other writes.",
     });
     let found = found.figure("bytes", bytes);
+    let found = match through {
+        Some(through) if through != device.uuid() => found.figure("through", through.to_string()),
+        _ => found,
+    };
     Ok(found.figure("open_us", open_us))
 }
 
@@ -126,9 +150,8 @@ fn of_seen(probe: &str, seen: Seen) -> Found {
     }
 }
 
-/// Takes what the other end lends, checks it and replies. Returns how long it took to open, in microseconds, and how much it
-/// was.
-pub(in crate::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selector>) -> Result<(u64, u64)> {
+/// Takes what the other end lends, checks it and replies.
+pub(in crate::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selector>) -> Result<Taken> {
     let opened = Mutex::new(Duration::ZERO);
     let observer = |event: session::Event<'_>| {
         if let session::Event::Mapped { took, .. } = event {
@@ -143,11 +166,14 @@ pub(in crate::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selecto
         consumer.reply(&lent)?;
     }
     consumer.report(&lent, &found)?;
-    let bytes = lent.offer().memory.size;
+    let memory = &lent.offer().memory;
+    let bytes = memory.size;
+    // The one that was chosen, unless one was named.
+    let through = Device::for_memory_of(&end.driver, &memory.device, None).ok().map(|device| device.uuid());
     drop(lent);
     consumer.close();
-    let us = micros(*opened.lock().unwrap_or_else(PoisonError::into_inner));
-    Ok((us, bytes))
+    let open_us = micros(*opened.lock().unwrap_or_else(PoisonError::into_inner));
+    Ok(Taken { open_us, bytes, through })
 }
 
 /// An event of this side's. Dropping it gives it back.
@@ -199,9 +225,26 @@ fn wait_for_event(end: &End, device: DeviceUuid, handle: &str) -> Result<(u64, u
 
 /// Does what the other end asks for, until it says good-bye or goes. `each` is told what is not to be answered.
 pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn FnMut(Say)) -> Result<()> {
+    // The other end may have much to do by itself before it calls.
+    let patience = Duration::from_secs(3600).max(end.timeout);
+    follow_for(end, control, &mut || patience, &mut |say| {
+        each(say);
+        Ok(())
+    })
+}
+
+fn follow_for(
+    end: &End,
+    control: &mut Control,
+    patience: &mut dyn FnMut() -> Duration,
+    each: &mut dyn FnMut(Say) -> Result<()>,
+) -> Result<()> {
     loop {
-        // The other end may have much to do by itself before it calls.
-        match control.receive_within(Duration::from_secs(3600).max(end.timeout))? {
+        let left = patience();
+        if left.is_zero() {
+            return Err(Error::Timeout { purpose: "for the other end of the probes", waited: end.timeout });
+        }
+        match control.receive_within(left)? {
             Say::Begin { .. } => {
                 let taken = take(end, &control.cancel().clone(), None);
                 control.send(&Say::done(&taken))?;
@@ -217,20 +260,27 @@ pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn
             }
             Say::Event { device, handle } => {
                 let done = match wait_for_event(end, device, &handle) {
-                    Ok((open_us, wait_us)) => {
-                        Say::Done { open_us: Some(open_us), wait_us: Some(wait_us), bytes: None, error: None }
-                    }
-                    Err(error) => {
-                        Say::Done { open_us: None, wait_us: None, bytes: None, error: Some(Seen::of(&error)) }
-                    }
+                    Ok((open_us, wait_us)) => Say::Done {
+                        open_us: Some(open_us),
+                        wait_us: Some(wait_us),
+                        bytes: None,
+                        through: None,
+                        error: None,
+                    },
+                    Err(error) => Say::Done {
+                        open_us: None,
+                        wait_us: None,
+                        bytes: None,
+                        through: None,
+                        error: Some(Seen::of(&error)),
+                    },
                 };
                 control.send(&done)?;
             }
             bye @ Say::Bye {} => {
-                each(bye);
-                return Ok(());
+                return each(bye);
             }
-            other => each(other),
+            other => each(other)?,
         }
     }
 }
