@@ -276,6 +276,7 @@ fn work(meeting: &Meeting, socket: &Path, cancel: &Cancel, telling: &Sender<Told
     };
     control.set_timeout(*timeout);
     tell(Told::Peer(Box::new(peer)));
+    theirs.as_ref().map_or(Ok(()), within)?;
     let broken = theirs.filter(|finding| finding.status != Status::Ok);
     let Some(driver) = driver else {
         tell(Told::Ended(Some(seen("peer", "this end's driver can't be used, so nothing was tried".to_owned()))));
