@@ -35,6 +35,8 @@ pub struct Environment {
     pub wsl: bool,
     /// Whether the kernel is gVisor's.
     pub gvisor: bool,
+    /// Whether `/proc` is of this process's own PID namespace.
+    pub own_proc: Option<bool>,
     /// What kind of confidential virtual machine this is, `tdx` or `sev-snp`, if it shows.
     pub confidential: Option<String>,
     /// The version of NVIDIA's kernel module.
@@ -153,6 +155,9 @@ impl Environment {
             // `microsoft-standard-WSL2`; version 1 says `Microsoft` and has no GPU.
             wsl: version.to_ascii_lowercase().contains("microsoft"),
             gvisor: version.contains(GVISOR_BUILD) || version.to_ascii_lowercase().contains("gvisor"),
+            own_proc: fs::read_link(at("proc/self"))
+                .ok()
+                .map(|link| link == Path::new(&std::process::id().to_string())),
             confidential: confidential(root),
             module: module.as_deref().and_then(module_version),
             module_open: module.as_deref().map(|text| text.contains("Open Kernel Module")),
@@ -194,6 +199,9 @@ impl Environment {
         inside.extend(self.gvisor.then_some("gVisor"));
         if !inside.is_empty() {
             tell("inside", inside.join(", "));
+        }
+        if self.own_proc == Some(false) {
+            tell("/proc", "of another PID namespace".to_owned());
         }
         if let Some(kind) = &self.confidential {
             tell("confidential", format!("a virtual machine of kind {kind}"));

@@ -150,6 +150,15 @@ pub const RULES: &[Rule] = &[
         },
     },
     Rule {
+        name: "other-proc",
+        symptom: "`cuInit failed: CUDA_ERROR_OPERATING_SYSTEM (304)`, in a PID namespace",
+        cause: "/proc is of another PID namespace than this process, and the driver does not find itself there.",
+        remedy: "Mount a /proc of its own in the namespace, as `unshare --mount-proc` does.",
+        matches: |finding, environment| {
+            of(finding, &["driver"]) && code(finding) == Some(304) && environment.own_proc == Some(false)
+        },
+    },
+    Rule {
         name: "driver-broken",
         symptom: "`cuInit failed: CUDA_ERROR_UNKNOWN (999)`",
         cause: "The driver is there and its kernel module is in a bad state, often after a suspend or a GPU error.",
@@ -739,6 +748,11 @@ mod tests {
                 "no-uvm-node",
                 (refused("driver", "cuInit", 999), where_(|here| drop(here.nodes.pop()))),
                 (refused("driver", "cuInit", 999), plain()),
+            ),
+            (
+                "other-proc",
+                (refused("driver", "cuInit", 304), where_(|here| here.own_proc = Some(false))),
+                (refused("driver", "cuInit", 304), plain()),
             ),
             (
                 "driver-broken",

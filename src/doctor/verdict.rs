@@ -27,6 +27,11 @@ pub(super) fn of(report: &Report) -> (String, u8) {
     for name in required(Scope::Machine) {
         failures.extend(lacking(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
     }
+    // What a meeting that broke off could not even begin is told of the machine.
+    for name in required(Scope::Device) {
+        let broken = report.machine.iter().find(|finding| finding.probe == *name && finding.status != Status::Ok);
+        failures.extend(broken.map(|finding| format!("{name} was cut short{}", reason(finding))));
+    }
     let mut good = report.devices.len();
     for device in &report.devices {
         let failed = required(Scope::Device).find_map(|name| {

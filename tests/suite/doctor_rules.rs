@@ -13,11 +13,12 @@ use crate::{
 
 /// What only another kernel, machine or set of device nodes brings about: the tests beside the rules have these, and the
 /// last test here has some where it may mount.
-const ELSEWHERE: [&str; 15] = [
+const ELSEWHERE: [&str; 16] = [
     "library-missing-wsl",
     "library-missing",
     "nodes-denied",
     "no-device",
+    "other-proc",
     "driver-broken",
     "wsl-rdma",
     "wsl-sharing",
@@ -212,7 +213,7 @@ fn what_an_old_driver_lacks_is_told_by_its_age() {
     let meeting = Meeting::fake();
     let copy = Copy::new().without("cuMemPoolCreate");
     copy.write("libcuda.so.1");
-    let report = doctor(&meeting, "pool", &[]).env("LD_LIBRARY_PATH", copy.folder()).end().code(0).json();
+    let report = doctor(&meeting, "pool", &[]).env("LD_LIBRARY_PATH", copy.folder()).end().code(1).json();
     assert_explained(&report, "pool", "unsupported", "old-driver");
 }
 
@@ -231,7 +232,7 @@ fn a_device_for_one_process_is_told_by_its_code_or_its_mode() {
 
 #[test]
 fn few_descriptors_are_told_as_such() {
-    let report = doctor(&Meeting::fake(), "descriptors", &[]).with_files(100).end().code(0).json();
+    let report = doctor(&Meeting::fake(), "descriptors", &[]).with_files(100).end().code(1).json();
     assert_explained(&report, "descriptors", "failed", "few-descriptors");
 }
 
@@ -264,7 +265,7 @@ fn a_code_that_is_not_about_the_probe_makes_nothing_unsupported() {
         assert_eq!((&found["status"], &found["rule"]), (&"failed".into(), &Value::Null), "{fault}: {found}");
     }
     // What ran out says nothing of what was to be tried.
-    let report = doctor(&meeting, "read-only-store", &[(FAIL, "cuMemCreate:1:2")]).end().code(0).json();
+    let report = doctor(&meeting, "read-only-store", &[(FAIL, "cuMemCreate:1:2")]).end().code(1).json();
     let found = finding(&report, "read-only-store");
     assert!(found["meaning"].as_str().unwrap().starts_with("It could not be tried whether "), "{found}");
 }
@@ -296,7 +297,9 @@ fn rules_of_other_kernels_speak_where_those_can_be_made_to_show() {
     let no_shm = "mount -t tmpfs -o ro none /dev/shm";
     let closed = "mount -t tmpfs none /proc/driver; mkdir /proc/driver/nvidia; \
                   echo 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.154.05' > /proc/driver/nvidia/version";
+    let other_proc = "exec unshare --pid --fork \"$@\"";
     let cases = [
+        (other_proc, case("other-proc", "driver", "failed", &[(FAIL, "cuInit:1:304")])),
         (&*wsl, case("wsl-rdma", "dma-buf", "failed", &[(FAIL, "cuMemSetAccess:1:999")])),
         (&*wsl, case("wsl-sharing", "export", "failed", &[(FAIL, "cuMemExportToShareableHandle:1:1")])),
         (&*gvisor, case("gvisor-export", "export", "failed", &[(FAIL, "cuMemExportToShareableHandle:1:1")])),

@@ -9,8 +9,8 @@ mod conversation;
 mod cuda_library;
 mod diagnosis;
 mod doctor;
-mod doctor_rules;
 mod doctor_meeting;
+mod doctor_rules;
 mod fakecuda;
 mod host_memory;
 #[cfg(feature = "launch")]
