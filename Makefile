@@ -22,7 +22,7 @@ smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the ro
 
 test: ## every test that needs no GPU
 	$(CARGO) test --locked --workspace --features launch
-	scripts/test-root $(CARGO)
+	scripts/test-rights $(CARGO) $(STRICT)
 	scripts/test-python $(BIN) $(STRICT)
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
