@@ -70,11 +70,11 @@ struct Doctor {
     json: bool,
 
     /// Name the probes, with a line each, and run none
-    #[arg(long, conflicts_with_all = ["only", "show"])]
+    #[arg(long, conflicts_with_all = ["only", "show", "device", "json"])]
     list: bool,
 
     /// Print a report that was made with --json, on whatever machine, and run none
-    #[arg(long, value_name = "FILE", conflicts_with = "only")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "device"])]
     show: Option<PathBuf>,
 
     #[command(subcommand)]

@@ -55,7 +55,7 @@ pub enum Part {
 }
 
 /// What is tried on each device.
-const TRIED: [&str; 4] = ["round-trip", "pool", "legacy", "event"];
+const TRIED: [&str; 5] = ["round-trip", "host-numa", "pool", "legacy", "event"];
 
 /// The most devices that another end may have.
 const MAX_DEVICES: usize = 64;
@@ -270,7 +270,14 @@ fn work(meeting: &Meeting, socket: &Path, cancel: &Cancel, telling: &Sender<Told
         Part::Join => {
             let mut control = Control::connect(socket, *wait, trust, cancel)?;
             control.set_timeout(*timeout);
-            let greeted = greet(&mut control)?;
+            let greeted = greet(&mut control).map_err(|error| match error {
+                Error::Protocol(_) => Error::SocketPath {
+                    path: socket.to_owned(),
+                    reason: "no doctor waits there: a meeting of two others is under way, or a producer serves"
+                        .to_owned(),
+                },
+                other => other,
+            })?;
             (control, greeted)
         }
     };
@@ -363,6 +370,7 @@ fn serve(end: &End, control: &mut Control, tell: &dyn Fn(Told)) -> Result<()> {
         for probe in TRIED.iter().filter_map(|name| Probe::named(name)) {
             let finding = probe.examine(|| match probe.name {
                 "round-trip" => both_ways(end, control, device),
+                "host-numa" => lend(end, control, device, Way::HOST),
                 "pool" => {
                     device.driver().pools()?;
                     lend(end, control, device, Way::POOL)

@@ -50,6 +50,14 @@ pub const RULES: &[Rule] = &[
         },
     },
     Rule {
+        name: "library-not-found",
+        symptom: "`no CUDA driver library loads`, and the device nodes of a GPU are there",
+        cause: "The GPU's device nodes are here, and the loader does not find the driver library.",
+        remedy: "Name its folder in LD_LIBRARY_PATH, or run `ldconfig`; in a container NVIDIA_DRIVER_CAPABILITIES must \
+                 include compute.",
+        matches: |finding, environment| no_library(finding) && environment.nodes.iter().any(is_gpu),
+    },
+    Rule {
         name: "library-missing-wsl",
         symptom: "`no CUDA driver library loads`, on WSL2",
         cause: "WSL2 takes its driver library from Windows, in /usr/lib/wsl/lib, and it is not found there.",
@@ -377,7 +385,11 @@ pub const RULES: &[Rule] = &[
         symptom: "`host-numa` is killed by a signal",
         cause: "Drivers before r595 were seen to crash on host memory where the kernel refuses them NUMA calls.",
         remedy: "Update the driver, or give the container --cap-add SYS_NICE.",
-        matches: |finding, _| of(finding, &["host-numa"]) && kind(finding) == Some("signal"),
+        matches: |finding, environment| {
+            let major = environment.module.as_deref().and_then(|module| module.split('.').next()?.parse::<u32>().ok());
+            let crashed = kind(finding) == Some("signal") && !says(finding, "SIGKILL");
+            of(finding, &["host-numa"]) && crashed && major.is_none_or(|major| major < 595)
+        },
     },
     Rule {
         name: "host-numa-filtered",
@@ -386,7 +398,7 @@ pub const RULES: &[Rule] = &[
                 host memory.",
         remedy: "Give the container --cap-add SYS_NICE, or a seccomp profile that allows them.",
         matches: |finding, environment| {
-            let filtered = environment.container.is_some() || environment.seccomp == Some(2);
+            let filtered = environment.seccomp.map_or(environment.container.is_some(), |mode| mode == 2);
             of(finding, &["host-numa"]) && filtered && calls(finding, "cuMemCreate") && finding.status == Status::Failed
         },
     },
@@ -713,9 +725,14 @@ mod tests {
                 (timeout("import"), where_(|here| here.library.as_mut().unwrap().stub = true)),
             ),
             ("library-broken", (cut_off(), container()), (no_library(), container())),
-            ("library-missing-wsl", (no_library(), wsl()), (no_library(), plain())),
-            ("library-missing-container", (no_library(), container()), (no_library(), plain())),
-            ("library-missing", (no_library(), plain()), (no_device(), plain())),
+            ("library-not-found", (no_library(), plain()), (no_library(), no_gpu_node(plain()))),
+            ("library-missing-wsl", (no_library(), no_gpu_node(wsl())), (no_library(), no_gpu_node(plain()))),
+            (
+                "library-missing-container",
+                (no_library(), no_gpu_node(container())),
+                (no_library(), no_gpu_node(plain())),
+            ),
+            ("library-missing", (no_library(), no_gpu_node(plain())), (no_device(), plain())),
             (
                 "old-driver",
                 (said("pool", "unsupported", "no cuMemPoolCreate: the driver is too old for this"), plain()),
@@ -855,14 +872,22 @@ mod tests {
             ),
             ("host-numa-crash", (segfault("host-numa"), plain()), (segfault("memory"), plain())),
             (
+                "host-numa-crash",
+                (segfault("host-numa"), where_(|here| here.module = Some("580.159.04".to_owned()))),
+                (segfault("host-numa"), where_(|here| here.module = Some("595.58.03".to_owned()))),
+            ),
+            (
                 "host-numa-filtered",
                 (refused("host-numa", "cuMemCreate", 1), where_(|here| here.seccomp = Some(2))),
                 (refused("host-numa", "cuMemCreate", 1), plain()),
             ),
             (
                 "host-numa-filtered",
+                (
+                    refused("host-numa", "cuMemCreate", 1),
+                    where_(|here| (here.container, here.seccomp) = (Some("docker".to_owned()), None)),
+                ),
                 (refused("host-numa", "cuMemCreate", 1), container()),
-                (refused("host-numa", "cuCtxSynchronize", 1), container()),
             ),
             (
                 "host-numa-unsupported",
@@ -970,7 +995,7 @@ mod tests {
     fn the_words_looked_for_are_those_of_the_errors() {
         let library = "libcuda.so.1".to_owned();
         let errors = [
-            (Error::NoDriver { tried: format!("{library}: No such file or directory") }, "library-missing"),
+            (Error::NoDriver { tried: format!("{library}: No such file or directory") }, "library-not-found"),
             (Error::NoDriver { tried: format!("{library}: file too short") }, "library-broken"),
             (Error::StubLibrary { library: library.clone() }, "stub-library"),
             (Error::MissingSymbol { library, symbol: "cuMemCreate" }, "old-driver"),

@@ -47,6 +47,9 @@ pub(super) fn of(report: &Report) -> (String, u8) {
             failures.extend(why.map(|why| format!("device {device} fails at {name} with device {owner}{why}")));
         }
     }
+    if report.pairs.is_empty() && required(Scope::Pair).next().is_some() {
+        failures.push("no pair of devices was tried".to_owned());
+    }
     if report.devices.is_empty() && required(Scope::Device).next().is_some() {
         failures.push("no device was tried".to_owned());
     }
@@ -139,7 +142,8 @@ fn reason(finding: &Finding) -> String {
     };
     let cause = finding.cause.as_deref().map(|cause| lower(cause.trim_end_matches('.')));
     let short = || finding.error.as_ref().map(|seen| seen.message.clone());
-    match cause.or_else(short) {
+    let meaning = || Some(lower(finding.meaning.trim_end_matches('.'))).filter(|_| finding.status == Status::Skipped);
+    match cause.or_else(short).or_else(meaning) {
         Some(why) => format!(": {why}"),
         None => String::new(),
     }

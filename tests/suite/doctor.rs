@@ -196,7 +196,7 @@ fn meet(meeting: &Meeting, part: &str, options: &[&str]) -> Run {
 fn assert_met(serve: &Ended, join: &Ended) {
     let (serve, join) = (serve.code(0).json(), join.code(0).json());
     for report in [&serve, &join] {
-        assert_eq!(probes(&report["devices"][0]["findings"]), ["round-trip", "pool", "legacy", "event"]);
+        assert_eq!(probes(&report["devices"][0]["findings"]), ["round-trip", "host-numa", "pool", "legacy", "event"]);
         assert_eq!(finding(&report["devices"][0]["findings"], "round-trip")["status"], "ok");
         assert!(report["peer"].is_object() && report["environment"].is_object());
     }
@@ -235,7 +235,7 @@ fn an_end_that_dies_leaves_a_whole_report_at_the_other() {
     slow.signal(Signal::SIGKILL);
     let serve = serve.end();
     let report = serve.code(1).json();
-    assert_eq!(probes(&report["devices"][0]["findings"]), ["round-trip", "pool", "legacy", "event"]);
+    assert_eq!(probes(&report["devices"][0]["findings"]), ["round-trip", "host-numa", "pool", "legacy", "event"]);
     assert_eq!(finding(&report["devices"][0]["findings"], "round-trip")["status"], "failed");
 }
 
@@ -414,6 +414,13 @@ fn a_folder_is_found_where_temporary_files_can_not_be() {
 }
 
 #[test]
+fn a_pair_that_is_asked_for_and_not_there_has_failed() {
+    let ended = doctor(&Meeting::fake(), &["--only", "peer"]).end();
+    ended.code(1);
+    assert!(ended.stdout.contains("no pair of devices was tried"), "{}", ended.stdout);
+}
+
+#[test]
 fn few_descriptors_are_found_out() {
     let meeting = Meeting::host();
     let report = doctor(&meeting, &["--json", "--only", "descriptors"]).with_files(100).end().code(1).json();
@@ -508,8 +515,6 @@ fn a_doctor_that_is_stopped_or_killed_leaves_nothing() {
         assert_gone(&meeting, &["log"]);
     }
 }
-
-/// Whether this user may make namespaces of this kind: many containers do not let anybody.
 
 mod namespaces {
     use super::*;

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::running::{Ended, Meeting, Run, Running, wait_for};
 
-const TRIED: [&str; 4] = ["round-trip", "pool", "legacy", "event"];
+const TRIED: [&str; 5] = ["round-trip", "host-numa", "pool", "legacy", "event"];
 
 fn meet(meeting: &Meeting, backend: &str, part: &str) -> Run {
     let mut run = meeting.bare("vmmfd");
