@@ -9,16 +9,15 @@ use std::{
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use vmmfd::driver::{
     Access::{self, ReadOnly, ReadWrite},
-    Diagnosis, Driver, Handle, Location, MadeFor, code,
+    Diagnosis, Location, MadeFor, code,
 };
 
 use crate::{
     legacy_and_pools::{Wire, with_owner_in},
-    support::{Copy, EXPORTABLE, Fault, Kind, Subject, code, in_child},
+    support::{Copy, EXPORTABLE, Fault, Kind, Mapped, Subject, code, in_child},
 };
 
 const INVALID: u32 = code::INVALID_VALUE;
-const DEVICE: Location = Location::Device(0);
 
 cases! {
     on crate::support::Subject; gpus alone: [
@@ -50,50 +49,6 @@ fn closes_on_exec(fd: impl AsFd) -> bool {
 fn full_name(subject: &Subject, test: &str) -> String {
     let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
     format!("diagnosis::{module}::{test}")
-}
-
-/// Memory that is mapped.
-struct Mapped<'a> {
-    driver: &'a dyn Driver,
-    handle: Handle,
-    address: u64,
-    size: u64,
-}
-
-impl<'a> Mapped<'a> {
-    fn new(subject: &'a Subject, units: u64) -> Self {
-        let handle = subject.driver.create(units * subject.unit(), &EXPORTABLE).unwrap();
-        Self::of(subject, handle, units)
-    }
-
-    fn of(subject: &'a Subject, handle: Handle, units: u64) -> Self {
-        let (driver, size) = (&*subject.driver, units * subject.unit());
-        let address = driver.reserve(size, 0).unwrap();
-        driver.map(address, size, 0, handle).unwrap();
-        let mapped = Self { driver, handle, address, size };
-        mapped.allow(Some(ReadWrite));
-        mapped
-    }
-
-    fn allow(&self, access: Option<Access>) {
-        self.driver.set_access(self.address, self.size, DEVICE, access).unwrap();
-    }
-
-    fn write(&self, offset: u64, bytes: &[u8]) {
-        self.driver.copy_in(0, self.address + offset, bytes).unwrap();
-    }
-
-    fn read<const LENGTH: usize>(&self, offset: u64) -> [u8; LENGTH] {
-        let mut bytes = [0; LENGTH];
-        self.driver.copy_out(0, self.address + offset, &mut bytes).unwrap();
-        bytes
-    }
-
-    fn end(self) {
-        self.driver.unmap(self.address, self.size).unwrap();
-        self.driver.free(self.address, self.size).unwrap();
-        self.driver.release(self.handle).unwrap();
-    }
 }
 
 fn the_library_is_named_by_the_file_it_was_loaded_from(subject: Subject) {
@@ -130,7 +85,7 @@ fn memory_for_a_fabric_is_made_and_exported_or_not_permitted(subject: Subject) {
     assert_ne!(exported[0], [0; 64]);
     for handle in handles {
         assert_eq!(code(driver.export(handle)), INVALID, "as a descriptor");
-        let mapped = Mapped::of(&subject, handle, 1);
+        let mapped = Mapped::of(&*subject.driver, handle, unit);
         mapped.write(0, b"fabric");
         assert_eq!(&mapped.read(0), b"fabric");
         mapped.end();
@@ -146,8 +101,8 @@ fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
     let handle = diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap();
     assert_eq!(driver.properties(handle).unwrap(), EXPORTABLE);
     let fd = driver.export(handle).unwrap();
-    let (mapped, imported) = (Mapped::of(&subject, handle, 1), driver.import(fd.as_fd(), unit).unwrap());
-    let other = Mapped::of(&subject, imported, 1);
+    let (mapped, imported) = (Mapped::of(&*subject.driver, handle, unit), driver.import(fd.as_fd(), unit).unwrap());
+    let other = Mapped::of(&*subject.driver, imported, unit);
     mapped.write(5, b"the same");
     assert_eq!(&other.read(5), b"the same");
     other.end();
@@ -156,7 +111,7 @@ fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
 
 fn a_dma_buf_has_the_size_of_its_range_and_is_closed_on_exec(subject: Subject) {
     let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
-    let mapped = Mapped::of(&subject, diagnosis.create_with(0, 2 * unit, MadeFor::Rdma).unwrap(), 2);
+    let mapped = Mapped::of(&*subject.driver, diagnosis.create_with(0, 2 * unit, MadeFor::Rdma).unwrap(), 2 * unit);
     let fds = [(); 2].map(|()| diagnosis.export_dma_buf(0, mapped.address, 2 * unit).unwrap());
     assert!(fds.iter().all(closes_on_exec));
     for fd in fds {
@@ -168,7 +123,7 @@ fn a_dma_buf_has_the_size_of_its_range_and_is_closed_on_exec(subject: Subject) {
 fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
     subject.alone();
     let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
-    let mapped = Mapped::of(&subject, diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap(), 1);
+    let mapped = Mapped::of(&*subject.driver, diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap(), unit);
     let block = driver.legacy().unwrap().allocate(0, unit).unwrap();
     let beside = driver.reserve(unit, 0).unwrap();
     let address = mapped.address;
@@ -186,7 +141,7 @@ fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
     }
     assert_eq!(calls(), before, "none of it reached the driver");
     assert_eq!(code(diagnosis.export_dma_buf(99, address, unit)), code::INVALID_DEVICE);
-    let ordinary = Mapped::new(&subject, 1);
+    let ordinary = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
     if subject.fake.is_some() {
         assert_eq!(code(diagnosis.export_dma_buf(0, ordinary.address, unit)), INVALID, "what is not made for it");
     }
@@ -201,7 +156,7 @@ fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
 
 fn bytes_are_copied_within_a_device_and_take_a_time(subject: Subject) {
     let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
-    let [one, two] = [(); 2].map(|()| Mapped::new(&subject, 3));
+    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.driver, &EXPORTABLE, 3));
     one.write(0, &[0; 200]);
     one.write(0, b"the first");
     one.write(3 * unit - 8, b"the last");
@@ -223,7 +178,7 @@ fn bytes_are_copied_within_a_device_and_take_a_time(subject: Subject) {
 fn a_copy_within_a_device_needs_access_at_both_ends(mut subject: Subject) {
     subject.alone();
     let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
-    let [one, two] = [(); 2].map(|()| Mapped::new(&subject, 1));
+    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.driver, &EXPORTABLE, 1));
     let (to, from) = (one.address, two.address);
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
     let (local, before) = (0u64, calls());
@@ -255,7 +210,7 @@ fn a_copy_within_a_device_needs_access_at_both_ends(mut subject: Subject) {
 fn a_copy_within_a_device_that_fails_is_waited_for_too() {
     let subject = Subject::fake();
     let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
-    let mapped = Mapped::new(&subject, 1);
+    let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
     let copy = || diagnosis.copy_within(0, mapped.address, mapped.address + 8, 8);
     for (fault, want) in [("cuMemcpyDtoD_v2:1:700", 700), ("cuCtxSynchronize:1:719", 719)] {
         let before = fake.calls("cuCtxSynchronize");
@@ -270,7 +225,7 @@ fn a_copy_within_a_device_that_fails_is_waited_for_too() {
 
 fn a_kernel_stores_one_word(subject: Subject) {
     let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
-    let mapped = Mapped::new(&subject, 1);
+    let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
     mapped.write(0, &[9; 16]);
     mapped.write(unit - 8, &[9; 8]);
     diagnosis.store(0, mapped.address + 4, 0x0403_0201).unwrap();
@@ -283,7 +238,7 @@ fn a_kernel_stores_one_word(subject: Subject) {
 fn a_kernel_stores_to_whole_words_of_mapped_memory_alone(mut subject: Subject) {
     subject.alone();
     let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
-    let mapped = Mapped::new(&subject, 1);
+    let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
     let beside = driver.reserve(unit, 0).unwrap();
     let (address, local) = (mapped.address, 0u32);
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
@@ -312,7 +267,7 @@ fn store_with(subject: &Subject, test: &str, access: Option<Access>) -> String {
         &full_name(subject, test),
         |_| {},
         || {
-            let mapped = Mapped::new(subject, 1);
+            let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
             mapped.allow(access);
             let answers = [
                 diagnosis(subject).store(0, mapped.address, 1),
@@ -341,7 +296,7 @@ fn a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process(subject: Subje
 fn a_store_that_fails_leaves_no_module_and_nothing_under_way() {
     let subject = Subject::fake();
     let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
-    let mapped = Mapped::new(&subject, 1);
+    let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
     for (symbol, waited) in
         [("cuModuleLoadData", 0), ("cuModuleGetFunction", 0), ("cuLaunchKernel", 1), ("cuCtxSynchronize", 1)]
     {
@@ -469,7 +424,7 @@ fn copies_and_events_are_of_the_device_that_is_named() {
     fake.set("FAKECUDA_DEVICES", "2");
     let subject = Subject::of(fake);
     let diagnosis = diagnosis(&subject);
-    let [one, two] = [(); 2].map(|()| Mapped::new(&subject, 1));
+    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.driver, &EXPORTABLE, 1));
     assert_eq!(code(diagnosis.copy_within(1, one.address, two.address, 8)), INVALID, "it has no access");
     let event = diagnosis.event_create(1).unwrap();
     assert_eq!(code(diagnosis.event_record(0, event)), INVALID);

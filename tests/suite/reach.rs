@@ -6,13 +6,13 @@ use vmmfd::{
     Error,
     driver::{
         Access::{ReadOnly, ReadWrite},
-        Attribute, Driver, Granularity, Handle, Location, Properties, code,
+        Attribute, Driver, Location, Properties, code,
         cuda::CudaDriver,
         host::HostDriver,
     },
 };
 
-use crate::support::{Copy, EXPORTABLE, Fake, Kind, Subject, code, in_fork};
+use crate::support::{Copy, EXPORTABLE, Fake, Kind, Mapped, Subject, code, in_fork};
 
 const INVALID: u32 = code::INVALID_VALUE;
 const DEVICE: Location = Location::Device(0);
@@ -48,42 +48,6 @@ fn another(subject: &Subject) -> (Arc<dyn Driver>, Option<Fake>) {
             (Arc::new(CudaDriver::load_from(fake.path()).unwrap()), Some(fake))
         }
         Kind::Cuda => (Arc::new(CudaDriver::load().unwrap()), None),
-    }
-}
-
-/// Host memory of a node, mapped, with access for the device and the CPU.
-struct Mapped<'a> {
-    driver: &'a dyn Driver,
-    handle: Handle,
-    address: u64,
-    size: u64,
-}
-
-impl<'a> Mapped<'a> {
-    fn new(driver: &'a dyn Driver, properties: &Properties, units: u64) -> Self {
-        let size = units * driver.granularity(properties, Granularity::Minimum).unwrap();
-        let handle = driver.create(size, properties).unwrap();
-        let address = driver.reserve(size, 0).unwrap();
-        driver.map(address, size, 0, handle).unwrap();
-        driver.set_access(address, size, DEVICE, Some(ReadWrite)).unwrap();
-        Self { driver, handle, address, size }
-    }
-
-    fn for_cpu(self) -> Self {
-        self.driver.set_access(self.address, self.size, CPU, Some(ReadWrite)).unwrap();
-        self
-    }
-
-    fn read<const LENGTH: usize>(&self, offset: u64) -> [u8; LENGTH] {
-        let mut bytes = [0; LENGTH];
-        self.driver.copy_out(0, self.address + offset, &mut bytes).unwrap();
-        bytes
-    }
-
-    fn end(self) {
-        self.driver.unmap(self.address, self.size).unwrap();
-        self.driver.free(self.address, self.size).unwrap();
-        self.driver.release(self.handle).unwrap();
     }
 }
 
@@ -181,7 +145,7 @@ fn host_memory_of_a_node_is_shared_with_device_and_cpu(subject: Subject) {
     let (driver, unit) = (&subject.driver, subject.unit());
     assert_eq!(driver.device_attribute(0, Attribute::HostNumaVirtualMemoryManagement).unwrap(), 1);
     assert!(driver.device_attribute(0, Attribute::HostNumaId).unwrap() >= 0);
-    let mapped = Mapped::new(&**driver, &ON_HOST, 1).for_cpu();
+    let mapped = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
     assert_eq!(mapped.size, unit);
     let location = if subject.kind == Kind::Host { DEVICE } else { CPU };
     assert_eq!(driver.properties(mapped.handle).unwrap(), Properties { location, ..EXPORTABLE });
@@ -233,7 +197,7 @@ fn device_memory_is_not_for_the_cpu_unless_it_is_host_memory(subject: Subject) {
 
 fn a_window_shows_what_a_device_wrote_and_the_reverse(subject: Subject) {
     let driver = &subject.driver;
-    let mapped = Mapped::new(&**driver, &ON_HOST, 2).for_cpu();
+    let mapped = Mapped::new(&**driver, &ON_HOST, 2).with_access(CPU);
     let window = driver.window(mapped.address + 100, mapped.size - 100).unwrap();
     assert_eq!(window.size(), mapped.size - 100);
     assert!(window.slice().is_none(), "others may write to it");
@@ -294,7 +258,7 @@ fn a_window_needs_access_of_the_cpu_to_every_byte(subject: Subject) {
 
 fn a_window_that_may_only_read_refuses_to_write(subject: Subject) {
     let driver = &subject.driver;
-    let mapped = Mapped::new(&**driver, &ON_HOST, 1).for_cpu();
+    let mapped = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
     driver.copy_in(0, mapped.address, b"read me").unwrap();
     driver.set_access(mapped.address, mapped.size, CPU, Some(ReadOnly)).unwrap();
     let window = driver.window(mapped.address, mapped.size).unwrap();
@@ -308,8 +272,8 @@ fn a_window_that_may_only_read_refuses_to_write(subject: Subject) {
 
 fn what_a_window_is_open_on_is_neither_unmapped_nor_changed(subject: Subject) {
     let (driver, unit) = (&subject.driver, subject.unit());
-    let mapped = Mapped::new(&**driver, &ON_HOST, 2).for_cpu();
-    let beside = Mapped::new(&**driver, &ON_HOST, 1).for_cpu();
+    let mapped = Mapped::new(&**driver, &ON_HOST, 2).with_access(CPU);
+    let beside = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
     let windows = [(unit, 1), (unit, 1), (2 * unit - 1, 1)].map(|(at, size)| driver.window(mapped.address + at, size));
     let mut windows: Vec<_> = windows.into_iter().map(Result::unwrap).collect();
     while !windows.is_empty() {
@@ -330,7 +294,7 @@ fn what_a_window_is_open_on_is_neither_unmapped_nor_changed(subject: Subject) {
 
 fn a_window_outlives_its_driver(subject: Subject) {
     let (driver, _fake) = another(&subject);
-    let mapped = Mapped::new(&*driver, &ON_HOST, 1).for_cpu();
+    let mapped = Mapped::new(&*driver, &ON_HOST, 1).with_access(CPU);
     let (window, other) = (driver.window(mapped.address, 4096).unwrap(), driver.window(mapped.address, 1).unwrap());
     drop(driver);
     for window in [other, window] {
@@ -358,7 +322,7 @@ fn memory_is_made_writable_and_sealed_by_the_kernel_or_not_at_all(subject: Subje
 
 fn forks_reach_nothing(subject: Subject) {
     let driver = Arc::clone(&subject.driver);
-    let mapped = Mapped::new(&*driver, &ON_HOST, 1).for_cpu();
+    let mapped = Mapped::new(&*driver, &ON_HOST, 1).with_access(CPU);
     let window = driver.window(mapped.address, mapped.size).unwrap();
     let locked = driver.page_lock(0, 4096).unwrap();
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));

@@ -2,12 +2,14 @@
 
 mod fake;
 mod faulty;
+mod mapped;
 mod process;
 mod subject;
 
 pub(crate) use self::{
     fake::{Copy, Fake},
     faulty::{Fault, Faulty},
+    mapped::Mapped,
     process::{aborts_in_fork, in_child, in_fork},
     subject::{EXPORTABLE, Kind, Subject},
 };
