@@ -19,38 +19,34 @@ pub(super) fn of(report: &Report) -> (String, u8) {
             false => (format!("The driver can't be used: {}.", why.trim_end_matches('.')), 1),
         };
     }
-    let required = |scope: Scope| {
-        let named = move |name: &&String| PROBES.iter().any(|probe| probe.name == **name && probe.scope() == scope);
-        report.required.iter().filter(named)
-    };
     let mut failures = Vec::new();
-    for name in required(Scope::Machine) {
+    for name in required(report, Scope::Machine) {
         failures.extend(lacking(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
     }
     // What a meeting that broke off could not even begin is told of the machine.
-    for name in required(Scope::Device) {
+    for name in required(report, Scope::Device) {
         let broken = report.machine.iter().find(|finding| finding.probe == *name && finding.status != Status::Ok);
         failures.extend(broken.map(|finding| format!("{name} was cut short{}", reason(finding))));
     }
     let mut good = report.devices.len();
     for device in &report.devices {
-        let failed = required(Scope::Device).find_map(|name| {
+        let failed = required(report, Scope::Device).find_map(|name| {
             lacking(&device.findings, name).map(|why| format!("device {} fails at {name}{why}", device.ordinal))
         });
         good -= usize::from(failed.is_some());
         failures.extend(failed);
     }
     for pair in &report.pairs {
-        for name in required(Scope::Pair) {
+        for name in required(report, Scope::Pair) {
             let (device, owner) = (pair.device, pair.owner);
             let why = lacking(&pair.findings, name);
             failures.extend(why.map(|why| format!("device {device} fails at {name} with device {owner}{why}")));
         }
     }
-    if report.pairs.is_empty() && required(Scope::Pair).next().is_some() {
+    if report.pairs.is_empty() && required(report, Scope::Pair).next().is_some() {
         failures.push("no pair of devices was tried".to_owned());
     }
-    if report.devices.is_empty() && required(Scope::Device).next().is_some() {
+    if report.devices.is_empty() && required(report, Scope::Device).next().is_some() {
         failures.push("no device was tried".to_owned());
     }
 
@@ -62,6 +58,12 @@ pub(super) fn of(report: &Report) -> (String, u8) {
     (sentence + ".", u8::from(!failures.is_empty()))
 }
 
+/// The required probes that are about this.
+fn required(report: &Report, scope: Scope) -> impl Iterator<Item = &String> {
+    let named = move |name: &&String| PROBES.iter().any(|probe| probe.name == **name && probe.scope() == scope);
+    report.required.iter().filter(named)
+}
+
 /// How many of the devices do what was asked.
 fn subject(report: &Report, good: usize) -> String {
     let all = report.devices.len();
@@ -71,10 +73,7 @@ fn subject(report: &Report, good: usize) -> String {
         (Backend::Cuda, _) => "GPUs",
         (Backend::Host, _) => "stand-in of host memory (no GPU was tested)",
     };
-    let asked = |scope: Scope| {
-        let named = |name: &String| PROBES.iter().any(|probe| probe.name == *name && probe.scope() == scope);
-        report.required.iter().any(named)
-    };
+    let asked = |scope: Scope| required(report, scope).next().is_some();
     match (all, whole) {
         _ if !asked(Scope::Device) && !asked(Scope::Pair) => "The driver starts".to_owned(),
         (0, _) => "The driver starts".to_owned(),
