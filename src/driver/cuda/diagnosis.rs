@@ -2,18 +2,16 @@
 
 use std::{
     ffi::{CStr, c_uint, c_void},
-    os::fd::{FromRawFd, OwnedFd, RawFd},
+    os::fd::{OwnedFd, RawFd},
     path::PathBuf,
     ptr,
     sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard},
     time::{Duration, Instant},
 };
 
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-
 use super::{
-    super::{Diagnosis, EventHandle, Handle, Location, MadeFor, code, failure, failure_with},
-    Core, EventTable,
+    super::{Diagnosis, EventHandle, Handle, Location, MadeFor, code, failure},
+    Core, EventTable, adopt, close_on_exec,
     ffi::{AllocationProp, HANDLE_TYPE_FABRIC, HANDLE_TYPE_POSIX_FD, Opaque},
 };
 use crate::error::Result;
@@ -121,14 +119,10 @@ impl Diagnosis for Core {
                 self.functions.mem_get_handle_for_range(shareable, address, size as usize, RANGE_HANDLE_DMA_BUF, 0)
             }
         })?;
-        if fd < 0 {
-            return Err(failure(CALL, code::UNKNOWN));
-        }
         // SAFETY: the driver opened it for the caller, who is to close it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let fd = unsafe { adopt(CALL, fd) }?;
         // Nothing says that the driver sets it here, as it was seen to for memory.
-        fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
-            .map_err(|errno| failure_with(CALL, code::OPERATING_SYSTEM, Some(errno.into())))?;
+        close_on_exec(CALL, &fd)?;
         Ok(fd)
     }
 

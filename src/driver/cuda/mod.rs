@@ -26,6 +26,7 @@ use std::{
 };
 
 use cudarc::driver::sys::{self, CUdevice_attribute as DeviceAttribute};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use self::{
     addresses::{Addresses, Mapped},
@@ -33,7 +34,7 @@ use self::{
 };
 use super::{
     Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, LegacyIpc, Location,
-    MemoryInfo, Origin, PageLocked, PoolHandle, Pools, Properties, Window, code, failure,
+    MemoryInfo, Origin, PageLocked, PoolHandle, Pools, Properties, Window, code, failure, failure_with,
     window::{PageLocker, Windows},
 };
 use crate::error::{Error, Result};
@@ -466,11 +467,8 @@ impl Driver for CudaDriver {
         let mut fd: RawFd = -1;
         // SAFETY: for this type the driver writes an int.
         unsafe { self.core.functions.mem_export((&raw mut fd).cast(), handle.0, HANDLE_TYPE_POSIX_FD, 0) }?;
-        if fd < 0 {
-            return Err(failure(CALL, code::UNKNOWN));
-        }
         // SAFETY: the driver opened it for the caller, who is to close it.
-        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+        unsafe { adopt(CALL, fd) }
     }
 
     fn import(&self, fd: BorrowedFd<'_>, _: u64) -> Result<Handle> {
@@ -604,4 +602,23 @@ pub(crate) fn exit_at_once(code: i32) -> ! {
 
 fn raw_properties(properties: &Properties) -> AllocationProp {
     AllocationProp::pinned(properties.location, if properties.exportable { HANDLE_TYPE_POSIX_FD } else { 0 })
+}
+
+/// Takes over the descriptor that a call gave, if it gave one.
+///
+/// # Safety
+/// If it is one, nobody else owns it.
+unsafe fn adopt(call: &'static str, fd: RawFd) -> Result<OwnedFd> {
+    if fd < 0 {
+        return Err(failure(call, code::UNKNOWN));
+    }
+    // SAFETY: the caller vouches for it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Sees to it that a descriptor is closed when a program is executed.
+fn close_on_exec(call: &'static str, fd: &OwnedFd) -> Result<()> {
+    fcntl(fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
+        .map(drop)
+        .map_err(|errno| failure_with(call, code::OPERATING_SYSTEM, Some(errno.into())))
 }

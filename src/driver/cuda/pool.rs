@@ -2,18 +2,18 @@
 
 use std::{
     ffi::c_void,
-    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
     ptr,
     sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard},
 };
 
 use cudarc::driver::sys::CUmemAccess_flags;
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use super::{
-    super::{Location, PoolHandle, Pools, code, failure, failure_with},
+    super::{Location, PoolHandle, Pools, code, failure},
     Core, KnownPool, PoolTable,
     addresses::Source,
+    adopt, close_on_exec,
     ffi::{AccessDesc, HANDLE_TYPE_POSIX_FD, Opaque, PoolProps},
 };
 use crate::error::Result;
@@ -74,14 +74,10 @@ impl Pools for Core {
         let mut fd: RawFd = -1;
         // SAFETY: the pool is alive; for this type the driver writes an int.
         unsafe { self.functions.mem_pool_export(&mut fd, pointer(pool), HANDLE_TYPE_POSIX_FD, 0) }?;
-        if fd < 0 {
-            return Err(failure(CALL, code::UNKNOWN));
-        }
         // SAFETY: the driver opened it for the caller, who is to close it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let fd = unsafe { adopt(CALL, fd) }?;
         // Nothing says that the driver sets it here, as it was seen to for memory.
-        fcntl(&fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
-            .map_err(|errno| failure_with(CALL, code::OPERATING_SYSTEM, Some(errno.into())))?;
+        close_on_exec(CALL, &fd)?;
         Ok(fd)
     }
 
