@@ -11,7 +11,7 @@ use vmmfd::{
     memory::Selector,
     session::{
         Event,
-        consumer::{self, Ask},
+        consumer::{self, Ask, Errand},
         start,
     },
     transfer::Target,
@@ -64,7 +64,8 @@ impl Command for Options {
         let opened = start(self.common.backend, cancel, &observer)?;
         let terms = self.common.terms(cancel);
         let ask = Ask { access: self.access, range: self.range, ..Ask::default() };
-        let findings = consumer::fetch(&opened.driver, self.device, &path, &ask, target, &terms, &observer)?;
+        let errand = Errand { ask: &ask, target, engine: self.common.verify };
+        let findings = consumer::fetch(&opened.driver, self.device, &path, errand, &terms, &observer)?;
         let outcome = findings.outcome();
         console.found(&outcome);
         Ok(if outcome.verified { Exit::Verified } else { Exit::Mismatch })

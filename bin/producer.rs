@@ -90,7 +90,8 @@ impl Command for Options {
         };
         let pattern = || Content::Pattern(self.seed.unwrap_or_else(rand::random));
         let content = source.map_or_else(pattern, Content::File);
-        let buffer = Buffer::create(&device, &spec, content, array, cancel, &observer)?.corrupt(self.corrupt);
+        let buffer = Buffer::create(&device, &spec, content, array, cancel, &observer)?;
+        let buffer = buffer.engine(self.common.verify).corrupt(self.corrupt);
         let listener = Listener::bind(&path, !terms.trust.uids.is_empty(), terms.timeout, cancel)?;
         let plan = Plan { consumers: self.consumers, round_trip: self.round_trip };
         let mut served = Vec::new();

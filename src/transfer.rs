@@ -16,8 +16,11 @@ use tempfile::{Builder, NamedTempFile};
 use crate::{
     error::{Error, Result},
     memory::{Mirror, Region},
-    pattern::{SLICE, slices},
+    pattern::slices,
 };
+
+/// Host memory that is used at a time, in bytes. A multiple of 4.
+const SLICE: usize = 8 << 20;
 
 /// A digest in the making: see the protocol's page in [`crate::wire`].
 #[derive(Default)]
@@ -88,7 +91,7 @@ impl Source {
         let mut digest = Digest::default();
         let mut mirror = Mirror::to_fill(region, 0, region.size().min(SLICE as u64))?;
         let mut staged = Vec::new();
-        for part in slices(0..region.size()) {
+        for part in slices(0..region.size(), SLICE) {
             let length = part.end - part.start;
             let data = self.size.saturating_sub(part.start).min(length) as usize;
             mirror.turn_to(part.start, length, false)?;
@@ -123,7 +126,7 @@ impl Source {
             return Err(Error::OutOfRange { offset: range.start, length, size: self.size });
         }
         let (mut digest, mut bytes) = (Digest::default(), Vec::new());
-        for part in slices(range) {
+        for part in slices(range, SLICE) {
             bytes.resize((part.end - part.start) as usize, 0);
             self.read_at(part.start, &mut bytes)?;
             digest.0.update(&bytes);
@@ -171,7 +174,7 @@ pub fn read(
     let mut digest = Digest::default();
     let mut mirror = None::<Mirror<'_>>;
     let mut staged = Vec::new();
-    for part in slices(range) {
+    for part in slices(range, SLICE) {
         let (offset, length) = (part.start - start, part.end - part.start);
         let mirror = match &mut mirror {
             Some(mirror) => {

@@ -9,6 +9,7 @@ use crate::{
     channel::{Cancel, Trust},
     driver::Choice,
     error::Error,
+    pattern,
     session::Terms,
     transfer::Source,
     wire::ByteRange,
@@ -33,6 +34,11 @@ pub struct Common {
     /// Longest silence of the peer in any one step, and longest wait for one to appear: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
     pub timeout: Duration,
+
+    /// Who writes and checks the pattern: `gpu` (kernels), `host` (the CPUs, on copies), or `auto`: whoever is through first by
+    /// what each was measured to cost, and the host where the driver has no compiler for the kernels
+    #[arg(long, value_name = "gpu|host|auto", default_value = "auto")]
+    pub verify: pattern::Choice,
 
     /// Print one JSON object on stdout at the end, also on failure, and nothing else
     #[arg(long)]

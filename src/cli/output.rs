@@ -18,6 +18,7 @@ use crate::{
     driver::{Access, Backend},
     error::{Error, ErrorKind},
     memory::Device,
+    pattern::{Engine, Work},
     session::{Event, producer::Served},
     wire::{Description, Mechanism, Mismatch, Outcome, Placement},
 };
@@ -82,6 +83,9 @@ struct DeviceReport {
 struct Step {
     name: &'static str,
     us: u64,
+    /// Who wrote or checked the pattern.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    by: Option<Engine>,
 }
 
 /// One of a producer's consumers.
@@ -286,8 +290,9 @@ impl Console {
             Event::Mapped { address, access, took } => {
                 self.step("map", Some(took), format!("at {address:#x}, {}", spelled(access)));
             }
-            Event::Filled { words, salt, took } => {
-                self.step("fill", Some(took), format!("{words} words, salt {salt:#010x}"));
+            Event::Filled { words, salt, work, took } => {
+                let what = format!("{words} words, salt {salt:#010x}");
+                self.work("fill", took, what, words, Some(work));
             }
             Event::Exported { fds, took } => self.step("export", Some(took), numbers(fds)),
             Event::Loaded { size, digest, took } => {
@@ -327,7 +332,9 @@ impl Console {
                 self.state().report.array = Some(array.clone());
                 self.step("array", None, format!("{}: {}", described(array), first.join(" ")));
             }
-            Event::Verified { outcome, took } => self.step("verify", Some(took), findings(outcome)),
+            Event::Verified { outcome, work, took } => {
+                self.work("verify", took, findings(outcome), outcome.words, work);
+            }
             Event::Saved { path, size, took } => {
                 self.step("save", Some(took), format!("{size} bytes in {}", path.display()));
             }
@@ -363,13 +370,31 @@ impl Console {
         report.segments = Some(description.segments);
     }
 
+    /// A step on the pattern, and by whom it was done.
+    fn work(&self, name: &'static str, took: Duration, what: String, words: u64, work: Option<&Work>) {
+        let Some(work) = work else { return self.step(name, Some(took), what) };
+        if let Some(reason) = &work.fallback {
+            complain(&format!("warning: the GPU's kernels can't be had, and the host does their work: {reason}"));
+        }
+        let by = match work.engine {
+            // The kernels alone, not their start.
+            Engine::Gpu => format!("on the GPU at {:.2} TB/s", words as f64 * 4.0 / work.took.as_secs_f64() / 1e12),
+            Engine::Host => "on the CPU".to_owned(),
+        };
+        self.step_by(name, Some(took), format!("{what}, {by}"), Some(work.engine));
+    }
+
     fn step(&self, name: &'static str, took: Option<Duration>, what: impl Display) {
+        self.step_by(name, took, what, None);
+    }
+
+    fn step_by(&self, name: &'static str, took: Option<Duration>, what: impl Display, by: Option<Engine>) {
         let mut state = self.state();
         let time = match took {
             Some(took) => {
                 let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
                 if self.json && state.report.steps.len() < MAX_STEPS {
-                    state.report.steps.push(Step { name, us });
+                    state.report.steps.push(Step { name, us, by });
                 }
                 format!(" ({us} us)")
             }

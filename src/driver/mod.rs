@@ -7,6 +7,7 @@
 pub mod cuda;
 pub mod diagnosis;
 pub mod host;
+pub mod kernels;
 pub mod legacy;
 pub mod pool;
 pub mod window;
@@ -27,6 +28,7 @@ use crate::error::{Error, Result};
 
 pub use self::{
     diagnosis::{Diagnosis, EventHandle, MadeFor},
+    kernels::Kernels,
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
     window::{PageLocked, Window},
@@ -337,6 +339,12 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`Error::Unsupported`] on the host backend.
     fn pools(&self) -> Result<&dyn Pools>;
+
+    /// Kernels that write and check the pattern.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] on the host backend.
+    fn kernels(&self) -> Result<&dyn Kernels>;
 
     /// What is asked only to find out what the driver can do.
     ///

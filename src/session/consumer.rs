@@ -19,7 +19,7 @@ use crate::{
     driver::{Access, Driver},
     error::{Error, Result},
     memory::{Array, Device, Imported, Importing, Pool, Region, Selector, first_elements, timed},
-    pattern::{self, Checker, Pattern},
+    pattern::{self, Checker, Choice, Pattern},
     transfer::{self, Target},
     wire::{
         ByteRange, DEFAULT_OBJECT, ErrorCode, Mechanism, Message, Offer, Outcome, ProtocolError, Received, Request,
@@ -80,6 +80,7 @@ pub struct Consumer<'a> {
     pools: BTreeMap<u64, Arc<Pool>>,
     /// Held by all memory that the producer frees when the connection ends.
     connection: Arc<Connection>,
+    engine: Choice,
     observer: Observer<'a>,
 }
 
@@ -178,6 +179,17 @@ impl Findings {
     }
 }
 
+/// What [`fetch`] is to do.
+#[derive(Debug)]
+pub struct Errand<'a> {
+    /// What to ask for.
+    pub ask: &'a Ask,
+    /// Where to save it, if it is to be saved.
+    pub target: Option<Target>,
+    /// Who checks and writes the pattern.
+    pub engine: Choice,
+}
+
 /// Fetches the default object once: requests, verifies, saves if there is a target, replies if asked to, reports.
 ///
 /// # Errors
@@ -186,13 +198,12 @@ pub fn fetch(
     driver: &Arc<dyn Driver>,
     device: Option<Selector>,
     path: &Path,
-    ask: &Ask,
-    target: Option<Target>,
+    errand: Errand<'_>,
     terms: &Terms,
     observer: Observer<'_>,
 ) -> Result<Findings> {
-    let mut consumer = Consumer::connect(driver, device, path, terms, observer)?;
-    let result = consumer.converse(ask, target);
+    let mut consumer = Consumer::connect(driver, device, path, terms, observer)?.engine(errand.engine);
+    let result = consumer.converse(errand.ask, errand.target);
     consumer.link.end(&result);
     result
 }
@@ -230,6 +241,7 @@ impl<'a> Consumer<'a> {
             ready: early,
             named: device.is_some(),
             pools: BTreeMap::new(),
+            engine: Choice::Auto,
             observer,
         };
         match consumer.greet() {
@@ -251,6 +263,11 @@ impl<'a> Consumer<'a> {
         let (hello, _) = self.link.receive("for the producer's hello")?;
         // Whether the backends fit is the producer's to say, when it knows what is asked for.
         greeting(hello).map(drop)
+    }
+
+    /// Has the pattern checked and written by this engine: by default by the one that is through first.
+    pub fn engine(self, engine: Choice) -> Self {
+        Self { engine, ..self }
     }
 
     /// Who the producer is.
@@ -392,7 +409,7 @@ impl<'a> Consumer<'a> {
     /// Checks what was lent: against the pattern of its salt, or its digest. The producer is told that this side is at work.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for a digest that this version does not know; those of [`pattern::verify`] and
+    /// [`Error::Mismatch`] for a digest that this version does not know; those of [`Choice::verify`] and
     /// [`transfer::read`], and of the conversation. Wrong data is no error.
     pub fn verify(&mut self, lent: &Lent) -> Result<Outcome> {
         self.check(lent, None)
@@ -431,9 +448,12 @@ impl<'a> Consumer<'a> {
             observer(Event::Progress { done, all });
             link.busy()
         };
+        let mut work = None;
         let outcome = match (offer.salt.map(Pattern::new), &offer.digest) {
             (Some(pattern), _) if target.is_none() => {
-                outcome_of(&pattern::verify(memory, memory.start(), range.clone(), pattern, &mut done)?)
+                let verified = self.engine.verify(memory, memory.start(), range.clone(), pattern, &mut done)?;
+                work = Some(verified.1);
+                outcome_of(&verified.0)
             }
             (None, None) if target.is_none() => Outcome::of_verdict(true),
             (pattern, digest) => {
@@ -458,23 +478,22 @@ impl<'a> Consumer<'a> {
                 }
             }
         };
-        (self.observer)(Event::Verified { outcome: &outcome, took: begun.elapsed() });
+        (self.observer)(Event::Verified { outcome: &outcome, work: work.as_ref(), took: begun.elapsed() });
         Ok(outcome)
     }
 
     /// Writes the pattern that the offer asks for back into the buffer, if it asks for one.
     ///
     /// # Errors
-    /// Those of [`pattern::fill`], and of the conversation.
+    /// Those of [`Choice::write`], and of the conversation.
     pub fn reply(&mut self, lent: &Lent) -> Result<()> {
         let Some(salt) = lent.offer.reply_salt else { return Ok(()) };
         let begun = Instant::now();
         let link = &mut self.link;
-        pattern::write(&lent.memory, lent.memory.start(), lent.range.clone(), Pattern::new(salt), &mut |_| {
-            link.busy()
-        })?;
+        let (memory, range, pattern) = (&lent.memory, lent.range.clone(), Pattern::new(salt));
+        let work = self.engine.write(memory, memory.start(), range, pattern, &mut |_| link.busy())?;
         let words = pattern::words(&lent.range);
-        (self.observer)(Event::Filled { words, salt, took: begun.elapsed() });
+        (self.observer)(Event::Filled { words, salt, work: &work, took: begun.elapsed() });
         Ok(())
     }
 

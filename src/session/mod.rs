@@ -21,7 +21,7 @@ use crate::{
     driver::{Access, Backend, Choice, Driver, Opened, open},
     error::{Error, Result},
     memory::Device,
-    pattern::Verification,
+    pattern::{Verification, Work},
     wire::{Busy, Description, ErrorCode, Failure, Hello, Message, Offer, Outcome, ProtocolError, VERSION},
 };
 
@@ -83,6 +83,8 @@ pub enum Event<'a> {
         words: u64,
         /// Its salt.
         salt: u32,
+        /// By whom, and how long that took alone.
+        work: &'a Work,
         /// How long it took.
         took: Duration,
     },
@@ -164,6 +166,8 @@ pub enum Event<'a> {
     Verified {
         /// What it found.
         outcome: &'a Outcome,
+        /// By whom the pattern was checked, if it was the pattern, and how long that took alone.
+        work: Option<&'a Work>,
         /// How long it took.
         took: Duration,
     },

@@ -27,10 +27,10 @@ use vmmfd::{
     channel::{Cancel, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, open},
     memory::{Allocation, Device, Region, Selector},
-    pattern::Pattern,
+    pattern::{self, Pattern},
     session::{
         Terms,
-        consumer::{Ask, Findings, fetch},
+        consumer::{Ask, Errand, Findings, fetch},
     },
     wire::{
         Busy, Description, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Message, Offer, OfferedDevice, Outcome, Part,
@@ -679,7 +679,8 @@ mod consumers {
         thread::scope(|scope| {
             let consumer = scope.spawn(|| {
                 let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
-                fetch(&driver, None, &path, &ask, None, &terms, &|_| {})
+                let errand = Errand { ask: &ask, target: None, engine: pattern::Choice::Auto };
+                fetch(&driver, None, &path, errand, &terms, &|_| {})
             });
             let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
             let mut channel = Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap();
@@ -695,7 +696,7 @@ mod consumers {
         let device = Device::find(&driver, Selector::default()).unwrap();
         let memory = Allocation::create(&device, size).unwrap();
         let mapping = vmmfd::memory::Mapping::new(&memory, Access::ReadWrite).unwrap();
-        vmmfd::pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+        pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
         let offer = Offer {
             object: "default".into(),
             memory: Description {

@@ -13,6 +13,7 @@ mod doctor_meeting;
 mod doctor_rules;
 mod fakecuda;
 mod host_memory;
+mod kernels;
 #[cfg(feature = "launch")]
 mod launch;
 mod legacy_and_pools;

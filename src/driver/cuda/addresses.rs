@@ -19,6 +19,8 @@ pub(super) struct Mapped {
     pub size: u64,
     /// What this machine's CPUs may do with it.
     pub host: Option<Access>,
+    /// What each device may do with it, by ordinal.
+    pub devices: BTreeMap<i32, Access>,
 }
 
 /// Memory of a legacy handle or of a pool.
@@ -75,6 +77,18 @@ impl Addresses {
     /// Whether a copy may touch a range: mappings cover it without a gap, or it lies in one block.
     pub(super) fn cover(&self, address: u64, size: u64) -> bool {
         self.covered(address, size) || self.block(address, size).is_some()
+    }
+
+    /// Whether a device may access all of a range so: what a kernel must know before, where a copy is only refused.
+    pub(super) fn let_device(&self, ordinal: i32, address: u64, size: u64, access: Access) -> bool {
+        let enough = |mapped: &Mapped| match mapped.devices.get(&ordinal) {
+            Some(Access::ReadWrite) => true,
+            Some(Access::ReadOnly) => access == Access::ReadOnly,
+            None => false,
+        };
+        let accessible = self.near(address, size).filter(|(_, mapped)| enough(mapped));
+        cover(accessible.map(|(start, mapped)| (start, mapped.size)), address, size)
+            || self.block(address, size).is_some_and(|(_, block)| block.ordinal == ordinal)
     }
 
     /// Whether there is a range, and all of it is mapped.

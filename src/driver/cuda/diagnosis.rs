@@ -61,7 +61,7 @@ impl Core {
     }
 
     /// Waits until nothing is under way in the current context.
-    fn settle(&self) -> Result<()> {
+    pub(super) fn settle(&self) -> Result<()> {
         // SAFETY: no pointers.
         unsafe { self.functions.ctx_synchronize() }.inspect_err(|_| {
             // SAFETY: null is the default stream, on which all is. Its own failure is the same one again.

@@ -276,6 +276,8 @@ functions! {
     event_create = ["cuEventCreate"] (event: *mut *mut c_void, flags: c_uint);
     event_record = ["cuEventRecord"] (event: *mut c_void, stream: *mut c_void);
     stream_wait_event = ["cuStreamWaitEvent"] (stream: *mut c_void, event: *mut c_void, flags: c_uint);
+    /// In milliseconds.
+    event_elapsed_time = ["cuEventElapsedTime"] (time: *mut f32, begin: *mut c_void, end: *mut c_void);
     event_destroy = ["cuEventDestroy_v2"] (event: *mut c_void);
     ipc_get_event_handle = ["cuIpcGetEventHandle"] (handle: *mut Opaque, event: *mut c_void);
     ipc_open_event_handle = ["cuIpcOpenEventHandle"] (event: *mut *mut c_void, handle: Opaque);

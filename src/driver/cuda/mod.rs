@@ -9,12 +9,14 @@
 mod addresses;
 mod diagnosis;
 mod ffi;
+mod kernels;
 mod legacy;
 mod pool;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::{CStr, c_int, c_uint, c_void},
+    mem,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     path::Path,
     process,
@@ -31,10 +33,11 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use self::{
     addresses::{Addresses, Mapped},
     ffi::{AccessDesc, AllocationProp, Functions, HANDLE_TYPE_POSIX_FD},
+    kernels::Slot,
 };
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, LegacyIpc, Location,
-    MemoryInfo, Origin, PageLocked, PoolHandle, Pools, Properties, Window, code, failure, failure_with,
+    Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, Kernels, LegacyIpc,
+    Location, MemoryInfo, Origin, PageLocked, PoolHandle, Pools, Properties, Window, code, failure, failure_with,
     window::{PageLocker, Windows},
 };
 use crate::error::{Error, Result};
@@ -72,6 +75,8 @@ struct Core {
     functions: Functions,
     origin: Origin,
     contexts: Mutex<BTreeMap<i32, Context>>,
+    /// The kernels of each device. A call holds a device's own while one runs; it is taken before the addresses.
+    programs: Mutex<BTreeMap<i32, Slot>>,
     /// A call on a handle holds it for reading, so that the handle is not released under it.
     handles: RwLock<BTreeSet<Handle>>,
     /// A call on an event holds it for reading, so that the event is not destroyed under it.
@@ -135,6 +140,7 @@ impl CudaDriver {
                 functions,
                 origin: Origin(pid),
                 contexts: Mutex::default(),
+                programs: Mutex::default(),
                 handles: RwLock::default(),
                 events: RwLock::default(),
                 pools: RwLock::default(),
@@ -278,6 +284,16 @@ impl Drop for Core {
         let events = self.events.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !events.is_empty() {
             tracing::warn!(events = events.len(), "events were not given back");
+        }
+        for (ordinal, slot) in mem::take(self.programs.get_mut().unwrap_or_else(PoisonError::into_inner)) {
+            let Some(program) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() else { continue };
+            let unloaded = self.within(ordinal, || {
+                program.unload(&self.functions);
+                Ok(())
+            });
+            if let Err(error) = unloaded {
+                tracing::warn!(%error, ordinal, "the kernels can't be unloaded");
+            }
         }
         let contexts = self.contexts.get_mut().unwrap_or_else(PoisonError::into_inner);
         for (ordinal, context) in contexts {
@@ -432,7 +448,7 @@ impl Driver for CudaDriver {
         let mut addresses = self.own(CALL, address, size)?;
         // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses what is mapped already.
         unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.0, 0) }?;
-        addresses.mapped.insert(address, Mapped { size, host: None });
+        addresses.mapped.insert(address, Mapped { size, host: None, devices: BTreeMap::new() });
         Ok(())
     }
 
@@ -454,9 +470,13 @@ impl Driver for CudaDriver {
         let description = AccessDesc { location: location.into(), flags: flags as c_uint };
         // SAFETY: the pointer is valid for one description.
         unsafe { self.core.functions.mem_set_access(address, size as usize, &description, 1) }?;
-        if let Location::HostNuma(_) = location {
-            let inside = addresses.mapped.range_mut(address..).take_while(|(start, _)| **start - address < size);
-            inside.for_each(|(_, mapped)| mapped.host = access);
+        let inside = addresses.mapped.range_mut(address..).take_while(|(start, _)| **start - address < size);
+        for (_, mapped) in inside {
+            match (location, access) {
+                (Location::HostNuma(_), _) => mapped.host = access,
+                (Location::Device(ordinal), Some(access)) => drop(mapped.devices.insert(ordinal, access)),
+                (Location::Device(ordinal), None) => drop(mapped.devices.remove(&ordinal)),
+            }
         }
         Ok(())
     }
@@ -583,6 +603,11 @@ impl Driver for CudaDriver {
     }
 
     fn pools(&self) -> Result<&dyn Pools> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+
+    fn kernels(&self) -> Result<&dyn Kernels> {
         self.core.origin.check()?;
         Ok(&*self.core)
     }

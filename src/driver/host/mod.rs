@@ -36,8 +36,8 @@ use nix::{
 use uuid::{Uuid, uuid};
 
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, Granularity, Handle, LegacyIpc, Location, MemoryInfo,
-    Origin, PageLocked, Pools, Properties, Window, code, cover, failure, failure_with,
+    Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, Granularity, Handle, Kernels, LegacyIpc, Location,
+    MemoryInfo, Origin, PageLocked, Pools, Properties, Window, code, cover, failure, failure_with,
     window::{PageLocker, View, Windows},
 };
 use crate::error::{Error, Result};
@@ -600,6 +600,10 @@ impl Driver for HostDriver {
 
     fn pools(&self) -> Result<&dyn Pools> {
         self.lacking("memory pools (cuMemPoolCreate)")
+    }
+
+    fn kernels(&self) -> Result<&dyn Kernels> {
+        self.lacking("kernels that write and check the pattern: that is a GPU's")
     }
 
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {

@@ -12,7 +12,7 @@ use crate::{
     driver::Access,
     error::{Error, Result},
     memory::{Device, Region, Shared, Spec},
-    pattern::{self, Pattern},
+    pattern::{self, Choice, Pattern, Verification, Work},
     session::{
         Event, Observer, activate,
         gate::{Entered, Gate, Turn},
@@ -39,6 +39,7 @@ pub struct Buffer {
     shared: Shared,
     content: Content,
     array: Option<ArrayDescriptor>,
+    engine: Choice,
     corrupt: bool,
     sealed: bool,
     /// The digest of all that it holds, once that is known.
@@ -56,7 +57,7 @@ impl Buffer {
             array.check(shared.data_size())?;
         }
         let (digest, gate) = (Mutex::default(), Gate::default());
-        Ok(Self { shared, content, array, corrupt: false, sealed: false, digest, gate })
+        Ok(Self { shared, content, array, engine: Choice::Auto, corrupt: false, sealed: false, digest, gate })
     }
 
     /// Makes the device ready, allocates and maps memory, and exports it unless it is to be sealed. [`super::serve`] fills it.
@@ -88,6 +89,11 @@ impl Buffer {
         Self { corrupt, ..self }
     }
 
+    /// Has the pattern written and checked by this engine: by default by the one that is through first.
+    pub fn engine(self, engine: Choice) -> Self {
+        Self { engine, ..self }
+    }
+
     /// The memory.
     pub fn shared(&self) -> &Shared {
         &self.shared
@@ -108,7 +114,7 @@ impl Buffer {
         let before = self.shared.data_size();
         let after = self.shared.make_room(size)?;
         if let Content::Pattern(salt) = self.content {
-            pattern::fill(&self.shared, before..after, Pattern::new(salt), &mut |_| cancel.check())?;
+            self.engine.fill(&self.shared, before..after, Pattern::new(salt), &mut |_| cancel.check())?;
         }
         self.shared.publish(after);
         Ok(())
@@ -127,9 +133,9 @@ impl Buffer {
         };
         match &self.content {
             Content::Pattern(salt) => {
-                pattern::fill(&self.shared, 0..size, Pattern::new(*salt), &mut progress)?;
+                let work = self.engine.fill(&self.shared, 0..size, Pattern::new(*salt), &mut progress)?;
                 let words = pattern::words(&(0..size));
-                observer(Event::Filled { words, salt: *salt, took: begun.elapsed() });
+                observer(Event::Filled { words, salt: *salt, work: &work, took: begun.elapsed() });
             }
             Content::File(source) => {
                 let digest = source.load(&self.shared, &mut progress)?;
@@ -193,6 +199,16 @@ impl Buffer {
         let (object, array) = (DEFAULT_OBJECT.to_owned(), self.array.clone());
         let memory = self.shared.describe()?;
         Ok(Offer { object, memory, array, access, part: None, salt, digest, reply_salt: None })
+    }
+
+    /// Checks a range of it against a pattern, by its engine.
+    pub(super) fn verify(
+        &self,
+        range: Range<u64>,
+        pattern: Pattern,
+        tick: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<(Verification, Work)> {
+        self.engine.verify(&self.shared, 0, range, pattern, &mut |_| tick())
     }
 
     /// The pattern's salt, if it holds one.

@@ -454,10 +454,10 @@ impl<'a> Visit<'a> {
         let own = match offer.reply_salt.filter(|_| found.verified) {
             Some(salt) => {
                 let begun = Instant::now();
-                let busy = &mut |_| self.link.busy();
-                let verification = pattern::verify(desk.buffer.shared(), 0, range, Pattern::new(salt), busy)?;
+                let busy = &mut || self.link.busy();
+                let (verification, work) = desk.buffer.verify(range, Pattern::new(salt), busy)?;
                 let outcome = outcome_of(&verification);
-                (desk.observer)(Event::Verified { outcome: &outcome, took: begun.elapsed() });
+                (desk.observer)(Event::Verified { outcome: &outcome, work: Some(&work), took: begun.elapsed() });
                 outcome
             }
             // Nothing was left for this side to check.

@@ -66,8 +66,8 @@ pub(crate) const HERE: driver::Location = driver::Location::Device(0);
 pub(crate) const MAX_DEVICES: u32 = 16;
 
 /// The attributes that vmmfd asks for, as an H200 answers. Fabric handles are claimed there, and refused, as here.
-const ATTRIBUTES: [(c_uint, c_int); 9] =
-    [(20, 0), (102, 1), (103, 1), (110, 1), (115, 1), (119, 1), (128, 1), (134, 0), (141, 1)];
+const ATTRIBUTES: [(c_uint, c_int); 10] =
+    [(16, 132), (20, 0), (102, 1), (103, 1), (110, 1), (115, 1), (119, 1), (128, 1), (134, 0), (141, 1)];
 
 /// This machine's CPUs, among the devices that access memory.
 const CPU: c_int = -1;
@@ -505,9 +505,14 @@ impl Emulated {
     /// What a kernel does that stores a word. Where it must not, it is too late for an answer, and the context is ruined.
     pub(crate) fn store(&mut self, device: c_int, to: u64, value: u32) -> Answer {
         if !to.is_multiple_of(4) || self.copy_in(device, to, &value.to_le_bytes()).is_err() {
-            self.ruined.insert(device);
+            self.ruin(device);
         }
         Ok(())
+    }
+
+    /// What comes of a kernel that meets memory without access: the context can't be used any more.
+    pub(crate) fn ruin(&mut self, device: c_int) {
+        self.ruined.insert(device);
     }
 
     /// A dma-buf of memory made for RDMA: here of a whole mapping alone, so that its size is right.

@@ -13,6 +13,7 @@ use std::{
         unix::fs::MetadataExt,
     },
     process,
+    time::Instant,
 };
 
 use crate::{
@@ -51,6 +52,9 @@ struct Event {
     device: c_int,
     shared: bool,
     opened: bool,
+    /// Whether it notes when it was recorded, and when that was.
+    timed: bool,
+    recorded: Option<Instant>,
 }
 
 /// The 64 bytes of a handle: four numbers, and nothing.
@@ -123,7 +127,8 @@ impl Events {
         // SAFETY: it was opened just now, and nobody else has it.
         let memfd = unsafe { OwnedFd::from_raw_fd(fd) };
         let records = appending(format!("/proc/self/fd/{}", memfd.as_raw_fd()))?;
-        Ok(self.add(Event { records, device, shared, opened: false }))
+        let timed = flags & DISABLE_TIMING == 0;
+        Ok(self.add(Event { records, device, shared, opened: false, timed, recorded: None }))
     }
 
     pub(crate) fn export(&self, event: *mut c_void) -> Answer<[u8; 64]> {
@@ -149,15 +154,16 @@ impl Events {
         if records.metadata().map_err(|_| UNKNOWN)?.ino() != ticket.inode {
             return Err(INVALID_HANDLE);
         }
-        Ok(self.add(Event { records, device, shared: true, opened: true }))
+        Ok(self.add(Event { records, device, shared: true, opened: true, timed: false, recorded: None }))
     }
 
     /// On a stream of its own device alone.
     pub(crate) fn record(&mut self, device: c_int, event: *mut c_void) -> Answer {
-        let event = self.named(event)?;
+        let event = self.events.get_mut(&event.addr()).ok_or(INVALID_HANDLE)?;
         if event.device != device {
             return Err(INVALID_HANDLE);
         }
+        event.recorded = Some(Instant::now());
         (&event.records).write_all(&[1]).map_err(|_| UNKNOWN)
     }
 
@@ -169,6 +175,16 @@ impl Events {
         let recorded = self.named(event)?.records.metadata().map_err(|_| UNKNOWN)?.len() > 0;
         self.waited += u64::from(recorded);
         Ok(())
+    }
+
+    /// From when one was recorded to when another was, in milliseconds.
+    pub(crate) fn elapsed(&self, begin: *mut c_void, end: *mut c_void) -> Answer<f32> {
+        let at = |event| {
+            let event = self.named(event)?;
+            event.recorded.filter(|_| event.timed).ok_or(INVALID_HANDLE)
+        };
+        let (begin, end) = (at(begin)?, at(end)?);
+        Ok(end.saturating_duration_since(begin).as_secs_f32() * 1000.0)
     }
 
     pub(crate) fn destroy(&mut self, event: *mut c_void) -> Answer {

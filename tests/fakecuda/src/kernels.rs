@@ -1,68 +1,167 @@
-//! Kernels, by name: the text of one is looked for its signature, and what it does is written here.
+//! Kernels, by name: a text is looked through for their signatures, and what they do is written here.
 
 use std::{
-    collections::BTreeSet,
-    ffi::{CStr, c_void},
+    collections::BTreeMap,
+    ffi::{CStr, c_int, c_uint, c_void},
 };
+
+use vmmfd::pattern::Pattern;
 
 use crate::{
     Answer,
-    emulated::{INVALID_HANDLE, NOT_FOUND},
+    emulated::{Emulated, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND},
 };
 
 const INVALID_PTX: u32 = 218;
 
-/// The kernel that stores a word.
-const STORE: &CStr = c"vmmfd_store";
-const STORE_ENTRY: &str = ".visible .entry vmmfd_store(.param .u64 vmmfd_to, .param .u32 vmmfd_value)\n{";
+/// A kernel that is emulated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kernel {
+    /// Stores a word.
+    Store,
+    /// Writes the pattern.
+    Fill,
+    /// Counts the words that are not the pattern's.
+    Verify,
+}
 
-/// How far behind a module the function of it is.
-const FUNCTION: usize = 8;
+/// What each is called, and how its text begins.
+const KERNELS: [(Kernel, &CStr, &str); 3] = [
+    (Kernel::Store, c"vmmfd_store", ".visible .entry vmmfd_store(.param .u64 vmmfd_to, .param .u32 vmmfd_value)\n{"),
+    (
+        Kernel::Fill,
+        c"vmmfd_fill",
+        ".visible .entry vmmfd_fill(.param .u64 vmmfd_to, .param .u64 vmmfd_start, .param .u64 vmmfd_size, \
+         .param .u32 vmmfd_salt)\n{",
+    ),
+    (
+        Kernel::Verify,
+        c"vmmfd_verify",
+        ".visible .entry vmmfd_verify(.param .u64 vmmfd_from, .param .u64 vmmfd_start, .param .u64 vmmfd_size, \
+         .param .u32 vmmfd_salt, .param .u64 vmmfd_result)\n{",
+    ),
+];
 
-/// The modules that are loaded.
+/// The modules that are loaded, with the kernels of each.
 pub(crate) struct Modules {
-    loaded: BTreeSet<usize>,
+    loaded: BTreeMap<usize, Vec<Kernel>>,
     made: usize,
 }
 
 impl Modules {
     pub(crate) fn new() -> Self {
-        Self { loaded: BTreeSet::new(), made: 0 }
+        Self { loaded: BTreeMap::new(), made: 0 }
     }
 
     pub(crate) fn live(&self) -> u64 {
         self.loaded.len() as u64
     }
 
-    /// Loads text that says what it is for and has the kernel with its arguments.
+    /// Loads text that says what it is for and has kernels with their arguments.
     pub(crate) fn load(&mut self, text: &CStr) -> Answer<usize> {
         let text = text.to_str().map_err(|_| INVALID_PTX)?;
-        let head = [".version 6.0\n.target sm_50\n", ".address_size 64\n"];
-        if !text.starts_with(head[0]) || !text.contains(head[1]) || !text.contains(STORE_ENTRY) {
+        let kernels: Vec<_> =
+            KERNELS.iter().filter(|(_, _, entry)| text.contains(entry)).map(|known| known.0).collect();
+        if !text.starts_with(".version 6.0\n.target sm_50\n.address_size 64\n") || kernels.is_empty() {
             return Err(INVALID_PTX);
         }
         self.made += 1;
         // Far from small numbers, as handles are.
         let number = 0x7C00_0000_0000 + 0x40 * self.made;
-        self.loaded.insert(number);
+        self.loaded.insert(number, kernels);
         Ok(number)
     }
 
+    /// A function is as far behind its module as its kernel is in the list, from one on.
     pub(crate) fn function(&self, module: *mut c_void, name: &CStr) -> Answer<usize> {
-        match self.loaded.get(&module.addr()) {
-            None => Err(INVALID_HANDLE),
-            Some(module) if name == STORE => Ok(module + FUNCTION),
-            Some(_) => Err(NOT_FOUND),
-        }
+        let kernels = self.loaded.get(&module.addr()).ok_or(INVALID_HANDLE)?;
+        let known = KERNELS.iter().position(|known| known.1 == name && kernels.contains(&known.0));
+        known.map(|at| module.addr() + 1 + at).ok_or(NOT_FOUND)
     }
 
-    /// Fails unless it is the kernel that stores, of a module that is loaded.
-    pub(crate) fn check(&self, function: *mut c_void) -> Answer {
-        let module = function.addr().checked_sub(FUNCTION);
-        if module.is_some_and(|module| self.loaded.contains(&module)) { Ok(()) } else { Err(INVALID_HANDLE) }
+    /// The kernel of a function, of a module that is loaded.
+    pub(crate) fn kernel(&self, function: *mut c_void) -> Answer<Kernel> {
+        let (number, kernels) = self.loaded.range(..function.addr()).next_back().ok_or(INVALID_HANDLE)?;
+        let kernel = KERNELS.get(function.addr() - number - 1).map(|known| known.0);
+        kernel.filter(|kernel| kernels.contains(kernel)).ok_or(INVALID_HANDLE)
     }
 
     pub(crate) fn unload(&mut self, module: *mut c_void) -> Answer {
-        if self.loaded.remove(&module.addr()) { Ok(()) } else { Err(INVALID_HANDLE) }
+        self.loaded.remove(&module.addr()).map(drop).ok_or(INVALID_HANDLE)
+    }
+}
+
+/// Where a kernel of the pattern works, and what belongs there.
+pub(crate) struct Stretch {
+    pub(crate) address: u64,
+    pub(crate) start: u64,
+    pub(crate) size: u64,
+    pub(crate) salt: u32,
+}
+
+/// How much is emulated at a time.
+const PIECE: u64 = 1 << 20;
+
+impl Stretch {
+    /// Its pieces: where each is, and which byte of the object that is. No word is in two.
+    fn pieces(&self) -> impl Iterator<Item = (u64, u64, usize)> {
+        let (address, start, size) = (self.address, self.start, self.size);
+        let mut done = 0;
+        std::iter::from_fn(move || {
+            let at = start + done;
+            let length = (PIECE - at % PIECE).min(size - done);
+            let piece = (address + done, at, length as usize);
+            done += length;
+            (length > 0).then_some(piece)
+        })
+    }
+}
+
+/// Any number of threads does the same here. There must be some, and no more than a GPU takes.
+pub(crate) fn check_grid(grid: [c_uint; 3], block: [c_uint; 3], shared: c_uint) -> Answer {
+    let good = grid[0] >= 1 && grid[1..] == [1, 1] && (1..=1024).contains(&block[0]) && block[1..] == [1, 1];
+    if good && shared == 0 { Ok(()) } else { Err(INVALID_VALUE) }
+}
+
+/// What `vmmfd_fill` does. Where it must not, it is too late for an answer, and the context is ruined.
+pub(crate) fn fill(driver: &mut Emulated, device: c_int, stretch: &Stretch) {
+    let pattern = Pattern::new(stretch.salt);
+    for (address, start, length) in stretch.pieces() {
+        let mut bytes = vec![0; length];
+        pattern.write(start, &mut bytes);
+        if driver.copy_in(device, address, &bytes).is_err() {
+            return driver.ruin(device);
+        }
+    }
+}
+
+/// What `vmmfd_verify` does, word by word. The two numbers at `result` go on from what they are.
+pub(crate) fn verify(driver: &mut Emulated, device: c_int, stretch: &Stretch, result: u64) {
+    let mut numbers = [0; 16];
+    if driver.copy_out(device, result, &mut numbers).is_err() {
+        return driver.ruin(device);
+    }
+    let [mut count, mut first] =
+        [0, 8].map(|at| numbers[at..at + 8].iter().rev().fold(0, |n, &b| n << 8 | u64::from(b)));
+    for (address, start, length) in stretch.pieces() {
+        let mut found = vec![0; length];
+        if driver.copy_out(device, address, &mut found).is_err() {
+            return driver.ruin(device);
+        }
+        let mut expected = vec![0; length];
+        Pattern::new(stretch.salt).write(start, &mut expected);
+        let mut last = None;
+        for (at, _) in (start..).zip(found.iter().zip(&expected)).filter(|(_, (found, expected))| found != expected) {
+            if last != Some(at / 4) {
+                last = Some(at / 4);
+                count += 1;
+                first = first.min(at / 4);
+            }
+        }
+    }
+    numbers[..8].copy_from_slice(&count.to_le_bytes());
+    numbers[8..].copy_from_slice(&first.to_le_bytes());
+    if driver.copy_in(device, result, &numbers).is_err() {
+        driver.ruin(device);
     }
 }

@@ -23,6 +23,7 @@ use std::{
 };
 
 use self::emulated::{Emulated, FABRIC, INVALID_HANDLE, INVALID_VALUE, initialise, initialised};
+use self::kernels::{Kernel, Stretch};
 
 /// What a call answers: success, or a `CUresult`.
 type Answer<T = ()> = Result<T, c_uint>;
@@ -566,17 +567,26 @@ mod exports {
         ) {
             initialised(|driver| {
                 let current = driver.default_stream(stream)?;
-                driver.modules.check(function)?;
-                // More threads than one of this kernel are none of what vmmfd does, so they are not emulated.
-                if [grid_x, grid_y, grid_z, block_x, block_y, block_z, shared] != [1, 1, 1, 1, 1, 1, 0] {
-                    return Err(INVALID_VALUE);
-                }
-                let [to, value] = unsafe { *given(arguments.cast::<[*mut c_void; 2]>())? };
+                kernels::check_grid([grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared)?;
                 if !extra.is_null() {
                     return Err(INVALID_VALUE);
                 }
-                let (to, value) = unsafe { (*given(to.cast::<u64>())?, *given(value.cast::<u32>())?) };
-                driver.store(current, to, value)
+                let argument = |at: usize| -> Answer<*mut c_void> {
+                    NonNull::new(unsafe { *NonNull::new(arguments).ok_or(INVALID_VALUE)?.add(at).as_ptr() })
+                        .map(NonNull::as_ptr)
+                        .ok_or(INVALID_VALUE)
+                };
+                let long = |at| -> Answer<u64> { Ok(unsafe { *given(argument(at)?.cast::<u64>())? }) };
+                let word = |at| -> Answer<u32> { Ok(unsafe { *given(argument(at)?.cast::<u32>())? }) };
+                let stretch = || -> Answer<Stretch> {
+                    Ok(Stretch { address: long(0)?, start: long(1)?, size: long(2)?, salt: word(3)? })
+                };
+                match driver.modules.kernel(function)? {
+                    Kernel::Store => driver.store(current, long(0)?, word(1)?)?,
+                    Kernel::Fill => kernels::fill(driver, current, &stretch()?),
+                    Kernel::Verify => kernels::verify(driver, current, &stretch()?, long(4)?),
+                }
+                Ok(())
             })
         }
 
@@ -600,6 +610,15 @@ mod exports {
             initialised(|driver| {
                 driver.default_stream(stream)?;
                 driver.events.wait(event, flags)
+            })
+        }
+
+        fn cuEventElapsedTime(time: *mut f32, begin: *mut c_void, end: *mut c_void) {
+            initialised(|driver| {
+                let time = place(time)?;
+                driver.current()?;
+                unsafe { time.write(driver.events.elapsed(begin, end)?) };
+                Ok(())
             })
         }
 

@@ -11,8 +11,10 @@ use std::{
 use vmmfd::{
     Error, Result,
     driver::{
-        Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, LegacyIpc,
-        Location, MadeFor, MemoryInfo, PageLocked, PoolHandle, Pools, Properties, Window, host::Live,
+        Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, Kernels,
+        LegacyIpc, Location, MadeFor, MemoryInfo, PageLocked, PoolHandle, Pools, Properties, Window,
+        host::Live,
+        kernels::{Counted, Stretch},
     },
 };
 
@@ -329,9 +331,35 @@ impl Driver for Faulty {
         Ok(self)
     }
 
+    fn kernels(&self) -> Result<&dyn Kernels> {
+        self.inner.kernels()?;
+        Ok(self)
+    }
+
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
         self.inner.diagnosis()?;
         Ok(self)
+    }
+}
+
+impl Kernels for Faulty {
+    fn are_loaded(&self, ordinal: i32) -> bool {
+        self.inner.kernels().is_ok_and(|kernels| kernels.are_loaded(ordinal))
+    }
+
+    fn load(&self, ordinal: i32) -> Result<()> {
+        self.meet("kernels load")?;
+        self.inner.kernels()?.load(ordinal)
+    }
+
+    fn fill(&self, ordinal: i32, stretch: &Stretch) -> Result<Duration> {
+        self.meet("kernels fill")?;
+        self.inner.kernels()?.fill(ordinal, stretch)
+    }
+
+    fn verify(&self, ordinal: i32, stretch: &Stretch) -> Result<Counted> {
+        self.meet("kernels verify")?;
+        self.inner.kernels()?.verify(ordinal, stretch)
     }
 }
 

@@ -1,20 +1,22 @@
 //! What is written into a buffer, and how it is checked.
 //!
+//! Two engines do it: the device's own kernels, at the speed of its memory, and this machine's CPUs, on any memory. [`fill`],
+//! [`write`] and [`verify`] are the CPUs'; [`Choice`] has the same for either.
+//!
 //! The formula is part of the protocol: see [`crate::wire`]. Without its last term the pattern would repeat every 2³¹ words
 //! (8 GiB), and exchanged pieces of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
 //! `mix(0) = 0`, so that below 8 GiB and with salt 0 it is the classic pattern.
 
+mod engine;
+mod host;
+
 use std::ops::Range;
 
-use crate::{
-    error::{Error, Result},
-    memory::Region,
+pub use self::{
+    engine::{Choice, Engine, Work},
+    host::{SLICE, fill, verify, write},
 };
-
 pub use crate::wire::Mismatch;
-
-/// Host memory that [`fill`] and [`verify`] use at a time, in bytes, however large the buffer is. A multiple of 4.
-pub const SLICE: usize = 8 << 20;
 
 /// The pattern of one salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,14 +53,36 @@ impl Pattern {
         self.write_words(if skip == 0 { first } else { first + 1 }, to);
     }
 
+    /// Whether the bytes from byte `start` on are the pattern's, if that can be said of all of them at once: the quick way, for
+    /// most are.
+    fn holds(self, start: u64, found: &[u8]) -> bool {
+        let first = start / 4;
+        let (words, rest) = found.as_chunks::<4>();
+        if !start.is_multiple_of(4)
+            || !rest.is_empty()
+            || self.constant(first) != self.constant(first + words.len() as u64)
+        {
+            return false;
+        }
+        let (mut next, mut wrong) = (sequence(first), 0);
+        let constant = self.constant(first);
+        for word in words {
+            wrong |= u32::from_le_bytes(*word) ^ next ^ constant;
+            next = next.wrapping_add(STEP);
+        }
+        wrong == 0
+    }
+
     fn write_words(self, first: u64, to: &mut [u8]) {
         let mut words = to.chunks_exact_mut(4);
         let count = words.len() as u64;
         // One constant serves a whole slice unless it crosses into the next run: then word by word is fast enough.
         if self.constant(first) == self.constant(first + count) {
             let constant = self.constant(first);
-            for (word, at) in words.by_ref().zip(first..) {
-                word.copy_from_slice(&(sequence(at) ^ constant).to_le_bytes());
+            let mut next = sequence(first);
+            for word in words.by_ref() {
+                word.copy_from_slice(&(next ^ constant).to_le_bytes());
+                next = next.wrapping_add(STEP);
             }
         } else {
             for (word, at) in words.by_ref().zip(first..) {
@@ -70,8 +94,11 @@ impl Pattern {
     }
 }
 
+/// From one word's own part to the next one's.
+const STEP: u32 = 2;
+
 fn sequence(index: u64) -> u32 {
-    (index as u32).wrapping_mul(2).wrapping_add(1337)
+    (index as u32).wrapping_mul(STEP).wrapping_add(1337)
 }
 
 fn mix(mut h: u32) -> u32 {
@@ -109,6 +136,14 @@ impl Verification {
         self.mismatches == 0
     }
 
+    /// Takes in what was found in other words.
+    fn join(&mut self, other: Self) {
+        self.words += other.words;
+        self.mismatches += other.mismatches;
+        let both = self.first.into_iter().chain(other.first);
+        self.first = both.min_by_key(|mismatch| mismatch.index);
+    }
+
     /// Takes in the bytes from `start` on, as found and as expected.
     fn add(&mut self, start: u64, found: &[u8], expected: &[u8]) {
         self.words += words(&(start..start + found.len() as u64));
@@ -142,87 +177,6 @@ fn word(skip: usize, bytes: &[u8]) -> u32 {
     u32::from_le_bytes(word)
 }
 
-/// Fills a range of memory with the pattern, and what follows it with zeros, so that nothing that the memory held before
-/// travels with it. All GPU work is done when it returns.
-///
-/// `progress` is called after each [`SLICE`] with the bytes done so far; its error ends the work.
-///
-/// # Errors
-/// [`Error::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with.
-///
-/// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
-pub fn fill(
-    region: &dyn Region,
-    range: Range<u64>,
-    pattern: Pattern,
-    progress: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    let all = range.start..region.size();
-    put(region, 0, (range, all), pattern, progress)
-}
-
-/// Writes the pattern into a range of an object's bytes and touches no other. The memory begins with the object's byte `start`.
-/// All else is as for [`fill`].
-///
-/// # Errors
-/// As for [`fill`].
-pub fn write(
-    region: &dyn Region,
-    start: u64,
-    range: Range<u64>,
-    pattern: Pattern,
-    progress: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    put(region, start, (range.clone(), range), pattern, progress)
-}
-
-/// Writes a range of the pattern, and zeros behind it as far as `all` goes.
-fn put(
-    region: &dyn Region,
-    start: u64,
-    (range, all): (Range<u64>, Range<u64>),
-    pattern: Pattern,
-    progress: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    let mut slice = slice_for(region, start, &range, &all)?;
-    for part in slices(all) {
-        let slice = &mut slice[..(part.end - part.start) as usize];
-        let data = range.end.saturating_sub(part.start).min(slice.len() as u64) as usize;
-        pattern.write(part.start, &mut slice[..data]);
-        slice[data..].fill(0);
-        region.copy_in(part.start - start, slice)?;
-        progress(part.end - range.start)?;
-    }
-    region.synchronize()
-}
-
-/// Checks a range of an object's bytes against the pattern. The memory begins with the object's byte `start`.
-///
-/// `progress` is called after each [`SLICE`] with the bytes done so far; its error ends the work.
-///
-/// # Errors
-/// [`Error::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with. Wrong data is no
-/// error: see [`Verification`].
-///
-/// Driver call: `cuMemcpyDtoH`.
-pub fn verify(
-    region: &dyn Region,
-    start: u64,
-    range: Range<u64>,
-    pattern: Pattern,
-    progress: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<Verification> {
-    let mut found = slice_for(region, start, &range, &range)?;
-    let mut checker = Checker::new(pattern);
-    for part in slices(range.clone()) {
-        let found = &mut found[..(part.end - part.start) as usize];
-        region.copy_out(part.start - start, found)?;
-        checker.check(part.start, found);
-        progress(part.end - range.start)?;
-    }
-    Ok(checker.verification)
-}
-
 /// Checks bytes as they come.
 pub(crate) struct Checker {
     pattern: Pattern,
@@ -237,27 +191,21 @@ impl Checker {
 
     /// Checks the bytes from `start` on. No word may be in two pieces.
     pub(crate) fn check(&mut self, start: u64, found: &[u8]) {
+        if self.pattern.holds(start, found) {
+            self.verification.words += (found.len() / 4) as u64;
+            return;
+        }
         self.expected.resize(found.len(), 0);
         self.pattern.write(start, &mut self.expected);
         self.verification.add(start, found, &self.expected);
     }
 }
 
-/// Room for the slices of `all`, if a range is inside memory that begins with byte `start`.
-fn slice_for(region: &dyn Region, start: u64, range: &Range<u64>, all: &Range<u64>) -> Result<Vec<u8>> {
-    let outside = range.start < start || range.end < range.start || range.end - start > region.size();
-    if outside {
-        let length = range.end.saturating_sub(range.start);
-        return Err(Error::OutOfRange { offset: range.start.saturating_sub(start), length, size: region.size() });
-    }
-    Ok(vec![0; (all.end - all.start).min(SLICE as u64) as usize])
-}
-
-/// The slices of a range: cut where the offset is a multiple of their length, so that no word is in two.
-pub(crate) fn slices(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
-    let mut at = range.start;
+/// A range in slices: cut where the offset is a multiple of their length, itself a multiple of 4, so that no word is in two.
+pub(crate) fn slices(range: Range<u64>, length: usize) -> impl Iterator<Item = Range<u64>> {
+    let (mut at, length) = (range.start, length as u64);
     std::iter::from_fn(move || {
-        let part = at..(at / SLICE as u64 * SLICE as u64 + SLICE as u64).min(range.end);
+        let part = at..(at / length * length + length).min(range.end);
         at = part.end;
         (!part.is_empty()).then_some(part)
     })
@@ -361,7 +309,7 @@ mod tests {
         for start in [0, 1, slice - 1, slice, 3 * slice + 5] {
             for length in [0, 1, slice, slice + 1, 3 * slice - 1] {
                 let mut reached = start;
-                for part in slices(start..start + length) {
+                for part in slices(start..start + length, SLICE) {
                     assert!(part.start == reached && part.end - part.start <= slice);
                     assert!(part.start == start || part.start % 4 == 0);
                     reached = part.end;

@@ -1,0 +1,297 @@
+//! Who writes and checks the pattern: the device's own kernels, or this machine's CPUs.
+
+use std::{
+    fmt,
+    ops::Range,
+    str::FromStr,
+    time::{Duration, Instant},
+};
+
+use serde::Serialize;
+
+use super::{Mismatch, Pattern, SLICE, Verification, host, slices, touched, word};
+use crate::{
+    driver::{
+        Access, Kernels,
+        kernels::{Counted, Stretch},
+    },
+    error::{Error, Result},
+    memory::Region,
+};
+
+/// Who does the work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Engine {
+    /// Kernels on the GPU: the bytes do not leave it.
+    Gpu,
+    /// This machine's CPUs, on copies.
+    Host,
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Gpu => "gpu",
+            Self::Host => "host",
+        })
+    }
+}
+
+/// Which engine to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Choice {
+    /// The one that is through first, by what each was measured to cost; the host where there are no kernels to be had.
+    #[default]
+    Auto,
+    /// This one, or fail.
+    Only(Engine),
+}
+
+impl FromStr for Choice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "gpu" => Ok(Self::Only(Engine::Gpu)),
+            "host" => Ok(Self::Only(Engine::Host)),
+            _ => Err(format!("nothing verifies by `{text}`: write gpu, host or auto")),
+        }
+    }
+}
+
+/// How work was done.
+#[derive(Debug)]
+pub struct Work {
+    /// Who did it.
+    pub engine: Engine,
+    /// How long it took: on the GPU the kernels alone, by events of the device.
+    pub took: Duration,
+    /// Why it was the host although the GPU would have been faster: a person should be told.
+    pub fallback: Option<Error>,
+}
+
+/// What loading the kernels costs where the driver has to compile them: 79 ms on an H200's host.
+const LOAD: Duration = Duration::from_millis(79);
+
+/// What starting a kernel and hearing of its end costs.
+const LAUNCH: Duration = Duration::from_micros(40);
+
+/// Bytes for each second by the host, through pageable copies: 5 GB/s on an H200's host.
+const HOST_RATE: f64 = 5e9;
+
+/// Bytes for each second by kernels: what a GPU of any age surpasses.
+const GPU_RATE: f64 = 1e11;
+
+/// The most bytes of one kernel: it can't be interrupted, and the peer waits to hear something. On memory that is reached over
+/// PCIe it takes half a second.
+const SPAN: usize = 8 << 30;
+
+impl Choice {
+    /// As [`super::fill`], by the engine chosen.
+    ///
+    /// # Errors
+    /// Those of [`super::fill`]; [`Error::ReadOnly`]; [`Error::Unsupported`] if it is to be the GPU and there are no kernels.
+    ///
+    /// Driver calls: those of [`Kernels::fill`], or those of [`super::fill`].
+    pub fn fill(
+        self,
+        region: &dyn Region,
+        range: Range<u64>,
+        pattern: Pattern,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<Work> {
+        let behind = range.end..region.size();
+        let size = range.end.saturating_sub(range.start);
+        let chosen = self.choose(region, 0, &range)?;
+        let Chosen::Gpu(kernels) = chosen else {
+            return chosen.by_host(|| host::fill(region, range, pattern, progress)).map(|((), work)| work);
+        };
+        let took = write_by(kernels, region, 0, range, pattern, progress)?;
+        let zeros = vec![0; behind.end.saturating_sub(behind.start).min(SLICE as u64) as usize];
+        for part in slices(behind, SLICE) {
+            region.copy_in(part.start, &zeros[..(part.end - part.start) as usize])?;
+            progress(size)?;
+        }
+        region.synchronize()?;
+        Ok(Work { engine: Engine::Gpu, took, fallback: None })
+    }
+
+    /// As [`super::write`], by the engine chosen.
+    ///
+    /// # Errors
+    /// Those of [`Choice::fill`].
+    pub fn write(
+        self,
+        region: &dyn Region,
+        start: u64,
+        range: Range<u64>,
+        pattern: Pattern,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<Work> {
+        let chosen = self.choose(region, start, &range)?;
+        let Chosen::Gpu(kernels) = chosen else {
+            return chosen.by_host(|| host::write(region, start, range, pattern, progress)).map(|((), work)| work);
+        };
+        let took = write_by(kernels, region, start, range, pattern, progress)?;
+        Ok(Work { engine: Engine::Gpu, took, fallback: None })
+    }
+
+    /// As [`super::verify`], by the engine chosen. What is found is the same.
+    ///
+    /// # Errors
+    /// Those of [`super::verify`]; [`Error::Unsupported`] if it is to be the GPU and there are no kernels.
+    ///
+    /// Driver calls: those of [`Kernels::verify`], or those of [`super::verify`].
+    pub fn verify(
+        self,
+        region: &dyn Region,
+        start: u64,
+        range: Range<u64>,
+        pattern: Pattern,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<(Verification, Work)> {
+        let chosen = self.choose(region, start, &range)?;
+        let Chosen::Gpu(kernels) = chosen else {
+            return chosen.by_host(|| host::verify(region, start, range, pattern, progress));
+        };
+        let (mut all, mut took) = (Verification::default(), Duration::ZERO);
+        for part in slices(range.clone(), SPAN) {
+            let stretch = stretch(region, start, &part, pattern);
+            let counted = kernels.verify(region.device().ordinal(), &stretch)?;
+            took += counted.took;
+            all.join(verification(region, start, &part, pattern, counted)?);
+            progress(part.end - range.start)?;
+        }
+        Ok((all, Work { engine: Engine::Gpu, took, fallback: None }))
+    }
+
+    /// Who is to do it.
+    fn choose<'a>(self, region: &'a dyn Region, start: u64, range: &Range<u64>) -> Result<Chosen<'a>> {
+        host::check(region, start, range)?;
+        let (device, here) = (region.device(), Chosen::Host { fallback: None });
+        let kernels = match (self, device.driver().kernels()) {
+            (Self::Only(Engine::Host), _) | (Self::Auto, Err(Error::Unsupported { .. })) => return Ok(here),
+            (_, kernels) => kernels?,
+        };
+        let fits = (region.address() + (range.start - start)) % 4 == range.start % 4;
+        if self == Self::Only(Engine::Gpu) {
+            let feature = "checking memory on the GPU that does not begin where words begin";
+            let unfit = || Error::Unsupported { device: device.to_string(), feature };
+            return if fits { Ok(Chosen::Gpu(kernels)) } else { Err(unfit()) };
+        }
+        if !fits || !pays(kernels.are_loaded(device.ordinal()), range.end - range.start) {
+            return Ok(here);
+        }
+        match kernels.load(device.ordinal()) {
+            Ok(()) => Ok(Chosen::Gpu(kernels)),
+            Err(error @ Error::Forked { .. }) => Err(error),
+            // The driver's compiler is missing, or will not do it.
+            Err(error) => Ok(Chosen::Host { fallback: Some(error) }),
+        }
+    }
+}
+
+/// Whether the GPU is through before the host.
+fn pays(loaded: bool, size: u64) -> bool {
+    let at = |rate: f64| Duration::from_secs_f64(size as f64 / rate);
+    let load = if loaded { Duration::ZERO } else { LOAD };
+    load + LAUNCH + at(GPU_RATE) < at(HOST_RATE)
+}
+
+/// Who was chosen.
+enum Chosen<'a> {
+    Gpu(&'a dyn Kernels),
+    Host { fallback: Option<Error> },
+}
+
+impl Chosen<'_> {
+    fn by_host<T>(self, work: impl FnOnce() -> Result<T>) -> Result<(T, Work)> {
+        let fallback = match self {
+            Self::Host { fallback } => fallback,
+            Self::Gpu(_) => None,
+        };
+        let begun = Instant::now();
+        let result = work()?;
+        Ok((result, Work { engine: Engine::Host, took: begun.elapsed(), fallback }))
+    }
+}
+
+/// A part of an object's bytes, in memory that begins with byte `start`.
+fn stretch(region: &dyn Region, start: u64, part: &Range<u64>, pattern: Pattern) -> Stretch {
+    let address = region.address() + (part.start - start);
+    Stretch { address, start: part.start, size: part.end - part.start, salt: pattern.salt() }
+}
+
+fn write_by(
+    kernels: &dyn Kernels,
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<Duration> {
+    // The driver keeps nobody from writing there.
+    if region.access() == Access::ReadOnly && !region.is_protected() {
+        return Err(Error::ReadOnly);
+    }
+    let mut took = Duration::ZERO;
+    for part in slices(range.clone(), SPAN) {
+        took += kernels.fill(region.device().ordinal(), &stretch(region, start, &part, pattern))?;
+        progress(part.end - range.start)?;
+    }
+    Ok(took)
+}
+
+/// What a kernel found, as the host would say it.
+fn verification(
+    region: &dyn Region,
+    start: u64,
+    part: &Range<u64>,
+    pattern: Pattern,
+    counted: Counted,
+) -> Result<Verification> {
+    let words = touched(part);
+    let first = match counted.first {
+        Some(index) if words.contains(&index) => {
+            let inside = (index * 4).max(part.start)..(index * 4 + 4).min(part.end);
+            let (mut found, mut expected) = ([0; 4], [0; 4]);
+            let length = (inside.end - inside.start) as usize;
+            region.copy_out(inside.start - start, &mut found[..length])?;
+            pattern.write(inside.start, &mut expected[..length]);
+            let skip = (inside.start % 4) as usize;
+            let (found, expected) = (word(skip, &found[..length]), word(skip, &expected[..length]));
+            // Somebody may have put it right since the kernel saw it.
+            (found != expected).then_some(Mismatch { index, expected, found })
+        }
+        _ => None,
+    };
+    Ok(Verification { words: words.end - words.start, mismatches: counted.mismatches, first })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_gpu_is_chosen_where_it_is_through_first() {
+        for (loaded, size, gpu) in [
+            (false, 1 << 20, false),
+            (false, 64 << 20, false),
+            (false, 1 << 30, true),
+            (true, 4096, false),
+            (true, 1 << 20, true),
+        ] {
+            assert_eq!(pays(loaded, size), gpu, "{size} bytes, loaded: {loaded}");
+        }
+    }
+
+    #[test]
+    fn choices_are_read_by_name() {
+        assert_eq!("auto".parse(), Ok(Choice::Auto));
+        assert_eq!("gpu".parse(), Ok(Choice::Only(Engine::Gpu)));
+        assert_eq!("host".parse(), Ok(Choice::Only(Engine::Host)));
+        assert!("cpu".parse::<Choice>().unwrap_err().contains("write gpu, host or auto"));
+    }
+}

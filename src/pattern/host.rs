@@ -1,0 +1,189 @@
+//! The pattern by this machine's CPUs: all of them, a slice at a time each.
+
+use std::{
+    ops::Range,
+    panic,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+};
+
+use super::{Checker, Pattern, Verification, slices};
+use crate::{
+    error::{Error, Result},
+    memory::Region,
+};
+
+/// Host memory that each CPU uses at a time, in bytes, however large the buffer is: what its cache holds, and a multiple of 4.
+pub const SLICE: usize = 1 << 20;
+
+/// What is worth a second thread, in bytes: below, starting it costs more than it brings.
+const ALONE: u64 = 4 << 20;
+
+/// Fills a range of memory with the pattern, and what follows it with zeros, so that nothing that the memory held before
+/// travels with it. All GPU work is done when it returns.
+///
+/// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
+///
+/// # Errors
+/// [`Error::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with.
+///
+/// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
+pub fn fill(
+    region: &dyn Region,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let all = range.start..region.size();
+    put(region, 0, (range, all), pattern, progress)
+}
+
+/// Writes the pattern into a range of an object's bytes and touches no other. The memory begins with the object's byte `start`.
+/// All else is as for [`fill`].
+///
+/// # Errors
+/// As for [`fill`].
+pub fn write(
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    put(region, start, (range.clone(), range), pattern, progress)
+}
+
+/// Writes a range of the pattern, and zeros behind it as far as `all` goes.
+fn put(
+    region: &dyn Region,
+    start: u64,
+    (range, all): (Range<u64>, Range<u64>),
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    check(region, start, &range)?;
+    let work = |slice: &mut Vec<u8>, part: Range<u64>| {
+        slice.resize((part.end - part.start) as usize, 0);
+        let data = range.end.saturating_sub(part.start).min(slice.len() as u64) as usize;
+        pattern.write(part.start, &mut slice[..data]);
+        slice[data..].fill(0);
+        region.copy_in(part.start - start, slice)
+    };
+    spread(all, Vec::new, work, &mut |(), done| progress(done))?;
+    region.synchronize()
+}
+
+/// Checks a range of an object's bytes against the pattern. The memory begins with the object's byte `start`.
+///
+/// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
+///
+/// # Errors
+/// [`Error::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with. Wrong data is no
+/// error: see [`Verification`].
+///
+/// Driver call: `cuMemcpyDtoH`.
+pub fn verify(
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<Verification> {
+    check(region, start, &range)?;
+    let begin = || (Vec::new(), Checker::new(pattern));
+    let work = |(found, checker): &mut (Vec<u8>, Checker), part: Range<u64>| {
+        found.resize((part.end - part.start) as usize, 0);
+        region.copy_out(part.start - start, found)?;
+        checker.check(part.start, found);
+        Ok(std::mem::take(&mut checker.verification))
+    };
+    let mut all = Verification::default();
+    spread(range, begin, work, &mut |found, done| {
+        all.join(found);
+        progress(done)
+    })?;
+    Ok(all)
+}
+
+/// That a range is inside memory that begins with byte `start`.
+pub(super) fn check(region: &dyn Region, start: u64, range: &Range<u64>) -> Result<()> {
+    let outside = range.start < start || range.end < range.start || range.end - start > region.size();
+    if outside {
+        let length = range.end.saturating_sub(range.start);
+        return Err(Error::OutOfRange { offset: range.start.saturating_sub(start), length, size: region.size() });
+    }
+    Ok(())
+}
+
+/// Does a piece of work for each slice of a range, on as many CPUs as there are, each with what `begin` makes for it. `take` is
+/// called on this thread with what came of a slice and how many bytes are done, in whatever order; the first error ends it all.
+fn spread<S, T: Send>(
+    range: Range<u64>,
+    begin: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, Range<u64>) -> Result<T> + Sync,
+    take: &mut dyn FnMut(T, u64) -> Result<()>,
+) -> Result<()> {
+    let size = range.end.saturating_sub(range.start);
+    let cpus = thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
+    let workers = cpus.min(size / ALONE);
+    let mut done = 0;
+    let mut finish = |length, result| {
+        done += length;
+        take(result, done)
+    };
+    if workers < 2 {
+        let mut state = begin();
+        return slices(range, SLICE).try_for_each(|part| finish(part.end - part.start, work(&mut state, part)?));
+    }
+
+    let (left, over) = (Mutex::new(slices(range, SLICE)), AtomicBool::new(false));
+    let next = || match over.load(Ordering::Relaxed) {
+        true => None,
+        false => left.lock().unwrap_or_else(PoisonError::into_inner).next(),
+    };
+    let (sender, receiver) = mpsc::channel();
+    let worker = |sender: mpsc::Sender<(u64, Result<T>)>| {
+        let mut state = begin();
+        while let Some(part) = next() {
+            let length = part.end - part.start;
+            if sender.send((length, work(&mut state, part))).is_err() {
+                break;
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let worker = &worker;
+        // Where no thread can be had the others do more, and without any this one does it all.
+        let threads: Vec<_> = (1..workers)
+            .filter_map(|_| {
+                let sender = sender.clone();
+                thread::Builder::new().name("pattern".to_owned()).spawn_scoped(scope, move || worker(sender)).ok()
+            })
+            .collect();
+        let mut state = begin();
+        let mut result = Ok(());
+        while result.is_ok()
+            && let Some(part) = next()
+        {
+            let length = part.end - part.start;
+            result = work(&mut state, part).and_then(|found| finish(length, found));
+            for (length, found) in receiver.try_iter() {
+                result = result.and_then(|()| finish(length, found?));
+            }
+        }
+        drop(sender);
+        over.store(true, Ordering::Relaxed);
+        // What is still under way comes in, or is waited for.
+        for (length, found) in receiver {
+            result = result.and_then(|()| finish(length, found?));
+        }
+        for thread in threads {
+            thread.join().unwrap_or_else(|panicked| panic::resume_unwind(panicked));
+        }
+        result
+    })
+}
