@@ -6,7 +6,7 @@ DIST  := dist
 # --strict: what can't be run here counts as failed.
 STRICT ?=
 
-.PHONY: help build demo smoke test test-gpu check bundle clean
+.PHONY: help build demo smoke test test-gpu check check-ptx bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ check: ## format, lints and documentation, warnings as errors; the oldest and th
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
 	$(CARGO) check --locked --no-default-features --features cuda-11040,launch
 	$(CARGO) check --locked --no-default-features --features cuda-13040,launch
+
+check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from PyPI
+	scripts/check-ptx
 
 bundle: ## dist/: stripped programs and tests for a GPU node without a toolchain
 	scripts/bundle $(CARGO) $(DIST)

@@ -23,9 +23,15 @@ const TEXT: &str = concat!(include_str!("pattern.ptx"), "\0");
 const FILL: &CStr = c"vmmfd_fill";
 const VERIFY: &CStr = c"vmmfd_verify";
 
-/// Threads of a block, and blocks for each multiprocessor: what was seen to be fastest.
+/// Threads of a block.
 const THREADS: u32 = 256;
-const BLOCKS: u32 = 16;
+
+/// The most blocks that check, for each multiprocessor: on an H200 4.55 TB/s at 8 GiB, as with 32, and at 1 GiB 2 % more. Of those
+/// that write there are as many as the memory has vectors for: 4.69 TB/s where 64 for each multiprocessor write 4.33.
+const CHECKING: u32 = 64;
+
+/// The most blocks that there can be.
+const MOST_BLOCKS: u32 = (1 << 31) - 1;
 
 /// The bytes that a thread moves at a time.
 const VECTOR: u64 = 16;
@@ -43,7 +49,7 @@ pub(super) struct Program {
     end: Handle,
     /// Two numbers in the device's memory: how many words were wrong, and the first of them.
     result: u64,
-    most_blocks: u32,
+    multiprocessors: u32,
 }
 
 /// What the driver numbers by a pointer.
@@ -74,7 +80,7 @@ impl Program {
             functions.event_create(&mut self.end.0, 0)?;
             functions.mem_alloc(&mut self.result, size_of_val(&NOTHING))?;
         }
-        self.most_blocks = multiprocessors.max(1) * BLOCKS;
+        self.multiprocessors = multiprocessors.max(1);
         Ok(())
     }
 
@@ -94,8 +100,9 @@ impl Program {
         }
     }
 
-    /// Runs a kernel on a stretch, between the two events. It is under way when this returns, also if it failed.
-    fn launch(&self, functions: &Functions, kernel: Handle, stretch: &Stretch) -> Result<()> {
+    /// Runs a kernel on a stretch, between the two events, on so many blocks at most. It is under way when this returns, also if
+    /// it failed.
+    fn launch(&self, functions: &Functions, kernel: Handle, most: u32, stretch: &Stretch) -> Result<()> {
         let Stretch { mut address, mut start, mut size, mut salt } = *stretch;
         let mut result = self.result;
         // The one that only writes has no last argument, and does not look for it.
@@ -107,7 +114,7 @@ impl Program {
             (&raw mut result).cast(),
         ];
         let wanted = (size / VECTOR).div_ceil(THREADS.into());
-        let blocks = u32::try_from(wanted).unwrap_or(u32::MAX).clamp(1, self.most_blocks);
+        let blocks = u32::try_from(wanted).unwrap_or(most).clamp(1, most);
         let (stream, none) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: null is the default stream; the events and the kernel are alive; the arguments are those of the kernel, and
         // are read before the call returns. The caller vouches for the memory.
@@ -196,7 +203,7 @@ impl Kernels for Core {
 
     fn fill(&self, ordinal: i32, stretch: &Stretch) -> Result<Duration> {
         self.run(ordinal, stretch, Access::ReadWrite, |functions, program| {
-            program.launch(functions, program.fill, stretch)?;
+            program.launch(functions, program.fill, MOST_BLOCKS, stretch)?;
             // SAFETY: null is the default stream.
             unsafe { functions.stream_synchronize(ptr::null_mut()) }?;
             program.took(functions)
@@ -209,7 +216,7 @@ impl Kernels for Core {
             // SAFETY: both ends have room for the two numbers. The second copy is on the kernel's stream, and waits for it.
             unsafe {
                 functions.memcpy_htod(program.result, (&raw const result).cast(), size_of_val(&result))?;
-                program.launch(functions, program.verify, stretch)?;
+                program.launch(functions, program.verify, program.multiprocessors.saturating_mul(CHECKING), stretch)?;
                 functions.memcpy_dtoh((&raw mut result).cast(), program.result, size_of_val(&result))?;
             }
             let [mismatches, first] = result;
