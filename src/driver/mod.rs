@@ -4,6 +4,7 @@
 //! [`crate::memory`]), and so run the same on every backend. Its nouns, its rules and its numbers are CUDA's: the
 //! host backend answers with `CUresult` codes too, so that one contract holds for both.
 
+pub mod bare;
 pub mod cuda;
 pub mod diagnosis;
 pub mod host;
@@ -27,6 +28,7 @@ use uuid::Uuid;
 use crate::error::{Error, Result};
 
 pub use self::{
+    bare::Bare,
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     kernels::Kernels,
     legacy::LegacyIpc,
@@ -339,6 +341,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`Error::Unsupported`] on the host backend.
     fn pools(&self) -> Result<&dyn Pools>;
+
+    /// A handoff by the driver's calls alone, to measure the library against.
+    fn bare(&self) -> Result<&dyn Bare>;
 
     /// Kernels that write and check the pattern.
     ///

@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 mod addresses;
+mod bare;
 mod diagnosis;
 mod ffi;
 mod kernels;
@@ -36,8 +37,9 @@ use self::{
     kernels::Slot,
 };
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, Kernels, LegacyIpc,
-    Location, MemoryInfo, Origin, PageLocked, PoolHandle, Pools, Properties, Window, code, failure, failure_with,
+    Access, Attribute, Backend, Bare, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, Kernels,
+    LegacyIpc, Location, MemoryInfo, Origin, PageLocked, PoolHandle, Pools, Properties, Window, code, failure,
+    failure_with,
     window::{PageLocker, Windows},
 };
 use crate::error::{Error, Result};
@@ -461,13 +463,8 @@ impl Driver for CudaDriver {
     }
 
     fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
-        let flags = match access {
-            None => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
-            Some(Access::ReadOnly) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
-            Some(Access::ReadWrite) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-        };
         let mut addresses = self.own("cuMemSetAccess", address, size)?;
-        let description = AccessDesc { location: location.into(), flags: flags as c_uint };
+        let description = AccessDesc { location: location.into(), flags: flags_of(access) };
         // SAFETY: the pointer is valid for one description.
         unsafe { self.core.functions.mem_set_access(address, size as usize, &description, 1) }?;
         let inside = addresses.mapped.range_mut(address..).take_while(|(start, _)| **start - address < size);
@@ -607,6 +604,11 @@ impl Driver for CudaDriver {
         Ok(&*self.core)
     }
 
+    fn bare(&self) -> Result<&dyn Bare> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+
     fn kernels(&self) -> Result<&dyn Kernels> {
         self.core.origin.check()?;
         Ok(&*self.core)
@@ -623,6 +625,15 @@ impl Driver for CudaDriver {
 pub(crate) fn exit_at_once(code: i32) -> ! {
     // SAFETY: it does not return, and needs nothing.
     unsafe { nix::libc::_exit(code) }
+}
+
+fn flags_of(access: Option<Access>) -> c_uint {
+    let flags = match access {
+        None => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
+        Some(Access::ReadOnly) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
+        Some(Access::ReadWrite) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    };
+    flags as c_uint
 }
 
 fn raw_properties(properties: &Properties) -> AllocationProp {

@@ -9,6 +9,7 @@
 #![allow(unsafe_code)]
 
 mod available;
+mod bare;
 
 use std::{
     collections::BTreeMap,
@@ -36,7 +37,7 @@ use nix::{
 use uuid::{Uuid, uuid};
 
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, Granularity, Handle, Kernels, LegacyIpc, Location,
+    Access, Attribute, Backend, Bare, DeviceUuid, Diagnosis, Driver, Granularity, Handle, Kernels, LegacyIpc, Location,
     MemoryInfo, Origin, PageLocked, Pools, Properties, Window, code, cover, failure, failure_with,
     window::{PageLocker, View, Windows},
 };
@@ -600,6 +601,11 @@ impl Driver for HostDriver {
 
     fn pools(&self) -> Result<&dyn Pools> {
         self.lacking("memory pools (cuMemPoolCreate)")
+    }
+
+    fn bare(&self) -> Result<&dyn Bare> {
+        self.origin.check()?;
+        Ok(self)
     }
 
     fn kernels(&self) -> Result<&dyn Kernels> {

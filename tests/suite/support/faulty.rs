@@ -11,7 +11,7 @@ use std::{
 use vmmfd::{
     Error, Result,
     driver::{
-        Access, Attribute, Backend, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, Kernels,
+        Access, Attribute, Backend, Bare, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, Kernels,
         LegacyIpc, Location, MadeFor, MemoryInfo, PageLocked, PoolHandle, Pools, Properties, Window,
         host::Live,
         kernels::{Counted, Stretch},
@@ -329,6 +329,10 @@ impl Driver for Faulty {
     fn pools(&self) -> Result<&dyn Pools> {
         self.inner.pools()?;
         Ok(self)
+    }
+
+    fn bare(&self) -> Result<&dyn Bare> {
+        self.inner.bare()
     }
 
     fn kernels(&self) -> Result<&dyn Kernels> {

@@ -1,0 +1,77 @@
+//! A handoff by the driver's calls alone.
+
+use std::{
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    ptr,
+    time::Instant,
+};
+
+use super::{
+    super::{
+        Access, Location,
+        bare::{Bare, Closing, Created, Opened, Opening, lap},
+    },
+    Core, adopt,
+    ffi::{AccessDesc, AllocationProp, HANDLE_TYPE_POSIX_FD},
+    flags_of,
+};
+use crate::error::Result;
+
+impl Bare for Core {
+    fn create(&self, ordinal: i32, size: u64) -> Result<Created> {
+        self.origin.check()?;
+        let properties = AllocationProp::pinned(Location::Device(ordinal), HANDLE_TYPE_POSIX_FD);
+        let mut handle = 0;
+        // SAFETY: both pointers are valid for the call.
+        unsafe { self.functions.mem_create(&mut handle, size as usize, &properties, 0) }?;
+        Ok(Created { handle })
+    }
+
+    fn export(&self, created: &Created) -> Result<OwnedFd> {
+        let mut fd: RawFd = -1;
+        // SAFETY: for this type the driver writes an int. Only a driver makes one of these, and who takes it back has it whole.
+        unsafe { self.functions.mem_export((&raw mut fd).cast(), created.handle, HANDLE_TYPE_POSIX_FD, 0) }?;
+        // SAFETY: the driver opened it for the caller, who is to close it.
+        unsafe { adopt("cuMemExportToShareableHandle", fd) }
+    }
+
+    fn release(&self, created: Created) -> Result<()> {
+        // SAFETY: the handle was given out, and is given back with all that names it.
+        unsafe { self.functions.mem_release(created.handle) }
+    }
+
+    fn open(&self, ordinal: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(Opened, Opening)> {
+        let access =
+            AccessDesc { location: Location::Device(ordinal).into(), flags: flags_of(Some(Access::ReadWrite)) };
+        let (mut opening, mut last) = (Opening::default(), Instant::now());
+        let (mut handle, mut address) = (0, 0);
+        let shareable = ptr::without_provenance_mut(fd.as_raw_fd() as usize);
+        // SAFETY: all pointers are valid for the calls; for this type the descriptor itself is passed as the pointer; what is
+        // mapped is the handle just imported, at addresses just reserved.
+        unsafe {
+            self.functions.mem_import(&mut handle, shareable, HANDLE_TYPE_POSIX_FD)?;
+            opening.import = lap(&mut last);
+            self.functions.mem_address_reserve(&mut address, size as usize, 0, 0, 0)?;
+            opening.reserve = lap(&mut last);
+            self.functions.mem_map(address, size as usize, 0, handle, 0)?;
+            opening.map = lap(&mut last);
+            self.functions.mem_set_access(address, size as usize, &access, 1)?;
+            opening.set_access = lap(&mut last);
+        }
+        Ok((Opened { handle, address, size }, opening))
+    }
+
+    fn close(&self, opened: Opened) -> Result<Closing> {
+        let (mut closing, mut last) = (Closing::default(), Instant::now());
+        // SAFETY: the mapping is whole, no copy from or to it is ever started, and all that names it ends here.
+        unsafe {
+            self.functions.mem_unmap(opened.address, opened.size as usize)?;
+            closing.unmap = lap(&mut last);
+            self.functions.mem_address_free(opened.address, opened.size as usize)?;
+            closing.free = lap(&mut last);
+            self.functions.mem_release(opened.handle)?;
+            closing.release = lap(&mut last);
+        }
+        Ok(closing)
+    }
+}

@@ -1,0 +1,55 @@
+//! A handoff by the kernel's calls alone.
+
+use std::{
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
+    time::Instant,
+};
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::{
+    super::{
+        bare::{Bare, Closing, Created, Opened, Opening, lap},
+        code, failure_with,
+    },
+    HostDriver, from_errno, length, nonzero, pointer, sealed_memfd,
+};
+use crate::error::Result;
+
+impl Bare for HostDriver {
+    fn create(&self, _: i32, size: u64) -> Result<Created> {
+        let memfd = sealed_memfd(size).map_err(|errno| from_errno("host create", errno))?;
+        Ok(Created { handle: memfd.into_raw_fd() as u64 })
+    }
+
+    fn export(&self, created: &Created) -> Result<OwnedFd> {
+        // SAFETY: the descriptor is open until this is given back.
+        let memfd = unsafe { BorrowedFd::borrow_raw(created.handle as RawFd) };
+        let fails = |error| failure_with("host export", code::OPERATING_SYSTEM, Some(error));
+        memfd.try_clone_to_owned().map_err(fails)
+    }
+
+    fn release(&self, created: Created) -> Result<()> {
+        // SAFETY: it was this object's own, and goes with all that names it.
+        drop(unsafe { OwnedFd::from_raw_fd(created.handle as RawFd) });
+        Ok(())
+    }
+
+    fn open(&self, _: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(Opened, Opening)> {
+        let mut last = Instant::now();
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping that replaces nothing.
+        let start = unsafe { mmap(None, nonzero(size), protection, MapFlags::MAP_SHARED, fd.as_fd(), 0) }
+            .map_err(|errno| from_errno("host map", errno))?;
+        let opening = Opening { map: lap(&mut last), ..Opening::default() };
+        Ok((Opened { handle: fd.as_raw_fd() as u64, address: start.as_ptr() as u64, size }, opening))
+    }
+
+    fn close(&self, opened: Opened) -> Result<Closing> {
+        let mut last = Instant::now();
+        // SAFETY: the mapping is whole, nobody reads or writes through it, and all that names it ends here.
+        unsafe { munmap(pointer(opened.address), length(opened.size)) }
+            .map_err(|errno| from_errno("host unmap", errno))?;
+        Ok(Closing { unmap: lap(&mut last), ..Closing::default() })
+    }
+}
