@@ -717,6 +717,8 @@ mod consumers {
             salt: Some(salt),
             digest: None,
             reply_salt: None,
+            buffer: None,
+            generation: None,
         };
         (offer, memory)
     }
