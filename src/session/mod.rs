@@ -1,11 +1,13 @@
 //! The meeting: the conversation of [`crate::wire`], held over a [`Channel`] about [`crate::memory`].
 //!
-//! [`producer::serve`] and [`consumer::Consumer`] are the two sides. Both report what they do as [`Event`]s.
+//! [`producer::serve`] and [`consumer::Consumer`] are the two sides of one buffer. Both report what they do as [`Event`]s.
+//! [`stream::Publisher`] and [`stream::Subscriber`] are those of many that come again and again.
 
 pub mod consumer;
 mod gate;
 mod opening;
 pub mod producer;
+pub mod stream;
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
