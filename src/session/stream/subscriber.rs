@@ -323,6 +323,9 @@ impl Subscriber {
         let (Some(number), Some(generation @ 1..)) = (offer.buffer, offer.generation) else {
             return Err(wrong("memory is offered in a stream without a buffer's number and generation".to_owned()));
         };
+        if offer.salt.is_some() || offer.reply_salt.is_some() || offer.digest.is_some() {
+            return Err(wrong(format!("buffer {number} is offered in a stream with something to check it against")));
+        }
         if self.buffers.contains_key(&number) {
             return Err(wrong(format!("buffer {number} is offered, and is open here already")));
         }
