@@ -30,15 +30,20 @@
 //!
 //! | kind | name | sent by | body |
 //! |---|---|---|---|
-//! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (none in version 1), `backend` string (`"cuda"` or `"host"`), `pid` u32 |
+//! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (`"stream"` from both ends of a stream), `backend` string (`"cuda"` or `"host"`), `pid` u32 |
 //! | 2 | `request` | consumer | `object` string (`"default"`), `access` `"ro"` or `"rw"`? (null: what the offer says), `range` {`offset` u64, `length` u64}? (null: all of it), `have` u64? (how many segments it holds from earlier requests) |
-//! | 3 | `offer` | producer | `object` string, `memory` memory, `array` array?, `access` `"ro"` or `"rw"`, `part` {`first` u64, `segments` u64, `offset` u64, `size` u64}?, `salt` u32?, `digest` string?, `reply_salt` u32? |
+//! | 3 | `offer` | producer | `object` string, `memory` memory, `array` array?, `access` `"ro"` or `"rw"`, `part` {`first` u64, `segments` u64, `offset` u64, `size` u64}?, `salt` u32?, `digest` string?, `reply_salt` u32?, `buffer` u64?, `generation` u64? (these two in a stream, and only there) |
 //! | 4 | `segments` | producer | `first` u64 (index of the first listed), `sizes` \[u64\], 1 to 253 of them |
 //! | 5 | `received` | consumer | `segments` u64: how many of this offer's arrived so far |
 //! | 6 | `result` | both | `verified` bool, `words` u64, `mismatches` u64, `first_mismatch` {`index` u64, `expected` u32, `found` u32}?, `digest` string? |
 //! | 7 | `busy` | both | empty: `{}` |
 //! | 8 | `error` | both | `code` string, `message` string |
 //! | 9 | `pool` | producer | `pool` u64 |
+//! | 10 | `subscribe` | consumer | `keep` u64: how many buffers it keeps open at most, at least 1 |
+//! | 11 | `ready` | producer | `buffer` u64, `generation` u64 |
+//! | 12 | `done` | consumer | `buffer` u64, `generation` u64 |
+//! | 13 | `withdraw` | producer | `buffer` u64 |
+//! | 14 | `gone` | consumer | `buffer` u64 |
 //!
 //! `memory` says what is shared, and how: `mechanism` `"vmm"`, `"pool"` or `"legacy"`, `device` {`uuid` string, `name` string},
 //! `location` `"device"` or `"host"`, `size` u64 (bytes of data), `mapped_size` u64 (bytes of memory), `segments` u64 (how many
@@ -68,17 +73,18 @@
 //!    also when it is refused: for another backend, too, which is told only now.
 //! 3. The producer answers `offer`, with the `object` and, if one was asked for, the `access` of the request. What follows it
 //!    depends on the mechanism.
-//!    - `vmm`: `part`, which must be there, names the segments that cover the range asked for, less the first `have`: how many
-//!      come before them, how many they are, how many bytes lie before the first, and how many bytes they are. If none are left,
-//!      `first` is `have` and `offset` the end of those. They follow in one `segments` after another, each answered with
-//!      `received` before the next is sent. Each size is the exact size of the allocation behind the descriptor of the same
-//!      place; all of the object's together are `mapped_size`.
+//!    - `vmm`: `part`, which must be there, names the segments that cover the range asked for, less the first `have`: how
+//!      many come before them, how many they are, how many bytes lie before the first, and how many bytes they are. If
+//!      none are left, `first` is `have` and `offset` the end of those. They follow in one `segments` after another, each
+//!      answered with `received` before the next is sent, the last one perhaps only when the memory is open. Each size is
+//!      the exact size of the allocation behind the descriptor of the same place; all of the object's together are
+//!      `mapped_size`.
 //!    - `pool`: the first offer of a connection that names a `pool` is followed by the message `pool` with its descriptor,
 //!      answered with `received` of 0 segments.
 //!    - `legacy`: nothing.
-//! 4. The consumer opens the memory. `vmm`: it imports the descriptors, closes them, and maps the segments side by side in their
-//!    order, behind those that it has. `pool`: it imports the pool, then the pointer. `legacy`: it opens the handle. The device
-//!    that it uses is its own of that UUID, or another that can reach it.
+//! 4. The consumer opens the memory. `vmm`: it imports the descriptors, maps the segments side by side in their order,
+//!    behind those that it has, and closes the descriptors. `pool`: it imports the pool, then the pointer. `legacy`: it
+//!    opens the handle. The device that it uses is its own of that UUID, or another that can reach it.
 //! 5. It checks the range asked for: against the pattern of `salt`, or against `digest`, if there is one. If all was right and
 //!    there is a `reply_salt`, which is never `salt` and comes with `rw` alone, it writes the pattern of that salt over the range.
 //! 6. When all its work on the buffer is done it sends `result`. The producer checks the reply, if there was to be one, and
@@ -92,6 +98,35 @@
 //! consumer has nothing to be busy with. `error` ends the conversation at any point: its sender shuts down writing, reads to
 //! the end or its deadline, and closes. Whoever can't send because of `EPIPE` or `ECONNRESET` reads once more before it gives
 //! up, for the reason may still be there.
+//!
+//! # Streams
+//!
+//! In a stream a producer publishes buffers again and again, and a consumer that stays connected receives each when its turn
+//! comes. What a consumer has open it gets no more descriptors of.
+//!
+//! 1. Both say `hello` with the capability `stream`, and the consumer sends `subscribe` where a `request` would be. A
+//!    producer of a stream refuses a `request`, and one without streams a `subscribe`: the code is `object`. From then on
+//!    nobody owes anybody an answer but those named here; silence is no error.
+//! 2. The producer numbers its buffers, and gives no number twice on a connection. The generation of a buffer counts its
+//!    publications on this connection from 1. To publish one is to give the consumer a turn on it, when all the producer's work on
+//!    it is done:
+//!    - The consumer has it open: `ready`.
+//!    - It has not: `offer` with `buffer` and `generation`, of all the segments, and with no salts and no `digest`. What
+//!      belongs to it follows as for a request, but `pool` also comes again if the consumer, when the offer was sent, had
+//!      no buffer of that pool open. The consumer opens the memory, then answers with `received`: the last `segments`,
+//!      `pool`, or the offer itself if nothing follows it. The producer publishes nothing and withdraws nothing before
+//!      that.
+//! 3. When all the consumer's work on the buffer is done it sends `done`, with the generation of the turn. Turns of
+//!    several buffers may overlap: they begin in the order in which they were published, and end in any order. A buffer
+//!    has one turn at a time.
+//! 4. A consumer that has as many buffers open as it likes lets go of one that is not its turn, when another one is
+//!    offered and before it opens that: it sends `gone` before `received`, and at no other time of its own accord. The
+//!    producer, which waits for `received`, so knows of it before it could send a `ready` that crosses it. It offers the
+//!    buffer anew the next time.
+//! 5. `withdraw` takes a buffer out that the consumer has open. The consumer lets go of it, and then sends `gone`: at
+//!    once, or behind the `done` of the turn.
+//! 6. Either side ends the stream by shutting down writing. The consumer then lets go of all buffers; of `pool` and
+//!    `legacy` memory before it shuts down writing itself, as in any conversation.
 //!
 //! # Host memory
 //!
@@ -146,6 +181,9 @@ pub const MAX_NAME: usize = 255;
 /// The name of the object that a producer serves unless told otherwise.
 pub const DEFAULT_OBJECT: &str = "default";
 
+/// The capability of both ends of a stream.
+pub const STREAM: &str = "stream";
+
 const MAGIC: [u8; 4] = *b"VMFD";
 
 /// The first message of either side.
@@ -153,7 +191,7 @@ const MAGIC: [u8; 4] = *b"VMFD";
 pub struct Hello {
     /// The newest version that the sender speaks.
     pub version: u16,
-    /// What the sender can do beyond the version's minimum: none in version 1.
+    /// What the sender can do beyond the version's minimum: [`STREAM`], or nothing.
     #[serde(default)]
     pub capabilities: Vec<String>,
     /// The name of the sender's backend. Both must be the same.
@@ -353,6 +391,12 @@ pub struct Offer {
     /// In a round trip the salt of the pattern to write into it: never the same as `salt`.
     #[serde(default)]
     pub reply_salt: Option<u32>,
+    /// In a stream the number of the buffer, and only there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub buffer: Option<u64>,
+    /// In a stream how often the buffer was published, with this time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<u64>,
 }
 
 /// A memory pool, with its descriptor.
@@ -450,6 +494,29 @@ pub struct Failure {
     pub message: String,
 }
 
+/// Asks for all buffers of a stream, each when its turn comes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Subscribe {
+    /// How many buffers the consumer keeps open at most.
+    pub keep: u64,
+}
+
+/// A turn of a stream's buffer: it begins with `ready`, or with an offer, and ends with `done`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BufferTurn {
+    /// The buffer's number.
+    pub buffer: u64,
+    /// How often it was published, with this time.
+    pub generation: u64,
+}
+
+/// Names a buffer of a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BufferNumber {
+    /// Its number.
+    pub buffer: u64,
+}
+
 /// One record's content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -472,6 +539,16 @@ pub enum Message {
     Error(Failure),
     /// Kind 9, with the pool's descriptor.
     Pool(OfferedPool),
+    /// Kind 10.
+    Subscribe(Subscribe),
+    /// Kind 11.
+    Ready(BufferTurn),
+    /// Kind 12.
+    Done(BufferTurn),
+    /// Kind 13.
+    Withdraw(BufferNumber),
+    /// Kind 14.
+    Gone(BufferNumber),
 }
 
 impl Message {
@@ -487,6 +564,11 @@ impl Message {
             Self::Busy(_) => "busy",
             Self::Error(_) => "error",
             Self::Pool(_) => "pool",
+            Self::Subscribe(_) => "subscribe",
+            Self::Ready(_) => "ready",
+            Self::Done(_) => "done",
+            Self::Withdraw(_) => "withdraw",
+            Self::Gone(_) => "gone",
         }
     }
 
@@ -504,30 +586,45 @@ impl Message {
     /// # Errors
     /// [`ProtocolError::LongRecord`] or [`ProtocolError::Content`] if the message is larger than the protocol allows.
     pub fn encode(&self) -> Result<Vec<u8>, ProtocolError> {
-        let (kind, body): (u16, _) = match self {
-            Self::Hello(body) => (1, serde_json::to_vec(body)),
-            Self::Request(body) => (2, serde_json::to_vec(body)),
-            Self::Offer(body) => (3, serde_json::to_vec(body)),
-            Self::Segments(body) => (4, serde_json::to_vec(body)),
-            Self::Received(body) => (5, serde_json::to_vec(body)),
-            Self::Result(body) => (6, serde_json::to_vec(body)),
-            Self::Busy(body) => (7, serde_json::to_vec(body)),
-            Self::Error(body) => (8, serde_json::to_vec(body)),
-            Self::Pool(body) => (9, serde_json::to_vec(body)),
+        let mut record = Vec::new();
+        self.encode_into(&mut record).map(|()| record)
+    }
+
+    /// As [`Message::encode`], into memory that is used again and again: what it held is gone.
+    ///
+    /// # Errors
+    /// As [`Message::encode`].
+    pub fn encode_into(&self, record: &mut Vec<u8>) -> Result<(), ProtocolError> {
+        self.check()?;
+        record.clear();
+        record.resize(HEADER_LENGTH, 0);
+        let (kind, written): (u16, _) = match self {
+            Self::Hello(body) => (1, serde_json::to_writer(&mut *record, body)),
+            Self::Request(body) => (2, serde_json::to_writer(&mut *record, body)),
+            Self::Offer(body) => (3, serde_json::to_writer(&mut *record, body)),
+            Self::Segments(body) => (4, serde_json::to_writer(&mut *record, body)),
+            Self::Received(body) => (5, serde_json::to_writer(&mut *record, body)),
+            Self::Result(body) => (6, serde_json::to_writer(&mut *record, body)),
+            Self::Busy(body) => (7, serde_json::to_writer(&mut *record, body)),
+            Self::Error(body) => (8, serde_json::to_writer(&mut *record, body)),
+            Self::Pool(body) => (9, serde_json::to_writer(&mut *record, body)),
+            Self::Subscribe(body) => (10, serde_json::to_writer(&mut *record, body)),
+            Self::Ready(body) => (11, serde_json::to_writer(&mut *record, body)),
+            Self::Done(body) => (12, serde_json::to_writer(&mut *record, body)),
+            Self::Withdraw(body) => (13, serde_json::to_writer(&mut *record, body)),
+            Self::Gone(body) => (14, serde_json::to_writer(&mut *record, body)),
         };
-        let body = body.map_err(|error| ProtocolError::Content(error.to_string()))?;
-        if body.len() > MAX_BODY {
+        written.map_err(|error| ProtocolError::Content(error.to_string()))?;
+        let length = record.len() - HEADER_LENGTH;
+        if length > MAX_BODY {
             return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
         }
-        self.check()?;
-        let mut record = Vec::with_capacity(HEADER_LENGTH + body.len());
-        record.extend_from_slice(&MAGIC);
-        record.extend_from_slice(&VERSION.to_le_bytes());
-        record.extend_from_slice(&kind.to_le_bytes());
-        record.extend_from_slice(&(body.len() as u32).to_le_bytes());
-        record.extend_from_slice(&(self.fd_count() as u32).to_le_bytes());
-        record.extend_from_slice(&body);
-        Ok(record)
+        record[0..4].copy_from_slice(&MAGIC);
+        record[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        record[6..8].copy_from_slice(&kind.to_le_bytes());
+        record[8..12].copy_from_slice(&(length as u32).to_le_bytes());
+        record[12..16].copy_from_slice(&(self.fd_count() as u32).to_le_bytes());
+        Ok(())
     }
 
     /// Reads a record that came with `fds` descriptors.
@@ -566,6 +663,11 @@ impl Message {
             7 => Self::Busy(parse("busy", body)?),
             8 => Self::Error(parse("error", body)?),
             9 => Self::Pool(parse("pool", body)?),
+            10 => Self::Subscribe(parse("subscribe", body)?),
+            11 => Self::Ready(parse("ready", body)?),
+            12 => Self::Done(parse("done", body)?),
+            13 => Self::Withdraw(parse("withdraw", body)?),
+            14 => Self::Gone(parse("gone", body)?),
             got => return Err(ProtocolError::Kind { got }),
         };
         message.check()?;
@@ -674,6 +776,8 @@ mod tests {
                 salt: Some(0xffff_ffff),
                 digest: Some("blake3:00".into()),
                 reply_salt: Some(3),
+                buffer: Some(4),
+                generation: Some(u64::MAX),
             })),
             Message::Segments(Segments { first: 0, sizes: vec![2 << 20, 4 << 20] }),
             Message::Received(Received { segments: 2 }),
@@ -687,6 +791,11 @@ mod tests {
             Message::Busy(Busy {}),
             Message::Error(Failure { code: ErrorCode::Refused, message: "no".into() }),
             Message::Pool(OfferedPool { pool: 7 }),
+            Message::Subscribe(Subscribe { keep: 4 }),
+            Message::Ready(BufferTurn { buffer: 2, generation: 9 }),
+            Message::Done(BufferTurn { buffer: u64::MAX, generation: 1 }),
+            Message::Withdraw(BufferNumber { buffer: 2 }),
+            Message::Gone(BufferNumber { buffer: 0 }),
         ]
     }
 

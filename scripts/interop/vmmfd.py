@@ -30,7 +30,8 @@ DEFAULT_OBJECT = "default"
 
 _MAGIC = b"VMFD"
 _HEADER = struct.Struct("<4sHHII")
-_KINDS = ("hello", "request", "offer", "segments", "received", "result", "busy", "error", "pool")
+_KINDS = ("hello", "request", "offer", "segments", "received", "result", "busy", "error", "pool") + (
+    "subscribe", "ready", "done", "withdraw", "gone")  # Of streams, which are not spoken here.
 _BUSY_EVERY = 1.0
 _WORD = 0xFFFF_FFFF
 

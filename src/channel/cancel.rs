@@ -1,6 +1,7 @@
 //! A request to stop that every wait of this crate sees at once.
 
 use std::{
+    array,
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
@@ -34,6 +35,9 @@ struct Inner {
 }
 
 const NOT_CANCELLED: i32 = -1;
+
+/// How many can be waited for without an allocation, with the request itself.
+const MOST_AT_ONCE: usize = 4;
 
 impl Cancel {
     /// A request that was not made yet.
@@ -78,19 +82,47 @@ impl Cancel {
         fds: [(BorrowedFd<'_>, PollFlags); N],
         deadline: Instant,
     ) -> Result<Option<usize>> {
-        let mut fds: Vec<PollFd<'_>> = fds.into_iter().map(|(fd, events)| PollFd::new(fd, events)).collect();
-        fds.push(PollFd::new(self.0.event.as_fd(), PollFlags::POLLIN));
+        const { assert!(N < MOST_AT_ONCE) };
+        // No allocation: this is on the way of every record.
+        let mut fds = fds.into_iter();
+        let mut polled: [PollFd<'_>; MOST_AT_ONCE] =
+            array::from_fn(|_| fds.next().map_or_else(|| self.polled(), |(fd, events)| PollFd::new(fd, events)));
+        self.wait_for(&mut polled[..=N], deadline)
+    }
+
+    /// Waits until one of any number is readable, and says which, or the time is over.
+    ///
+    /// # Errors
+    /// As [`Cancel::wait`].
+    pub(crate) fn wait_readable<'a>(
+        &'a self,
+        fds: impl Iterator<Item = BorrowedFd<'a>>,
+        deadline: Instant,
+    ) -> Result<Option<usize>> {
+        let mut polled: Vec<PollFd<'_>> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        polled.push(self.polled());
+        self.wait_for(&mut polled, deadline)
+    }
+
+    /// This request, to be waited for with others.
+    fn polled(&self) -> PollFd<'_> {
+        PollFd::new(self.0.event.as_fd(), PollFlags::POLLIN)
+    }
+
+    /// Waits for any of these, of which the last one is this request itself.
+    fn wait_for(&self, fds: &mut [PollFd<'_>], deadline: Instant) -> Result<Option<usize>> {
+        let others = fds.len() - 1;
         loop {
             self.check()?;
             let left = deadline.saturating_duration_since(Instant::now());
             // Rounded up, so that the last wait does not end a moment too early and spin; longer ones go in parts.
             let left = (left + Duration::from_micros(999)).min(Duration::from_secs(3600));
-            match poll(&mut fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
+            match poll(fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
                 Ok(_) => {}
                 Err(Errno::EINTR) => continue,
                 Err(errno) => return Err(Error::system("poll", errno)),
             }
-            let ready = fds[..N].iter().position(|fd| fd.any().unwrap_or(false));
+            let ready = fds[..others].iter().position(|fd| fd.any().unwrap_or(false));
             if ready.is_some() || Instant::now() >= deadline {
                 return self.check().map(|()| ready);
             }

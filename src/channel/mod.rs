@@ -84,7 +84,10 @@ pub struct Channel {
     cancel: Cancel,
     /// When the last record was sent, or the connection made.
     sent: Instant,
+    /// What was received last.
     record: Vec<u8>,
+    /// What was sent last.
+    outgoing: Vec<u8>,
 }
 
 impl Channel {
@@ -98,7 +101,8 @@ impl Channel {
         let socket = Arc::new(UnixStream::from(socket));
         socket.set_nonblocking(true).map_err(|error| Error::system("make the socket non-blocking", error))?;
         let record = vec![0; HEADER_LENGTH + MAX_BODY + 1];
-        Ok(Self { socket, peer, timeout, cancel: cancel.clone(), sent: Instant::now(), record })
+        let (cancel, outgoing) = (cancel.clone(), Vec::new());
+        Ok(Self { socket, peer, timeout, cancel, sent: Instant::now(), record, outgoing })
     }
 
     /// Who is at the other end.
@@ -129,15 +133,15 @@ impl Channel {
         if want != got {
             return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
         }
-        let record = message.encode()?;
+        message.encode_into(&mut self.outgoing)?;
         let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
         let purpose = "to send";
         let deadline = self.deadline();
         loop {
             let sent = if fds.is_empty() {
-                rustix::net::send(&*self.socket, &record, SendFlags::NOSIGNAL).map_err(io::Error::from)
+                rustix::net::send(&*self.socket, &self.outgoing, SendFlags::NOSIGNAL).map_err(io::Error::from)
             } else {
-                self.socket.send_with_fd(&record, &fds)
+                self.socket.send_with_fd(&self.outgoing, &fds)
             };
             match sent {
                 Ok(_) => {
@@ -211,6 +215,22 @@ impl Channel {
     ///
     /// See shutdown(2): to close with records unread would reset the connection.
     pub fn finish(mut self, patience: Duration) -> bool {
+        self.see_off(patience)
+    }
+
+    /// Shuts down writing: all that there is to say was said.
+    pub(crate) fn hang_up(&mut self) {
+        // The peer may be gone.
+        let _ = self.socket.shutdown(Shutdown::Write);
+    }
+
+    /// Counts the time that the peer is given to leave from now on, and not from the last record.
+    pub(crate) fn renew(&mut self) {
+        self.sent = Instant::now();
+    }
+
+    /// As [`Channel::finish`], for one that is not closed yet.
+    pub(crate) fn see_off(&mut self, patience: Duration) -> bool {
         if self.socket.shutdown(Shutdown::Write).is_err() {
             return true;
         }
@@ -284,6 +304,13 @@ impl Channel {
             return Ok(Some(Err(ProtocolError::FdsTruncated { most: MAX_FDS })));
         }
         Ok(Some(Message::decode(&self.record[..received.bytes], fds.len()).map(|message| (message, fds))))
+    }
+}
+
+impl AsFd for Channel {
+    /// Readable when there is something to receive, or the peer has gone.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 

@@ -304,6 +304,13 @@ pub enum Error {
         message: String,
     },
 
+    /// A stream is in no state for what was asked of it. Nothing was changed.
+    #[error("{problem}")]
+    Stream {
+        /// Why: one sentence.
+        problem: String,
+    },
+
     /// The peer broke the protocol; the connection is closed.
     #[error("the peer broke the protocol")]
     Protocol(#[from] ProtocolError),
@@ -383,6 +390,7 @@ impl Error {
             | Self::OwnHandle
             | Self::File { .. }
             | Self::Array { .. }
+            | Self::Stream { .. }
             | Self::SocketPath { .. } => ErrorKind::Usage,
             Self::Absent { .. }
             | Self::NotAccepted { .. }

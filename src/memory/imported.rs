@@ -1,6 +1,9 @@
 //! Memory that another process gave, whichever way it travelled.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+};
 
 use super::{Allocation, Device, LegacyMemory, Mapping, Pool, PoolBuffer, Region, Reservation};
 use crate::{
@@ -187,6 +190,9 @@ impl Region for Imported {
 }
 
 /// Memory of many segments on its way in, some at a time: only so many descriptors need be open at once.
+///
+/// What a mapping needs no more, the handles and descriptors of the segments that came last, is let go of when the next ones
+/// are taken, or once the device may use the memory: it costs about as much as all else, and nobody has to wait for it.
 #[derive(Debug)]
 pub struct Importing {
     device: Device,
@@ -197,7 +203,14 @@ pub struct Importing {
     /// What the driver must say of each allocation.
     owner: Owner,
     taken: u64,
+    /// Of the segments that were taken last.
+    remains: Remains,
 }
+
+/// What is left of segments that are mapped: their handles and descriptors, which the memory does not need. Dropping it
+/// releases and closes them.
+#[derive(Debug, Default)]
+pub(crate) struct Remains(Vec<(Allocation, OwnedFd)>);
 
 /// Whose the memory is, as this process can know it.
 #[derive(Debug, Clone, Copy)]
@@ -262,29 +275,32 @@ impl Importing {
             },
         };
         let (device, description, part) = (device.clone(), description.clone(), *part);
-        Ok(Self { device, description, part, reservation, mapping, owner, taken: 0 })
+        Ok(Self { device, description, part, reservation, mapping, owner, taken: 0, remains: Remains::default() })
     }
 
-    /// Takes the next segments: imports, maps and closes them.
+    /// Takes the next segments: releases and closes those taken before, imports these and maps them.
     ///
     /// # Errors
     /// Those of [`Imported::open`].
     ///
-    /// Driver calls: those of [`Allocation::import`], `cuMemMap`, `cuMemRelease`.
+    /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemMap`.
     pub fn take(&mut self, sizes: &[u64], fds: Vec<OwnedFd>) -> Result<()> {
         if sizes.len() != fds.len() {
             return nonsense(format!("{} segments came with {} descriptors", sizes.len(), fds.len()));
         }
+        self.remains.0.clear();
+        self.remains.0.reserve_exact(fds.len());
         for (&size, fd) in sizes.iter().zip(fds) {
             let fits = self.mapping.size().checked_add(size).is_some_and(|end| end <= self.part.size);
             if self.taken == self.part.segments || !fits {
                 return nonsense(format!("more segments came than the {:?} that were described", self.part));
             }
             let unfit = |error| not_as_offered(&self.device, &self.description, error);
-            let allocation = Allocation::import(&self.device, fd, size).map_err(unfit)?;
+            let allocation = Allocation::import_borrowed(&self.device, fd.as_fd(), size).map_err(unfit)?;
             self.check_owner(&allocation)?;
             self.mapping.push(&allocation).map_err(unfit)?;
             self.taken += 1;
+            self.remains.0.push((allocation, fd));
         }
         Ok(())
     }
@@ -329,16 +345,21 @@ impl Importing {
         Ok(self)
     }
 
-    /// Lets the device use the memory, now that all of it is there.
+    /// Lets the device use the memory, now that all of it is there, and lets go of what it does not need.
     ///
     /// # Errors
-    /// Those of [`Imported::open`]. Driver call: `cuMemSetAccess`.
+    /// Those of [`Imported::open`]. Driver calls: `cuMemSetAccess`, `cuMemRelease`.
     pub fn finish(self) -> Result<Imported> {
-        let Self { device, description, part, reservation, mapping, .. } = self.mapped()?;
+        self.finish_first().map(|(imported, _)| imported)
+    }
+
+    /// As [`Importing::finish`], for a caller who has more urgent things to do than to let go of the rest.
+    pub(crate) fn finish_first(self) -> Result<(Imported, Remains)> {
+        let Self { device, description, part, reservation, mapping, remains, .. } = self.mapped()?;
         let access = mapping.access();
         let segments = part.first + part.segments;
         let memory = Memory::Vmm { mappings: vec![mapping], reservation, device, segments };
-        Ok(Imported { memory, start: part.offset, access, immutable: description.immutable })
+        Ok((Imported { memory, start: part.offset, access, immutable: description.immutable }, remains))
     }
 
     /// As [`Importing::finish`], for segments behind memory imported before, which then has them too.

@@ -33,7 +33,7 @@ pub use self::{
     vmm::{Allocation, Mapping, Reservation},
 };
 
-pub(crate) use self::handle::first_elements;
+pub(crate) use self::{handle::first_elements, imported::Remains};
 
 use std::{
     fmt,

@@ -65,15 +65,20 @@ impl Allocation {
     ///
     /// Driver calls: `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
     pub fn import(device: &Device, fd: OwnedFd, size: u64) -> Result<Arc<Self>> {
+        Self::import_borrowed(device, fd.as_fd(), size).map(Arc::new)
+    }
+
+    /// As [`Allocation::import`]; `fd` stays the caller's, to be closed when it likes.
+    pub(super) fn import_borrowed(device: &Device, fd: BorrowedFd<'_>, size: u64) -> Result<Self> {
         let granularity = device.granularity()?;
         if size == 0 || !size.is_multiple_of(granularity) {
             return Err(Error::Unaligned { size, granularity });
         }
-        let handle = device.driver().import(fd.as_fd(), size)?;
+        let handle = device.driver().import(fd, size)?;
         // From here on dropping it releases the handle.
         let mut imported = Self::own(device, handle, size, device.shareable(Placement::Device)?);
         imported.properties = device.driver().properties(handle)?;
-        Ok(Arc::new(imported))
+        Ok(imported)
     }
 
     fn own(device: &Device, handle: Handle, size: u64, properties: Properties) -> Self {

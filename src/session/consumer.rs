@@ -3,27 +3,24 @@
 use std::{
     collections::BTreeMap,
     ops::Range,
-    os::{
-        fd::{AsRawFd, OwnedFd},
-        unix::net::UnixStream,
-    },
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{Event, Link, Observer, Terms, activate, greeting, interruptibly, outcome_of, unexpected};
+use super::{
+    Event, Link, Observer, Terms, greeting, interruptibly,
+    opening::{self, Chosen, Connection, acknowledge, part_of, pool_of, take_pool, take_segments},
+    outcome_of, unexpected,
+};
 use crate::{
-    array::ArrayDescriptor,
     channel::{Peer, connect},
     driver::{Access, Driver},
     error::{Error, Result},
     memory::{Array, Device, Imported, Importing, Pool, Region, Selector, first_elements, timed},
     pattern::{self, Checker, Choice, Pattern},
     transfer::{self, Target},
-    wire::{
-        ByteRange, DEFAULT_OBJECT, ErrorCode, Mechanism, Message, Offer, Outcome, ProtocolError, Received, Request,
-    },
+    wire::{ByteRange, DEFAULT_OBJECT, Mechanism, Message, Offer, Outcome, ProtocolError, Request},
 };
 
 /// What to ask a producer for.
@@ -71,11 +68,7 @@ impl Default for Ask {
 /// ```
 pub struct Consumer<'a> {
     link: Link,
-    driver: Arc<dyn Driver>,
-    /// The device that is ready for copies.
-    ready: Option<Device>,
-    /// Whether it was named, and no other may be used.
-    named: bool,
+    chosen: Chosen,
     /// The pools that this connection was given, by the producer's numbers.
     pools: BTreeMap<u64, Arc<Pool>>,
     /// Held by all memory that the producer frees when the connection ends.
@@ -96,12 +89,6 @@ pub struct Lent {
     range: Range<u64>,
     // Let go of after the memory, which can't be taken out of here.
     _connection: Option<Arc<Connection>>,
-}
-
-/// What keeps a connection open.
-#[derive(Debug)]
-struct Connection {
-    _socket: Arc<UnixStream>,
 }
 
 impl Lent {
@@ -224,26 +211,12 @@ impl<'a> Consumer<'a> {
         terms: &Terms,
         observer: Observer<'a>,
     ) -> Result<Self> {
-        let early = match device {
-            None if driver.device_count()? != 1 => None,
-            selector => Some(Device::find(driver, selector.unwrap_or_default())?),
-        };
-        if let Some(device) = &early {
-            activate(device, &mut || terms.cancel.check(), observer)?;
-        }
+        let chosen = Chosen::new(driver, device, &terms.cancel, observer)?;
         let begun = Instant::now();
         let channel = connect(path, terms.timeout, &terms.trust, &terms.cancel)?;
-        let connection = Arc::new(Connection { _socket: channel.socket() });
-        let mut consumer = Self {
-            link: Link::new(channel),
-            connection,
-            driver: Arc::clone(driver),
-            ready: early,
-            named: device.is_some(),
-            pools: BTreeMap::new(),
-            engine: Choice::Auto,
-            observer,
-        };
+        let connection = Connection::of(&channel);
+        let (link, pools) = (Link::new(channel), BTreeMap::new());
+        let mut consumer = Self { link, connection, chosen, pools, engine: Choice::Auto, observer };
         match consumer.greet() {
             Ok(()) => {
                 let peer = consumer.peer();
@@ -259,7 +232,7 @@ impl<'a> Consumer<'a> {
     }
 
     fn greet(&mut self) -> Result<()> {
-        self.link.hello(self.driver.as_ref())?;
+        self.link.hello(self.chosen.driver(), &[])?;
         let (hello, _) = self.link.receive("for the producer's hello")?;
         // Whether the backends fit is the producer's to say, when it knows what is asked for.
         greeting(hello).map(drop)
@@ -286,7 +259,8 @@ impl<'a> Consumer<'a> {
         let begun = Instant::now();
         let offer = self.ask(ask, None)?;
         let range = check(&offer, ask)?;
-        let device = self.device_for(&offer)?;
+        let link = &mut self.link;
+        let device = self.chosen.for_memory_of(&offer.memory.device, &mut || link.busy(), self.observer)?;
         // Opening goes on while segments come in: its time is taken apart.
         let mut opening = Duration::ZERO;
         let (memory, fds) = match offer.memory.mechanism {
@@ -294,8 +268,11 @@ impl<'a> Consumer<'a> {
                 let part = part_of(&offer, 0, &range)?;
                 let begin = || Importing::begin(&device, &offer.memory, &part, offer.access);
                 let mut importing = timed(&mut opening, begin)?;
-                let fds = self.take_segments(&mut importing, part.first, &mut opening)?;
-                (timed(&mut opening, || importing.finish())?, fds)
+                let (fds, took) = take_segments(&mut self.link, &mut importing, part.first)?;
+                opening += took;
+                let memory = timed(&mut opening, || importing.finish())?;
+                acknowledge(&mut self.link, fds.len())?;
+                (memory, fds)
             }
             Mechanism::Pool => {
                 let (pool, fds) = self.pool(&device, &offer, &mut opening)?;
@@ -330,9 +307,11 @@ impl<'a> Consumer<'a> {
         let range = check(&offer, &ask)?;
         let part = part_of(&offer, have, &range)?;
         let mut importing = Importing::behind(&lent.memory, &offer.memory, &part)?;
-        let mut opening = Duration::ZERO;
-        let fds = self.take_segments(&mut importing, part.first, &mut opening)?;
+        let (fds, mut opening) = take_segments(&mut self.link, &mut importing, part.first)?;
         timed(&mut opening, || importing.finish_behind(&mut lent.memory))?;
+        if !fds.is_empty() {
+            acknowledge(&mut self.link, fds.len())?;
+        }
         (self.observer)(Event::Received { offer: &offer, fds: &fds, took: begun.elapsed() - opening });
         lent.offer = offer;
         lent.range = range;
@@ -341,69 +320,24 @@ impl<'a> Consumer<'a> {
 
     fn ask(&mut self, ask: &Ask, have: Option<u64>) -> Result<Offer> {
         let Ask { object, access, range } = ask.clone();
-        self.link.send(Message::Request(Request { object, access, range, have }), &[])?;
+        self.link.send(&Message::Request(Request { object, access, range, have }), &[])?;
         match self.link.receive("for the offer")? {
             (Message::Offer(offer), _) => Ok(*offer),
             (other, _) => Err(unexpected(&other, "offer")),
         }
     }
 
-    /// Takes one record of segments after another, and acknowledges each when its descriptors are closed again. Returns what
-    /// their numbers were.
-    fn take_segments(&mut self, importing: &mut Importing, first: u64, opening: &mut Duration) -> Result<Vec<i32>> {
-        let mut numbers = Vec::new();
-        while importing.missing() > 0 {
-            let (segments, fds) = match self.link.receive("for the memory")? {
-                (Message::Segments(segments), fds) => (segments, fds),
-                (other, _) => return Err(unexpected(&other, "segments")),
-            };
-            if segments.first != first + numbers.len() as u64 {
-                let message = format!("segment {} came where {} belongs", segments.first, first + numbers.len() as u64);
-                return Err(ProtocolError::Content(message).into());
-            }
-            numbers.extend(fds.iter().map(AsRawFd::as_raw_fd));
-            self.link.busy()?;
-            timed(opening, || importing.take(&segments.sizes, fds))?;
-            self.link.send(Message::Received(Received { segments: numbers.len() as u64 }), &[])?;
-        }
-        Ok(numbers)
-    }
-
     /// The pool that an offer names: with its first offer of this connection it comes itself.
     fn pool(&mut self, device: &Device, offer: &Offer, opening: &mut Duration) -> Result<(Arc<Pool>, Vec<i32>)> {
-        let wrong = |message: String| Err(ProtocolError::Content(message).into());
-        // What this side lacks comes first.
-        device.require_pools()?;
-        let Some(number) = offer.memory.pool else {
-            return wrong("memory of a pool is offered, and no pool is named".to_owned());
-        };
+        let number = pool_of(device, offer)?;
         if let Some(pool) = self.pools.get(&number) {
             return Ok((Arc::clone(pool), Vec::new()));
         }
-        let fd: OwnedFd = match self.link.receive("for the pool")? {
-            (Message::Pool(pool), mut fds) if pool.pool == number && fds.len() == 1 => fds.remove(0),
-            (Message::Pool(pool), _) => return wrong(format!("pool {} came where {number} belongs", pool.pool)),
-            (other, _) => return Err(unexpected(&other, "pool")),
-        };
-        let numbers = vec![fd.as_raw_fd()];
-        let pool = timed(opening, || Imported::pool(device, &offer.memory, fd))?;
+        let (pool, fd, took) = take_pool(&mut self.link, device, offer, number)?;
+        *opening += took;
         self.pools.insert(number, Arc::clone(&pool));
-        self.link.send(Message::Received(Received { segments: 0 }), &[])?;
-        Ok((pool, numbers))
-    }
-
-    /// This process's device that is to use what is offered, ready for copies.
-    fn device_for(&mut self, offer: &Offer) -> Result<Device> {
-        if let Some(device) = self.ready.as_ref().filter(|device| device.uuid() == offer.memory.device.uuid) {
-            return Ok(device.clone());
-        }
-        let named = self.ready.as_ref().filter(|_| self.named);
-        let device = Device::for_memory_of(&self.driver, &offer.memory.device, named)?;
-        if self.ready.as_ref().is_none_or(|ready| ready.uuid() != device.uuid()) {
-            activate(&device, &mut || self.link.busy(), self.observer)?;
-            self.ready = Some(device.clone());
-        }
-        Ok(device)
+        acknowledge(&mut self.link, 0)?;
+        Ok((pool, vec![fd]))
     }
 
     /// Checks what was lent: against the pattern of its salt, or its digest. The producer is told that this side is at work.
@@ -504,7 +438,7 @@ impl<'a> Consumer<'a> {
     /// Those of the conversation. What the producer found is no error.
     pub fn report(&mut self, lent: &Lent, found: &Outcome) -> Result<Outcome> {
         let begun = Instant::now();
-        self.link.send(Message::Result(found.clone()), &[])?;
+        self.link.send(&Message::Result(found.clone()), &[])?;
         let outcome = match self.link.receive("for the producer's result")? {
             (Message::Result(outcome), _) => outcome,
             (other, _) => return Err(unexpected(&other, "result")),
@@ -553,52 +487,20 @@ const FIRST_ELEMENTS: usize = 8;
 /// What an offer must be, before anything is done with it. Returns the bytes that were asked for.
 fn check(offer: &Offer, ask: &Ask) -> Result<Range<u64>> {
     let wrong = |message: String| Err(ProtocolError::Content(message).into());
-    let unfit = |message: String| Err(Error::Mismatch { code: ErrorCode::Failed, message });
-    let memory = &offer.memory;
-    if offer.object != ask.object {
-        return wrong(format!("object `{}` was asked for and `{}` is offered", ask.object, offer.object));
+    opening::check_object(offer, &ask.object)?;
+    opening::check(offer)?;
+    if offer.buffer.is_some() || offer.generation.is_some() {
+        return wrong("a buffer of a stream is offered, and none was subscribed to".to_owned());
     }
-    if memory.size == 0 || memory.size > memory.mapped_size {
-        return wrong(format!("{} bytes of data are offered in {} bytes of memory", memory.size, memory.mapped_size));
-    }
-    let range = match ask.range {
-        None => 0..memory.size,
-        Some(range) => match range.within(memory.size) {
-            Some(range) => range,
-            None => return wrong(format!("{range:?} is offered of {} bytes", memory.size)),
-        },
-    };
     if ask.access.is_some_and(|access| access != offer.access) {
         return wrong(format!("another access was asked for than the {} that is offered", offer.access));
     }
-    if offer.reply_salt.is_some() && offer.reply_salt == offer.salt {
-        return wrong("the reply's salt is the offer's own".to_owned());
+    let memory = &offer.memory;
+    match ask.range {
+        None => Ok(0..memory.size),
+        Some(range) => match range.within(memory.size) {
+            Some(range) => Ok(range),
+            None => wrong(format!("{range:?} is offered of {} bytes", memory.size)),
+        },
     }
-    if offer.reply_salt.is_some() && offer.access == Access::ReadOnly {
-        return wrong("a reply is asked for in memory that is offered read-only".to_owned());
-    }
-    if let Some(Err(error)) = offer.array.as_ref().map(|array: &ArrayDescriptor| array.check(memory.size)) {
-        return wrong(format!("the array that is offered is not inside the memory: {error}"));
-    }
-    if memory.mechanism == Mechanism::Unknown {
-        return unfit("the producer shares by a mechanism that this version does not know".to_owned());
-    }
-    if let Some(digest) = offer.digest.as_ref().filter(|digest| !transfer::is_known(digest)) {
-        return unfit(format!("the data comes with the digest `{digest}`, which this version can't check"));
-    }
-    Ok(range)
-}
-
-/// Which segments follow an offer: they must be those that were asked for.
-fn part_of(offer: &Offer, have: u64, range: &Range<u64>) -> Result<crate::wire::Part> {
-    let wrong = |message: String| Err(ProtocolError::Content(message).into());
-    let Some(part) = offer.part else {
-        return wrong("memory is offered without a word on the segments that follow".to_owned());
-    };
-    let end = part.offset.checked_add(part.size);
-    let covers = match have {
-        0 => part.offset <= range.start && end.is_some_and(|end| end >= range.end),
-        _ => part.first == have && end.is_some_and(|end| end >= range.end),
-    };
-    if covers { Ok(part) } else { wrong(format!("bytes {range:?} were asked for, and {part:?} follows")) }
 }

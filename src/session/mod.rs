@@ -1,10 +1,13 @@
 //! The meeting: the conversation of [`crate::wire`], held over a [`Channel`] about [`crate::memory`].
 //!
-//! [`producer::serve`] and [`consumer::Consumer`] are the two sides. Both report what they do as [`Event`]s.
+//! [`producer::serve`] and [`consumer::Consumer`] are the two sides of one buffer. Both report what they do as [`Event`]s.
+//! [`stream::Publisher`] and [`stream::Subscriber`] are those of many that come again and again.
 
 pub mod consumer;
 mod gate;
+mod opening;
 pub mod producer;
+pub mod stream;
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -17,7 +20,7 @@ use std::{
 
 use crate::{
     array::ArrayDescriptor,
-    channel::{Cancel, Channel, Peer, Trust},
+    channel::{Cancel, Channel, Peer, Trust, deadline_after},
     driver::{Access, Backend, Choice, Driver, Opened, open},
     error::{Error, Result},
     memory::Device,
@@ -261,24 +264,27 @@ impl Link {
         self.channel.peer()
     }
 
-    fn hello(&mut self, driver: &dyn Driver) -> Result<()> {
+    fn hello(&mut self, driver: &dyn Driver, capabilities: &[&str]) -> Result<()> {
         let backend = driver.backend().to_string();
-        self.send(
-            Message::Hello(Hello { version: VERSION, capabilities: Vec::new(), backend, pid: process::id() }),
-            &[],
-        )
+        let capabilities = capabilities.iter().map(ToString::to_string).collect();
+        self.send(&Message::Hello(Hello { version: VERSION, capabilities, backend, pid: process::id() }), &[])
     }
 
-    fn send(&mut self, message: Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        self.channel.send(&message, fds)?;
+    fn send(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        self.channel.send(message, fds)?;
         self.spoken = Instant::now();
         Ok(())
     }
 
     /// The next message that is an answer. The peer's `error` is this side's.
     fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
+        self.receive_within(self.channel.timeout(), purpose)
+    }
+
+    /// As [`Link::receive`], from a peer who is given no more than `patience` between two signs of life.
+    fn receive_within(&mut self, patience: Duration, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
         loop {
-            match self.channel.receive(purpose)? {
+            match self.channel.receive_by(deadline_after(patience), purpose)? {
                 (Message::Busy(_), _) => {}
                 (Message::Error(Failure { code, message }), _) => return Err(Error::Peer { code, message }),
                 answer => {
@@ -297,7 +303,7 @@ impl Link {
     /// Says that this side is working, if it said nothing for a while. To be called often.
     fn busy(&mut self) -> Result<()> {
         self.channel.cancel().check()?;
-        if self.spoken.elapsed() >= self.busy_every { self.send(Message::Busy(Busy {}), &[]) } else { Ok(()) }
+        if self.spoken.elapsed() >= self.busy_every { self.send(&Message::Busy(Busy {}), &[]) } else { Ok(()) }
     }
 
     /// Ends the conversation: with an `error` if this side has one that the peer does not know. Says whether the peer has gone.
@@ -307,13 +313,19 @@ impl Link {
 
     /// As [`Link::end`], for a peer who is given no more than `patience` to leave.
     fn end_within<T>(mut self, patience: Duration, result: &Result<T>) -> bool {
-        if let Some((code, error)) = result.as_ref().err().and_then(|error| Some((code_for(error)?, error))) {
-            let message = Message::Error(Failure { code, message: error.in_full() });
-            if let Err(unsent) = self.channel.send(&message, &[]) {
-                tracing::debug!(%unsent, "the peer can't be told");
-            }
+        if let Err(error) = result {
+            self.tell(error);
         }
         self.channel.finish(patience)
+    }
+
+    /// Sends an error, if the peer does not know it.
+    fn tell(&mut self, error: &Error) {
+        let Some(code) = code_for(error) else { return };
+        let message = Message::Error(Failure { code, message: error.in_full() });
+        if let Err(unsent) = self.channel.send(&message, &[]) {
+            tracing::debug!(%unsent, "the peer can't be told");
+        }
     }
 }
 

@@ -23,5 +23,6 @@ mod readme;
 mod running;
 mod shared;
 mod sharing_commands;
+mod stream;
 mod support;
 mod users;

@@ -311,7 +311,7 @@ impl<'a> Visit<'a> {
         self.desk.terms.trust.check(self.link.peer())?;
         let deadline = deadline_after(self.desk.terms.timeout);
         let backend = greeting(self.link.receive_first(deadline, "for the consumer's hello")?)?.backend;
-        self.link.hello(self.desk.buffer.shared().device().driver().as_ref())?;
+        self.link.hello(self.desk.buffer.shared().device().driver().as_ref(), &[])?;
         loop {
             let next = match self.admitted {
                 false => self.link.receive_first(deadline, "for a request"),
@@ -319,6 +319,10 @@ impl<'a> Visit<'a> {
             };
             let request = match next {
                 Ok(Message::Request(request)) => request,
+                Ok(Message::Subscribe(_)) => {
+                    let message = "this producer has no stream to subscribe to, only a buffer to request".to_owned();
+                    return Err(Error::Mismatch { code: ErrorCode::Object, message });
+                }
                 Ok(other) => return Err(unexpected(&other, "request")),
                 // It has what it wanted: how it leaves is its own affair.
                 Err(Error::PeerGone { .. } | Error::Timeout { .. } | Error::Interrupted { .. })
@@ -403,9 +407,9 @@ impl<'a> Visit<'a> {
         let chunks = shared.chunks(range.clone(), have)?;
         offer.part = chunks.as_ref().map(|(part, _)| *part);
         self.borrows |= chunks.is_none();
-        self.link.send(Message::Offer(Box::new(offer.clone())), &[])?;
+        self.link.send(&Message::Offer(Box::new(offer.clone())), &[])?;
         if let Some(pool) = shared.pool().filter(|pool| !self.pools.contains(&pool.number())) {
-            self.link.send(Message::Pool(OfferedPool { pool: pool.number() }), &[pool.export()?])?;
+            self.link.send(&Message::Pool(OfferedPool { pool: pool.number() }), &[pool.export()?])?;
             self.acknowledged(0)?;
             self.pools.insert(pool.number());
         }
@@ -415,7 +419,7 @@ impl<'a> Visit<'a> {
         for chunks in chunks.chunks(MAX_FDS) {
             let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
             let fds: Vec<BorrowedFd<'_>> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
-            self.link.send(Message::Segments(Segments { first: part.first + sent, sizes }), &fds)?;
+            self.link.send(&Message::Segments(Segments { first: part.first + sent, sizes }), &fds)?;
             sent += chunks.len() as u64;
             self.acknowledged(sent)?;
         }
@@ -466,7 +470,7 @@ impl<'a> Visit<'a> {
         if !own.verified {
             self.find(&own);
         }
-        self.link.send(Message::Result(own), &[])
+        self.link.send(&Message::Result(own), &[])
     }
 }
 

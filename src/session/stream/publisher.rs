@@ -1,0 +1,398 @@
+//! The end that owns the buffers.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use super::{
+    BufferId,
+    lobby::{Lobby, Subscribed},
+    misused, over, wrong,
+};
+use crate::{
+    array::ArrayDescriptor,
+    channel::{Listener, Peer},
+    driver::{Access, Backend, Driver},
+    error::{Error, Result},
+    memory::{Chunk, Region, Shared},
+    session::{Link, Terms, unexpected},
+    wire::{
+        BufferNumber, BufferTurn, DEFAULT_OBJECT, Description, MAX_FDS, Message, Offer, OfferedPool, Part, Segments,
+    },
+};
+
+/// The producer's end of a stream: one connection to one consumer. Several consumers are several publishers, which may have the
+/// same memory.
+///
+/// A buffer is published, is out until the consumer gives it back, and can then be published again. What the consumer says is
+/// read by [`Publisher::take_back`], [`Publisher::withdraw`] and the first publication of a buffer, and by nothing else.
+///
+/// An [`Error::Stream`], an [`Error::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
+/// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer is told, and later calls
+/// fail.
+///
+/// Dropping it ends the session. If the consumer has memory of a pool or legacy memory open, it is given the timeout to let go
+/// of it; memory that it still holds then stays allocated for as long as this process lives.
+#[derive(Debug)]
+pub struct Publisher {
+    link: Link,
+    backend: Backend,
+    timeout: Duration,
+    keep: u64,
+    buffers: BTreeMap<BufferId, Buffer>,
+    next: u64,
+    /// What was given back and not told to the caller yet.
+    back: VecDeque<BufferId>,
+    over: bool,
+}
+
+/// A buffer, with all that its first publication needs.
+#[derive(Debug)]
+struct Buffer {
+    memory: Arc<Shared>,
+    /// An offer, less its generation.
+    offer: Message,
+    /// What follows the offer, a record each.
+    records: Vec<Record>,
+    generation: u64,
+    /// Whether the consumer has it open.
+    held: bool,
+    /// Whether it is the consumer's turn.
+    out: bool,
+    /// Whether the consumer was told to let go of it.
+    withdrawn: bool,
+}
+
+/// Some segments.
+#[derive(Debug)]
+struct Record {
+    message: Message,
+    chunks: Vec<Arc<Chunk>>,
+}
+
+impl Buffer {
+    /// Whether the consumer must let go of it before it is freed.
+    fn is_lent(&self) -> bool {
+        self.held && !self.memory.is_protected()
+    }
+
+    fn pool(&self) -> Option<u64> {
+        self.memory.pool().map(|pool| pool.number())
+    }
+}
+
+impl Publisher {
+    /// Waits for a trusted consumer to connect to the listener and to subscribe. Whoever else comes meanwhile is told why it
+    /// can't stay, and delays nobody.
+    ///
+    /// # Errors
+    /// [`Error::NoConsumer`] if none has subscribed within the timeout; [`Error::Interrupted`]; [`Error::System`].
+    pub fn accept(listener: &Listener, driver: &Arc<dyn Driver>, terms: &Terms) -> Result<Self> {
+        let Subscribed { link, keep } = Lobby::new(driver, terms).wait(listener)?;
+        Ok(Self {
+            link,
+            backend: driver.backend(),
+            timeout: terms.timeout,
+            keep,
+            buffers: BTreeMap::new(),
+            next: 0,
+            back: VecDeque::new(),
+            over: false,
+        })
+    }
+
+    /// Who the consumer is.
+    pub fn peer(&self) -> Peer {
+        self.link.peer()
+    }
+
+    /// How many buffers the consumer says that it keeps open at most: with more than that in rotation some are opened anew each
+    /// time.
+    pub fn keeps(&self) -> u64 {
+        self.keep
+    }
+
+    /// Enters a buffer, as large as the memory is now; nothing is sent. The number is never used again on this connection.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] or [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is
+    /// still to be sealed;
+    /// [`Error::Stream`] if sealed memory is to be written, or for memory of another backend; [`Error::Driver`].
+    ///
+    /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
+    pub fn add(&mut self, memory: &Arc<Shared>, array: Option<ArrayDescriptor>, access: Access) -> Result<BufferId> {
+        if memory.device().backend() != self.backend {
+            let message = format!("a stream on backend {} can't have memory of another", self.backend);
+            return Err(misused(message));
+        }
+        if access == Access::ReadWrite && memory.access() == Access::ReadOnly {
+            return Err(misused("sealed memory can be published read-only alone"));
+        }
+        // It does not grow while it is here: no addresses need be kept free behind it.
+        let description = Description { capacity: None, ..memory.describe()? };
+        if let Some(array) = &array {
+            array.check(description.size)?;
+        }
+        let chunks = memory.chunks(0..memory.size(), 0)?;
+        if description.segments != chunks.as_ref().map_or(0, |(part, _)| part.segments) {
+            let feature = "handing out memory that is still to be sealed";
+            return Err(Error::Unsupported { device: memory.device().to_string(), feature });
+        }
+        let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
+        let id = BufferId(self.next);
+        let offer = offer(id, description, array, access, part);
+        let (memory, records) = (Arc::clone(memory), records(&chunks));
+        let buffer = Buffer { memory, offer, records, generation: 0, held: false, out: false, withdrawn: false };
+        self.next += 1;
+        self.buffers.insert(id, buffer);
+        Ok(id)
+    }
+
+    /// Waits until the GPU's work on a buffer is done, then tells the consumer that it is its turn: in one small record if the
+    /// consumer has the buffer open, else with all that it needs to open it, and waits until it has. Returns the generation,
+    /// which counts the buffer's publications from 1.
+    ///
+    /// # Errors
+    /// [`Error::Stream`] for a buffer that is out, withdrawn or unknown; [`Error::Driver`] from the synchronisation; those of the
+    /// conversation, which end it.
+    ///
+    /// Driver call: `cuCtxSynchronize`.
+    pub fn publish(&mut self, id: BufferId) -> Result<u64> {
+        let buffer = self.buffer(id)?;
+        if buffer.withdrawn {
+            return Err(misused(format!("buffer {id} is being withdrawn")));
+        }
+        if buffer.out {
+            return Err(misused(format!("buffer {id} is out: the consumer has not given it back")));
+        }
+        buffer.memory.synchronize()?;
+        let (generation, held) = (buffer.generation + 1, buffer.held);
+        let sent = match held {
+            true => self.link.send(&Message::Ready(BufferTurn { buffer: id.0, generation }), &[]),
+            false => self.introduce(id, generation),
+        };
+        self.guard(sent)?;
+        let buffer = self.buffer(id)?;
+        buffer.generation = generation;
+        (buffer.held, buffer.out) = (true, true);
+        Ok(generation)
+    }
+
+    /// Offers a buffer that the consumer has not open, and waits until it has.
+    fn introduce(&mut self, id: BufferId, generation: u64) -> Result<()> {
+        let pool = self.unknown_pool(id);
+        let Some(buffer) = self.buffers.get_mut(&id) else { return Ok(()) };
+        if let Message::Offer(offer) = &mut buffer.offer {
+            offer.generation = Some(generation);
+        }
+        self.link.send(&buffer.offer, &[])?;
+        if let (Some(number), Some(pool)) = (pool, buffer.memory.pool()) {
+            self.link.send(&Message::Pool(OfferedPool { pool: number }), &[pool.export()?])?;
+        }
+        let mut sent = 0;
+        // One record at a time is in flight: the kernel bounds a user's descriptors in flight.
+        for index in 0.. {
+            let Some(record) = self.buffers.get(&id).and_then(|buffer| buffer.records.get(index)) else { break };
+            let fds: Vec<BorrowedFd<'_>> = record.chunks.iter().map(|chunk| chunk.as_fd()).collect();
+            self.link.send(&record.message, &fds)?;
+            sent += fds.len() as u64;
+            self.acknowledged(sent)?;
+        }
+        if sent == 0 { self.acknowledged(0) } else { Ok(()) }
+    }
+
+    /// The pool of a buffer, if the consumer does not have it: it has those of the buffers that it has open.
+    fn unknown_pool(&self, id: BufferId) -> Option<u64> {
+        let pool = self.buffers.get(&id)?.pool()?;
+        let known = self.buffers.values().any(|buffer| buffer.held && buffer.pool() == Some(pool));
+        (!known).then_some(pool)
+    }
+
+    /// Waits until the consumer has so many segments of the current offer.
+    fn acknowledged(&mut self, sent: u64) -> Result<()> {
+        loop {
+            match self.link.receive("for a buffer to be opened")?.0 {
+                Message::Received(received) if received.segments == sent => return Ok(()),
+                Message::Received(received) => {
+                    return Err(wrong(format!("{} segments of {sent} were acknowledged", received.segments)));
+                }
+                other => self.note(other)?,
+            }
+        }
+    }
+
+    /// The next buffer that the consumer gives back. Its work on it is finished.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] if none was for as long as the timeout; those of the conversation, which end it.
+    pub fn take_back(&mut self) -> Result<BufferId> {
+        self.take_back_within(self.timeout)
+    }
+
+    /// As [`Publisher::take_back`], without waiting: `None` if the consumer has said nothing of the kind.
+    ///
+    /// # Errors
+    /// Those of the conversation, which end it.
+    pub fn try_take_back(&mut self) -> Result<Option<BufferId>> {
+        match self.take_back_within(Duration::ZERO) {
+            Err(Error::Timeout { .. }) => Ok(None),
+            result => result.map(Some),
+        }
+    }
+
+    fn take_back_within(&mut self, patience: Duration) -> Result<BufferId> {
+        if self.over {
+            return Err(over());
+        }
+        loop {
+            if let Some(id) = self.back.pop_front() {
+                return Ok(id);
+            }
+            self.hear(patience, "for a buffer to be given back")?;
+        }
+    }
+
+    /// Whether a buffer is out, as far as the consumer was heard.
+    pub fn is_out(&self, id: BufferId) -> bool {
+        self.buffers.get(&id).is_some_and(|buffer| buffer.out)
+    }
+
+    /// Takes a buffer out of the stream. When this returns the consumer has let go of it: at once, or when it has given it back if
+    /// it is out.
+    ///
+    /// # Errors
+    /// [`Error::Stream`] for an unknown buffer; [`Error::Timeout`] if the consumer has not let go of it within the timeout:
+    /// to call this again waits again; those of the conversation, which end it.
+    pub fn withdraw(&mut self, id: BufferId) -> Result<()> {
+        let buffer = self.buffer(id)?;
+        if buffer.held && !buffer.withdrawn {
+            buffer.withdrawn = true;
+            let sent = self.link.send(&Message::Withdraw(BufferNumber { buffer: id.0 }), &[]);
+            self.guard(sent)?;
+        }
+        // Its return is nobody's business any more.
+        self.back.retain(|back| *back != id);
+        while self.buffer(id)?.held {
+            self.hear(self.timeout, "for the consumer to let go of a buffer")?;
+        }
+        self.buffers.remove(&id);
+        Ok(())
+    }
+
+    /// Ends the session: see [`Publisher`] for how long that may take.
+    pub fn close(self) {}
+
+    /// A buffer of a session that goes on.
+    fn buffer(&mut self, id: BufferId) -> Result<&mut Buffer> {
+        if self.over {
+            return Err(over());
+        }
+        self.buffers.get_mut(&id).ok_or_else(|| misused(format!("there is no buffer {id} in this stream")))
+    }
+
+    /// Hears one message. A silence changes nothing.
+    fn hear(&mut self, patience: Duration, purpose: &'static str) -> Result<()> {
+        let heard = match self.link.receive_within(patience, purpose) {
+            Err(silence @ Error::Timeout { .. }) => return Err(silence),
+            heard => heard.and_then(|(message, _)| self.note(message)),
+        };
+        self.guard(heard)
+    }
+
+    /// Notes what the consumer says of buffers.
+    fn note(&mut self, message: Message) -> Result<()> {
+        match message {
+            Message::Done(BufferTurn { buffer: number, generation }) => {
+                let id = BufferId(number);
+                match self.buffers.get_mut(&id) {
+                    Some(buffer) if buffer.out && buffer.generation == generation => {
+                        buffer.out = false;
+                        if !buffer.withdrawn {
+                            self.back.push_back(id);
+                        }
+                        Ok(())
+                    }
+                    _ => {
+                        Err(wrong(format!("generation {generation} of buffer {number} is given back, and is not out")))
+                    }
+                }
+            }
+            Message::Gone(BufferNumber { buffer: number }) => match self.buffers.get_mut(&BufferId(number)) {
+                Some(buffer) if buffer.held && !buffer.out => {
+                    buffer.held = false;
+                    Ok(())
+                }
+                _ => Err(wrong(format!("buffer {number} is let go of, and could not be"))),
+            },
+            other => Err(unexpected(&other, "done or gone")),
+        }
+    }
+
+    /// Ends the session if something of the conversation failed, and passes that on.
+    fn guard<T>(&mut self, result: Result<T>) -> Result<T> {
+        result.inspect_err(|error| {
+            self.over = true;
+            self.link.tell(error);
+            self.link.channel.hang_up();
+        })
+    }
+}
+
+impl AsFd for Publisher {
+    /// Readable when the consumer has said something, or is gone: time for [`Publisher::try_take_back`].
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.link.channel.as_fd()
+    }
+}
+
+impl Drop for Publisher {
+    fn drop(&mut self) {
+        if !self.over {
+            self.link.channel.renew();
+        }
+        self.link.channel.hang_up();
+        let lent = || self.buffers.values().filter(|buffer| buffer.is_lent());
+        if lent().next().is_some() && !self.link.channel.see_off(self.timeout) {
+            // It has the memory open, and is silent: freed, that would go under its feet.
+            tracing::warn!("a consumer does not let go of memory, which stays allocated");
+            lent().for_each(|buffer| buffer.memory.abandon());
+        }
+    }
+}
+
+/// What a consumer is told of a buffer the first time.
+fn offer(
+    id: BufferId,
+    memory: Description,
+    array: Option<ArrayDescriptor>,
+    access: Access,
+    part: Option<Part>,
+) -> Message {
+    Message::Offer(Box::new(Offer {
+        object: DEFAULT_OBJECT.to_owned(),
+        memory,
+        array,
+        access,
+        part,
+        salt: None,
+        digest: None,
+        reply_salt: None,
+        buffer: Some(id.0),
+        generation: None,
+    }))
+}
+
+/// The records that an offer's segments travel in.
+fn records(chunks: &[Arc<Chunk>]) -> Vec<Record> {
+    let mut first = 0;
+    let mut records = Vec::new();
+    for chunks in chunks.chunks(MAX_FDS) {
+        let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
+        records.push(Record { message: Message::Segments(Segments { first, sizes }), chunks: chunks.to_vec() });
+        first += chunks.len() as u64;
+    }
+    records
+}

@@ -1,0 +1,473 @@
+//! The end that uses the buffers.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    os::fd::{AsFd, BorrowedFd},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use super::{BufferId, misused, over, wrong};
+use crate::{
+    array::ArrayDescriptor,
+    channel::{Peer, connect},
+    driver::{Access, Driver},
+    error::{Error, Result},
+    memory::{Array, Device, Imported, Importing, Pool, Region, Remains, Selector},
+    session::{
+        Link, Terms, greeting,
+        opening::{self, Chosen, Connection, acknowledge, part_of, pool_of, take_pool, take_segments},
+        unexpected,
+    },
+    wire::{BufferNumber, BufferTurn, DEFAULT_OBJECT, ErrorCode, Hello, Mechanism, Message, Offer, STREAM, Subscribe},
+};
+
+/// The consumer's end of a stream: one connection to a producer, and the buffers that are open.
+///
+/// Buffers stay open between their turns, at most so many as [`Subscriber::connect`] was told. When another one comes, the one
+/// that is not in use and was used longest ago is let go of before. What the producer withdraws is let go of when this side next
+/// calls [`Subscriber::receive`] or [`Subscriber::try_receive`], or when it is given back if it is in use; all is let go of
+/// when they find that the producer is gone, and when this is dropped.
+///
+/// An [`Error::Stream`], an [`Error::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
+/// Any other error ends it: the producer is told, all that is not in use is let go of, and later calls fail.
+#[derive(Debug)]
+pub struct Subscriber {
+    /// What was not urgent when the last buffer was opened.
+    remains: Option<Remains>,
+    buffers: BTreeMap<u64, Kept>,
+    keep: usize,
+    /// Counts uses.
+    uses: u64,
+    chosen: Chosen,
+    /// Held also by all memory that the producer frees when the connection ends; `None` when it has ended.
+    connection: Option<Arc<Connection>>,
+    link: Link,
+    timeout: Duration,
+}
+
+/// A buffer that is open.
+#[derive(Debug)]
+struct Kept {
+    held: Arc<Held>,
+    generation: u64,
+    /// Whether it is this side's turn.
+    in_use: bool,
+    /// Whether the producer wants it to be let go of.
+    withdrawn: bool,
+    /// When it was used last, as a count.
+    used: u64,
+}
+
+impl Kept {
+    /// Whether it is this side's turn, and nobody uses it any more.
+    fn is_dropped(&self) -> bool {
+        self.in_use && Arc::strong_count(&self.held) == 1
+    }
+}
+
+/// A buffer's memory.
+#[derive(Debug)]
+struct Held {
+    number: u64,
+    memory: Imported,
+    array: Option<ArrayDescriptor>,
+    /// How many bytes of it hold data.
+    size: u64,
+    // Let go of after the memory.
+    pool: Option<(u64, Arc<Pool>)>,
+    // And this at the very end, where the memory is the producer's to free.
+    _connection: Option<Arc<Connection>>,
+}
+
+/// A buffer in use, which is this side's until it is given back.
+///
+/// Dropped without [`Subscriber::give_back`] it is given back with the next call of the subscriber. It can be used also when the
+/// producer is gone; of memory of a pool and legacy memory the connection lasts until it is dropped.
+pub struct Received {
+    held: Arc<Held>,
+    generation: u64,
+}
+
+impl Received {
+    /// Which buffer it is.
+    pub fn id(&self) -> BufferId {
+        BufferId(self.held.number)
+    }
+
+    /// How often the buffer was published, with this time.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// What the data is made of, if the producer says.
+    pub fn array(&self) -> Option<&ArrayDescriptor> {
+        self.held.array.as_ref()
+    }
+
+    /// How many bytes hold data.
+    pub fn data_size(&self) -> u64 {
+        self.held.size
+    }
+
+    /// The typed array that it holds, if the producer says so. It is given back with the next call of the subscriber after the
+    /// array and its views are dropped.
+    ///
+    /// # Errors
+    /// [`Error::Array`] if it is not inside the memory, which was checked before.
+    pub fn into_array(self) -> Result<Option<Array>> {
+        match self.held.array.clone() {
+            Some(array) => Array::new(Arc::new(self), array).map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
+impl Region for Received {
+    fn device(&self) -> &Device {
+        self.held.memory.device()
+    }
+
+    fn address(&self) -> u64 {
+        self.held.memory.address()
+    }
+
+    fn size(&self) -> u64 {
+        self.held.memory.size()
+    }
+
+    fn access(&self) -> Access {
+        self.held.memory.access()
+    }
+
+    fn is_protected(&self) -> bool {
+        self.held.memory.is_protected()
+    }
+}
+
+impl fmt::Debug for Received {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "generation {} of buffer {} at {:#x}", self.generation, self.held.number, self.address())
+    }
+}
+
+impl Subscriber {
+    /// Waits for the producer at a path and subscribes. At most `keep` buffers are open at a time, at least one.
+    ///
+    /// A device that is named is used, if it can reach the memory that is offered; else the memory's own. The one that is named,
+    /// or the only one, is made ready before the wait.
+    ///
+    /// # Errors
+    /// [`Error::Stream`] if `keep` is 0; [`Error::Mismatch`] if the producer has no stream; those of [`connect`],
+    /// [`Device::find`] and of the conversation: [`Error::PeerGone`], [`Error::Timeout`], [`Error::Protocol`].
+    pub fn connect(
+        driver: &Arc<dyn Driver>,
+        device: Option<Selector>,
+        path: &Path,
+        keep: usize,
+        terms: &Terms,
+    ) -> Result<Self> {
+        if keep == 0 {
+            return Err(misused("a subscriber must keep one buffer at least"));
+        }
+        let chosen = Chosen::new(driver, device, &terms.cancel, &|_| {})?;
+        let channel = connect(path, terms.timeout, &terms.trust, &terms.cancel)?;
+        let mut subscriber = Self {
+            remains: None,
+            buffers: BTreeMap::new(),
+            keep,
+            uses: 0,
+            chosen,
+            connection: Some(Connection::of(&channel)),
+            link: Link::new(channel),
+            timeout: terms.timeout,
+        };
+        let greeted = subscriber.greet();
+        subscriber.guard(greeted)?;
+        Ok(subscriber)
+    }
+
+    fn greet(&mut self) -> Result<()> {
+        self.link.hello(self.chosen.driver(), &[STREAM])?;
+        let Hello { capabilities, .. } = greeting(self.link.receive("for the producer's hello")?.0)?;
+        if !capabilities.iter().any(|capability| capability == STREAM) {
+            let message = "the producer has no stream to subscribe to".to_owned();
+            return Err(Error::Mismatch { code: ErrorCode::Object, message });
+        }
+        self.link.send(&Message::Subscribe(Subscribe { keep: self.keep as u64 }), &[])
+    }
+
+    /// Who the producer is.
+    pub fn peer(&self) -> Peer {
+        self.link.peer()
+    }
+
+    /// How many buffers are open.
+    pub fn held(&self) -> usize {
+        self.buffers.len()
+    }
+
+    /// The next buffer whose turn it is: mapped, if it is new, and the producer's work on it is finished. They come in the order
+    /// in which they were published.
+    ///
+    /// # Errors
+    /// [`Error::Stream`] if as many buffers are in use as are kept, before anything is taken from the producer;
+    /// [`Error::Timeout`] if none comes for as long as the timeout; [`Error::PeerGone`] when the producer is gone or has ended
+    /// the session; [`Error::Mismatch`], [`Error::NoPeerAccess`] and [`Error::Driver`] from opening a buffer; those of the
+    /// conversation.
+    ///
+    /// Driver calls, for a new buffer: those of [`Imported::open`], before them those that let go of another.
+    pub fn receive(&mut self) -> Result<Received> {
+        self.receive_within(self.timeout)
+    }
+
+    /// As [`Subscriber::receive`], without waiting for a turn to begin: `None` if none has.
+    ///
+    /// # Errors
+    /// Those of [`Subscriber::receive`].
+    pub fn try_receive(&mut self) -> Result<Option<Received>> {
+        match self.receive_within(Duration::ZERO) {
+            Err(Error::Timeout { purpose: FOR_A_BUFFER, .. }) => Ok(None),
+            result => result.map(Some),
+        }
+    }
+
+    fn receive_within(&mut self, patience: Duration) -> Result<Received> {
+        self.remains = None;
+        self.return_dropped()?;
+        if self.buffers.len() >= self.keep && self.buffers.values().all(|kept| kept.in_use) {
+            let all = self.buffers.len();
+            return Err(misused(format!(
+                "all {all} buffers that this subscriber keeps are in use: give one back first"
+            )));
+        }
+        loop {
+            let message = match self.link.receive_within(patience, FOR_A_BUFFER) {
+                Err(silence @ Error::Timeout { .. }) => return Err(silence),
+                received => self.guard(received)?.0,
+            };
+            let taken = match message {
+                Message::Ready(turn) => self.begin_turn(turn).map(Some),
+                Message::Offer(offer) => self.open(*offer).map(Some),
+                Message::Withdraw(BufferNumber { buffer }) => self.withdrawn(buffer).map(|()| None),
+                other => Err(unexpected(&other, "ready, offer or withdraw")),
+            };
+            match self.guard(taken)? {
+                Some(received) => return Ok(received),
+                // What was withdrawn may have been dropped meanwhile, and goes with that.
+                None => self.return_dropped()?,
+            }
+        }
+    }
+
+    /// The turn of a buffer that is open.
+    fn begin_turn(&mut self, BufferTurn { buffer, generation }: BufferTurn) -> Result<Received> {
+        let Some(kept) = self.buffers.get_mut(&buffer) else {
+            return Err(wrong(format!("buffer {buffer} is ready, and is not open here")));
+        };
+        if kept.in_use {
+            return Err(wrong(format!("buffer {buffer} is ready, and is in use here")));
+        }
+        if kept.generation.checked_add(1) != Some(generation) {
+            let known = kept.generation;
+            return Err(wrong(format!(
+                "generation {generation} of buffer {buffer} is ready behind generation {known}"
+            )));
+        }
+        self.uses += 1;
+        (kept.generation, kept.in_use, kept.used) = (generation, true, self.uses);
+        Ok(Received { held: Arc::clone(&kept.held), generation })
+    }
+
+    /// The turn of a buffer that is not open.
+    fn open(&mut self, offer: Offer) -> Result<Received> {
+        let (number, generation) = self.check(&offer)?;
+        let link = &mut self.link;
+        let device = self.chosen.for_memory_of(&offer.memory.device, &mut || link.busy(), &|_| {})?;
+        let (memory, pool, segments) = match offer.memory.mechanism {
+            Mechanism::Vmm => {
+                self.make_room()?;
+                let (memory, segments) = self.open_segments(&device, &offer)?;
+                (memory, None, segments)
+            }
+            Mechanism::Pool => {
+                let number = pool_of(&device, &offer)?;
+                // Before a buffer of it is let go of: the producer knows nothing of that yet.
+                let known = self.pool(number);
+                self.make_room()?;
+                let pool = match known {
+                    Some(pool) => pool,
+                    None => take_pool(&mut self.link, &device, &offer, number)?.0,
+                };
+                (Imported::of_pool(&pool, &offer.memory, offer.access)?, Some((number, pool)), 0)
+            }
+            _ => {
+                self.make_room()?;
+                (Imported::of_legacy(&device, &offer.memory, offer.access)?, None, 0)
+            }
+        };
+        let connection = self.connection.clone().filter(|_| memory.is_borrowed());
+        let held = Held { number, memory, array: offer.array, size: offer.memory.size, pool, _connection: connection };
+        acknowledge(&mut self.link, segments)?;
+        let held = Arc::new(held);
+        self.uses += 1;
+        let kept = Kept { held: Arc::clone(&held), generation, in_use: true, withdrawn: false, used: self.uses };
+        self.buffers.insert(number, kept);
+        Ok(Received { held, generation })
+    }
+
+    /// What an offer must be in a stream. Returns the buffer's number and generation.
+    fn check(&self, offer: &Offer) -> Result<(u64, u64)> {
+        let (Some(number), Some(generation @ 1..)) = (offer.buffer, offer.generation) else {
+            return Err(wrong("memory is offered in a stream without a buffer's number and generation".to_owned()));
+        };
+        if offer.salt.is_some() || offer.reply_salt.is_some() || offer.digest.is_some() {
+            return Err(wrong(format!("buffer {number} is offered in a stream with something to check it against")));
+        }
+        if self.buffers.contains_key(&number) {
+            return Err(wrong(format!("buffer {number} is offered, and is open here already")));
+        }
+        opening::check_object(offer, DEFAULT_OBJECT)?;
+        opening::check(offer)?;
+        Ok((number, generation))
+    }
+
+    /// Opens memory of segments. Returns how many they are.
+    fn open_segments(&mut self, device: &Device, offer: &Offer) -> Result<(Imported, usize)> {
+        let part = part_of(offer, 0, &(0..offer.memory.mapped_size))?;
+        let mut importing = Importing::begin(device, &offer.memory, &part, offer.access)?;
+        let (fds, _) = take_segments(&mut self.link, &mut importing, part.first)?;
+        let (memory, remains) = importing.finish_first()?;
+        self.remains = Some(remains);
+        Ok((memory, fds.len()))
+    }
+
+    /// The pool of a number: what is open of it keeps it.
+    fn pool(&self, number: u64) -> Option<Arc<Pool>> {
+        let mut pools = self.buffers.values().filter_map(|kept| kept.held.pool.as_ref());
+        pools.find(|(of, _)| *of == number).map(|(_, pool)| Arc::clone(pool))
+    }
+
+    /// Lets go of a buffer if as many are open as are kept, before another one is opened.
+    ///
+    /// The producer waits for `received` when it offers a new buffer, and this `gone` is sent before that: so it is read before
+    /// the producer says anything of the buffer that is let go of, and can't cross a `ready`.
+    fn make_room(&mut self) -> Result<()> {
+        if self.buffers.len() < self.keep {
+            return Ok(());
+        }
+        let unused = self.buffers.iter().filter(|(_, kept)| !kept.in_use);
+        match unused.min_by_key(|(_, kept)| kept.used).map(|(number, _)| *number) {
+            Some(number) => self.let_go(number),
+            None => Ok(()),
+        }
+    }
+
+    /// Lets go of a buffer, and says so when it is gone.
+    fn let_go(&mut self, number: u64) -> Result<()> {
+        self.buffers.remove(&number);
+        self.link.send(&Message::Gone(BufferNumber { buffer: number }), &[])
+    }
+
+    /// The producer wants a buffer back for good.
+    fn withdrawn(&mut self, number: u64) -> Result<()> {
+        match self.buffers.get_mut(&number) {
+            Some(kept) if kept.withdrawn => Err(wrong(format!("buffer {number} is withdrawn twice"))),
+            Some(kept) if kept.in_use => {
+                kept.withdrawn = true;
+                Ok(())
+            }
+            Some(_) => self.let_go(number),
+            None => Err(wrong(format!("buffer {number} is withdrawn, and is not open here"))),
+        }
+    }
+
+    /// Gives a buffer back: waits until the GPU's work on it is done, then tells the producer.
+    ///
+    /// # Errors
+    /// [`Error::Stream`] for a buffer of another session; [`Error::Driver`] from the synchronisation: the next call tries again;
+    /// those of the conversation, which end it.
+    ///
+    /// Driver call: `cuCtxSynchronize`.
+    pub fn give_back(&mut self, received: Received) -> Result<()> {
+        self.check_session()?;
+        let number = received.held.number;
+        if !self.buffers.get(&number).is_some_and(|kept| Arc::ptr_eq(&kept.held, &received.held)) {
+            return Err(misused(format!("{received:?} is not of this session")));
+        }
+        drop(received);
+        self.end_turn(number)?;
+        self.remains = None;
+        Ok(())
+    }
+
+    /// Gives back what was dropped.
+    fn return_dropped(&mut self) -> Result<()> {
+        self.check_session()?;
+        while let Some(number) = self.buffers.iter().find(|(_, kept)| kept.is_dropped()).map(|(number, _)| *number) {
+            self.end_turn(number)?;
+        }
+        Ok(())
+    }
+
+    /// Ends this side's turn, when all work is done, and lets go of the buffer if it was withdrawn meanwhile.
+    fn end_turn(&mut self, number: u64) -> Result<()> {
+        let Some(kept) = self.buffers.get_mut(&number) else { return Ok(()) };
+        kept.held.memory.synchronize()?;
+        self.uses += 1;
+        (kept.in_use, kept.used) = (false, self.uses);
+        let (generation, withdrawn) = (kept.generation, kept.withdrawn);
+        let done = self.link.send(&Message::Done(BufferTurn { buffer: number, generation }), &[]);
+        let told = match withdrawn {
+            true => done.and_then(|()| self.let_go(number)),
+            false => done,
+        };
+        self.guard(told)
+    }
+
+    /// Ends the session: all is let go of, less what is in use.
+    pub fn close(self) {}
+
+    fn check_session(&self) -> Result<()> {
+        if self.connection.is_some() { Ok(()) } else { Err(over()) }
+    }
+
+    /// Ends the session if something of the conversation failed, and passes that on.
+    fn guard<T>(&mut self, result: Result<T>) -> Result<T> {
+        result.inspect_err(|error| {
+            self.link.tell(error);
+            self.end();
+        })
+    }
+
+    /// Lets go of all that is not in use. The producer is told by the end of the connection, once nothing borrowed is left.
+    fn end(&mut self) {
+        if let Some(dropped) = self.buffers.values().find(|kept| kept.is_dropped()) {
+            // Its work may still go on.
+            if let Err(error) = dropped.held.memory.synchronize() {
+                tracing::error!(%error, "a buffer is let go of, and work on it may not be done");
+            }
+        }
+        self.remains = None;
+        self.buffers.clear();
+        self.connection = None;
+    }
+}
+
+/// What a subscriber waits for.
+const FOR_A_BUFFER: &str = "for a buffer";
+
+impl AsFd for Subscriber {
+    /// Readable when the producer has said something, or is gone: time for [`Subscriber::try_receive`].
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.link.channel.as_fd()
+    }
+}
+
+impl Drop for Subscriber {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
