@@ -1,4 +1,4 @@
-//! `vmmfd`: tools around sharing. `vmmfd doctor` says whether this machine can share GPU memory.
+//! `vmmfd`: tools around sharing. `vmmfd doctor` says whether this machine can share GPU memory, `vmmfd bench` what that costs.
 
 use std::{
     io::{self, IsTerminal},
@@ -9,8 +9,9 @@ use std::{
 
 use clap::{Parser, Subcommand};
 use vmmfd::{
+    bench::{self, Bench},
     channel::{Cancel, Trust},
-    cli::{self, Tool, parse_timeout},
+    cli::{self, Tool, parse_size, parse_timeout},
     doctor::{
         self, Meeting, PROBES, Part, Plan, Report,
         text::{self, Style},
@@ -18,6 +19,7 @@ use vmmfd::{
     driver::Backend,
     error::Error,
     memory::Selector,
+    transfer::Target,
 };
 
 /// Tools around sharing GPU memory between processes.
@@ -33,6 +35,12 @@ enum Command {
     /// Says whether this machine can share GPU memory between processes, by doing it, and if not, why not
     #[command(after_help = DOCTOR_CODES, args_conflicts_with_subcommands = true)]
     Doctor(Doctor),
+    /// Measures what a handoff costs, beside what the driver's own calls cost, with two real processes
+    #[command(after_help = BENCH_CODES)]
+    Bench(Benches),
+    /// What a child process of a bench is to do.
+    #[command(name = bench::ERRAND, hide = true)]
+    BenchErrand { task: String },
     /// What a child process of the doctor is to do.
     #[command(name = doctor::ERRAND, hide = true)]
     Errand { task: String },
@@ -45,6 +53,106 @@ Exit codes:
   2    bad usage
   3    no driver library or no device: nothing here to test
   130  interrupted (SIGINT); 143 terminated (SIGTERM)";
+
+const BENCH_CODES: &str = "\
+Exit codes:
+  0    measured
+  1    something failed while it was measured
+  2    bad usage
+  3    no driver library or no device: nothing here to measure
+  130  interrupted (SIGINT); 143 terminated (SIGTERM)";
+
+#[derive(Debug, clap::Args)]
+struct Benches {
+    /// What to measure: `handoff` (memory that the consumer does not hold), `repeat` (memory that it holds), `verify` (filling and
+    /// verifying), `stages` (each call of the driver), `startup` (from exec to ready), or `all`
+    #[arg(value_name = "BENCH", default_value = "all", value_parser = parse_bench)]
+    bench: Wanted,
+
+    /// Sizes, with commas between them [default: 2MiB,64MiB,1GiB,8GiB; on the host backend 2MiB,64MiB]
+    #[arg(long, value_name = "SIZE,...", value_delimiter = ',', value_parser = parse_size)]
+    size: Vec<u64>,
+
+    /// How many samples of each; of what takes long, fewer
+    #[arg(long, value_name = "N", default_value = "200", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    count: u32,
+
+    /// How many consumers at the same time, with commas between several
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1",
+        value_parser = clap::value_parser!(u16).range(1..=256))]
+    consumers: Vec<u16>,
+
+    /// Device to measure, by ordinal or UUID
+    #[arg(long, value_name = "ORDINAL|UUID", default_value = "0")]
+    device: Selector,
+
+    /// On what: `cuda`, or `host` for ordinary memory, which measures no GPU. VMMFD_BACKEND is not looked at, and there is no
+    /// falling back
+    #[arg(long, value_name = "cuda|host", default_value = "cuda", value_parser = parse_backend)]
+    backend: Backend,
+
+    /// How long one step may take
+    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_timeout)]
+    timeout: Duration,
+
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+
+    /// Draw the distributions into a file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+}
+
+/// All benches, or one.
+#[derive(Debug, Clone)]
+struct Wanted(Vec<Bench>);
+
+fn parse_bench(text: &str) -> Result<Wanted, String> {
+    match text {
+        "all" => Ok(Wanted(Bench::ALL.to_vec())),
+        _ => text.parse().map(|bench| Wanted(vec![bench])),
+    }
+}
+
+impl Tool for Benches {
+    fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error> {
+        // What can't be written need not be measured.
+        let mut svg = self.svg.as_deref().map(|file| Target::create(file, true)).transpose()?;
+        let plan = bench::Plan {
+            benches: self.bench.0.clone(),
+            backend: self.backend,
+            device: self.device,
+            sizes: self.size.clone(),
+            count: self.count as usize,
+            consumers: self.consumers.iter().map(|&consumers| consumers.into()).collect(),
+            timeout: self.timeout,
+        };
+        let bar = cli::bar("{bar:40} {pos} of {len}: {msg}");
+        let observer = |progress: bench::Progress<'_>| {
+            bar.set_length(progress.all as u64);
+            bar.set_position(progress.done as u64);
+            bar.set_message(progress.what.to_owned());
+        };
+        let report = bench::run(&plan, cancel, &observer);
+        bar.finish_and_clear();
+        let report = report?;
+        if let Some(mut svg) = svg.take() {
+            svg.write(bench::picture::draw(&report)?.as_bytes())?;
+            svg.finish()?;
+        }
+        let text = if self.json { bench::to_json(&report) } else { bench::text::render(&report) };
+        Ok((text, 0))
+    }
+
+    fn code(&self, error: &Error) -> u8 {
+        match error {
+            Error::NoSuchDevice { .. } | Error::File { .. } => 2,
+            Error::NoDriver { .. } | Error::NoDevice => 3,
+            _ => 1,
+        }
+    }
+}
 
 #[derive(Debug, clap::Args)]
 struct Doctor {
@@ -135,7 +243,7 @@ fn parse_backend(text: &str) -> Result<Backend, String> {
     match text {
         "cuda" => Ok(Backend::Cuda),
         "host" => Ok(Backend::Host),
-        _ => Err(format!("the doctor has no backend `{text}`: write cuda or host")),
+        _ => Err(format!("there is no backend `{text}` to test: write cuda or host")),
     }
 }
 
@@ -206,7 +314,9 @@ fn print(report: &Report, json: bool) -> String {
 fn main() -> ExitCode {
     match Options::try_parse() {
         Ok(Options { command: Command::Errand { task } }) => doctor::run_errand(&task),
+        Ok(Options { command: Command::BenchErrand { task } }) => bench::run_errand(&task),
         Ok(Options { command: Command::Doctor(doctor) }) => cli::main_of(doctor),
+        Ok(Options { command: Command::Bench(benches) }) => cli::main_of(benches),
         Err(error) => {
             let code = if error.use_stderr() { 2 } else { 0 };
             // A reader who has gone is no error.

@@ -7,7 +7,7 @@
 //!
 //! | Floor | Module | What it does |
 //! |---|---|---|
-//! | work | [`doctor`] | whether a machine can share memory, found out by doing it |
+//! | work | [`doctor`], [`bench`](mod@bench) | whether a machine can share memory, found out by doing it; and what that costs |
 //! | meeting | [`session`] | the conversation between producer and consumer |
 //! | data | [`pattern`], [`transfer`] | what is written and how it is checked: a pattern, or a file's bytes |
 //! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
@@ -45,6 +45,8 @@ compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Uni
 
 #[cfg(target_os = "linux")]
 pub mod array;
+#[cfg(target_os = "linux")]
+pub mod bench;
 #[cfg(target_os = "linux")]
 pub mod channel;
 #[cfg(target_os = "linux")]

@@ -26,7 +26,7 @@ use nix::{
 
 pub use self::{
     options::{Common, Extent, parse_elements, parse_range, parse_salt, parse_size, parse_timeout},
-    output::Console,
+    output::{Console, bar},
 };
 use crate::{
     channel::Cancel,

@@ -446,10 +446,13 @@ impl State {
     }
 }
 
-/// Drawn on standard error, and only when the work takes long enough to be drawn twice.
 fn progress_bar() -> ProgressBar {
+    bar("{bar:40} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left")
+}
+
+/// Drawn on standard error if that is a terminal, and only when the work takes long enough to be drawn twice.
+pub fn bar(template: &str) -> ProgressBar {
     let bar = ProgressBar::new(0).with_finish(ProgressFinish::AndClear);
-    let template = "{bar:40} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
     match ProgressStyle::with_template(template) {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,

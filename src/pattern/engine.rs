@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::{Mismatch, Pattern, SLICE, Verification, host, slices, touched, word};
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Who does the work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
     /// Kernels on the GPU: the bytes do not leave it.

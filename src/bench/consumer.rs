@@ -1,0 +1,142 @@
+//! The process that takes what it is lent.
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+    sync::Arc,
+    thread,
+};
+
+use super::{
+    line::{Line, now},
+    orders::{Call, Reply, Way},
+    process::Errand,
+};
+use crate::{
+    channel::{Cancel, Trust},
+    driver::{Driver, PoolHandle},
+    error::{Error, ProtocolError, Result},
+    memory::{Device, Region},
+    session::{Terms, stream::Subscriber},
+};
+
+/// How many buffers it keeps: one that is handed over anew each time, and one that it holds.
+const KEEP: usize = 2;
+
+struct Consumer<'a> {
+    errand: &'a Errand,
+    line: &'a Line,
+    driver: Arc<dyn Driver>,
+    device: Device,
+    subscriber: Option<Subscriber>,
+    pool: Option<PoolHandle>,
+}
+
+/// Does what it is told until whoever tells it has gone.
+pub(super) fn serve(errand: &Errand, _: &Path, line: &Line) -> Result<()> {
+    let (driver, device) = errand.open()?;
+    device.activate()?;
+    line.send(&Reply::Ready)?;
+    let mut consumer = Consumer { errand, line, driver, device, subscriber: None, pool: None };
+    loop {
+        let call = line.receive()?;
+        let reply = consumer.answer(&call).unwrap_or_else(|error| Reply::Failed { message: error.in_full() });
+        line.send(&reply)?;
+    }
+}
+
+impl Consumer<'_> {
+    fn answer(&mut self, call: &Call) -> Result<Reply> {
+        match call {
+            Call::Connect { socket } => {
+                let terms = Terms { timeout: self.errand.timeout, trust: Trust::default(), cancel: Cancel::new()? };
+                let selector = Some(self.errand.selector());
+                self.subscriber = Some(Subscriber::connect(&self.driver, selector, socket, KEEP, &terms)?);
+                Ok(Reply::Ready)
+            }
+            Call::Pool => {
+                let fd = self.descriptor()?;
+                self.forget_pool()?;
+                self.pool = Some(self.driver.pools()?.import(fd.as_fd())?);
+                Ok(Reply::Ready)
+            }
+            Call::Take { way, size } => {
+                self.line.send(&Reply::Ready)?;
+                Ok(Reply::Usable { at: self.take(*way, *size)? })
+            }
+            Call::LetGo => {
+                let Some(subscriber) = &mut self.subscriber else { return Ok(Reply::Ready) };
+                self.line.send(&Reply::Ready)?;
+                let before = subscriber.held();
+                while subscriber.held() == before && subscriber.try_receive()?.is_none() {
+                    thread::yield_now();
+                }
+                Ok(Reply::Ready)
+            }
+        }
+    }
+
+    /// Takes memory, looks at the clock, and lets go of it again.
+    fn take(&mut self, way: Way, size: u64) -> Result<u64> {
+        let ordinal = self.device.ordinal();
+        match way {
+            Way::Floor | Way::ExportEach => {
+                let bare = self.driver.bare()?;
+                let fd = self.descriptor()?;
+                let (opened, _) = bare.open(ordinal, fd.as_fd(), size)?;
+                let at = now();
+                bare.close(opened)?;
+                Ok(at)
+            }
+            Way::Fresh | Way::Again => {
+                let Some(subscriber) = &mut self.subscriber else { return out_of_turn() };
+                let received = subscriber.receive()?;
+                let at = now();
+                if received.size() < size {
+                    return out_of_turn();
+                }
+                subscriber.give_back(received)?;
+                Ok(at)
+            }
+            Way::Legacy => {
+                let legacy = self.driver.legacy()?;
+                let address = legacy.open(ordinal, &self.bytes()?)?;
+                let at = now();
+                legacy.close(ordinal, address)?;
+                Ok(at)
+            }
+            Way::Pool => {
+                let (pools, Some(pool)) = (self.driver.pools()?, self.pool) else { return out_of_turn() };
+                let address = pools.import_pointer(pool, ordinal, &self.bytes()?)?;
+                let at = now();
+                pools.free(ordinal, address)?;
+                Ok(at)
+            }
+            Way::Hop => {
+                self.line.catch(&mut [0])?;
+                Ok(now())
+            }
+        }
+    }
+
+    fn descriptor(&self) -> Result<OwnedFd> {
+        let (_, fd) = self.line.catch(&mut [0])?;
+        fd.ok_or(ProtocolError::FdCount { kind: "record", want: 1, claimed: 1, got: 0 }.into())
+    }
+
+    fn bytes(&self) -> Result<[u8; 64]> {
+        let mut bytes = [0; 64];
+        match self.line.catch(&mut bytes)? {
+            (64, _) => Ok(bytes),
+            (got, _) => Err(ProtocolError::ShortRecord { got, header: 64 }.into()),
+        }
+    }
+
+    fn forget_pool(&mut self) -> Result<()> {
+        self.pool.take().map_or(Ok(()), |pool| self.driver.pools()?.destroy(pool))
+    }
+}
+
+fn out_of_turn<T>() -> Result<T> {
+    Err(Error::from(ProtocolError::Unexpected { got: "order", want: "what makes ready for it" }))
+}

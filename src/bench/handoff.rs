@@ -1,0 +1,164 @@
+//! Handing memory over: each way in turn, at each size, to so many consumers.
+
+use std::collections::BTreeMap;
+
+use tempfile::TempDir;
+
+use super::{
+    Bench, Run, ask,
+    orders::{Answer, Order, Way},
+    process::{Process, Task},
+    stats::Samples,
+    tell, unfit, warm_up,
+};
+use crate::{
+    driver::Backend,
+    error::{Error, Result},
+};
+
+/// What is measured: its bench, its name, in which pair of processes, and how many times the size it needs.
+struct Contestant {
+    bench: Bench,
+    name: &'static str,
+    way: Way,
+    alone: bool,
+    memory: u64,
+}
+
+const fn contestant(bench: Bench, name: &'static str, way: Way, alone: bool, memory: u64) -> Contestant {
+    Contestant { bench, name, way, alone, memory }
+}
+
+/// In the order in which memory is given to them, where there is not enough for all.
+const CONTESTANTS: [Contestant; 8] = [
+    contestant(Bench::Handoff, "floor", Way::Floor, false, 1),
+    contestant(Bench::Handoff, "vmmfd", Way::Fresh, false, 0),
+    contestant(Bench::Repeat, "floor", Way::Hop, false, 0),
+    contestant(Bench::Repeat, "vmmfd again", Way::Again, false, 0),
+    contestant(Bench::Handoff, "export each, anchor", Way::ExportEach, false, 1),
+    contestant(Bench::Handoff, "export each, no anchor", Way::ExportEach, true, 1),
+    contestant(Bench::Handoff, "legacy", Way::Legacy, false, 1),
+    contestant(Bench::Handoff, "pool", Way::Pool, false, 1),
+];
+
+/// The part of the free memory that is used at most.
+const USED: f64 = 0.95;
+
+const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
+const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
+
+pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
+    let folder = tempfile::Builder::new().prefix("vmmfd-bench.").tempdir_in("/tmp");
+    let folder = folder.map_err(|error| Error::system("make a folder in /tmp", error))?;
+    let cuda = run.plan.backend == Backend::Cuda;
+    for consumers in run.plan.consumers.clone() {
+        let several = consumers > 1;
+        let wanted = |contestant: &&Contestant| {
+            let only_cuda = contestant.alone || matches!(contestant.way, Way::Legacy | Way::Pool);
+            // To several at the same time, what the session adds is the question.
+            let compared = !several || matches!(contestant.way, Way::Floor | Way::Fresh | Way::Hop | Way::Again);
+            run.plan.benches.contains(&contestant.bench) && compared && (cuda || !only_cuda)
+        };
+        let contestants: Vec<&Contestant> = CONTESTANTS.iter().filter(wanted).collect();
+        measure_all(run, &folder, consumers, &contestants)?;
+    }
+    Ok(())
+}
+
+/// The processes: one pair that holds an exported descriptor, and one that holds none.
+struct Pairs {
+    main: Process,
+    alone: Option<Process>,
+    free: u64,
+}
+
+impl Pairs {
+    fn of(&self, contestant: &Contestant) -> &Process {
+        self.alone.as_ref().filter(|_| contestant.alone).unwrap_or(&self.main)
+    }
+
+    fn both(&self) -> impl Iterator<Item = (&Process, bool)> {
+        [Some((&self.main, false)), self.alone.as_ref().map(|alone| (alone, true))].into_iter().flatten()
+    }
+}
+
+fn measure_all(run: &mut Run<'_>, folder: &TempDir, consumers: usize, contestants: &[&Contestant]) -> Result<()> {
+    run.tick("starting the processes", 0, 1)?;
+    let task = |consumers| Task::Produce { folder: folder.path().to_owned(), consumers };
+    let needs_other = contestants.iter().any(|contestant| contestant.alone);
+    let alone = needs_other.then(|| run.start(task(1), &[])).transpose()?.map(|(alone, _)| alone);
+    let (main, free) = run.start(task(consumers), &[])?;
+    let pairs = Pairs { main, alone, free };
+    let sizes = match (&run.plan.sizes[..], run.plan.backend) {
+        ([], Backend::Cuda) => GPU_SIZES.to_vec(),
+        ([], Backend::Host) => HOST_SIZES.to_vec(),
+        (sizes, _) => sizes.to_vec(),
+    };
+    for size in sizes {
+        let size = size.next_multiple_of(crate::driver::host::GRANULARITY);
+        let fitting = fitting(run, &pairs, size, contestants);
+        measure_size(run, &pairs, size, consumers, &fitting)?;
+    }
+    Ok(())
+}
+
+/// Those for which there is memory, the first ones first.
+fn fitting<'a>(run: &mut Run<'_>, pairs: &Pairs, size: u64, contestants: &[&'a Contestant]) -> Vec<&'a Contestant> {
+    let usable = (pairs.free as f64 * USED) as u64;
+    let mut needed = 0;
+    let mut fitting = Vec::new();
+    for &contestant in contestants {
+        let more = contestant.memory.saturating_mul(size);
+        if needed + more > usable {
+            let what =
+                format!("{} at {size} bytes: there are {usable} bytes for all that is compared", contestant.name);
+            run.leave_out(what);
+        } else {
+            needed += more;
+            fitting.push(contestant);
+        }
+    }
+    fitting
+}
+
+fn measure_size(
+    run: &mut Run<'_>,
+    pairs: &Pairs,
+    size: u64,
+    consumers: usize,
+    contestants: &[&Contestant],
+) -> Result<()> {
+    for (process, alone) in pairs.both() {
+        let ways = contestants.iter().filter(|contestant| contestant.alone == alone).map(|contestant| contestant.way);
+        tell(process, &Order::Prepare { size, ways: ways.collect() })?;
+    }
+    let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
+    let mut samples: BTreeMap<usize, Samples> = BTreeMap::new();
+    let what = format!("handoff of {size} bytes");
+    for round in 0..warm_up + count {
+        run.tick(&what, round, warm_up + count)?;
+        for turn in 0..contestants.len() {
+            // Nobody comes always first, or always after the same one.
+            let number = (turn + round) % contestants.len();
+            let contestant = contestants[number];
+            match ask(pairs.of(contestant), &Order::Measure { way: contestant.way })? {
+                Answer::Took { us } if round >= warm_up => samples.entry(number).or_default().0.push(us),
+                Answer::Took { .. } => {}
+                other => return unfit(other),
+            }
+        }
+    }
+    for (process, _) in pairs.both() {
+        tell(process, &Order::Clear)?;
+    }
+    for bench in [Bench::Handoff, Bench::Repeat] {
+        let suffix = if consumers > 1 { format!(", {consumers} at once") } else { String::new() };
+        let measured = contestants.iter().enumerate().filter(|(_, contestant)| contestant.bench == bench);
+        let measured = measured.map(|(number, contestant)| {
+            (format!("{}{suffix}", contestant.name), samples.remove(&number).unwrap_or_default())
+        });
+        let measured = measured.collect();
+        run.add(bench, size, measured, &format!("floor{suffix}"));
+    }
+    Ok(())
+}

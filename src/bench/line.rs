@@ -1,0 +1,113 @@
+//! A socket between two processes of a bench: orders and answers as JSON, and bare records that are timed.
+
+use std::{
+    io::{self, IoSliceMut},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    time::Duration,
+};
+
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketFlags, SocketType,
+        socketpair,
+        sockopt::{Timeout, set_socket_timeout},
+    },
+    time::{ClockId, clock_gettime},
+};
+use sendfd::SendWithFd;
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::error::{Error, ProtocolError, Result};
+
+/// The longest record.
+const MAX_RECORD: usize = 64 << 10;
+
+/// Nanoseconds of the clock that all processes of a machine share.
+pub(super) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
+}
+
+/// One end.
+#[derive(Debug)]
+pub(super) struct Line {
+    socket: UnixStream,
+    timeout: Duration,
+}
+
+impl Line {
+    /// Two ends.
+    pub(super) fn pair(timeout: Duration) -> Result<(Self, OwnedFd)> {
+        let (own, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+            .map_err(|errno| Error::system("make a pair of sockets", errno))?;
+        Ok((Self::of(own, timeout)?, other))
+    }
+
+    /// The end that a process was started with.
+    pub(super) fn of(socket: OwnedFd, timeout: Duration) -> Result<Self> {
+        for side in [Timeout::Recv, Timeout::Send] {
+            set_socket_timeout(&socket, side, Some(timeout))
+                .map_err(|errno| Error::system("set a socket's timeout", errno))?;
+        }
+        // Only its descriptor is used: `sendfd` knows no other type.
+        Ok(Self { socket: UnixStream::from(socket), timeout })
+    }
+
+    pub(super) fn send(&self, say: &impl Serialize) -> Result<()> {
+        let record = serde_json::to_vec(say).map_err(|error| ProtocolError::Content(error.to_string()))?;
+        self.throw(&record, None)
+    }
+
+    pub(super) fn receive<T: DeserializeOwned>(&self) -> Result<T> {
+        let mut record = vec![0; MAX_RECORD];
+        let (length, _) = self.catch(&mut record)?;
+        serde_json::from_slice(&record[..length])
+            .map_err(|error| ProtocolError::Body { kind: "record", reason: error.to_string() }.into())
+    }
+
+    /// Sends a bare record, perhaps with a descriptor: one system call.
+    pub(super) fn throw(&self, record: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
+        let sent = match fd {
+            Some(fd) => self.socket.send_with_fd(record, &[fd.as_raw_fd()]),
+            None => rustix::net::send(&self.socket, record, SendFlags::NOSIGNAL).map_err(io::Error::from),
+        };
+        sent.map(drop).map_err(|error| match error.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Error::PeerGone { purpose: "to send" },
+            io::ErrorKind::WouldBlock => Error::Timeout { purpose: "to send", waited: self.timeout },
+            _ => Error::system("send to another process", error),
+        })
+    }
+
+    /// Receives a bare record: one system call, which waits.
+    pub(super) fn catch(&self, record: &mut [u8]) -> Result<(usize, Option<OwnedFd>)> {
+        let purpose = "for another process of the bench";
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let received = loop {
+            let mut parts = [IoSliceMut::new(record)];
+            match rustix::net::recvmsg(&self.socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Err(Error::Timeout { purpose, waited: self.timeout }),
+                Err(Errno::CONNRESET) => return Err(Error::PeerGone { purpose }),
+                Err(errno) => return Err(Error::system("receive from another process", errno)),
+                Ok(received) => break received,
+            }
+        };
+        let fds = ancillary.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+            _ => None,
+        });
+        if received.bytes == 0 { Err(Error::PeerGone { purpose }) } else { Ok((received.bytes, fds)) }
+    }
+}
+
+impl AsFd for Line {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

@@ -1,0 +1,139 @@
+//! What takes one process: filling and verifying, by each engine, and each call of the driver.
+
+use super::{
+    Bench, Run, ask,
+    orders::{Answer, Order},
+    process::Task,
+    stats::Samples,
+    tell, unfit, warm_up,
+};
+use crate::{driver::Backend, error::Result, pattern::Engine};
+
+const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
+const HOST_SIZES: [u64; 3] = [2 << 20, 64 << 20, 1 << 30];
+
+/// About how many bytes the host may move for one series: it takes a second for five thousand million.
+const HOST_BYTES: u64 = 40 << 30;
+
+/// The fewest samples of the host.
+const HOST_COUNT: usize = 3;
+
+pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
+    let cuda = run.plan.backend == Backend::Cuda;
+    if cuda {
+        load(run)?;
+    }
+    let (process, free) = run.start(Task::Single, &[])?;
+    let engines: &[Engine] = if cuda { &[Engine::Gpu, Engine::Host] } else { &[Engine::Host] };
+    for size in sizes(run, if cuda { &GPU_SIZES } else { &HOST_SIZES }) {
+        if size > free {
+            run.leave_out(format!("verify at {size} bytes: {free} bytes are free"));
+            continue;
+        }
+        tell(&process, &Order::Prepare { size, ways: Vec::new() })?;
+        for &engine in engines {
+            let most = match engine {
+                Engine::Gpu => run.plan.count,
+                Engine::Host => run.plan.count.min(((HOST_BYTES / size) as usize).max(HOST_COUNT)),
+            };
+            let mut samples: [Samples; 4] = Default::default();
+            let warm_up = if engine == Engine::Gpu { warm_up(most) } else { 1 };
+            for round in 0..warm_up + most {
+                run.tick(&format!("{engine} fills and verifies {size} bytes"), round, warm_up + most)?;
+                match ask(&process, &Order::Pattern { engine })? {
+                    Answer::Pattern { fill_us, verify_us, fill_whole_us, verify_whole_us, mismatches: 0 } => {
+                        if round >= warm_up {
+                            let all = [fill_us, verify_us, fill_whole_us, verify_whole_us];
+                            samples.iter_mut().zip(all).for_each(|(samples, us)| samples.0.push(us));
+                        }
+                    }
+                    other => return unfit(other),
+                }
+            }
+            add(run, engine, size, samples);
+        }
+    }
+    tell(&process, &Order::Clear)
+}
+
+fn add(run: &mut Run<'_>, engine: Engine, size: u64, samples: [Samples; 4]) {
+    let before = run.report.series.len();
+    let names = match engine {
+        Engine::Gpu => ["gpu fill, kernel", "gpu verify, kernel", "gpu fill", "gpu verify"],
+        Engine::Host => ["host fill", "host verify", "", ""],
+    };
+    let named = names.into_iter().map(str::to_owned).zip(samples).filter(|(name, _)| !name.is_empty());
+    run.add(Bench::Verify, size, named.collect(), "");
+    for series in &mut run.report.series[before..] {
+        series.rate = Some(size as f64 / (series.summary.p50_us / 1e6));
+    }
+}
+
+/// Loading the kernels, in fresh processes: compiled, and found in the driver's cache.
+fn load(run: &mut Run<'_>) -> Result<()> {
+    let count = run.plan.count.min(5);
+    let mut measured = Vec::new();
+    for (name, disabled) in [("load kernels, compiled", "1"), ("load kernels, cached", "0")] {
+        let mut samples = Samples::default();
+        // The first one may have to put them into the cache.
+        let warm_up = usize::from(disabled == "0");
+        for round in 0..warm_up + count {
+            run.tick(name, round, warm_up + count)?;
+            let (process, _) = run.start(Task::Single, &[("CUDA_CACHE_DISABLE", disabled)])?;
+            match ask(&process, &Order::Load)? {
+                Answer::Took { us } if round >= warm_up => samples.0.push(us),
+                Answer::Took { .. } => {}
+                other => return unfit(other),
+            }
+        }
+        measured.push((name.to_owned(), samples));
+    }
+    run.add(Bench::Verify, 0, measured, "");
+    Ok(())
+}
+
+/// Each call, on memory of its own each time, while another exported descriptor is open.
+pub(super) fn measure_stages(run: &mut Run<'_>) -> Result<()> {
+    let (process, free) = run.start(Task::Single, &[])?;
+    let cuda = run.plan.backend == Backend::Cuda;
+    let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
+    for size in sizes(run, if cuda { &GPU_SIZES } else { &HOST_SIZES }) {
+        let size = size.next_multiple_of(crate::driver::host::GRANULARITY);
+        if size > free {
+            run.leave_out(format!("stages at {size} bytes: {free} bytes are free"));
+            continue;
+        }
+        let mut samples: [Samples; 9] = Default::default();
+        for round in 0..warm_up + count {
+            run.tick(&format!("each call on {size} bytes"), round, warm_up + count)?;
+            match ask(&process, &Order::Stages { size })? {
+                Answer::Stages { create_us, export_us, opening, closing, .. } if round >= warm_up => {
+                    let us = |time: std::time::Duration| time.as_secs_f64() * 1e6;
+                    let all = [
+                        create_us,
+                        export_us,
+                        us(opening.import),
+                        us(opening.reserve),
+                        us(opening.map),
+                        us(opening.set_access),
+                        us(closing.unmap),
+                        us(closing.free),
+                        us(closing.release),
+                    ];
+                    samples.iter_mut().zip(all).for_each(|(samples, us)| samples.0.push(us));
+                }
+                Answer::Stages { .. } => {}
+                other => return unfit(other),
+            }
+        }
+        let names =
+            ["create", "export, anchor", "import", "reserve", "map", "set access", "unmap", "address free", "release"];
+        let measured = names.into_iter().map(str::to_owned).zip(samples).collect();
+        run.add(Bench::Stages, size, measured, "");
+    }
+    Ok(())
+}
+
+fn sizes(run: &Run<'_>, default: &[u64]) -> Vec<u64> {
+    if run.plan.sizes.is_empty() { default.to_vec() } else { run.plan.sizes.clone() }
+}

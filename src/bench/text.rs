@@ -1,0 +1,146 @@
+//! A report as a person reads it: tables, with a bar for each median.
+
+use std::fmt::Write;
+
+use super::{Bench, Report, Series};
+use crate::driver::Backend;
+
+/// How long the longest bar is, in cells.
+const BAR: usize = 24;
+
+/// The report, with what it was measured on and how far it can be relied on.
+pub fn render(report: &Report) -> String {
+    let mut text = head(report);
+    let mut blocks: Vec<(Bench, u64, Vec<&Series>)> = Vec::new();
+    for series in &report.series {
+        match blocks.iter_mut().find(|(bench, size, _)| (*bench, *size) == (series.bench, series.size)) {
+            Some((_, _, block)) => block.push(series),
+            None => blocks.push((series.bench, series.size, vec![series])),
+        }
+    }
+    for (bench, size, block) in &blocks {
+        table(&mut text, *bench, *size, block);
+    }
+    text + &foot(report)
+}
+
+fn head(report: &Report) -> String {
+    let machine = &report.machine;
+    let driver = match (report.backend, &machine.module) {
+        (Backend::Host, _) => "host memory: no GPU is measured".to_owned(),
+        (Backend::Cuda, module) => {
+            let module = module.as_ref().map_or(String::new(), |module| format!("driver {module}, "));
+            format!("{module}CUDA {}.{}", machine.cuda / 1000, machine.cuda % 1000 / 10)
+        }
+    };
+    let device =
+        if machine.device.is_empty() { String::new() } else { format!("{} {}, ", machine.device, machine.uuid) };
+    format!(
+        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each unless a table says otherwise, after {} that do not count; microseconds\n",
+        report.tool, report.made, report.backend, machine.kernel, machine.cpus, report.count, report.warm_up
+    )
+}
+
+fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
+    let title = if size == 0 { bench.as_str().to_owned() } else { format!("{}, {}", bench.as_str(), human(size)) };
+    let name = block.iter().map(|series| series.name.len()).chain([title.len()]).max().unwrap_or(0).max(24);
+    let rated = block.iter().any(|series| series.rate.is_some());
+    let last = if rated { "speed" } else { "ratio" };
+    // Writing to a text can't fail.
+    let _ = writeln!(text, "\n{title:name$}  {:>9} {:>9} {:>9} {:>9} {:>5} {last:>9}", "p50", "p90", "p99", "max", "n");
+    let longest = block.iter().map(|series| series.summary.p50_us).fold(0.0, f64::max);
+    for series in block {
+        let summary = &series.summary;
+        let [p50, p90, p99, max] = [summary.p50_us, summary.p90_us, summary.p99_us, summary.max_us].map(figure);
+        let compared = match (series.rate, series.ratio) {
+            (Some(rate), _) => speed(rate),
+            (None, Some(ratio)) => format!("{ratio:.2}"),
+            (None, None) => String::new(),
+        };
+        let row = format!(
+            "{:name$}  {p50:>9} {p90:>9} {p99:>9} {max:>9} {:>5} {compared:>9}  {}",
+            series.name,
+            summary.count,
+            bar(summary.p50_us, longest)
+        );
+        let _ = writeln!(text, "{}", row.trim_end());
+    }
+}
+
+fn foot(report: &Report) -> String {
+    let mut text = String::from("\n");
+    let most = report.series.iter().map(|series| series.summary.noise).fold(0.0, f64::max);
+    let _ = writeln!(
+        text,
+        "noise: cut into five, no run's medians differ by more than {:.0} % of its median; the ratio is to the floor",
+        most * 100.0
+    );
+    for series in report.series.iter().filter(|series| series.summary.is_too_noisy()) {
+        let size = if series.size == 0 { String::new() } else { format!(" at {}", human(series.size)) };
+        let _ = writeln!(
+            text,
+            "too noisy to conclude from: {} {}{size}, whose fifths differ by {:.0} %; run it again on a quiet machine",
+            series.bench.as_str(),
+            series.name,
+            series.summary.noise * 100.0
+        );
+    }
+    for left_out in &report.left_out {
+        let _ = writeln!(text, "left out: {left_out}");
+    }
+    text
+}
+
+/// Microseconds, with as many digits as mean something.
+fn figure(us: f64) -> String {
+    match us {
+        _ if us < 10.0 => format!("{us:.2}"),
+        _ if us < 100.0 => format!("{us:.1}"),
+        _ => format!("{us:.0}"),
+    }
+}
+
+fn speed(rate: f64) -> String {
+    if rate >= 1e12 { format!("{:.2} TB/s", rate / 1e12) } else { format!("{:.1} GB/s", rate / 1e9) }
+}
+
+/// A size, in the largest unit that it is a whole number of.
+pub(super) fn human(size: u64) -> String {
+    let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let unit = units.into_iter().find(|(shift, _)| size >= 1 << shift && size.is_multiple_of(1 << shift));
+    unit.map_or_else(|| format!("{size} bytes"), |(shift, unit)| format!("{} {unit}", size >> shift))
+}
+
+/// A bar in eighths of a cell.
+fn bar(value: f64, longest: f64) -> String {
+    if longest <= 0.0 {
+        return String::new();
+    }
+    let eighths = (value / longest * (BAR * 8) as f64).round().clamp(1.0, (BAR * 8) as f64) as usize;
+    let mut bar = "█".repeat(eighths / 8);
+    bar.extend(['▏', '▎', '▍', '▌', '▋', '▊', '▉'].get((eighths % 8).wrapping_sub(1)));
+    bar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bars_are_as_long_as_their_values() {
+        assert_eq!(bar(1.0, 1.0).chars().count(), BAR);
+        assert_eq!(bar(0.5, 1.0), "█".repeat(BAR / 2));
+        assert_eq!((bar(0.0, 1.0).as_str(), bar(1.0, 8.0 * 24.0).as_str()), ("▏", "▏"));
+        assert_eq!(bar(3.0, 0.0), "");
+    }
+
+    #[test]
+    fn figures_are_short_and_sizes_whole() {
+        assert_eq!([figure(3.14159), figure(31.4159), figure(314.159)], ["3.14", "31.4", "314"]);
+        assert_eq!(
+            [human(2 << 20), human(8 << 30), human(3 << 29), human(5)],
+            ["2 MiB", "8 GiB", "1536 MiB", "5 bytes"]
+        );
+        assert_eq!([speed(4.5e12), speed(5e9)], ["4.50 TB/s", "5.0 GB/s"]);
+    }
+}
