@@ -91,7 +91,8 @@ impl Consumer<'_> {
             Way::Fresh | Way::Again => {
                 let Some(subscriber) = &mut self.subscriber else { return out_of_turn() };
                 let received = subscriber.receive()?;
-                let at = now();
+                let since = u64::try_from(received.usable_since().elapsed().as_nanos()).unwrap_or(u64::MAX);
+                let at = now().saturating_sub(since);
                 if received.size() < size {
                     return out_of_turn();
                 }

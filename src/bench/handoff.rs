@@ -36,7 +36,7 @@ const CONTESTANTS: [Contestant; 8] = [
     contestant(Bench::Repeat, "floor", Way::Hop, false, 0),
     contestant(Bench::Repeat, "vmmfd again", Way::Again, false, 0),
     contestant(Bench::Handoff, "export each, anchor", Way::ExportEach, false, 1),
-    contestant(Bench::Handoff, "export each, no anchor", Way::ExportEach, true, 1),
+    contestant(Bench::Handoff, "export each, no anchor", Way::ExportEach, true, 0),
     contestant(Bench::Handoff, "legacy", Way::Legacy, false, 1),
     contestant(Bench::Handoff, "pool", Way::Pool, false, 1),
 ];
@@ -73,12 +73,8 @@ struct Pairs {
 }
 
 impl Pairs {
-    fn of(&self, contestant: &Contestant) -> &Process {
-        self.alone.as_ref().filter(|_| contestant.alone).unwrap_or(&self.main)
-    }
-
-    fn both(&self) -> impl Iterator<Item = (&Process, bool)> {
-        [Some((&self.main, false)), self.alone.as_ref().map(|alone| (alone, true))].into_iter().flatten()
+    fn in_turn(&self) -> impl Iterator<Item = (&Process, bool)> {
+        self.alone.iter().map(|alone| (alone, true)).chain([(&self.main, false)])
     }
 }
 
@@ -128,27 +124,26 @@ fn measure_size(
     consumers: usize,
     contestants: &[&Contestant],
 ) -> Result<()> {
-    for (process, alone) in pairs.both() {
-        let ways = contestants.iter().filter(|contestant| contestant.alone == alone).map(|contestant| contestant.way);
-        tell(process, &Order::Prepare { size, ways: ways.collect() })?;
-    }
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
     let mut samples: BTreeMap<usize, Samples> = BTreeMap::new();
     let what = format!("handoff of {size} bytes");
-    for round in 0..warm_up + count {
-        run.tick(&what, round, warm_up + count)?;
-        for turn in 0..contestants.len() {
-            // Nobody comes always first, or always after the same one.
-            let number = (turn + round) % contestants.len();
-            let contestant = contestants[number];
-            match ask(pairs.of(contestant), &Order::Measure { way: contestant.way })? {
-                Answer::Took { us } if round >= warm_up => samples.entry(number).or_default().0.push(us),
-                Answer::Took { .. } => {}
-                other => return unfit(other),
+    // First those that would not be alone once the other producer has exported something.
+    for (process, alone) in pairs.in_turn() {
+        let here: Vec<usize> = (0..contestants.len()).filter(|&number| contestants[number].alone == alone).collect();
+        let ways = here.iter().map(|&number| contestants[number].way).collect();
+        tell(process, &Order::Prepare { size, ways })?;
+        for round in 0..warm_up + count {
+            run.tick(&what, round, warm_up + count)?;
+            for turn in 0..here.len() {
+                // Nobody comes always first, or always after the same one.
+                let number = here[(turn + round) % here.len()];
+                match ask(process, &Order::Measure { way: contestants[number].way })? {
+                    Answer::Took { us } if round >= warm_up => samples.entry(number).or_default().0.push(us),
+                    Answer::Took { .. } => {}
+                    other => return unfit(other),
+                }
             }
         }
-    }
-    for (process, _) in pairs.both() {
         tell(process, &Order::Clear)?;
     }
     for bench in [Bench::Handoff, Bench::Repeat] {

@@ -250,7 +250,7 @@ impl<'a> Run<'a> {
     /// Starts a process and waits until its driver is ready. Returns it with how many bytes the device has free.
     fn start(&mut self, task: Task, variables: &[(&str, &str)]) -> Result<(Process, u64)> {
         let process = Process::start_with(&self.errand(task), true, variables)?;
-        match process.line.receive()? {
+        match process.receive()? {
             Answer::Started { name, uuid, version, granularity: _, free } => {
                 let machine = &mut self.report.machine;
                 (machine.device, machine.uuid, machine.cuda) = (name, uuid, version);
@@ -291,8 +291,8 @@ fn warm_up(count: usize) -> usize {
 
 /// Gives an order, and returns what comes of it.
 fn ask(process: &Process, order: &Order) -> Result<Answer> {
-    process.line.send(order)?;
-    match process.line.receive()? {
+    process.send(order)?;
+    match process.receive()? {
         Answer::Failed { message } => Err(Error::Peer { code: ErrorCode::Failed, message }),
         answer => Ok(answer),
     }

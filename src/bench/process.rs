@@ -6,17 +6,19 @@ use std::{
     os::{fd::AsFd, unix::process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::{
     sys::{
         prctl::set_pdeathsig,
         signal::{Signal, killpg},
+        wait::{Id, WaitPidFlag, WaitStatus, waitid},
     },
     unistd::{Pid, getppid},
 };
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{consumer, line::Line, producer, single};
 use crate::{
@@ -141,6 +143,33 @@ impl Process {
         }
         let child = command.spawn().map_err(|error| Error::system("start another process", error))?;
         Ok(Self { child, line, leads })
+    }
+}
+
+impl Process {
+    pub(super) fn send(&self, say: &impl Serialize) -> Result<()> {
+        self.line.send(say).map_err(|error| self.explain(error))
+    }
+
+    pub(super) fn receive<T: DeserializeOwned>(&self) -> Result<T> {
+        self.line.receive().map_err(|error| self.explain(error))
+    }
+
+    /// How it ended, if it has gone.
+    fn explain(&self, error: Error) -> Error {
+        let Error::PeerGone { .. } = error else { return error };
+        let deadline = Instant::now() + Duration::from_secs(1);
+        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        let pid = Pid::from_raw(self.child.id().cast_signed());
+        let how = loop {
+            match waitid(Id::Pid(pid), flags) {
+                Ok(WaitStatus::Exited(_, code)) => break format!("it exited with code {code}"),
+                Ok(WaitStatus::Signaled(_, signal, _)) => break format!("{signal} ended it"),
+                Ok(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(5)),
+                _ => return error,
+            }
+        };
+        Error::system("go on: a process of the bench has gone", io::Error::other(how))
     }
 }
 

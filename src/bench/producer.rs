@@ -94,12 +94,12 @@ pub(super) fn serve(errand: &Errand, folder: &Path, consumers: usize, line: &Lin
 
 impl Peer {
     fn call(&self, call: &Call) -> Result<()> {
-        self.process.line.send(call)?;
+        self.process.send(call)?;
         self.ready()
     }
 
     fn ready(&self) -> Result<()> {
-        match self.process.line.receive()? {
+        match self.process.receive()? {
             Reply::Ready => Ok(()),
             Reply::Usable { .. } => Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into()),
             Reply::Failed { message } => Err(Error::Peer { code: ErrorCode::Failed, message }),
@@ -108,7 +108,7 @@ impl Peer {
 
     /// When it had the memory.
     fn usable(&self) -> Result<u64> {
-        match self.process.line.receive()? {
+        match self.process.receive()? {
             Reply::Usable { at } => Ok(at),
             Reply::Ready => Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into()),
             Reply::Failed { message } => Err(Error::Peer { code: ErrorCode::Failed, message }),
@@ -127,10 +127,10 @@ impl Peer {
         self.ready()
     }
 
-    /// Publishes a buffer, and returns when that began.
+    /// Tells of a buffer on which nothing is under way, and returns when that began.
     fn publish(&mut self, buffer: BufferId) -> Result<u64> {
         let begun = now();
-        self.publisher()?.publish(buffer)?;
+        self.publisher()?.announce(buffer)?;
         Ok(begun)
     }
 
@@ -163,7 +163,7 @@ impl Producer<'_> {
             let pooled = self.pointed(Mechanism::Pool, size)?;
             if let Some(pool) = pooled.0.pool() {
                 for peer in &self.peers {
-                    peer.process.line.send(&Call::Pool)?;
+                    peer.process.send(&Call::Pool)?;
                     peer.process.line.throw(&[0], Some(pool.export()?))?;
                     peer.ready()?;
                 }
@@ -194,7 +194,7 @@ impl Producer<'_> {
         for (number, peer) in self.peers.iter_mut().enumerate().filter(|(_, peer)| peer.publisher.is_none()) {
             let socket = self.folder.join(format!("{}-{number}", std::process::id()));
             let listener = Listener::bind(&socket, false, terms.timeout, &terms.cancel)?;
-            peer.process.line.send(&Call::Connect { socket })?;
+            peer.process.send(&Call::Connect { socket })?;
             peer.publisher = Some(Publisher::accept(&listener, &self.driver, &terms)?);
             peer.ready()?;
         }

@@ -161,14 +161,17 @@ impl Publisher {
     ///
     /// Driver call: `cuCtxSynchronize`.
     pub fn publish(&mut self, id: BufferId) -> Result<u64> {
-        let buffer = self.buffer(id)?;
-        if buffer.withdrawn {
-            return Err(misused(format!("buffer {id} is being withdrawn")));
-        }
-        if buffer.out {
-            return Err(misused(format!("buffer {id} is out: the consumer has not given it back")));
-        }
-        buffer.memory.synchronize()?;
+        self.idle(id)?.memory.synchronize()?;
+        self.announce(id)
+    }
+
+    /// As [`Publisher::publish`], for a caller who has seen all of the GPU's work on the buffer done: by synchronising its own
+    /// stream, say, where others work on.
+    ///
+    /// # Errors
+    /// Those of [`Publisher::publish`]. No driver call.
+    pub fn announce(&mut self, id: BufferId) -> Result<u64> {
+        let buffer = self.idle(id)?;
         let (generation, held) = (buffer.generation + 1, buffer.held);
         let sent = match held {
             true => self.link.send(&Message::Ready(BufferTurn { buffer: id.0, generation }), &[]),
@@ -291,6 +294,18 @@ impl Publisher {
             return Err(over());
         }
         self.buffers.get_mut(&id).ok_or_else(|| misused(format!("there is no buffer {id} in this stream")))
+    }
+
+    /// A buffer that can be published.
+    fn idle(&mut self, id: BufferId) -> Result<&mut Buffer> {
+        let buffer = self.buffer(id)?;
+        if buffer.withdrawn {
+            return Err(misused(format!("buffer {id} is being withdrawn")));
+        }
+        if buffer.out {
+            return Err(misused(format!("buffer {id} is out: the consumer has not given it back")));
+        }
+        Ok(buffer)
     }
 
     /// Hears one message. A silence changes nothing.

@@ -6,7 +6,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
     path::Path,
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{BufferId, misused, over, wrong};
@@ -89,6 +89,7 @@ struct Held {
 pub struct Received {
     held: Arc<Held>,
     generation: u64,
+    usable: Instant,
 }
 
 impl Received {
@@ -100,6 +101,11 @@ impl Received {
     /// How often the buffer was published, with this time.
     pub fn generation(&self) -> u64 {
         self.generation
+    }
+
+    /// Since when it can be used: of a new buffer, from before the producer was told that it is open.
+    pub fn usable_since(&self) -> Instant {
+        self.usable
     }
 
     /// What the data is made of, if the producer says.
@@ -278,7 +284,7 @@ impl Subscriber {
         }
         self.uses += 1;
         (kept.generation, kept.in_use, kept.used) = (generation, true, self.uses);
-        Ok(Received { held: Arc::clone(&kept.held), generation })
+        Ok(Received { held: Arc::clone(&kept.held), generation, usable: Instant::now() })
     }
 
     /// The turn of a buffer that is not open.
@@ -310,12 +316,13 @@ impl Subscriber {
         };
         let connection = self.connection.clone().filter(|_| memory.is_borrowed());
         let held = Held { number, memory, array: offer.array, size: offer.memory.size, pool, _connection: connection };
+        let usable = Instant::now();
         acknowledge(&mut self.link, segments)?;
         let held = Arc::new(held);
         self.uses += 1;
         let kept = Kept { held: Arc::clone(&held), generation, in_use: true, withdrawn: false, used: self.uses };
         self.buffers.insert(number, kept);
-        Ok(Received { held, generation })
+        Ok(Received { held, generation, usable })
     }
 
     /// What an offer must be in a stream. Returns the buffer's number and generation.

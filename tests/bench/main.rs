@@ -1,0 +1,107 @@
+//! What a record costs to write and to read, and how fast the host fills and verifies: `cargo bench`.
+//!
+//! Divan: it prints bytes for each second, needs no reports of its own, and runs each of these once in `cargo test`, which
+//! shows that they still run. How fast they are is for people to look at: no test asks.
+
+use std::hint::black_box;
+
+use divan::{Bencher, counter::BytesCount};
+use vmmfd::{
+    driver::{Access, Backend, Choice, open},
+    memory::{Allocation, Device, Mapping, Selector},
+    pattern::{self, Pattern},
+    wire::{
+        BufferTurn, Description, Mechanism, Message, Offer, OfferedDevice, Outcome, Part, Placement, Segments,
+    },
+};
+
+fn main() {
+    divan::main();
+}
+
+/// The records that are on the way of a handoff.
+fn records() -> Vec<(&'static str, Message)> {
+    let size = 64 << 20;
+    let device = OfferedDevice {
+        uuid: "679ee1d3-1095-d5a4-3f1b-b0cc79e99f21".parse().expect("a UUID"),
+        name: "NVIDIA H200".to_owned(),
+    };
+    let memory = Description {
+        mechanism: Mechanism::Vmm,
+        device,
+        location: Placement::Device,
+        size,
+        mapped_size: size,
+        segments: 1,
+        capacity: None,
+        pool: None,
+        pointer: None,
+        offset: 0,
+        immutable: false,
+    };
+    let offer = Offer {
+        object: "default".to_owned(),
+        memory,
+        array: None,
+        access: Access::ReadWrite,
+        part: Some(Part { first: 0, segments: 1, offset: 0, size }),
+        salt: None,
+        digest: None,
+        reply_salt: None,
+        buffer: Some(7),
+        generation: Some(1),
+    };
+    vec![
+        ("offer", Message::Offer(Box::new(offer))),
+        ("segments", Message::Segments(Segments { first: 0, sizes: vec![size] })),
+        ("253 segments", Message::Segments(Segments { first: 0, sizes: vec![2 << 20; 253] })),
+        ("ready", Message::Ready(BufferTurn { buffer: 7, generation: 123_456 })),
+        ("result", Message::Result(Outcome::of_verdict(true))),
+    ]
+}
+
+const RECORDS: [&str; 5] = ["offer", "segments", "253 segments", "ready", "result"];
+
+fn record(name: &str) -> Message {
+    let known = records().into_iter().find(|(known, _)| *known == name);
+    known.expect("one of the names").1
+}
+
+#[divan::bench(args = RECORDS)]
+fn encode(bencher: Bencher<'_, '_>, name: &str) {
+    let message = record(name);
+    bencher.bench_local(|| black_box(&message).encode());
+}
+
+#[divan::bench(args = RECORDS)]
+fn decode(bencher: Bencher<'_, '_>, name: &str) {
+    let message = record(name);
+    let bytes = message.encode().expect("a record");
+    bencher.bench_local(|| Message::decode(black_box(&bytes), message.fd_count()));
+}
+
+/// Memory of the host backend: one thread's share, and all CPUs'.
+const SIZES: [u64; 2] = [2 << 20, 64 << 20];
+
+fn filled(size: u64) -> Mapping {
+    let driver = open(Choice::Only(Backend::Host)).expect("host memory").driver;
+    let device = Device::find(&driver, Selector::default()).expect("a device");
+    let allocation = Allocation::create(&device, size).expect("memory");
+    let mapping = Mapping::new(&allocation, Access::ReadWrite).expect("addresses");
+    pattern::fill(&mapping, 0..size, Pattern::new(1), &mut |_| Ok(())).expect("the pattern");
+    mapping
+}
+
+#[divan::bench(args = SIZES)]
+fn host_fill(bencher: Bencher<'_, '_>, size: u64) {
+    let mapping = filled(size);
+    let fill = || pattern::fill(&mapping, 0..size, Pattern::new(2), &mut |_| Ok(()));
+    bencher.counter(BytesCount::new(size)).bench_local(fill);
+}
+
+#[divan::bench(args = SIZES)]
+fn host_verify(bencher: Bencher<'_, '_>, size: u64) {
+    let mapping = filled(size);
+    let verify = || pattern::verify(&mapping, 0, 0..size, Pattern::new(1), &mut |_| Ok(()));
+    bencher.counter(BytesCount::new(size)).bench_local(verify);
+}
