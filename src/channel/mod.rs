@@ -257,11 +257,6 @@ impl Channel {
         Arc::clone(&self.socket)
     }
 
-    /// Whether there is something to read, or the peer has gone.
-    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-
     fn deadline(&self) -> Instant {
         deadline_after(self.timeout)
     }
@@ -309,6 +304,13 @@ impl Channel {
             return Ok(Some(Err(ProtocolError::FdsTruncated { most: MAX_FDS })));
         }
         Ok(Some(Message::decode(&self.record[..received.bytes], fds.len()).map(|message| (message, fds))))
+    }
+}
+
+impl AsFd for Channel {
+    /// Readable when there is something to receive, or the peer has gone.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 }
 

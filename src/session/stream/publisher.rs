@@ -118,7 +118,8 @@ impl Publisher {
     /// Enters a buffer, as large as the memory is now; nothing is sent. The number is never used again on this connection.
     ///
     /// # Errors
-    /// [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is still to be sealed;
+    /// [`Error::OutOfRange`] or [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is
+    /// still to be sealed;
     /// [`Error::Stream`] if sealed memory is to be written, or for memory of another backend; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
