@@ -37,7 +37,7 @@ use vmmfd::{
 
 use crate::{
     conversation::{PATIENCE, answer, dial, request, seqpacket, told},
-    support::{Fault, Kind, Subject, in_child},
+    support::{Fault, Inode, Kind, Subject, in_child},
 };
 
 cases! {
@@ -59,6 +59,8 @@ cases! {
     what_makes_no_sense_is_refused_and_changes_nothing,
     both_ends_finish_their_work_before_they_tell,
     work_that_fails_is_not_told_as_done,
+    nothing_stands_between_a_descriptor_and_its_memory,
+    memory_that_can_not_be_opened_is_not_acknowledged,
     arrays_come_with_their_buffers_and_return_with_their_last_view,
     whoever_does_not_subscribe_is_refused_and_delays_nobody,
     a_producer_without_streams_is_told_apart,
@@ -635,6 +637,54 @@ fn work_that_fails_is_not_told_as_done(subject: Subject) {
     turn(&mut publisher, &mut subscriber, id);
 }
 
+fn nothing_stands_between_a_descriptor_and_its_memory(subject: Subject) {
+    let mut liar = Liar::new(&subject);
+    let file = Inode::of(liar.memory.chunks(0..1, 0).unwrap().unwrap().1.remove(0).as_fd());
+    let open = file.open_here();
+    subject.faulty.take_verbs();
+    let received = liar.lend();
+    assert_eq!(subject.faulty.take_verbs(), ["reserve", "import", "properties", "map", "set_access"]);
+    liar.subscriber.give_back(received).unwrap();
+    assert_eq!(subject.faulty.take_verbs(), ["synchronize", "release"]);
+    if subject.kind != Kind::Cuda {
+        assert_eq!(file.open_here(), open, "the descriptor is closed too");
+    }
+}
+
+fn memory_that_can_not_be_opened_is_not_acknowledged(subject: Subject) {
+    for verb in ["reserve", "import", "map", "set_access"] {
+        let mut liar = Liar::new(&subject);
+        let offer = liar.offer.clone();
+        liar.offer(&offer);
+        liar.segments();
+        subject.faulty.fail(Fault::Verb(verb), 4242);
+        assert!(matches!(liar.subscriber.receive(), Err(Error::Driver { code: 4242, .. })));
+        subject.faulty.mend();
+        assert_eq!((told(&mut liar.channel), liar.subscriber.held()), (ErrorCode::Failed, 0));
+        refused(liar.subscriber.try_receive(), "the session has ended");
+    }
+    // Nor where a single buffer was asked for.
+    let Place { folder, listener, terms } = Place::new();
+    let path = folder.path().join("s");
+    let shared = Shared::create(&subject.device(), &Spec { size: 10, ..Spec::default() }).unwrap();
+    let buffer = Buffer::new(shared, Content::Own, None).unwrap();
+    let mut served = Vec::new();
+    thread::scope(|scope| {
+        let plan = Plan { consumers: 1, round_trip: false };
+        let (buffer, terms, served) = (&buffer, &terms, &mut served);
+        let producer = scope.spawn(move || serve(listener, buffer, plan, terms, &|_| {}, served));
+        let mut consumer = Consumer::connect(&subject.driver, None, &path, terms, &|_| {}).unwrap();
+        subject.faulty.fail(Fault::Verb("set_access"), 4242);
+        assert!(matches!(consumer.request(&Ask::default()), Err(Error::Driver { code: 4242, .. })));
+        subject.faulty.mend();
+        drop(consumer);
+        producer.join().unwrap().unwrap();
+    });
+    let error = served[0].error.as_ref().unwrap();
+    let purpose = "for the descriptors to be acknowledged";
+    assert!(matches!(error, Error::PeerGone { purpose: of } if *of == purpose), "{error}");
+}
+
 fn arrays_come_with_their_buffers_and_return_with_their_last_view(subject: Subject) {
     let place = Place::new();
     let (mut publisher, mut subscriber) = place.meet(&subject, 1);
@@ -771,7 +821,7 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
             let buffers = buffers(&subject, &mut publisher, 2);
             thread::scope(|scope| {
                 let published = scope.spawn(|| publisher.publish(buffers[0].0).unwrap());
-                (answer(&mut channel), answer(&mut channel));
+                (0..2).for_each(|_| drop(answer(&mut channel)));
                 channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
                 published.join().unwrap();
             });
@@ -784,7 +834,7 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
             assert!(matches!(ended, Err(Error::Protocol(_))), "{lie:?} {ended:?}");
             refused(publisher.take_back(), "the session has ended");
             if new {
-                (answer(&mut channel), answer(&mut channel));
+                (0..2).for_each(|_| drop(answer(&mut channel)));
             }
             assert_eq!(told(&mut channel), ErrorCode::Protocol, "{lie:?}");
         }
@@ -867,7 +917,7 @@ impl Liar {
 
     /// The subscriber ends the session, and tells why.
     #[track_caller]
-    fn is_found_out(mut self, what: &str) {
+    fn found_out(mut self, what: &str) {
         let found = self.subscriber.receive();
         assert!(matches!(found, Err(Error::Protocol(_) | Error::Mismatch { .. })), "{what}: {found:?}");
         assert_eq!(self.subscriber.held(), 0, "{what}");
@@ -903,21 +953,21 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
         let received = liar.lend();
         liar.subscriber.give_back(received).unwrap();
         liar.channel.send(&lie, &[]).unwrap();
-        liar.is_found_out(&format!("{lie:?}"));
+        liar.found_out(&format!("{lie:?}"));
     }
     // One that is in use.
     for lies in [&[turn(4, 4)][..], &[withdraw(4), withdraw(4)], &[withdraw(4), turn(4, 4)]] {
         let mut liar = Liar::new(&subject);
         let _received = liar.lend();
         lies.iter().for_each(|lie| liar.channel.send(lie, &[]).unwrap());
-        liar.is_found_out(&format!("{lies:?}"));
+        liar.found_out(&format!("{lies:?}"));
     }
     // It is open already.
     let mut liar = Liar::new(&subject);
     let (received, offer) = (liar.lend(), liar.offer.clone());
     liar.subscriber.give_back(received).unwrap();
     liar.offer(&Offer { generation: Some(4), ..offer });
-    liar.is_found_out("an offer of what is open");
+    liar.found_out("an offer of what is open");
     // What is offered.
     type Change = fn(&mut Offer);
     let changes: [Change; 13] = [
@@ -944,7 +994,7 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
         let mut offer = liar.offer.clone();
         change(&mut offer);
         liar.offer(&offer);
-        liar.is_found_out(&format!("change {index}"));
+        liar.found_out(&format!("change {index}"));
     }
     // What follows it.
     for follower in [turn(4, 4), withdraw(4), Message::Received(wire::Received { segments: 0 })] {
@@ -952,7 +1002,7 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
         let offer = liar.offer.clone();
         liar.offer(&offer);
         liar.channel.send(&follower, &[]).unwrap();
-        liar.is_found_out(&format!("{follower:?} where segments belong"));
+        liar.found_out(&format!("{follower:?} where segments belong"));
     }
     // And a producer that dies there.
     let mut liar = Liar::new(&subject);
@@ -973,7 +1023,7 @@ fn a_turn_that_comes_with_a_descriptor_is_refused(subject: Subject) {
     // The channel sends no such thing.
     let socket = std::os::unix::net::UnixStream::from(liar.channel_socket());
     socket.send_with_fd(&record, &[null.as_raw_fd()]).unwrap();
-    liar.is_found_out("a descriptor with ready");
+    liar.found_out("a descriptor with ready");
 }
 
 impl Liar {
@@ -1029,7 +1079,7 @@ fn a_failure_at_any_call_leaves_nothing(subject: Subject) {
     for nth in 1.. {
         subject.faulty.fail(Fault::Nth(nth), 4242);
         // Whoever fails before it is connected leaves the other one to wait.
-        let quick = Place::with_timeout(Duration::from_millis(150));
+        let quick = Place::with_timeout(Duration::from_millis(500));
         let result = everything(&subject, &device, &quick);
         let Some(verb) = subject.faulty.mend() else {
             result.unwrap();
@@ -1084,7 +1134,7 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
     liar.offer(&offer);
     let number = offer.memory.pool.unwrap() + 1;
     liar.channel.send(&Message::Pool(OfferedPool { pool: number }), &[pool.export().unwrap()]).unwrap();
-    liar.is_found_out("another pool");
+    liar.found_out("another pool");
 }
 
 fn memory_that_is_borrowed_and_not_let_go_of_stays_allocated(subject: Subject) {

@@ -63,8 +63,9 @@ struct Kept {
 
 impl Kept {
     /// Whether it is this side's turn, and nobody uses it any more.
-    fn is_dropped(&self) -> bool {
-        self.in_use && Arc::strong_count(&self.held) == 1
+    fn is_dropped(&mut self) -> bool {
+        // Not by the count alone: what the last user did must be seen to be done.
+        self.in_use && Arc::get_mut(&mut self.held).is_some()
     }
 }
 
@@ -413,7 +414,8 @@ impl Subscriber {
     /// Gives back what was dropped.
     fn return_dropped(&mut self) -> Result<()> {
         self.check_session()?;
-        while let Some(number) = self.buffers.iter().find(|(_, kept)| kept.is_dropped()).map(|(number, _)| *number) {
+        let dropped = |(number, kept): (&u64, &mut Kept)| kept.is_dropped().then_some(*number);
+        while let Some(number) = self.buffers.iter_mut().find_map(dropped) {
             self.end_turn(number)?;
         }
         Ok(())
@@ -451,11 +453,10 @@ impl Subscriber {
 
     /// Lets go of all that is not in use. The producer is told by the end of the connection, once nothing borrowed is left.
     fn end(&mut self) {
-        if let Some(dropped) = self.buffers.values().find(|kept| kept.is_dropped()) {
-            // Its work may still go on.
-            if let Err(error) = dropped.held.memory.synchronize() {
-                tracing::error!(%error, "a buffer is let go of, and work on it may not be done");
-            }
+        let unfinished = self.buffers.values_mut().find_map(|kept| kept.is_dropped().then_some(&kept.held.memory));
+        // Work on it may still go on, and unmapping does not always wait for that.
+        if let Some(Err(error)) = unfinished.map(Region::synchronize) {
+            tracing::error!(%error, "a buffer is let go of, and work on it may not be done");
         }
         self.remains = None;
         self.buffers.clear();
