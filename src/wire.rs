@@ -23,8 +23,8 @@
 //! Integers are little-endian. Unknown fields of a body are ignored; a field whose type ends in `?` may be null or absent. A
 //! kind that is not in the table breaks the protocol, as does whatever contradicts this page: the code is `protocol`. Names and
 //! digests have at most 255 bytes.
-//! Descriptors come with `segments`, as many as it lists sizes, and with `pool`, which has one; with any other kind the fd
-//! count is 0.
+//! Descriptors come with `segments` and with an `offer` that has `sizes`, as many as those list, and with `pool`, which has one; with
+//! anything else the fd count is 0.
 //!
 //! # Messages
 //!
@@ -32,7 +32,7 @@
 //! |---|---|---|---|
 //! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (`"stream"` from both ends of a stream), `backend` string (`"cuda"` or `"host"`), `pid` u32 |
 //! | 2 | `request` | consumer | `object` string (`"default"`), `access` `"ro"` or `"rw"`? (null: what the offer says), `range` {`offset` u64, `length` u64}? (null: all of it), `have` u64? (how many segments it holds from earlier requests) |
-//! | 3 | `offer` | producer | `object` string, `memory` memory, `array` array?, `access` `"ro"` or `"rw"`, `part` {`first` u64, `segments` u64, `offset` u64, `size` u64}?, `salt` u32?, `digest` string?, `reply_salt` u32?, `buffer` u64?, `generation` u64? (these two in a stream, and only there) |
+//! | 3 | `offer` | producer | `object` string, `memory` memory, `array` array?, `access` `"ro"` or `"rw"`, `part` {`first` u64, `segments` u64, `offset` u64, `size` u64}?, `salt` u32?, `digest` string?, `reply_salt` u32?, `buffer` u64?, `generation` u64?, `sizes` \[u64\]? (these three in a stream, and only there) |
 //! | 4 | `segments` | producer | `first` u64 (index of the first listed), `sizes` \[u64\], 1 to 253 of them |
 //! | 5 | `received` | consumer | `segments` u64: how many of this offer's arrived so far |
 //! | 6 | `result` | both | `verified` bool, `words` u64, `mismatches` u64, `first_mismatch` {`index` u64, `expected` u32, `found` u32}?, `digest` string? |
@@ -111,7 +111,8 @@
 //!    publications on this connection from 1. To publish one is to give the consumer a turn on it, when all the producer's work on
 //!    it is done:
 //!    - The consumer has it open: `ready`.
-//!    - It has not: `offer` with `buffer` and `generation`, of all the segments, and with no salts and no `digest`. What
+//!    - It has not: `offer` with `buffer` and `generation`, of all the segments, and with no salts and no `digest`. It brings
+//!      the first segments itself, at least one and at most 253: `sizes` and the descriptors are as in `segments`. What else
 //!      belongs to it follows as for a request, but `pool` also comes again if the consumer, when the offer was sent, had
 //!      no buffer of that pool open. The consumer opens the memory, then answers with `received`: the last `segments`,
 //!      `pool`, or the offer itself if nothing follows it. The producer publishes nothing and withdraws nothing before
@@ -397,6 +398,9 @@ pub struct Offer {
     /// In a stream how often the buffer was published, with this time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generation: Option<u64>,
+    /// In a stream the exact sizes of the first segments, whose descriptors come with the offer.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sizes: Vec<u64>,
 }
 
 /// A memory pool, with its descriptor.
@@ -576,6 +580,7 @@ impl Message {
     pub fn fd_count(&self) -> usize {
         match self {
             Self::Segments(segments) => segments.sizes.len(),
+            Self::Offer(offer) => offer.sizes.len(),
             Self::Pool(_) => 1,
             _ => 0,
         }
@@ -696,6 +701,10 @@ impl Message {
                 format!("segments lists {} sizes where 1 to {MAX_FDS} belong", segments.sizes.len()),
             )),
             Self::Hello(Hello { backend: name, .. }) | Self::Request(Request { object: name, .. }) => bounded(name),
+            Self::Offer(offer) if offer.sizes.len() > MAX_FDS => {
+                let got = offer.sizes.len();
+                Err(ProtocolError::Content(format!("an offer lists {got} sizes where at most {MAX_FDS} belong")))
+            }
             Self::Offer(offer) => {
                 let digest = offer.digest.as_deref().unwrap_or_default();
                 [offer.object.as_str(), &offer.memory.device.name, digest].into_iter().try_for_each(bounded)
@@ -778,6 +787,7 @@ mod tests {
                 reply_salt: Some(3),
                 buffer: Some(4),
                 generation: Some(u64::MAX),
+                sizes: vec![2 << 20, u64::MAX],
             })),
             Message::Segments(Segments { first: 0, sizes: vec![2 << 20, 4 << 20] }),
             Message::Received(Received { segments: 2 }),

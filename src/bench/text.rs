@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn figures_are_short_and_sizes_whole() {
-        assert_eq!([figure(3.14159), figure(31.4159), figure(314.159)], ["3.14", "31.4", "314"]);
+        assert_eq!([figure(2.3456), figure(23.456), figure(234.56)], ["2.35", "23.5", "235"]);
         assert_eq!(
             [human(2 << 20), human(8 << 30), human(3 << 29), human(5)],
             ["2 MiB", "8 GiB", "1536 MiB", "5 bytes"]

@@ -268,7 +268,7 @@ impl<'a> Consumer<'a> {
                 let part = part_of(&offer, 0, &range)?;
                 let begin = || Importing::begin(&device, &offer.memory, &part, offer.access);
                 let mut importing = timed(&mut opening, begin)?;
-                let (fds, took) = take_segments(&mut self.link, &mut importing, part.first)?;
+                let (fds, took) = take_segments(&mut self.link, &mut importing, part.first, (&[], Vec::new()))?;
                 opening += took;
                 let memory = timed(&mut opening, || importing.finish())?;
                 acknowledge(&mut self.link, fds.len())?;
@@ -307,7 +307,7 @@ impl<'a> Consumer<'a> {
         let range = check(&offer, &ask)?;
         let part = part_of(&offer, have, &range)?;
         let mut importing = Importing::behind(&lent.memory, &offer.memory, &part)?;
-        let (fds, mut opening) = take_segments(&mut self.link, &mut importing, part.first)?;
+        let (fds, mut opening) = take_segments(&mut self.link, &mut importing, part.first, (&[], Vec::new()))?;
         timed(&mut opening, || importing.finish_behind(&mut lent.memory))?;
         if !fds.is_empty() {
             acknowledge(&mut self.link, fds.len())?;
@@ -322,7 +322,11 @@ impl<'a> Consumer<'a> {
         let Ask { object, access, range } = ask.clone();
         self.link.send(&Message::Request(Request { object, access, range, have }), &[])?;
         match self.link.receive("for the offer")? {
-            (Message::Offer(offer), _) => Ok(*offer),
+            (Message::Offer(offer), fds) if fds.is_empty() => Ok(*offer),
+            (Message::Offer(_), _) => {
+                let message = "an offer comes with descriptors, and this is no stream".to_owned();
+                Err(ProtocolError::Content(message).into())
+            }
             (other, _) => Err(unexpected(&other, "offer")),
         }
     }

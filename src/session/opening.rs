@@ -147,10 +147,20 @@ pub(super) fn part_of(offer: &Offer, have: u64, range: &Range<u64>) -> Result<Pa
     if covers { Ok(part) } else { wrong(format!("bytes {range:?} were asked for, and {part:?} follows")) }
 }
 
-/// Takes one record of segments after another, and acknowledges each but the last, which is to be acknowledged when the memory
-/// is open. Returns what the descriptors' numbers were, and how much of the time went into opening.
-pub(super) fn take_segments(link: &mut Link, importing: &mut Importing, first: u64) -> Result<(Vec<i32>, Duration)> {
-    let (mut numbers, mut opening) = (Vec::new(), Duration::ZERO);
+/// Takes the segments that came with an offer, if any did, and one record of segments after another; acknowledges each but the
+/// last, which is to be acknowledged when the memory is open. Returns what the descriptors' numbers were, and how much of the
+/// time went into opening.
+pub(super) fn take_segments(
+    link: &mut Link,
+    importing: &mut Importing,
+    first: u64,
+    (sizes, fds): (&[u64], Vec<OwnedFd>),
+) -> Result<(Vec<i32>, Duration)> {
+    let mut opening = Duration::ZERO;
+    let mut numbers: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    if !numbers.is_empty() {
+        timed(&mut opening, || importing.take(sizes, fds))?;
+    }
     while importing.missing() > 0 {
         if !numbers.is_empty() {
             acknowledge(link, numbers.len())?;

@@ -720,6 +720,7 @@ mod consumers {
             reply_salt: None,
             buffer: None,
             generation: None,
+            sizes: Vec::new(),
         };
         (offer, memory)
     }

@@ -582,10 +582,9 @@ fn both_ends_finish_their_work_before_they_tell(subject: Subject) {
     subject.faulty.take_verbs();
     let at_arrival = thread::scope(|scope| {
         let published = scope.spawn(|| publisher.publish(id).unwrap());
-        let offer = answer(&mut channel).0;
+        let (offer, fds) = answer(&mut channel);
         let verbs = subject.faulty.take_verbs();
         assert!(matches!(offer, Message::Offer(_)));
-        let (Message::Segments(_), fds) = answer(&mut channel) else { panic!() };
         assert_eq!(fds.len(), 1);
         channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
         published.join().unwrap();
@@ -656,7 +655,6 @@ fn memory_that_can_not_be_opened_is_not_acknowledged(subject: Subject) {
         let mut liar = Liar::new(&subject);
         let offer = liar.offer.clone();
         liar.offer(&offer);
-        liar.segments();
         subject.faulty.fail(Fault::Verb(verb), 4242);
         assert!(matches!(liar.subscriber.receive(), Err(Error::Driver { code: 4242, .. })));
         subject.faulty.mend();
@@ -821,7 +819,7 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
             let buffers = buffers(&subject, &mut publisher, 2);
             thread::scope(|scope| {
                 let published = scope.spawn(|| publisher.publish(buffers[0].0).unwrap());
-                (0..2).for_each(|_| drop(answer(&mut channel)));
+                drop(answer(&mut channel));
                 channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
                 published.join().unwrap();
             });
@@ -834,7 +832,7 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
             assert!(matches!(ended, Err(Error::Protocol(_))), "{lie:?} {ended:?}");
             refused(publisher.take_back(), "the session has ended");
             if new {
-                (0..2).for_each(|_| drop(answer(&mut channel)));
+                drop(answer(&mut channel));
             }
             assert_eq!(told(&mut channel), ErrorCode::Protocol, "{lie:?}");
         }
@@ -863,7 +861,18 @@ struct Liar {
 }
 
 impl Liar {
+    /// One whose memory is one segment.
     fn new(subject: &Subject) -> Self {
+        Self::with(subject, &Spec { size: 100, ..Spec::default() })
+    }
+
+    /// One whose memory is two segments, of which the first comes with the offer.
+    fn of_two(subject: &Subject) -> Self {
+        let unit = subject.unit();
+        Self::with(subject, &Spec { size: unit + 100, chunk: Some(unit), ..Spec::default() })
+    }
+
+    fn with(subject: &Subject, spec: &Spec) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = seqpacket();
@@ -878,7 +887,7 @@ impl Liar {
             assert_eq!(theirs.capabilities, ["stream"]);
             channel.send(&greeting(subject), &[]).unwrap();
             assert_eq!(answer(&mut channel).0, Message::Subscribe(Subscribe { keep: 2 }));
-            let memory = memory(subject, 100);
+            let memory = Arc::new(Shared::create(&subject.device(), spec).unwrap());
             let offer = Offer {
                 object: "default".into(),
                 memory: memory.describe().unwrap(),
@@ -890,28 +899,32 @@ impl Liar {
                 reply_salt: None,
                 buffer: Some(4),
                 generation: Some(3),
+                sizes: vec![subject.unit()],
             };
             Self { channel, subscriber: subscriber.join().unwrap(), offer, memory }
         })
     }
 
     fn offer(&mut self, offer: &Offer) {
-        self.channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
-    }
-
-    fn segments(&mut self) {
         let (_, chunks) = self.memory.chunks(0..self.memory.size(), 0).unwrap().unwrap();
-        let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
-        let fds: Vec<BorrowedFd<'_>> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
-        self.channel.send(&Message::Segments(Segments { first: 0, sizes }), &fds).unwrap();
+        let fds: Vec<BorrowedFd<'_>> =
+            chunks.iter().cycle().take(offer.sizes.len()).map(|chunk| chunk.as_fd()).collect();
+        self.channel.send(&Message::Offer(Box::new(offer.clone())), &fds).unwrap();
     }
 
     fn lend(&mut self) -> Received {
         let offer = self.offer.clone();
         self.offer(&offer);
-        self.segments();
-        let received = self.subscriber.receive().unwrap();
-        assert_eq!(answer(&mut self.channel).0, Message::Received(wire::Received { segments: 1 }));
+        let Self { channel, subscriber, memory, .. } = self;
+        let all = offer.memory.segments;
+        let received = thread::scope(|scope| {
+            let received = scope.spawn(|| subscriber.receive().unwrap());
+            if all > 1 {
+                segments(channel, memory);
+            }
+            received.join().unwrap()
+        });
+        assert_eq!(answer(&mut self.channel).0, Message::Received(wire::Received { segments: all }));
         received
     }
 
@@ -924,13 +937,22 @@ impl Liar {
         refused(self.subscriber.receive(), "the session has ended");
         loop {
             match answer(&mut self.channel).0 {
-                // Of what was given back before.
-                Message::Done(_) | Message::Gone(_) => {}
+                // Of what was given back, or taken, before.
+                Message::Done(_) | Message::Gone(_) | Message::Received(_) => {}
                 Message::Error(failure) => break assert_eq!(failure.code, ErrorCode::Protocol, "{what}"),
                 other => panic!("{what}: {other:?}"),
             }
         }
     }
+}
+
+/// Sends the second segment, which did not come with the offer.
+fn segments(channel: &mut Channel, memory: &Shared) {
+    assert_eq!(answer(channel).0, Message::Received(wire::Received { segments: 1 }));
+    let (_, chunks) = memory.chunks(0..memory.size(), 1).unwrap().unwrap();
+    let fds: Vec<BorrowedFd<'_>> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
+    let segments = Segments { first: 1, sizes: vec![chunks[0].size()] };
+    channel.send(&Message::Segments(segments), &fds).unwrap();
 }
 
 fn a_producer_that_lies_ends_the_session(subject: Subject) {
@@ -970,7 +992,7 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
     liar.found_out("an offer of what is open");
     // What is offered.
     type Change = fn(&mut Offer);
-    let changes: [Change; 13] = [
+    let changes: [Change; 17] = [
         |offer| offer.buffer = None,
         |offer| offer.generation = None,
         |offer| offer.generation = Some(0),
@@ -988,6 +1010,10 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
             offer.memory.mapped_size *= 2;
             offer.memory.segments = 2;
         },
+        |offer| offer.sizes.clear(),
+        |offer| offer.sizes[0] *= 2,
+        |offer| offer.sizes = vec![offer.sizes[0]; 3],
+        |offer| offer.memory.mechanism = Mechanism::Legacy,
     ];
     for (index, change) in changes.into_iter().enumerate() {
         let mut liar = Liar::new(&subject);
@@ -998,14 +1024,14 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
     }
     // What follows it.
     for follower in [turn(4, 4), withdraw(4), Message::Received(wire::Received { segments: 0 })] {
-        let mut liar = Liar::new(&subject);
+        let mut liar = Liar::of_two(&subject);
         let offer = liar.offer.clone();
         liar.offer(&offer);
         liar.channel.send(&follower, &[]).unwrap();
         liar.found_out(&format!("{follower:?} where segments belong"));
     }
     // And a producer that dies there.
-    let mut liar = Liar::new(&subject);
+    let mut liar = Liar::of_two(&subject);
     let offer = liar.offer.clone();
     liar.offer(&offer);
     let Liar { channel, mut subscriber, .. } = liar;

@@ -207,6 +207,7 @@ impl Buffer {
             salt,
             digest,
             reply_salt: None,
+            sizes: Vec::new(),
             buffer: None,
             generation: None,
         })

@@ -54,8 +54,8 @@ pub struct Publisher {
 struct Buffer {
     memory: Arc<Shared>,
     /// An offer, less its generation.
-    offer: Message,
-    /// What follows the offer, a record each.
+    offer: Record,
+    /// What follows the offer.
     records: Vec<Record>,
     generation: u64,
     /// Whether the consumer has it open.
@@ -66,11 +66,17 @@ struct Buffer {
     withdrawn: bool,
 }
 
-/// Some segments.
+/// A message, and the segments that travel with it.
 #[derive(Debug)]
 struct Record {
     message: Message,
     chunks: Vec<Arc<Chunk>>,
+}
+
+impl Record {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.chunks.iter().map(|chunk| chunk.as_fd()).collect()
+    }
 }
 
 impl Buffer {
@@ -143,8 +149,10 @@ impl Publisher {
         }
         let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
         let id = BufferId(self.next);
-        let offer = offer(id, description, array, access, part);
-        let (memory, records) = (Arc::clone(memory), records(&chunks));
+        let (with_offer, behind) = chunks.split_at(chunks.len().min(MAX_FDS));
+        let offer =
+            Record { message: offer(id, description, array, access, part, with_offer), chunks: with_offer.to_vec() };
+        let (memory, records) = (Arc::clone(memory), records(behind, with_offer.len() as u64));
         let buffer = Buffer { memory, offer, records, generation: 0, held: false, out: false, withdrawn: false };
         self.next += 1;
         self.buffers.insert(id, buffer);
@@ -188,23 +196,22 @@ impl Publisher {
     fn introduce(&mut self, id: BufferId, generation: u64) -> Result<()> {
         let pool = self.unknown_pool(id);
         let Some(buffer) = self.buffers.get_mut(&id) else { return Ok(()) };
-        if let Message::Offer(offer) = &mut buffer.offer {
+        if let Message::Offer(offer) = &mut buffer.offer.message {
             offer.generation = Some(generation);
         }
-        self.link.send(&buffer.offer, &[])?;
+        self.link.send(&buffer.offer.message, &buffer.offer.fds())?;
+        let mut sent = buffer.offer.chunks.len() as u64;
         if let (Some(number), Some(pool)) = (pool, buffer.memory.pool()) {
             self.link.send(&Message::Pool(OfferedPool { pool: number }), &[pool.export()?])?;
         }
-        let mut sent = 0;
         // One record at a time is in flight: the kernel bounds a user's descriptors in flight.
         for index in 0.. {
-            let Some(record) = self.buffers.get(&id).and_then(|buffer| buffer.records.get(index)) else { break };
-            let fds: Vec<BorrowedFd<'_>> = record.chunks.iter().map(|chunk| chunk.as_fd()).collect();
-            self.link.send(&record.message, &fds)?;
-            sent += fds.len() as u64;
             self.acknowledged(sent)?;
+            let Some(record) = self.buffers.get(&id).and_then(|buffer| buffer.records.get(index)) else { break };
+            self.link.send(&record.message, &record.fds())?;
+            sent += record.chunks.len() as u64;
         }
-        if sent == 0 { self.acknowledged(0) } else { Ok(()) }
+        Ok(())
     }
 
     /// The pool of a buffer, if the consumer does not have it: it has those of the buffers that it has open.
@@ -385,6 +392,7 @@ fn offer(
     array: Option<ArrayDescriptor>,
     access: Access,
     part: Option<Part>,
+    chunks: &[Arc<Chunk>],
 ) -> Message {
     Message::Offer(Box::new(Offer {
         object: DEFAULT_OBJECT.to_owned(),
@@ -397,12 +405,12 @@ fn offer(
         reply_salt: None,
         buffer: Some(id.0),
         generation: None,
+        sizes: chunks.iter().map(|chunk| chunk.size()).collect(),
     }))
 }
 
-/// The records that an offer's segments travel in.
-fn records(chunks: &[Arc<Chunk>]) -> Vec<Record> {
-    let mut first = 0;
+/// The records that those segments travel in that do not come with the offer, from number `first` on.
+fn records(chunks: &[Arc<Chunk>], mut first: u64) -> Vec<Record> {
     let mut records = Vec::new();
     for chunks in chunks.chunks(MAX_FDS) {
         let sizes = chunks.iter().map(|chunk| chunk.size()).collect();

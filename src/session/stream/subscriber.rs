@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fmt,
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
@@ -251,13 +251,13 @@ impl Subscriber {
             )));
         }
         loop {
-            let message = match self.link.receive_within(patience, FOR_A_BUFFER) {
+            let (message, fds) = match self.link.receive_within(patience, FOR_A_BUFFER) {
                 Err(silence @ Error::Timeout { .. }) => return Err(silence),
-                received => self.guard(received)?.0,
+                received => self.guard(received)?,
             };
             let taken = match message {
                 Message::Ready(turn) => self.begin_turn(turn).map(Some),
-                Message::Offer(offer) => self.open(*offer).map(Some),
+                Message::Offer(offer) => self.open(*offer, fds).map(Some),
                 Message::Withdraw(BufferNumber { buffer }) => self.withdrawn(buffer).map(|()| None),
                 other => Err(unexpected(&other, "ready, offer or withdraw")),
             };
@@ -289,14 +289,14 @@ impl Subscriber {
     }
 
     /// The turn of a buffer that is not open.
-    fn open(&mut self, offer: Offer) -> Result<Received> {
+    fn open(&mut self, offer: Offer, fds: Vec<OwnedFd>) -> Result<Received> {
         let (number, generation) = self.check(&offer)?;
         let link = &mut self.link;
         let device = self.chosen.for_memory_of(&offer.memory.device, &mut || link.busy(), &|_| {})?;
         let (memory, pool, segments) = match offer.memory.mechanism {
             Mechanism::Vmm => {
                 self.make_room()?;
-                let (memory, segments) = self.open_segments(&device, &offer)?;
+                let (memory, segments) = self.open_segments(&device, &offer, fds)?;
                 (memory, None, segments)
             }
             Mechanism::Pool => {
@@ -334,6 +334,12 @@ impl Subscriber {
         if offer.salt.is_some() || offer.reply_salt.is_some() || offer.digest.is_some() {
             return Err(wrong(format!("buffer {number} is offered in a stream with something to check it against")));
         }
+        if offer.sizes.is_empty() != (offer.memory.mechanism != Mechanism::Vmm) {
+            let (came, mechanism) = (offer.sizes.len(), offer.memory.mechanism);
+            return Err(wrong(format!(
+                "{came} segments came with the offer of buffer {number}, shared by {mechanism}"
+            )));
+        }
         if self.buffers.contains_key(&number) {
             return Err(wrong(format!("buffer {number} is offered, and is open here already")));
         }
@@ -343,10 +349,10 @@ impl Subscriber {
     }
 
     /// Opens memory of segments. Returns how many they are.
-    fn open_segments(&mut self, device: &Device, offer: &Offer) -> Result<(Imported, usize)> {
+    fn open_segments(&mut self, device: &Device, offer: &Offer, fds: Vec<OwnedFd>) -> Result<(Imported, usize)> {
         let part = part_of(offer, 0, &(0..offer.memory.mapped_size))?;
         let mut importing = Importing::begin(device, &offer.memory, &part, offer.access)?;
-        let (fds, _) = take_segments(&mut self.link, &mut importing, part.first)?;
+        let (fds, _) = take_segments(&mut self.link, &mut importing, part.first, (&offer.sizes, fds))?;
         let (memory, remains) = importing.finish_first()?;
         self.remains = Some(remains);
         Ok((memory, fds.len()))

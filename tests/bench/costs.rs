@@ -10,9 +10,7 @@ use vmmfd::{
     driver::{Access, Backend, Choice, open},
     memory::{Allocation, Device, Mapping, Selector},
     pattern::{self, Pattern},
-    wire::{
-        BufferTurn, Description, Mechanism, Message, Offer, OfferedDevice, Outcome, Part, Placement, Segments,
-    },
+    wire::{BufferTurn, Description, Mechanism, Message, Offer, OfferedDevice, Outcome, Part, Placement, Segments},
 };
 
 fn main() {
@@ -50,6 +48,7 @@ fn records() -> Vec<(&'static str, Message)> {
         reply_salt: None,
         buffer: Some(7),
         generation: Some(1),
+        sizes: vec![size],
     };
     vec![
         ("offer", Message::Offer(Box::new(offer))),
