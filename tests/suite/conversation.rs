@@ -40,9 +40,9 @@ use vmmfd::{
 
 use crate::running::{Meeting, On};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-fn seqpacket() -> OwnedFd {
+pub(crate) fn seqpacket() -> OwnedFd {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
 }
 
@@ -53,7 +53,7 @@ fn raw(path: &Path) -> UnixStream {
     UnixStream::from(socket)
 }
 
-fn dial(path: &Path) -> Channel {
+pub(crate) fn dial(path: &Path) -> Channel {
     Channel::new(raw(path).into(), PATIENCE, &Cancel::new().unwrap()).unwrap()
 }
 
@@ -67,12 +67,12 @@ fn send_raw(socket: &UnixStream, bytes: &[u8]) {
     rustix::net::send(socket, bytes, SendFlags::NOSIGNAL).unwrap();
 }
 
-fn hello(backend: Backend) -> Message {
+pub(crate) fn hello(backend: Backend) -> Message {
     let capabilities = vec!["from the future".into()];
     Message::Hello(Hello { version: 1, capabilities, backend: backend.to_string(), pid: 1 })
 }
 
-fn request(object: &str, access: Option<Access>) -> Message {
+pub(crate) fn request(object: &str, access: Option<Access>) -> Message {
     Message::Request(Request { object: object.into(), access, range: None, have: None })
 }
 
@@ -81,7 +81,7 @@ fn good(words: u64) -> Message {
 }
 
 /// The next message that is no sign of life.
-fn answer(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
+pub(crate) fn answer(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
     loop {
         match channel.receive("for an answer").unwrap() {
             (Message::Busy(_), _) => {}
@@ -90,7 +90,7 @@ fn answer(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
     }
 }
 
-fn told(channel: &mut Channel) -> ErrorCode {
+pub(crate) fn told(channel: &mut Channel) -> ErrorCode {
     match answer(channel) {
         (Message::Error(failure), _) => failure.code,
         (other, _) => panic!("{other:?}"),
@@ -98,7 +98,7 @@ fn told(channel: &mut Channel) -> ErrorCode {
 }
 
 /// How many descriptors of this process are of that file.
-fn open_descriptors(path: &Path) -> usize {
+pub(crate) fn open_descriptors(path: &Path) -> usize {
     let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
     links.filter(|link| link == path).count()
 }

@@ -22,5 +22,6 @@ mod readme;
 mod running;
 mod shared;
 mod sharing_commands;
+mod stream;
 mod support;
 mod users;

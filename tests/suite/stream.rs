@@ -1,0 +1,1269 @@
+//! Buffers that come again and again over one connection, and each end of it against a peer that dies, dawdles or lies.
+
+use std::{
+    env,
+    fs::File,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    path::PathBuf,
+    process::Command,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, listen};
+use sendfd::SendWithFd;
+use tempfile::TempDir;
+use vmmfd::{
+    Error, Result,
+    array::{ArrayDescriptor, ElementType, Order},
+    channel::{Cancel, Channel, Listener, Trust},
+    driver::{
+        Access::{ReadOnly, ReadWrite},
+        Backend,
+    },
+    memory::{Device, Pool, Region, Shared, Spec},
+    session::{
+        Terms,
+        consumer::{Ask, Consumer},
+        producer::{Buffer, Content, Plan, serve},
+        stream::{BufferId, Publisher, Received, Subscriber},
+    },
+    wire::{
+        self, BufferNumber, BufferTurn, ErrorCode, Hello, MAX_FDS, Mechanism, Message, Offer, OfferedPool, Segments,
+        Subscribe,
+    },
+};
+
+use crate::{
+    conversation::{PATIENCE, answer, dial, request, seqpacket, told},
+    support::{Fault, Inode, Kind, Subject, in_child},
+};
+
+cases! {
+    on crate::support::Subject; every backend: [
+    a_buffer_that_is_published_again_is_not_mapped_again,
+    buffers_in_rotation_carry_every_generation_both_ways,
+    several_may_be_in_use_at_once_and_come_back_in_any_order,
+    buffers_of_many_segments_are_whole,
+    the_least_recently_used_makes_room_and_is_offered_anew,
+    what_is_in_use_is_not_let_go_of,
+    where_all_is_in_use_nothing_is_taken_and_the_session_goes_on,
+    what_is_withdrawn_is_let_go_of_at_once_or_when_it_is_given_back,
+    a_buffer_that_was_dropped_is_given_back_with_the_next_call,
+    a_producer_that_goes_leaves_nothing_open_but_what_is_in_use,
+    a_consumer_that_goes_is_told_and_the_next_one_is_served,
+    several_consumers_share_one_memory,
+    silence_changes_nothing,
+    whoever_does_not_wait_is_told_that_there_is_nothing,
+    what_makes_no_sense_is_refused_and_changes_nothing,
+    both_ends_finish_their_work_before_they_tell,
+    work_that_fails_is_not_told_as_done,
+    nothing_stands_between_a_descriptor_and_its_memory,
+    memory_that_can_not_be_opened_is_not_acknowledged,
+    arrays_come_with_their_buffers_and_return_with_their_last_view,
+    whoever_does_not_subscribe_is_refused_and_delays_nobody,
+    a_producer_without_streams_is_told_apart,
+    a_consumer_that_lies_ends_the_session,
+    a_producer_that_lies_ends_the_session,
+    a_turn_that_comes_with_a_descriptor_is_refused,
+    a_failure_at_any_call_leaves_nothing,
+    ]
+    gpus alone: [
+    buffers_of_a_pool_share_it,
+    a_producer_waits_until_what_is_borrowed_is_let_go_of,
+    memory_that_is_borrowed_and_not_let_go_of_stays_allocated,
+    legacy_memory_is_streamed_to_another_process,
+    ]
+}
+
+/// A place to meet.
+struct Place {
+    folder: TempDir,
+    listener: Listener,
+    terms: Terms,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self::with_timeout(PATIENCE)
+    }
+
+    fn with_timeout(timeout: Duration) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let terms = Terms { timeout, trust: Trust::default(), cancel: Cancel::new().unwrap() };
+        let listener = Listener::bind(&folder.path().join("s"), false, PATIENCE, &terms.cancel).unwrap();
+        Self { folder, listener, terms }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("s")
+    }
+
+    fn subscribe(&self, subject: &Subject, keep: usize) -> Result<Subscriber> {
+        Subscriber::connect(&subject.driver, None, &self.path(), keep, &self.terms)
+    }
+
+    fn accept(&self, subject: &Subject) -> Result<Publisher> {
+        Publisher::accept(&self.listener, &subject.driver, &self.terms)
+    }
+
+    /// Both ends of a stream.
+    fn meet(&self, subject: &Subject, keep: usize) -> (Publisher, Subscriber) {
+        thread::scope(|scope| {
+            let subscriber = scope.spawn(|| self.subscribe(subject, keep));
+            (self.accept(subject).unwrap(), subscriber.join().unwrap().unwrap())
+        })
+    }
+
+    /// A publisher, and its consumer made by hand.
+    fn by_hand(&self, subject: &Subject) -> (Publisher, Channel) {
+        let mut channel = dial(&self.path());
+        channel.send(&greeting(subject), &[]).unwrap();
+        channel.send(&Message::Subscribe(Subscribe { keep: 3 }), &[]).unwrap();
+        let publisher = self.accept(subject).unwrap();
+        let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
+        assert_eq!(theirs.capabilities, ["stream"]);
+        (publisher, channel)
+    }
+}
+
+fn backend(subject: &Subject) -> Backend {
+    subject.driver.backend()
+}
+
+fn greeting(subject: &Subject) -> Message {
+    let capabilities = vec![wire::STREAM.to_owned()];
+    Message::Hello(Hello { version: 1, capabilities, backend: backend(subject).to_string(), pid: 1 })
+}
+
+fn memory(subject: &Subject, size: u64) -> Arc<Shared> {
+    Arc::new(Shared::create(&subject.device(), &Spec { size, ..Spec::default() }).unwrap())
+}
+
+/// So many buffers of a publisher, with their memory.
+fn buffers(subject: &Subject, publisher: &mut Publisher, count: usize) -> Vec<(BufferId, Arc<Shared>)> {
+    let mut add = |memory| (publisher.add(&memory, None, ReadWrite).unwrap(), memory);
+    (0..count).map(|_| add(memory(subject, 100))).collect()
+}
+
+/// Publishes at one end and receives at the other.
+#[track_caller]
+fn hand_over(publisher: &mut Publisher, subscriber: &mut Subscriber, id: BufferId) -> Received {
+    let (published, received) = thread::scope(|scope| {
+        let published = scope.spawn(|| publisher.publish(id));
+        let received = subscriber.receive();
+        (published.join().unwrap(), received)
+    });
+    let received = received.unwrap();
+    assert_eq!((published.unwrap(), id), (received.generation(), received.id()));
+    received
+}
+
+/// One turn of a buffer, from end to end.
+#[track_caller]
+fn turn(publisher: &mut Publisher, subscriber: &mut Subscriber, id: BufferId) {
+    let received = hand_over(publisher, subscriber, id);
+    subscriber.give_back(received).unwrap();
+    assert_eq!(publisher.take_back().unwrap(), id);
+}
+
+/// What a consumer does that waits for nothing but the end of its buffers, until so many are left.
+#[track_caller]
+fn until_held(subscriber: &mut Subscriber, count: usize) {
+    let begun = Instant::now();
+    while subscriber.held() > count {
+        assert!(subscriber.try_receive().unwrap().is_none() && begun.elapsed() < PATIENCE);
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn read<const LENGTH: usize>(region: &dyn Region, offset: u64) -> [u8; LENGTH] {
+    let mut bytes = [0xEE; LENGTH];
+    region.copy_out(offset, &mut bytes).unwrap();
+    bytes
+}
+
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
+    match result {
+        Err(Error::Stream { problem }) if problem.contains(why) => {}
+        other => panic!("{other:?} where `{why}` belongs"),
+    }
+}
+
+fn a_buffer_that_is_published_again_is_not_mapped_again(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let (id, memory) = buffers(&subject, &mut publisher, 1).remove(0);
+    let before = subject.live();
+    let first = hand_over(&mut publisher, &mut subscriber, id);
+    let (address, size) = (first.address(), memory.size());
+    assert_eq!((first.size(), first.data_size(), first.access(), first.array()), (size, 100, ReadWrite, None));
+    assert_eq!((subject.live().mappings, subscriber.held()), (before.mappings + 1, 1));
+    subscriber.give_back(first).unwrap();
+    assert_eq!(publisher.take_back().unwrap(), id);
+    // Neither handle nor descriptor is left of what came.
+    assert_eq!(subject.live().handles, before.handles);
+    let live = subject.live();
+    subject.faulty.take_verbs();
+    for generation in 2..6 {
+        assert_eq!(publisher.publish(id).unwrap(), generation, "nobody need be there to answer");
+        let received = subscriber.receive().unwrap();
+        assert_eq!((received.generation(), received.address()), (generation, address));
+        assert!(publisher.is_out(id));
+        subscriber.give_back(received).unwrap();
+        assert_eq!(publisher.take_back().unwrap(), id);
+        assert!(!publisher.is_out(id));
+        // One at each end, and nothing else of the driver's.
+        assert_eq!(subject.faulty.take_verbs(), ["synchronize"; 2]);
+    }
+    assert_eq!(subject.live(), live);
+}
+
+fn buffers_in_rotation_carry_every_generation_both_ways(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 3);
+    let buffers = buffers(&subject, &mut publisher, 3);
+    const ROUNDS: u8 = 24;
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            for round in 0..ROUNDS {
+                let received = subscriber.receive().unwrap();
+                assert_eq!(received.generation(), u64::from(round) / 3 + 1);
+                assert_eq!(read::<100>(&received, 0), [round; 100]);
+                received.copy_in(50, &[!round; 50]).unwrap();
+                subscriber.give_back(received).unwrap();
+            }
+        });
+        for round in 0..ROUNDS {
+            let (id, memory) = &buffers[usize::from(round) % 3];
+            if round >= 3 {
+                assert_eq!(publisher.take_back().unwrap(), *id, "in the order in which they were given back");
+                assert_eq!(read::<50>(&**memory, 50), [!(round - 3); 50]);
+            }
+            memory.copy_in(0, &[round; 100]).unwrap();
+            publisher.publish(*id).unwrap();
+        }
+        for round in ROUNDS - 3..ROUNDS {
+            publisher.take_back().unwrap();
+            assert_eq!(read::<50>(&*buffers[usize::from(round) % 3].1, 50), [!round; 50]);
+        }
+    });
+}
+
+fn several_may_be_in_use_at_once_and_come_back_in_any_order(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 3);
+    let ids: Vec<BufferId> = buffers(&subject, &mut publisher, 3).iter().map(|(id, _)| *id).collect();
+    for _ in 0..2 {
+        let mut received: Vec<Received> =
+            ids.iter().map(|id| hand_over(&mut publisher, &mut subscriber, *id)).collect();
+        for index in [1, 1, 0] {
+            subscriber.give_back(received.remove(index)).unwrap();
+        }
+        let back: Vec<BufferId> = (0..3).map(|_| publisher.take_back().unwrap()).collect();
+        assert_eq!(back, [ids[1], ids[2], ids[0]]);
+    }
+}
+
+fn buffers_of_many_segments_are_whole(subject: Subject) {
+    let (place, unit) = (Place::new(), subject.unit());
+    let (mut publisher, mut subscriber) = place.meet(&subject, 1);
+    // On a GPU that many would take long; more than one record all the same where it is cheap.
+    let count = if subject.kind == Kind::Cuda { 5 } else { MAX_FDS as u64 + 2 };
+    let spec = Spec { size: count * unit, chunk: Some(unit), capacity: 2 * count * unit, ..Spec::default() };
+    let memory = Arc::new(Shared::create(&subject.device(), &spec).unwrap());
+    let id = publisher.add(&memory, None, ReadOnly).unwrap();
+    memory.copy_in((count - 1) * unit - 2, b"over").unwrap();
+    subject.faulty.take_verbs();
+    let received = hand_over(&mut publisher, &mut subscriber, id);
+    let verbs = subject.faulty.take_verbs();
+    let releases = |verbs: &[&str]| verbs.iter().filter(|verb| **verb == "release").count();
+    let last = verbs.iter().rposition(|verb| *verb == "import").unwrap();
+    // Those of one record at most are open at a time.
+    let expected = if count > MAX_FDS as u64 { MAX_FDS } else { 0 };
+    assert_eq!((releases(&verbs[..last]), releases(&verbs)), (expected, expected));
+    assert_eq!((received.size(), read(&received, (count - 1) * unit - 2)), (count * unit, *b"over"));
+    assert!(received.copy_in(0, b"x").is_err(), "it is read-only");
+    subscriber.give_back(received).unwrap();
+    publisher.take_back().unwrap();
+    // What grows meanwhile is another buffer.
+    memory.grow(unit).unwrap();
+    let received = hand_over(&mut publisher, &mut subscriber, id);
+    assert_eq!(received.size(), count * unit);
+    let larger = publisher.add(&memory, None, ReadOnly).unwrap();
+    subscriber.give_back(received).unwrap();
+    assert_eq!(hand_over(&mut publisher, &mut subscriber, larger).size(), (count + 1) * unit);
+}
+
+fn the_least_recently_used_makes_room_and_is_offered_anew(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let ids: Vec<BufferId> = buffers(&subject, &mut publisher, 3).iter().map(|(id, _)| *id).collect();
+    let own = subject.live().mappings;
+    assert_eq!(publisher.keeps(), 2);
+    let imports = |publisher: &mut Publisher, subscriber: &mut Subscriber, id| {
+        subject.faulty.take_verbs();
+        turn(publisher, subscriber, id);
+        assert!(subscriber.held() <= 2 && subject.live().mappings - own == subscriber.held());
+        let verbs = subject.faulty.take_verbs();
+        let at = |verb| verbs.iter().position(|of| *of == verb);
+        // The bound is strict: room is made before anything is opened.
+        assert!(at("unmap").is_none_or(|unmap| unmap < at("import").unwrap()), "{verbs:?}");
+        at("import").is_some()
+    };
+    let mut turns = Vec::new();
+    for index in [0, 1, 0, 2, 0, 1, 2, 2, 1] {
+        turns.push(imports(&mut publisher, &mut subscriber, ids[index]));
+    }
+    // 2 displaces 1, 1 displaces 2, 2 displaces 0.
+    assert_eq!(turns, [true, true, false, true, false, true, true, false, false]);
+}
+
+fn what_is_in_use_is_not_let_go_of(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let buffers = buffers(&subject, &mut publisher, 3);
+    let [a, b, c] = [0, 1, 2].map(|index| buffers[index].0);
+    let in_use = hand_over(&mut publisher, &mut subscriber, a);
+    turn(&mut publisher, &mut subscriber, b);
+    // The one in use was used longer ago.
+    turn(&mut publisher, &mut subscriber, c);
+    buffers[0].1.copy_in(0, b"there").unwrap();
+    assert_eq!(read(&in_use, 0), *b"there");
+    subscriber.give_back(in_use).unwrap();
+    assert_eq!(publisher.take_back().unwrap(), a);
+    subject.faulty.take_verbs();
+    turn(&mut publisher, &mut subscriber, a);
+    assert!(!subject.faulty.take_verbs().contains(&"import"));
+}
+
+fn where_all_is_in_use_nothing_is_taken_and_the_session_goes_on(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 1);
+    let ids: Vec<BufferId> = buffers(&subject, &mut publisher, 2).iter().map(|(id, _)| *id).collect();
+    let first = hand_over(&mut publisher, &mut subscriber, ids[0]);
+    thread::scope(|scope| {
+        let published = scope.spawn(|| publisher.publish(ids[1]));
+        for _ in 0..3 {
+            refused(subscriber.receive(), "all 1 buffers that this subscriber keeps are in use: give one back first");
+            refused(subscriber.try_receive(), "are in use");
+        }
+        assert_eq!(subscriber.held(), 1);
+        subscriber.give_back(first).unwrap();
+        let second = subscriber.receive().unwrap();
+        assert_eq!((second.id(), published.join().unwrap().unwrap()), (ids[1], 1));
+        assert_eq!(subscriber.held(), 1);
+    });
+    assert_eq!(publisher.take_back().unwrap(), ids[0]);
+    assert!(publisher.is_out(ids[1]));
+}
+
+fn what_is_withdrawn_is_let_go_of_at_once_or_when_it_is_given_back(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 4);
+    let buffers = buffers(&subject, &mut publisher, 5);
+    let [a, b, c, d, e] = [0, 1, 2, 3, 4].map(|index| buffers[index].0);
+    let own = subject.live().mappings;
+    turn(&mut publisher, &mut subscriber, a);
+    let in_use = hand_over(&mut publisher, &mut subscriber, b);
+    // Given back, and not yet asked for.
+    let unasked = hand_over(&mut publisher, &mut subscriber, c);
+    subscriber.give_back(unasked).unwrap();
+    let begun = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // The consumer waits for a buffer all the while.
+            assert_eq!(subscriber.receive().unwrap().id(), d);
+            assert_eq!(subscriber.held(), 2);
+            subscriber.give_back(in_use).unwrap();
+            until_held(&mut subscriber, 1);
+        });
+        publisher.withdraw(a).unwrap();
+        assert_eq!(subject.live().mappings, own + 2);
+        publisher.withdraw(c).unwrap();
+        assert_eq!(subject.live().mappings, own + 1);
+        publisher.publish(d).unwrap();
+        publisher.withdraw(b).unwrap();
+        assert_eq!(subject.live().mappings, own + 1);
+    });
+    assert!(begun.elapsed() < PATIENCE / 2);
+    for id in [a, b, c] {
+        refused(publisher.publish(id), "there is no buffer");
+        refused(publisher.withdraw(id), "there is no buffer");
+    }
+    // One that was dropped while this side waited for a buffer.
+    let dropped = hand_over(&mut publisher, &mut subscriber, e);
+    thread::scope(|scope| {
+        let next = scope.spawn(|| subscriber.receive().unwrap().id());
+        thread::sleep(Duration::from_millis(50));
+        drop(dropped);
+        publisher.withdraw(e).unwrap();
+        // It gave the other one back before it waited.
+        assert_eq!(publisher.take_back().unwrap(), d);
+        publisher.publish(d).unwrap();
+        assert_eq!(next.join().unwrap(), d);
+    });
+    // Of what was withdrawn nothing comes back; the last one was dropped.
+    assert!(matches!(subscriber.try_receive(), Ok(None)));
+    assert_eq!(publisher.take_back().unwrap(), d);
+    let never_published = publisher.add(&buffers[0].1, None, ReadOnly).unwrap();
+    assert!(never_published > e, "a number is not used again");
+    publisher.withdraw(never_published).unwrap();
+}
+
+fn a_buffer_that_was_dropped_is_given_back_with_the_next_call(subject: Subject) {
+    let place = Place::with_timeout(Duration::from_millis(300));
+    let (mut publisher, mut subscriber) = place.meet(&subject, 1);
+    let ids: Vec<BufferId> = buffers(&subject, &mut publisher, 2).iter().map(|(id, _)| *id).collect();
+    for id in [ids[0], ids[0], ids[1], ids[0]] {
+        // The bound is one: without the return there would be no room.
+        drop(hand_over(&mut publisher, &mut subscriber, id));
+        assert!(publisher.is_out(id));
+        assert!(publisher.try_take_back().unwrap().is_none(), "before the next call");
+        assert!(subscriber.try_receive().unwrap().is_none());
+        assert_eq!(publisher.take_back().unwrap(), id);
+    }
+}
+
+fn a_producer_that_goes_leaves_nothing_open_but_what_is_in_use(subject: Subject) {
+    let place = Place::new();
+    for closed in [true, false] {
+        let (mut publisher, mut subscriber) = place.meet(&subject, 4);
+        let buffers = buffers(&subject, &mut publisher, 3);
+        buffers[0].1.copy_in(0, b"still").unwrap();
+        let in_use = hand_over(&mut publisher, &mut subscriber, buffers[0].0);
+        turn(&mut publisher, &mut subscriber, buffers[1].0);
+        drop(hand_over(&mut publisher, &mut subscriber, buffers[2].0));
+        if closed {
+            publisher.close();
+        } else {
+            // As a process does that is killed: with what was said to it unread.
+            drop(publisher);
+        }
+        drop(buffers);
+        let gone = subscriber.receive();
+        assert!(matches!(gone, Err(Error::PeerGone { .. })), "{gone:?}");
+        assert_eq!((subscriber.held(), subject.live().mappings), (0, 1));
+        assert_eq!(read(&in_use, 0), *b"still", "what is in use stays");
+        refused(subscriber.receive(), "the session has ended");
+        refused(subscriber.give_back(in_use), "the session has ended");
+        subject.assert_empty();
+    }
+}
+
+fn a_consumer_that_goes_is_told_and_the_next_one_is_served(subject: Subject) {
+    let place = Place::new();
+    let memory = memory(&subject, 100);
+    for closed in [true, false] {
+        let own = subject.live();
+        let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+        let id = publisher.add(&memory, None, ReadOnly).unwrap();
+        let received = hand_over(&mut publisher, &mut subscriber, id);
+        if closed {
+            subscriber.close();
+            drop(received);
+        } else {
+            drop((received, subscriber));
+        }
+        assert_eq!(subject.live(), own);
+        let gone = publisher.take_back();
+        assert!(matches!(gone, Err(Error::PeerGone { .. })), "{gone:?}");
+        refused(publisher.take_back(), "the session has ended");
+        refused(publisher.publish(id), "the session has ended");
+        refused(publisher.withdraw(id), "the session has ended");
+    }
+    // Also where nothing is read before.
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let id = publisher.add(&memory, None, ReadOnly).unwrap();
+    turn(&mut publisher, &mut subscriber, id);
+    drop(subscriber);
+    assert!(matches!(publisher.publish(id), Err(Error::PeerGone { .. })));
+}
+
+fn several_consumers_share_one_memory(subject: Subject) {
+    let place = Place::new();
+    let memory = memory(&subject, 100);
+    let mut ends: Vec<(Publisher, Subscriber)> = (0..3).map(|_| place.meet(&subject, 1)).collect();
+    let ids: Vec<BufferId> =
+        ends.iter_mut().map(|(publisher, _)| publisher.add(&memory, None, ReadOnly).unwrap()).collect();
+    for round in 0..3 {
+        memory.copy_in(0, &[round; 9]).unwrap();
+        let mut received = Vec::new();
+        for ((publisher, subscriber), id) in ends.iter_mut().zip(&ids) {
+            received.push(hand_over(publisher, subscriber, *id));
+        }
+        for ((publisher, subscriber), received) in ends.iter_mut().zip(received) {
+            assert_eq!(read(&received, 0), [round; 9]);
+            subscriber.give_back(received).unwrap();
+            publisher.take_back().unwrap();
+        }
+    }
+}
+
+fn silence_changes_nothing(subject: Subject) {
+    let place = Place::with_timeout(Duration::from_millis(60));
+    assert!(matches!(place.accept(&subject), Err(Error::NoConsumer { .. })));
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let id = buffers(&subject, &mut publisher, 1)[0].0;
+    for generation in 1..3 {
+        for _ in 0..2 {
+            assert!(matches!(subscriber.receive(), Err(Error::Timeout { purpose: "for a buffer", .. })));
+            assert!(matches!(publisher.take_back(), Err(Error::Timeout { .. })));
+        }
+        let received = hand_over(&mut publisher, &mut subscriber, id);
+        assert_eq!(received.generation(), generation);
+        assert!(matches!(publisher.take_back(), Err(Error::Timeout { .. })));
+        subscriber.give_back(received).unwrap();
+        assert_eq!(publisher.take_back().unwrap(), id);
+    }
+    let received = hand_over(&mut publisher, &mut subscriber, id);
+    for _ in 0..2 {
+        assert!(matches!(publisher.withdraw(id), Err(Error::Timeout { .. })), "it is in use");
+        refused(publisher.publish(id), "is being withdrawn");
+    }
+    assert!(subscriber.try_receive().unwrap().is_none());
+    subscriber.give_back(received).unwrap();
+    publisher.withdraw(id).unwrap();
+    assert_eq!(subscriber.held(), 0);
+}
+
+fn whoever_does_not_wait_is_told_that_there_is_nothing(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 1);
+    let id = buffers(&subject, &mut publisher, 1)[0].0;
+    let readable = |fd: BorrowedFd<'_>| {
+        let mut fds = [nix::poll::PollFd::new(fd, nix::poll::PollFlags::POLLIN)];
+        nix::poll::poll(&mut fds, nix::poll::PollTimeout::ZERO).unwrap() == 1
+    };
+    let begun = Instant::now();
+    assert!(subscriber.try_receive().unwrap().is_none() && publisher.try_take_back().unwrap().is_none());
+    turn(&mut publisher, &mut subscriber, id);
+    assert!(!readable(subscriber.as_fd()) && !readable(publisher.as_fd()));
+    publisher.publish(id).unwrap();
+    assert!(readable(subscriber.as_fd()) && !readable(publisher.as_fd()));
+    let received = subscriber.try_receive().unwrap().unwrap();
+    subscriber.give_back(received).unwrap();
+    assert!(!readable(subscriber.as_fd()) && readable(publisher.as_fd()));
+    assert_eq!(publisher.try_take_back().unwrap(), Some(id));
+    assert!(begun.elapsed() < PATIENCE / 2);
+}
+
+fn what_makes_no_sense_is_refused_and_changes_nothing(subject: Subject) {
+    let place = Place::new();
+    refused(place.subscribe(&subject, 0), "one buffer at least");
+    let ((mut publisher, mut subscriber), (mut other_publisher, mut other)) =
+        (place.meet(&subject, 2), place.meet(&subject, 2));
+    let (id, memory) = buffers(&subject, &mut publisher, 1).remove(0);
+    let ids = buffers(&subject, &mut publisher, 1);
+    let (_, mut third) = place.meet(&subject, 1);
+    let unknown = {
+        let (mut publisher, _subscriber) = place.meet(&subject, 1);
+        let mut all = buffers(&subject, &mut publisher, 3);
+        all.remove(2).0
+    };
+    refused(publisher.publish(unknown), "there is no buffer 2 in this stream");
+    refused(publisher.withdraw(unknown), "there is no buffer 2 in this stream");
+    assert!(!publisher.is_out(unknown));
+
+    let received = hand_over(&mut publisher, &mut subscriber, id);
+    refused(publisher.publish(id), "is out");
+    // A buffer of the same number.
+    let theirs = buffers(&subject, &mut other_publisher, 1)[0].0;
+    let of_theirs = hand_over(&mut other_publisher, &mut other, theirs);
+    assert_eq!(received.id(), of_theirs.id());
+    refused(other.give_back(received), "is not of this session");
+    assert!(other_publisher.try_take_back().unwrap().is_none());
+    other.give_back(of_theirs).unwrap();
+    assert!(matches!(third.receive(), Err(Error::PeerGone { .. })));
+    // It went back to its own session with that.
+    assert!(subscriber.try_receive().unwrap().is_none());
+    assert_eq!(publisher.take_back().unwrap(), id);
+    turn(&mut publisher, &mut subscriber, ids[0].0);
+
+    let array = ArrayDescriptor::new(ElementType::U8, [101], Order::C).unwrap();
+    let added = publisher.add(&memory, Some(array), ReadOnly);
+    assert!(matches!(added, Err(Error::OutOfRange { .. })), "{added:?}");
+    let spec = Spec { size: 1, sealed: true, ..Spec::default() };
+    let sealed = Arc::new(Shared::create(&subject.device(), &spec).unwrap());
+    assert!(
+        matches!(publisher.add(&sealed, None, ReadOnly), Err(Error::Unsupported { .. })),
+        "it is still to be sealed"
+    );
+    sealed.seal().unwrap();
+    refused(publisher.add(&sealed, None, ReadWrite), "read-only alone");
+    let id = publisher.add(&sealed, None, ReadOnly).unwrap();
+    turn(&mut publisher, &mut subscriber, id);
+    if subject.kind != Kind::Host {
+        let elsewhere = Subject::host();
+        refused(publisher.add(&self::memory(&elsewhere, 1), None, ReadOnly), "can't have memory of another");
+    }
+}
+
+fn both_ends_finish_their_work_before_they_tell(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut channel) = place.by_hand(&subject);
+    let (id, memory) = buffers(&subject, &mut publisher, 1).remove(0);
+    subject.faulty.take_verbs();
+    let at_arrival = thread::scope(|scope| {
+        let published = scope.spawn(|| publisher.publish(id).unwrap());
+        let offer = answer(&mut channel).0;
+        let verbs = subject.faulty.take_verbs();
+        assert!(matches!(offer, Message::Offer(_)));
+        let (Message::Segments(_), fds) = answer(&mut channel) else { panic!() };
+        assert_eq!(fds.len(), 1);
+        channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
+        published.join().unwrap();
+        verbs
+    });
+    assert_eq!(at_arrival, ["synchronize"]);
+    channel.send(&Message::Done(BufferTurn { buffer: id.number(), generation: 1 }), &[]).unwrap();
+    publisher.take_back().unwrap();
+    publisher.publish(id).unwrap();
+    let (ready, fds) = answer(&mut channel);
+    assert_eq!(ready, Message::Ready(BufferTurn { buffer: id.number(), generation: 2 }));
+    assert!(fds.is_empty(), "no descriptor comes again");
+    assert_eq!(subject.faulty.take_verbs(), ["synchronize"]);
+    drop((publisher, channel, memory));
+
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let id = buffers(&subject, &mut publisher, 1)[0].0;
+    let received = hand_over(&mut publisher, &mut subscriber, id);
+    subject.faulty.take_verbs();
+    thread::scope(|scope| {
+        let back = scope.spawn(|| {
+            publisher.take_back().unwrap();
+            subject.faulty.take_verbs()
+        });
+        subscriber.give_back(received).unwrap();
+        assert_eq!(back.join().unwrap().first(), Some(&"synchronize"));
+    });
+}
+
+fn work_that_fails_is_not_told_as_done(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let id = buffers(&subject, &mut publisher, 1)[0].0;
+    turn(&mut publisher, &mut subscriber, id);
+    subject.faulty.fail(Fault::Verb("synchronize"), 4242);
+    assert!(matches!(publisher.publish(id), Err(Error::Driver { code: 4242, .. })));
+    assert!(!publisher.is_out(id));
+    subject.faulty.mend();
+    assert!(subscriber.try_receive().unwrap().is_none(), "nothing was sent");
+    assert_eq!(publisher.publish(id).unwrap(), 2, "nor counted");
+    let received = subscriber.receive().unwrap();
+    subject.faulty.fail(Fault::Verb("synchronize"), 4242);
+    assert!(matches!(subscriber.give_back(received), Err(Error::Driver { code: 4242, .. })));
+    assert!(matches!(subscriber.receive(), Err(Error::Driver { code: 4242, .. })), "it is tried again");
+    assert!(publisher.try_take_back().unwrap().is_none());
+    subject.faulty.mend();
+    assert!(subscriber.try_receive().unwrap().is_none());
+    assert_eq!(publisher.take_back().unwrap(), id);
+    turn(&mut publisher, &mut subscriber, id);
+}
+
+fn nothing_stands_between_a_descriptor_and_its_memory(subject: Subject) {
+    let mut liar = Liar::new(&subject);
+    let file = Inode::of(liar.memory.chunks(0..1, 0).unwrap().unwrap().1.remove(0).as_fd());
+    let open = file.open_here();
+    subject.faulty.take_verbs();
+    let received = liar.lend();
+    assert_eq!(subject.faulty.take_verbs(), ["reserve", "import", "properties", "map", "set_access"]);
+    liar.subscriber.give_back(received).unwrap();
+    assert_eq!(subject.faulty.take_verbs(), ["synchronize", "release"]);
+    if subject.kind != Kind::Cuda {
+        assert_eq!(file.open_here(), open, "the descriptor is closed too");
+    }
+}
+
+fn memory_that_can_not_be_opened_is_not_acknowledged(subject: Subject) {
+    for verb in ["reserve", "import", "map", "set_access"] {
+        let mut liar = Liar::new(&subject);
+        let offer = liar.offer.clone();
+        liar.offer(&offer);
+        liar.segments();
+        subject.faulty.fail(Fault::Verb(verb), 4242);
+        assert!(matches!(liar.subscriber.receive(), Err(Error::Driver { code: 4242, .. })));
+        subject.faulty.mend();
+        assert_eq!((told(&mut liar.channel), liar.subscriber.held()), (ErrorCode::Failed, 0));
+        refused(liar.subscriber.try_receive(), "the session has ended");
+    }
+    // Nor where a single buffer was asked for.
+    let Place { folder, listener, terms } = Place::new();
+    let path = folder.path().join("s");
+    let shared = Shared::create(&subject.device(), &Spec { size: 10, ..Spec::default() }).unwrap();
+    let buffer = Buffer::new(shared, Content::Own, None).unwrap();
+    let mut served = Vec::new();
+    thread::scope(|scope| {
+        let plan = Plan { consumers: 1, round_trip: false };
+        let (buffer, terms, served) = (&buffer, &terms, &mut served);
+        let producer = scope.spawn(move || serve(listener, buffer, plan, terms, &|_| {}, served));
+        let mut consumer = Consumer::connect(&subject.driver, None, &path, terms, &|_| {}).unwrap();
+        subject.faulty.fail(Fault::Verb("set_access"), 4242);
+        assert!(matches!(consumer.request(&Ask::default()), Err(Error::Driver { code: 4242, .. })));
+        subject.faulty.mend();
+        drop(consumer);
+        producer.join().unwrap().unwrap();
+    });
+    let error = served[0].error.as_ref().unwrap();
+    let purpose = "for the descriptors to be acknowledged";
+    assert!(matches!(error, Error::PeerGone { purpose: of } if *of == purpose), "{error}");
+}
+
+fn arrays_come_with_their_buffers_and_return_with_their_last_view(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 1);
+    let array = ArrayDescriptor::new(ElementType::U8, [5, 20], Order::C).unwrap();
+    let memory = memory(&subject, 100);
+    let id = publisher.add(&memory, Some(array.clone()), ReadOnly).unwrap();
+    memory.copy_in(40, &[7; 20]).unwrap();
+    for _ in 0..2 {
+        let received = hand_over(&mut publisher, &mut subscriber, id);
+        assert_eq!(received.array(), Some(&array));
+        let row = received.into_array().unwrap().unwrap().index(0, 2).unwrap();
+        assert_eq!(row.first(2).unwrap(), ["7", "7"]);
+        refused(subscriber.try_receive(), "in use");
+        drop(row);
+        assert!(subscriber.try_receive().unwrap().is_none());
+        assert_eq!(publisher.take_back().unwrap(), id);
+    }
+}
+
+fn whoever_does_not_subscribe_is_refused_and_delays_nobody(subject: Subject) {
+    let place = Place::new();
+    let begun = Instant::now();
+    // Silent, and gone.
+    let silent: Vec<Channel> = (0..100).map(|_| dial(&place.path())).collect();
+    drop(dial(&place.path()));
+    let say = |messages: &[Message]| {
+        let mut channel = dial(&place.path());
+        messages.iter().for_each(|message| channel.send(message, &[]).unwrap());
+        channel
+    };
+    let foreign = Hello { version: 1, capabilities: Vec::new(), backend: "hip".into(), pid: 1 };
+    let subscribe = |keep| Message::Subscribe(Subscribe { keep });
+    let mut refused = [
+        (say(&[greeting(&subject), request("default", None)]), ErrorCode::Object),
+        (say(&[subscribe(1)]), ErrorCode::Protocol),
+        (say(&[greeting(&subject), subscribe(0)]), ErrorCode::Protocol),
+        (say(&[greeting(&subject), greeting(&subject)]), ErrorCode::Protocol),
+        (say(&[Message::Hello(foreign), subscribe(1)]), ErrorCode::Backend),
+    ];
+    thread::scope(|scope| {
+        // The library's own consumer too.
+        let consumer = scope.spawn(|| {
+            let mut consumer = Consumer::connect(&subject.driver, None, &place.path(), &place.terms, &|_| {}).unwrap();
+            consumer.request(&Ask::default()).map(drop)
+        });
+        let subscriber = scope.spawn(|| {
+            // Not before those have been heard.
+            let told = consumer.join().unwrap();
+            let message = "there is no object `default` here: this producer has a stream";
+            assert!(matches!(&told, Err(Error::Peer { code: ErrorCode::Object, message: of }) if of.contains(message)));
+            place.subscribe(&subject, 1).unwrap()
+        });
+        let mut publisher = place.accept(&subject).unwrap();
+        let mut subscriber = subscriber.join().unwrap();
+        let id = buffers(&subject, &mut publisher, 1)[0].0;
+        turn(&mut publisher, &mut subscriber, id);
+    });
+    for (channel, code) in &mut refused {
+        let told = loop {
+            match answer(channel).0 {
+                Message::Hello(_) => {}
+                Message::Error(failure) => break failure,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(told.code, *code, "{}", told.message);
+    }
+    assert!(begun.elapsed() < PATIENCE / 2);
+    drop(silent);
+}
+
+fn a_producer_without_streams_is_told_apart(subject: Subject) {
+    let Place { folder, listener, terms } = Place::new();
+    let path = folder.path().join("s");
+    let shared = Shared::create(&subject.device(), &Spec { size: 10, ..Spec::default() }).unwrap();
+    let buffer = Buffer::new(shared, Content::Own, None).unwrap();
+    let plan = Plan { consumers: 1, round_trip: false };
+    thread::scope(|scope| {
+        let producer = scope.spawn(|| {
+            let mut served = Vec::new();
+            serve(listener, &buffer, plan, &terms, &|_| {}, &mut served).map(|()| served)
+        });
+        let refused = Subscriber::connect(&subject.driver, None, &path, 1, &terms);
+        let message = "the producer has no stream to subscribe to";
+        assert!(matches!(&refused, Err(Error::Mismatch { message: of, .. }) if of == message), "{refused:?}");
+        let mut channel = dial(&path);
+        channel.send(&greeting(&subject), &[]).unwrap();
+        let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
+        assert_eq!(theirs.capabilities, [""; 0]);
+        channel.send(&Message::Subscribe(Subscribe { keep: 1 }), &[]).unwrap();
+        let (Message::Error(failure), _) = answer(&mut channel) else { panic!() };
+        assert_eq!(failure.code, ErrorCode::Object);
+        assert!(failure.message.contains("no stream to subscribe to, only a buffer to request"));
+        // Neither counts as a consumer.
+        let mut consumer = Consumer::connect(&subject.driver, None, &path, &terms, &|_| {}).unwrap();
+        let lent = consumer.request(&Ask::default()).unwrap();
+        let found = consumer.verify(&lent).unwrap();
+        consumer.report(&lent, &found).unwrap();
+        drop(lent);
+        consumer.close();
+        assert!(producer.join().unwrap().unwrap().iter().all(|served| served.error.is_none()));
+    });
+}
+
+/// What a consumer made by hand says at a time when it may not.
+fn a_consumer_that_lies_ends_the_session(subject: Subject) {
+    let place = Place::new();
+    let turn = |buffer, generation| BufferTurn { buffer, generation };
+    let gone = |buffer| Message::Gone(BufferNumber { buffer });
+    // Of two buffers the first is out a second time, and the second was never published.
+    let lies = [
+        Message::Done(turn(0, 1)),
+        Message::Done(turn(0, 3)),
+        Message::Done(turn(1, 0)),
+        Message::Done(turn(1, 1)),
+        Message::Done(turn(7, 1)),
+        gone(0),
+        gone(1),
+        gone(u64::MAX),
+        Message::Received(wire::Received { segments: 1 }),
+        Message::Ready(turn(0, 2)),
+        Message::Withdraw(BufferNumber { buffer: 0 }),
+        Message::Subscribe(Subscribe { keep: 1 }),
+        request("default", None),
+        greeting(&subject),
+    ];
+    for lie in lies {
+        for new in [false, true] {
+            // Where a new buffer is on its way this is what belongs there.
+            if new && matches!(lie, Message::Received(_)) {
+                continue;
+            }
+            let (mut publisher, mut channel) = place.by_hand(&subject);
+            let buffers = buffers(&subject, &mut publisher, 2);
+            thread::scope(|scope| {
+                let published = scope.spawn(|| publisher.publish(buffers[0].0).unwrap());
+                (0..2).for_each(|_| drop(answer(&mut channel)));
+                channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
+                published.join().unwrap();
+            });
+            channel.send(&Message::Done(turn(0, 1)), &[]).unwrap();
+            publisher.take_back().unwrap();
+            publisher.publish(buffers[0].0).unwrap();
+            answer(&mut channel);
+            channel.send(&lie, &[]).unwrap();
+            let ended = if new { publisher.publish(buffers[1].0).map(drop) } else { publisher.take_back().map(drop) };
+            assert!(matches!(ended, Err(Error::Protocol(_))), "{lie:?} {ended:?}");
+            refused(publisher.take_back(), "the session has ended");
+            if new {
+                (0..2).for_each(|_| drop(answer(&mut channel)));
+            }
+            assert_eq!(told(&mut channel), ErrorCode::Protocol, "{lie:?}");
+        }
+    }
+    // So many segments did not come.
+    for segments in [0, 2, u64::MAX] {
+        let (mut publisher, mut channel) = place.by_hand(&subject);
+        let id = buffers(&subject, &mut publisher, 1)[0].0;
+        channel.send(&Message::Received(wire::Received { segments }), &[]).unwrap();
+        assert!(matches!(publisher.publish(id), Err(Error::Protocol(_))));
+    }
+    // Nor is anybody waited for without end.
+    let place = Place::with_timeout(Duration::from_millis(50));
+    let (mut publisher, _silent) = place.by_hand(&subject);
+    let id = buffers(&subject, &mut publisher, 1)[0].0;
+    assert!(matches!(publisher.publish(id), Err(Error::Timeout { .. })));
+    refused(publisher.publish(id), "the session has ended");
+}
+
+/// A producer made by hand and its subscriber, which is given an offer of one buffer: number 4, of generation 3.
+struct Liar {
+    channel: Channel,
+    subscriber: Subscriber,
+    offer: Offer,
+    memory: Arc<Shared>,
+}
+
+impl Liar {
+    fn new(subject: &Subject) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = seqpacket();
+        bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        listen(&listener, 1).unwrap();
+        let terms = Terms { timeout: PATIENCE, trust: Trust::default(), cancel: Cancel::new().unwrap() };
+        thread::scope(|scope| {
+            let subscriber = scope.spawn(|| Subscriber::connect(&subject.driver, None, &path, 2, &terms).unwrap());
+            let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+            let mut channel = Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap();
+            let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
+            assert_eq!(theirs.capabilities, ["stream"]);
+            channel.send(&greeting(subject), &[]).unwrap();
+            assert_eq!(answer(&mut channel).0, Message::Subscribe(Subscribe { keep: 2 }));
+            let memory = memory(subject, 100);
+            let offer = Offer {
+                object: "default".into(),
+                memory: memory.describe().unwrap(),
+                array: None,
+                access: ReadOnly,
+                part: memory.chunks(0..memory.size(), 0).unwrap().map(|(part, _)| part),
+                salt: None,
+                digest: None,
+                reply_salt: None,
+                buffer: Some(4),
+                generation: Some(3),
+            };
+            Self { channel, subscriber: subscriber.join().unwrap(), offer, memory }
+        })
+    }
+
+    fn offer(&mut self, offer: &Offer) {
+        self.channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
+    }
+
+    fn segments(&mut self) {
+        let (_, chunks) = self.memory.chunks(0..self.memory.size(), 0).unwrap().unwrap();
+        let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
+        let fds: Vec<BorrowedFd<'_>> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
+        self.channel.send(&Message::Segments(Segments { first: 0, sizes }), &fds).unwrap();
+    }
+
+    fn lend(&mut self) -> Received {
+        let offer = self.offer.clone();
+        self.offer(&offer);
+        self.segments();
+        let received = self.subscriber.receive().unwrap();
+        assert_eq!(answer(&mut self.channel).0, Message::Received(wire::Received { segments: 1 }));
+        received
+    }
+
+    /// The subscriber ends the session, and tells why.
+    #[track_caller]
+    fn found_out(mut self, what: &str) {
+        let found = self.subscriber.receive();
+        assert!(matches!(found, Err(Error::Protocol(_) | Error::Mismatch { .. })), "{what}: {found:?}");
+        assert_eq!(self.subscriber.held(), 0, "{what}");
+        refused(self.subscriber.receive(), "the session has ended");
+        loop {
+            match answer(&mut self.channel).0 {
+                // Of what was given back before.
+                Message::Done(_) | Message::Gone(_) => {}
+                Message::Error(failure) => break assert_eq!(failure.code, ErrorCode::Protocol, "{what}"),
+                other => panic!("{what}: {other:?}"),
+            }
+        }
+    }
+}
+
+fn a_producer_that_lies_ends_the_session(subject: Subject) {
+    let turn = |buffer, generation| Message::Ready(BufferTurn { buffer, generation });
+    let withdraw = |buffer| Message::Withdraw(BufferNumber { buffer });
+    // A buffer that is open and not in use.
+    for lie in [
+        turn(4, 3),
+        turn(4, 5),
+        turn(4, 0),
+        turn(5, 1),
+        withdraw(5),
+        Message::Done(BufferTurn { buffer: 4, generation: 3 }),
+        Message::Gone(BufferNumber { buffer: 4 }),
+        Message::Received(wire::Received { segments: 1 }),
+        Message::Subscribe(Subscribe { keep: 1 }),
+        greeting(&subject),
+    ] {
+        let mut liar = Liar::new(&subject);
+        let received = liar.lend();
+        liar.subscriber.give_back(received).unwrap();
+        liar.channel.send(&lie, &[]).unwrap();
+        liar.found_out(&format!("{lie:?}"));
+    }
+    // One that is in use.
+    for lies in [&[turn(4, 4)][..], &[withdraw(4), withdraw(4)], &[withdraw(4), turn(4, 4)]] {
+        let mut liar = Liar::new(&subject);
+        let _received = liar.lend();
+        lies.iter().for_each(|lie| liar.channel.send(lie, &[]).unwrap());
+        liar.found_out(&format!("{lies:?}"));
+    }
+    // It is open already.
+    let mut liar = Liar::new(&subject);
+    let (received, offer) = (liar.lend(), liar.offer.clone());
+    liar.subscriber.give_back(received).unwrap();
+    liar.offer(&Offer { generation: Some(4), ..offer });
+    liar.found_out("an offer of what is open");
+    // What is offered.
+    type Change = fn(&mut Offer);
+    let changes: [Change; 13] = [
+        |offer| offer.buffer = None,
+        |offer| offer.generation = None,
+        |offer| offer.generation = Some(0),
+        |offer| offer.object = "another".into(),
+        |offer| offer.salt = Some(1),
+        |offer| offer.reply_salt = Some(1),
+        |offer| offer.digest = Some("blake3:00".into()),
+        |offer| offer.memory.size = 0,
+        |offer| offer.memory.size = offer.memory.mapped_size + 1,
+        |offer| offer.part = None,
+        |offer| offer.part.as_mut().unwrap().size = 1,
+        |offer| offer.array = Some(ArrayDescriptor::new(ElementType::U8, [101], Order::C).unwrap()),
+        |offer| {
+            // All of an object that has more.
+            offer.memory.mapped_size *= 2;
+            offer.memory.segments = 2;
+        },
+    ];
+    for (index, change) in changes.into_iter().enumerate() {
+        let mut liar = Liar::new(&subject);
+        let mut offer = liar.offer.clone();
+        change(&mut offer);
+        liar.offer(&offer);
+        liar.found_out(&format!("change {index}"));
+    }
+    // What follows it.
+    for follower in [turn(4, 4), withdraw(4), Message::Received(wire::Received { segments: 0 })] {
+        let mut liar = Liar::new(&subject);
+        let offer = liar.offer.clone();
+        liar.offer(&offer);
+        liar.channel.send(&follower, &[]).unwrap();
+        liar.found_out(&format!("{follower:?} where segments belong"));
+    }
+    // And a producer that dies there.
+    let mut liar = Liar::new(&subject);
+    let offer = liar.offer.clone();
+    liar.offer(&offer);
+    let Liar { channel, mut subscriber, .. } = liar;
+    drop(channel);
+    assert!(matches!(subscriber.receive(), Err(Error::PeerGone { .. })));
+    assert_eq!(subscriber.held(), 0);
+}
+
+fn a_turn_that_comes_with_a_descriptor_is_refused(subject: Subject) {
+    let null = File::open("/dev/null").unwrap();
+    let mut liar = Liar::new(&subject);
+    let received = liar.lend();
+    liar.subscriber.give_back(received).unwrap();
+    let record = Message::Ready(BufferTurn { buffer: 4, generation: 4 }).encode().unwrap();
+    // The channel sends no such thing.
+    let socket = std::os::unix::net::UnixStream::from(liar.channel_socket());
+    socket.send_with_fd(&record, &[null.as_raw_fd()]).unwrap();
+    liar.found_out("a descriptor with ready");
+}
+
+impl Liar {
+    /// Another descriptor of the channel's socket.
+    fn channel_socket(&self) -> OwnedFd {
+        self.channel.as_fd().try_clone_to_owned().unwrap()
+    }
+}
+
+/// Both ends of a stream of two buffers and what a failure could interrupt there.
+fn everything(subject: &Subject, device: &Device, place: &Place) -> Result<()> {
+    let mechanisms =
+        if subject.kind == Kind::Host { &[Mechanism::Vmm][..] } else { &[Mechanism::Vmm, Mechanism::Pool] };
+    let memory = |mechanism| Shared::create(device, &Spec { size: 1, mechanism, ..Spec::default() }).map(Arc::new);
+    let consume = || -> Result<()> {
+        let mut subscriber = place.subscribe(subject, 1)?;
+        for _ in 0..3 * mechanisms.len() {
+            let received = subscriber.receive()?;
+            subscriber.give_back(received)?;
+        }
+        drop(subscriber.receive()?);
+        match subscriber.receive() {
+            Err(Error::PeerGone { .. }) => Ok(()),
+            other => other.map(drop),
+        }
+    };
+    let produce = || -> Result<()> {
+        let mut publisher = place.accept(subject)?;
+        let mut last = None;
+        for &mechanism in mechanisms {
+            let (one, two) = (memory(mechanism)?, memory(mechanism)?);
+            let ids = [publisher.add(&one, None, ReadWrite)?, publisher.add(&two, None, ReadWrite)?];
+            for id in [ids[0], ids[0], ids[1]] {
+                publisher.publish(id)?;
+                publisher.take_back()?;
+            }
+            last = Some(ids[1]);
+        }
+        publisher.publish(last.expect("a mechanism"))?;
+        publisher.withdraw(last.expect("a mechanism"))
+    };
+    thread::scope(|scope| {
+        let consumer = scope.spawn(consume);
+        let produced = produce();
+        consumer.join().unwrap().and(produced)
+    })
+}
+
+fn a_failure_at_any_call_leaves_nothing(subject: Subject) {
+    let device = subject.device();
+    everything(&subject, &device, &Place::new()).unwrap();
+    let mut failed = Vec::new();
+    for nth in 1.. {
+        subject.faulty.fail(Fault::Nth(nth), 4242);
+        // Whoever fails before it is connected leaves the other one to wait.
+        let quick = Place::with_timeout(Duration::from_millis(500));
+        let result = everything(&subject, &device, &quick);
+        let Some(verb) = subject.faulty.mend() else {
+            result.unwrap();
+            break;
+        };
+        assert!(result.is_err(), "{verb}, call {nth}, is of no consequence");
+        subject.assert_empty();
+        failed.push(verb);
+    }
+    assert!(failed.len() > 20 && failed.contains(&"set_access"), "{failed:?}");
+}
+
+fn buffers_of_a_pool_share_it(subject: Subject) {
+    let place = Place::new();
+    let pool = Pool::create(&subject.device()).unwrap();
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let memory: Vec<Arc<Shared>> = (0..3).map(|_| Arc::new(Shared::in_pool(&pool, 100).unwrap())).collect();
+    let ids: Vec<BufferId> = memory.iter().map(|memory| publisher.add(memory, None, ReadWrite).unwrap()).collect();
+    let imports = |turn: &mut dyn FnMut()| {
+        subject.faulty.take_verbs();
+        turn();
+        subject.faulty.take_verbs().iter().filter(|verb| **verb == "pool import").count()
+    };
+    // The third displaces the first, and the pool stays.
+    for (round, index, pools) in [(0u8, 0, 1), (1, 1, 0), (2, 1, 0), (3, 2, 0), (4, 0, 0)] {
+        memory[index].copy_in(0, &[round; 9]).unwrap();
+        let imported = imports(&mut || {
+            let received = hand_over(&mut publisher, &mut subscriber, ids[index]);
+            assert_eq!((read(&received, 0), received.is_protected()), ([round; 9], false));
+            subscriber.give_back(received).unwrap();
+            publisher.take_back().unwrap();
+        });
+        assert_eq!((imported, subscriber.held().min(2)), (pools, subscriber.held()), "round {round}");
+    }
+    // Without a buffer of it the pool goes too, and comes again.
+    let (live, in_use) = (subject.faulty.taken(), hand_over(&mut publisher, &mut subscriber, ids[0]));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            subscriber.give_back(in_use).unwrap();
+            until_held(&mut subscriber, 0);
+        });
+        publisher.withdraw(ids[0]).unwrap();
+        publisher.withdraw(ids[2]).unwrap();
+    });
+    assert_eq!((subject.faulty.taken().0, subject.faulty.taken().1), (live.0 - 2, live.1 - 1));
+    assert_eq!(imports(&mut || turn(&mut publisher, &mut subscriber, ids[1])), 1);
+
+    // A pool that does not come, or another.
+    let mut liar = Liar::new(&subject);
+    let description = memory[1].describe().unwrap();
+    let offer = Offer { memory: description, part: None, ..liar.offer.clone() };
+    liar.offer(&offer);
+    let number = offer.memory.pool.unwrap() + 1;
+    liar.channel.send(&Message::Pool(OfferedPool { pool: number }), &[pool.export().unwrap()]).unwrap();
+    liar.found_out("another pool");
+}
+
+/// A stream of one buffer of a pool, which is the consumer's; nobody else has the memory.
+fn borrowing(subject: &Subject, place: &Place) -> (Publisher, Subscriber, Received) {
+    let (mut publisher, mut subscriber) = place.meet(subject, 1);
+    let spec = Spec { size: 100, mechanism: Mechanism::Pool, ..Spec::default() };
+    let memory = Arc::new(Shared::create(&subject.device(), &spec).unwrap());
+    let id = publisher.add(&memory, None, ReadWrite).unwrap();
+    memory.copy_in(0, b"there").unwrap();
+    let received = hand_over(&mut publisher, &mut subscriber, id);
+    (publisher, subscriber, received)
+}
+
+fn a_producer_waits_until_what_is_borrowed_is_let_go_of(subject: Subject) {
+    const A_WHILE: Duration = Duration::from_millis(100);
+    let place = Place::new();
+    // Whoever waits for a buffer lets go at once, and the subscriber stays.
+    let (publisher, mut subscriber, received) = borrowing(&subject, &place);
+    subscriber.give_back(received).unwrap();
+    let begun = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| publisher.close());
+        assert!(matches!(subscriber.receive(), Err(Error::PeerGone { .. })));
+    });
+    assert!(begun.elapsed() < PATIENCE / 2);
+    subject.assert_empty();
+    // What is in use is waited for, also without the subscriber.
+    for ends in [true, false] {
+        let (publisher, subscriber, received) = borrowing(&subject, &place);
+        let subscriber = Some(subscriber).filter(|_| !ends);
+        let begun = Instant::now();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(A_WHILE);
+                assert_eq!(read(&received, 0), *b"there");
+                drop((received, subscriber));
+            });
+            publisher.close();
+            assert!((A_WHILE..PATIENCE / 2).contains(&begun.elapsed()), "{:?}", begun.elapsed());
+        });
+        subject.assert_empty();
+    }
+}
+
+fn memory_that_is_borrowed_and_not_let_go_of_stays_allocated(subject: Subject) {
+    let place = Place::with_timeout(Duration::from_millis(300));
+    let (publisher, subscriber, received) = borrowing(&subject, &place);
+    let begun = Instant::now();
+    publisher.close();
+    assert!(begun.elapsed() >= place.terms.timeout);
+    assert_eq!(read(&received, 0), *b"there");
+    drop((received, subscriber));
+    // It is there still: it goes with the process.
+    let (blocks, pools, _) = subject.faulty.taken();
+    assert_eq!((blocks, pools), (1, 1));
+    std::mem::forget(subject);
+}
+
+fn legacy_memory_is_streamed_to_another_process(subject: Subject) {
+    let name = if subject.kind == Kind::Fake { "fake" } else { "cuda" };
+    let test = format!("stream::{name}::legacy_memory_is_streamed_to_another_process");
+    let place = Place::new();
+    const ROUNDS: u8 = 6;
+    thread::scope(|scope| {
+        let (path, subject) = (place.path(), &subject);
+        let consumer = scope.spawn(move || {
+            let prepare = |command: &mut Command| {
+                command.env("STREAM", path);
+            };
+            in_child(&test, prepare, || {
+                let terms = Terms { timeout: PATIENCE, trust: Trust::default(), cancel: Cancel::new().unwrap() };
+                let path = PathBuf::from(env::var_os("STREAM").unwrap());
+                let mut subscriber = Subscriber::connect(&subject.driver, None, &path, 1, &terms).unwrap();
+                let mut seen = Vec::new();
+                for _ in 0..ROUNDS {
+                    let received = subscriber.receive().unwrap();
+                    assert!(!received.is_protected());
+                    seen.extend(read::<1>(&received, 0));
+                    received.copy_in(1, &[!seen[seen.len() - 1]]).unwrap();
+                    subscriber.give_back(received).unwrap();
+                }
+                let end = subscriber.receive();
+                assert!(matches!(end, Err(Error::PeerGone { .. })), "{end:?}");
+                assert_eq!(subscriber.held(), 0);
+                format!("{seen:?}")
+            })
+        });
+        let mut publisher = place.accept(subject).unwrap();
+        let spec = Spec { size: 100, mechanism: Mechanism::Legacy, ..Spec::default() };
+        let memory = [(); 2].map(|()| Arc::new(Shared::create(&subject.device(), &spec).unwrap()));
+        let ids = memory.each_ref().map(|memory| publisher.add(memory, None, ReadWrite).unwrap());
+        for round in 0..ROUNDS {
+            // Each stays for two turns, and the bound is one.
+            let index = usize::from(round / 2) % 2;
+            memory[index].copy_in(0, &[round]).unwrap();
+            publisher.publish(ids[index]).unwrap();
+            assert_eq!(publisher.take_back().unwrap(), ids[index]);
+            assert_eq!(read(&*memory[index], 1), [!round]);
+        }
+        // Nobody has to wait for a consumer that goes.
+        let begun = Instant::now();
+        publisher.close();
+        assert!(begun.elapsed() < PATIENCE / 2);
+        assert_eq!(consumer.join().unwrap(), "[0, 1, 2, 3, 4, 5]");
+    });
+}
