@@ -23,7 +23,7 @@
 //! Integers are little-endian. Unknown fields of a body are ignored; a field whose type ends in `?` may be null or absent. A
 //! kind that is not in the table breaks the protocol, as does whatever contradicts this page: the code is `protocol`. Names and
 //! digests have at most 255 bytes.
-//! Descriptors come with `segments` and with an `offer` that has `sizes`, as many as those list, and with `pool`, which has one; with
+//! Descriptors come with `segments` and with a `ready` that has `sizes`, as many as those list, and with `pool`, which has one; with
 //! anything else the fd count is 0.
 //!
 //! # Messages
@@ -32,7 +32,7 @@
 //! |---|---|---|---|
 //! | 1 | `hello` | both | `version` u16, `capabilities` \[string\] (`"stream"` from both ends of a stream), `backend` string (`"cuda"` or `"host"`), `pid` u32 |
 //! | 2 | `request` | consumer | `object` string (`"default"`), `access` `"ro"` or `"rw"`? (null: what the offer says), `range` {`offset` u64, `length` u64}? (null: all of it), `have` u64? (how many segments it holds from earlier requests) |
-//! | 3 | `offer` | producer | `object` string, `memory` memory, `array` array?, `access` `"ro"` or `"rw"`, `part` {`first` u64, `segments` u64, `offset` u64, `size` u64}?, `salt` u32?, `digest` string?, `reply_salt` u32?, `buffer` u64?, `generation` u64?, `sizes` \[u64\]? (these three in a stream, and only there) |
+//! | 3 | `offer` | producer | `object` string, `memory` memory, `array` array?, `access` `"ro"` or `"rw"`, `part` {`first` u64, `segments` u64, `offset` u64, `size` u64}?, `salt` u32?, `digest` string?, `reply_salt` u32?, `buffer` u64? (in a stream, and only there) |
 //! | 4 | `segments` | producer | `first` u64 (index of the first listed), `sizes` \[u64\], 1 to 253 of them |
 //! | 5 | `received` | consumer | `segments` u64: how many of this offer's arrived so far |
 //! | 6 | `result` | both | `verified` bool, `words` u64, `mismatches` u64, `first_mismatch` {`index` u64, `expected` u32, `found` u32}?, `digest` string? |
@@ -40,7 +40,7 @@
 //! | 8 | `error` | both | `code` string, `message` string |
 //! | 9 | `pool` | producer | `pool` u64 |
 //! | 10 | `subscribe` | consumer | `keep` u64: how many buffers it keeps open at most, at least 1 |
-//! | 11 | `ready` | producer | `buffer` u64, `generation` u64 |
+//! | 11 | `ready` | producer | `buffer` u64, `generation` u64, `sizes` \[u64\]? (as in `segments`) |
 //! | 12 | `done` | consumer | `buffer` u64, `generation` u64 |
 //! | 13 | `withdraw` | producer | `buffer` u64 |
 //! | 14 | `gone` | consumer | `buffer` u64 |
@@ -107,25 +107,24 @@
 //! 1. Both say `hello` with the capability `stream`, and the consumer sends `subscribe` where a `request` would be. A
 //!    producer of a stream refuses a `request`, and one without streams a `subscribe`: the code is `object`. From then on
 //!    nobody owes anybody an answer but those named here; silence is no error.
-//! 2. The producer numbers its buffers, and gives no number twice on a connection. The generation of a buffer counts its
-//!    publications on this connection from 1. To publish one is to give the consumer a turn on it, when all the producer's work on
-//!    it is done:
-//!    - The consumer has it open: `ready`.
-//!    - It has not: `offer` with `buffer` and `generation`, of all the segments, and with no salts and no `digest`. It brings
-//!      the first segments itself, at least one and at most 253: `sizes` and the descriptors are as in `segments`. What else
-//!      belongs to it follows as for a request, but `pool` also comes again if the consumer, when the offer was sent, had
-//!      no buffer of that pool open. The consumer opens the memory, then answers with `received`: the last `segments`,
-//!      `pool`, or the offer itself if nothing follows it. The producer publishes nothing and withdraws nothing before
-//!      that.
+//! 2. The producer numbers its buffers, and gives no number twice on a connection. It describes each in an `offer` with its
+//!    number as `buffer`, of all the segments, with no salts and no `digest`; nothing follows that and nothing answers it. There
+//!    are at most 1024 at a time. The generation of a buffer counts its publications on this connection from 1. To publish one
+//!    is to give the consumer a turn on it, when all the producer's work on it is done:
+//!    - The consumer has it open: `ready`, without `sizes`.
+//!    - It has not: `ready` too, and if it is shared by `vmm` that brings the first segments, at least one and at most 253: `sizes`
+//!      and the descriptors are as in `segments`. What else belongs to it follows as for a request, but `pool` also comes again if
+//!      the consumer, when the `ready` was sent, had no buffer of that pool open. The consumer opens the memory, then answers with
+//!      `received`: the last `segments`, `pool`, or the `ready` itself if nothing follows it. The producer publishes nothing and
+//!      withdraws nothing before that.
 //! 3. When all the consumer's work on the buffer is done it sends `done`, with the generation of the turn. Turns of
 //!    several buffers may overlap: they begin in the order in which they were published, and end in any order. A buffer
 //!    has one turn at a time.
 //! 4. A consumer that has as many buffers open as it likes lets go of one that is not its turn, when another one is
-//!    offered and before it opens that: it sends `gone` before `received`, and at no other time of its own accord. The
-//!    producer, which waits for `received`, so knows of it before it could send a `ready` that crosses it. It offers the
-//!    buffer anew the next time.
-//! 5. `withdraw` takes a buffer out that the consumer has open. The consumer lets go of it, and then sends `gone`: at
-//!    once, or behind the `done` of the turn.
+//!    published and before it opens that: it sends `gone` before `received`, and at no other time of its own accord. The
+//!    producer, which waits for `received`, so knows of it before it could send a `ready` that crosses it.
+//! 5. `withdraw` takes a buffer out, whose number and description are forgotten. If the consumer has it open it lets go of it, and
+//!    then sends `gone`: at once, or behind the `done` of the turn.
 //! 6. Either side ends the stream by shutting down writing. The consumer then lets go of all buffers; of `pool` and
 //!    `legacy` memory before it shuts down writing itself, as in any conversation.
 //!
@@ -395,12 +394,6 @@ pub struct Offer {
     /// In a stream the number of the buffer, and only there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub buffer: Option<u64>,
-    /// In a stream how often the buffer was published, with this time.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub generation: Option<u64>,
-    /// In a stream the exact sizes of the first segments, whose descriptors come with the offer.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub sizes: Vec<u64>,
 }
 
 /// A memory pool, with its descriptor.
@@ -505,7 +498,19 @@ pub struct Subscribe {
     pub keep: u64,
 }
 
-/// A turn of a stream's buffer: it begins with `ready`, or with an offer, and ends with `done`.
+/// The turn of a stream's buffer begins.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ready {
+    /// The buffer's number.
+    pub buffer: u64,
+    /// How often it was published, with this time.
+    pub generation: u64,
+    /// The exact sizes of the first segments of a buffer that is not open there, whose descriptors come with this.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sizes: Vec<u64>,
+}
+
+/// The turn of a stream's buffer ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BufferTurn {
     /// The buffer's number.
@@ -546,7 +551,7 @@ pub enum Message {
     /// Kind 10.
     Subscribe(Subscribe),
     /// Kind 11.
-    Ready(BufferTurn),
+    Ready(Ready),
     /// Kind 12.
     Done(BufferTurn),
     /// Kind 13.
@@ -580,7 +585,7 @@ impl Message {
     pub fn fd_count(&self) -> usize {
         match self {
             Self::Segments(segments) => segments.sizes.len(),
-            Self::Offer(offer) => offer.sizes.len(),
+            Self::Ready(ready) => ready.sizes.len(),
             Self::Pool(_) => 1,
             _ => 0,
         }
@@ -701,9 +706,9 @@ impl Message {
                 format!("segments lists {} sizes where 1 to {MAX_FDS} belong", segments.sizes.len()),
             )),
             Self::Hello(Hello { backend: name, .. }) | Self::Request(Request { object: name, .. }) => bounded(name),
-            Self::Offer(offer) if offer.sizes.len() > MAX_FDS => {
-                let got = offer.sizes.len();
-                Err(ProtocolError::Content(format!("an offer lists {got} sizes where at most {MAX_FDS} belong")))
+            Self::Ready(ready) if ready.sizes.len() > MAX_FDS => {
+                let got = ready.sizes.len();
+                Err(ProtocolError::Content(format!("ready lists {got} sizes where at most {MAX_FDS} belong")))
             }
             Self::Offer(offer) => {
                 let digest = offer.digest.as_deref().unwrap_or_default();
@@ -786,8 +791,6 @@ mod tests {
                 digest: Some("blake3:00".into()),
                 reply_salt: Some(3),
                 buffer: Some(4),
-                generation: Some(u64::MAX),
-                sizes: vec![2 << 20, u64::MAX],
             })),
             Message::Segments(Segments { first: 0, sizes: vec![2 << 20, 4 << 20] }),
             Message::Received(Received { segments: 2 }),
@@ -802,7 +805,7 @@ mod tests {
             Message::Error(Failure { code: ErrorCode::Refused, message: "no".into() }),
             Message::Pool(OfferedPool { pool: 7 }),
             Message::Subscribe(Subscribe { keep: 4 }),
-            Message::Ready(BufferTurn { buffer: 2, generation: 9 }),
+            Message::Ready(Ready { buffer: 2, generation: 9, sizes: vec![2 << 20, 1] }),
             Message::Done(BufferTurn { buffer: u64::MAX, generation: 1 }),
             Message::Withdraw(BufferNumber { buffer: 2 }),
             Message::Gone(BufferNumber { buffer: 0 }),

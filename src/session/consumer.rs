@@ -322,11 +322,7 @@ impl<'a> Consumer<'a> {
         let Ask { object, access, range } = ask.clone();
         self.link.send(&Message::Request(Request { object, access, range, have }), &[])?;
         match self.link.receive("for the offer")? {
-            (Message::Offer(offer), fds) if fds.is_empty() => Ok(*offer),
-            (Message::Offer(_), _) => {
-                let message = "an offer comes with descriptors, and this is no stream".to_owned();
-                Err(ProtocolError::Content(message).into())
-            }
+            (Message::Offer(offer), _) => Ok(*offer),
             (other, _) => Err(unexpected(&other, "offer")),
         }
     }
@@ -493,7 +489,7 @@ fn check(offer: &Offer, ask: &Ask) -> Result<Range<u64>> {
     let wrong = |message: String| Err(ProtocolError::Content(message).into());
     opening::check_object(offer, &ask.object)?;
     opening::check(offer)?;
-    if offer.buffer.is_some() || offer.generation.is_some() {
+    if offer.buffer.is_some() {
         return wrong("a buffer of a stream is offered, and none was subscribed to".to_owned());
     }
     if ask.access.is_some_and(|access| access != offer.access) {

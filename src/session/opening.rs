@@ -147,7 +147,7 @@ pub(super) fn part_of(offer: &Offer, have: u64, range: &Range<u64>) -> Result<Pa
     if covers { Ok(part) } else { wrong(format!("bytes {range:?} were asked for, and {part:?} follows")) }
 }
 
-/// Takes the segments that came with an offer, if any did, and one record of segments after another; acknowledges each but the
+/// Takes the segments that came with what announced them, if any did, and one record of segments after another; acknowledges each but the
 /// last, which is to be acknowledged when the memory is open. Returns what the descriptors' numbers were, and how much of the
 /// time went into opening.
 pub(super) fn take_segments(

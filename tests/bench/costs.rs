@@ -10,7 +10,7 @@ use vmmfd::{
     driver::{Access, Backend, Choice, open},
     memory::{Allocation, Device, Mapping, Selector},
     pattern::{self, Pattern},
-    wire::{BufferTurn, Description, Mechanism, Message, Offer, OfferedDevice, Outcome, Part, Placement, Segments},
+    wire::{Description, Mechanism, Message, Offer, OfferedDevice, Outcome, Part, Placement, Ready, Segments},
 };
 
 fn main() {
@@ -47,19 +47,19 @@ fn records() -> Vec<(&'static str, Message)> {
         digest: None,
         reply_salt: None,
         buffer: Some(7),
-        generation: Some(1),
-        sizes: vec![size],
     };
+    let ready = |sizes| Message::Ready(Ready { buffer: 7, generation: 123_456, sizes });
     vec![
         ("offer", Message::Offer(Box::new(offer))),
         ("segments", Message::Segments(Segments { first: 0, sizes: vec![size] })),
         ("253 segments", Message::Segments(Segments { first: 0, sizes: vec![2 << 20; 253] })),
-        ("ready", Message::Ready(BufferTurn { buffer: 7, generation: 123_456 })),
+        ("ready, new", ready(vec![size])),
+        ("ready", ready(Vec::new())),
         ("result", Message::Result(Outcome::of_verdict(true))),
     ]
 }
 
-const RECORDS: [&str; 5] = ["offer", "segments", "253 segments", "ready", "result"];
+const RECORDS: [&str; 6] = ["offer", "segments", "253 segments", "ready, new", "ready", "result"];
 
 fn record(name: &str) -> Message {
     let known = records().into_iter().find(|(known, _)| *known == name);

@@ -719,8 +719,6 @@ mod consumers {
             digest: None,
             reply_salt: None,
             buffer: None,
-            generation: None,
-            sizes: Vec::new(),
         };
         (offer, memory)
     }

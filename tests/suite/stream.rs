@@ -30,7 +30,7 @@ use vmmfd::{
         stream::{BufferId, Publisher, Received, Subscriber},
     },
     wire::{
-        self, BufferNumber, BufferTurn, ErrorCode, Hello, MAX_FDS, Mechanism, Message, Offer, OfferedPool, Segments,
+        self, BufferNumber, BufferTurn, ErrorCode, Hello, MAX_FDS, Mechanism, Message, Offer, OfferedPool, Ready,
         Subscribe,
     },
 };
@@ -605,14 +605,13 @@ fn both_ends_finish_their_work_before_they_tell(subject: Subject) {
     let place = Place::new();
     let (mut publisher, mut channel) = place.by_hand(&subject);
     let (id, memory) = buffers(&subject, &mut publisher, 1).remove(0);
+    assert!(matches!(answer(&mut channel).0, Message::Offer(_)), "it is described when it is entered");
     subject.faulty.take_verbs();
     let at_arrival = thread::scope(|scope| {
         let published = scope.spawn(|| publisher.publish(id).unwrap());
-        let offer = answer(&mut channel).0;
+        let (Message::Ready(ready), fds) = answer(&mut channel) else { panic!() };
         let verbs = subject.faulty.take_verbs();
-        assert!(matches!(offer, Message::Offer(_)));
-        let (Message::Segments(_), fds) = answer(&mut channel) else { panic!() };
-        assert_eq!(fds.len(), 1);
+        assert_eq!((ready.sizes.len(), fds.len()), (1, 1));
         channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
         published.join().unwrap();
         verbs
@@ -622,7 +621,7 @@ fn both_ends_finish_their_work_before_they_tell(subject: Subject) {
     publisher.take_back().unwrap();
     publisher.publish(id).unwrap();
     let (ready, fds) = answer(&mut channel);
-    assert_eq!(ready, Message::Ready(BufferTurn { buffer: id.number(), generation: 2 }));
+    assert_eq!(ready, Message::Ready(Ready { buffer: id.number(), generation: 2, sizes: Vec::new() }));
     assert!(fds.is_empty(), "no descriptor comes again");
     assert_eq!(subject.faulty.take_verbs(), ["synchronize"]);
     drop((publisher, channel, memory));
@@ -682,7 +681,7 @@ fn memory_that_can_not_be_opened_is_not_acknowledged(subject: Subject) {
         let mut liar = Liar::new(&subject);
         let offer = liar.offer.clone();
         liar.offer(&offer);
-        liar.segments();
+        liar.ready(1);
         subject.faulty.fail(Fault::Verb(verb), 4242);
         assert!(matches!(liar.subscriber.receive(), Err(Error::Driver { code: 4242, .. })));
         subject.faulty.mend();
@@ -831,7 +830,7 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
         gone(1),
         gone(u64::MAX),
         Message::Received(wire::Received { segments: 1 }),
-        Message::Ready(turn(0, 2)),
+        Message::Ready(Ready { buffer: 0, generation: 2, sizes: Vec::new() }),
         Message::Withdraw(BufferNumber { buffer: 0 }),
         Message::Subscribe(Subscribe { keep: 1 }),
         request("default", None),
@@ -845,9 +844,10 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
             }
             let (mut publisher, mut channel) = place.by_hand(&subject);
             let buffers = buffers(&subject, &mut publisher, 2);
+            (0..2).for_each(|_| drop(answer(&mut channel)));
             thread::scope(|scope| {
                 let published = scope.spawn(|| publisher.publish(buffers[0].0).unwrap());
-                (0..2).for_each(|_| drop(answer(&mut channel)));
+                drop(answer(&mut channel));
                 channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
                 published.join().unwrap();
             });
@@ -860,7 +860,7 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
             assert!(matches!(ended, Err(Error::Protocol(_))), "{lie:?} {ended:?}");
             refused(publisher.take_back(), "the session has ended");
             if new {
-                (0..2).for_each(|_| drop(answer(&mut channel)));
+                drop(answer(&mut channel));
             }
             assert_eq!(told(&mut channel), ErrorCode::Protocol, "{lie:?}");
         }
@@ -880,7 +880,7 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
     refused(publisher.publish(id), "the session has ended");
 }
 
-/// A producer made by hand and its subscriber, which is given an offer of one buffer: number 4, of generation 3.
+/// A producer made by hand and its subscriber, which is given one buffer, number 4.
 struct Liar {
     channel: Channel,
     subscriber: Subscriber,
@@ -889,7 +889,18 @@ struct Liar {
 }
 
 impl Liar {
+    /// One whose memory is one segment.
     fn new(subject: &Subject) -> Self {
+        Self::with(subject, &Spec { size: 100, ..Spec::default() })
+    }
+
+    /// One whose memory is two segments, of which the first comes with the turn.
+    fn of_two(subject: &Subject) -> Self {
+        let unit = subject.unit();
+        Self::with(subject, &Spec { size: unit + 100, chunk: Some(unit), ..Spec::default() })
+    }
+
+    fn with(subject: &Subject, spec: &Spec) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = seqpacket();
@@ -904,7 +915,7 @@ impl Liar {
             assert_eq!(theirs.capabilities, ["stream"]);
             channel.send(&greeting(subject), &[]).unwrap();
             assert_eq!(answer(&mut channel).0, Message::Subscribe(Subscribe { keep: 2 }));
-            let memory = memory(subject, 100);
+            let memory = Arc::new(Shared::create(&subject.device(), spec).unwrap());
             let offer = Offer {
                 object: "default".into(),
                 memory: memory.describe().unwrap(),
@@ -915,7 +926,6 @@ impl Liar {
                 digest: None,
                 reply_salt: None,
                 buffer: Some(4),
-                generation: Some(3),
             };
             Self { channel, subscriber: subscriber.join().unwrap(), offer, memory }
         })
@@ -925,17 +935,17 @@ impl Liar {
         self.channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
     }
 
-    fn segments(&mut self) {
-        let (_, chunks) = self.memory.chunks(0..self.memory.size(), 0).unwrap().unwrap();
-        let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
-        let fds: Vec<BorrowedFd<'_>> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
-        self.channel.send(&Message::Segments(Segments { first: 0, sizes }), &fds).unwrap();
+    /// Begins a turn of this generation, with the first segment.
+    fn ready(&mut self, generation: u64) {
+        let (_, chunks) = self.memory.chunks(0..1, 0).unwrap().unwrap();
+        let ready = Ready { buffer: 4, generation, sizes: vec![chunks[0].size()] };
+        self.channel.send(&Message::Ready(ready), &[chunks[0].as_fd()]).unwrap();
     }
 
     fn lend(&mut self) -> Received {
         let offer = self.offer.clone();
         self.offer(&offer);
-        self.segments();
+        self.ready(1);
         let received = self.subscriber.receive().unwrap();
         assert_eq!(answer(&mut self.channel).0, Message::Received(wire::Received { segments: 1 }));
         received
@@ -950,8 +960,8 @@ impl Liar {
         refused(self.subscriber.receive(), "the session has ended");
         loop {
             match answer(&mut self.channel).0 {
-                // Of what was given back before.
-                Message::Done(_) | Message::Gone(_) => {}
+                // Of what was taken and given back before.
+                Message::Done(_) | Message::Gone(_) | Message::Received(_) => {}
                 Message::Error(failure) => break assert_eq!(failure.code, ErrorCode::Protocol, "{what}"),
                 other => panic!("{what}: {other:?}"),
             }
@@ -960,16 +970,16 @@ impl Liar {
 }
 
 fn a_producer_that_lies_ends_the_session(subject: Subject) {
-    let turn = |buffer, generation| Message::Ready(BufferTurn { buffer, generation });
+    let turn = |buffer, generation| Message::Ready(Ready { buffer, generation, sizes: Vec::new() });
     let withdraw = |buffer| Message::Withdraw(BufferNumber { buffer });
     // A buffer that is open and not in use.
     for lie in [
+        turn(4, 1),
         turn(4, 3),
-        turn(4, 5),
         turn(4, 0),
         turn(5, 1),
         withdraw(5),
-        Message::Done(BufferTurn { buffer: 4, generation: 3 }),
+        Message::Done(BufferTurn { buffer: 4, generation: 1 }),
         Message::Gone(BufferNumber { buffer: 4 }),
         Message::Received(wire::Received { segments: 1 }),
         Message::Subscribe(Subscribe { keep: 1 }),
@@ -982,24 +992,39 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
         liar.found_out(&format!("{lie:?}"));
     }
     // One that is in use.
-    for lies in [&[turn(4, 4)][..], &[withdraw(4), withdraw(4)], &[withdraw(4), turn(4, 4)]] {
+    for lies in [&[turn(4, 2)][..], &[withdraw(4), withdraw(4)], &[withdraw(4), turn(4, 2)]] {
         let mut liar = Liar::new(&subject);
         let _received = liar.lend();
         lies.iter().for_each(|lie| liar.channel.send(lie, &[]).unwrap());
         liar.found_out(&format!("{lies:?}"));
     }
-    // It is open already.
+    // It is described already, or was never; it is open, and its segments come again.
     let mut liar = Liar::new(&subject);
     let (received, offer) = (liar.lend(), liar.offer.clone());
     liar.subscriber.give_back(received).unwrap();
-    liar.offer(&Offer { generation: Some(4), ..offer });
-    liar.found_out("an offer of what is open");
+    liar.offer(&offer);
+    liar.found_out("an offer of what was offered");
+    let mut liar = Liar::new(&subject);
+    liar.ready(1);
+    liar.found_out("a turn of what was not offered");
+    let mut liar = Liar::new(&subject);
+    let received = liar.lend();
+    liar.subscriber.give_back(received).unwrap();
+    liar.ready(2);
+    liar.found_out("segments of what is open");
+    let mut liar = Liar::new(&subject);
+    for number in 0..=1024 {
+        liar.offer(&Offer { buffer: Some(number), ..liar.offer.clone() });
+        if number % 100 == 0 {
+            // It must read, or the socket is full.
+            assert!(number == 1024 || liar.subscriber.try_receive().unwrap().is_none());
+        }
+    }
+    liar.found_out("more buffers than there can be");
     // What is offered.
     type Change = fn(&mut Offer);
-    let changes: [Change; 13] = [
+    let changes: [Change; 10] = [
         |offer| offer.buffer = None,
-        |offer| offer.generation = None,
-        |offer| offer.generation = Some(0),
         |offer| offer.object = "another".into(),
         |offer| offer.salt = Some(1),
         |offer| offer.reply_salt = Some(1),
@@ -1009,11 +1034,6 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
         |offer| offer.part = None,
         |offer| offer.part.as_mut().unwrap().size = 1,
         |offer| offer.array = Some(ArrayDescriptor::new(ElementType::U8, [101], Order::C).unwrap()),
-        |offer| {
-            // All of an object that has more.
-            offer.memory.mapped_size *= 2;
-            offer.memory.segments = 2;
-        },
     ];
     for (index, change) in changes.into_iter().enumerate() {
         let mut liar = Liar::new(&subject);
@@ -1022,18 +1042,39 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
         liar.offer(&offer);
         liar.found_out(&format!("change {index}"));
     }
-    // What follows it.
-    for follower in [turn(4, 4), withdraw(4), Message::Received(wire::Received { segments: 0 })] {
+    // What its turn brings.
+    for (index, generation, sizes) in [(0, 0, 1), (1, 2, 1), (2, 1, 0), (3, 1, 2)] {
         let mut liar = Liar::new(&subject);
         let offer = liar.offer.clone();
         liar.offer(&offer);
+        let (_, chunks) = liar.memory.chunks(0..1, 0).unwrap().unwrap();
+        let fds = vec![chunks[0].as_fd(); sizes];
+        let ready = Ready { buffer: 4, generation, sizes: vec![chunks[0].size(); sizes] };
+        liar.channel.send(&Message::Ready(ready), &fds).unwrap();
+        liar.found_out(&format!("turn {index}"));
+    }
+    let mut liar = Liar::new(&subject);
+    let mut offer = liar.offer.clone();
+    // All of an object that has more.
+    offer.memory.mapped_size *= 2;
+    offer.memory.segments = 2;
+    liar.offer(&offer);
+    liar.ready(1);
+    liar.found_out("a part of it");
+    // What follows it.
+    for follower in [turn(4, 2), withdraw(4), Message::Received(wire::Received { segments: 0 })] {
+        let mut liar = Liar::of_two(&subject);
+        let offer = liar.offer.clone();
+        liar.offer(&offer);
+        liar.ready(1);
         liar.channel.send(&follower, &[]).unwrap();
         liar.found_out(&format!("{follower:?} where segments belong"));
     }
     // And a producer that dies there.
-    let mut liar = Liar::new(&subject);
+    let mut liar = Liar::of_two(&subject);
     let offer = liar.offer.clone();
     liar.offer(&offer);
+    liar.ready(1);
     let Liar { channel, mut subscriber, .. } = liar;
     drop(channel);
     assert!(matches!(subscriber.receive(), Err(Error::PeerGone { .. })));
@@ -1045,7 +1086,7 @@ fn a_turn_that_comes_with_a_descriptor_is_refused(subject: Subject) {
     let mut liar = Liar::new(&subject);
     let received = liar.lend();
     liar.subscriber.give_back(received).unwrap();
-    let record = Message::Ready(BufferTurn { buffer: 4, generation: 4 }).encode().unwrap();
+    let record = Message::Ready(Ready { buffer: 4, generation: 2, sizes: Vec::new() }).encode().unwrap();
     // The channel sends no such thing.
     let socket = std::os::unix::net::UnixStream::from(liar.channel_socket());
     socket.send_with_fd(&record, &[null.as_raw_fd()]).unwrap();
@@ -1158,6 +1199,8 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
     let description = memory[1].describe().unwrap();
     let offer = Offer { memory: description, part: None, ..liar.offer.clone() };
     liar.offer(&offer);
+    let ready = Ready { buffer: 4, generation: 1, sizes: Vec::new() };
+    liar.channel.send(&Message::Ready(ready), &[]).unwrap();
     let number = offer.memory.pool.unwrap() + 1;
     liar.channel.send(&Message::Pool(OfferedPool { pool: number }), &[pool.export().unwrap()]).unwrap();
     liar.found_out("another pool");

@@ -198,19 +198,7 @@ impl Buffer {
         };
         let (object, array) = (DEFAULT_OBJECT.to_owned(), self.array.clone());
         let memory = self.shared.describe()?;
-        Ok(Offer {
-            object,
-            memory,
-            array,
-            access,
-            part: None,
-            salt,
-            digest,
-            reply_salt: None,
-            sizes: Vec::new(),
-            buffer: None,
-            generation: None,
-        })
+        Ok(Offer { object, memory, array, access, part: None, salt, digest, reply_salt: None, buffer: None })
     }
 
     /// Checks a range of it against a pattern, by its engine.

@@ -94,6 +94,9 @@ impl fmt::Display for BufferId {
     }
 }
 
+/// How many buffers a stream has at most at a time.
+pub const MAX_BUFFERS: usize = 1024;
+
 /// The caller asks for what can't be.
 fn misused(problem: impl Into<String>) -> Error {
     Error::Stream { problem: problem.into() }

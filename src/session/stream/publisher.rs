@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    BufferId,
+    BufferId, MAX_BUFFERS,
     lobby::{Lobby, Subscribed},
     misused, over, wrong,
 };
@@ -20,7 +20,8 @@ use crate::{
     memory::{Chunk, Region, Shared},
     session::{Link, Terms, unexpected},
     wire::{
-        BufferNumber, BufferTurn, DEFAULT_OBJECT, Description, MAX_FDS, Message, Offer, OfferedPool, Part, Segments,
+        BufferNumber, BufferTurn, DEFAULT_OBJECT, Description, MAX_FDS, Message, Offer, OfferedPool, Part, Ready,
+        Segments,
     },
 };
 
@@ -49,13 +50,13 @@ pub struct Publisher {
     over: bool,
 }
 
-/// A buffer, with all that its first publication needs.
+/// A buffer, with all that it takes to open it.
 #[derive(Debug)]
 struct Buffer {
     memory: Arc<Shared>,
-    /// An offer, less its generation.
-    offer: Record,
-    /// What follows the offer.
+    /// The first segments, which come with a turn.
+    first: Vec<Arc<Chunk>>,
+    /// What follows that.
     records: Vec<Record>,
     generation: u64,
     /// Whether the consumer has it open.
@@ -66,17 +67,11 @@ struct Buffer {
     withdrawn: bool,
 }
 
-/// A message, and the segments that travel with it.
+/// Some segments.
 #[derive(Debug)]
 struct Record {
     message: Message,
     chunks: Vec<Arc<Chunk>>,
-}
-
-impl Record {
-    fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        self.chunks.iter().map(|chunk| chunk.as_fd()).collect()
-    }
 }
 
 impl Buffer {
@@ -121,15 +116,23 @@ impl Publisher {
         self.keep
     }
 
-    /// Enters a buffer, as large as the memory is now; nothing is sent. The number is never used again on this connection.
+    /// Enters a buffer, as large as the memory is now, and describes it to the consumer: to read that is not on the way of its
+    /// first turn. The number is never used again on this connection. There are at most [`MAX_BUFFERS`] at a time.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] or [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is
     /// still to be sealed;
-    /// [`Error::Stream`] if sealed memory is to be written, or for memory of another backend; [`Error::Driver`].
+    /// [`Error::Stream`] if sealed memory is to be written, for memory of another backend, or where there are as many as there can
+    /// be; [`Error::Driver`]; those of the conversation, which end it.
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     pub fn add(&mut self, memory: &Arc<Shared>, array: Option<ArrayDescriptor>, access: Access) -> Result<BufferId> {
+        if self.over {
+            return Err(over());
+        }
+        if self.buffers.len() >= MAX_BUFFERS {
+            return Err(misused(format!("a stream has {MAX_BUFFERS} buffers at most: withdraw one first")));
+        }
         if memory.device().backend() != self.backend {
             let message = format!("a stream on backend {} can't have memory of another", self.backend);
             return Err(misused(message));
@@ -149,11 +152,12 @@ impl Publisher {
         }
         let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
         let id = BufferId(self.next);
-        let (with_offer, behind) = chunks.split_at(chunks.len().min(MAX_FDS));
-        let offer =
-            Record { message: offer(id, description, array, access, part, with_offer), chunks: with_offer.to_vec() };
-        let (memory, records) = (Arc::clone(memory), records(behind, with_offer.len() as u64));
-        let buffer = Buffer { memory, offer, records, generation: 0, held: false, out: false, withdrawn: false };
+        let sent = self.link.send(&offer(id, description, array, access, part), &[]);
+        self.guard(sent)?;
+        let (first, behind) = chunks.split_at(chunks.len().min(MAX_FDS));
+        let records = records(behind, first.len() as u64);
+        let (memory, first) = (Arc::clone(memory), first.to_vec());
+        let buffer = Buffer { memory, first, records, generation: 0, held: false, out: false, withdrawn: false };
         self.next += 1;
         self.buffers.insert(id, buffer);
         Ok(id)
@@ -182,7 +186,7 @@ impl Publisher {
         let buffer = self.idle(id)?;
         let (generation, held) = (buffer.generation + 1, buffer.held);
         let sent = match held {
-            true => self.link.send(&Message::Ready(BufferTurn { buffer: id.0, generation }), &[]),
+            true => self.link.send(&ready(id, generation, &[]), &[]),
             false => self.introduce(id, generation),
         };
         self.guard(sent)?;
@@ -192,15 +196,12 @@ impl Publisher {
         Ok(generation)
     }
 
-    /// Offers a buffer that the consumer has not open, and waits until it has.
+    /// Begins the turn of a buffer that the consumer has not open, and waits until it has.
     fn introduce(&mut self, id: BufferId, generation: u64) -> Result<()> {
         let pool = self.unknown_pool(id);
-        let Some(buffer) = self.buffers.get_mut(&id) else { return Ok(()) };
-        if let Message::Offer(offer) = &mut buffer.offer.message {
-            offer.generation = Some(generation);
-        }
-        self.link.send(&buffer.offer.message, &buffer.offer.fds())?;
-        let mut sent = buffer.offer.chunks.len() as u64;
+        let Some(buffer) = self.buffers.get(&id) else { return Ok(()) };
+        self.link.send(&ready(id, generation, &buffer.first), &fds(&buffer.first))?;
+        let mut sent = buffer.first.len() as u64;
         if let (Some(number), Some(pool)) = (pool, buffer.memory.pool()) {
             self.link.send(&Message::Pool(OfferedPool { pool: number }), &[pool.export()?])?;
         }
@@ -208,7 +209,7 @@ impl Publisher {
         for index in 0.. {
             self.acknowledged(sent)?;
             let Some(record) = self.buffers.get(&id).and_then(|buffer| buffer.records.get(index)) else { break };
-            self.link.send(&record.message, &record.fds())?;
+            self.link.send(&record.message, &fds(&record.chunks))?;
             sent += record.chunks.len() as u64;
         }
         Ok(())
@@ -278,7 +279,7 @@ impl Publisher {
     /// to call this again waits again; those of the conversation, which end it.
     pub fn withdraw(&mut self, id: BufferId) -> Result<()> {
         let buffer = self.buffer(id)?;
-        if buffer.held && !buffer.withdrawn {
+        if !buffer.withdrawn {
             buffer.withdrawn = true;
             let sent = self.link.send(&Message::Withdraw(BufferNumber { buffer: id.0 }), &[]);
             self.guard(sent)?;
@@ -385,14 +386,23 @@ impl Drop for Publisher {
     }
 }
 
-/// What a consumer is told of a buffer the first time.
+fn fds(chunks: &[Arc<Chunk>]) -> Vec<BorrowedFd<'_>> {
+    chunks.iter().map(|chunk| chunk.as_fd()).collect()
+}
+
+/// The turn of a buffer, with the segments that it brings.
+fn ready(id: BufferId, generation: u64, chunks: &[Arc<Chunk>]) -> Message {
+    let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
+    Message::Ready(Ready { buffer: id.0, generation, sizes })
+}
+
+/// What a consumer is told of a buffer when it is entered.
 fn offer(
     id: BufferId,
     memory: Description,
     array: Option<ArrayDescriptor>,
     access: Access,
     part: Option<Part>,
-    chunks: &[Arc<Chunk>],
 ) -> Message {
     Message::Offer(Box::new(Offer {
         object: DEFAULT_OBJECT.to_owned(),
@@ -404,12 +414,10 @@ fn offer(
         digest: None,
         reply_salt: None,
         buffer: Some(id.0),
-        generation: None,
-        sizes: chunks.iter().map(|chunk| chunk.size()).collect(),
     }))
 }
 
-/// The records that those segments travel in that do not come with the offer, from number `first` on.
+/// The records that those segments travel in that do not come with the turn itself, from number `first` on.
 fn records(chunks: &[Arc<Chunk>], mut first: u64) -> Vec<Record> {
     let mut records = Vec::new();
     for chunks in chunks.chunks(MAX_FDS) {

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{BufferId, misused, over, wrong};
+use super::{BufferId, MAX_BUFFERS, misused, over, wrong};
 use crate::{
     array::ArrayDescriptor,
     channel::{Peer, connect},
@@ -21,7 +21,9 @@ use crate::{
         opening::{self, Chosen, Connection, acknowledge, part_of, pool_of, take_pool, take_segments},
         unexpected,
     },
-    wire::{BufferNumber, BufferTurn, DEFAULT_OBJECT, ErrorCode, Hello, Mechanism, Message, Offer, STREAM, Subscribe},
+    wire::{
+        BufferNumber, BufferTurn, DEFAULT_OBJECT, ErrorCode, Hello, Mechanism, Message, Offer, Ready, STREAM, Subscribe,
+    },
 };
 
 /// The consumer's end of a stream: one connection to a producer, and the buffers that are open.
@@ -37,6 +39,8 @@ use crate::{
 pub struct Subscriber {
     /// What was not urgent when the last buffer was opened.
     remains: Option<Remains>,
+    /// What the producer said of its buffers, open or not.
+    offers: BTreeMap<u64, Offered>,
     buffers: BTreeMap<u64, Kept>,
     keep: usize,
     /// Counts uses.
@@ -46,6 +50,14 @@ pub struct Subscriber {
     connection: Option<Arc<Connection>>,
     link: Link,
     timeout: Duration,
+}
+
+/// A buffer as it was described.
+#[derive(Debug)]
+struct Offered {
+    offer: Arc<Offer>,
+    /// How often it was published.
+    generation: u64,
 }
 
 /// A buffer that is open.
@@ -183,6 +195,7 @@ impl Subscriber {
         let channel = connect(path, terms.timeout, &terms.trust, &terms.cancel)?;
         let mut subscriber = Self {
             remains: None,
+            offers: BTreeMap::new(),
             buffers: BTreeMap::new(),
             keep,
             uses: 0,
@@ -256,8 +269,8 @@ impl Subscriber {
                 received => self.guard(received)?,
             };
             let taken = match message {
-                Message::Ready(turn) => self.begin_turn(turn).map(Some),
-                Message::Offer(offer) => self.open(*offer, fds).map(Some),
+                Message::Ready(turn) => self.begin_turn(&turn, fds).map(Some),
+                Message::Offer(offer) => self.enter(*offer).map(|()| None),
                 Message::Withdraw(BufferNumber { buffer }) => self.withdrawn(buffer).map(|()| None),
                 other => Err(unexpected(&other, "ready, offer or withdraw")),
             };
@@ -269,19 +282,35 @@ impl Subscriber {
         }
     }
 
-    /// The turn of a buffer that is open.
-    fn begin_turn(&mut self, BufferTurn { buffer, generation }: BufferTurn) -> Result<Received> {
+    /// A buffer that is described.
+    fn enter(&mut self, offer: Offer) -> Result<()> {
+        let number = self.check(&offer)?;
+        self.offers.insert(number, Offered { offer: Arc::new(offer), generation: 0 });
+        Ok(())
+    }
+
+    /// The turn of a buffer: of one that is open, or with what it takes to open it.
+    fn begin_turn(&mut self, turn: &Ready, fds: Vec<OwnedFd>) -> Result<Received> {
+        let Ready { buffer, generation, ref sizes } = *turn;
+        let Some(offered) = self.offers.get_mut(&buffer) else {
+            return Err(wrong(format!("buffer {buffer} is ready, and is not described")));
+        };
+        if offered.generation.checked_add(1) != Some(generation) {
+            let known = offered.generation;
+            return Err(wrong(format!(
+                "generation {generation} of buffer {buffer} is ready behind generation {known}"
+            )));
+        }
+        let offer = Arc::clone(&offered.offer);
+        offered.generation = generation;
         let Some(kept) = self.buffers.get_mut(&buffer) else {
-            return Err(wrong(format!("buffer {buffer} is ready, and is not open here")));
+            return self.open(&offer, turn, fds);
         };
         if kept.in_use {
             return Err(wrong(format!("buffer {buffer} is ready, and is in use here")));
         }
-        if kept.generation.checked_add(1) != Some(generation) {
-            let known = kept.generation;
-            return Err(wrong(format!(
-                "generation {generation} of buffer {buffer} is ready behind generation {known}"
-            )));
+        if !sizes.is_empty() {
+            return Err(wrong(format!("buffer {buffer} comes with segments, and is open here")));
         }
         self.uses += 1;
         (kept.generation, kept.in_use, kept.used) = (generation, true, self.uses);
@@ -289,24 +318,28 @@ impl Subscriber {
     }
 
     /// The turn of a buffer that is not open.
-    fn open(&mut self, offer: Offer, fds: Vec<OwnedFd>) -> Result<Received> {
-        let (number, generation) = self.check(&offer)?;
+    fn open(&mut self, offer: &Offer, turn: &Ready, fds: Vec<OwnedFd>) -> Result<Received> {
+        let Ready { buffer: number, generation, ref sizes } = *turn;
+        if sizes.is_empty() != (offer.memory.mechanism != Mechanism::Vmm) {
+            let (came, mechanism) = (sizes.len(), offer.memory.mechanism);
+            return Err(wrong(format!("{came} segments came with buffer {number}, shared by {mechanism}")));
+        }
         let link = &mut self.link;
         let device = self.chosen.for_memory_of(&offer.memory.device, &mut || link.busy(), &|_| {})?;
         let (memory, pool, segments) = match offer.memory.mechanism {
             Mechanism::Vmm => {
                 self.make_room()?;
-                let (memory, segments) = self.open_segments(&device, &offer, fds)?;
+                let (memory, segments) = self.open_segments(&device, offer, (sizes, fds))?;
                 (memory, None, segments)
             }
             Mechanism::Pool => {
-                let number = pool_of(&device, &offer)?;
+                let number = pool_of(&device, offer)?;
                 // Before a buffer of it is let go of: the producer knows nothing of that yet.
                 let known = self.pool(number);
                 self.make_room()?;
                 let pool = match known {
                     Some(pool) => pool,
-                    None => take_pool(&mut self.link, &device, &offer, number)?.0,
+                    None => take_pool(&mut self.link, &device, offer, number)?.0,
                 };
                 (Imported::of_pool(&pool, &offer.memory, offer.access)?, Some((number, pool)), 0)
             }
@@ -315,44 +348,50 @@ impl Subscriber {
                 (Imported::of_legacy(&device, &offer.memory, offer.access)?, None, 0)
             }
         };
-        let connection = self.connection.clone().filter(|_| memory.is_borrowed());
-        let held = Held { number, memory, array: offer.array, size: offer.memory.size, pool, _connection: connection };
         let usable = Instant::now();
         acknowledge(&mut self.link, segments)?;
-        let held = Arc::new(held);
+        let connection = self.connection.clone().filter(|_| memory.is_borrowed());
+        let (array, size) = (offer.array.clone(), offer.memory.size);
+        let held = Arc::new(Held { number, memory, array, size, pool, _connection: connection });
         self.uses += 1;
         let kept = Kept { held: Arc::clone(&held), generation, in_use: true, withdrawn: false, used: self.uses };
         self.buffers.insert(number, kept);
         Ok(Received { held, generation, usable })
     }
 
-    /// What an offer must be in a stream. Returns the buffer's number and generation.
-    fn check(&self, offer: &Offer) -> Result<(u64, u64)> {
-        let (Some(number), Some(generation @ 1..)) = (offer.buffer, offer.generation) else {
-            return Err(wrong("memory is offered in a stream without a buffer's number and generation".to_owned()));
+    /// What an offer must be in a stream. Returns the buffer's number.
+    fn check(&self, offer: &Offer) -> Result<u64> {
+        let Some(number) = offer.buffer else {
+            return Err(wrong("memory is offered in a stream without a buffer's number".to_owned()));
         };
         if offer.salt.is_some() || offer.reply_salt.is_some() || offer.digest.is_some() {
             return Err(wrong(format!("buffer {number} is offered in a stream with something to check it against")));
         }
-        if offer.sizes.is_empty() != (offer.memory.mechanism != Mechanism::Vmm) {
-            let (came, mechanism) = (offer.sizes.len(), offer.memory.mechanism);
-            return Err(wrong(format!(
-                "{came} segments came with the offer of buffer {number}, shared by {mechanism}"
-            )));
+        // One that was withdrawn may still be in use.
+        if self.offers.contains_key(&number) || self.buffers.contains_key(&number) {
+            return Err(wrong(format!("buffer {number} is offered, and was before")));
         }
-        if self.buffers.contains_key(&number) {
-            return Err(wrong(format!("buffer {number} is offered, and is open here already")));
+        if self.offers.len() >= MAX_BUFFERS {
+            return Err(wrong(format!("buffer {number} is offered, and there are {MAX_BUFFERS} already")));
         }
         opening::check_object(offer, DEFAULT_OBJECT)?;
         opening::check(offer)?;
-        Ok((number, generation))
+        if offer.memory.mechanism == Mechanism::Vmm {
+            part_of(offer, 0, &(0..offer.memory.mapped_size))?;
+        }
+        Ok(number)
     }
 
     /// Opens memory of segments. Returns how many they are.
-    fn open_segments(&mut self, device: &Device, offer: &Offer, fds: Vec<OwnedFd>) -> Result<(Imported, usize)> {
+    fn open_segments(
+        &mut self,
+        device: &Device,
+        offer: &Offer,
+        brought: (&[u64], Vec<OwnedFd>),
+    ) -> Result<(Imported, usize)> {
         let part = part_of(offer, 0, &(0..offer.memory.mapped_size))?;
         let mut importing = Importing::begin(device, &offer.memory, &part, offer.access)?;
-        let (fds, _) = take_segments(&mut self.link, &mut importing, part.first, (&offer.sizes, fds))?;
+        let (fds, _) = take_segments(&mut self.link, &mut importing, part.first, brought)?;
         let (memory, remains) = importing.finish_first()?;
         self.remains = Some(remains);
         Ok((memory, fds.len()))
@@ -387,14 +426,16 @@ impl Subscriber {
 
     /// The producer wants a buffer back for good.
     fn withdrawn(&mut self, number: u64) -> Result<()> {
+        if self.offers.remove(&number).is_none() {
+            return Err(wrong(format!("buffer {number} is withdrawn, and is not of this stream")));
+        }
         match self.buffers.get_mut(&number) {
-            Some(kept) if kept.withdrawn => Err(wrong(format!("buffer {number} is withdrawn twice"))),
             Some(kept) if kept.in_use => {
                 kept.withdrawn = true;
                 Ok(())
             }
             Some(_) => self.let_go(number),
-            None => Err(wrong(format!("buffer {number} is withdrawn, and is not open here"))),
+            None => Ok(()),
         }
     }
 
@@ -465,6 +506,7 @@ impl Subscriber {
             tracing::error!(%error, "a buffer is let go of, and work on it may not be done");
         }
         self.remains = None;
+        self.offers.clear();
         self.buffers.clear();
         self.connection = None;
     }
