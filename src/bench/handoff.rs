@@ -9,11 +9,14 @@ use super::{
     orders::{Answer, Order, Way},
     process::{Process, Task},
     stats::Samples,
-    tell, unfit, warm_up,
+    tell,
+    text::human,
+    unfit, warm_up,
 };
 use crate::{
     driver::Backend,
     error::{Error, Result},
+    memory::MOST_OF_A_POOL,
 };
 
 /// What is measured: its bench, its name, in which pair of processes, and how many times the size it needs.
@@ -105,9 +108,11 @@ fn fitting<'a>(run: &mut Run<'_>, pairs: &Pairs, size: u64, contestants: &[&'a C
     let mut fitting = Vec::new();
     for &contestant in contestants {
         let more = contestant.memory.saturating_mul(size);
-        if needed + more > usable {
-            let what =
-                format!("{} at {size} bytes: there are {usable} bytes for all that is compared", contestant.name);
+        if contestant.way == Way::Pool && size > MOST_OF_A_POOL {
+            run.leave_out(format!("pool at {}: the driver can't import so much", human(size)));
+        } else if needed + more > usable {
+            let (name, size, usable) = (contestant.name, human(size), human(usable));
+            let what = format!("{name} at {size}: there are {usable} for all that is compared");
             run.leave_out(what);
         } else {
             needed += more;
@@ -126,7 +131,7 @@ fn measure_size(
 ) -> Result<()> {
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
     let mut samples: BTreeMap<usize, Samples> = BTreeMap::new();
-    let what = format!("handoff of {size} bytes");
+    let what = format!("handoff of {}", human(size));
     // First those that would not be alone once the other producer has exported something.
     for (process, alone) in pairs.in_turn() {
         let here: Vec<usize> = (0..contestants.len()).filter(|&number| contestants[number].alone == alone).collect();

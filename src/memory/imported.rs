@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{Allocation, Device, LegacyMemory, Mapping, Pool, PoolBuffer, Region, Reservation};
+use super::{Allocation, Device, LegacyMemory, Mapping, Pool, PoolBuffer, Region, Reservation, pool::check_size};
 use crate::{
     driver::{Access, Location, code},
     error::{Error, ErrorCode, ProtocolError, Result},
@@ -87,6 +87,7 @@ impl Imported {
     /// Those of [`Imported::open`]. Driver calls: those of [`PoolBuffer::import`].
     pub fn of_pool(pool: &Arc<Pool>, description: &Description, access: Access) -> Result<Self> {
         let pointer = pointer(description)?;
+        check_size(pool.device(), description.mapped_size)?;
         let buffer =
             PoolBuffer::import(pool, &pointer).map_err(|error| not_as_offered(pool.device(), description, error))?;
         Self::opened(buffer, description, access)

@@ -28,7 +28,7 @@ pub use self::{
     imported::{Imported, Importing},
     legacy::LegacyMemory,
     mirror::Mirror,
-    pool::{Pool, PoolBuffer},
+    pool::{MOST as MOST_OF_A_POOL, Pool, PoolBuffer},
     shared::{Shared, Spec},
     vmm::{Allocation, Mapping, Reservation},
 };

@@ -51,6 +51,7 @@ cases! {
     gpus alone: [
     sealing_a_gpus_memory_is_an_agreement,
     a_copy_that_can_not_be_written_back_is_told_or_logged,
+    a_pools_buffer_that_the_driver_could_not_import_is_refused,
     a_pool_may_hold_many_buffers,
     two_imports_of_a_pools_buffer_live_apart,
     a_legacy_handle_opens_in_another_process_and_not_in_its_own,
@@ -596,6 +597,19 @@ fn a_file_goes_through_memory_of_every_kind_with_its_digest(subject: Subject) {
     }
     let expected = format!("blake3:{}", blake3::hash(&data).to_hex());
     assert!(digests.iter().all(|digest| *digest == expected), "{digests:?}");
+}
+
+fn a_pools_buffer_that_the_driver_could_not_import_is_refused(subject: Subject) {
+    let device = subject.device();
+    let spec = |size| Spec { size, mechanism: Mechanism::Pool, ..Spec::default() };
+    let refused = Shared::create(&device, &spec((5 << 30) + 1)).unwrap_err();
+    assert!(matches!(refused, Error::Unsupported { .. }) && refused.to_string().contains("5 GiB"), "{refused}");
+    // Nor is it imported, whoever offers it.
+    let shared = Shared::create(&device, &spec(1)).unwrap();
+    let mut offered = shared.describe().unwrap();
+    offered.mapped_size = (5 << 30) + 1;
+    let refused = Imported::of_pool(shared.pool().unwrap(), &offered, ReadWrite).unwrap_err();
+    assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
 }
 
 fn a_pool_may_hold_many_buffers(subject: Subject) {
