@@ -62,6 +62,7 @@ impl Command for Options {
         // Before anybody is asked: what can't be written need not be sent.
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let opened = start(self.common.backend, cancel, &observer)?;
+        cli::leave_open(&opened.driver);
         let terms = self.common.terms(cancel);
         let ask = Ask { access: self.access, range: self.range, ..Ask::default() };
         let errand = Errand { ask: &ask, target, engine: self.common.verify };

@@ -79,6 +79,7 @@ impl Command for Options {
         Listener::check_free(&path)?;
         let terms = self.common.terms(cancel);
         let opened = start(self.common.backend, cancel, &observer)?;
+        cli::leave_open(&opened.driver);
         let device = Device::find(&opened.driver, self.device)?;
         let spec = Spec {
             size,

