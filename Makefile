@@ -5,8 +5,10 @@ BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
 DIST  := dist
 # --strict: what can't be run here counts as failed.
 STRICT ?=
+# Options of vmmfd bench.
+BENCH  ?=
 
-.PHONY: help build demo smoke test test-gpu check check-ptx bundle clean
+.PHONY: help build demo smoke test test-gpu bench check check-ptx bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +30,10 @@ test: ## every test that needs no GPU
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
 	$(CARGO) test --locked --workspace --features launch --test suite -- --ignored cuda::
 	scripts/interop/run $(BIN) $(STRICT)
+
+bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say
+	$(CARGO) build --locked --release
+	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
 check: ## format, lints and documentation, warnings as errors; the oldest and the newest CUDA bindings
 	$(CARGO) fmt --all --check
