@@ -16,33 +16,41 @@ use crate::{
     error::{Error, Result},
 };
 
-/// What is measured: its bench, its name, in which pair of processes, and how many times the size it needs.
+/// What is measured: its bench, its name, in which pair of processes, and which memory it needs.
 struct Contestant {
     bench: Bench,
     name: &'static str,
     way: Way,
     alone: bool,
-    memory: u64,
+    memory: Memory,
 }
 
-const fn contestant(bench: Bench, name: &'static str, way: Way, alone: bool, memory: u64) -> Contestant {
+const fn contestant(bench: Bench, name: &'static str, way: Way, alone: bool, memory: Memory) -> Contestant {
     Contestant { bench, name, way, alone, memory }
+}
+
+/// Which memory a contestant needs, of the size that is handed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    /// What all of these share, or are compared with.
+    Common,
+    /// Its own beside the others'.
+    Own,
+    /// Its own while there is no other.
+    Alone,
 }
 
 /// In the order in which memory is given to them, where there is not enough for all.
 const CONTESTANTS: [Contestant; 8] = [
-    contestant(Bench::Handoff, "floor", Way::Floor, false, 1),
-    contestant(Bench::Handoff, "vmmfd", Way::Fresh, false, 0),
-    contestant(Bench::Repeat, "floor", Way::Hop, false, 0),
-    contestant(Bench::Repeat, "vmmfd again", Way::Again, false, 0),
-    contestant(Bench::Handoff, "export each, anchor", Way::ExportEach, false, 1),
-    contestant(Bench::Handoff, "export each, no anchor", Way::ExportEach, true, 0),
-    contestant(Bench::Handoff, "legacy", Way::Legacy, false, 1),
-    contestant(Bench::Handoff, "pool", Way::Pool, false, 1),
+    contestant(Bench::Handoff, "floor", Way::Floor, false, Memory::Common),
+    contestant(Bench::Handoff, "vmmfd", Way::Fresh, false, Memory::Common),
+    contestant(Bench::Repeat, "floor", Way::Hop, false, Memory::Common),
+    contestant(Bench::Repeat, "vmmfd again", Way::Again, false, Memory::Common),
+    contestant(Bench::Handoff, "export each, anchor", Way::ExportEach, false, Memory::Own),
+    contestant(Bench::Handoff, "export each, no anchor", Way::ExportEach, true, Memory::Alone),
+    contestant(Bench::Handoff, "legacy", Way::Legacy, false, Memory::Own),
+    contestant(Bench::Handoff, "pool", Way::Pool, false, Memory::Own),
 ];
-
-/// The part of the free memory that is used at most.
-const USED: f64 = 0.95;
 
 const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
 const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
@@ -51,7 +59,10 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
     let folder = tempfile::Builder::new().prefix("vmmfd-bench.").tempdir_in("/tmp");
     let folder = folder.map_err(|error| Error::system("make a folder in /tmp", error))?;
     let cuda = run.plan.backend == Backend::Cuda;
-    for consumers in run.plan.consumers.clone() {
+    let mut numbers = run.plan.consumers.clone();
+    numbers.sort_unstable();
+    numbers.dedup();
+    for consumers in numbers {
         let several = consumers > 1;
         let wanted = |contestant: &&Contestant| {
             let only_cuda = contestant.alone || matches!(contestant.way, Way::Legacy | Way::Pool);
@@ -69,7 +80,6 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
 struct Pairs {
     main: Process,
     alone: Option<Process>,
-    free: u64,
 }
 
 impl Pairs {
@@ -83,36 +93,40 @@ fn measure_all(run: &mut Run<'_>, folder: &TempDir, consumers: usize, contestant
     let task = |consumers| Task::Produce { folder: folder.path().to_owned(), consumers };
     let needs_other = contestants.iter().any(|contestant| contestant.alone);
     let alone = needs_other.then(|| run.start(task(1), &[])).transpose()?.map(|(alone, _)| alone);
-    let (main, free) = run.start(task(consumers), &[])?;
-    let pairs = Pairs { main, alone, free };
-    let sizes = match (&run.plan.sizes[..], run.plan.backend) {
-        ([], Backend::Cuda) => GPU_SIZES.to_vec(),
-        ([], Backend::Host) => HOST_SIZES.to_vec(),
-        (sizes, _) => sizes.to_vec(),
+    let (main, room) = run.start(task(consumers), &[])?;
+    let pairs = Pairs { main, alone };
+    let default = match run.plan.backend {
+        Backend::Cuda => &GPU_SIZES[..],
+        Backend::Host => &HOST_SIZES[..],
     };
-    for size in sizes {
-        let size = size.next_multiple_of(crate::driver::host::GRANULARITY);
-        let fitting = fitting(run, &pairs, size, contestants);
+    for size in run.sizes(default, room) {
+        let fitting = fitting(run, room.free, size, contestants);
         measure_size(run, &pairs, size, consumers, &fitting)?;
     }
     Ok(())
 }
 
 /// Those for which there is memory, the first ones first.
-fn fitting<'a>(run: &mut Run<'_>, pairs: &Pairs, size: u64, contestants: &[&'a Contestant]) -> Vec<&'a Contestant> {
-    let usable = (pairs.free as f64 * USED) as u64;
-    let mut needed = 0;
-    let mut fitting = Vec::new();
+fn fitting<'a>(run: &mut Run<'_>, usable: u64, size: u64, contestants: &[&'a Contestant]) -> Vec<&'a Contestant> {
+    let mut needed: u64 = 0;
+    let mut fitting: Vec<&Contestant> = Vec::new();
     for &contestant in contestants {
-        let more = contestant.memory.saturating_mul(size);
-        if needed + more > usable {
-            let what =
-                format!("{} at {size} bytes: there are {usable} bytes for all that is compared", contestant.name);
-            run.leave_out(what);
-        } else {
-            needed += more;
-            fitting.push(contestant);
+        let there = fitting.iter().any(|other| other.memory == Memory::Common);
+        let (beside, more) = match contestant.memory {
+            Memory::Common if there => (needed, 0),
+            Memory::Common | Memory::Own => (needed, size),
+            Memory::Alone => (0, size),
+        };
+        if beside.saturating_add(more) > usable {
+            let Contestant { bench, name, .. } = contestant;
+            let bench = bench.as_str();
+            run.leave_out(format!("{bench} {name} at {size} bytes: there are {usable} bytes for all that is compared"));
+            continue;
         }
+        if contestant.memory != Memory::Alone {
+            needed += more;
+        }
+        fitting.push(contestant);
     }
     fitting
 }
@@ -140,7 +154,7 @@ fn measure_size(
                 match ask(process, &Order::Measure { way: contestants[number].way })? {
                     Answer::Took { us } if round >= warm_up => samples.entry(number).or_default().0.push(us),
                     Answer::Took { .. } => {}
-                    other => return unfit(other),
+                    _ => return unfit(),
                 }
             }
         }
