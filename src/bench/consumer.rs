@@ -2,9 +2,9 @@
 
 use std::{
     os::fd::{AsFd, OwnedFd},
-    path::Path,
     sync::Arc,
     thread,
+    time::Instant,
 };
 
 use super::{
@@ -33,14 +33,14 @@ struct Consumer<'a> {
 }
 
 /// Does what it is told until whoever tells it has gone.
-pub(super) fn serve(errand: &Errand, _: &Path, line: &Line) -> Result<()> {
+pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
     let (driver, device) = errand.open()?;
     device.activate()?;
     line.send(&Reply::Ready)?;
     let mut consumer = Consumer { errand, line, driver, device, subscriber: None, pool: None };
     loop {
         let call = line.receive()?;
-        let reply = consumer.answer(&call).unwrap_or_else(|error| Reply::Failed { message: error.in_full() });
+        let reply = consumer.answer(&call).unwrap_or_else(|error| Reply::Failed(error.into()));
         line.send(&reply)?;
     }
 }
@@ -68,7 +68,12 @@ impl Consumer<'_> {
                 let Some(subscriber) = &mut self.subscriber else { return Ok(Reply::Ready) };
                 self.line.send(&Reply::Ready)?;
                 let before = subscriber.held();
+                let deadline = Instant::now() + self.errand.timeout;
                 while subscriber.held() == before && subscriber.try_receive()?.is_none() {
+                    if Instant::now() > deadline {
+                        let purpose = "for the session to take a buffer back";
+                        return Err(Error::Timeout { purpose, waited: self.errand.timeout });
+                    }
                     thread::yield_now();
                 }
                 Ok(Reply::Ready)

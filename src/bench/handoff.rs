@@ -19,33 +19,31 @@ use crate::{
     memory::MOST_OF_A_POOL,
 };
 
-/// What is measured: its bench, its name, in which pair of processes, and how many times the size it needs.
+/// What is measured: its bench, its name, whether it must be alone with exported descriptors, and whether its memory is the one
+/// that is shared by all that share any.
 struct Contestant {
     bench: Bench,
     name: &'static str,
     way: Way,
     alone: bool,
-    memory: u64,
+    shares: bool,
 }
 
-const fn contestant(bench: Bench, name: &'static str, way: Way, alone: bool, memory: u64) -> Contestant {
-    Contestant { bench, name, way, alone, memory }
+const fn contestant(bench: Bench, name: &'static str, way: Way, alone: bool, shares: bool) -> Contestant {
+    Contestant { bench, name, way, alone, shares }
 }
 
 /// In the order in which memory is given to them, where there is not enough for all.
 const CONTESTANTS: [Contestant; 8] = [
-    contestant(Bench::Handoff, "floor", Way::Floor, false, 1),
-    contestant(Bench::Handoff, "vmmfd", Way::Fresh, false, 0),
-    contestant(Bench::Repeat, "floor", Way::Hop, false, 0),
-    contestant(Bench::Repeat, "vmmfd again", Way::Again, false, 0),
-    contestant(Bench::Handoff, "export each, anchor", Way::ExportEach, false, 1),
-    contestant(Bench::Handoff, "export each, no anchor", Way::ExportEach, true, 0),
-    contestant(Bench::Handoff, "legacy", Way::Legacy, false, 1),
-    contestant(Bench::Handoff, "pool", Way::Pool, false, 1),
+    contestant(Bench::Handoff, "floor", Way::Floor, false, true),
+    contestant(Bench::Handoff, "vmmfd", Way::Fresh, false, true),
+    contestant(Bench::Repeat, "floor", Way::Hop, false, true),
+    contestant(Bench::Repeat, "vmmfd again", Way::Again, false, true),
+    contestant(Bench::Handoff, "export each, anchor", Way::ExportEach, false, false),
+    contestant(Bench::Handoff, "export each, no anchor", Way::ExportEach, true, false),
+    contestant(Bench::Handoff, "legacy", Way::Legacy, false, false),
+    contestant(Bench::Handoff, "pool", Way::Pool, false, false),
 ];
-
-/// The part of the free memory that is used at most.
-const USED: f64 = 0.95;
 
 const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
 const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
@@ -54,7 +52,10 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
     let folder = tempfile::Builder::new().prefix("vmmfd-bench.").tempdir_in("/tmp");
     let folder = folder.map_err(|error| Error::system("make a folder in /tmp", error))?;
     let cuda = run.plan.backend == Backend::Cuda;
-    for consumers in run.plan.consumers.clone() {
+    let mut numbers = run.plan.consumers.clone();
+    numbers.sort_unstable();
+    numbers.dedup();
+    for consumers in numbers {
         let several = consumers > 1;
         let wanted = |contestant: &&Contestant| {
             let only_cuda = contestant.alone || matches!(contestant.way, Way::Legacy | Way::Pool);
@@ -68,97 +69,90 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The processes: one pair that holds an exported descriptor, and one that holds none.
-struct Pairs {
-    main: Process,
-    alone: Option<Process>,
-    free: u64,
-}
-
-impl Pairs {
-    fn in_turn(&self) -> impl Iterator<Item = (&Process, bool)> {
-        self.alone.iter().map(|alone| (alone, true)).chain([(&self.main, false)])
-    }
-}
-
+/// Measures what is compared, in three rounds with processes of their own: what must not meet an exported descriptor in any
+/// process, the other handoffs, and what is handed over again.
 fn measure_all(run: &mut Run<'_>, folder: &TempDir, consumers: usize, contestants: &[&Contestant]) -> Result<()> {
-    run.tick("starting the processes", 0, 1)?;
-    let task = |consumers| Task::Produce { folder: folder.path().to_owned(), consumers };
-    let needs_other = contestants.iter().any(|contestant| contestant.alone);
-    let alone = needs_other.then(|| run.start(task(1), &[])).transpose()?.map(|(alone, _)| alone);
-    let (main, free) = run.start(task(consumers), &[])?;
-    let pairs = Pairs { main, alone, free };
-    let sizes = match (&run.plan.sizes[..], run.plan.backend) {
-        ([], Backend::Cuda) => GPU_SIZES.to_vec(),
-        ([], Backend::Host) => HOST_SIZES.to_vec(),
-        (sizes, _) => sizes.to_vec(),
-    };
+    let rounds = [(Bench::Handoff, true), (Bench::Handoff, false), (Bench::Repeat, false)];
+    let mut sizes = Vec::new();
+    let mut measured: BTreeMap<(u64, &str, Bench), Samples> = BTreeMap::new();
+    for (bench, alone) in rounds {
+        let here = contestants.iter().filter(|contestant| (contestant.bench, contestant.alone) == (bench, alone));
+        let here: Vec<&Contestant> = here.copied().collect();
+        if here.is_empty() {
+            continue;
+        }
+        run.tick("starting the processes", 0, 1)?;
+        let task = Task::Produce { folder: folder.path().to_owned(), consumers: if alone { 1 } else { consumers } };
+        let (process, room) = run.start(task, &[])?;
+        let default = match run.plan.backend {
+            Backend::Cuda => &GPU_SIZES[..],
+            Backend::Host => &HOST_SIZES[..],
+        };
+        sizes = run.sizes(default, room);
+        for &size in &sizes {
+            let fitting = fitting(run, room.free, size, &here);
+            let samples = measure_size(run, &process, size, &fitting)?;
+            let named = fitting.iter().zip(samples);
+            measured.extend(named.map(|(contestant, samples)| ((size, contestant.name, bench), samples)));
+        }
+    }
     for size in sizes {
-        let size = size.next_multiple_of(crate::driver::host::GRANULARITY);
-        let fitting = fitting(run, &pairs, size, contestants);
-        measure_size(run, &pairs, size, consumers, &fitting)?;
+        for bench in [Bench::Handoff, Bench::Repeat] {
+            let suffix = if consumers > 1 { format!(", {consumers} at once") } else { String::new() };
+            let series = contestants.iter().filter(|contestant| contestant.bench == bench).filter_map(|contestant| {
+                let samples = measured.remove(&(size, contestant.name, bench))?;
+                Some((format!("{}{suffix}", contestant.name), samples))
+            });
+            let series = series.collect();
+            run.add(bench, size, series, &format!("floor{suffix}"));
+        }
     }
     Ok(())
 }
 
 /// Those for which there is memory, the first ones first.
-fn fitting<'a>(run: &mut Run<'_>, pairs: &Pairs, size: u64, contestants: &[&'a Contestant]) -> Vec<&'a Contestant> {
-    let usable = (pairs.free as f64 * USED) as u64;
-    let mut needed = 0;
-    let mut fitting = Vec::new();
+fn fitting<'a>(run: &mut Run<'_>, usable: u64, size: u64, contestants: &[&'a Contestant]) -> Vec<&'a Contestant> {
+    let mut needed: u64 = 0;
+    let mut fitting: Vec<&Contestant> = Vec::new();
     for &contestant in contestants {
-        let more = contestant.memory.saturating_mul(size);
-        if contestant.way == Way::Pool && size > MOST_OF_A_POOL {
-            run.leave_out(format!("pool at {}: the driver can't import so much", human(size)));
-        } else if needed + more > usable {
-            let (name, size, usable) = (contestant.name, human(size), human(usable));
-            let what = format!("{name} at {size}: there are {usable} for all that is compared");
-            run.leave_out(what);
-        } else {
-            needed += more;
-            fitting.push(contestant);
+        let Contestant { bench, name, way, shares, .. } = contestant;
+        let bench = bench.as_str();
+        if *way == Way::Pool && size > MOST_OF_A_POOL {
+            run.leave_out(format!("{bench} {name} at {}: the driver can't import so much", human(size)));
+            continue;
         }
+        // All that share memory need it once.
+        let there = fitting.iter().any(|other| other.shares);
+        let more = if *shares && there { 0 } else { size };
+        if needed.saturating_add(more) > usable {
+            let (size, usable) = (human(size), human(usable));
+            run.leave_out(format!("{bench} {name} at {size}: there are {usable} for all that is compared"));
+            continue;
+        }
+        needed += more;
+        fitting.push(contestant);
     }
     fitting
 }
 
-fn measure_size(
-    run: &mut Run<'_>,
-    pairs: &Pairs,
-    size: u64,
-    consumers: usize,
-    contestants: &[&Contestant],
-) -> Result<()> {
+/// The samples of each contestant, in their order.
+fn measure_size(run: &mut Run<'_>, process: &Process, size: u64, contestants: &[&Contestant]) -> Result<Vec<Samples>> {
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
-    let mut samples: BTreeMap<usize, Samples> = BTreeMap::new();
+    let mut samples = vec![Samples::default(); contestants.len()];
     let what = format!("handoff of {}", human(size));
-    // First those that would not be alone once the other producer has exported something.
-    for (process, alone) in pairs.in_turn() {
-        let here: Vec<usize> = (0..contestants.len()).filter(|&number| contestants[number].alone == alone).collect();
-        let ways = here.iter().map(|&number| contestants[number].way).collect();
-        tell(process, &Order::Prepare { size, ways })?;
-        for round in 0..warm_up + count {
-            run.tick(&what, round, warm_up + count)?;
-            for turn in 0..here.len() {
-                // Nobody comes always first, or always after the same one.
-                let number = here[(turn + round) % here.len()];
-                match ask(process, &Order::Measure { way: contestants[number].way })? {
-                    Answer::Took { us } if round >= warm_up => samples.entry(number).or_default().0.push(us),
-                    Answer::Took { .. } => {}
-                    other => return unfit(other),
-                }
+    tell(process, &Order::Prepare { size, ways: contestants.iter().map(|contestant| contestant.way).collect() })?;
+    for round in 0..warm_up + count {
+        run.tick(&what, round, warm_up + count)?;
+        for turn in 0..contestants.len() {
+            // Nobody comes always first, or always after the same one.
+            let number = (turn + round) % contestants.len();
+            match ask(process, &Order::Measure { way: contestants[number].way })? {
+                Answer::Took { us } if round >= warm_up => samples[number].0.push(us),
+                Answer::Took { .. } => {}
+                _ => return unfit(),
             }
         }
-        tell(process, &Order::Clear)?;
     }
-    for bench in [Bench::Handoff, Bench::Repeat] {
-        let suffix = if consumers > 1 { format!(", {consumers} at once") } else { String::new() };
-        let measured = contestants.iter().enumerate().filter(|(_, contestant)| contestant.bench == bench);
-        let measured = measured.map(|(number, contestant)| {
-            (format!("{}{suffix}", contestant.name), samples.remove(&number).unwrap_or_default())
-        });
-        let measured = measured.collect();
-        run.add(bench, size, measured, &format!("floor{suffix}"));
-    }
-    Ok(())
+    tell(process, &Order::Clear)?;
+    Ok(samples)
 }

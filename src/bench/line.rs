@@ -37,7 +37,8 @@ pub(super) fn now() -> u64 {
 #[derive(Debug)]
 pub(super) struct Line {
     socket: UnixStream,
-    timeout: Duration,
+    /// How long one call waits; without it as long as it takes.
+    timeout: Option<Duration>,
 }
 
 impl Line {
@@ -45,13 +46,14 @@ impl Line {
     pub(super) fn pair(timeout: Duration) -> Result<(Self, OwnedFd)> {
         let (own, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
             .map_err(|errno| Error::system("make a pair of sockets", errno))?;
-        Ok((Self::of(own, timeout)?, other))
+        Ok((Self::of(own, Some(timeout))?, other))
     }
 
-    /// The end that a process was started with.
-    pub(super) fn of(socket: OwnedFd, timeout: Duration) -> Result<Self> {
+    /// The end that a process was started with. It waits without a limit for what it is to do: the other pair may be at work
+    /// meanwhile, and nobody outlives who asks.
+    pub(super) fn of(socket: OwnedFd, timeout: Option<Duration>) -> Result<Self> {
         for side in [Timeout::Recv, Timeout::Send] {
-            set_socket_timeout(&socket, side, Some(timeout))
+            set_socket_timeout(&socket, side, timeout)
                 .map_err(|errno| Error::system("set a socket's timeout", errno))?;
         }
         // Only its descriptor is used: `sendfd` knows no other type.
@@ -78,7 +80,7 @@ impl Line {
         };
         sent.map(drop).map_err(|error| match error.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Error::PeerGone { purpose: "to send" },
-            io::ErrorKind::WouldBlock => Error::Timeout { purpose: "to send", waited: self.timeout },
+            io::ErrorKind::WouldBlock => self.timed_out("to send"),
             _ => Error::system("send to another process", error),
         })
     }
@@ -92,7 +94,7 @@ impl Line {
             let mut parts = [IoSliceMut::new(record)];
             match rustix::net::recvmsg(&self.socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Err(Error::Timeout { purpose, waited: self.timeout }),
+                Err(Errno::AGAIN) => return Err(self.timed_out(purpose)),
                 Err(Errno::CONNRESET) => return Err(Error::PeerGone { purpose }),
                 Err(errno) => return Err(Error::system("receive from another process", errno)),
                 Ok(received) => break received,
@@ -103,6 +105,10 @@ impl Line {
             _ => None,
         });
         if received.bytes == 0 { Err(Error::PeerGone { purpose }) } else { Ok((received.bytes, fds)) }
+    }
+
+    fn timed_out(&self, purpose: &'static str) -> Error {
+        Error::Timeout { purpose, waited: self.timeout.unwrap_or_default() }
     }
 }
 

@@ -34,7 +34,7 @@ pub use self::{
 use crate::{
     channel::Cancel,
     driver::Backend,
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{ProtocolError, Result},
     memory::Selector,
 };
 
@@ -183,8 +183,15 @@ pub type Observer<'a> = &'a dyn Fn(Progress<'_>);
 /// The program that calls this must hand the argument of its hidden subcommand [`ERRAND`] to [`run_errand`].
 ///
 /// # Errors
-/// [`Error::Peer`] with what a process of the bench failed with; [`Error::Timeout`], [`Error::PeerGone`] if one hangs or dies;
-/// [`Error::Interrupted`]; [`Error::System`].
+/// [`Error::NoDriver`], [`Error::NoDevice`], [`Error::NoSuchDevice`]; [`Error::Child`] if a process of the bench fails otherwise,
+/// hangs or dies; [`Error::Interrupted`]; [`Error::System`].
+///
+/// [`Error::NoDriver`]: crate::Error::NoDriver
+/// [`Error::NoDevice`]: crate::Error::NoDevice
+/// [`Error::NoSuchDevice`]: crate::Error::NoSuchDevice
+/// [`Error::Child`]: crate::Error::Child
+/// [`Error::Interrupted`]: crate::Error::Interrupted
+/// [`Error::System`]: crate::Error::System
 pub fn run(plan: &Plan, cancel: &Cancel, observer: Observer<'_>) -> Result<Report> {
     let mut run = Run::new(plan, cancel, observer);
     let wants = |bench: Bench| plan.benches.contains(&bench);
@@ -209,6 +216,20 @@ pub fn to_json(report: &Report) -> String {
         Ok(text) => text + "\n",
         Err(error) => format!("{{\"error\":\"{error}\"}}\n"),
     }
+}
+
+/// The part of the free memory that is used at most.
+const USED: f64 = 0.95;
+
+/// As good as no limit.
+const LONGEST_STEP: Duration = Duration::from_secs(24 * 3600);
+
+/// What memory there is.
+#[derive(Debug, Clone, Copy)]
+struct Room {
+    /// How many bytes may be used.
+    free: u64,
+    granularity: u64,
 }
 
 /// A run under way.
@@ -243,21 +264,39 @@ impl<'a> Run<'a> {
     }
 
     fn errand(&self, task: Task) -> Errand {
-        let Plan { backend, device, timeout, .. } = self.plan;
-        Errand { backend: *backend, device: device.to_string(), timeout: *timeout, parent: 0, task }
+        let Plan { backend, device, .. } = self.plan;
+        Errand { backend: *backend, device: device.to_string(), timeout: self.step(), parent: 0, task }
     }
 
-    /// Starts a process and waits until its driver is ready. Returns it with how many bytes the device has free.
-    fn start(&mut self, task: Task, variables: &[(&str, &str)]) -> Result<(Process, u64)> {
-        let process = Process::start_with(&self.errand(task), true, variables)?;
-        match process.receive()? {
-            Answer::Started { name, uuid, version, granularity: _, free } => {
+    /// How long one step may take: what clocks and sockets can count.
+    fn step(&self) -> Duration {
+        self.plan.timeout.min(LONGEST_STEP)
+    }
+
+    /// Starts a process and waits until its driver is ready. Returns it with what memory it has.
+    fn start(&mut self, task: Task, variables: &[(&str, &str)]) -> Result<(Process, Room)> {
+        let process = Process::leader(&self.errand(task), self.cancel, variables)?;
+        match receive(&process)? {
+            Answer::Started { name, uuid, version, granularity, free } => {
                 let machine = &mut self.report.machine;
                 (machine.device, machine.uuid, machine.cuda) = (name, uuid, version);
-                Ok((process, free))
+                Ok((process, Room { free: (free as f64 * USED) as u64, granularity }))
             }
-            other => unfit(other),
+            _ => unfit(),
         }
+    }
+
+    /// The sizes to measure at, each once.
+    fn sizes(&self, default: &[u64], room: Room) -> Vec<u64> {
+        let mut sizes = Vec::new();
+        for size in if self.plan.sizes.is_empty() { default } else { &self.plan.sizes } {
+            let largest = u64::MAX - u64::MAX % room.granularity;
+            let size = size.checked_next_multiple_of(room.granularity).unwrap_or(largest);
+            if !sizes.contains(&size) {
+                sizes.push(size);
+            }
+        }
+        sizes
     }
 
     /// Whether to go on, and how far it is.
@@ -292,8 +331,12 @@ fn warm_up(count: usize) -> usize {
 /// Gives an order, and returns what comes of it.
 fn ask(process: &Process, order: &Order) -> Result<Answer> {
     process.send(order)?;
+    receive(process)
+}
+
+fn receive(process: &Process) -> Result<Answer> {
     match process.receive()? {
-        Answer::Failed { message } => Err(Error::Peer { code: ErrorCode::Failed, message }),
+        Answer::Failed(failure) => Err(failure.of(process.name)),
         answer => Ok(answer),
     }
 }
@@ -302,13 +345,10 @@ fn ask(process: &Process, order: &Order) -> Result<Answer> {
 fn tell(process: &Process, order: &Order) -> Result<()> {
     match ask(process, order)? {
         Answer::Done => Ok(()),
-        other => unfit(other),
+        _ => unfit(),
     }
 }
 
-fn unfit<T>(answer: Answer) -> Result<T> {
-    match answer {
-        Answer::Failed { message } => Err(Error::Peer { code: ErrorCode::Failed, message }),
-        _ => Err(ProtocolError::Unexpected { got: "answer", want: "another one" }.into()),
-    }
+fn unfit<T>() -> Result<T> {
+    Err(ProtocolError::Unexpected { got: "answer", want: "another one" }.into())
 }

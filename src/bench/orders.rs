@@ -5,7 +5,10 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    driver::bare::{Closing, Opening},
+    driver::{
+        Backend,
+        bare::{Closing, Opening},
+    },
     error::Error,
     pattern::Engine,
 };
@@ -80,15 +83,70 @@ pub(super) enum Answer {
         closing: Closing,
         release_us: f64,
     },
-    Failed {
-        message: String,
-    },
+    Failed(Failure),
 }
 
 impl Answer {
     /// What came of it, or what it failed with.
     pub(super) fn of(result: Result<Self, Error>) -> Self {
-        result.unwrap_or_else(|error| Self::Failed { message: error.in_full() })
+        result.unwrap_or_else(|error| Self::Failed(error.into()))
+    }
+}
+
+/// An error on its way to another process: whole where a program branches on it, else as its sentence.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Failure {
+    NoDriver {
+        tried: String,
+    },
+    NoDevice,
+    NoSuchDevice {
+        backend: Backend,
+        wanted: String,
+        available: String,
+    },
+    /// Of a process that the one that tells of it had started.
+    Child {
+        process: String,
+        message: String,
+        hint: Option<String>,
+    },
+    Other {
+        message: String,
+        hint: Option<String>,
+    },
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::NoDriver { tried } => Self::NoDriver { tried },
+            Error::NoDevice => Self::NoDevice,
+            Error::NoSuchDevice { backend, wanted, available } => {
+                let host = backend == Backend::Host.as_str();
+                Self::NoSuchDevice { backend: if host { Backend::Host } else { Backend::Cuda }, wanted, available }
+            }
+            Error::Child { process, message, hint } => Self::Child { process, message, hint },
+            error => Self::Other { message: error.in_full(), hint: error.hint().map(str::to_owned) },
+        }
+    }
+}
+
+impl Failure {
+    /// The error, of the process that told of it.
+    pub(super) fn of(self, process: &str) -> Error {
+        match self {
+            Self::NoDriver { tried } => Error::NoDriver { tried },
+            Self::NoDevice => Error::NoDevice,
+            Self::NoSuchDevice { backend, wanted, available } => {
+                Error::NoSuchDevice { backend: backend.as_str(), wanted, available }
+            }
+            Self::Child { process, message, hint } => Error::Child { process, message, hint },
+            Self::Other { message, hint } => {
+                Error::Child { process: process.to_owned(), message: format!("failed: {message}"), hint }
+            }
+        }
     }
 }
 
@@ -115,7 +173,5 @@ pub(super) enum Reply {
     Usable {
         at: u64,
     },
-    Failed {
-        message: String,
-    },
+    Failed(Failure),
 }

@@ -22,7 +22,7 @@ const WIDTH: u32 = 960;
 /// The height of a panel's frame, and of each row in it.
 const FRAME: u32 = 90;
 const ROW: u32 = 26;
-const LABELS: u32 = 200;
+const LABELS: u32 = 250;
 
 const BOX: RGBColor = RGBColor(70, 110, 170);
 

@@ -11,17 +11,24 @@ use std::{
 };
 
 use nix::{
+    poll::PollFlags,
     sys::{
         prctl::set_pdeathsig,
         signal::{Signal, killpg},
         wait::{Id, WaitPidFlag, WaitStatus, waitid},
     },
-    unistd::{Pid, getppid},
+    unistd::{Pid, getpgrp, getppid},
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{consumer, line::Line, producer, single};
+use super::{
+    consumer,
+    line::Line,
+    orders::{Answer, Failure, Reply},
+    producer, single,
+};
 use crate::{
+    channel::Cancel,
     driver::{Backend, Choice, Driver, cuda::exit_at_once, open},
     error::{Error, Result},
     memory::{Device, Selector},
@@ -50,11 +57,26 @@ pub(super) enum Task {
     /// Lends memory to consumers that it starts, and takes the time.
     Produce { folder: PathBuf, consumers: usize },
     /// Takes what it is lent.
-    Consume { folder: PathBuf },
+    Consume,
     /// Measures what takes one process.
     Single,
     /// Starts the driver, says so, and ends.
     Start,
+    /// Leads a group of programs that know nothing of a bench, and ends all of it when whoever measures has gone.
+    Lead,
+}
+
+impl Task {
+    /// Whose part it is, for a person.
+    fn process(&self) -> &'static str {
+        match self {
+            Self::Produce { .. } => "the producer",
+            Self::Consume => "a consumer",
+            Self::Single => "the process that is measured",
+            Self::Start => "a bare start",
+            Self::Lead => "the leader of the commands",
+        }
+    }
 }
 
 impl Errand {
@@ -68,7 +90,7 @@ impl Errand {
         self.device.parse().unwrap_or_default()
     }
 
-    /// The process that does it, in its own group if it may start others.
+    /// The process that does it.
     fn command(&self) -> Result<Command> {
         let errand = Self { parent: nix::unistd::getpid().as_raw(), ..self.clone() };
         let text = serde_json::to_string(&errand).map_err(|error| Error::system("describe a child's task", error))?;
@@ -80,12 +102,26 @@ impl Errand {
     fn run(&self) -> Result<()> {
         let line = || {
             let stdin = io::stdin().as_fd().try_clone_to_owned();
-            Line::of(stdin.map_err(|error| Error::system("take standard input", error))?, self.timeout)
+            Line::of(stdin.map_err(|error| Error::system("take standard input", error))?, None)
         };
         match &self.task {
-            Task::Produce { folder, consumers } => producer::serve(self, folder, *consumers, &line()?),
-            Task::Consume { folder } => consumer::serve(self, folder, &line()?),
-            Task::Single => single::serve(self, &line()?),
+            Task::Produce { folder, consumers } => {
+                let line = line()?;
+                own_up(&line, producer::serve(self, folder, *consumers, &line), Answer::Failed)
+            }
+            Task::Consume => {
+                let line = line()?;
+                own_up(&line, consumer::serve(self, &line), Reply::Failed)
+            }
+            Task::Single => {
+                let line = line()?;
+                own_up(&line, single::serve(self, &line), Answer::Failed)
+            }
+            Task::Lead => {
+                // Nothing ever comes but the end.
+                let _ = line()?.catch(&mut [0]);
+                killpg(getpgrp(), Signal::SIGKILL).map_err(|errno| Error::system("end the commands", errno))
+            }
             Task::Start => {
                 let (driver, device) = self.open()?;
                 device.activate()?;
@@ -98,12 +134,20 @@ impl Errand {
     }
 }
 
+/// Tells whoever asked what it failed with, unless that one has gone.
+fn own_up<T: Serialize>(line: &Line, result: Result<()>, say: impl FnOnce(Failure) -> T) -> Result<()> {
+    match result {
+        Err(error) if !matches!(error, Error::PeerGone { .. }) => line.send(&say(error.into())),
+        result => result,
+    }
+}
+
 /// Does what the parent asks for, as a process of its own, and never returns.
 pub fn run_errand(text: &str) -> ! {
     let Ok(errand) = serde_json::from_str::<Errand>(text) else { exit_at_once(2) };
-    // Nothing outlives who asked for it.
-    let orphaned = set_pdeathsig(Signal::SIGKILL).is_err() || getppid().as_raw() != errand.parent;
-    if orphaned {
+    // Nothing outlives who asked for it. Who leads others notices by the line, and takes them along.
+    let bound = matches!(errand.task, Task::Lead) || set_pdeathsig(Signal::SIGKILL).is_ok();
+    if !bound || getppid().as_raw() != errand.parent {
         exit_at_once(1);
     }
     match errand.run() {
@@ -123,61 +167,92 @@ pub fn run_errand(text: &str) -> ! {
 pub(super) struct Process {
     child: Child,
     pub(super) line: Line,
-    leads: bool,
+    pub(super) name: &'static str,
+    timeout: Duration,
+    /// Of one that leads a group: what ends the waits for it.
+    cancel: Option<Cancel>,
 }
 
+/// How much longer who measures waits than a producer does for its consumers: the producer knows who keeps it waiting.
+const HEAD_START: Duration = Duration::from_secs(1);
+
 impl Process {
-    /// Starts one, as the leader of a group if it will start others.
-    pub(super) fn start(errand: &Errand, leads: bool) -> Result<Self> {
-        Self::start_with(errand, leads, &[])
+    /// Starts one that belongs to who starts it.
+    pub(super) fn start(errand: &Errand) -> Result<Self> {
+        Self::spawn(errand, None, &[])
     }
 
-    /// As [`Process::start`], with more in its environment.
-    pub(super) fn start_with(errand: &Errand, leads: bool, variables: &[(&str, &str)]) -> Result<Self> {
+    /// Starts one that leads a group, as it may start others, with more in its environment.
+    pub(super) fn leader(errand: &Errand, cancel: &Cancel, variables: &[(&str, &str)]) -> Result<Self> {
+        Self::spawn(errand, Some(cancel.clone()), variables)
+    }
+
+    fn spawn(errand: &Errand, cancel: Option<Cancel>, variables: &[(&str, &str)]) -> Result<Self> {
         let (line, other) = Line::pair(errand.timeout)?;
         let mut command = errand.command()?;
         command.stdin(Stdio::from(other)).stdout(Stdio::null()).stderr(Stdio::inherit());
         command.envs(variables.iter().copied());
-        if leads {
+        if cancel.is_some() {
             command.process_group(0);
         }
         let child = command.spawn().map_err(|error| Error::system("start another process", error))?;
-        Ok(Self { child, line, leads })
+        Ok(Self { child, line, name: errand.task.process(), timeout: errand.timeout, cancel })
     }
-}
 
-impl Process {
+    /// The number of its group, if it leads one.
+    pub(super) fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+
     pub(super) fn send(&self, say: &impl Serialize) -> Result<()> {
         self.line.send(say).map_err(|error| self.explain(error))
     }
 
     pub(super) fn receive<T: DeserializeOwned>(&self) -> Result<T> {
+        if let Some(cancel) = &self.cancel {
+            let deadline = Instant::now() + self.timeout + HEAD_START;
+            if !cancel.wait(self.line.as_fd(), PollFlags::POLLIN, deadline)? {
+                return Err(self.silent());
+            }
+        }
         self.line.receive().map_err(|error| self.explain(error))
     }
 
-    /// How it ended, if it has gone.
+    /// An error of it.
+    pub(super) fn fault(&self, message: String) -> Error {
+        Error::Child { process: self.name.to_owned(), message, hint: None }
+    }
+
+    fn silent(&self) -> Error {
+        self.fault(format!("did nothing within {:?}, the longest that a step may take", self.timeout))
+    }
+
+    /// That it is stuck, or how it ended.
     fn explain(&self, error: Error) -> Error {
-        let Error::PeerGone { .. } = error else { return error };
+        match error {
+            Error::PeerGone { .. } => {}
+            Error::Timeout { .. } => return self.silent(),
+            _ => return error,
+        }
         let deadline = Instant::now() + Duration::from_secs(1);
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-        let pid = Pid::from_raw(self.child.id().cast_signed());
         let how = loop {
-            match waitid(Id::Pid(pid), flags) {
-                Ok(WaitStatus::Exited(_, code)) => break format!("it exited with code {code}"),
-                Ok(WaitStatus::Signaled(_, signal, _)) => break format!("{signal} ended it"),
+            match waitid(Id::Pid(self.pid()), flags) {
+                Ok(WaitStatus::Exited(_, code)) => break format!("ended with code {code}"),
+                Ok(WaitStatus::Signaled(_, signal, _)) => break format!("was ended by {signal}"),
                 Ok(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(5)),
                 _ => return error,
             }
         };
-        Error::system("go on: a process of the bench has gone", io::Error::other(how))
+        self.fault(how)
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        if self.leads {
+        if self.cancel.is_some() {
             // It may have ended by itself.
-            let _ = killpg(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGKILL);
+            let _ = killpg(self.pid(), Signal::SIGKILL);
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -187,7 +262,7 @@ impl Drop for Process {
 /// The process that starts the driver and ends.
 pub(super) fn starter(errand: &Errand) -> Result<Command> {
     let mut command = Errand { task: Task::Start, ..errand.clone() }.command()?;
-    command.stdin(Stdio::null()).stderr(Stdio::null());
+    command.stdin(Stdio::null());
     Ok(command)
 }
 

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     channel::{Cancel, Listener, Trust},
     driver::{Access, Bare, Driver, bare::Created},
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{Error, ProtocolError, Result},
     memory::{Device, Shared, Spec},
     session::{
         Terms,
@@ -63,10 +63,9 @@ struct Producer<'a> {
 pub(super) fn serve(errand: &Errand, folder: &Path, consumers: usize, line: &Line) -> Result<()> {
     let (driver, device) = errand.open()?;
     device.activate()?;
-    let task = Task::Consume { folder: folder.to_owned() };
-    let child = Errand { task, ..errand.clone() };
+    let child = Errand { task: Task::Consume, ..errand.clone() };
     let peers = (0..consumers).map(|_| {
-        let process = Process::start(&child, false)?;
+        let process = Process::start(&child)?;
         Ok(Peer { process, publisher: None, held: None })
     });
     let peers = peers.collect::<Result<Vec<_>>>()?;
@@ -102,7 +101,7 @@ impl Peer {
         match self.process.receive()? {
             Reply::Ready => Ok(()),
             Reply::Usable { .. } => Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into()),
-            Reply::Failed { message } => Err(Error::Peer { code: ErrorCode::Failed, message }),
+            Reply::Failed(failure) => Err(failure.of(self.process.name)),
         }
     }
 
@@ -111,7 +110,7 @@ impl Peer {
         match self.process.receive()? {
             Reply::Usable { at } => Ok(at),
             Reply::Ready => Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into()),
-            Reply::Failed { message } => Err(Error::Peer { code: ErrorCode::Failed, message }),
+            Reply::Failed(failure) => Err(failure.of(self.process.name)),
         }
     }
 

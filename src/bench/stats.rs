@@ -27,14 +27,14 @@ pub struct Summary {
     pub p99_us: f64,
     /// The largest.
     pub max_us: f64,
-    /// How far apart the medians of the run's five fifths are, as a part of the median.
-    pub noise: f64,
+    /// How far apart the medians of the run's five fifths are, as a part of the median; of few samples there is no telling.
+    pub noise: Option<f64>,
 }
 
 impl Summary {
     /// Whether the run wandered too much for its median to mean much.
     pub fn is_too_noisy(&self) -> bool {
-        self.noise > TOO_NOISY
+        self.noise.is_some_and(|noise| noise > TOO_NOISY)
     }
 }
 
@@ -48,7 +48,7 @@ impl Samples {
         let medians = self.0.chunks_exact(length.max(1)).take(PARTS);
         let medians: Vec<f64> = medians.filter_map(|part| quantile(&sorted(part), 0.5)).collect();
         let (low, high) = medians.iter().fold((f64::MAX, f64::MIN), |(low, high), &m| (low.min(m), high.max(m)));
-        let noise = if length >= 4 && p50 > 0.0 { (high - low) / p50 } else { 0.0 };
+        let noise = (length >= 4 && p50 > 0.0).then(|| (high - low) / p50);
         Some(Summary {
             count: all.len(),
             min_us: quantile(&all, 0.0)?,
@@ -96,6 +96,6 @@ mod tests {
         let wandering = (0..100).map(|at| 10.0 + f64::from(at) / 10.0).collect();
         assert!(Samples(wandering).summary().unwrap().is_too_noisy());
         // Of too few there is no telling.
-        assert_eq!(Samples(vec![1.0, 100.0, 1.0]).summary().unwrap().noise, 0.0);
+        assert_eq!(Samples(vec![1.0, 100.0, 1.0]).summary().unwrap().noise, None);
     }
 }

@@ -69,12 +69,14 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
 
 fn foot(report: &Report) -> String {
     let mut text = String::from("\n");
-    let most = report.series.iter().map(|series| series.summary.noise).fold(0.0, f64::max);
-    let _ = writeln!(
-        text,
-        "noise: cut into five, no run's medians differ by more than {:.0} % of its median; the ratio is to the floor",
-        most * 100.0
-    );
+    let noises = || report.series.iter().filter_map(|series| series.summary.noise);
+    let noise = match noises().max_by(f64::total_cmp) {
+        Some(most) => {
+            format!("cut into five, no run's medians differ by more than {:.0} % of its median", most * 100.0)
+        }
+        None => "so few samples do not tell".to_owned(),
+    };
+    let _ = writeln!(text, "noise: {noise}; the ratio is to the floor");
     for series in report.series.iter().filter(|series| series.summary.is_too_noisy()) {
         let size = if series.size == 0 { String::new() } else { format!(" at {}", human(series.size)) };
         let _ = writeln!(
@@ -82,7 +84,7 @@ fn foot(report: &Report) -> String {
             "too noisy to conclude from: {} {}{size}, whose fifths differ by {:.0} %; run it again on a quiet machine",
             series.bench.as_str(),
             series.name,
-            series.summary.noise * 100.0
+            series.summary.noise.unwrap_or_default() * 100.0
         );
     }
     for left_out in &report.left_out {
@@ -104,11 +106,15 @@ fn speed(rate: f64) -> String {
     if rate >= 1e12 { format!("{:.2} TB/s", rate / 1e12) } else { format!("{:.1} GB/s", rate / 1e9) }
 }
 
-/// A size, in the largest unit that it is a whole number of.
+/// A size: exactly where that is short, else in the largest unit.
 pub(super) fn human(size: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let unit = units.into_iter().find(|(shift, _)| size >= 1 << shift && size.is_multiple_of(1 << shift));
-    unit.map_or_else(|| format!("{size} bytes"), |(shift, unit)| format!("{} {unit}", size >> shift))
+    let whole = units.into_iter().find(|(shift, _)| size >= 1 << shift && size.is_multiple_of(1 << shift));
+    match (whole, units.into_iter().find(|(shift, _)| size >= 1 << shift)) {
+        (Some((shift, unit)), _) if size >> shift < 10_000 => format!("{} {unit}", size >> shift),
+        (_, Some((shift, unit))) => format!("{:.1} {unit}", size as f64 / f64::from(1u32 << shift)),
+        (_, None) => format!("{size} bytes"),
+    }
 }
 
 /// A bar in eighths of a cell.

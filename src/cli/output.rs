@@ -378,7 +378,10 @@ impl Console {
         }
         let by = match work.engine {
             // The kernels alone, not their start.
-            Engine::Gpu => format!("on the GPU at {:.2} TB/s", words as f64 * 4.0 / work.took.as_secs_f64() / 1e12),
+            Engine::Gpu => match words as f64 * 4.0 / work.took.as_secs_f64() {
+                rate if rate >= 1e12 => format!("on the GPU at {:.2} TB/s", rate / 1e12),
+                rate => format!("on the GPU at {:.1} GB/s", rate / 1e9),
+            },
             Engine::Host => "on the CPU".to_owned(),
         };
         self.step_by(name, Some(took), format!("{what}, {by}"), Some(work.engine));

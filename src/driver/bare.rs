@@ -8,17 +8,20 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
+use super::{Backend, code, failure};
 use crate::error::Result;
 
 /// Memory that was created, and is mapped nowhere. It is there until [`Bare::release`], or the end of the process.
 #[derive(Debug)]
 pub struct Created {
+    pub(super) backend: Backend,
     pub(super) handle: u64,
 }
 
 /// Memory that was opened and is usable. It is there until [`Bare::close`], or the end of the process.
 #[derive(Debug)]
 pub struct Opened {
+    pub(super) backend: Backend,
     pub(super) handle: u64,
     pub(super) address: u64,
     pub(super) size: u64,
@@ -48,10 +51,14 @@ pub struct Closing {
     pub release: Duration,
 }
 
-/// The calls of a handoff, with no check, table or owner between them.
+/// The calls of a handoff, with no check, table or owner between them, but that what one backend numbers is not given to
+/// another.
 ///
 /// What a call that fails half-way leaves behind stays until the process ends: this is for measuring, in processes of their
 /// own.
+///
+/// # Errors
+/// [`crate::Error::Driver`] of the call that failed; `CUDA_ERROR_INVALID_HANDLE` for what another backend made.
 pub trait Bare: Debug + Send + Sync {
     /// Allocates device memory that can be exported; `size` is a multiple of the granularity. `cuMemCreate`.
     fn create(&self, ordinal: i32, size: u64) -> Result<Created>;
@@ -68,6 +75,11 @@ pub trait Bare: Debug + Send + Sync {
 
     /// Closes it. `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease`.
     fn close(&self, opened: Opened) -> Result<Closing>;
+}
+
+/// That what is given back, or used, was made by this backend: elsewhere its number is somebody else's.
+pub(super) fn check(call: &'static str, made_by: Backend, backend: Backend) -> Result<()> {
+    if made_by == backend { Ok(()) } else { Err(failure(call, code::INVALID_HANDLE)) }
 }
 
 /// The time since the last lap, which begins anew.

@@ -286,6 +286,17 @@ pub enum Error {
         message: String,
     },
 
+    /// A process that was started to do a part of the work failed at it, died, or is stuck.
+    #[error("{process} {message}")]
+    Child {
+        /// Which one, by its part: `the producer`.
+        process: String,
+        /// What became of it, as the rest of a sentence: `was ended by SIGABRT`.
+        message: String,
+        /// What its own error hints at.
+        hint: Option<String>,
+    },
+
     /// The process at the other end belongs to a user who is not allowed here.
     #[error("the peer, pid {pid}, runs as uid {uid}, which is not allowed here")]
     PeerNotAllowed {
@@ -379,6 +390,7 @@ impl Error {
             | Self::OutOfMemory { .. }
             | Self::TooManyDescriptors { .. }
             | Self::System { .. }
+            | Self::Child { .. }
             | Self::UnsafeFolder { .. }
             | Self::DefaultFolder { .. }
             | Self::FolderLocked { .. }
@@ -407,8 +419,9 @@ impl Error {
     }
 
     /// What a person can do about it, where there is something that can be said in general.
-    pub fn hint(&self) -> Option<&'static str> {
+    pub fn hint(&self) -> Option<&str> {
         Some(match self {
+            Self::Child { hint, .. } => return hint.as_deref(),
             Self::NoDriver { .. } => {
                 "install NVIDIA's driver, or give the container the GPU (for Docker: --gpus all); \
                  --backend host tries the tools on ordinary memory"

@@ -67,14 +67,7 @@ fn finding<'a>(findings: &'a Value, probe: &str) -> &'a Value {
 /// That nothing is left of it: no file, and no process that was started with this place's folder.
 #[track_caller]
 fn assert_gone(meeting: &Meeting, but: &[&str]) {
-    let left = |entry: &fs::DirEntry| {
-        let name = entry.file_name().into_string().unwrap_or_default();
-        let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
-        let folder = meeting.folder().to_str().unwrap().as_bytes();
-        name.bytes().all(|byte| byte.is_ascii_digit()) && environment.windows(folder.len()).any(|part| part == folder)
-    };
-    let processes = || fs::read_dir("/proc").unwrap().filter_map(Result::ok).filter(left).count();
-    wait_for("the end of all processes", || processes() == 0);
+    wait_for("the end of all processes", || meeting.processes().is_empty());
     let files: Vec<String> = meeting.files().into_iter().filter(|file| !but.contains(&file.as_str())).collect();
     assert!(files.is_empty(), "{files:?}");
 }

@@ -20,12 +20,13 @@ use vmmfd::{
     driver::{
         Access::{ReadOnly, ReadWrite},
         Driver, Granularity, Location, Properties, code,
+        cuda::CudaDriver,
         host::{GRANULARITY, HostDriver, Live},
     },
     memory::{Allocation, Device, Mapping, Region},
 };
 
-use crate::support::{EXPORTABLE, Inode, Subject, code, in_fork};
+use crate::support::{Copy, EXPORTABLE, Inode, Subject, code, in_fork};
 
 /// A memfd as another process might have made it.
 fn memfd(size: u64, seals: SealFlag) -> OwnedFd {
@@ -318,4 +319,23 @@ fn each_object_counts_its_own_and_frees_what_was_forgotten() {
     assert_eq!(inode.open_here(), 1, "only the importer's is left");
     two.release(imported).unwrap();
     assert_eq!(inode.open_here(), 0);
+}
+
+#[test]
+fn what_another_backend_numbers_by_itself_is_not_touched() {
+    let fake = Copy::new().load();
+    let cuda: Arc<dyn Driver> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
+    Device::find(&cuda, vmmfd::memory::Selector::Ordinal(0)).unwrap().activate().unwrap();
+    let host: Arc<dyn Driver> = Arc::new(HostDriver::new());
+    let (cuda, host) = (cuda.bare().unwrap(), host.bare().unwrap());
+    for (here, there) in [(cuda, host), (host, cuda)] {
+        let create = || here.create(0, GRANULARITY).unwrap();
+        let (one, other) = (create(), create());
+        let fd = here.export(&one).unwrap();
+        let (opened, _) = here.open(0, fd.as_fd(), GRANULARITY).unwrap();
+        assert_eq!(code(there.export(&one)), code::INVALID_HANDLE);
+        assert_eq!(code(there.release(one)), code::INVALID_HANDLE);
+        assert_eq!(code(there.close(opened)), code::INVALID_HANDLE);
+        here.release(other).unwrap();
+    }
 }

@@ -3,6 +3,7 @@
 #[macro_use]
 mod cases;
 
+mod bench;
 mod commands;
 mod contract;
 mod conversation;
@@ -11,6 +12,7 @@ mod diagnosis;
 mod doctor;
 mod doctor_meeting;
 mod doctor_rules;
+mod engines;
 mod fakecuda;
 mod host_memory;
 mod kernels;

@@ -148,6 +148,19 @@ impl Meeting {
         run
     }
 
+    /// The processes that have this place's folder in their environment.
+    pub(crate) fn processes(&self) -> Vec<PathBuf> {
+        let folder = self.folder().to_str().unwrap().as_bytes();
+        let entries = fs::read_dir("/proc").unwrap().filter_map(|entry| Some(entry.ok()?.path()));
+        let here = |process: &PathBuf| {
+            let name = process.file_name().unwrap_or_default();
+            let environment = fs::read(process.join("environ")).unwrap_or_default();
+            name.as_encoded_bytes().iter().all(u8::is_ascii_digit)
+                && environment.windows(folder.len()).any(|part| part == folder)
+        };
+        entries.filter(here).collect()
+    }
+
     /// What lies in the folder.
     pub(crate) fn files(&self) -> Vec<String> {
         let entries = fs::read_dir(self.folder()).unwrap();

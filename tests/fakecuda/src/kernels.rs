@@ -117,9 +117,12 @@ impl Stretch {
     }
 }
 
-/// Any number of threads does the same here. There must be some, and no more than a GPU takes.
-pub(crate) fn check_grid(grid: [c_uint; 3], block: [c_uint; 3], shared: c_uint) -> Answer {
-    let good = grid[0] >= 1 && grid[1..] == [1, 1] && (1..=1024).contains(&block[0]) && block[1..] == [1, 1];
+/// Any number of threads does the same here with the pattern: there must be some, and no more than a GPU takes. More than one that
+/// stores are none of what vmmfd does, so they are not emulated.
+pub(crate) fn check_grid(kernel: Kernel, grid: [c_uint; 3], block: [c_uint; 3], shared: c_uint) -> Answer {
+    let some = grid[0] >= 1 && (8..=1024).contains(&block[0]);
+    let good = if kernel == Kernel::Store { [grid[0], block[0]] == [1, 1] } else { some };
+    let good = good && grid[1..] == [1, 1] && block[1..] == [1, 1];
     if good && shared == 0 { Ok(()) } else { Err(INVALID_VALUE) }
 }
 

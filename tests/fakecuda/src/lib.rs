@@ -567,7 +567,8 @@ mod exports {
         ) {
             initialised(|driver| {
                 let current = driver.default_stream(stream)?;
-                kernels::check_grid([grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared)?;
+                let kernel = driver.modules.kernel(function)?;
+                kernels::check_grid(kernel, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared)?;
                 if !extra.is_null() {
                     return Err(INVALID_VALUE);
                 }
@@ -581,7 +582,7 @@ mod exports {
                 let stretch = || -> Answer<Stretch> {
                     Ok(Stretch { address: long(0)?, start: long(1)?, size: long(2)?, salt: word(3)? })
                 };
-                match driver.modules.kernel(function)? {
+                match kernel {
                     Kernel::Store => driver.store(current, long(0)?, word(1)?)?,
                     Kernel::Fill => kernels::fill(driver, current, &stretch()?),
                     Kernel::Verify => kernels::verify(driver, current, &stretch()?, long(4)?),

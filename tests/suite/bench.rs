@@ -1,0 +1,484 @@
+//! `vmmfd bench` as a user runs it: what it prints, what it draws, and what becomes of it when something goes wrong.
+
+use std::{fs, io, path::PathBuf, process::Command, time::Duration};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::running::{Ended, Meeting, Run, wait_for};
+
+cases! {
+    on crate::running::Meeting; every backend: [
+    each_bench_prints_the_rows_that_it_should,
+    json_is_one_object_and_the_picture_names_every_series,
+    several_consumers_at_once_have_rows_of_their_own,
+    sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured,
+    a_picture_that_cannot_be_drawn_there_is_refused_before_anything_is_measured,
+    a_device_that_is_not_there_is_bad_usage,
+    ]
+}
+
+/// A bench of this place's backend, with few samples of little memory.
+fn bench(meeting: &Meeting, options: &[&str]) -> Run {
+    let mut run = meeting.bare("vmmfd");
+    run.command.arg("bench").args(options).args(["--backend", meeting.backend()]);
+    for (option, value) in [("--count", "5"), ("--size", "2MiB")] {
+        if !options.contains(&option) {
+            run.command.args([option, value]);
+        }
+    }
+    // Its processes are told from others by this place's folder.
+    run.command.env("BENCH_OF", meeting.folder());
+    // Free memory of the whole machine would change by itself.
+    if meeting.is_fake() { run.env("FAKECUDA_FREE", "1073741824") } else { run }
+}
+
+const HANDOFF: [&str; 6] = ["floor", "vmmfd", "export each, anchor", "export each, no anchor", "legacy", "pool"];
+const VERIFY: [&str; 8] = [
+    "load kernels, compiled",
+    "load kernels, cached",
+    "gpu fill, kernel",
+    "gpu verify, kernel",
+    "gpu fill",
+    "gpu verify",
+    "host fill",
+    "host verify",
+];
+const STAGES: [&str; 9] =
+    ["create", "export, anchor", "import", "reserve", "map", "set access", "unmap", "address free", "release"];
+const STARTUP: [&str; 5] = [
+    "bare start, to ready",
+    "producer, to ready",
+    "consumer, to ready",
+    "bare start, to its end",
+    "two bare starts at once, to their end",
+];
+const DEMO: &str = "demo, to its end";
+
+/// The rows that each bench has on a backend, but for the demo's, which is not beside every build of the program.
+fn rows(meeting: &Meeting) -> [(&'static str, Vec<&'static str>); 5] {
+    let host = meeting.backend() == "host";
+    let of = |all: &[&'static str], on_host: &[&'static str]| if host { on_host.to_vec() } else { all.to_vec() };
+    [
+        ("handoff", of(&HANDOFF, &HANDOFF[..3])),
+        ("repeat", vec!["floor", "vmmfd again"]),
+        ("verify", of(&VERIFY, &VERIFY[6..])),
+        ("stages", of(&STAGES, &["create", "export, anchor", "map", "unmap"])),
+        ("startup", STARTUP.to_vec()),
+    ]
+}
+
+/// The names in the tables: the lines that have figures behind a name.
+fn names(table: &str) -> Vec<&str> {
+    let row = |line: &'_ str| line.ends_with(['█', '▏', '▎', '▍', '▌', '▋', '▊', '▉']);
+    table.lines().filter(|line| row(line)).filter_map(|line| line.split("  ").next()).collect()
+}
+
+/// That nothing runs any more.
+#[track_caller]
+fn assert_ended(meeting: &Meeting) {
+    wait_for("the end of all processes", || meeting.processes().is_empty());
+}
+
+/// One sentence on standard error, after what a library of the emulated driver said for itself.
+#[track_caller]
+fn sentence(ended: &Ended) -> &str {
+    let own: Vec<&str> = ended.stderr.lines().filter(|line| !line.starts_with("fakecuda: ")).collect();
+    match own[..] {
+        [line] => line.strip_prefix("error: ").unwrap(),
+        [line, hint] if hint.starts_with("  hint: ") => line.strip_prefix("error: ").unwrap(),
+        _ => panic!("not one sentence: {}", ended.stderr),
+    }
+}
+
+fn each_bench_prints_the_rows_that_it_should(meeting: Meeting) {
+    for (name, expected) in rows(&meeting) {
+        let ended = bench(&meeting, &[name]).end();
+        assert_eq!(ended.code(0).stderr, "", "{name}");
+        let found = names(&ended.stdout);
+        let found: Vec<&str> = found.into_iter().filter(|row| *row != DEMO).collect();
+        assert_eq!(found, expected, "{}", ended.stdout);
+        assert_eq!(ended.stdout.contains("no GPU is measured"), meeting.backend() == "host", "{}", ended.stdout);
+        let title = if name == "startup" { "\nstartup ".to_owned() } else { format!("\n{name}, 2 MiB ") };
+        assert!(ended.stdout.contains(&title), "{}", ended.stdout);
+        assert!(ended.stdout.starts_with("vmmfd ") && ended.stdout.contains("5 samples of each"), "{}", ended.stdout);
+        assert!(!ended.stdout.contains("differ by"), "five samples do not tell the noise: {}", ended.stdout);
+    }
+    assert_ended(&meeting);
+}
+
+fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
+    let picture = meeting.folder().join("bench.svg");
+    fs::write(&picture, "something else").unwrap();
+    let ended = bench(&meeting, &["--json", "--svg", picture.to_str().unwrap()]).end();
+    assert_eq!(ended.code(0).stderr, "");
+    let report = ended.json();
+    let fields: Vec<&str> = report.as_object().unwrap().keys().map(String::as_str).collect();
+    let mut expected =
+        ["schema", "tool", "made", "backend", "machine", "count", "warm_up", "series", "left_out"].to_vec();
+    expected.sort_unstable();
+    assert_eq!(fields, expected);
+    assert_eq!((&report["schema"], &report["count"]), (&json!(1), &json!(5)));
+    assert_eq!(report["tool"], format!("vmmfd {}", env!("CARGO_PKG_VERSION")));
+    assert_eq!(report["backend"], meeting.backend());
+
+    let machine = &report["machine"];
+    for text in ["kernel", "device", "uuid"] {
+        assert!(!machine[text].as_str().unwrap().is_empty(), "{machine}");
+    }
+    assert!(machine["cpus"].as_u64().unwrap() > 0);
+    assert_eq!(machine["cuda"] == 0, meeting.backend() == "host", "{machine}");
+    assert!(machine.as_object().unwrap().contains_key("module"), "{machine}");
+    assert_eq!(
+        machine["device"].as_str().unwrap().contains("no GPU"),
+        meeting.backend() == "host" || meeting.is_fake()
+    );
+
+    let series = report["series"].as_array().unwrap();
+    for (bench, names) in rows(&meeting) {
+        let found = series.iter().filter(|series| series["bench"] == bench && series["name"] != DEMO);
+        let found: Vec<&str> = found.map(|series| series["name"].as_str().unwrap()).collect();
+        assert_eq!(found, names, "{bench}");
+    }
+    for series in series {
+        let us = ["min_us", "p50_us", "p90_us", "p99_us", "max_us"].map(|figure| series[figure].as_f64().unwrap());
+        assert!(us.is_sorted() && us[0] >= 0.0, "{series}");
+        assert_eq!(series["count"], 5, "{series}");
+        assert_eq!(series["noise"], Value::Null, "five samples do not tell");
+        assert!(series.get("samples").is_none(), "{series}");
+        let bench = series["bench"].as_str().unwrap();
+        let about_none = bench == "startup" || series["name"].as_str().unwrap().starts_with("load");
+        assert_eq!(series["size"], if about_none { 0 } else { 2 << 20 }, "{series}");
+        if series["name"] == "floor" {
+            assert_eq!(series["ratio"], 1.0);
+        }
+        assert_eq!(series["ratio"].is_f64(), ["handoff", "repeat"].contains(&bench), "{series}");
+        let moves = bench == "verify" && !about_none;
+        assert_eq!(series["rate"].is_f64(), moves, "{series}");
+        if moves {
+            let expected = (2 << 20) as f64 / series["p50_us"].as_f64().unwrap() * 1e6;
+            assert!(
+                (series["rate"].as_f64().unwrap() / expected - 1.0).abs() < 1e-6,
+                "bytes for each second: {series}"
+            );
+        }
+    }
+    let demo = series.iter().any(|series| series["name"] == DEMO);
+    let left_out = report["left_out"].as_array().unwrap();
+    assert_eq!(left_out.iter().any(|what| what.as_str().unwrap().contains("startup of demo")), !demo, "{report}");
+
+    let svg = fs::read_to_string(&picture).unwrap();
+    let texts = texts_of(&svg);
+    for series in series {
+        assert!(texts.iter().any(|text| text == series["name"].as_str().unwrap()), "{series}: {texts:?}");
+    }
+    for title in ["handoff, 2 MiB (microseconds)", "startup (microseconds)"] {
+        assert!(texts.iter().any(|text| text == title), "{title}: {texts:?}");
+    }
+    assert_eq!(meeting.files(), ["bench.svg"]);
+    assert_ended(&meeting);
+}
+
+/// The texts of an XML file, which must be well-formed.
+#[track_caller]
+fn texts_of(xml: &str) -> Vec<String> {
+    let (mut open, mut texts, mut roots) = (Vec::new(), Vec::new(), 0);
+    let mut parts = xml.split('<');
+    assert_eq!(parts.next().unwrap().trim(), "", "text before the root");
+    for part in parts {
+        let (tag, text) = part.split_once('>').unwrap_or_else(|| panic!("a tag does not end: {part}"));
+        assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
+        if let Some(name) = tag.strip_prefix('/') {
+            assert_eq!(open.pop(), Some(name), "what is closed is what was opened last");
+        } else if !tag.ends_with('/') && !tag.starts_with('?') {
+            roots += usize::from(open.is_empty());
+            open.push(tag.split_whitespace().next().unwrap());
+        }
+        assert!(!text.contains('&') || text.contains(';'), "{text}");
+        if !text.trim().is_empty() {
+            assert!(!open.is_empty(), "text outside of the root: {text}");
+            texts.push(text.trim().to_owned());
+        }
+    }
+    assert_eq!((open.len(), roots), (0, 1), "one root, which is closed");
+    texts
+}
+
+fn several_consumers_at_once_have_rows_of_their_own(meeting: Meeting) {
+    let ended = bench(&meeting, &["repeat", "--consumers", "3,1,3", "--json"]).end();
+    let report = ended.code(0).json();
+    let found: Vec<_> = report["series"].as_array().unwrap().iter().map(|series| series["name"].clone()).collect();
+    assert_eq!(found, ["floor", "vmmfd again", "floor, 3 at once", "vmmfd again, 3 at once"]);
+    assert_eq!(report["series"][2]["ratio"], 1.0, "compared with the floor of as many");
+    let ended = bench(&meeting, &["handoff", "--consumers", "1,3"]).end();
+    let alone = &rows(&meeting)[0].1;
+    let found = names(&ended.code(0).stdout);
+    assert_eq!(found, [&alone[..], &["floor, 3 at once", "vmmfd, 3 at once"]].concat(), "{}", ended.stdout);
+}
+
+fn sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured(meeting: Meeting) {
+    let sizes = ["--size", "2MiB,1PiB,18446744073709551615,1,2MiB", "--json"];
+    for (name, expected) in rows(&meeting).into_iter().take(4) {
+        let report = bench(&meeting, &[&[name][..], &sizes].concat()).end().code(0).json();
+        let series = report["series"].as_array().unwrap();
+        assert_eq!(series.len(), expected.len(), "each size once, rounded up: {report}");
+        let left_out: Vec<&str> =
+            report["left_out"].as_array().unwrap().iter().map(|what| what.as_str().unwrap()).collect();
+        assert!(left_out.iter().all(|what| what.starts_with(name) && what.contains(" bytes: there are ")), "{report}");
+        for size in ["1125899906842624", "18446744073707454464"] {
+            assert!(left_out.iter().any(|what| what.contains(&format!(" at {size} bytes"))), "{report}");
+        }
+    }
+}
+
+#[test]
+fn what_there_is_no_memory_for_is_left_out_one_by_one() {
+    let meeting = Meeting::fake();
+    for (free, expected) in [
+        (3, vec!["floor", "vmmfd", "export each, no anchor"]),
+        (5, vec!["floor", "vmmfd", "export each, anchor", "export each, no anchor"]),
+        (7, HANDOFF[..5].to_vec()),
+        (9, HANDOFF.to_vec()),
+        (1, vec![]),
+    ] {
+        let ended = bench(&meeting, &["handoff"]).env("FAKECUDA_FREE", ((free << 20) + (1 << 20)).to_string()).end();
+        assert_eq!(names(&ended.code(0).stdout), expected, "{}", ended.stdout);
+        for name in HANDOFF.iter().filter(|name| !expected.contains(name)) {
+            let left_out = format!("\nleft out: handoff {name} at 2097152 bytes: there are ");
+            assert!(ended.stdout.contains(&left_out), "{name}: {}", ended.stdout);
+        }
+    }
+    let report = bench(&meeting, &["all", "--json"]).env("FAKECUDA_GRANULARITY", "4194304").end().code(0).json();
+    let sized = report["series"].as_array().unwrap().iter().filter(|series| series["size"] != 0);
+    assert!(sized.clone().count() > 15 && sized.clone().all(|series| series["size"] == 4 << 20), "{report}");
+}
+
+fn a_picture_that_cannot_be_drawn_there_is_refused_before_anything_is_measured(meeting: Meeting) {
+    let log = meeting.folder().join("log");
+    let nowhere = meeting.folder().join("nowhere/bench.svg");
+    for (file, why) in [(nowhere.as_path(), "does not exist"), (meeting.folder(), "is no regular file")] {
+        let ended = bench(&meeting, &["repeat", "--svg", file.to_str().unwrap()]).env("FAKECUDA_LOG", &log).end();
+        assert!(sentence(ended.code(2)).contains(why), "{}", ended.stderr);
+        assert_eq!(ended.stdout, "");
+        assert!(!log.exists(), "a driver was called");
+    }
+    assert_eq!(meeting.files(), Vec::<String>::new());
+}
+
+#[test]
+fn a_picture_that_was_there_stays_if_the_bench_fails() {
+    let meeting = Meeting::fake();
+    let picture = meeting.folder().join("bench.svg");
+    fs::write(&picture, "of yesterday").unwrap();
+    let run = bench(&meeting, &["handoff", "--svg", picture.to_str().unwrap()]);
+    run.env("FAKECUDA_FAIL", "cuMemImportFromShareableHandle:9:999").end().code(1);
+    assert_eq!(fs::read_to_string(&picture).unwrap(), "of yesterday");
+    assert_eq!(meeting.files(), ["bench.svg"]);
+    // A panel of one row is drawn too.
+    let run = bench(&meeting, &["handoff", "--consumers", "2", "--svg", picture.to_str().unwrap()]);
+    run.end().code(0);
+    assert!(texts_of(&fs::read_to_string(&picture).unwrap()).iter().any(|text| text == "vmmfd, 2 at once"));
+}
+
+fn a_device_that_is_not_there_is_bad_usage(meeting: Meeting) {
+    for name in ["handoff", "verify", "stages", "startup"] {
+        let ended = bench(&meeting, &[name, "--device", "99"]).end();
+        assert!(sentence(ended.code(2)).contains("device 99: 0 is "), "{}", ended.stderr);
+        assert_eq!(ended.stdout, "");
+    }
+}
+
+#[test]
+fn bad_usage_is_told_in_a_sentence() {
+    let meeting = Meeting::host();
+    let wrong: [(&[&str], &str); 12] = [
+        (&["everything"], "no bench is called `everything`: write handoff, repeat, verify, stages, startup or all"),
+        (&["--size", "big"], "`big` is no size"),
+        (&["--size", "2MiB,0"], "`0` is no memory at all"),
+        (&["--size", "64MB"], "write 64MiB"),
+        (&["--count", "0"], "0 is not in 1..=1000000"),
+        (&["--count", "many"], "invalid digit"),
+        (&["--consumers", "0"], "0 is not in 1..=256"),
+        (&["--consumers", "1,10000"], "10000 is not in 1..=256"),
+        (&["--device", "the first"], "`the first` is neither an ordinal"),
+        (&["--backend", "auto"], "there is no backend `auto` to test"),
+        (&["--timeout", "5"], "`5` has no unit"),
+        (&["handoff", "repeat"], "unexpected argument 'repeat'"),
+    ];
+    for (options, why) in wrong {
+        let mut run = meeting.bare("vmmfd");
+        run.command.arg("bench").args(options);
+        let ended = run.end();
+        assert_eq!(ended.code(2).says(why).stdout, "");
+        let errors = ended.stderr.lines().filter(|line| line.starts_with("error: ")).count();
+        assert_eq!(errors, 1, "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn without_a_driver_or_a_device_there_is_nothing_to_measure() {
+    let meeting = Meeting::fake();
+    let broken = tempfile::tempdir().unwrap();
+    for name in ["libcuda.so.1", "libcuda.so"] {
+        fs::write(broken.path().join(name), "no library").unwrap();
+    }
+    for name in ["handoff", "verify", "stages", "startup"] {
+        let ended = bench(&meeting, &[name]).env("LD_LIBRARY_PATH", broken.path()).end();
+        assert!(sentence(ended.code(3)).starts_with("no CUDA driver library loads"), "{}", ended.stderr);
+        ended.says("  hint: ").says("--backend host");
+        let ended = bench(&meeting, &[name]).env("FAKECUDA_DEVICES", "0").end();
+        assert_eq!(sentence(ended.code(3)), "the CUDA driver finds no device");
+        ended.says("  hint: ");
+        assert_eq!(ended.stdout, "");
+    }
+}
+
+#[test]
+fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
+    let meeting = Meeting::fake();
+    for (name, call, nth, who) in [
+        ("stages", "cuMemCreate", 2, "the process that is measured"),
+        ("stages", "cuMemExportToShareableHandle", 3, "the process that is measured"),
+        ("stages", "cuMemImportFromShareableHandle", 1, "the process that is measured"),
+        ("stages", "cuMemAddressReserve", 2, "the process that is measured"),
+        ("stages", "cuMemMap", 1, "the process that is measured"),
+        ("stages", "cuMemSetAccess", 1, "the process that is measured"),
+        ("stages", "cuMemUnmap", 1, "the process that is measured"),
+        ("stages", "cuMemAddressFree", 1, "the process that is measured"),
+        ("stages", "cuMemRelease", 1, "the process that is measured"),
+        ("stages", "cuInit", 1, "the process that is measured"),
+        ("verify", "cuModuleLoadData", 1, "the process that is measured"),
+        ("verify", "cuLaunchKernel", 1, "the process that is measured"),
+        ("handoff", "cuInit", 1, "the producer"),
+        ("handoff", "cuMemExportToShareableHandle", 4, "the producer"),
+        ("handoff", "cuMemImportFromShareableHandle", 3, "a consumer"),
+        ("handoff", "cuIpcOpenMemHandle_v2", 1, "a consumer"),
+        ("handoff", "cuMemPoolImportPointer", 1, "a consumer"),
+        ("repeat", "cuMemMap", 1, "the producer"),
+    ] {
+        let ended = bench(&meeting, &[name]).env("FAKECUDA_FAIL", format!("{call}:{nth}:999")).end();
+        assert_eq!(sentence(ended.code(1)), format!("{who} failed: {call} failed: CUDA_ERROR_UNKNOWN (999)"));
+        assert_eq!(ended.stdout, "");
+    }
+    let ended = bench(&meeting, &["stages"]).env("FAKECUDA_FAIL", "cuMemCreate:2:2").end();
+    ended.code(1).says("  hint: free device memory first");
+    assert_ended(&meeting);
+}
+
+#[test]
+fn a_process_that_dies_is_named_with_its_end() {
+    let meeting = Meeting::fake();
+    for (name, call, who) in [
+        ("handoff", "cuMemImportFromShareableHandle", "a consumer"),
+        ("handoff", "cuMemExportToShareableHandle", "the producer"),
+        ("stages", "cuMemMap", "the process that is measured"),
+        ("verify", "cuLaunchKernel", "the process that is measured"),
+    ] {
+        let ended = bench(&meeting, &[name]).env("FAKECUDA_ABORT", call).end();
+        assert_eq!(sentence(ended.code(1)), format!("{who} was ended by SIGABRT"));
+        assert_eq!(ended.stdout, "");
+    }
+    // A bare start and the consumer make no such call.
+    let ended = bench(&meeting, &["startup"]).env("FAKECUDA_ABORT", "cuMemMap").end();
+    let said = sentence(ended.code(1));
+    assert!(said.starts_with("the producer ended with signal: 6") && said.contains("before it was ready"), "{said}");
+    let ended = bench(&meeting, &["startup"]).env("FAKECUDA_FAIL", "cuMemMap:1:999").end();
+    let said = sentence(ended.code(1));
+    assert!(said.ends_with("before it was ready: cuMemMap failed: CUDA_ERROR_UNKNOWN (999)"), "{said}");
+    assert_ended(&meeting);
+}
+
+#[test]
+fn a_driver_that_hangs_is_given_up_and_whoever_it_keeps_is_named() {
+    let meeting = Meeting::fake();
+    for (name, call, who) in [
+        ("handoff", "cuInit", "the producer did nothing"),
+        ("handoff", "cuMemImportFromShareableHandle", "a consumer did nothing"),
+        ("repeat", "cuMemSetAccess", "the producer did nothing"),
+        ("stages", "cuMemMap", "the process that is measured did nothing"),
+        ("startup", "cuMemMap", "the producer did not become ready"),
+    ] {
+        let ended = bench(&meeting, &[name, "--timeout", "500ms"]).env("FAKECUDA_SLOW", format!("{call}:60000")).end();
+        let said = sentence(ended.code(1));
+        assert_eq!(said, format!("{who} within 500ms, the longest that a step may take"), "{name} {call}");
+        assert!(ended.took < Duration::from_secs(20), "{:?}", ended.took);
+    }
+    assert_ended(&meeting);
+}
+
+#[test]
+fn a_pair_that_waits_for_its_turn_is_not_stuck() {
+    let meeting = Meeting::fake();
+    // Longer in all than a step may take, and each step far shorter.
+    let run = bench(&meeting, &["handoff", "--size", "2MiB,4MiB", "--timeout", "900ms"]);
+    run.env("FAKECUDA_SLOW", "cuIpcOpenMemHandle_v2:150").end().code(0);
+}
+
+/// The folder of a bench that runs, by the words of its processes.
+fn folder_of(meeting: &Meeting) -> Option<PathBuf> {
+    let words = meeting.processes().into_iter().filter_map(|process| fs::read_to_string(process.join("cmdline")).ok());
+    let found = |words: String| {
+        let from = words.find("/tmp/vmmfd-bench.")?;
+        let name: Vec<&str> = words[from..].split(['/', '"', '\0']).take(3).collect();
+        Some(PathBuf::from(name.join("/")))
+    };
+    words.filter_map(found).next()
+}
+
+#[test]
+fn a_bench_that_is_stopped_or_killed_leaves_nothing_behind() {
+    for (signal, code) in [(Signal::SIGINT, Some(130)), (Signal::SIGTERM, Some(143)), (Signal::SIGKILL, None)] {
+        for (name, call) in [("handoff", "cuMemImportFromShareableHandle"), ("startup", "cuMemMap")] {
+            let meeting = Meeting::fake();
+            let log = meeting.folder().join("log");
+            let run = bench(&meeting, &[name]).env("FAKECUDA_SLOW", format!("{call}:60000")).env("FAKECUDA_LOG", &log);
+            let running = run.start();
+            wait_for("the call that hangs", || fs::read_to_string(&log).unwrap_or_default().contains(call));
+            let folder = folder_of(&meeting).unwrap();
+            assert!(folder.exists(), "{}", folder.display());
+            running.signal(signal);
+            let ended = running.end();
+            assert_eq!(ended.status.code(), code, "{name} {signal}: {}", ended.stderr);
+            assert_ended(&meeting);
+            if code.is_some() {
+                assert_eq!(sentence(&ended), format!("interrupted by {signal}"));
+                assert!(!folder.exists(), "{} stays after {signal}", folder.display());
+                assert!(ended.took < Duration::from_secs(20), "{:?}", ended.took);
+            } else {
+                // Nobody was left to put it away.
+                fs::remove_dir_all(folder).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_reader_who_has_gone_is_no_error_and_a_full_disk_is() {
+    let meeting = Meeting::host();
+    let (reader, writer) = io::pipe().unwrap();
+    drop(reader);
+    let ended = bench(&meeting, &["repeat"]).stdout(writer).end();
+    assert_eq!(ended.code(0).stderr, "");
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    bench(&meeting, &["repeat"]).stdout(full).end().code(1).says("cannot write to standard output");
+}
+
+#[test]
+fn the_startup_of_commands_that_are_not_there_is_left_out() {
+    let meeting = Meeting::host();
+    let alone = tempfile::tempdir().unwrap();
+    let run = bench(&meeting, &["startup"]);
+    let copy = alone.path().join("vmmfd");
+    // By another process: a program that some child of this one still has open for writing does not start.
+    let copied = Command::new("cp").arg(run.command.get_program()).arg(&copy).status().unwrap();
+    assert!(copied.success());
+    let mut command = Command::new(copy);
+    command.args(run.command.get_args());
+    let ended = run.instead(command).end();
+    assert_eq!(ended.code(0).stderr, "");
+    assert_eq!(names(&ended.stdout), [STARTUP[0], STARTUP[3], STARTUP[4]], "{}", ended.stdout);
+    for name in ["producer", "consumer", "demo"] {
+        let left_out = format!("\nleft out: startup of {name}: it is not beside this program\n");
+        assert!(ended.stdout.contains(&left_out), "{}", ended.stdout);
+    }
+}

@@ -1,0 +1,146 @@
+//! `--verify` of both commands: who writes and checks the pattern, and how that is told.
+
+use serde_json::{Value, json};
+
+use crate::running::{Ended, Meeting};
+
+cases! {
+    on crate::running::Meeting; every backend: [
+    the_host_does_what_it_is_told_to_and_says_so,
+    left_to_itself_a_small_buffer_is_checked_by_the_host,
+    what_nothing_verifies_by_is_refused,
+    ]
+    gpus alone: [
+    the_gpu_does_what_it_is_told_to_and_says_so,
+    the_engines_of_both_sides_may_differ_both_ways,
+    both_engines_find_the_same_wrong_word,
+    ]
+}
+
+#[track_caller]
+fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Ended, Ended) {
+    let producer = meeting.producer(producer).start();
+    let consumer = meeting.consumer(consumer).end();
+    (producer.end(), consumer)
+}
+
+/// The line of a step.
+#[track_caller]
+fn line<'a>(ended: &'a Ended, step: &str) -> &'a str {
+    let line = ended.stdout.lines().find(|line| line.split_whitespace().nth(1) == Some(step));
+    line.unwrap_or_else(|| panic!("no {step}: {}", ended.stdout))
+}
+
+/// Who did each step that was somebody's, by the report.
+fn by(report: &Value) -> Vec<(&str, &str)> {
+    let steps = report["steps"].as_array().unwrap().iter();
+    steps.filter_map(|step| Some((step["name"].as_str()?, step.get("by")?.as_str()?))).collect()
+}
+
+fn the_host_does_what_it_is_told_to_and_says_so(meeting: Meeting) {
+    let (producer, consumer) = pair(&meeting, &["--verify", "host"], &["--verify", "host"]);
+    assert!(line(producer.code(0), "fill").contains(", on the CPU ("), "{}", producer.stdout);
+    assert!(line(consumer.code(0), "verify").contains(" 0 wrong, on the CPU ("), "{}", consumer.stdout);
+    let options = ["--verify", "host", "--round-trip", "--json"];
+    let (producer, consumer) = pair(&meeting, &options, &["--verify", "host", "--json"]);
+    assert_eq!(by(&producer.code(0).json()), [("fill", "host"), ("verify", "host")]);
+    assert_eq!(by(&consumer.code(0).json()), [("verify", "host"), ("fill", "host")]);
+}
+
+fn left_to_itself_a_small_buffer_is_checked_by_the_host(meeting: Meeting) {
+    for options in [&["--json"][..], &["--json", "--verify", "auto"]] {
+        let (producer, consumer) = pair(&meeting, options, options);
+        assert_eq!(by(&producer.code(0).json()), [("fill", "host")]);
+        assert_eq!(by(&consumer.code(0).json()), [("verify", "host")]);
+        assert_eq!((producer.stderr, consumer.stderr), (String::new(), String::new()));
+    }
+}
+
+fn what_nothing_verifies_by_is_refused(meeting: Meeting) {
+    for run in [meeting.producer(&["--verify", "cpu"]), meeting.consumer(&["--verify", "cpu"])] {
+        run.end().code(2).says("nothing verifies by `cpu`: write gpu, host or auto");
+    }
+}
+
+fn the_gpu_does_what_it_is_told_to_and_says_so(meeting: Meeting) {
+    let (producer, consumer) = pair(&meeting, &["--verify", "gpu"], &["--verify", "gpu"]);
+    for (ended, step) in [(&producer, "fill"), (&consumer, "verify")] {
+        let line = line(ended.code(0), step);
+        let (_, speed) = line.split_once(", on the GPU at ").unwrap_or_else(|| panic!("{line}"));
+        let mut words = speed.split_whitespace();
+        assert!(words.next().unwrap().parse::<f64>().unwrap() > 0.0, "{line}");
+        assert!(["GB/s", "TB/s"].contains(&words.next().unwrap()), "{line}");
+    }
+    assert!(line(&consumer, "verify").contains("262144 words, 0 wrong, "), "{}", consumer.stdout);
+    let options = ["--verify", "gpu", "--round-trip", "--json"];
+    let (producer, consumer) = pair(&meeting, &options, &["--verify", "gpu", "--json"]);
+    assert_eq!(by(&producer.code(0).json()), [("fill", "gpu"), ("verify", "gpu")]);
+    assert_eq!(by(&consumer.code(0).json()), [("verify", "gpu"), ("fill", "gpu")]);
+}
+
+fn the_engines_of_both_sides_may_differ_both_ways(meeting: Meeting) {
+    // No whole number of words, so that the last one is in part.
+    let size = ["--round-trip", "--size", "1000003", "--json"];
+    for (here, there) in [("gpu", "host"), ("host", "gpu")] {
+        let (producer, consumer) =
+            pair(&meeting, &[&["--verify", here][..], &size].concat(), &["--verify", there, "--json"]);
+        let (producer, consumer) = (producer.code(0).json(), consumer.code(0).json());
+        assert_eq!(by(&producer), [("fill", here), ("verify", here)]);
+        assert_eq!(by(&consumer), [("verify", there), ("fill", there)]);
+        assert_eq!((&producer["verified"], &consumer["verified"]), (&json!(true), &json!(true)));
+    }
+    // A part that begins where no word does is the host's, also if the kernels are there.
+    let (producer, consumer) =
+        pair(&meeting, &["--size", "100000"], &["--range", "3:5000", "--verify", "gpu", "--json"]);
+    producer.code(0);
+    assert_eq!(by(&consumer.code(0).json()), [("verify", "gpu")]);
+}
+
+fn both_engines_find_the_same_wrong_word(meeting: Meeting) {
+    let mut found = Vec::new();
+    for (here, there) in [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu"), ("host", "host")] {
+        let producer = ["--verify", here, "--seed", "7", "--corrupt", "--json"];
+        let (producer, consumer) = pair(&meeting, &producer, &["--verify", there, "--json"]);
+        let (producer, consumer) = (producer.code(1).json(), consumer.code(1).json());
+        assert_eq!(by(&consumer), [("verify", there)]);
+        assert_eq!(consumer["mismatches"], 1);
+        assert_eq!(producer["first_mismatch"], consumer["first_mismatch"]);
+        found.push(consumer["first_mismatch"].clone());
+    }
+    assert!(found[0].is_object() && found.iter().all(|first| *first == found[0]), "{found:?}");
+}
+
+#[test]
+fn a_gpu_that_is_asked_for_on_the_host_is_not_supported() {
+    let meeting = Meeting::host();
+    let ended = meeting.producer(&["--verify", "gpu"]).end();
+    let errors: Vec<&str> = ended.code(3).stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+    assert!(matches!(errors[..], [error] if error.contains("does not support kernels")), "{}", ended.stderr);
+    assert!(meeting.files().is_empty());
+
+    let producer = meeting.producer(&["--json"]).start();
+    let consumer = meeting.consumer(&["--verify", "gpu", "--json"]).end();
+    let report = consumer.code(3).json();
+    assert_eq!(report["error"]["kind"], "unsupported", "{report}");
+    assert!(report["error"]["message"].as_str().unwrap().contains("does not support kernels"), "{report}");
+    // The other side is told, and not left waiting.
+    assert!(producer.end().code(4).json()["error"]["message"].as_str().unwrap().contains("kernels"));
+}
+
+#[test]
+fn a_driver_that_can_not_compile_the_kernels_fails_whoever_insists_on_them() {
+    let meeting = Meeting::fake();
+    let refusing = "cuModuleLoadData:1:221";
+    let ended = meeting.producer(&["--verify", "gpu"]).env("FAKECUDA_FAIL", refusing).end();
+    ended.code(5).says("cuModuleLoadData failed: ").says("(221)");
+    let producer = meeting.producer(&["--json"]).start();
+    let consumer = meeting.consumer(&["--verify", "gpu", "--json"]).env("FAKECUDA_FAIL", refusing).end();
+    let message = consumer.code(5).json()["error"]["message"].clone();
+    assert!(message.as_str().unwrap().contains("(221)"), "{message}");
+    producer.end().code(4);
+    // Whoever does not insist does not even ask for them.
+    let producer = meeting.producer(&["--json"]).start();
+    let consumer = meeting.consumer(&["--json"]).env("FAKECUDA_FAIL", refusing).end();
+    assert_eq!(by(&consumer.code(0).json()), [("verify", "host")]);
+    assert_eq!((consumer.stderr.as_str(), producer.end().code(0).stderr.as_str()), ("", ""));
+}
