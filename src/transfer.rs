@@ -212,7 +212,7 @@ impl Target {
     /// killed, a file whose name begins with `.vmmfd-`.
     ///
     /// # Errors
-    /// [`Error::File`] if it exists and `replace` is false, is no regular file, or its folder does not exist; [`Error::System`].
+    /// [`Error::File`] if it exists and `replace` is false, or is no regular file; [`Error::System`].
     pub fn create(path: &Path, replace: bool) -> Result<Self> {
         let unfit = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
         let fails = |error| Error::system(format!("write {}", path.display()), error);
@@ -234,12 +234,7 @@ impl Target {
         // As any new file, or as the one that is replaced.
         let mut builder = Builder::new();
         builder.prefix(".vmmfd-").permissions(Permissions::from_mode(0o666));
-        let file = match builder.tempfile_in(folder) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return unfit("is in a folder that does not exist");
-            }
-            made => made.map_err(fails)?,
-        };
+        let file = builder.tempfile_in(folder).map_err(fails)?;
         if let Ok(replaced) = fs::metadata(&path_written) {
             file.as_file().set_permissions(replaced.permissions()).map_err(fails)?;
         }
