@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, IsTerminal},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     time::Duration,
 };
@@ -104,6 +104,20 @@ struct Benches {
     svg: Option<PathBuf>,
 }
 
+/// Where the picture is to be. Whatever is wrong with that is wrong with the option.
+fn picture(path: &Path) -> Result<Target, Error> {
+    Target::create(path, true).map_err(|error| match error {
+        Error::System { source, .. } => {
+            let problem = match source.kind() {
+                io::ErrorKind::NotFound => "is in a folder that does not exist".to_owned(),
+                kind => format!("can't be written: {kind}"),
+            };
+            Error::File { path: path.to_owned(), problem }
+        }
+        error => error,
+    })
+}
+
 /// All benches, or one.
 #[derive(Debug, Clone)]
 struct Wanted(Vec<Bench>);
@@ -118,7 +132,7 @@ fn parse_bench(text: &str) -> Result<Wanted, String> {
 impl Tool for Benches {
     fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error> {
         // What can't be written need not be measured.
-        let mut svg = self.svg.as_deref().map(|file| Target::create(file, true)).transpose()?;
+        let mut svg = self.svg.as_deref().map(picture).transpose()?;
         let plan = bench::Plan {
             benches: self.bench.0.clone(),
             backend: self.backend,
