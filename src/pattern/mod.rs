@@ -1,7 +1,7 @@
 //! What is written into a buffer, and how it is checked.
 //!
 //! Two engines do it: the device's own kernels, at the speed of its memory, and this machine's CPUs, on any memory. [`fill`],
-//! [`write`] and [`verify`] are the CPUs'; [`Choice`] has the same for either.
+//! [`write()`] and [`verify`] are the CPUs'; [`Choice`] has the same for either.
 //!
 //! The formula is part of the protocol: see [`crate::wire`]. Without its last term the pattern would repeat every 2³¹ words
 //! (8 GiB), and exchanged pieces of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
