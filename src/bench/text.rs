@@ -108,11 +108,11 @@ fn speed(rate: f64) -> String {
 
 /// A size: exactly where that is short, else in the largest unit.
 pub(super) fn human(size: u64) -> String {
-    let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let units = [(60, "EiB"), (50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let whole = units.into_iter().find(|(shift, _)| size >= 1 << shift && size.is_multiple_of(1 << shift));
     match (whole, units.into_iter().find(|(shift, _)| size >= 1 << shift)) {
         (Some((shift, unit)), _) if size >> shift < 10_000 => format!("{} {unit}", size >> shift),
-        (_, Some((shift, unit))) => format!("{:.1} {unit}", size as f64 / f64::from(1u32 << shift)),
+        (_, Some((shift, unit))) => format!("{:.1} {unit}", size as f64 / (1u64 << shift) as f64),
         (_, None) => format!("{size} bytes"),
     }
 }

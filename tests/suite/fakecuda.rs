@@ -679,7 +679,7 @@ fn a_copy_within_a_device_is_as_strict_as_one_in_and_one_out() {
 }
 
 #[test]
-fn a_kernel_is_known_by_its_text_and_name_and_runs_in_blocks_side_by_side() {
+fn a_kernel_is_known_by_its_text_and_name_and_runs_as_one_thread() {
     let calls = Calls::ready();
     let (mut module, mut function) = (0, 0);
     let text = KERNEL.to_str().unwrap();
@@ -704,7 +704,7 @@ fn a_kernel_is_known_by_its_text_and_name_and_runs_in_blocks_side_by_side() {
     refused(
         1,
         [
-            calls.launch(function, 1, 2, 1, 1, 1, 1, 0, 0, good, 0),
+            calls.launch(function, 2, 1, 1, 1, 1, 1, 0, 0, good, 0),
             calls.launch(function, 1, 1, 1, 1, 1, 32, 0, 0, good, 0),
             calls.launch(function, 1, 1, 1, 1, 1, 1, 1, 0, good, 0),
             calls.launch(function, 1, 1, 1, 1, 1, 1, 0, 0, good, 8),
