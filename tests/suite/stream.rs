@@ -479,7 +479,9 @@ fn a_consumer_that_goes_is_told_and_the_next_one_is_served(subject: Subject) {
     let id = publisher.add(&memory, None, ReadOnly).unwrap();
     turn(&mut publisher, &mut subscriber, id);
     drop(subscriber);
-    assert!(matches!(publisher.publish(id), Err(Error::PeerGone { .. })));
+    // A child of another test may have the socket for a moment, until it executes its program.
+    let told = publisher.publish(id).and_then(|_| publisher.take_back());
+    assert!(matches!(told, Err(Error::PeerGone { .. })), "{told:?}");
 }
 
 fn several_consumers_share_one_memory(subject: Subject) {
@@ -503,7 +505,8 @@ fn several_consumers_share_one_memory(subject: Subject) {
 }
 
 fn silence_changes_nothing(subject: Subject) {
-    let place = Place::with_timeout(Duration::from_millis(60));
+    // A GPU may take a while to open memory where others use it too.
+    let place = Place::with_timeout(Duration::from_millis(if subject.kind == Kind::Cuda { 500 } else { 60 }));
     assert!(matches!(place.accept(&subject), Err(Error::NoConsumer { .. })));
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
@@ -668,7 +671,10 @@ fn nothing_stands_between_a_descriptor_and_its_memory(subject: Subject) {
     let open = file.open_here();
     subject.faulty.take_verbs();
     let received = liar.lend();
-    assert_eq!(subject.faulty.take_verbs(), ["reserve", "import", "properties", "map", "set_access"]);
+    let mut verbs = subject.faulty.take_verbs();
+    // Where there are several devices the right one is looked for, the first time.
+    verbs.retain(|verb| !verb.starts_with("device_") && !["activate", "granularity"].contains(verb));
+    assert_eq!(verbs, ["reserve", "import", "properties", "map", "set_access"]);
     liar.subscriber.give_back(received).unwrap();
     assert_eq!(subject.faulty.take_verbs(), ["synchronize", "release"]);
     if subject.kind != Kind::Cuda {
@@ -1139,14 +1145,15 @@ fn everything(subject: &Subject, device: &Device, place: &Place) -> Result<()> {
     })
 }
 
-fn a_failure_at_any_call_leaves_nothing(subject: Subject) {
+fn a_failure_at_any_call_leaves_nothing(mut subject: Subject) {
+    subject.alone();
     let device = subject.device();
     everything(&subject, &device, &Place::new()).unwrap();
     let mut failed = Vec::new();
     for nth in 1.. {
         subject.faulty.fail(Fault::Nth(nth), 4242);
         // Whoever fails before it is connected leaves the other one to wait.
-        let quick = Place::with_timeout(Duration::from_millis(500));
+        let quick = Place::with_timeout(Duration::from_secs(1));
         let result = everything(&subject, &device, &quick);
         let Some(verb) = subject.faulty.mend() else {
             result.unwrap();
