@@ -106,6 +106,7 @@ fn draw_panel(
         .configure_mesh()
         .disable_y_mesh()
         .light_line_style(TRANSPARENT)
+        .x_labels(6)
         .y_labels(panel.len())
         .y_label_formatter(&name)
         .x_label_formatter(&|us| if *us < 10.0 { format!("{us:.1}") } else { format!("{us:.0}") })
