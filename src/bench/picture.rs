@@ -7,14 +7,14 @@ use plotters::{
     coord::ranged1d::IntoSegmentedCoord,
     drawing::{DrawingArea, DrawingAreaErrorKind, IntoDrawingArea},
     element::{PathElement, Rectangle},
-    prelude::{IntoLogRange, SVGBackend, SegmentValue},
+    prelude::{SVGBackend, SegmentValue},
     style::{Color, IntoFont, RED, RGBColor, TRANSPARENT, WHITE},
 };
 
 use super::{
     Bench, Report, Series,
     stats::{quantile, sorted},
-    text::human,
+    text::{figure, human},
 };
 use crate::error::{Error, Result};
 
@@ -70,10 +70,10 @@ struct Spread {
 }
 
 impl Spread {
-    /// The scale has no place for zero.
+    /// As logarithms, which have no place for zero: plotters' own logarithmic scale has a label for each power of ten alone.
     fn of(series: &Series) -> Self {
         let sorted = sorted(&series.samples);
-        let at = |part| quantile(&sorted, part).unwrap_or(0.0).max(0.01);
+        let at = |part| quantile(&sorted, part).unwrap_or(0.0).max(0.01).log10();
         Self { low: at(0.0), tenth: at(0.1), median: at(0.5), ninetieth: at(0.9), high: at(0.99) }
     }
 }
@@ -84,15 +84,15 @@ fn draw_panel(
     panel: &[&Series],
 ) -> Result<()> {
     let spreads: Vec<Spread> = panel.iter().map(|series| Spread::of(series)).collect();
-    let low = spreads.iter().map(|spread| spread.low).fold(f64::MAX, f64::min) * 0.8;
-    let high = spreads.iter().map(|spread| spread.high).fold(f64::MIN, f64::max) * 1.25;
+    let low = spreads.iter().map(|spread| spread.low).fold(f64::MAX, f64::min) - 0.05;
+    let high = spreads.iter().map(|spread| spread.high).fold(f64::MIN, f64::max) + 0.05;
     let rows = i32::try_from(panel.len()).unwrap_or(i32::MAX);
     let mut chart = ChartBuilder::on(area)
         .caption(title, ("sans-serif", 18).into_font())
         .margin(8)
         .x_label_area_size(26)
         .y_label_area_size(LABELS)
-        .build_cartesian_2d((low..high).log_scale(), (0..rows - 1).into_segmented())
+        .build_cartesian_2d(low..high, (0..rows - 1).into_segmented())
         .map_err(unable)?;
     // The first one at the top.
     let name = |value: &SegmentValue<i32>| match value {
@@ -106,10 +106,10 @@ fn draw_panel(
         .configure_mesh()
         .disable_y_mesh()
         .light_line_style(TRANSPARENT)
-        .x_labels(6)
+        .x_labels(8)
         .y_labels(panel.len())
         .y_label_formatter(&name)
-        .x_label_formatter(&|us| if *us < 10.0 { format!("{us:.1}") } else { format!("{us:.0}") })
+        .x_label_formatter(&|power| figure(10f64.powf(*power)))
         .draw()
         .map_err(unable)?;
     for (spread, row) in spreads.iter().zip((0..rows).rev()) {
@@ -120,7 +120,7 @@ fn draw_panel(
         let box_style = BOX.mix(0.45).filled();
         let elements = [line(spread.low, spread.tenth, middle.clone()), line(spread.ninetieth, spread.high, middle)];
         chart.draw_series(elements).map_err(unable)?;
-        let corners = [(spread.tenth, below.clone()), (spread.ninetieth.max(spread.tenth * 1.001), above.clone())];
+        let corners = [(spread.tenth, below.clone()), (spread.ninetieth.max(spread.tenth + 0.001), above.clone())];
         let mut body = Rectangle::new(corners, box_style);
         body.set_margin(5, 5, 0, 0);
         chart.draw_series([body]).map_err(unable)?;

@@ -94,7 +94,7 @@ fn foot(report: &Report) -> String {
 }
 
 /// Microseconds, with as many digits as mean something.
-fn figure(us: f64) -> String {
+pub(super) fn figure(us: f64) -> String {
     match us {
         _ if us < 10.0 => format!("{us:.2}"),
         _ if us < 100.0 => format!("{us:.1}"),
