@@ -6,6 +6,7 @@
 //! other, so that whatever disturbs the machine disturbs all of it.
 
 mod consumer;
+mod errand;
 mod handoff;
 mod line;
 mod orders;
@@ -22,14 +23,11 @@ use std::{collections::BTreeMap, fs, str::FromStr, thread, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
+pub use self::{errand::run_errand, process::ERRAND, stats::Summary};
 use self::{
     orders::{Answer, Order},
     process::{Errand, Process, Task},
     stats::Samples,
-};
-pub use self::{
-    process::{ERRAND, run_errand},
-    stats::Summary,
 };
 use crate::{
     channel::Cancel,

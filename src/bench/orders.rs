@@ -10,6 +10,7 @@ use crate::{
         bare::{Closing, Opening},
     },
     error::Error,
+    memory::Device,
     pattern::Engine,
 };
 
@@ -81,12 +82,22 @@ pub(super) enum Answer {
         export_us: f64,
         opening: Opening,
         closing: Closing,
-        release_us: f64,
     },
     Failed(Failure),
 }
 
 impl Answer {
+    /// That the driver is started.
+    pub(super) fn started(device: &Device) -> Result<Self, Error> {
+        Ok(Self::Started {
+            name: device.name().to_owned(),
+            uuid: device.prefixed_uuid(),
+            version: device.driver().version()?,
+            granularity: device.granularity()?,
+            free: device.memory_info()?.free,
+        })
+    }
+
     /// What came of it, or what it failed with.
     pub(super) fn of(result: Result<Self, Error>) -> Self {
         result.unwrap_or_else(|error| Self::Failed(error.into()))

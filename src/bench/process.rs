@@ -2,7 +2,6 @@
 
 use std::{
     env,
-    io::{self, Write},
     os::{fd::AsFd, unix::process::CommandExt},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -13,23 +12,17 @@ use std::{
 use nix::{
     poll::PollFlags,
     sys::{
-        prctl::set_pdeathsig,
         signal::{Signal, killpg},
         wait::{Id, WaitPidFlag, WaitStatus, waitid},
     },
-    unistd::{Pid, getpgrp, getppid},
+    unistd::Pid,
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{
-    consumer,
-    line::Line,
-    orders::{Answer, Failure, Reply},
-    producer, single,
-};
+use super::line::Line;
 use crate::{
     channel::Cancel,
-    driver::{Backend, Choice, Driver, cuda::exit_at_once, open},
+    driver::{Backend, Choice, Driver, open},
     error::{Error, Result},
     memory::{Device, Selector},
 };
@@ -37,7 +30,7 @@ use crate::{
 /// This program, also where it was replaced since it was started.
 const PROGRAM: &str = "/proc/self/exe";
 
-/// The hidden subcommand that the program must hand to [`run_errand`].
+/// The hidden subcommand that the program must hand to [`super::run_errand`].
 pub const ERRAND: &str = "bench-errand";
 
 /// What a process is to do.
@@ -97,68 +90,6 @@ impl Errand {
         let mut command = Command::new(PROGRAM);
         command.arg0("vmmfd").arg(ERRAND).arg(text);
         Ok(command)
-    }
-
-    fn run(&self) -> Result<()> {
-        let line = || {
-            let stdin = io::stdin().as_fd().try_clone_to_owned();
-            Line::of(stdin.map_err(|error| Error::system("take standard input", error))?, None)
-        };
-        match &self.task {
-            Task::Produce { folder, consumers } => {
-                let line = line()?;
-                own_up(&line, producer::serve(self, folder, *consumers, &line), Answer::Failed)
-            }
-            Task::Consume => {
-                let line = line()?;
-                own_up(&line, consumer::serve(self, &line), Reply::Failed)
-            }
-            Task::Single => {
-                let line = line()?;
-                own_up(&line, single::serve(self, &line), Answer::Failed)
-            }
-            Task::Lead => {
-                // Nothing ever comes but the end.
-                let _ = line()?.catch(&mut [0]);
-                killpg(getpgrp(), Signal::SIGKILL).map_err(|errno| Error::system("end the commands", errno))
-            }
-            Task::Start => {
-                let (driver, device) = self.open()?;
-                device.activate()?;
-                // As a program ends that has nothing to add: what it holds is the kernel's to take back.
-                std::mem::forget(driver);
-                let said = writeln!(io::stdout(), "ready").and_then(|()| io::stdout().flush());
-                said.map_err(|error| Error::system("write to standard output", error))
-            }
-        }
-    }
-}
-
-/// Tells whoever asked what it failed with, unless that one has gone.
-fn own_up<T: Serialize>(line: &Line, result: Result<()>, say: impl FnOnce(Failure) -> T) -> Result<()> {
-    match result {
-        Err(error) if !matches!(error, Error::PeerGone { .. }) => line.send(&say(error.into())),
-        result => result,
-    }
-}
-
-/// Does what the parent asks for, as a process of its own, and never returns.
-pub fn run_errand(text: &str) -> ! {
-    let Ok(errand) = serde_json::from_str::<Errand>(text) else { exit_at_once(2) };
-    // Nothing outlives who asked for it. Who leads others notices by the line, and takes them along.
-    let bound = matches!(errand.task, Task::Lead) || set_pdeathsig(Signal::SIGKILL).is_ok();
-    if !bound || getppid().as_raw() != errand.parent {
-        exit_at_once(1);
-    }
-    match errand.run() {
-        Ok(()) | Err(Error::PeerGone { .. }) if matches!(errand.task, Task::Start) => std::process::exit(0),
-        // Whoever asked has gone, and wants no answer.
-        Ok(()) | Err(Error::PeerGone { .. }) => exit_at_once(0),
-        Err(error) => {
-            // Nobody may be reading any more.
-            let _ = writeln!(io::stderr(), "{}", error.in_full());
-            exit_at_once(1)
-        }
     }
 }
 

@@ -71,14 +71,7 @@ pub(super) fn serve(errand: &Errand, folder: &Path, consumers: usize, line: &Lin
     let peers = peers.collect::<Result<Vec<_>>>()?;
     // All of them start at once.
     peers.iter().try_for_each(Peer::ready)?;
-    let started = Answer::Started {
-        name: device.name().to_owned(),
-        uuid: device.prefixed_uuid(),
-        version: driver.version()?,
-        granularity: device.granularity()?,
-        free: device.memory_info()?.free,
-    };
-    line.send(&started)?;
+    line.send(&Answer::started(&device)?)?;
     let mut producer = Producer { errand, driver, device, folder, peers, prepared: Prepared::default() };
     loop {
         let answer = match line.receive()? {

@@ -21,14 +21,7 @@ use crate::{
 pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
     let (driver, device) = errand.open()?;
     device.activate()?;
-    let started = Answer::Started {
-        name: device.name().to_owned(),
-        uuid: device.prefixed_uuid(),
-        version: driver.version()?,
-        granularity: device.granularity()?,
-        free: device.memory_info()?.free,
-    };
-    line.send(&started)?;
+    line.send(&Answer::started(&device)?)?;
     // While this is open no export is the process's first.
     let anchor = driver.bare()?.create(device.ordinal(), device.granularity()?)?;
     let mut held = None;
@@ -87,17 +80,14 @@ fn stages(driver: &dyn Driver, device: &Device, size: u64) -> Result<Answer> {
     let (bare, ordinal) = (driver.bare()?, device.ordinal());
     let mut last = Instant::now();
     let mut lap = || us(std::mem::replace(&mut last, Instant::now()).elapsed());
-    lap();
     let created = bare.create(ordinal, size)?;
     let create_us = lap();
     let fd = bare.export(&created)?;
     let export_us = lap();
     let (opened, opening) = bare.open(ordinal, fd.as_fd(), size)?;
     let closing = bare.close(opened)?;
-    drop(fd);
-    lap();
     bare.release(created)?;
-    Ok(Answer::Stages { create_us, export_us, opening, closing, release_us: lap() })
+    Ok(Answer::Stages { create_us, export_us, opening, closing })
 }
 
 fn load(driver: &dyn Driver, device: &Device) -> Result<Answer> {
