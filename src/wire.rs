@@ -109,13 +109,14 @@
 //!    nobody owes anybody an answer but those named here; silence is no error.
 //! 2. The producer numbers its buffers, and gives no number twice on a connection. It describes each in an `offer` with its
 //!    number as `buffer`, of all the segments, with no salts and no `digest`; nothing follows that and nothing answers it. There
-//!    are at most 1024 at a time. The generation of a buffer counts its publications on this connection from 1. To publish one
+//!    are at most 64 at a time. The generation of a buffer counts its publications on this connection from 1. To publish one
 //!    is to give the consumer a turn on it, when all the producer's work on it is done:
 //!    - The consumer has it open: `ready`, without `sizes`.
 //!    - It has not: `ready` too, and if it is shared by `vmm` that brings the first segments, at least one and at most 253: `sizes`
 //!      and the descriptors are as in `segments`. What else belongs to it follows as for a request, but `pool` also comes again if
-//!      the consumer, when the `ready` was sent, had no buffer of that pool open. The consumer opens the memory, then answers with
-//!      `received`: the last `segments`, `pool`, or the `ready` itself if nothing follows it. The producer publishes nothing and
+//!      the consumer has no buffer of that pool open that was neither let go of nor withdrawn by then. The consumer opens the
+//!      memory, then answers with `received`: the last `segments`, `pool`, or the `ready` itself if nothing follows it. The
+//!      producer publishes nothing and
 //!      withdraws nothing before that.
 //! 3. When all the consumer's work on the buffer is done it sends `done`, with the generation of the turn. Turns of
 //!    several buffers may overlap: they begin in the order in which they were published, and end in any order. A buffer
@@ -154,7 +155,7 @@
 
 use std::{fmt, ops::Range, str::FromStr};
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Deserializer, Serialize, de::DeserializeOwned};
 
 use crate::{
     array::ArrayDescriptor,
@@ -347,10 +348,10 @@ pub struct Description {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pointer: Option<Pointer>,
     /// Where the data begins behind that pointer, in bytes.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub offset: u64,
     /// Whether it is never written any more.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_default")]
     pub immutable: bool,
 }
 
@@ -506,7 +507,7 @@ pub struct Ready {
     /// How often it was published, with this time.
     pub generation: u64,
     /// The exact sizes of the first segments of a buffer that is not open there, whose descriptors come with this.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub sizes: Vec<u64>,
 }
 
@@ -720,6 +721,11 @@ impl Message {
     }
 }
 
+/// A field that may be null, which is as if it were absent.
+fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(from: D) -> Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
 fn bounded(name: &str) -> Result<(), ProtocolError> {
     match name.len() {
         0..=MAX_NAME => Ok(()),
@@ -917,6 +923,23 @@ mod tests {
         );
         let error = Message::decode(&record(8, r#"{"code":"new","message":"y"}"#, 0), 0);
         assert_eq!(error, Ok(Message::Error(Failure { code: ErrorCode::Unknown, message: "y".into() })));
+    }
+
+    #[test]
+    fn what_may_be_absent_may_be_null() {
+        let ready = Message::decode(&record(11, r#"{"buffer":1,"generation":2,"sizes":null}"#, 0), 0);
+        assert_eq!(ready, Ok(Message::Ready(Ready { buffer: 1, generation: 2, sizes: Vec::new() })));
+        for message in every_message() {
+            let Message::Offer(_) = &message else { continue };
+            let record = message.encode().unwrap();
+            let mut body: serde_json::Value = serde_json::from_slice(&record[HEADER_LENGTH..]).unwrap();
+            let optional = ["array", "part", "salt", "digest", "reply_salt", "buffer"];
+            optional.iter().for_each(|field| body[field] = serde_json::Value::Null);
+            let optional = ["capacity", "pool", "pointer", "offset", "immutable"];
+            optional.iter().for_each(|field| body["memory"][field] = serde_json::Value::Null);
+            let body = body.to_string();
+            assert!(matches!(Message::decode(&self::record(3, &body, 0), 0), Ok(Message::Offer(_))), "{body}");
+        }
     }
 
     #[test]

@@ -378,7 +378,7 @@ impl Console {
         }
         let by = match work.engine {
             // The kernels alone, not their start.
-            Engine::Gpu => match words as f64 * 4.0 / work.took.as_secs_f64() {
+            Engine::Gpu => match words as f64 * 4.0 / work.took.as_secs_f64().max(1e-7) {
                 rate if rate >= 1e12 => format!("on the GPU at {:.2} TB/s", rate / 1e12),
                 rate => format!("on the GPU at {:.1} GB/s", rate / 1e9),
             },

@@ -191,7 +191,7 @@ fn locked(slot: &Slot) -> MutexGuard<'_, Option<Program>> {
 
 impl Kernels for Core {
     fn are_loaded(&self, ordinal: i32) -> bool {
-        // Held while they run, and then they are.
+        // Held while they are loaded or run, and whoever waits for that finds them.
         self.slot(ordinal).try_lock().map_or(true, |program| program.is_some())
     }
 

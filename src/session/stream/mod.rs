@@ -94,8 +94,9 @@ impl fmt::Display for BufferId {
     }
 }
 
-/// How many buffers a stream has at most at a time.
-pub const MAX_BUFFERS: usize = 1024;
+/// How many buffers a stream has at most at a time: so many that all that either end could have to say of them fits into a socket,
+/// and neither ever waits for the other one to read.
+pub const MAX_BUFFERS: usize = 64;
 
 /// The caller asks for what can't be.
 fn misused(problem: impl Into<String>) -> Error {

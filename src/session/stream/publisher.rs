@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     array::ArrayDescriptor,
-    channel::{Listener, Peer},
+    channel::{Listener, Peer, deadline_after},
     driver::{Access, Backend, Driver},
     error::{Error, Result},
     memory::{Chunk, Region, Shared},
@@ -165,7 +165,11 @@ impl Publisher {
 
     /// Waits until the GPU's work on a buffer is done, then tells the consumer that it is its turn: in one small record if the
     /// consumer has the buffer open, else with all that it needs to open it, and waits until it has. Returns the generation,
-    /// which counts the buffer's publications from 1.
+    /// which counts the buffer's publications from 1. What was given back meanwhile is heard too: ask
+    /// [`Publisher::try_take_back`] before waiting for this end to be readable.
+    ///
+    /// A consumer opens a new buffer when it next waits for one. One that is busy for longer than the timeout, or that holds as many
+    /// as it keeps, has not opened it in time, and the session ends: so publish a new buffer to one that waits.
     ///
     /// # Errors
     /// [`Error::Stream`] for a buffer that is out, withdrawn or unknown; [`Error::Driver`] from the synchronisation; those of the
@@ -215,11 +219,12 @@ impl Publisher {
         Ok(())
     }
 
-    /// The pool of a buffer, if the consumer does not have it: it has those of the buffers that it has open.
+    /// The pool of a buffer, if it has to come: the consumer has those of the buffers that it has open and that were not withdrawn.
     fn unknown_pool(&self, id: BufferId) -> Option<u64> {
         let pool = self.buffers.get(&id)?.pool()?;
-        let known = self.buffers.values().any(|buffer| buffer.held && buffer.pool() == Some(pool));
-        (!known).then_some(pool)
+        // One that is being withdrawn may be gone there before it is known here.
+        let known = |buffer: &Buffer| buffer.held && !buffer.withdrawn && buffer.pool() == Some(pool);
+        (!self.buffers.values().any(known)).then_some(pool)
     }
 
     /// Waits until the consumer has so many segments of the current offer.
@@ -286,8 +291,14 @@ impl Publisher {
         }
         // Its return is nobody's business any more.
         self.back.retain(|back| *back != id);
+        let deadline = deadline_after(self.timeout);
         while self.buffer(id)?.held {
-            self.hear(self.timeout, "for the consumer to let go of a buffer")?;
+            let purpose = "for the consumer to let go of a buffer";
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::Timeout { purpose, waited: self.timeout });
+            }
+            self.hear(left, purpose)?;
         }
         self.buffers.remove(&id);
         Ok(())

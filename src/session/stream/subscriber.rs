@@ -12,7 +12,7 @@ use std::{
 use super::{BufferId, MAX_BUFFERS, misused, over, wrong};
 use crate::{
     array::ArrayDescriptor,
-    channel::{Peer, connect},
+    channel::{Peer, connect, deadline_after},
     driver::{Access, Driver},
     error::{Error, Result},
     memory::{Array, Device, Imported, Importing, Pool, Region, Remains, Selector},
@@ -29,9 +29,9 @@ use crate::{
 /// The consumer's end of a stream: one connection to a producer, and the buffers that are open.
 ///
 /// Buffers stay open between their turns, at most so many as [`Subscriber::connect`] was told. When another one comes, the one
-/// that is not in use and was used longest ago is let go of before. What the producer withdraws is let go of when this side next
-/// calls [`Subscriber::receive`] or [`Subscriber::try_receive`], or when it is given back if it is in use; all is let go of
-/// when they find that the producer is gone, and when this is dropped.
+/// that is not in use and was used longest ago is let go of before. What the producer withdraws is let go of as soon as this side
+/// hears it, which is in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given back after that; all is let
+/// go of when they find that the producer is gone, and when this is dropped.
 ///
 /// An [`Error::Stream`], an [`Error::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
 /// Any other error ends it: the producer is told, all that is not in use is let go of, and later calls fail.
@@ -263,9 +263,14 @@ impl Subscriber {
                 "all {all} buffers that this subscriber keeps are in use: give one back first"
             )));
         }
-        loop {
-            let (message, fds) = match self.link.receive_within(patience, FOR_A_BUFFER) {
-                Err(silence @ Error::Timeout { .. }) => return Err(silence),
+        let deadline = deadline_after(patience);
+        // What is there when the time is over is still heard: of a producer that never pauses so much and no more.
+        let mut late = 0;
+        while late <= AT_THE_END {
+            late += usize::from(Instant::now() >= deadline);
+            let left = deadline.saturating_duration_since(Instant::now());
+            let (message, fds) = match self.link.receive_within(left, FOR_A_BUFFER) {
+                Err(Error::Timeout { purpose, .. }) => return Err(Error::Timeout { purpose, waited: patience }),
                 received => self.guard(received)?,
             };
             let taken = match message {
@@ -280,6 +285,7 @@ impl Subscriber {
                 None => self.return_dropped()?,
             }
         }
+        Err(Error::Timeout { purpose: FOR_A_BUFFER, waited: patience })
     }
 
     /// A buffer that is described.
@@ -399,7 +405,9 @@ impl Subscriber {
 
     /// The pool of a number: what is open of it keeps it.
     fn pool(&self, number: u64) -> Option<Arc<Pool>> {
-        let mut pools = self.buffers.values().filter_map(|kept| kept.held.pool.as_ref());
+        // As the producer counts: it may not know yet that one that it withdrew is gone.
+        let counted = self.buffers.values().filter(|kept| !kept.withdrawn);
+        let mut pools = counted.filter_map(|kept| kept.held.pool.as_ref());
         pools.find(|(of, _)| *of == number).map(|(_, pool)| Arc::clone(pool))
     }
 
@@ -500,10 +508,13 @@ impl Subscriber {
 
     /// Lets go of all that is not in use. The producer is told by the end of the connection, once nothing borrowed is left.
     fn end(&mut self) {
-        let unfinished = self.buffers.values_mut().find_map(|kept| kept.is_dropped().then_some(&kept.held.memory));
-        // Work on it may still go on, and unmapping does not always wait for that.
-        if let Some(Err(error)) = unfinished.map(Region::synchronize) {
-            tracing::error!(%error, "a buffer is let go of, and work on it may not be done");
+        for kept in self.buffers.values_mut() {
+            // Work on it may still go on, and unmapping does not always wait for that.
+            if kept.is_dropped()
+                && let Err(error) = kept.held.memory.synchronize()
+            {
+                tracing::error!(%error, "a buffer is let go of, and work on it may not be done");
+            }
         }
         self.remains = None;
         self.offers.clear();
@@ -511,6 +522,9 @@ impl Subscriber {
         self.connection = None;
     }
 }
+
+/// How many messages are heard of a producer when the time to wait is over: more than one that means well has queued.
+const AT_THE_END: usize = 4 * MAX_BUFFERS;
 
 /// What a subscriber waits for.
 const FOR_A_BUFFER: &str = "for a buffer";
