@@ -57,7 +57,7 @@ Exit codes:
 const BENCH_CODES: &str = "\
 Exit codes:
   0    measured
-  1    something failed while it was measured
+  1    something failed while it was measured, or there was memory for nothing of it
   2    bad usage
   3    no driver library or no device: nothing here to measure
   130  interrupted (SIGINT); 143 terminated (SIGTERM)";
@@ -69,7 +69,7 @@ struct Benches {
     #[arg(value_name = "BENCH", default_value = "all", value_parser = parse_bench)]
     bench: Wanted,
 
-    /// Sizes, with commas between them [default: 2MiB,64MiB,1GiB,8GiB; on the host backend 2MiB,64MiB]
+    /// Sizes, with commas between them [default: 2MiB,64MiB,1GiB,8GiB; on the host backend 2MiB,64MiB, and 1GiB for what takes one process]
     #[arg(long, value_name = "SIZE,...", value_delimiter = ',', value_parser = parse_size)]
     size: Vec<u64>,
 
@@ -131,6 +131,8 @@ fn parse_bench(text: &str) -> Result<Wanted, String> {
 
 impl Tool for Benches {
     fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error> {
+        // Each consumer is a process with sockets and descriptors here.
+        cli::raise_file_limit();
         // What can't be written need not be measured.
         let mut svg = self.svg.as_deref().map(picture).transpose()?;
         let plan = bench::Plan {
@@ -156,7 +158,7 @@ impl Tool for Benches {
             svg.finish()?;
         }
         let text = if self.json { bench::to_json(&report) } else { bench::text::render(&report) };
-        Ok((text, 0))
+        Ok((text, u8::from(report.series.is_empty())))
     }
 
     fn code(&self, error: &Error) -> u8 {

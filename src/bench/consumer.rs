@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     channel::{Cancel, Trust},
-    driver::{Driver, PoolHandle},
+    driver::{Driver, PoolHandle, bare::Opened},
     error::{Error, ProtocolError, Result},
     memory::{Device, Region},
     session::{Terms, stream::Subscriber},
@@ -29,6 +29,8 @@ struct Consumer<'a> {
     driver: Arc<dyn Driver>,
     device: Device,
     subscriber: Option<Subscriber>,
+    /// What was opened last, until there is time to close it.
+    opened: Option<Opened>,
     pool: Option<PoolHandle>,
 }
 
@@ -37,7 +39,7 @@ pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
     let (driver, device) = errand.open()?;
     device.activate()?;
     line.send(&Reply::Ready)?;
-    let mut consumer = Consumer { errand, line, driver, device, subscriber: None, pool: None };
+    let mut consumer = Consumer { errand, line, driver, device, subscriber: None, opened: None, pool: None };
     loop {
         let call = line.receive()?;
         let reply = consumer.answer(&call).unwrap_or_else(|error| Reply::Failed(error.into()));
@@ -47,6 +49,9 @@ pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
 
 impl Consumer<'_> {
     fn answer(&mut self, call: &Call) -> Result<Reply> {
+        if let Some(opened) = self.opened.take() {
+            self.driver.bare()?.close(opened)?;
+        }
         match call {
             Call::Connect { socket } => {
                 let terms = Terms { timeout: self.errand.timeout, trust: Trust::default(), cancel: Cancel::new()? };
@@ -64,6 +69,8 @@ impl Consumer<'_> {
                 self.line.send(&Reply::Ready)?;
                 Ok(Reply::Usable { at: self.take(*way, *size)? })
             }
+            // As before any other.
+            Call::Close => Ok(Reply::Ready),
             Call::LetGo => {
                 let Some(subscriber) = &mut self.subscriber else { return Ok(Reply::Ready) };
                 self.line.send(&Reply::Ready)?;
@@ -90,10 +97,11 @@ impl Consumer<'_> {
                 let fd = self.descriptor()?;
                 let (opened, _) = bare.open(ordinal, fd.as_fd(), size)?;
                 let at = now();
-                bare.close(opened)?;
+                // Others may still be opening, and closing would be in their way.
+                self.opened = Some(opened);
                 Ok(at)
             }
-            Way::Fresh | Way::Again => {
+            Way::Fresh | Way::Described | Way::Again => {
                 let Some(subscriber) = &mut self.subscriber else { return out_of_turn() };
                 let received = subscriber.receive()?;
                 let since = u64::try_from(received.usable_since().elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -119,20 +127,20 @@ impl Consumer<'_> {
                 Ok(at)
             }
             Way::Hop => {
-                self.line.catch(&mut [0])?;
+                self.line.receive_record(&mut [0])?;
                 Ok(now())
             }
         }
     }
 
     fn descriptor(&self) -> Result<OwnedFd> {
-        let (_, fd) = self.line.catch(&mut [0])?;
+        let (_, fd) = self.line.receive_record(&mut [0])?;
         fd.ok_or(ProtocolError::FdCount { kind: "record", want: 1, claimed: 1, got: 0 }.into())
     }
 
     fn bytes(&self) -> Result<[u8; 64]> {
         let mut bytes = [0; 64];
-        match self.line.catch(&mut bytes)? {
+        match self.line.receive_record(&mut bytes)? {
             (64, _) => Ok(bytes),
             (got, _) => Err(ProtocolError::ShortRecord { got, header: 64 }.into()),
         }

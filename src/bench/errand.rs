@@ -74,7 +74,7 @@ fn run(errand: &Errand) -> Result<()> {
         }
         Task::Lead => {
             // Nothing ever comes but the end.
-            let _ = line()?.catch(&mut [0]);
+            let _ = line()?.receive_record(&mut [0]);
             killpg(getpgrp(), Signal::SIGKILL).map_err(|errno| Error::system("end the commands", errno))
         }
         Task::Start => {

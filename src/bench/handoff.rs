@@ -34,9 +34,10 @@ const fn contestant(bench: Bench, name: &'static str, way: Way, alone: bool, sha
 }
 
 /// In the order in which memory is given to them, where there is not enough for all.
-const CONTESTANTS: [Contestant; 8] = [
+const CONTESTANTS: [Contestant; 9] = [
     contestant(Bench::Handoff, "floor", Way::Floor, false, true),
     contestant(Bench::Handoff, "vmmfd", Way::Fresh, false, true),
+    contestant(Bench::Handoff, "vmmfd, with description", Way::Described, false, true),
     contestant(Bench::Repeat, "floor", Way::Hop, false, true),
     contestant(Bench::Repeat, "vmmfd again", Way::Again, false, true),
     contestant(Bench::Handoff, "export each, anchor", Way::ExportEach, false, false),
@@ -139,7 +140,7 @@ fn fitting<'a>(run: &mut Run<'_>, usable: u64, size: u64, contestants: &[&'a Con
 fn measure_size(run: &mut Run<'_>, process: &Process, size: u64, contestants: &[&Contestant]) -> Result<Vec<Samples>> {
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
     let mut samples = vec![Samples::default(); contestants.len()];
-    let what = format!("handoff of {}", human(size));
+    let what = format!("handing over {}", human(size));
     tell(process, &Order::Prepare { size, ways: contestants.iter().map(|contestant| contestant.way).collect() })?;
     for round in 0..warm_up + count {
         run.tick(&what, round, warm_up + count)?;

@@ -62,18 +62,18 @@ impl Line {
 
     pub(super) fn send(&self, say: &impl Serialize) -> Result<()> {
         let record = serde_json::to_vec(say).map_err(|error| ProtocolError::Content(error.to_string()))?;
-        self.throw(&record, None)
+        self.send_record(&record, None)
     }
 
     pub(super) fn receive<T: DeserializeOwned>(&self) -> Result<T> {
         let mut record = vec![0; MAX_RECORD];
-        let (length, _) = self.catch(&mut record)?;
+        let (length, _) = self.receive_record(&mut record)?;
         serde_json::from_slice(&record[..length])
             .map_err(|error| ProtocolError::Body { kind: "record", reason: error.to_string() }.into())
     }
 
     /// Sends a bare record, perhaps with a descriptor: one system call.
-    pub(super) fn throw(&self, record: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
+    pub(super) fn send_record(&self, record: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<()> {
         let sent = match fd {
             Some(fd) => self.socket.send_with_fd(record, &[fd.as_raw_fd()]),
             None => rustix::net::send(&self.socket, record, SendFlags::NOSIGNAL).map_err(io::Error::from),
@@ -86,7 +86,7 @@ impl Line {
     }
 
     /// Receives a bare record: one system call, which waits.
-    pub(super) fn catch(&self, record: &mut [u8]) -> Result<(usize, Option<OwnedFd>)> {
+    pub(super) fn receive_record(&self, record: &mut [u8]) -> Result<(usize, Option<OwnedFd>)> {
         let purpose = "for another process of the bench";
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);

@@ -22,8 +22,10 @@ pub(super) enum Way {
     Floor,
     /// The same, exported for each handoff.
     ExportEach,
-    /// This library's session: a buffer that the consumer does not hold.
+    /// This library's session: a buffer that the consumer does not hold, and that was described to it before.
     Fresh,
+    /// The same, with its description.
+    Described,
     /// This library's session: a buffer that the consumer holds.
     Again,
     /// A legacy handle, opened each time.
@@ -173,6 +175,8 @@ pub(super) enum Call {
     Take { way: Way, size: u64 },
     /// Let the session take back what it withdraws.
     LetGo,
+    /// Whatever was opened can be closed now.
+    Close,
 }
 
 /// What they answer.

@@ -35,7 +35,7 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
         for &engine in engines {
             // On the host backend it is far faster.
             if cuda && engine == Engine::Host && size > HOST_BYTES / HOST_COUNT as u64 {
-                run.leave_out(format!("host fill and verify at {}: they would take minutes", human(size)));
+                run.leave_out(format!("host fill and verify at {}: above 13 GiB they take too long", human(size)));
                 continue;
             }
             let most = match engine {

@@ -48,6 +48,8 @@ struct Peer {
     publisher: Option<Publisher>,
     /// The buffer that it is to hold.
     held: Option<BufferId>,
+    /// The one that it is handed now, and is not to hold.
+    fresh: Option<BufferId>,
 }
 
 struct Producer<'a> {
@@ -66,7 +68,7 @@ pub(super) fn serve(errand: &Errand, folder: &Path, consumers: usize, line: &Lin
     let child = Errand { task: Task::Consume, ..errand.clone() };
     let peers = (0..consumers).map(|_| {
         let process = Process::start(&child)?;
-        Ok(Peer { process, publisher: None, held: None })
+        Ok(Peer { process, publisher: None, held: None, fresh: None })
     });
     let peers = peers.collect::<Result<Vec<_>>>()?;
     // All of them start at once.
@@ -119,6 +121,12 @@ impl Peer {
         self.ready()
     }
 
+    /// Enters memory into the session, anew.
+    fn describe(&mut self, memory: &Arc<Shared>) -> Result<()> {
+        self.fresh = Some(self.publisher()?.add(memory, None, Access::ReadWrite)?);
+        Ok(())
+    }
+
     /// Tells of a buffer on which nothing is under way, and returns when that began.
     fn publish(&mut self, buffer: BufferId) -> Result<u64> {
         let begun = now();
@@ -138,7 +146,7 @@ impl Producer<'_> {
     fn prepare(&mut self, size: u64, ways: &[Way]) -> Result<()> {
         let wants = |way: Way| ways.contains(&way);
         let mut prepared = Prepared { size, ..Prepared::default() };
-        if wants(Way::Floor) || wants(Way::Fresh) || wants(Way::Again) {
+        if [Way::Floor, Way::Fresh, Way::Described, Way::Again].into_iter().any(wants) {
             let shared = Arc::new(Shared::create(&self.device, &Spec { size, ..Spec::default() })?);
             let chunks = shared.chunks(0..size, 0)?.map_or(Vec::new(), |(_, chunks)| chunks);
             let fd = chunks.first().map(|chunk| chunk.as_fd().try_clone_to_owned()).transpose();
@@ -156,14 +164,14 @@ impl Producer<'_> {
             if let Some(pool) = pooled.0.pool() {
                 for peer in &self.peers {
                     peer.process.send(&Call::Pool)?;
-                    peer.process.line.throw(&[0], Some(pool.export()?))?;
+                    peer.process.line.send_record(&[0], Some(pool.export()?))?;
                     peer.ready()?;
                 }
             }
             prepared.pool = Some(pooled);
         }
         self.prepared = prepared;
-        if wants(Way::Fresh) || wants(Way::Again) {
+        if [Way::Fresh, Way::Described, Way::Again].into_iter().any(wants) {
             self.connect()?;
         }
         if wants(Way::Again) {
@@ -214,7 +222,10 @@ impl Producer<'_> {
     /// Hands over once to all consumers, and returns how long it took until the last one had it.
     fn measure(&mut self, way: Way) -> Result<f64> {
         let size = self.prepared.size;
-        let fresh = self.fresh(way)?;
+        if way == Way::Fresh {
+            let (shared, _) = self.shared()?;
+            self.peers.iter_mut().try_for_each(|peer| peer.describe(&shared))?;
+        }
         for peer in &self.peers {
             peer.call(&Call::Take { way, size })?;
         }
@@ -224,18 +235,16 @@ impl Producer<'_> {
         }
         let (prepared, bare) = (&self.prepared, self.driver.bare()?);
         let begun = match &mut self.peers[..] {
-            [peer] => lend(way, peer, fresh.first(), prepared, bare)?,
+            [peer] => lend(way, peer, prepared, bare)?,
             peers => {
                 let barrier = Barrier::new(peers.len());
                 let begun = thread::scope(|scope| {
                     let lenders: Vec<_> = peers
                         .iter_mut()
-                        .enumerate()
-                        .map(|(number, peer)| {
-                            let (barrier, fresh) = (&barrier, fresh.get(number));
-                            scope.spawn(move || {
+                        .map(|peer| {
+                            scope.spawn(|| {
                                 barrier.wait();
-                                lend(way, peer, fresh, prepared, bare)
+                                lend(way, peer, prepared, bare)
                             })
                         })
                         .collect();
@@ -247,30 +256,22 @@ impl Producer<'_> {
                 Lent { at: begun.iter().map(|lent| lent.at).min().unwrap_or(0), _fd: None }
             }
         };
-        let session = matches!(way, Way::Fresh | Way::Again);
+        let session = matches!(way, Way::Fresh | Way::Described | Way::Again);
         let mut last = 0;
         for peer in &mut self.peers {
             last = last.max(if session { peer.end_of_turn()? } else { peer.usable()? });
         }
-        if way == Way::Fresh {
-            for (peer, buffer) in self.peers.iter_mut().zip(fresh) {
-                peer.withdraw(buffer)?;
+        for peer in &mut self.peers {
+            if let Some(fresh) = peer.fresh.take() {
+                peer.withdraw(fresh)?;
             }
         }
         Ok(last.saturating_sub(begun.at) as f64 / 1000.0)
     }
 
-    /// A buffer for each consumer that it does not hold.
-    fn fresh(&mut self, way: Way) -> Result<Vec<BufferId>> {
-        if way != Way::Fresh {
-            return Ok(Vec::new());
-        }
-        let (shared, _) = self.shared()?;
-        self.peers.iter_mut().map(|peer| peer.publisher()?.add(&shared, None, Access::ReadWrite)).collect()
-    }
-
     fn clear(&mut self) -> Result<()> {
         for peer in &mut self.peers {
+            peer.call(&Call::Close)?;
             if let Some(held) = peer.held.take() {
                 peer.withdraw(held)?;
             }
@@ -290,25 +291,28 @@ struct Lent {
 }
 
 /// Hands over to one consumer.
-fn lend(way: Way, peer: &mut Peer, fresh: Option<&BufferId>, prepared: &Prepared, bare: &dyn Bare) -> Result<Lent> {
-    let line = &peer.process.line;
+fn lend(way: Way, peer: &mut Peer, prepared: &Prepared, bare: &dyn Bare) -> Result<Lent> {
     let begun = now();
     let mut lent = Lent { at: begun, _fd: None };
     match way {
-        Way::Floor => line.throw(&[0], Some(prepared.fd.as_ref().ok_or(not_prepared())?.as_fd()))?,
+        Way::Floor => peer.process.line.send_record(&[0], Some(prepared.fd.as_ref().ok_or(not_prepared())?.as_fd()))?,
         Way::ExportEach => {
             let fd = bare.export(prepared.created.as_ref().ok_or(not_prepared())?)?;
-            line.throw(&[0], Some(fd.as_fd()))?;
+            peer.process.line.send_record(&[0], Some(fd.as_fd()))?;
             lent._fd = Some(fd);
         }
-        Way::Fresh => lent.at = peer.publish(*fresh.ok_or(not_prepared())?)?,
+        Way::Described => {
+            peer.describe(prepared.shared.as_ref().ok_or(not_prepared())?)?;
+            peer.publish(peer.fresh.ok_or(not_prepared())?)?;
+        }
+        Way::Fresh => lent.at = peer.publish(peer.fresh.ok_or(not_prepared())?)?,
         Way::Again => {
             let held = peer.held.ok_or(not_prepared())?;
             lent.at = peer.publish(held)?;
         }
-        Way::Legacy => line.throw(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, None)?,
-        Way::Pool => line.throw(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, None)?,
-        Way::Hop => line.throw(&[0], None)?,
+        Way::Legacy => peer.process.line.send_record(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, None)?,
+        Way::Pool => peer.process.line.send_record(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, None)?,
+        Way::Hop => peer.process.line.send_record(&[0], None)?,
     }
     Ok(lent)
 }

@@ -36,7 +36,7 @@ fn head(report: &Report) -> String {
     let device =
         if machine.device.is_empty() { String::new() } else { format!("{} {}, ", machine.device, machine.uuid) };
     format!(
-        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each unless a table says otherwise, after {} that do not count; microseconds\n",
+        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each, after {} that do not count, and fewer of what takes long: column n; microseconds\n",
         report.tool, report.made, report.backend, machine.kernel, machine.cpus, report.count, report.warm_up
     )
 }
@@ -45,9 +45,17 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
     let title = if size == 0 { bench.as_str().to_owned() } else { format!("{}, {}", bench.as_str(), human(size)) };
     let name = block.iter().map(|series| series.name.len()).chain([title.len()]).max().unwrap_or(0).max(24);
     let rated = block.iter().any(|series| series.rate.is_some());
-    let last = if rated { "speed" } else { "ratio" };
+    let compared = block.iter().any(|series| series.ratio.is_some());
+    let last = if rated {
+        "speed"
+    } else if compared {
+        "ratio"
+    } else {
+        ""
+    };
     // Writing to a text can't fail.
-    let _ = writeln!(text, "\n{title:name$}  {:>9} {:>9} {:>9} {:>9} {:>5} {last:>9}", "p50", "p90", "p99", "max", "n");
+    let head = format!("{title:name$}  {:>9} {:>9} {:>9} {:>9} {:>5} {last:>9}", "p50", "p90", "p99", "max", "n");
+    let _ = writeln!(text, "\n{}", head.trim_end());
     let longest = block.iter().map(|series| series.summary.p50_us).fold(0.0, f64::max);
     for series in block {
         let summary = &series.summary;
@@ -76,7 +84,9 @@ fn foot(report: &Report) -> String {
         }
         None => "so few samples do not tell".to_owned(),
     };
-    let _ = writeln!(text, "noise: {noise}; the ratio is to the floor");
+    let floor = report.series.iter().any(|series| series.ratio.is_some());
+    let floor = if floor { "; the ratio is to the floor's median" } else { "" };
+    let _ = writeln!(text, "noise: {noise}{floor}");
     for series in report.series.iter().filter(|series| series.summary.is_too_noisy()) {
         let size = if series.size == 0 { String::new() } else { format!(" at {}", human(series.size)) };
         let _ = writeln!(

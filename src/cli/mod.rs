@@ -210,7 +210,7 @@ pub fn leave_open(driver: &Arc<dyn Driver>) {
 
 /// Lets this process open as many files as it may: a buffer of many chunks has a descriptor for each. Where that is not
 /// allowed, the limit stays, and whatever meets it says so.
-fn raise_file_limit() {
+pub fn raise_file_limit() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
         && soft < hard
         && let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
