@@ -56,6 +56,9 @@ const STARTUP: [&str; 5] = [
 ];
 const DEMO: &str = "demo, to its end";
 
+/// How long all benches may take: on a GPU that other tests use, the driver's starts alone take a minute.
+const ALL: Duration = Duration::from_secs(240);
+
 /// The rows that each bench has on a backend, but for the demo's, which is not beside every build of the program.
 fn rows(meeting: &Meeting) -> [(&'static str, Vec<&'static str>); 5] {
     let host = meeting.backend() == "host";
@@ -111,7 +114,7 @@ fn each_bench_prints_the_rows_that_it_should(meeting: Meeting) {
 fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
     let picture = meeting.folder().join("bench.svg");
     fs::write(&picture, "something else").unwrap();
-    let ended = bench(&meeting, &["--json", "--svg", picture.to_str().unwrap()]).end();
+    let ended = bench(&meeting, &["--json", "--svg", picture.to_str().unwrap()]).start().end_within(ALL);
     assert_eq!(ended.code(0).stderr, "");
     let report = ended.json();
     let fields: Vec<&str> = report.as_object().unwrap().keys().map(String::as_str).collect();

@@ -315,8 +315,13 @@ impl Running {
     }
 
     /// Waits for its end.
-    pub(crate) fn end(mut self) -> Ended {
-        let deadline = Instant::now() + PATIENCE;
+    pub(crate) fn end(self) -> Ended {
+        self.end_within(PATIENCE)
+    }
+
+    /// Waits for the end of one that has much to do.
+    pub(crate) fn end_within(mut self, patience: Duration) -> Ended {
+        let deadline = Instant::now() + patience;
         let status = loop {
             match self.child.try_wait().unwrap() {
                 Some(status) => break status,

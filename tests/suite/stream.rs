@@ -133,6 +133,11 @@ impl Place {
     }
 }
 
+/// A timeout that a test waits for: a GPU that other tests use too may take a while to do anything.
+fn moment(subject: &Subject, milliseconds: u64) -> Duration {
+    Duration::from_millis(if subject.kind == Kind::Cuda { milliseconds + 2000 } else { milliseconds })
+}
+
 fn backend(subject: &Subject) -> Backend {
     subject.driver.backend()
 }
@@ -419,7 +424,7 @@ fn what_is_withdrawn_is_let_go_of_at_once_or_when_it_is_given_back(subject: Subj
 }
 
 fn a_buffer_that_was_dropped_is_given_back_with_the_next_call(subject: Subject) {
-    let place = Place::with_timeout(Duration::from_millis(300));
+    let place = Place::with_timeout(moment(&subject, 300));
     let (mut publisher, mut subscriber) = place.meet(&subject, 1);
     let ids: Vec<BufferId> = buffers(&subject, &mut publisher, 2).iter().map(|(id, _)| *id).collect();
     for id in [ids[0], ids[0], ids[1], ids[0]] {
@@ -510,7 +515,7 @@ fn several_consumers_share_one_memory(subject: Subject) {
 }
 
 fn a_producer_that_never_pauses_does_not_hold_whoever_waits(subject: Subject) {
-    let place = Place::with_timeout(Duration::from_millis(50));
+    let place = Place::with_timeout(moment(&subject, 50));
     let (publisher, mut subscriber) = place.meet(&subject, 1);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -532,8 +537,7 @@ fn a_producer_that_never_pauses_does_not_hold_whoever_waits(subject: Subject) {
 }
 
 fn silence_changes_nothing(subject: Subject) {
-    // A GPU may take a while to open memory where others use it too.
-    let place = Place::with_timeout(Duration::from_millis(if subject.kind == Kind::Cuda { 500 } else { 60 }));
+    let place = Place::with_timeout(moment(&subject, 60));
     assert!(matches!(place.accept(&subject), Err(Error::NoConsumer { .. })));
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
@@ -1237,7 +1241,7 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
 }
 
 fn a_pool_comes_again_after_a_withdrawal_that_took_long(subject: Subject) {
-    let place = Place::with_timeout(Duration::from_millis(300));
+    let place = Place::with_timeout(moment(&subject, 300));
     let pool = Pool::create(&subject.device()).unwrap();
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let memory = [100, 200].map(|size| Arc::new(Shared::in_pool(&pool, size).unwrap()));
@@ -1297,7 +1301,7 @@ fn a_producer_waits_until_what_is_borrowed_is_let_go_of(subject: Subject) {
 }
 
 fn memory_that_is_borrowed_and_not_let_go_of_stays_allocated(subject: Subject) {
-    let place = Place::with_timeout(Duration::from_millis(300));
+    let place = Place::with_timeout(moment(&subject, 300));
     let (publisher, subscriber, received) = borrowing(&subject, &place);
     let begun = Instant::now();
     publisher.close();
