@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tempfile::TempDir;
 
 use super::{
-    Bench, Run, ask,
+    Bench, FOLDER, Run, ask,
     orders::{Answer, Order, Way},
     process::{Process, Task},
     stats::Samples,
@@ -13,11 +13,7 @@ use super::{
     text::human,
     unfit, warm_up,
 };
-use crate::{
-    driver::Backend,
-    error::{Error, Result},
-    memory::MOST_OF_A_POOL,
-};
+use crate::{channel::temporary_folder, driver::Backend, error::Result, memory::MOST_OF_A_POOL};
 
 /// What is measured: its bench, its name, whether it must be alone with exported descriptors, and whether its memory is the one
 /// that is shared by all that share any.
@@ -50,8 +46,7 @@ const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
 const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
 
 pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
-    let folder = tempfile::Builder::new().prefix("vmmfd-bench.").tempdir_in("/tmp");
-    let folder = folder.map_err(|error| Error::system("make a folder in /tmp", error))?;
+    let folder = temporary_folder(FOLDER)?;
     let cuda = run.plan.backend == Backend::Cuda;
     let mut numbers = run.plan.consumers.clone();
     numbers.sort_unstable();

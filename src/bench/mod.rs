@@ -39,6 +39,9 @@ use crate::{
 /// The version of the JSON object.
 const SCHEMA: u32 = 1;
 
+/// What the names of the folders of a bench begin with.
+const FOLDER: &str = "vmmfd-bench.";
+
 /// Something to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -20,18 +20,20 @@ use nix::{
 };
 
 use super::{
-    Bench, Run,
+    Bench, FOLDER, Run,
     process::{Process, Task, beside, starter},
     stats::Samples,
 };
-use crate::error::{Error, Result};
+use crate::{
+    channel::temporary_folder,
+    error::{Error, Result},
+};
 
 /// The most samples: each takes the driver a third of a second.
 const MOST: usize = 20;
 
 pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
-    let folder = tempfile::Builder::new().prefix("vmmfd-bench.").tempdir_in("/tmp");
-    let folder = folder.map_err(|error| Error::system("make a folder in /tmp", error))?;
+    let folder = temporary_folder(FOLDER)?;
     let commands = ["producer", "consumer"].map(|name| beside(name, None));
     let demo = beside("demo", Some("../../scripts/demo"));
     for (found, name) in [(&commands[0], "producer"), (&commands[1], "consumer"), (&demo, "demo")] {

@@ -4,7 +4,7 @@ use std::{
     fs,
     io::{BufRead, BufReader, Read},
     os::unix::process::{CommandExt, ExitStatusExt},
-    path::{Path, PathBuf},
+    path::Path,
     process::{Child, Stdio},
     sync::{
         Arc, Mutex, PoisonError,
@@ -19,7 +19,6 @@ use nix::{
     unistd::Pid,
 };
 use serde::Deserialize;
-use tempfile::TempDir;
 
 use super::{
     DeviceReport, Environment, Finding, PairReport, Report, Status,
@@ -29,7 +28,7 @@ use super::{
     rules, verdict,
 };
 use crate::{
-    channel::Cancel,
+    channel::{Cancel, temporary_folder},
     driver::{Backend, DeviceUuid},
     error::{Error, Result},
     memory::Selector,
@@ -85,7 +84,7 @@ struct Listed {
 /// [`Error::NoSuchDevice`] if the plan names a device that there is none of; [`Error::Interrupted`]; [`Error::System`] if no
 /// child can be started. What the probes fail with is in the report.
 pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
-    let folder = folder()?;
+    let folder = temporary_folder(FOLDER)?;
     let runner = Runner { plan, cancel, folder: folder.path() };
     let machine = runner.run(&runner.machine_probes(), None, None)?;
     let driver = machine.iter().position(|finding| finding.probe == "driver");
@@ -154,24 +153,6 @@ pub(super) fn conclude(report: &mut Report) {
 
 /// What the names of the doctor's folders begin with.
 pub(super) const FOLDER: &str = "vmmfd-";
-
-/// A folder for sockets, with a path short enough for them: wherever one can be made, for a machine where temporary files can't
-/// be is one that wants a doctor too.
-pub(super) fn folder() -> Result<TempDir> {
-    const LONGEST: usize = 70;
-    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-    let places = [Some(std::env::temp_dir()), Some("/tmp".into()), runtime, Some("/dev/shm".into())];
-    let mut failed = None;
-    for place in places.into_iter().flatten() {
-        match tempfile::Builder::new().prefix(FOLDER).tempdir_in(place) {
-            Ok(folder) if folder.path().as_os_str().len() <= LONGEST => return Ok(folder),
-            Ok(_) => {}
-            Err(error) => failed = failed.or(Some(error)),
-        }
-    }
-    let failed = failed.unwrap_or_else(|| std::io::Error::other("every place for one has too long a path"));
-    Err(Error::system("make a temporary folder", failed))
-}
 
 struct Runner<'a> {
     plan: &'a Plan,
