@@ -94,9 +94,10 @@ impl Meeting {
     pub(crate) fn copy_binaries(&mut self) {
         let folder = tempfile::tempdir().unwrap();
         fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
-        for name in ["producer", "consumer", "vmmfd"] {
-            fs::copy(binary(name), folder.path().join(name)).unwrap();
-        }
+        // By another process: what this one has open for writing, a child that another test starts just then has too, and a file
+        // that anyone has open so can't be run (ETXTBSY).
+        let binaries = ["producer", "consumer", "vmmfd"].map(binary);
+        assert!(Command::new("cp").arg("-p").args(binaries).arg(folder.path()).status().unwrap().success());
         self.binaries = Some(folder);
     }
 
