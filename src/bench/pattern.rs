@@ -4,7 +4,7 @@ use super::{
     Bench, Room, Run, ask,
     orders::{Answer, Order},
     process::Task,
-    stats::Samples,
+    stats::{Samples, us},
     tell,
     text::human,
     unfit, warm_up,
@@ -115,7 +115,6 @@ pub(super) fn measure_stages(run: &mut Run<'_>) -> Result<()> {
             run.tick(&format!("each call on {}", human(size)), round, warm_up + count)?;
             match ask(&process, &Order::Stages { size })? {
                 Answer::Stages { create_us, export_us, opening, closing, .. } if round >= warm_up => {
-                    let us = |time: std::time::Duration| time.as_secs_f64() * 1e6;
                     let all = [
                         create_us,
                         export_us,

@@ -151,11 +151,11 @@ impl Process {
 
     /// An error of it.
     pub(super) fn fault(&self, message: String) -> Error {
-        Error::Child { process: self.name.to_owned(), message, hint: None }
+        fault(self.name, message)
     }
 
     fn silent(&self) -> Error {
-        self.fault(format!("did nothing within {:?}, the longest that a step may take", self.timeout))
+        overdue(self.name, "nothing", self.timeout)
     }
 
     /// That it is stuck, or how it ended.
@@ -188,6 +188,16 @@ impl Drop for Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// An error of a process.
+pub(super) fn fault(process: &str, message: String) -> Error {
+    Error::Child { process: process.to_owned(), message, hint: None }
+}
+
+/// That a process did not do in time what was its turn to do.
+pub(super) fn overdue(process: &str, did: &str, limit: Duration) -> Error {
+    fault(process, format!("did {did} within {limit:?}, the longest that a step may take"))
 }
 
 /// The process that starts the driver and ends.

@@ -1,14 +1,12 @@
 //! What takes one process: the pattern, and each call of the driver by itself.
 
-use std::{
-    os::fd::AsFd,
-    time::{Duration, Instant},
-};
+use std::{os::fd::AsFd, time::Instant};
 
 use super::{
     line::Line,
     orders::{Answer, Order},
     process::Errand,
+    stats::us,
 };
 use crate::{
     driver::Driver,
@@ -98,8 +96,4 @@ fn load(driver: &dyn Driver, device: &Device) -> Result<Answer> {
     let begun = Instant::now();
     kernels.load(device.ordinal())?;
     Ok(Answer::Took { us: us(begun.elapsed()) })
-}
-
-fn us(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e6
 }

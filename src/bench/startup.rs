@@ -21,8 +21,8 @@ use nix::{
 
 use super::{
     Bench, FOLDER, Run,
-    process::{Process, Task, beside, starter},
-    stats::Samples,
+    process::{Process, Task, beside, fault, overdue, starter},
+    stats::{Samples, us},
 };
 use crate::{
     channel::temporary_folder,
@@ -57,7 +57,7 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
         took.extend([starter.bare_whole(1)?, starter.bare_whole(2)?, starter.whole(demo.as_deref())?]);
         if round >= warm_up {
             for (samples, took) in samples.iter_mut().zip(took) {
-                samples.0.extend(took.map(|took| took.as_secs_f64() * 1e6));
+                samples.0.extend(took.map(us));
             }
         }
     }
@@ -200,8 +200,7 @@ impl Starter<'_> {
     }
 
     fn silent(&self, running: &Running, what: &str) -> Error {
-        let message = format!("did not {what} within {:?}, the longest that a step may take", self.run.step());
-        Error::Child { process: running.name.to_owned(), message, hint: None }
+        overdue(running.name, &format!("not {what}"), self.run.step())
     }
 
     /// How it ended, and the first line of what it complains of.
@@ -215,7 +214,7 @@ impl Starter<'_> {
             text.lines().next().map(|line| format!(": {}", line.trim_start_matches("error: ")))
         });
         let message = format!("ended with {status}{when}{}", complaint.unwrap_or_default());
-        Error::Child { process: running.name.to_owned(), message, hint: None }
+        fault(running.name, message)
     }
 }
 

@@ -1,5 +1,7 @@
 //! What many measurements say together.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 /// Into how many parts a run is cut to see how much it wanders.
@@ -59,6 +61,11 @@ impl Samples {
             noise,
         })
     }
+}
+
+/// Microseconds, as samples are.
+pub(super) fn us(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
 }
 
 pub(super) fn sorted(samples: &[f64]) -> Vec<f64> {

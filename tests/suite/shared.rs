@@ -716,17 +716,6 @@ fn a_failure_at_any_call_leaves_nothing(subject: Subject) {
     let (device, unit, folder) = (subject.device(), subject.unit(), tempfile::tempdir().unwrap());
     File::create(folder.path().join("data")).unwrap().write_all(b"data").unwrap();
     everything(&subject, &device, unit, folder.path()).unwrap();
-    let mut failed = Vec::new();
-    for nth in 1.. {
-        subject.faulty.fail(Fault::Nth(nth), 4242);
-        let result = everything(&subject, &device, unit, folder.path());
-        let Some(verb) = subject.faulty.mend() else {
-            result.unwrap();
-            break;
-        };
-        assert!(result.is_err(), "{verb}, call {nth}, is of no consequence");
-        subject.assert_empty();
-        failed.push(verb);
-    }
+    let failed = subject.fail_each_call(|| everything(&subject, &device, unit, folder.path()));
     assert!(failed.len() > 20, "{failed:?}");
 }

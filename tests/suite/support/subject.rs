@@ -12,10 +12,11 @@ use vmmfd::{
         cuda::CudaDriver,
         host::{HostDriver, Live},
     },
+    error::Result,
     memory::{Device, Selector},
 };
 
-use super::{Copy, Fake, Faulty};
+use super::{Copy, Fake, Fault, Faulty};
 
 /// Which driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,6 +123,24 @@ impl Subject {
             let expected = [kernels, 0, 0, 2 * kernels, kernels];
             assert_eq!(fake.live()[4..], expected, "the emulated driver counts otherwise");
         }
+    }
+
+    /// Does work again and again, each time with another call of the driver failing, until it is whole. Each failure must be told
+    /// of, and leave nothing. Returns what failed.
+    pub(crate) fn fail_each_call(&self, work: impl Fn() -> Result<()>) -> Vec<&'static str> {
+        let mut failed = Vec::new();
+        for nth in 1.. {
+            self.faulty.fail(Fault::Nth(nth), 4242);
+            let result = work();
+            let Some(verb) = self.faulty.mend() else {
+                result.unwrap();
+                break;
+            };
+            assert!(result.is_err(), "{verb}, call {nth}, is of no consequence");
+            self.assert_empty();
+            failed.push(verb);
+        }
+        failed
     }
 }
 
