@@ -5,7 +5,6 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::Parser;
 use vmmfd::{
     channel::{Cancel, socket_path},
-    cli::{self, Command, Common, Console, Exit, parse_range},
     driver::Access,
     error::Error,
     memory::Selector,
@@ -14,7 +13,8 @@ use vmmfd::{
         consumer::{self, Ask, Errand},
         start,
     },
-    transfer::Target,
+    tools::check::files::Target,
+    tools::cli::{self, Command, Common, Console, Exit, parse_range},
     wire::ByteRange,
 };
 

@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use clap::Parser;
 use vmmfd::{
     channel::{Cancel, Listener, socket_path},
-    cli::{self, Command, Common, Console, Exit, Extent, parse_salt, parse_size},
     error::Error,
     memory::{Device, Selector, Spec},
     session::{
@@ -13,6 +12,7 @@ use vmmfd::{
         producer::{self, Buffer, Content, Plan},
         start,
     },
+    tools::cli::{self, Command, Common, Console, Exit, Extent, parse_salt, parse_size},
     wire::{Mechanism, Placement},
 };
 

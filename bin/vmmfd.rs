@@ -9,17 +9,17 @@ use std::{
 
 use clap::{Parser, Subcommand};
 use vmmfd::{
-    bench::{self, Bench},
     channel::{Cancel, Trust},
-    cli::{self, Tool, parse_size, parse_timeout},
-    doctor::{
-        self, Meeting, PROBES, Part, Plan, Report,
-        text::{self, Style},
-    },
     driver::Backend,
     error::Error,
     memory::Selector,
-    transfer::Target,
+    tools::bench::{self, Bench},
+    tools::check::files::Target,
+    tools::cli::{self, Tool, parse_size, parse_timeout},
+    tools::doctor::{
+        self, Meeting, PROBES, Part, Plan, Report,
+        text::{self, Style},
+    },
 };
 
 /// Tools around sharing GPU memory between processes.

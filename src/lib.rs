@@ -7,9 +7,9 @@
 //!
 //! | Floor | Module | What it does |
 //! |---|---|---|
-//! | work | [`doctor`], [`bench`](mod@bench) | whether a machine can share memory, found out by doing it; and what that costs |
+//! | work | [`tools::doctor`], [`tools::bench`] | whether a machine can share memory, found out by doing it; and what that costs |
 //! | meeting | [`session`] | the conversation between producer and consumer |
-//! | data | [`pattern`], [`transfer`] | what is written and how it is checked: a pattern, or a file's bytes |
+//! | data | [`tools::check`] | what is written and how it is checked: a pattern, or a file's bytes |
 //! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
 //! | ground | [`driver`], [`wire`], [`array`](mod@array) | a verb for each driver call; messages as bytes; typed arrays, described |
 //! | base | [`error`] | [`Error`] |
@@ -46,13 +46,7 @@ compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Uni
 #[cfg(target_os = "linux")]
 pub mod array;
 #[cfg(target_os = "linux")]
-pub mod bench;
-#[cfg(target_os = "linux")]
 pub mod channel;
-#[cfg(target_os = "linux")]
-pub mod cli;
-#[cfg(target_os = "linux")]
-pub mod doctor;
 #[cfg(target_os = "linux")]
 pub mod driver;
 #[cfg(target_os = "linux")]
@@ -62,11 +56,9 @@ pub mod launch;
 #[cfg(target_os = "linux")]
 pub mod memory;
 #[cfg(target_os = "linux")]
-pub mod pattern;
-#[cfg(target_os = "linux")]
 pub mod session;
-#[cfg(target_os = "linux")]
-pub mod transfer;
+#[cfg(all(target_os = "linux", feature = "tools"))]
+pub mod tools;
 #[cfg(target_os = "linux")]
 pub mod wire;
 

@@ -1,4 +1,4 @@
-//! What a device's own kernels do with the pattern of [`crate::pattern`].
+//! What a device's own kernels do with the pattern of [`crate::tools::check::pattern`].
 
 use std::{fmt::Debug, time::Duration};
 

@@ -18,8 +18,8 @@ use crate::{
     driver::{Access, Driver},
     error::{Error, Result},
     memory::{Array, Device, Imported, Importing, Pool, Region, Selector, first_elements, timed},
-    pattern::{self, Checker, Choice, Pattern},
-    transfer::{self, Target},
+    tools::check::files::{self, Target},
+    tools::check::pattern::{self, Checker, Choice, Pattern},
     wire::{ByteRange, DEFAULT_OBJECT, Mechanism, Message, Offer, Outcome, ProtocolError, Request},
 };
 
@@ -344,7 +344,7 @@ impl<'a> Consumer<'a> {
     ///
     /// # Errors
     /// [`Error::Mismatch`] for a digest that this version does not know; those of [`Choice::verify`] and
-    /// [`transfer::read`], and of the conversation. Wrong data is no error.
+    /// [`files::read`], and of the conversation. Wrong data is no error.
     pub fn verify(&mut self, lent: &Lent) -> Result<Outcome> {
         self.check(lent, None)
     }
@@ -393,7 +393,7 @@ impl<'a> Consumer<'a> {
             (pattern, digest) => {
                 let mut checker = pattern.map(Checker::new);
                 let mut at = range.start;
-                let found = transfer::read(memory, memory.start(), range.clone(), &mut |bytes| {
+                let found = files::read(memory, memory.start(), range.clone(), &mut |bytes| {
                     if let Some(checker) = &mut checker {
                         checker.check(at, bytes);
                     }

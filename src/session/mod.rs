@@ -24,7 +24,7 @@ use crate::{
     driver::{Access, Backend, Choice, Driver, Opened, open},
     error::{Error, Result},
     memory::Device,
-    pattern::{Verification, Work},
+    tools::check::pattern::{Verification, Work},
     wire::{Busy, Description, ErrorCode, Failure, Hello, Message, Offer, Outcome, ProtocolError, VERSION},
 };
 

@@ -17,7 +17,7 @@ use crate::{
     driver::{Access, DeviceUuid, Driver},
     error::{Error, Result},
     memory::{Device, Imported, Importing, Pool, Selector, timed},
-    transfer,
+    tools::check::files,
     wire::{ErrorCode, Mechanism, Message, Offer, OfferedDevice, Part, ProtocolError, Received},
 };
 
@@ -118,7 +118,7 @@ pub(super) fn check(offer: &Offer) -> Result<()> {
     if memory.mechanism == Mechanism::Unknown {
         return unfit("the producer shares by a mechanism that this version does not know".to_owned());
     }
-    if let Some(digest) = offer.digest.as_ref().filter(|digest| !transfer::is_known(digest)) {
+    if let Some(digest) = offer.digest.as_ref().filter(|digest| !files::is_known(digest)) {
         return unfit(format!("the data comes with the digest `{digest}`, which this version can't check"));
     }
     Ok(())

@@ -9,7 +9,7 @@ use divan::{Bencher, counter::BytesCount};
 use vmmfd::{
     driver::{Access, Backend, Choice, open},
     memory::{Allocation, Device, Mapping, Selector},
-    pattern::{self, Pattern},
+    tools::check::pattern::{self, Pattern},
     wire::{Description, Mechanism, Message, Offer, OfferedDevice, Outcome, Part, Placement, Ready, Segments},
 };
 

@@ -25,7 +25,7 @@ use vmmfd::{
     },
     error::ErrorKind,
     memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
-    pattern::{self, Mismatch, Pattern},
+    tools::check::pattern::{self, Mismatch, Pattern},
 };
 
 use crate::support::{EXPORTABLE, Fault, Inode, Kind, Subject, code, in_fork};

@@ -27,11 +27,11 @@ use vmmfd::{
     channel::{Cancel, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, open},
     memory::{Allocation, Device, Region, Selector},
-    pattern::{self, Pattern},
     session::{
         Terms,
         consumer::{Ask, Errand, Findings, fetch},
     },
+    tools::check::pattern::{self, Pattern},
     wire::{
         Busy, Description, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Message, Offer, OfferedDevice, Outcome, Part,
         Placement, ProtocolError, Received, Request, Segments,

@@ -20,7 +20,7 @@ use vmmfd::{
     },
     error::ErrorKind,
     memory::{Allocation, Device, Mapping, Region},
-    pattern::{self, Pattern},
+    tools::check::pattern::{self, Pattern},
 };
 
 use crate::support::{Copy, EXPORTABLE, Fake, Subject, code, in_child, in_fork};

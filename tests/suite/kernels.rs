@@ -11,7 +11,7 @@ use vmmfd::{
         kernels::Stretch,
     },
     memory::{Allocation, Device, Mapping, Region, Selector},
-    pattern::{self, Choice, Engine, Mismatch, Pattern, Verification},
+    tools::check::pattern::{self, Choice, Engine, Mismatch, Pattern, Verification},
 };
 
 use crate::support::{Copy, EXPORTABLE, Fault, Kind, Mapped, Subject, code};

@@ -20,7 +20,7 @@ use vmmfd::{
         code,
     },
     memory::{Array, ArrayHandle, Device, Imported, LegacyMemory, Mirror, Pool, Region, Selector, Shared, Spec},
-    transfer::{self, Source, Target},
+    tools::check::files::{self, Source, Target},
     wire::{Mechanism, Placement, Pointer},
 };
 
@@ -582,7 +582,7 @@ fn a_file_goes_through_memory_of_every_kind_with_its_digest(subject: Subject) {
         let array = open(&subject, &shared, ReadOnly);
         let target = folder.path().join("copy");
         let mut copy = Target::create(&target, true).unwrap();
-        let found = transfer::read(&**array.memory(), 0, 0..plain.size, &mut |bytes| copy.write(bytes)).unwrap();
+        let found = files::read(&**array.memory(), 0, 0..plain.size, &mut |bytes| copy.write(bytes)).unwrap();
         copy.finish().unwrap();
         let mut back = Vec::new();
         File::open(&target).unwrap().read_to_end(&mut back).unwrap();
@@ -591,7 +591,7 @@ fn a_file_goes_through_memory_of_every_kind_with_its_digest(subject: Subject) {
         if shared.size() > plain.size {
             assert!(read(&shared, plain.size, 64) == [0; 64]);
         }
-        let some = transfer::read(&shared, 0, 5..4_000_000, &mut |_| Ok(())).unwrap();
+        let some = files::read(&shared, 0, 5..4_000_000, &mut |_| Ok(())).unwrap();
         assert_eq!(some, format!("blake3:{}", blake3::hash(&data[5..4_000_000]).to_hex()));
         digests.extend([digest, found]);
     }
@@ -706,7 +706,7 @@ fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> R
         shared.seal()?;
         let (handle, fds) = ArrayHandle::of(&shared, bytes(2 * unit))?;
         let array = handle.open(&subject.driver, Some(Selector::Ordinal(0)), fds, ReadOnly)?;
-        transfer::read(&**array.memory(), 0, 0..unit, &mut |_| Ok(()))?;
+        files::read(&**array.memory(), 0, 0..unit, &mut |_| Ok(()))?;
         array.first(2)?;
     }
     Ok(())

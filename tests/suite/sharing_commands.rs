@@ -196,7 +196,7 @@ fn a_file_arrives_as_it_was(meeting: Meeting) {
     let producer = meeting.listening(&["--size", "1001", "--seed", "7"]);
     meeting.consumer(&["--to", to, "--force"]).end().code(0);
     let mut pattern = vec![0; 1001];
-    vmmfd::pattern::Pattern::new(7).write(0, &mut pattern);
+    vmmfd::tools::check::pattern::Pattern::new(7).write(0, &mut pattern);
     assert_eq!(fs::read(to).unwrap(), pattern);
     producer.end().code(0);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
@@ -447,7 +447,7 @@ fn options_that_do_not_go_together_are_bad_usage() {
 fn a_file_that_changes_under_the_reader_is_told() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1000).unwrap();
-    let source = vmmfd::transfer::Source::open(file.path()).unwrap();
+    let source = vmmfd::tools::check::files::Source::open(file.path()).unwrap();
     let memory = shared(&Spec { size: source.size(), ..Spec::default() });
     file.as_file().set_len(999).unwrap();
     let told = source.load(&memory, &mut |_| Ok(())).unwrap_err().to_string();

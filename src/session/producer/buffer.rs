@@ -12,12 +12,12 @@ use crate::{
     driver::Access,
     error::{Error, Result},
     memory::{Device, Region, Shared, Spec},
-    pattern::{self, Choice, Pattern, Verification, Work},
     session::{
         Event, Observer, activate,
         gate::{Entered, Gate, Turn},
     },
-    transfer::Source,
+    tools::check::files::Source,
+    tools::check::pattern::{self, Choice, Pattern, Verification, Work},
     wire::{ByteRange, DEFAULT_OBJECT, ErrorCode, Offer},
 };
 

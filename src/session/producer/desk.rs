@@ -21,8 +21,8 @@ use crate::{
     driver::Access,
     error::{Error, Result},
     memory::Region,
-    pattern::{self, Pattern},
     session::{Event, Link, Observer, Terms, gate::Turn, greeting, outcome_of, unexpected},
+    tools::check::pattern::{self, Pattern},
     wire::{
         DEFAULT_OBJECT, ErrorCode, MAX_FDS, Message, Offer, OfferedPool, Outcome, ProtocolError, Request, Segments,
     },

@@ -301,7 +301,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::doctor::report::{DeviceReport, PairReport, SCHEMA};
+    use crate::tools::doctor::report::{DeviceReport, PairReport, SCHEMA};
 
     fn finding(probe: &str, status: Status, meaning: &str) -> Finding {
         Finding {

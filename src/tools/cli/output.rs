@@ -18,8 +18,8 @@ use crate::{
     driver::{Access, Backend},
     error::{Error, ErrorKind},
     memory::Device,
-    pattern::{Engine, Work},
     session::{Event, producer::Served},
+    tools::check::pattern::{Engine, Work},
     wire::{Description, Mechanism, Mismatch, Outcome, Placement},
 };
 

@@ -11,12 +11,6 @@ use std::{
 use super::{Bench, Found, Probe, micros, timed};
 use crate::{
     channel::{Cancel, Listener, Trust},
-    doctor::{
-        Status,
-        control::{Control, Say, Taken, unexpected},
-        peer::Peer,
-        report::Seen,
-    },
     driver::{DeviceUuid, Diagnosis, Driver, EventHandle},
     error::{Error, ProtocolError, Result},
     memory::{Device, Selector, Spec},
@@ -25,33 +19,39 @@ use crate::{
         consumer::{Ask, Consumer},
         producer::{self, Buffer, Content, Plan, Served},
     },
+    tools::doctor::{
+        Status,
+        control::{Control, Say, Taken, unexpected},
+        peer::Peer,
+        report::Seen,
+    },
     wire::{Mechanism, Placement},
 };
 
 /// How memory travels in a probe.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::doctor) struct Way {
-    pub(in crate::doctor) probe: &'static str,
+pub(in crate::tools::doctor) struct Way {
+    pub(in crate::tools::doctor) probe: &'static str,
     mechanism: Mechanism,
     location: Placement,
 }
 
 impl Way {
-    pub(in crate::doctor) const ROUND_TRIP: Self = Self::of("round-trip", Mechanism::Vmm);
-    pub(in crate::doctor) const POOL: Self = Self::of("pool", Mechanism::Pool);
-    pub(in crate::doctor) const LEGACY: Self = Self::of("legacy", Mechanism::Legacy);
-    pub(in crate::doctor) const HOST: Self =
+    pub(in crate::tools::doctor) const ROUND_TRIP: Self = Self::of("round-trip", Mechanism::Vmm);
+    pub(in crate::tools::doctor) const POOL: Self = Self::of("pool", Mechanism::Pool);
+    pub(in crate::tools::doctor) const LEGACY: Self = Self::of("legacy", Mechanism::Legacy);
+    pub(in crate::tools::doctor) const HOST: Self =
         Self { location: Placement::Host, ..Self::of("host-numa", Mechanism::Vmm) };
 
     /// What was called if there can be no socket in the folder.
-    pub(in crate::doctor) const BIND: &str = "bind";
+    pub(in crate::tools::doctor) const BIND: &str = "bind";
 
     const fn of(probe: &'static str, mechanism: Mechanism) -> Self {
         Self { probe, mechanism, location: Placement::Device }
     }
 
     /// The way of a probe, as the other end names it. Where only the memory counts it is the plain one.
-    pub(in crate::doctor) fn named(probe: &str) -> Self {
+    pub(in crate::tools::doctor) fn named(probe: &str) -> Self {
         let ways = [Self::POOL, Self::LEGACY, Self::HOST];
         ways.into_iter().find(|way| way.probe == probe).unwrap_or(Self::ROUND_TRIP)
     }
@@ -59,25 +59,25 @@ impl Way {
 
 /// One end of a meeting: what it needs besides the connection.
 #[derive(Debug, Clone)]
-pub(in crate::doctor) struct End {
-    pub(in crate::doctor) driver: Arc<dyn Driver>,
+pub(in crate::tools::doctor) struct End {
+    pub(in crate::tools::doctor) driver: Arc<dyn Driver>,
     /// Where memory is handed over.
-    pub(in crate::doctor) socket: PathBuf,
-    pub(in crate::doctor) trust: Trust,
+    pub(in crate::tools::doctor) socket: PathBuf,
+    pub(in crate::tools::doctor) trust: Trust,
     /// The longest wait for the other end.
-    pub(in crate::doctor) timeout: Duration,
+    pub(in crate::tools::doctor) timeout: Duration,
 }
 
 /// More than one unit, and no whole number of words: so that the end of the data is no end of anything else.
 const SIZE: u64 = (4 << 20) + 13;
 
 impl End {
-    pub(in crate::doctor) fn terms(&self, cancel: &Cancel) -> Terms {
+    pub(in crate::tools::doctor) fn terms(&self, cancel: &Cancel) -> Terms {
         Terms { timeout: self.timeout, trust: self.trust.clone(), cancel: cancel.clone() }
     }
 
     /// As [`follow`], with a limit for all of it together that may grow meanwhile. `each` may end it.
-    pub(in crate::doctor) fn follow_within(
+    pub(in crate::tools::doctor) fn follow_within(
         &self,
         control: &mut Control,
         limit: &Cell<Duration>,
@@ -89,7 +89,7 @@ impl End {
 }
 
 /// Lends memory to the other end, which reads it and writes a reply.
-pub(in crate::doctor) fn lend(end: &End, control: &mut Control, device: &Device, way: Way) -> Result<Found> {
+pub(in crate::tools::doctor) fn lend(end: &End, control: &mut Control, device: &Device, way: Way) -> Result<Found> {
     let cancel = Cancel::new()?;
     let spec = Spec { size: SIZE, mechanism: way.mechanism, location: way.location, ..Spec::default() };
     let content = Content::Pattern(rand::random());
@@ -151,7 +151,7 @@ fn of_seen(probe: &str, seen: Seen) -> Found {
 }
 
 /// Takes what the other end lends, checks it and replies.
-pub(in crate::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selector>) -> Result<Taken> {
+pub(in crate::tools::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selector>) -> Result<Taken> {
     let opened = Mutex::new(Duration::ZERO);
     let observer = |event: session::Event<'_>| {
         if let session::Event::Mapped { took, .. } = event {
@@ -192,7 +192,7 @@ impl Drop for Event<'_> {
 }
 
 /// Makes an event, records it, and has the other end wait for it.
-pub(in crate::doctor) fn share_event(control: &mut Control, device: &Device) -> Result<Found> {
+pub(in crate::tools::doctor) fn share_event(control: &mut Control, device: &Device) -> Result<Found> {
     let (diagnosis, ordinal) = (device.driver().diagnosis()?, device.ordinal());
     let event = Event { diagnosis, ordinal, handle: diagnosis.event_create(ordinal)? };
     let handle = diagnosis.event_export(ordinal, event.handle)?;
@@ -224,7 +224,7 @@ fn wait_for_event(end: &End, device: DeviceUuid, handle: &str) -> Result<(u64, u
 }
 
 /// Does what the other end asks for, until it says good-bye or goes. `each` is told what is not to be answered.
-pub(in crate::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn FnMut(Say)) -> Result<()> {
+pub(in crate::tools::doctor) fn follow(end: &End, control: &mut Control, each: &mut dyn FnMut(Say)) -> Result<()> {
     // The other end may have much to do by itself before it calls.
     let patience = Duration::from_secs(3600).max(end.timeout);
     follow_for(end, control, &mut || patience, &mut |say| {
@@ -307,7 +307,7 @@ impl Bench {
     }
 
     /// How long this side waits for the other: less than the probe may take, so that the reason is told.
-    pub(in crate::doctor) fn patience(&self) -> Duration {
+    pub(in crate::tools::doctor) fn patience(&self) -> Duration {
         self.timeout.mul_f64(0.75)
     }
 }

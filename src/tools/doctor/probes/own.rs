@@ -13,11 +13,11 @@ use nix::sys::stat::fstat;
 
 use super::{Bench, Found, micros, timed};
 use crate::{
-    doctor::{Status, report::Seen},
     driver::{Access, Attribute, Driver, Granularity, Handle, Location, MadeFor, Properties},
     error::{Error, Result},
     memory::{Allocation, Mapping, Region},
-    pattern::{self, Pattern},
+    tools::check::pattern::{self, Pattern},
+    tools::doctor::{Status, report::Seen},
 };
 
 /// What most probes allocate, in bytes, before it is rounded up.

@@ -9,7 +9,7 @@ use super::{
     text::human,
     unfit, warm_up,
 };
-use crate::{driver::Backend, error::Result, pattern::Engine};
+use crate::{driver::Backend, error::Result, tools::check::pattern::Engine};
 
 const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
 const HOST_SIZES: [u64; 3] = [2 << 20, 64 << 20, 1 << 30];

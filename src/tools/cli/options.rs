@@ -9,9 +9,9 @@ use crate::{
     channel::{Cancel, Trust},
     driver::Choice,
     error::Error,
-    pattern,
     session::Terms,
-    transfer::Source,
+    tools::check::files::Source,
+    tools::check::pattern,
     wire::ByteRange,
 };
 

@@ -7,15 +7,15 @@ use std::{
 
 use super::{Bench, Found, micros};
 use crate::{
-    doctor::{
+    error::{Error, Result},
+    memory::{Region, Selector},
+    session::consumer::{Ask, Consumer, Lent},
+    tools::check::pattern::{self, Pattern},
+    tools::doctor::{
         control::{Say, unexpected},
         peer::Peer,
         report::Seen,
     },
-    error::{Error, Result},
-    memory::{Region, Selector},
-    pattern::{self, Pattern},
-    session::consumer::{Ask, Consumer, Lent},
 };
 
 /// Takes memory from another process, kills that, and returns the memory and whether it is as it was.
@@ -63,7 +63,7 @@ const CLEARING: Duration = Duration::from_secs(3);
 pub(super) fn memory_returned(bench: &mut Bench) -> Result<Found> {
     if bench.device.is_host() {
         let why = "The free memory of the whole machine changes all the time, and tells nothing of one buffer.";
-        return Ok(Found::of(crate::doctor::Status::Skipped, why));
+        return Ok(Found::of(crate::tools::doctor::Status::Skipped, why));
     }
     let before = bench.device.memory_info()?.free;
     let lent = match orphan(bench)? {

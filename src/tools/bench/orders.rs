@@ -11,7 +11,7 @@ use crate::{
     },
     error::Error,
     memory::Device,
-    pattern::Engine,
+    tools::check::pattern::Engine,
 };
 
 /// A way of handing memory over that is measured.

@@ -13,10 +13,10 @@ use serde_json::json;
 
 use super::{Found, Probe, WITHHELD};
 use crate::{
-    doctor::{Environment, report::Seen},
     driver::{Backend, Choice, Driver, code, host::HostDriver, open},
     error::{Error, Result},
     memory::Device,
+    tools::doctor::{Environment, report::Seen},
 };
 
 pub(super) fn driver(backend: Backend) -> Result<Found> {

@@ -611,8 +611,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        doctor::{environment::Library, report::Seen},
         error::{Error, ProtocolError},
+        tools::doctor::{environment::Library, report::Seen},
     };
 
     fn finding(probe: &str, status: Status, error: Option<Seen>) -> Finding {

@@ -16,7 +16,7 @@ use tempfile::{Builder, NamedTempFile};
 use crate::{
     error::{Error, Result},
     memory::{Mirror, Region},
-    pattern::slices,
+    tools::check::pattern::slices,
 };
 
 /// Host memory that is used at a time, in bytes. A multiple of 4.

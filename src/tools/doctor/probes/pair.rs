@@ -7,11 +7,11 @@ use super::{
     own::{SIZE, shows, write},
 };
 use crate::{
-    doctor::{Status, report::Seen},
     driver::{Access, code},
     error::Result,
     memory::{Allocation, Device, Mapping, Region, Reservation},
-    pattern::Pattern,
+    tools::check::pattern::Pattern,
+    tools::doctor::{Status, report::Seen},
 };
 
 pub(super) fn peer(bench: &mut Bench, owner: &Device) -> Result<Found> {

@@ -12,7 +12,7 @@ use crate::{
     driver::Driver,
     error::{Error, ProtocolError, Result},
     memory::{Device, Shared, Spec},
-    pattern::{Choice, Engine, Pattern},
+    tools::check::pattern::{Choice, Engine, Pattern},
 };
 
 /// Does what it is told until whoever tells it has gone.
