@@ -5,6 +5,7 @@
 //! host backend answers with `CUresult` codes too, so that one contract holds for both.
 
 pub mod bare;
+mod copy;
 pub mod cuda;
 pub mod diagnosis;
 pub mod host;

@@ -18,6 +18,8 @@ mod imported;
 mod legacy;
 mod mirror;
 mod pool;
+#[cfg(test)]
+mod races;
 mod shared;
 mod vmm;
 
