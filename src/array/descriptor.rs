@@ -4,33 +4,29 @@ use std::{fmt, ops::Range};
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    ElementType, MAX_DIMENSIONS, Order,
-    json::{dimensions, optional_dimensions},
-};
+use super::{ElementType, MAX_DIMENSIONS, Order, json::PlainArray};
 use crate::error::{Error, Result};
 
-/// An n-dimensional array somewhere in a piece of memory.
+/// An n-dimensional array somewhere in a piece of memory. Plain data: it owns no memory and reads none.
 ///
-/// As JSON: `{"typestr": "<f4", "shape": [768, 1024], "strides": null, "offset": 0}`. Absent strides are null, an absent
-/// offset is 0, unknown fields are ignored; lists of more than [`MAX_DIMENSIONS`] are refused while they are read. Nothing
-/// else is checked then: every method answers with an error where a descriptor makes no sense, and
-/// [`ArrayDescriptor::check`] is the one that knows the memory.
+/// As JSON: `{"dtype": "float32", "shape": [768, 1024], "strides": null, "offset": 0}`. `dtype` is the name in NumPy or
+/// ml_dtypes (see [`ElementType::name`]) and no other; `"byte_order": "big"` is there for big-endian elements, and refused
+/// where the order means nothing. An absent or null byte order is `"little"`, strides are those of C order, and an offset is 0.
+/// Unknown fields are ignored. Lists of more than [`MAX_DIMENSIONS`] fail while they are read. Nothing else is checked then:
+/// every method fails where a descriptor makes no sense, and [`ArrayDescriptor::check`] is the one that knows the memory.
 ///
 /// A shape of no dimensions has one element; a dimension of length 0 makes an array without any, which needs no memory. A
 /// stride of 0 repeats the same elements (a broadcast), so an array may have many more elements than its memory has bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "PlainArray", into = "PlainArray")]
 pub struct ArrayDescriptor {
     /// The type of each element.
-    pub typestr: ElementType,
+    pub dtype: ElementType,
     /// The length of each dimension, in elements.
-    #[serde(deserialize_with = "dimensions")]
     pub shape: Vec<u64>,
-    /// The step from an element to the next along each dimension, in bytes; null if the array is contiguous in C order.
-    #[serde(default, deserialize_with = "optional_dimensions")]
+    /// The step from an element to the next along each dimension, in bytes; `None` if the array is contiguous in C order.
     pub strides: Option<Vec<i64>>,
     /// Where the element with all indices 0 begins, in bytes from the start of the memory.
-    #[serde(default)]
     pub offset: u64,
 }
 
@@ -40,8 +36,8 @@ impl ArrayDescriptor {
     /// # Errors
     /// [`Error::Array`] if there are more than [`MAX_DIMENSIONS`], if 64 bits can't count its bytes, or if a stride that has to
     /// be given is 2⁶³ bytes or more.
-    pub fn new(typestr: ElementType, shape: impl Into<Vec<u64>>, order: Order) -> Result<Self> {
-        let array = Self { typestr, shape: shape.into(), strides: None, offset: 0 };
+    pub fn new(dtype: ElementType, shape: impl Into<Vec<u64>>, order: Order) -> Result<Self> {
+        let array = Self { dtype, shape: shape.into(), strides: None, offset: 0 };
         array.bytes()?;
         let steps = array.contiguous(order);
         array.with(0, array.shape.clone(), steps)
@@ -65,8 +61,8 @@ impl ArrayDescriptor {
     /// # Errors
     /// As [`ArrayDescriptor::elements`], for bytes.
     pub fn bytes(&self) -> Result<u64> {
-        self.elements()?.checked_mul(self.typestr.size()).ok_or_else(|| {
-            problem(format!("shape {:?} of {} has more bytes than 64 bits can count", self.shape, self.typestr))
+        self.elements()?.checked_mul(self.dtype.size()).ok_or_else(|| {
+            problem(format!("shape {:?} of {} has more bytes than 64 bits can count", self.shape, self.dtype))
         })
     }
 
@@ -89,7 +85,7 @@ impl ArrayDescriptor {
             return Ok(self.offset..self.offset);
         }
         let mut low = i128::from(self.offset);
-        let mut high = low + i128::from(self.typestr.size());
+        let mut high = low + i128::from(self.dtype.size());
         for (length, step) in self.shape.iter().zip(steps) {
             let reach = i128::from(length - 1).checked_mul(step).ok_or_else(|| self.too_far())?;
             let end = if reach < 0 { &mut low } else { &mut high };
@@ -113,12 +109,6 @@ impl ArrayDescriptor {
             return Err(Error::OutOfRange { offset: start, length: end - start, size: extent });
         }
         Ok(())
-    }
-
-    /// Whether its elements lie side by side in this order. Strides of dimensions of length 1 don't matter, and an array
-    /// without elements is contiguous in either order; a malformed one in none.
-    pub fn is_contiguous(&self, order: Order) -> bool {
-        self.steps().is_ok_and(|steps| self.steps_are(order, &steps))
     }
 
     /// Where the element of an index begins, in bytes from the start of the memory.
@@ -232,7 +222,7 @@ impl ArrayDescriptor {
     /// The strides of a contiguous array of this shape. What would overflow stays at the largest value: that is further than
     /// any span may reach, or nothing where there are no elements.
     fn contiguous(&self, order: Order) -> Vec<i128> {
-        let mut step = i128::from(self.typestr.size());
+        let mut step = i128::from(self.dtype.size());
         let mut next = |length: &u64| {
             let this = step;
             step = step.saturating_mul((*length).max(1).into());
@@ -248,6 +238,8 @@ impl ArrayDescriptor {
         }
     }
 
+    /// Whether these strides are those of a contiguous array of this shape, where they matter: not along dimensions of length 1,
+    /// and not without elements.
     pub(super) fn steps_are(&self, order: Order, steps: &[i128]) -> bool {
         let mut each = self.shape.iter().zip(steps).zip(self.contiguous(order));
         self.is_empty() || each.all(|((length, step), want)| *length == 1 || *step == want)
@@ -255,7 +247,7 @@ impl ArrayDescriptor {
 
     /// Another array of the same memory. Its strides are null if they may be: readers of the interface like that best.
     fn with(&self, offset: u64, shape: Vec<u64>, steps: Vec<i128>) -> Result<Self> {
-        let mut array = Self { typestr: self.typestr, shape, strides: None, offset };
+        let mut array = Self { dtype: self.dtype, shape, strides: None, offset };
         if !array.steps_are(Order::C, &steps) {
             array.strides = Some(explicit(steps)?);
         }
@@ -289,10 +281,10 @@ impl ArrayDescriptor {
     }
 
     fn too_far(&self) -> Error {
-        let Self { typestr, shape, strides, offset } = self;
+        let Self { dtype, shape, strides, offset } = self;
         let strides = strides.as_ref().map_or("no strides".to_owned(), |strides| format!("strides {strides:?}"));
         problem(format!(
-            "an array of {typestr} with shape {shape:?}, {strides} and offset {offset} reaches further than 64 bits can count"
+            "an array of {dtype} with shape {shape:?}, {strides} and offset {offset} reaches further than 64 bits can count"
         ))
     }
 }
@@ -308,13 +300,13 @@ fn explicit(steps: Vec<i128>) -> Result<Vec<i64>> {
     steps.into_iter().map(fit).collect()
 }
 
-/// The type, the shape, and the strides unless they are those of C order: `<f4 1024x768, strides 4x4096`.
+/// The type, the shape, and the strides unless they are those of C order: `float32 1024x768, strides 4x4096`.
 impl fmt::Display for ArrayDescriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fn joined<T: ToString>(numbers: &[T]) -> String {
             numbers.iter().map(T::to_string).collect::<Vec<_>>().join("x")
         }
-        write!(f, "{} {}", self.typestr, joined(&self.shape))?;
+        write!(f, "{} {}", self.dtype, joined(&self.shape))?;
         self.strides.iter().try_for_each(|strides| write!(f, ", strides {}", joined(strides)))
     }
 }

@@ -1,15 +1,15 @@
-//! The types of elements.
+//! Element types, and their names in NumPy, ml_dtypes, PyTorch, Rust and the array interface.
 
-use std::{fmt, str::FromStr};
-
-use serde::{Deserialize, Serialize};
+use std::{borrow::Cow, fmt, str::FromStr};
 
 use super::quote;
 
-/// What an element is made of.
+/// The largest element, in bytes: NumPy counts them in a C `int`.
+const MAX_SIZE: u32 = i32::MAX as u32;
+
+/// What an element's bits mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ElementKind {
+pub(super) enum Kind {
     /// One byte, 0 or 1.
     Bool,
     /// An integer in two's complement.
@@ -18,94 +18,141 @@ pub enum ElementKind {
     Unsigned,
     /// An IEEE 754 number.
     Float,
+    /// The upper half of a 32-bit IEEE 754 number.
+    BFloat,
+    /// A number of one byte.
+    Float8(Float8),
     /// Two IEEE 754 numbers, the real part first.
     Complex,
-    /// Bytes that mean nothing here.
+    /// Bytes without a meaning here.
     Raw,
 }
 
-impl ElementKind {
-    /// Its letter in a typestr.
-    fn letter(self) -> char {
-        match self {
-            Self::Bool => 'b',
-            Self::Signed => 'i',
-            Self::Unsigned => 'u',
-            Self::Float => 'f',
-            Self::Complex => 'c',
-            Self::Raw => 'V',
-        }
-    }
+/// The layouts of 8-bit floats: so many bits of exponent and of mantissa. `Fn`: no infinity; `Uz`: no negative zero; `B11`: a
+/// bias of 11.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Float8 {
+    E3M4,
+    E4M3,
+    E4M3B11FnUz,
+    E4M3Fn,
+    E4M3FnUz,
+    E5M2,
+    E5M2FnUz,
+    /// A power of two, without a sign and without zero: the scale of a block.
+    E8M0FnU,
 }
 
-/// The type of an array's elements: a typestr of the array interface, such as `<f4`, `>i2`, `|b1` or `|V16`.
+/// The type of an array's elements: NumPy's dtypes of numbers, `bool` and `void`, and the `bfloat16` and 8-bit floats of
+/// ml_dtypes. Types without a fixed layout (objects, strings), times, and types of less than 8 bits are not supported.
 ///
-/// It is also read by name: `bool`, `i8` to `i64`, `u8` to `u64`, `f16` to `f64`, `c64`, `c128`, with the size in bits as
-/// Rust has it, in little-endian order. (numpy's short names count bytes: its `i8` is `i64` here.) Objects, strings and times
-/// are no types of shared memory: they are refused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+/// Parses, for a command line, from
+///
+/// - the name in NumPy or ml_dtypes, also behind `<` or `>` for its byte order: `float32`, `bfloat16`, `float8_e4m3fn`, `>int16`;
+/// - the name in Rust, with the size in bits: `f32`, `bf16`, `i8`, `u64`, `f8e4m3fn`, `c64`. (NumPy counts bytes there: its `i8`
+///   is `int64`, written here as `i64` or `<i8`.)
+/// - the name in PyTorch: `half`, `float`, `double`, `short`, `int`, `long`, `cfloat`, `cdouble`. (`float` and `int` have 32 bits
+///   there, as in C, and 64 in NumPy.)
+/// - a typestr of the array interface: `<f4`, `>i2`, `|b1`, `|V16`.
+///
+/// Prints the name in NumPy or ml_dtypes, behind `>` if the elements are big-endian; that text parses to the same type.
+///
+/// ```
+/// use vmmfd::array::ElementType;
+///
+/// # fn main() -> Result<(), vmmfd::array::ParseElementTypeError> {
+/// assert_eq!("bf16".parse::<ElementType>()?, ElementType::BF16);
+/// assert_eq!("|V16".parse::<ElementType>()?.to_string(), "void128");
+/// assert_eq!(">i2".parse::<ElementType>()?.to_string(), ">int16");
+/// assert_eq!((ElementType::F32.typestr(), ElementType::BF16.typestr()), (Some("<f4".to_owned()), None));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ElementType {
-    kind: ElementKind,
-    size: u32,
+    pub(super) kind: Kind,
+    pub(super) size: u32,
     /// Never set where the order means nothing, so that equal types are equal.
-    big_endian: bool,
+    pub(super) big_endian: bool,
 }
 
-const NAMES: [(&str, ElementType); 14] = [
-    ("bool", ElementType::BOOL),
-    ("i8", ElementType::I8),
-    ("i16", ElementType::I16),
-    ("i32", ElementType::I32),
-    ("i64", ElementType::I64),
-    ("u8", ElementType::U8),
-    ("u16", ElementType::U16),
-    ("u32", ElementType::U32),
-    ("u64", ElementType::U64),
-    ("f16", ElementType::F16),
-    ("f32", ElementType::F32),
-    ("f64", ElementType::F64),
-    ("c64", ElementType::C64),
-    ("c128", ElementType::C128),
+/// Each type but the raw ones: its name in NumPy or ml_dtypes, then what else it is called.
+pub(super) const NAMES: [(ElementType, &str, &[&str]); 23] = [
+    (ElementType::BOOL, "bool", &[]),
+    (ElementType::I8, "int8", &["i8"]),
+    (ElementType::I16, "int16", &["i16", "short"]),
+    (ElementType::I32, "int32", &["i32", "int"]),
+    (ElementType::I64, "int64", &["i64", "long"]),
+    (ElementType::U8, "uint8", &["u8"]),
+    (ElementType::U16, "uint16", &["u16"]),
+    (ElementType::U32, "uint32", &["u32"]),
+    (ElementType::U64, "uint64", &["u64"]),
+    (ElementType::F16, "float16", &["f16", "half"]),
+    (ElementType::F32, "float32", &["f32", "float"]),
+    (ElementType::F64, "float64", &["f64", "double"]),
+    (ElementType::C64, "complex64", &["c64", "cfloat"]),
+    (ElementType::C128, "complex128", &["c128", "cdouble"]),
+    (ElementType::BF16, "bfloat16", &["bf16"]),
+    (ElementType::F8E3M4, "float8_e3m4", &["f8e3m4"]),
+    (ElementType::F8E4M3, "float8_e4m3", &["f8e4m3"]),
+    (ElementType::F8E4M3B11FNUZ, "float8_e4m3b11fnuz", &["f8e4m3b11fnuz"]),
+    (ElementType::F8E4M3FN, "float8_e4m3fn", &["f8e4m3fn"]),
+    (ElementType::F8E4M3FNUZ, "float8_e4m3fnuz", &["f8e4m3fnuz"]),
+    (ElementType::F8E5M2, "float8_e5m2", &["f8e5m2"]),
+    (ElementType::F8E5M2FNUZ, "float8_e5m2fnuz", &["f8e5m2fnuz"]),
+    (ElementType::F8E8M0FNU, "float8_e8m0fnu", &["f8e8m0fnu"]),
 ];
 
 impl ElementType {
-    /// `|b1`
-    pub const BOOL: Self = Self::little(ElementKind::Bool, 1);
-    /// `|i1`
-    pub const I8: Self = Self::little(ElementKind::Signed, 1);
-    /// `<i2`
-    pub const I16: Self = Self::little(ElementKind::Signed, 2);
-    /// `<i4`
-    pub const I32: Self = Self::little(ElementKind::Signed, 4);
-    /// `<i8`
-    pub const I64: Self = Self::little(ElementKind::Signed, 8);
-    /// `|u1`
-    pub const U8: Self = Self::little(ElementKind::Unsigned, 1);
-    /// `<u2`
-    pub const U16: Self = Self::little(ElementKind::Unsigned, 2);
-    /// `<u4`
-    pub const U32: Self = Self::little(ElementKind::Unsigned, 4);
-    /// `<u8`
-    pub const U64: Self = Self::little(ElementKind::Unsigned, 8);
-    /// `<f2`
-    pub const F16: Self = Self::little(ElementKind::Float, 2);
-    /// `<f4`
-    pub const F32: Self = Self::little(ElementKind::Float, 4);
-    /// `<f8`
-    pub const F64: Self = Self::little(ElementKind::Float, 8);
-    /// `<c8`
-    pub const C64: Self = Self::little(ElementKind::Complex, 8);
-    /// `<c16`
-    pub const C128: Self = Self::little(ElementKind::Complex, 16);
+    /// `bool`: one byte, 0 or 1.
+    pub const BOOL: Self = Self::little(Kind::Bool, 1);
+    /// `int8`
+    pub const I8: Self = Self::little(Kind::Signed, 1);
+    /// `int16`
+    pub const I16: Self = Self::little(Kind::Signed, 2);
+    /// `int32`
+    pub const I32: Self = Self::little(Kind::Signed, 4);
+    /// `int64`
+    pub const I64: Self = Self::little(Kind::Signed, 8);
+    /// `uint8`
+    pub const U8: Self = Self::little(Kind::Unsigned, 1);
+    /// `uint16`
+    pub const U16: Self = Self::little(Kind::Unsigned, 2);
+    /// `uint32`
+    pub const U32: Self = Self::little(Kind::Unsigned, 4);
+    /// `uint64`
+    pub const U64: Self = Self::little(Kind::Unsigned, 8);
+    /// `float16`: IEEE 754 binary16.
+    pub const F16: Self = Self::little(Kind::Float, 2);
+    /// `float32`: IEEE 754 binary32.
+    pub const F32: Self = Self::little(Kind::Float, 4);
+    /// `float64`: IEEE 754 binary64.
+    pub const F64: Self = Self::little(Kind::Float, 8);
+    /// `complex64`: two `float32`, the real part first.
+    pub const C64: Self = Self::little(Kind::Complex, 8);
+    /// `complex128`: two `float64`, the real part first.
+    pub const C128: Self = Self::little(Kind::Complex, 16);
+    /// `bfloat16`: the upper half of a `float32`.
+    pub const BF16: Self = Self::little(Kind::BFloat, 2);
+    /// `float8_e3m4`: with infinities.
+    pub const F8E3M4: Self = Self::little(Kind::Float8(Float8::E3M4), 1);
+    /// `float8_e4m3`: with infinities. See `F8E4M3FN` for that of the OCP specification.
+    pub const F8E4M3: Self = Self::little(Kind::Float8(Float8::E4M3), 1);
+    /// `float8_e4m3b11fnuz`: a bias of 11, no infinity, no negative zero.
+    pub const F8E4M3B11FNUZ: Self = Self::little(Kind::Float8(Float8::E4M3B11FnUz), 1);
+    /// `float8_e4m3fn`: no infinity; E4M3 of the OCP specification, and NVIDIA's `__nv_fp8_e4m3`.
+    pub const F8E4M3FN: Self = Self::little(Kind::Float8(Float8::E4M3Fn), 1);
+    /// `float8_e4m3fnuz`: no infinity, no negative zero.
+    pub const F8E4M3FNUZ: Self = Self::little(Kind::Float8(Float8::E4M3FnUz), 1);
+    /// `float8_e5m2`: with infinities; E5M2 of the OCP specification, and NVIDIA's `__nv_fp8_e5m2`.
+    pub const F8E5M2: Self = Self::little(Kind::Float8(Float8::E5M2), 1);
+    /// `float8_e5m2fnuz`: no infinity, no negative zero.
+    pub const F8E5M2FNUZ: Self = Self::little(Kind::Float8(Float8::E5M2FnUz), 1);
+    /// `float8_e8m0fnu`: a power of two or NaN; E8M0 of the OCP specification, the scale of a block.
+    pub const F8E8M0FNU: Self = Self::little(Kind::Float8(Float8::E8M0FnU), 1);
 
-    const fn little(kind: ElementKind, size: u32) -> Self {
+    const fn little(kind: Kind, size: u32) -> Self {
         Self { kind, size, big_endian: false }
-    }
-
-    /// What an element is made of.
-    pub fn kind(self) -> ElementKind {
-        self.kind
     }
 
     /// The size of an element, in bytes: from 1 to 2³¹ - 1.
@@ -118,126 +165,109 @@ impl ElementType {
         self.big_endian
     }
 
-    /// An element's bytes as a person reads them: `-7`, `0.5`, `1.0-2.0j`, `true`. Raw elements are hexadecimal, in the
-    /// order of memory; so are bytes that are not as many as [`ElementType::size`], and a bool that is neither 0 nor 1.
-    pub fn format(self, bytes: &[u8]) -> String {
-        let value = match self.kind {
-            _ if bytes.len() as u64 != self.size() => None,
-            ElementKind::Raw => None,
-            ElementKind::Bool => match bytes {
-                [0] => Some("false".to_owned()),
-                [1] => Some("true".to_owned()),
-                _ => None,
-            },
-            ElementKind::Unsigned => Some(self.bits(bytes).to_string()),
-            ElementKind::Signed => {
-                let unused = 64 - 8 * self.size; // A shift up and down again extends the sign.
-                Some((((self.bits(bytes) << unused) as i64) >> unused).to_string())
-            }
-            ElementKind::Float => Some(self.float(bytes)),
-            ElementKind::Complex => {
-                let (real, imaginary) = bytes.split_at(bytes.len() / 2);
-                let (real, imaginary) = (self.float(real), self.float(imaginary));
-                let plus = if imaginary.starts_with('-') { "" } else { "+" };
-                Some(format!("{real}{plus}{imaginary}j"))
-            }
-        };
-        value.unwrap_or_else(|| format!("0x{}", hex::encode(bytes)))
-    }
-
-    /// At most 8 bytes as a number.
-    fn bits(self, bytes: &[u8]) -> u64 {
-        let push = |bits: u64, byte: &u8| bits << 8 | u64::from(*byte);
-        if self.big_endian { bytes.iter().fold(0, push) } else { bytes.iter().rev().fold(0, push) }
-    }
-
-    /// A float of 2, 4 or 8 bytes. `{:?}` is the shortest that reads back, with an exponent where it is very large or small.
-    fn float(self, bytes: &[u8]) -> String {
-        let bits = self.bits(bytes);
-        match bytes.len() {
-            2 => format!("{:?}", widen(bits as u16)),
-            4 => format!("{:?}", f32::from_bits(bits as u32)),
-            _ => format!("{:?}", f64::from_bits(bits)),
+    /// The name in NumPy or ml_dtypes, without the byte order. Raw bytes have the name that NumPy's `dtype.name` gives, with
+    /// their number in bits: `void128` for `|V16`.
+    pub fn name(self) -> Cow<'static, str> {
+        let little = Self { big_endian: false, ..self };
+        match NAMES.iter().find(|(known, ..)| *known == little) {
+            Some((_, name, _)) => Cow::Borrowed(name),
+            None => Cow::Owned(format!("void{}", 8 * self.size())),
         }
+    }
+
+    /// The name in the array interface, as `<f4`. `None` for `bfloat16` and the 8-bit floats, which have none there.
+    pub fn typestr(self) -> Option<String> {
+        let letter = match self.kind {
+            Kind::Bool => 'b',
+            Kind::Signed => 'i',
+            Kind::Unsigned => 'u',
+            Kind::Float => 'f',
+            Kind::Complex => 'c',
+            Kind::Raw => 'V',
+            Kind::BFloat | Kind::Float8(_) => return None,
+        };
+        let order = match self {
+            _ if !self.has_order() => '|',
+            Self { big_endian: true, .. } => '>',
+            _ => '<',
+        };
+        Some(format!("{order}{letter}{}", self.size))
+    }
+
+    /// The type of this name in NumPy or ml_dtypes, little-endian.
+    pub(super) fn of_name(name: &str) -> Option<Self> {
+        if let Some(digits) = name.strip_prefix("void") {
+            let bits: u64 = plain_number(digits)?;
+            let size = u32::try_from(bits / 8).ok().filter(|size| bits % 8 == 0 && (1..=MAX_SIZE).contains(size))?;
+            return Some(Self::little(Kind::Raw, size));
+        }
+        NAMES.iter().find(|(_, known, _)| *known == name).map(|(element, ..)| *element)
+    }
+
+    /// Whether the order of an element's bytes means anything.
+    pub(super) fn has_order(self) -> bool {
+        self.size > 1 && self.kind != Kind::Raw
+    }
+
+    /// The same with the byte order that a mark of NumPy gives: `|` is only for types without one.
+    fn marked(self, order: &str) -> Option<Self> {
+        match order {
+            "<" | ">" | "|" if !self.has_order() => Some(self),
+            "<" => Some(self),
+            ">" => Some(Self { big_endian: true, ..self }),
+            _ => None,
+        }
+    }
+
+    fn of_typestr(order: &str, rest: &str) -> Option<Self> {
+        let (letter, digits) = rest.split_at_checked(1)?;
+        let size: u32 = plain_number(digits)?;
+        let kind = match (letter, size) {
+            ("b", 1) => Kind::Bool,
+            ("i", 1 | 2 | 4 | 8) => Kind::Signed,
+            ("u", 1 | 2 | 4 | 8) => Kind::Unsigned,
+            ("f", 2 | 4 | 8) => Kind::Float,
+            ("c", 8 | 16) => Kind::Complex,
+            ("V", 1..=MAX_SIZE) => Kind::Raw,
+            _ => return None,
+        };
+        Self::little(kind, size).marked(order)
     }
 }
 
-/// A half-precision float: each one is also an `f32`.
-fn widen(half: u16) -> f32 {
-    let (exponent, fraction) = (u32::from(half >> 10 & 0x1f), half & 0x3ff);
-    let power = |exponent: u32| f32::from_bits(exponent << 23); // 2^(exponent - 127)
-    let magnitude = match exponent {
-        0 => f32::from(fraction) * power(127 - 24),
-        31 if fraction == 0 => f32::INFINITY,
-        31 => f32::NAN,
-        _ => f32::from(0x400 | fraction) * power(exponent + 127 - 25),
-    };
-    if half >> 15 == 1 { -magnitude } else { magnitude }
+/// A number as a program writes it: no sign, no space, no leading zero.
+fn plain_number<T: FromStr>(digits: &str) -> Option<T> {
+    let plain = digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.starts_with('0');
+    digits.parse().ok().filter(|_| plain)
 }
 
 impl fmt::Display for ElementType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let order = match self {
-            _ if !has_order(self.kind, self.size) => '|',
-            Self { big_endian: true, .. } => '>',
-            _ => '<',
-        };
-        write!(f, "{order}{}{}", self.kind.letter(), self.size)
+        write!(f, "{}{}", if self.big_endian { ">" } else { "" }, self.name())
     }
-}
-
-fn has_order(kind: ElementKind, size: u32) -> bool {
-    size > 1 && kind != ElementKind::Raw
 }
 
 impl FromStr for ElementType {
-    type Err = String;
+    type Err = ParseElementTypeError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let named = NAMES.iter().find(|(name, _)| *name == text).map(|(_, known)| *known);
-        named.or_else(|| parse_typestr(text)).ok_or_else(|| {
-            let text = quote(text);
-            format!(
-                "{text} is no element type: write bool, i8 to i64, u8 to u64, f16 to f64, c64 or c128, or a typestr such \
-                 as <f4, >i2, |u1 or |V16"
-            )
-        })
+    fn from_str(text: &str) -> Result<Self, ParseElementTypeError> {
+        let alias = || NAMES.iter().find(|(.., others)| others.contains(&text)).map(|(element, ..)| *element);
+        let ordered = || {
+            let (order, rest) = text.split_at_checked(1)?;
+            Self::of_typestr(order, rest).or_else(|| Self::of_name(rest)?.marked(order))
+        };
+        let element = Self::of_name(text).or_else(alias).or_else(ordered);
+        element.ok_or_else(|| ParseElementTypeError { text: quote(text) })
     }
 }
 
-fn parse_typestr(text: &str) -> Option<ElementType> {
-    let (order, rest) = text.split_at_checked(1)?;
-    let (letter, digits) = rest.split_at_checked(1)?;
-    let plain = digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.starts_with('0');
-    let size = digits.parse().ok().filter(|size| plain && *size <= i32::MAX as u32)?;
-    let kind = match (letter, size) {
-        ("b", 1) => ElementKind::Bool,
-        ("i", 1 | 2 | 4 | 8) => ElementKind::Signed,
-        ("u", 1 | 2 | 4 | 8) => ElementKind::Unsigned,
-        ("f", 2 | 4 | 8) => ElementKind::Float,
-        ("c", 8 | 16) => ElementKind::Complex,
-        ("V", _) => ElementKind::Raw,
-        _ => return None,
-    };
-    let big_endian = match order {
-        "<" | ">" | "|" if !has_order(kind, size) => false,
-        "<" => false,
-        ">" => true,
-        _ => return None,
-    };
-    Some(ElementType { kind, size, big_endian })
-}
-
-impl TryFrom<String> for ElementType {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
-impl From<ElementType> for String {
-    fn from(element: ElementType) -> Self {
-        element.to_string()
-    }
+/// The text names no [`ElementType`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{text} is not an element type: write a name such as float32, f32, bf16, int8, bool, complex64 or float8_e4m3fn, or a \
+     typestr such as <f4, >i2 or |V16"
+)]
+pub struct ParseElementTypeError {
+    /// Quoted, and not long.
+    text: String,
 }

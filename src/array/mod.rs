@@ -1,7 +1,8 @@
-//! Typed arrays in shared memory, described in the words of `__cuda_array_interface__` version 3.
+//! Typed arrays in shared memory, described.
 //!
-//! A descriptor says which bytes of some memory are the elements of an n-dimensional array. It owns nothing and reads
-//! nothing: who gets one from a peer calls [`ArrayDescriptor::check`] with the size of the memory before any use.
+//! A descriptor says which bytes of some memory are the elements of an n-dimensional array, with the types of NumPy and
+//! ml_dtypes and the strides of `__cuda_array_interface__`. It owns no memory and reads none: after receiving one from a peer,
+//! call [`ArrayDescriptor::check`] with the size of the memory before any other use.
 //!
 //! ```
 //! use vmmfd::array::{ArrayDescriptor, ElementType, Order};
@@ -17,6 +18,7 @@
 
 mod descriptor;
 mod element;
+mod format;
 mod interface;
 mod json;
 mod offsets;
@@ -25,10 +27,9 @@ mod shape;
 mod tests;
 
 pub use descriptor::ArrayDescriptor;
-pub use element::{ElementKind, ElementType};
+pub use element::{ElementType, ParseElementTypeError};
 pub use interface::Interface;
-pub use offsets::Offsets;
-pub use shape::{MAX_DIMENSIONS, Order, parse_shape};
+pub use shape::{MAX_DIMENSIONS, Order, ParseOrderError, ParseShapeError, parse_shape};
 
 /// A text in a message. A peer may have sent it: the message stays short and shows control characters escaped.
 fn quote(text: &str) -> String {

@@ -7,7 +7,7 @@ use crate::error::Result;
 
 /// Where the elements of an array begin, in C order of the index: see [`ArrayDescriptor::offsets`].
 #[derive(Debug, Clone)]
-pub struct Offsets {
+pub(crate) struct Offsets {
     shape: Vec<u64>,
     steps: Vec<i128>,
     index: Vec<u64>,
@@ -41,7 +41,7 @@ impl ArrayDescriptor {
     ///
     /// # Errors
     /// As for [`ArrayDescriptor::span`].
-    pub fn offsets(&self) -> Result<Offsets> {
+    pub(crate) fn offsets(&self) -> Result<Offsets> {
         self.span()?;
         Ok(Offsets {
             shape: self.shape.clone(),

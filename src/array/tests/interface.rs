@@ -18,3 +18,16 @@ fn the_interface_is_the_dictionary_of_version_3() {
     refused(floats(&[2]).interface(u64::MAX - 7, false), "passes the end of memory");
     assert_eq!(array("<f4", &[0], None, 5).interface(u64::MAX, false).unwrap().data, (0, false));
 }
+
+#[test]
+fn what_the_interface_has_no_name_for_is_refused() {
+    for dtype in ["bfloat16", ">bfloat16", "float8_e4m3fn", "float8_e8m0fnu"] {
+        let made = array(dtype, &[2], None, 0);
+        refused(made.interface(256, false), &format!("can't describe elements of type {dtype}: it has no typestr"));
+        let words = ArrayDescriptor { dtype: element(if made.dtype.size() == 2 { "u16" } else { "u8" }), ..made };
+        assert_eq!(words.interface(256, false).unwrap().data, (256, false));
+    }
+    for (dtype, typestr) in [("bool", "|b1"), (">int16", ">i2"), ("half", "<f2"), ("void128", "|V16")] {
+        assert_eq!(array(dtype, &[], None, 0).interface(256, false).unwrap().typestr, typestr);
+    }
+}

@@ -1,5 +1,6 @@
 mod descriptor;
 mod element;
+mod format;
 mod interface;
 mod json;
 mod properties;
@@ -19,7 +20,7 @@ fn element(text: &str) -> ElementType {
 
 fn array(text: &str, shape: &[u64], strides: Option<&[i64]>, offset: u64) -> ArrayDescriptor {
     let strides = strides.map(<[i64]>::to_vec);
-    ArrayDescriptor { typestr: element(text), shape: shape.to_vec(), strides, offset }
+    ArrayDescriptor { dtype: element(text), shape: shape.to_vec(), strides, offset }
 }
 
 /// A contiguous array of floats.
@@ -33,4 +34,9 @@ fn refused<T: fmt::Debug>(result: Result<T>, part: &str) {
         Err(Error::Array { problem }) => assert!(problem.contains(part), "{problem}"),
         other => panic!("{other:?} where an error was due: {part}"),
     }
+}
+
+/// Whether the elements lie side by side in this order.
+fn side_by_side(array: &ArrayDescriptor, order: Order) -> bool {
+    array.steps_are(order, &array.steps().unwrap())
 }
