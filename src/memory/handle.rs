@@ -100,13 +100,7 @@ impl ArrayHandle {
     /// and [`Device::for_memory_of`].
     ///
     /// Driver calls: those of [`Imported::open`].
-    pub fn open(
-        &self,
-        driver: &Arc<dyn Driver>,
-        device: Option<Selector>,
-        fds: Vec<OwnedFd>,
-        access: Access,
-    ) -> Result<Array> {
+    pub fn open(&self, driver: &Driver, device: Option<Selector>, fds: Vec<OwnedFd>, access: Access) -> Result<Array> {
         self.array.check(self.memory.size)?;
         let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
         let device = Device::for_memory_of(driver, &self.memory.device, wanted.as_ref())?;

@@ -15,10 +15,7 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use vmmfd::{
     Error, Result,
     array::{ArrayDescriptor, ElementType, Order},
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        code,
-    },
+    driver::{Access::ReadOnly, Access::ReadWrite, code},
     memory::{Array, ArrayHandle, Device, Imported, LegacyMemory, Mirror, Pool, Region, Selector, Shared, Spec},
     tools::check::files::{self, Source, Target},
     wire::{Mechanism, Placement, Pointer},

@@ -171,7 +171,7 @@ impl Choice {
     fn choose<'a>(self, region: &'a dyn Region, start: u64, range: &Range<u64>) -> Result<Chosen<'a>> {
         host::check(region, start, range)?;
         let (device, here) = (region.device(), Chosen::Host { fallback: None });
-        let kernels = match (self, device.driver().kernels()) {
+        let kernels = match (self, device.verbs().kernels()) {
             (Self::Only(Engine::Host), _) | (Self::Auto, Err(Error::Unsupported { .. })) => return Ok(here),
             (_, kernels) => kernels?,
         };
