@@ -304,7 +304,7 @@ fn bad_usage_is_told_in_a_sentence() {
         (&["--count", "many"], "invalid digit"),
         (&["--consumers", "0"], "0 is not in 1..=256"),
         (&["--consumers", "1,10000"], "10000 is not in 1..=256"),
-        (&["--device", "the first"], "`the first` is neither an ordinal"),
+        (&["--device", "the first"], "`the first` is not a device: write an ordinal"),
         (&["--backend", "auto"], "there is no backend `auto` to test"),
         (&["--timeout", "5"], "`5` has no unit"),
         (&["handoff", "repeat"], "unexpected argument 'repeat'"),

@@ -39,7 +39,7 @@ fn bad_usage_is_one_clear_sentence_and_exit_code_2() {
         (&["--consumers", "-1"], "-1"),
         (&["--timeout", "30"], "30s"),
         (&["--timeout", "0s"], "no time at all"),
-        (&["--device", "gpu0"], "neither an ordinal"),
+        (&["--device", "gpu0"], "is not a device: write an ordinal"),
         (&["--backend", "metal"], "auto, cuda or host"),
         (&["--allow-uid", "root"], "root"),
         (&["--frobnicate"], "--frobnicate"),
