@@ -28,19 +28,19 @@ test: ## every test that needs no GPU
 	scripts/test-python $(BIN) $(STRICT)
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
-	$(CARGO) test --locked --workspace --features launch --test suite -- --ignored cuda::
-	scripts/interop/run $(BIN) $(STRICT)
+	$(CARGO) build --locked
+	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
 bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say
 	$(CARGO) build --locked --release
 	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
-check: ## format, lints and documentation, warnings as errors; the oldest and the newest CUDA bindings
+check: ## format, lints and documentation, warnings as errors; programs that take the library alone, with CUDA 11.8 and 13.0
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
+	$(CARGO) build --locked --package fakecuda
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
-	$(CARGO) check --locked --no-default-features --features cuda-11040,launch
-	$(CARGO) check --locked --no-default-features --features cuda-13040,launch
+	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
 
 check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from PyPI
 	scripts/check-ptx

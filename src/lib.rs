@@ -14,6 +14,21 @@
 //! | ground | [`driver`], [`wire`], [`array`](mod@array) | a verb for each driver call; messages as bytes; typed arrays, described |
 //! | base | [`error`] | [`Error`] |
 //!
+//! # The library alone
+//!
+//! The feature `tools`, on by default, is what the commands are made of. A program takes the library without it, and names the
+//! version of CUDA whose bindings cudarc is to have, which need not be the driver's:
+//!
+//! ```toml
+//! vmmfd = { version = "0.1", default-features = false }
+//! cudarc = { version = "0.19", default-features = false, features = ["std", "driver", "dynamic-loading", "cuda-13000"] }
+//! ```
+//!
+//! Without a version cudarc's build stops with `Must specify one of the following features: [cuda-version-from-build-system,
+//! cuda-13040, ...]`. The feature `launch` adds `vmmfd::launch`: memory as cudarc's `DevicePtr`.
+//!
+//! # Memory
+//!
 //! Memory without any socket, as it is owned here:
 //!
 //! ```
@@ -40,6 +55,9 @@
 //! # }
 //! ```
 
+#[cfg(all(target_os = "linux", not(target_pointer_width = "64")))]
+compile_error!("vmmfd needs a 64-bit target: addresses and sizes of a GPU's memory have 64 bits.");
+
 #[cfg(not(target_os = "linux"))]
 compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Unix sockets of type SOCK_SEQPACKET.");
 
@@ -51,6 +69,9 @@ pub mod channel;
 pub mod driver;
 #[cfg(target_os = "linux")]
 pub mod error;
+#[cfg(all(target_os = "linux", feature = "internals"))]
+#[doc(hidden)]
+pub mod internals;
 #[cfg(all(target_os = "linux", feature = "launch"))]
 pub mod launch;
 #[cfg(target_os = "linux")]
@@ -69,3 +90,6 @@ pub use error::{Error, ErrorKind, Result};
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct ReadMe;
+
+#[cfg(all(doctest, target_os = "linux"))]
+mod must_not_compile;

@@ -52,8 +52,12 @@
 //! `CUipcMemHandle`), `offset` u64? (where the data begins behind the pointer; absent: 0), `immutable` bool? (nobody writes any
 //! more; absent: false). `size` is at least 1 and at most `mapped_size`.
 //!
-//! `array` is in the words of `__cuda_array_interface__` version 3: `typestr` string, `shape` \[u64\], `strides` \[i64\]? (bytes;
-//! null: C order), `offset` u64? (of the element \[0, ..., 0\], in bytes).
+//! `array` describes the data as an array. `dtype` string: the name of the elements' type in NumPy or ml_dtypes, one of `bool`,
+//! `int8`, `int16`, `int32`, `int64`, `uint8`, `uint16`, `uint32`, `uint64`, `float16`, `float32`, `float64`, `complex64`,
+//! `complex128`, `bfloat16`, `float8_e3m4`, `float8_e4m3`, `float8_e4m3b11fnuz`, `float8_e4m3fn`, `float8_e4m3fnuz`, `float8_e5m2`,
+//! `float8_e5m2fnuz`, `float8_e8m0fnu`, or `void` and a number of bits, for that many raw bits in whole bytes (`void128`: 16 bytes);
+//! `byte_order` `"little"` or `"big"`? (null: little; `"big"` only for elements of several bytes that are not raw), `shape` \[u64\],
+//! `strides` \[i64\]? (bytes; null: C order), `offset` u64? (of the element \[0, ..., 0\], in bytes; null: 0).
 //!
 //! Codes of `error`: `version`, `protocol`, `refused` (user), `backend`, `device`, `object`, `access`, `range`, `full`,
 //! `timeout`, `interrupted`, `failed`. A receiver takes any other code for an error of a kind that it does not know.

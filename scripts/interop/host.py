@@ -182,12 +182,22 @@ def typed(meeting: Meeting) -> None:
     with meeting.producer("--dtype", "f32", "--shape", "6x7", "--order", "F") as producer:
         with meeting.consume() as consumer, consumer.request() as loan:
             array = loan.offer["array"]
-            described = array["typestr"], array["shape"], array["strides"], array.get("offset") or 0
-            expect("the array", described, ("<f4", [6, 7], [4, 24], 0))
+            described = array["dtype"], array.get("byte_order"), array["shape"], array["strides"], array.get("offset") or 0
+            expect("the array", described, ("float32", None, [6, 7], [4, 24], 0))
             expect("size", loan.memory["size"], 6 * 7 * 4)
             found = found_in(loan)
             expect_result("what is found", found, result(6 * 7))
             consumer.report(found)
+        producer.ends(0)
+
+
+def typed_bfloat16(meeting: Meeting) -> None:
+    """the description of big-endian bfloat16 elements"""
+    with meeting.producer("--dtype", ">bfloat16", "--shape", "2,3") as producer:
+        with meeting.consume() as consumer, consumer.request() as loan:
+            expect("the type", (loan.offer["array"]["dtype"], loan.offer["array"]["byte_order"]), ("bfloat16", "big"))
+            expect("size", loan.memory["size"], 2 * 3 * 2)
+            consumer.report(found_in(loan))
         producer.ends(0)
 
 
@@ -287,6 +297,33 @@ def serves(meeting: Meeting) -> None:
                 report = json.loads(consumer.ends(0))
                 expect("verified", report["verified"], True)
                 expect("mapped size", report["mapped_size"], sum(SIZES))
+
+
+def serves_typed(meeting: Meeting) -> None:
+    """a real consumer shows typed arrays of this side's, and refuses a type that it does not know"""
+    device = host_device(meeting)
+    with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
+        for array, shown in [
+            ({"dtype": "bfloat16", "shape": [2, 3]}, "array    bfloat16 2x3, strides 6x2: "),
+            ({"dtype": "float32", "byte_order": "big", "shape": [5]}, "array    >float32 5, strides 4: "),
+            ({"dtype": "float8_e5m2", "byte_order": None, "shape": [5]}, "array    float8_e5m2 5, strides 1: "),
+        ]:
+            with meeting.produce() as producer, meeting.consumer() as consumer:
+                producer.serve(shared(device, segments, array=array))
+                expect(f"the consumer shows {shown}", shown in consumer.ends(0), True)
+        for fields, reason in [
+            ({"dtype": "bf16"}, "`bf16` is not a dtype by its name in NumPy or ml_dtypes"),
+            ({"typestr": "<f4"}, "missing field `dtype`"),
+            ({"dtype": "uint8", "byte_order": "big"}, "a byte_order of `big` has no meaning for uint8"),
+        ]:
+            with meeting.produce() as producer, meeting.consumer() as consumer:
+                try:
+                    producer.serve(shared(device, segments, array={"shape": [5], **fields}))
+                except vmmfd.PeerError as error:
+                    expect("code of the error", error.code, "protocol")
+                else:
+                    raise Unexpected(f"{fields} was expected to be refused, and was not")
+                expect(f"the consumer tells why: {reason}", reason in consumer.ends(4), True)
 
 
 def serves_wrong_byte(meeting: Meeting) -> None:
@@ -473,9 +510,11 @@ CHECKS = [
     range_outside,
     sealed,
     typed,
+    typed_bfloat16,
     waits_while_busy,
     readme,
     serves,
+    serves_typed,
     serves_wrong_byte,
     asks_for_reply,
     lies,

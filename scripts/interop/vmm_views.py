@@ -118,7 +118,7 @@ def take(meeting: Meeting, *options: str) -> None:
     with meeting.producer(*OPTIONS, *options) as producer:
         with meeting.consume() as consumer, consumer.request() as loan:
             array = loan.offer["array"]
-            expect("the array", (array["typestr"], tuple(array["shape"])), ("<f4", SHAPE))
+            expect("the array", (array["dtype"], array.get("byte_order"), tuple(array["shape"])), ("float32", None, SHAPE))
             expect("sizes of the segments", [segment.size for segment in loan.segments], [2 << 20] * 2)
             reply_salt = loan.offer.get("reply_salt")
             expect("a reply is asked for", reply_salt is not None, bool(options))

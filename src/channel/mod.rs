@@ -30,11 +30,11 @@ use nix::{
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
 use sendfd::SendWithFd;
 
+pub(crate) use self::cancel::eventfd;
 pub use self::{
     cancel::Cancel,
     socket::{Listener, connect, socket_path},
 };
-pub(crate) use self::{cancel::eventfd, socket::temporary_folder};
 use crate::{
     error::{Error, Result},
     wire::{HEADER_LENGTH, MAX_BODY, MAX_FDS, Message, ProtocolError},

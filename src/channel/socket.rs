@@ -17,6 +17,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use super::{Cancel, Channel, Peer, Trust, deadline_after};
+use crate::error::{Error, Result};
 use nix::{
     errno::Errno,
     fcntl::{AtFlags, Flock, FlockArg, renameat},
@@ -27,10 +29,6 @@ use rustix::{
     io::Errno as SocketErrno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with},
 };
-use tempfile::TempDir;
-
-use super::{Cancel, Channel, Peer, Trust, deadline_after};
-use crate::error::{Error, Result};
 
 /// The longest path of a socket: `sun_path` less its terminating zero.
 const MAX_PATH: usize = 107;
@@ -97,24 +95,6 @@ fn default_folder() -> Result<PathBuf> {
         return unsafe_because(format!("others may write in it (mode {:o})", metadata.mode() & 0o7777));
     }
     Ok(folder)
-}
-
-/// A folder for sockets that goes when it is dropped, with a path short enough for them: wherever one can be made, for a
-/// machine where temporary files can't be is one that wants a doctor too.
-pub(crate) fn temporary_folder(prefix: &str) -> Result<TempDir> {
-    const LONGEST: usize = 70;
-    let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-    let places = [Some(env::temp_dir()), Some("/tmp".into()), runtime, Some("/dev/shm".into())];
-    let mut failed = None;
-    for place in places.into_iter().flatten() {
-        match tempfile::Builder::new().prefix(prefix).tempdir_in(place) {
-            Ok(folder) if folder.path().as_os_str().len() <= LONGEST => return Ok(folder),
-            Ok(_) => {}
-            Err(error) => failed = failed.or(Some(error)),
-        }
-    }
-    let failed = failed.unwrap_or_else(|| io::Error::other("every place for one has too long a path"));
-    Err(Error::system("make a temporary folder", failed))
 }
 
 /// The folder and the name of a path.

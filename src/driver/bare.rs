@@ -1,5 +1,7 @@
 //! A handoff by the driver's calls alone: what the library is measured against.
 
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
+
 use std::{
     fmt::Debug,
     os::fd::{BorrowedFd, OwnedFd},
@@ -8,20 +10,20 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{Backend, code, failure};
+use super::{Identity, code, failure};
 use crate::error::Result;
 
 /// Memory that was created, and is mapped nowhere. It is there until [`Bare::release`], or the end of the process.
 #[derive(Debug)]
 pub struct Created {
-    pub(super) backend: Backend,
+    pub(super) by: Identity,
     pub(super) handle: u64,
 }
 
 /// Memory that was opened and is usable. It is there until [`Bare::close`], or the end of the process.
 #[derive(Debug)]
 pub struct Opened {
-    pub(super) backend: Backend,
+    pub(super) by: Identity,
     pub(super) handle: u64,
     pub(super) address: u64,
     pub(super) size: u64,
@@ -51,14 +53,14 @@ pub struct Closing {
     pub release: Duration,
 }
 
-/// The calls of a handoff, with no check, table or owner between them, but that what one backend numbers is not given to
+/// The calls of a handoff, with no check, table or owner between them, but that what one driver object numbers is not given to
 /// another.
 ///
 /// What a call that fails half-way leaves behind stays until the process ends: this is for measuring, in processes of their
 /// own.
 ///
 /// # Errors
-/// [`crate::Error::Driver`] of the call that failed; `CUDA_ERROR_INVALID_HANDLE` for what another backend made.
+/// [`crate::Error::Driver`] of the call that failed; `CUDA_ERROR_INVALID_HANDLE` for what another driver object made.
 pub trait Bare: Debug + Send + Sync {
     /// Allocates device memory that can be exported; `size` is a multiple of the granularity. `cuMemCreate`.
     fn create(&self, ordinal: i32, size: u64) -> Result<Created>;
@@ -77,9 +79,9 @@ pub trait Bare: Debug + Send + Sync {
     fn close(&self, opened: Opened) -> Result<Closing>;
 }
 
-/// That what is given back, or used, was made by this backend: elsewhere its number is somebody else's.
-pub(super) fn check(call: &'static str, made_by: Backend, backend: Backend) -> Result<()> {
-    if made_by == backend { Ok(()) } else { Err(failure(call, code::INVALID_HANDLE)) }
+/// That what is given back, or used, was made by this driver object: elsewhere its number is somebody else's.
+pub(super) fn check(call: &'static str, made_by: Identity, own: Identity) -> Result<()> {
+    if made_by == own { Ok(()) } else { Err(failure(call, code::INVALID_HANDLE)) }
 }
 
 /// The time since the last lap, which begins anew.

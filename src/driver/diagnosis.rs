@@ -1,5 +1,7 @@
 //! What a diagnosis asks of a driver, and sharing has no use for.
 
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
+
 use std::{fmt::Debug, os::fd::OwnedFd, path::PathBuf, time::Duration};
 
 use super::Handle;
@@ -20,15 +22,15 @@ pub enum MadeFor {
 
 /// What is asked of a driver only to find out what it can do.
 ///
-/// The rules of [`super::Driver`] hold here too: a handle, an address or an event that this driver object did not give out
+/// The rules of [`super::Verbs`] hold here too: a handle, an address or an event that this driver object did not give out
 /// is answered with `CUDA_ERROR_INVALID_VALUE` and does not reach the driver. `ordinal` is the device whose primary context
 /// and default stream the call is made in; an event is used on the one that it was made or opened on.
 pub trait Diagnosis: Debug + Send + Sync {
     /// The file that the driver library was loaded from, as the loader names it. `dladdr`.
     fn library(&self) -> Result<PathBuf>;
 
-    /// Allocates device memory that is made for something. The handle is like any other: [`super::Driver::release`] gives it
-    /// back, and [`super::Driver::map`] maps it. A driver that claims [`super::Attribute::FabricHandle`] may still refuse one
+    /// Allocates device memory that is made for something. The handle is like any other: [`super::Verbs::release`] gives it
+    /// back, and [`super::Verbs::map`] maps it. A driver that claims [`super::Attribute::FabricHandle`] may still refuse one
     /// with `CUDA_ERROR_NOT_PERMITTED`. `cuMemCreate`.
     fn create_with(&self, ordinal: i32, size: u64, made_for: MadeFor) -> Result<Handle>;
 

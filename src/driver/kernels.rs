@@ -1,5 +1,7 @@
 //! What a device's own kernels do with the pattern of [`crate::tools::check::pattern`].
 
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
+
 use std::{fmt::Debug, time::Duration};
 
 use crate::error::Result;
@@ -30,7 +32,7 @@ pub struct Counted {
 
 /// Kernels that write and check the pattern at the speed of the device's memory.
 ///
-/// The rules of [`super::Driver`] hold here too, and one more: a kernel that meets memory without access ruins the context, so
+/// The rules of [`super::Verbs`] hold here too, and one more: a kernel that meets memory without access ruins the context, so
 /// what `ordinal`'s device may not access is answered with `CUDA_ERROR_INVALID_VALUE` and no kernel is started, as is a stretch
 /// whose address and start do not fit together. All work is done when a call returns.
 pub trait Kernels: Debug + Send + Sync {

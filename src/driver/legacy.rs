@@ -1,12 +1,14 @@
 //! CUDA's first way to share memory: a handle of 64 bytes, with no descriptor.
 
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
+
 use std::fmt::Debug;
 
 use crate::error::Result;
 
 /// Memory of `cuMemAlloc`, shared by legacy handles (`cuIpc*`).
 ///
-/// The rules of [`super::Driver`] hold here too: an address that this driver object did not give out is answered with
+/// The rules of [`super::Verbs`] hold here too: an address that this driver object did not give out is answered with
 /// `CUDA_ERROR_INVALID_VALUE` and does not reach the driver, and giving back waits for copies under way. `ordinal` is the
 /// device whose primary context the call is made in; memory is given back on the one that it was taken on.
 ///
@@ -24,7 +26,7 @@ pub trait LegacyIpc: Debug + Send + Sync {
     /// The handle of the allocation that an address is in. `cuIpcGetMemHandle`.
     fn handle(&self, ordinal: i32, address: u64) -> Result<[u8; 64]>;
 
-    /// Opens memory of another process; [`super::Driver::extent`] tells its size. What is open already has the same
+    /// Opens memory of another process; [`super::Verbs::extent`] tells its size. What is open already has the same
     /// address again, and is to be closed once more. `cuIpcOpenMemHandle_v2` with `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
     fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64>;
 

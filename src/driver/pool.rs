@@ -1,5 +1,7 @@
 //! Memory pools: one descriptor for the pool, then 64 bytes for each pointer.
 
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
+
 use std::{
     fmt::Debug,
     os::fd::{BorrowedFd, OwnedFd},
@@ -13,7 +15,7 @@ pub struct PoolHandle(pub(super) u64);
 
 /// Memory pools that can be shared (`cuMemPool*`).
 ///
-/// The rules of [`super::Driver`] hold here too: a pool or an address that this driver object did not give out is answered
+/// The rules of [`super::Verbs`] hold here too: a pool or an address that this driver object did not give out is answered
 /// with `CUDA_ERROR_INVALID_VALUE` and does not reach the driver, and freeing waits for copies under way. `ordinal` is the
 /// device whose default stream the call is made on; memory is freed on the one that it was taken on.
 pub trait Pools: Debug + Send + Sync {
@@ -45,7 +47,7 @@ pub trait Pools: Debug + Send + Sync {
     /// `CUmemPoolPtrExportData`. `cuMemPoolExportPointer`.
     fn export_pointer(&self, ordinal: i32, address: u64) -> Result<[u8; 64]>;
 
-    /// Imports a pointer. What the bytes say of its place and size is believed, and [`super::Driver::extent`] tells the
+    /// Imports a pointer. What the bytes say of its place and size is believed, and [`super::Verbs::extent`] tells the
     /// same. What is imported already has the same address again. `cuMemPoolImportPointer`.
     fn import_pointer(&self, pool: PoolHandle, ordinal: i32, data: &[u8; 64]) -> Result<u64>;
 }

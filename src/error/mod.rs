@@ -1,12 +1,14 @@
 //! What can go wrong, as one type: variants are what a caller branches on, fields what a person needs.
 
 pub mod code;
+mod parse;
 mod protocol;
 
 use std::{borrow::Cow, io, path::PathBuf, time::Duration};
 
 use nix::sys::signal::Signal;
 
+pub use self::parse::ParseError;
 pub use self::protocol::{ErrorCode, ProtocolError};
 
 /// A result of this crate.
@@ -315,9 +317,10 @@ pub enum Error {
         message: String,
     },
 
-    /// A stream is in no state for what was asked of it. Nothing was changed.
+    /// The caller combined what does not belong together, or asked for what the state of an object does not allow. Nothing was
+    /// changed.
     #[error("{problem}")]
-    Stream {
+    Misuse {
         /// Why: one sentence.
         problem: String,
     },
@@ -371,7 +374,14 @@ impl Error {
 
     /// The error with the whole chain of its causes, on one line.
     pub fn in_full(&self) -> String {
-        anyhow::Chain::new(self).map(ToString::to_string).collect::<Vec<_>>().join(": ")
+        let mut text = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            text.push_str(": ");
+            text.push_str(&error.to_string());
+            cause = error.source();
+        }
+        text
     }
 
     /// Which class of failure this is.
@@ -402,7 +412,7 @@ impl Error {
             | Self::OwnHandle
             | Self::File { .. }
             | Self::Array { .. }
-            | Self::Stream { .. }
+            | Self::Misuse { .. }
             | Self::SocketPath { .. } => ErrorKind::Usage,
             Self::Absent { .. }
             | Self::NotAccepted { .. }

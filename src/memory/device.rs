@@ -7,8 +7,8 @@ use std::{
 };
 
 use crate::{
-    driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, code},
-    error::{Error, ErrorCode, Result},
+    driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, Verbs, code},
+    error::{Error, ErrorCode, ParseError, Result},
     wire::{OfferedDevice, Placement},
 };
 
@@ -18,7 +18,7 @@ pub struct Device(Arc<DeviceParts>);
 
 #[derive(Debug)]
 struct DeviceParts {
-    driver: Arc<dyn Driver>,
+    driver: Driver,
     ordinal: i32,
     name: String,
     uuid: DeviceUuid,
@@ -50,18 +50,15 @@ impl fmt::Display for Selector {
 }
 
 impl FromStr for Selector {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         if let Ok(ordinal) = text.parse() {
             return Ok(Self::Ordinal(ordinal));
         }
         let uuid = text.parse();
-        uuid.map(Self::Uuid).map_err(|_| {
-            format!(
-                "`{text}` is neither an ordinal such as 0 nor a UUID such as nvidia-smi -L prints: GPU-xxxxxxxx-..."
-            )
-        })
+        let expected = "an ordinal such as 0, or a UUID as nvidia-smi -L prints it: GPU-xxxxxxxx-...";
+        uuid.map(Self::Uuid).map_err(|_| ParseError::new(text, "a device", expected))
     }
 }
 
@@ -72,8 +69,8 @@ impl Device {
     /// [`Error::Driver`].
     ///
     /// Driver calls: `cuDeviceGetCount`, and for each `cuDeviceGet`, `cuDeviceGetName`, `cuDeviceGetUuid_v2`.
-    pub fn all(driver: &Arc<dyn Driver>) -> Result<Vec<Self>> {
-        (0..driver.device_count()?).map(|ordinal| Self::open(driver, ordinal)).collect()
+    pub fn all(driver: &Driver) -> Result<Vec<Self>> {
+        (0..driver.verbs().device_count()?).map(|ordinal| Self::open(driver, ordinal)).collect()
     }
 
     /// The device that a selector names.
@@ -82,7 +79,7 @@ impl Device {
     /// [`Error::NoSuchDevice`] with what there is instead; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::all`].
-    pub fn find(driver: &Arc<dyn Driver>, selector: Selector) -> Result<Self> {
+    pub fn find(driver: &Driver, selector: Selector) -> Result<Self> {
         let devices = Self::all(driver)?;
         let wanted = |device: &&Self| match selector {
             Selector::Ordinal(ordinal) => i64::from(device.ordinal()) == i64::from(ordinal),
@@ -99,15 +96,29 @@ impl Device {
         })
     }
 
-    fn open(driver: &Arc<dyn Driver>, ordinal: i32) -> Result<Self> {
-        let (name, uuid) = (driver.device_name(ordinal)?, driver.device_uuid(ordinal)?);
+    fn open(driver: &Driver, ordinal: i32) -> Result<Self> {
+        let (name, uuid) = (driver.verbs().device_name(ordinal)?, driver.verbs().device_uuid(ordinal)?);
         let granularity = OnceLock::new();
-        Ok(Self(Arc::new(DeviceParts { driver: Arc::clone(driver), ordinal, name, uuid, granularity })))
+        Ok(Self(Arc::new(DeviceParts { driver: driver.clone(), ordinal, name, uuid, granularity })))
     }
 
     /// The driver that it is a device of.
-    pub fn driver(&self) -> &Arc<dyn Driver> {
+    pub fn driver(&self) -> &Driver {
         &self.0.driver
+    }
+
+    pub(crate) fn verbs(&self) -> &dyn Verbs {
+        self.driver().verbs()
+    }
+
+    /// Checks that something that is to be used with this device is of the same driver object.
+    pub(crate) fn check_driver(&self, of: &Self) -> Result<()> {
+        if self.driver() == of.driver() {
+            return Ok(());
+        }
+        let problem =
+            format!("{self} and {of} belong to two driver objects, which share neither handles nor addresses");
+        Err(Error::Misuse { problem })
     }
 
     /// Where its memory is.
@@ -135,7 +146,7 @@ impl Device {
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
     pub fn attribute(&self, attribute: Attribute) -> Result<i32> {
-        self.driver().device_attribute(self.ordinal(), attribute)
+        self.verbs().device_attribute(self.ordinal(), attribute)
     }
 
     /// Its memory. On CUDA this retains the primary context.
@@ -143,7 +154,7 @@ impl Device {
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemGetInfo`.
     pub fn memory_info(&self) -> Result<MemoryInfo> {
-        self.driver().memory_info(self.ordinal())
+        self.verbs().memory_info(self.ordinal())
     }
 
     /// What the sizes of shareable allocations are multiples of, in bytes.
@@ -154,7 +165,7 @@ impl Device {
         if let Some(&granularity) = self.0.granularity.get() {
             return Ok(granularity);
         }
-        let granularity = self.driver().granularity(&self.shareable(Placement::Device)?, Granularity::Minimum)?;
+        let granularity = self.verbs().granularity(&self.shareable(Placement::Device)?, Granularity::Minimum)?;
         Ok(*self.0.granularity.get_or_init(|| granularity))
     }
 
@@ -162,7 +173,7 @@ impl Device {
     pub(super) fn granularity_of(&self, properties: &Properties) -> Result<u64> {
         match properties.location {
             Location::Device(_) => self.granularity(),
-            Location::HostNuma(_) => self.driver().granularity(properties, Granularity::Minimum),
+            Location::HostNuma(_) => self.verbs().granularity(properties, Granularity::Minimum),
         }
     }
 
@@ -189,7 +200,7 @@ impl Device {
     /// # Errors
     /// [`Error::Unsupported`]; [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
     pub fn require_pools(&self) -> Result<()> {
-        self.driver().pools()?;
+        self.verbs().pools()?;
         const POSIX_FD: i32 = 1;
         let by_descriptor = self.attribute(Attribute::PoolHandleTypes)? & POSIX_FD != 0;
         if self.attribute(Attribute::MemoryPools)? != 0 && by_descriptor {
@@ -207,7 +218,7 @@ impl Device {
     /// memory of another machine; [`Error::NoSuchDevice`]; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.
-    pub fn for_memory_of(driver: &Arc<dyn Driver>, owner: &OfferedDevice, wanted: Option<&Self>) -> Result<Self> {
+    pub fn for_memory_of(driver: &Driver, owner: &OfferedDevice, wanted: Option<&Self>) -> Result<Self> {
         let visible = match wanted {
             Some(wanted) if wanted.uuid() == owner.uuid => return Ok(wanted.clone()),
             _ => Self::see(driver, owner)?,
@@ -231,7 +242,7 @@ impl Device {
     }
 
     /// This process's device of a UUID, if it sees it.
-    pub(super) fn see(driver: &Arc<dyn Driver>, owner: &OfferedDevice) -> Result<Option<Self>> {
+    pub(super) fn see(driver: &Driver, owner: &OfferedDevice) -> Result<Option<Self>> {
         match Self::find(driver, Selector::Uuid(owner.uuid)) {
             Ok(owner) => Ok(Some(owner)),
             Err(Error::NoSuchDevice { .. }) => Ok(None),
@@ -254,7 +265,7 @@ impl Device {
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDevicePrimaryCtxRetain`.
     pub fn activate(&self) -> Result<()> {
-        self.driver().activate(self.ordinal())
+        self.verbs().activate(self.ordinal())
     }
 
     /// Whether this device can reach another's memory: a claim, like all attributes.
@@ -262,7 +273,8 @@ impl Device {
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDeviceCanAccessPeer`.
     pub fn can_access(&self, owner: &Self) -> Result<bool> {
-        self.driver().can_access_peer(self.ordinal(), owner.ordinal())
+        self.check_driver(owner)?;
+        self.verbs().can_access_peer(self.ordinal(), owner.ordinal())
     }
 
     /// What shareable memory of a device is made with.

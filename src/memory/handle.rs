@@ -18,8 +18,8 @@ use crate::{
 
 /// All that another process must be told to open an array, besides the descriptors: send both by whatever channel you have.
 ///
-/// It serialises with serde, to JSON or anything else. It is made of plain data, and what it says is checked when it is
-/// opened.
+/// It serialises with serde, to JSON or any other format that names its fields. It is made of plain data, and what it says is
+/// checked when it is opened.
 ///
 /// ```
 /// use vmmfd::{
@@ -100,13 +100,7 @@ impl ArrayHandle {
     /// and [`Device::for_memory_of`].
     ///
     /// Driver calls: those of [`Imported::open`].
-    pub fn open(
-        &self,
-        driver: &Arc<dyn Driver>,
-        device: Option<Selector>,
-        fds: Vec<OwnedFd>,
-        access: Access,
-    ) -> Result<Array> {
+    pub fn open(&self, driver: &Driver, device: Option<Selector>, fds: Vec<OwnedFd>, access: Access) -> Result<Array> {
         self.array.check(self.memory.size)?;
         let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
         let device = Device::for_memory_of(driver, &self.memory.device, wanted.as_ref())?;
@@ -161,7 +155,8 @@ impl Array {
     /// The dictionary of `__cuda_array_interface__`, for CuPy, Numba, PyTorch and others.
     ///
     /// # Errors
-    /// [`Error::Array`] if it passes the end of the address space.
+    /// [`Error::Array`] if the interface has no name for the elements (`bfloat16` and the 8-bit floats), or if the array passes
+    /// the end of the address space.
     pub fn interface(&self) -> Result<Interface> {
         self.descriptor.interface(self.memory.address(), self.memory.access() == Access::ReadOnly)
     }
@@ -171,7 +166,7 @@ impl Array {
     /// # Errors
     /// [`Error::Array`] for an index outside; [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
     pub fn element(&self, index: &[u64]) -> Result<Vec<u8>> {
-        element_at(&*self.memory, self.descriptor.typestr.size(), self.descriptor.offset_of(index)?)
+        element_at(&*self.memory, self.descriptor.dtype.size(), self.descriptor.offset_of(index)?)
     }
 
     /// The first elements as a person reads them, at most so many.
@@ -221,10 +216,10 @@ const SHOWN_OF_AN_ELEMENT: u64 = 32;
 pub(crate) fn first_elements(memory: &dyn Region, array: &ArrayDescriptor, most: usize) -> Result<Vec<String>> {
     let offsets = array.offsets()?.take(most);
     // Only a raw element is larger: its beginning is enough.
-    let size = array.typestr.size();
+    let size = array.dtype.size();
     let shown = size.min(SHOWN_OF_AN_ELEMENT);
     let shorten = |offset| {
-        let text = array.typestr.format(&element_at(memory, shown, offset)?);
+        let text = array.dtype.format(&element_at(memory, shown, offset)?);
         Ok(if shown < size { text + "..." } else { text })
     };
     offsets.map(shorten).collect()

@@ -103,7 +103,7 @@ impl Imported {
             return Err(Error::Unsupported { device: device.to_string(), feature });
         }
         // What this side lacks comes first.
-        device.driver().legacy()?;
+        device.verbs().legacy()?;
         let pointer = pointer(description)?;
         let memory =
             LegacyMemory::open(device, &pointer).map_err(|error| not_as_offered(device, description, error))?;
@@ -158,6 +158,8 @@ impl Imported {
         }
     }
 }
+
+impl super::sealed::Sealed for Imported {}
 
 impl Region for Imported {
     fn device(&self) -> &Device {

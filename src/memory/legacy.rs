@@ -33,7 +33,7 @@ impl LegacyMemory {
     ///
     /// Driver call: `cuMemAlloc`.
     pub fn allocate(device: &Device, size: u64) -> Result<Arc<Self>> {
-        let legacy = device.driver().legacy()?;
+        let legacy = device.verbs().legacy()?;
         let size = round_up(size, BLOCK)?;
         let address = legacy.allocate(device.ordinal(), size).map_err(|error| device.out_of_memory(size, error))?;
         Ok(Arc::new(Self { device: device.clone(), address, size, opened: false }))
@@ -51,7 +51,7 @@ impl LegacyMemory {
     ///
     /// Driver calls: `cuIpcOpenMemHandle`, `cuMemGetAddressRange`.
     pub fn open(device: &Device, handle: &Pointer) -> Result<Arc<Self>> {
-        let (driver, ordinal) = (device.driver(), device.ordinal());
+        let (driver, ordinal) = (device.verbs(), device.ordinal());
         let address = driver.legacy()?.open(ordinal, &handle.0).map_err(|error| match error {
             Error::Driver { code: crate::driver::code::INVALID_CONTEXT, .. } => Error::OwnHandle,
             error => error,
@@ -70,9 +70,11 @@ impl LegacyMemory {
     ///
     /// Driver call: `cuIpcGetMemHandle`.
     pub fn handle(&self) -> Result<Pointer> {
-        self.device.driver().legacy()?.handle(self.device.ordinal(), self.address).map(Pointer)
+        self.device.verbs().legacy()?.handle(self.device.ordinal(), self.address).map(Pointer)
     }
 }
+
+impl super::sealed::Sealed for LegacyMemory {}
 
 impl Region for LegacyMemory {
     fn device(&self) -> &Device {
@@ -95,7 +97,7 @@ impl Region for LegacyMemory {
 impl Drop for LegacyMemory {
     fn drop(&mut self) {
         let (ordinal, address) = (self.device.ordinal(), self.address);
-        let result = self.device.driver().legacy().and_then(|legacy| match self.opened {
+        let result = self.device.verbs().legacy().and_then(|legacy| match self.opened {
             true => legacy.close(ordinal, address),
             false => legacy.deallocate(ordinal, address),
         });

@@ -66,7 +66,7 @@ impl<'a> Mirror<'a> {
     fn make(region: &'a dyn Region, offset: u64, length: u64, room: u64) -> Result<Self> {
         check_range(offset, length, region.size())?;
         let (device, address) = (region.device(), region.address() + offset);
-        let window = if length > 0 { device.driver().window(address, length).map(Some) } else { Ok(None) };
+        let window = if length > 0 { device.verbs().window(address, length).map(Some) } else { Ok(None) };
         let memory = match window {
             Ok(Some(window)) => Memory::Direct(window),
             // Out of the CPU's reach.
@@ -79,7 +79,7 @@ impl<'a> Mirror<'a> {
 
     fn copy(region: &dyn Region, size: u64) -> Result<Memory> {
         let device = region.device();
-        device.driver().page_lock(device.ordinal(), size.max(1)).map(Memory::Copy)
+        device.verbs().page_lock(device.ordinal(), size.max(1)).map(Memory::Copy)
     }
 
     /// How many bytes it mirrors.

@@ -47,10 +47,16 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Memory at addresses that a device of this process can use.
+/// Who may be a [`Region`]: code elsewhere believes what it says of its address and size.
+pub(crate) mod sealed {
+    #[allow(unreachable_pub, reason = "the supertrait of a public trait")]
+    pub trait Sealed {}
+}
+
+/// Memory at addresses that a device of this process can use. Only types of this crate are.
 ///
 /// Other processes may see the same bytes, and write them at any time.
-pub trait Region: fmt::Debug + Send + Sync {
+pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// The device that uses it.
     fn device(&self) -> &Device;
 
@@ -75,7 +81,7 @@ pub trait Region: fmt::Debug + Send + Sync {
             return Err(Error::ReadOnly);
         }
         check_range(offset, from.len() as u64, self.size())?;
-        self.device().driver().copy_in(self.device().ordinal(), self.address() + offset, from)
+        self.device().verbs().copy_in(self.device().ordinal(), self.address() + offset, from)
     }
 
     /// Whether the driver itself keeps this process to its access. Of a pool's memory and of legacy memory it does not.
@@ -91,7 +97,7 @@ pub trait Region: fmt::Debug + Send + Sync {
     /// Driver call: `cuMemcpyDtoH`.
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         check_range(offset, to.len() as u64, self.size())?;
-        self.device().driver().copy_out(self.device().ordinal(), self.address() + offset, to)
+        self.device().verbs().copy_out(self.device().ordinal(), self.address() + offset, to)
     }
 
     /// Waits until all work in the device's primary context is done: to be called before another process is told.
@@ -99,7 +105,7 @@ pub trait Region: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure. Driver call: `cuCtxSynchronize`.
     fn synchronize(&self) -> Result<()> {
-        self.device().driver().synchronize(self.device().ordinal())
+        self.device().verbs().synchronize(self.device().ordinal())
     }
 }
 

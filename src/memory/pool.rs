@@ -36,7 +36,7 @@ impl Pool {
     /// Driver calls: `cuDeviceGetAttribute`, `cuMemPoolCreate`.
     pub fn create(device: &Device) -> Result<Arc<Self>> {
         device.require_pools()?;
-        let pools = device.driver().pools()?;
+        let pools = device.verbs().pools()?;
         Ok(Arc::new(Self::own(device, pools.create(device.ordinal())?)))
     }
 
@@ -50,7 +50,7 @@ impl Pool {
     /// Driver calls: `cuMemPoolImportFromShareableHandle`, `cuMemPoolSetAccess`.
     pub fn import(device: &Device, fd: OwnedFd) -> Result<Arc<Self>> {
         device.require_pools()?;
-        let pools = device.driver().pools()?;
+        let pools = device.verbs().pools()?;
         // From here on dropping it gives it back.
         let pool = Self::own(device, pools.import(fd.as_fd())?);
         pools.allow(pool.handle, device.ordinal())?;
@@ -84,14 +84,14 @@ impl Pool {
             return Ok(fd.as_fd());
         }
         // If two threads come here at once, one descriptor too many is made, and closed.
-        let fd = self.device.driver().pools()?.export(self.handle)?;
+        let fd = self.device.verbs().pools()?.export(self.handle)?;
         Ok(self.exported.get_or_init(|| fd).as_fd())
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        let result = self.device.driver().pools().and_then(|pools| pools.destroy(self.handle));
+        let result = self.device.verbs().pools().and_then(|pools| pools.destroy(self.handle));
         report(result, "a memory pool can't be destroyed");
     }
 }
@@ -130,7 +130,7 @@ impl PoolBuffer {
         }
         let device = &pool.device;
         check_size(device, size)?;
-        let allocated = device.driver().pools()?.allocate(pool.handle, device.ordinal(), size);
+        let allocated = device.verbs().pools()?.allocate(pool.handle, device.ordinal(), size);
         let address = allocated.map_err(|error| device.out_of_memory(size, error))?;
         Ok(Arc::new(Self { address, size, pool: Arc::clone(pool) }))
     }
@@ -142,7 +142,7 @@ impl PoolBuffer {
     ///
     /// Driver calls: `cuMemPoolImportPointer`, `cuMemGetAddressRange`.
     pub fn import(pool: &Arc<Pool>, pointer: &Pointer) -> Result<Arc<Self>> {
-        let (driver, ordinal) = (pool.device.driver(), pool.device.ordinal());
+        let (driver, ordinal) = (pool.device.verbs(), pool.device.ordinal());
         let address = driver.pools()?.import_pointer(pool.handle, ordinal, &pointer.0)?;
         // From here on dropping it gives it back.
         let mut buffer = Self { address, size: 0, pool: Arc::clone(pool) };
@@ -161,7 +161,7 @@ impl PoolBuffer {
     pub fn pointer(&self) -> Result<Pointer> {
         self.pool.export()?;
         let device = &self.pool.device;
-        device.driver().pools()?.export_pointer(device.ordinal(), self.address).map(Pointer)
+        device.verbs().pools()?.export_pointer(device.ordinal(), self.address).map(Pointer)
     }
 
     /// The pool that it is of.
@@ -169,6 +169,8 @@ impl PoolBuffer {
         &self.pool
     }
 }
+
+impl super::sealed::Sealed for PoolBuffer {}
 
 impl Region for PoolBuffer {
     fn device(&self) -> &Device {
@@ -191,7 +193,7 @@ impl Region for PoolBuffer {
 impl Drop for PoolBuffer {
     fn drop(&mut self) {
         let device = &self.pool.device;
-        let result = device.driver().pools().and_then(|pools| pools.free(device.ordinal(), self.address));
+        let result = device.verbs().pools().and_then(|pools| pools.free(device.ordinal(), self.address));
         report(result, "a pool's memory can't be given back");
     }
 }

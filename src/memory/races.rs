@@ -4,7 +4,7 @@
 use std::{sync::Arc, thread};
 
 use super::{Allocation, Device, Mapping, Mirror, Region, Selector};
-use crate::driver::{Access, Driver, host::HostDriver};
+use crate::driver::{Access, Backend, Choice, open};
 
 /// Around the sizes that are copied in a way of their own.
 const LENGTHS: [usize; 6] = [1, 15, 40, 64, 1000, 70_000];
@@ -12,7 +12,7 @@ const LENGTHS: [usize; 6] = [1, 15, 40, 64, 1000, 70_000];
 const ROUNDS: usize = 50;
 
 fn memory() -> Arc<Allocation> {
-    let driver: Arc<dyn Driver> = Arc::new(HostDriver::new());
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     let device = Device::find(&driver, Selector::default()).unwrap();
     Allocation::create(&device, 1).unwrap()
 }

@@ -69,8 +69,8 @@ impl Shared {
         if spec.mechanism != Mechanism::Vmm {
             // What the driver has none of comes first.
             match spec.mechanism {
-                Mechanism::Pool => drop(device.driver().pools()?),
-                _ => drop(device.driver().legacy()?),
+                Mechanism::Pool => drop(device.verbs().pools()?),
+                _ => drop(device.verbs().legacy()?),
             }
             if spec.chunk.is_some() || spec.capacity > spec.size {
                 return unsupported("a buffer of several allocations that is not shared by vmm");
@@ -253,6 +253,8 @@ impl Shared {
         }
     }
 }
+
+impl super::sealed::Sealed for Shared {}
 
 impl Region for Shared {
     fn device(&self) -> &Device {

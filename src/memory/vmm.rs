@@ -46,7 +46,7 @@ impl Allocation {
     pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
         let properties = device.shareable(placement)?;
         let rounded = round_up(size, device.granularity_of(&properties)?)?;
-        match device.driver().create(rounded, &properties) {
+        match device.verbs().create(rounded, &properties) {
             Ok(handle) => Ok(Arc::new(Self::own(device, handle, rounded, properties))),
             // The device's figures say nothing of the host's memory.
             Err(error) if properties.location.host_node().is_some() => Err(error),
@@ -74,10 +74,10 @@ impl Allocation {
         if size == 0 || !size.is_multiple_of(granularity) {
             return Err(Error::Unaligned { size, granularity });
         }
-        let handle = device.driver().import(fd, size)?;
+        let handle = device.verbs().import(fd, size)?;
         // From here on dropping it releases the handle.
         let mut imported = Self::own(device, handle, size, device.shareable(Placement::Device)?);
-        imported.properties = device.driver().properties(handle)?;
+        imported.properties = device.verbs().properties(handle)?;
         Ok(imported)
     }
 
@@ -98,13 +98,13 @@ impl Allocation {
             return Ok(fd.as_fd());
         }
         // If two threads come here at once, one descriptor too many is made, and closed.
-        let fd = self.device.driver().export(self.handle)?;
+        let fd = self.device.verbs().export(self.handle)?;
         Ok(self.exported.get_or_init(|| fd).as_fd())
     }
 
     /// Exports it for an owner who needs no more than the descriptor.
     pub(super) fn into_descriptor(self: Arc<Self>) -> Result<OwnedFd> {
-        self.device.driver().export(self.handle)
+        self.device.verbs().export(self.handle)
     }
 
     /// Makes it immutable for good, and says whether that holds for everybody: on the host backend the kernel refuses every
@@ -115,7 +115,7 @@ impl Allocation {
     ///
     /// See memfd_create(2), `F_SEAL_WRITE` in fcntl(2).
     pub fn seal(&self) -> Result<bool> {
-        self.device.driver().seal(self.handle)
+        self.device.verbs().seal(self.handle)
     }
 
     /// Its size in bytes: a multiple of the granularity.
@@ -136,7 +136,7 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        report(self.device.driver().release(self.handle), "an allocation can't be released");
+        report(self.device.verbs().release(self.handle), "an allocation can't be released");
     }
 }
 
@@ -154,7 +154,7 @@ impl Reservation {
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemAddressReserve`.
     pub fn new(device: &Device, size: u64) -> Result<Arc<Self>> {
-        let address = device.driver().reserve(size, 0)?;
+        let address = device.verbs().reserve(size, 0)?;
         Ok(Arc::new(Self { device: device.clone(), address, size }))
     }
 
@@ -171,7 +171,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        report(self.device.driver().free(self.address, self.size), "reserved addresses can't be freed");
+        report(self.device.verbs().free(self.address, self.size), "reserved addresses can't be freed");
     }
 }
 
@@ -205,8 +205,8 @@ impl Mapping {
     /// Maps a whole allocation `offset` bytes into a reservation, for its device.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if it does not fit; [`Error::Driver`] as for [`Mapping::new`], and with
-    /// `CUDA_ERROR_INVALID_VALUE` if something is mapped there.
+    /// [`Error::OutOfRange`] if it does not fit; [`Error::Misuse`] if reservation, allocation and device are not all of one driver
+    /// object; [`Error::Driver`] as for [`Mapping::new`], and with `CUDA_ERROR_INVALID_VALUE` if something is mapped there.
     ///
     /// Driver calls: `cuMemMap`, `cuMemSetAccess`.
     pub fn at(
@@ -243,6 +243,7 @@ impl Mapping {
 
     /// Nothing yet, at a place in a reservation.
     pub(super) fn empty(reservation: &Arc<Reservation>, offset: u64, device: &Device, access: Access) -> Result<Self> {
+        device.check_driver(&reservation.device)?;
         check_range(offset, 0, reservation.size)?;
         let address = reservation.address + offset;
         Ok(Self { device: device.clone(), address, size: 0, access, reservation: Arc::clone(reservation) })
@@ -250,9 +251,10 @@ impl Mapping {
 
     /// Maps one more allocation behind the others. It can't be used before [`Mapping::allow`].
     pub(super) fn push(&mut self, allocation: &Allocation) -> Result<()> {
+        self.device.check_driver(&allocation.device)?;
         let offset = self.address - self.reservation.address + self.size;
         check_range(offset, allocation.size, self.reservation.size)?;
-        self.device.driver().map(self.address + self.size, allocation.size, 0, allocation.handle)?;
+        self.device.verbs().map(self.address + self.size, allocation.size, 0, allocation.handle)?;
         // From here on dropping it unmaps.
         self.size += allocation.size;
         Ok(())
@@ -261,7 +263,7 @@ impl Mapping {
     /// Unmaps all of it, if it can be.
     pub(super) fn unmap(&mut self) -> Result<()> {
         if self.size > 0 {
-            self.device.driver().unmap(self.address, self.size)?;
+            self.device.verbs().unmap(self.address, self.size)?;
             self.size = 0;
         }
         Ok(())
@@ -271,11 +273,13 @@ impl Mapping {
     pub(super) fn allow(&self, node: Option<i32>) -> Result<()> {
         let device = Location::Device(self.device.ordinal());
         for location in [Some(device), node.map(Location::HostNuma)].into_iter().flatten() {
-            self.device.driver().set_access(self.address, self.size, location, Some(self.access))?;
+            self.device.verbs().set_access(self.address, self.size, location, Some(self.access))?;
         }
         Ok(())
     }
 }
+
+impl super::sealed::Sealed for Mapping {}
 
 impl Region for Mapping {
     fn device(&self) -> &Device {

@@ -124,6 +124,8 @@ impl Lent {
     }
 }
 
+impl crate::memory::sealed::Sealed for Lent {}
+
 impl Region for Lent {
     fn device(&self) -> &Device {
         self.memory.device()
@@ -182,7 +184,7 @@ pub struct Errand<'a> {
 /// # Errors
 /// Those of [`Consumer`]'s methods. Wrong data is no error: see [`Findings`].
 pub fn fetch(
-    driver: &Arc<dyn Driver>,
+    driver: &Driver,
     device: Option<Selector>,
     path: &Path,
     errand: Errand<'_>,
@@ -205,7 +207,7 @@ impl<'a> Consumer<'a> {
     /// Those of [`connect`], [`Device::find`] and of the conversation: [`Error::Peer`], [`Error::PeerGone`],
     /// [`Error::Timeout`], [`Error::Protocol`].
     pub fn connect(
-        driver: &Arc<dyn Driver>,
+        driver: &Driver,
         device: Option<Selector>,
         path: &Path,
         terms: &Terms,

@@ -264,7 +264,7 @@ impl Link {
         self.channel.peer()
     }
 
-    fn hello(&mut self, driver: &dyn Driver, capabilities: &[&str]) -> Result<()> {
+    fn hello(&mut self, driver: &Driver, capabilities: &[&str]) -> Result<()> {
         let backend = driver.backend().to_string();
         let capabilities = capabilities.iter().map(ToString::to_string).collect();
         self.send(&Message::Hello(Hello { version: VERSION, capabilities, backend, pid: process::id() }), &[])

@@ -43,7 +43,7 @@ impl Drop for Connection {
 /// This process's device that is to use what is offered.
 #[derive(Debug)]
 pub(super) struct Chosen {
-    driver: Arc<dyn Driver>,
+    driver: Driver,
     /// The device that is ready for copies.
     ready: Option<Device>,
     /// Whether it was named, and no other may be used.
@@ -55,23 +55,23 @@ pub(super) struct Chosen {
 impl Chosen {
     /// A device that is named, or the only one, is made ready at once.
     pub(super) fn new(
-        driver: &Arc<dyn Driver>,
+        driver: &Driver,
         device: Option<Selector>,
         cancel: &Cancel,
         observer: Observer<'_>,
     ) -> Result<Self> {
         let ready = match device {
-            None if driver.device_count()? != 1 => None,
+            None if driver.verbs().device_count()? != 1 => None,
             selector => Some(Device::find(driver, selector.unwrap_or_default())?),
         };
         if let Some(device) = &ready {
             activate(device, &mut || cancel.check(), observer)?;
         }
-        Ok(Self { driver: Arc::clone(driver), ready, named: device.is_some(), last: None })
+        Ok(Self { driver: driver.clone(), ready, named: device.is_some(), last: None })
     }
 
-    pub(super) fn driver(&self) -> &dyn Driver {
-        self.driver.as_ref()
+    pub(super) fn driver(&self) -> &Driver {
+        &self.driver
     }
 
     /// The device for memory of `owner`, ready for copies.

@@ -19,11 +19,9 @@ use nix::{
 };
 use vmmfd::{
     Error,
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        Attribute, Driver, Granularity, Handle, Location, Properties, code,
-    },
+    driver::{Access::ReadOnly, Access::ReadWrite, Attribute, code},
     error::ErrorKind,
+    internals::{Granularity, Handle, Location, Properties, Verbs},
     memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
     tools::check::pattern::{self, Mismatch, Pattern},
 };
@@ -87,7 +85,7 @@ cases! {
 
 /// Addresses and handles to play with, given back at the end: for the cases about single calls.
 struct Ground<'a> {
-    driver: &'a dyn Driver,
+    driver: &'a dyn Verbs,
     unit: u64,
     handles: Vec<Handle>,
     reservations: Vec<(u64, u64)>,
@@ -95,7 +93,7 @@ struct Ground<'a> {
 
 impl<'a> Ground<'a> {
     fn new(subject: &'a Subject) -> Self {
-        Self { driver: &*subject.driver, unit: subject.unit(), handles: Vec::new(), reservations: Vec::new() }
+        Self { driver: &*subject.verbs, unit: subject.unit(), handles: Vec::new(), reservations: Vec::new() }
     }
 
     fn create(&mut self, units: u64) -> Handle {
@@ -170,22 +168,22 @@ fn closes_on_exec(fd: BorrowedFd<'_>) -> bool {
 
 fn a_device_says_what_it_is(subject: Subject) {
     let devices = Device::all(&subject.driver).unwrap();
-    assert_eq!(devices.len(), subject.driver.device_count().unwrap() as usize);
+    assert_eq!(devices.len(), subject.verbs.device_count().unwrap() as usize);
     assert!(!devices.is_empty());
     for (ordinal, device) in devices.iter().enumerate() {
         assert_eq!(device.ordinal(), ordinal as i32);
         assert_eq!(device.backend(), subject.driver.backend());
-        assert_eq!(device.name(), subject.driver.device_name(device.ordinal()).unwrap());
-        assert_eq!(device.uuid(), subject.driver.device_uuid(device.ordinal()).unwrap());
+        assert_eq!(device.name(), subject.verbs.device_name(device.ordinal()).unwrap());
+        assert_eq!(device.uuid(), subject.verbs.device_uuid(device.ordinal()).unwrap());
         assert!(device.to_string().contains(&device.uuid().to_string()));
         assert_eq!(device.name().contains("no GPU"), subject.kind != Kind::Cuda, "{device}");
         device.activate().unwrap();
-        subject.driver.synchronize(device.ordinal()).unwrap();
+        subject.verbs.synchronize(device.ordinal()).unwrap();
     }
     let unshared = Properties { exportable: false, ..EXPORTABLE };
     let minimum = subject.unit();
-    assert_eq!(subject.driver.granularity(&unshared, Granularity::Minimum).unwrap(), minimum);
-    let recommended = subject.driver.granularity(&EXPORTABLE, Granularity::Recommended).unwrap();
+    assert_eq!(subject.verbs.granularity(&unshared, Granularity::Minimum).unwrap(), minimum);
+    let recommended = subject.verbs.granularity(&EXPORTABLE, Granularity::Recommended).unwrap();
     assert!(minimum.is_power_of_two() && recommended.is_multiple_of(minimum), "{minimum} {recommended}");
     let version = subject.driver.version().unwrap();
     match subject.kind {
@@ -196,7 +194,7 @@ fn a_device_says_what_it_is(subject: Subject) {
 }
 
 fn devices_that_do_not_exist_are_refused(subject: Subject) {
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     for ordinal in [-1, 99, i32::MAX] {
         let nowhere = Properties { location: Location::Device(ordinal), ..EXPORTABLE };
         for answer in [
@@ -247,7 +245,7 @@ fn memory_that_is_free_is_part_of_all_memory(subject: Subject) {
 // Single calls
 
 fn create_refuses_sizes_and_devices_that_make_no_sense(subject: Subject) {
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     for size in [0, 1, 4096, unit / 2, unit + 1, unit + 4096] {
         assert_eq!(code(driver.create(size, &EXPORTABLE)), INVALID, "{size} bytes");
     }
@@ -255,7 +253,7 @@ fn create_refuses_sizes_and_devices_that_make_no_sense(subject: Subject) {
 }
 
 fn reserve_refuses_sizes_and_alignments_that_make_no_sense(subject: Subject) {
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     for size in [0, 1, 4096, unit + 4096] {
         assert_eq!(code(driver.reserve(size, 0)), INVALID, "{size} bytes");
     }
@@ -263,7 +261,7 @@ fn reserve_refuses_sizes_and_alignments_that_make_no_sense(subject: Subject) {
 }
 
 fn an_alignment_is_kept(subject: Subject) {
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     for alignment in [0, 4096, unit, 64 << 20] {
         let address = driver.reserve(unit, alignment).unwrap();
         assert_eq!(address % alignment.max(unit), 0, "alignment {alignment}");
@@ -275,7 +273,7 @@ fn free_takes_a_whole_reservation_once_with_nothing_mapped(mut subject: Subject)
     // Another test might be given the addresses that this one freed.
     subject.alone();
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     let address = driver.reserve(2 * unit, 0).unwrap();
     for (start, size) in [(address, unit), (address, 3 * unit), (address, 0), (address + unit, unit), (4096, 2 * unit)]
     {
@@ -292,7 +290,7 @@ fn map_takes_whole_allocations_into_empty_reserved_addresses(mut subject: Subjec
     // Another test might be given the addresses that this one freed.
     subject.alone();
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     let (one, two) = (ground.create(1), ground.create(2));
     let address = ground.reserve(6);
     let elsewhere = driver.reserve(unit, 0).unwrap();
@@ -323,7 +321,7 @@ fn map_takes_whole_allocations_into_empty_reserved_addresses(mut subject: Subjec
 
 fn set_access_takes_whole_mappings(subject: Subject) {
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     let address = ground.reserve(6);
     ground.map(address, 2);
     ground.map(address + 2 * unit, 1);
@@ -349,7 +347,7 @@ fn set_access_takes_whole_mappings(subject: Subject) {
 
 fn unmap_takes_whole_mappings_and_empty_ranges(subject: Subject) {
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     let address = ground.reserve(6);
     ground.map(address, 2);
     ground.map(address + 2 * unit, 2);
@@ -375,7 +373,7 @@ fn unmap_takes_whole_mappings_and_empty_ranges(subject: Subject) {
 
 fn copies_need_access_to_every_byte(subject: Subject) {
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     // unit: 0 nothing, 1 and 2 mapped and accessible, 3 mapped only, 4 nothing
     let reserved = ground.reserve(5);
     let address = reserved + unit;
@@ -430,14 +428,14 @@ fn access_can_be_taken_and_given_again(subject: Subject) {
     ground.map(address, 1);
     ground.allow(address, 1);
     assert_eq!(ground.copy_in(address, b"kept"), OK);
-    subject.driver.set_access(address, ground.unit, Location::Device(0), None).unwrap();
+    subject.verbs.set_access(address, ground.unit, Location::Device(0), None).unwrap();
     assert_eq!(ground.copy_out(address, 4), INVALID);
-    subject.driver.set_access(address, ground.unit, Location::Device(0), Some(ReadOnly)).unwrap();
+    subject.verbs.set_access(address, ground.unit, Location::Device(0), Some(ReadOnly)).unwrap();
     assert_eq!(&ground.read(address), b"kept");
 }
 
 fn only_exportable_memory_is_exported(subject: Subject) {
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     for exportable in [false, true] {
         let properties = Properties { exportable, ..EXPORTABLE };
         let handle = driver.create(unit, &properties).unwrap();
@@ -449,7 +447,7 @@ fn only_exportable_memory_is_exported(subject: Subject) {
 
 fn imported_memory_is_the_same_memory_under_another_handle(subject: Subject) {
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     let address = ground.reserve(2);
     let handle = ground.map(address, 1);
     let fd = driver.export(handle).unwrap();
@@ -466,7 +464,7 @@ fn imported_memory_is_the_same_memory_under_another_handle(subject: Subject) {
 
 fn released_handles_are_refused(subject: Subject) {
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     let address = ground.reserve(1);
     let created = driver.create(unit, &EXPORTABLE).unwrap();
     let fd = driver.export(created).unwrap();
@@ -483,7 +481,7 @@ fn released_handles_are_refused(subject: Subject) {
 
 fn memory_outlives_its_handle_while_mapped(subject: Subject) {
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     let address = ground.reserve(1);
     let handle = driver.create(unit, &EXPORTABLE).unwrap();
     driver.map(address, unit, 0, handle).unwrap();
@@ -498,14 +496,14 @@ fn memory_outlives_its_handle_while_mapped(subject: Subject) {
 fn every_export_is_a_new_descriptor_closed_on_exec(subject: Subject) {
     let mut ground = Ground::new(&subject);
     let handle = ground.create(1);
-    let fds = [(); 2].map(|()| subject.driver.export(handle).unwrap());
+    let fds = [(); 2].map(|()| subject.verbs.export(handle).unwrap());
     assert_ne!(fds[0].as_raw_fd(), fds[1].as_raw_fd());
     assert!(fds.iter().all(|fd| closes_on_exec(fd.as_fd())));
 }
 
 fn a_descriptor_keeps_memory_alive(subject: Subject) {
     let mut ground = Ground::new(&subject);
-    let (driver, unit) = (&subject.driver, ground.unit);
+    let (driver, unit) = (&subject.verbs, ground.unit);
     let address = ground.reserve(1);
     let handle = driver.create(unit, &EXPORTABLE).unwrap();
     driver.map(address, unit, 0, handle).unwrap();
@@ -543,7 +541,7 @@ fn wrong_descriptors(size: u64) -> Vec<(&'static str, OwnedFd)> {
 fn descriptors_of_other_things_are_refused(subject: Subject) {
     let unit = subject.unit();
     for (what, fd) in wrong_descriptors(unit) {
-        assert_eq!(code(subject.driver.import(fd.as_fd(), unit)), code::UNKNOWN, "{what}");
+        assert_eq!(code(subject.verbs.import(fd.as_fd(), unit)), code::UNKNOWN, "{what}");
         // It stays the caller's.
         fcntl(&fd, FcntlArg::F_GETFD).unwrap();
     }
@@ -774,9 +772,9 @@ fn allocations_side_by_side_are_one_buffer(subject: Subject) {
     }
     let mut bytes = vec![0; 6 * unit as usize];
     Pattern::new(3).write(0, &mut bytes);
-    subject.driver.copy_in(0, reservation.address(), &bytes).unwrap();
+    subject.verbs.copy_in(0, reservation.address(), &bytes).unwrap();
     let mut back = vec![0; bytes.len()];
-    subject.driver.copy_out(0, reservation.address(), &mut back).unwrap();
+    subject.verbs.copy_out(0, reservation.address(), &mut back).unwrap();
     assert!(back == bytes);
     let starts = [0, unit, 4 * unit].map(|start| start as usize);
     for (mapping, start) in mappings.iter().zip(starts) {
@@ -784,7 +782,7 @@ fn allocations_side_by_side_are_one_buffer(subject: Subject) {
     }
     // A hole ends it.
     mappings.remove(1);
-    assert_eq!(code(subject.driver.copy_out(0, reservation.address(), &mut back)), INVALID);
+    assert_eq!(code(subject.verbs.copy_out(0, reservation.address(), &mut back)), INVALID);
     assert_eq!(read(&mappings[1], 0, 64), bytes[starts[2]..starts[2] + 64]);
     // The mappings hold the reservation.
     drop(reservation);
@@ -1038,12 +1036,12 @@ fn a_failure_to_give_back_is_no_panic_and_frees_the_rest(subject: Subject) {
             "unmap" => {
                 // What is still mapped keeps its addresses.
                 assert_eq!((live.handles, live.reservations, live.mappings), (0, 1, 1));
-                subject.driver.unmap(address, unit).unwrap();
-                subject.driver.free(address, unit).unwrap();
+                subject.verbs.unmap(address, unit).unwrap();
+                subject.verbs.free(address, unit).unwrap();
             }
             "free" => {
                 assert_eq!((live.handles, live.reservations, live.mappings), (0, 1, 0));
-                subject.driver.free(address, unit).unwrap();
+                subject.verbs.free(address, unit).unwrap();
             }
             _ => {
                 assert_eq!((live.handles, live.reservations, live.mappings), (1, 0, 0));
@@ -1060,11 +1058,11 @@ fn a_fork_is_told_so_and_does_no_harm(subject: Subject) {
     let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
     mapping.copy_in(0, b"the parent's").unwrap();
     let fd = exported(&allocation);
-    let handle = subject.driver.create(unit, &EXPORTABLE).unwrap();
+    let handle = subject.verbs.create(unit, &EXPORTABLE).unwrap();
     let parent = process::id();
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
     let before = calls();
-    let driver = Arc::clone(&subject.driver);
+    let driver = Arc::clone(&subject.verbs);
     let mut owners = Some((mapping, allocation));
     in_fork(|| {
         let (mapping, allocation) = owners.take().unwrap();
@@ -1109,6 +1107,6 @@ fn a_fork_is_told_so_and_does_no_harm(subject: Subject) {
     });
     let (mapping, allocation) = owners.take().unwrap();
     assert_eq!(read(&mapping, 0, 12), b"the parent's");
-    subject.driver.release(handle).unwrap();
+    subject.verbs.release(handle).unwrap();
     drop((mapping, allocation));
 }

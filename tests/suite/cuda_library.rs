@@ -12,13 +12,9 @@ use std::{
 
 use vmmfd::{
     Error,
-    driver::{
-        self,
-        Access::{ReadOnly, ReadWrite},
-        Attribute, Backend, Choice, Diagnosis, Driver, Granularity, LegacyIpc, Location, MadeFor, Pools, code,
-        cuda::CudaDriver,
-    },
+    driver::{self, Access::ReadOnly, Access::ReadWrite, Attribute, Backend, Choice, code},
     error::ErrorKind,
+    internals::{self, CudaDriver, Diagnosis, Granularity, LegacyIpc, Location, MadeFor, Pools, Verbs},
     memory::{Allocation, Device, Mapping, Region},
     tools::check::pattern::{self, Pattern},
 };
@@ -95,7 +91,7 @@ const UNHEARD: [&str; 2] = ["cuDevicePrimaryCtxRelease_v2", "cuMemFreeHost"];
 const ELSEWHERE: &str = "cuIpcCloseMemHandle";
 
 /// Calls every verb at least once, all of them after a failure too, and returns what failed.
-fn use_everything(driver: &dyn Driver) -> Vec<Error> {
+fn use_everything(driver: &dyn Verbs) -> Vec<Error> {
     let mut errors = Vec::new();
     let mut note = |answer: Result<(), Error>| errors.extend(answer.err());
     note(driver.version().map(drop));
@@ -138,7 +134,7 @@ fn use_everything(driver: &dyn Driver) -> Vec<Error> {
     errors
 }
 
-fn use_legacy(driver: &dyn Driver, legacy: &dyn LegacyIpc, note: &mut impl FnMut(Result<(), Error>)) {
+fn use_legacy(driver: &dyn Verbs, legacy: &dyn LegacyIpc, note: &mut impl FnMut(Result<(), Error>)) {
     let Ok(address) = legacy.allocate(0, 1).map_err(|error| note(Err(error))) else { return };
     note(driver.extent(0, address).map(drop));
     note(legacy.handle(0, address).map(drop));
@@ -169,7 +165,7 @@ fn use_pools(pools: &dyn Pools, note: &mut impl FnMut(Result<(), Error>)) {
     note(pools.destroy(pool));
 }
 
-fn use_diagnosis(driver: &dyn Driver, diagnosis: &dyn Diagnosis, note: &mut impl FnMut(Result<(), Error>)) {
+fn use_diagnosis(driver: &dyn Verbs, diagnosis: &dyn Diagnosis, note: &mut impl FnMut(Result<(), Error>)) {
     note(diagnosis.library().map(drop));
     let (unit, mut told) = (2 << 20, Vec::new());
     let handle = diagnosis.create_with(0, unit, MadeFor::Rdma);
@@ -567,8 +563,8 @@ fn a_program_can_be_tried_on_another_granularity() {
     fake.set("FAKECUDA_GRANULARITY", "4194304");
     let subject = Subject::of(fake);
     assert_eq!(subject.unit(), 4 << 20);
-    assert_eq!(code(subject.driver.create(2 << 20, &EXPORTABLE)), code::INVALID_VALUE);
-    assert_eq!(code(subject.driver.reserve(2 << 20, 0)), code::INVALID_VALUE);
+    assert_eq!(code(subject.verbs.create(2 << 20, &EXPORTABLE)), code::INVALID_VALUE);
+    assert_eq!(code(subject.verbs.reserve(2 << 20, 0)), code::INVALID_VALUE);
     let allocation = Allocation::create(&subject.device(), 1).unwrap();
     assert_eq!(allocation.size(), 4 << 20);
     let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
@@ -597,8 +593,8 @@ fn contexts_are_retained_once_and_released_with_the_driver() {
 /// Everything that a handoff does, in one process. Returns how often `symbol` was called before anything was given back.
 fn handoff(fake: &Fake, symbol: &str) -> Result<u64, Error> {
     let before = fake.calls(symbol);
-    let driver: Arc<dyn Driver> = Arc::new(CudaDriver::load_from(fake.path())?);
-    let device = Device::all(&driver)?.remove(0);
+    let driver: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path())?);
+    let device = Device::all(&internals::driver(driver))?.remove(0);
     device.require_sharing()?;
     let allocation = Allocation::create(&device, 1)?;
     let fd = allocation.export()?.try_clone_to_owned().unwrap();
@@ -650,7 +646,7 @@ fn less_memory_than_asked_for_is_told_with_both_figures() {
     drop(held);
     Allocation::create(&device, (2 << 20) + 1).unwrap();
     // Of whatever kind it is.
-    let legacy = subject.driver.legacy().unwrap();
+    let legacy = subject.verbs.legacy().unwrap();
     let address = legacy.allocate(0, 4 << 20).unwrap();
     assert_eq!(code(legacy.allocate(0, 4 << 20)), code::OUT_OF_MEMORY);
     let answer = Allocation::create(&device, 4 << 20);
@@ -665,7 +661,7 @@ fn memory_of_another_device_is_told_by_the_importers_own_ordinal() {
     fake.set("FAKECUDA_DEVICES", "2");
     let both = CudaDriver::load_from(fake.path()).unwrap();
     assert_ne!(both.device_uuid(0).unwrap(), both.device_uuid(1).unwrap());
-    let second = driver::Properties { location: Location::Device(1), ..EXPORTABLE };
+    let second = internals::Properties { location: Location::Device(1), ..EXPORTABLE };
     let handle = both.create(2 << 20, &second).unwrap();
     let fd = both.export(handle).unwrap();
     let imported = both.import(fd.as_fd(), 2 << 20).unwrap();
@@ -735,7 +731,7 @@ fn opened(test: &str, choice: Choice, library_path: &Path, environment: &[(&str,
     };
     in_child(&format!("cuda_library::{test}"), prepare, || match driver::open(choice) {
         Ok(opened) => {
-            let device = opened.driver.device_name(0).unwrap();
+            let device = Device::find(&opened.driver, vmmfd::memory::Selector::default()).unwrap().name().to_owned();
             let fallback = opened.fallback.map_or("no fallback".to_owned(), |reason| format!("fallback: {reason}"));
             format!("{} {} | {fallback}", opened.driver.backend(), device.trim())
         }

@@ -7,9 +7,9 @@ use std::{
 };
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
-use vmmfd::driver::{
-    Access::{self, ReadOnly, ReadWrite},
-    Diagnosis, Location, MadeFor, code,
+use vmmfd::{
+    driver::{Access, Access::ReadOnly, Access::ReadWrite, code},
+    internals::{Diagnosis, Location, MadeFor},
 };
 
 use crate::{
@@ -38,7 +38,7 @@ cases! {
 }
 
 fn diagnosis(subject: &Subject) -> &dyn Diagnosis {
-    subject.driver.diagnosis().unwrap()
+    subject.verbs.diagnosis().unwrap()
 }
 
 fn closes_on_exec(fd: impl AsFd) -> bool {
@@ -65,7 +65,7 @@ fn the_library_is_named_by_the_file_it_was_loaded_from(subject: Subject) {
 // Memory made for something
 
 fn memory_for_a_fabric_is_made_and_exported_or_not_permitted(subject: Subject) {
-    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
+    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
     assert_eq!(code(diagnosis.create_with(99, unit, MadeFor::Fabric)), code::INVALID_DEVICE);
     let ordinary = driver.create(unit, &EXPORTABLE).unwrap();
     let refused = code(diagnosis.export_fabric(ordinary));
@@ -85,7 +85,7 @@ fn memory_for_a_fabric_is_made_and_exported_or_not_permitted(subject: Subject) {
     assert_ne!(exported[0], [0; 64]);
     for handle in handles {
         assert_eq!(code(driver.export(handle)), INVALID, "as a descriptor");
-        let mapped = Mapped::of(&*subject.driver, handle, unit);
+        let mapped = Mapped::of(&*subject.verbs, handle, unit);
         mapped.write(0, b"fabric");
         assert_eq!(&mapped.read(0), b"fabric");
         mapped.end();
@@ -93,7 +93,7 @@ fn memory_for_a_fabric_is_made_and_exported_or_not_permitted(subject: Subject) {
 }
 
 fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
-    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
+    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
     assert_eq!(code(diagnosis.create_with(99, unit, MadeFor::Rdma)), code::INVALID_DEVICE);
     for size in [0, unit + 1] {
         assert_eq!(code(diagnosis.create_with(0, size, MadeFor::Rdma)), INVALID, "{size}");
@@ -101,8 +101,8 @@ fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
     let handle = diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap();
     assert_eq!(driver.properties(handle).unwrap(), EXPORTABLE);
     let fd = driver.export(handle).unwrap();
-    let (mapped, imported) = (Mapped::of(&*subject.driver, handle, unit), driver.import(fd.as_fd(), unit).unwrap());
-    let other = Mapped::of(&*subject.driver, imported, unit);
+    let (mapped, imported) = (Mapped::of(&*subject.verbs, handle, unit), driver.import(fd.as_fd(), unit).unwrap());
+    let other = Mapped::of(&*subject.verbs, imported, unit);
     mapped.write(5, b"the same");
     assert_eq!(&other.read(5), b"the same");
     other.end();
@@ -111,7 +111,7 @@ fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
 
 fn a_dma_buf_has_the_size_of_its_range_and_is_closed_on_exec(subject: Subject) {
     let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
-    let mapped = Mapped::of(&*subject.driver, diagnosis.create_with(0, 2 * unit, MadeFor::Rdma).unwrap(), 2 * unit);
+    let mapped = Mapped::of(&*subject.verbs, diagnosis.create_with(0, 2 * unit, MadeFor::Rdma).unwrap(), 2 * unit);
     let fds = [(); 2].map(|()| diagnosis.export_dma_buf(0, mapped.address, 2 * unit).unwrap());
     assert!(fds.iter().all(closes_on_exec));
     for fd in fds {
@@ -122,8 +122,8 @@ fn a_dma_buf_has_the_size_of_its_range_and_is_closed_on_exec(subject: Subject) {
 
 fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
     subject.alone();
-    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
-    let mapped = Mapped::of(&*subject.driver, diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap(), unit);
+    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
+    let mapped = Mapped::of(&*subject.verbs, diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap(), unit);
     let block = driver.legacy().unwrap().allocate(0, unit).unwrap();
     let beside = driver.reserve(unit, 0).unwrap();
     let address = mapped.address;
@@ -141,7 +141,7 @@ fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
     }
     assert_eq!(calls(), before, "none of it reached the driver");
     assert_eq!(code(diagnosis.export_dma_buf(99, address, unit)), code::INVALID_DEVICE);
-    let ordinary = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
+    let ordinary = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     if subject.fake.is_some() {
         assert_eq!(code(diagnosis.export_dma_buf(0, ordinary.address, unit)), INVALID, "what is not made for it");
     }
@@ -155,8 +155,8 @@ fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
 // Copies
 
 fn bytes_are_copied_within_a_device_and_take_a_time(subject: Subject) {
-    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
-    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.driver, &EXPORTABLE, 3));
+    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
+    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.verbs, &EXPORTABLE, 3));
     one.write(0, &[0; 200]);
     one.write(0, b"the first");
     one.write(3 * unit - 8, b"the last");
@@ -178,7 +178,7 @@ fn bytes_are_copied_within_a_device_and_take_a_time(subject: Subject) {
 fn a_copy_within_a_device_needs_access_at_both_ends(mut subject: Subject) {
     subject.alone();
     let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
-    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.driver, &EXPORTABLE, 1));
+    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.verbs, &EXPORTABLE, 1));
     let (to, from) = (one.address, two.address);
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
     let (local, before) = (0u64, calls());
@@ -210,7 +210,7 @@ fn a_copy_within_a_device_needs_access_at_both_ends(mut subject: Subject) {
 fn a_copy_within_a_device_that_fails_is_waited_for_too() {
     let subject = Subject::fake();
     let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
-    let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
+    let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     let copy = || diagnosis.copy_within(0, mapped.address, mapped.address + 8, 8);
     for (fault, want) in [("cuMemcpyDtoD_v2:1:700", 700), ("cuCtxSynchronize:1:719", 719)] {
         let before = fake.calls("cuCtxSynchronize");
@@ -225,7 +225,7 @@ fn a_copy_within_a_device_that_fails_is_waited_for_too() {
 
 fn a_kernel_stores_one_word(subject: Subject) {
     let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
-    let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
+    let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     mapped.write(0, &[9; 16]);
     mapped.write(unit - 8, &[9; 8]);
     diagnosis.store(0, mapped.address + 4, 0x0403_0201).unwrap();
@@ -237,8 +237,8 @@ fn a_kernel_stores_one_word(subject: Subject) {
 
 fn a_kernel_stores_to_whole_words_of_mapped_memory_alone(mut subject: Subject) {
     subject.alone();
-    let (driver, diagnosis, unit) = (&subject.driver, diagnosis(&subject), subject.unit());
-    let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
+    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
+    let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     let beside = driver.reserve(unit, 0).unwrap();
     let (address, local) = (mapped.address, 0u32);
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
@@ -267,12 +267,12 @@ fn store_with(subject: &Subject, test: &str, access: Option<Access>) -> String {
         &full_name(subject, test),
         |_| {},
         || {
-            let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
+            let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
             mapped.allow(access);
             let answers = [
                 diagnosis(subject).store(0, mapped.address, 1),
-                subject.driver.synchronize(0),
-                subject.driver.copy_out(0, mapped.address, &mut [0]),
+                subject.verbs.synchronize(0),
+                subject.verbs.copy_out(0, mapped.address, &mut [0]),
                 diagnosis(subject).store(0, mapped.address, 1),
             ];
             answers.map(|answer| code(answer).to_string()).join(" ")
@@ -283,20 +283,20 @@ fn store_with(subject: &Subject, test: &str, access: Option<Access>) -> String {
 fn a_kernel_that_stores_where_it_may_only_read_ruins_its_process(subject: Subject) {
     let test = "a_kernel_that_stores_where_it_may_only_read_ruins_its_process";
     assert_eq!(store_with(&subject, test, Some(ReadOnly)), "700 700 700 700");
-    subject.driver.synchronize(0).unwrap();
+    subject.verbs.synchronize(0).unwrap();
 }
 
 fn a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process(subject: Subject) {
     let test = "a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process";
     assert_eq!(store_with(&subject, test, None), "700 700 700 700");
-    subject.driver.synchronize(0).unwrap();
+    subject.verbs.synchronize(0).unwrap();
 }
 
 #[test]
 fn a_store_that_fails_leaves_no_module_and_nothing_under_way() {
     let subject = Subject::fake();
     let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
-    let mapped = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
+    let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     for (symbol, waited) in
         [("cuModuleLoadData", 0), ("cuModuleGetFunction", 0), ("cuLaunchKernel", 1), ("cuCtxSynchronize", 1)]
     {
@@ -424,7 +424,7 @@ fn copies_and_events_are_of_the_device_that_is_named() {
     fake.set("FAKECUDA_DEVICES", "2");
     let subject = Subject::of(fake);
     let diagnosis = diagnosis(&subject);
-    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.driver, &EXPORTABLE, 1));
+    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.verbs, &EXPORTABLE, 1));
     assert_eq!(code(diagnosis.copy_within(1, one.address, two.address, 8)), INVALID, "it has no access");
     let event = diagnosis.event_create(1).unwrap();
     assert_eq!(code(diagnosis.event_record(0, event)), INVALID);
@@ -432,7 +432,7 @@ fn copies_and_events_are_of_the_device_that_is_named() {
     diagnosis.event_destroy(1, event).unwrap();
     two.write(0, b"over there");
     for mapped in [&one, &two] {
-        subject.driver.set_access(mapped.address, mapped.size, Location::Device(1), Some(ReadWrite)).unwrap();
+        subject.verbs.set_access(mapped.address, mapped.size, Location::Device(1), Some(ReadWrite)).unwrap();
     }
     diagnosis.copy_within(1, one.address, two.address, 10).unwrap();
     assert_eq!(&one.read(0), b"over there");
@@ -445,7 +445,7 @@ fn each_verb_of_a_diagnosis_can_be_made_to_fail() {
     let subject = Subject::fake();
     let diagnosis = diagnosis(&subject);
     let (handle, event) =
-        (subject.driver.create(subject.unit(), &EXPORTABLE).unwrap(), diagnosis.event_create(0).unwrap());
+        (subject.verbs.create(subject.unit(), &EXPORTABLE).unwrap(), diagnosis.event_create(0).unwrap());
     type Verb<'a> = &'a dyn Fn() -> vmmfd::Result<()>;
     let verbs: [(&str, Verb<'_>); 12] = [
         ("diagnosis library", &|| diagnosis.library().map(drop)),
@@ -466,5 +466,5 @@ fn each_verb_of_a_diagnosis_can_be_made_to_fail() {
         assert_eq!((code(verb()), subject.faulty.mend()), (42, Some(name)));
     }
     diagnosis.event_destroy(0, event).unwrap();
-    subject.driver.release(handle).unwrap();
+    subject.verbs.release(handle).unwrap();
 }

@@ -17,12 +17,8 @@ use nix::{
 };
 use vmmfd::{
     Error,
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        Driver, Granularity, Location, Properties, code,
-        cuda::CudaDriver,
-        host::{GRANULARITY, HostDriver, Live},
-    },
+    driver::{Access::ReadOnly, Access::ReadWrite, GRANULARITY, code},
+    internals::{self, CudaDriver, Granularity, HostDriver, Live, Location, Properties, Verbs},
     memory::{Allocation, Device, Mapping, Region},
 };
 
@@ -136,12 +132,12 @@ fn memory_sealed_against_writing_is_read_by_anybody_and_written_by_nobody() {
     assert_eq!(code(mapping.copy_in(0, b"no")), code::INVALID_VALUE);
     // Its pages are no copies that this process could change.
     let (address, here) = (mapping.address(), Location::Device(0));
-    assert_eq!(code(subject.driver.set_access(address, GRANULARITY, here, Some(ReadWrite))), code::INVALID_VALUE);
+    assert_eq!(code(subject.verbs.set_access(address, GRANULARITY, here, Some(ReadWrite))), code::INVALID_VALUE);
     // Nor shared, which kernels before 6.7 refuse of such memory.
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let line = maps.lines().find(|line| line.starts_with(&format!("{address:x}-"))).unwrap();
     assert_eq!(line.split_whitespace().nth(1), Some("r--p"), "{line}");
-    let window = subject.driver.window(address, GRANULARITY).unwrap();
+    let window = subject.verbs.window(address, GRANULARITY).unwrap();
     assert_eq!(&window.slice().unwrap()[..8], b"for ever");
     assert_eq!(code(window.write(0, b"no")), code::INVALID_VALUE);
     assert_eq!(window.slice().unwrap().len() as u64, GRANULARITY);
@@ -151,7 +147,7 @@ fn memory_sealed_against_writing_is_read_by_anybody_and_written_by_nobody() {
 #[test]
 fn sealed_memory_goes_to_others_who_can_not_write_to_it_either() {
     let subject = Subject::host();
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
     let address = driver.reserve(GRANULARITY, 0).unwrap();
     driver.map(address, GRANULARITY, 0, handle).unwrap();
@@ -190,7 +186,7 @@ fn sealed_memory_goes_to_others_who_can_not_write_to_it_either() {
 #[test]
 fn a_slice_is_of_sealed_memory_alone() {
     let subject = Subject::host();
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     let handles = [(); 2].map(|()| driver.create(GRANULARITY, &EXPORTABLE).unwrap());
     driver.seal(handles[1]).unwrap();
     let address = driver.reserve(2 * GRANULARITY, 0).unwrap();
@@ -210,7 +206,7 @@ fn a_slice_is_of_sealed_memory_alone() {
 #[test]
 fn memory_that_others_may_have_is_not_sealed_any_more() {
     let subject = Subject::host();
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
     let fd = driver.export(handle).unwrap();
     let imported = driver.import(fd.as_fd(), GRANULARITY).unwrap();
@@ -275,8 +271,8 @@ fn more_than_what_is_free_is_refused_and_not_begun() {
     // In a process that may make no large file, lest a driver that does not refuse fill this machine.
     in_fork(|| {
         setrlimit(Resource::RLIMIT_FSIZE, 64 << 20, 64 << 20).unwrap();
-        let driver: Arc<dyn Driver> = Arc::new(HostDriver::new());
-        let device = Device::all(&driver).unwrap().remove(0);
+        let driver: Arc<dyn Verbs> = Arc::new(HostDriver::new());
+        let device = Device::all(&internals::driver(driver)).unwrap().remove(0);
         let size = (device.memory_info().unwrap().free + (4 << 30)).next_multiple_of(GRANULARITY);
         matches!(
             Allocation::create(&device, size),
@@ -324,9 +320,12 @@ fn each_object_counts_its_own_and_frees_what_was_forgotten() {
 #[test]
 fn what_another_backend_numbers_by_itself_is_not_touched() {
     let fake = Copy::new().load();
-    let cuda: Arc<dyn Driver> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
-    Device::find(&cuda, vmmfd::memory::Selector::Ordinal(0)).unwrap().activate().unwrap();
-    let host: Arc<dyn Driver> = Arc::new(HostDriver::new());
+    let cuda: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
+    Device::find(&internals::driver(Arc::clone(&cuda)), vmmfd::memory::Selector::Ordinal(0))
+        .unwrap()
+        .activate()
+        .unwrap();
+    let host: Arc<dyn Verbs> = Arc::new(HostDriver::new());
     let (cuda, host) = (cuda.bare().unwrap(), host.bare().unwrap());
     for (here, there) in [(cuda, host), (host, cuda)] {
         let create = || here.create(0, GRANULARITY).unwrap();

@@ -4,12 +4,8 @@ use std::{ops::Range, sync::Arc};
 
 use vmmfd::{
     Error,
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        Driver, Kernels, Location, code,
-        cuda::CudaDriver,
-        kernels::Stretch,
-    },
+    driver::{Access::ReadOnly, Access::ReadWrite, code},
+    internals::{self, CudaDriver, Kernels, Location, Stretch, Verbs},
     memory::{Allocation, Device, Mapping, Region, Selector},
     tools::check::pattern::{self, Choice, Engine, Mismatch, Pattern, Verification},
 };
@@ -37,7 +33,7 @@ cases! {
 }
 
 fn kernels(subject: &Subject) -> &dyn Kernels {
-    subject.driver.kernels().unwrap()
+    subject.verbs.kernels().unwrap()
 }
 
 fn mapping(subject: &Subject, size: u64) -> Mapping {
@@ -193,7 +189,7 @@ fn a_fill_leaves_zeros_behind(subject: Subject) {
 }
 
 fn what_may_not_be_accessed_is_refused_before_a_kernel_runs(subject: Subject) {
-    let memory = Mapped::new(&*subject.driver, &EXPORTABLE, 2);
+    let memory = Mapped::new(&*subject.verbs, &EXPORTABLE, 2);
     let stretch = Stretch { address: memory.address, start: 0, size: memory.size, salt: 1 };
     kernels(&subject).fill(0, &stretch).unwrap();
     memory.allow(Some(ReadOnly));
@@ -209,7 +205,7 @@ fn what_may_not_be_accessed_is_refused_before_a_kernel_runs(subject: Subject) {
 }
 
 fn a_stretch_that_is_nowhere_is_refused(subject: Subject) {
-    let memory = Mapped::new(&*subject.driver, &EXPORTABLE, 1);
+    let memory = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     let good = Stretch { address: memory.address, start: 0, size: memory.size, salt: 1 };
     for bad in [
         Stretch { size: memory.size + 1, ..good },
@@ -262,7 +258,7 @@ fn where_kernels_cannot_be_had_the_host_does_their_work_and_says_why(subject: Su
 #[test]
 fn kernels_go_with_their_driver_and_a_failure_leaves_nothing_of_them() {
     let fake = Copy::new().load();
-    let driver: Arc<dyn Driver> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
+    let driver: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
     let kernels = || driver.kernels().unwrap();
     for (call, nth, failure) in [
         ("cuModuleLoadData", 1, 221),
@@ -290,8 +286,8 @@ fn another_device_needs_access_of_its_own() {
     let fake = Copy::new();
     let fake = fake.load();
     fake.set("FAKECUDA_DEVICES", "2");
-    let driver: Arc<dyn Driver> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
-    let device = Device::find(&driver, Selector::Ordinal(0)).unwrap();
+    let driver: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
+    let device = Device::find(&internals::driver(Arc::clone(&driver)), Selector::Ordinal(0)).unwrap();
     let mapping = Mapping::new(&Allocation::create(&device, 4096).unwrap(), ReadWrite).unwrap();
     let stretch = Stretch { address: mapping.address(), start: 0, size: 4096, salt: 1 };
     let kernels = driver.kernels().unwrap();

@@ -21,7 +21,10 @@ use nix::{
     unistd::dup,
 };
 use sendfd::{RecvWithFd, SendWithFd};
-use vmmfd::driver::{Access::ReadWrite, Driver, LegacyIpc, Location, Pools, code, cuda::CudaDriver};
+use vmmfd::{
+    driver::{Access::ReadWrite, code},
+    internals::{CudaDriver, LegacyIpc, Location, Pools, Verbs},
+};
 
 use crate::support::{Copy, EXPORTABLE, Kind, Subject, code, in_child};
 
@@ -51,20 +54,20 @@ cases! {
 }
 
 fn legacy(subject: &Subject) -> &dyn LegacyIpc {
-    subject.driver.legacy().unwrap()
+    subject.verbs.legacy().unwrap()
 }
 
 fn pools(subject: &Subject) -> &dyn Pools {
-    subject.driver.pools().unwrap()
+    subject.verbs.pools().unwrap()
 }
 
 fn write(subject: &Subject, address: u64, bytes: &[u8]) {
-    subject.driver.copy_in(0, address, bytes).unwrap();
+    subject.verbs.copy_in(0, address, bytes).unwrap();
 }
 
 fn read<const LENGTH: usize>(subject: &Subject, address: u64) -> [u8; LENGTH] {
     let mut bytes = [0; LENGTH];
-    subject.driver.copy_out(0, address, &mut bytes).unwrap();
+    subject.verbs.copy_out(0, address, &mut bytes).unwrap();
     bytes
 }
 
@@ -131,8 +134,8 @@ fn legacy_memory_has_the_size_asked_for_and_is_freed_once(mut subject: Subject) 
     assert_eq!(code(legacy.allocate(99, 4096)), code::INVALID_DEVICE);
     for size in [1, 4096, 1 << 20, (1 << 20) + 1, (4 << 20) + 5] {
         let address = legacy.allocate(0, size).unwrap();
-        assert_eq!(subject.driver.extent(0, address).unwrap(), (address, size));
-        assert_eq!(subject.driver.extent(0, address + size - 1).unwrap(), (address, size));
+        assert_eq!(subject.verbs.extent(0, address).unwrap(), (address, size));
+        assert_eq!(subject.verbs.extent(0, address + size - 1).unwrap(), (address, size));
         assert_eq!(address % if size > 1 << 20 { 2 << 20 } else { 512 }, 0, "{size} bytes");
         for (what, ordinal, at) in
             [("what is behind it", 0, address + size), ("another device", 1, address), ("null", 0, 0)]
@@ -143,7 +146,7 @@ fn legacy_memory_has_the_size_asked_for_and_is_freed_once(mut subject: Subject) 
         assert_eq!(code(pools(&subject).free(0, address)), INVALID, "what is of no pool");
         legacy.deallocate(0, address).unwrap();
         assert_eq!(code(legacy.deallocate(0, address)), INVALID, "twice");
-        assert_eq!(code(subject.driver.extent(0, address)), INVALID, "freed");
+        assert_eq!(code(subject.verbs.extent(0, address)), INVALID, "freed");
     }
 }
 
@@ -153,7 +156,7 @@ fn copies_stay_inside_a_block(subject: Subject) {
     for (address, byte) in blocks.iter().zip(1..) {
         write(&subject, *address, &[byte; 1000]);
     }
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     for address in blocks {
         for (start, length) in [(address + 1, 1000), (address - 1, 2), (address + 1000, 1), (address, 1001)] {
             assert_eq!(code(driver.copy_in(0, start, &vec![9; length])), INVALID, "{start:#x} {length}");
@@ -167,7 +170,7 @@ fn copies_stay_inside_a_block(subject: Subject) {
 fn a_legacy_handle_is_of_a_whole_allocation_of_its_own_kind(mut subject: Subject) {
     // Another test might be given the addresses that this one freed.
     subject.alone();
-    let (driver, legacy, unit) = (&subject.driver, legacy(&subject), subject.unit());
+    let (driver, legacy, unit) = (&subject.verbs, legacy(&subject), subject.unit());
     let [one, two] = [(); 2].map(|()| legacy.allocate(0, 4096).unwrap());
     let handle = legacy.handle(0, one).unwrap();
     assert_eq!(legacy.handle(0, one + 4095).unwrap(), handle, "of the middle");
@@ -233,7 +236,7 @@ fn legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted(mut subject: Sub
     subject.alone();
     let test = "legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted";
     with_owner(&subject, test, legacy_owner, |wire| {
-        let (driver, legacy) = (&subject.driver, legacy(&subject));
+        let (driver, legacy) = (&subject.verbs, legacy(&subject));
         let handle: [u8; 64] = wire.hear();
         let address = legacy.open(0, &handle).unwrap();
         assert_eq!(driver.extent(0, address).unwrap(), (address, 3000));
@@ -296,7 +299,7 @@ fn legacy_memory_outlives_its_owner_where_it_is_open(mut subject: Subject) {
         wire.say(b"x");
         wire.hear_the_end();
         assert_eq!(&read(&subject, address), b"from its owner");
-        assert_eq!(subject.driver.extent(0, address).unwrap(), (address, 8 << 20));
+        assert_eq!(subject.verbs.extent(0, address).unwrap(), (address, 8 << 20));
         legacy.close(0, address).unwrap();
         assert_eq!(code(legacy.open(0, &handle)), INVALID_HANDLE);
     });
@@ -314,7 +317,7 @@ fn legacy_memory_of_a_device_out_of_reach_is_not_opened() {
         legacy(subject).deallocate(1, address).unwrap();
     };
     with_owner_in(&subject, "legacy_and_pools::legacy_memory_of_a_device_out_of_reach_is_not_opened", share, |wire| {
-        let (driver, legacy, fake) = (&subject.driver, legacy(&subject), subject.fake.as_ref().unwrap());
+        let (driver, legacy, fake) = (&subject.verbs, legacy(&subject), subject.fake.as_ref().unwrap());
         let handle: [u8; 64] = wire.hear();
         fake.set("FAKECUDA_PEERS", "0");
         assert_eq!(code(legacy.open(0, &handle)), PEER_ACCESS_UNSUPPORTED);
@@ -337,7 +340,7 @@ fn legacy_memory_of_a_device_out_of_reach_is_not_opened() {
 
 fn a_pool_gives_memory_and_goes_once_nothing_of_it_is_left(mut subject: Subject) {
     subject.alone();
-    let (driver, pools) = (&subject.driver, pools(&subject));
+    let (driver, pools) = (&subject.verbs, pools(&subject));
     assert_eq!(code(pools.create(99)), code::INVALID_DEVICE);
     let pool = pools.create(0).unwrap();
     assert_eq!(code(pools.allocate(pool, 0, 0)), INVALID);
@@ -387,7 +390,7 @@ fn a_pools_descriptor_is_new_and_closed_on_exec(subject: Subject) {
 }
 
 fn descriptors_that_are_no_pool_are_refused(subject: Subject) {
-    let (driver, pools, unit) = (&subject.driver, pools(&subject), subject.unit());
+    let (driver, pools, unit) = (&subject.verbs, pools(&subject), subject.unit());
     let null = File::open("/dev/null").unwrap();
     let memfd = memfd_create(c"no pool", MFdFlags::MFD_CLOEXEC).unwrap();
     for (what, fd) in [("a device", null.as_fd()), ("a memfd", memfd.as_fd())] {
@@ -417,8 +420,8 @@ fn a_pool_imported_in_the_same_process_shows_the_same_bytes(subject: Subject) {
     });
     assert!(![one, two].contains(&near) && ![one, two].contains(&far));
     assert_eq!((&read(&subject, near), &read(&subject, far)), (b"the first", b"the second"));
-    assert_eq!(subject.driver.extent(0, near).unwrap(), (near, 1000));
-    assert_eq!(subject.driver.extent(0, far + 1999).unwrap(), (far, 2000));
+    assert_eq!(subject.verbs.extent(0, near).unwrap(), (near, 1000));
+    assert_eq!(subject.verbs.extent(0, far + 1999).unwrap(), (far, 2000));
     write(&subject, far, b"from there");
     assert_eq!(&read(&subject, two), b"from there");
     [one, two, near, far].into_iter().for_each(|address| pools.free(0, address).unwrap());
@@ -460,7 +463,7 @@ fn a_pointer_imported_twice_is_given_back_twice(mut subject: Subject) {
     assert_eq!(code(pools.destroy(imported)), INVALID, "with a pointer of it in use");
     pools.free(0, two).unwrap();
     assert_eq!(code(pools.free(0, two)), INVALID, "once too often");
-    assert_eq!(code(subject.driver.copy_out(0, two, &mut [0])), INVALID);
+    assert_eq!(code(subject.verbs.copy_out(0, two, &mut [0])), INVALID);
     assert_eq!(&read(&subject, address), b"twice", "the owner's stays");
     pools.free(0, address).unwrap();
     pools.destroy(imported).unwrap();
@@ -503,7 +506,7 @@ fn pool_memory_of_another_process_outlives_it(mut subject: Subject) {
         let pool = pools.import(fd.as_fd()).unwrap();
         drop(fd);
         let address = pools.import_pointer(pool, 0, &data).unwrap();
-        assert_eq!(subject.driver.extent(0, address).unwrap(), (address, 3000));
+        assert_eq!(subject.verbs.extent(0, address).unwrap(), (address, 3000));
         assert_eq!(&read(&subject, address), b"from its owner");
         write(&subject, address, b"from the importer");
         wire.say(b"x");

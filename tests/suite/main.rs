@@ -15,6 +15,7 @@ mod doctor_rules;
 mod engines;
 mod fakecuda;
 mod host_memory;
+mod identity;
 mod kernels;
 #[cfg(feature = "launch")]
 mod launch;

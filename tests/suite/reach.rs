@@ -4,12 +4,8 @@ use std::{os::fd::AsFd, sync::Arc};
 
 use vmmfd::{
     Error,
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        Attribute, Driver, Location, Properties, code,
-        cuda::CudaDriver,
-        host::HostDriver,
-    },
+    driver::{Access::ReadOnly, Access::ReadWrite, Attribute, code},
+    internals::{CudaDriver, HostDriver, Location, Properties, Verbs},
 };
 
 use crate::support::{Copy, EXPORTABLE, Fake, Kind, Mapped, Subject, code, in_fork};
@@ -40,7 +36,7 @@ cases! {
 }
 
 /// Another driver of the same kind, that shares nothing with the first where that can be.
-fn another(subject: &Subject) -> (Arc<dyn Driver>, Option<Fake>) {
+fn another(subject: &Subject) -> (Arc<dyn Verbs>, Option<Fake>) {
     match subject.kind {
         Kind::Host => (Arc::new(HostDriver::new()), None),
         Kind::Fake => {
@@ -52,19 +48,19 @@ fn another(subject: &Subject) -> (Arc<dyn Driver>, Option<Fake>) {
 }
 
 fn other_mechanisms_are_there_or_said_to_be_missing(subject: Subject) {
-    let attribute = |attribute| subject.driver.device_attribute(0, attribute).unwrap();
+    let attribute = |attribute| subject.verbs.device_attribute(0, attribute).unwrap();
     let pools = (attribute(Attribute::MemoryPools), attribute(Attribute::PoolHandleTypes) & 1);
-    let legacy = subject.driver.legacy();
+    let legacy = subject.verbs.legacy();
     if subject.kind != Kind::Host {
-        assert!(legacy.is_ok() && subject.driver.pools().is_ok() && subject.driver.diagnosis().is_ok());
+        assert!(legacy.is_ok() && subject.verbs.pools().is_ok() && subject.verbs.diagnosis().is_ok());
         assert_eq!(pools, (1, 1));
         return;
     }
     assert_eq!(pools, (0, 0));
     for (answer, word) in [
         (legacy.map(drop), "cuIpcGetMemHandle"),
-        (subject.driver.pools().map(drop), "cuMemPoolCreate"),
-        (subject.driver.diagnosis().map(drop), "diagnosis"),
+        (subject.verbs.pools().map(drop), "cuMemPoolCreate"),
+        (subject.verbs.diagnosis().map(drop), "diagnosis"),
     ] {
         match answer {
             Err(Error::Unsupported { device, feature }) => {
@@ -76,15 +72,15 @@ fn other_mechanisms_are_there_or_said_to_be_missing(subject: Subject) {
 }
 
 fn a_device_reaches_itself_and_none_that_is_not_there(subject: Subject) {
-    assert!(subject.driver.can_access_peer(0, 0).unwrap());
+    assert!(subject.verbs.can_access_peer(0, 0).unwrap());
     for (ordinal, peer) in [(0, 99), (99, 0), (99, 99)] {
-        assert_eq!(code(subject.driver.can_access_peer(ordinal, peer)), code::INVALID_DEVICE);
+        assert_eq!(code(subject.verbs.can_access_peer(ordinal, peer)), code::INVALID_DEVICE);
     }
 }
 
 fn an_extent_is_the_mapping_that_an_address_is_in(mut subject: Subject) {
     subject.alone();
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     let mapped = Mapped::new(&**driver, &EXPORTABLE, 2);
     let beside = driver.reserve(2 * unit, 0).unwrap();
     for offset in [0, 1, unit, 2 * unit - 1] {
@@ -104,7 +100,7 @@ fn an_extent_is_the_mapping_that_an_address_is_in(mut subject: Subject) {
 // Page-locked memory
 
 fn page_locked_memory_is_zero_and_private_and_serves_copies(subject: Subject) {
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     let memory = Mapped::new(&**driver, &EXPORTABLE, 1);
     for round in 1..=2 {
         let mut locked = driver.page_lock(0, 100_001).unwrap();
@@ -142,7 +138,7 @@ fn page_locked_memory_outlives_its_driver(subject: Subject) {
 // Host memory
 
 fn host_memory_of_a_node_is_shared_with_device_and_cpu(subject: Subject) {
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     assert_eq!(driver.device_attribute(0, Attribute::HostNumaVirtualMemoryManagement).unwrap(), 1);
     assert!(driver.device_attribute(0, Attribute::HostNumaId).unwrap() >= 0);
     let mapped = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
@@ -178,11 +174,11 @@ fn host_memory_of_a_node_is_shared_with_device_and_cpu(subject: Subject) {
 
 fn only_nodes_that_exist_have_memory(subject: Subject) {
     let nowhere = Properties { location: Location::HostNuma(99), ..EXPORTABLE };
-    assert_eq!(code(subject.driver.create(subject.unit(), &nowhere)), INVALID);
+    assert_eq!(code(subject.verbs.create(subject.unit(), &nowhere)), INVALID);
 }
 
 fn device_memory_is_not_for_the_cpu_unless_it_is_host_memory(subject: Subject) {
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     let mapped = Mapped::new(&**driver, &EXPORTABLE, 1);
     let given = code(driver.set_access(mapped.address, mapped.size, CPU, Some(ReadWrite)));
     let window = driver.window(mapped.address, mapped.size);
@@ -196,7 +192,7 @@ fn device_memory_is_not_for_the_cpu_unless_it_is_host_memory(subject: Subject) {
 // Windows
 
 fn a_window_shows_what_a_device_wrote_and_the_reverse(subject: Subject) {
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     let mapped = Mapped::new(&**driver, &ON_HOST, 2).with_access(CPU);
     let window = driver.window(mapped.address + 100, mapped.size - 100).unwrap();
     assert_eq!(window.size(), mapped.size - 100);
@@ -219,7 +215,7 @@ fn a_window_shows_what_a_device_wrote_and_the_reverse(subject: Subject) {
 }
 
 fn a_window_needs_access_of_the_cpu_to_every_byte(subject: Subject) {
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     let address = driver.reserve(3 * unit, 0).unwrap();
     let handles = [0, 1].map(|at| {
         let handle = driver.create(unit, &ON_HOST).unwrap();
@@ -257,7 +253,7 @@ fn a_window_needs_access_of_the_cpu_to_every_byte(subject: Subject) {
 }
 
 fn a_window_that_may_only_read_refuses_to_write(subject: Subject) {
-    let driver = &subject.driver;
+    let driver = &subject.verbs;
     let mapped = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
     driver.copy_in(0, mapped.address, b"read me").unwrap();
     driver.set_access(mapped.address, mapped.size, CPU, Some(ReadOnly)).unwrap();
@@ -271,7 +267,7 @@ fn a_window_that_may_only_read_refuses_to_write(subject: Subject) {
 }
 
 fn what_a_window_is_open_on_is_neither_unmapped_nor_changed(subject: Subject) {
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     let mapped = Mapped::new(&**driver, &ON_HOST, 2).with_access(CPU);
     let beside = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
     let windows = [(unit, 1), (unit, 1), (2 * unit - 1, 1)].map(|(at, size)| driver.window(mapped.address + at, size));
@@ -308,7 +304,7 @@ fn a_window_outlives_its_driver(subject: Subject) {
 // Sealed memory
 
 fn memory_is_made_writable_and_sealed_by_the_kernel_or_not_at_all(subject: Subject) {
-    let (driver, unit) = (&subject.driver, subject.unit());
+    let (driver, unit) = (&subject.verbs, subject.unit());
     assert_eq!(code(driver.create(unit, &Properties { immutable: true, ..EXPORTABLE })), INVALID);
     let handle = driver.create(unit, &EXPORTABLE).unwrap();
     assert!(!driver.properties(handle).unwrap().immutable);
@@ -321,7 +317,7 @@ fn memory_is_made_writable_and_sealed_by_the_kernel_or_not_at_all(subject: Subje
 }
 
 fn forks_reach_nothing(subject: Subject) {
-    let driver = Arc::clone(&subject.driver);
+    let driver = Arc::clone(&subject.verbs);
     let mapped = Mapped::new(&*driver, &ON_HOST, 1).with_access(CPU);
     let window = driver.window(mapped.address, mapped.size).unwrap();
     let locked = driver.page_lock(0, 4096).unwrap();

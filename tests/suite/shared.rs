@@ -15,10 +15,7 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use vmmfd::{
     Error, Result,
     array::{ArrayDescriptor, ElementType, Order},
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        code,
-    },
+    driver::{Access::ReadOnly, Access::ReadWrite, code},
     memory::{Array, ArrayHandle, Device, Imported, LegacyMemory, Mirror, Pool, Region, Selector, Shared, Spec},
     tools::check::files::{self, Source, Target},
     wire::{Mechanism, Placement, Pointer},
@@ -531,7 +528,7 @@ fn elements_are_those_of_the_descriptor(subject: Subject) {
     let values: Vec<u8> = [1.5f32, -2.0, 0.25, 8.0].iter().flat_map(|value| value.to_le_bytes()).collect();
     shared.copy_in(8, &values).unwrap();
     let array = |shape: &[u64], strides: Option<Vec<i64>>, offset| {
-        let descriptor = ArrayDescriptor { typestr: ElementType::F32, shape: shape.to_vec(), strides, offset };
+        let descriptor = ArrayDescriptor { dtype: ElementType::F32, shape: shape.to_vec(), strides, offset };
         let (handle, fds) = ArrayHandle::of(&shared, descriptor)?;
         handle.open(&subject.driver, None, fds, ReadOnly)
     };

@@ -21,10 +21,7 @@ use vmmfd::{
     Error, Result,
     array::{ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Channel, Listener, Trust},
-    driver::{
-        Access::{ReadOnly, ReadWrite},
-        Backend,
-    },
+    driver::{Access::ReadOnly, Access::ReadWrite, Backend},
     memory::{Device, Pool, Region, Shared, Spec},
     session::{
         Terms,
@@ -197,7 +194,7 @@ fn read<const LENGTH: usize>(region: &dyn Region, offset: u64) -> [u8; LENGTH] {
 #[track_caller]
 fn refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
     match result {
-        Err(Error::Stream { problem }) if problem.contains(why) => {}
+        Err(Error::Misuse { problem }) if problem.contains(why) => {}
         other => panic!("{other:?} where `{why}` belongs"),
     }
 }

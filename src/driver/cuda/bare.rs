@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     super::{
-        Access, Backend, Location,
+        Access, Location,
         bare::{Bare, Closing, Created, Opened, Opening, check, lap},
     },
     Core, adopt,
@@ -24,11 +24,11 @@ impl Bare for Core {
         let mut handle = 0;
         // SAFETY: both pointers are valid for the call.
         unsafe { self.functions.mem_create(&mut handle, size as usize, &properties, 0) }?;
-        Ok(Created { backend: Backend::Cuda, handle })
+        Ok(Created { by: self.identity, handle })
     }
 
     fn export(&self, created: &Created) -> Result<OwnedFd> {
-        check("cuMemExportToShareableHandle", created.backend, Backend::Cuda)?;
+        check("cuMemExportToShareableHandle", created.by, self.identity)?;
         let mut fd: RawFd = -1;
         // SAFETY: for this type the driver writes an int. Only a driver makes one of these, and who takes it back has it whole.
         unsafe { self.functions.mem_export((&raw mut fd).cast(), created.handle, HANDLE_TYPE_POSIX_FD, 0) }?;
@@ -37,7 +37,7 @@ impl Bare for Core {
     }
 
     fn release(&self, created: Created) -> Result<()> {
-        check("cuMemRelease", created.backend, Backend::Cuda)?;
+        check("cuMemRelease", created.by, self.identity)?;
         // SAFETY: the handle was given out, and is given back with all that names it.
         unsafe { self.functions.mem_release(created.handle) }
     }
@@ -60,11 +60,11 @@ impl Bare for Core {
             self.functions.mem_set_access(address, size as usize, &access, 1)?;
             opening.set_access = lap(&mut last);
         }
-        Ok((Opened { backend: Backend::Cuda, handle, address, size }, opening))
+        Ok((Opened { by: self.identity, handle, address, size }, opening))
     }
 
     fn close(&self, opened: Opened) -> Result<Closing> {
-        check("cuMemUnmap", opened.backend, Backend::Cuda)?;
+        check("cuMemUnmap", opened.by, self.identity)?;
         let (mut closing, mut last) = (Closing::default(), Instant::now());
         // SAFETY: the mapping is whole, no copy from or to it is ever started, and all that names it ends here.
         unsafe {

@@ -100,7 +100,7 @@ impl Diagnosis for Core {
         let _known = self.known("cuMemExportToShareableHandle", handle)?;
         let mut fabric = Opaque([0; 64]);
         // SAFETY: the handle is alive; for this type the driver writes 64 bytes.
-        unsafe { self.functions.mem_export((&raw mut fabric).cast(), handle.0, HANDLE_TYPE_FABRIC, 0) }?;
+        unsafe { self.functions.mem_export((&raw mut fabric).cast(), handle.number, HANDLE_TYPE_FABRIC, 0) }?;
         Ok(fabric.0)
     }
 

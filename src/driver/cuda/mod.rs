@@ -5,11 +5,15 @@
 //! is answered here, with the driver's own number.
 
 #![allow(unsafe_code)]
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
 
 mod addresses;
+#[cfg(feature = "tools")]
 mod bare;
+#[cfg(feature = "tools")]
 mod diagnosis;
 mod ffi;
+#[cfg(feature = "tools")]
 mod kernels;
 mod legacy;
 mod pool;
@@ -19,7 +23,6 @@ use std::{
     ffi::{CStr, c_int, c_uint, c_void},
     mem,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
-    path::Path,
     process,
     ptr::{self, NonNull},
     sync::{
@@ -31,17 +34,19 @@ use std::{
 use cudarc::driver::sys::{self, CUdevice_attribute as DeviceAttribute};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
+#[cfg(feature = "tools")]
+use self::kernels::Slot;
 use self::{
     addresses::{Addresses, Mapped},
     ffi::{AccessDesc, AllocationProp, Functions, HANDLE_TYPE_POSIX_FD},
-    kernels::Slot,
 };
 use super::{
-    Access, Attribute, Backend, Bare, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, Kernels,
-    LegacyIpc, Location, MemoryInfo, Origin, PageLocked, PoolHandle, Pools, Properties, Window, code, failure,
-    failure_with,
+    Access, Attribute, Backend, DeviceUuid, Granularity, Handle, Identity, LegacyIpc, Location, MemoryInfo, Origin,
+    PageLocked, PoolHandle, Pools, Properties, Verbs, Window, code, failure, failure_with,
     window::{PageLocker, Windows},
 };
+#[cfg(feature = "tools")]
+use super::{Bare, Diagnosis, EventHandle, Kernels};
 use crate::error::{Error, Result};
 
 /// The process that first called `cuInit`, or 0. The driver does not survive a fork, and says so in no clear words.
@@ -68,6 +73,7 @@ struct KnownPool {
 }
 
 /// The events that the driver gave out, and the device that each is of.
+#[cfg(feature = "tools")]
 type EventTable = BTreeMap<EventHandle, i32>;
 
 /// What page-locked memory and windows keep alive beyond the driver object. It is also the other mechanisms, some of whose
@@ -75,13 +81,16 @@ type EventTable = BTreeMap<EventHandle, i32>;
 #[derive(Debug)]
 struct Core {
     functions: Functions,
+    identity: Identity,
     origin: Origin,
     contexts: Mutex<BTreeMap<i32, Context>>,
     /// The kernels of each device. A call holds a device's own while one runs; it is taken before the addresses.
+    #[cfg(feature = "tools")]
     programs: Mutex<BTreeMap<i32, Slot>>,
     /// A call on a handle holds it for reading, so that the handle is not released under it.
     handles: RwLock<BTreeSet<Handle>>,
     /// A call on an event holds it for reading, so that the event is not destroyed under it.
+    #[cfg(feature = "tools")]
     events: RwLock<EventTable>,
     /// A call on a pool holds it for reading, so that the pool is not destroyed under it. It is taken before the addresses.
     pools: RwLock<PoolTable>,
@@ -123,7 +132,8 @@ impl CudaDriver {
     ///
     /// # Errors
     /// As [`CudaDriver::load`].
-    pub fn load_from(path: &Path) -> Result<Self> {
+    #[cfg(feature = "internals")]
+    pub fn load_from(path: &std::path::Path) -> Result<Self> {
         let name = path.to_str().ok_or_else(|| Error::NoDriver { tried: format!("{path:?} is not UTF-8") })?;
         Self::start(Functions::load_from(name).map_err(|tried| Error::NoDriver { tried })?)
     }
@@ -140,10 +150,13 @@ impl CudaDriver {
         let driver = Self {
             core: Arc::new(Core {
                 functions,
+                identity: Identity::new(),
                 origin: Origin(pid),
                 contexts: Mutex::default(),
+                #[cfg(feature = "tools")]
                 programs: Mutex::default(),
                 handles: RwLock::default(),
+                #[cfg(feature = "tools")]
                 events: RwLock::default(),
                 pools: RwLock::default(),
                 opening: Mutex::default(),
@@ -234,9 +247,10 @@ impl Core {
         if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
-    fn gained(&self, handle: u64) -> Handle {
-        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(Handle(handle));
-        Handle(handle)
+    fn gained(&self, number: u64) -> Handle {
+        let handle = Handle { by: self.identity, number };
+        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(handle);
+        handle
     }
 
     fn known_addresses(&self) -> RwLockReadGuard<'_, Addresses> {
@@ -278,11 +292,10 @@ impl PageLocker for Core {
     }
 }
 
-impl Drop for Core {
-    fn drop(&mut self) {
-        if self.origin.check().is_err() {
-            return;
-        }
+#[cfg(feature = "tools")]
+impl Core {
+    /// Gives back what the tools loaded.
+    fn drop_tools(&mut self) {
         let events = self.events.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !events.is_empty() {
             tracing::warn!(events = events.len(), "events were not given back");
@@ -297,6 +310,16 @@ impl Drop for Core {
                 tracing::warn!(%error, ordinal, "the kernels can't be unloaded");
             }
         }
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if self.origin.check().is_err() {
+            return;
+        }
+        #[cfg(feature = "tools")]
+        self.drop_tools();
         let contexts = self.contexts.get_mut().unwrap_or_else(PoisonError::into_inner);
         for (ordinal, context) in contexts {
             // SAFETY: no pointers; it was retained once, and nothing of this object uses it any more.
@@ -307,7 +330,8 @@ impl Drop for Core {
     }
 }
 
-impl Driver for CudaDriver {
+// SAFETY: the tables know what is mapped, and answer for nothing else; a mapping goes only with its entry.
+unsafe impl Verbs for CudaDriver {
     fn backend(&self) -> Backend {
         Backend::Cuda
     }
@@ -420,7 +444,7 @@ impl Driver for CudaDriver {
             return Err(failure("cuMemRelease", code::INVALID_VALUE));
         }
         // SAFETY: the handle was in the table, and no call on it is under way.
-        unsafe { self.core.functions.mem_release(handle.0) }
+        unsafe { self.core.functions.mem_release(handle.number) }
     }
 
     fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
@@ -449,7 +473,7 @@ impl Driver for CudaDriver {
         let _known = self.core.known(CALL, handle)?;
         let mut addresses = self.own(CALL, address, size)?;
         // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses what is mapped already.
-        unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.0, 0) }?;
+        unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) }?;
         addresses.mapped.insert(address, Mapped { size, host: None, devices: BTreeMap::new() });
         Ok(())
     }
@@ -483,7 +507,7 @@ impl Driver for CudaDriver {
         let _known = self.core.known(CALL, handle)?;
         let mut fd: RawFd = -1;
         // SAFETY: for this type the driver writes an int.
-        unsafe { self.core.functions.mem_export((&raw mut fd).cast(), handle.0, HANDLE_TYPE_POSIX_FD, 0) }?;
+        unsafe { self.core.functions.mem_export((&raw mut fd).cast(), handle.number, HANDLE_TYPE_POSIX_FD, 0) }?;
         // SAFETY: the driver opened it for the caller, who is to close it.
         unsafe { adopt(CALL, fd) }
     }
@@ -506,7 +530,7 @@ impl Driver for CudaDriver {
         let _known = self.core.known("cuMemGetAllocationPropertiesFromHandle", handle)?;
         let mut properties = AllocationProp::pinned(Location::Device(0), 0);
         // SAFETY: the handle is alive; the layout is the driver's, of plain numbers that hold whatever it writes.
-        unsafe { self.core.functions.mem_get_properties(&mut properties, handle.0) }?;
+        unsafe { self.core.functions.mem_get_properties(&mut properties, handle.number) }?;
         let exportable = properties.requested_handle_types & HANDLE_TYPE_POSIX_FD != 0;
         Ok(Properties { location: properties.location.into(), exportable, immutable: false })
     }
@@ -604,16 +628,19 @@ impl Driver for CudaDriver {
         Ok(&*self.core)
     }
 
+    #[cfg(feature = "tools")]
     fn bare(&self) -> Result<&dyn Bare> {
         self.core.origin.check()?;
         Ok(&*self.core)
     }
 
+    #[cfg(feature = "tools")]
     fn kernels(&self) -> Result<&dyn Kernels> {
         self.core.origin.check()?;
         Ok(&*self.core)
     }
 
+    #[cfg(feature = "tools")]
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
         self.core.origin.check()?;
         Ok(&*self.core)

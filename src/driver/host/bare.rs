@@ -9,7 +9,6 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::{
     super::{
-        Backend,
         bare::{Bare, Closing, Created, Opened, Opening, check, lap},
         code, failure_with,
     },
@@ -20,11 +19,11 @@ use crate::error::Result;
 impl Bare for HostDriver {
     fn create(&self, _: i32, size: u64) -> Result<Created> {
         let memfd = sealed_memfd(size).map_err(|errno| from_errno("host create", errno))?;
-        Ok(Created { backend: Backend::Host, handle: memfd.into_raw_fd() as u64 })
+        Ok(Created { by: self.identity, handle: memfd.into_raw_fd() as u64 })
     }
 
     fn export(&self, created: &Created) -> Result<OwnedFd> {
-        check("host export", created.backend, Backend::Host)?;
+        check("host export", created.by, self.identity)?;
         // SAFETY: the descriptor is open until this is given back.
         let memfd = unsafe { BorrowedFd::borrow_raw(created.handle as RawFd) };
         let fails = |error| failure_with("host export", code::OPERATING_SYSTEM, Some(error));
@@ -32,7 +31,7 @@ impl Bare for HostDriver {
     }
 
     fn release(&self, created: Created) -> Result<()> {
-        check("host release", created.backend, Backend::Host)?;
+        check("host release", created.by, self.identity)?;
         // SAFETY: it was this object's own, and goes with all that names it.
         drop(unsafe { OwnedFd::from_raw_fd(created.handle as RawFd) });
         Ok(())
@@ -45,14 +44,11 @@ impl Bare for HostDriver {
         let start = unsafe { mmap(None, nonzero(size), protection, MapFlags::MAP_SHARED, fd.as_fd(), 0) }
             .map_err(|errno| from_errno("host map", errno))?;
         let opening = Opening { map: lap(&mut last), ..Opening::default() };
-        Ok((
-            Opened { backend: Backend::Host, handle: fd.as_raw_fd() as u64, address: start.as_ptr() as u64, size },
-            opening,
-        ))
+        Ok((Opened { by: self.identity, handle: fd.as_raw_fd() as u64, address: start.as_ptr() as u64, size }, opening))
     }
 
     fn close(&self, opened: Opened) -> Result<Closing> {
-        check("host unmap", opened.backend, Backend::Host)?;
+        check("host unmap", opened.by, self.identity)?;
         let mut last = Instant::now();
         // SAFETY: the mapping is whole, nobody reads or writes through it, and all that names it ends here.
         unsafe { munmap(pointer(opened.address), length(opened.size)) }

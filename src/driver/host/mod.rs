@@ -7,8 +7,10 @@
 //! a GPU. Like the CUDA backend it knows what it gave out, and answers `CUDA_ERROR_INVALID_VALUE` for all else.
 
 #![allow(unsafe_code)]
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
 
 mod available;
+#[cfg(feature = "tools")]
 mod bare;
 
 use std::{
@@ -37,10 +39,12 @@ use nix::{
 use uuid::{Uuid, uuid};
 
 use super::{
-    Access, Attribute, Backend, Bare, DeviceUuid, Diagnosis, Driver, Granularity, Handle, Kernels, LegacyIpc, Location,
-    MemoryInfo, Origin, PageLocked, Pools, Properties, Window, code, copy, cover, failure, failure_with,
+    Access, Attribute, Backend, DeviceUuid, Granularity, Handle, Identity, LegacyIpc, Location, MemoryInfo, Origin,
+    PageLocked, Pools, Properties, Verbs, Window, code, copy, cover, failure, failure_with,
     window::{PageLocker, View, Windows},
 };
+#[cfg(feature = "tools")]
+use super::{Bare, Diagnosis, Kernels};
 use crate::error::{Error, Result};
 
 /// What sizes and addresses are multiples of, unless made otherwise: the granularity that CUDA was seen to have.
@@ -59,6 +63,7 @@ const NAMESPACE: Uuid = uuid!("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21");
 #[derive(Debug)]
 pub struct HostDriver {
     origin: Origin,
+    identity: Identity,
     uuid: DeviceUuid,
     granularity: u64,
     space: Arc<Space>,
@@ -108,6 +113,7 @@ struct Mapped {
 }
 
 /// How many objects of a driver are alive: all zero when everything was given back.
+#[cfg(feature = "internals")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Live {
     /// Allocations created or imported and not released.
@@ -129,6 +135,7 @@ impl HostDriver {
     ///
     /// # Errors
     /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if it is no power of two or no multiple of the page size.
+    #[cfg(feature = "internals")]
     pub fn with_granularity(bytes: u64) -> Result<Self> {
         // SAFETY: no pointers.
         let page = u64::try_from(unsafe { nix::libc::sysconf(nix::libc::_SC_PAGESIZE) }).unwrap_or(4096);
@@ -147,10 +154,12 @@ impl HostDriver {
         let uuid = Uuid::new_v5(&NAMESPACE, boot_id.trim().as_bytes());
         let origin = Origin::here();
         let space = Arc::new(Space { origin, state: RwLock::default(), windows: Arc::default() });
-        Self { origin, uuid: DeviceUuid::from_bytes(uuid.into_bytes()), granularity, space }
+        let (identity, uuid) = (Identity::new(), DeviceUuid::from_bytes(uuid.into_bytes()));
+        Self { origin, identity, uuid, granularity, space }
     }
 
     /// How many objects are alive.
+    #[cfg(feature = "internals")]
     pub fn live(&self) -> Live {
         let state = self.read();
         Live {
@@ -239,9 +248,9 @@ impl State {
         found.is_some_and(|(_, reserved)| reserved.covers(address, size, usable))
     }
 
-    fn add(&mut self, memory: Memory) -> Handle {
+    fn add(&mut self, by: Identity, memory: Memory) -> Handle {
         self.handles_made += 1;
-        let handle = Handle(self.handles_made);
+        let handle = Handle { by, number: self.handles_made };
         self.handles.insert(handle, memory);
         handle
     }
@@ -253,7 +262,8 @@ fn holding(reservations: &mut BTreeMap<u64, Reserved>, address: u64, size: u64) 
     (address.checked_add(size)? <= start + reserved.size).then_some(reserved)
 }
 
-impl Driver for HostDriver {
+// SAFETY: the table knows what is mapped, and answers for nothing else; a mapping goes only with its entry.
+unsafe impl Verbs for HostDriver {
     fn backend(&self) -> Backend {
         Backend::Host
     }
@@ -313,7 +323,10 @@ impl Driver for HostDriver {
             return Err(failure(CALL, code::OUT_OF_MEMORY));
         }
         let memfd = sealed_memfd(size).map_err(|errno| from_errno(CALL, errno))?;
-        Ok(self.write().add(Memory { memfd, size, exportable: properties.exportable, closed: false, immutable: false }))
+        Ok(self.write().add(
+            self.identity,
+            Memory { memfd, size, exportable: properties.exportable, closed: false, immutable: false },
+        ))
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
@@ -469,7 +482,7 @@ impl Driver for HostDriver {
         let memfd = fd.try_clone_to_owned().map_err(from_io)?;
         let immutable = seals.contains(SealFlag::F_SEAL_WRITE);
         // Its seals are for who made it.
-        Ok(self.write().add(Memory { memfd, size, exportable: false, closed: true, immutable }))
+        Ok(self.write().add(self.identity, Memory { memfd, size, exportable: false, closed: true, immutable }))
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {
@@ -605,15 +618,18 @@ impl Driver for HostDriver {
         self.lacking("memory pools (cuMemPoolCreate)")
     }
 
+    #[cfg(feature = "tools")]
     fn bare(&self) -> Result<&dyn Bare> {
         self.origin.check()?;
         Ok(self)
     }
 
+    #[cfg(feature = "tools")]
     fn kernels(&self) -> Result<&dyn Kernels> {
         self.lacking("kernels that write and check the pattern: that is a GPU's")
     }
 
+    #[cfg(feature = "tools")]
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
         self.lacking("what only a CUDA driver is asked (diagnosis)")
     }

@@ -311,7 +311,7 @@ impl<'a> Visit<'a> {
         self.desk.terms.trust.check(self.link.peer())?;
         let deadline = deadline_after(self.desk.terms.timeout);
         let backend = greeting(self.link.receive_first(deadline, "for the consumer's hello")?)?.backend;
-        self.link.hello(self.desk.buffer.shared().device().driver().as_ref(), &[])?;
+        self.link.hello(self.desk.buffer.shared().device().driver(), &[])?;
         loop {
             let next = match self.admitted {
                 false => self.link.receive_first(deadline, "for a request"),

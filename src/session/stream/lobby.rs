@@ -2,7 +2,6 @@
 
 use std::{
     os::fd::AsFd,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -21,7 +20,7 @@ const MOST: usize = 64;
 
 /// Those who have not subscribed.
 pub(super) struct Lobby<'a> {
-    driver: &'a Arc<dyn Driver>,
+    driver: &'a Driver,
     terms: &'a Terms,
     /// In the order in which they came.
     strangers: Vec<Stranger>,
@@ -50,7 +49,7 @@ pub(super) struct Subscribed {
 }
 
 impl<'a> Lobby<'a> {
-    pub(super) fn new(driver: &'a Arc<dyn Driver>, terms: &'a Terms) -> Self {
+    pub(super) fn new(driver: &'a Driver, terms: &'a Terms) -> Self {
         Self { driver, terms, strangers: Vec::new() }
     }
 
@@ -105,7 +104,7 @@ impl<'a> Lobby<'a> {
     /// Hears what a stranger has to say.
     fn hear(&mut self, index: usize) -> Option<Subscribed> {
         let stranger = &mut self.strangers[index];
-        match stranger.next(self.driver.as_ref()) {
+        match stranger.next(&self.driver) {
             Ok(None) => None,
             Ok(Some(keep)) => Some(Subscribed { link: self.strangers.remove(index).link, keep }),
             Err(error) => {
@@ -130,7 +129,7 @@ impl<'a> Lobby<'a> {
 
 impl Stranger {
     /// Takes one record. Returns how many buffers it keeps, if that was what it had to say.
-    fn next(&mut self, driver: &dyn Driver) -> Result<Option<u64>> {
+    fn next(&mut self, driver: &Driver) -> Result<Option<u64>> {
         let message = match self.link.receive_first(Instant::now(), "for a consumer to subscribe") {
             // What woke this side was no record.
             Err(Error::Timeout { .. }) => return Ok(None),
@@ -169,7 +168,7 @@ impl Stranger {
     }
 }
 
-fn check_backend(theirs: &str, driver: &dyn Driver) -> Result<()> {
+fn check_backend(theirs: &str, driver: &Driver) -> Result<()> {
     let own = driver.backend();
     if theirs == own.as_str() {
         return Ok(());

@@ -100,7 +100,7 @@ pub const MAX_BUFFERS: usize = 64;
 
 /// The caller asks for what can't be.
 fn misused(problem: impl Into<String>) -> Error {
-    Error::Stream { problem: problem.into() }
+    Error::Misuse { problem: problem.into() }
 }
 
 /// The peer says what can't be.

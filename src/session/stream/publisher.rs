@@ -31,7 +31,7 @@ use crate::{
 /// A buffer is published, is out until the consumer gives it back, and can then be published again. What the consumer says is
 /// read by [`Publisher::take_back`], [`Publisher::withdraw`] and the first publication of a buffer, and by nothing else.
 ///
-/// An [`Error::Stream`], an [`Error::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
+/// An [`Error::Misuse`], an [`Error::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
 /// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer is told, and later calls
 /// fail.
 ///
@@ -91,7 +91,7 @@ impl Publisher {
     ///
     /// # Errors
     /// [`Error::NoConsumer`] if none has subscribed within the timeout; [`Error::Interrupted`]; [`Error::System`].
-    pub fn accept(listener: &Listener, driver: &Arc<dyn Driver>, terms: &Terms) -> Result<Self> {
+    pub fn accept(listener: &Listener, driver: &Driver, terms: &Terms) -> Result<Self> {
         let Subscribed { link, keep } = Lobby::new(driver, terms).wait(listener)?;
         Ok(Self {
             link,
@@ -122,7 +122,7 @@ impl Publisher {
     /// # Errors
     /// [`Error::OutOfRange`] or [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is
     /// still to be sealed;
-    /// [`Error::Stream`] if sealed memory is to be written, for memory of another backend, or where there are as many as there can
+    /// [`Error::Misuse`] if sealed memory is to be written, for memory of another backend, or where there are as many as there can
     /// be; [`Error::Driver`]; those of the conversation, which end it.
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
@@ -172,7 +172,7 @@ impl Publisher {
     /// as it keeps, has not opened it in time, and the session ends: so publish a new buffer to one that waits.
     ///
     /// # Errors
-    /// [`Error::Stream`] for a buffer that is out, withdrawn or unknown; [`Error::Driver`] from the synchronisation; those of the
+    /// [`Error::Misuse`] for a buffer that is out, withdrawn or unknown; [`Error::Driver`] from the synchronisation; those of the
     /// conversation, which end it.
     ///
     /// Driver call: `cuCtxSynchronize`.
@@ -280,7 +280,7 @@ impl Publisher {
     /// it is out.
     ///
     /// # Errors
-    /// [`Error::Stream`] for an unknown buffer; [`Error::Timeout`] if the consumer has not let go of it within the timeout:
+    /// [`Error::Misuse`] for an unknown buffer; [`Error::Timeout`] if the consumer has not let go of it within the timeout:
     /// to call this again waits again; those of the conversation, which end it.
     pub fn withdraw(&mut self, id: BufferId) -> Result<()> {
         let buffer = self.buffer(id)?;

@@ -33,7 +33,7 @@ use crate::{
 /// hears it, which is in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given back after that; all is let
 /// go of when they find that the producer is gone, and when this is dropped.
 ///
-/// An [`Error::Stream`], an [`Error::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
+/// An [`Error::Misuse`], an [`Error::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
 /// Any other error ends it: the producer is told, all that is not in use is let go of, and later calls fail.
 #[derive(Debug)]
 pub struct Subscriber {
@@ -144,6 +144,8 @@ impl Received {
     }
 }
 
+impl crate::memory::sealed::Sealed for Received {}
+
 impl Region for Received {
     fn device(&self) -> &Device {
         self.held.memory.device()
@@ -179,15 +181,9 @@ impl Subscriber {
     /// or the only one, is made ready before the wait.
     ///
     /// # Errors
-    /// [`Error::Stream`] if `keep` is 0; [`Error::Mismatch`] if the producer has no stream; those of [`connect`],
+    /// [`Error::Misuse`] if `keep` is 0; [`Error::Mismatch`] if the producer has no stream; those of [`connect`],
     /// [`Device::find`] and of the conversation: [`Error::PeerGone`], [`Error::Timeout`], [`Error::Protocol`].
-    pub fn connect(
-        driver: &Arc<dyn Driver>,
-        device: Option<Selector>,
-        path: &Path,
-        keep: usize,
-        terms: &Terms,
-    ) -> Result<Self> {
+    pub fn connect(driver: &Driver, device: Option<Selector>, path: &Path, keep: usize, terms: &Terms) -> Result<Self> {
         if keep == 0 {
             return Err(misused("a subscriber must keep one buffer at least"));
         }
@@ -233,7 +229,7 @@ impl Subscriber {
     /// in which they were published.
     ///
     /// # Errors
-    /// [`Error::Stream`] if as many buffers are in use as are kept, before anything is taken from the producer;
+    /// [`Error::Misuse`] if as many buffers are in use as are kept, before anything is taken from the producer;
     /// [`Error::Timeout`] if none comes for as long as the timeout; [`Error::PeerGone`] when the producer is gone or has ended
     /// the session; [`Error::Mismatch`], [`Error::NoPeerAccess`] and [`Error::Driver`] from opening a buffer; those of the
     /// conversation.
@@ -450,7 +446,7 @@ impl Subscriber {
     /// Gives a buffer back: waits until the GPU's work on it is done, then tells the producer.
     ///
     /// # Errors
-    /// [`Error::Stream`] for a buffer of another session; [`Error::Driver`] from the synchronisation: the next call tries again;
+    /// [`Error::Misuse`] for a buffer of another session; [`Error::Driver`] from the synchronisation: the next call tries again;
     /// those of the conversation, which end it.
     ///
     /// Driver call: `cuCtxSynchronize`.

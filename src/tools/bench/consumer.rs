@@ -2,7 +2,6 @@
 
 use std::{
     os::fd::{AsFd, OwnedFd},
-    sync::Arc,
     thread,
     time::Instant,
 };
@@ -26,7 +25,7 @@ const KEEP: usize = 2;
 struct Consumer<'a> {
     errand: &'a Errand,
     line: &'a Line,
-    driver: Arc<dyn Driver>,
+    driver: Driver,
     device: Device,
     subscriber: Option<Subscriber>,
     /// What was opened last, until there is time to close it.
@@ -50,7 +49,7 @@ pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
 impl Consumer<'_> {
     fn answer(&mut self, call: &Call) -> Result<Reply> {
         if let Some(opened) = self.opened.take() {
-            self.driver.bare()?.close(opened)?;
+            self.driver.verbs().bare()?.close(opened)?;
         }
         match call {
             Call::Connect { socket } => {
@@ -62,7 +61,7 @@ impl Consumer<'_> {
             Call::Pool => {
                 let fd = self.descriptor()?;
                 self.forget_pool()?;
-                self.pool = Some(self.driver.pools()?.import(fd.as_fd())?);
+                self.pool = Some(self.driver.verbs().pools()?.import(fd.as_fd())?);
                 Ok(Reply::Ready)
             }
             Call::Take { way, size } => {
@@ -93,7 +92,7 @@ impl Consumer<'_> {
         let ordinal = self.device.ordinal();
         match way {
             Way::Floor | Way::ExportEach => {
-                let bare = self.driver.bare()?;
+                let bare = self.driver.verbs().bare()?;
                 let fd = self.descriptor()?;
                 let (opened, _) = bare.open(ordinal, fd.as_fd(), size)?;
                 let at = now();
@@ -113,14 +112,14 @@ impl Consumer<'_> {
                 Ok(at)
             }
             Way::Legacy => {
-                let legacy = self.driver.legacy()?;
+                let legacy = self.driver.verbs().legacy()?;
                 let address = legacy.open(ordinal, &self.bytes()?)?;
                 let at = now();
                 legacy.close(ordinal, address)?;
                 Ok(at)
             }
             Way::Pool => {
-                let (pools, Some(pool)) = (self.driver.pools()?, self.pool) else { return out_of_turn() };
+                let (pools, Some(pool)) = (self.driver.verbs().pools()?, self.pool) else { return out_of_turn() };
                 let address = pools.import_pointer(pool, ordinal, &self.bytes()?)?;
                 let at = now();
                 pools.free(ordinal, address)?;
@@ -147,7 +146,7 @@ impl Consumer<'_> {
     }
 
     fn forget_pool(&mut self) -> Result<()> {
-        self.pool.take().map_or(Ok(()), |pool| self.driver.pools()?.destroy(pool))
+        self.pool.take().map_or(Ok(()), |pool| self.driver.verbs().pools()?.destroy(pool))
     }
 }
 

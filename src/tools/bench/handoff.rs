@@ -13,7 +13,7 @@ use super::{
     text::human,
     unfit, warm_up,
 };
-use crate::{channel::temporary_folder, driver::Backend, error::Result, memory::MOST_OF_A_POOL};
+use crate::{driver::Backend, error::Result, memory::MOST_OF_A_POOL, tools::temporary::temporary_folder};
 
 /// What is measured: its bench, its name, whether it must be alone with exported descriptors, and whether its memory is the one
 /// that is shared by all that share any.

@@ -73,7 +73,7 @@ impl Task {
 }
 
 impl Errand {
-    pub(super) fn open(&self) -> Result<(std::sync::Arc<dyn Driver>, Device)> {
+    pub(super) fn open(&self) -> Result<(Driver, Device)> {
         let driver = open(Choice::Only(self.backend))?.driver;
         let device = Device::find(&driver, self.selector())?;
         Ok((driver, device))

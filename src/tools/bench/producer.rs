@@ -54,7 +54,7 @@ struct Peer {
 
 struct Producer<'a> {
     errand: &'a Errand,
-    driver: Arc<dyn Driver>,
+    driver: Driver,
     device: Device,
     folder: &'a Path,
     peers: Vec<Peer>,
@@ -154,7 +154,7 @@ impl Producer<'_> {
             prepared.shared = Some(shared);
         }
         if wants(Way::ExportEach) {
-            prepared.created = Some(self.driver.bare()?.create(self.device.ordinal(), size)?);
+            prepared.created = Some(self.driver.verbs().bare()?.create(self.device.ordinal(), size)?);
         }
         if wants(Way::Legacy) {
             prepared.legacy = Some(self.pointed(Mechanism::Legacy, size)?);
@@ -233,7 +233,7 @@ impl Producer<'_> {
         while asleep.elapsed() < ASLEEP {
             std::hint::spin_loop();
         }
-        let (prepared, bare) = (&self.prepared, self.driver.bare()?);
+        let (prepared, bare) = (&self.prepared, self.driver.verbs().bare()?);
         let begun = match &mut self.peers[..] {
             [peer] => lend(way, peer, prepared, bare)?,
             peers => {
@@ -278,7 +278,7 @@ impl Producer<'_> {
         }
         let prepared = std::mem::take(&mut self.prepared);
         match prepared.created {
-            Some(created) => self.driver.bare()?.release(created),
+            Some(created) => self.driver.verbs().bare()?.release(created),
             None => Ok(()),
         }
     }

@@ -21,7 +21,7 @@ pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
     device.activate()?;
     line.send(&Answer::started(&device)?)?;
     // While this is open no export is the process's first.
-    let anchor = driver.bare()?.create(device.ordinal(), device.granularity()?)?;
+    let anchor = driver.verbs().bare()?.create(device.ordinal(), device.granularity()?)?;
     let mut held = None;
     let mut shared = None;
     loop {
@@ -39,11 +39,11 @@ pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
             },
             Order::Stages { size } => {
                 if held.is_none() {
-                    held = Some(driver.bare()?.export(&anchor)?);
+                    held = Some(driver.verbs().bare()?.export(&anchor)?);
                 }
-                stages(&*driver, &device, size)
+                stages(&driver, &device, size)
             }
-            Order::Load => load(&*driver, &device),
+            Order::Load => load(&driver, &device),
             Order::Clear => {
                 drop(shared.take());
                 Ok(Answer::Done)
@@ -74,8 +74,8 @@ fn pattern(shared: &Shared, engine: Engine) -> Result<Answer> {
 }
 
 /// Each call on memory of its own.
-fn stages(driver: &dyn Driver, device: &Device, size: u64) -> Result<Answer> {
-    let (bare, ordinal) = (driver.bare()?, device.ordinal());
+fn stages(driver: &Driver, device: &Device, size: u64) -> Result<Answer> {
+    let (bare, ordinal) = (driver.verbs().bare()?, device.ordinal());
     let mut last = Instant::now();
     let mut lap = || us(std::mem::replace(&mut last, Instant::now()).elapsed());
     let created = bare.create(ordinal, size)?;
@@ -88,8 +88,8 @@ fn stages(driver: &dyn Driver, device: &Device, size: u64) -> Result<Answer> {
     Ok(Answer::Stages { create_us, export_us, opening, closing })
 }
 
-fn load(driver: &dyn Driver, device: &Device) -> Result<Answer> {
-    let kernels = driver.kernels()?;
+fn load(driver: &Driver, device: &Device) -> Result<Answer> {
+    let kernels = driver.verbs().kernels()?;
     if kernels.are_loaded(device.ordinal()) {
         return Err(Error::from(ProtocolError::Unexpected { got: "order", want: "kernels that are not loaded" }));
     }

@@ -25,8 +25,8 @@ use super::{
     stats::{Samples, us},
 };
 use crate::{
-    channel::temporary_folder,
     error::{Error, Result},
+    tools::temporary::temporary_folder,
 };
 
 /// The most samples: each takes the driver a third of a second.

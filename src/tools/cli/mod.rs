@@ -204,8 +204,8 @@ fn tell(error: &Error) {
 
 /// Leaves a driver open until the process ends: the kernel then takes back what it holds, 20 to 40 ms faster than its own calls
 /// do one by one.
-pub fn leave_open(driver: &Arc<dyn Driver>) {
-    mem::forget(Arc::clone(driver));
+pub fn leave_open(driver: &Driver) {
+    mem::forget(driver.clone());
 }
 
 /// Lets this process open as many files as it may: a buffer of many chunks has a descriptor for each. Where that is not

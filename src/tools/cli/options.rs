@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use clap::Args;
 
 use crate::{
-    array::{self, ArrayDescriptor, ElementType, Order},
+    array::{self, ArrayDescriptor, ElementType, Order, ParseShapeError},
     channel::{Cancel, Trust},
     driver::Choice,
     error::Error,
@@ -75,11 +75,12 @@ pub struct Extent {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
     from: Option<PathBuf>,
 
-    /// Element type of an array: f32, i64, u8, c64, bool..., or a typestr such as <f4 [default with --shape: u32]
+    /// Element type of an array, by its name in NumPy, ml_dtypes, PyTorch or Rust, as float32, bfloat16, half or u8, or by a
+    /// typestr, as >i2 [default with --shape: uint32]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<ElementType>,
 
-    /// Shape of an array, as 1024x768 [default with --dtype: as many elements as there is room for]
+    /// Shape of an array, as 1024x768 or 1024,768 [default with --dtype: as many elements as there is room for]
     #[arg(long, value_name = "N[xM...]", value_parser = parse_shape, conflicts_with = "size")]
     shape: Option<Shape>,
 
@@ -91,7 +92,7 @@ pub struct Extent {
 /// A list, in a type of its own: clap would take a `Vec` for an option that is given several times.
 type Shape = std::sync::Arc<[u64]>;
 
-fn parse_shape(text: &str) -> Result<Shape, String> {
+fn parse_shape(text: &str) -> Result<Shape, ParseShapeError> {
     array::parse_shape(text).map(Shape::from)
 }
 
@@ -109,7 +110,7 @@ impl Extent {
         let array = match (&self.shape, self.dtype) {
             (None, None) => None,
             (Some(shape), dtype) => {
-                let dtype = dtype.map_or_else(|| "<u4".parse(), Ok).map_err(|problem| Error::Array { problem })?;
+                let dtype = dtype.unwrap_or(ElementType::U32);
                 Some(ArrayDescriptor::new(dtype, &shape[..], self.order.unwrap_or(Order::C))?)
             }
             (None, Some(dtype)) => {

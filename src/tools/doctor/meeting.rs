@@ -372,11 +372,11 @@ fn serve(end: &End, control: &mut Control, tell: &dyn Fn(Told)) -> Result<()> {
                 "round-trip" => both_ways(end, control, device),
                 "host-numa" => lend(end, control, device, Way::HOST),
                 "pool" => {
-                    device.driver().pools()?;
+                    device.verbs().pools()?;
                     lend(end, control, device, Way::POOL)
                 }
                 "legacy" => {
-                    device.driver().legacy()?;
+                    device.verbs().legacy()?;
                     lend(end, control, device, Way::LEGACY)
                 }
                 _ => share_event(control, device),

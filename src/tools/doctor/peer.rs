@@ -175,7 +175,7 @@ impl Errand {
             }
             tell(&finding)?;
             // A context that has failed fails everything after it: a fresh process goes on.
-            if finding.status == Status::Failed && bench.device.driver().synchronize(bench.device.ordinal()).is_err() {
+            if finding.status == Status::Failed && bench.device.verbs().synchronize(bench.device.ordinal()).is_err() {
                 break;
             }
         }

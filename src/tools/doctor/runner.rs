@@ -28,10 +28,11 @@ use super::{
     rules, verdict,
 };
 use crate::{
-    channel::{Cancel, temporary_folder},
+    channel::Cancel,
     driver::{Backend, DeviceUuid},
     error::{Error, Result},
     memory::Selector,
+    tools::temporary::temporary_folder,
     wire::clean,
 };
 

@@ -66,7 +66,7 @@ static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
         attributes: BTreeMap::new(),
         devices: 1,
         capacity: None,
-        granularity: vmmfd::driver::host::GRANULARITY,
+        granularity: vmmfd::driver::GRANULARITY,
         peers: true,
         fabric: false,
         events_fail: false,

@@ -19,7 +19,8 @@ use std::{
 
 use vmmfd::{
     Error,
-    driver::{self, Access, Driver, Handle, MemoryInfo, Properties, host::HostDriver},
+    driver::{Access, MemoryInfo},
+    internals::{Granularity, Handle, HostDriver, Location as Place, Properties, Verbs},
 };
 
 use crate::{
@@ -60,7 +61,7 @@ const DMA_BUF: c_uint = 1;
 const NOT_VISIBLE: c_int = -2;
 
 /// Where the host backend's memory is.
-pub(crate) const HERE: driver::Location = driver::Location::Device(0);
+pub(crate) const HERE: Place = Place::Device(0);
 
 /// As many as [`mark`] can tell apart.
 pub(crate) const MAX_DEVICES: u32 = 16;
@@ -234,7 +235,7 @@ impl Emulated {
 
     pub(crate) fn granularity(&self) -> usize {
         let properties = Properties { location: HERE, exportable: true, immutable: false };
-        self.host.granularity(&properties, driver::Granularity::Minimum).unwrap_or(0) as usize
+        self.host.granularity(&properties, Granularity::Minimum).unwrap_or(0) as usize
     }
 
     pub(crate) fn can_access_peer(&self, device: c_int, peer: c_int) -> Answer<bool> {
@@ -297,6 +298,23 @@ impl Emulated {
 
     pub(crate) fn pop(&self) -> Answer<*mut c_void> {
         CONTEXTS.with_borrow_mut(Vec::pop).map(Self::context).ok_or(INVALID_CONTEXT)
+    }
+
+    /// The context that this thread has current, or null.
+    pub(crate) fn top(&self) -> *mut c_void {
+        CONTEXTS.with_borrow(|contexts| contexts.last().copied()).map_or(ptr::null_mut(), Self::context)
+    }
+
+    /// Puts a context in the place of the one that this thread has current; null takes that off.
+    pub(crate) fn replace_top(&self, context: *mut c_void) -> Answer {
+        if !context.is_null() {
+            self.push(context)?;
+        }
+        CONTEXTS.with_borrow_mut(|contexts| {
+            let under = contexts.len().checked_sub(1 + usize::from(!context.is_null()));
+            under.map(|under| contexts.remove(under));
+        });
+        Ok(())
     }
 
     /// The device whose context this thread has current.

@@ -17,7 +17,10 @@ use std::{
     process, ptr,
 };
 
-use vmmfd::driver::{Access, Driver, Handle, Properties, host::HostDriver};
+use vmmfd::{
+    driver::Access,
+    internals::{Handle, HostDriver, Properties, Verbs},
+};
 
 use crate::{
     AccessDesc, Answer, PoolProps,

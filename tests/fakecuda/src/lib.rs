@@ -219,6 +219,19 @@ mod exports {
             })
         }
 
+        /// As cudarc has it for its own contexts.
+        fn cuCtxGetCurrent(context: *mut *mut c_void) {
+            initialised(|driver| {
+                let context = place(context)?;
+                unsafe { context.write(driver.top()) };
+                Ok(())
+            })
+        }
+
+        fn cuCtxSetCurrent(context: *mut c_void) {
+            initialised(|driver| driver.replace_top(context))
+        }
+
         fn cuCtxSynchronize() {
             initialised(Emulated::synchronize)
         }
@@ -343,6 +356,46 @@ mod exports {
                 let to = NonNull::new(to).filter(|_| isize::try_from(size).is_ok());
                 let to = to.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
                 driver.copy_out(current, from, unsafe { slice::from_raw_parts_mut(to, size) })
+            })
+        }
+
+        fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, size: usize, stream: *mut c_void) {
+            initialised(|driver| {
+                let current = driver.current()?;
+                if !stream.is_null() {
+                    return Err(INVALID_HANDLE);
+                }
+                if size == 0 {
+                    return Ok(());
+                }
+                let from = NonNull::new(from.cast_mut()).filter(|_| isize::try_from(size).is_ok());
+                let from = from.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
+                driver.copy_in(current, to, unsafe { slice::from_raw_parts(from, size) })
+            })
+        }
+
+        fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, size: usize, stream: *mut c_void) {
+            initialised(|driver| {
+                let current = driver.current()?;
+                if !stream.is_null() {
+                    return Err(INVALID_HANDLE);
+                }
+                if size == 0 {
+                    return Ok(());
+                }
+                let to = NonNull::new(to).filter(|_| isize::try_from(size).is_ok());
+                let to = to.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
+                driver.copy_out(current, from, unsafe { slice::from_raw_parts_mut(to, size) })
+            })
+        }
+
+        fn cuMemsetD8Async(to: u64, value: u8, count: usize, stream: *mut c_void) {
+            initialised(|driver| {
+                let current = driver.current()?;
+                if !stream.is_null() {
+                    return Err(INVALID_HANDLE);
+                }
+                driver.copy_in(current, to, &vec![value; count])
             })
         }
 

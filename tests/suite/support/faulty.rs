@@ -1,5 +1,7 @@
 //! A driver that fails on demand, and keeps a ledger of what was taken and given back.
 
+#![allow(unsafe_code, reason = "the verbs are an unsafe trait")]
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     os::fd::{BorrowedFd, OwnedFd},
@@ -10,11 +12,10 @@ use std::{
 
 use vmmfd::{
     Error, Result,
-    driver::{
-        Access, Attribute, Backend, Bare, DeviceUuid, Diagnosis, Driver, EventHandle, Granularity, Handle, Kernels,
-        LegacyIpc, Location, MadeFor, MemoryInfo, PageLocked, PoolHandle, Pools, Properties, Window,
-        host::Live,
-        kernels::{Counted, Stretch},
+    driver::{Access, Attribute, Backend, DeviceUuid, MemoryInfo},
+    internals::{
+        Bare, Counted, Diagnosis, EventHandle, Granularity, Handle, Kernels, LegacyIpc, Live, Location, MadeFor,
+        PageLocked, PoolHandle, Pools, Properties, Stretch, Verbs, Window,
     },
 };
 
@@ -32,7 +33,7 @@ pub(crate) enum Fault {
 /// Any driver, with faults.
 #[derive(Debug)]
 pub(crate) struct Faulty {
-    inner: Arc<dyn Driver>,
+    inner: Arc<dyn Verbs>,
     ledger: Mutex<Ledger>,
 }
 
@@ -63,7 +64,7 @@ const GIVE_BACK: [&str; 8] = [
 ];
 
 impl Faulty {
-    pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
+    pub(crate) fn new(inner: Arc<dyn Verbs>) -> Self {
         Self { inner, ledger: Mutex::default() }
     }
 
@@ -152,7 +153,8 @@ impl Faulty {
     }
 }
 
-impl Driver for Faulty {
+// SAFETY: it gives out what the driver under it gives out.
+unsafe impl Verbs for Faulty {
     fn backend(&self) -> Backend {
         self.inner.backend()
     }

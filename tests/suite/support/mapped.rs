@@ -1,13 +1,13 @@
-use vmmfd::driver::{
-    Access::{self, ReadWrite},
-    Driver, Granularity, Handle, Location, Properties,
+use vmmfd::{
+    driver::{Access, Access::ReadWrite},
+    internals::{Granularity, Handle, Location, Properties, Verbs},
 };
 
 const DEVICE: Location = Location::Device(0);
 
 /// Memory that is mapped, and that device 0 may read and write. A test gives it back itself, as that may fail too.
 pub(crate) struct Mapped<'a> {
-    pub(crate) driver: &'a dyn Driver,
+    pub(crate) driver: &'a dyn Verbs,
     pub(crate) handle: Handle,
     pub(crate) address: u64,
     pub(crate) size: u64,
@@ -15,13 +15,13 @@ pub(crate) struct Mapped<'a> {
 
 impl<'a> Mapped<'a> {
     /// New memory of so many times its granularity.
-    pub(crate) fn new(driver: &'a dyn Driver, properties: &Properties, units: u64) -> Self {
+    pub(crate) fn new(driver: &'a dyn Verbs, properties: &Properties, units: u64) -> Self {
         let size = units * driver.granularity(properties, Granularity::Minimum).unwrap();
         Self::of(driver, driver.create(size, properties).unwrap(), size)
     }
 
     /// Memory that there is, of this size in bytes.
-    pub(crate) fn of(driver: &'a dyn Driver, handle: Handle, size: u64) -> Self {
+    pub(crate) fn of(driver: &'a dyn Verbs, handle: Handle, size: u64) -> Self {
         let address = driver.reserve(size, 0).unwrap();
         driver.map(address, size, 0, handle).unwrap();
         let mapped = Self { driver, handle, address, size };

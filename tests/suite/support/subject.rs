@@ -7,12 +7,9 @@ use std::{
 };
 
 use vmmfd::{
-    driver::{
-        Driver, Granularity, Location, Properties,
-        cuda::CudaDriver,
-        host::{HostDriver, Live},
-    },
+    driver::Driver,
     error::Result,
+    internals::{self, CudaDriver, Granularity, HostDriver, Live, Location, Properties, Verbs},
     memory::{Device, Selector},
 };
 
@@ -43,7 +40,9 @@ enum Turn {
 pub(crate) struct Subject {
     pub(crate) kind: Kind,
     /// The driver as the program sees it.
-    pub(crate) driver: Arc<dyn Driver>,
+    pub(crate) driver: Driver,
+    /// Its verbs.
+    pub(crate) verbs: Arc<dyn Verbs>,
     /// The same, to make it fail.
     pub(crate) faulty: Arc<Faulty>,
     /// The emulated library under it, if it is of that kind.
@@ -55,7 +54,7 @@ pub(crate) struct Subject {
 impl Subject {
     pub(crate) fn host() -> Self {
         let host = Arc::new(HostDriver::new());
-        Self::new(Kind::Host, Arc::clone(&host) as Arc<dyn Driver>, Some(host), None, Turn::Free)
+        Self::new(Kind::Host, Arc::clone(&host) as Arc<dyn Verbs>, Some(host), None, Turn::Free)
     }
 
     pub(crate) fn fake() -> Self {
@@ -75,9 +74,10 @@ impl Subject {
         Self::new(Kind::Cuda, Arc::new(driver), None, None, turn)
     }
 
-    fn new(kind: Kind, driver: Arc<dyn Driver>, host: Option<Arc<HostDriver>>, fake: Option<Fake>, turn: Turn) -> Self {
+    fn new(kind: Kind, driver: Arc<dyn Verbs>, host: Option<Arc<HostDriver>>, fake: Option<Fake>, turn: Turn) -> Self {
         let faulty = Arc::new(Faulty::new(driver));
-        Self { kind, driver: Arc::clone(&faulty) as Arc<dyn Driver>, faulty, fake, host, turn }
+        let verbs = Arc::clone(&faulty) as Arc<dyn Verbs>;
+        Self { kind, driver: internals::driver(Arc::clone(&verbs)), verbs, faulty, fake, host, turn }
     }
 
     /// Waits until no other test uses the same driver: for tests that count its files, or use addresses after freeing them.
@@ -95,7 +95,7 @@ impl Subject {
 
     /// The granularity: what the tests measure in.
     pub(crate) fn unit(&self) -> u64 {
-        self.driver.granularity(&EXPORTABLE, Granularity::Minimum).unwrap()
+        self.verbs.granularity(&EXPORTABLE, Granularity::Minimum).unwrap()
     }
 
     /// What is alive, by the driver's own count where it has one.
@@ -119,7 +119,7 @@ impl Subject {
         assert_eq!(self.faulty.taken(), (0, 0, 0), "memory, a pool or an event was not given back");
         if let Some(fake) = &self.fake {
             // The kernels of a device stay: a few bytes, two events and a module.
-            let kernels = (0..2).filter(|&ordinal| self.driver.kernels().unwrap().are_loaded(ordinal)).count() as u64;
+            let kernels = (0..2).filter(|&ordinal| self.verbs.kernels().unwrap().are_loaded(ordinal)).count() as u64;
             let expected = [kernels, 0, 0, 2 * kernels, kernels];
             assert_eq!(fake.live()[4..], expected, "the emulated driver counts otherwise");
         }

@@ -5,7 +5,6 @@ use std::{
     fs,
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 use nix::sys::resource::{Resource, getrlimit};
@@ -13,7 +12,7 @@ use serde_json::json;
 
 use super::{Found, Probe, WITHHELD};
 use crate::{
-    driver::{Backend, Choice, Driver, code, host::HostDriver, open},
+    driver::{Backend, Choice, Driver, code, open},
     error::{Error, Result},
     memory::Device,
     tools::doctor::{Environment, report::Seen},
@@ -57,7 +56,7 @@ fn loaded(maps: &[u8]) -> Option<PathBuf> {
 
 /// Starts it; also tells the file that it was loaded from.
 fn start(backend: Backend) -> Result<(Found, Option<PathBuf>)> {
-    let driver: Arc<dyn Driver> = open(Choice::Only(backend))?.driver;
+    let driver: Driver = open(Choice::Only(backend))?.driver;
     let version = driver.version()?;
     let devices = Device::all(&driver)?;
     let listed: Vec<_> = devices
@@ -79,7 +78,7 @@ fn start(backend: Backend) -> Result<(Found, Option<PathBuf>)> {
     let found = Found::ok(meaning).figure("devices", listed);
     // The host backend is of no library, and of no version.
     let found = if backend == Backend::Cuda { found.figure("version", version) } else { found };
-    Ok((found, driver.diagnosis().and_then(|diagnosis| diagnosis.library()).ok()))
+    Ok((found, driver.verbs().diagnosis().and_then(|diagnosis| diagnosis.library()).ok()))
 }
 
 pub(super) fn descriptors(_: Backend) -> Result<Found> {
@@ -98,7 +97,7 @@ pub(super) fn descriptors(_: Backend) -> Result<Found> {
 }
 
 pub(super) fn host_memory(_: Backend) -> Result<Found> {
-    let info = HostDriver::new().memory_info(0)?;
+    let info = open(Choice::Only(Backend::Host))?.driver.verbs().memory_info(0)?;
     let meaning = "What the machine, or the control group that this runs in, has left.";
     Ok(Found::ok(meaning).figure("free_bytes", info.free).figure("total_bytes", info.total))
 }

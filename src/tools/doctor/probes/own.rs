@@ -13,7 +13,7 @@ use nix::sys::stat::fstat;
 
 use super::{Bench, Found, micros, timed};
 use crate::{
-    driver::{Access, Attribute, Driver, Granularity, Handle, Location, MadeFor, Properties},
+    driver::{Access, Attribute, Granularity, Handle, Location, MadeFor, Properties, Verbs},
     error::{Error, Result},
     memory::{Allocation, Mapping, Region},
     tools::check::pattern::{self, Pattern},
@@ -56,8 +56,8 @@ pub(super) fn granularity(bench: &mut Bench) -> Result<Found> {
     let device = &bench.device;
     let location = Location::Device(device.ordinal());
     let properties = Properties { location, exportable: true, immutable: false };
-    let minimum = device.driver().granularity(&properties, Granularity::Minimum)?;
-    let recommended = device.driver().granularity(&properties, Granularity::Recommended)?;
+    let minimum = device.verbs().granularity(&properties, Granularity::Minimum)?;
+    let recommended = device.verbs().granularity(&properties, Granularity::Recommended)?;
     let meaning = format!("Shared memory comes in multiples of {minimum} bytes.");
     Ok(Found::ok(meaning).figure("minimum_bytes", minimum).figure("recommended_bytes", recommended))
 }
@@ -170,7 +170,7 @@ const FAULTS: RangeInclusive<u32> = 700..=719;
 pub(super) fn read_only_store(bench: &mut Bench) -> Result<Found> {
     const VALUE: u32 = 0x5EED_F00D;
     let device = &bench.device;
-    let (driver, ordinal) = (device.driver(), device.ordinal());
+    let (driver, ordinal) = (device.verbs(), device.ordinal());
     let diagnosis = driver.diagnosis()?;
     let allocation = Allocation::create(device, SIZE)?;
     let writable = Mapping::new(&allocation, Access::ReadWrite)?;
@@ -243,7 +243,7 @@ pub(super) fn export_cost(bench: &mut Bench) -> Result<Found> {
 
 /// Memory that is not of [`Allocation`]'s kind. Dropping it gives it back.
 struct Made<'a> {
-    driver: &'a dyn Driver,
+    driver: &'a dyn Verbs,
     handle: Handle,
     size: u64,
     reserved: Option<u64>,
@@ -252,7 +252,7 @@ struct Made<'a> {
 
 impl<'a> Made<'a> {
     fn create(bench: &'a Bench, made_for: MadeFor) -> Result<Self> {
-        let (driver, ordinal) = (bench.device.driver().as_ref(), bench.device.ordinal());
+        let (driver, ordinal) = (bench.device.verbs(), bench.device.ordinal());
         let size = SIZE.next_multiple_of(bench.device.granularity()?);
         let handle = driver.diagnosis()?.create_with(ordinal, size, made_for)?;
         Ok(Self { driver, handle, size, reserved: None, mapped: None })

@@ -56,7 +56,7 @@ fn speed(device: &Device, owner: &Device) -> Result<f64> {
     let near = Mapping::new(&Allocation::create(device, COPY)?, Access::ReadWrite)?;
     let reservation = Reservation::new(device, far.size())?;
     let far = Mapping::side_by_side(&reservation, 0, std::slice::from_ref(&far), device, Access::ReadWrite)?;
-    let diagnosis = device.driver().diagnosis()?;
+    let diagnosis = device.verbs().diagnosis()?;
     let mut best = Duration::MAX;
     for _ in 0..3 {
         best = best.min(diagnosis.copy_within(device.ordinal(), near.address(), far.address(), COPY)?);

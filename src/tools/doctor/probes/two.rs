@@ -3,7 +3,7 @@
 use std::{
     cell::Cell,
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
 };
@@ -60,7 +60,7 @@ impl Way {
 /// One end of a meeting: what it needs besides the connection.
 #[derive(Debug, Clone)]
 pub(in crate::tools::doctor) struct End {
-    pub(in crate::tools::doctor) driver: Arc<dyn Driver>,
+    pub(in crate::tools::doctor) driver: Driver,
     /// Where memory is handed over.
     pub(in crate::tools::doctor) socket: PathBuf,
     pub(in crate::tools::doctor) trust: Trust,
@@ -193,7 +193,7 @@ impl Drop for Event<'_> {
 
 /// Makes an event, records it, and has the other end wait for it.
 pub(in crate::tools::doctor) fn share_event(control: &mut Control, device: &Device) -> Result<Found> {
-    let (diagnosis, ordinal) = (device.driver().diagnosis()?, device.ordinal());
+    let (diagnosis, ordinal) = (device.verbs().diagnosis()?, device.ordinal());
     let event = Event { diagnosis, ordinal, handle: diagnosis.event_create(ordinal)? };
     let handle = diagnosis.event_export(ordinal, event.handle)?;
     let ((), record_us) = timed(|| diagnosis.event_record(ordinal, event.handle))?;
@@ -216,7 +216,7 @@ fn wait_for_event(end: &End, device: DeviceUuid, handle: &str) -> Result<(u64, u
     let device = Device::find(&end.driver, Selector::Uuid(device))?;
     let mut bytes = [0; 64];
     hex::decode_to_slice(handle, &mut bytes).map_err(|error| ProtocolError::Content(format!("an event: {error}")))?;
-    let (diagnosis, ordinal) = (end.driver.diagnosis()?, device.ordinal());
+    let (diagnosis, ordinal) = (end.driver.verbs().diagnosis()?, device.ordinal());
     let (handle, open_us) = timed(|| diagnosis.event_open(ordinal, &bytes))?;
     let event = Event { diagnosis, ordinal, handle };
     let ((), wait_us) = timed(|| diagnosis.event_wait(ordinal, event.handle))?;
@@ -302,7 +302,7 @@ impl Bench {
     }
 
     pub(super) fn end(&self, peer: &Peer) -> End {
-        let (driver, socket) = (Arc::clone(self.device.driver()), peer.socket().to_owned());
+        let (driver, socket) = (self.device.driver().clone(), peer.socket().to_owned());
         End { driver, socket, trust: Trust::default(), timeout: self.patience() }
     }
 
@@ -322,16 +322,16 @@ pub(super) fn host_numa(bench: &mut Bench) -> Result<Found> {
 
 pub(super) fn pool(bench: &mut Bench) -> Result<Found> {
     // What there is none of needs no other process to find out.
-    bench.device.driver().pools()?;
+    bench.device.verbs().pools()?;
     bench.together(|end, control, device| lend(end, control, device, Way::POOL))
 }
 
 pub(super) fn legacy(bench: &mut Bench) -> Result<Found> {
-    bench.device.driver().legacy()?;
+    bench.device.verbs().legacy()?;
     bench.together(|end, control, device| lend(end, control, device, Way::LEGACY))
 }
 
 pub(super) fn event(bench: &mut Bench) -> Result<Found> {
-    bench.device.driver().diagnosis()?;
+    bench.device.verbs().diagnosis()?;
     bench.together(|_, control, device| share_event(control, device))
 }

@@ -1,0 +1,215 @@
+//! Plain words of the driver API: backends, devices, places, access.
+
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::error::{ParseError, Result};
+
+/// Where the memory really is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backend {
+    /// Memory of an NVIDIA GPU, through the CUDA driver.
+    Cuda,
+    /// Ordinary memory of this machine (memfd). No GPU takes part.
+    Host,
+}
+
+impl Backend {
+    /// Its name, as in options and on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Cuda => "cuda",
+            Self::Host => "host",
+        }
+    }
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// What a mapping allows its own process to do.
+///
+/// It protects this process from itself only: whoever holds the descriptor may map the memory either way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Access {
+    /// Read only: `CU_MEM_ACCESS_FLAGS_PROT_READ`.
+    #[serde(rename = "ro")]
+    ReadOnly,
+    /// Read and write: `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+    #[serde(rename = "rw")]
+    ReadWrite,
+}
+
+impl fmt::Display for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::ReadOnly => "ro",
+            Self::ReadWrite => "rw",
+        })
+    }
+}
+
+impl FromStr for Access {
+    type Err = ParseError;
+
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        match text {
+            "ro" => Ok(Self::ReadOnly),
+            "rw" => Ok(Self::ReadWrite),
+            _ => Err(ParseError::new(text, "an access", "ro or rw")),
+        }
+    }
+}
+
+/// A device's UUID: the only name of a device that means the same in two processes.
+///
+/// It is read in any case, bare or with the driver's prefix (`GPU-`, `MIG-`) or the host's (`HOST-`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct DeviceUuid(Uuid);
+
+impl DeviceUuid {
+    /// The UUID of these bytes, in the order that `cuDeviceGetUuid_v2` gives them.
+    pub fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(Uuid::from_bytes(bytes))
+    }
+}
+
+impl fmt::Display for DeviceUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for DeviceUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl FromStr for DeviceUuid {
+    type Err = ParseError;
+
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        let bare = ["gpu-", "mig-", "host-"]
+            .iter()
+            .find_map(|prefix| text.get(..prefix.len()).filter(|p| p.eq_ignore_ascii_case(prefix)))
+            .map_or(text, |prefix| &text[prefix.len()..]);
+        let expected = "32 hexadecimal digits in groups of 8, 4, 4, 4 and 12, with or without GPU- in front";
+        Uuid::try_parse(bare).map(Self).map_err(|_| ParseError::new(text, "a device's UUID", expected))
+    }
+}
+
+impl TryFrom<String> for DeviceUuid {
+    type Error = ParseError;
+
+    fn try_from(text: String) -> Result<Self, ParseError> {
+        text.parse()
+    }
+}
+
+impl From<DeviceUuid> for String {
+    fn from(uuid: DeviceUuid) -> Self {
+        uuid.to_string()
+    }
+}
+
+/// Where physical memory is, or who accesses it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Location {
+    /// A device, by ordinal: `CU_MEM_LOCATION_TYPE_DEVICE`. On an imported allocation it is this process's ordinal of the
+    /// owner, or negative if the owner is not visible here.
+    Device(i32),
+    /// A NUMA node of this machine, or its CPUs: `CU_MEM_LOCATION_TYPE_HOST_NUMA`.
+    HostNuma(i32),
+}
+
+impl Location {
+    /// The NUMA node, if it is one.
+    pub fn host_node(self) -> Option<i32> {
+        match self {
+            Self::HostNuma(node) => Some(node),
+            Self::Device(_) => None,
+        }
+    }
+}
+
+/// What an allocation is made of and for: the part of `CUmemAllocationProp` that this crate uses, and how it is sealed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Properties {
+    /// What holds the memory.
+    pub location: Location,
+    /// Whether it can be exported as a POSIX file descriptor. It must be asked for at creation, and reads `false` on an
+    /// imported allocation, which can't be exported again.
+    pub exportable: bool,
+    /// Whether no holder of it, in any process, can write to it any more: see [`Verbs::seal`]. Nothing is made so: at
+    /// creation it must be `false`.
+    pub immutable: bool,
+}
+
+/// A device's memory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// What could be allocated now.
+    pub free: u64,
+    /// All of it.
+    pub total: u64,
+}
+
+/// A device attribute, of those that matter to sharing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Attribute {
+    /// 1 if the device has virtual memory management.
+    VirtualMemoryManagement,
+    /// 1 if allocations can be exported as POSIX file descriptors.
+    PosixFileDescriptor,
+    /// 1 if the driver claims fabric handles. It may claim them and still refuse: try.
+    FabricHandle,
+    /// 1 if allocations can be made for GPUDirect RDMA.
+    GpuDirectRdma,
+    /// 0 if any process may use the device, else one of the exclusive modes.
+    ComputeMode,
+    /// 1 if the device has memory pools.
+    MemoryPools,
+    /// What pools can be exported as, a bit each: 1 is a POSIX file descriptor.
+    PoolHandleTypes,
+    /// The NUMA node of the CPUs next to the device, or negative.
+    HostNumaId,
+    /// 1 if allocations can be made in host memory, on a NUMA node.
+    HostNumaVirtualMemoryManagement,
+}
+
+/// Which of the driver's two granularities.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Granularity {
+    /// What sizes must be a multiple of.
+    Minimum,
+    /// What gives the best performance.
+    Recommended,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_read_with_any_prefix_and_case() {
+        let bare = "53e9a7d2-1f0c-5b7e-9c55-0123456789ab";
+        let want: DeviceUuid = bare.parse().unwrap();
+        for text in [format!("GPU-{bare}"), format!("gpu-{}", bare.to_uppercase()), format!("HOST-{bare}")] {
+            assert_eq!(text.parse::<DeviceUuid>().unwrap(), want);
+        }
+        for text in ["", "GPU-", "GPU-53e9", "\u{df}pu-", "xyz-53e9a7d2-1f0c-5b7e-9c55-0123456789ab"] {
+            assert!(text.parse::<DeviceUuid>().is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! What safe code must not be able to do: each of these compiled once, and corrupted memory.
+
+/// Unmapping under an owner: the verbs are not public.
+///
+/// ```compile_fail,E0599
+/// use vmmfd::{driver::*, memory::*};
+/// # fn main() -> vmmfd::Result<()> {
+/// let device = Device::find(&open(Choice::Only(Backend::Host))?.driver, Selector::default())?;
+/// let mapping = Mapping::new(&Allocation::create(&device, 1)?, Access::ReadWrite)?;
+/// mapping.device().driver().unmap(mapping.address(), mapping.size())?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// The same without that line:
+///
+/// ```
+/// use vmmfd::{driver::*, memory::*};
+/// # fn main() -> vmmfd::Result<()> {
+/// let device = Device::find(&open(Choice::Only(Backend::Host))?.driver, Selector::default())?;
+/// let mapping = Mapping::new(&Allocation::create(&device, 1)?, Access::ReadWrite)?;
+/// assert!(mapping.device().driver().version()? == 0 && mapping.size() > 0);
+/// # Ok(())
+/// # }
+/// ```
+struct Verbs;
+
+/// A region that names memory which it does not own: the trait is sealed.
+///
+/// ```compile_fail,E0277
+/// use vmmfd::{driver::Access, memory::{Device, Region}};
+///
+/// #[derive(Debug)]
+/// struct Anything(Device);
+///
+/// impl Region for Anything {
+///     fn device(&self) -> &Device { &self.0 }
+///     fn address(&self) -> u64 { 0x1000 }
+///     fn size(&self) -> u64 { u64::MAX }
+///     fn access(&self) -> Access { Access::ReadWrite }
+/// }
+/// ```
+struct Foreign;
+
+/// Memory that goes while a mirror of it is open: the mirror borrows it.
+///
+/// ```compile_fail,E0505
+/// use vmmfd::{driver::*, memory::*};
+/// # fn main() -> vmmfd::Result<()> {
+/// let device = Device::find(&open(Choice::Only(Backend::Host))?.driver, Selector::default())?;
+/// let mapping = Mapping::new(&Allocation::create(&device, 1)?, Access::ReadWrite)?;
+/// let mirror = Mirror::of(&mapping, 0, 1)?;
+/// drop(mapping);
+/// mirror.read(0, &mut [0])?;
+/// # Ok(())
+/// # }
+/// ```
+struct MirrorOfNothing;

@@ -1,0 +1,28 @@
+//! Temporary folders for sockets.
+
+use std::{env, io, path::PathBuf};
+
+use tempfile::TempDir;
+
+use crate::error::{Error, Result};
+
+/// A folder that is removed when it is dropped, with a path short enough for a socket in it. Tries the folder for temporary files,
+/// `/tmp`, `$XDG_RUNTIME_DIR` and `/dev/shm`: the doctor must run where temporary files can't be made too.
+///
+/// # Errors
+/// [`Error::System`] if none of them will do.
+pub(crate) fn temporary_folder(prefix: &str) -> Result<TempDir> {
+    const LONGEST: usize = 70;
+    let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let places = [Some(env::temp_dir()), Some("/tmp".into()), runtime, Some("/dev/shm".into())];
+    let mut failed = None;
+    for place in places.into_iter().flatten() {
+        match tempfile::Builder::new().prefix(prefix).tempdir_in(place) {
+            Ok(folder) if folder.path().as_os_str().len() <= LONGEST => return Ok(folder),
+            Ok(_) => {}
+            Err(error) => failed = failed.or(Some(error)),
+        }
+    }
+    let failed = failed.unwrap_or_else(|| io::Error::other("every place for one has too long a path"));
+    Err(Error::system("make a temporary folder", failed))
+}

@@ -1,0 +1,86 @@
+//! Which driver object something belongs to: what one gave out, no other takes.
+
+#![allow(unsafe_code, reason = "the verbs are reached by an unsafe function")]
+
+use std::sync::Arc;
+
+use vmmfd::{
+    Error,
+    driver::{Access::ReadWrite, Backend, Choice, Driver, open},
+    internals::{self, CudaDriver, HostDriver, Verbs},
+    memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
+};
+
+use super::support::{Copy, EXPORTABLE, code, in_fork};
+
+/// Two drivers of each kind, which number what they give out alike.
+fn pairs() -> Vec<[Arc<dyn Verbs>; 2]> {
+    let host = || Arc::new(HostDriver::new()) as Arc<dyn Verbs>;
+    let fake = || Arc::new(CudaDriver::load_from(Copy::new().load().path()).unwrap()) as Arc<dyn Verbs>;
+    let same = Copy::new().load();
+    let again = || Arc::new(CudaDriver::load_from(same.path()).unwrap()) as Arc<dyn Verbs>;
+    vec![[host(), host()], [fake(), fake()], [again(), again()], [host(), fake()]]
+}
+
+fn device(driver: &Driver) -> Device {
+    Device::find(driver, Selector::Ordinal(0)).unwrap()
+}
+
+#[test]
+fn a_handle_of_one_driver_is_refused_by_another_that_gave_out_as_many() {
+    const SIZE: u64 = 2 << 20;
+    for [one, two] in pairs() {
+        let [first, second] = [&one, &two].map(|driver| driver.create(SIZE, &EXPORTABLE).unwrap());
+        let address = two.reserve(SIZE, 0).unwrap();
+        assert_eq!(code(two.release(first)), 1, "{two:?}");
+        assert_eq!(code(two.export(first)), 1);
+        assert_eq!(code(two.properties(first)), 1);
+        assert_eq!(code(two.map(address, SIZE, 0, first)), 1);
+        // Both are still there.
+        two.map(address, SIZE, 0, second).unwrap();
+        two.unmap(address, SIZE).unwrap();
+        two.free(address, SIZE).unwrap();
+        one.release(first).unwrap();
+        two.release(second).unwrap();
+    }
+}
+
+#[test]
+fn memory_of_one_driver_is_not_mapped_by_another() {
+    for pair in pairs() {
+        let [one, two] = pair.map(internals::driver);
+        let (here, there) = (device(&one), device(&two));
+        let [own, other] = [&here, &there].map(|device| Allocation::create(device, 1).unwrap());
+        let [addresses, elsewhere] = [&here, &there].map(|device| Reservation::new(device, own.size()).unwrap());
+        for refused in [
+            Mapping::at(&addresses, 0, &other, ReadWrite),
+            Mapping::at(&elsewhere, 0, &own, ReadWrite),
+            Mapping::side_by_side(&addresses, 0, std::slice::from_ref(&other), &here, ReadWrite),
+            Mapping::side_by_side(&addresses, 0, std::slice::from_ref(&own), &there, ReadWrite),
+        ] {
+            assert!(matches!(&refused, Err(Error::Misuse { .. })), "{refused:?}");
+        }
+        assert!(matches!(here.can_access(&there), Err(Error::Misuse { .. })));
+        // Each on its own is as good as before.
+        for (allocation, addresses) in [(&own, &addresses), (&other, &elsewhere)] {
+            let mapping = Mapping::at(addresses, 0, allocation, ReadWrite).unwrap();
+            mapping.copy_in(0, b"own").unwrap();
+        }
+    }
+}
+
+#[test]
+fn opening_a_backend_again_gives_the_same_driver() {
+    let host = || open(Choice::Only(Backend::Host)).unwrap().driver;
+    let (one, two) = (host(), host());
+    assert_eq!(one, two);
+    assert_ne!(one, internals::driver(Arc::new(HostDriver::new())));
+    // So memory of both can be mixed.
+    let allocation = Allocation::create(&device(&one), 1).unwrap();
+    let addresses = Reservation::new(&device(&two), allocation.size()).unwrap();
+    Mapping::at(&addresses, 0, &allocation, ReadWrite).unwrap();
+    in_fork(move || {
+        let fork = open(Choice::Only(Backend::Host)).unwrap().driver;
+        fork != one && fork.version().is_ok() && matches!(one.version(), Err(Error::Forked { .. }))
+    });
+}
