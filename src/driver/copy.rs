@@ -18,6 +18,7 @@
 //! long below 1 KiB. Which is best differs between processors, and the C library knows them. What counts of `memcpy` is its
 //! machine code: loads from the source and stores to the destination, never to bytes beside it, which C forbids.
 
+#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "the project's own benchmarks call it"))]
 #![allow(unsafe_code)]
 
 #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(any(miri, vmmfd_atomic_copy))))]
@@ -31,7 +32,7 @@ use self::bytes as chosen;
 /// `from` is mapped for reading for as long as `to` is long, until this returns, and is outside of all that Rust allocates
 /// and borrows mutably. Anything may write to it meanwhile that is not a plain access of Rust's in this process.
 #[inline]
-pub(crate) unsafe fn read(from: *const u8, to: &mut [u8]) {
+pub unsafe fn read(from: *const u8, to: &mut [u8]) {
     // SAFETY: the caller's promise for `from`; `to` is borrowed mutably, so no other thread accesses it, and it is apart from
     // `from`.
     unsafe { chosen::read(from, to.as_mut_ptr(), to.len()) }
@@ -43,7 +44,7 @@ pub(crate) unsafe fn read(from: *const u8, to: &mut [u8]) {
 /// `to` is mapped for writing for as long as `from` is long, until this returns, and is outside of all that Rust allocates
 /// and borrows. Anything may access it meanwhile that is not a plain access of Rust's in this process.
 #[inline]
-pub(crate) unsafe fn write(from: &[u8], to: *mut u8) {
+pub unsafe fn write(from: &[u8], to: *mut u8) {
     // SAFETY: the caller's promise for `to`; `from` is borrowed, so nothing writes to it, and it is apart from `to`.
     unsafe { chosen::write(from.as_ptr(), to, from.len()) }
 }
