@@ -1,12 +1,14 @@
 //! What can go wrong, as one type: variants are what a caller branches on, fields what a person needs.
 
 pub mod code;
+mod parse;
 mod protocol;
 
 use std::{borrow::Cow, io, path::PathBuf, time::Duration};
 
 use nix::sys::signal::Signal;
 
+pub use self::parse::ParseError;
 pub use self::protocol::{ErrorCode, ProtocolError};
 
 /// A result of this crate.

@@ -8,7 +8,7 @@ use std::{
 
 use crate::{
     driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, Verbs, code},
-    error::{Error, ErrorCode, Result},
+    error::{Error, ErrorCode, ParseError, Result},
     wire::{OfferedDevice, Placement},
 };
 
@@ -50,18 +50,15 @@ impl fmt::Display for Selector {
 }
 
 impl FromStr for Selector {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         if let Ok(ordinal) = text.parse() {
             return Ok(Self::Ordinal(ordinal));
         }
         let uuid = text.parse();
-        uuid.map(Self::Uuid).map_err(|_| {
-            format!(
-                "`{text}` is neither an ordinal such as 0 nor a UUID such as nvidia-smi -L prints: GPU-xxxxxxxx-..."
-            )
-        })
+        let expected = "an ordinal such as 0, or a UUID as nvidia-smi -L prints it: GPU-xxxxxxxx-...";
+        uuid.map(Self::Uuid).map_err(|_| ParseError::new(text, "a device", expected))
     }
 }
 
