@@ -5,10 +5,10 @@ use std::{path::PathBuf, time::Duration};
 use clap::Args;
 
 use crate::{
-    array::{self, ArrayDescriptor, ElementType, Order, ParseShapeError},
+    array::{self, ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Trust},
     driver::Choice,
-    error::Error,
+    error::{Error, ParseError},
     session::Terms,
     tools::check::files::Source,
     tools::check::pattern,
@@ -92,7 +92,7 @@ pub struct Extent {
 /// A list, in a type of its own: clap would take a `Vec` for an option that is given several times.
 type Shape = std::sync::Arc<[u64]>;
 
-fn parse_shape(text: &str) -> Result<Shape, ParseShapeError> {
+fn parse_shape(text: &str) -> Result<Shape, ParseError> {
     array::parse_shape(text).map(Shape::from)
 }
 
