@@ -5,10 +5,10 @@ use std::{ops::Range, path::PathBuf, time::Duration};
 use clap::Args;
 
 use crate::{
-    array::{self, ArrayDescriptor, ElementType, Order, ParseShapeError},
+    array::{self, ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Trust},
     driver::Choice,
-    error::Error,
+    error::{Error, ParseError},
     memory::{Device, Mechanism, Placement, Spec},
     session::Config,
     tools::check::files::Source,
@@ -127,7 +127,7 @@ pub fn sharing(
 /// A list, in a type of its own: clap would take a `Vec` for an option that is given several times.
 type Shape = std::sync::Arc<[u64]>;
 
-fn parse_shape(text: &str) -> Result<Shape, ParseShapeError> {
+fn parse_shape(text: &str) -> Result<Shape, ParseError> {
     array::parse_shape(text).map(Shape::from)
 }
 
