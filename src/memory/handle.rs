@@ -87,11 +87,8 @@ impl ArrayHandle {
         }
         let memory = shared.describe()?;
         if memory.segments() != segments.len() as u64 {
-            let device = shared.device().to_string();
-            return Err(Error::Device(DeviceError::Unsupported {
-                device,
-                feature: "handing out memory that is still to be sealed",
-            }));
+            let problem = "the memory is to be sealed before it is handed out: call Shared::seal";
+            return Err(Error::Misuse { problem: problem.to_owned() });
         }
         Ok((Self { memory, segments, array }, fds))
     }

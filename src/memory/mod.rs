@@ -79,12 +79,11 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// Copies bytes into it, from `offset` on. They are there when it returns.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`], with `CUDA_ERROR_INVALID_VALUE` where the driver
-    /// keeps it read-only.
+    /// [`MemoryError::ReadOnly`]; [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
     fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
-        if self.access() == Access::ReadOnly && !self.is_protected() {
+        if self.access() == Access::ReadOnly {
             return Err(Error::Memory(MemoryError::ReadOnly));
         }
         check_range(offset, from.len() as u64, self.size())?;

@@ -168,8 +168,7 @@ impl Publisher {
         }
         let chunks = memory.chunks(0..memory.size())?;
         if description.segments() != chunks.as_ref().map_or(0, |(part, _)| part.segments) {
-            let feature = "handing out memory that is still to be sealed";
-            return Err(Error::Device(DeviceError::Unsupported { device: memory.device().to_string(), feature }));
+            return Err(misused("the memory is to be sealed before it is published: call Shared::seal"));
         }
         let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
         let number = self.next;
