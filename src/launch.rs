@@ -30,7 +30,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlic
 
 use crate::{
     driver::{Access, Backend},
-    error::{Error, Result},
+    error::{DeviceError, Error, MemoryError, Result},
     memory::Region,
 };
 
@@ -51,11 +51,12 @@ impl<'a, T: DeviceRepr> View<'a, T> {
     /// The first `length` elements of memory, used on a stream.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many; [`Error::Unsupported`] if it is no GPU memory, or belongs to
+    /// [`MemoryError::OutOfRange`] if there are not as many; [`DeviceError::Unsupported`] if it is no GPU memory, or belongs to
     /// another device than the stream.
     pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
         let (device, size) = (region.device(), region.size());
-        let unsupported = |feature| Err(Error::Unsupported { device: device.to_string(), feature });
+        let unsupported =
+            |feature| Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
         if device.backend() != Backend::Cuda {
             return unsupported("kernels: it is no GPU");
         }
@@ -67,7 +68,7 @@ impl<'a, T: DeviceRepr> View<'a, T> {
             Some(bytes) if bytes <= size => {
                 Ok(Self { region, stream: Arc::clone(stream), length, element: PhantomData })
             }
-            _ => Err(Error::OutOfRange { offset: 0, length: bytes.unwrap_or(u64::MAX), size }),
+            _ => Err(Error::Memory(MemoryError::OutOfRange { offset: 0, length: bytes.unwrap_or(u64::MAX), size })),
         }
     }
 
@@ -101,11 +102,11 @@ impl<'a, T: DeviceRepr> ViewMut<'a, T> {
     /// The first `length` elements of memory, used on a stream.
     ///
     /// # Errors
-    /// Those of [`View::new`]; [`Error::Unsupported`] also if the memory is read-only.
+    /// Those of [`View::new`]; [`DeviceError::Unsupported`] also if the memory is read-only.
     pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
         if region.access() != Access::ReadWrite {
             let feature = "writing to memory that is read-only";
-            return Err(Error::Unsupported { device: region.device().to_string(), feature });
+            return Err(Error::Device(DeviceError::Unsupported { device: region.device().to_string(), feature }));
         }
         View::new(region, stream, length).map(Self)
     }

@@ -334,7 +334,7 @@ def serves_typed(meeting: Meeting) -> None:
                 producer.serve(shared(device, segments, array=array))
                 expect(f"the consumer shows {shown}", shown in consumer.ends(0), True)
         for fields, reason in [
-            ({"dtype": "bf16"}, "`bf16` is not a dtype by its name in NumPy or ml_dtypes"),
+            ({"dtype": "bf16"}, "`bf16` is not a dtype: write its name in NumPy or ml_dtypes"),
             ({"typestr": "<f4"}, "missing field `dtype`"),
             ({"dtype": "uint8", "byte_order": "big"}, "a byte_order of `big` has no meaning for uint8"),
         ]:

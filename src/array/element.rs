@@ -2,7 +2,7 @@
 
 use std::{borrow::Cow, fmt, str::FromStr};
 
-use super::quote;
+use crate::error::ParseError;
 
 /// The largest element, in bytes: NumPy counts them in a C `int`.
 const MAX_SIZE: u32 = i32::MAX as u32;
@@ -60,7 +60,7 @@ pub(super) enum Float8 {
 /// ```
 /// use vmmfd::array::ElementType;
 ///
-/// # fn main() -> Result<(), vmmfd::array::ParseElementTypeError> {
+/// # fn main() -> Result<(), vmmfd::error::ParseError> {
 /// assert_eq!("bf16".parse::<ElementType>()?, ElementType::BF16);
 /// assert_eq!("|V16".parse::<ElementType>()?.to_string(), "void128");
 /// assert_eq!(">i2".parse::<ElementType>()?.to_string(), ">int16");
@@ -198,7 +198,8 @@ impl ElementType {
     pub(super) fn of_name(name: &str) -> Option<Self> {
         if let Some(digits) = name.strip_prefix("void") {
             let bits: u64 = plain_number(digits)?;
-            let size = u32::try_from(bits / 8).ok().filter(|size| bits % 8 == 0 && (1..=MAX_SIZE).contains(size))?;
+            let size =
+                u32::try_from(bits / 8).ok().filter(|size| bits.is_multiple_of(8) && (1..=MAX_SIZE).contains(size))?;
             return Some(Self::little(Kind::Raw, size));
         }
         NAMES.iter().find(|(_, known, _)| *known == name).map(|(element, ..)| *element)
@@ -248,26 +249,19 @@ impl fmt::Display for ElementType {
 }
 
 impl FromStr for ElementType {
-    type Err = ParseElementTypeError;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, ParseElementTypeError> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         let alias = || NAMES.iter().find(|(.., others)| others.contains(&text)).map(|(element, ..)| *element);
         let ordered = || {
             let (order, rest) = text.split_at_checked(1)?;
             Self::of_typestr(order, rest).or_else(|| Self::of_name(rest)?.marked(order))
         };
         let element = Self::of_name(text).or_else(alias).or_else(ordered);
-        element.ok_or_else(|| ParseElementTypeError { text: quote(text) })
+        element.ok_or_else(|| {
+            let expected = "a name such as float32, f32, bf16, int8, bool, complex64 or float8_e4m3fn, or a typestr such as \
+                            <f4, >i2 or |V16";
+            ParseError::new(text, "an element type", expected)
+        })
     }
-}
-
-/// The text names no [`ElementType`].
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{text} is not an element type: write a name such as float32, f32, bf16, int8, bool, complex64 or float8_e4m3fn, or a \
-     typestr such as <f4, >i2 or |V16"
-)]
-pub struct ParseElementTypeError {
-    /// Quoted, and not long.
-    text: String,
 }

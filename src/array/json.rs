@@ -7,7 +7,8 @@ use serde::{
     de::{self, SeqAccess, Visitor},
 };
 
-use super::{ArrayDescriptor, ElementType, MAX_DIMENSIONS, quote};
+use super::{ArrayDescriptor, ElementType, MAX_DIMENSIONS};
+use crate::error::ParseError;
 
 /// The fields of an [`ArrayDescriptor`] on the wire.
 #[derive(Serialize, Deserialize)]
@@ -63,11 +64,8 @@ impl Serialize for Dtype {
 impl<'de> Deserialize<'de> for Dtype {
     fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
         word(input, "the name of a dtype", |name| {
-            let unknown = || {
-                let name = quote(name);
-                format!("{name} is not a dtype by its name in NumPy or ml_dtypes, as float32, bfloat16 or void128")
-            };
-            ElementType::of_name(name).map(Self).ok_or_else(unknown)
+            let expected = "its name in NumPy or ml_dtypes, as float32, bfloat16 or void128";
+            ElementType::of_name(name).map(Self).ok_or_else(|| ParseError::new(name, "a dtype", expected))
         })
     }
 }
@@ -86,7 +84,7 @@ impl<'de> Deserialize<'de> for ByteOrder {
         word(input, "a byte order", |order| match order {
             "little" => Ok(Self::Little),
             "big" => Ok(Self::Big),
-            _ => Err(format!("{} is not a byte_order: those are `little` and `big`", quote(order))),
+            _ => Err(ParseError::new(order, "a byte order", "little or big")),
         })
     }
 }
@@ -95,11 +93,11 @@ impl<'de> Deserialize<'de> for ByteOrder {
 fn word<'de, D: Deserializer<'de>, T>(
     input: D,
     expected: &'static str,
-    read: impl Fn(&str) -> Result<T, String>,
+    read: impl Fn(&str) -> Result<T, ParseError>,
 ) -> Result<T, D::Error> {
     struct Word<F>(&'static str, F);
 
-    impl<T, F: Fn(&str) -> Result<T, String>> Visitor<'_> for Word<F> {
+    impl<T, F: Fn(&str) -> Result<T, ParseError>> Visitor<'_> for Word<F> {
         type Value = T;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

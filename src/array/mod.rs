@@ -27,14 +27,6 @@ mod shape;
 mod tests;
 
 pub use descriptor::ArrayDescriptor;
-pub use element::{ElementType, ParseElementTypeError};
+pub use element::ElementType;
 pub use interface::Interface;
-pub use shape::{MAX_DIMENSIONS, Order, ParseOrderError, ParseShapeError, parse_shape};
-
-/// A text in a message. A peer may have sent it: the message stays short and shows control characters escaped.
-fn quote(text: &str) -> String {
-    match text.char_indices().nth(32) {
-        Some((end, _)) => format!("`{}...`", text[..end].escape_debug()),
-        None => format!("`{}`", text.escape_debug()),
-    }
-}
+pub use shape::{MAX_DIMENSIONS, Order, parse_shape};

@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use super::quote;
+use crate::error::ParseError;
 
 /// The most dimensions of an array: NumPy's limit.
 pub const MAX_DIMENSIONS: usize = 64;
@@ -17,60 +17,32 @@ pub enum Order {
 }
 
 impl FromStr for Order {
-    type Err = ParseOrderError;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, ParseOrderError> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         match text {
             "C" | "c" => Ok(Self::C),
             "F" | "f" => Ok(Self::F),
-            _ => Err(ParseOrderError { text: quote(text) }),
+            _ => Err(ParseError::new(text, "an order of elements", "C for rows or F for columns")),
         }
     }
-}
-
-/// The text names no [`Order`].
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text} is not an order of elements: write C for rows or F for columns")]
-pub struct ParseOrderError {
-    /// Quoted, and not long.
-    text: String,
 }
 
 /// Parses a shape, with `x` or commas between the lengths: `5`, `1024x768`, `3,4`, `2x0x3`.
 ///
 /// # Errors
-/// [`ParseShapeError`] says what to write instead.
-pub fn parse_shape(text: &str) -> Result<Vec<u64>, ParseShapeError> {
-    let error = |problem| ParseShapeError { text: quote(text), problem };
+/// [`ParseError`] says what to write instead.
+pub fn parse_shape(text: &str) -> Result<Vec<u64>, ParseError> {
     let separator = if text.contains(',') { ',' } else { 'x' };
-    let dimensions = text.split(separator).count();
-    if dimensions > MAX_DIMENSIONS {
-        return Err(error(ShapeProblem::Dimensions(dimensions)));
+    if text.split(separator).count() > MAX_DIMENSIONS {
+        return Err(ParseError::new(text, "a shape of at most 64 dimensions", "fewer"));
     }
     let lengths = text.split(separator).map(|digits| {
         if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-            return Err(error(ShapeProblem::Syntax));
+            let expected = "whole numbers with x or commas between, as 5, 1024x768 or 3,4";
+            return Err(ParseError::new(text, "a shape", expected));
         }
-        digits.parse().map_err(|_| error(ShapeProblem::Length))
+        digits.parse().map_err(|_| ParseError::new(text, "a shape of lengths below 2⁶⁴", "smaller numbers"))
     });
     lengths.collect()
-}
-
-/// The text is not the shape of an array.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text} {problem}")]
-pub struct ParseShapeError {
-    /// Quoted, and not long.
-    text: String,
-    problem: ShapeProblem,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-enum ShapeProblem {
-    #[error("is not a shape: write whole numbers with x or commas between, as 5, 1024x768 or 3,4")]
-    Syntax,
-    #[error("has a dimension longer than 64 bits can count: write less")]
-    Length,
-    #[error("has {0} dimensions: write at most {MAX_DIMENSIONS}")]
-    Dimensions(usize),
 }

@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::{Origin, code, failure};
-use crate::error::{Error, Result};
+use crate::error::{Error, MemoryError, Result};
 
 /// What takes page-locked memory back.
 pub(super) trait PageLocker: fmt::Debug + Send + Sync {
@@ -144,7 +144,7 @@ impl Window {
     /// Copies bytes out of it, from `offset` on.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many; [`Error::Forked`].
+    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Forked`].
     pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         let from = self.pointer(offset, to.len())?;
         // SAFETY: the source is readable, whole, while this object lives; it is no memory of Rust's that anybody holds a
@@ -156,7 +156,7 @@ impl Window {
     /// Copies bytes into it, from `offset` on.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if they do not fit; [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if this process may only
+    /// [`MemoryError::OutOfRange`] if they do not fit; [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if this process may only
     /// read it; [`Error::Forked`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.pointer(offset, from.len())?;
@@ -182,7 +182,7 @@ impl Window {
         let (length, size) = (length as u64, self.view.size);
         match offset.checked_add(length) {
             Some(end) if end <= size => Ok(ptr::with_exposed_provenance_mut((self.view.address + offset) as usize)),
-            _ => Err(Error::OutOfRange { offset, length, size }),
+            _ => Err(Error::Memory(MemoryError::OutOfRange { offset, length, size })),
         }
     }
 }

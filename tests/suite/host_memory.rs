@@ -18,6 +18,7 @@ use nix::{
 use vmmfd::{
     Error,
     driver::{Access::ReadOnly, Access::ReadWrite, GRANULARITY, code},
+    error::MemoryError,
     internals::{self, CudaDriver, Granularity, HostDriver, Live, Location, Properties, Verbs},
     memory::{Allocation, Device, Mapping, Region},
 };
@@ -276,7 +277,7 @@ fn more_than_what_is_free_is_refused_and_not_begun() {
         let size = (device.memory_info().unwrap().free + (4 << 30)).next_multiple_of(GRANULARITY);
         matches!(
             Allocation::create(&device, size),
-            Err(Error::OutOfMemory { size: told, free, .. }) if told == size && free < size
+            Err(Error::Memory(MemoryError::OutOfMemory { size: told, free, .. })) if told == size && free < size
         )
     });
 }

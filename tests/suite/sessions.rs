@@ -18,6 +18,7 @@ use vmmfd::{
     Error, Result,
     channel::{Channel, Listener},
     driver::{Access, Backend, Choice, Driver, open},
+    error::PeerError,
     error::{ErrorCode, ProtocolError},
     memory::{Device, Region, Selector, Shared, Spec},
     session::{
@@ -378,9 +379,15 @@ fn a_peer_that_asks_for_the_other_dialect_is_refused_on_both_ends() {
         let publisher = scope.spawn(|| Publisher::over(ours, &driver, &config).map(drop));
         let mut consumer = Consumer::over(theirs, &driver, None, &config, &|_| {}).unwrap();
         let refused = consumer.request(&Request::default());
-        assert!(matches!(refused, Err(Error::Peer { code: ErrorCode::Object, .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, .. }))),
+            "{refused:?}"
+        );
         let refused = publisher.join().unwrap();
-        assert!(matches!(refused, Err(Error::Mismatch { code: ErrorCode::Object, .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, .. }))),
+            "{refused:?}"
+        );
     });
     // And one that leaves, or that says nothing.
     for (leaves, timeout) in [(true, 20_000), (false, 50)] {
@@ -389,8 +396,8 @@ fn a_peer_that_asks_for_the_other_dialect_is_refused_on_both_ends() {
         let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
         let refused = serve_connection(ours, &buffer, &ServeOptions::default(), &within(timeout), &|_| {});
         match refused {
-            Err(Error::PeerGone { .. }) => assert!(leaves),
-            Err(Error::Timeout { .. }) => assert!(!leaves),
+            Err(Error::Peer(PeerError::Gone { .. })) => assert!(leaves),
+            Err(Error::Peer(PeerError::Timeout { .. })) => assert!(!leaves),
             other => panic!("{other:?}"),
         }
         drop(theirs);
@@ -416,7 +423,10 @@ fn descriptors_of_other_things_are_no_sessions() {
     }
     // Nor is a socket that does not listen a listener.
     let refused = Listener::from_fd(seqpacket());
-    assert!(matches!(&refused, Err(Error::Socket { problem }) if problem.contains("listen")), "{refused:?}");
+    assert!(
+        matches!(&refused, Err(Error::Socket(vmmfd::error::SocketError::Unfit { problem })) if problem.contains("listen")),
+        "{refused:?}"
+    );
 }
 
 #[test]

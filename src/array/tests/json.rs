@@ -72,7 +72,7 @@ fn a_byte_order_that_is_absent_null_or_little_is_little() {
     }
     for byte_order in [r#""middle""#, r#""Big""#, r#"">""#, r#""""#] {
         let error = read(&format!(r#"{{"dtype":"float32","byte_order":{byte_order},"shape":[1]}}"#)).unwrap_err();
-        assert!(error.to_string().contains("is not a byte_order: those are `little` and `big`"), "{error}");
+        assert!(error.to_string().contains("is not a byte order: write little or big"), "{error}");
     }
 }
 
@@ -117,7 +117,7 @@ fn an_unknown_dtype_is_refused_in_one_sentence() {
     ] {
         let error = read(&format!(r#"{{"dtype":"{dtype}","shape":[1]}}"#)).unwrap_err().to_string();
         let sentence =
-            format!("`{dtype}` is not a dtype by its name in NumPy or ml_dtypes, as float32, bfloat16 or void128");
+            format!("`{dtype}` is not a dtype: write its name in NumPy or ml_dtypes, as float32, bfloat16 or void128");
         assert!(error.starts_with(&sentence), "{error}");
     }
     // However long it is, and whatever is in it.

@@ -45,7 +45,7 @@ use super::{
 };
 #[cfg(feature = "tools")]
 use super::{Bare, Diagnosis, Kernels};
-use crate::error::{Error, Result};
+use crate::error::{DeviceError, Error, Result};
 
 /// What sizes and addresses are multiples of, unless made otherwise: the granularity that CUDA was seen to have.
 pub const GRANULARITY: u64 = 2 << 20;
@@ -192,7 +192,7 @@ impl HostDriver {
 
     fn lacking<T>(&self, feature: &'static str) -> Result<T> {
         self.origin.check()?;
-        Err(Error::Unsupported { device: DEVICE_NAME.to_owned(), feature })
+        Err(Error::Device(DeviceError::Unsupported { device: DEVICE_NAME.to_owned(), feature }))
     }
 
     fn aligned(&self, size: u64) -> bool {

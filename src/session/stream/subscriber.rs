@@ -14,7 +14,7 @@ use crate::{
     array::ArrayDescriptor,
     channel::{Cancel, Peer, connect, deadline_after},
     driver::{Access, Driver},
-    error::{Error, ErrorCode, Result},
+    error::{Error, ErrorCode, PeerError, Result},
     memory::{Array, Device, Imported, Mechanism, Pool, Region, Remains, Selector},
     session::{
         Config,
@@ -31,7 +31,7 @@ use crate::{
 /// of it, in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given back after that. All buffers are closed
 /// when those calls find that the producer is gone, and when this is dropped.
 ///
-/// An [`Error::Misuse`], an [`Error::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
+/// An [`Error::Misuse`], a [`PeerError::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
 /// Any other error ends it: the producer gets to know why, all buffers that are not in use are closed, and later calls fail.
 #[derive(Debug)]
 pub struct Subscriber {
@@ -132,7 +132,7 @@ impl Received {
     /// array and its views are dropped.
     ///
     /// # Errors
-    /// [`Error::Array`] if it is not inside the memory, which was checked before.
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if it is not inside the memory, which was checked before.
     pub fn into_array(self) -> Result<Option<Array>> {
         match self.held.array.clone() {
             Some(array) => Array::new(Arc::new(self), array).map(Some),
@@ -178,8 +178,8 @@ impl Subscriber {
     /// or the only one, is made ready before the wait.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if `keep` is 0; [`Error::Mismatch`] if the producer has no stream; those of [`connect`],
-    /// [`Device::find`] and of the conversation: [`Error::PeerGone`], [`Error::Timeout`], [`Error::Protocol`].
+    /// [`Error::Misuse`] if `keep` is 0; [`PeerError::Mismatch`] if the producer has no stream; those of [`connect`],
+    /// [`Device::find`] and of the conversation: [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`].
     pub fn connect(
         driver: &Driver,
         device: Option<Selector>,
@@ -195,7 +195,7 @@ impl Subscriber {
     /// As [`Subscriber::connect`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say.
     ///
     /// # Errors
-    /// [`Error::Socket`] for any other descriptor; [`Error::PeerNotAllowed`]; those of [`Subscriber::connect`].
+    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`]; those of [`Subscriber::connect`].
     pub fn over(
         socket: OwnedFd,
         driver: &Driver,
@@ -245,7 +245,7 @@ impl Subscriber {
         let Hello { capabilities, .. } = self.link.greeted(hello)?;
         if !capabilities.iter().any(|capability| capability == STREAM) {
             let message = "the producer has no stream to subscribe to".to_owned();
-            return Err(Error::Mismatch { code: ErrorCode::Object, message });
+            return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message }));
         }
         self.link.send(&Message::Subscribe(Subscribe { keep: self.keep as u64 }), &[])
     }
@@ -265,8 +265,8 @@ impl Subscriber {
     ///
     /// # Errors
     /// [`Error::Misuse`] if as many buffers are in use as are kept, before anything is taken from the producer;
-    /// [`Error::Timeout`] if none comes for as long as the timeout; [`Error::PeerGone`] when the producer is gone or has ended
-    /// the session; [`Error::Mismatch`], [`Error::NoPeerAccess`] and [`Error::Driver`] from opening a buffer; those of the
+    /// [`PeerError::Timeout`] if none comes for as long as the timeout; [`PeerError::Gone`] when the producer is gone or has ended
+    /// the session; [`PeerError::Mismatch`], [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) and [`Error::Driver`] from opening a buffer; those of the
     /// conversation.
     ///
     /// Driver calls, for a new buffer: those of [`Imported::open`], before them those that close another.
@@ -280,7 +280,7 @@ impl Subscriber {
     /// Those of [`Subscriber::receive`].
     pub fn try_receive(&mut self) -> Result<Option<Received>> {
         match self.receive_within(Duration::ZERO) {
-            Err(Error::Timeout { purpose: FOR_A_BUFFER, .. }) => Ok(None),
+            Err(Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, .. })) => Ok(None),
             result => result.map(Some),
         }
     }
@@ -301,7 +301,9 @@ impl Subscriber {
             late += usize::from(Instant::now() >= deadline);
             let left = deadline.saturating_duration_since(Instant::now());
             let (message, fds) = match self.link.receive_within(left, FOR_A_BUFFER) {
-                Err(Error::Timeout { purpose, .. }) => return Err(Error::Timeout { purpose, waited: patience }),
+                Err(Error::Peer(PeerError::Timeout { purpose, .. })) => {
+                    return Err(Error::Peer(PeerError::Timeout { purpose, waited: patience }));
+                }
                 received => self.guard(received)?,
             };
             let taken = match message {
@@ -316,7 +318,7 @@ impl Subscriber {
                 None => self.return_dropped()?,
             }
         }
-        Err(Error::Timeout { purpose: FOR_A_BUFFER, waited: patience })
+        Err(Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, waited: patience }))
     }
 
     /// A buffer that is described.
