@@ -20,7 +20,7 @@ use crate::{
 /// How many idle connections are kept, besides one for each consumer that is expected: beyond that the oldest is closed.
 pub(super) const MAX_IDLE: usize = 64;
 
-/// How long a peer that was refused has to leave by itself before its connection is closed.
+/// How long a peer that was refused has to leave before its connection is closed.
 const GOODBYE: Duration = Duration::from_millis(100);
 
 /// How many records of a refused peer are read, so that closing the connection does not reset it.

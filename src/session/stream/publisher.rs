@@ -29,12 +29,12 @@ use crate::{
 /// A buffer is published, is out until the consumer gives it back, and can then be published again. What the consumer says is
 /// read by [`Publisher::take_back`], [`Publisher::withdraw`] and the first publication of a buffer, and by nothing else.
 ///
-/// An [`Error::Misuse`], an [`PeerError::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
-/// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer is told, and later calls
-/// fail.
+/// An [`Error::Misuse`], a [`PeerError::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
+/// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer gets to know why, and later
+/// calls fail.
 ///
-/// Dropping it ends the session. If the consumer has memory of a pool or legacy memory open, it is given the timeout to let go
-/// of it; memory that it still holds then stays allocated for as long as this process lives.
+/// Dropping it ends the session. If the consumer has memory of a pool or legacy memory open, it has as long as the timeout to close
+/// it; memory that it still holds then stays allocated for as long as this process lives.
 #[derive(Debug)]
 pub struct Publisher {
     link: Link,
