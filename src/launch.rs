@@ -26,6 +26,7 @@
 
 use std::{marker::PhantomData, sync::Arc};
 
+use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, SyncOnDrop, sys::CUdeviceptr};
 
 use crate::{
@@ -35,6 +36,9 @@ use crate::{
 };
 
 /// The first elements of memory, for cudarc to read.
+///
+/// Their type is one of which any bytes are a value ([`AnyBitPattern`]: integers and floats, but not `bool`), since cudarc makes
+/// values of what it copies to the host, and another process may have written anything.
 ///
 /// A stream is synchronised after each use of it through [`DevicePtr`], so that what another process is told of is done.
 /// After a kernel that was given [`View::address`], synchronise yourself, also before the memory is dropped. Other processes
@@ -47,7 +51,7 @@ pub struct View<'a, T> {
     element: PhantomData<T>,
 }
 
-impl<'a, T: DeviceRepr> View<'a, T> {
+impl<'a, T: DeviceRepr + AnyBitPattern> View<'a, T> {
     /// The first `length` elements of memory, used on a stream.
     ///
     /// # Errors
@@ -95,10 +99,12 @@ impl<T> DevicePtr<T> for View<'_, T> {
 }
 
 /// The first elements of memory, for cudarc to read and write. As [`View`] in all else.
+///
+/// Their type has no bytes that a value leaves uninitialised ([`NoUninit`]: no padding), since other processes read them.
 #[derive(Debug)]
 pub struct ViewMut<'a, T>(View<'a, T>);
 
-impl<'a, T: DeviceRepr> ViewMut<'a, T> {
+impl<'a, T: DeviceRepr + AnyBitPattern + NoUninit> ViewMut<'a, T> {
     /// The first `length` elements of memory, used on a stream.
     ///
     /// # Errors

@@ -9,6 +9,7 @@
 
 #[cfg(feature = "tools")]
 pub(crate) mod bare;
+pub(crate) mod copy;
 pub(crate) mod cuda;
 #[cfg(feature = "tools")]
 pub(crate) mod diagnosis;

@@ -21,6 +21,8 @@ mod imported;
 mod legacy;
 mod mirror;
 mod pool;
+#[cfg(test)]
+mod races;
 mod shared;
 mod spec;
 mod vmm;
