@@ -13,7 +13,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use super::{Allocation, Device, Mapping, Part, Placement, Region, Reservation, check_range, round_up, timed};
 use crate::{
     driver::Access,
-    error::{DeviceError, Error, MemoryError, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// Allocations at one range of addresses.

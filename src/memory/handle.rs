@@ -14,7 +14,7 @@ use super::{
 use crate::{
     array::{ArrayDescriptor, Interface},
     driver::{Access, Driver},
-    error::{DeviceError, Error, MemoryError, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// All that another process needs to open an array, besides the descriptors: send both by any channel that you have.

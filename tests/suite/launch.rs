@@ -8,7 +8,7 @@ use cudarc::driver::{CudaContext, DeviceSlice, result, sys};
 use vmmfd::{
     Error,
     driver::Access,
-    error::{DeviceError, MemoryError},
+    error::MemoryError,
     launch::{View, ViewMut},
     memory::{Allocation, Mapping, Region},
 };

@@ -22,7 +22,7 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Channel, Listener},
     driver::{Access::ReadOnly, Access::ReadWrite, Backend},
-    error::{DeviceError, MemoryError, PeerError},
+    error::{MemoryError, PeerError},
     memory::{Device, Pool, Region, Shared, Spec},
     session::{
         Config, Verdict,

@@ -12,7 +12,7 @@ use crate::{
     array::ArrayDescriptor,
     channel::{Listener, Peer, deadline_after},
     driver::{Access, Backend, Driver},
-    error::{DeviceError, Error, PeerError, Result},
+    error::{Error, PeerError, Result},
     memory::{Chunk, Region, Shared},
     session::{
         Config,
