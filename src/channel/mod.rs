@@ -27,7 +27,10 @@ use nix::{
         socket::{getsockopt, sockopt::PeerCredentials},
     },
 };
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketFlags,
+    SocketType,
+};
 use sendfd::SendWithFd;
 
 pub(crate) use self::cancel::eventfd;
@@ -99,8 +102,9 @@ impl Channel {
     /// A channel over a connected `SOCK_SEQPACKET` socket.
     ///
     /// # Errors
-    /// [`Error::System`] if the peer's credentials can't be read.
+    /// [`Error::Socket`] for anything else than such a socket; [`Error::System`].
     pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        socket::check_type(&socket)?;
         let peer = Peer::of(&socket)?;
         // Only its descriptor is used: `sendfd` knows no other type.
         let socket = Arc::new(UnixStream::from(socket));
@@ -108,6 +112,15 @@ impl Channel {
         let record = vec![0; HEADER_LENGTH + MAX_BODY + 1];
         let (cancel, outgoing) = (cancel.clone(), Vec::new());
         Ok(Self { socket, peer, timeout, cancel, sent: Instant::now(), record, outgoing })
+    }
+
+    /// Two connected sockets of the type that sessions need: for both ends in one process, or in one that is started with an end.
+    ///
+    /// # Errors
+    /// [`Error::System`]. See socketpair(2).
+    pub fn socket_pair() -> Result<(OwnedFd, OwnedFd)> {
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+            .map_err(|errno| Error::system("make a pair of sockets", errno))
     }
 
     /// Who is at the other end.
@@ -237,6 +250,16 @@ impl Channel {
     /// Counts the time that the peer is given to leave from now on, and not from the last record.
     pub(crate) fn renew(&mut self) {
         self.sent = Instant::now();
+    }
+
+    /// Reads a record that nobody waits for, without waiting. Returns whether the peer has gone.
+    pub(crate) fn discard(&mut self) -> bool {
+        use io::ErrorKind::{Interrupted, WouldBlock};
+        match self.take_record() {
+            Ok(Some(_)) => false,
+            Err(error) => !matches!(error.kind(), Interrupted | WouldBlock),
+            Ok(None) => true,
+        }
     }
 
     /// As [`Channel::finish`], for one that is not closed yet.

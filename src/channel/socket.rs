@@ -26,8 +26,11 @@ use nix::{
     unistd::{UnlinkatFlags, geteuid, unlinkat},
 };
 use rustix::{
-    io::Errno as SocketErrno,
-    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with},
+    io::{Errno as SocketErrno, FdFlags, fcntl_setfd, ioctl_fionbio},
+    net::{
+        AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, getsockname, listen, socket_with,
+        sockopt,
+    },
 };
 
 /// The longest path of a socket: `sun_path` less its terminating zero.
@@ -176,14 +179,32 @@ pub fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -
     }
 }
 
-/// A listening socket. Dropping it removes its file, unless another one has taken its place.
+/// A listening socket. Dropping one that [`Listener::bind`] made removes its file, unless another one has taken its place.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
     path: PathBuf,
+    /// The file to remove at the end.
+    file: Option<SocketFile>,
+}
+
+/// A socket's file, which may have been replaced meanwhile.
+#[derive(Debug)]
+struct SocketFile {
     folder: File,
     name: OsString,
     inode: (u64, u64),
+}
+
+/// That a socket keeps records apart and passes descriptors.
+pub(super) fn check_type(socket: &impl AsFd) -> Result<()> {
+    let unfit = |problem: &str| Err(Error::Socket { problem: problem.to_owned() });
+    match (sockopt::socket_domain(socket), sockopt::socket_type(socket)) {
+        (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => Ok(()),
+        (Ok(_), Ok(_)) => unfit("it is not of type SOCK_SEQPACKET and family AF_UNIX"),
+        (Err(SocketErrno::NOTSOCK), _) => unfit("it is no socket"),
+        (Err(errno), _) | (_, Err(errno)) => Err(Error::system("look at a socket", errno)),
+    }
 }
 
 impl Listener {
@@ -224,7 +245,28 @@ impl Listener {
         renameat(&folder, temporary.name.as_os_str(), &folder, name.as_os_str())
             .map_err(|errno| failed("put in place", errno.into()))?;
         std::mem::forget(temporary);
-        Ok(Self { socket, path: path.to_owned(), folder, name, inode })
+        Ok(Self { socket, path: path.to_owned(), file: Some(SocketFile { folder, name, inode }) })
+    }
+
+    /// Takes over a socket that listens already: from systemd's socket activation, say. It is made close-on-exec and
+    /// non-blocking. Its file, if it has one, stays when this is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Socket`] for anything else than a listening socket of type `SOCK_SEQPACKET`; [`Error::System`].
+    ///
+    /// See sd_listen_fds(3).
+    pub fn from_fd(socket: OwnedFd) -> Result<Self> {
+        check_type(&socket)?;
+        let failed = |errno: SocketErrno| Error::system("take over a listening socket", errno);
+        if !sockopt::socket_acceptconn(&socket).map_err(failed)? {
+            return Err(Error::Socket { problem: "it does not listen".to_owned() });
+        }
+        fcntl_setfd(&socket, FdFlags::CLOEXEC).map_err(failed)?;
+        ioctl_fionbio(&socket, true).map_err(failed)?;
+        let address = getsockname(&socket).ok().and_then(|address| SocketAddrUnix::try_from(address).ok());
+        let path =
+            address.and_then(|address| Some(Path::new(OsStr::from_bytes(address.path()?.to_bytes())).to_owned()));
+        Ok(Self { socket, path: path.unwrap_or_default(), file: None })
     }
 
     /// Checks that nobody serves a path: to be called early, before anything expensive is made for it. [`Listener::bind`]
@@ -255,7 +297,7 @@ impl Listener {
         }
     }
 
-    /// Where it listens.
+    /// Where it listens; empty for a socket that has no path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -282,13 +324,13 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let locked =
-            Cancel::new().and_then(|cancel| lock(&self.folder, &self.path, Duration::from_millis(200), &cancel));
-        // Somebody may sit on the lock for whatever reason: then without it, at the risk of a moment.
+        let Some(SocketFile { folder, name, inode }) = &self.file else { return };
+        let locked = Cancel::new().and_then(|cancel| lock(folder, &self.path, Duration::from_millis(200), &cancel));
+        // Another process may hold the lock: then without it, at the risk of a moment.
         let _locked = locked.inspect_err(|error| tracing::warn!(%error, "the socket is removed all the same"));
         // Another producer may have found this one not listening any more and taken its place.
-        if inode_of(&self.folder, &self.name) == Ok(self.inode) {
-            let removed = unlinkat(&self.folder, self.name.as_os_str(), UnlinkatFlags::NoRemoveDir);
+        if inode_of(folder, name) == Ok(*inode) {
+            let removed = unlinkat(folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
             if let Err(errno) = removed {
                 tracing::warn!(%errno, path = %self.path.display(), "the socket can't be removed");
             }

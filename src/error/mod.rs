@@ -195,6 +195,13 @@ pub enum Error {
         reason: String,
     },
 
+    /// A socket that the caller gave can't be used.
+    #[error("the socket can't be used: {problem}")]
+    Socket {
+        /// Why: one sentence.
+        problem: String,
+    },
+
     /// The folder that holds the default socket is not safe to use.
     #[error("folder {path} is not safe for a socket: {reason}", path = path.display())]
     UnsafeFolder {
@@ -413,6 +420,7 @@ impl Error {
             | Self::File { .. }
             | Self::Array { .. }
             | Self::Misuse { .. }
+            | Self::Socket { .. }
             | Self::SocketPath { .. } => ErrorKind::Usage,
             Self::Absent { .. }
             | Self::NotAccepted { .. }

@@ -15,13 +15,13 @@ use serde_json::{Value, json};
 use vmmfd::{
     channel::{Cancel, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, open},
-    memory::{Device, Mirror, Region, Selector, Shared, Spec},
+    memory::{Device, Mechanism, Mirror, Placement, Region, Selector, Shared, Spec},
     session::{
-        Terms,
-        consumer::{Ask, Consumer},
-        producer::{Buffer, Content, Plan, Served, serve},
+        Config, Verdict,
+        handoff::{self, Buffer, Consumer, ServeOptions, Served, Unchecked, serve},
     },
-    wire::{ByteRange, Hello, Mechanism, Message, Outcome, Received, Request},
+    tools::check::{DataVerifier, Exercise},
+    wire::{self, Hello, Message, Received},
 };
 
 use crate::running::{Meeting, On};
@@ -515,7 +515,7 @@ fn a_file_that_changes_under_the_reader_is_told() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1000).unwrap();
     let source = vmmfd::tools::check::files::Source::open(file.path()).unwrap();
-    let memory = shared(&Spec { size: source.size(), ..Spec::default() });
+    let memory = shared(Spec::vmm(source.size()));
     file.as_file().set_len(999).unwrap();
     let told = source.load(&memory, &mut |_| Ok(())).unwrap_err().to_string();
     assert!(told.contains("was changed since it was opened with 1000 bytes"), "{told}");
@@ -560,50 +560,41 @@ fn large_raw_elements_are_shown_by_their_beginning() {
 }
 
 /// A producer of this process, and a consumer of it. Returns what `body` did and what was served.
-fn meet<T>(buffer: &Buffer, plan: Plan, body: impl FnOnce(Consumer<'_>) -> T) -> (T, Vec<Served>) {
+fn meet<T>(buffer: &Buffer<'_>, options: &ServeOptions, body: impl FnOnce(Consumer<'_>) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
-    let cancel = Cancel::new().unwrap();
-    let terms = Terms { timeout: Duration::from_secs(2), trust: Trust::default(), cancel: cancel.clone() };
-    let listener = Listener::bind(&path, false, terms.timeout, &cancel).unwrap();
-    let mut served = Vec::new();
-    let result = thread::scope(|scope| {
-        let serving = scope.spawn(|| serve(listener, buffer, plan, &terms, &|_| {}, &mut served));
+    let config = Config::default().with_timeout(Duration::from_secs(2));
+    let listener = Listener::bind(&path, false, config.timeout, &Cancel::new().unwrap()).unwrap();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(listener, buffer, options, &config, &|_| {}));
         let driver = buffer.shared().device().driver();
-        let result = body(Consumer::connect(driver, None, &path, &terms, &|_| {}).unwrap());
-        serving.join().unwrap().unwrap();
-        result
-    });
-    (result, served)
+        let result = body(Consumer::connect(driver, None, &path, &config, &|_| {}).unwrap());
+        (result, serving.join().unwrap().into_result().unwrap())
+    })
 }
 
 /// A producer of this process, and a consumer by hand that has asked for its buffer.
-fn meet_by_hand<T>(buffer: &Buffer, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
+fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let cancel = Cancel::new().unwrap();
-    let terms = Terms { timeout: Duration::from_secs(1), trust: Trust::default(), cancel: cancel.clone() };
-    let listener = Listener::bind(&path, false, terms.timeout, &cancel).unwrap();
-    let mut served = Vec::new();
-    let result = thread::scope(|scope| {
-        let serving = scope.spawn(|| serve(listener, buffer, ONE, &terms, &|_| {}, &mut served));
+    let config = Config::default().with_timeout(Duration::from_secs(1));
+    let listener = Listener::bind(&path, false, config.timeout, &cancel).unwrap();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(listener, buffer, &ServeOptions::default(), &config, &|_| {}));
         let patience = Duration::from_secs(20);
         let mut channel = vmmfd::channel::connect(&path, patience, &Trust::default(), &cancel).unwrap();
-        let hello = Hello { version: 1, capabilities: Vec::new(), backend: "cuda".into(), pid: 1 };
+        let hello = Hello { version: 1, capabilities: Vec::new(), backend: "cuda".into(), pid: 1, timeout_ms: 20_000 };
         channel.send(&Message::Hello(hello), &[]).unwrap();
         next(&mut channel);
-        let request = Request { object: "default".into(), access: None, range: None, have: None };
+        let request = wire::Request { object: "default".into(), access: None, range: None };
         channel.send(&Message::Request(request), &[]).unwrap();
         let result = body(&mut channel);
-        serving.join().unwrap().unwrap();
-        result
-    });
-    (result, served)
+        (result, serving.join().unwrap().into_result().unwrap())
+    })
 }
 
-const ONE: Plan = Plan { consumers: 1, round_trip: false };
-
-fn shared(spec: &Spec) -> Shared {
+fn shared(spec: impl Into<Spec>) -> Shared {
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     Shared::create(&Device::find(&driver, Selector::default()).unwrap(), spec).unwrap()
 }
@@ -611,48 +602,44 @@ fn shared(spec: &Spec) -> Shared {
 #[test]
 fn memory_of_a_pool_is_the_producers_again_when_it_was_let_go_of() {
     let subject = crate::support::Subject::fake();
-    let pool = |size| {
-        let spec = Spec { size, mechanism: Mechanism::Pool, ..Spec::default() };
-        Buffer::new(Shared::create(&subject.device(), &spec).unwrap(), Content::Pattern(5), None).unwrap()
-    };
     let ask = |consumer: &mut Consumer<'_>| {
-        let lent = consumer.request(&Ask::default()).unwrap();
-        let found = consumer.verify(&lent).unwrap();
-        consumer.report(&lent, &found).unwrap();
-        lent
+        let object = consumer.request(&handoff::Request::default()).unwrap();
+        let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
+        assert!(found.verified && found.check.is_some());
+        consumer.report(&object, &found).unwrap();
+        object
     };
-    let buffer = pool(1000);
-    let (let_go, served) = meet(&buffer, ONE, |mut consumer| {
-        let lent = [ask(&mut consumer), ask(&mut consumer)];
+    let memory = Shared::create(&subject.device(), Spec::pool(1000)).unwrap();
+    let buffer = Buffer::new(memory, Exercise::pattern(5, &|_| {}), None).unwrap();
+    let (closed, served) = meet(&buffer, &ServeOptions::default(), |mut consumer| {
+        let objects = [ask(&mut consumer), ask(&mut consumer)];
         // The connection goes on without the consumer, for as long as the memory is open.
         consumer.close();
         thread::sleep(Duration::from_millis(300));
-        drop(lent);
+        drop(objects);
         Instant::now()
     });
-    assert!(let_go.elapsed() < Duration::from_secs(1), "the producer waits for that and no longer");
+    assert!(closed.elapsed() < Duration::from_secs(1), "the producer waits for that and no longer");
     assert!(served[0].error.is_none(), "{served:?}");
     // Whoever never lets go is a failed peer, and can't hold the producer for ever: but the memory is not freed under it.
-    for mechanism in [Mechanism::Pool, Mechanism::Legacy] {
+    for spec in [Spec::pool(1000), Spec::legacy(1000)] {
         let subject = crate::support::Subject::fake();
-        let spec = Spec { size: 1000, mechanism, ..Spec::default() };
-        let memory = Shared::create(&subject.device(), &spec).unwrap();
+        let memory = Shared::create(&subject.device(), spec).unwrap();
         let taken = subject.faulty.taken();
-        let buffer = Buffer::new(memory, Content::Pattern(5), None).unwrap();
+        let buffer = Buffer::new(memory, Unchecked, None).unwrap();
         let ((), served) = meet_by_hand(&buffer, |channel| {
             let (Message::Offer(_), _) = next(channel) else { panic!() };
-            if mechanism == Mechanism::Pool {
+            if spec.mechanism() == Mechanism::Pool {
                 let (Message::Pool(_), _) = next(channel) else { panic!() };
                 channel.send(&Message::Received(Received { segments: 0 }), &[]).unwrap();
             }
-            let found = Outcome { words: 250, ..Outcome::of_verdict(true) };
-            channel.send(&Message::Result(found), &[]).unwrap();
+            channel.send(&Message::Result(Verdict::unchecked(true)), &[]).unwrap();
             next(channel);
             // Longer than the producer waits.
             thread::sleep(Duration::from_millis(2500));
         });
         let told = served[0].error.as_ref().unwrap().to_string();
-        assert!(told.contains("for the consumer to let go of the memory"), "{told}");
+        assert!(told.contains("for the consumer to close the memory"), "{told}");
         drop(buffer);
         assert_eq!(subject.faulty.taken(), taken, "it is still there");
         // It stays so to the end of the process.
@@ -669,54 +656,20 @@ fn next(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
     }
 }
 
-const UNIT: u64 = 2 << 20;
-
-#[test]
-fn a_peer_that_asks_again_gets_just_the_new_segments() {
-    let spec = Spec { size: 3 * UNIT, chunk: Some(UNIT), capacity: 8 * UNIT, ..Spec::default() };
-    let buffer = Buffer::new(shared(&spec), Content::Pattern(5), None).unwrap();
-    let ((), served) = meet(&buffer, ONE, |mut consumer| {
-        let mut lent = consumer.request(&Ask::default()).unwrap();
-        let found = consumer.verify(&lent).unwrap();
-        consumer.report(&lent, &found).unwrap();
-        let (address, files) = (lent.memory().address(), lent.memory().segments());
-        assert_eq!((found.verified, found.words, files), (true, 3 * UNIT / 4, Some(3)));
-        buffer.grow(2 * UNIT + 1, &Cancel::new().unwrap()).unwrap();
-        for _ in 0..2 {
-            // The second time there is nothing new.
-            consumer.extend(&mut lent).unwrap();
-            let found = consumer.verify(&lent).unwrap();
-            assert_eq!((found.verified, found.words), (true, (5 * UNIT + 1).div_ceil(4)));
-            consumer.report(&lent, &found).unwrap();
-            assert_eq!((lent.memory().address(), lent.memory().segments()), (address, Some(6)));
-            assert_eq!(lent.memory().size(), 6 * UNIT);
-        }
-        assert_eq!(lent.offer().part.unwrap().segments, 0);
-        // Of a part there is nothing to grow.
-        let range = Some(ByteRange { offset: UNIT, length: 10 });
-        let mut part = consumer.request(&Ask { range, ..Ask::default() }).unwrap();
-        let found = consumer.verify(&part).unwrap();
-        consumer.report(&part, &found).unwrap();
-        assert_eq!((part.memory().start(), part.memory().size()), (UNIT, UNIT));
-        assert!(consumer.extend(&mut part).is_err());
-        consumer.close();
-    });
-    assert!(served.len() == 1 && served[0].error.is_none(), "{served:?}");
-}
-
 #[test]
 fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
-    let memory = shared(&Spec { size: 1000, ..Spec::default() });
+    let memory = shared(Spec::vmm(1000));
     Mirror::of(&memory, 0, 1000).unwrap().write(990, b"end").unwrap();
     let array =
         vmmfd::array::ArrayDescriptor::new("u16".parse().unwrap(), vec![10, 50], vmmfd::array::Order::C).unwrap();
-    let buffer = Buffer::new(memory, Content::Own, Some(array)).unwrap();
-    let ((), served) = meet(&buffer, Plan { consumers: 1, round_trip: true }, |mut consumer| {
-        let lent = consumer.request(&Ask { access: Some(Access::ReadWrite), ..Ask::default() }).unwrap();
-        assert_eq!((lent.offer().salt, lent.offer().reply_salt, lent.offer().digest.clone()), (None, None, None));
-        let found = consumer.verify(&lent).unwrap();
-        assert!(consumer.report(&lent, &found).unwrap().verified);
-        let array = lent.into_array().unwrap().unwrap();
+    let buffer = Buffer::new(memory, Unchecked, Some(array)).unwrap();
+    let ((), served) = meet(&buffer, &ServeOptions::default().with_round_trip(true), |mut consumer| {
+        let object = consumer.request(&handoff::Request::default().with_access(Access::ReadWrite)).unwrap();
+        assert_eq!(object.check(), None);
+        let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
+        assert_eq!(found, Verdict::unchecked(true));
+        assert!(consumer.report(&object, &found).unwrap().verified);
+        let array = object.into_array().unwrap().unwrap();
         assert_eq!(array.element(&[9, 45]).unwrap(), b"en");
         array.memory().copy_in(0, b"back").unwrap();
         consumer.close();
@@ -728,10 +681,19 @@ fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
 }
 
 #[test]
-fn a_mechanism_is_told_in_the_words_of_the_wire() {
-    for (mechanism, name) in [(Mechanism::Vmm, "vmm"), (Mechanism::Pool, "pool"), (Mechanism::Legacy, "legacy")] {
+fn mechanisms_and_placements_have_the_names_of_the_wire() {
+    for (mechanism, wire, name) in [
+        (Mechanism::Vmm, wire::Mechanism::Vmm, "vmm"),
+        (Mechanism::Pool, wire::Mechanism::Pool, "pool"),
+        (Mechanism::Legacy, wire::Mechanism::Legacy, "legacy"),
+    ] {
         assert_eq!((mechanism.to_string(), name.parse()), (name.to_owned(), Ok(mechanism)));
-        assert_eq!(serde_json::to_value(mechanism).unwrap(), Value::from(name));
+        assert_eq!(serde_json::to_value(wire).unwrap(), Value::from(name));
     }
-    assert_eq!(serde_json::from_value::<Mechanism>(json!("of the future")).unwrap(), Mechanism::Unknown);
+    for (placement, wire, name) in
+        [(Placement::Device, wire::Location::Device, "device"), (Placement::Host, wire::Location::Host, "host")]
+    {
+        assert_eq!((placement.to_string(), name.parse()), (name.to_owned(), Ok(placement)));
+        assert_eq!(serde_json::to_value(wire).unwrap(), Value::from(name));
+    }
 }

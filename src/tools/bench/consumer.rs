@@ -12,11 +12,10 @@ use super::{
     process::Errand,
 };
 use crate::{
-    channel::{Cancel, Trust},
     driver::{Driver, PoolHandle, bare::Opened},
     error::{Error, ProtocolError, Result},
     memory::{Device, Region},
-    session::{Terms, stream::Subscriber},
+    session::{Config, stream::Subscriber},
 };
 
 /// How many buffers it keeps: one that is handed over anew each time, and one that it holds.
@@ -53,9 +52,9 @@ impl Consumer<'_> {
         }
         match call {
             Call::Connect { socket } => {
-                let terms = Terms { timeout: self.errand.timeout, trust: Trust::default(), cancel: Cancel::new()? };
+                let config = Config::default().with_timeout(self.errand.timeout);
                 let selector = Some(self.errand.selector());
-                self.subscriber = Some(Subscriber::connect(&self.driver, selector, socket, KEEP, &terms)?);
+                self.subscriber = Some(Subscriber::connect(&self.driver, selector, socket, KEEP, &config)?);
                 Ok(Reply::Ready)
             }
             Call::Pool => {
