@@ -7,16 +7,12 @@
 
 use std::{
     borrow::Cow,
-    ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void},
-    mem::{self, MaybeUninit},
-    os::unix::ffi::OsStrExt,
-    path::PathBuf,
-    ptr,
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    mem, ptr,
 };
 
 use cudarc::driver::sys;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
-use nix::libc::{Dl_info, dladdr};
 
 use crate::{
     driver::code,
@@ -128,6 +124,7 @@ pub(super) struct Opaque(pub [u8; 64]);
 pub(super) const HANDLE_TYPE_POSIX_FD: c_uint =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
 /// Bindings older than CUDA 12.4 have no name for it.
+#[cfg(feature = "tools")]
 pub(super) const HANDLE_TYPE_FABRIC: c_uint = 8;
 
 const _: () = {
@@ -317,7 +314,12 @@ impl Functions {
     }
 
     /// The file that the library was loaded from, as the loader names it.
-    pub(super) fn file(&self) -> Result<PathBuf> {
+    #[cfg(feature = "tools")]
+    pub(super) fn file(&self) -> Result<std::path::PathBuf> {
+        use std::{ffi::OsStr, mem::MaybeUninit, os::unix::ffi::OsStrExt};
+
+        use nix::libc::{Dl_info, dladdr};
+
         const CALL: &str = "cuInit";
         let function =
             self.init.ok_or_else(|| Error::MissingSymbol { library: self.library.to_owned(), symbol: CALL })?;
@@ -331,7 +333,7 @@ impl Functions {
         }
         // SAFETY: the loader's own C string, which lives as long as the library is loaded: for ever.
         let name = unsafe { CStr::from_ptr(name) };
-        Ok(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
+        Ok(std::path::PathBuf::from(OsStr::from_bytes(name.to_bytes())))
     }
 
     /// The error of a call that returned a code, with the driver's own name for it.

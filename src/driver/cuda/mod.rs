@@ -21,7 +21,6 @@ mod pool;
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::{CStr, c_int, c_uint, c_void},
-    mem,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     process,
     ptr::{self, NonNull},
@@ -300,7 +299,7 @@ impl Core {
         if !events.is_empty() {
             tracing::warn!(events = events.len(), "events were not given back");
         }
-        for (ordinal, slot) in mem::take(self.programs.get_mut().unwrap_or_else(PoisonError::into_inner)) {
+        for (ordinal, slot) in std::mem::take(self.programs.get_mut().unwrap_or_else(PoisonError::into_inner)) {
             let Some(program) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() else { continue };
             let unloaded = self.within(ordinal, || {
                 program.unload(&self.functions);
@@ -412,6 +411,7 @@ unsafe impl Verbs for CudaDriver {
         self.check_location(properties.location)?;
         let option = match which {
             Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            #[cfg(feature = "tools")]
             Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
         };
         let mut granularity = 0;
@@ -649,6 +649,7 @@ unsafe impl Verbs for CudaDriver {
 
 /// Ends the process without the exit handlers that libraries registered: the driver's may wait for ever for a thread that
 /// is inside it.
+#[cfg(feature = "tools")]
 pub(crate) fn exit_at_once(code: i32) -> ! {
     // SAFETY: it does not return, and needs nothing.
     unsafe { nix::libc::_exit(code) }
