@@ -39,7 +39,7 @@ pub use self::{
     socket::{Listener, connect, socket_path},
 };
 use crate::{
-    error::{Error, Result},
+    error::{Error, MemoryError, PeerError, Result},
     wire::{HEADER_LENGTH, MAX_BODY, MAX_FDS, Message, ProtocolError},
 };
 
@@ -69,13 +69,13 @@ pub struct Trust {
 
 impl Trust {
     /// # Errors
-    /// [`Error::PeerNotAllowed`].
+    /// [`PeerError::NotAllowed`].
     pub fn check(&self, peer: Peer) -> Result<()> {
         let own = nix::unistd::geteuid().as_raw();
         if peer.uid == own || peer.uid == 0 || self.uids.contains(&peer.uid) {
             return Ok(());
         }
-        Err(Error::PeerNotAllowed { pid: peer.pid, uid: peer.uid })
+        Err(Error::Peer(PeerError::NotAllowed { pid: peer.pid, uid: peer.uid }))
     }
 }
 
@@ -141,8 +141,8 @@ impl Channel {
     /// Sends a message with its descriptors, which stay the caller's.
     ///
     /// # Errors
-    /// [`Error::Protocol`] if the message is too large or has another number of descriptors (nothing is sent);
-    /// [`Error::Peer`] if the peer had reported an error; [`Error::PeerGone`], [`Error::Timeout`],
+    /// [`PeerError::Protocol`] if the message is too large or has another number of descriptors (nothing is sent);
+    /// [`PeerError::Reported`] if the peer had reported an error; [`PeerError::Gone`], [`PeerError::Timeout`],
     /// [`Error::Interrupted`], [`Error::System`].
     ///
     /// See sendmsg(2), unix(7).
@@ -170,14 +170,16 @@ impl Channel {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if !self.cancel.wait(self.socket.as_fd(), PollFlags::POLLOUT, deadline)? {
-                        return Err(Error::Timeout { purpose, waited: self.timeout });
+                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
                     }
                 }
                 // The kernel's bound on descriptors in flight, of all of a user's sockets: it passes.
                 Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) && Instant::now() < deadline => {
                     self.cancel.pause(Duration::from_millis(2))?;
                 }
-                Err(error) if gone(&error) => return Err(self.last_words().unwrap_or(Error::PeerGone { purpose })),
+                Err(error) if gone(&error) => {
+                    return Err(self.last_words().unwrap_or(Error::Peer(PeerError::Gone { purpose })));
+                }
                 Err(error) => return Err(Error::system(format!("send {kind} to the peer"), error)),
             }
         }
@@ -186,8 +188,8 @@ impl Channel {
     /// Receives a message with its descriptors. `purpose` completes the sentence "waiting ...", for the error.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after the channel's timeout; [`Error::PeerGone`], also for an empty record;
-    /// [`Error::Protocol`] for whatever breaks the protocol; [`Error::Interrupted`], [`Error::System`]. On any of them
+    /// [`PeerError::Timeout`] after the channel's timeout; [`PeerError::Gone`], also for an empty record;
+    /// [`PeerError::Protocol`] for whatever breaks the protocol; [`Error::Interrupted`], [`Error::System`]. On any of them
     /// every descriptor that came is closed.
     ///
     /// See recvmsg(2), unix(7).
@@ -206,7 +208,7 @@ impl Channel {
             // Here too, and not only where there is nothing to read: a peer who never pauses must not hold this side.
             self.cancel.check()?;
             match self.take_record() {
-                Ok(None) => return Err(Error::PeerGone { purpose }),
+                Ok(None) => return Err(Error::Peer(PeerError::Gone { purpose })),
                 Ok(Some(Err(cut @ ProtocolError::FdsTruncated { .. }))) => {
                     return Err(own_limit().unwrap_or(cut.into()));
                 }
@@ -222,12 +224,12 @@ impl Channel {
                         // The peer may need this CPU.
                         thread::yield_now();
                     } else if !self.cancel.wait(self.socket.as_fd(), PollFlags::POLLIN, deadline)? {
-                        return Err(Error::Timeout { purpose, waited: self.timeout });
+                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
                     }
                 }
-                // A reset is told once, before what the peer had still sent: read on behind it.
+                // ECONNRESET is reported once, ahead of queued data: read on after it.
                 Err(error) if gone(&error) && resets == 0 => resets += 1,
-                Err(error) if gone(&error) => return Err(Error::PeerGone { purpose }),
+                Err(error) if gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
                 Err(error) => return Err(Error::system("receive from the peer", error)),
             }
         }
@@ -252,7 +254,7 @@ impl Channel {
         self.sent = Instant::now();
     }
 
-    /// Reads a record that nobody waits for, without waiting. Returns whether the peer has gone.
+    /// Reads and drops a record, without waiting for one. Returns whether the peer has gone.
     pub(crate) fn discard(&mut self) -> bool {
         use io::ErrorKind::{Interrupted, WouldBlock};
         match self.take_record() {
@@ -300,7 +302,7 @@ impl Channel {
         for _ in 0..64 {
             match self.take_record() {
                 Ok(Some(Ok((Message::Error(failure), _)))) => {
-                    return Some(Error::Peer { code: failure.code, message: failure.message });
+                    return Some(Error::Peer(PeerError::Reported { code: failure.code, message: failure.message }));
                 }
                 Ok(Some(_)) => {}
                 Err(error) if gone(&error) => {}
@@ -351,7 +353,7 @@ impl AsFd for Channel {
 fn own_limit() -> Option<Error> {
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     let needed = std::fs::read_dir("/proc/self/fd").ok()?.count() as u64 + MAX_FDS as u64;
-    (needed > limit).then_some(Error::TooManyDescriptors { needed, limit })
+    (needed > limit).then_some(Error::Memory(MemoryError::TooManyDescriptors { needed, limit }))
 }
 
 fn gone(error: &io::Error) -> bool {

@@ -18,7 +18,7 @@ use std::{
 };
 
 use super::{Cancel, Channel, Peer, Trust, deadline_after};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SocketError};
 use nix::{
     errno::Errno,
     fcntl::{AtFlags, Flock, FlockArg, renameat},
@@ -45,15 +45,15 @@ const LOOK_AGAIN: Duration = Duration::from_millis(2);
 /// user alone, where it is missing.
 ///
 /// # Errors
-/// [`Error::SocketPath`] for a path that is too long, or whose folder does not exist; [`Error::UnsafeFolder`] if the
-/// default folder is a link, belongs to another user or can be written by others; [`Error::DefaultFolder`] if it can't be
+/// [`SocketError::Path`] for a path that is too long, or whose folder does not exist; [`SocketError::UnsafeFolder`] if the
+/// default folder is a link, belongs to another user or can be written by others; [`SocketError::DefaultFolder`] if it can't be
 /// made or looked at.
 pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
     let path = match given {
         Some(path) => path.to_owned(),
         None => default_folder()?.join("vmmfd.sock"),
     };
-    let unusable = |reason: String| Error::SocketPath { path: path.clone(), reason };
+    let unusable = |reason: String| Error::Socket(SocketError::Path { path: path.clone(), reason });
     let length = path.as_os_str().len();
     if length > MAX_PATH {
         return Err(unusable(format!("it has {length} bytes, and a socket's path has at most {MAX_PATH}")));
@@ -76,15 +76,16 @@ fn default_folder() -> Result<PathBuf> {
     // The umask may have taken the user's own rights too.
     match made.and_then(|()| fs::set_permissions(&folder, Permissions::from_mode(0o700))) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(Error::DefaultFolder { path: folder, source: error });
+            return Err(Error::Socket(SocketError::DefaultFolder { path: folder, source: error }));
         }
         _ => {}
     }
     let metadata = match fs::symlink_metadata(&folder) {
         Ok(metadata) => metadata,
-        Err(error) => return Err(Error::DefaultFolder { path: folder, source: error }),
+        Err(error) => return Err(Error::Socket(SocketError::DefaultFolder { path: folder, source: error })),
     };
-    let unsafe_because = |reason: String| Err(Error::UnsafeFolder { path: folder.clone(), reason });
+    let unsafe_because =
+        |reason: String| Err(Error::Socket(SocketError::UnsafeFolder { path: folder.clone(), reason }));
     if metadata.is_symlink() {
         return unsafe_because("it is a symbolic link".to_owned());
     }
@@ -102,7 +103,7 @@ fn default_folder() -> Result<PathBuf> {
 
 /// The folder and the name of a path.
 fn split(path: &Path) -> Result<(PathBuf, OsString)> {
-    let unusable = |reason: &str| Error::SocketPath { path: path.to_owned(), reason: reason.to_owned() };
+    let unusable = |reason: &str| Error::Socket(SocketError::Path { path: path.to_owned(), reason: reason.to_owned() });
     let name = path.file_name().filter(|_| !path.as_os_str().as_bytes().ends_with(b"/"));
     let name = name.ok_or_else(|| unusable("it names no file"))?.to_owned();
     let folder = match path.parent() {
@@ -135,10 +136,10 @@ fn attempt(path: &Path) -> Result<Attempt> {
         Err(SocketErrno::NOENT | SocketErrno::CONNREFUSED) => Ok(Attempt::Nobody),
         Err(SocketErrno::AGAIN | SocketErrno::INTR) => Ok(Attempt::Full),
         Err(SocketErrno::ACCESS | SocketErrno::PERM) => Ok(Attempt::Denied),
-        Err(SocketErrno::PROTOTYPE) => Err(Error::SocketPath {
+        Err(SocketErrno::PROTOTYPE) => Err(Error::Socket(SocketError::Path {
             path: path.to_owned(),
             reason: "another program serves it, with another type of socket".to_owned(),
-        }),
+        })),
         Err(errno) => Err(Error::system(format!("connect to {}", path.display()), errno)),
     }
 }
@@ -152,9 +153,9 @@ fn new_socket() -> Result<OwnedFd> {
 /// Connects to the producer at a path, waiting for it to appear for as long as `timeout`.
 ///
 /// # Errors
-/// [`Error::Absent`] if nobody serves it in time; [`Error::NotAccepted`] if somebody does who has no room;
-/// [`Error::Denied`] if this user may not connect; [`Error::PeerNotAllowed`] if a user not trusted serves it;
-/// [`Error::SocketPath`], [`Error::Interrupted`], [`Error::System`].
+/// [`SocketError::Absent`] if nobody serves it in time; [`SocketError::NotAccepted`] if somebody does who has no room;
+/// [`SocketError::Denied`] if this user may not connect; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed) if a user not trusted serves it;
+/// [`SocketError::Path`], [`Error::Interrupted`], [`Error::System`].
 ///
 /// See connect(2), unix(7).
 pub fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Channel> {
@@ -168,9 +169,9 @@ pub fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -
                 return Ok(channel);
             }
             // Perhaps nobody serves it, and a producer that lets this user in will replace it.
-            Attempt::Denied => Error::Denied { path: path() },
-            Attempt::Nobody => Error::Absent { path: path(), waited: timeout },
-            Attempt::Full => Error::NotAccepted { path: path(), waited: timeout },
+            Attempt::Denied => Error::Socket(SocketError::Denied { path: path() }),
+            Attempt::Nobody => Error::Socket(SocketError::Absent { path: path(), waited: timeout }),
+            Attempt::Full => Error::Socket(SocketError::NotAccepted { path: path(), waited: timeout }),
         };
         if Instant::now() >= deadline {
             return Err(in_vain);
@@ -198,7 +199,7 @@ struct SocketFile {
 
 /// That a socket keeps records apart and passes descriptors.
 pub(super) fn check_type(socket: &impl AsFd) -> Result<()> {
-    let unfit = |problem: &str| Err(Error::Socket { problem: problem.to_owned() });
+    let unfit = |problem: &str| Err(Error::Socket(SocketError::Unfit { problem: problem.to_owned() }));
     match (sockopt::socket_domain(socket), sockopt::socket_type(socket)) {
         (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => Ok(()),
         (Ok(_), Ok(_)) => unfit("it is not of type SOCK_SEQPACKET and family AF_UNIX"),
@@ -214,8 +215,8 @@ impl Listener {
     /// made to listen, and renamed.
     ///
     /// # Errors
-    /// [`Error::AlreadyServed`] if somebody serves the path; [`Error::SocketPath`] if it is taken by something that is no
-    /// socket; [`Error::FolderLocked`] if the folder stays locked for `timeout`; [`Error::System`],
+    /// [`SocketError::AlreadyServed`] if somebody serves the path; [`SocketError::Path`] if it is taken by something that is no
+    /// socket; [`SocketError::FolderLocked`] if the folder stays locked for `timeout`; [`Error::System`],
     /// [`Error::Interrupted`].
     ///
     /// See bind(2), listen(2), flock(2), rename(2).
@@ -259,7 +260,7 @@ impl Listener {
         check_type(&socket)?;
         let failed = |errno: SocketErrno| Error::system("take over a listening socket", errno);
         if !sockopt::socket_acceptconn(&socket).map_err(failed)? {
-            return Err(Error::Socket { problem: "it does not listen".to_owned() });
+            return Err(Error::Socket(SocketError::Unfit { problem: "it does not listen".to_owned() }));
         }
         fcntl_setfd(&socket, FdFlags::CLOEXEC).map_err(failed)?;
         ioctl_fionbio(&socket, true).map_err(failed)?;
@@ -273,7 +274,7 @@ impl Listener {
     /// checks again, under the lock.
     ///
     /// # Errors
-    /// [`Error::AlreadyServed`], [`Error::SocketPath`], [`Error::System`].
+    /// [`SocketError::AlreadyServed`], [`SocketError::Path`], [`Error::System`].
     pub fn check_free(path: &Path) -> Result<()> {
         let metadata = match fs::symlink_metadata(path) {
             Ok(metadata) => metadata,
@@ -282,16 +283,16 @@ impl Listener {
         };
         if !metadata.file_type().is_socket() {
             let reason = "there is something else of that name, which is not a socket".to_owned();
-            return Err(Error::SocketPath { path: path.to_owned(), reason });
+            return Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }));
         }
         match attempt(path)? {
             Attempt::Connected(socket) => {
-                Err(Error::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid })
+                Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid }))
             }
-            Attempt::Full => Err(Error::AlreadyServed { path: path.to_owned(), pid: 0 }),
+            Attempt::Full => Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: 0 })),
             Attempt::Denied => {
                 let reason = format!("uid {} owns it, and this user can't tell whether it is served", metadata.uid());
-                Err(Error::SocketPath { path: path.to_owned(), reason })
+                Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }))
             }
             Attempt::Nobody => Ok(()),
         }
@@ -381,7 +382,9 @@ fn lock(folder: &File, path: &Path, timeout: Duration, cancel: &Cancel) -> Resul
         match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
             Ok(locked) => return Ok(locked),
             Err((back, Errno::EAGAIN | Errno::EINTR)) if Instant::now() < deadline => folder = back,
-            Err((_, Errno::EAGAIN)) => return Err(Error::FolderLocked { path: path.to_owned(), waited: timeout }),
+            Err((_, Errno::EAGAIN)) => {
+                return Err(Error::Socket(SocketError::FolderLocked { path: path.to_owned(), waited: timeout }));
+            }
             Err((_, errno)) => return Err(failed(errno.into())),
         }
         cancel.pause(LOOK_AGAIN)?;

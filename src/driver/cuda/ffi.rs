@@ -16,7 +16,7 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::{
     driver::code,
-    error::{Error, Result},
+    error::{Error, LoadError, Result},
 };
 
 /// `CUmemLocation`. The driver writes into these, so they are numbers and not enums.
@@ -186,7 +186,7 @@ macro_rules! functions {
                 pub(super) unsafe fn $method(&self, $($arg: $type),*) -> Result<()> {
                     let call = [$($name),+][0];
                     let library = || self.library.to_owned();
-                    let function = self.$method.ok_or_else(|| Error::MissingSymbol { library: library(), symbol: call })?;
+                    let function = self.$method.ok_or_else(|| Error::Load(LoadError::MissingSymbol { library: library(), symbol: call }))?;
                     // SAFETY: the caller's promise.
                     match unsafe { function($($arg),*) } {
                         0 => Ok(()),
@@ -287,7 +287,7 @@ impl Functions {
     /// Loads the driver library of this machine.
     ///
     /// # Errors
-    /// [`Error::NoDriver`] if none loads. A missing function is an error of the call that needs it.
+    /// [`LoadError::NoLibrary`] if none loads. A missing function is an error of the call that needs it.
     pub(super) fn load() -> Result<Self> {
         let mut tried = Vec::new();
         for library in LIBRARIES {
@@ -296,7 +296,7 @@ impl Functions {
                 Err(error) => tried.push(error),
             }
         }
-        Err(Error::NoDriver { tried: tried.join("; ") })
+        Err(Error::Load(LoadError::NoLibrary { tried: tried.join("; ") }))
     }
 
     /// Loads this library, a name to search for or a path.
@@ -321,8 +321,9 @@ impl Functions {
         use nix::libc::{Dl_info, dladdr};
 
         const CALL: &str = "cuInit";
-        let function =
-            self.init.ok_or_else(|| Error::MissingSymbol { library: self.library.to_owned(), symbol: CALL })?;
+        let function = self
+            .init
+            .ok_or_else(|| Error::Load(LoadError::MissingSymbol { library: self.library.to_owned(), symbol: CALL }))?;
         let mut info = MaybeUninit::<Dl_info>::zeroed();
         // SAFETY: the pointer is valid for the one write; the address is only looked up.
         let found = unsafe { dladdr(function as *const c_void, info.as_mut_ptr()) } != 0;
@@ -339,10 +340,10 @@ impl Functions {
     /// The error of a call that returned a code, with the driver's own name for it.
     fn failure(&self, call: &'static str, code: c_uint) -> Error {
         if code == code::STUB_LIBRARY {
-            return Error::StubLibrary { library: self.library.to_owned() };
+            return Error::Load(LoadError::Stub { library: self.library.to_owned() });
         }
         if code == code::NO_DEVICE && call == "cuInit" {
-            return Error::NoDevice;
+            return Error::Load(LoadError::NoDevice);
         }
         let mut name = ptr::null();
         let named = self.get_error_name.is_some_and(|function| {

@@ -46,7 +46,7 @@ use super::{
 };
 #[cfg(feature = "tools")]
 use super::{Bare, Diagnosis, EventHandle, Kernels};
-use crate::error::{Error, Result};
+use crate::error::{Error, LoadError, Result};
 
 /// The process that first called `cuInit`, or 0. The driver does not survive a fork, and says so in no clear words.
 static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
@@ -115,10 +115,10 @@ impl CudaDriver {
     /// Loads the driver library (`libcuda.so.1`, else `libcuda.so`) and initialises it. It stays loaded.
     ///
     /// # Errors
-    /// - [`Error::NoDriver`]: no library loads.
-    /// - [`Error::StubLibrary`]: what loads is the toolkit's stub.
-    /// - [`Error::NoDevice`]: the driver works and has no device to offer.
-    /// - [`Error::MissingSymbol`]: the library is no driver, or too old.
+    /// - [`LoadError::NoLibrary`]: no library loads.
+    /// - [`LoadError::Stub`]: what loads is the toolkit's stub.
+    /// - [`LoadError::NoDevice`]: the driver works and has no device to offer.
+    /// - [`LoadError::MissingSymbol`]: the library is no driver, or too old.
     /// - [`Error::Forked`]: this process is a fork of one that initialised the driver.
     /// - [`Error::Driver`]: the driver is there and fails.
     ///
@@ -133,8 +133,10 @@ impl CudaDriver {
     /// As [`CudaDriver::load`].
     #[cfg(feature = "internals")]
     pub fn load_from(path: &std::path::Path) -> Result<Self> {
-        let name = path.to_str().ok_or_else(|| Error::NoDriver { tried: format!("{path:?} is not UTF-8") })?;
-        Self::start(Functions::load_from(name).map_err(|tried| Error::NoDriver { tried })?)
+        let name = path
+            .to_str()
+            .ok_or_else(|| Error::Load(LoadError::NoLibrary { tried: format!("{path:?} is not UTF-8") }))?;
+        Self::start(Functions::load_from(name).map_err(|tried| Error::Load(LoadError::NoLibrary { tried }))?)
     }
 
     fn start(functions: Functions) -> Result<Self> {
@@ -164,7 +166,7 @@ impl CudaDriver {
             windows: Arc::default(),
         };
         if driver.device_count()? == 0 {
-            return Err(Error::NoDevice);
+            return Err(Error::Load(LoadError::NoDevice));
         }
         Ok(driver)
     }

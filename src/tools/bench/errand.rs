@@ -23,13 +23,13 @@ use super::{
 };
 use crate::{
     driver::cuda::exit_at_once,
-    error::{Error, Result},
+    error::{Error, PeerError, Result},
 };
 
 /// Tells whoever asked what it failed with, unless that one has gone.
 fn own_up<T: Serialize>(line: &Line, result: Result<()>, say: impl FnOnce(Failure) -> T) -> Result<()> {
     match result {
-        Err(error) if !matches!(error, Error::PeerGone { .. }) => line.send(&say(error.into())),
+        Err(error) if !matches!(error, Error::Peer(PeerError::Gone { .. })) => line.send(&say(error.into())),
         result => result,
     }
 }
@@ -43,9 +43,11 @@ pub fn run_errand(text: &str) -> ! {
         exit_at_once(1);
     }
     match run(&errand) {
-        Ok(()) | Err(Error::PeerGone { .. }) if matches!(errand.task, Task::Start) => std::process::exit(0),
+        Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) if matches!(errand.task, Task::Start) => {
+            std::process::exit(0)
+        }
         // Whoever asked has gone, and wants no answer.
-        Ok(()) | Err(Error::PeerGone { .. }) => exit_at_once(0),
+        Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => exit_at_once(0),
         Err(error) => {
             // Nobody may be reading any more.
             let _ = writeln!(io::stderr(), "{}", error.in_full());

@@ -22,7 +22,7 @@ use rustix::{
 use sendfd::SendWithFd;
 use serde::{Serialize, de::DeserializeOwned};
 
-use crate::error::{Error, ProtocolError, Result};
+use crate::error::{Error, PeerError, ProtocolError, Result};
 
 /// The longest record.
 const MAX_RECORD: usize = 64 << 10;
@@ -79,7 +79,9 @@ impl Line {
             None => rustix::net::send(&self.socket, record, SendFlags::NOSIGNAL).map_err(io::Error::from),
         };
         sent.map(drop).map_err(|error| match error.kind() {
-            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Error::PeerGone { purpose: "to send" },
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+                Error::Peer(PeerError::Gone { purpose: "to send" })
+            }
             io::ErrorKind::WouldBlock => self.timed_out("to send"),
             _ => Error::system("send to another process", error),
         })
@@ -95,7 +97,7 @@ impl Line {
             match rustix::net::recvmsg(&self.socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Err(self.timed_out(purpose)),
-                Err(Errno::CONNRESET) => return Err(Error::PeerGone { purpose }),
+                Err(Errno::CONNRESET) => return Err(Error::Peer(PeerError::Gone { purpose })),
                 Err(errno) => return Err(Error::system("receive from another process", errno)),
                 Ok(received) => break received,
             }
@@ -104,11 +106,11 @@ impl Line {
             RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
             _ => None,
         });
-        if received.bytes == 0 { Err(Error::PeerGone { purpose }) } else { Ok((received.bytes, fds)) }
+        if received.bytes == 0 { Err(Error::Peer(PeerError::Gone { purpose })) } else { Ok((received.bytes, fds)) }
     }
 
     fn timed_out(&self, purpose: &'static str) -> Error {
-        Error::Timeout { purpose, waited: self.timeout.unwrap_or_default() }
+        Error::Peer(PeerError::Timeout { purpose, waited: self.timeout.unwrap_or_default() })
     }
 }
 

@@ -184,15 +184,15 @@ pub type Observer<'a> = &'a dyn Fn(Progress<'_>);
 /// The program that calls this must hand the argument of its hidden subcommand [`ERRAND`] to [`run_errand`].
 ///
 /// # Errors
-/// [`Error::NoDriver`], [`Error::NoDevice`], [`Error::NoSuchDevice`]; [`Error::Child`] if a process of the bench fails otherwise,
-/// hangs or dies; [`Error::Interrupted`]; [`Error::System`].
+/// [`LoadError::NoLibrary`](crate::error::LoadError::NoLibrary), [`LoadError::NoDevice`](crate::error::LoadError::NoDevice), [`DeviceError::NotFound`](crate::error::DeviceError::NotFound); [`ToolError::Child`](crate::tools::error::ToolError::Child) if a process of the bench fails otherwise,
+/// hangs or dies; [`Error::Interrupted`](crate::Error::Interrupted); [`Error::System`](crate::Error::System).
 ///
-/// [`Error::NoDriver`]: crate::Error::NoDriver
-/// [`Error::NoDevice`]: crate::Error::NoDevice
-/// [`Error::NoSuchDevice`]: crate::Error::NoSuchDevice
-/// [`Error::Child`]: crate::Error::Child
-/// [`Error::Interrupted`]: crate::Error::Interrupted
-/// [`Error::System`]: crate::Error::System
+/// [`LoadError::NoLibrary`](crate::error::LoadError::NoLibrary): crate::Error::NoDriver
+/// [`LoadError::NoDevice`](crate::error::LoadError::NoDevice): crate::Error::NoDevice
+/// [`DeviceError::NotFound`](crate::error::DeviceError::NotFound): crate::Error::NoSuchDevice
+/// [`ToolError::Child`](crate::tools::error::ToolError::Child): crate::Error::Child
+/// [`Error::Interrupted`](crate::Error::Interrupted): crate::Error::Interrupted
+/// [`Error::System`](crate::Error::System): crate::Error::System
 pub fn run(plan: &Plan, cancel: &Cancel, observer: Observer<'_>) -> Result<Report> {
     let mut run = Run::new(plan, cancel, observer);
     let wants = |bench: Bench| plan.benches.contains(&bench);

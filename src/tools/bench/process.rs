@@ -23,8 +23,9 @@ use super::line::Line;
 use crate::{
     channel::Cancel,
     driver::{Backend, Choice, Driver, open},
-    error::{Error, Result},
+    error::{Error, PeerError, Result},
     memory::{Device, Selector},
+    tools::error::ToolError,
 };
 
 /// This program, also where it was replaced since it was started.
@@ -161,8 +162,8 @@ impl Process {
     /// That it is stuck, or how it ended.
     fn explain(&self, error: Error) -> Error {
         match error {
-            Error::PeerGone { .. } => {}
-            Error::Timeout { .. } => return self.silent(),
+            Error::Peer(PeerError::Gone { .. }) => {}
+            Error::Peer(PeerError::Timeout { .. }) => return self.silent(),
             _ => return error,
         }
         let deadline = Instant::now() + Duration::from_secs(1);
@@ -192,7 +193,7 @@ impl Drop for Process {
 
 /// An error of a process.
 pub(super) fn fault(process: &str, message: String) -> Error {
-    Error::Child { process: process.to_owned(), message, hint: None }
+    Error::from(ToolError::Child { process: process.to_owned(), message, hint: None })
 }
 
 /// That a process did not do in time what was its turn to do.

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     channel::{Cancel, Listener},
     driver::{Access, Bare, Driver, bare::Created},
-    error::{Error, ProtocolError, Result},
+    error::{Error, PeerError, ProtocolError, Result},
     memory::{Device, Pointer, Shared, Spec},
     session::{
         Config,
@@ -249,7 +249,7 @@ impl Producer<'_> {
                         })
                         .collect();
                     let begun = lenders.into_iter().map(|lender| {
-                        lender.join().map_err(|_| Error::PeerGone { purpose: "for a thread to lend" })?
+                        lender.join().map_err(|_| Error::Peer(PeerError::Gone { purpose: "for a thread to lend" }))?
                     });
                     begun.collect::<Result<Vec<_>>>()
                 })?;

@@ -18,7 +18,7 @@ use super::{
 use crate::{
     channel::{Cancel, Channel, Listener, Trust, connect, deadline_after},
     driver::{Backend, DeviceUuid},
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     wire::clean,
 };
 
@@ -134,7 +134,7 @@ impl Control {
             if !cancel.wait(listener.as_fd(), PollFlags::POLLIN, slice)? {
                 tick()?;
                 if Instant::now() >= deadline {
-                    return Err(Error::NoConsumer { waited: timeout });
+                    return Err(Error::Peer(PeerError::NoConsumer { waited: timeout }));
                 }
                 continue;
             }
@@ -187,14 +187,16 @@ impl Control {
             Say::Hello { version, .. } if version != VERSION => {
                 let message =
                     format!("the other end speaks version {version} of the doctor's records, this one {VERSION}");
-                Err(Error::Mismatch { code: ErrorCode::Version, message })
+                Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Version, message }))
             }
             Say::Hello { backend: theirs, .. } if theirs != backend => {
                 let message = format!("this end tests {backend} and the other one {theirs}");
-                Err(Error::Mismatch { code: ErrorCode::Backend, message })
+                Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
             }
             Say::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
-            Say::Lent { error: Some(seen) } => Err(Error::Peer { code: ErrorCode::Refused, message: seen.message }),
+            Say::Lent { error: Some(seen) } => {
+                Err(Error::Peer(PeerError::Reported { code: ErrorCode::Refused, message: seen.message }))
+            }
             other => unexpected(&other, "hello"),
         }
     }
@@ -211,10 +213,10 @@ impl Control {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
                     if !self.cancel().wait(self.channel.socket().as_fd(), PollFlags::POLLOUT, deadline)? {
-                        return Err(Error::Timeout { purpose: "to send", waited: self.timeout });
+                        return Err(Error::Peer(PeerError::Timeout { purpose: "to send", waited: self.timeout }));
                     }
                 }
-                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Error::PeerGone { purpose: "to send" }),
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Error::Peer(PeerError::Gone { purpose: "to send" })),
                 Err(errno) => return Err(Error::system("send to the other end", errno)),
             }
         }
@@ -234,7 +236,9 @@ impl Control {
             match rustix::net::recv(&*self.channel.socket(), &mut record[..], RecvFlags::DONTWAIT) {
                 // A reset is told once, before what the other end had still sent: read on behind it.
                 Err(Errno::CONNRESET) if resets == 0 => resets += 1,
-                Ok((0, _)) | Err(Errno::CONNRESET | Errno::PIPE) => return Err(Error::PeerGone { purpose }),
+                Ok((0, _)) | Err(Errno::CONNRESET | Errno::PIPE) => {
+                    return Err(Error::Peer(PeerError::Gone { purpose }));
+                }
                 Ok((length, _)) if length > MAX_RECORD => {
                     return Err(ProtocolError::LongRecord { most: MAX_RECORD }.into());
                 }
@@ -242,7 +246,7 @@ impl Control {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
                     if !self.cancel().wait(self.channel.socket().as_fd(), PollFlags::POLLIN, deadline)? {
-                        return Err(Error::Timeout { purpose, waited: timeout });
+                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: timeout }));
                     }
                 }
                 Err(errno) => return Err(Error::system("receive from the other end", errno)),
@@ -279,7 +283,7 @@ mod tests {
     #[test]
     fn what_is_no_record_is_an_error_and_no_text_reaches_a_terminal_as_it_came() {
         for record in ["", "[]", "{}", r#"{"kind":"new"}"#, r#"{"kind":"begin"}"#, "\u{0}"] {
-            assert!(matches!(decode(record.as_bytes()), Err(Error::Protocol(_))), "{record:?}");
+            assert!(matches!(decode(record.as_bytes()), Err(Error::Peer(PeerError::Protocol(_)))), "{record:?}");
         }
         let said = decode(br#"{"kind":"begin","probe":"a\u001b[31mb","new":1}"#);
         assert!(matches!(said, Ok(Say::Begin { probe }) if probe == "a [31mb"));

@@ -24,7 +24,7 @@ use super::{
 use crate::{
     channel::{Cancel, Listener, Trust, deadline_after, socket_path},
     driver::{Backend, Choice, open},
-    error::{Error, ProtocolError, Result},
+    error::{Error, PeerError, ProtocolError, Result, SocketError},
     memory::{Device, Selector},
 };
 
@@ -84,8 +84,8 @@ enum Told {
 /// Meets the other end, and reports what both found together.
 ///
 /// # Errors
-/// [`Error::SocketPath`], [`Error::AlreadyServed`]; [`Error::System`] if the other end does not come;
-/// [`Error::PeerNotAllowed`], [`Error::Peer`]; [`Error::Interrupted`]. What the probes fail with is in the report.
+/// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`Error::System`] if the other end does not come;
+/// [`PeerError::NotAllowed`], [`PeerError::Reported`]; [`Error::Interrupted`]. What the probes fail with is in the report.
 pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<Report> {
     let socket = socket_path(Some(&meeting.socket))?;
     if meeting.part == Part::Serve {
@@ -156,7 +156,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<Report> {
             Ok(Err(error @ Error::Interrupted { .. })) => return Err(error),
             // Without the other end there is nothing to report, but for what is wrong with this one.
             Ok(Err(error)) if report.peer.is_none() && !without_driver => return Err(alone(error, path)),
-            Ok(Err(error @ Error::PeerGone { .. })) => {
+            Ok(Err(error @ Error::Peer(PeerError::Gone { .. }))) => {
                 let why = "the other end vanished before all was told: it ended, was killed, or left";
                 Some(Seen { message: format!("{why} ({})", error.in_full()), ..Seen::of(&error) })
             }
@@ -183,8 +183,10 @@ fn alone(error: Error, path: &Path) -> Error {
         Error::system(format!("meet another doctor at {}", path.display()), io::Error::other(what))
     };
     match error {
-        Error::NoConsumer { waited } => nobody("join", waited),
-        Error::Absent { waited, .. } | Error::NotAccepted { waited, .. } => nobody("serve", waited),
+        Error::Peer(PeerError::NoConsumer { waited }) => nobody("join", waited),
+        Error::Socket(SocketError::Absent { waited, .. }) | Error::Socket(SocketError::NotAccepted { waited, .. }) => {
+            nobody("serve", waited)
+        }
         other => other,
     }
 }
@@ -251,7 +253,7 @@ fn work(meeting: &Meeting, socket: &Path, cancel: &Cancel, telling: &Sender<Told
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
                 let waited = |error| match error {
-                    Error::NoConsumer { .. } => Error::NoConsumer { waited: *wait },
+                    Error::Peer(PeerError::NoConsumer { .. }) => Error::Peer(PeerError::NoConsumer { waited: *wait }),
                     other => other,
                 };
                 let mut control = Control::accept(&listener, left, trust, cancel, &mut || Ok(())).map_err(waited)?;
@@ -259,7 +261,11 @@ fn work(meeting: &Meeting, socket: &Path, cancel: &Cancel, telling: &Sender<Told
                 match greet(&mut control) {
                     Ok(greeted) => break (control, greeted),
                     // It is a doctor, and the wrong one.
-                    Err(error @ (Error::Mismatch { .. } | Error::Peer { .. } | Error::Interrupted { .. })) => {
+                    Err(
+                        error @ (Error::Peer(PeerError::Mismatch { .. })
+                        | Error::Peer(PeerError::Reported { .. })
+                        | Error::Interrupted { .. }),
+                    ) => {
                         return Err(error);
                     }
                     // Whoever it is does not keep out the one who is waited for.
@@ -271,11 +277,11 @@ fn work(meeting: &Meeting, socket: &Path, cancel: &Cancel, telling: &Sender<Told
             let mut control = Control::connect(socket, *wait, trust, cancel)?;
             control.set_timeout(*timeout);
             let greeted = greet(&mut control).map_err(|error| match error {
-                Error::Protocol(_) => Error::SocketPath {
+                Error::Peer(PeerError::Protocol(_)) => Error::Socket(SocketError::Path {
                     path: socket.to_owned(),
                     reason: "no doctor waits there: a meeting of two others is under way, or a producer serves"
                         .to_owned(),
-                },
+                }),
                 other => other,
             })?;
             (control, greeted)

@@ -32,7 +32,7 @@ use super::{
 use crate::{
     channel::{Cancel, Listener, Trust},
     driver::{Backend, Choice, cuda::exit_at_once, open},
-    error::{Error, Result},
+    error::{Error, PeerError, Result},
     memory::{Device, Selector},
 };
 
@@ -135,7 +135,7 @@ impl Errand {
                 let end = End { driver, socket: socket.clone(), trust, timeout: self.timeout() };
                 match follow(&end, &mut control, &mut |_| {}) {
                     // How the other end leaves is its own affair.
-                    Ok(()) | Err(Error::PeerGone { .. }) => Ok(()),
+                    Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => Ok(()),
                     Err(error) => Err(error),
                 }
             }
@@ -255,12 +255,12 @@ impl Peer {
         let child = errand.command()?.stdout(Stdio::null()).stderr(Stdio::inherit()).spawn();
         let mut child = Fresh(Some(child.map_err(|error| Error::system("start another process", error))?));
         let mut living = || match child.0.as_mut().map(Child::try_wait) {
-            Some(Ok(Some(_))) => Err(Error::PeerGone { purpose: "for another process to start" }),
+            Some(Ok(Some(_))) => Err(Error::Peer(PeerError::Gone { purpose: "for another process to start" })),
             _ => Ok(()),
         };
         let mut control = Control::accept(&listener, patience, &Trust::default(), &cancel, &mut living)?;
         control.greet(backend, &Environment::default())?;
-        let child = child.0.take().ok_or(Error::PeerGone { purpose: "for another process to start" })?;
+        let child = child.0.take().ok_or(Error::Peer(PeerError::Gone { purpose: "for another process to start" }))?;
         Ok(Self { child, _stdin: None, control, socket }.keep())
     }
 

@@ -30,8 +30,9 @@ use super::{
 use crate::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
-    error::{Error, Result},
+    error::{DeviceError, Error, Result},
     memory::Selector,
+    tools::error::ToolError,
     tools::temporary::temporary_folder,
     wire::clean,
 };
@@ -82,7 +83,7 @@ struct Listed {
 /// [`super::run_errand`]: probes run in children, which are this program.
 ///
 /// # Errors
-/// [`Error::NoSuchDevice`] if the plan names a device that there is none of; [`Error::Interrupted`]; [`Error::System`] if no
+/// [`DeviceError::NotFound`] if the plan names a device that there is none of; [`Error::Interrupted`]; [`Error::System`] if no
 /// child can be started. What the probes fail with is in the report.
 pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
     let folder = temporary_folder(FOLDER)?;
@@ -188,11 +189,11 @@ impl Runner<'_> {
                     .iter()
                     .map(|device| format!("{} is {} {}", device.ordinal, device.name, device.uuid))
                     .collect();
-                Err(Error::NoSuchDevice {
+                Err(Error::Device(DeviceError::NotFound {
                     backend: self.plan.backend.as_str(),
                     wanted: selector.to_string(),
                     available: available.join(", "),
-                })
+                }))
             }
         }
     }
@@ -383,9 +384,9 @@ const LARGEST: u64 = 16 << 20;
 /// Reads a report that was made elsewhere.
 ///
 /// # Errors
-/// [`Error::System`] if the file can't be read; [`Error::File`] if it is no report, or one of another schema.
+/// [`Error::System`] if the file can't be read; [`ToolError::File`] if it is no report, or one of another schema.
 pub fn read(path: &Path) -> Result<Report> {
-    let unfit = |problem: String| Error::File { path: path.to_owned(), problem };
+    let unfit = |problem: String| Error::from(ToolError::File { path: path.to_owned(), problem });
     let mut text = Vec::new();
     let read = fs::File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut text));
     read.map_err(|error| Error::system(format!("read {}", path.display()), error))?;

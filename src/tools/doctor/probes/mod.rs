@@ -18,7 +18,7 @@ pub(super) use self::two::{End, Way, follow, lend, share_event, take};
 use super::{Finding, Status, peer::Peer, report::Seen};
 use crate::{
     driver::{Backend, code},
-    error::{Error, Result},
+    error::{DeviceError, Error, LoadError, MemoryError, PeerError, Result, SocketError},
     memory::Device,
 };
 
@@ -432,13 +432,19 @@ impl Seen {
             Error::Driver { call, code, name, .. } => {
                 Self { name: Some(name.clone().into_owned()), ..numbered(call, *code) }
             }
-            Error::NoDevice => numbered("cuDeviceGetCount", code::NO_DEVICE),
-            Error::StubLibrary { .. } => numbered("cuInit", code::STUB_LIBRARY),
-            Error::OutOfMemory { .. } => numbered("cuMemCreate", code::OUT_OF_MEMORY),
-            Error::NoPeerAccess { source: Some(source), .. } => Self { message: error.in_full(), ..Self::of(source) },
-            Error::NoDriver { .. } => Self { call: Some("dlopen".to_owned()), ..seen("unsupported") },
-            Error::MissingSymbol { symbol, .. } => Self { call: Some((*symbol).to_owned()), ..seen("unsupported") },
-            Error::Timeout { .. } | Error::NoConsumer { .. } | Error::Absent { .. } => seen("timeout"),
+            Error::Load(LoadError::NoDevice) => numbered("cuDeviceGetCount", code::NO_DEVICE),
+            Error::Load(LoadError::Stub { .. }) => numbered("cuInit", code::STUB_LIBRARY),
+            Error::Memory(MemoryError::OutOfMemory { .. }) => numbered("cuMemCreate", code::OUT_OF_MEMORY),
+            Error::Device(DeviceError::NoPeerAccess { source: Some(source), .. }) => {
+                Self { message: error.in_full(), ..Self::of(source) }
+            }
+            Error::Load(LoadError::NoLibrary { .. }) => Self { call: Some("dlopen".to_owned()), ..seen("unsupported") },
+            Error::Load(LoadError::MissingSymbol { symbol, .. }) => {
+                Self { call: Some((*symbol).to_owned()), ..seen("unsupported") }
+            }
+            Error::Peer(PeerError::Timeout { .. })
+            | Error::Peer(PeerError::NoConsumer { .. })
+            | Error::Socket(SocketError::Absent { .. }) => seen("timeout"),
             other => seen(other.kind().as_str()),
         }
     }
@@ -476,7 +482,7 @@ impl Seen {
     }
 }
 
-/// How [`Error::NoDriver`] begins.
+/// How [`LoadError::NoLibrary`] begins.
 pub(super) const NO_LIBRARY: &str = "no CUDA driver library loads: ";
 
 /// What is told of nodes of devices that this process may not open, where the driver finds no device.
@@ -513,7 +519,7 @@ mod tests {
 
     #[test]
     fn only_a_library_that_is_nowhere_is_nothing_here() {
-        let tried = |tried: String| seen(&Error::NoDriver { tried });
+        let tried = |tried: String| seen(&Error::Load(LoadError::NoLibrary { tried }));
         let nowhere = tried(format!("libcuda.so.1: {GONE}; libcuda.so: {GONE}"));
         assert!(nowhere.is_nothing_here());
         assert_eq!(of("driver", nowhere).status, Status::Unsupported);
@@ -533,7 +539,7 @@ mod tests {
 
     #[test]
     fn no_device_is_nothing_here_unless_it_is_withheld() {
-        let mut none = seen(&Error::NoDevice);
+        let mut none = seen(&Error::Load(LoadError::NoDevice));
         assert!(none.is_nothing_here());
         none.message += "; this process may not open /dev/nvidia0";
         assert!(!none.is_nothing_here());
@@ -575,6 +581,6 @@ mod tests {
 
     #[test]
     fn the_words_are_those_of_the_error() {
-        assert!(Error::NoDriver { tried: String::new() }.to_string().starts_with(NO_LIBRARY));
+        assert!(Error::Load(LoadError::NoLibrary { tried: String::new() }).to_string().starts_with(NO_LIBRARY));
     }
 }

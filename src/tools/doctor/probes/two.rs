@@ -12,7 +12,7 @@ use super::{Bench, Found, Probe, micros, timed};
 use crate::{
     channel::{Cancel, Listener, Trust},
     driver::{DeviceUuid, Diagnosis, Driver, EventHandle},
-    error::{Error, ProtocolError, Result},
+    error::{Error, PeerError, ProtocolError, Result},
     memory::{Device, Placement, Selector, Spec},
     session::{
         self, Config,
@@ -115,7 +115,7 @@ pub(in crate::tools::doctor) fn lend(end: &End, control: &mut Control, device: &
         other => return unexpected(&other, "done"),
     };
     let report = result.map_err(|_| Error::system("serve the memory", std::io::Error::other("its thread panicked")))?;
-    let served = report.into_result()?.pop().ok_or(Error::NoConsumer { waited: end.timeout })?;
+    let served = report.into_result()?.pop().ok_or(Error::Peer(PeerError::NoConsumer { waited: end.timeout }))?;
     if served.mismatched() {
         return Ok(Found::failed("One process does not see what the other wrote."));
     }
@@ -235,7 +235,10 @@ fn follow_for(
     loop {
         let left = patience();
         if left.is_zero() {
-            return Err(Error::Timeout { purpose: "for the other end of the probes", waited: end.timeout });
+            return Err(Error::Peer(PeerError::Timeout {
+                purpose: "for the other end of the probes",
+                waited: end.timeout,
+            }));
         }
         match control.receive_within(left)? {
             Say::Begin { .. } => {
