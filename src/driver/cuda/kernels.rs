@@ -130,7 +130,7 @@ impl Program {
         let mut milliseconds = 0.0;
         // SAFETY: the pointer is valid for the one write; the events are alive.
         unsafe { functions.event_elapsed_time(&mut milliseconds, self.begin.0, self.end.0) }?;
-        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1000.0))
+        Ok(Duration::try_from_secs_f64(f64::from(milliseconds.max(0.0)) / 1000.0).unwrap_or_default())
     }
 }
 
