@@ -227,7 +227,7 @@ impl Channel {
                         return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
                     }
                 }
-                // A reset is told once, before what the peer had still sent: read on behind it.
+                // ECONNRESET is reported once, ahead of queued data: read on after it.
                 Err(error) if gone(&error) && resets == 0 => resets += 1,
                 Err(error) if gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
                 Err(error) => return Err(Error::system("receive from the peer", error)),
@@ -254,7 +254,7 @@ impl Channel {
         self.sent = Instant::now();
     }
 
-    /// Reads a record that nobody waits for, without waiting. Returns whether the peer has gone.
+    /// Reads and drops a record, without waiting for one. Returns whether the peer has gone.
     pub(crate) fn discard(&mut self) -> bool {
         use io::ErrorKind::{Interrupted, WouldBlock};
         match self.take_record() {

@@ -13,7 +13,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use super::{Allocation, Device, Mapping, Part, Placement, Region, Reservation, check_range, round_up, timed};
 use crate::{
     driver::Access,
-    error::{DeviceError, Error, MemoryError, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// Allocations at one range of addresses.
@@ -120,8 +120,8 @@ impl Chunks {
             return Ok(enforced);
         }
         if !self.to_be_sealed {
-            let feature = "sealing memory that was not made to be sealed, and so is out already";
-            return Err(Error::Device(DeviceError::Unsupported { device: self.device.to_string(), feature }));
+            let problem = "the memory was not made to be sealed, and is exported already: ask for it in its Spec";
+            return Err(Error::Misuse { problem: problem.to_owned() });
         }
         // No writable mapping may be left: it would go on writing.
         if let Some(mapping) = &mut state.mapping {

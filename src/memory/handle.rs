@@ -14,13 +14,13 @@ use super::{
 use crate::{
     array::{ArrayDescriptor, Interface},
     driver::{Access, Driver},
-    error::{DeviceError, Error, MemoryError, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// All that another process needs to open an array, besides the descriptors: send both by any channel that you have.
 ///
-/// It serialises with serde, to JSON or any other format, in the form of the protocol's `memory` and `array`. What it says is
-/// checked when it is opened.
+/// It serialises with serde, to JSON or any other format that names its fields, in the form of the protocol's `memory` and
+/// `array`. What it says is checked when it is opened.
 ///
 /// ```
 /// use vmmfd::{
@@ -87,11 +87,8 @@ impl ArrayHandle {
         }
         let memory = shared.describe()?;
         if memory.segments() != segments.len() as u64 {
-            let device = shared.device().to_string();
-            return Err(Error::Device(DeviceError::Unsupported {
-                device,
-                feature: "handing out memory that is still to be sealed",
-            }));
+            let problem = "the memory is to be sealed before it is handed out: call Shared::seal";
+            return Err(Error::Misuse { problem: problem.to_owned() });
         }
         Ok((Self { memory, segments, array }, fds))
     }

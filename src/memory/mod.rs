@@ -81,12 +81,11 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// Copies bytes into it, from `offset` on. They are there when it returns.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`], with `CUDA_ERROR_INVALID_VALUE` where the driver
-    /// keeps it read-only.
+    /// [`MemoryError::ReadOnly`]; [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
     fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
-        if self.access() == Access::ReadOnly && !self.is_protected() {
+        if self.access() == Access::ReadOnly {
             return Err(Error::Memory(MemoryError::ReadOnly));
         }
         let address = locate(self, offset, from.len() as u64)?;
@@ -109,7 +108,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
         self.device().verbs().copy_out(self.device().ordinal(), address, to)
     }
 
-    /// Waits until all work in the device's primary context is done: to be called before another process is told.
+    /// Waits until all work in the device's primary context is done: call it before you notify another process.
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure. Driver call: `cuCtxSynchronize`.
@@ -156,7 +155,7 @@ fn round_up(size: u64, granularity: u64) -> Result<u64> {
     }
 }
 
-/// A destructor has nobody to tell but the log.
+/// Logs what a destructor can not return.
 fn report(result: Result<()>, what: &str) {
     if let Err(error) = result {
         tracing::error!(%error, "{what}");

@@ -24,7 +24,7 @@ use crate::{driver::Access, error::Result};
 pub struct Shared {
     device: Device,
     memory: Memory,
-    /// Whether nobody is to write any more.
+    /// Whether it is never written any more.
     sealed: AtomicBool,
     timings: Timings,
 }
@@ -72,7 +72,7 @@ impl Shared {
         Ok(shared)
     }
 
-    /// Allocates memory of a pool that other buffers may be of too. Whoever is given one of them can reach them all.
+    /// Allocates memory of a pool that other buffers may be of too. A receiver of one of them can reach them all.
     ///
     /// # Errors
     /// Those of [`PoolBuffer::allocate`].
@@ -83,7 +83,7 @@ impl Shared {
         Ok(Self::of(&buffer.device().clone(), Memory::Pool { buffer }))
     }
 
-    /// Shares a part of legacy memory: `size` bytes from `offset` on. Whoever is given it can reach all of the memory.
+    /// Shares a part of legacy memory: `size` bytes from `offset` on. A receiver of it can reach all of the memory.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if there are not as many.
@@ -106,11 +106,11 @@ impl Shared {
         }
     }
 
-    /// Ends all writing, for good, and exports what was to be sealed. Says whether that holds for everybody.
+    /// Ends all writing, for good, and exports what was to be sealed. Returns whether the kernel enforces it.
     ///
     /// On the host backend the kernel then refuses every holder of a descriptor to write. On CUDA it is an agreement: this side
-    /// maps it read-only and offers it so, but whoever holds the descriptor, or opened a pool's pointer or a legacy handle,
-    /// may write all the same.
+    /// maps it read-only and offers it so, but a holder of the descriptor, or a process that opened a pool's pointer or a
+    /// legacy handle, can write all the same.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for memory that was not made to be sealed; [`Error::Driver`](crate::Error::Driver): with `CUDA_ERROR_INVALID_VALUE`, and

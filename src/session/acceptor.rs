@@ -20,7 +20,7 @@ use crate::{
 /// How many idle connections are kept, besides one for each consumer that is expected: beyond that the oldest is closed.
 pub(super) const MAX_IDLE: usize = 64;
 
-/// How long a peer that was refused has to leave by itself before its connection is closed.
+/// How long a peer that was refused has to leave before its connection is closed.
 const GOODBYE: Duration = Duration::from_millis(100);
 
 /// How many records of a refused peer are read, so that closing the connection does not reset it.
@@ -132,6 +132,11 @@ impl<'a> Acceptor<'a> {
     /// Waits for the peer of one connection to ask for something.
     pub(super) fn meet(mut self, socket: OwnedFd) -> Result<Arrival> {
         self.admit(socket)?;
+        let refused = self.idle.first().and_then(|idle| self.config.trust.check(idle.link.peer()).err());
+        if let Some(refused) = refused {
+            self.close_all(&refused);
+            return Err(refused);
+        }
         let deadline = deadline_after(self.config.timeout);
         loop {
             let Some(idle) = self.idle.first() else {

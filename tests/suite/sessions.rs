@@ -86,7 +86,7 @@ fn check(sum: u64) -> Check {
     Check::from_iter([("sum".to_owned(), sum.into())])
 }
 
-/// Works for a while, as whoever has much to do.
+/// Works for a while.
 fn work(time: Duration, tick: Tick<'_>) -> Result<()> {
     let begun = Instant::now();
     while begun.elapsed() < time {
@@ -163,7 +163,7 @@ fn converse(buffer: &Buffer<'_>, options: &ServeOptions, verifier: &mut SumVerif
     })
 }
 
-/// A listener that somebody else made.
+/// A listener that another program made.
 fn listener(path: &Path) -> Listener {
     let socket = seqpacket();
     bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -185,7 +185,7 @@ fn a_program_brings_its_own_content_and_check() {
         assert_eq!((both, served.mismatched(), served.error.is_none()), (verified, !verified, true), "{reply}");
         assert_eq!(verifier.answer, Some(Verdict { verified, check: checked }));
     }
-    // What the consumer finds wrong is told by both.
+    // What the consumer finds wrong counts on both sides.
     let wrong = Buffer::new(shared(SIZE), Sum { off: 1, ..Sum::default() }, None).unwrap();
     let (served, both) = converse(&wrong, &round_trip, &mut SumVerifier::default());
     assert_eq!((both, served.found), (false, Some(Verdict { verified: false, check: Some(check(3 * SIZE)) })));

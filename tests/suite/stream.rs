@@ -22,7 +22,7 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Channel, Listener},
     driver::{Access::ReadOnly, Access::ReadWrite, Backend},
-    error::{DeviceError, MemoryError, PeerError},
+    error::{MemoryError, PeerError},
     memory::{Device, Pool, Region, Shared, Spec},
     session::{
         Config, Verdict,
@@ -629,10 +629,7 @@ fn what_makes_no_sense_is_refused_and_changes_nothing(subject: Subject) {
     let added = publisher.add(&memory, Some(array), ReadOnly);
     assert!(matches!(added, Err(Error::Memory(MemoryError::OutOfRange { .. }))), "{added:?}");
     let sealed = Arc::new(Shared::create(&subject.device(), Spec::vmm(1).sealed()).unwrap());
-    assert!(
-        matches!(publisher.add(&sealed, None, ReadOnly), Err(Error::Device(DeviceError::Unsupported { .. }))),
-        "it is still to be sealed"
-    );
+    assert!(matches!(publisher.add(&sealed, None, ReadOnly), Err(Error::Misuse { .. })), "it is still to be sealed");
     sealed.seal().unwrap();
     refused(publisher.add(&sealed, None, ReadWrite), "read-only alone");
     let id = publisher.add(&sealed, None, ReadOnly).unwrap();

@@ -14,7 +14,7 @@ pub type Tick<'a> = &'a mut dyn FnMut() -> Result<()>;
 
 /// What a producer's buffer holds, and what its consumers can check it against. [`super::serve`] calls it.
 ///
-/// Everything has a default: [`Unchecked`] is content that the program writes by other means and that nobody checks.
+/// Everything has a default: [`Unchecked`] is content that the program writes by other means, and that is not checked.
 pub trait Content: Send + Sync {
     /// Writes the data into the memory, which no consumer has at that time. Called before the first consumer is served, and again
     /// after a consumer's reply has replaced it. May block; calls `tick` often.
@@ -74,7 +74,7 @@ pub struct Offered {
     pub check: Option<Check>,
 }
 
-/// Content that the program writes by other means, and that nobody checks.
+/// Content that the program writes by other means, and that is not checked.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Unchecked;
 

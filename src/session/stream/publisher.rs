@@ -12,7 +12,7 @@ use crate::{
     array::ArrayDescriptor,
     channel::{Listener, Peer, deadline_after},
     driver::{Access, Backend, Driver},
-    error::{DeviceError, Error, PeerError, Result},
+    error::{Error, PeerError, Result},
     memory::{Chunk, Region, Shared},
     session::{
         Config,
@@ -29,12 +29,12 @@ use crate::{
 /// A buffer is published, is out until the consumer gives it back, and can then be published again. What the consumer says is
 /// read by [`Publisher::take_back`], [`Publisher::withdraw`] and the first publication of a buffer, and by nothing else.
 ///
-/// An [`Error::Misuse`], an [`PeerError::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
-/// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer is told, and later calls
-/// fail.
+/// An [`Error::Misuse`], a [`PeerError::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
+/// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer gets to know why, and later
+/// calls fail.
 ///
-/// Dropping it ends the session. If the consumer has memory of a pool or legacy memory open, it is given the timeout to let go
-/// of it; memory that it still holds then stays allocated for as long as this process lives.
+/// Dropping it ends the session. If the consumer has memory of a pool or legacy memory open, it has as long as the timeout to close
+/// it; memory that it still holds then stays allocated for as long as this process lives.
 #[derive(Debug)]
 pub struct Publisher {
     link: Link,
@@ -168,8 +168,7 @@ impl Publisher {
         }
         let chunks = memory.chunks(0..memory.size())?;
         if description.segments() != chunks.as_ref().map_or(0, |(part, _)| part.segments) {
-            let feature = "handing out memory that is still to be sealed";
-            return Err(Error::Device(DeviceError::Unsupported { device: memory.device().to_string(), feature }));
+            return Err(misused("the memory is to be sealed before it is published: call Shared::seal"));
         }
         let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
         let number = self.next;

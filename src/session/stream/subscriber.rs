@@ -26,13 +26,13 @@ use crate::{
 
 /// The consumer's end of a stream: one connection to a producer, and the buffers that are open.
 ///
-/// Buffers stay open between their turns, at most so many as [`Subscriber::connect`] was told. When another one comes, the one
-/// that is not in use and was used longest ago is let go of before. What the producer withdraws is let go of as soon as this side
-/// hears it, which is in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given back after that; all is let
-/// go of when they find that the producer is gone, and when this is dropped.
+/// Buffers stay open between their turns, at most as many as [`Subscriber::connect`] was given. When another one comes, the
+/// least recently used of those not in use is closed first. A buffer that the producer withdraws is closed when this side hears
+/// of it, in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given back after that. All buffers are closed
+/// when those calls find that the producer is gone, and when this is dropped.
 ///
-/// An [`Error::Misuse`], an [`PeerError::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
-/// Any other error ends it: the producer is told, all that is not in use is let go of, and later calls fail.
+/// An [`Error::Misuse`], a [`PeerError::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
+/// Any other error ends it: the producer gets to know why, all buffers that are not in use are closed, and later calls fail.
 #[derive(Debug)]
 pub struct Subscriber {
     /// What was not urgent when the last buffer was opened.
@@ -73,7 +73,7 @@ struct Kept {
 }
 
 impl Kept {
-    /// Whether it is this side's turn, and nobody uses it any more.
+    /// Whether it is this side's turn, and its user has dropped it.
     fn is_dropped(&mut self) -> bool {
         // Not by the count alone: what the last user did must be seen to be done.
         self.in_use && Arc::get_mut(&mut self.held).is_some()
@@ -269,7 +269,7 @@ impl Subscriber {
     /// the session; [`PeerError::Mismatch`], [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) and [`Error::Driver`] from opening a buffer; those of the
     /// conversation.
     ///
-    /// Driver calls, for a new buffer: those of [`Imported::open`], before them those that let go of another.
+    /// Driver calls, for a new buffer: those of [`Imported::open`], before them those that close another.
     pub fn receive(&mut self) -> Result<Received> {
         self.receive_within(self.timeout)
     }
@@ -503,7 +503,7 @@ impl Subscriber {
         })
     }
 
-    /// Closes all that is not in use. The producer is told by the end of the connection, once nothing borrowed is left.
+    /// Closes all that is not in use. The connection ends once nothing borrowed is left, which the producer sees.
     fn end(&mut self) {
         for kept in self.buffers.values_mut() {
             // Work on it may still go on, and unmapping does not always wait for that.

@@ -180,8 +180,8 @@ impl Choice {
         };
         let fits = (region.address() + (range.start - start)) % 4 == range.start % 4;
         if self == Self::Only(Engine::Gpu) {
-            let feature = "checking memory on the GPU that does not begin where words begin";
-            let unfit = || Error::Device(DeviceError::Unsupported { device: device.to_string(), feature });
+            let problem = "the GPU checks the pattern only where the memory's words begin at multiples of 4 bytes";
+            let unfit = || Error::Misuse { problem: problem.to_owned() };
             return if fits { Ok(Chosen::Gpu(kernels)) } else { Err(unfit()) };
         }
         if !fits || !pays(kernels.are_loaded(device.ordinal()), range.end - range.start) {
@@ -235,8 +235,7 @@ fn write_by(
     pattern: Pattern,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<Duration> {
-    // The driver keeps nobody from writing there.
-    if region.access() == Access::ReadOnly && !region.is_protected() {
+    if region.access() == Access::ReadOnly {
         return Err(Error::Memory(MemoryError::ReadOnly));
     }
     let mut took = Duration::ZERO;
