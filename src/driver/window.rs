@@ -201,6 +201,10 @@ impl fmt::Debug for Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
+        // In a fork another thread may have held the lock, which then stays locked. The table is of no use there.
+        if self.origin.check().is_err() {
+            return;
+        }
         let range = (self.view.address, self.view.size);
         let mut open = self.open.ranges();
         if let Some(at) = open.iter().position(|&other| other == range) {

@@ -22,7 +22,7 @@ use vmmfd::{
     driver::{Access::ReadOnly, Access::ReadWrite, Attribute, code},
     error::ErrorKind,
     error::{DeviceError, MemoryError},
-    internals::{Granularity, Handle, Location, Properties, Verbs},
+    internals::{Granularity, Handle, Location, MadeFor, Properties, Stretch, Verbs},
     memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
     tools::check::pattern::{self, Mismatch, Pattern},
 };
@@ -1064,14 +1064,72 @@ fn a_fork_is_told_so_and_does_no_harm(subject: Subject) {
     let handle = subject.verbs.create(unit, &EXPORTABLE).unwrap();
     let parent = process::id();
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
-    let before = calls();
     let driver = Arc::clone(&subject.verbs);
     let mut owners = Some((mapping, allocation));
+    // What was had before the fork.
+    let bare = driver.bare().unwrap();
+    let (created, released) = (bare.create(0, unit).unwrap(), bare.create(0, unit).unwrap());
+    let (opened, _) = bare.open(0, bare.export(&created).unwrap().as_fd(), unit).unwrap();
+    let (mut released, mut opened) = (Some(released), Some(opened));
+    let others = || (driver.legacy().ok(), driver.pools().ok(), driver.kernels().ok(), driver.diagnosis().ok());
+    let (legacy, pools, kernels, diagnosis) = others();
+    let before = calls();
     in_fork(|| {
         let (mapping, allocation) = owners.take().unwrap();
         let address = mapping.address();
         let mut bytes = [0; 4];
-        let answers = [
+        let stretch = Stretch { address, start: 0, size: 4, salt: 0 };
+        let mut answers = vec![
+            driver.can_access_peer(0, 0).map(drop),
+            driver.extent(0, address).map(drop),
+            driver.seal(handle).map(drop),
+            driver.page_lock(0, 1).map(drop),
+            driver.window(address, unit).map(drop),
+            driver.legacy().map(drop),
+            driver.pools().map(drop),
+            driver.bare().map(drop),
+            driver.kernels().map(drop),
+            driver.diagnosis().map(drop),
+            bare.create(0, unit).map(drop),
+            bare.export(&created).map(drop),
+            bare.release(released.take().unwrap()),
+            bare.open(0, fd.as_fd(), unit).map(drop),
+            bare.close(opened.take().unwrap()).map(drop),
+        ];
+        answers.extend(legacy.into_iter().flat_map(|legacy| {
+            let handle = [0; 64];
+            [
+                legacy.allocate(0, unit).map(drop),
+                legacy.deallocate(0, address),
+                legacy.handle(0, address).map(drop),
+                legacy.open(0, &handle).map(drop),
+                legacy.close(0, address),
+            ]
+        }));
+        answers.extend(pools.into_iter().flat_map(|pools| {
+            [
+                pools.create(0).map(drop),
+                pools.import(fd.as_fd()).map(drop),
+                pools.free(0, address),
+                pools.export_pointer(0, address).map(drop),
+            ]
+        }));
+        answers.extend(kernels.into_iter().flat_map(|kernels| {
+            [kernels.load(0), kernels.fill(0, &stretch).map(drop), kernels.verify(0, &stretch).map(drop)]
+        }));
+        answers.extend(diagnosis.into_iter().flat_map(|diagnosis| {
+            [
+                diagnosis.library().map(drop),
+                diagnosis.create_with(0, unit, MadeFor::Rdma).map(drop),
+                diagnosis.export_fabric(handle).map(drop),
+                diagnosis.export_dma_buf(0, address, unit).map(drop),
+                diagnosis.copy_within(0, address, address, 4).map(drop),
+                diagnosis.store(0, address, 0),
+                diagnosis.event_create(0).map(drop),
+                diagnosis.event_open(0, &[0; 64]).map(drop),
+            ]
+        }));
+        answers.extend([
             driver.version().map(drop),
             driver.device_count().map(drop),
             driver.device_name(0).map(drop),
@@ -1097,7 +1155,7 @@ fn a_fork_is_told_so_and_does_no_harm(subject: Subject) {
             allocation.seal().map(drop),
             Allocation::create(&device, 1).map(drop),
             Mapping::new(&allocation, ReadOnly).map(drop),
-        ];
+        ]);
         let told = answers.into_iter().enumerate().all(|(number, answer)| match answer {
             Err(Error::Forked { initialised_by, pid }) => initialised_by == parent && pid == process::id(),
             other => {
@@ -1111,5 +1169,8 @@ fn a_fork_is_told_so_and_does_no_harm(subject: Subject) {
     let (mapping, allocation) = owners.take().unwrap();
     assert_eq!(read(&mapping, 0, 12), b"the parent's");
     subject.verbs.release(handle).unwrap();
+    bare.close(opened.take().unwrap()).unwrap();
+    bare.release(released.take().unwrap()).unwrap();
+    bare.release(created).unwrap();
     drop((mapping, allocation));
 }

@@ -28,6 +28,7 @@ impl Bare for Core {
     }
 
     fn export(&self, created: &Created) -> Result<OwnedFd> {
+        self.origin.check()?;
         check("cuMemExportToShareableHandle", created.by, self.identity)?;
         let mut fd: RawFd = -1;
         // SAFETY: for this type the driver writes an int. Only a driver makes one of these, and who takes it back has it whole.
@@ -37,12 +38,14 @@ impl Bare for Core {
     }
 
     fn release(&self, created: Created) -> Result<()> {
+        self.origin.check()?;
         check("cuMemRelease", created.by, self.identity)?;
-        // SAFETY: the handle was given out, and is given back with all that names it.
+        // SAFETY: the handle was given out, and is given back with all that names it: no other thread has it.
         unsafe { self.functions.mem_release(created.handle) }
     }
 
     fn open(&self, ordinal: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(Opened, Opening)> {
+        self.origin.check()?;
         let access =
             AccessDesc { location: Location::Device(ordinal).into(), flags: flags_of(Some(Access::ReadWrite)) };
         let (mut opening, mut last) = (Opening::default(), Instant::now());
@@ -64,9 +67,10 @@ impl Bare for Core {
     }
 
     fn close(&self, opened: Opened) -> Result<Closing> {
+        self.origin.check()?;
         check("cuMemUnmap", opened.by, self.identity)?;
         let (mut closing, mut last) = (Closing::default(), Instant::now());
-        // SAFETY: the mapping is whole, no copy from or to it is ever started, and all that names it ends here.
+        // SAFETY: the mapping is whole, no thread ever starts a copy from or to it, as no table has it, and all that names it ends here.
         unsafe {
             self.functions.mem_unmap(opened.address, opened.size as usize)?;
             closing.unmap = lap(&mut last);

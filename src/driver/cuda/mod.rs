@@ -3,6 +3,12 @@
 //! It keeps what it gave out, because the driver does not catch all mistakes: mapping a released handle was seen to crash
 //! inside the library, and a mapping to reach over the end of its reservation into the next one. What is not in the tables
 //! is answered here, with the driver's own number.
+//!
+//! What the SAFETY comments below take for granted: the driver takes calls from any thread, and each call that names a handle or an
+//! address holds its table while it runs, so that no other thread gives it back meanwhile. What other processes do with
+//! shared memory changes its bytes and nothing else, and memory of a GPU is no memory of Rust's: only copies by the driver reach
+//! it, into slices that the caller has borrowed until they are done. Host memory that a GPU shares is read and written by
+//! [`super::copy`].
 
 #![allow(unsafe_code)]
 #![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]

@@ -20,26 +20,30 @@ use crate::error::Result;
 
 impl Bare for HostDriver {
     fn create(&self, _: i32, size: u64) -> Result<Created> {
+        self.origin.check()?;
         let memfd = memfd::create(size).map_err(|errno| from_errno("host create", errno))?;
         Ok(Created { by: self.identity, handle: memfd.into_raw_fd() as u64 })
     }
 
     fn export(&self, created: &Created) -> Result<OwnedFd> {
+        self.origin.check()?;
         check("host export", created.by, self.identity)?;
-        // SAFETY: the descriptor is open until this is given back.
+        // SAFETY: the descriptor is open until `release` takes `created`, which is borrowed here, by whichever thread.
         let memfd = unsafe { BorrowedFd::borrow_raw(created.handle as RawFd) };
         let fails = |error| failure_with("host export", code::OPERATING_SYSTEM, Some(error));
         memfd.try_clone_to_owned().map_err(fails)
     }
 
     fn release(&self, created: Created) -> Result<()> {
+        self.origin.check()?;
         check("host release", created.by, self.identity)?;
-        // SAFETY: it was this object's own, and goes with all that names it.
+        // SAFETY: it was this object's own, and goes with all that names it: no other thread has the number.
         drop(unsafe { OwnedFd::from_raw_fd(created.handle as RawFd) });
         Ok(())
     }
 
     fn open(&self, _: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(Opened, Opening)> {
+        self.origin.check()?;
         let mut last = Instant::now();
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping that replaces nothing.
@@ -50,9 +54,10 @@ impl Bare for HostDriver {
     }
 
     fn close(&self, opened: Opened) -> Result<Closing> {
+        self.origin.check()?;
         check("host unmap", opened.by, self.identity)?;
         let mut last = Instant::now();
-        // SAFETY: the mapping is whole, nobody reads or writes through it, and all that names it ends here.
+        // SAFETY: the mapping is whole, no thread accesses it, as no table has it, and all that names it ends here.
         unsafe { munmap(pointer(opened.address), length(opened.size)) }
             .map_err(|errno| from_errno("host unmap", errno))?;
         Ok(Closing { unmap: lap(&mut last), ..Closing::default() })
