@@ -4,4 +4,5 @@ pub mod bench;
 pub mod check;
 pub mod cli;
 pub mod doctor;
+mod line;
 mod temporary;

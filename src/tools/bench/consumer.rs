@@ -7,9 +7,9 @@ use std::{
 };
 
 use super::{
-    line::{Line, now},
     orders::{Call, Reply, Way},
     process::Errand,
+    stats::now,
 };
 use crate::{
     channel::{Cancel, Trust},
@@ -17,6 +17,7 @@ use crate::{
     error::{Error, ProtocolError, Result},
     memory::{Device, Region},
     session::{Terms, stream::Subscriber},
+    tools::line::Line,
 };
 
 /// How many buffers it keeps: one that is handed over anew each time, and one that it holds.
@@ -126,23 +127,22 @@ impl Consumer<'_> {
                 Ok(at)
             }
             Way::Hop => {
-                self.line.receive_record(&mut [0])?;
+                self.line.receive_bare(&mut [0; 2])?;
                 Ok(now())
             }
         }
     }
 
     fn descriptor(&self) -> Result<OwnedFd> {
-        let (_, fd) = self.line.receive_record(&mut [0])?;
+        let fd = self.line.receive_bare(&mut [0; 2])?.fds.pop();
         fd.ok_or(ProtocolError::FdCount { kind: "record", want: 1, claimed: 1, got: 0 }.into())
     }
 
     fn bytes(&self) -> Result<[u8; 64]> {
-        let mut bytes = [0; 64];
-        match self.line.receive_record(&mut bytes)? {
-            (64, _) => Ok(bytes),
-            (got, _) => Err(ProtocolError::ShortRecord { got, header: 64 }.into()),
-        }
+        let mut bytes = [0; 65];
+        let got = self.line.receive_bare(&mut bytes)?.length;
+        let handle = bytes.first_chunk().filter(|_| got == 64);
+        handle.copied().ok_or(ProtocolError::ShortRecord { got, header: 64 }.into())
     }
 
     fn forget_pool(&mut self) -> Result<()> {

@@ -16,14 +16,15 @@ use serde::Serialize;
 
 use super::{
     consumer,
-    line::Line,
     orders::{Answer, Failure, Reply},
     process::{Errand, Task},
     producer, single,
 };
 use crate::{
+    channel::{Cancel, record::RecordSocket},
     driver::cuda::exit_at_once,
     error::{Error, Result},
+    tools::line::Line,
 };
 
 /// Tells whoever asked what it failed with, unless that one has gone.
@@ -55,9 +56,12 @@ pub fn run_errand(text: &str) -> ! {
 }
 
 fn run(errand: &Errand) -> Result<()> {
-    let line = || {
+    // Without a timeout for the next order: another pair of processes may be measured meanwhile, and this process ends with its
+    // parent.
+    let line = || -> Result<Line> {
         let stdin = io::stdin().as_fd().try_clone_to_owned();
-        Line::of(stdin.map_err(|error| Error::system("take standard input", error))?, None)
+        let stdin = stdin.map_err(|error| Error::system("take standard input", error))?;
+        Ok(Line::new(RecordSocket::blocking(stdin, &Cancel::new()?), "for another process of the bench"))
     };
     match &errand.task {
         Task::Produce { folder, consumers } => {
@@ -74,7 +78,7 @@ fn run(errand: &Errand) -> Result<()> {
         }
         Task::Lead => {
             // Nothing ever comes but the end.
-            let _ = line()?.receive_record(&mut [0]);
+            let _ = line()?.receive_bare(&mut [0; 2]);
             killpg(getpgrp(), Signal::SIGKILL).map_err(|errno| Error::system("end the commands", errno))
         }
         Task::Start => {

@@ -8,7 +8,6 @@
 mod consumer;
 mod errand;
 mod handoff;
-mod line;
 mod orders;
 mod pattern;
 pub mod picture;

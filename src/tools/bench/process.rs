@@ -2,7 +2,7 @@
 
 use std::{
     env,
-    os::{fd::AsFd, unix::process::CommandExt},
+    os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
@@ -10,7 +10,6 @@ use std::{
 };
 
 use nix::{
-    poll::PollFlags,
     sys::{
         signal::{Signal, killpg},
         wait::{Id, WaitPidFlag, WaitStatus, waitid},
@@ -19,12 +18,12 @@ use nix::{
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::line::Line;
 use crate::{
     channel::Cancel,
     driver::{Backend, Choice, Driver, open},
     error::{Error, Result},
     memory::{Device, Selector},
+    tools::line::Line,
 };
 
 /// This program, also where it was replaced since it was started.
@@ -100,8 +99,8 @@ pub(super) struct Process {
     pub(super) line: Line,
     pub(super) name: &'static str,
     timeout: Duration,
-    /// Of one that leads a group: what ends the waits for it.
-    cancel: Option<Cancel>,
+    /// Whether it leads a group.
+    leads: bool,
 }
 
 /// How much longer who measures waits than a producer does for its consumers: the producer knows who keeps it waiting.
@@ -119,7 +118,9 @@ impl Process {
     }
 
     fn spawn(errand: &Errand, cancel: Option<Cancel>, variables: &[(&str, &str)]) -> Result<Self> {
-        let (line, other) = Line::pair(errand.timeout)?;
+        let timeout = if cancel.is_some() { errand.timeout + HEAD_START } else { errand.timeout };
+        let waits = cancel.clone().map_or_else(Cancel::new, Ok)?;
+        let (line, other) = Line::pair(timeout, &waits, "for another process of the bench")?;
         let mut command = errand.command()?;
         command.stdin(Stdio::from(other)).stdout(Stdio::null()).stderr(Stdio::inherit());
         command.envs(variables.iter().copied());
@@ -127,7 +128,7 @@ impl Process {
             command.process_group(0);
         }
         let child = command.spawn().map_err(|error| Error::system("start another process", error))?;
-        Ok(Self { child, line, name: errand.task.process(), timeout: errand.timeout, cancel })
+        Ok(Self { child, line, name: errand.task.process(), timeout: errand.timeout, leads: cancel.is_some() })
     }
 
     /// The number of its group, if it leads one.
@@ -140,12 +141,6 @@ impl Process {
     }
 
     pub(super) fn receive<T: DeserializeOwned>(&self) -> Result<T> {
-        if let Some(cancel) = &self.cancel {
-            let deadline = Instant::now() + self.timeout + HEAD_START;
-            if !cancel.wait(self.line.as_fd(), PollFlags::POLLIN, deadline)? {
-                return Err(self.silent());
-            }
-        }
         self.line.receive().map_err(|error| self.explain(error))
     }
 
@@ -181,7 +176,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        if self.cancel.is_some() {
+        if self.leads {
             // It may have ended by itself.
             let _ = killpg(self.pid(), Signal::SIGKILL);
         }

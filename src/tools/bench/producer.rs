@@ -9,9 +9,9 @@ use std::{
 };
 
 use super::{
-    line::{Line, now},
     orders::{Answer, Call, Order, Reply, Way},
     process::{Errand, Process, Task},
+    stats::now,
 };
 use crate::{
     channel::{Cancel, Listener, Trust},
@@ -22,6 +22,7 @@ use crate::{
         Terms,
         stream::{BufferId, Publisher},
     },
+    tools::line::Line,
     wire::{Mechanism, Pointer},
 };
 
@@ -164,7 +165,7 @@ impl Producer<'_> {
             if let Some(pool) = pooled.0.pool() {
                 for peer in &self.peers {
                     peer.process.send(&Call::Pool)?;
-                    peer.process.line.send_record(&[0], Some(pool.export()?))?;
+                    peer.process.line.send_bare(&[0], &[pool.export()?])?;
                     peer.ready()?;
                 }
             }
@@ -295,10 +296,10 @@ fn lend(way: Way, peer: &mut Peer, prepared: &Prepared, bare: &dyn Bare) -> Resu
     let begun = now();
     let mut lent = Lent { at: begun, _fd: None };
     match way {
-        Way::Floor => peer.process.line.send_record(&[0], Some(prepared.fd.as_ref().ok_or(not_prepared())?.as_fd()))?,
+        Way::Floor => peer.process.line.send_bare(&[0], &[prepared.fd.as_ref().ok_or(not_prepared())?.as_fd()])?,
         Way::ExportEach => {
             let fd = bare.export(prepared.created.as_ref().ok_or(not_prepared())?)?;
-            peer.process.line.send_record(&[0], Some(fd.as_fd()))?;
+            peer.process.line.send_bare(&[0], &[fd.as_fd()])?;
             lent._fd = Some(fd);
         }
         Way::Described => {
@@ -310,9 +311,9 @@ fn lend(way: Way, peer: &mut Peer, prepared: &Prepared, bare: &dyn Bare) -> Resu
             let held = peer.held.ok_or(not_prepared())?;
             lent.at = peer.publish(held)?;
         }
-        Way::Legacy => peer.process.line.send_record(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, None)?,
-        Way::Pool => peer.process.line.send_record(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, None)?,
-        Way::Hop => peer.process.line.send_record(&[0], None)?,
+        Way::Legacy => peer.process.line.send_bare(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, &[])?,
+        Way::Pool => peer.process.line.send_bare(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, &[])?,
+        Way::Hop => peer.process.line.send_bare(&[0], &[])?,
     }
     Ok(lent)
 }

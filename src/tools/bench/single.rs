@@ -3,7 +3,6 @@
 use std::{os::fd::AsFd, time::Instant};
 
 use super::{
-    line::Line,
     orders::{Answer, Order},
     process::Errand,
     stats::us,
@@ -13,6 +12,7 @@ use crate::{
     error::{Error, ProtocolError, Result},
     memory::{Device, Shared, Spec},
     tools::check::pattern::{Choice, Engine, Pattern},
+    tools::line::Line,
 };
 
 /// Does what it is told until whoever tells it has gone.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 /// Into how many parts a run is cut to see how much it wanders.
@@ -61,6 +62,12 @@ impl Samples {
             noise,
         })
     }
+}
+
+/// Nanoseconds of the clock that all processes of a machine share.
+pub(super) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
 }
 
 /// Microseconds, as samples are.

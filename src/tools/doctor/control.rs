@@ -1,32 +1,29 @@
 //! What two ends of a meeting tell each other beside the memory: JSON records over a socket of their own.
 
-use std::time::{Duration, Instant};
+use std::{
+    os::fd::AsFd,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use nix::poll::PollFlags;
-use rustix::{
-    io::Errno,
-    net::{RecvFlags, SendFlags},
-};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::{os::fd::AsFd, path::Path};
 
 use super::{
     Environment, Finding,
     report::{DeviceReport, Seen},
 };
 use crate::{
-    channel::{Cancel, Channel, Listener, Trust, connect, deadline_after},
+    channel::{Cancel, Listener, Peer, Trust, connect_socket, deadline_after, record::RecordSocket},
     driver::{Backend, DeviceUuid},
     error::{Error, ErrorCode, ProtocolError, Result},
+    tools::line::{Line, typed},
     wire::clean,
 };
 
 /// The version of these records. Whoever speaks another one is told so and left.
 pub(super) const VERSION: u32 = 2;
-
-/// The longest record.
-const MAX_RECORD: usize = 128 << 10;
 
 /// How often a wait looks up.
 const TICK: Duration = Duration::from_millis(20);
@@ -115,12 +112,15 @@ pub(super) fn unexpected<T>(got: &Say, want: &'static str) -> Result<T> {
 /// A connection to the other end.
 #[derive(Debug)]
 pub(super) struct Control {
-    channel: Channel,
-    timeout: Duration,
+    line: Line,
 }
 
 impl Control {
-    /// Waits for somebody to connect. `tick` is called meanwhile; its error ends the waiting.
+    fn new(socket: RecordSocket) -> Self {
+        Self { line: Line::new(socket, "for the other end of the probes") }
+    }
+
+    /// Waits for a process to connect. `tick` is called meanwhile; its error ends the wait.
     pub(super) fn accept(
         listener: &Listener,
         timeout: Duration,
@@ -139,40 +139,42 @@ impl Control {
                 continue;
             }
             let Some(socket) = listener.accept()? else { continue };
-            let channel = Channel::new(socket, timeout, cancel)?;
-            match trust.check(channel.peer()) {
-                Ok(()) => return Ok(Self { channel, timeout }),
-                // Whoever it is does not keep out the one who is waited for, but is told.
+            let allowed = trust.check(Peer::of(&socket)?);
+            let control = Self::new(RecordSocket::new(socket, timeout, cancel)?);
+            match allowed {
+                Ok(()) => return Ok(control),
+                // Reject the peer and keep listening.
                 Err(error) => {
                     let error = Some(Seen::of(&error));
-                    if let Err(unsent) = (Self { channel, timeout }).send(&Say::Lent { error }) {
-                        tracing::debug!(%unsent, "a stranger can't be told");
+                    if let Err(unsent) = control.send(&Say::Lent { error }) {
+                        tracing::debug!(%unsent, "the rejection can't be sent");
                     }
                 }
             }
         }
     }
 
-    /// Connects to whoever listens at a path, or will within the time.
+    /// Connects to the end that listens at a path. Waits up to `timeout` for it.
     pub(super) fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Self> {
-        Ok(Self { channel: connect(path, timeout, trust, cancel)?, timeout })
+        let (socket, _) = connect_socket(path, timeout, trust, cancel)?;
+        Ok(Self::new(RecordSocket::new(socket, timeout, cancel)?))
     }
 
     pub(super) fn cancel(&self) -> &Cancel {
-        self.channel.cancel()
+        self.line.cancel()
     }
 
-    /// How long it waits from now on.
+    /// How long each wait may last from now on.
     pub(super) fn set_timeout(&mut self, timeout: Duration) {
-        self.timeout = timeout;
+        self.line.set_timeout(timeout);
     }
 
-    /// Says who this is, and hears who the other one is.
+    /// Exchanges hellos, and returns the other end's environment.
     pub(super) fn greet(&mut self, backend: Backend, environment: &Environment) -> Result<Environment> {
         Ok(self.greet_with(backend, environment, None)?.0)
     }
 
-    /// Says too what came of starting the driver, and hears it of the other one.
+    /// As [`Control::greet`], with what each end's `driver` probe found.
     pub(super) fn greet_with(
         &mut self,
         backend: Backend,
@@ -181,7 +183,7 @@ impl Control {
     ) -> Result<(Environment, Option<Finding>)> {
         let (tool, driver) = (super::tool(), driver.cloned().map(Box::new));
         let hello = Say::Hello { version: VERSION, tool, backend, environment: Box::new(environment.clone()), driver };
-        // One who is not let in finds the door closed, and may still read why.
+        // An end that is rejected can't send any more, and can still receive why.
         let sent = self.send(&hello);
         match self.receive().map_err(|error| sent.err().unwrap_or(error))? {
             Say::Hello { version, .. } if version != VERSION => {
@@ -199,67 +201,22 @@ impl Control {
         }
     }
 
-    pub(super) fn send(&mut self, say: &Say) -> Result<()> {
-        let record = serde_json::to_vec(say).map_err(|error| ProtocolError::Content(error.to_string()))?;
-        if record.len() > MAX_RECORD {
-            return Err(ProtocolError::LongRecord { most: MAX_RECORD }.into());
-        }
-        let deadline = deadline_after(self.timeout);
-        loop {
-            match rustix::net::send(&*self.channel.socket(), &record, SendFlags::NOSIGNAL) {
-                Ok(_) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => {
-                    if !self.cancel().wait(self.channel.socket().as_fd(), PollFlags::POLLOUT, deadline)? {
-                        return Err(Error::Timeout { purpose: "to send", waited: self.timeout });
-                    }
-                }
-                Err(Errno::PIPE | Errno::CONNRESET) => return Err(Error::PeerGone { purpose: "to send" }),
-                Err(errno) => return Err(Error::system("send to the other end", errno)),
-            }
-        }
+    pub(super) fn send(&self, say: &Say) -> Result<()> {
+        self.line.send(say)
     }
 
-    pub(super) fn receive(&mut self) -> Result<Say> {
-        self.receive_within(self.timeout)
+    pub(super) fn receive(&self) -> Result<Say> {
+        self.receive_within(self.line.timeout())
     }
 
-    pub(super) fn receive_within(&mut self, timeout: Duration) -> Result<Say> {
-        let purpose = "for the other end of the probes";
-        let deadline = deadline_after(timeout);
-        let mut record = vec![0; MAX_RECORD + 1];
-        let mut resets = 0;
-        loop {
-            // Descriptors that nobody asked for are dropped by the kernel: there is no room for them.
-            match rustix::net::recv(&*self.channel.socket(), &mut record[..], RecvFlags::DONTWAIT) {
-                // A reset is told once, before what the other end had still sent: read on behind it.
-                Err(Errno::CONNRESET) if resets == 0 => resets += 1,
-                Ok((0, _)) | Err(Errno::CONNRESET | Errno::PIPE) => return Err(Error::PeerGone { purpose }),
-                Ok((length, _)) if length > MAX_RECORD => {
-                    return Err(ProtocolError::LongRecord { most: MAX_RECORD }.into());
-                }
-                Ok((length, _)) => return decode(&record[..length]),
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => {
-                    if !self.cancel().wait(self.channel.socket().as_fd(), PollFlags::POLLIN, deadline)? {
-                        return Err(Error::Timeout { purpose, waited: timeout });
-                    }
-                }
-                Err(errno) => return Err(Error::system("receive from the other end", errno)),
-            }
-        }
+    pub(super) fn receive_within(&self, timeout: Duration) -> Result<Say> {
+        decode(self.line.receive_value_within(timeout)?)
     }
 }
 
-fn decode(record: &[u8]) -> Result<Say> {
-    let wrong = |error: serde_json::Error| {
-        let mut reason = error.to_string();
-        clean(&mut reason);
-        Error::from(ProtocolError::Body { kind: "record", reason })
-    };
-    let mut value: Value = serde_json::from_slice(record).map_err(wrong)?;
+fn decode(mut value: Value) -> Result<Say> {
     clean_all(&mut value);
-    serde_json::from_value(value).map_err(wrong)
+    typed(value)
 }
 
 /// Takes out of every text what a terminal would heed: the other end's words are printed here.
@@ -275,13 +232,15 @@ pub(super) fn clean_all(value: &mut Value) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tools::line::parse;
 
     #[test]
     fn what_is_no_record_is_an_error_and_no_text_reaches_a_terminal_as_it_came() {
         for record in ["", "[]", "{}", r#"{"kind":"new"}"#, r#"{"kind":"begin"}"#, "\u{0}"] {
-            assert!(matches!(decode(record.as_bytes()), Err(Error::Protocol(_))), "{record:?}");
+            let decoded = parse(record.as_bytes()).and_then(decode);
+            assert!(matches!(decoded, Err(Error::Protocol(_))), "{record:?}");
         }
-        let said = decode(br#"{"kind":"begin","probe":"a\u001b[31mb","new":1}"#);
+        let said = parse(br#"{"kind":"begin","probe":"a\u001b[31mb","new":1}"#).and_then(decode);
         assert!(matches!(said, Ok(Say::Begin { probe }) if probe == "a [31mb"));
     }
 }
