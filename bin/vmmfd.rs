@@ -13,12 +13,15 @@ use vmmfd::{
     driver::Backend,
     error::Error,
     memory::Selector,
-    tools::bench::{self, Bench},
-    tools::check::files::Target,
-    tools::cli::{self, Tool, parse_size, parse_timeout},
-    tools::doctor::{
-        self, Meeting, PROBES, Part, Plan, Report,
-        text::{self, Style},
+    tools::{
+        self,
+        bench::{self, Bench},
+        check::files::Target,
+        cli::{self, Tool, parse_size, parse_timeout},
+        doctor::{
+            self, Meeting, PROBES, Part, Plan, Report,
+            text::{self, Style},
+        },
     },
 };
 
@@ -38,12 +41,9 @@ enum Command {
     /// Measures what a handoff costs, beside what the driver's own calls cost, with two real processes
     #[command(after_help = BENCH_CODES)]
     Bench(Benches),
-    /// What a child process of a bench is to do.
-    #[command(name = bench::ERRAND, hide = true)]
-    BenchErrand { task: String },
-    /// What a child process of the doctor is to do.
-    #[command(name = doctor::ERRAND, hide = true)]
-    Errand { task: String },
+    /// A child process of the doctor or the bench
+    #[command(name = tools::child::SUBCOMMAND, hide = true)]
+    Child { task: String },
 }
 
 const DOCTOR_CODES: &str = "\
@@ -329,8 +329,7 @@ fn print(report: &Report, json: bool) -> String {
 
 fn main() -> ExitCode {
     match Options::try_parse() {
-        Ok(Options { command: Command::Errand { task } }) => doctor::run_errand(&task),
-        Ok(Options { command: Command::BenchErrand { task } }) => bench::run_errand(&task),
+        Ok(Options { command: Command::Child { task } }) => tools::run_child(&task),
         Ok(Options { command: Command::Doctor(doctor) }) => cli::main_of(doctor),
         Ok(Options { command: Command::Bench(benches) }) => cli::main_of(benches),
         Err(error) => {

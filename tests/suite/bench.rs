@@ -382,13 +382,13 @@ fn a_process_that_dies_is_named_with_its_end() {
         ("verify", "cuLaunchKernel", "the process that is measured"),
     ] {
         let ended = bench(&meeting, &[name]).env("FAKECUDA_ABORT", call).end();
-        assert_eq!(sentence(ended.code(1)), format!("{who} was ended by SIGABRT"));
+        assert_eq!(sentence(ended.code(1)), format!("{who} was killed by SIGABRT"));
         assert_eq!(ended.stdout, "");
     }
     // A bare start and the consumer make no such call.
     let ended = bench(&meeting, &["startup"]).env("FAKECUDA_ABORT", "cuMemMap").end();
     let said = sentence(ended.code(1));
-    assert!(said.starts_with("the producer ended with signal: 6") && said.contains("before it was ready"), "{said}");
+    assert!(said.starts_with("the producer was killed by SIGABRT before it was ready"), "{said}");
     let ended = bench(&meeting, &["startup"]).env("FAKECUDA_FAIL", "cuMemMap:1:999").end();
     let said = sentence(ended.code(1));
     assert!(said.ends_with("before it was ready: cuMemMap failed: CUDA_ERROR_UNKNOWN (999)"), "{said}");
@@ -399,10 +399,10 @@ fn a_process_that_dies_is_named_with_its_end() {
 fn a_driver_that_hangs_is_given_up_and_whoever_it_keeps_is_named() {
     let meeting = Meeting::fake();
     for (name, call, who) in [
-        ("handoff", "cuInit", "the producer did nothing"),
-        ("handoff", "cuMemImportFromShareableHandle", "a consumer did nothing"),
-        ("repeat", "cuMemSetAccess", "the producer did nothing"),
-        ("stages", "cuMemMap", "the process that is measured did nothing"),
+        ("handoff", "cuInit", "the producer did not respond"),
+        ("handoff", "cuMemImportFromShareableHandle", "a consumer did not respond"),
+        ("repeat", "cuMemSetAccess", "the producer did not respond"),
+        ("stages", "cuMemMap", "the process that is measured did not respond"),
         ("startup", "cuMemMap", "the producer did not become ready"),
     ] {
         let ended = bench(&meeting, &[name, "--timeout", "500ms"]).env("FAKECUDA_SLOW", format!("{call}:60000")).end();

@@ -8,8 +8,8 @@ use std::{
 
 use super::{
     orders::{Call, Reply, Way},
-    process::Errand,
     stats::now,
+    task::Task,
 };
 use crate::{
     channel::{Cancel, Trust},
@@ -24,7 +24,7 @@ use crate::{
 const KEEP: usize = 2;
 
 struct Consumer<'a> {
-    errand: &'a Errand,
+    task: &'a Task,
     line: &'a Line,
     driver: Driver,
     device: Device,
@@ -35,11 +35,11 @@ struct Consumer<'a> {
 }
 
 /// Does what it is told until whoever tells it has gone.
-pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
-    let (driver, device) = errand.open()?;
+pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
+    let (driver, device) = task.open()?;
     device.activate()?;
     line.send(&Reply::Ready)?;
-    let mut consumer = Consumer { errand, line, driver, device, subscriber: None, opened: None, pool: None };
+    let mut consumer = Consumer { task, line, driver, device, subscriber: None, opened: None, pool: None };
     loop {
         let call = line.receive()?;
         let reply = consumer.answer(&call).unwrap_or_else(|error| Reply::Failed(error.into()));
@@ -54,8 +54,8 @@ impl Consumer<'_> {
         }
         match call {
             Call::Connect { socket } => {
-                let terms = Terms { timeout: self.errand.timeout, trust: Trust::default(), cancel: Cancel::new()? };
-                let selector = Some(self.errand.selector());
+                let terms = Terms { timeout: self.task.timeout, trust: Trust::default(), cancel: Cancel::new()? };
+                let selector = Some(self.task.selector());
                 self.subscriber = Some(Subscriber::connect(&self.driver, selector, socket, KEEP, &terms)?);
                 Ok(Reply::Ready)
             }
@@ -75,11 +75,11 @@ impl Consumer<'_> {
                 let Some(subscriber) = &mut self.subscriber else { return Ok(Reply::Ready) };
                 self.line.send(&Reply::Ready)?;
                 let before = subscriber.held();
-                let deadline = Instant::now() + self.errand.timeout;
+                let deadline = Instant::now() + self.task.timeout;
                 while subscriber.held() == before && subscriber.try_receive()?.is_none() {
                     if Instant::now() > deadline {
                         let purpose = "for the session to take a buffer back";
-                        return Err(Error::Timeout { purpose, waited: self.errand.timeout });
+                        return Err(Error::Timeout { purpose, waited: self.task.timeout });
                     }
                     thread::yield_now();
                 }

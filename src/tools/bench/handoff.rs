@@ -7,8 +7,9 @@ use tempfile::TempDir;
 use super::{
     Bench, FOLDER, Run, ask,
     orders::{Answer, Order, Way},
-    process::{Process, Task},
+    process::BenchProcess,
     stats::Samples,
+    task::Role,
     tell,
     text::human,
     unfit, warm_up,
@@ -78,8 +79,8 @@ fn measure_all(run: &mut Run<'_>, folder: &TempDir, consumers: usize, contestant
             continue;
         }
         run.tick("starting the processes", 0, 1)?;
-        let task = Task::Produce { folder: folder.path().to_owned(), consumers: if alone { 1 } else { consumers } };
-        let (process, room) = run.start(task, &[])?;
+        let role = Role::Producer { folder: folder.path().to_owned(), consumers: if alone { 1 } else { consumers } };
+        let (process, room) = run.start(role, &[])?;
         let default = match run.plan.backend {
             Backend::Cuda => &GPU_SIZES[..],
             Backend::Host => &HOST_SIZES[..],
@@ -132,7 +133,12 @@ fn fitting<'a>(run: &mut Run<'_>, usable: u64, size: u64, contestants: &[&'a Con
 }
 
 /// The samples of each contestant, in their order.
-fn measure_size(run: &mut Run<'_>, process: &Process, size: u64, contestants: &[&Contestant]) -> Result<Vec<Samples>> {
+fn measure_size(
+    run: &mut Run<'_>,
+    process: &BenchProcess,
+    size: u64,
+    contestants: &[&Contestant],
+) -> Result<Vec<Samples>> {
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
     let mut samples = vec![Samples::default(); contestants.len()];
     let what = format!("handing over {}", human(size));

@@ -5,8 +5,8 @@
 //! exported descriptor (an export is far cheaper there). What is compared is measured in turn, one sample of each after the
 //! other, so that whatever disturbs the machine disturbs all of it.
 
+mod child;
 mod consumer;
-mod errand;
 mod handoff;
 mod orders;
 mod pattern;
@@ -16,17 +16,20 @@ mod producer;
 mod single;
 mod startup;
 mod stats;
+mod task;
 pub mod text;
 
 use std::{collections::BTreeMap, fs, str::FromStr, thread, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-pub use self::{errand::run_errand, process::ERRAND, stats::Summary};
+pub use self::stats::Summary;
+pub(super) use self::{child::run_task, process::TOOL};
 use self::{
     orders::{Answer, Order},
-    process::{Errand, Process, Task},
+    process::BenchProcess,
     stats::Samples,
+    task::{Role, Task},
 };
 use crate::{
     channel::Cancel,
@@ -180,7 +183,7 @@ pub type Observer<'a> = &'a dyn Fn(Progress<'_>);
 
 /// Measures what is planned.
 ///
-/// The program that calls this must hand the argument of its hidden subcommand [`ERRAND`] to [`run_errand`].
+/// The program that calls this must call [`run_child`](super::run_child) for its hidden subcommand.
 ///
 /// # Errors
 /// [`Error::NoDriver`], [`Error::NoDevice`], [`Error::NoSuchDevice`]; [`Error::Child`] if a process of the bench fails otherwise,
@@ -263,9 +266,9 @@ impl<'a> Run<'a> {
         Self { plan, cancel, observer, report }
     }
 
-    fn errand(&self, task: Task) -> Errand {
+    fn task(&self, role: Role) -> Task {
         let Plan { backend, device, .. } = self.plan;
-        Errand { backend: *backend, device: device.to_string(), timeout: self.step(), parent: 0, task }
+        Task { backend: *backend, device: device.to_string(), timeout: self.step(), role }
     }
 
     /// How long one step may take: what clocks and sockets can count.
@@ -274,8 +277,8 @@ impl<'a> Run<'a> {
     }
 
     /// Starts a process and waits until its driver is ready. Returns it with what memory it has.
-    fn start(&mut self, task: Task, variables: &[(&str, &str)]) -> Result<(Process, Room)> {
-        let process = Process::leader(&self.errand(task), self.cancel, variables)?;
+    fn start(&mut self, role: Role, variables: &[(&str, &str)]) -> Result<(BenchProcess, Room)> {
+        let process = BenchProcess::leader(&self.task(role), self.cancel, variables)?;
         match receive(&process)? {
             Answer::Started { name, uuid, version, granularity, free } => {
                 let machine = &mut self.report.machine;
@@ -329,20 +332,20 @@ fn warm_up(count: usize) -> usize {
 }
 
 /// Gives an order, and returns what comes of it.
-fn ask(process: &Process, order: &Order) -> Result<Answer> {
+fn ask(process: &BenchProcess, order: &Order) -> Result<Answer> {
     process.send(order)?;
     receive(process)
 }
 
-fn receive(process: &Process) -> Result<Answer> {
+fn receive(process: &BenchProcess) -> Result<Answer> {
     match process.receive()? {
-        Answer::Failed(failure) => Err(failure.of(process.name)),
+        Answer::Failed(failure) => Err(failure.of(process.name())),
         answer => Ok(answer),
     }
 }
 
 /// One that is only to be done.
-fn tell(process: &Process, order: &Order) -> Result<()> {
+fn tell(process: &BenchProcess, order: &Order) -> Result<()> {
     match ask(process, order)? {
         Answer::Done => Ok(()),
         _ => unfit(),

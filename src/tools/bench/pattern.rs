@@ -3,8 +3,8 @@
 use super::{
     Bench, Room, Run, ask,
     orders::{Answer, Order},
-    process::Task,
     stats::{Samples, us},
+    task::Role,
     tell,
     text::human,
     unfit, warm_up,
@@ -25,7 +25,7 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
     if cuda {
         load(run)?;
     }
-    let (process, room) = run.start(Task::Single, &[])?;
+    let (process, room) = run.start(Role::Single, &[])?;
     let engines: &[Engine] = if cuda { &[Engine::Gpu, Engine::Host] } else { &[Engine::Host] };
     for size in run.sizes(if cuda { &GPU_SIZES } else { &HOST_SIZES }, room) {
         if !fits(run, Bench::Verify, size, room) {
@@ -54,7 +54,7 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
                         }
                     }
                     Answer::Pattern { mismatches, .. } => {
-                        return Err(process.fault(format!("found {mismatches} words wrong that it had just written")));
+                        return Err(process.failure(format!("found {mismatches} words wrong that it had just written")));
                     }
                     _ => return unfit(),
                 }
@@ -88,7 +88,7 @@ fn load(run: &mut Run<'_>) -> Result<()> {
         let warm_up = usize::from(disabled == "0");
         for round in 0..warm_up + count {
             run.tick(name, round, warm_up + count)?;
-            let (process, _) = run.start(Task::Single, &[("CUDA_CACHE_DISABLE", disabled)])?;
+            let (process, _) = run.start(Role::Single, &[("CUDA_CACHE_DISABLE", disabled)])?;
             match ask(&process, &Order::Load)? {
                 Answer::Took { us } if round >= warm_up => samples.0.push(us),
                 Answer::Took { .. } => {}
@@ -103,7 +103,7 @@ fn load(run: &mut Run<'_>) -> Result<()> {
 
 /// Each call, on memory of its own each time, while another exported descriptor is open.
 pub(super) fn measure_stages(run: &mut Run<'_>) -> Result<()> {
-    let (process, room) = run.start(Task::Single, &[])?;
+    let (process, room) = run.start(Role::Single, &[])?;
     let cuda = run.plan.backend == Backend::Cuda;
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
     for size in run.sizes(if cuda { &GPU_SIZES } else { &HOST_SIZES }, room) {

@@ -10,8 +10,9 @@ use std::{
 
 use super::{
     orders::{Answer, Call, Order, Reply, Way},
-    process::{Errand, Process, Task},
+    process::BenchProcess,
     stats::now,
+    task::{Role, Task},
 };
 use crate::{
     channel::{Cancel, Listener, Trust},
@@ -45,7 +46,7 @@ struct Prepared {
 
 /// A consumer, and the session with it.
 struct Peer {
-    process: Process,
+    process: BenchProcess,
     publisher: Option<Publisher>,
     /// The buffer that it is to hold.
     held: Option<BufferId>,
@@ -54,7 +55,7 @@ struct Peer {
 }
 
 struct Producer<'a> {
-    errand: &'a Errand,
+    task: &'a Task,
     driver: Driver,
     device: Device,
     folder: &'a Path,
@@ -63,19 +64,19 @@ struct Producer<'a> {
 }
 
 /// Does what it is told until whoever tells it has gone.
-pub(super) fn serve(errand: &Errand, folder: &Path, consumers: usize, line: &Line) -> Result<()> {
-    let (driver, device) = errand.open()?;
+pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -> Result<()> {
+    let (driver, device) = task.open()?;
     device.activate()?;
-    let child = Errand { task: Task::Consume, ..errand.clone() };
+    let child = task.with(Role::Consumer);
     let peers = (0..consumers).map(|_| {
-        let process = Process::start(&child)?;
+        let process = BenchProcess::start(&child)?;
         Ok(Peer { process, publisher: None, held: None, fresh: None })
     });
     let peers = peers.collect::<Result<Vec<_>>>()?;
     // All of them start at once.
     peers.iter().try_for_each(Peer::ready)?;
     line.send(&Answer::started(&device)?)?;
-    let mut producer = Producer { errand, driver, device, folder, peers, prepared: Prepared::default() };
+    let mut producer = Producer { task, driver, device, folder, peers, prepared: Prepared::default() };
     loop {
         let answer = match line.receive()? {
             Order::Prepare { size, ways } => producer.prepare(size, &ways).map(|()| Answer::Done),
@@ -97,7 +98,7 @@ impl Peer {
         match self.process.receive()? {
             Reply::Ready => Ok(()),
             Reply::Usable { .. } => Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into()),
-            Reply::Failed(failure) => Err(failure.of(self.process.name)),
+            Reply::Failed(failure) => Err(failure.of(self.process.name())),
         }
     }
 
@@ -106,7 +107,7 @@ impl Peer {
         match self.process.receive()? {
             Reply::Usable { at } => Ok(at),
             Reply::Ready => Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into()),
-            Reply::Failed(failure) => Err(failure.of(self.process.name)),
+            Reply::Failed(failure) => Err(failure.of(self.process.name())),
         }
     }
 
@@ -191,7 +192,7 @@ impl Producer<'_> {
 
     /// A session with each consumer, unless there is one.
     fn connect(&mut self) -> Result<()> {
-        let terms = Terms { timeout: self.errand.timeout, trust: Trust::default(), cancel: Cancel::new()? };
+        let terms = Terms { timeout: self.task.timeout, trust: Trust::default(), cancel: Cancel::new()? };
         for (number, peer) in self.peers.iter_mut().enumerate().filter(|(_, peer)| peer.publisher.is_none()) {
             let socket = self.folder.join(format!("{}-{number}", std::process::id()));
             let listener = Listener::bind(&socket, false, terms.timeout, &terms.cancel)?;

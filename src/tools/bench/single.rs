@@ -4,8 +4,8 @@ use std::{os::fd::AsFd, time::Instant};
 
 use super::{
     orders::{Answer, Order},
-    process::Errand,
     stats::us,
+    task::Task,
 };
 use crate::{
     driver::Driver,
@@ -16,8 +16,8 @@ use crate::{
 };
 
 /// Does what it is told until whoever tells it has gone.
-pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
-    let (driver, device) = errand.open()?;
+pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
+    let (driver, device) = task.open()?;
     device.activate()?;
     line.send(&Answer::started(&device)?)?;
     // While this is open no export is the process's first.

@@ -1,10 +1,6 @@
 //! What two ends of a meeting tell each other beside the memory: JSON records over a socket of their own.
 
-use std::{
-    os::fd::AsFd,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{os::fd::AsFd, path::Path, time::Duration};
 
 use nix::poll::PollFlags;
 use serde::{Deserialize, Serialize};
@@ -24,9 +20,6 @@ use crate::{
 
 /// The version of these records. Whoever speaks another one is told so and left.
 pub(super) const VERSION: u32 = 2;
-
-/// How often a wait looks up.
-const TICK: Duration = Duration::from_millis(20);
 
 /// One record. Fields that are not known are ignored; kinds that are not known end the meeting.
 #[derive(Debug, Serialize, Deserialize)]
@@ -116,27 +109,24 @@ pub(super) struct Control {
 }
 
 impl Control {
-    fn new(socket: RecordSocket) -> Self {
-        Self { line: Line::new(socket, "for the other end of the probes") }
+    /// Over the line to a child process, or to the parent.
+    pub(super) fn over(line: Line) -> Self {
+        Self { line }
     }
 
-    /// Waits for a process to connect. `tick` is called meanwhile; its error ends the wait.
-    pub(super) fn accept(
-        listener: &Listener,
-        timeout: Duration,
-        trust: &Trust,
-        cancel: &Cancel,
-        tick: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Self> {
+    fn new(socket: RecordSocket) -> Self {
+        Self::over(Line::new(socket, "for the other end of the probes"))
+    }
+
+    /// Waits up to `timeout` for a process to connect.
+    ///
+    /// # Errors
+    /// [`Error::NoConsumer`]; [`Error::Interrupted`], [`Error::System`].
+    pub(super) fn accept(listener: &Listener, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Self> {
         let deadline = deadline_after(timeout);
         loop {
-            let slice = deadline.min(Instant::now() + TICK);
-            if !cancel.wait(listener.as_fd(), PollFlags::POLLIN, slice)? {
-                tick()?;
-                if Instant::now() >= deadline {
-                    return Err(Error::NoConsumer { waited: timeout });
-                }
-                continue;
+            if !cancel.wait(listener.as_fd(), PollFlags::POLLIN, deadline)? {
+                return Err(Error::NoConsumer { waited: timeout });
             }
             let Some(socket) = listener.accept()? else { continue };
             let allowed = trust.check(Peer::of(&socket)?);

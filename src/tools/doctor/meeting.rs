@@ -254,7 +254,7 @@ fn work(meeting: &Meeting, socket: &Path, cancel: &Cancel, telling: &Sender<Told
                     Error::NoConsumer { .. } => Error::NoConsumer { waited: *wait },
                     other => other,
                 };
-                let mut control = Control::accept(&listener, left, trust, cancel, &mut || Ok(())).map_err(waited)?;
+                let mut control = Control::accept(&listener, left, trust, cancel).map_err(waited)?;
                 control.set_timeout(GREETING.min(*timeout));
                 match greet(&mut control) {
                     Ok(greeted) => break (control, greeted),

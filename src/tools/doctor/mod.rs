@@ -4,6 +4,7 @@
 //! explains it; [`text`] prints it for people. Each device's probes run in a process of their own, which is replaced when one
 //! of them hangs or takes it along: see [`run`].
 
+mod child;
 mod control;
 pub mod environment;
 mod meeting;
@@ -12,13 +13,14 @@ mod probes;
 pub mod report;
 pub mod rules;
 mod runner;
+mod task;
 pub mod text;
 mod verdict;
 
+pub(super) use self::{child::run_task, task::TOOL};
 pub use self::{
     environment::Environment,
     meeting::{Meeting, Part, meet},
-    peer::{ERRAND, run_errand},
     probes::{PROBES, Probe, Scope},
     report::{DeviceReport, Finding, PairReport, Report, Status},
     runner::{Plan, read, run},

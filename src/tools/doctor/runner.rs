@@ -2,37 +2,31 @@
 
 use std::{
     fs,
-    io::{BufRead, BufReader, Read},
-    os::unix::process::{CommandExt, ExitStatusExt},
+    io::Read,
     path::Path,
-    process::{Child, Stdio},
-    sync::{
-        Arc, Mutex, PoisonError,
-        mpsc::{self, Receiver, RecvTimeoutError},
-    },
-    thread,
     time::{Duration, Instant},
 };
 
-use nix::{
-    sys::signal::{Signal, killpg},
-    unistd::Pid,
-};
 use serde::Deserialize;
 
 use super::{
     DeviceReport, Environment, Finding, PairReport, Report, Status,
-    peer::{Errand, Task, sweep},
     probes::{PROBES, Probe, Scope, micros},
     report::{SCHEMA, Seen},
-    rules, verdict,
+    rules,
+    task::{Role, TOOL, Task},
+    verdict,
 };
 use crate::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
     error::{Error, Result},
     memory::Selector,
-    tools::temporary::temporary_folder,
+    tools::{
+        child::{End, Group, Launch, OnParentDeath, Process, StderrTail},
+        line::Line,
+        temporary::{PREFIX, temporary_folder},
+    },
     wire::clean,
 };
 
@@ -78,14 +72,14 @@ struct Listed {
 
 /// Tries what is planned, and reports. A probe that fails, hangs, or takes its process with it stops no other.
 ///
-/// The program that calls this must hand the argument of its hidden subcommand [`super::ERRAND`] to
-/// [`super::run_errand`]: probes run in children, which are this program.
+/// The program that calls this must call [`run_child`](crate::tools::run_child) for its hidden subcommand: probes run in child
+/// processes, which are this program.
 ///
 /// # Errors
 /// [`Error::NoSuchDevice`] if the plan names a device that there is none of; [`Error::Interrupted`]; [`Error::System`] if no
 /// child can be started. What the probes fail with is in the report.
 pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
-    let folder = temporary_folder(FOLDER)?;
+    let folder = temporary_folder(PREFIX)?;
     let runner = Runner { plan, cancel, folder: folder.path() };
     let machine = runner.run(&runner.machine_probes(), None, None)?;
     let driver = machine.iter().position(|finding| finding.probe == "driver");
@@ -151,9 +145,6 @@ pub(super) fn conclude(report: &mut Report) {
     }
     (report.verdict, report.exit_code) = verdict::of(report);
 }
-
-/// What the names of the doctor's folders begin with.
-pub(super) const FOLDER: &str = "vmmfd-";
 
 struct Runner<'a> {
     plan: &'a Plan,
@@ -252,128 +243,72 @@ enum Next {
     Cut(Box<Finding>),
 }
 
-/// The finding in a line, perhaps behind what a driver printed without an end of line.
-fn found_in(line: &str) -> Option<Finding> {
-    let start = line.find("{\"probe\":")?;
-    serde_json::from_str(line[start..].trim_end()).ok()
-}
-
 /// A process that runs probes. Dropping it kills it and all that it started.
 struct Worker {
-    child: Child,
-    lines: Receiver<String>,
-    said: Arc<Mutex<String>>,
+    process: Process,
+    line: Line,
+    stderr: Option<StderrTail>,
 }
-
-/// How much of what a worker says on standard error is kept.
-const KEPT: usize = 4096;
 
 impl Worker {
     fn start(runner: &Runner<'_>, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Self> {
         let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
-        let timeout_ms = u64::try_from(runner.plan.timeout.as_millis()).unwrap_or(u64::MAX);
-        let (backend, folder) = (runner.plan.backend, runner.folder.to_owned());
-        let errand = Errand { backend, folder, timeout_ms, task: Task::Probes { device, owner, names } };
-        let failed = |error| Error::system("start a process for the probes", error);
-        // In a group of its own: so that all of it can be killed at once, and a terminal's signals reach the doctor alone.
-        let spawned = errand.command()?.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-        let child = spawned.map_err(failed)?;
-        let (sender, lines) = mpsc::channel();
-        let said = Arc::new(Mutex::new(String::new()));
-        // From here on dropping it kills it.
-        let mut worker = Self { child, lines, said: Arc::clone(&said) };
-        if let Some(stdout) = worker.child.stdout.take() {
-            let read = move || {
-                let (mut stdout, mut line) = (BufReader::new(stdout), Vec::new());
-                // As bytes: a driver may print whatever it likes.
-                while let Ok(1..) = stdout.read_until(b'\n', &mut line) {
-                    if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
-                        break;
-                    }
-                    line.clear();
-                }
-            };
-            thread::Builder::new().spawn(read).map_err(failed)?;
-        }
-        if let Some(mut stderr) = worker.child.stderr.take() {
-            let read = move || {
-                let mut bytes = [0; 1024];
-                while let Ok(length @ 1..) = stderr.read(&mut bytes) {
-                    let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
-                    said.push_str(&String::from_utf8_lossy(&bytes[..length]));
-                    let mut surplus = said.len().saturating_sub(KEPT);
-                    while !said.is_char_boundary(surplus) {
-                        surplus += 1;
-                    }
-                    said.drain(..surplus);
-                }
-            };
-            thread::Builder::new().spawn(read).map_err(failed)?;
-        }
-        Ok(worker)
+        let Runner { plan, cancel, folder } = runner;
+        let launch = Launch {
+            name: "the process of the probes",
+            tool: TOOL,
+            on_parent_death: OnParentDeath::KillGroup { remove: Some(folder.to_path_buf()) },
+            // With the processes that its probes start: so all of them can be killed at once.
+            group: Group::Own,
+            variables: &[],
+            keep_stderr: true,
+            timeout: plan.timeout,
+            cancel,
+        };
+        let role = Role::Probes { device, owner, names };
+        let task = Task { backend: plan.backend, folder: folder.to_path_buf(), timeout: plan.timeout, role };
+        let (mut process, line) = launch.start(&task)?;
+        let stderr = process.take_stderr().map(StderrTail::read).transpose()?;
+        Ok(Self { process, line, stderr })
     }
 
     /// Waits for a probe's finding, no longer than it may take.
     fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<Next> {
-        let begun = Instant::now();
-        let us = |begun: Instant| Some(micros(begun.elapsed()));
+        let (begun, limit) = (Instant::now(), runner.plan.timeout);
+        let us = || Some(micros(begun.elapsed()));
         loop {
-            runner.cancel.check()?;
-            let left = runner.plan.timeout.saturating_sub(begun.elapsed());
-            if left.is_zero() {
-                self.kill();
-                let limit = runner.plan.timeout;
-                let seen = self.seen("timeout", format!("it did not end within {limit:?}, and was killed"));
-                return Ok(Next::Cut(Box::new(probe.cut_short(us(begun), seen))));
-            }
-            match self.lines.recv_timeout(left.min(Duration::from_millis(20))) {
-                Ok(line) => match found_in(&line) {
-                    Some(finding) if finding.probe == probe.name => return Ok(Next::Found(Box::new(finding))),
-                    _ => {}
+            let left = limit.saturating_sub(begun.elapsed());
+            match self.line.receive_within::<Finding>(left) {
+                Ok(finding) if finding.probe == probe.name => return Ok(Next::Found(Box::new(finding))),
+                Ok(_) | Err(Error::Protocol(_)) if !left.is_zero() => {}
+                Err(Error::PeerGone { .. }) => match self.process.wait(begun + limit, runner.cancel)? {
+                    Some((End::Exited(_), _)) => return Ok(Next::Left),
+                    Some((end @ End::Killed(signal), _)) => {
+                        let mut seen = self.seen("signal", format!("its process {end}"));
+                        seen.name = signal.map(|signal| signal.as_str().to_owned());
+                        return Ok(Next::Cut(Box::new(probe.cut_short(us(), seen))));
+                    }
+                    None => return Ok(self.overdue(probe, us(), limit)),
                 },
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => {
-                    let status = self.child.try_wait().map_err(|error| Error::system("wait for the probes", error))?;
-                    let Some(status) = status else {
-                        // It has closed its output, and goes on.
-                        thread::sleep(Duration::from_millis(1));
-                        continue;
-                    };
-                    let Some(signal) = status.signal() else { return Ok(Next::Left) };
-                    let name = Signal::try_from(signal).map_or("an unknown signal", Signal::as_str);
-                    // The rest of what it said may be on its way.
-                    thread::sleep(Duration::from_millis(5));
-                    let mut seen = self.seen("signal", format!("its process was killed by {name}"));
-                    seen.name = Some(name.to_owned());
-                    return Ok(Next::Cut(Box::new(probe.cut_short(us(begun), seen))));
-                }
+                Err(error @ (Error::Interrupted { .. } | Error::System { .. })) => return Err(error),
+                Ok(_) | Err(_) => return Ok(self.overdue(probe, us(), limit)),
             }
         }
     }
 
+    fn overdue(&mut self, probe: &Probe, us: Option<u64>, limit: Duration) -> Next {
+        self.process.kill();
+        let seen = self.seen("timeout", format!("it did not end within {limit:?}, and was killed"));
+        Next::Cut(Box::new(probe.cut_short(us, seen)))
+    }
+
+    /// An end of the process, with the last line of its standard error.
     fn seen(&self, kind: &str, mut message: String) -> Seen {
-        let said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(last) = said.lines().rfind(|line| !line.trim().is_empty()) {
+        if let Some(last) = self.stderr.as_ref().and_then(StderrTail::last_line) {
             message = format!("{message}: {last}");
             clean(&mut message);
         }
         Seen { call: None, code: None, name: None, kind: kind.to_owned(), message }
-    }
-
-    fn kill(&mut self) {
-        // Its group has its number, and as long as it was not waited for nobody else has.
-        if let (Ok(None), Ok(pid)) = (self.child.try_wait(), i32::try_from(self.child.id())) {
-            let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        sweep(Path::new("/dev/shm"), self.child.id());
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        self.kill();
     }
 }
 

@@ -13,14 +13,13 @@ use crate::{
     tools::check::pattern::{self, Pattern},
     tools::doctor::{
         control::{Say, unexpected},
-        peer::Peer,
         report::Seen,
     },
 };
 
 /// Takes memory from another process, kills that, and returns the memory and whether it is as it was.
 fn orphan(bench: &mut Bench) -> Result<Result<(Lent, bool), Seen>> {
-    let mut peer = Peer::start(bench)?;
+    let mut peer = bench.start_peer()?;
     let end = bench.end(&peer);
     let (probe, device) = ("exporter-killed".to_owned(), bench.device.uuid());
     let cancel = {

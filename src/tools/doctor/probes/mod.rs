@@ -15,7 +15,7 @@ use std::{
 use serde_json::Value;
 
 pub(super) use self::two::{End, Way, follow, lend, share_event, take};
-use super::{Finding, Status, peer::Peer, report::Seen};
+use super::{Finding, Status, peer::PeerProcess, report::Seen};
 use crate::{
     driver::{Backend, code},
     error::{Error, Result},
@@ -373,7 +373,7 @@ pub(super) struct Bench {
     /// How long the whole of a probe may take.
     pub(super) timeout: Duration,
     /// The other process, once there is one.
-    pub(super) peer: Option<Peer>,
+    pub(super) peer: Option<PeerProcess>,
 }
 
 /// What a probe found out.

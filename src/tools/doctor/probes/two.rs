@@ -22,7 +22,7 @@ use crate::{
     tools::doctor::{
         Status,
         control::{Control, Say, Taken, unexpected},
-        peer::Peer,
+        peer::PeerProcess,
         report::Seen,
     },
     wire::{Mechanism, Placement},
@@ -291,7 +291,7 @@ impl Bench {
     fn together(&mut self, work: impl FnOnce(&End, &mut Control, &Device) -> Result<Found>) -> Result<Found> {
         let mut peer = match self.peer.take() {
             Some(peer) => peer,
-            None => Peer::start(self)?,
+            None => self.start_peer()?,
         };
         let end = self.end(&peer);
         let found = work(&end, peer.control(), &self.device)?;
@@ -301,7 +301,11 @@ impl Bench {
         Ok(found)
     }
 
-    pub(super) fn end(&self, peer: &Peer) -> End {
+    pub(super) fn start_peer(&self) -> Result<PeerProcess> {
+        PeerProcess::start(&self.folder, self.device.backend(), self.patience())
+    }
+
+    pub(super) fn end(&self, peer: &PeerProcess) -> End {
         let (driver, socket) = (self.device.driver().clone(), peer.socket().to_owned());
         End { driver, socket, trust: Trust::default(), timeout: self.patience() }
     }
