@@ -28,8 +28,8 @@ test: ## every test that needs no GPU
 	scripts/test-python $(BIN) $(STRICT)
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
-	$(CARGO) test --locked --workspace --features launch --test suite -- --ignored cuda::
-	scripts/interop/run $(BIN) $(STRICT)
+	$(CARGO) build --locked
+	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
 bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say
 	$(CARGO) build --locked --release

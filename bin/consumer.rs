@@ -1,6 +1,6 @@
 //! `consumer`: takes a buffer from a producer, verifies it and acknowledges.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{ops::Range, path::PathBuf, process::ExitCode};
 
 use clap::Parser;
 use vmmfd::{
@@ -10,12 +10,11 @@ use vmmfd::{
     memory::Selector,
     session::{
         Event,
-        consumer::{self, Ask, Errand},
+        handoff::{self, Request},
         start,
     },
-    tools::check::files::Target,
+    tools::check::{self, DataVerifier, files::Target},
     tools::cli::{self, Command, Common, Console, Exit, parse_range},
-    wire::ByteRange,
 };
 
 /// Takes a buffer from a producer, verifies it and acknowledges.
@@ -38,7 +37,7 @@ struct Options {
     /// Bytes to take, with units as in 4MiB:1MiB; of a buffer of chunks only those that cover them are sent and mapped
     /// [default: all]
     #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range)]
-    range: Option<ByteRange>,
+    range: Option<Range<u64>>,
 
     /// File to write the bytes to, which appears only when they are verified
     #[arg(long, value_name = "FILE")]
@@ -63,13 +62,14 @@ impl Command for Options {
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let opened = start(self.common.backend, cancel, &observer)?;
         cli::leave_open(&opened.driver);
-        let terms = self.common.terms(cancel);
-        let ask = Ask { access: self.access, range: self.range, ..Ask::default() };
-        let errand = Errand { ask: &ask, target, engine: self.common.verify };
-        let findings = consumer::fetch(&opened.driver, self.device, &path, errand, &terms, &observer)?;
-        let outcome = findings.outcome();
-        console.found(&outcome);
-        Ok(if outcome.verified { Exit::Verified } else { Exit::Mismatch })
+        let config = self.common.config(cancel);
+        let mut request = Request::default();
+        (request.access, request.range) = (self.access, self.range.clone());
+        let steps = |event: check::Event<'_>| console.check(event);
+        let mut verifier = DataVerifier::new(&steps).with_engine(self.common.verify).with_target(target);
+        let findings = handoff::fetch(&opened.driver, self.device, &path, &request, &mut verifier, &config, &observer)?;
+        console.findings(&findings);
+        Ok(if findings.verified() { Exit::Verified } else { Exit::Mismatch })
     }
 }
 

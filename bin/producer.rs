@@ -6,14 +6,14 @@ use clap::Parser;
 use vmmfd::{
     channel::{Cancel, Listener, socket_path},
     error::Error,
-    memory::{Device, Selector, Spec},
+    memory::{Device, Mechanism, Placement, Selector},
     session::{
         Event,
-        producer::{self, Buffer, Content, Plan},
+        handoff::{self, Buffer, ServeOptions},
         start,
     },
-    tools::cli::{self, Command, Common, Console, Exit, Extent, parse_salt, parse_size},
-    wire::{Mechanism, Placement},
+    tools::check::{self, Exercise},
+    tools::cli::{self, Command, Common, Console, Exit, Extent, parse_salt, parse_size, sharing},
 };
 
 /// Fills a buffer with a pattern or a file and shares it with consumers, who verify it.
@@ -77,28 +77,24 @@ impl Command for Options {
         let (source, size, array) = self.extent.resolve()?;
         let path = socket_path(self.common.socket.as_deref())?;
         Listener::check_free(&path)?;
-        let terms = self.common.terms(cancel);
+        let config = self.common.config(cancel);
         let opened = start(self.common.backend, cancel, &observer)?;
         cli::leave_open(&opened.driver);
         let device = Device::find(&opened.driver, self.device)?;
-        let spec = Spec {
-            size,
-            mechanism: self.mechanism,
-            location: self.location,
-            chunk: self.chunk,
-            capacity: 0,
-            sealed: self.seal,
+        let spec = sharing(&device, size, self.mechanism, self.location, self.chunk)?;
+        let spec = if self.seal { spec.sealed() } else { spec };
+        let steps = |event: check::Event<'_>| console.check(event);
+        let content = match source {
+            Some(source) => Exercise::file(source, &steps),
+            None => Exercise::pattern(self.seed.unwrap_or_else(rand::random), &steps),
         };
-        let pattern = || Content::Pattern(self.seed.unwrap_or_else(rand::random));
-        let content = source.map_or_else(pattern, Content::File);
-        let buffer = Buffer::create(&device, &spec, content, array, cancel, &observer)?;
-        let buffer = buffer.engine(self.common.verify).corrupt(self.corrupt);
-        let listener = Listener::bind(&path, !terms.trust.uids.is_empty(), terms.timeout, cancel)?;
-        let plan = Plan { consumers: self.consumers, round_trip: self.round_trip };
-        let mut served = Vec::new();
-        let result = producer::serve(listener, &buffer, plan, &terms, &observer, &mut served);
-        console.served(&served);
-        Exit::of_service(result, served, self.consumers == 0)
+        let content = content.with_engine(self.common.verify).with_corruption(self.corrupt);
+        let buffer = Buffer::create(&device, spec, content, array, &config, &observer)?;
+        let listener = Listener::bind(&path, !config.trust.uids.is_empty(), config.timeout, cancel)?;
+        let options = ServeOptions::default().with_consumers(self.consumers).with_round_trip(self.round_trip);
+        let report = handoff::serve(listener, &buffer, &options, &config, &observer);
+        console.served(&report.served);
+        Exit::of_service(report, self.consumers == 0)
     }
 }
 

@@ -11,7 +11,7 @@ use clap::{Parser, Subcommand};
 use vmmfd::{
     channel::{Cancel, Trust},
     driver::Backend,
-    error::Error,
+    error::{Error, ParseError},
     memory::Selector,
     tools::{
         self,
@@ -248,7 +248,7 @@ struct Meet {
 #[derive(Debug, Clone, Copy)]
 struct Which(Option<Selector>);
 
-fn parse_device(text: &str) -> Result<Which, String> {
+fn parse_device(text: &str) -> Result<Which, ParseError> {
     match text {
         "all" => Ok(Which(None)),
         _ => text.parse().map(|selector| Which(Some(selector))),

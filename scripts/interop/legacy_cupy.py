@@ -44,21 +44,21 @@ def take(meeting: Meeting) -> vmmfd.Body:
     """Returns the device, as the producer names it."""
     options = "--mechanism", "legacy", "--size", str(SIZE), "--seed", str(SALT), "--round-trip"
     with meeting.producer(*options) as producer:
-        with meeting.consume() as consumer, consumer.request() as loan:
-            expect("mechanism", loan.memory["mechanism"], "legacy")
-            expect("salt", loan.offer["salt"], SALT)
+        with meeting.consume() as consumer, consumer.request() as offered:
+            expect("mechanism", offered.memory["mechanism"], "legacy")
+            expect("salt", offered.check["salt"], SALT)
             with consumer.working():
-                base = runtime.ipcOpenMemHandle(loan.pointer)
+                base = runtime.ipcOpenMemHandle(offered.pointer)
                 try:
-                    address = base + loan.memory.get("offset", 0)
+                    address = base + offered.memory.get("offset", 0)
                     found = vmmfd.numpy_check(cupy.asnumpy(words_at(address, SIZE)), SALT)
-                    put(address, vmmfd.numpy_pattern(loan.offer["reply_salt"], 0, SIZE // 4))
+                    put(address, vmmfd.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4))
                 finally:
                     runtime.ipcCloseMemHandle(base)
             support.expect_verified("what CuPy finds", found, SIZE // 4)
             support.expect_verified("what the producer finds", consumer.report(found), SIZE // 4)
         producer.ends(0)
-        return loan.memory["device"]
+        return offered.memory["device"]
 
 
 def produce(meeting: Meeting) -> None:

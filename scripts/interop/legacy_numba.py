@@ -30,20 +30,20 @@ def take(meeting: Meeting) -> vmmfd.Body:
     """Returns the device, as the producer names it."""
     options = "--mechanism", "legacy", "--size", str(SIZE), "--seed", str(SALT), "--round-trip"
     with meeting.producer(*options) as producer:
-        with meeting.consume() as consumer, consumer.request() as loan:
-            expect("mechanism", loan.memory["mechanism"], "legacy")
-            expect("salt", loan.offer["salt"], SALT)
-            offset = loan.memory.get("offset", 0)
+        with meeting.consume() as consumer, consumer.request() as offered:
+            expect("mechanism", offered.memory["mechanism"], "legacy")
+            expect("salt", offered.check["salt"], SALT)
+            offset = offered.memory.get("offset", 0)
             with consumer.working():
                 # The bytes as they are: all else that the handle needs is known here.
-                with cuda.open_ipc_array(loan.pointer, (SIZE // 4,), numpy.uint32, offset=offset) as words:
+                with cuda.open_ipc_array(offered.pointer, (SIZE // 4,), numpy.uint32, offset=offset) as words:
                     found = vmmfd.numpy_check(words.copy_to_host(), SALT)
-                    words.copy_to_device(vmmfd.numpy_pattern(loan.offer["reply_salt"], 0, SIZE // 4))
+                    words.copy_to_device(vmmfd.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4))
                     cuda.synchronize()
             support.expect_verified("what Numba finds", found, SIZE // 4)
             support.expect_verified("what the producer finds", consumer.report(found), SIZE // 4)
         producer.ends(0)
-        return loan.memory["device"]
+        return offered.memory["device"]
 
 
 def produce(meeting: Meeting) -> None:

@@ -66,20 +66,20 @@ def take(meeting: Meeting) -> vmmfd.Body:
     stream = device.create_stream()
     options = "--mechanism", "pool", "--size", str(SIZE), "--seed", str(SALT), "--round-trip"
     with meeting.producer(*options) as producer:
-        with meeting.consume() as consumer, consumer.request() as loan:
-            expect("mechanism", loan.memory["mechanism"], "pool")
-            expect("salt", loan.offer["salt"], SALT)
-            offset = loan.memory.get("offset", 0)
+        with meeting.consume() as consumer, consumer.request() as offered:
+            expect("mechanism", offered.memory["mechanism"], "pool")
+            expect("salt", offered.check["salt"], SALT)
+            offset = offered.memory.get("offset", 0)
             with consumer.working():
-                described = descriptor(device, stream, loan.pointer, offset + SIZE)
-                pool = DeviceMemoryResource.from_allocation_handle(device, loan.pool_fd)
+                described = descriptor(device, stream, offered.pointer, offset + SIZE)
+                pool = DeviceMemoryResource.from_allocation_handle(device, offered.pool_fd)
                 expect("the pool is mapped", pool.is_mapped, True)
                 buffer = Buffer.from_ipc_descriptor(pool, described, stream=stream)
                 try:
                     stream.sync()
                     address = int(buffer.handle) + offset
                     found = vmmfd.numpy_check(cuda_driver.words_from(address, SIZE // 4), SALT)
-                    reply = vmmfd.numpy_pattern(loan.offer["reply_salt"], 0, SIZE // 4)
+                    reply = vmmfd.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4)
                     cuda_driver.put_words(address, reply)
                 finally:
                     buffer.close(stream)
@@ -88,7 +88,7 @@ def take(meeting: Meeting) -> vmmfd.Body:
             support.expect_verified("what is found", found, SIZE // 4)
             support.expect_verified("what the producer finds", consumer.report(found), SIZE // 4)
         producer.ends(0)
-        return loan.memory["device"]
+        return offered.memory["device"]
 
 
 def produce(meeting: Meeting) -> None:

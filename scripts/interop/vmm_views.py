@@ -59,18 +59,18 @@ def primary_context(ordinal: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mapped(loan: vmmfd.Loan, ordinal: int) -> Iterator[int]:
+def mapped(offered: vmmfd.Offered, ordinal: int) -> Iterator[int]:
     """The address at which the segments lie side by side. Closes their descriptors: the handles keep the memory."""
-    total = sum(segment.size for segment in loan.segments)
+    total = sum(segment.size for segment in offered.segments)
     with contextlib.ExitStack() as undo:
         base = int(call(driver.cuMemAddressReserve(total, 0, 0, 0)))
         undo.callback(lambda: call(driver.cuMemAddressFree(base, total)))
         at = base
-        for fd, size in loan.segments:
+        for fd, size in offered.segments:
             map_segment(undo, fd, at, size)
             at += size
-        loan.close()
-        call(driver.cuMemSetAccess(base, total, [access_of(ordinal, loan.offer["access"])], 1))
+        offered.close()
+        call(driver.cuMemSetAccess(base, total, [access_of(ordinal, offered.offer["access"])], 1))
         yield base
 
 
@@ -116,15 +116,15 @@ def look(address: int, ordinal: int, reply_salt: int | None) -> vmmfd.Body:
 
 def take(meeting: Meeting, *options: str) -> None:
     with meeting.producer(*OPTIONS, *options) as producer:
-        with meeting.consume() as consumer, consumer.request() as loan:
-            array = loan.offer["array"]
-            expect("the array", (array["typestr"], tuple(array["shape"])), ("<f4", SHAPE))
-            expect("sizes of the segments", [segment.size for segment in loan.segments], [2 << 20] * 2)
-            reply_salt = loan.offer.get("reply_salt")
+        with meeting.consume() as consumer, consumer.request() as offered:
+            array = offered.offer["array"]
+            expect("the array", (array["dtype"], array.get("byte_order"), tuple(array["shape"])), ("float32", None, SHAPE))
+            expect("sizes of the segments", [segment.size for segment in offered.segments], [2 << 20] * 2)
+            reply_salt = offered.check.get("reply_salt")
             expect("a reply is asked for", reply_salt is not None, bool(options))
             with consumer.working():
-                ordinal = ordinal_of(loan.memory["device"]["uuid"])
-                with primary_context(ordinal), mapped(loan, ordinal) as address:
+                ordinal = ordinal_of(offered.memory["device"]["uuid"])
+                with primary_context(ordinal), mapped(offered, ordinal) as address:
                     found = look(address, ordinal, reply_salt)
             support.expect_verified("what is found", found, COUNT)
             support.expect_verified("what the producer finds", consumer.report(found), COUNT if options else 0)

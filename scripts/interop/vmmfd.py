@@ -1,11 +1,13 @@
 """The protocol of vmmfd, version 1, from either side, with nothing but the standard library.
 
-README.md, section Protocol, says what the messages mean. Opening the memory is not done here: a Consumer hands out the
-offer and its descriptors, a Producer hands over what it is given.
+docs/protocol.md says what the messages mean. Opening the memory is not done here: a Consumer hands out the offer and its
+descriptors, a Producer hands over what it is given.
 
-    with Consumer(path, backend="cuda") as consumer, consumer.request() as loan:
-        ...                                    # loan.memory, loan.segments, loan.pool_fd
-        consumer.report(check(data, loan.offer["salt"]))
+    with Consumer(path, backend="cuda") as consumer, consumer.request() as offered:
+        ...                                    # offered.memory, offered.segments, offered.pool_fd
+        consumer.report(check(data, offered.check["salt"]))
+
+A consumer that does not know what offers say in `check` reports unchecked(True).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _MAGIC = b"VMFD"
 _HEADER = struct.Struct("<4sHHII")
 _KINDS = ("hello", "request", "offer", "segments", "received", "result", "busy", "error", "pool") + (
     "subscribe", "ready", "done", "withdraw", "gone")  # Of streams, which are not spoken here.
-_BUSY_EVERY = 1.0
+_BUSY_EVERY = 0.9
 _WORD = 0xFFFF_FFFF
 
 Body = dict[str, Any]
@@ -130,9 +132,15 @@ def pattern_bytes(salt: int, start: int, size: int) -> bytes:
     return pattern(salt, first, count)[start - first * 4 :][:size]
 
 
-def verdict(verified: bool) -> Body:
-    """The `result` of a side that counted nothing."""
-    return {"verified": verified, "words": 0, "mismatches": 0, "first_mismatch": None}
+def unchecked(verified: bool) -> Body:
+    """The `result` of a side that checked nothing."""
+    return {"verified": verified}
+
+
+def result(words: int, mismatches: int = 0, first_mismatch: Body | None = None) -> Body:
+    """The `result` of a side that checked the pattern."""
+    figures = {"words": words, "mismatches": mismatches, "first_mismatch": first_mismatch}
+    return {"verified": mismatches == 0, "check": figures}
 
 
 def check(found: bytes, salt: int, start: int = 0) -> Body:
@@ -141,13 +149,12 @@ def check(found: bytes, salt: int, start: int = 0) -> Body:
     # To whole words; the bytes outside count as zeros.
     before, after = b"\0" * (start % 4), b"\0" * (-(start + len(found)) % 4)
     expected, found = (before + data + after for data in (expected, bytes(found)))
-    result = {**verdict(found == expected), "words": len(found) // 4}
-    if not result["verified"]:
-        pairs = zip(struct.iter_unpack("<I", expected), struct.iter_unpack("<I", found))
-        wrong = [(index, e, f) for index, ((e,), (f,)) in enumerate(pairs, start // 4) if e != f]
-        result["mismatches"] = len(wrong)
-        result["first_mismatch"] = dict(zip(("index", "expected", "found"), wrong[0]))
-    return result
+    words = len(found) // 4
+    if found == expected:
+        return result(words)
+    pairs = zip(struct.iter_unpack("<I", expected), struct.iter_unpack("<I", found))
+    wrong = [(index, e, f) for index, ((e,), (f,)) in enumerate(pairs, start // 4) if e != f]
+    return result(words, len(wrong), dict(zip(("index", "expected", "found"), wrong[0])))
 
 
 def numpy_check(found: Any, salt: int) -> Body:
@@ -156,11 +163,11 @@ def numpy_check(found: Any, salt: int) -> Body:
 
     expected = numpy_pattern(salt, 0, found.size)
     wrong = numpy.flatnonzero(found != expected)
-    result = {**verdict(wrong.size == 0), "words": found.size, "mismatches": int(wrong.size)}
-    if wrong.size:
-        index = int(wrong[0])
-        result["first_mismatch"] = {"index": index, "expected": int(expected[index]), "found": int(found[index])}
-    return result
+    if not wrong.size:
+        return result(found.size)
+    index = int(wrong[0])
+    first = {"index": index, "expected": int(expected[index]), "found": int(found[index])}
+    return result(found.size, int(wrong.size), first)
 
 
 # Records
@@ -251,6 +258,8 @@ class Channel:
         self._socket = connected
         self._socket.settimeout(timeout)
         self._timeout = timeout
+        # Until the peer's hello says what it needs.
+        self._busy_every = _BUSY_EVERY
 
     def check_user(self) -> None:
         """The other end must be of this process's user, or root's."""
@@ -313,15 +322,36 @@ class Channel:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         return record, fds.tolist(), flags
 
+    def hello(self, backend: str) -> None:
+        self.send(
+            "hello",
+            {
+                "version": VERSION,
+                "capabilities": [],
+                "backend": backend,
+                "pid": os.getpid(),
+                "timeout_ms": max(1, int(self._timeout * 1000)),
+            },
+        )
+
+    def greeted(self) -> Body:
+        """Takes the peer's hello."""
+        hello = self.receive("hello").body
+        if _get(hello, "version", int) < VERSION:
+            raise Refusal("version", f"the peer speaks version {hello['version']}, and this side {VERSION}")
+        # A little more often than three times within its timeout.
+        self._busy_every = min(_BUSY_EVERY, max(_get(hello, "timeout_ms", int), 1) / 4000)
+        return hello
+
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Tells the peer once a second, while the block runs, that this side is working."""
+        """Tells the peer, while the block runs, that this side is working: as often as its hello asks for."""
         done = threading.Event()
 
         def speak() -> None:
             # Whoever can't be told is noticed with the next message.
             with contextlib.suppress(OSError, VmmfdError):
-                while not done.wait(min(_BUSY_EVERY, self._timeout / 3)):
+                while not done.wait(self._busy_every):
                     self._socket.sendmsg([encode("busy", {})], [], socket.MSG_NOSIGNAL)
 
         speaker = threading.Thread(target=speak, daemon=True)
@@ -357,13 +387,6 @@ def _error_body(error: BaseException) -> Body:
     return {"code": code, "message": (str(error) or type(error).__name__)[:1000]}
 
 
-def _hello(backend: str) -> Body:
-    return {"version": VERSION, "capabilities": [], "backend": backend, "pid": os.getpid()}
-
-
-def _check_hello(hello: Body) -> None:
-    if _get(hello, "version", int) < VERSION:
-        raise Refusal("version", f"the peer speaks version {hello['version']}, and this side {VERSION}")
 
 
 # The side that is given memory
@@ -377,7 +400,7 @@ class Segment(NamedTuple):
 
 
 @dataclass
-class Loan:
+class Offered:
     """What a producer offers, and the descriptors that belong to it: closed with it, but for the pool's."""
 
     offer: Body
@@ -390,6 +413,11 @@ class Loan:
         return self.offer["memory"]
 
     @property
+    def check(self) -> Body:
+        """What the data can be checked against; empty if the producer does not say."""
+        return _get(self.offer, "check", dict, {})
+
+    @property
     def pointer(self) -> bytes:
         """The 64 bytes that open memory of a pool, or legacy memory."""
         return bytes.fromhex(self.memory["pointer"])
@@ -398,7 +426,7 @@ class Loan:
         segments, self.segments = self.segments, []
         close_all([segment.fd for segment in segments])
 
-    def __enter__(self) -> Loan:
+    def __enter__(self) -> Offered:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -414,8 +442,8 @@ class Consumer:
         self._channel = Channel(_connect(path, timeout), timeout)
         try:
             self._channel.check_user()
-            self._channel.send("hello", _hello(backend))
-            _check_hello(self._channel.receive("hello").body)
+            self._channel.hello(backend)
+            self._channel.greeted()
         except BaseException as error:
             self._channel.end(error)
             raise
@@ -425,37 +453,36 @@ class Consumer:
         object: str = DEFAULT_OBJECT,
         access: str | None = None,
         range: tuple[int, int] | None = None,
-        have: int | None = None,
-    ) -> Loan:
-        """Asks for an object, or for a `range` (offset, length) of it, less the first `have` segments."""
+    ) -> Offered:
+        """Asks for an object, or for a `range` (offset, length) of it."""
         asked = None if range is None else {"offset": range[0], "length": range[1]}
-        self._channel.send("request", {"object": object, "access": access, "range": asked, "have": have})
+        self._channel.send("request", {"object": object, "access": access, "range": asked})
         offer = self._channel.receive("offer").body
         memory = _check_offer(offer, object, access)
-        loan = Loan(offer, range or (0, memory["size"]))
+        offered = Offered(offer, range or (0, memory["size"]))
         try:
             if memory["mechanism"] == "vmm":
-                self._take_segments(loan, have or 0)
+                self._take_segments(offered)
             elif memory["mechanism"] == "pool":
-                loan.pool_fd = self._pool(_get(memory, "pool", int))
-            return loan
+                offered.pool_fd = self._pool(_get(memory, "pool", int))
+            return offered
         except BaseException:
-            loan.close()
+            offered.close()
             raise
 
-    def _take_segments(self, loan: Loan, have: int) -> None:
-        part = _check_part(loan, have)
-        while len(loan.segments) < part["segments"]:
+    def _take_segments(self, offered: Offered) -> None:
+        part = _check_part(offered)
+        while len(offered.segments) < part["segments"]:
             message = self._channel.receive("segments")
-            taken = len(loan.segments)
-            # From here on the loan closes them.
-            loan.segments += map(Segment, message.fds, message.body["sizes"])
+            taken = len(offered.segments)
+            # From here on the offered closes them.
+            offered.segments += map(Segment, message.fds, message.body["sizes"])
             if message.body.get("first") != part["first"] + taken:
                 raise ProtocolError(f"segment {message.body.get('first')} came where {part['first'] + taken} belongs")
-            if len(loan.segments) > part["segments"]:
+            if len(offered.segments) > part["segments"]:
                 raise ProtocolError(f"more segments came than the {part['segments']} that were said to follow")
-            self._channel.send("received", {"segments": len(loan.segments)})
-        if sum(segment.size for segment in loan.segments) != part["size"]:
+            self._channel.send("received", {"segments": len(offered.segments)})
+        if sum(segment.size for segment in offered.segments) != part["size"]:
             raise ProtocolError(f"the segments that came have not {part['size']} bytes")
 
     def _pool(self, number: int) -> int:
@@ -519,7 +546,8 @@ def _check_offer(offer: Body, object: str, access: str | None) -> Body:
         raise ProtocolError(f"access {offer.get('access')!r} is offered where {access!r} was asked for")
     if not 0 < size <= mapped_size:
         raise ProtocolError(f"{size} bytes of data are offered in {mapped_size} bytes of memory")
-    if offer.get("reply_salt") is not None and (offer["access"] == "ro" or offer["reply_salt"] == offer.get("salt")):
+    check = _get(offer, "check", dict, {})
+    if check.get("reply_salt") is not None and (offer["access"] == "ro" or check["reply_salt"] == check.get("salt")):
         raise ProtocolError("a reply is asked for that can't be written, or can't be told from what is there")
     if memory.get("mechanism") in ("pool", "legacy"):
         pointer = _get(memory, "pointer", str)
@@ -530,14 +558,13 @@ def _check_offer(offer: Body, object: str, access: str | None) -> Body:
     return memory
 
 
-def _check_part(loan: Loan, have: int) -> Body:
-    part = _get(loan.offer, "part", dict)
+def _check_part(offered: Offered) -> Body:
+    part = _get(offered.offer, "part", dict)
     first, segments, offset, size = (_get(part, name, int) for name in ("first", "segments", "offset", "size"))
-    begin, length = loan.range
-    begins = first == have if have else offset <= begin
-    inside = offset + size <= loan.memory["mapped_size"] and first + segments <= _get(loan.memory, "segments", int)
-    if not (begins and inside and offset + size >= begin + length):
-        raise ProtocolError(f"bytes {loan.range} were asked for, and {part} follows")
+    begin, length = offered.range
+    inside = offset + size <= offered.memory["mapped_size"] and first + segments <= _get(offered.memory, "segments", int)
+    if not (offset <= begin and inside and offset + size >= begin + length):
+        raise ProtocolError(f"bytes {offered.range} were asked for, and {part} follows")
     return part
 
 
@@ -619,9 +646,8 @@ class _Service:
         self._pool_sent = False
 
     def converse(self, backend: str) -> list[Body]:
-        hello = self._channel.receive("hello").body
-        _check_hello(hello)
-        self._channel.send("hello", _hello(backend))
+        hello = self._channel.greeted()
+        self._channel.hello(backend)
         results: list[Body] = []
         while True:
             try:
@@ -632,22 +658,24 @@ class _Service:
                 raise
             if hello.get("backend") != backend:
                 raise Refusal("backend", f"the memory is on backend {backend}, and the consumer's is another")
-            results.append(self._lend(request))
+            results.append(self._answer(request))
 
-    def _lend(self, request: Body) -> Body:
+    def _answer(self, request: Body) -> Body:
         shared = self._shared
         begin, length = self._range(request)
         if _get(request, "object", str) != DEFAULT_OBJECT:
             raise Refusal("object", f"there is no such object here, only `{DEFAULT_OBJECT}`")
         access = _get(request, "access", str, shared.access)
         if access == "rw" and shared.access == "ro":
-            raise Refusal("access", "the memory is lent read-only, and rw was asked for")
+            raise Refusal("access", "the memory is offered read-only, and rw was asked for")
         with self._channel.working():
             shared.fill()
         reply_salt = shared.reply_salt if access == "rw" else None
         offer = {"object": DEFAULT_OBJECT, "memory": shared.memory, "array": shared.array, "access": access}
-        offer.update(part=None, salt=shared.salt, digest=None, reply_salt=reply_salt)
-        self._hand_over(offer, begin, begin + length, _get(request, "have", int, 0))
+        offer["part"] = None
+        if shared.salt is not None:
+            offer["check"] = {"salt": shared.salt, "reply_salt": reply_salt}
+        self._hand_over(offer, begin, begin + length)
         return self._conclude(offer, begin, length)
 
     def _range(self, request: Body) -> tuple[int, int]:
@@ -658,12 +686,10 @@ class _Service:
             raise Refusal("range", f"{length} bytes from {begin} on were asked for, of {size}")
         return begin, length
 
-    def _hand_over(self, offer: Body, begin: int, end: int, have: int) -> None:
-        if have > len(self._shared.segments):
-            raise Refusal("range", f"{have} segments are there already, of {len(self._shared.segments)}")
+    def _hand_over(self, offer: Body, begin: int, end: int) -> None:
         following: list[tuple[int, int]] = []
         if self._shared.memory["mechanism"] == "vmm":
-            offer["part"], following = _part(self._shared.segments, begin, end, have)
+            offer["part"], following = _part(self._shared.segments, begin, end)
         self._channel.send("offer", offer)
         if self._shared.pool_fd is not None and not self._pool_sent:
             self._channel.send("pool", {"pool": self._shared.memory["pool"]}, [self._shared.pool_fd])
@@ -681,25 +707,29 @@ class _Service:
 
     def _conclude(self, offer: Body, begin: int, length: int) -> Body:
         found = self._channel.receive("result").body
-        words = -(-(begin + length) // 4) - begin // 4 if offer["salt"] is not None else 0
         verified = _get(found, "verified", bool)
-        if _get(found, "words", int) != words or (verified and _get(found, "mismatches", int) != 0):
-            raise ProtocolError(f"a result of {words} words can't be {found}")
-        own = verdict(verified)
-        if verified and offer["reply_salt"] is not None and self._shared.read is not None:
+        claim = offer.get("check") or {}
+        figures = _get(found, "check", dict, {})
+        if figures:
+            words = -(-(begin + length) // 4) - begin // 4 if claim.get("salt") is not None else 0
+            if _get(figures, "words", int) != words or (verified and _get(figures, "mismatches", int) != 0):
+                raise ProtocolError(f"a result of {words} words can't be {found}")
+        own = unchecked(verified)
+        # A consumer that ignores the check does not reply.
+        if verified and figures and claim.get("reply_salt") is not None and self._shared.read is not None:
             with self._channel.working():
-                own = check(self._shared.read(begin, length), offer["reply_salt"], begin)
+                own = check(self._shared.read(begin, length), claim["reply_salt"], begin)
         self._channel.send("result", own)
         return own if verified and not own["verified"] else found
 
 
-def _part(segments: Sequence[tuple[int, int]], begin: int, end: int, have: int) -> tuple[Body, list[tuple[int, int]]]:
-    """The segments that cover some bytes, less those that the consumer has, and the words for them."""
+def _part(segments: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[Body, list[tuple[int, int]]]:
+    """The segments that cover some bytes, and the words for them."""
     ends = [0]
     for _, size in segments:
         ends.append(ends[-1] + size)
-    covering = [i for i in range(have, len(segments)) if ends[i] < end and ends[i + 1] > begin]
-    first = covering[0] if covering else have
+    covering = [i for i in range(len(segments)) if ends[i] < end and ends[i + 1] > begin]
+    first = covering[0]
     stop = first + len(covering)
     part = {"first": first, "segments": len(covering), "offset": ends[first], "size": ends[stop] - ends[first]}
     return part, list(segments[first:stop])

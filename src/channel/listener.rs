@@ -6,7 +6,10 @@ use std::{
     io,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::fs::{FileTypeExt, MetadataExt},
+        unix::{
+            ffi::OsStrExt,
+            fs::{FileTypeExt, MetadataExt},
+        },
     },
     path::{Path, PathBuf},
     process,
@@ -20,8 +23,8 @@ use nix::{
     unistd::{UnlinkatFlags, unlinkat},
 };
 use rustix::{
-    io::Errno as SocketErrno,
-    net::{SocketAddrUnix, SocketFlags, accept_with, bind, listen},
+    io::{Errno as SocketErrno, FdFlags, fcntl_setfd, ioctl_fionbio},
+    net::{SocketAddrUnix, SocketFlags, accept_with, bind, getsockname, listen, sockopt},
 };
 
 use super::{
@@ -29,6 +32,7 @@ use super::{
     connect::{Attempt, attempt, new_socket},
     deadline_after,
     path::{MAX_PATH, split},
+    record::check_type,
 };
 use crate::error::{Error, Result};
 
@@ -38,11 +42,18 @@ const BACKLOG: i32 = 128;
 /// How long the lock is waited for when the listener is dropped.
 const REMOVAL_LOCK: Duration = Duration::from_millis(200);
 
-/// A listening socket. Dropping it removes its file, unless another socket has replaced it.
+/// A listening socket. Dropping one that [`Listener::bind`] made removes its file, unless another socket has replaced it.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
     path: PathBuf,
+    /// The file to remove.
+    file: Option<SocketFile>,
+}
+
+/// The file of a socket, which another socket may have replaced.
+#[derive(Debug)]
+struct SocketFile {
     folder: File,
     name: OsString,
     inode: (u64, u64),
@@ -87,7 +98,28 @@ impl Listener {
         renameat(&folder, temporary.name.as_os_str(), &folder, name.as_os_str())
             .map_err(|errno| failed("rename the socket to", errno.into()))?;
         std::mem::forget(temporary);
-        Ok(Self { socket, path: path.to_owned(), folder, name, inode })
+        Ok(Self { socket, path: path.to_owned(), file: Some(SocketFile { folder, name, inode }) })
+    }
+
+    /// Takes over a socket that listens already, such as one of systemd's socket activation. It is made close-on-exec and
+    /// non-blocking. Its file, if it has one, is not removed when this is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Socket`] if it does not listen, or is not of type `SOCK_SEQPACKET`; [`Error::System`].
+    ///
+    /// See sd_listen_fds(3).
+    pub fn from_fd(socket: OwnedFd) -> Result<Self> {
+        check_type(&socket)?;
+        let failed = |errno: SocketErrno| Error::system("take over a listening socket", errno);
+        if !sockopt::socket_acceptconn(&socket).map_err(failed)? {
+            return Err(Error::Socket { problem: "it does not listen".to_owned() });
+        }
+        fcntl_setfd(&socket, FdFlags::CLOEXEC).map_err(failed)?;
+        ioctl_fionbio(&socket, true).map_err(failed)?;
+        let address = getsockname(&socket).ok().and_then(|address| SocketAddrUnix::try_from(address).ok());
+        let path =
+            address.and_then(|address| Some(Path::new(OsStr::from_bytes(address.path()?.to_bytes())).to_owned()));
+        Ok(Self { socket, path: path.unwrap_or_default(), file: None })
     }
 
     /// Checks that no process listens at a path. Does not block. To be called before expensive work is done for it;
@@ -121,7 +153,7 @@ impl Listener {
         }
     }
 
-    /// The path that it listens on.
+    /// The path that it listens on; empty for a socket without one.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -148,12 +180,13 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let locked = Cancel::new().and_then(|cancel| lock(&self.folder, &self.path, REMOVAL_LOCK, &cancel));
+        let Some(SocketFile { folder, name, inode }) = &self.file else { return };
+        let locked = Cancel::new().and_then(|cancel| lock(folder, &self.path, REMOVAL_LOCK, &cancel));
         // Another process may hold the lock. Then the file is removed without it, which is a race for a moment.
         let _locked = locked.inspect_err(|error| tracing::warn!(%error, "removing the socket without the lock"));
         // Another producer may have replaced it, when it no longer listened.
-        if inode_of(&self.folder, &self.name) == Ok(self.inode) {
-            let removed = unlinkat(&self.folder, self.name.as_os_str(), UnlinkatFlags::NoRemoveDir);
+        if inode_of(folder, name) == Ok(*inode) {
+            let removed = unlinkat(folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
             if let Err(errno) = removed {
                 tracing::warn!(%errno, path = %self.path.display(), "cannot remove the socket");
             }

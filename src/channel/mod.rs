@@ -13,6 +13,7 @@ pub(crate) mod record;
 mod trust;
 
 use std::{
+    io,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
@@ -21,7 +22,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use self::record::{Arrival, RecordSocket, is_gone};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use self::record::{Arrival, RecordSocket, check_type, is_gone};
 pub use self::{cancel::Cancel, connect::connect, listener::Listener, path::socket_path, peer::Peer, trust::Trust};
 pub(crate) use self::{cancel::eventfd, connect::connect_socket};
 use crate::{
@@ -57,8 +60,9 @@ impl Channel {
     /// A channel over a connected `SOCK_SEQPACKET` socket, which is made non-blocking.
     ///
     /// # Errors
-    /// [`Error::System`] if the peer's credentials can't be read.
+    /// [`Error::Socket`] for a socket of another type, or another file; [`Error::System`].
     pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        check_type(&socket)?;
         let peer = Peer::of(&socket)?;
         Self::over(socket, peer, timeout, cancel)
     }
@@ -68,6 +72,16 @@ impl Channel {
         // A byte more than the longest record, so that a longer one shows.
         let incoming = vec![0; HEADER_LENGTH + MAX_BODY + 1];
         Ok(Self { socket, peer, sent: Instant::now(), incoming, outgoing: Vec::new() })
+    }
+
+    /// Two connected sockets of the type that sessions need: for both ends in one process, or for a process that is started with
+    /// one of them.
+    ///
+    /// # Errors
+    /// [`Error::System`]. See socketpair(2).
+    pub fn socket_pair() -> Result<(OwnedFd, OwnedFd)> {
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+            .map_err(|errno| Error::system("make a pair of sockets", errno))
     }
 
     /// The process at the other end.
@@ -152,6 +166,16 @@ impl Channel {
     /// Counts the time that the peer has to close the connection from now on, and not from the last record.
     pub(crate) fn renew(&mut self) {
         self.sent = Instant::now();
+    }
+
+    /// Receives and discards one record, if there is one. Does not block. Returns whether the peer has closed the connection.
+    pub(crate) fn discard(&mut self) -> bool {
+        use io::ErrorKind::{Interrupted, WouldBlock};
+        match self.socket.try_receive(&mut self.incoming) {
+            Ok(Arrival::Record(_) | Arrival::Broken(_)) => false,
+            Ok(Arrival::End) => true,
+            Err(error) => !matches!(error.kind(), Interrupted | WouldBlock),
+        }
     }
 
     /// As [`Channel::finish`], for a connection that is not closed yet.

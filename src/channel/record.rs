@@ -20,7 +20,13 @@ use nix::{
     poll::PollFlags,
     sys::resource::{Resource, getrlimit},
 };
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketType,
+        sockopt,
+    },
+};
 use sendfd::SendWithFd;
 
 use super::{Cancel, deadline_after};
@@ -248,6 +254,17 @@ impl AsFd for RecordSocket {
     /// Readable when there is a record, or the peer has closed the connection.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+}
+
+/// Checks that a socket keeps records apart and passes descriptors.
+pub(super) fn check_type(socket: &impl AsFd) -> Result<()> {
+    let unfit = |problem: &str| Err(Error::Socket { problem: problem.to_owned() });
+    match (sockopt::socket_domain(socket), sockopt::socket_type(socket)) {
+        (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => Ok(()),
+        (Ok(_), Ok(_)) => unfit("it is not of type SOCK_SEQPACKET and family AF_UNIX"),
+        (Err(Errno::NOTSOCK), _) => unfit("it is not a socket"),
+        (Err(errno), _) | (_, Err(errno)) => Err(Error::system("inspect a socket", errno)),
     }
 }
 

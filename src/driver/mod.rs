@@ -27,7 +27,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ParseError, Result};
 
 #[cfg(feature = "tools")]
 pub(crate) use self::{
@@ -107,14 +107,14 @@ pub enum Choice {
 }
 
 impl FromStr for Choice {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         match text {
             "auto" => Ok(Self::Auto),
             "cuda" => Ok(Self::Only(Backend::Cuda)),
             "host" => Ok(Self::Only(Backend::Host)),
-            _ => Err(format!("no backend is called `{text}`: write auto, cuda or host")),
+            _ => Err(ParseError::new(text, "a backend", "auto, cuda or host")),
         }
     }
 }

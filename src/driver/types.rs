@@ -7,7 +7,7 @@ use std::{fmt, str::FromStr};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::error::Result;
+use crate::error::{ParseError, Result};
 
 /// Where the memory really is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -58,13 +58,13 @@ impl fmt::Display for Access {
 }
 
 impl FromStr for Access {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         match text {
             "ro" => Ok(Self::ReadOnly),
             "rw" => Ok(Self::ReadWrite),
-            _ => Err(format!("no access is called `{text}`: write ro or rw")),
+            _ => Err(ParseError::new(text, "an access", "ro or rw")),
         }
     }
 }
@@ -96,21 +96,22 @@ impl fmt::Debug for DeviceUuid {
 }
 
 impl FromStr for DeviceUuid {
-    type Err = uuid::Error;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, uuid::Error> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         let bare = ["gpu-", "mig-", "host-"]
             .iter()
             .find_map(|prefix| text.get(..prefix.len()).filter(|p| p.eq_ignore_ascii_case(prefix)))
             .map_or(text, |prefix| &text[prefix.len()..]);
-        Uuid::try_parse(bare).map(Self)
+        let expected = "32 hexadecimal digits in groups of 8, 4, 4, 4 and 12, with or without GPU- in front";
+        Uuid::try_parse(bare).map(Self).map_err(|_| ParseError::new(text, "a device's UUID", expected))
     }
 }
 
 impl TryFrom<String> for DeviceUuid {
-    type Error = uuid::Error;
+    type Error = ParseError;
 
-    fn try_from(text: String) -> Result<Self, uuid::Error> {
+    fn try_from(text: String) -> Result<Self, ParseError> {
         text.parse()
     }
 }

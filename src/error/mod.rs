@@ -1,12 +1,14 @@
 //! What can go wrong, as one type: variants are what a caller branches on, fields what a person needs.
 
 pub mod code;
+mod parse;
 mod protocol;
 
 use std::{borrow::Cow, io, path::PathBuf, time::Duration};
 
 use nix::sys::signal::Signal;
 
+pub use self::parse::ParseError;
 pub use self::protocol::{ErrorCode, ProtocolError};
 
 /// A result of this crate.
@@ -191,6 +193,13 @@ pub enum Error {
         path: PathBuf,
         /// Why.
         reason: String,
+    },
+
+    /// A socket that the caller gave can't be used.
+    #[error("the socket can't be used: {problem}")]
+    Socket {
+        /// Why: one sentence.
+        problem: String,
     },
 
     /// The folder that holds the default socket is not safe to use.
@@ -411,6 +420,7 @@ impl Error {
             | Self::File { .. }
             | Self::Array { .. }
             | Self::Misuse { .. }
+            | Self::Socket { .. }
             | Self::SocketPath { .. } => ErrorKind::Usage,
             Self::Absent { .. }
             | Self::NotAccepted { .. }

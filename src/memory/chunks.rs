@@ -1,4 +1,4 @@
-//! A buffer of many allocations side by side: it can grow, be shared in part, and be sealed.
+//! A buffer of one or more allocations side by side: it can be shared in part, and sealed.
 
 use std::{
     mem,
@@ -10,19 +10,19 @@ use std::{
 
 use nix::sys::resource::{Resource, getrlimit};
 
-use super::{Allocation, Device, Mapping, Region, Reservation, Spec, check_range, round_up, timed};
+use super::{Allocation, Device, Mapping, Part, Placement, Region, Reservation, check_range, round_up, timed};
 use crate::{
     driver::Access,
     error::{Error, Result},
-    wire::{Part, Placement},
 };
 
-/// Allocations at one range of addresses, and room for more.
+/// Allocations at one range of addresses.
 #[derive(Debug)]
 pub(super) struct Chunks {
     device: Device,
-    location: Placement,
-    chunk: Option<u64>,
+    placement: Placement,
+    /// How many bytes hold data.
+    size: u64,
     /// Whether they are exported only once they are sealed.
     to_be_sealed: bool,
     reservation: Arc<Reservation>,
@@ -30,28 +30,21 @@ pub(super) struct Chunks {
 }
 
 /// Allocations side by side.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
-    /// How many bytes hold data.
-    size: u64,
     chunks: Vec<Arc<Chunk>>,
-    mappings: Vec<Mapping>,
+    /// None after a failure to seal: nothing can be used then.
+    mapping: Option<Mapping>,
     /// Those that are not exported yet, because they are still to be sealed.
     unsealed: Vec<Arc<Allocation>>,
-    /// Whether they are sealed, and whether for everybody.
+    /// Whether they are sealed, and whether the kernel enforces it.
     sealed: Option<bool>,
-    took: Took,
-}
-
-impl State {
-    fn mapped(&self) -> u64 {
-        self.mappings.iter().map(Region::size).sum()
-    }
+    timings: Timings,
 }
 
 /// How long the steps of making memory took, each for all allocations together.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Took {
+pub struct Timings {
     /// Allocating.
     pub create: Duration,
     /// Mapping, and setting access.
@@ -87,74 +80,37 @@ impl AsFd for Chunk {
 }
 
 impl Chunks {
-    /// As [`super::Shared::create`].
-    pub(super) fn create(device: &Device, spec: &Spec) -> Result<Self> {
+    /// As [`super::Shared::create`], with the allocations' size where there are several.
+    pub(super) fn create(
+        device: &Device,
+        size: u64,
+        chunk: Option<u64>,
+        placement: Placement,
+        to_be_sealed: bool,
+    ) -> Result<Self> {
         device.require_sharing()?;
-        let unit = device.granularity_of(&device.shareable(spec.location)?)?;
-        let chunk = spec.chunk.map(|chunk| round_up(chunk, unit)).transpose()?;
-        require(device, spec.location, round_up(spec.size, unit)?, chunk)?;
-        let capacity = round_up(spec.capacity.max(spec.size), unit)?;
-        let chunks = Self {
-            device: device.clone(),
-            location: spec.location,
-            chunk,
-            to_be_sealed: spec.sealed,
-            reservation: Reservation::new(device, capacity)?,
-            state: RwLock::default(),
-        };
-        let size = chunks.make_room(spec.size)?;
-        chunks.publish(size);
-        Ok(chunks)
-    }
-
-    /// As [`super::Shared::make_room`].
-    pub(super) fn make_room(&self, size: u64) -> Result<u64> {
-        let mut state = self.write();
-        if state.sealed.is_some() {
-            return self.unsupported("growing memory that is sealed");
-        }
-        let (data, room) = (state.size, self.reservation.size());
-        check_range(data, size, room)?;
-        if data + size > state.mapped() {
-            let missing = data + size - state.mapped();
-            self.add(&mut state, missing)?;
-        }
-        Ok(data + size)
-    }
-
-    /// As [`super::Shared::publish`].
-    pub(super) fn publish(&self, size: u64) {
-        self.write().size = size;
-    }
-
-    fn unsupported<T>(&self, feature: &'static str) -> Result<T> {
-        Err(Error::Unsupported { device: self.device.to_string(), feature })
-    }
-
-    /// Adds allocations of so many bytes, rounded up.
-    fn add(&self, state: &mut State, bytes: u64) -> Result<()> {
-        let device = &self.device;
-        let properties = device.shareable(self.location)?;
-        let bytes = round_up(bytes, device.granularity_of(&properties)?)?;
-        let chunk = self.chunk.unwrap_or(bytes);
-        require(device, self.location, bytes, self.chunk)?;
-        let mut mapping = Mapping::empty(&self.reservation, state.mapped(), device, Access::ReadWrite)?;
+        let properties = device.shareable(placement)?;
+        let unit = device.granularity_of(&properties)?;
+        let chunk = chunk.map(|chunk| round_up(chunk, unit)).transpose()?;
+        let bytes = round_up(size, unit)?;
+        require(device, placement, bytes, chunk)?;
+        let chunk = chunk.unwrap_or(bytes);
+        let reservation = Reservation::new(device, bytes)?;
+        let mut mapping = Mapping::empty(&reservation, 0, device, Access::ReadWrite)?;
         let (mut chunks, mut unsealed) = (Vec::new(), Vec::new());
-        let took = &mut state.took;
+        let mut timings = Timings::default();
         while mapping.size() < bytes {
             let size = chunk.min(bytes - mapping.size());
-            let allocation = timed(&mut took.create, || Allocation::create_at(device, self.location, size))?;
-            timed(&mut took.map, || mapping.push(&allocation))?;
-            match self.to_be_sealed {
+            let allocation = timed(&mut timings.create, || Allocation::create_at(device, placement, size))?;
+            timed(&mut timings.map, || mapping.push(&allocation))?;
+            match to_be_sealed {
                 true => unsealed.push(allocation),
-                false => chunks.push(timed(&mut took.export, || Chunk::of(allocation))?),
+                false => chunks.push(timed(&mut timings.export, || Chunk::of(allocation))?),
             }
         }
-        timed(&mut took.map, || mapping.allow(properties.location.host_node()))?;
-        state.mappings.push(mapping);
-        state.chunks.append(&mut chunks);
-        state.unsealed.append(&mut unsealed);
-        Ok(())
+        timed(&mut timings.map, || mapping.allow(properties.location.host_node()))?;
+        let state = RwLock::new(State { chunks, mapping: Some(mapping), unsealed, sealed: None, timings });
+        Ok(Self { device: device.clone(), placement, size, to_be_sealed, reservation, state })
     }
 
     /// As [`super::Shared::seal`].
@@ -164,69 +120,85 @@ impl Chunks {
             return Ok(enforced);
         }
         if !self.to_be_sealed {
-            return self.unsupported("sealing memory that was not made to be sealed, and so is out already");
+            let feature = "sealing memory that was not made to be sealed, and so is out already";
+            return Err(Error::Unsupported { device: self.device.to_string(), feature });
         }
         // No writable mapping may be left: it would go on writing.
-        for mapping in &mut state.mappings {
+        if let Some(mapping) = &mut state.mapping {
             mapping.unmap()?;
         }
-        state.mappings.clear();
+        state.mapping = None;
         let mut mapping = Mapping::empty(&self.reservation, 0, &self.device, Access::ReadOnly)?;
         let node = state.unsealed.first().and_then(|first| first.properties().location.host_node());
         let mut enforced = true;
         for allocation in mem::take(&mut state.unsealed) {
             enforced &= allocation.seal()?;
             mapping.push(&allocation)?;
-            let chunk = timed(&mut state.took.export, || Chunk::of(allocation))?;
+            let chunk = timed(&mut state.timings.export, || Chunk::of(allocation))?;
             state.chunks.push(chunk);
         }
         mapping.allow(node)?;
-        state.mappings.push(mapping);
+        state.mapping = Some(mapping);
         state.sealed = Some(enforced);
         Ok(enforced)
     }
 
+    /// Writes zeros behind the data, to the end of the last allocation.
+    pub(super) fn clear_padding(&self) -> Result<()> {
+        match &self.read().mapping {
+            Some(mapping) => super::clear(mapping, self.size..mapping.size()),
+            None => Ok(()),
+        }
+    }
+
     /// As [`super::Shared::chunks`].
-    pub(super) fn part(&self, range: Range<u64>, have: u64) -> Result<(Part, Vec<Arc<Chunk>>)> {
+    pub(super) fn part(&self, range: Range<u64>) -> Result<(Part, Vec<Arc<Chunk>>)> {
+        let length = range.end.checked_sub(range.start);
+        let length = length.ok_or(Error::OutOfRange { offset: range.start, length: 0, size: self.size })?;
+        check_range(range.start, length, self.size)?;
         let state = self.read();
-        check_range(range.start, range.end.saturating_sub(range.start), state.mapped())?;
-        check_range(have, 0, state.chunks.len() as u64)?;
-        let mut chosen = Vec::new();
-        let mut part = Part { first: have, segments: 0, offset: 0, size: 0 };
-        let mut offset = 0;
+        let (mut chosen, mut part, mut offset) = (Vec::new(), Part::default(), 0);
         for (index, chunk) in (0..).zip(&state.chunks) {
-            let held = index < have || offset + chunk.size <= range.start;
-            if !held && offset < range.end {
+            let end = offset + chunk.size;
+            if length > 0 && end > range.start && offset < range.end {
                 if chosen.is_empty() {
                     part = Part { first: index, offset, ..part };
                 }
                 part.size += chunk.size;
+                part.segments += 1;
                 chosen.push(Arc::clone(chunk));
-            } else if held && index < have {
-                part.offset = offset + chunk.size;
             }
-            offset += chunk.size;
+            offset = end;
         }
-        part.segments = chosen.len() as u64;
         Ok((part, chosen))
     }
 
-    /// How many bytes hold data, how many there are, and in how many allocations.
-    pub(super) fn sizes(&self) -> (u64, u64, u64) {
+    /// How many bytes hold data: none after a failure to seal.
+    pub(super) fn size(&self) -> u64 {
+        if self.read().mapping.is_some() { self.size } else { 0 }
+    }
+
+    /// How many bytes there are.
+    pub(super) fn mapped_size(&self) -> u64 {
+        self.read().mapping.as_ref().map_or(0, Region::size)
+    }
+
+    /// In how many allocations.
+    pub(super) fn segments(&self) -> u64 {
         let state = self.read();
-        (state.size, state.mapped(), (state.chunks.len() + state.unsealed.len()) as u64)
+        (state.chunks.len() + state.unsealed.len()) as u64
     }
 
-    pub(super) fn took(&self) -> Took {
-        self.read().took
+    pub(super) fn timings(&self) -> Timings {
+        self.read().timings
     }
 
-    pub(super) fn location(&self) -> Placement {
-        self.location
+    pub(super) fn placement(&self) -> Placement {
+        self.placement
     }
 
-    pub(super) fn reservation(&self) -> &Reservation {
-        &self.reservation
+    pub(super) fn address(&self) -> u64 {
+        self.reservation.address()
     }
 
     fn read(&self) -> RwLockReadGuard<'_, State> {
@@ -241,9 +213,9 @@ impl Chunks {
 /// What this process needs beside the descriptors of its memory.
 const SPARE_DESCRIPTORS: u64 = 64;
 
-/// Checks that there is memory, and room for descriptors, for chunks of so many bytes together: what will not be enough is told
-/// now, and not when most of it is taken. One allocation can't fail half-way.
-fn require(device: &Device, location: Placement, bytes: u64, chunk: Option<u64>) -> Result<()> {
+/// Checks that there is memory, and room for descriptors, for chunks of so many bytes together, before any is allocated. One
+/// allocation can't fail half-way.
+fn require(device: &Device, placement: Placement, bytes: u64, chunk: Option<u64>) -> Result<()> {
     let Some(chunk) = chunk.filter(|&chunk| chunk < bytes) else { return Ok(()) };
     let limit = getrlimit(Resource::RLIMIT_NOFILE);
     let (limit, _) = limit.map_err(|errno| Error::system("read the limit of open files", errno))?;
@@ -252,7 +224,7 @@ fn require(device: &Device, location: Placement, bytes: u64, chunk: Option<u64>)
     if needed > limit {
         return Err(Error::TooManyDescriptors { needed, limit });
     }
-    if location == Placement::Host && !device.is_host() {
+    if placement == Placement::Host && !device.is_host() {
         // The device's figures say nothing of the host's memory.
         return Ok(());
     }

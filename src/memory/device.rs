@@ -6,10 +6,10 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use super::{DeviceIdentity, Placement};
 use crate::{
     driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, Verbs, code},
-    error::{Error, ErrorCode, Result},
-    wire::{OfferedDevice, Placement},
+    error::{Error, ErrorCode, ParseError, Result},
 };
 
 /// A device of a backend. Clones are the same device.
@@ -50,18 +50,15 @@ impl fmt::Display for Selector {
 }
 
 impl FromStr for Selector {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         if let Ok(ordinal) = text.parse() {
             return Ok(Self::Ordinal(ordinal));
         }
         let uuid = text.parse();
-        uuid.map(Self::Uuid).map_err(|_| {
-            format!(
-                "`{text}` is neither an ordinal such as 0 nor a UUID such as nvidia-smi -L prints: GPU-xxxxxxxx-..."
-            )
-        })
+        let expected = "an ordinal such as 0, or a UUID as nvidia-smi -L prints it: GPU-xxxxxxxx-...";
+        uuid.map(Self::Uuid).map_err(|_| ParseError::new(text, "a device", expected))
     }
 }
 
@@ -144,6 +141,11 @@ impl Device {
         self.0.uuid
     }
 
+    /// As another process can name it.
+    pub fn identity(&self) -> DeviceIdentity {
+        DeviceIdentity { uuid: self.uuid(), name: self.name().to_owned() }
+    }
+
     /// One of its attributes. Attributes are claims: a driver may claim what it then refuses.
     ///
     /// # Errors
@@ -221,7 +223,7 @@ impl Device {
     /// memory of another machine; [`Error::NoSuchDevice`]; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.
-    pub fn for_memory_of(driver: &Driver, owner: &OfferedDevice, wanted: Option<&Self>) -> Result<Self> {
+    pub fn for_memory_of(driver: &Driver, owner: &DeviceIdentity, wanted: Option<&Self>) -> Result<Self> {
         let visible = match wanted {
             Some(wanted) if wanted.uuid() == owner.uuid => return Ok(wanted.clone()),
             _ => Self::see(driver, owner)?,
@@ -245,7 +247,7 @@ impl Device {
     }
 
     /// This process's device of a UUID, if it sees it.
-    pub(super) fn see(driver: &Driver, owner: &OfferedDevice) -> Result<Option<Self>> {
+    pub(super) fn see(driver: &Driver, owner: &DeviceIdentity) -> Result<Option<Self>> {
         match Self::find(driver, Selector::Uuid(owner.uuid)) {
             Ok(owner) => Ok(Some(owner)),
             Err(Error::NoSuchDevice { .. }) => Ok(None),
@@ -290,10 +292,6 @@ impl Device {
                     return Err(Error::Unsupported { device: self.to_string(), feature });
                 }
                 Location::HostNuma(self.numa_node()?)
-            }
-            Placement::Unknown => {
-                let feature = "a location that this version does not know";
-                return Err(Error::Unsupported { device: self.to_string(), feature });
             }
         };
         Ok(Properties { location, exportable: true, immutable: false })

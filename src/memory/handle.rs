@@ -8,18 +8,19 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{Device, Imported, LegacyMemory, Region, Selector, Shared, check_range};
+use super::{
+    Description, Device, Imported, LegacyMemory, Pointer, Region, Selector, Shared, check_range, encoding::HandleData,
+};
 use crate::{
     array::{ArrayDescriptor, Interface},
     driver::{Access, Driver},
     error::{Error, Result},
-    wire::{Description, Pointer},
 };
 
-/// All that another process must be told to open an array, besides the descriptors: send both by whatever channel you have.
+/// All that another process needs to open an array, besides the descriptors: send both by any channel that you have.
 ///
-/// It serialises with serde, to JSON or anything else. It is made of plain data, and what it says is checked when it is
-/// opened.
+/// It serialises with serde, to JSON or any other format, in the form of the protocol's `memory` and `array`. What it says is
+/// checked when it is opened.
 ///
 /// ```
 /// use vmmfd::{
@@ -32,7 +33,7 @@ use crate::{
 /// let driver = open(Choice::Only(Backend::Host))?.driver;
 /// let device = Device::find(&driver, Selector::default())?;
 /// let array = ArrayDescriptor::new("f32".parse()?, vec![3, 5], Order::C)?;
-/// let shared = Shared::create(&device, &Spec { size: array.bytes()?, ..Spec::default() })?;
+/// let shared = Shared::create(&device, Spec::vmm(array.bytes()?))?;
 /// shared.copy_in(0, &1.5f32.to_le_bytes())?;
 /// let (handle, fds) = ArrayHandle::of(&shared, array)?;
 /// let text = serde_json::to_string(&handle)?;
@@ -48,11 +49,11 @@ use crate::{
 /// # }
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "HandleData", into = "HandleData")]
 pub struct ArrayHandle {
     /// What is shared, and how.
     pub memory: Description,
     /// The size of each allocation, in bytes, in the order of the descriptors.
-    #[serde(default)]
     pub segments: Vec<u64>,
     /// What the memory holds.
     pub array: ArrayDescriptor,
@@ -68,14 +69,14 @@ impl ArrayHandle {
     ///
     /// Driver calls: `cuMemPoolExportToShareableHandle`, `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     pub fn of(shared: &Shared, array: ArrayDescriptor) -> Result<(Self, Vec<OwnedFd>)> {
-        array.check(shared.data_size())?;
+        array.check(shared.size())?;
         let mut fds = Vec::new();
         let mut keep = |fd: BorrowedFd<'_>| {
             let fd = fd.try_clone_to_owned();
             fd.map(|fd| fds.push(fd)).map_err(|error| Error::system("duplicate a descriptor", error))
         };
         let mut segments = Vec::new();
-        if let Some((_, chunks)) = shared.chunks(0..shared.size(), 0)? {
+        if let Some((_, chunks)) = shared.chunks(0..shared.size())? {
             for chunk in chunks {
                 segments.push(chunk.size());
                 keep(chunk.as_fd())?;
@@ -85,7 +86,7 @@ impl ArrayHandle {
             keep(pool.export()?)?;
         }
         let memory = shared.describe()?;
-        if memory.segments != segments.len() as u64 {
+        if memory.segments() != segments.len() as u64 {
             let device = shared.device().to_string();
             return Err(Error::Unsupported { device, feature: "handing out memory that is still to be sealed" });
         }
@@ -155,7 +156,8 @@ impl Array {
     /// The dictionary of `__cuda_array_interface__`, for CuPy, Numba, PyTorch and others.
     ///
     /// # Errors
-    /// [`Error::Array`] if it passes the end of the address space.
+    /// [`Error::Array`] if the interface has no name for the elements (`bfloat16` and the 8-bit floats), or if the array passes
+    /// the end of the address space.
     pub fn interface(&self) -> Result<Interface> {
         self.descriptor.interface(self.memory.address(), self.memory.access() == Access::ReadOnly)
     }
@@ -165,7 +167,7 @@ impl Array {
     /// # Errors
     /// [`Error::Array`] for an index outside; [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
     pub fn element(&self, index: &[u64]) -> Result<Vec<u8>> {
-        element_at(&*self.memory, self.descriptor.typestr.size(), self.descriptor.offset_of(index)?)
+        element_at(&*self.memory, self.descriptor.dtype.size(), self.descriptor.offset_of(index)?)
     }
 
     /// The first elements as a person reads them, at most so many.
@@ -215,10 +217,10 @@ const SHOWN_OF_AN_ELEMENT: u64 = 32;
 pub(crate) fn first_elements(memory: &dyn Region, array: &ArrayDescriptor, most: usize) -> Result<Vec<String>> {
     let offsets = array.offsets()?.take(most);
     // Only a raw element is larger: its beginning is enough.
-    let size = array.typestr.size();
+    let size = array.dtype.size();
     let shown = size.min(SHOWN_OF_AN_ELEMENT);
     let shorten = |offset| {
-        let text = array.typestr.format(&element_at(memory, shown, offset)?);
+        let text = array.dtype.format(&element_at(memory, shown, offset)?);
         Ok(if shown < size { text + "..." } else { text })
     };
     offsets.map(shorten).collect()

@@ -1,41 +1,49 @@
-//! Memory that another process gave, whichever way it travelled.
+//! Memory that another process shares, by any mechanism.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
 };
 
-use super::{Allocation, Device, LegacyMemory, Mapping, Pool, PoolBuffer, Region, Reservation, pool::check_size};
+use super::{
+    Allocation, Description, Device, LegacyMemory, Mapping, Part, Placement, Pointer, Pool, PoolBuffer, Region,
+    Reservation, Sharing, check_range, pool::check_size,
+};
 use crate::{
     driver::{Access, Location, code},
     error::{Error, ErrorCode, ProtocolError, Result},
-    wire::{Description, Mechanism, Part, Placement, Pointer},
 };
 
-/// Memory that another process owns and that this one can use. Dropping it lets go of it.
+/// Memory that another process owns and that this one can use. Dropping it closes it.
 ///
-/// With [`Mechanism::Vmm`] it stays valid for as long as it lives, also when its owner is gone. Memory of a pool and legacy
-/// memory must be let go of before its owner frees it.
+/// [`Region::size`] is the bytes of data; [`Imported::mapped_size`] is what is mapped. Memory that is shared by
+/// [`super::Mechanism::Vmm`] stays valid for as long as it lives, also when its owner is gone. Memory of a pool and legacy memory
+/// must be dropped before its owner frees it.
 #[derive(Debug)]
 pub struct Imported {
     memory: Memory,
     /// Where it begins, in bytes of the owner's.
     start: u64,
+    /// How many bytes of data it has.
+    size: u64,
     access: Access,
     immutable: bool,
 }
 
 #[derive(Debug)]
 enum Memory {
-    /// One mapping behind the other.
-    Vmm { mappings: Vec<Mapping>, reservation: Arc<Reservation>, device: Device, segments: u64 },
-    /// Of a pool, or legacy: what is asked for begins some bytes behind the pointer.
-    Opened { region: Arc<dyn Region>, offset: u64, size: u64 },
+    Vmm(Mapping),
+    /// Of a pool, or legacy: what was offered begins some bytes behind the pointer.
+    Opened {
+        region: Arc<dyn Region>,
+        offset: u64,
+        mapped_size: u64,
+    },
 }
 
 impl Imported {
-    /// Opens memory from its description, all its segments, and the descriptors that came with them: with
-    /// [`Mechanism::Vmm`] one for each segment, with [`Mechanism::Pool`] the pool's, with [`Mechanism::Legacy`] none.
+    /// Opens memory from its description, the sizes of all its segments, and the descriptors that came with it: with
+    /// [`Sharing::Vmm`] one for each segment, with [`Sharing::Pool`] the pool's, with [`Sharing::Legacy`] none.
     ///
     /// `device` may be another than the owner's, if it can reach it. The descriptors are closed on success and on failure.
     ///
@@ -53,27 +61,27 @@ impl Imported {
         mut fds: Vec<OwnedFd>,
         access: Access,
     ) -> Result<Self> {
-        let want = if description.mechanism == Mechanism::Pool { 1 } else { segments.len() };
+        let want = if description.pool().is_some() { 1 } else { segments.len() };
         if fds.len() != want {
             return nonsense(format!("{want} descriptors belong to this memory, and {} came", fds.len()));
         }
-        match description.mechanism {
-            Mechanism::Vmm => {
+        match description.sharing {
+            Sharing::Vmm { .. } => {
                 let count = segments.len() as u64;
                 let part = Part { first: 0, segments: count, offset: 0, size: description.mapped_size };
                 let mut importing = Importing::begin(device, description, &part, access)?;
                 importing.take(segments, fds)?;
-                importing.finish()
+                importing.finish().map(|(imported, _)| imported)
             }
-            Mechanism::Pool => {
+            Sharing::Pool { .. } => {
                 let pool = Self::pool(device, description, fds.remove(0))?;
                 Self::of_pool(&pool, description, access)
             }
-            _ => Self::of_legacy(device, description, access),
+            Sharing::Legacy { .. } => Self::of_legacy(device, description, access),
         }
     }
 
-    /// Imports the pool that memory is of: once, for all memory of it.
+    /// Imports the pool that memory is of: once, where several buffers of it come by a channel of the caller's own.
     ///
     /// # Errors
     /// Those of [`Imported::open`]. Driver calls: those of [`Pool::import`].
@@ -86,45 +94,40 @@ impl Imported {
     /// # Errors
     /// Those of [`Imported::open`]. Driver calls: those of [`PoolBuffer::import`].
     pub fn of_pool(pool: &Arc<Pool>, description: &Description, access: Access) -> Result<Self> {
-        let pointer = pointer(description)?;
+        let (pointer, offset) = pointer(description)?;
         check_size(pool.device(), description.mapped_size)?;
         let buffer =
             PoolBuffer::import(pool, &pointer).map_err(|error| not_as_offered(pool.device(), description, error))?;
-        Self::opened(buffer, description, access)
+        Self::opened(buffer, offset, description, access)
     }
 
     /// Opens a legacy handle.
     ///
     /// # Errors
     /// Those of [`Imported::open`]. Driver calls: those of [`LegacyMemory::open`].
-    pub fn of_legacy(device: &Device, description: &Description, access: Access) -> Result<Self> {
-        if description.mechanism != Mechanism::Legacy {
-            let feature = "a mechanism that this version does not know";
-            return Err(Error::Unsupported { device: device.to_string(), feature });
-        }
+    pub(crate) fn of_legacy(device: &Device, description: &Description, access: Access) -> Result<Self> {
         // What this side lacks comes first.
         device.verbs().legacy()?;
-        let pointer = pointer(description)?;
+        let (pointer, offset) = pointer(description)?;
         let memory =
             LegacyMemory::open(device, &pointer).map_err(|error| not_as_offered(device, description, error))?;
-        Self::opened(memory, description, access)
+        Self::opened(memory, offset, description, access)
     }
 
-    fn opened(region: Arc<dyn Region>, description: &Description, access: Access) -> Result<Self> {
-        let (offset, size) = (description.offset, description.mapped_size);
-        if description.size > size {
-            return nonsense(format!("{} bytes of data in {size} bytes of memory", description.size));
+    fn opened(region: Arc<dyn Region>, offset: u64, description: &Description, access: Access) -> Result<Self> {
+        let Description { size, mapped_size, immutable, .. } = *description;
+        if size > mapped_size {
+            return nonsense(format!("{size} bytes of data in {mapped_size} bytes of memory"));
         }
-        // The driver was never told the size that is claimed.
-        if offset.checked_add(size).is_none_or(|end| end > region.size()) {
+        // The driver does not know the size that is claimed.
+        if check_range(offset, mapped_size, region.size()).is_err() {
             let message = format!(
-                "{size} bytes from {offset} on are claimed of memory that has {} bytes: it is not the memory described",
+                "{mapped_size} bytes from {offset} on are claimed of memory that has {} bytes: it is not the memory described",
                 region.size()
             );
             return Err(Error::Mismatch { code: ErrorCode::Failed, message });
         }
-        let memory = Memory::Opened { region, offset, size };
-        Ok(Self { memory, start: 0, access, immutable: description.immutable })
+        Ok(Self { memory: Memory::Opened { region, offset, mapped_size }, start: 0, size, access, immutable })
     }
 
     /// Where it begins, in bytes of the owner's: 0 unless only a part was asked for.
@@ -132,11 +135,11 @@ impl Imported {
         self.start
     }
 
-    /// How many of the owner's segments it has, from the first on; `None` if it begins with another, or has none.
-    pub fn segments(&self) -> Option<u64> {
+    /// How many bytes are mapped: at least [`Region::size`]. What lies behind the data is the owner's padding.
+    pub fn mapped_size(&self) -> u64 {
         match &self.memory {
-            Memory::Vmm { segments, .. } if self.start == 0 => Some(*segments),
-            _ => None,
+            Memory::Vmm(mapping) => mapping.size(),
+            Memory::Opened { mapped_size, .. } => *mapped_size,
         }
     }
 
@@ -145,17 +148,9 @@ impl Imported {
         self.immutable
     }
 
-    /// Whether it must be let go of before its owner frees it.
+    /// Whether it must be dropped before its owner frees it.
     pub fn is_borrowed(&self) -> bool {
         matches!(self.memory, Memory::Opened { .. })
-    }
-
-    /// Adds segments that were imported behind these. See [`Importing::behind`].
-    fn append(&mut self, mapping: Mapping, added: u64) {
-        if let Memory::Vmm { mappings, segments, .. } = &mut self.memory {
-            mappings.push(mapping);
-            *segments += added;
-        }
     }
 }
 
@@ -164,23 +159,20 @@ impl super::sealed::Sealed for Imported {}
 impl Region for Imported {
     fn device(&self) -> &Device {
         match &self.memory {
-            Memory::Vmm { device, .. } => device,
+            Memory::Vmm(mapping) => mapping.device(),
             Memory::Opened { region, .. } => region.device(),
         }
     }
 
     fn address(&self) -> u64 {
         match &self.memory {
-            Memory::Vmm { reservation, .. } => reservation.address(),
+            Memory::Vmm(mapping) => mapping.address(),
             Memory::Opened { region, offset, .. } => region.address() + offset,
         }
     }
 
     fn size(&self) -> u64 {
-        match &self.memory {
-            Memory::Vmm { mappings, .. } => mappings.iter().map(Region::size).sum(),
-            Memory::Opened { size, .. } => *size,
-        }
+        self.size
     }
 
     fn access(&self) -> Access {
@@ -192,16 +184,15 @@ impl Region for Imported {
     }
 }
 
-/// Memory of many segments on its way in, some at a time: only so many descriptors need be open at once.
+/// Imports memory of many segments, some at a time: only so many descriptors need be open at once.
 ///
-/// What a mapping needs no more, the handles and descriptors of the segments that came last, is let go of when the next ones
-/// are taken, or once the device may use the memory: it costs about as much as all else, and nobody has to wait for it.
+/// The mapping does not need the handles and descriptors of its segments. They are released when the next segments are taken, or
+/// by the caller at the end: it costs about as much as all else, and the peer need not wait for it.
 #[derive(Debug)]
-pub struct Importing {
+pub(crate) struct Importing {
     device: Device,
     description: Description,
     part: Part,
-    reservation: Arc<Reservation>,
     mapping: Mapping,
     /// What the driver must say of each allocation.
     owner: Owner,
@@ -228,48 +219,13 @@ impl Importing {
     ///
     /// # Errors
     /// Those of [`Imported::open`]. Driver call: `cuMemAddressReserve`.
-    pub fn begin(device: &Device, description: &Description, part: &Part, access: Access) -> Result<Self> {
-        check(device, description, part)?;
-        let granularity = device.granularity()?;
+    pub(crate) fn begin(device: &Device, description: &Description, part: &Part, access: Access) -> Result<Self> {
+        let placement = check(device, description, part)?;
         if part.size == 0 {
             return nonsense(format!("{part:?} has no memory"));
         }
-        // If it may grow, room for that too, within reason and where there is any: other segments will follow these.
-        let capacity = description.capacity.unwrap_or(0).clamp(part.size, part.size.saturating_add(MOST_ROOM));
-        let capacity = capacity / granularity * granularity;
-        let size = if part.size == description.mapped_size { capacity } else { part.size };
-        let reservation = match Reservation::new(device, size) {
-            Err(_) if size > part.size => Reservation::new(device, part.size)?,
-            result => result?,
-        };
-        Self::at(reservation, 0, device, description, part, access)
-    }
-
-    /// Makes ready for the segments that follow those of memory imported before.
-    ///
-    /// # Errors
-    /// Those of [`Imported::open`]; [`Error::OutOfRange`] if there is no room behind it.
-    pub fn behind(imported: &Imported, description: &Description, part: &Part) -> Result<Self> {
-        let Memory::Vmm { reservation, device, segments, .. } = &imported.memory else {
-            return nonsense("segments follow memory that has none".to_owned());
-        };
-        if imported.start != 0 || part.first != *segments || part.offset != imported.size() {
-            return nonsense(format!("{part:?} does not follow {segments} segments of {} bytes", imported.size()));
-        }
-        check(device, description, part)?;
-        Self::at(Arc::clone(reservation), imported.size(), device, description, part, imported.access)
-    }
-
-    fn at(
-        reservation: Arc<Reservation>,
-        offset: u64,
-        device: &Device,
-        description: &Description,
-        part: &Part,
-        access: Access,
-    ) -> Result<Self> {
-        let mapping = Mapping::empty(&reservation, offset, device, access)?;
-        let owner = match description.location {
+        let mapping = Mapping::empty(&Reservation::new(device, part.size)?, 0, device, access)?;
+        let owner = match placement {
             Placement::Host => Owner::Host,
             _ if device.uuid() == description.device.uuid => Owner::Device(device.ordinal()),
             _ => match Device::see(device.driver(), &description.device)? {
@@ -278,16 +234,16 @@ impl Importing {
             },
         };
         let (device, description, part) = (device.clone(), description.clone(), *part);
-        Ok(Self { device, description, part, reservation, mapping, owner, taken: 0, remains: Remains::default() })
+        Ok(Self { device, description, part, mapping, owner, taken: 0, remains: Remains::default() })
     }
 
-    /// Takes the next segments: releases and closes those taken before, imports these and maps them.
+    /// Takes the next segments: releases and closes those before, imports these and maps them.
     ///
     /// # Errors
     /// Those of [`Imported::open`].
     ///
     /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemMap`.
-    pub fn take(&mut self, sizes: &[u64], fds: Vec<OwnedFd>) -> Result<()> {
+    pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<OwnedFd>) -> Result<()> {
         if sizes.len() != fds.len() {
             return nonsense(format!("{} segments came with {} descriptors", sizes.len(), fds.len()));
         }
@@ -309,7 +265,7 @@ impl Importing {
     }
 
     /// How many segments are still to come.
-    pub fn missing(&self) -> u64 {
+    pub(crate) fn missing(&self) -> u64 {
         self.part.segments - self.taken
     }
 
@@ -327,7 +283,7 @@ impl Importing {
         if fits {
             return Ok(());
         }
-        let Description { device, location: said, .. } = &self.description;
+        let (said, device) = (self.description.placement(), &self.description.device);
         let message =
             format!("the driver says that the memory is at {location:?}, and its description {said} of {device}");
         Err(Error::Mismatch { code: ErrorCode::Device, message })
@@ -348,47 +304,28 @@ impl Importing {
         Ok(self)
     }
 
-    /// Lets the device use the memory, now that all of it is there, and lets go of what it does not need.
+    /// Lets the device use the memory, now that all of it is there. Also returns what can be released later.
     ///
     /// # Errors
-    /// Those of [`Imported::open`]. Driver calls: `cuMemSetAccess`, `cuMemRelease`.
-    pub fn finish(self) -> Result<Imported> {
-        self.finish_first().map(|(imported, _)| imported)
-    }
-
-    /// As [`Importing::finish`], for a caller who has more urgent things to do than to let go of the rest.
-    pub(crate) fn finish_first(self) -> Result<(Imported, Remains)> {
-        let Self { device, description, part, reservation, mapping, remains, .. } = self.mapped()?;
+    /// Those of [`Imported::open`]. Driver call: `cuMemSetAccess`.
+    pub(crate) fn finish(self) -> Result<(Imported, Remains)> {
+        let Self { description, part, mapping, remains, .. } = self.mapped()?;
         let access = mapping.access();
-        let segments = part.first + part.segments;
-        let memory = Memory::Vmm { mappings: vec![mapping], reservation, device, segments };
-        Ok((Imported { memory, start: part.offset, access, immutable: description.immutable }, remains))
-    }
-
-    /// As [`Importing::finish`], for segments behind memory imported before, which then has them too.
-    ///
-    /// # Errors
-    /// Those of [`Importing::finish`].
-    pub fn finish_behind(self, imported: &mut Imported) -> Result<()> {
-        let Self { part, mapping, .. } = self.mapped()?;
-        imported.append(mapping, part.segments);
-        Ok(())
+        let size = description.size.min(part.offset + part.size).saturating_sub(part.offset);
+        let memory = Memory::Vmm(mapping);
+        Ok((Imported { memory, start: part.offset, size, access, immutable: description.immutable }, remains))
     }
 }
-
-/// How many more bytes of addresses than the memory has are reserved for it to grow, at most: the peer names the capacity.
-const MOST_ROOM: u64 = 1 << 40;
 
 /// More bytes than any process has addresses for.
 const ADDRESSES: u64 = 1 << 56;
 
-/// What a description must be, before anything is done with it.
-fn check(device: &Device, description: &Description, part: &Part) -> Result<()> {
-    if description.mechanism != Mechanism::Vmm || description.location == Placement::Unknown {
-        let message = "the memory is of a kind that this version does not know".to_owned();
-        return Err(Error::Mismatch { code: ErrorCode::Failed, message });
-    }
-    let Description { size, mapped_size, segments, .. } = *description;
+/// Checks what a description says before it is used. Returns which memory it is.
+fn check(device: &Device, description: &Description, part: &Part) -> Result<Placement> {
+    let Sharing::Vmm { placement, segments } = description.sharing else {
+        return nonsense("segments come with memory that has none".to_owned());
+    };
+    let Description { size, mapped_size, .. } = *description;
     let granularity = device.granularity()?;
     for size in [mapped_size, part.size, part.offset] {
         if !size.is_multiple_of(granularity) || size > ADDRESSES {
@@ -407,19 +344,23 @@ fn check(device: &Device, description: &Description, part: &Part) -> Result<()> 
             "{part:?} of {size} bytes of data in {mapped_size} bytes of memory, {segments} segments"
         ));
     }
-    Ok(())
+    Ok(placement)
 }
 
-fn pointer(description: &Description) -> Result<Pointer> {
-    description.pointer.map_or_else(|| nonsense("memory without the 64 bytes that open it".to_owned()), Ok)
+/// What opens memory of a pool or legacy memory, and where the data begins behind that.
+fn pointer(description: &Description) -> Result<(Pointer, u64)> {
+    match description.sharing {
+        Sharing::Pool { pointer, offset, .. } | Sharing::Legacy { pointer, offset } => Ok((pointer, offset)),
+        Sharing::Vmm { .. } => nonsense("memory without the 64 bytes that open it".to_owned()),
+    }
 }
 
 fn nonsense<T>(message: String) -> Result<T> {
     Err(ProtocolError::Content(message).into())
 }
 
-/// What the driver says of memory that is not what the peer claims is the peer's failure, not the driver's; and what a
-/// device can't reach is told with both names.
+/// Where the driver refuses memory because it is not what the peer claims, the error is the peer's, not the driver's. Where the
+/// device can't reach the memory, the error names both.
 fn not_as_offered(device: &Device, description: &Description, error: Error) -> Error {
     let (call, code) = match &error {
         Error::Unaligned { size, granularity } => {

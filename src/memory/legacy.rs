@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{Device, Region, report, round_up};
+use super::{Device, Pointer, Region, report, round_up};
 use crate::{
     driver::Access,
     error::{Error, Result},
-    wire::Pointer,
 };
 
 /// What legacy memory is rounded to. A handle opens the whole block that an allocation lies in, and smaller ones lie in one

@@ -11,7 +11,7 @@ use crate::{
 /// A range of memory in host memory: to be read, changed, and written back.
 ///
 /// Memory of a GPU is copied into page-locked memory of this mirror's own. Memory that the CPU reaches itself (the host
-/// backend's, and [`crate::wire::Placement::Host`]) is not copied: what is written is there at once, and as other processes may
+/// backend's, and [`super::Placement::Host`]) is not copied: what is written is there at once, and as other processes may
 /// write at any time, it is a slice only where it is sealed. So [`Mirror::read`] and [`Mirror::write`] serve everywhere, and
 /// [`Mirror::bytes`] and [`Mirror::bytes_mut`] where they can.
 ///

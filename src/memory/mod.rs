@@ -5,38 +5,47 @@
 //! | [`Allocation`], [`Reservation`], [`Mapping`] | virtual memory management: physical memory, addresses, the one at the other |
 //! | [`Pool`], [`PoolBuffer`] | a memory pool that can be shared, and memory of it |
 //! | [`LegacyMemory`] | memory that is shared by a legacy handle |
-//! | [`Shared`], [`Imported`] | memory that is given to others, and memory that was given, whichever way it travels |
+//! | [`Shared`], [`Imported`] | memory that is shared with other processes, and memory that another process shares |
+//! | [`Spec`], [`Description`] | what memory to make; what another process needs to open it |
 //! | [`Mirror`] | a range of any of them in host memory |
 //!
 //! Dropping gives back; a dependent holds what it depends on, so that everything goes in the right order. A failure
 //! at any step leaves nothing behind. A destructor that meets an error reports it through `tracing` and goes on.
 
 mod chunks;
+mod description;
 mod device;
+mod encoding;
 mod handle;
 mod imported;
 mod legacy;
 mod mirror;
 mod pool;
 mod shared;
+mod spec;
 mod vmm;
 
 pub use self::{
-    chunks::{Chunk, Took},
+    chunks::{Chunk, Timings},
+    description::{Description, DeviceIdentity, Mechanism, Part, Placement, Pointer, Sharing},
     device::{Device, Selector},
     handle::{Array, ArrayHandle},
-    imported::{Imported, Importing},
+    imported::Imported,
     legacy::LegacyMemory,
     mirror::Mirror,
     pool::{MOST as MOST_OF_A_POOL, Pool, PoolBuffer},
-    shared::{Shared, Spec},
+    shared::Shared,
+    spec::{Spec, VmmSpec},
     vmm::{Allocation, Mapping, Reservation},
 };
 
-pub(crate) use self::{handle::first_elements, imported::Remains};
+#[cfg(feature = "tools")]
+pub(crate) use self::handle::first_elements;
+pub(crate) use self::imported::{Importing, Remains};
 
 use std::{
     fmt,
+    ops::Range,
     time::{Duration, Instant},
 };
 
@@ -105,6 +114,20 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     fn synchronize(&self) -> Result<()> {
         self.device().verbs().synchronize(self.device().ordinal())
     }
+}
+
+/// Writes zeros over a range of memory, some at a time.
+fn clear(region: &dyn Region, range: Range<u64>) -> Result<()> {
+    const STEP: u64 = 2 << 20;
+    let length = range.end.saturating_sub(range.start);
+    let zeros = vec![0; length.min(STEP) as usize];
+    let mut at = range.start;
+    while at < range.end {
+        let step = STEP.min(range.end - at);
+        region.copy_in(at, &zeros[..step as usize])?;
+        at += step;
+    }
+    Ok(())
 }
 
 fn check_range(offset: u64, length: u64, size: u64) -> Result<()> {

@@ -8,11 +8,10 @@ use std::{
     },
 };
 
-use super::{Device, Region, report};
+use super::{Device, Pointer, Region, report};
 use crate::{
     driver::{Access, PoolHandle},
     error::{Error, Result},
-    wire::Pointer,
 };
 
 /// A memory pool with a descriptor, or one that was imported. Dropping it gives it back.

@@ -1,4 +1,4 @@
-//! Memory that is given to others, whichever way it travels.
+//! Memory that is shared with other processes, by any mechanism.
 
 use std::{
     mem,
@@ -10,47 +10,38 @@ use std::{
     time::Instant,
 };
 
-use super::{Chunk, Device, LegacyMemory, Pool, PoolBuffer, Region, Took, check_range, chunks::Chunks};
-use crate::{
-    driver::Access,
-    error::{Error, Result},
-    wire::{Description, Mechanism, OfferedDevice, Part, Placement},
+use super::{
+    Chunk, Description, Device, LegacyMemory, Part, Pool, PoolBuffer, Region, Sharing, Spec, Timings, check_range,
+    chunks::Chunks, clear, spec::Kind,
 };
+use crate::{driver::Access, error::Result};
 
-/// What memory to share, and how.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Spec {
-    /// How many bytes of data it is to hold.
-    pub size: u64,
-    /// The way it is shared.
-    pub mechanism: Mechanism,
-    /// In whose memory it is.
-    pub location: Placement,
-    /// The size of each allocation, rounded up to the granularity; `None` is one for all. With [`Mechanism::Vmm`] only.
-    pub chunk: Option<u64>,
-    /// To how many bytes it may grow: so many addresses are reserved. With [`Mechanism::Vmm`] only.
-    pub capacity: u64,
-    /// Whether it is to be filled and then sealed: it can't be handed to others before. See [`Shared::seal`].
-    pub sealed: bool,
-}
-
-/// Memory that this process owns and gives to others. Dropping it gives it back.
+/// Memory that this process owns and shares with others. Its size is fixed. Dropping it frees it.
 ///
-/// Memory of a pool and legacy memory must be let go of by all others before.
+/// [`Region::size`] is the bytes of data; [`Shared::mapped_size`] is what receivers map. Receivers must have closed memory of a
+/// pool and legacy memory before it is dropped.
 #[derive(Debug)]
 pub struct Shared {
     device: Device,
     memory: Memory,
     /// Whether nobody is to write any more.
     sealed: AtomicBool,
-    took: Took,
+    timings: Timings,
 }
 
 #[derive(Debug)]
 enum Memory {
     Vmm(Chunks),
-    Pool { buffer: Arc<PoolBuffer> },
-    Legacy { memory: Arc<LegacyMemory>, offset: u64, size: u64 },
+    Pool {
+        buffer: Arc<PoolBuffer>,
+    },
+    /// `padded` if all of the memory is this buffer's: what lies behind the data is then its own too.
+    Legacy {
+        memory: Arc<LegacyMemory>,
+        offset: u64,
+        size: u64,
+        padded: bool,
+    },
 }
 
 impl Shared {
@@ -64,29 +55,20 @@ impl Shared {
     /// Driver calls: those of [`super::Allocation::create_at`], [`super::Mapping::side_by_side`] and
     /// [`super::Allocation::export`]; those of [`Pool::create`] and [`PoolBuffer::allocate`]; that of
     /// [`LegacyMemory::allocate`].
-    pub fn create(device: &Device, spec: &Spec) -> Result<Self> {
-        let unsupported = |feature| Err(Error::Unsupported { device: device.to_string(), feature });
-        if spec.mechanism != Mechanism::Vmm {
-            // What the driver has none of comes first.
-            match spec.mechanism {
-                Mechanism::Pool => drop(device.verbs().pools()?),
-                _ => drop(device.verbs().legacy()?),
-            }
-            if spec.chunk.is_some() || spec.capacity > spec.size {
-                return unsupported("a buffer of several allocations that is not shared by vmm");
-            }
-            if spec.location != Placement::Device {
-                return unsupported("memory of the host that is not shared by vmm");
-            }
-        }
+    pub fn create(device: &Device, spec: impl Into<Spec>) -> Result<Self> {
+        let Spec { size, sealed, kind } = spec.into();
         let begun = Instant::now();
-        let mut shared = match spec.mechanism {
-            Mechanism::Vmm => Ok(Self::of(device, Memory::Vmm(Chunks::create(device, spec)?))),
-            Mechanism::Pool => Self::in_pool(&Pool::create(device)?, spec.size),
-            Mechanism::Legacy => Self::in_legacy(&LegacyMemory::allocate(device, spec.size)?, 0, spec.size),
-            Mechanism::Unknown => unsupported("a mechanism that this version does not know"),
-        }?;
-        shared.took.create = begun.elapsed();
+        let mut shared = match kind {
+            Kind::Vmm { chunk, placement } => {
+                return Ok(Self::of(device, Memory::Vmm(Chunks::create(device, size, chunk, placement, sealed)?)));
+            }
+            Kind::Pool => Self::in_pool(&Pool::create(device)?, size)?,
+            Kind::Legacy => {
+                let memory = LegacyMemory::allocate(device, size)?;
+                Self::of(device, Memory::Legacy { memory, offset: 0, size, padded: true })
+            }
+        };
+        shared.timings.create = begun.elapsed();
         Ok(shared)
     }
 
@@ -107,48 +89,15 @@ impl Shared {
     /// [`Error::OutOfRange`] if there are not as many.
     pub fn in_legacy(memory: &Arc<LegacyMemory>, offset: u64, size: u64) -> Result<Self> {
         check_range(offset, size, memory.size())?;
-        Ok(Self::of(memory.device(), Memory::Legacy { memory: Arc::clone(memory), offset, size }))
+        Ok(Self::of(memory.device(), Memory::Legacy { memory: Arc::clone(memory), offset, size, padded: false }))
     }
 
     fn of(device: &Device, memory: Memory) -> Self {
-        Self { device: device.clone(), memory, sealed: AtomicBool::new(false), took: Took::default() }
+        Self { device: device.clone(), memory, sealed: AtomicBool::new(false), timings: Timings::default() }
     }
 
-    /// Lets it hold `size` more bytes of data: behind the same address, in new allocations where the old ones have no room.
-    /// The new bytes hold anything. Others get the new allocations when they ask again.
-    ///
-    /// # Errors
-    /// [`Error::OutOfRange`] beyond the capacity; [`Error::Unsupported`] for memory that can't grow, sealed memory too; those
-    /// of [`Shared::create`].
-    ///
-    /// Driver calls: those of [`Shared::create`].
-    pub fn grow(&self, size: u64) -> Result<()> {
-        let size = self.make_room(size)?;
-        self.publish(size);
-        Ok(())
-    }
-
-    /// The first half of growing: memory for `size` more bytes, which are no data yet. Returns how many bytes of data it can hold
-    /// then.
-    pub(crate) fn make_room(&self, size: u64) -> Result<u64> {
-        match &self.memory {
-            Memory::Vmm(chunks) => chunks.make_room(size),
-            _ => {
-                let feature = "growing memory that is not shared by vmm";
-                Err(Error::Unsupported { device: self.device.to_string(), feature })
-            }
-        }
-    }
-
-    /// The second half: what was written there is data.
-    pub(crate) fn publish(&self, size: u64) {
-        if let Memory::Vmm(chunks) = &self.memory {
-            chunks.publish(size);
-        }
-    }
-
-    /// Leaves the memory allocated for as long as the process lives, because somebody has it open who does not let go of it. When
-    /// the process ends that does no harm: what is open elsewhere was seen to stay.
+    /// Leaves the memory allocated for as long as this process lives, because a peer has it open and does not close it. The end of
+    /// the process does no harm: what is open elsewhere was seen to stay.
     pub(crate) fn abandon(&self) {
         match &self.memory {
             Memory::Vmm(_) => {}
@@ -178,11 +127,25 @@ impl Shared {
         Ok(enforced)
     }
 
-    /// How many bytes hold data.
-    pub fn data_size(&self) -> u64 {
+    /// Writes zeros behind the data, to the end of what a receiver maps: it must not see what was there before. Blocks until
+    /// they are there.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]. Driver calls: those of [`Region::copy_in`].
+    pub(crate) fn clear_padding(&self) -> Result<()> {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.sizes().0,
+            Memory::Vmm(chunks) => chunks.clear_padding(),
+            Memory::Legacy { memory, size, padded: true, .. } => clear(&**memory, *size..memory.size()),
+            Memory::Pool { .. } | Memory::Legacy { .. } => Ok(()),
+        }
+    }
+
+    /// How many bytes a receiver maps: at least [`Region::size`], rounded up as the mechanism rounds.
+    pub fn mapped_size(&self) -> u64 {
+        match &self.memory {
+            Memory::Vmm(chunks) => chunks.mapped_size(),
             Memory::Pool { buffer } => buffer.size(),
+            Memory::Legacy { memory, padded: true, .. } => memory.size(),
             Memory::Legacy { size, .. } => *size,
         }
     }
@@ -194,54 +157,39 @@ impl Shared {
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     pub fn describe(&self) -> Result<Description> {
-        let device = OfferedDevice { uuid: self.device.uuid(), name: self.device.name().to_owned() };
-        let description = Description {
-            mechanism: Mechanism::Vmm,
-            device,
-            location: Placement::Device,
-            size: self.data_size(),
-            mapped_size: self.size(),
-            segments: 0,
-            capacity: None,
-            pool: None,
-            pointer: None,
-            offset: 0,
-            immutable: self.access() == Access::ReadOnly,
-        };
-        Ok(match &self.memory {
-            Memory::Vmm(chunks) => {
-                let (size, mapped_size, segments) = chunks.sizes();
-                let capacity = Some(chunks.reservation().size());
-                Description { location: chunks.location(), size, mapped_size, segments, capacity, ..description }
-            }
+        let sharing = match &self.memory {
+            Memory::Vmm(chunks) => Sharing::Vmm { placement: chunks.placement(), segments: chunks.segments() },
             Memory::Pool { buffer } => {
-                let (pool, pointer) = (Some(buffer.pool().number()), Some(buffer.pointer()?));
-                Description { mechanism: Mechanism::Pool, pool, pointer, ..description }
+                Sharing::Pool { pool: buffer.pool().number(), pointer: buffer.pointer()?, offset: 0 }
             }
-            Memory::Legacy { memory, offset, .. } => {
-                let pointer = Some(memory.handle()?);
-                Description { mechanism: Mechanism::Legacy, pointer, offset: *offset, ..description }
-            }
+            Memory::Legacy { memory, offset, .. } => Sharing::Legacy { pointer: memory.handle()?, offset: *offset },
+        };
+        Ok(Description {
+            device: self.device.identity(),
+            sharing,
+            size: self.size(),
+            mapped_size: self.mapped_size(),
+            immutable: self.access() == Access::ReadOnly,
         })
     }
 
-    /// The allocations that cover a range of bytes, less the first `have`, and which these are; `None` for memory that is not
-    /// shared by vmm.
+    /// The allocations that cover a range of bytes, and which these are; `None` for memory that is not shared by vmm. An empty
+    /// range has none.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if the memory has not as many bytes, or allocations.
-    pub fn chunks(&self, range: Range<u64>, have: u64) -> Result<Option<(Part, Vec<Arc<Chunk>>)>> {
+    /// [`Error::OutOfRange`] if the data has not as many bytes, and for a range that ends before it begins.
+    pub fn chunks(&self, range: Range<u64>) -> Result<Option<(Part, Vec<Arc<Chunk>>)>> {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.part(range, have).map(Some),
+            Memory::Vmm(chunks) => chunks.part(range).map(Some),
             _ => Ok(None),
         }
     }
 
-    /// How long it took to make it, so far.
-    pub fn took(&self) -> Took {
+    /// How long the steps of making it took.
+    pub fn timings(&self) -> Timings {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.took(),
-            _ => self.took,
+            Memory::Vmm(chunks) => chunks.timings(),
+            _ => self.timings,
         }
     }
 
@@ -263,7 +211,7 @@ impl Region for Shared {
 
     fn address(&self) -> u64 {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.reservation().address(),
+            Memory::Vmm(chunks) => chunks.address(),
             Memory::Pool { buffer } => buffer.address(),
             Memory::Legacy { memory, offset, .. } => memory.address() + offset,
         }
@@ -271,9 +219,9 @@ impl Region for Shared {
 
     fn size(&self) -> u64 {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.sizes().1,
+            Memory::Vmm(chunks) => chunks.size(),
             Memory::Pool { buffer } => buffer.size(),
-            Memory::Legacy { memory, offset, .. } => memory.size() - offset,
+            Memory::Legacy { size, .. } => *size,
         }
     }
 

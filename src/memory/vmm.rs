@@ -5,11 +5,10 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use super::{Device, Region, check_range, report, round_up};
+use super::{Device, Placement, Region, check_range, report, round_up};
 use crate::{
     driver::{Access, Handle, Location, Properties},
     error::{Error, Result},
-    wire::Placement,
 };
 
 /// Physical memory that can be shared, or that was.

@@ -1,4 +1,4 @@
-//! What whoever is offered memory does with it, be it asked for once or streamed.
+//! Opens what a producer offers: the one way, for a buffer and for a stream.
 
 use std::{
     net::Shutdown,
@@ -11,17 +11,78 @@ use std::{
     time::Duration,
 };
 
-use super::{Link, Observer, activate, unexpected};
+use super::{
+    Observer, activate,
+    link::{Link, unexpected},
+};
 use crate::{
+    array::ArrayDescriptor,
     channel::{Cancel, Channel},
-    driver::{Access, DeviceUuid, Driver},
-    error::{Error, Result},
-    memory::{Device, Imported, Importing, Pool, Selector, timed},
-    tools::check::files,
-    wire::{ErrorCode, Mechanism, Message, Offer, OfferedDevice, Part, ProtocolError, Received},
+    driver::{Access, Backend, DeviceUuid, Driver},
+    error::{ProtocolError, Result},
+    memory::{Description, Device, DeviceIdentity, Imported, Importing, Part, Pool, Remains, Selector, Sharing, timed},
+    wire::{self, Check, Message, Received},
 };
 
-/// Held by all memory that the producer frees when the connection ends. The last one that lets go of it tells the producer.
+/// What a producer offers, in this library's own types.
+#[derive(Debug, Clone)]
+pub(super) struct Offer {
+    pub(super) object: String,
+    pub(super) memory: Description,
+    pub(super) array: Option<ArrayDescriptor>,
+    pub(super) access: Access,
+    pub(super) part: Option<Part>,
+    pub(super) check: Option<Check>,
+    /// In a stream, the buffer's number.
+    pub(super) buffer: Option<u64>,
+}
+
+impl From<&Offer> for wire::Offer {
+    fn from(offer: &Offer) -> Self {
+        let Offer { object, memory, array, access, part, check, buffer } = offer.clone();
+        Self { object, memory: (&memory).into(), array, access, part: part.map(Into::into), check, buffer }
+    }
+}
+
+impl Offer {
+    /// Reads an offer of the object `asked`, and checks what can be checked before anything is done with it.
+    pub(super) fn read(offer: wire::Offer, asked: &str) -> Result<Self> {
+        let wrong = |message: String| Err(ProtocolError::Content(message).into());
+        let wire::Offer { object, memory, array, access, part, check, buffer } = offer;
+        if object != asked {
+            return wrong(format!("object `{asked}` was asked for and `{object}` is offered"));
+        }
+        let (size, mapped_size) = (memory.size, memory.mapped_size);
+        if size == 0 || size > mapped_size {
+            return wrong(format!("{size} bytes of data are offered in {mapped_size} bytes of memory"));
+        }
+        if let Some(Err(error)) = array.as_ref().map(|array| array.check(size)) {
+            return wrong(format!("the array that is offered is not inside the memory: {error}"));
+        }
+        let memory = memory.try_into()?;
+        Ok(Self { object, memory, array, access, part: part.map(Into::into), check, buffer })
+    }
+
+    /// Which segments follow: `None` if the mechanism has none. They must cover a range.
+    pub(super) fn part(&self, range: &Range<u64>) -> Result<Option<Part>> {
+        let wrong = |message: String| Err(ProtocolError::Content(message).into());
+        match (&self.memory.sharing, self.part) {
+            (Sharing::Vmm { .. }, None) => {
+                wrong("memory is offered without a word on the segments that follow".to_owned())
+            }
+            (Sharing::Vmm { .. }, Some(part)) => {
+                let end = part.offset.checked_add(part.size);
+                match part.offset <= range.start && end.is_some_and(|end| end >= range.end) {
+                    true => Ok(Some(part)),
+                    false => wrong(format!("bytes {range:?} were asked for, and {part:?} follows")),
+                }
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+/// Held by all memory that the producer frees when the connection ends. The last one that drops it ends the connection.
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: Arc<UnixStream>,
@@ -70,14 +131,14 @@ impl Chosen {
         Ok(Self { driver: driver.clone(), ready, named: device.is_some(), last: None })
     }
 
-    pub(super) fn driver(&self) -> &Driver {
-        &self.driver
+    pub(super) fn backend(&self) -> Backend {
+        self.driver.backend()
     }
 
     /// The device for memory of `owner`, ready for copies.
     pub(super) fn for_memory_of(
         &mut self,
-        owner: &OfferedDevice,
+        owner: &DeviceIdentity,
         tick: &mut dyn FnMut() -> Result<()>,
         observer: Observer<'_>,
     ) -> Result<Device> {
@@ -98,68 +159,83 @@ impl Chosen {
     }
 }
 
-/// What an offer must be, whoever asked for what, before anything is done with it.
-pub(super) fn check(offer: &Offer) -> Result<()> {
-    let wrong = |message: String| Err(ProtocolError::Content(message).into());
-    let unfit = |message: String| Err(Error::Mismatch { code: ErrorCode::Failed, message });
-    let memory = &offer.memory;
-    if memory.size == 0 || memory.size > memory.mapped_size {
-        return wrong(format!("{} bytes of data are offered in {} bytes of memory", memory.size, memory.mapped_size));
-    }
-    if offer.reply_salt.is_some() && offer.reply_salt == offer.salt {
-        return wrong("the reply's salt is the offer's own".to_owned());
-    }
-    if offer.reply_salt.is_some() && offer.access == Access::ReadOnly {
-        return wrong("a reply is asked for in memory that is offered read-only".to_owned());
-    }
-    if let Some(Err(error)) = offer.array.as_ref().map(|array| array.check(memory.size)) {
-        return wrong(format!("the array that is offered is not inside the memory: {error}"));
-    }
-    if memory.mechanism == Mechanism::Unknown {
-        return unfit("the producer shares by a mechanism that this version does not know".to_owned());
-    }
-    if let Some(digest) = offer.digest.as_ref().filter(|digest| !files::is_known(digest)) {
-        return unfit(format!("the data comes with the digest `{digest}`, which this version can't check"));
-    }
-    Ok(())
+/// Memory that was offered, open.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) memory: Imported,
+    /// The pool that it is of, with the producer's number.
+    pub(super) pool: Option<(u64, Arc<Pool>)>,
+    /// What is not urgent to release.
+    pub(super) remains: Remains,
+    /// What the numbers of the descriptors were, which it had for a moment.
+    pub(super) fds: Vec<i32>,
+    /// How much of the time went into opening, and not into waiting for the producer.
+    pub(super) opening: Duration,
+    /// How many segments are to be acknowledged, where the producer waits for that in any case.
+    pub(super) unacknowledged: Option<usize>,
 }
 
-/// Checks the name of what is offered.
-pub(super) fn check_object(offer: &Offer, asked: &str) -> Result<()> {
-    if offer.object == asked {
-        return Ok(());
-    }
-    let message = format!("object `{asked}` was asked for and `{}` is offered", offer.object);
-    Err(ProtocolError::Content(message).into())
-}
-
-/// Which segments follow an offer: they must be those that were asked for.
-pub(super) fn part_of(offer: &Offer, have: u64, range: &Range<u64>) -> Result<Part> {
-    let wrong = |message: String| Err(ProtocolError::Content(message).into());
-    let Some(part) = offer.part else {
-        return wrong("memory is offered without a word on the segments that follow".to_owned());
+/// Opens what is offered. `brought` are the sizes and descriptors of the first segments, if any came already; `known` is the pool
+/// of the offer's number, if this side has it. The caller acknowledges.
+///
+/// # Errors
+/// Those of [`Imported::open`] and of the conversation.
+pub(super) fn open(
+    link: &mut Link,
+    device: &Device,
+    offer: &Offer,
+    range: &Range<u64>,
+    known: Option<Arc<Pool>>,
+    brought: (&[u64], Vec<OwnedFd>),
+) -> Result<Opened> {
+    let Offer { memory: description, access, .. } = offer;
+    let mut opening = Duration::ZERO;
+    let plain = |memory| Opened {
+        memory,
+        pool: None,
+        remains: Remains::default(),
+        fds: Vec::new(),
+        opening: Duration::ZERO,
+        unacknowledged: None,
     };
-    let end = part.offset.checked_add(part.size);
-    let covers = match have {
-        0 => part.offset <= range.start && end.is_some_and(|end| end >= range.end),
-        _ => part.first == have && end.is_some_and(|end| end >= range.end),
+    if let Some(part) = offer.part(range)? {
+        let begin = || Importing::begin(device, description, &part, *access);
+        let mut importing = timed(&mut opening, begin)?;
+        let fds = take_segments(link, &mut importing, part.first, brought, &mut opening)?;
+        let (memory, remains) = timed(&mut opening, || importing.finish())?;
+        let unacknowledged = Some(fds.len());
+        return Ok(Opened { remains, fds, opening, unacknowledged, ..plain(memory) });
+    }
+    let Some(number) = description.pool() else {
+        let memory = timed(&mut opening, || Imported::of_legacy(device, description, *access))?;
+        return Ok(Opened { opening, ..plain(memory) });
     };
-    if covers { Ok(part) } else { wrong(format!("bytes {range:?} were asked for, and {part:?} follows")) }
+    // What this side lacks comes first.
+    device.require_pools()?;
+    let (fds, unacknowledged, pool) = match known {
+        Some(pool) => (Vec::new(), None, pool),
+        None => {
+            let fd = take_pool(link, number)?;
+            let raw = fd.as_raw_fd();
+            (vec![raw], Some(0), timed(&mut opening, || Imported::pool(device, description, fd))?)
+        }
+    };
+    let memory = timed(&mut opening, || Imported::of_pool(&pool, description, *access))?;
+    Ok(Opened { pool: Some((number, pool)), fds, opening, unacknowledged, ..plain(memory) })
 }
 
-/// Takes the segments that came with what announced them, if any did, and one record of segments after another; acknowledges each but the
-/// last, which is to be acknowledged when the memory is open. Returns what the descriptors' numbers were, and how much of the
-/// time went into opening.
-pub(super) fn take_segments(
+/// Takes the segments that came already, and one record of segments after another. Acknowledges each but the last, which is to be
+/// acknowledged when the memory is open. Returns what the descriptors' numbers were.
+fn take_segments(
     link: &mut Link,
     importing: &mut Importing,
     first: u64,
     (sizes, fds): (&[u64], Vec<OwnedFd>),
-) -> Result<(Vec<i32>, Duration)> {
-    let mut opening = Duration::ZERO;
+    opening: &mut Duration,
+) -> Result<Vec<i32>> {
     let mut numbers: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
     if !numbers.is_empty() {
-        timed(&mut opening, || importing.take(sizes, fds))?;
+        timed(opening, || importing.take(sizes, fds))?;
     }
     while importing.missing() > 0 {
         if !numbers.is_empty() {
@@ -175,10 +251,10 @@ pub(super) fn take_segments(
         }
         numbers.extend(fds.iter().map(AsRawFd::as_raw_fd));
         link.busy()?;
-        timed(&mut opening, || importing.take(&segments.sizes, fds))?;
+        timed(opening, || importing.take(&segments.sizes, fds))?;
     }
     link.busy()?;
-    Ok((numbers, opening))
+    Ok(numbers)
 }
 
 /// Says how many segments of an offer have come.
@@ -186,31 +262,14 @@ pub(super) fn acknowledge(link: &mut Link, segments: usize) -> Result<()> {
     link.send(&Message::Received(Received { segments: segments as u64 }), &[])
 }
 
-/// The pool that an offer names.
-pub(super) fn pool_of(device: &Device, offer: &Offer) -> Result<u64> {
-    // What this side lacks comes first.
-    device.require_pools()?;
-    let unnamed = || ProtocolError::Content("memory of a pool is offered, and no pool is named".to_owned());
-    Ok(offer.memory.pool.ok_or_else(unnamed)?)
-}
-
-/// Takes the pool that an offer names, when it comes itself. Returns what its descriptor's number was, and how much of the time
-/// went into opening.
-pub(super) fn take_pool(
-    link: &mut Link,
-    device: &Device,
-    offer: &Offer,
-    number: u64,
-) -> Result<(Arc<Pool>, i32, Duration)> {
-    let fd: OwnedFd = match link.receive("for the pool")? {
-        (Message::Pool(pool), mut fds) if pool.pool == number && fds.len() == 1 => fds.remove(0),
+/// Takes the descriptor of the pool that an offer names.
+fn take_pool(link: &mut Link, number: u64) -> Result<OwnedFd> {
+    match link.receive("for the pool")? {
+        (Message::Pool(pool), mut fds) if pool.pool == number && fds.len() == 1 => Ok(fds.remove(0)),
         (Message::Pool(pool), _) => {
             let message = format!("pool {} came where {number} belongs", pool.pool);
-            return Err(ProtocolError::Content(message).into());
+            Err(ProtocolError::Content(message).into())
         }
-        (other, _) => return Err(unexpected(&other, "pool")),
-    };
-    let (raw, mut opening) = (fd.as_raw_fd(), Duration::ZERO);
-    let pool = timed(&mut opening, || Imported::pool(device, &offer.memory, fd))?;
-    Ok((pool, raw, opening))
+        (other, _) => Err(unexpected(&other, "pool")),
+    }
 }

@@ -5,13 +5,12 @@ use std::{
     time::Duration,
 };
 
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
 use crate::{
     channel::{
-        Cancel, deadline_after,
+        Cancel, Channel, deadline_after,
         record::{Record, RecordSocket},
     },
     error::{Error, ProtocolError, Result},
@@ -37,8 +36,7 @@ impl Line {
 
     /// A line, and the other end of it for another process. The other end blocks.
     pub(super) fn pair(timeout: Duration, cancel: &Cancel, purpose: &'static str) -> Result<(Self, OwnedFd)> {
-        let (own, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-            .map_err(|errno| Error::system("make a pair of sockets", errno))?;
+        let (own, other) = Channel::socket_pair()?;
         Ok((Self::new(RecordSocket::new(own, timeout, cancel)?, purpose), other))
     }
 

@@ -10,7 +10,7 @@ use vmmfd::{
     driver::{Access, Backend, Choice, open},
     memory::{Allocation, Device, Mapping, Selector},
     tools::check::pattern::{self, Pattern},
-    wire::{Description, Mechanism, Message, Offer, OfferedDevice, Outcome, Part, Placement, Ready, Segments},
+    wire::{Device as WireDevice, Location, Mechanism, Memory, Message, Offer, Part, Ready, Segments, Verdict},
 };
 
 fn main() {
@@ -20,18 +20,17 @@ fn main() {
 /// The records that are on the way of a handoff.
 fn records() -> Vec<(&'static str, Message)> {
     let size = 64 << 20;
-    let device = OfferedDevice {
+    let device = WireDevice {
         uuid: "679ee1d3-1095-d5a4-3f1b-b0cc79e99f21".parse().expect("a UUID"),
         name: "NVIDIA H200".to_owned(),
     };
-    let memory = Description {
+    let memory = Memory {
         mechanism: Mechanism::Vmm,
         device,
-        location: Placement::Device,
+        location: Location::Device,
         size,
         mapped_size: size,
         segments: 1,
-        capacity: None,
         pool: None,
         pointer: None,
         offset: 0,
@@ -43,9 +42,7 @@ fn records() -> Vec<(&'static str, Message)> {
         array: None,
         access: Access::ReadWrite,
         part: Some(Part { first: 0, segments: 1, offset: 0, size }),
-        salt: None,
-        digest: None,
-        reply_salt: None,
+        check: None,
         buffer: Some(7),
     };
     let ready = |sizes| Message::Ready(Ready { buffer: 7, generation: 123_456, sizes });
@@ -55,7 +52,7 @@ fn records() -> Vec<(&'static str, Message)> {
         ("253 segments", Message::Segments(Segments { first: 0, sizes: vec![2 << 20; 253] })),
         ("ready, new", ready(vec![size])),
         ("ready", ready(Vec::new())),
-        ("result", Message::Result(Outcome::of_verdict(true))),
+        ("result", Message::Result(Verdict::unchecked(true))),
     ]
 }
 

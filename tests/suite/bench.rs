@@ -1,11 +1,11 @@
 //! `vmmfd bench` as a user runs it: what it prints, what it draws, and what becomes of it when something goes wrong.
 
-use std::{fs, io, path::PathBuf, process::Command, time::Duration};
+use std::{fs, io, path::PathBuf, process::Command};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::running::{Ended, Meeting, Run, wait_for};
+use crate::running::{Ended, HANGS, Meeting, Run, wait_for};
 
 cases! {
     on crate::running::Meeting; every backend: [
@@ -55,9 +55,6 @@ const STARTUP: [&str; 5] = [
     "two bare starts at once, to their end",
 ];
 const DEMO: &str = "demo, to its end";
-
-/// How long all benches may take: on a GPU that other tests use, the driver's starts alone take a minute.
-const ALL: Duration = Duration::from_secs(240);
 
 /// The rows that each bench has on a backend, but for the demo's, which is not beside every build of the program.
 fn rows(meeting: &Meeting) -> [(&'static str, Vec<&'static str>); 5] {
@@ -114,7 +111,7 @@ fn each_bench_prints_the_rows_that_it_should(meeting: Meeting) {
 fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
     let picture = meeting.folder().join("bench.svg");
     fs::write(&picture, "something else").unwrap();
-    let ended = bench(&meeting, &["--json", "--svg", picture.to_str().unwrap()]).start().end_within(ALL);
+    let ended = bench(&meeting, &["--json", "--svg", picture.to_str().unwrap()]).end();
     assert_eq!(ended.code(0).stderr, "");
     let report = ended.json();
     let fields: Vec<&str> = report.as_object().unwrap().keys().map(String::as_str).collect();
@@ -307,7 +304,7 @@ fn bad_usage_is_told_in_a_sentence() {
         (&["--count", "many"], "invalid digit"),
         (&["--consumers", "0"], "0 is not in 1..=256"),
         (&["--consumers", "1,10000"], "10000 is not in 1..=256"),
-        (&["--device", "the first"], "`the first` is neither an ordinal"),
+        (&["--device", "the first"], "`the first` is not a device: write an ordinal"),
         (&["--backend", "auto"], "there is no backend `auto` to test"),
         (&["--timeout", "5"], "`5` has no unit"),
         (&["handoff", "repeat"], "unexpected argument 'repeat'"),
@@ -405,10 +402,10 @@ fn a_driver_that_hangs_is_given_up_and_whoever_it_keeps_is_named() {
         ("stages", "cuMemMap", "the process that is measured did not respond"),
         ("startup", "cuMemMap", "the producer did not become ready"),
     ] {
-        let ended = bench(&meeting, &[name, "--timeout", "500ms"]).env("FAKECUDA_SLOW", format!("{call}:60000")).end();
+        let ended =
+            bench(&meeting, &[name, "--timeout", "500ms"]).env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).end();
         let said = sentence(ended.code(1));
         assert_eq!(said, format!("{who} within 500ms, the longest that a step may take"), "{name} {call}");
-        assert!(ended.took < Duration::from_secs(20), "{:?}", ended.took);
     }
     assert_ended(&meeting);
 }
@@ -438,7 +435,8 @@ fn a_bench_that_is_stopped_or_killed_leaves_nothing_behind() {
         for (name, call) in [("handoff", "cuMemImportFromShareableHandle"), ("startup", "cuMemMap")] {
             let meeting = Meeting::fake();
             let log = meeting.folder().join("log");
-            let run = bench(&meeting, &[name]).env("FAKECUDA_SLOW", format!("{call}:60000")).env("FAKECUDA_LOG", &log);
+            let run =
+                bench(&meeting, &[name]).env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).env("FAKECUDA_LOG", &log);
             let run = run.env("TMPDIR", meeting.folder());
             let running = run.start();
             wait_for("the call that hangs", || fs::read_to_string(&log).unwrap_or_default().contains(call));
@@ -451,7 +449,6 @@ fn a_bench_that_is_stopped_or_killed_leaves_nothing_behind() {
             if code.is_some() {
                 assert_eq!(sentence(&ended), format!("interrupted by {signal}"));
                 assert!(!folder.exists(), "{} stays after {signal}", folder.display());
-                assert!(ended.took < Duration::from_secs(20), "{:?}", ended.took);
             }
         }
     }

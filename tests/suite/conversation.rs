@@ -28,13 +28,17 @@ use vmmfd::{
     driver::{Access, Backend, Choice, DeviceUuid, open},
     memory::{Allocation, Device, Region, Selector},
     session::{
-        Terms,
-        consumer::{Ask, Errand, Findings, fetch},
+        self, Config, Verdict,
+        handoff::{Findings, fetch},
     },
-    tools::check::pattern::{self, Pattern},
+    tools::check::{
+        DataVerifier, Figures,
+        figures::Claim,
+        pattern::{self, Mismatch, Pattern},
+    },
     wire::{
-        Busy, Description, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Message, Offer, OfferedDevice, Outcome, Part,
-        Placement, ProtocolError, Received, Request, Segments,
+        Busy, ErrorCode, Failure, Hello, Location, MAX_FDS, Mechanism, Memory, Message, Offer, Part, Pointer,
+        ProtocolError, Received, Request, Segments,
     },
 };
 
@@ -46,7 +50,7 @@ pub(crate) fn seqpacket() -> OwnedFd {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
 }
 
-/// A connection to whoever listens at a path, as a stranger makes it.
+/// A connection to whoever listens at a path, as any process can make it.
 fn raw(path: &Path) -> UnixStream {
     let socket = seqpacket();
     connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -69,15 +73,24 @@ fn send_raw(socket: &UnixStream, bytes: &[u8]) {
 
 pub(crate) fn hello(backend: Backend) -> Message {
     let capabilities = vec!["from the future".into()];
-    Message::Hello(Hello { version: 1, capabilities, backend: backend.to_string(), pid: 1 })
+    Message::Hello(Hello { version: 1, capabilities, backend: backend.to_string(), pid: 1, timeout_ms: 20_000 })
 }
 
 pub(crate) fn request(object: &str, access: Option<Access>) -> Message {
-    Message::Request(Request { object: object.into(), access, range: None, have: None })
+    Message::Request(Request { object: object.into(), access, range: None })
+}
+
+/// A result with figures.
+fn result(verified: bool, words: u64, mismatches: u64, first_mismatch: Option<Mismatch>) -> Message {
+    Message::Result(Figures { words, mismatches, first_mismatch, digest: None }.verdict(verified))
 }
 
 fn good(words: u64) -> Message {
-    Message::Result(Outcome { verified: true, words, mismatches: 0, first_mismatch: None, digest: None })
+    result(true, words, 0, None)
+}
+
+fn claim(offer: &Offer) -> Claim {
+    Claim::read(offer.check.as_ref()).unwrap()
 }
 
 /// The next message that is no sign of life.
@@ -295,7 +308,7 @@ mod producers {
             channel.send(&request("default", None), &[]).unwrap();
             let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
             assert_eq!(
-                (offer.memory.size, offer.memory.segments, offer.access, offer.salt),
+                (offer.memory.size, offer.memory.segments, offer.access, claim(&offer).salt),
                 (10, 1, Access::ReadWrite, Some(1))
             );
             assert_eq!(offer.memory.device.uuid, device.uuid());
@@ -308,14 +321,14 @@ mod producers {
             mapping.copy_out(0, &mut found).unwrap();
             Pattern::new(1).write(0, &mut expected[..10]);
             assert_eq!(found, expected, "the pattern, and zeros behind it");
-            let reply = offer.reply_salt.unwrap();
-            assert_ne!(Some(reply), offer.salt);
+            let reply = claim(&offer).reply_salt.unwrap();
+            assert_ne!(Some(reply), claim(&offer).salt);
             salts.push(reply);
             Pattern::new(reply).write(0, &mut expected[..10]);
             mapping.copy_in(0, &expected).unwrap();
             channel.send(&good(3), &[]).unwrap();
             let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
-            assert_eq!((theirs.verified, theirs.words), (true, 3));
+            assert_eq!((theirs.verified, Figures::of(&theirs).words), (true, 3));
         }
         salts.dedup();
         assert_eq!(salts.len(), 3, "a fresh salt for each");
@@ -331,7 +344,7 @@ mod producers {
         borrow(&mut channel, None);
         channel.send(&good(1), &[]).unwrap();
         let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
-        assert_eq!((theirs.verified, theirs.mismatches), (false, 1));
+        assert_eq!((theirs.verified, Figures::of(&theirs).mismatches), (false, 1));
         channel.finish(PATIENCE);
         producer.end().code(1);
     }
@@ -353,9 +366,8 @@ mod producers {
         let producer = meeting.listening(&["--size", "8"]);
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
-        let first_mismatch = Some(vmmfd::wire::Mismatch { index: 1, expected: 2, found: 3 });
-        let bad = Outcome { verified: false, words: 2, mismatches: 1, first_mismatch, digest: None };
-        channel.send(&Message::Result(bad), &[]).unwrap();
+        let first_mismatch = Some(Mismatch { index: 1, expected: 2, found: 3 });
+        channel.send(&result(false, 2, 1, first_mismatch), &[]).unwrap();
         let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
         assert!(!theirs.verified);
         channel.finish(PATIENCE);
@@ -369,8 +381,7 @@ mod producers {
             let producer = meeting.listening(&["--size", "8"]);
             let mut channel = dial(&meeting.socket());
             borrow(&mut channel, None);
-            let lie = Outcome { verified, words, mismatches, first_mismatch: None, digest: None };
-            channel.send(&Message::Result(lie), &[]).unwrap();
+            channel.send(&result(verified, words, mismatches, None), &[]).unwrap();
             assert_eq!(told(&mut channel), ErrorCode::Protocol);
             channel.finish(PATIENCE);
             producer.end().code(4);
@@ -446,13 +457,13 @@ mod producers {
         // When the first gives up, it is the second's turn.
         drop(first);
         let (Message::Offer(next), _) = answer(&mut second) else { panic!() };
-        assert_ne!(next.reply_salt, offer.reply_salt);
+        assert_ne!(claim(&next).reply_salt, claim(&offer).reply_salt);
         drop(second);
         producer.end().code(4);
     }
 
     #[test]
-    fn strangers_delay_nobody_and_change_nothing() {
+    fn idle_connections_delay_nobody_and_change_nothing() {
         let meeting = Meeting::new(On::Host);
         let producer = meeting.listening(&[]);
         let socket = meeting.socket();
@@ -487,7 +498,7 @@ mod producers {
     }
 
     #[test]
-    fn a_crowd_of_strangers_leaves_room_for_a_consumer() {
+    fn a_crowd_of_idle_connections_leaves_room_for_a_consumer() {
         let meeting = Meeting::new(On::Host);
         let producer = meeting.listening(&[]);
         let crowd: Vec<UnixStream> = (0..300).map(|_| raw(&meeting.socket())).collect();
@@ -517,7 +528,7 @@ mod producers {
     }
 
     #[test]
-    fn a_stranger_has_nothing_to_be_busy_with() {
+    fn a_peer_that_asked_for_nothing_has_nothing_to_be_busy_with() {
         let meeting = Meeting::new(On::Host);
         let producer = meeting.listening(&[]);
         for greeted in [false, true] {
@@ -539,7 +550,8 @@ mod producers {
         let producer = meeting.listening(&[]);
         let greet = |version, backend: &str| {
             let mut channel = dial(&meeting.socket());
-            let greeting = Hello { version, capabilities: Vec::new(), backend: backend.into(), pid: 1 };
+            let greeting =
+                Hello { version, capabilities: Vec::new(), backend: backend.into(), pid: 1, timeout_ms: 20_000 };
             channel.send(&Message::Hello(greeting), &[]).unwrap();
             channel
         };
@@ -560,9 +572,8 @@ mod producers {
         crate::running::wait_for("the socket", || meeting.socket().exists());
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
-        let first_mismatch = Some(vmmfd::wire::Mismatch { index: 0, expected: 2, found: 3 });
-        let bad = Outcome { verified: false, words: 2, mismatches: 2, first_mismatch, digest: None };
-        channel.send(&Message::Result(bad), &[]).unwrap();
+        let first_mismatch = Some(Mismatch { index: 0, expected: 2, found: 3 });
+        channel.send(&result(false, 2, 2, first_mismatch), &[]).unwrap();
         drop(channel);
         let report = producer.end().code(1).json();
         assert_eq!((&report["mismatches"], &report["consumers"][0]["outcome"]), (&2.into(), &"mismatch".into()));
@@ -575,8 +586,7 @@ mod producers {
             let producer = meeting.listening(&["--size", "8"]);
             let mut channel = dial(&meeting.socket());
             borrow(&mut channel, None);
-            let no = Outcome { verified: false, words, mismatches, first_mismatch: None, digest: None };
-            channel.send(&Message::Result(no), &[]).unwrap();
+            channel.send(&result(false, words, mismatches, None), &[]).unwrap();
             answer(&mut channel);
             channel.finish(PATIENCE);
             producer.end().code(code).says("did not verify");
@@ -626,7 +636,7 @@ mod producers {
     }
 
     #[test]
-    fn strangers_do_not_prolong_the_wait_for_a_consumer() {
+    fn idle_connections_do_not_prolong_the_wait_for_a_consumer() {
         let meeting = Meeting::new(On::Host);
         let producer = meeting.listening(&["--timeout", "500ms"]);
         let stop = std::sync::atomic::AtomicBool::new(false);
@@ -666,21 +676,25 @@ mod consumers {
 
     /// A producer made by hand: one connection is served by a function.
     fn against(serve: impl FnOnce(&mut Channel) + Send, check: impl FnOnce(Result<Findings, Error>)) {
-        against_asking(serve, check, Ask::default());
+        against_asking(serve, check, session::handoff::Request::default());
     }
 
-    fn against_asking(serve: impl FnOnce(&mut Channel) + Send, check: impl FnOnce(Result<Findings, Error>), ask: Ask) {
+    fn against_asking(
+        serve: impl FnOnce(&mut Channel) + Send,
+        check: impl FnOnce(Result<Findings, Error>),
+        request: session::handoff::Request,
+    ) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = seqpacket();
         bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         listen(&listener, 1).unwrap();
-        let terms = Terms { timeout: Duration::from_secs(2), trust: Trust::default(), cancel: Cancel::new().unwrap() };
+        let config = Config::default().with_timeout(Duration::from_secs(2));
         thread::scope(|scope| {
             let consumer = scope.spawn(|| {
                 let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
-                let errand = Errand { ask: &ask, target: None, engine: pattern::Choice::Auto };
-                fetch(&driver, None, &path, errand, &terms, &|_| {})
+                let mut verifier = DataVerifier::new(&|_| {});
+                fetch(&driver, None, &path, &request, &mut verifier, &config, &|_| {})
             });
             let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
             let mut channel = Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap();
@@ -699,14 +713,13 @@ mod consumers {
         pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
         let offer = Offer {
             object: "default".into(),
-            memory: Description {
+            memory: Memory {
                 mechanism: Mechanism::Vmm,
-                device: OfferedDevice { uuid: device.uuid(), name: "by hand".into() },
-                location: Placement::Device,
+                device: vmmfd::wire::Device { uuid: device.uuid(), name: "by hand".into() },
+                location: Location::Device,
                 size,
                 mapped_size: memory.size(),
                 segments: 1,
-                capacity: None,
                 pool: None,
                 pointer: None,
                 offset: 0,
@@ -715,9 +728,7 @@ mod consumers {
             array: None,
             access: Access::ReadOnly,
             part: Some(Part { first: 0, segments: 1, offset: 0, size: memory.size() }),
-            salt: Some(salt),
-            digest: None,
-            reply_salt: None,
+            check: Some(Claim { salt: Some(salt), ..Claim::default() }.to_check()),
             buffer: None,
         };
         (offer, memory)
@@ -750,11 +761,18 @@ mod consumers {
             |channel| {
                 lend(channel, &offer, memory.export().unwrap());
                 let (Message::Result(outcome), _) = answer(channel) else { panic!() };
-                assert_eq!((outcome.verified, outcome.words), (true, 1025));
+                assert_eq!((outcome.verified, Figures::of(&outcome).words), (true, 1025));
                 channel.send(&good(0), &[]).unwrap();
             },
             |result| assert!(result.unwrap().found.verified),
         );
+    }
+
+    /// Changes what an offer's data can be checked against.
+    fn claims(offer: &mut Offer, change: fn(&mut Claim)) {
+        let mut claim = claim(offer);
+        change(&mut claim);
+        offer.check = Some(claim.to_check());
     }
 
     /// Makes an offer a bad one, perhaps with another device.
@@ -764,13 +782,14 @@ mod consumers {
     fn offers_that_contradict_themselves_or_do_not_fit_are_refused() {
         let (sound, memory) = memory(100, 3);
         let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
-        let cases: [(ErrorCode, Change); 24] = [
+        let cases: [(ErrorCode, Change); 27] = [
             (ErrorCode::Protocol, |offer, _| offer.memory.size = 0),
             (ErrorCode::Protocol, |offer, _| offer.memory.size = u64::MAX),
             (ErrorCode::Protocol, |offer, _| offer.memory.mapped_size = 99),
             (ErrorCode::Protocol, |offer, _| offer.object = "another".into()),
-            (ErrorCode::Protocol, |offer, _| offer.reply_salt = offer.salt),
-            (ErrorCode::Protocol, |offer, _| offer.reply_salt = Some(1234)),
+            (ErrorCode::Protocol, |offer, _| claims(offer, |claim| claim.reply_salt = claim.salt)),
+            (ErrorCode::Protocol, |offer, _| claims(offer, |claim| claim.reply_salt = Some(1234))),
+            (ErrorCode::Protocol, |offer, _| drop(offer.check.as_mut().unwrap().insert("salt".into(), "x".into()))),
             (ErrorCode::Protocol, |offer, _| offer.access = Access::ReadWrite),
             (ErrorCode::Protocol, |offer, _| offer.part = None),
             (ErrorCode::Protocol, |offer, _| offer.part = Some(Part { segments: 2, ..offer.part.unwrap() })),
@@ -787,20 +806,28 @@ mod consumers {
                 offer.memory.mapped_size = 1 << 63;
                 offer.part = Some(Part { size: 1 << 63, ..offer.part.unwrap() });
             }),
-            (ErrorCode::Failed, |offer, _| offer.memory.location = Placement::Unknown),
+            (ErrorCode::Failed, |offer, _| offer.memory.location = Location::Unknown),
             (ErrorCode::Protocol, |offer, _| {
                 offer.array = Some(ArrayDescriptor::new(ElementType::F32, [26], Order::C).unwrap());
             }),
             (ErrorCode::Failed, |offer, _| offer.memory.mechanism = Mechanism::Unknown),
-            (ErrorCode::Failed, |offer, _| offer.memory.mechanism = Mechanism::Pool),
-            (ErrorCode::Failed, |offer, _| offer.memory.mechanism = Mechanism::Legacy),
-            (ErrorCode::Failed, |offer, _| offer.digest = Some("sha256:00".into())),
+            (ErrorCode::Protocol, |offer, _| offer.memory.mechanism = Mechanism::Pool),
+            (ErrorCode::Protocol, |offer, _| offer.memory.mechanism = Mechanism::Legacy),
+            (ErrorCode::Failed, |offer, _| {
+                let (pool, pointer) = (Some(1), Some(Pointer([0; 64])));
+                offer.memory = Memory { mechanism: Mechanism::Pool, pool, pointer, ..offer.memory.clone() };
+            }),
+            (ErrorCode::Failed, |offer, _| {
+                let pointer = Some(Pointer([0; 64]));
+                offer.memory = Memory { mechanism: Mechanism::Legacy, pointer, ..offer.memory.clone() };
+            }),
+            (ErrorCode::Failed, |offer, _| claims(offer, |claim| claim.digest = Some("sha256:00".into()))),
             (ErrorCode::Device, |offer, other| offer.memory.device.uuid = other),
         ];
         for (code, change) in cases {
             let mut offer = sound.clone();
             change(&mut offer, other);
-            let ask = Ask { access: Some(Access::ReadOnly), ..Ask::default() };
+            let request = session::handoff::Request::default().with_access(Access::ReadOnly);
             against_asking(
                 |channel| {
                     greet(channel);
@@ -815,7 +842,7 @@ mod consumers {
                     let lacking = matches!(error, Error::Unsupported { .. });
                     assert!(lacking || matches!(error, Error::Protocol(_) | Error::Mismatch { .. }), "{error:?}");
                 },
-                ask,
+                request,
             );
         }
     }
@@ -825,7 +852,7 @@ mod consumers {
         for factor in [2, 1] {
             let (mut offer, memory) = memory(3 << 20, 3);
             let size = factor * (8 << 20);
-            offer.memory = Description { size: 100, mapped_size: size, ..offer.memory };
+            offer.memory = Memory { size: 100, mapped_size: size, ..offer.memory };
             offer.part = Some(Part { size, ..offer.part.unwrap() });
             against(
                 |channel| {
@@ -908,13 +935,12 @@ mod consumers {
             |channel| {
                 lend(channel, &offer, memory.export().unwrap());
                 answer(channel);
-                let no = Outcome { verified: false, words: 0, mismatches: 0, first_mismatch: None, digest: None };
-                channel.send(&Message::Result(no), &[]).unwrap();
+                channel.send(&Message::Result(Verdict::unchecked(false)), &[]).unwrap();
             },
             |result| {
                 let findings = result.unwrap();
                 assert!(findings.found.verified && !findings.producer.as_ref().unwrap().verified);
-                assert!(!findings.outcome().verified);
+                assert!(!findings.verified());
             },
         );
     }
@@ -958,10 +984,11 @@ mod consumers {
     fn a_mismatch_counts_although_the_producer_dies() {
         let meeting = Meeting::new(On::Host);
         let (offer, memory) = memory(100, 3);
-        let wrong = Offer { salt: Some(4), ..offer };
+        let check = Claim { salt: Some(4), ..Claim::default() }.to_check();
+        let wrong = Offer { check: Some(check), ..offer };
         let ended = command_against(&meeting, |channel| {
             lend(channel, &wrong, memory.export().unwrap());
-            assert!(matches!(answer(channel), (Message::Result(Outcome { verified: false, .. }), _)));
+            assert!(matches!(answer(channel), (Message::Result(Verdict { verified: false, .. }), _)));
         });
         let report = ended.code(1).json();
         assert_eq!((&report["verified"], &report["mismatches"]), (&false.into(), &25.into()));
@@ -970,14 +997,13 @@ mod consumers {
     #[test]
     fn a_result_of_the_producer_that_contradicts_itself_is_not_believed() {
         let (offer, memory) = memory(100, 3);
-        let first_mismatch = Some(vmmfd::wire::Mismatch { index: 0, expected: 1, found: 2 });
+        let first_mismatch = Some(Mismatch { index: 0, expected: 1, found: 2 });
         for (words, mismatches, first_mismatch) in [(25, 0, None), (0, 7, first_mismatch), (u64::MAX, 0, None)] {
             against(
                 |channel| {
                     lend(channel, &offer, memory.export().unwrap());
                     answer(channel);
-                    let lie = Outcome { verified: true, words, mismatches, first_mismatch, digest: None };
-                    channel.send(&Message::Result(lie), &[]).unwrap();
+                    channel.send(&result(true, words, mismatches, first_mismatch), &[]).unwrap();
                     assert_eq!(told(channel), ErrorCode::Protocol);
                 },
                 |result| assert!(matches!(result, Err(Error::Protocol(_))), "{result:?}"),

@@ -4,14 +4,14 @@ use std::{
     fs,
     os::unix::{fs::PermissionsExt, process::CommandExt},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::{
-    running::{Ended, Meeting, Run, wait_for},
+    running::{Ended, HANGS, Meeting, Run, wait_for},
     support::Copy,
 };
 
@@ -221,7 +221,8 @@ fn an_end_that_dies_leaves_a_whole_report_at_the_other() {
     let meeting = Meeting::fake();
     let serve = meet(&meeting, "serve", &["--json", "--timeout", "5s"]).start();
     wait_for("the socket", || meeting.socket().exists());
-    let slow = meet(&meeting, "join", &[]).env("FAKECUDA_SLOW", "cuMemImportFromShareableHandle:20000").start();
+    let slow =
+        meet(&meeting, "join", &[]).env("FAKECUDA_SLOW", format!("cuMemImportFromShareableHandle:{HANGS}")).start();
     // It has met the other one, and hangs in its driver.
     wait_for("the meeting", || !meeting.socket().exists());
     thread::sleep(Duration::from_millis(500));
@@ -280,17 +281,15 @@ fn a_probe_that_hangs_is_killed_and_the_others_go_on() {
         ("cuIpcOpenMemHandle_v2", "legacy", 0),
         ("cuMemcpyHtoD_v2", "memory", 1),
     ] {
-        let begun = Instant::now();
-        let run = doctor(&meeting, &["--json", "--timeout", "1s"]).env("FAKECUDA_SLOW", format!("{slow}:60000"));
+        let run = doctor(&meeting, &["--json", "--timeout", "1s"]).env("FAKECUDA_SLOW", format!("{slow}:{HANGS}"));
         let ended = run.end();
         let report = ended.code(code).json();
         assert_whole(&report);
         let found = finding(&report["devices"][0]["findings"], probe);
         assert_eq!((&found["status"], &found["error"]["kind"]), (&"failed".into(), &"timeout".into()), "{found}");
-        assert!(begun.elapsed() < Duration::from_secs(20));
         assert_gone(&meeting, &[]);
     }
-    let run = doctor(&meeting, &["--json", "--timeout", "500ms"]).env("FAKECUDA_SLOW", "cuInit:60000");
+    let run = doctor(&meeting, &["--json", "--timeout", "500ms"]).env("FAKECUDA_SLOW", format!("cuInit:{HANGS}"));
     let report = run.end().code(1).json();
     assert_eq!(finding(&report["machine"], "driver")["error"]["kind"], "timeout");
     assert_eq!(probes(&report["machine"]), MACHINE);
@@ -374,7 +373,8 @@ fn each_probe_of_a_device_fails_with_its_call() {
 fn each_probe_of_a_device_that_hangs_is_ended() {
     let meeting = Meeting::fake();
     for (probe, call, ..) in CALLS {
-        let found = of_one(&meeting, &only(&meeting, probe).env("FAKECUDA_SLOW", format!("{call}:60000")).end(), probe);
+        let found =
+            of_one(&meeting, &only(&meeting, probe).env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).end(), probe);
         assert!(found["us"].as_u64().is_none_or(|us| us < 10_000_000), "{found}");
     }
 }
@@ -499,7 +499,9 @@ fn a_doctor_that_is_stopped_or_killed_leaves_nothing() {
     for (signal, code) in [(Signal::SIGINT, Some(130)), (Signal::SIGTERM, Some(143)), (Signal::SIGKILL, None)] {
         let meeting = Meeting::fake();
         let log = meeting.folder().join("log");
-        let run = doctor(&meeting, &[]).env("FAKECUDA_SLOW", "cuIpcOpenMemHandle_v2:60000").env("FAKECUDA_LOG", &log);
+        let run = doctor(&meeting, &[])
+            .env("FAKECUDA_SLOW", format!("cuIpcOpenMemHandle_v2:{HANGS}"))
+            .env("FAKECUDA_LOG", &log);
         let running = run.start();
         let reached = || fs::read_to_string(&log).unwrap_or_default().contains("cuIpcOpenMemHandle_v2");
         wait_for("the call that hangs", reached);

@@ -79,7 +79,7 @@ const CASES: &[Case] = &[
     case("devices-hidden", "driver", "failed", &[(VISIBLE, "")]),
     case("no-device-in-container", "driver", "failed", &[(DEVICES, "0"), CONTAINER]),
     case("no-uvm-node", "driver", "failed", &[(FAIL, "cuInit:1:999")]),
-    case("driver-hangs", "driver", "failed", &[(SLOW, "cuInit:60000")]),
+    case("driver-hangs", "driver", "failed", &[(SLOW, "cuInit:3600000")]),
     case("mps", "driver", "failed", &[(FAIL, "cuInit:1:805"), ("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")]),
     // Too little of something, whatever surrounds the process.
     case("no-addresses", "memory", "failed", &[(FAIL, "cuMemAddressReserve:1:2")]),
@@ -115,7 +115,7 @@ const CASES: &[Case] = &[
     case("no-vmm", "memory-returned", "failed", &[(ATTRIBUTE, "102:0")]),
     // Whatever the probe.
     case("crashed", "memory", "failed", &[(ABORT, "cuMemcpyDtoH_v2")]),
-    case("hangs", "memory", "failed", &[(SLOW, "cuMemCreate:60000")]),
+    case("hangs", "memory", "failed", &[(SLOW, "cuMemCreate:3600000")]),
 ];
 
 /// The doctor with one probe, in an environment that says nothing of devices.
@@ -241,7 +241,7 @@ fn few_descriptors_are_told_as_such() {
 fn a_probe_that_somebody_kills_is_told_as_such() {
     let meeting = Meeting::fake();
     let log = meeting.folder().join("log");
-    let settings = [(SLOW, "cuMemcpyHtoD_v2:60000"), ("FAKECUDA_LOG", log.to_str().unwrap())];
+    let settings = [(SLOW, "cuMemcpyHtoD_v2:3600000"), ("FAKECUDA_LOG", log.to_str().unwrap())];
     let running = doctor(&meeting, "memory", &settings).start();
     let hangs = || {
         let text = fs::read_to_string(&log).unwrap_or_default();

@@ -24,6 +24,7 @@ mod options;
 mod reach;
 mod readme;
 mod running;
+mod sessions;
 mod shared;
 mod sharing_commands;
 mod stream;

@@ -17,7 +17,7 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::running::{Meeting, On, wait_for};
+use crate::running::{HANGS, Meeting, On, wait_for};
 
 fn host() -> Meeting {
     Meeting::new(On::Host)
@@ -39,7 +39,7 @@ fn bad_usage_is_one_clear_sentence_and_exit_code_2() {
         (&["--consumers", "-1"], "-1"),
         (&["--timeout", "30"], "30s"),
         (&["--timeout", "0s"], "no time at all"),
-        (&["--device", "gpu0"], "neither an ordinal"),
+        (&["--device", "gpu0"], "is not a device: write an ordinal"),
         (&["--backend", "metal"], "auto, cuda or host"),
         (&["--allow-uid", "root"], "root"),
         (&["--frobnicate"], "--frobnicate"),
@@ -336,13 +336,12 @@ fn a_failure_of_the_driver_in_the_middle_is_told_to_the_peer() {
 fn a_slow_start_of_the_driver_can_be_interrupted() {
     let meeting = Meeting::new(On::Fake);
     for name in ["producer", "consumer"] {
-        let mut run = meeting.bare(name).env("FAKECUDA_SLOW", "cuInit:20000");
+        let mut run = meeting.bare(name).env("FAKECUDA_SLOW", format!("cuInit:{HANGS}"));
         run.command.args(["--json", "--socket"]).arg(meeting.socket());
         let running = run.start();
         std::thread::sleep(Duration::from_millis(100));
         running.signal(Signal::SIGINT);
         let ended = running.end();
-        assert!(ended.took < Duration::from_secs(10), "{:?}", ended.took);
         assert_eq!(ended.code(130).json()["error"]["kind"], "interrupted");
     }
 }
@@ -385,7 +384,7 @@ fn a_reader_who_stopped_does_not_keep_a_signal_from_ending_it() {
         std::thread::sleep(Duration::from_millis(200));
         running.signal(Signal::SIGTERM);
         let ended = running.end();
-        assert!(ended.code(143).took < Duration::from_secs(10), "{:?}", ended.took);
+        ended.code(143);
         drop(reader);
     }
 }

@@ -78,15 +78,6 @@ fn the_exit_codes_are_those_of_help() {
 }
 
 #[test]
-fn the_protocol_is_that_of_the_module() {
-    let lines = include_str!("../../src/wire.rs").lines().map_while(|line| line.strip_prefix("//!"));
-    let module = lines.map(|line| line.strip_prefix(' ').unwrap_or(line)).skip_while(|line| *line != "# Transport");
-    let module: Vec<String> =
-        module.map(|line| if line.starts_with("# ") { format!("##{line}") } else { line.to_owned() }).collect();
-    assert!(module.len() > 50 && README.contains(module.join("\n").trim()));
-}
-
-#[test]
 fn troubleshooting_has_the_rules_of_the_doctor() {
     let row = |rule: &Rule| format!("| {} | {} | {} |\n", rule.symptom, rule.cause, rule.remedy);
     let rows: String = RULES.iter().map(row).collect();
@@ -103,8 +94,8 @@ fn troubleshooting_knows_the_words_of_the_errors() {
         include_str!("../../src/error/mod.rs"),
         include_str!("../../src/error/protocol.rs"),
         include_str!("../../src/error/code.rs"),
-        include_str!("../../src/session/consumer.rs"),
-        include_str!("../../src/session/producer/desk.rs"),
+        include_str!("../../src/session/handoff/consumer.rs"),
+        include_str!("../../src/session/handoff/connection.rs"),
         include_str!("../../src/memory/imported.rs"),
         include_str!("../../src/tools/check/files.rs"),
         include_str!("../../src/tools/cli/output.rs"),

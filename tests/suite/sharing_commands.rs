@@ -15,13 +15,13 @@ use serde_json::{Value, json};
 use vmmfd::{
     channel::{Cancel, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, open},
-    memory::{Device, Mirror, Region, Selector, Shared, Spec},
+    memory::{Device, Mechanism, Mirror, Placement, Region, Selector, Shared, Spec},
     session::{
-        Terms,
-        consumer::{Ask, Consumer},
-        producer::{Buffer, Content, Plan, Served, serve},
+        Config, Verdict,
+        handoff::{self, Buffer, Consumer, ServeOptions, Served, Unchecked, serve},
     },
-    wire::{ByteRange, Hello, Mechanism, Message, Outcome, Received, Request},
+    tools::check::{DataVerifier, Exercise},
+    wire::{self, Hello, Message, Received},
 };
 
 use crate::running::{Meeting, On};
@@ -33,6 +33,7 @@ cases! {
     a_wrong_byte_is_found_by_every_mechanism,
     a_range_takes_only_the_chunks_that_cover_it,
     an_array_is_shown_with_its_type_shape_and_first_values,
+    small_floats_and_big_endian_numbers_are_shown_as_numbers,
     a_file_arrives_as_it_was,
     a_file_that_is_changed_on_the_way_does_not_appear,
     a_sealed_buffer_is_lent_read_only,
@@ -158,14 +159,79 @@ fn an_array_is_shown_with_its_type_shape_and_first_values(meeting: Meeting) {
     // The classic pattern's words, as 16-bit numbers; down a column they lie side by side.
     let words = [1337u32 ^ 0xDEAD_BEEF, 1339 ^ 0xDEAD_BEEF, 1341 ^ 0xDEAD_BEEF, 1343 ^ 0xDEAD_BEEF];
     let halves: Vec<i16> = words.iter().flat_map(|word| [*word as i16, (word >> 16) as i16]).collect();
-    let line = format!("array    <i2 3x5, strides 2x6: {} {} ", halves[0], halves[3]);
+    let line = format!("array    int16 3x5, strides 2x6: {} {} ", halves[0], halves[3]);
     assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
     let report = meeting.consumer(&["--json"]).end().code(0).json();
-    assert_eq!(report["array"], json!({"typestr": "<i2", "shape": [3, 5], "strides": [2, 6], "offset": 0}));
+    assert_eq!(report["array"], json!({"dtype": "int16", "shape": [3, 5], "strides": [2, 6], "offset": 0}));
     assert_eq!(report["size"], 30);
     producer.end().code(0);
     let producer = meeting.listening(&["--dtype", "f64", "--size", "1MiB"]);
     assert_eq!(meeting.consumer(&["--json"]).end().code(0).json()["array"]["shape"], json!([1 << 17]));
+    producer.end().code(0);
+}
+
+fn small_floats_and_big_endian_numbers_are_shown_as_numbers(meeting: Meeting) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let bf16 = [0x3f80u16, 0xc000, 0x3dcd, 0x7f80, 0x7fc0, 0x4049];
+    let shown = "1.0 -2.0 0.100097656 inf NaN 3.140625";
+    let little = bf16.map(u16::to_le_bytes).concat();
+    let big = bf16.map(u16::to_be_bytes).concat();
+    let words = [1.5f32, -0.25].map(f32::to_be_bytes).concat();
+    for (dtype, shape, bytes, line, report) in [
+        (
+            "bf16",
+            "2,3",
+            &little,
+            format!("bfloat16 2x3, strides 6x2: {shown}"),
+            json!({"dtype": "bfloat16", "shape": [2, 3]}),
+        ),
+        (
+            ">bfloat16",
+            "6",
+            &big,
+            format!(">bfloat16 6, strides 2: {shown}"),
+            json!({"dtype": "bfloat16", "byte_order": "big", "shape": [6]}),
+        ),
+        (
+            ">f4",
+            "2x1",
+            &words,
+            ">float32 2x1, strides 4x4: 1.5 -0.25".to_owned(),
+            json!({"dtype": "float32", "byte_order": "big", "shape": [2, 1]}),
+        ),
+        (
+            "f8e4m3fn",
+            "2,2",
+            &vec![0x38, 0x7e, 0xff, 0x81],
+            "float8_e4m3fn 2x2, strides 2x1: 1.0 448.0 NaN -0.001953125".to_owned(),
+            json!({"dtype": "float8_e4m3fn", "shape": [2, 2]}),
+        ),
+        (
+            "float8_e5m2",
+            "3",
+            &vec![0x3c, 0x7b, 0xfc],
+            "float8_e5m2 3, strides 1: 1.0 57344.0 -inf".to_owned(),
+            json!({"dtype": "float8_e5m2", "shape": [3]}),
+        ),
+    ] {
+        fs::write(file.path(), bytes).unwrap();
+        let from = file.path().to_str().unwrap();
+        let options = ["--from", from, "--dtype", dtype, "--shape", shape, "--consumers", "2"];
+        let producer = meeting.listening(&options);
+        let consumer = meeting.consumer(&[]).end();
+        let line = format!("array    {line}\n");
+        assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
+        let mut report = report;
+        (report["strides"], report["offset"]) = (json!(null), json!(0));
+        assert_eq!(meeting.consumer(&["--json"]).end().code(0).json()["array"], report);
+        producer.end().code(0);
+    }
+    // The pattern is the same bytes whatever the elements are.
+    let producer = meeting.listening(&["--dtype", "bfloat16", "--shape", "2,3", "--round-trip", "--seed", "0"]);
+    let consumer = meeting.consumer(&[]).end();
+    let first = f32::from_bits((1337u32 ^ 0xDEAD_BEEF) << 16);
+    let line = format!("array    bfloat16 2x3, strides 6x2: {first:?} ");
+    assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
     producer.end().code(0);
 }
 
@@ -269,7 +335,7 @@ fn two_pairs_at_once_have_a_buffer_each(meeting: Meeting) {
         let consumers = [&meeting, &other].map(|meeting| meeting.consumer(&[]).start());
         let first = consumers.map(|consumer| {
             let stdout = consumer.end().code(0).stdout.clone();
-            stdout.split_once("array    <u4 1000, strides 4: ").unwrap().1.split(' ').next().unwrap().to_owned()
+            stdout.split_once("array    uint32 1000, strides 4: ").unwrap().1.split(' ').next().unwrap().to_owned()
         });
         assert_eq!(first, [1, 2].map(|salt| (1337u32 ^ 0xDEAD_BEEF ^ salt).to_string()));
         one.end().code(0);
@@ -409,9 +475,10 @@ fn options_that_do_not_go_together_are_bad_usage() {
         (&["--seal", "--round-trip"], "cannot be used with"),
         (&["--elements", "5", "--dtype", "f32"], "cannot be used with"),
         (&["--shape", "0x5"], "from 1 to"),
-        (&["--shape", "2x"], "shape"),
+        (&["--shape", "2x"], "`2x` is not a shape: write whole numbers with x or commas between"),
+        (&["--shape", "2,3x4"], "`2,3x4` is not a shape"),
         (&["--shape", "18446744073709551615x2"], "64 bits"),
-        (&["--dtype", "f33"], "f33"),
+        (&["--dtype", "f33"], "`f33` is not an element type: write a name such as float32"),
         (&["--dtype", "f32", "--size", "6"], "has 4 bytes, and there are 6"),
         (&["--from", file, "--dtype", "f32", "--shape", "7"], "has 28 bytes, and there are 24"),
         (&["--mechanism", "ipc"], "write vmm, pool or legacy"),
@@ -438,7 +505,7 @@ fn options_that_do_not_go_together_are_bad_usage() {
             .end()
             .code(0)
             .stdout
-            .contains("array    <f4 2x3, strides 12x4: 0.0 0.0 0.0 0.0 0.0 0.0\n")
+            .contains("array    float32 2x3, strides 12x4: 0.0 0.0 0.0 0.0 0.0 0.0\n")
     );
     producer.end().code(0);
 }
@@ -448,7 +515,7 @@ fn a_file_that_changes_under_the_reader_is_told() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1000).unwrap();
     let source = vmmfd::tools::check::files::Source::open(file.path()).unwrap();
-    let memory = shared(&Spec { size: source.size(), ..Spec::default() });
+    let memory = shared(Spec::vmm(source.size()));
     file.as_file().set_len(999).unwrap();
     let told = source.load(&memory, &mut |_| Ok(())).unwrap_err().to_string();
     assert!(told.contains("was changed since it was opened with 1000 bytes"), "{told}");
@@ -488,55 +555,46 @@ fn large_raw_elements_are_shown_by_their_beginning() {
     let producer = meeting.listening(&["--dtype", "|V1048576", "--shape", "3", "--seed", "0"]);
     let consumer = meeting.consumer(&[]).end();
     let line = consumer.code(0).stdout.lines().find(|line| line.contains(" array ")).unwrap();
-    assert!(line.len() < 300 && line.contains("|V1048576 3, strides 1048576: 0xd6bbadde"), "{line}");
+    assert!(line.len() < 300 && line.contains("void8388608 3, strides 1048576: 0xd6bbadde"), "{line}");
     producer.end().code(0);
 }
 
 /// A producer of this process, and a consumer of it. Returns what `body` did and what was served.
-fn meet<T>(buffer: &Buffer, plan: Plan, body: impl FnOnce(Consumer<'_>) -> T) -> (T, Vec<Served>) {
+fn meet<T>(buffer: &Buffer<'_>, options: &ServeOptions, body: impl FnOnce(Consumer<'_>) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
-    let cancel = Cancel::new().unwrap();
-    let terms = Terms { timeout: Duration::from_secs(2), trust: Trust::default(), cancel: cancel.clone() };
-    let listener = Listener::bind(&path, false, terms.timeout, &cancel).unwrap();
-    let mut served = Vec::new();
-    let result = thread::scope(|scope| {
-        let serving = scope.spawn(|| serve(listener, buffer, plan, &terms, &|_| {}, &mut served));
+    let config = Config::default().with_timeout(Duration::from_secs(2));
+    let listener = Listener::bind(&path, false, config.timeout, &Cancel::new().unwrap()).unwrap();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(listener, buffer, options, &config, &|_| {}));
         let driver = buffer.shared().device().driver();
-        let result = body(Consumer::connect(driver, None, &path, &terms, &|_| {}).unwrap());
-        serving.join().unwrap().unwrap();
-        result
-    });
-    (result, served)
+        let result = body(Consumer::connect(driver, None, &path, &config, &|_| {}).unwrap());
+        (result, serving.join().unwrap().into_result().unwrap())
+    })
 }
 
 /// A producer of this process, and a consumer by hand that has asked for its buffer.
-fn meet_by_hand<T>(buffer: &Buffer, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
+fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let cancel = Cancel::new().unwrap();
-    let terms = Terms { timeout: Duration::from_secs(1), trust: Trust::default(), cancel: cancel.clone() };
-    let listener = Listener::bind(&path, false, terms.timeout, &cancel).unwrap();
-    let mut served = Vec::new();
-    let result = thread::scope(|scope| {
-        let serving = scope.spawn(|| serve(listener, buffer, ONE, &terms, &|_| {}, &mut served));
+    let config = Config::default().with_timeout(Duration::from_secs(1));
+    let listener = Listener::bind(&path, false, config.timeout, &cancel).unwrap();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(listener, buffer, &ServeOptions::default(), &config, &|_| {}));
         let patience = Duration::from_secs(20);
         let mut channel = vmmfd::channel::connect(&path, patience, &Trust::default(), &cancel).unwrap();
-        let hello = Hello { version: 1, capabilities: Vec::new(), backend: "cuda".into(), pid: 1 };
+        let hello = Hello { version: 1, capabilities: Vec::new(), backend: "cuda".into(), pid: 1, timeout_ms: 20_000 };
         channel.send(&Message::Hello(hello), &[]).unwrap();
         next(&mut channel);
-        let request = Request { object: "default".into(), access: None, range: None, have: None };
+        let request = wire::Request { object: "default".into(), access: None, range: None };
         channel.send(&Message::Request(request), &[]).unwrap();
         let result = body(&mut channel);
-        serving.join().unwrap().unwrap();
-        result
-    });
-    (result, served)
+        (result, serving.join().unwrap().into_result().unwrap())
+    })
 }
 
-const ONE: Plan = Plan { consumers: 1, round_trip: false };
-
-fn shared(spec: &Spec) -> Shared {
+fn shared(spec: impl Into<Spec>) -> Shared {
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     Shared::create(&Device::find(&driver, Selector::default()).unwrap(), spec).unwrap()
 }
@@ -544,48 +602,44 @@ fn shared(spec: &Spec) -> Shared {
 #[test]
 fn memory_of_a_pool_is_the_producers_again_when_it_was_let_go_of() {
     let subject = crate::support::Subject::fake();
-    let pool = |size| {
-        let spec = Spec { size, mechanism: Mechanism::Pool, ..Spec::default() };
-        Buffer::new(Shared::create(&subject.device(), &spec).unwrap(), Content::Pattern(5), None).unwrap()
-    };
     let ask = |consumer: &mut Consumer<'_>| {
-        let lent = consumer.request(&Ask::default()).unwrap();
-        let found = consumer.verify(&lent).unwrap();
-        consumer.report(&lent, &found).unwrap();
-        lent
+        let object = consumer.request(&handoff::Request::default()).unwrap();
+        let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
+        assert!(found.verified && found.check.is_some());
+        consumer.report(&object, &found).unwrap();
+        object
     };
-    let buffer = pool(1000);
-    let (let_go, served) = meet(&buffer, ONE, |mut consumer| {
-        let lent = [ask(&mut consumer), ask(&mut consumer)];
+    let memory = Shared::create(&subject.device(), Spec::pool(1000)).unwrap();
+    let buffer = Buffer::new(memory, Exercise::pattern(5, &|_| {}), None).unwrap();
+    let (closed, served) = meet(&buffer, &ServeOptions::default(), |mut consumer| {
+        let objects = [ask(&mut consumer), ask(&mut consumer)];
         // The connection goes on without the consumer, for as long as the memory is open.
         consumer.close();
         thread::sleep(Duration::from_millis(300));
-        drop(lent);
+        drop(objects);
         Instant::now()
     });
-    assert!(let_go.elapsed() < Duration::from_secs(1), "the producer waits for that and no longer");
+    assert!(closed.elapsed() < Duration::from_secs(1), "the producer waits for that and no longer");
     assert!(served[0].error.is_none(), "{served:?}");
     // Whoever never lets go is a failed peer, and can't hold the producer for ever: but the memory is not freed under it.
-    for mechanism in [Mechanism::Pool, Mechanism::Legacy] {
+    for spec in [Spec::pool(1000), Spec::legacy(1000)] {
         let subject = crate::support::Subject::fake();
-        let spec = Spec { size: 1000, mechanism, ..Spec::default() };
-        let memory = Shared::create(&subject.device(), &spec).unwrap();
+        let memory = Shared::create(&subject.device(), spec).unwrap();
         let taken = subject.faulty.taken();
-        let buffer = Buffer::new(memory, Content::Pattern(5), None).unwrap();
+        let buffer = Buffer::new(memory, Unchecked, None).unwrap();
         let ((), served) = meet_by_hand(&buffer, |channel| {
             let (Message::Offer(_), _) = next(channel) else { panic!() };
-            if mechanism == Mechanism::Pool {
+            if spec.mechanism() == Mechanism::Pool {
                 let (Message::Pool(_), _) = next(channel) else { panic!() };
                 channel.send(&Message::Received(Received { segments: 0 }), &[]).unwrap();
             }
-            let found = Outcome { words: 250, ..Outcome::of_verdict(true) };
-            channel.send(&Message::Result(found), &[]).unwrap();
+            channel.send(&Message::Result(Verdict::unchecked(true)), &[]).unwrap();
             next(channel);
             // Longer than the producer waits.
             thread::sleep(Duration::from_millis(2500));
         });
         let told = served[0].error.as_ref().unwrap().to_string();
-        assert!(told.contains("for the consumer to let go of the memory"), "{told}");
+        assert!(told.contains("for the consumer to close the memory"), "{told}");
         drop(buffer);
         assert_eq!(subject.faulty.taken(), taken, "it is still there");
         // It stays so to the end of the process.
@@ -602,54 +656,20 @@ fn next(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
     }
 }
 
-const UNIT: u64 = 2 << 20;
-
-#[test]
-fn a_peer_that_asks_again_gets_just_the_new_segments() {
-    let spec = Spec { size: 3 * UNIT, chunk: Some(UNIT), capacity: 8 * UNIT, ..Spec::default() };
-    let buffer = Buffer::new(shared(&spec), Content::Pattern(5), None).unwrap();
-    let ((), served) = meet(&buffer, ONE, |mut consumer| {
-        let mut lent = consumer.request(&Ask::default()).unwrap();
-        let found = consumer.verify(&lent).unwrap();
-        consumer.report(&lent, &found).unwrap();
-        let (address, files) = (lent.memory().address(), lent.memory().segments());
-        assert_eq!((found.verified, found.words, files), (true, 3 * UNIT / 4, Some(3)));
-        buffer.grow(2 * UNIT + 1, &Cancel::new().unwrap()).unwrap();
-        for _ in 0..2 {
-            // The second time there is nothing new.
-            consumer.extend(&mut lent).unwrap();
-            let found = consumer.verify(&lent).unwrap();
-            assert_eq!((found.verified, found.words), (true, (5 * UNIT + 1).div_ceil(4)));
-            consumer.report(&lent, &found).unwrap();
-            assert_eq!((lent.memory().address(), lent.memory().segments()), (address, Some(6)));
-            assert_eq!(lent.memory().size(), 6 * UNIT);
-        }
-        assert_eq!(lent.offer().part.unwrap().segments, 0);
-        // Of a part there is nothing to grow.
-        let range = Some(ByteRange { offset: UNIT, length: 10 });
-        let mut part = consumer.request(&Ask { range, ..Ask::default() }).unwrap();
-        let found = consumer.verify(&part).unwrap();
-        consumer.report(&part, &found).unwrap();
-        assert_eq!((part.memory().start(), part.memory().size()), (UNIT, UNIT));
-        assert!(consumer.extend(&mut part).is_err());
-        consumer.close();
-    });
-    assert!(served.len() == 1 && served[0].error.is_none(), "{served:?}");
-}
-
 #[test]
 fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
-    let memory = shared(&Spec { size: 1000, ..Spec::default() });
+    let memory = shared(Spec::vmm(1000));
     Mirror::of(&memory, 0, 1000).unwrap().write(990, b"end").unwrap();
     let array =
         vmmfd::array::ArrayDescriptor::new("u16".parse().unwrap(), vec![10, 50], vmmfd::array::Order::C).unwrap();
-    let buffer = Buffer::new(memory, Content::Own, Some(array)).unwrap();
-    let ((), served) = meet(&buffer, Plan { consumers: 1, round_trip: true }, |mut consumer| {
-        let lent = consumer.request(&Ask { access: Some(Access::ReadWrite), ..Ask::default() }).unwrap();
-        assert_eq!((lent.offer().salt, lent.offer().reply_salt, lent.offer().digest.clone()), (None, None, None));
-        let found = consumer.verify(&lent).unwrap();
-        assert!(consumer.report(&lent, &found).unwrap().verified);
-        let array = lent.into_array().unwrap().unwrap();
+    let buffer = Buffer::new(memory, Unchecked, Some(array)).unwrap();
+    let ((), served) = meet(&buffer, &ServeOptions::default().with_round_trip(true), |mut consumer| {
+        let object = consumer.request(&handoff::Request::default().with_access(Access::ReadWrite)).unwrap();
+        assert_eq!(object.check(), None);
+        let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
+        assert_eq!(found, Verdict::unchecked(true));
+        assert!(consumer.report(&object, &found).unwrap().verified);
+        let array = object.into_array().unwrap().unwrap();
         assert_eq!(array.element(&[9, 45]).unwrap(), b"en");
         array.memory().copy_in(0, b"back").unwrap();
         consumer.close();
@@ -661,10 +681,19 @@ fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
 }
 
 #[test]
-fn a_mechanism_is_told_in_the_words_of_the_wire() {
-    for (mechanism, name) in [(Mechanism::Vmm, "vmm"), (Mechanism::Pool, "pool"), (Mechanism::Legacy, "legacy")] {
+fn mechanisms_and_placements_have_the_names_of_the_wire() {
+    for (mechanism, wire, name) in [
+        (Mechanism::Vmm, wire::Mechanism::Vmm, "vmm"),
+        (Mechanism::Pool, wire::Mechanism::Pool, "pool"),
+        (Mechanism::Legacy, wire::Mechanism::Legacy, "legacy"),
+    ] {
         assert_eq!((mechanism.to_string(), name.parse()), (name.to_owned(), Ok(mechanism)));
-        assert_eq!(serde_json::to_value(mechanism).unwrap(), Value::from(name));
+        assert_eq!(serde_json::to_value(wire).unwrap(), Value::from(name));
     }
-    assert_eq!(serde_json::from_value::<Mechanism>(json!("of the future")).unwrap(), Mechanism::Unknown);
+    for (placement, wire, name) in
+        [(Placement::Device, wire::Location::Device, "device"), (Placement::Host, wire::Location::Host, "host")]
+    {
+        assert_eq!((placement.to_string(), name.parse()), (name.to_owned(), Ok(placement)));
+        assert_eq!(serde_json::to_value(wire).unwrap(), Value::from(name));
+    }
 }

@@ -1,15 +1,14 @@
 use std::{fs::File, os::fd::OwnedFd};
 
-use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, socketpair};
-
 use super::*;
+use crate::channel::Channel;
 
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(20);
 
 /// A record socket, and the other end as it is.
 fn pair(timeout: Duration) -> (RecordSocket, OwnedFd, Cancel) {
-    let (own, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let (own, other) = Channel::socket_pair().unwrap();
     let cancel = Cancel::new().unwrap();
     (RecordSocket::new(own, timeout, &cancel).unwrap(), other, cancel)
 }

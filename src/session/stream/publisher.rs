@@ -2,27 +2,25 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{
-    BufferId, MAX_BUFFERS,
-    lobby::{Lobby, Subscribed},
-    misused, over, wrong,
-};
+use super::{BufferId, MAX_BUFFERS, SessionNumber, misused, over, wrong};
 use crate::{
     array::ArrayDescriptor,
     channel::{Listener, Peer, deadline_after},
     driver::{Access, Backend, Driver},
     error::{Error, Result},
     memory::{Chunk, Region, Shared},
-    session::{Link, Terms, unexpected},
-    wire::{
-        BufferNumber, BufferTurn, DEFAULT_OBJECT, Description, MAX_FDS, Message, Offer, OfferedPool, Part, Ready,
-        Segments,
+    session::{
+        Config,
+        acceptor::{Acceptor, Arrival, Dialect, Next, Wish},
+        link::{Link, unexpected},
+        opening::Offer,
     },
+    wire::{BufferNumber, BufferTurn, DEFAULT_OBJECT, MAX_FDS, Message, PoolNumber, Ready, Segments},
 };
 
 /// The producer's end of a stream: one connection to one consumer. Several consumers are several publishers, which may have the
@@ -40,13 +38,15 @@ use crate::{
 #[derive(Debug)]
 pub struct Publisher {
     link: Link,
+    session: SessionNumber,
     backend: Backend,
     timeout: Duration,
     keep: u64,
-    buffers: BTreeMap<BufferId, Buffer>,
+    /// By the numbers that travel.
+    buffers: BTreeMap<u64, Buffer>,
     next: u64,
     /// What was given back and not told to the caller yet.
-    back: VecDeque<BufferId>,
+    back: VecDeque<u64>,
     over: bool,
 }
 
@@ -63,7 +63,7 @@ struct Buffer {
     held: bool,
     /// Whether it is the consumer's turn.
     out: bool,
-    /// Whether the consumer was told to let go of it.
+    /// Whether the consumer was told to close it.
     withdrawn: bool,
 }
 
@@ -75,8 +75,8 @@ struct Record {
 }
 
 impl Buffer {
-    /// Whether the consumer must let go of it before it is freed.
-    fn is_lent(&self) -> bool {
+    /// Whether the consumer must close it before it is freed.
+    fn is_borrowed(&self) -> bool {
         self.held && !self.memory.is_protected()
     }
 
@@ -86,17 +86,40 @@ impl Buffer {
 }
 
 impl Publisher {
-    /// Waits for a trusted consumer to connect to the listener and to subscribe. Whoever else comes meanwhile is told why it
-    /// can't stay, and delays nobody.
+    /// Waits for a trusted consumer to connect to the listener and to subscribe. Other peers are refused meanwhile, and delay
+    /// none.
     ///
     /// # Errors
     /// [`Error::NoConsumer`] if none has subscribed within the timeout; [`Error::Interrupted`]; [`Error::System`].
-    pub fn accept(listener: &Listener, driver: &Driver, terms: &Terms) -> Result<Self> {
-        let Subscribed { link, keep } = Lobby::new(driver, terms).wait(listener)?;
+    pub fn accept(listener: &Listener, driver: &Driver, config: &Config) -> Result<Self> {
+        let cancel = config.cancel()?;
+        let mut acceptor = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?;
+        let deadline = deadline_after(config.timeout);
+        match acceptor.next(listener, None, deadline)? {
+            Next::Arrived(arrival) => Self::with(*arrival, driver, config),
+            Next::Woken | Next::Late => Err(Error::NoConsumer { waited: config.timeout }),
+        }
+    }
+
+    /// As [`Publisher::accept`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say, or accepted by the caller.
+    ///
+    /// # Errors
+    /// [`Error::Socket`] for any other descriptor; [`Error::PeerNotAllowed`], [`Error::PeerGone`], [`Error::Timeout`],
+    /// [`Error::Mismatch`] and [`Error::Protocol`] if its peer does not subscribe; [`Error::Interrupted`]; [`Error::System`].
+    pub fn over(socket: OwnedFd, driver: &Driver, config: &Config) -> Result<Self> {
+        let cancel = config.cancel()?;
+        let arrival = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?.meet(socket)?;
+        Self::with(arrival, driver, config)
+    }
+
+    fn with(arrival: Arrival, driver: &Driver, config: &Config) -> Result<Self> {
+        let Arrival { link, wish, .. } = arrival;
+        let Wish::Stream(keep) = wish else { return Err(wrong("a request came where subscribe belongs".to_owned())) };
         Ok(Self {
             link,
+            session: SessionNumber::next(),
             backend: driver.backend(),
-            timeout: terms.timeout,
+            timeout: config.timeout,
             keep,
             buffers: BTreeMap::new(),
             next: 0,
@@ -116,8 +139,7 @@ impl Publisher {
         self.keep
     }
 
-    /// Enters a buffer, as large as the memory is now, and describes it to the consumer: to read that is not on the way of its
-    /// first turn. The number is never used again on this connection. There are at most [`MAX_BUFFERS`] at a time.
+    /// Enters a buffer, and describes it to the consumer: to read that is not on the way of its first turn. The number is never used again on this connection. There are at most [`MAX_BUFFERS`] at a time.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] or [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is
@@ -140,27 +162,28 @@ impl Publisher {
         if access == Access::ReadWrite && memory.access() == Access::ReadOnly {
             return Err(misused("sealed memory can be published read-only alone"));
         }
-        // It does not grow while it is here: no addresses need be kept free behind it.
-        let description = Description { capacity: None, ..memory.describe()? };
+        let description = memory.describe()?;
         if let Some(array) = &array {
             array.check(description.size)?;
         }
-        let chunks = memory.chunks(0..memory.size(), 0)?;
-        if description.segments != chunks.as_ref().map_or(0, |(part, _)| part.segments) {
+        let chunks = memory.chunks(0..memory.size())?;
+        if description.segments() != chunks.as_ref().map_or(0, |(part, _)| part.segments) {
             let feature = "handing out memory that is still to be sealed";
             return Err(Error::Unsupported { device: memory.device().to_string(), feature });
         }
         let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
-        let id = BufferId(self.next);
-        let sent = self.link.send(&offer(id, description, array, access, part), &[]);
+        let number = self.next;
+        let object = DEFAULT_OBJECT.to_owned();
+        let offer = Offer { object, memory: description, array, access, part, check: None, buffer: Some(number) };
+        let sent = self.link.send(&Message::Offer(Box::new((&offer).into())), &[]);
         self.guard(sent)?;
         let (first, behind) = chunks.split_at(chunks.len().min(MAX_FDS));
         let records = records(behind, first.len() as u64);
         let (memory, first) = (Arc::clone(memory), first.to_vec());
         let buffer = Buffer { memory, first, records, generation: 0, held: false, out: false, withdrawn: false };
         self.next += 1;
-        self.buffers.insert(id, buffer);
-        Ok(id)
+        self.buffers.insert(number, buffer);
+        Ok(BufferId { session: self.session, number })
     }
 
     /// Waits until the GPU's work on a buffer is done, then tells the consumer that it is its turn: in one small record if the
@@ -187,11 +210,12 @@ impl Publisher {
     /// # Errors
     /// Those of [`Publisher::publish`]. No driver call.
     pub fn announce(&mut self, id: BufferId) -> Result<u64> {
+        let number = id.number;
         let buffer = self.idle(id)?;
         let (generation, held) = (buffer.generation + 1, buffer.held);
         let sent = match held {
-            true => self.link.send(&ready(id, generation, &[]), &[]),
-            false => self.introduce(id, generation),
+            true => self.link.send(&ready(number, generation, &[]), &[]),
+            false => self.introduce(number, generation),
         };
         self.guard(sent)?;
         let buffer = self.buffer(id)?;
@@ -201,18 +225,18 @@ impl Publisher {
     }
 
     /// Begins the turn of a buffer that the consumer has not open, and waits until it has.
-    fn introduce(&mut self, id: BufferId, generation: u64) -> Result<()> {
-        let pool = self.unknown_pool(id);
-        let Some(buffer) = self.buffers.get(&id) else { return Ok(()) };
-        self.link.send(&ready(id, generation, &buffer.first), &fds(&buffer.first))?;
+    fn introduce(&mut self, number: u64, generation: u64) -> Result<()> {
+        let pool = self.unknown_pool(number);
+        let Some(buffer) = self.buffers.get(&number) else { return Ok(()) };
+        self.link.send(&ready(number, generation, &buffer.first), &fds(&buffer.first))?;
         let mut sent = buffer.first.len() as u64;
-        if let (Some(number), Some(pool)) = (pool, buffer.memory.pool()) {
-            self.link.send(&Message::Pool(OfferedPool { pool: number }), &[pool.export()?])?;
+        if let (Some(of), Some(pool)) = (pool, buffer.memory.pool()) {
+            self.link.send(&Message::Pool(PoolNumber { pool: of }), &[pool.export()?])?;
         }
         // One record at a time is in flight: the kernel bounds a user's descriptors in flight.
         for index in 0.. {
             self.acknowledged(sent)?;
-            let Some(record) = self.buffers.get(&id).and_then(|buffer| buffer.records.get(index)) else { break };
+            let Some(record) = self.buffers.get(&number).and_then(|buffer| buffer.records.get(index)) else { break };
             self.link.send(&record.message, &fds(&record.chunks))?;
             sent += record.chunks.len() as u64;
         }
@@ -220,8 +244,8 @@ impl Publisher {
     }
 
     /// The pool of a buffer, if it has to come: the consumer has those of the buffers that it has open and that were not withdrawn.
-    fn unknown_pool(&self, id: BufferId) -> Option<u64> {
-        let pool = self.buffers.get(&id)?.pool()?;
+    fn unknown_pool(&self, number: u64) -> Option<u64> {
+        let pool = self.buffers.get(&number)?.pool()?;
         // One that is being withdrawn may be gone there before it is known here.
         let known = |buffer: &Buffer| buffer.held && !buffer.withdrawn && buffer.pool() == Some(pool);
         (!self.buffers.values().any(known)).then_some(pool)
@@ -264,43 +288,43 @@ impl Publisher {
             return Err(over());
         }
         loop {
-            if let Some(id) = self.back.pop_front() {
-                return Ok(id);
+            if let Some(number) = self.back.pop_front() {
+                return Ok(BufferId { session: self.session, number });
             }
             self.hear(patience, "for a buffer to be given back")?;
         }
     }
 
-    /// Whether a buffer is out, as far as the consumer was heard.
+    /// Whether a buffer is out, as far as this side has heard the consumer. One of another session is not.
     pub fn is_out(&self, id: BufferId) -> bool {
-        self.buffers.get(&id).is_some_and(|buffer| buffer.out)
+        id.session == self.session && self.buffers.get(&id.number).is_some_and(|buffer| buffer.out)
     }
 
-    /// Takes a buffer out of the stream. When this returns the consumer has let go of it: at once, or when it has given it back if
+    /// Takes a buffer out of the stream. When this returns the consumer has closed it: at once, or when it has given it back if
     /// it is out.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for an unknown buffer; [`Error::Timeout`] if the consumer has not let go of it within the timeout:
+    /// [`Error::Misuse`] for an unknown buffer; [`Error::Timeout`] if the consumer has not closed it within the timeout:
     /// to call this again waits again; those of the conversation, which end it.
     pub fn withdraw(&mut self, id: BufferId) -> Result<()> {
         let buffer = self.buffer(id)?;
         if !buffer.withdrawn {
             buffer.withdrawn = true;
-            let sent = self.link.send(&Message::Withdraw(BufferNumber { buffer: id.0 }), &[]);
+            let sent = self.link.send(&Message::Withdraw(BufferNumber { buffer: id.number }), &[]);
             self.guard(sent)?;
         }
-        // Its return is nobody's business any more.
-        self.back.retain(|back| *back != id);
+        // Its return is not reported any more.
+        self.back.retain(|back| *back != id.number);
         let deadline = deadline_after(self.timeout);
         while self.buffer(id)?.held {
-            let purpose = "for the consumer to let go of a buffer";
+            let purpose = "for the consumer to close a buffer";
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(Error::Timeout { purpose, waited: self.timeout });
             }
             self.hear(left, purpose)?;
         }
-        self.buffers.remove(&id);
+        self.buffers.remove(&id.number);
         Ok(())
     }
 
@@ -312,7 +336,10 @@ impl Publisher {
         if self.over {
             return Err(over());
         }
-        self.buffers.get_mut(&id).ok_or_else(|| misused(format!("there is no buffer {id} in this stream")))
+        if id.session != self.session {
+            return Err(misused(format!("buffer {id} is of another session")));
+        }
+        self.buffers.get_mut(&id.number).ok_or_else(|| misused(format!("there is no buffer {id} in this stream")))
     }
 
     /// A buffer that can be published.
@@ -339,27 +366,22 @@ impl Publisher {
     /// Notes what the consumer says of buffers.
     fn note(&mut self, message: Message) -> Result<()> {
         match message {
-            Message::Done(BufferTurn { buffer: number, generation }) => {
-                let id = BufferId(number);
-                match self.buffers.get_mut(&id) {
-                    Some(buffer) if buffer.out && buffer.generation == generation => {
-                        buffer.out = false;
-                        if !buffer.withdrawn {
-                            self.back.push_back(id);
-                        }
-                        Ok(())
+            Message::Done(BufferTurn { buffer: number, generation }) => match self.buffers.get_mut(&number) {
+                Some(buffer) if buffer.out && buffer.generation == generation => {
+                    buffer.out = false;
+                    if !buffer.withdrawn {
+                        self.back.push_back(number);
                     }
-                    _ => {
-                        Err(wrong(format!("generation {generation} of buffer {number} is given back, and is not out")))
-                    }
+                    Ok(())
                 }
-            }
-            Message::Gone(BufferNumber { buffer: number }) => match self.buffers.get_mut(&BufferId(number)) {
+                _ => Err(wrong(format!("generation {generation} of buffer {number} is given back, and is not out"))),
+            },
+            Message::Gone(BufferNumber { buffer: number }) => match self.buffers.get_mut(&number) {
                 Some(buffer) if buffer.held && !buffer.out => {
                     buffer.held = false;
                     Ok(())
                 }
-                _ => Err(wrong(format!("buffer {number} is let go of, and could not be"))),
+                _ => Err(wrong(format!("buffer {number} is closed, and could not be"))),
             },
             other => Err(unexpected(&other, "done or gone")),
         }
@@ -369,7 +391,7 @@ impl Publisher {
     fn guard<T>(&mut self, result: Result<T>) -> Result<T> {
         result.inspect_err(|error| {
             self.over = true;
-            self.link.tell(error);
+            self.link.report(error);
             self.link.channel.hang_up();
         })
     }
@@ -388,11 +410,11 @@ impl Drop for Publisher {
             self.link.channel.renew();
         }
         self.link.channel.hang_up();
-        let lent = || self.buffers.values().filter(|buffer| buffer.is_lent());
-        if lent().next().is_some() && !self.link.channel.see_off(self.timeout) {
-            // It has the memory open, and is silent: freed, that would go under its feet.
-            tracing::warn!("a consumer does not let go of memory, which stays allocated");
-            lent().for_each(|buffer| buffer.memory.abandon());
+        let borrowed = || self.buffers.values().filter(|buffer| buffer.is_borrowed());
+        if borrowed().next().is_some() && !self.link.channel.see_off(self.timeout) {
+            // It has the memory open, and is silent: it would read freed memory.
+            tracing::warn!("a consumer does not close memory, which stays allocated");
+            borrowed().for_each(|buffer| buffer.memory.abandon());
         }
     }
 }
@@ -402,30 +424,9 @@ fn fds(chunks: &[Arc<Chunk>]) -> Vec<BorrowedFd<'_>> {
 }
 
 /// The turn of a buffer, with the segments that it brings.
-fn ready(id: BufferId, generation: u64, chunks: &[Arc<Chunk>]) -> Message {
+fn ready(buffer: u64, generation: u64, chunks: &[Arc<Chunk>]) -> Message {
     let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
-    Message::Ready(Ready { buffer: id.0, generation, sizes })
-}
-
-/// What a consumer is told of a buffer when it is entered.
-fn offer(
-    id: BufferId,
-    memory: Description,
-    array: Option<ArrayDescriptor>,
-    access: Access,
-    part: Option<Part>,
-) -> Message {
-    Message::Offer(Box::new(Offer {
-        object: DEFAULT_OBJECT.to_owned(),
-        memory,
-        array,
-        access,
-        part,
-        salt: None,
-        digest: None,
-        reply_salt: None,
-        buffer: Some(id.0),
-    }))
+    Message::Ready(Ready { buffer, generation, sizes })
 }
 
 /// The records that those segments travel in that do not come with the turn itself, from number `first` on.

@@ -9,21 +9,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{BufferId, MAX_BUFFERS, misused, over, wrong};
+use super::{BufferId, MAX_BUFFERS, SessionNumber, misused, over, wrong};
 use crate::{
     array::ArrayDescriptor,
-    channel::{Peer, connect, deadline_after},
+    channel::{Cancel, Peer, connect, deadline_after},
     driver::{Access, Driver},
-    error::{Error, Result},
-    memory::{Array, Device, Imported, Importing, Pool, Region, Remains, Selector},
+    error::{Error, ErrorCode, Result},
+    memory::{Array, Device, Imported, Mechanism, Pool, Region, Remains, Selector},
     session::{
-        Link, Terms, greeting,
-        opening::{self, Chosen, Connection, acknowledge, part_of, pool_of, take_pool, take_segments},
-        unexpected,
+        Config,
+        link::{Link, unexpected},
+        opening::{self, Chosen, Connection, Offer, acknowledge},
     },
-    wire::{
-        BufferNumber, BufferTurn, DEFAULT_OBJECT, ErrorCode, Hello, Mechanism, Message, Offer, Ready, STREAM, Subscribe,
-    },
+    wire::{self, BufferNumber, BufferTurn, DEFAULT_OBJECT, Hello, Message, Ready, STREAM, Subscribe},
 };
 
 /// The consumer's end of a stream: one connection to a producer, and the buffers that are open.
@@ -49,6 +47,7 @@ pub struct Subscriber {
     /// Held also by all memory that the producer frees when the connection ends; `None` when it has ended.
     connection: Option<Arc<Connection>>,
     link: Link,
+    session: SessionNumber,
     timeout: Duration,
 }
 
@@ -67,7 +66,7 @@ struct Kept {
     generation: u64,
     /// Whether it is this side's turn.
     in_use: bool,
-    /// Whether the producer wants it to be let go of.
+    /// Whether the producer wants it to be closed.
     withdrawn: bool,
     /// When it was used last, as a count.
     used: u64,
@@ -84,18 +83,16 @@ impl Kept {
 /// A buffer's memory.
 #[derive(Debug)]
 struct Held {
-    number: u64,
+    id: BufferId,
     memory: Imported,
     array: Option<ArrayDescriptor>,
-    /// How many bytes of it hold data.
-    size: u64,
-    // Let go of after the memory.
+    // Dropped after the memory.
     pool: Option<(u64, Arc<Pool>)>,
     // And this at the very end, where the memory is the producer's to free.
     _connection: Option<Arc<Connection>>,
 }
 
-/// A buffer in use, which is this side's until it is given back.
+/// A buffer in use, which is this side's until it is given back. [`Region::size`] is its bytes of data.
 ///
 /// Dropped without [`Subscriber::give_back`] it is given back with the next call of the subscriber. It can be used also when the
 /// producer is gone; of memory of a pool and legacy memory the connection lasts until it is dropped.
@@ -108,7 +105,7 @@ pub struct Received {
 impl Received {
     /// Which buffer it is.
     pub fn id(&self) -> BufferId {
-        BufferId(self.held.number)
+        self.held.id
     }
 
     /// How often the buffer was published, with this time.
@@ -126,9 +123,9 @@ impl Received {
         self.held.array.as_ref()
     }
 
-    /// How many bytes hold data.
-    pub fn data_size(&self) -> u64 {
-        self.held.size
+    /// How many bytes are mapped: at least [`Region::size`]. What lies behind the data is the producer's padding.
+    pub fn mapped_size(&self) -> u64 {
+        self.held.memory.mapped_size()
     }
 
     /// The typed array that it holds, if the producer says so. It is given back with the next call of the subscriber after the
@@ -170,7 +167,7 @@ impl Region for Received {
 
 impl fmt::Debug for Received {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "generation {} of buffer {} at {:#x}", self.generation, self.held.number, self.address())
+        write!(f, "generation {} of buffer {} at {:#x}", self.generation, self.held.id, self.address())
     }
 }
 
@@ -183,12 +180,48 @@ impl Subscriber {
     /// # Errors
     /// [`Error::Misuse`] if `keep` is 0; [`Error::Mismatch`] if the producer has no stream; those of [`connect`],
     /// [`Device::find`] and of the conversation: [`Error::PeerGone`], [`Error::Timeout`], [`Error::Protocol`].
-    pub fn connect(driver: &Driver, device: Option<Selector>, path: &Path, keep: usize, terms: &Terms) -> Result<Self> {
+    pub fn connect(
+        driver: &Driver,
+        device: Option<Selector>,
+        path: &Path,
+        keep: usize,
+        config: &Config,
+    ) -> Result<Self> {
+        Self::meet(driver, device, keep, config, |cancel| {
+            connect(path, config.timeout, &config.trust, cancel).map(Link::new)
+        })
+    }
+
+    /// As [`Subscriber::connect`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say.
+    ///
+    /// # Errors
+    /// [`Error::Socket`] for any other descriptor; [`Error::PeerNotAllowed`]; those of [`Subscriber::connect`].
+    pub fn over(
+        socket: OwnedFd,
+        driver: &Driver,
+        device: Option<Selector>,
+        keep: usize,
+        config: &Config,
+    ) -> Result<Self> {
+        Self::meet(driver, device, keep, config, |cancel| {
+            let link = Link::over(socket, config, cancel)?;
+            config.trust.check(link.peer()).map(|()| link)
+        })
+    }
+
+    fn meet(
+        driver: &Driver,
+        device: Option<Selector>,
+        keep: usize,
+        config: &Config,
+        connect: impl FnOnce(&Cancel) -> Result<Link>,
+    ) -> Result<Self> {
         if keep == 0 {
             return Err(misused("a subscriber must keep one buffer at least"));
         }
-        let chosen = Chosen::new(driver, device, &terms.cancel, &|_| {})?;
-        let channel = connect(path, terms.timeout, &terms.trust, &terms.cancel)?;
+        let cancel = config.cancel()?;
+        let chosen = Chosen::new(driver, device, &cancel, &|_| {})?;
+        let link = connect(&cancel)?;
         let mut subscriber = Self {
             remains: None,
             offers: BTreeMap::new(),
@@ -196,9 +229,10 @@ impl Subscriber {
             keep,
             uses: 0,
             chosen,
-            connection: Some(Connection::of(&channel)),
-            link: Link::new(channel),
-            timeout: terms.timeout,
+            connection: Some(Connection::of(&link.channel)),
+            link,
+            session: SessionNumber::next(),
+            timeout: config.timeout,
         };
         let greeted = subscriber.greet();
         subscriber.guard(greeted)?;
@@ -206,8 +240,9 @@ impl Subscriber {
     }
 
     fn greet(&mut self) -> Result<()> {
-        self.link.hello(self.chosen.driver(), &[STREAM])?;
-        let Hello { capabilities, .. } = greeting(self.link.receive("for the producer's hello")?.0)?;
+        self.link.hello(self.chosen.backend(), &[STREAM])?;
+        let (hello, _) = self.link.receive("for the producer's hello")?;
+        let Hello { capabilities, .. } = self.link.greeted(hello)?;
         if !capabilities.iter().any(|capability| capability == STREAM) {
             let message = "the producer has no stream to subscribe to".to_owned();
             return Err(Error::Mismatch { code: ErrorCode::Object, message });
@@ -285,7 +320,8 @@ impl Subscriber {
     }
 
     /// A buffer that is described.
-    fn enter(&mut self, offer: Offer) -> Result<()> {
+    fn enter(&mut self, offer: wire::Offer) -> Result<()> {
+        let offer = Offer::read(offer, DEFAULT_OBJECT)?;
         let number = self.check(&offer)?;
         self.offers.insert(number, Offered { offer: Arc::new(offer), generation: 0 });
         Ok(())
@@ -322,39 +358,24 @@ impl Subscriber {
     /// The turn of a buffer that is not open.
     fn open(&mut self, offer: &Offer, turn: &Ready, fds: Vec<OwnedFd>) -> Result<Received> {
         let Ready { buffer: number, generation, ref sizes } = *turn;
-        if sizes.is_empty() != (offer.memory.mechanism != Mechanism::Vmm) {
-            let (came, mechanism) = (sizes.len(), offer.memory.mechanism);
-            return Err(wrong(format!("{came} segments came with buffer {number}, shared by {mechanism}")));
+        let mechanism = offer.memory.mechanism();
+        if sizes.is_empty() == (mechanism == Mechanism::Vmm) {
+            return Err(wrong(format!("{} segments came with buffer {number}, shared by {mechanism}", sizes.len())));
         }
         let link = &mut self.link;
         let device = self.chosen.for_memory_of(&offer.memory.device, &mut || link.busy(), &|_| {})?;
-        let (memory, pool, segments) = match offer.memory.mechanism {
-            Mechanism::Vmm => {
-                self.make_room()?;
-                let (memory, segments) = self.open_segments(&device, offer, (sizes, fds))?;
-                (memory, None, segments)
-            }
-            Mechanism::Pool => {
-                let number = pool_of(&device, offer)?;
-                // Before a buffer of it is let go of: the producer knows nothing of that yet.
-                let known = self.pool(number);
-                self.make_room()?;
-                let pool = match known {
-                    Some(pool) => pool,
-                    None => take_pool(&mut self.link, &device, offer, number)?.0,
-                };
-                (Imported::of_pool(&pool, &offer.memory, offer.access)?, Some((number, pool)), 0)
-            }
-            _ => {
-                self.make_room()?;
-                (Imported::of_legacy(&device, &offer.memory, offer.access)?, None, 0)
-            }
-        };
+        // Before a buffer of it is closed: the producer knows nothing of that yet.
+        let known = offer.memory.pool().and_then(|number| self.pool(number));
+        self.make_room()?;
+        let range = 0..offer.memory.mapped_size;
+        let opened = opening::open(&mut self.link, &device, offer, &range, known, (sizes, fds))?;
+        self.remains = Some(opened.remains);
         let usable = Instant::now();
-        acknowledge(&mut self.link, segments)?;
+        acknowledge(&mut self.link, opened.unacknowledged.unwrap_or(0))?;
+        let (memory, pool) = (opened.memory, opened.pool);
         let connection = self.connection.clone().filter(|_| memory.is_borrowed());
-        let (array, size) = (offer.array.clone(), offer.memory.size);
-        let held = Arc::new(Held { number, memory, array, size, pool, _connection: connection });
+        let id = BufferId { session: self.session, number };
+        let held = Arc::new(Held { id, memory, array: offer.array.clone(), pool, _connection: connection });
         self.uses += 1;
         let kept = Kept { held: Arc::clone(&held), generation, in_use: true, withdrawn: false, used: self.uses };
         self.buffers.insert(number, kept);
@@ -366,9 +387,6 @@ impl Subscriber {
         let Some(number) = offer.buffer else {
             return Err(wrong("memory is offered in a stream without a buffer's number".to_owned()));
         };
-        if offer.salt.is_some() || offer.reply_salt.is_some() || offer.digest.is_some() {
-            return Err(wrong(format!("buffer {number} is offered in a stream with something to check it against")));
-        }
         // One that was withdrawn may still be in use.
         if self.offers.contains_key(&number) || self.buffers.contains_key(&number) {
             return Err(wrong(format!("buffer {number} is offered, and was before")));
@@ -376,27 +394,8 @@ impl Subscriber {
         if self.offers.len() >= MAX_BUFFERS {
             return Err(wrong(format!("buffer {number} is offered, and there are {MAX_BUFFERS} already")));
         }
-        opening::check_object(offer, DEFAULT_OBJECT)?;
-        opening::check(offer)?;
-        if offer.memory.mechanism == Mechanism::Vmm {
-            part_of(offer, 0, &(0..offer.memory.mapped_size))?;
-        }
+        offer.part(&(0..offer.memory.mapped_size))?;
         Ok(number)
-    }
-
-    /// Opens memory of segments. Returns how many they are.
-    fn open_segments(
-        &mut self,
-        device: &Device,
-        offer: &Offer,
-        brought: (&[u64], Vec<OwnedFd>),
-    ) -> Result<(Imported, usize)> {
-        let part = part_of(offer, 0, &(0..offer.memory.mapped_size))?;
-        let mut importing = Importing::begin(device, &offer.memory, &part, offer.access)?;
-        let (fds, _) = take_segments(&mut self.link, &mut importing, part.first, brought)?;
-        let (memory, remains) = importing.finish_first()?;
-        self.remains = Some(remains);
-        Ok((memory, fds.len()))
     }
 
     /// The pool of a number: what is open of it keeps it.
@@ -407,23 +406,23 @@ impl Subscriber {
         pools.find(|(of, _)| *of == number).map(|(_, pool)| Arc::clone(pool))
     }
 
-    /// Lets go of a buffer if as many are open as are kept, before another one is opened.
+    /// Closes a buffer if as many are open as are kept, before another one is opened.
     ///
     /// The producer waits for `received` when it offers a new buffer, and this `gone` is sent before that: so it is read before
-    /// the producer says anything of the buffer that is let go of, and can't cross a `ready`.
+    /// the producer says anything of the buffer that is closed, and can't cross a `ready`.
     fn make_room(&mut self) -> Result<()> {
         if self.buffers.len() < self.keep {
             return Ok(());
         }
         let unused = self.buffers.iter().filter(|(_, kept)| !kept.in_use);
         match unused.min_by_key(|(_, kept)| kept.used).map(|(number, _)| *number) {
-            Some(number) => self.let_go(number),
+            Some(number) => self.discard(number),
             None => Ok(()),
         }
     }
 
-    /// Lets go of a buffer, and says so when it is gone.
-    fn let_go(&mut self, number: u64) -> Result<()> {
+    /// Closes a buffer, and says so when it is closed.
+    fn discard(&mut self, number: u64) -> Result<()> {
         self.buffers.remove(&number);
         self.link.send(&Message::Gone(BufferNumber { buffer: number }), &[])
     }
@@ -438,7 +437,7 @@ impl Subscriber {
                 kept.withdrawn = true;
                 Ok(())
             }
-            Some(_) => self.let_go(number),
+            Some(_) => self.discard(number),
             None => Ok(()),
         }
     }
@@ -452,7 +451,7 @@ impl Subscriber {
     /// Driver call: `cuCtxSynchronize`.
     pub fn give_back(&mut self, received: Received) -> Result<()> {
         self.check_session()?;
-        let number = received.held.number;
+        let number = received.held.id.number;
         if !self.buffers.get(&number).is_some_and(|kept| Arc::ptr_eq(&kept.held, &received.held)) {
             return Err(misused(format!("{received:?} is not of this session")));
         }
@@ -472,7 +471,7 @@ impl Subscriber {
         Ok(())
     }
 
-    /// Ends this side's turn, when all work is done, and lets go of the buffer if it was withdrawn meanwhile.
+    /// Ends this side's turn, when all work is done, and closes the buffer if it was withdrawn meanwhile.
     fn end_turn(&mut self, number: u64) -> Result<()> {
         let Some(kept) = self.buffers.get_mut(&number) else { return Ok(()) };
         kept.held.memory.synchronize()?;
@@ -481,13 +480,13 @@ impl Subscriber {
         let (generation, withdrawn) = (kept.generation, kept.withdrawn);
         let done = self.link.send(&Message::Done(BufferTurn { buffer: number, generation }), &[]);
         let told = match withdrawn {
-            true => done.and_then(|()| self.let_go(number)),
+            true => done.and_then(|()| self.discard(number)),
             false => done,
         };
         self.guard(told)
     }
 
-    /// Ends the session: all is let go of, less what is in use.
+    /// Ends the session: closes all buffers but those in use.
     pub fn close(self) {}
 
     fn check_session(&self) -> Result<()> {
@@ -497,19 +496,19 @@ impl Subscriber {
     /// Ends the session if something of the conversation failed, and passes that on.
     fn guard<T>(&mut self, result: Result<T>) -> Result<T> {
         result.inspect_err(|error| {
-            self.link.tell(error);
+            self.link.report(error);
             self.end();
         })
     }
 
-    /// Lets go of all that is not in use. The producer is told by the end of the connection, once nothing borrowed is left.
+    /// Closes all that is not in use. The producer is told by the end of the connection, once nothing borrowed is left.
     fn end(&mut self) {
         for kept in self.buffers.values_mut() {
             // Work on it may still go on, and unmapping does not always wait for that.
             if kept.is_dropped()
                 && let Err(error) = kept.held.memory.synchronize()
             {
-                tracing::error!(%error, "a buffer is let go of, and work on it may not be done");
+                tracing::error!(%error, "a buffer is closed, and work on it may not be done");
             }
         }
         self.remains = None;

@@ -12,11 +12,10 @@ use super::{
     task::Task,
 };
 use crate::{
-    channel::{Cancel, Trust},
     driver::{Driver, PoolHandle, bare::Opened},
     error::{Error, ProtocolError, Result},
     memory::{Device, Region},
-    session::{Terms, stream::Subscriber},
+    session::{Config, stream::Subscriber},
     tools::line::Line,
 };
 
@@ -54,9 +53,9 @@ impl Consumer<'_> {
         }
         match call {
             Call::Connect { socket } => {
-                let terms = Terms { timeout: self.task.timeout, trust: Trust::default(), cancel: Cancel::new()? };
+                let config = Config::default().with_timeout(self.task.timeout);
                 let selector = Some(self.task.selector());
-                self.subscriber = Some(Subscriber::connect(&self.driver, selector, socket, KEEP, &terms)?);
+                self.subscriber = Some(Subscriber::connect(&self.driver, selector, socket, KEEP, &config)?);
                 Ok(Reply::Ready)
             }
             Call::Pool => {

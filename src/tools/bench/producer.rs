@@ -15,16 +15,15 @@ use super::{
     task::{Role, Task},
 };
 use crate::{
-    channel::{Cancel, Listener, Trust},
+    channel::{Cancel, Listener},
     driver::{Access, Bare, Driver, bare::Created},
     error::{Error, ProtocolError, Result},
-    memory::{Device, Shared, Spec},
+    memory::{Device, Pointer, Shared, Spec},
     session::{
-        Terms,
+        Config,
         stream::{BufferId, Publisher},
     },
     tools::line::Line,
-    wire::{Mechanism, Pointer},
 };
 
 /// How long the other end is given to fall asleep over its socket, as it would between two handoffs.
@@ -149,8 +148,8 @@ impl Producer<'_> {
         let wants = |way: Way| ways.contains(&way);
         let mut prepared = Prepared { size, ..Prepared::default() };
         if [Way::Floor, Way::Fresh, Way::Described, Way::Again].into_iter().any(wants) {
-            let shared = Arc::new(Shared::create(&self.device, &Spec { size, ..Spec::default() })?);
-            let chunks = shared.chunks(0..size, 0)?.map_or(Vec::new(), |(_, chunks)| chunks);
+            let shared = Arc::new(Shared::create(&self.device, Spec::vmm(size))?);
+            let chunks = shared.chunks(0..size)?.map_or(Vec::new(), |(_, chunks)| chunks);
             let fd = chunks.first().map(|chunk| chunk.as_fd().try_clone_to_owned()).transpose();
             prepared.fd = fd.map_err(|error| Error::system("duplicate a descriptor", error))?;
             prepared.shared = Some(shared);
@@ -159,10 +158,10 @@ impl Producer<'_> {
             prepared.created = Some(self.driver.verbs().bare()?.create(self.device.ordinal(), size)?);
         }
         if wants(Way::Legacy) {
-            prepared.legacy = Some(self.pointed(Mechanism::Legacy, size)?);
+            prepared.legacy = Some(self.pointed(Spec::legacy(size))?);
         }
         if wants(Way::Pool) {
-            let pooled = self.pointed(Mechanism::Pool, size)?;
+            let pooled = self.pointed(Spec::pool(size))?;
             if let Some(pool) = pooled.0.pool() {
                 for peer in &self.peers {
                     peer.process.send(&Call::Pool)?;
@@ -183,21 +182,22 @@ impl Producer<'_> {
     }
 
     /// Memory that is shared by 64 bytes.
-    fn pointed(&self, mechanism: Mechanism, size: u64) -> Result<(Shared, Pointer)> {
-        let shared = Shared::create(&self.device, &Spec { size, mechanism, ..Spec::default() })?;
-        let pointer = shared.describe()?.pointer;
+    fn pointed(&self, spec: Spec) -> Result<(Shared, Pointer)> {
+        let shared = Shared::create(&self.device, spec)?;
+        let pointer = shared.describe()?.pointer();
         let pointer = pointer.ok_or(ProtocolError::Content("there are no 64 bytes".to_owned()))?;
         Ok((shared, pointer))
     }
 
     /// A session with each consumer, unless there is one.
     fn connect(&mut self) -> Result<()> {
-        let terms = Terms { timeout: self.task.timeout, trust: Trust::default(), cancel: Cancel::new()? };
+        let config = Config::default().with_timeout(self.task.timeout);
+        let cancel = Cancel::new()?;
         for (number, peer) in self.peers.iter_mut().enumerate().filter(|(_, peer)| peer.publisher.is_none()) {
             let socket = self.folder.join(format!("{}-{number}", std::process::id()));
-            let listener = Listener::bind(&socket, false, terms.timeout, &terms.cancel)?;
+            let listener = Listener::bind(&socket, false, config.timeout, &cancel)?;
             peer.process.send(&Call::Connect { socket })?;
-            peer.publisher = Some(Publisher::accept(&listener, &self.driver, &terms)?);
+            peer.publisher = Some(Publisher::accept(&listener, &self.driver, &config)?);
             peer.ready()?;
         }
         Ok(())

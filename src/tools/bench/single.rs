@@ -10,7 +10,7 @@ use super::{
 use crate::{
     driver::Driver,
     error::{Error, ProtocolError, Result},
-    memory::{Device, Shared, Spec},
+    memory::{Device, Region, Shared, Spec},
     tools::check::pattern::{Choice, Engine, Pattern},
     tools::line::Line,
 };
@@ -28,7 +28,7 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
         let answer = match line.receive()? {
             Order::Prepare { size, .. } => {
                 drop(shared.take());
-                Shared::create(&device, &Spec { size, ..Spec::default() }).map(|memory| {
+                Shared::create(&device, Spec::vmm(size)).map(|memory| {
                     shared = Some(memory);
                     Answer::Done
                 })
@@ -57,7 +57,7 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
 }
 
 fn pattern(shared: &Shared, engine: Engine) -> Result<Answer> {
-    let (choice, size) = (Choice::Only(engine), shared.data_size());
+    let (choice, size) = (Choice::Only(engine), shared.size());
     let pattern = Pattern::new(rand::random());
     let begun = Instant::now();
     let filled = choice.fill(shared, 0..size, pattern, &mut |_| Ok(()))?;

@@ -26,14 +26,14 @@ use nix::{
 };
 
 pub use self::{
-    options::{Common, Extent, parse_elements, parse_range, parse_salt, parse_size, parse_timeout},
+    options::{Common, Extent, parse_elements, parse_range, parse_salt, parse_size, parse_timeout, sharing},
     output::{Console, bar},
 };
 use crate::{
     channel::Cancel,
     driver::{Driver, cuda::exit_at_once},
     error::{Error, ErrorKind},
-    session::producer::Served,
+    session::handoff::{ServeReport, Served},
 };
 
 /// How a run of a command ended, as its exit code.
@@ -96,7 +96,9 @@ impl Exit {
     ///
     /// # Errors
     /// The error that decides, where one does.
-    pub fn of_service(result: Result<(), Error>, served: Vec<Served>, endless: bool) -> Result<Self, Error> {
+    pub fn of_service(report: ServeReport, endless: bool) -> Result<Self, Error> {
+        let ServeReport { served, error, .. } = report;
+        let result = error.map_or(Ok(()), Err);
         if served.iter().any(Served::mismatched) {
             // A mismatch outweighs all but being told to stop.
             return match result {

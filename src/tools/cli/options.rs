@@ -1,6 +1,6 @@
 //! Options as people write them.
 
-use std::{path::PathBuf, time::Duration};
+use std::{ops::Range, path::PathBuf, time::Duration};
 
 use clap::Args;
 
@@ -8,11 +8,11 @@ use crate::{
     array::{self, ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Trust},
     driver::Choice,
-    error::Error,
-    session::Terms,
+    error::{Error, ParseError},
+    memory::{Device, Mechanism, Placement, Spec},
+    session::Config,
     tools::check::files::Source,
     tools::check::pattern,
-    wire::ByteRange,
 };
 
 /// The options of both sides.
@@ -54,9 +54,10 @@ pub struct Common {
 }
 
 impl Common {
-    /// What the session is told of them.
-    pub fn terms(&self, cancel: &Cancel) -> Terms {
-        Terms { timeout: self.timeout, trust: Trust { uids: self.allow_uids.clone() }, cancel: cancel.clone() }
+    /// What they say of the session.
+    pub fn config(&self, cancel: &Cancel) -> Config {
+        let trust = Trust { uids: self.allow_uids.clone() };
+        Config::default().with_timeout(self.timeout).with_trust(trust).with_cancel(cancel)
     }
 }
 
@@ -75,11 +76,12 @@ pub struct Extent {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
     from: Option<PathBuf>,
 
-    /// Element type of an array: f32, i64, u8, c64, bool..., or a typestr such as <f4 [default with --shape: u32]
+    /// Element type of an array, by its name in NumPy, ml_dtypes, PyTorch or Rust, as float32, bfloat16, half or u8, or by a
+    /// typestr, as >i2 [default with --shape: uint32]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<ElementType>,
 
-    /// Shape of an array, as 1024x768 [default with --dtype: as many elements as there is room for]
+    /// Shape of an array, as 1024x768 or 1024,768 [default with --dtype: as many elements as there is room for]
     #[arg(long, value_name = "N[xM...]", value_parser = parse_shape, conflicts_with = "size")]
     shape: Option<Shape>,
 
@@ -88,10 +90,44 @@ pub struct Extent {
     order: Option<Order>,
 }
 
+/// What `--mechanism`, `--location` and `--chunk` say together.
+///
+/// # Errors
+/// [`Error::Unsupported`] for what the mechanism has not got.
+pub fn sharing(
+    device: &Device,
+    size: u64,
+    mechanism: Mechanism,
+    location: Placement,
+    chunk: Option<u64>,
+) -> Result<Spec, Error> {
+    let spec = match mechanism {
+        Mechanism::Pool => {
+            // What the driver lacks comes first.
+            device.verbs().pools()?;
+            Spec::pool(size)
+        }
+        Mechanism::Legacy => {
+            device.verbs().legacy()?;
+            Spec::legacy(size)
+        }
+        _ => {
+            let spec = Spec::vmm(size).placement(location);
+            return Ok(chunk.map_or(spec, |chunk| spec.chunk(chunk)).into());
+        }
+    };
+    let unsupported = |feature| Err(Error::Unsupported { device: device.to_string(), feature });
+    match (chunk, location) {
+        (Some(_), _) => unsupported("a buffer of several allocations that is not shared by vmm"),
+        (None, Placement::Device) => Ok(spec),
+        (None, _) => unsupported("memory of the host that is not shared by vmm"),
+    }
+}
+
 /// A list, in a type of its own: clap would take a `Vec` for an option that is given several times.
 type Shape = std::sync::Arc<[u64]>;
 
-fn parse_shape(text: &str) -> Result<Shape, String> {
+fn parse_shape(text: &str) -> Result<Shape, ParseError> {
     array::parse_shape(text).map(Shape::from)
 }
 
@@ -109,7 +145,7 @@ impl Extent {
         let array = match (&self.shape, self.dtype) {
             (None, None) => None,
             (Some(shape), dtype) => {
-                let dtype = dtype.map_or_else(|| "<u4".parse(), Ok).map_err(|problem| Error::Array { problem })?;
+                let dtype = dtype.unwrap_or(ElementType::U32);
                 Some(ArrayDescriptor::new(dtype, &shape[..], self.order.unwrap_or(Order::C))?)
             }
             (None, Some(dtype)) => {
@@ -146,7 +182,7 @@ pub fn parse_elements(text: &str) -> Result<u64, String> {
 ///
 /// # Errors
 /// One sentence that says what to write instead.
-pub fn parse_range(text: &str) -> Result<ByteRange, String> {
+pub fn parse_range(text: &str) -> Result<Range<u64>, String> {
     let parts = text.split_once(':').filter(|(offset, length)| !offset.is_empty() && !length.is_empty());
     let (offset, length) = parts.ok_or_else(|| {
         format!("`{text}` is no range of bytes: write where it begins and how long it is, as 4MiB:1MiB or 0:100")
@@ -155,7 +191,7 @@ pub fn parse_range(text: &str) -> Result<ByteRange, String> {
     let offset = if offset == "0" { 0 } else { parse_size(offset)? };
     let length = parse_size(length)?;
     match offset.checked_add(length) {
-        Some(_) => Ok(ByteRange { offset, length }),
+        Some(end) => Ok(offset..end),
         None => Err(format!("`{text}` ends beyond what 64 bits can count: write less")),
     }
 }

@@ -17,10 +17,15 @@ use crate::{
     array::ArrayDescriptor,
     driver::{Access, Backend},
     error::{Error, ErrorKind},
-    memory::Device,
-    session::{Event, producer::Served},
-    tools::check::pattern::{Engine, Work},
-    wire::{Description, Mechanism, Mismatch, Outcome, Placement},
+    memory::{Description, Device, Mechanism, Placement},
+    session::{
+        Event, Verdict,
+        handoff::{Findings, Served},
+    },
+    tools::check::{
+        self, Figures,
+        pattern::{Engine, Mismatch, Work},
+    },
 };
 
 /// How many steps it tells of: a service without end has no end of them.
@@ -58,8 +63,8 @@ struct Report {
     size: Option<u64>,
     mapped_size: Option<u64>,
     granularity: Option<u64>,
-    mechanism: Option<Mechanism>,
-    location: Option<Placement>,
+    mechanism: Option<String>,
+    location: Option<String>,
     segments: Option<u64>,
     array: Option<ArrayDescriptor>,
     verified: Option<bool>,
@@ -221,23 +226,38 @@ impl Console {
     }
 
     /// What both sides found together.
-    pub fn found(&self, outcome: &Outcome) {
+    pub fn found(&self, verdict: &Verdict) {
+        let figures = Figures::of(verdict);
         let report = &mut self.state().report;
         // Of several consumers the first mismatch is told, and no later success hides it.
         if report.verified != Some(false) {
-            report.verified = Some(outcome.verified);
-            report.mismatches = outcome.mismatches;
-            report.first_mismatch = outcome.first_mismatch;
-            if outcome.digest.is_some() {
-                report.digest.clone_from(&outcome.digest);
+            report.verified = Some(verdict.verified);
+            report.mismatches = figures.mismatches;
+            report.first_mismatch = figures.first_mismatch;
+            if figures.digest.is_some() {
+                report.digest = figures.digest;
             }
+        }
+    }
+
+    /// What a consumer and its producer found.
+    pub fn findings(&self, findings: &Findings) {
+        match &findings.producer {
+            Ok(producer) if findings.found.verified => {
+                self.found(producer);
+                // The producer checks a reply, and not the data.
+                if let Some(digest) = Figures::of(&findings.found).digest {
+                    self.state().report.digest = Some(digest);
+                }
+            }
+            _ => self.found(&findings.found),
         }
     }
 
     /// What became of a producer's consumers, in the order in which they ended.
     pub fn served(&self, served: &[Served]) {
-        for outcome in served.iter().filter_map(|served| served.found.as_ref()) {
-            self.found(outcome);
+        for verdict in served.iter().filter_map(|served| served.found.as_ref()) {
+            self.found(verdict);
         }
         self.state().report.consumers = Some(served.iter().map(ConsumerReport::from).collect());
     }
@@ -259,7 +279,7 @@ impl Console {
     /// Prints a step, and notes it for the end.
     pub fn event(&self, event: Event<'_>) {
         match event {
-            Event::Started { backend, fallback, took } => {
+            Event::Started { backend, fallback, elapsed } => {
                 self.state().report.backend = Some(backend);
                 if let Some(reason) = fallback {
                     // Also with -q: whoever believes that a GPU is being tested must not.
@@ -271,42 +291,33 @@ impl Console {
                     Backend::Cuda => "cuda: the NVIDIA driver of this machine",
                     Backend::Host => "host: ordinary memory, no GPU takes part",
                 };
-                self.step("driver", Some(took), what);
+                self.step("driver", Some(elapsed), what);
             }
-            Event::Device { device, granularity, took } => {
+            Event::Device { device, granularity, elapsed } => {
                 self.device(device, granularity);
                 let line = format!("{}: {device}, granularity {granularity} bytes", device.ordinal());
-                self.step("device", Some(took), line);
+                self.step("device", Some(elapsed), line);
             }
-            Event::Created { description, took } => {
+            Event::Created { description, elapsed } => {
                 self.memory(description);
                 let Description { size, mapped_size, .. } = description;
                 self.step(
                     "create",
-                    Some(took),
+                    Some(elapsed),
                     format!("{mapped_size} bytes for {size} asked for{}", kind(description)),
                 );
             }
-            Event::Mapped { address, access, took } => {
-                self.step("map", Some(took), format!("at {address:#x}, {}", spelled(access)));
+            Event::Mapped { address, access, elapsed } => {
+                self.step("map", Some(elapsed), format!("at {address:#x}, {}", spelled(access)));
             }
-            Event::Filled { words, salt, work, took } => {
-                let what = format!("{words} words, salt {salt:#010x}");
-                self.work("fill", took, what, words, Some(work));
-            }
-            Event::Exported { fds, took } => self.step("export", Some(took), numbers(fds)),
-            Event::Loaded { size, digest, took } => {
-                self.state().report.digest = Some(digest.to_owned());
-                self.step("load", Some(took), format!("{size} bytes, {digest}"));
-            }
-            Event::Sealed { enforced, took } => {
+            Event::Exported { fds, elapsed } => self.step("export", Some(elapsed), numbers(fds)),
+            Event::Sealed { enforced, elapsed } => {
                 let how = match enforced {
                     true => "the kernel lets nobody write any more",
                     false => "by agreement: whoever holds the descriptor or handle can still write",
                 };
-                self.step("seal", Some(took), how);
+                self.step("seal", Some(elapsed), how);
             }
-            Event::Progress { done, all } => self.progress(done, all),
             Event::Listening { path, consumers } => {
                 let whom = match consumers {
                     0 => "any number of consumers".to_owned(),
@@ -315,41 +326,57 @@ impl Console {
                 };
                 self.step("listen", None, format!("{} for {whom}", path.display()));
             }
-            Event::Connected { peer, took } => {
-                self.step("connect", Some(took), format!("to pid {}, uid {}", peer.pid, peer.uid));
+            Event::Connected { peer, elapsed } => {
+                self.step("connect", Some(elapsed), format!("to pid {}, uid {}", peer.pid, peer.uid));
             }
             Event::Requested { peer } => self.step("request", None, format!("from pid {}, uid {}", peer.pid, peer.uid)),
-            Event::Offered { peer, access, took } => {
-                self.step("offer", Some(took), format!("to pid {}, {}, received", peer.pid, spelled(access)));
+            Event::Offered { peer, access, elapsed } => {
+                self.step("offer", Some(elapsed), format!("to pid {}, {}, received", peer.pid, spelled(access)));
             }
-            Event::Received { offer, fds, took } => {
-                self.memory(&offer.memory);
-                let Description { size, mapped_size, .. } = &offer.memory;
-                let what = format!("{size} bytes in {mapped_size} mapped{}, {}", kind(&offer.memory), numbers(fds));
-                self.step("offer", Some(took), what);
+            Event::Received { description, fds, elapsed } => {
+                self.memory(description);
+                let Description { size, mapped_size, .. } = description;
+                let what = format!("{size} bytes in {mapped_size} mapped{}, {}", kind(description), numbers(fds));
+                self.step("offer", Some(elapsed), what);
             }
-            Event::Array { array, first } => {
-                self.state().report.array = Some(array.clone());
-                self.step("array", None, format!("{}: {}", described(array), first.join(" ")));
-            }
-            Event::Verified { outcome, work, took } => {
-                self.work("verify", took, findings(outcome), outcome.words, work);
-            }
-            Event::Saved { path, size, took } => {
-                self.step("save", Some(took), format!("{size} bytes in {}", path.display()));
-            }
-            Event::Told { peer, outcome, took } => {
-                let verdict = if outcome.verified { "verified" } else { "NOT VERIFIED" };
-                let checked = match (outcome.words, &outcome.digest) {
+            Event::Reported { peer, verdict, elapsed } => {
+                let (figures, said) =
+                    (Figures::of(verdict), if verdict.verified { "verified" } else { "NOT VERIFIED" });
+                let checked = match (figures.words, &figures.digest) {
                     (0, None) => String::new(),
-                    _ => format!(": {}", findings(outcome)),
+                    _ => format!(": {}", findings(verdict.verified, &figures)),
                 };
-                self.step("result", Some(took), format!("pid {} says {verdict}{checked}", peer.pid));
+                self.step("result", Some(elapsed), format!("pid {} says {said}{checked}", peer.pid));
             }
             Event::Ended { served } => {
                 let report = ConsumerReport::from(served);
                 let why = report.error.map(|error| format!(": {error}")).unwrap_or_default();
                 self.step("done", None, format!("pid {}: {}{why}", report.pid, report.outcome));
+            }
+        }
+    }
+
+    /// Prints a step on the data, and notes it for the end.
+    pub fn check(&self, event: check::Event<'_>) {
+        match event {
+            check::Event::Filled { words, salt, work, elapsed } => {
+                let what = format!("{words} words, salt {salt:#010x}");
+                self.work("fill", elapsed, what, words, Some(work));
+            }
+            check::Event::Loaded { size, digest, elapsed } => {
+                self.state().report.digest = Some(digest.to_owned());
+                self.step("load", Some(elapsed), format!("{size} bytes, {digest}"));
+            }
+            check::Event::Progress { done, all } => self.progress(done, all),
+            check::Event::Array { array, first } => {
+                self.state().report.array = Some(array.clone());
+                self.step("array", None, format!("{}: {}", described(array), first.join(" ")));
+            }
+            check::Event::Verified { verified, figures, work, elapsed } => {
+                self.work("verify", elapsed, findings(verified, figures), figures.words, work);
+            }
+            check::Event::Saved { path, size, elapsed } => {
+                self.step("save", Some(elapsed), format!("{size} bytes in {}", path.display()));
             }
         }
     }
@@ -363,16 +390,16 @@ impl Console {
 
     fn memory(&self, description: &Description) {
         let report = &mut self.state().report;
-        report.mechanism = Some(description.mechanism);
-        report.location = Some(description.location);
+        report.mechanism = Some(description.mechanism().to_string());
+        report.location = Some(description.placement().to_string());
         report.size = Some(description.size);
         report.mapped_size = Some(description.mapped_size);
-        report.segments = Some(description.segments);
+        report.segments = Some(description.segments());
     }
 
     /// A step on the pattern, and by whom it was done.
-    fn work(&self, name: &'static str, took: Duration, what: String, words: u64, work: Option<&Work>) {
-        let Some(work) = work else { return self.step(name, Some(took), what) };
+    fn work(&self, name: &'static str, elapsed: Duration, what: String, words: u64, work: Option<&Work>) {
+        let Some(work) = work else { return self.step(name, Some(elapsed), what) };
         if let Some(reason) = &work.fallback {
             complain(&format!("warning: the GPU's kernels can't be had, and the host does their work: {reason}"));
         }
@@ -384,18 +411,18 @@ impl Console {
             },
             Engine::Host => "on the CPU".to_owned(),
         };
-        self.step_by(name, Some(took), format!("{what}, {by}"), Some(work.engine));
+        self.step_by(name, Some(elapsed), format!("{what}, {by}"), Some(work.engine));
     }
 
-    fn step(&self, name: &'static str, took: Option<Duration>, what: impl Display) {
-        self.step_by(name, took, what, None);
+    fn step(&self, name: &'static str, elapsed: Option<Duration>, what: impl Display) {
+        self.step_by(name, elapsed, what, None);
     }
 
-    fn step_by(&self, name: &'static str, took: Option<Duration>, what: impl Display, by: Option<Engine>) {
+    fn step_by(&self, name: &'static str, elapsed: Option<Duration>, what: impl Display, by: Option<Engine>) {
         let mut state = self.state();
-        let time = match took {
-            Some(took) => {
-                let us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        let time = match elapsed {
+            Some(elapsed) => {
+                let us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
                 if self.json && state.report.steps.len() < MAX_STEPS {
                     state.report.steps.push(Step { name, us, by });
                 }
@@ -474,10 +501,10 @@ fn spelled(access: Access) -> &'static str {
     }
 }
 
-fn findings(outcome: &Outcome) -> String {
-    let Outcome { words, mismatches, first_mismatch, digest, .. } = outcome;
+fn findings(verified: bool, figures: &Figures) -> String {
+    let Figures { words, mismatches, first_mismatch, digest } = figures;
     match digest {
-        Some(digest) if outcome.verified => format!("{digest}, as it should be"),
+        Some(digest) if verified => format!("{digest}, as it should be"),
         Some(digest) => format!("{digest}, which is WRONG"),
         None if *words == 0 => "nothing to check it against".to_owned(),
         None => format!("{words} words, {mismatches} wrong{}", first_words(*first_mismatch)),
@@ -495,14 +522,14 @@ fn described(array: &ArrayDescriptor) -> String {
 /// How memory is shared, where it is not as usual.
 fn kind(description: &Description) -> String {
     let mut kind = String::new();
-    if description.mechanism != Mechanism::Vmm {
-        kind += &format!(", {}", description.mechanism);
+    if description.mechanism() != Mechanism::Vmm {
+        kind += &format!(", {}", description.mechanism());
     }
-    if description.location != Placement::Device {
-        kind += &format!(", {} memory", description.location);
+    if description.placement() != Placement::Device {
+        kind += &format!(", {} memory", description.placement());
     }
-    if description.segments > 1 {
-        kind += &format!(", {} chunks", description.segments);
+    if description.segments() > 1 {
+        kind += &format!(", {} chunks", description.segments());
     }
     kind
 }

@@ -7,6 +7,7 @@ use std::{
     os::fd::{BorrowedFd, OwnedFd},
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
     time::Duration,
 };
 
@@ -40,6 +41,8 @@ pub(crate) struct Faulty {
 #[derive(Debug, Default)]
 struct Ledger {
     fault: Option<(Fault, u32)>,
+    /// A verb that takes long.
+    slow: Option<(&'static str, Duration)>,
     failed: Option<&'static str>,
     verbs: Vec<&'static str>,
     handles: BTreeSet<Handle>,
@@ -71,6 +74,11 @@ impl Faulty {
     /// Makes a call fail with this code, without reaching the driver.
     pub(crate) fn fail(&self, fault: Fault, code: u32) {
         self.ledger().fault = Some((fault, code));
+    }
+
+    /// Makes every call of this verb take so much longer.
+    pub(crate) fn slow_down(&self, verb: &'static str, by: Duration) {
+        self.ledger().slow = Some((verb, by));
     }
 
     /// Ends all faults, and returns which verb failed since the last time.
@@ -133,6 +141,10 @@ impl Faulty {
     }
 
     fn meet(&self, verb: &'static str) -> Result<()> {
+        let slow = self.ledger().slow.filter(|(slow, _)| *slow == verb);
+        if let Some((_, by)) = slow {
+            thread::sleep(by);
+        }
         let mut ledger = self.ledger();
         ledger.verbs.push(verb);
         let Some((fault, code)) = &mut ledger.fault else { return Ok(()) };

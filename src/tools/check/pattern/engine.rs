@@ -15,7 +15,7 @@ use crate::{
         Access, Kernels,
         kernels::{Counted, Stretch},
     },
-    error::{Error, Result},
+    error::{Error, ParseError, Result},
     memory::Region,
 };
 
@@ -49,14 +49,14 @@ pub enum Choice {
 }
 
 impl FromStr for Choice {
-    type Err = String;
+    type Err = ParseError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseError> {
         match text {
             "auto" => Ok(Self::Auto),
             "gpu" => Ok(Self::Only(Engine::Gpu)),
             "host" => Ok(Self::Only(Engine::Host)),
-            _ => Err(format!("nothing verifies by `{text}`: write gpu, host or auto")),
+            _ => Err(ParseError::new(text, "an engine", "gpu, host or auto")),
         }
     }
 }
@@ -292,6 +292,6 @@ mod tests {
         assert_eq!("auto".parse(), Ok(Choice::Auto));
         assert_eq!("gpu".parse(), Ok(Choice::Only(Engine::Gpu)));
         assert_eq!("host".parse(), Ok(Choice::Only(Engine::Host)));
-        assert!("cpu".parse::<Choice>().unwrap_err().contains("write gpu, host or auto"));
+        assert!("cpu".parse::<Choice>().unwrap_err().to_string().contains("write gpu, host or auto"));
     }
 }

@@ -3,7 +3,7 @@
 //! Two engines do it: the device's own kernels, at the speed of its memory, and this machine's CPUs, on any memory. [`fill`],
 //! [`write()`] and [`verify`] are the CPUs'; [`Choice`] has the same for either.
 //!
-//! The formula is part of the protocol: see [`crate::wire`]. Without its last term the pattern would repeat every 2³¹ words
+//! The formula is part of an extension of the protocol: see [`crate::wire`]. Without its last term the pattern would repeat every 2³¹ words
 //! (8 GiB), and exchanged pieces of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
 //! `mix(0) = 0`, so that below 8 GiB and with salt 0 it is the classic pattern.
 
@@ -12,11 +12,23 @@ mod host;
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 pub use self::{
     engine::{Choice, Engine, Work},
     host::{SLICE, fill, verify, write},
 };
-pub use crate::wire::Mismatch;
+
+/// A word that is not what it should be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mismatch {
+    /// Its index, counted in words.
+    pub index: u64,
+    /// What belongs there.
+    pub expected: u32,
+    /// What is there.
+    pub found: u32,
+}
 
 /// The pattern of one salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,10 +7,10 @@ use std::{
 
 use super::{Bench, Found, micros};
 use crate::{
-    error::{Error, Result},
-    memory::{Region, Selector},
-    session::consumer::{Ask, Consumer, Lent},
-    tools::check::pattern::{self, Pattern},
+    error::Result,
+    memory::Selector,
+    session::handoff::{Consumer, ImportedObject, Request, Verifier},
+    tools::check::DataVerifier,
     tools::doctor::{
         control::{Say, unexpected},
         report::Seen,
@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Takes memory from another process, kills that, and returns the memory and whether it is as it was.
-fn orphan(bench: &mut Bench) -> Result<Result<(Lent, bool), Seen>> {
+fn orphan(bench: &mut Bench) -> Result<Result<(ImportedObject, bool), Seen>> {
     let mut peer = bench.start_peer()?;
     let end = bench.end(&peer);
     let (probe, device) = ("exporter-killed".to_owned(), bench.device.uuid());
@@ -32,26 +32,27 @@ fn orphan(bench: &mut Bench) -> Result<Result<(Lent, bool), Seen>> {
         }
         control.cancel().clone()
     };
-    let terms = end.terms(&cancel);
+    let config = end.config(&cancel);
     let here = Some(Selector::Uuid(device));
-    let mut consumer = Consumer::connect(&end.driver, here, &end.socket, &terms, &|_| {})?;
-    let lent = consumer.request(&Ask::default())?;
-    let before = consumer.verify(&lent)?;
+    let mut consumer = Consumer::connect(&end.driver, here, &end.socket, &config, &|_| {})?;
+    let object = consumer.request(&Request::default())?;
+    let mut verifier = DataVerifier::new(&|_| {});
+    let before = consumer.verify(&object, &mut verifier)?;
     peer.kill();
-    // The connection has ended with its owner: there is nobody to be told.
+    // The connection has ended with its owner.
     drop(consumer);
-    let salt = lent.offer().salt.ok_or(Error::PeerGone { purpose: "for a pattern" })?;
-    let after = pattern::verify(&lent, 0, lent.range(), Pattern::new(salt), &mut |_| Ok(()))?;
-    Ok(Ok((lent, before.verified && after.passed())))
+    let after = Verifier::verify(&mut verifier, &object, &mut || Ok(()))?;
+    let checked = before.check.is_some() && after.check.is_some();
+    Ok(Ok((object, checked && before.verified && after.verified)))
 }
 
 pub(super) fn exporter_killed(bench: &mut Bench) -> Result<Found> {
     Ok(match orphan(bench)? {
         Err(seen) => Found::failed("The process that was to be killed could not share its memory.").with(seen),
         Ok((_, false)) => Found::failed("The bytes changed when the process that they came from was killed."),
-        Ok((lent, true)) => {
+        Ok((object, true)) => {
             let meaning = "Imported memory stays readable, with its bytes, when its exporter is killed.";
-            Found::ok(meaning).figure("bytes", lent.size())
+            Found::ok(meaning).figure("bytes", object.mapped_size())
         }
     })
 }
@@ -65,13 +66,13 @@ pub(super) fn memory_returned(bench: &mut Bench) -> Result<Found> {
         return Ok(Found::of(crate::tools::doctor::Status::Skipped, why));
     }
     let before = bench.device.memory_info()?.free;
-    let lent = match orphan(bench)? {
-        Ok((lent, _)) => lent,
+    let object = match orphan(bench)? {
+        Ok((object, _)) => object,
         Err(seen) => return Ok(Found::failed("There was no memory to be given back.").with(seen)),
     };
-    let size = lent.size();
+    let size = object.mapped_size();
     let held = bench.device.memory_info()?.free;
-    drop(lent);
+    drop(object);
     let begun = Instant::now();
     loop {
         let after = bench.device.memory_info()?.free;

@@ -13,42 +13,37 @@ use crate::{
     channel::{Cancel, Listener, Trust},
     driver::{DeviceUuid, Diagnosis, Driver, EventHandle},
     error::{Error, ProtocolError, Result},
-    memory::{Device, Selector, Spec},
+    memory::{Device, Placement, Selector, Spec},
     session::{
-        self, Terms,
-        consumer::{Ask, Consumer},
-        producer::{self, Buffer, Content, Plan, Served},
+        self, Config,
+        handoff::{self, Buffer, Consumer, Request, ServeOptions},
     },
+    tools::check::{DataVerifier, Exercise},
     tools::doctor::{
         Status,
         control::{Control, Say, Taken, unexpected},
         peer::PeerProcess,
         report::Seen,
     },
-    wire::{Mechanism, Placement},
 };
 
 /// How memory travels in a probe.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::tools::doctor) struct Way {
     pub(in crate::tools::doctor) probe: &'static str,
-    mechanism: Mechanism,
-    location: Placement,
+    spec: fn(u64) -> Spec,
 }
 
 impl Way {
-    pub(in crate::tools::doctor) const ROUND_TRIP: Self = Self::of("round-trip", Mechanism::Vmm);
-    pub(in crate::tools::doctor) const POOL: Self = Self::of("pool", Mechanism::Pool);
-    pub(in crate::tools::doctor) const LEGACY: Self = Self::of("legacy", Mechanism::Legacy);
+    pub(in crate::tools::doctor) const ROUND_TRIP: Self =
+        Self { probe: "round-trip", spec: |size| Spec::vmm(size).into() };
+    pub(in crate::tools::doctor) const POOL: Self = Self { probe: "pool", spec: Spec::pool };
+    pub(in crate::tools::doctor) const LEGACY: Self = Self { probe: "legacy", spec: Spec::legacy };
     pub(in crate::tools::doctor) const HOST: Self =
-        Self { location: Placement::Host, ..Self::of("host-numa", Mechanism::Vmm) };
+        Self { probe: "host-numa", spec: |size| Spec::vmm(size).placement(Placement::Host).into() };
 
     /// What was called if there can be no socket in the folder.
     pub(in crate::tools::doctor) const BIND: &str = "bind";
-
-    const fn of(probe: &'static str, mechanism: Mechanism) -> Self {
-        Self { probe, mechanism, location: Placement::Device }
-    }
 
     /// The way of a probe, as the other end names it. Where only the memory counts it is the plain one.
     pub(in crate::tools::doctor) fn named(probe: &str) -> Self {
@@ -72,8 +67,8 @@ pub(in crate::tools::doctor) struct End {
 const SIZE: u64 = (4 << 20) + 13;
 
 impl End {
-    pub(in crate::tools::doctor) fn terms(&self, cancel: &Cancel) -> Terms {
-        Terms { timeout: self.timeout, trust: self.trust.clone(), cancel: cancel.clone() }
+    pub(in crate::tools::doctor) fn config(&self, cancel: &Cancel) -> Config {
+        Config::default().with_timeout(self.timeout).with_trust(self.trust.clone()).with_cancel(cancel)
     }
 
     /// As [`follow`], with a limit for all of it together that may grow meanwhile. `each` may end it.
@@ -91,9 +86,9 @@ impl End {
 /// Lends memory to the other end, which reads it and writes a reply.
 pub(in crate::tools::doctor) fn lend(end: &End, control: &mut Control, device: &Device, way: Way) -> Result<Found> {
     let cancel = Cancel::new()?;
-    let spec = Spec { size: SIZE, mechanism: way.mechanism, location: way.location, ..Spec::default() };
-    let content = Content::Pattern(rand::random());
-    let buffer = Buffer::create(device, &spec, content, None, &cancel, &|_| {})?;
+    let config = end.config(&cancel);
+    let content = Exercise::pattern(rand::random(), &|_| {});
+    let buffer = Buffer::create(device, (way.spec)(SIZE), content, None, &config, &|_| {})?;
     let listener = match Listener::bind(&end.socket, !end.trust.uids.is_empty(), end.timeout, &cancel) {
         Ok(listener) => listener,
         Err(error @ Error::Interrupted { .. }) => return Err(error),
@@ -101,11 +96,9 @@ pub(in crate::tools::doctor) fn lend(end: &End, control: &mut Control, device: &
         Err(error) => return Ok(of_seen(way.probe, Seen { call: Some(Way::BIND.to_owned()), ..Seen::of(&error) })),
     };
     control.send(&Say::Begin { probe: way.probe.to_owned() })?;
-    let terms = end.terms(&cancel);
-    let mut served: Vec<Served> = Vec::new();
-    let plan = Plan { consumers: 1, round_trip: true };
+    let options = ServeOptions::default().with_round_trip(true);
     let (done, result) = thread::scope(|scope| {
-        let serving = scope.spawn(|| producer::serve(listener, &buffer, plan, &terms, &|_| {}, &mut served));
+        let serving = scope.spawn(|| handoff::serve(listener, &buffer, &options, &config, &|_| {}));
         let done = control.receive();
         // An end that fails before it has asked for anything would be waited for in vain.
         if !matches!(done, Ok(Say::Done { error: None, .. })) {
@@ -121,8 +114,8 @@ pub(in crate::tools::doctor) fn lend(end: &End, control: &mut Control, device: &
         }
         other => return unexpected(&other, "done"),
     };
-    result.map_err(|_| Error::system("serve the memory", std::io::Error::other("its thread panicked")))??;
-    let served = served.pop().ok_or(Error::NoConsumer { waited: end.timeout })?;
+    let report = result.map_err(|_| Error::system("serve the memory", std::io::Error::other("its thread panicked")))?;
+    let served = report.into_result()?.pop().ok_or(Error::NoConsumer { waited: end.timeout })?;
     if served.mismatched() {
         return Ok(Found::failed("One process does not see what the other wrote."));
     }
@@ -154,23 +147,23 @@ fn of_seen(probe: &str, seen: Seen) -> Found {
 pub(in crate::tools::doctor) fn take(end: &End, cancel: &Cancel, device: Option<Selector>) -> Result<Taken> {
     let opened = Mutex::new(Duration::ZERO);
     let observer = |event: session::Event<'_>| {
-        if let session::Event::Mapped { took, .. } = event {
-            *opened.lock().unwrap_or_else(PoisonError::into_inner) += took;
+        if let session::Event::Mapped { elapsed, .. } = event {
+            *opened.lock().unwrap_or_else(PoisonError::into_inner) += elapsed;
         }
     };
-    let terms = end.terms(cancel);
-    let mut consumer = Consumer::connect(&end.driver, device, &end.socket, &terms, &observer)?;
-    let lent = consumer.request(&Ask::default())?;
-    let found = consumer.verify(&lent)?;
+    let (config, mut verifier) = (end.config(cancel), DataVerifier::new(&|_| {}));
+    let mut consumer = Consumer::connect(&end.driver, device, &end.socket, &config, &observer)?;
+    let object = consumer.request(&Request::default())?;
+    let found = consumer.verify(&object, &mut verifier)?;
     if found.verified {
-        consumer.reply(&lent)?;
+        consumer.reply(&object, &mut verifier)?;
     }
-    consumer.report(&lent, &found)?;
-    let memory = &lent.offer().memory;
+    consumer.report(&object, &found)?;
+    let memory = object.description();
     let bytes = memory.size;
     // The one that was chosen, unless one was named.
     let through = Device::for_memory_of(&end.driver, &memory.device, None).ok().map(|device| device.uuid());
-    drop(lent);
+    drop(object);
     consumer.close();
     let open_us = micros(*opened.lock().unwrap_or_else(PoisonError::into_inner));
     Ok(Taken { open_us, bytes, through })

@@ -1,4 +1,4 @@
-//! Turns on the buffer: many readers at a time, or one that has it to itself, in the order in which they came.
+//! Turns on a buffer: many readers at a time, or one alone, in the order in which they came.
 
 use std::{
     collections::VecDeque,
@@ -30,9 +30,14 @@ struct State {
 }
 
 impl Gate {
-    /// Waits for a turn, which lasts until the guard is dropped. `tick` is called every now and then; its error ends the
+    /// Waits for a turn, which lasts until the guard is dropped. Calls `tick` as often as `every` says; its error ends the
     /// waiting.
-    pub(super) fn enter(&self, turn: Turn, tick: &mut dyn FnMut() -> Result<()>) -> Result<Entered<'_>> {
+    pub(super) fn enter(
+        &self,
+        turn: Turn,
+        every: Duration,
+        tick: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Entered<'_>> {
         let mut state = self.lock();
         state.tickets += 1;
         let ticket = state.tickets;
@@ -49,8 +54,7 @@ impl Gate {
                 self.changed.notify_all();
                 return Ok(Entered { gate: self, turn });
             }
-            let (woken, _) =
-                self.changed.wait_timeout(state, Duration::from_millis(100)).unwrap_or_else(PoisonError::into_inner);
+            let (woken, _) = self.changed.wait_timeout(state, every).unwrap_or_else(PoisonError::into_inner);
             drop(woken);
             // Without the lock: it may send.
             let ticked = tick();
@@ -93,6 +97,8 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
+    const EVERY: Duration = Duration::from_millis(100);
+
     fn give_up() -> Result<()> {
         Err(Error::NoDevice)
     }
@@ -100,22 +106,22 @@ mod tests {
     #[test]
     fn readers_share_and_a_writer_waits_for_them() {
         let gate = Gate::default();
-        let first = gate.enter(Turn::Shared, &mut give_up).unwrap();
-        let second = gate.enter(Turn::Shared, &mut give_up).unwrap();
-        assert!(gate.enter(Turn::Alone, &mut give_up).is_err());
+        let first = gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap();
+        let second = gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap();
+        assert!(gate.enter(Turn::Alone, EVERY, &mut give_up).is_err());
         drop((first, second));
-        let alone = gate.enter(Turn::Alone, &mut give_up).unwrap();
-        assert!(gate.enter(Turn::Shared, &mut give_up).is_err());
+        let alone = gate.enter(Turn::Alone, EVERY, &mut give_up).unwrap();
+        assert!(gate.enter(Turn::Shared, EVERY, &mut give_up).is_err());
         drop(alone);
-        gate.enter(Turn::Shared, &mut give_up).unwrap();
+        gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap();
     }
 
     #[test]
-    fn whoever_gives_up_does_not_block_those_behind() {
+    fn a_waiter_that_gives_up_does_not_block_those_behind() {
         let gate = Gate::default();
-        let reader = gate.enter(Turn::Shared, &mut give_up).unwrap();
-        assert!(gate.enter(Turn::Alone, &mut give_up).is_err());
-        drop(gate.enter(Turn::Shared, &mut give_up).unwrap());
+        let reader = gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap();
+        assert!(gate.enter(Turn::Alone, EVERY, &mut give_up).is_err());
+        drop(gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap());
         drop(reader);
     }
 
@@ -126,7 +132,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..100 {
-                        let _turn = gate.enter(Turn::Alone, &mut || Ok(())).unwrap();
+                        let _turn = gate.enter(Turn::Alone, EVERY, &mut || Ok(())).unwrap();
                         assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
                         std::thread::yield_now();
                         assert_eq!(inside.fetch_sub(1, Ordering::SeqCst), 1);

@@ -1,0 +1,175 @@
+use super::{super::descriptor::problem, *};
+
+#[test]
+fn strides_must_be_as_many_as_dimensions() {
+    for strides in [&[][..], &[1], &[1, 1, 1]] {
+        let made = array("|u1", &[1, 0], Some(strides), 0);
+        refused(made.check(u64::MAX), &format!("{} strides can't belong to 2 dimensions", strides.len()));
+        refused(made.elements(), "strides");
+        refused(made.strides_in_bytes(), "strides");
+        refused(made.interface(0, false), "strides");
+    }
+}
+
+#[test]
+fn contiguous_arrays_have_the_strides_of_their_order() {
+    let c = ArrayDescriptor::new(F4, [2, 3, 4], Order::C).unwrap();
+    assert_eq!((c.strides.clone(), c.strides_in_bytes().unwrap()), (None, vec![48, 16, 4]));
+    let f = ArrayDescriptor::new(F4, [2, 3, 4], Order::F).unwrap();
+    assert_eq!(f.strides, Some(vec![4, 8, 24]));
+    for made in [&c, &f] {
+        assert_eq!((made.elements().unwrap(), made.bytes().unwrap(), made.span().unwrap()), (24, 96, 0..96));
+    }
+    // One order or the other is the same for a line, and for nothing.
+    for shape in [&[][..], &[5], &[1, 5, 1], &[5, 0, 7]] {
+        assert_eq!(ArrayDescriptor::new(F4, shape, Order::F).unwrap().strides, None, "{shape:?}");
+    }
+    assert_eq!(floats(&[3, 0, 4]).strides_in_bytes().unwrap(), [16, 16, 4]);
+}
+
+#[test]
+fn a_count_beyond_64_bits_is_an_error_unless_there_is_nothing_to_count() {
+    let huge = u64::MAX;
+    for order in [Order::C, Order::F] {
+        refused(ArrayDescriptor::new(U1, [huge, 2], order), "more elements than 64 bits");
+        refused(ArrayDescriptor::new(F4, [1 << 62], order), "more bytes than 64 bits");
+        let made = ArrayDescriptor::new(U1, [huge, 1], order).unwrap();
+        assert_eq!((made.bytes().unwrap(), made.span().unwrap()), (huge, 0..huge));
+        let nothing = ArrayDescriptor::new(F4, [huge, huge, 0, huge], order).unwrap();
+        assert_eq!((nothing.elements().unwrap(), nothing.bytes().unwrap()), (0, 0));
+        nothing.check(0).unwrap();
+    }
+    refused(array("<f4", &[huge, huge, 0, huge], None, 0).strides_in_bytes(), "stride");
+    refused(ArrayDescriptor::new(U1, [2, 1 << 62, 1], Order::F), "stride of more bytes");
+    refused(array("|u1", &[1, 1 << 63], None, 0).strides_in_bytes(), "stride of more bytes");
+    refused(array("|u1", &[2, huge, huge, huge], None, 0).span(), "further than 64 bits");
+}
+
+#[test]
+fn a_broadcast_may_have_more_elements_than_can_be_counted() {
+    let made = array("<f8", &[u64::MAX, 3, u64::MAX], Some(&[0, 8, 0]), 8);
+    assert_eq!(made.span().unwrap(), 8..32);
+    made.check(32).unwrap();
+    refused(made.elements(), "more elements than 64 bits");
+    assert_eq!(made.offset_of(&[u64::MAX - 1, 2, 7]).unwrap(), 24);
+    assert_eq!(made.offsets().unwrap().take(3).collect::<Vec<_>>(), [8, 8, 8]);
+    assert_eq!(
+        made.index(0, 1 << 63).unwrap().index(1, 0).unwrap().offsets().unwrap().collect::<Vec<_>>(),
+        [8, 16, 24]
+    );
+}
+
+#[test]
+fn a_byte_outside_the_memory_is_an_error_that_says_which() {
+    let made = array("<f4", &[3, 2], Some(&[-8, 4]), 16);
+    assert_eq!(made.span().unwrap(), 0..24);
+    made.check(24).unwrap();
+    let error = made.check(23).unwrap_err();
+    assert!(matches!(error, Error::OutOfRange { offset: 0, length: 24, size: 23 }), "{error}");
+    assert_eq!((error.kind(), problem(String::new()).kind()), (crate::ErrorKind::Usage, crate::ErrorKind::Usage));
+    let before = ArrayDescriptor { offset: 15, ..made.clone() };
+    refused(before.check(u64::MAX), "lowest byte lies 1 bytes before");
+    let end = ArrayDescriptor { offset: u64::MAX - 8, ..made };
+    assert_eq!(end.span().unwrap(), u64::MAX - 24..u64::MAX);
+    refused(ArrayDescriptor { offset: u64::MAX - 7, ..end }.span(), "further than 64 bits");
+    // Sums of 2¹²⁸ bytes, which are nothing to who counts in 128 bits.
+    for (last, strides) in [(5, [i64::MIN; 3]), (17, [i64::MAX, i64::MAX, 1 << 62])] {
+        let around = array("|V8", &[u64::MAX, u64::MAX, last], Some(&strides), 0);
+        refused(around.check(u64::MAX), "further than 64 bits");
+    }
+}
+
+#[test]
+fn an_array_without_elements_needs_no_memory() {
+    let wild = array("|V2147483647", &[u64::MAX, 0, 5], Some(&[i64::MAX, i64::MIN, -1]), 0);
+    wild.check(0).unwrap();
+    assert_eq!(wild.interface(4096, true).unwrap().data, (0, true));
+    assert_eq!(wild.offsets().unwrap().next(), None);
+    let wider = array("<f4", &[9, u64::MAX, u64::MAX, u64::MAX, 0], None, 0);
+    refused(wider.offset_of(&[8, 8, 8, 8, 0]), "index 0 is not inside dimension 4, of length 0");
+    assert_eq!(wider.slice(0, 0..9, 2).unwrap().shape[0], 5);
+    let behind = ArrayDescriptor { offset: 9, ..wild };
+    assert_eq!(behind.span().unwrap(), 9..9);
+    behind.check(9).unwrap();
+    assert!(matches!(behind.check(8), Err(Error::OutOfRange { offset: 9, length: 0, size: 8 })));
+    for part in [behind.slice(0, 3..9, -2), behind.index(0, 7), behind.index(2, 4), behind.transpose()] {
+        assert_eq!(part.unwrap().span().unwrap(), 9..9);
+    }
+    // Cutting everything away leaves nothing that could lie outside.
+    for range in [0..0, 3..3] {
+        assert_eq!(array("|u1", &[3], Some(&[-7]), 14).slice(0, range, -1).unwrap(), array("|u1", &[0], None, 14));
+    }
+}
+
+#[test]
+fn a_shape_of_no_dimensions_is_one_element() {
+    let made = array("<c16", &[], Some(&[]), 7);
+    assert_eq!((made.elements().unwrap(), made.span().unwrap()), (1, 7..23));
+    assert_eq!(made.offset_of(&[]).unwrap(), 7);
+    assert_eq!(made.offsets().unwrap().collect::<Vec<_>>(), [7]);
+    assert_eq!((side_by_side(&made, Order::C), side_by_side(&made, Order::F)), (true, true));
+    assert_eq!(made.transpose().unwrap().span().unwrap(), 7..23);
+    refused(made.index(0, 0), "no axis 0 among 0");
+}
+
+#[test]
+fn parts_are_those_of_numpy() {
+    let made = floats(&[4, 5]);
+    let part = made.slice(0, 1..4, 2).unwrap();
+    assert_eq!(part, array("<f4", &[2, 5], Some(&[40, 4]), 20));
+    assert_eq!(part.slice(1, 0..5, -3).unwrap(), array("<f4", &[2, 2], Some(&[40, -12]), 36));
+    assert_eq!(made.slice(0, 1..3, 1).unwrap(), array("<f4", &[2, 5], None, 20), "whole rows are contiguous");
+    assert_eq!(made.slice(1, 2..5, i64::MIN).unwrap(), array("<f4", &[4, 1], Some(&[20, 4]), 16));
+    assert_eq!(made.slice(1, 2..5, i64::MAX).unwrap(), array("<f4", &[4, 1], Some(&[20, 4]), 8));
+    assert_eq!(made.index(0, 3).unwrap(), array("<f4", &[5], None, 60));
+    assert_eq!(made.index(1, 3).unwrap(), array("<f4", &[4], Some(&[20]), 12));
+    assert_eq!(made.transpose().unwrap(), array("<f4", &[5, 4], Some(&[4, 20]), 0));
+    assert_eq!(made.transpose().unwrap().transpose().unwrap(), made);
+    let three = floats(&[2, 3, 4]).permute(&[2, 0, 1]).unwrap();
+    assert_eq!((three.shape, three.strides), (vec![4, 2, 3], Some(vec![4, 48, 16])));
+}
+
+#[test]
+fn what_does_not_belong_to_the_array_is_refused() {
+    let made = floats(&[4, 5]);
+    refused(made.slice(2, 0..1, 1), "no axis 2 among 2");
+    refused(made.slice(1, 0..5, 0), "step of 0");
+    refused(made.slice(1, 0..6, 1), "0..6 is no range in dimension 1, of length 5");
+    #[expect(clippy::reversed_empty_ranges, reason = "it is what must be refused")]
+    refused(made.slice(1, 3..2, 1), "3..2 is no range");
+    refused(made.index(0, 4), "index 4 is not inside dimension 0, of length 4");
+    refused(made.index(9, 0), "no axis 9");
+    refused(made.offset_of(&[1]), "1 numbers");
+    refused(made.offset_of(&[3, 5]), "index 5 is not inside dimension 1, of length 5");
+    refused(floats(&[4, 0]).offset_of(&[0, 0]), "index 0 is not inside dimension 1, of length 0");
+    for axes in [&[][..], &[0], &[0, 0], &[1, 2], &[0, 1, 2], &[0, 1, 1], &[usize::MAX, 0]] {
+        refused(made.permute(axes), "does not name each of 2 axes once");
+    }
+    let outside = array("<f4", &[4, 5], Some(&[-20, 4]), 0);
+    refused(outside.slice(0, 0..1, 1), "before the start");
+    refused(outside.index(0, 0), "before the start");
+    refused(outside.transpose(), "before the start");
+    refused(outside.offset_of(&[0, 0]), "before the start");
+    refused(outside.offsets(), "before the start");
+    refused(outside.interface(1 << 40, false), "before the start");
+    refused(array("|u1", &[3], Some(&[1 << 62]), 0).slice(0, 0..3, 2), "stride of more bytes");
+}
+
+#[test]
+fn contiguity_looks_at_the_dimensions_that_matter() {
+    let both = |made: &ArrayDescriptor| (side_by_side(made, Order::C), side_by_side(made, Order::F));
+    for (shape, strides, want) in [
+        (&[2, 3][..], Some(&[12, 4][..]), (true, false)),
+        (&[2, 3], None, (true, false)),
+        (&[2, 3], Some(&[4, 8]), (false, true)),
+        (&[2, 3], Some(&[16, 4]), (false, false)),
+        (&[2, 3], Some(&[-12, 4]), (false, false)),
+        (&[2, 3], Some(&[0, 4]), (false, false)),
+        (&[3], Some(&[4]), (true, true)),
+        (&[3], Some(&[8]), (false, false)),
+        (&[1, 3, 1], Some(&[-99, 4, 0]), (true, true)),
+        (&[2, 0], Some(&[77, -5]), (true, true)),
+    ] {
+        assert_eq!(both(&array("<f4", shape, strides, 4)), want, "{shape:?} {strides:?}");
+    }
+}

@@ -1,0 +1,33 @@
+use serde_json::json;
+
+use super::*;
+
+#[test]
+fn the_interface_is_the_dictionary_of_version_3() {
+    let made = floats(&[2, 3]).slice(0, 0..2, -1).unwrap();
+    assert_eq!(
+        serde_json::to_value(made.interface(0x7f00_0000_0000, true).unwrap()).unwrap(),
+        json!({
+            "shape": [2, 3], "typestr": "<f4", "data": [0x7f00_0000_000cu64, true], "version": 3, "strides": [-12, 4],
+            "stream": null,
+        })
+    );
+    let whole = serde_json::to_value(floats(&[2]).interface(256, false).unwrap()).unwrap();
+    assert_eq!((&whole["strides"], &whole["data"]), (&json!(null), &json!([256, false])));
+    floats(&[2]).interface(u64::MAX - 8, false).unwrap();
+    refused(floats(&[2]).interface(u64::MAX - 7, false), "passes the end of memory");
+    assert_eq!(array("<f4", &[0], None, 5).interface(u64::MAX, false).unwrap().data, (0, false));
+}
+
+#[test]
+fn what_the_interface_has_no_name_for_is_refused() {
+    for dtype in ["bfloat16", ">bfloat16", "float8_e4m3fn", "float8_e8m0fnu"] {
+        let made = array(dtype, &[2], None, 0);
+        refused(made.interface(256, false), &format!("can't describe elements of type {dtype}: it has no typestr"));
+        let words = ArrayDescriptor { dtype: element(if made.dtype.size() == 2 { "u16" } else { "u8" }), ..made };
+        assert_eq!(words.interface(256, false).unwrap().data, (256, false));
+    }
+    for (dtype, typestr) in [("bool", "|b1"), (">int16", ">i2"), ("half", "<f2"), ("void128", "|V16")] {
+        assert_eq!(array(dtype, &[], None, 0).interface(256, false).unwrap().typestr, typestr);
+    }
+}

@@ -1,0 +1,42 @@
+mod descriptor;
+mod element;
+mod format;
+mod interface;
+mod json;
+mod properties;
+mod shape;
+
+use std::fmt;
+
+use super::*;
+use crate::error::{Error, Result};
+
+const F4: ElementType = ElementType::F32;
+const U1: ElementType = ElementType::U8;
+
+fn element(text: &str) -> ElementType {
+    text.parse().unwrap()
+}
+
+fn array(text: &str, shape: &[u64], strides: Option<&[i64]>, offset: u64) -> ArrayDescriptor {
+    let strides = strides.map(<[i64]>::to_vec);
+    ArrayDescriptor { dtype: element(text), shape: shape.to_vec(), strides, offset }
+}
+
+/// A contiguous array of floats.
+fn floats(shape: &[u64]) -> ArrayDescriptor {
+    ArrayDescriptor::new(F4, shape, Order::C).unwrap()
+}
+
+#[track_caller]
+fn refused<T: fmt::Debug>(result: Result<T>, part: &str) {
+    match result {
+        Err(Error::Array { problem }) => assert!(problem.contains(part), "{problem}"),
+        other => panic!("{other:?} where an error was due: {part}"),
+    }
+}
+
+/// Whether the elements lie side by side in this order.
+fn side_by_side(array: &ArrayDescriptor, order: Order) -> bool {
+    array.steps_are(order, &array.steps().unwrap())
+}

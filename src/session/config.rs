@@ -1,0 +1,62 @@
+//! What both sides of a session are configured with.
+
+use std::time::Duration;
+
+use crate::{
+    channel::{Cancel, Trust},
+    error::Result,
+};
+
+/// How a session treats its peer: how long it waits, whom it trusts, what ends it early.
+///
+/// ```
+/// use std::time::Duration;
+/// use vmmfd::{channel::Cancel, session::Config};
+///
+/// # fn main() -> vmmfd::Result<()> {
+/// let config = Config::default();
+/// assert_eq!(config.timeout, Duration::from_secs(30));
+/// let impatient = Config::default().with_timeout(Duration::from_millis(500)).with_cancel(&Cancel::new()?);
+/// # drop(impatient);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Config {
+    /// The longest silence of the peer, and the longest wait for one to appear: 30 s by default. The peer learns it, and says
+    /// that it is busy as often as this requires.
+    pub timeout: Duration,
+    /// Which users the peer may belong to: by default this process's user and root.
+    pub trust: Trust,
+    /// Ends the session's waits early, with [`crate::Error::Interrupted`]; by default nothing does.
+    pub cancel: Option<Cancel>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(30), trust: Trust::default(), cancel: None }
+    }
+}
+
+impl Config {
+    /// With another timeout.
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
+    /// With other users to trust.
+    pub fn with_trust(self, trust: Trust) -> Self {
+        Self { trust, ..self }
+    }
+
+    /// With something that ends it early.
+    pub fn with_cancel(self, cancel: &Cancel) -> Self {
+        Self { cancel: Some(cancel.clone()), ..self }
+    }
+
+    /// What ends it early, or something that never does.
+    pub(super) fn cancel(&self) -> Result<Cancel> {
+        self.cancel.clone().map_or_else(Cancel::new, Ok)
+    }
+}

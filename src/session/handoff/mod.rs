@@ -1,0 +1,61 @@
+//! One buffer, handed to consumers that ask for it.
+//!
+//! A producer serves a [`Buffer`]; a [`Consumer`] asks for it, opens it, uses it and says whether it was right. What the data is
+//! and how it is checked is the caller's: [`Content`] at the producer, [`Verifier`] at the consumer, [`Unchecked`] where nothing is
+//! checked.
+//!
+//! Here over a socket pair, as between a process and one that it starts:
+//!
+//! ```
+//! use std::thread;
+//! use vmmfd::{
+//!     channel::Channel,
+//!     driver::{Access, Backend, Choice, open},
+//!     memory::{Device, Region, Selector, Shared, Spec},
+//!     session::{
+//!         Config, Verdict,
+//!         handoff::{Buffer, Consumer, Request, ServeOptions, Unchecked, serve_connection},
+//!     },
+//! };
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let driver = open(Choice::Only(Backend::Host))?.driver;
+//! let device = Device::find(&driver, Selector::default())?;
+//! let shared = Shared::create(&device, Spec::vmm(1000))?;
+//! shared.copy_in(0, b"there")?;
+//! let buffer = Buffer::new(shared, Unchecked, None)?;
+//!
+//! let (ours, theirs) = Channel::socket_pair()?;
+//! let config = Config::default();
+//! thread::scope(|scope| {
+//!     let producer = scope.spawn(|| serve_connection(ours, &buffer, &ServeOptions::default(), &config, &|_| {}));
+//!
+//!     // In the other process:
+//!     let mut consumer = Consumer::over(theirs, &driver, None, &config, &|_| {})?;
+//!     let object = consumer.request(&Request::default())?;
+//!     let mut bytes = [0; 5];
+//!     object.copy_out(0, &mut bytes)?;
+//!     assert_eq!(&bytes, b"there");
+//!     consumer.report(&object, &Verdict::unchecked(true))?;
+//!     consumer.close();
+//!
+//!     let served = producer.join().expect("no panic")?;
+//!     assert!(served.error.is_none());
+//!     Ok(())
+//! })
+//! # }
+//! ```
+
+mod buffer;
+mod connection;
+mod consumer;
+mod content;
+mod gate;
+mod server;
+
+pub use self::{
+    buffer::Buffer,
+    consumer::{Consumer, Findings, ImportedObject, Request, fetch},
+    content::{Content, Offered, Tick, Unchecked, Verifier},
+    server::{ServeOptions, ServeReport, Served, serve, serve_connection},
+};

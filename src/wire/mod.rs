@@ -1,0 +1,256 @@
+#![doc = include_str!("../../docs/protocol.md")]
+
+mod messages;
+#[cfg(test)]
+mod tests;
+
+use serde::de::DeserializeOwned;
+
+pub use self::messages::{
+    BufferNumber, BufferTurn, Busy, ByteRange, Check, Device, Failure, Hello, Location, Mechanism, Memory, Offer, Part,
+    Pointer, PoolNumber, Ready, Received, Request, Segments, Subscribe, Verdict,
+};
+pub use crate::error::{ErrorCode, ProtocolError};
+
+/// The version of the protocol that this build speaks.
+pub const VERSION: u16 = 1;
+
+/// The length of a record's header, in bytes.
+pub const HEADER_LENGTH: usize = 16;
+
+/// The longest body, in bytes.
+pub const MAX_BODY: usize = 64 * 1024;
+
+/// The most descriptors in one record: the kernel's own limit (`SCM_MAX_FD`).
+pub const MAX_FDS: usize = 253;
+
+/// The longest name of an object, a backend or a device, in bytes.
+pub const MAX_NAME: usize = 255;
+
+/// The name of the object that a producer serves unless told otherwise.
+pub const DEFAULT_OBJECT: &str = "default";
+
+/// The capability of both ends of a stream.
+pub const STREAM: &str = "stream";
+
+const MAGIC: [u8; 4] = *b"VMFD";
+
+/// One record's content.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Message {
+    /// Kind 1.
+    Hello(Hello),
+    /// Kind 2.
+    Request(Request),
+    /// Kind 3.
+    Offer(Box<Offer>),
+    /// Kind 4, with a descriptor for each.
+    Segments(Segments),
+    /// Kind 5.
+    Received(Received),
+    /// Kind 6.
+    Result(Verdict),
+    /// Kind 7.
+    Busy(Busy),
+    /// Kind 8.
+    Error(Failure),
+    /// Kind 9, with the pool's descriptor.
+    Pool(PoolNumber),
+    /// Kind 10.
+    Subscribe(Subscribe),
+    /// Kind 11.
+    Ready(Ready),
+    /// Kind 12.
+    Done(BufferTurn),
+    /// Kind 13.
+    Withdraw(BufferNumber),
+    /// Kind 14.
+    Gone(BufferNumber),
+}
+
+impl Message {
+    /// The name of its kind.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Hello(_) => "hello",
+            Self::Request(_) => "request",
+            Self::Offer(_) => "offer",
+            Self::Segments(_) => "segments",
+            Self::Received(_) => "received",
+            Self::Result(_) => "result",
+            Self::Busy(_) => "busy",
+            Self::Error(_) => "error",
+            Self::Pool(_) => "pool",
+            Self::Subscribe(_) => "subscribe",
+            Self::Ready(_) => "ready",
+            Self::Done(_) => "done",
+            Self::Withdraw(_) => "withdraw",
+            Self::Gone(_) => "gone",
+        }
+    }
+
+    /// How many descriptors belong to it: the one place that says which messages carry any.
+    pub fn fd_count(&self) -> usize {
+        match self {
+            Self::Segments(segments) => segments.sizes.len(),
+            Self::Ready(ready) => ready.sizes.len(),
+            Self::Pool(_) => 1,
+            _ => 0,
+        }
+    }
+
+    /// The record.
+    ///
+    /// # Errors
+    /// [`ProtocolError::LongRecord`] or [`ProtocolError::Content`] if the message is larger than the protocol allows.
+    pub fn encode(&self) -> Result<Vec<u8>, ProtocolError> {
+        let mut record = Vec::new();
+        self.encode_into(&mut record).map(|()| record)
+    }
+
+    /// As [`Message::encode`], into memory that is used again and again: what it held is gone.
+    ///
+    /// # Errors
+    /// As [`Message::encode`].
+    pub fn encode_into(&self, record: &mut Vec<u8>) -> Result<(), ProtocolError> {
+        self.check()?;
+        record.clear();
+        record.resize(HEADER_LENGTH, 0);
+        let (kind, written): (u16, _) = match self {
+            Self::Hello(body) => (1, serde_json::to_writer(&mut *record, body)),
+            Self::Request(body) => (2, serde_json::to_writer(&mut *record, body)),
+            Self::Offer(body) => (3, serde_json::to_writer(&mut *record, body)),
+            Self::Segments(body) => (4, serde_json::to_writer(&mut *record, body)),
+            Self::Received(body) => (5, serde_json::to_writer(&mut *record, body)),
+            Self::Result(body) => (6, serde_json::to_writer(&mut *record, body)),
+            Self::Busy(body) => (7, serde_json::to_writer(&mut *record, body)),
+            Self::Error(body) => (8, serde_json::to_writer(&mut *record, body)),
+            Self::Pool(body) => (9, serde_json::to_writer(&mut *record, body)),
+            Self::Subscribe(body) => (10, serde_json::to_writer(&mut *record, body)),
+            Self::Ready(body) => (11, serde_json::to_writer(&mut *record, body)),
+            Self::Done(body) => (12, serde_json::to_writer(&mut *record, body)),
+            Self::Withdraw(body) => (13, serde_json::to_writer(&mut *record, body)),
+            Self::Gone(body) => (14, serde_json::to_writer(&mut *record, body)),
+        };
+        written.map_err(|error| ProtocolError::Content(error.to_string()))?;
+        let length = record.len() - HEADER_LENGTH;
+        if length > MAX_BODY {
+            return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
+        }
+        record[0..4].copy_from_slice(&MAGIC);
+        record[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        record[6..8].copy_from_slice(&kind.to_le_bytes());
+        record[8..12].copy_from_slice(&(length as u32).to_le_bytes());
+        record[12..16].copy_from_slice(&(self.fd_count() as u32).to_le_bytes());
+        Ok(())
+    }
+
+    /// Reads a record that came with `fds` descriptors.
+    ///
+    /// Control characters in a peer's names and sentences become spaces, so that none reaches a terminal. A `check` is left as it
+    /// is.
+    ///
+    /// # Errors
+    /// Each thing that can be wrong with it has its own [`ProtocolError`].
+    pub fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
+        let Some((header, body)) = record.split_first_chunk::<HEADER_LENGTH>() else {
+            return Err(ProtocolError::ShortRecord { got: record.len(), header: HEADER_LENGTH });
+        };
+        let [m0, m1, m2, m3, v0, v1, k0, k1, l0, l1, l2, l3, f0, f1, f2, f3] = *header;
+        let magic = [m0, m1, m2, m3];
+        if magic != MAGIC {
+            return Err(ProtocolError::Magic { got: magic });
+        }
+        match u16::from_le_bytes([v0, v1]) {
+            VERSION => {}
+            got => return Err(ProtocolError::Version { got, own: VERSION }),
+        }
+        let length = u32::from_le_bytes([l0, l1, l2, l3]);
+        if body.len() > MAX_BODY {
+            return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
+        }
+        if length as usize != body.len() {
+            return Err(ProtocolError::BodyLength { claimed: length, got: body.len() });
+        }
+        let mut message = match u16::from_le_bytes([k0, k1]) {
+            1 => Self::Hello(parse("hello", body)?),
+            2 => Self::Request(parse("request", body)?),
+            3 => Self::Offer(parse("offer", body)?),
+            4 => Self::Segments(parse("segments", body)?),
+            5 => Self::Received(parse("received", body)?),
+            6 => Self::Result(parse("result", body)?),
+            7 => Self::Busy(parse("busy", body)?),
+            8 => Self::Error(parse("error", body)?),
+            9 => Self::Pool(parse("pool", body)?),
+            10 => Self::Subscribe(parse("subscribe", body)?),
+            11 => Self::Ready(parse("ready", body)?),
+            12 => Self::Done(parse("done", body)?),
+            13 => Self::Withdraw(parse("withdraw", body)?),
+            14 => Self::Gone(parse("gone", body)?),
+            got => return Err(ProtocolError::Kind { got }),
+        };
+        message.check()?;
+        let (want, claimed) = (message.fd_count(), u32::from_le_bytes([f0, f1, f2, f3]));
+        if claimed as usize != want || fds != want {
+            return Err(ProtocolError::FdCount { kind: message.name(), want, claimed, got: fds });
+        }
+        match &mut message {
+            Self::Hello(hello) => clean(&mut hello.backend),
+            Self::Request(request) => clean(&mut request.object),
+            Self::Offer(offer) => [&mut offer.object, &mut offer.memory.device.name].into_iter().for_each(clean),
+            Self::Error(failure) => clean(&mut failure.message),
+            _ => {}
+        }
+        Ok(message)
+    }
+
+    /// What types can't say: how many segments a record may hold, and how long a name may be.
+    fn check(&self) -> Result<(), ProtocolError> {
+        match self {
+            Self::Segments(segments) if !(1..=MAX_FDS).contains(&segments.sizes.len()) => Err(ProtocolError::Content(
+                format!("segments lists {} sizes where 1 to {MAX_FDS} belong", segments.sizes.len()),
+            )),
+            Self::Hello(Hello { backend: name, .. }) | Self::Request(Request { object: name, .. }) => bounded(name),
+            Self::Ready(ready) if ready.sizes.len() > MAX_FDS => {
+                let got = ready.sizes.len();
+                Err(ProtocolError::Content(format!("ready lists {got} sizes where at most {MAX_FDS} belong")))
+            }
+            Self::Offer(offer) => [offer.object.as_str(), &offer.memory.device.name].into_iter().try_for_each(bounded),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn bounded(name: &str) -> Result<(), ProtocolError> {
+    match name.len() {
+        0..=MAX_NAME => Ok(()),
+        length => {
+            Err(ProtocolError::Content(format!("a name has {length} bytes where at most {MAX_NAME} are allowed")))
+        }
+    }
+}
+
+fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, ProtocolError> {
+    // serde would take an array for a struct too; the protocol knows objects alone.
+    if !body.trim_ascii_start().starts_with(b"{") {
+        return Err(ProtocolError::Body { kind, reason: "it is no JSON object".to_owned() });
+    }
+    serde_json::from_slice(body).map_err(|error| {
+        let mut reason = error.to_string();
+        clean(&mut reason);
+        ProtocolError::Body { kind, reason }
+    })
+}
+
+/// Makes a text from outside fit for a terminal.
+pub(crate) fn clean(text: &mut String) {
+    // Controls, and what turns or hides text: those of Unicode's category Cf that terminals heed.
+    let unfit = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{00AD}' | '\u{061C}' | '\u{180E}' | '\u{200B}'..='\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2060}'..='\u{206F}' | '\u{FEFF}')
+    };
+    if text.contains(unfit) {
+        *text = text.replace(unfit, " ");
+    }
+}

@@ -1,0 +1,209 @@
+//! Each message as bytes and back, and what breaks the protocol.
+
+use super::*;
+use crate::{
+    array::{ArrayDescriptor, Order},
+    driver::{Access, DeviceUuid},
+};
+
+fn every_message() -> Vec<Message> {
+    let uuid = DeviceUuid::from_bytes(*b"0123456789abcdef");
+    let check = |text: &str| serde_json::from_str::<Check>(text).unwrap();
+    vec![
+        Message::Hello(Hello {
+            version: 1,
+            capabilities: vec!["x".into()],
+            backend: "cuda".into(),
+            pid: 7,
+            timeout_ms: u64::MAX,
+        }),
+        Message::Request(Request {
+            object: DEFAULT_OBJECT.into(),
+            access: Some(Access::ReadOnly),
+            range: Some(ByteRange { offset: 1, length: u64::MAX }),
+        }),
+        Message::Offer(Box::new(Offer {
+            object: "weights".into(),
+            memory: Memory {
+                mechanism: Mechanism::Pool,
+                device: Device { uuid, name: "a device".into() },
+                location: Location::Host,
+                size: 5,
+                mapped_size: 2 << 20,
+                segments: 1,
+                pool: Some(2),
+                pointer: Some(Pointer([0xA5; 64])),
+                offset: 4096,
+                immutable: true,
+            },
+            array: Some(ArrayDescriptor::new("<f4".parse().unwrap(), vec![5, 7], Order::F).unwrap()),
+            access: Access::ReadWrite,
+            part: Some(Part { first: 1, segments: 2, offset: 3, size: 4 }),
+            check: Some(check(r#"{"salt":4294967295,"of another":[1,{"x":null}]}"#)),
+            buffer: Some(4),
+        })),
+        Message::Segments(Segments { first: 0, sizes: vec![2 << 20, 4 << 20] }),
+        Message::Received(Received { segments: 2 }),
+        Message::Result(Verdict { verified: false, check: Some(check(r#"{"words":9}"#)) }),
+        Message::Busy(Busy {}),
+        Message::Error(Failure { code: ErrorCode::Refused, message: "no".into() }),
+        Message::Pool(PoolNumber { pool: 7 }),
+        Message::Subscribe(Subscribe { keep: 4 }),
+        Message::Ready(Ready { buffer: 2, generation: 9, sizes: vec![2 << 20, 1] }),
+        Message::Done(BufferTurn { buffer: u64::MAX, generation: 1 }),
+        Message::Withdraw(BufferNumber { buffer: 2 }),
+        Message::Gone(BufferNumber { buffer: 0 }),
+    ]
+}
+
+fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
+    let mut record = b"VMFD\x01\x00".to_vec();
+    record.extend(kind.to_le_bytes());
+    record.extend((body.len() as u32).to_le_bytes());
+    record.extend(fds.to_le_bytes());
+    record.extend(body.as_bytes());
+    record
+}
+
+#[test]
+fn every_message_comes_back_as_it_was_sent() {
+    for message in every_message() {
+        let bytes = message.encode().unwrap();
+        assert_eq!(Message::decode(&bytes, message.fd_count()), Ok(message));
+    }
+}
+
+#[test]
+fn the_bytes_are_those_of_the_documentation() {
+    let bytes = Message::Busy(Busy {}).encode().unwrap();
+    assert_eq!(bytes, b"VMFD\x01\x00\x07\x00\x02\x00\x00\x00\x00\x00\x00\x00{}");
+    let sent = Message::Segments(Segments { first: 0, sizes: vec![1, 2, 3] }).encode().unwrap();
+    assert_eq!(sent, record(4, r#"{"first":0,"sizes":[1,2,3]}"#, 3));
+}
+
+#[test]
+fn a_record_cut_anywhere_is_refused() {
+    for message in every_message() {
+        let bytes = message.encode().unwrap();
+        for length in 0..bytes.len() {
+            assert!(Message::decode(&bytes[..length], message.fd_count()).is_err(), "{message:?} cut to {length}");
+        }
+        let longer = [bytes, b" ".to_vec()].concat();
+        assert!(matches!(Message::decode(&longer, 0), Err(ProtocolError::BodyLength { .. })));
+    }
+}
+
+#[test]
+fn a_record_changed_in_any_byte_never_panics() {
+    for message in every_message() {
+        let bytes = message.encode().unwrap();
+        for index in 0..bytes.len() {
+            for value in [0, 1, 0x22, 0x7f, 0xff] {
+                let mut changed = bytes.clone();
+                changed[index] = value;
+                let _ = Message::decode(&changed, message.fd_count());
+            }
+        }
+    }
+}
+
+#[test]
+fn descriptors_must_be_as_many_as_the_message_calls_for() {
+    for message in every_message() {
+        let (bytes, want) = (message.encode().unwrap(), message.fd_count());
+        for fds in [0, 1, want + 1, MAX_FDS] {
+            let decoded = Message::decode(&bytes, fds);
+            let refused = matches!(decoded, Err(ProtocolError::FdCount { got, .. }) if got == fds);
+            assert_eq!(refused, fds != want, "{message:?} with {fds}");
+        }
+    }
+    let lying = record(4, r#"{"first":0,"sizes":[1]}"#, 2);
+    assert!(matches!(Message::decode(&lying, 1), Err(ProtocolError::FdCount { claimed: 2, .. })));
+}
+
+#[test]
+fn each_fault_is_named() {
+    let decode = |bytes: &[u8]| Message::decode(bytes, 0).unwrap_err();
+    assert_eq!(decode(b""), ProtocolError::ShortRecord { got: 0, header: 16 });
+    assert_eq!(decode(b"GET / HTTP/1.1\r\n"), ProtocolError::Magic { got: *b"GET " });
+    let mut newer = record(7, "{}", 0);
+    newer[4] = 2;
+    assert_eq!(decode(&newer), ProtocolError::Version { got: 2, own: 1 });
+    assert_eq!(decode(&record(99, "{}", 0)), ProtocolError::Kind { got: 99 });
+    for body in ["", "[]", "{", "null", r#"["default",null]"#, r#"{"object":7}"#, "\u{0}"] {
+        let refused = decode(&record(2, body, 0));
+        assert!(matches!(refused, ProtocolError::Body { kind: "request", .. }), "{body:?}: {refused}");
+    }
+    let many = format!(r#"{{"first":0,"sizes":[{}]}}"#, vec!["1"; MAX_FDS + 1].join(","));
+    for body in [many.as_str(), r#"{"first":0,"sizes":[]}"#] {
+        assert!(matches!(decode(&record(4, body, 0)), ProtocolError::Content(_)));
+    }
+    let long = "x".repeat(MAX_NAME + 1);
+    let asked = format!(r#"{{"object":"{long}"}}"#);
+    assert!(matches!(decode(&record(2, &asked, 0)), ProtocolError::Content(_)));
+    // A check is an object.
+    assert!(matches!(decode(&record(6, r#"{"verified":true,"check":7}"#, 0)), ProtocolError::Body { .. }));
+    // And each side says how long it waits.
+    let hello = r#"{"version":1,"backend":"host","pid":1}"#;
+    assert!(matches!(decode(&record(1, hello, 0)), ProtocolError::Body { kind: "hello", .. }));
+    let mut offers = every_message();
+    offers.retain(|message| matches!(message, Message::Offer(_)));
+    for mut message in offers {
+        let Message::Offer(offer) = &mut message else { continue };
+        offer.memory.device.name = long.clone();
+        assert!(matches!(message.encode(), Err(ProtocolError::Content(_))));
+    }
+}
+
+#[test]
+fn fields_and_codes_of_the_future_are_ignored() {
+    let request = Message::decode(&record(2, r#"{"object":"x","colour":"red"}"#, 0), 0);
+    assert_eq!(request, Ok(Message::Request(Request { object: "x".into(), access: None, range: None })));
+    let error = Message::decode(&record(8, r#"{"code":"new","message":"y"}"#, 0), 0);
+    assert_eq!(error, Ok(Message::Error(Failure { code: ErrorCode::Unknown, message: "y".into() })));
+}
+
+#[test]
+fn what_may_be_absent_may_be_null() {
+    let ready = Message::decode(&record(11, r#"{"buffer":1,"generation":2,"sizes":null}"#, 0), 0);
+    assert_eq!(ready, Ok(Message::Ready(Ready { buffer: 1, generation: 2, sizes: Vec::new() })));
+    for message in every_message() {
+        let Message::Offer(_) = &message else { continue };
+        let record = message.encode().unwrap();
+        let mut body: serde_json::Value = serde_json::from_slice(&record[HEADER_LENGTH..]).unwrap();
+        let optional = ["array", "part", "check", "buffer"];
+        optional.iter().for_each(|field| body[field] = serde_json::Value::Null);
+        let optional = ["pool", "pointer", "offset", "immutable"];
+        optional.iter().for_each(|field| body["memory"][field] = serde_json::Value::Null);
+        let body = body.to_string();
+        assert!(matches!(Message::decode(&self::record(3, &body, 0), 0), Ok(Message::Offer(_))), "{body}");
+    }
+}
+
+#[test]
+fn control_characters_of_a_peer_do_not_reach_a_terminal() {
+    let body = r#"{"code":"failed","message":"\u001b[31mred\n\u202e"}"#;
+    let Ok(Message::Error(failure)) = Message::decode(&record(8, body, 0), 0) else { panic!() };
+    assert_eq!(failure.message, " [31mred  ");
+}
+
+#[test]
+fn mechanisms_and_locations_of_the_future_are_unknown() {
+    assert_eq!(serde_json::from_str::<Mechanism>(r#""of the future""#).unwrap(), Mechanism::Unknown);
+    assert_eq!(serde_json::from_str::<Location>(r#""of the future""#).unwrap(), Location::Unknown);
+}
+
+#[test]
+fn the_page_has_every_kind_of_message() {
+    let page = include_str!("../../docs/protocol.md");
+    for message in every_message() {
+        let kind = u16::from_le_bytes([message.encode().unwrap()[6], message.encode().unwrap()[7]]);
+        assert!(page.contains(&format!("| {kind} | `{}` |", message.name())), "{kind} {}", message.name());
+    }
+}
+
+#[test]
+fn what_is_too_long_is_not_sent() {
+    let message = Message::Error(Failure { code: ErrorCode::Failed, message: "x".repeat(MAX_BODY) });
+    assert_eq!(message.encode(), Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY }));
+}

@@ -1,0 +1,430 @@
+//! What a program gets from sessions: over a socket that it has already, with data and checks of its own, and with a peer that is
+//! less patient than itself.
+
+use std::{
+    fs::File,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::net::{SocketAddrUnix, bind, listen};
+use vmmfd::{
+    Error, Result,
+    channel::{Channel, Listener},
+    driver::{Access, Backend, Choice, Driver, open},
+    error::{ErrorCode, ProtocolError},
+    memory::{Device, Region, Selector, Shared, Spec},
+    session::{
+        Check, Config, Verdict,
+        handoff::{
+            Buffer, Consumer, Content, ImportedObject, Offered, Request, ServeOptions, Served, Tick, Unchecked,
+            Verifier, fetch, serve, serve_connection,
+        },
+        stream::{Publisher, Subscriber},
+    },
+    tools::check::{DataVerifier, Exercise},
+};
+
+use crate::{
+    conversation::seqpacket,
+    support::{Copy, Subject},
+};
+
+fn driver() -> Driver {
+    open(Choice::Only(Backend::Host)).unwrap().driver
+}
+
+fn shared(size: u64) -> Shared {
+    Shared::create(&Device::find(&driver(), Selector::default()).unwrap(), Spec::vmm(size)).unwrap()
+}
+
+fn within(milliseconds: u64) -> Config {
+    Config::default().with_timeout(Duration::from_millis(milliseconds))
+}
+
+/// A producer and a consumer over a pair of sockets.
+fn meet<T: Send>(
+    buffer: &Buffer<'_>,
+    options: &ServeOptions,
+    configs: [&Config; 2],
+    consume: impl FnOnce(Consumer<'_>) -> T,
+) -> (Result<Served>, T) {
+    let (ours, theirs) = Channel::socket_pair().unwrap();
+    thread::scope(|scope| {
+        let producer = scope.spawn(|| serve_connection(ours, buffer, options, configs[0], &|_| {}));
+        let consumed = consume(Consumer::over(theirs, &driver(), None, configs[1], &|_| {}).unwrap());
+        (producer.join().unwrap(), consumed)
+    })
+}
+
+/// Content and check of a program's own: a sum of bytes, and a reply that counts. No pattern, no digest.
+#[derive(Debug, Default)]
+struct Sum {
+    fills: AtomicU64,
+    /// What is added to what the data adds up to.
+    off: u64,
+    /// How long filling takes.
+    slow: Duration,
+}
+
+const SIZE: u64 = 1000;
+
+fn sum(region: &dyn Region) -> Result<u64> {
+    let mut bytes = vec![0; region.size() as usize];
+    region.copy_out(0, &mut bytes)?;
+    Ok(bytes.into_iter().map(u64::from).sum())
+}
+
+fn check(sum: u64) -> Check {
+    Check::from_iter([("sum".to_owned(), sum.into())])
+}
+
+/// Works for a while, as whoever has much to do.
+fn work(time: Duration, tick: Tick<'_>) -> Result<()> {
+    let begun = Instant::now();
+    while begun.elapsed() < time {
+        thread::sleep(Duration::from_millis(5));
+        tick()?;
+    }
+    Ok(())
+}
+
+impl Content for Sum {
+    fn fill(&self, memory: &Shared, tick: Tick<'_>) -> Result<()> {
+        self.fills.fetch_add(1, Ordering::Relaxed);
+        work(self.slow, tick)?;
+        memory.copy_in(0, &[3; SIZE as usize])
+    }
+
+    fn expects_reply(&self) -> bool {
+        true
+    }
+
+    fn check(&self, range: &std::ops::Range<u64>, _: bool, _: Tick<'_>) -> Result<Option<Check>> {
+        Ok(Some(check(3 * (range.end - range.start) + self.off)))
+    }
+
+    fn accept(&self, _: &Offered, result: &Verdict) -> Result<()> {
+        match result.check.as_ref().map(|check| check.contains_key("sum")) {
+            None | Some(true) => Ok(()),
+            Some(false) => Err(ProtocolError::Content("no sum".to_owned()).into()),
+        }
+    }
+
+    fn judge(&self, memory: &Shared, offered: &Offered, result: &Verdict, _: Tick<'_>) -> Result<Verdict> {
+        let replied = offered.reply && result.check.is_some();
+        let verified = !replied || sum(memory)? == 5 * SIZE;
+        Ok(Verdict { verified, check: replied.then(|| check(5 * SIZE)) })
+    }
+}
+
+#[derive(Default)]
+struct SumVerifier {
+    slow: Duration,
+    /// What is written as the reply.
+    reply: u8,
+    answer: Option<Verdict>,
+}
+
+impl Verifier for SumVerifier {
+    fn verify(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<Verdict> {
+        work(self.slow, tick)?;
+        let (found, claimed) = (sum(object)?, object.check().unwrap()["sum"].as_u64().unwrap());
+        Ok(Verdict { verified: found == claimed, check: Some(check(found)) })
+    }
+
+    fn reply(&mut self, object: &ImportedObject, _: Tick<'_>) -> Result<()> {
+        if object.access() == Access::ReadWrite { object.copy_in(0, &[self.reply; SIZE as usize]) } else { Ok(()) }
+    }
+
+    fn accept(&mut self, _: &ImportedObject, _: &Verdict, answer: &Verdict) -> Result<()> {
+        self.answer = Some(answer.clone());
+        Ok(())
+    }
+}
+
+/// A whole conversation at a path.
+fn converse(buffer: &Buffer<'_>, options: &ServeOptions, verifier: &mut SumVerifier) -> (Served, bool) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let config = within(20_000);
+    let listener = listener(&path);
+    thread::scope(|scope| {
+        let producer = scope.spawn(|| serve(listener, buffer, options, &config, &|_| {}));
+        let findings = fetch(&driver(), None, &path, &Request::default(), verifier, &config, &|_| {}).unwrap();
+        (producer.join().unwrap().into_result().unwrap().remove(0), findings.verified())
+    })
+}
+
+/// A listener that somebody else made.
+fn listener(path: &Path) -> Listener {
+    let socket = seqpacket();
+    bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    listen(&socket, 8).unwrap();
+    Listener::from_fd(socket).unwrap()
+}
+
+#[test]
+fn a_program_brings_its_own_content_and_check() {
+    let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
+    let round_trip = ServeOptions::default().with_round_trip(true);
+    for (options, reply, checked, verified) in [
+        (&ServeOptions::default(), 0, None, true),
+        (&round_trip, 5, Some(check(5 * SIZE)), true),
+        (&round_trip, 6, Some(check(5 * SIZE)), false),
+    ] {
+        let mut verifier = SumVerifier { reply, ..SumVerifier::default() };
+        let (served, both) = converse(&buffer, options, &mut verifier);
+        assert_eq!((both, served.mismatched(), served.error.is_none()), (verified, !verified, true), "{reply}");
+        assert_eq!(verifier.answer, Some(Verdict { verified, check: checked }));
+    }
+    // What the consumer finds wrong is told by both.
+    let wrong = Buffer::new(shared(SIZE), Sum { off: 1, ..Sum::default() }, None).unwrap();
+    let (served, both) = converse(&wrong, &round_trip, &mut SumVerifier::default());
+    assert_eq!((both, served.found), (false, Some(Verdict { verified: false, check: Some(check(3 * SIZE)) })));
+}
+
+#[test]
+fn a_buffer_is_filled_once_and_again_after_a_reply() {
+    let content = Arc::new(Sum::default());
+    let fills = || content.fills.load(Ordering::Relaxed);
+    let buffer = Buffer::new(shared(SIZE), Borrowed(&content), None).unwrap();
+    for _ in 0..2 {
+        assert!(converse(&buffer, &ServeOptions::default(), &mut SumVerifier::default()).1);
+        assert_eq!(fills(), 1);
+    }
+    let round_trip = ServeOptions::default().with_round_trip(true);
+    for count in [1, 2, 3] {
+        assert!(converse(&buffer, &round_trip, &mut SumVerifier { reply: 5, ..SumVerifier::default() }).1);
+        assert_eq!(fills(), count);
+    }
+}
+
+/// Content that its caller keeps.
+struct Borrowed<'a>(&'a Sum);
+
+impl Content for Borrowed<'_> {
+    fn fill(&self, memory: &Shared, tick: Tick<'_>) -> Result<()> {
+        self.0.fill(memory, tick)
+    }
+
+    fn expects_reply(&self) -> bool {
+        self.0.expects_reply()
+    }
+
+    fn check(&self, range: &std::ops::Range<u64>, reply: bool, tick: Tick<'_>) -> Result<Option<Check>> {
+        self.0.check(range, reply, tick)
+    }
+
+    fn judge(&self, memory: &Shared, offered: &Offered, result: &Verdict, tick: Tick<'_>) -> Result<Verdict> {
+        self.0.judge(memory, offered, result, tick)
+    }
+}
+
+#[test]
+fn a_consumer_that_ignores_the_check_is_served() {
+    // Of the commands' own content, in a round trip too: it replies to nothing, and nothing of it is judged.
+    for round_trip in [false, true] {
+        for verified in [true, false] {
+            let buffer = Buffer::new(shared(SIZE), Exercise::pattern(7, &|_| {}), None).unwrap();
+            let options = ServeOptions::default().with_round_trip(round_trip);
+            let config = within(20_000);
+            let (served, answer) = meet(&buffer, &options, [&config, &config], |mut consumer| {
+                let object = consumer.request(&Request::default()).unwrap();
+                assert_eq!(object.check().unwrap()["salt"], 7);
+                let found = consumer.verify(&object, &mut Unchecked).unwrap();
+                assert_eq!(found, Verdict::unchecked(true));
+                let answer = consumer.report(&object, &Verdict::unchecked(verified)).unwrap();
+                drop(object);
+                consumer.close();
+                answer
+            });
+            let served = served.unwrap();
+            assert_eq!((answer, served.error.is_none()), (Verdict::unchecked(verified), true));
+            assert_eq!(served.found, Some(Verdict::unchecked(verified)));
+        }
+    }
+    // And the commands' verifier ignores the check of another program.
+    let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
+    let config = within(20_000);
+    let (served, found) = meet(&buffer, &ServeOptions::default(), [&config, &config], |mut consumer| {
+        let object = consumer.request(&Request::default()).unwrap();
+        let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
+        consumer.report(&object, &found).unwrap();
+        found
+    });
+    assert_eq!((found, served.unwrap().mismatched()), (Verdict::unchecked(true), false));
+}
+
+#[test]
+fn each_side_says_busy_as_often_as_the_other_needs() {
+    let (patient, impatient, long) = (within(30_000), within(500), Duration::from_secs(3));
+    let turn = |mut consumer: Consumer<'_>, slow| {
+        let object = consumer.request(&Request::default())?;
+        let found = consumer.verify(&object, &mut SumVerifier { slow, ..SumVerifier::default() })?;
+        let answer = consumer.report(&object, &found);
+        consumer.close();
+        answer
+    };
+    thread::scope(|scope| {
+        // The producer is busy, and the consumer waits for no more than half a second.
+        scope.spawn(|| {
+            let buffer = Buffer::new(shared(SIZE), Sum { slow: long, ..Sum::default() }, None).unwrap();
+            let options = ServeOptions::default();
+            let (served, found) =
+                meet(&buffer, &options, [&patient, &impatient], |consumer| turn(consumer, Duration::ZERO));
+            assert!(found.unwrap().verified && served.unwrap().error.is_none());
+        });
+        // The other way round.
+        scope.spawn(|| {
+            let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
+            let options = ServeOptions::default();
+            let (served, found) = meet(&buffer, &options, [&impatient, &patient], |consumer| turn(consumer, long));
+            assert!(found.unwrap().verified && served.unwrap().error.is_none());
+        });
+        // One consumer waits for another's turn to end.
+        scope.spawn(|| {
+            let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
+            let options = ServeOptions::default().with_round_trip(true);
+            thread::scope(|scope| {
+                let slow =
+                    scope.spawn(|| meet(&buffer, &options, [&patient, &patient], |consumer| turn(consumer, long)));
+                thread::sleep(Duration::from_millis(200));
+                let (served, found) =
+                    meet(&buffer, &options, [&patient, &impatient], |consumer| turn(consumer, Duration::ZERO));
+                // Neither has replied.
+                assert!(!found.unwrap().verified && served.unwrap().error.is_none());
+                assert!(slow.join().unwrap().0.unwrap().error.is_none());
+            });
+        });
+    });
+}
+
+#[test]
+fn a_subscriber_that_opens_for_long_says_busy_as_often_as_its_publisher_needs() {
+    // Of two devices none is made ready before the first buffer is opened.
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_DEVICES", "2");
+    let subject = Subject::of(fake);
+    let (ours, theirs) = Channel::socket_pair().unwrap();
+    let memory = Arc::new(Shared::create(&subject.device(), Spec::vmm(100)).unwrap());
+    subject.faulty.slow_down("activate", Duration::from_secs(2));
+    thread::scope(|scope| {
+        let subscriber = scope.spawn(|| {
+            let mut subscriber = Subscriber::over(theirs, &subject.driver, None, 1, &within(30_000)).unwrap();
+            let received = subscriber.receive().unwrap();
+            subscriber.give_back(received).unwrap();
+        });
+        let mut publisher = Publisher::over(ours, &subject.driver, &within(500)).unwrap();
+        let id = publisher.add(&memory, None, Access::ReadOnly).unwrap();
+        publisher.announce(id).unwrap();
+        subscriber.join().unwrap();
+        assert_eq!(publisher.take_back().unwrap(), id);
+    });
+}
+
+#[test]
+fn both_dialects_go_over_a_pair_of_sockets() {
+    let driver = driver();
+    let (ours, theirs) = Channel::socket_pair().unwrap();
+    let memory = Arc::new(shared(100));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut subscriber = Subscriber::over(theirs, &driver, None, 1, &Config::default()).unwrap();
+            for round in 0..3 {
+                let received = subscriber.receive().unwrap();
+                let mut byte = [0];
+                received.copy_out(99, &mut byte).unwrap();
+                assert_eq!((byte, received.size()), ([round], 100));
+                subscriber.give_back(received).unwrap();
+            }
+        });
+        let mut publisher = Publisher::over(ours, &driver, &Config::default()).unwrap();
+        let id = publisher.add(&memory, None, Access::ReadOnly).unwrap();
+        for round in 0..3 {
+            memory.copy_in(99, &[round]).unwrap();
+            publisher.publish(id).unwrap();
+            assert_eq!(publisher.take_back().unwrap(), id);
+        }
+    });
+    let buffer = Buffer::new(shared(SIZE), Exercise::pattern(7, &|_| {}), None).unwrap();
+    let (config, options) = (Config::default(), ServeOptions::default().with_round_trip(true));
+    let (served, verified) = meet(&buffer, &options, [&config, &config], |mut consumer| {
+        let mut verifier = DataVerifier::new(&|_| {});
+        // Any number of requests.
+        (0..2).all(|_| {
+            let object = consumer.request(&Request::default().with_range(3..500)).unwrap();
+            assert_eq!((object.range(), object.size(), object.is_whole()), (3..500, SIZE, false));
+            let found = consumer.verify(&object, &mut verifier).unwrap();
+            consumer.reply(&object, &mut verifier).unwrap();
+            found.verified && consumer.report(&object, &found).unwrap().verified
+        })
+    });
+    assert!(verified && served.unwrap().error.is_none());
+}
+
+#[test]
+fn a_peer_that_asks_for_the_other_dialect_is_refused_on_both_ends() {
+    let driver = driver();
+    let config = Config::default();
+    let (ours, theirs) = Channel::socket_pair().unwrap();
+    thread::scope(|scope| {
+        let publisher = scope.spawn(|| Publisher::over(ours, &driver, &config).map(drop));
+        let mut consumer = Consumer::over(theirs, &driver, None, &config, &|_| {}).unwrap();
+        let refused = consumer.request(&Request::default());
+        assert!(matches!(refused, Err(Error::Peer { code: ErrorCode::Object, .. })), "{refused:?}");
+        let refused = publisher.join().unwrap();
+        assert!(matches!(refused, Err(Error::Mismatch { code: ErrorCode::Object, .. })), "{refused:?}");
+    });
+    // And one that leaves, or that says nothing.
+    for (leaves, timeout) in [(true, 20_000), (false, 50)] {
+        let (ours, theirs) = Channel::socket_pair().unwrap();
+        let theirs = Some(theirs).filter(|_| !leaves);
+        let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
+        let refused = serve_connection(ours, &buffer, &ServeOptions::default(), &within(timeout), &|_| {});
+        match refused {
+            Err(Error::PeerGone { .. }) => assert!(leaves),
+            Err(Error::Timeout { .. }) => assert!(!leaves),
+            other => panic!("{other:?}"),
+        }
+        drop(theirs);
+    }
+}
+
+#[test]
+fn descriptors_of_other_things_are_no_sessions() {
+    let (driver, config) = (driver(), Config::default());
+    let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
+    let others: [fn() -> OwnedFd; 2] =
+        [|| UnixStream::pair().unwrap().0.into(), || File::open("/dev/null").unwrap().into()];
+    for other in others {
+        for refused in [
+            Consumer::over(other(), &driver, None, &config, &|_| {}).map(drop),
+            Subscriber::over(other(), &driver, None, 1, &config).map(drop),
+            Publisher::over(other(), &driver, &config).map(drop),
+            serve_connection(other(), &buffer, &ServeOptions::default(), &config, &|_| {}).map(drop),
+            Listener::from_fd(other()).map(drop),
+        ] {
+            assert!(matches!(refused, Err(Error::Socket { .. })), "{refused:?}");
+        }
+    }
+    // Nor is a socket that does not listen a listener.
+    let refused = Listener::from_fd(seqpacket());
+    assert!(matches!(&refused, Err(Error::Socket { problem }) if problem.contains("listen")), "{refused:?}");
+}
+
+#[test]
+fn a_listener_of_another_program_serves_and_keeps_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let listener = listener(&path);
+    assert_eq!(listener.path(), path);
+    drop(listener);
+    assert!(path.exists(), "it is not this program's to remove");
+}
