@@ -19,7 +19,7 @@ use vmmfd::{
         check::files::Target,
         cli::{self, Tool, parse_size, parse_timeout},
         doctor::{
-            self, Meeting, PROBES, Part, Plan, Report,
+            self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES,
             text::{self, Style},
         },
     },
@@ -135,7 +135,7 @@ impl Tool for Benches {
         cli::raise_file_limit();
         // What can't be written need not be measured.
         let mut svg = self.svg.as_deref().map(picture).transpose()?;
-        let plan = bench::Plan {
+        let plan = bench::BenchPlan {
             benches: self.bench.0.clone(),
             backend: self.backend,
             device: self.device,
@@ -157,7 +157,7 @@ impl Tool for Benches {
             svg.write(bench::picture::draw(&report)?.as_bytes())?;
             svg.finish()?;
         }
-        let text = if self.json { bench::to_json(&report) } else { bench::text::render(&report) };
+        let text = if self.json { cli::json_line(&report) } else { bench::text::render(&report) };
         Ok((text, u8::from(report.series.is_empty())))
     }
 
@@ -287,12 +287,12 @@ impl Tool for Doctor {
             return Ok((print(&doctor::read(file)?, self.json), 0));
         }
         if let Some(end) = &self.end {
-            let (part, meet) = match end {
-                End::Serve(meet) => (Part::Serve, meet),
-                End::Join(meet) => (Part::Join, meet),
+            let (role, meet) = match end {
+                End::Serve(meet) => (MeetingRole::Serve, meet),
+                End::Join(meet) => (MeetingRole::Join, meet),
             };
             let meeting = Meeting {
-                part,
+                role,
                 backend: meet.backend,
                 socket: meet.socket.clone(),
                 trust: Trust { uids: meet.allow_uids.clone() },
@@ -303,7 +303,7 @@ impl Tool for Doctor {
             return Ok((print(&report, meet.json), report.exit_code));
         }
         let plan =
-            Plan { backend: self.backend, device: self.device.0, only: self.only.clone(), timeout: self.timeout };
+            DoctorPlan { backend: self.backend, device: self.device.0, only: self.only.clone(), timeout: self.timeout };
         let report = doctor::run(&plan, cancel)?;
         Ok((print(&report, self.json), report.exit_code))
     }
@@ -317,9 +317,9 @@ impl Tool for Doctor {
     }
 }
 
-fn print(report: &Report, json: bool) -> String {
+fn print(report: &DoctorReport, json: bool) -> String {
     if json {
-        return doctor::to_json(report);
+        return cli::json_line(report);
     }
     let stdout = io::stdout();
     let color = stdout.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());

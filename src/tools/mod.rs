@@ -6,6 +6,7 @@ pub mod child;
 pub mod cli;
 pub mod doctor;
 mod line;
+mod stamp;
 mod temporary;
 
 /// Does the task of a child process of [`doctor`] or [`bench`], and exits.

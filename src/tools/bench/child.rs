@@ -8,9 +8,9 @@ use std::{
 use serde::Serialize;
 
 use super::{
-    consumer,
-    orders::{Answer, Failure, Reply},
-    producer, single,
+    consumer, producer,
+    protocol::{ConsumerResponse, Failure, Response},
+    single,
     task::{Role, Task},
 };
 use crate::{
@@ -30,15 +30,15 @@ pub(in crate::tools) fn run_task(child: &Entered) -> Result<()> {
     match &task.role {
         Role::Producer { folder, consumers } => {
             let line = child.line()?;
-            report(&line, producer::serve(&task, folder, *consumers, &line), Answer::Failed)
+            report(&line, producer::serve(&task, folder, *consumers, &line), Response::Failed)
         }
         Role::Consumer => {
             let line = child.line()?;
-            report(&line, consumer::serve(&task, &line), Reply::Failed)
+            report(&line, consumer::serve(&task, &line), ConsumerResponse::Failed)
         }
         Role::Single => {
             let line = child.line()?;
-            report(&line, single::serve(&task, &line), Answer::Failed)
+            report(&line, single::serve(&task, &line), Response::Failed)
         }
         // It ends with its parent.
         Role::GroupLeader => loop {

@@ -1,4 +1,4 @@
-//! From `exec` to ready: the commands, beside a program that only starts the driver.
+//! The bench `startup`: from `exec` to ready, of the commands and of a program that only starts the driver.
 
 use std::{
     io::{BufRead, BufReader},
@@ -11,23 +11,24 @@ use std::{
 use nix::poll::PollFlags;
 
 use super::{
-    Bench, FOLDER, Run,
+    plan::Bench,
     process::{BenchProcess, TOOL, beside},
+    run::{BenchRun, FOLDER},
     stats::{Samples, us},
     task::Role,
 };
 use crate::{
     error::{Error, Result},
     tools::{
-        child::{self, End, Group, OnParentDeath, Process, StderrTail, failure, overdue},
+        child::{self, Group, OnParentDeath, Process, ProcessEnd, StderrTail, failure, overdue},
         temporary::temporary_folder,
     },
 };
 
-/// The most samples: each takes the driver a third of a second.
+/// The most samples, since each takes the driver a third of a second.
 const MOST: usize = 20;
 
-pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
+pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
     let folder = temporary_folder(FOLDER)?;
     let commands = ["producer", "consumer"].map(|name| beside(name, None));
     let demo = beside("demo", Some("../../scripts/demo"));
@@ -71,7 +72,7 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
 
 /// Starts programs and waits for them.
 struct Starter<'a> {
-    run: &'a Run<'a>,
+    run: &'a BenchRun<'a>,
     folder: &'a Path,
     /// It kills them if this process is killed, and keeps a terminal's signals from them.
     leader: &'a BenchProcess,
@@ -171,7 +172,7 @@ impl Starter<'_> {
         if end.is_success() { Ok(at) } else { Err(failed(&mut process, end, "")) }
     }
 
-    fn wait_for_end(&self, process: &Process) -> Result<(End, Instant)> {
+    fn wait_for_end(&self, process: &Process) -> Result<(ProcessEnd, Instant)> {
         let ended = process.wait(self.deadline(), self.run.cancel)?;
         ended.ok_or_else(|| self.overdue(process, "did not end"))
     }
@@ -182,7 +183,7 @@ impl Starter<'_> {
 }
 
 /// How a process ended, and the first line of its standard error.
-fn failed(process: &mut Process, end: End, when: &str) -> Error {
+fn failed(process: &mut Process, end: ProcessEnd, when: &str) -> Error {
     let stderr = process.take_stderr().and_then(|stderr| StderrTail::read(stderr).ok());
     let line = stderr.and_then(|stderr| stderr.first_line());
     let line = line.map(|line| format!(": {}", line.trim_start_matches("error: "))).unwrap_or_default();

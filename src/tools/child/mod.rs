@@ -21,7 +21,7 @@ use serde_json::Value;
 
 pub(super) use self::{
     entry::{Entered, enter, leave},
-    process::{End, Group, Process, failure, overdue},
+    process::{Group, Process, ProcessEnd, failure, overdue},
     stderr::StderrTail,
 };
 use super::line::Line;

@@ -43,19 +43,19 @@ pub(in crate::tools) enum Group {
 
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::tools) enum End {
+pub(in crate::tools) enum ProcessEnd {
     Exited(i32),
     /// By a signal, if it is one that has a name.
     Killed(Option<Signal>),
 }
 
-impl End {
+impl ProcessEnd {
     pub(in crate::tools) fn is_success(self) -> bool {
         self == Self::Exited(0)
     }
 }
 
-impl fmt::Display for End {
+impl fmt::Display for ProcessEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Exited(code) => write!(f, "exited with code {code}"),
@@ -117,7 +117,7 @@ impl Process {
     }
 
     /// How it ended, if it has. It stays a zombie until it is killed or dropped: so its number, and its group's, stay its own.
-    pub(in crate::tools) fn ended(&self) -> Option<End> {
+    pub(in crate::tools) fn ended(&self) -> Option<ProcessEnd> {
         ended(self.pid(), WaitPidFlag::WNOHANG)
     }
 
@@ -126,7 +126,7 @@ impl Process {
     ///
     /// # Errors
     /// [`Error::Interrupted`], [`Error::System`]. See waitid(2).
-    pub(in crate::tools) fn wait(&self, deadline: Instant, cancel: &Cancel) -> Result<Option<(End, Instant)>> {
+    pub(in crate::tools) fn wait(&self, deadline: Instant, cancel: &Cancel) -> Result<Option<(ProcessEnd, Instant)>> {
         let (pid, (sender, receiver)) = (self.pid(), mpsc::channel());
         let wait = move || {
             let end = ended(pid, WaitPidFlag::empty());
@@ -193,13 +193,13 @@ impl Drop for Process {
 }
 
 /// How a child of this process ended, without reaping it.
-fn ended(pid: Pid, flags: WaitPidFlag) -> Option<End> {
+fn ended(pid: Pid, flags: WaitPidFlag) -> Option<ProcessEnd> {
     loop {
         return match waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | flags) {
-            Ok(WaitStatus::Exited(_, code)) => Some(End::Exited(code)),
-            Ok(WaitStatus::Signaled(_, signal, _)) => Some(End::Killed(Some(signal))),
+            Ok(WaitStatus::Exited(_, code)) => Some(ProcessEnd::Exited(code)),
+            Ok(WaitStatus::Signaled(_, signal, _)) => Some(ProcessEnd::Killed(Some(signal))),
             // A real-time signal.
-            Err(Errno::EINVAL) => Some(End::Killed(None)),
+            Err(Errno::EINVAL) => Some(ProcessEnd::Killed(None)),
             Err(Errno::EINTR) => continue,
             _ => None,
         };
@@ -224,7 +224,7 @@ mod tests {
         Process::spawn("the shell", Command::new("sh").args(["-c", script]), group).unwrap()
     }
 
-    fn end_of(script: &str) -> End {
+    fn end_of(script: &str) -> ProcessEnd {
         let process = shell(script, Group::Inherited);
         let deadline = Instant::now() + Duration::from_secs(60);
         process.wait(deadline, &Cancel::new().unwrap()).unwrap().unwrap().0
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn an_end_is_reported_in_a_sentence() {
-        assert_eq!(end_of("exit 0"), End::Exited(0));
+        assert_eq!(end_of("exit 0"), ProcessEnd::Exited(0));
         assert_eq!(end_of("exit 7").to_string(), "exited with code 7");
         assert_eq!(end_of("kill -ABRT $$").to_string(), "was killed by SIGABRT");
         assert_eq!(end_of("kill -35 $$").to_string(), "was killed by a signal");
@@ -276,7 +276,7 @@ mod tests {
             while member.ended().is_none() {
                 thread::sleep(Duration::from_millis(1));
             }
-            assert_eq!(member.ended(), Some(End::Killed(Some(Signal::SIGKILL))));
+            assert_eq!(member.ended(), Some(ProcessEnd::Killed(Some(Signal::SIGKILL))));
             leader.kill();
         }
     }

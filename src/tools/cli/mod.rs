@@ -24,6 +24,7 @@ use nix::{
         signalfd::{SfdFlags, SignalFd},
     },
 };
+use serde::Serialize;
 
 pub use self::{
     options::{Common, Extent, parse_elements, parse_range, parse_salt, parse_size, parse_timeout, sharing},
@@ -154,6 +155,14 @@ pub fn main<C: Command>() -> ExitCode {
             command.run(&console, &cancel)
         });
     ExitCode::from(console.finish(result).code())
+}
+
+/// A report as one line of JSON.
+pub fn json_line(report: &impl Serialize) -> String {
+    match serde_json::to_string(report) {
+        Ok(text) => text + "\n",
+        Err(error) => format!("{{\"error\":\"{error}\"}}\n"),
+    }
 }
 
 /// A command that prints something at its end, and only then.

@@ -10,10 +10,10 @@ use std::{
 use tracing_subscriber::filter::LevelFilter;
 
 use super::{
-    Environment, Status,
-    control::{Control, Say},
-    probes::{Bench, End, Probe, follow},
-    report::Seen,
+    Environment, ErrorDetails, Probe, Status,
+    context::ProbeContext,
+    control::{Control, ControlRecord},
+    sharing::{Endpoint, serve_requests},
     task::{Role, Task},
 };
 use crate::{
@@ -47,14 +47,14 @@ impl Task {
     }
 
     fn peer(&self, socket: PathBuf, line: Line) -> Result<()> {
-        let mut control = Control::over(line);
+        let control = Control::over(line);
         let driver = match open(Choice::Only(self.backend)) {
             Ok(opened) => opened.driver,
-            Err(error) => return control.send(&Say::Lent { error: Some(Seen::of(&error)) }),
+            Err(error) => return control.send(&ControlRecord::Shared { error: Some(ErrorDetails::of(&error)) }),
         };
         control.greet(self.backend, &Environment::default())?;
-        let end = End { driver, socket, trust: Trust::default(), timeout: self.timeout };
-        follow(&end, &mut control, &mut |_| {})
+        let end = Endpoint { driver, socket, trust: Trust::default(), timeout: self.timeout };
+        serve_requests(&end, &control)
     }
 
     fn probe(&self, device: Option<i32>, owner: Option<i32>, names: &[String], line: &Line) -> Result<()> {
@@ -72,25 +72,25 @@ impl Task {
         let (device, owner) = match opened {
             Ok(opened) => opened,
             Err(error) => {
-                let seen = Seen::of(&error);
-                return probes.try_for_each(|probe| line.send(&probe.cut_short(None, seen.clone())));
+                let error = ErrorDetails::of(&error);
+                return probes.try_for_each(|probe| line.send(&probe.cut_short(None, error.clone())));
             }
         };
         let log = Log::start();
-        let mut bench = Bench { device, folder: self.folder.clone(), timeout: self.timeout, peer: None };
+        let mut context = ProbeContext::new(device, self.folder.clone(), self.timeout);
         for probe in probes {
-            let Some(mut finding) = probe.run_device(&mut bench, owner.as_ref()) else { continue };
+            let Some(mut finding) = probe.run_device(&mut context, owner.as_ref()) else { continue };
             let logged = log.take();
             if finding.status == Status::Ok && !logged.is_empty() && !probe.alone {
-                // What a destructor meets it can only log.
+                // A destructor can only log its errors.
                 finding.status = Status::Failed;
-                finding.meaning = "It works, but what it took can't be given back.".to_owned();
-                let kind = "teardown".to_owned();
-                finding.error = Some(Seen { call: None, code: None, name: None, kind, message: logged });
+                finding.meaning = "It works, but its resources can't be freed.".to_owned();
+                finding.error = Some(ErrorDetails::new("teardown", logged));
             }
             line.send(&finding)?;
-            // A context that has failed fails everything after it: a fresh process goes on.
-            if finding.status == Status::Failed && bench.device.verbs().synchronize(bench.device.ordinal()).is_err() {
+            // Every later probe would fail in a corrupted context: they run in another process.
+            let device = &context.device;
+            if finding.status == Status::Failed && device.verbs().synchronize(device.ordinal()).is_err() {
                 break;
             }
         }
@@ -98,7 +98,7 @@ impl Task {
     }
 }
 
-/// The errors that are logged in this process.
+/// The errors that this process logs.
 #[derive(Debug, Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -113,12 +113,12 @@ impl Log {
             .with_target(false)
             .with_level(false)
             .with_writer(move || writer.clone());
-        // There is none yet: a process of this kind does nothing else.
+        // This process has no other subscriber.
         let _ = subscriber.try_init();
         log
     }
 
-    /// The first line since the last time.
+    /// The first line since the last call.
     fn take(&self) -> String {
         let bytes = mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         String::from_utf8_lossy(&bytes).lines().next().unwrap_or_default().to_owned()

@@ -1,4 +1,4 @@
-//! What two ends of a meeting tell each other beside the memory: JSON records over a socket of their own.
+//! What two ends of a probe send each other beside the memory: JSON records over a socket of their own.
 
 use std::{os::fd::AsFd, path::Path, time::Duration};
 
@@ -6,80 +6,81 @@ use nix::poll::PollFlags;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{
-    Environment, Finding,
-    report::{DeviceReport, Seen},
-};
+use super::{Environment, ErrorDetails, Finding, clean::clean_all, report::DeviceReport};
 use crate::{
     channel::{Cancel, Listener, Peer, Trust, connect_socket, deadline_after, record::RecordSocket},
     driver::{Backend, DeviceUuid},
     error::{Error, ErrorCode, ProtocolError, Result},
-    tools::line::{Line, typed},
-    wire::clean,
+    tools::{
+        line::{Line, typed},
+        stamp,
+    },
 };
 
-/// The version of these records. Whoever speaks another one is told so and left.
+/// The version of these records. An end that has another version is rejected.
 pub(super) const VERSION: u32 = 2;
 
-/// One record. Fields that are not known are ignored; kinds that are not known end the meeting.
+/// One record. Unknown fields are ignored; an unknown kind is an error.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub(super) enum Say {
-    /// The first word of both ends, before it is known whether they understand each other.
+pub(super) enum ControlRecord {
+    /// The first record of both ends.
     Hello {
         version: u32,
         tool: String,
         backend: Backend,
         environment: Box<Environment>,
-        /// What came of starting the driver, where the other end is told.
+        /// What the `driver` probe found at that end.
         #[serde(default)]
         driver: Option<Box<Finding>>,
     },
-    /// "Memory waits at the socket: come and take it."
+    /// Memory is offered at the socket. It is answered by `done`.
     Begin { probe: String },
-    /// What came of it, and what it took in microseconds.
+    /// The result of opening memory or an event, with its timings in microseconds.
     Done {
         open_us: Option<u64>,
         #[serde(default)]
         wait_us: Option<u64>,
         bytes: Option<u64>,
-        /// The device that it was taken on.
+        /// The device that the memory was opened on.
         #[serde(default)]
         through: Option<DeviceUuid>,
-        error: Option<Seen>,
+        error: Option<ErrorDetails>,
     },
-    /// "Now you lend, on this device." It is answered by `begin`, or by `lent` at once if nothing comes of it.
-    Lend { probe: String, device: DeviceUuid },
-    /// What came of lending.
-    Lent { error: Option<Seen> },
-    /// An event of the driver's, for the other end to wait for.
+    /// Asks the other end to share memory of this device. It is answered by `begin`, or at once by `lent` with an error.
+    #[serde(rename = "lend")]
+    Share { probe: String, device: DeviceUuid },
+    /// The result of sharing.
+    #[serde(rename = "lent")]
+    Shared { error: Option<ErrorDetails> },
+    /// An event of the driver, for the other end to wait for.
     Event { device: DeviceUuid, handle: String },
-    /// A device that is to be tried, for the other end's report. All of them come before anything is tried.
+    /// A device that is to be tried, for the other end's report. All devices are sent before the first finding.
     Device(DeviceReport),
-    /// What one probe found on a device, for the other end's report.
+    /// A finding about a device, for the other end's report.
     Found { device: i32, finding: Finding },
-    /// The end.
+    /// The end of the meeting.
     Bye {},
 }
 
-/// Memory that was taken.
+/// Memory that was opened.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Taken {
-    /// How long it took to open, in microseconds.
+pub(super) struct OpenedMemory {
+    /// How long that took, in microseconds.
     pub(super) open_us: u64,
     pub(super) bytes: u64,
-    /// The device that it was taken on, which need not be its own.
+    /// The device that it was opened on, which need not be its own.
     pub(super) through: Option<DeviceUuid>,
 }
 
-impl Say {
-    /// What came of taking memory.
-    pub(super) fn done(taken: &Result<Taken>) -> Self {
-        let (open_us, bytes, through) = match taken {
-            Ok(taken) => (Some(taken.open_us), Some(taken.bytes), taken.through),
+impl ControlRecord {
+    /// The result of opening memory.
+    pub(super) fn done(opened: &Result<OpenedMemory>) -> Self {
+        let (open_us, bytes, through) = match opened {
+            Ok(opened) => (Some(opened.open_us), Some(opened.bytes), opened.through),
             Err(_) => (None, None, None),
         };
-        Self::Done { open_us, wait_us: None, bytes, through, error: taken.as_ref().err().map(Seen::of) }
+        Self::Done { open_us, wait_us: None, bytes, through, error: opened.as_ref().err().map(ErrorDetails::of) }
     }
 
     fn name(&self) -> &'static str {
@@ -87,8 +88,8 @@ impl Say {
             Self::Hello { .. } => "hello",
             Self::Begin { .. } => "begin",
             Self::Done { .. } => "done",
-            Self::Lend { .. } => "lend",
-            Self::Lent { .. } => "lent",
+            Self::Share { .. } => "lend",
+            Self::Shared { .. } => "lent",
             Self::Event { .. } => "event",
             Self::Device(_) => "device",
             Self::Found { .. } => "found",
@@ -97,9 +98,9 @@ impl Say {
     }
 }
 
-/// What came in place of what belongs.
-pub(super) fn unexpected<T>(got: &Say, want: &'static str) -> Result<T> {
-    Err(ProtocolError::Unexpected { got: got.name(), want }.into())
+/// The error of a record that is not the one expected.
+pub(super) fn unexpected(got: &ControlRecord, want: &'static str) -> Error {
+    ProtocolError::Unexpected { got: got.name(), want }.into()
 }
 
 /// A connection to the other end.
@@ -135,8 +136,8 @@ impl Control {
                 Ok(()) => return Ok(control),
                 // Reject the peer and keep listening.
                 Err(error) => {
-                    let error = Some(Seen::of(&error));
-                    if let Err(unsent) = control.send(&Say::Lent { error }) {
+                    let error = Some(ErrorDetails::of(&error));
+                    if let Err(unsent) = control.send(&ControlRecord::Shared { error }) {
                         tracing::debug!(%unsent, "the rejection can't be sent");
                     }
                 }
@@ -160,63 +161,61 @@ impl Control {
     }
 
     /// Exchanges hellos, and returns the other end's environment.
-    pub(super) fn greet(&mut self, backend: Backend, environment: &Environment) -> Result<Environment> {
+    pub(super) fn greet(&self, backend: Backend, environment: &Environment) -> Result<Environment> {
         Ok(self.greet_with(backend, environment, None)?.0)
     }
 
     /// As [`Control::greet`], with what each end's `driver` probe found.
     pub(super) fn greet_with(
-        &mut self,
+        &self,
         backend: Backend,
         environment: &Environment,
         driver: Option<&Finding>,
     ) -> Result<(Environment, Option<Finding>)> {
-        let (tool, driver) = (super::tool(), driver.cloned().map(Box::new));
-        let hello = Say::Hello { version: VERSION, tool, backend, environment: Box::new(environment.clone()), driver };
+        let (tool, driver) = (stamp::tool(), driver.cloned().map(Box::new));
+        let hello = ControlRecord::Hello {
+            version: VERSION,
+            tool,
+            backend,
+            environment: Box::new(environment.clone()),
+            driver,
+        };
         // An end that is rejected can't send any more, and can still receive why.
         let sent = self.send(&hello);
         match self.receive().map_err(|error| sent.err().unwrap_or(error))? {
-            Say::Hello { version, .. } if version != VERSION => {
+            ControlRecord::Hello { version, .. } if version != VERSION => {
                 let message =
                     format!("the other end speaks version {version} of the doctor's records, this one {VERSION}");
                 Err(Error::Mismatch { code: ErrorCode::Version, message })
             }
-            Say::Hello { backend: theirs, .. } if theirs != backend => {
+            ControlRecord::Hello { backend: theirs, .. } if theirs != backend => {
                 let message = format!("this end tests {backend} and the other one {theirs}");
                 Err(Error::Mismatch { code: ErrorCode::Backend, message })
             }
-            Say::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
-            Say::Lent { error: Some(seen) } => Err(Error::Peer { code: ErrorCode::Refused, message: seen.message }),
-            other => unexpected(&other, "hello"),
+            ControlRecord::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
+            ControlRecord::Shared { error: Some(error) } => {
+                Err(Error::Peer { code: ErrorCode::Refused, message: error.message })
+            }
+            other => Err(unexpected(&other, "hello")),
         }
     }
 
-    pub(super) fn send(&self, say: &Say) -> Result<()> {
-        self.line.send(say)
+    pub(super) fn send(&self, record: &ControlRecord) -> Result<()> {
+        self.line.send(record)
     }
 
-    pub(super) fn receive(&self) -> Result<Say> {
+    pub(super) fn receive(&self) -> Result<ControlRecord> {
         self.receive_within(self.line.timeout())
     }
 
-    pub(super) fn receive_within(&self, timeout: Duration) -> Result<Say> {
+    pub(super) fn receive_within(&self, timeout: Duration) -> Result<ControlRecord> {
         decode(self.line.receive_value_within(timeout)?)
     }
 }
 
-fn decode(mut value: Value) -> Result<Say> {
+fn decode(mut value: Value) -> Result<ControlRecord> {
     clean_all(&mut value);
     typed(value)
-}
-
-/// Takes out of every text what a terminal would heed: the other end's words are printed here.
-pub(super) fn clean_all(value: &mut Value) {
-    match value {
-        Value::String(text) => clean(text),
-        Value::Array(values) => values.iter_mut().for_each(clean_all),
-        Value::Object(fields) => fields.values_mut().for_each(clean_all),
-        _ => {}
-    }
 }
 
 #[cfg(test)]
@@ -225,12 +224,12 @@ mod tests {
     use crate::tools::line::parse;
 
     #[test]
-    fn what_is_no_record_is_an_error_and_no_text_reaches_a_terminal_as_it_came() {
+    fn an_invalid_record_is_an_error_and_control_characters_are_removed() {
         for record in ["", "[]", "{}", r#"{"kind":"new"}"#, r#"{"kind":"begin"}"#, "\u{0}"] {
             let decoded = parse(record.as_bytes()).and_then(decode);
             assert!(matches!(decoded, Err(Error::Protocol(_))), "{record:?}");
         }
-        let said = parse(br#"{"kind":"begin","probe":"a\u001b[31mb","new":1}"#).and_then(decode);
-        assert!(matches!(said, Ok(Say::Begin { probe }) if probe == "a [31mb"));
+        let record = parse(br#"{"kind":"begin","probe":"a\u001b[31mb","new":1}"#).and_then(decode);
+        assert!(matches!(record, Ok(ControlRecord::Begin { probe }) if probe == "a [31mb"));
     }
 }

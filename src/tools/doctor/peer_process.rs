@@ -46,14 +46,14 @@ impl PeerProcess {
         };
         let role = Role::Peer { socket: socket.clone() };
         let (process, line) = launch.start(&Task { backend, folder: folder.to_owned(), timeout, role })?;
-        let mut control = Control::over(line);
+        let control = Control::over(line);
         let greeted = control.greet(backend, &Environment::default());
         greeted.map_err(|error| process.explain(error, timeout))?;
         Ok(Self { process, control, socket })
     }
 
-    pub(super) fn control(&mut self) -> &mut Control {
-        &mut self.control
+    pub(super) fn control(&self) -> &Control {
+        &self.control
     }
 
     /// Where memory is handed over.
