@@ -11,8 +11,9 @@ use clap::{Parser, Subcommand};
 use vmmfd::{
     channel::{Cancel, Trust},
     driver::Backend,
-    error::{Error, ParseError},
+    error::{DeviceError, Error, LoadError, ParseError, SocketError},
     memory::Selector,
+    tools::error::ToolError,
     tools::{
         self,
         bench::{self, Bench},
@@ -112,7 +113,7 @@ fn picture(path: &Path) -> Result<Target, Error> {
                 io::ErrorKind::NotFound => "is in a folder that does not exist".to_owned(),
                 kind => format!("can't be written: {kind}"),
             };
-            Error::File { path: path.to_owned(), problem }
+            Error::from(ToolError::File { path: path.to_owned(), problem })
         }
         error => error,
     })
@@ -163,8 +164,9 @@ impl Tool for Benches {
 
     fn code(&self, error: &Error) -> u8 {
         match error {
-            Error::NoSuchDevice { .. } | Error::File { .. } => 2,
-            Error::NoDriver { .. } | Error::NoDevice => 3,
+            Error::Device(DeviceError::NotFound { .. }) => 2,
+            _ if ToolError::is_file(error) => 2,
+            Error::Load(LoadError::NoLibrary { .. }) | Error::Load(LoadError::NoDevice) => 3,
             _ => 1,
         }
     }
@@ -310,7 +312,8 @@ impl Tool for Doctor {
 
     fn code(&self, error: &Error) -> u8 {
         match error {
-            Error::NoSuchDevice { .. } | Error::File { .. } | Error::SocketPath { .. } => 2,
+            Error::Device(DeviceError::NotFound { .. }) | Error::Socket(SocketError::Path { .. }) => 2,
+            _ if ToolError::is_file(error) => 2,
             _ if self.show.is_some() => 2,
             _ => 1,
         }

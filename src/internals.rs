@@ -18,6 +18,11 @@ pub use crate::driver::{
     window::{PageLocked, Window},
 };
 
+/// Copies of memory that others may access at the same time.
+pub mod copy {
+    pub use crate::driver::copy::{read, write};
+}
+
 /// A driver of these verbs.
 pub fn driver(verbs: Arc<dyn Verbs>) -> Driver {
     Driver::of(verbs)

@@ -26,15 +26,19 @@
 
 use std::{marker::PhantomData, sync::Arc};
 
+use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, SyncOnDrop, sys::CUdeviceptr};
 
 use crate::{
     driver::{Access, Backend},
-    error::{Error, Result},
+    error::{DeviceError, Error, MemoryError, Result},
     memory::Region,
 };
 
 /// The first elements of memory, for cudarc to read.
+///
+/// Their type is one of which any bytes are a value ([`AnyBitPattern`]: integers and floats, but not `bool`), since cudarc makes
+/// values of what it copies to the host, and another process may have written anything.
 ///
 /// A stream is synchronised after each use of it through [`DevicePtr`], so that what another process is told of is done.
 /// After a kernel that was given [`View::address`], synchronise yourself, also before the memory is dropped. Other processes
@@ -47,27 +51,28 @@ pub struct View<'a, T> {
     element: PhantomData<T>,
 }
 
-impl<'a, T: DeviceRepr> View<'a, T> {
+impl<'a, T: DeviceRepr + AnyBitPattern> View<'a, T> {
     /// The first `length` elements of memory, used on a stream.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many; [`Error::Unsupported`] if it is no GPU memory, or belongs to
-    /// another device than the stream.
+    /// [`MemoryError::OutOfRange`] if there are not as many; [`DeviceError::Unsupported`] if it is not a GPU's memory;
+    /// [`Error::Misuse`] if it is used by another device than the stream's.
     pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
         let (device, size) = (region.device(), region.size());
-        let unsupported = |feature| Err(Error::Unsupported { device: device.to_string(), feature });
         if device.backend() != Backend::Cuda {
-            return unsupported("kernels: it is no GPU");
+            let feature = "streams and kernels: it is not a GPU";
+            return Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
         }
         if usize::try_from(device.ordinal()) != Ok(stream.context().ordinal()) {
-            return unsupported("a stream of another device");
+            let problem = format!("the memory is used by {device}, and the stream is of another device");
+            return Err(Error::Misuse { problem });
         }
         let bytes = length.checked_mul(size_of::<T>()).and_then(|bytes| u64::try_from(bytes).ok());
         match bytes {
             Some(bytes) if bytes <= size => {
                 Ok(Self { region, stream: Arc::clone(stream), length, element: PhantomData })
             }
-            _ => Err(Error::OutOfRange { offset: 0, length: bytes.unwrap_or(u64::MAX), size }),
+            _ => Err(Error::Memory(MemoryError::OutOfRange { offset: 0, length: bytes.unwrap_or(u64::MAX), size })),
         }
     }
 
@@ -94,18 +99,19 @@ impl<T> DevicePtr<T> for View<'_, T> {
 }
 
 /// The first elements of memory, for cudarc to read and write. As [`View`] in all else.
+///
+/// Their type has no bytes that a value leaves uninitialised ([`NoUninit`]: no padding), since other processes read them.
 #[derive(Debug)]
 pub struct ViewMut<'a, T>(View<'a, T>);
 
-impl<'a, T: DeviceRepr> ViewMut<'a, T> {
+impl<'a, T: DeviceRepr + AnyBitPattern + NoUninit> ViewMut<'a, T> {
     /// The first `length` elements of memory, used on a stream.
     ///
     /// # Errors
-    /// Those of [`View::new`]; [`Error::Unsupported`] also if the memory is read-only.
+    /// Those of [`View::new`]; [`MemoryError::ReadOnly`].
     pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
         if region.access() != Access::ReadWrite {
-            let feature = "writing to memory that is read-only";
-            return Err(Error::Unsupported { device: region.device().to_string(), feature });
+            return Err(Error::Memory(MemoryError::ReadOnly));
         }
         View::new(region, stream, length).map(Self)
     }

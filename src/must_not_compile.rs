@@ -56,3 +56,55 @@ struct Foreign;
 /// # }
 /// ```
 struct MirrorOfNothing;
+
+/// Values of a type from bytes that may be none of it: `clone_dtoh` would make a `Vec<bool>` of what a peer wrote.
+///
+/// ```compile_fail,E0277
+/// use cudarc::driver::CudaContext;
+/// use vmmfd::{driver::*, launch::View, memory::*};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let device = Device::find(&open(Choice::Only(Backend::Cuda))?.driver, Selector::default())?;
+/// let mapping = Mapping::new(&Allocation::create(&device, 1)?, Access::ReadWrite)?;
+/// let stream = CudaContext::new(0)?.default_stream();
+/// let truths: Vec<bool> = stream.clone_dtoh(&View::<bool>::new(&mapping, &stream, 4)?)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Nor are bytes shown to others that a value does not initialise, as between these two:
+///
+/// ```compile_fail,E0277
+/// use cudarc::driver::{CudaContext, DeviceRepr};
+/// use vmmfd::{driver::*, launch::ViewMut, memory::*};
+///
+/// #[repr(C)]
+/// #[derive(Clone, Copy)]
+/// struct Padded(u8, u32);
+/// # unsafe impl DeviceRepr for Padded {}
+/// # unsafe impl bytemuck::Zeroable for Padded {}
+/// # unsafe impl bytemuck::AnyBitPattern for Padded {}
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let device = Device::find(&open(Choice::Only(Backend::Cuda))?.driver, Selector::default())?;
+/// let mapping = Mapping::new(&Allocation::create(&device, 1)?, Access::ReadWrite)?;
+/// let stream = CudaContext::new(0)?.default_stream();
+/// stream.memcpy_htod(&[Padded(1, 2)], &mut ViewMut::new(&mapping, &stream, 1)?)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// The same of words:
+///
+/// ```no_run
+/// use cudarc::driver::CudaContext;
+/// use vmmfd::{driver::*, launch::{View, ViewMut}, memory::*};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let device = Device::find(&open(Choice::Only(Backend::Cuda))?.driver, Selector::default())?;
+/// let mapping = Mapping::new(&Allocation::create(&device, 1)?, Access::ReadWrite)?;
+/// let stream = CudaContext::new(0)?.default_stream();
+/// stream.memcpy_htod(&[1, 2], &mut ViewMut::<u32>::new(&mapping, &stream, 2)?)?;
+/// let words: Vec<u32> = stream.clone_dtoh(&View::<u32>::new(&mapping, &stream, 2)?)?;
+/// # Ok(())
+/// # }
+/// ```
+#[cfg(feature = "launch")]
+struct NoPlainData;

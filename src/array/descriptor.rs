@@ -5,7 +5,7 @@ use std::{fmt, ops::Range};
 use serde::{Deserialize, Serialize};
 
 use super::{ElementType, MAX_DIMENSIONS, Order, json::PlainArray};
-use crate::error::{Error, Result};
+use crate::error::{Error, MemoryError, Result};
 
 /// An n-dimensional array somewhere in a piece of memory. Plain data: it owns no memory and reads none.
 ///
@@ -34,7 +34,7 @@ impl ArrayDescriptor {
     /// A contiguous array at the start of the memory. Its strides are null where C order says the same.
     ///
     /// # Errors
-    /// [`Error::Array`] if there are more than [`MAX_DIMENSIONS`], if 64 bits can't count its bytes, or if a stride that has to
+    /// [`MemoryError::Array`] if there are more than [`MAX_DIMENSIONS`], if 64 bits can't count its bytes, or if a stride that has to
     /// be given is 2⁶³ bytes or more.
     pub fn new(dtype: ElementType, shape: impl Into<Vec<u64>>, order: Order) -> Result<Self> {
         let array = Self { dtype, shape: shape.into(), strides: None, offset: 0 };
@@ -46,7 +46,7 @@ impl ArrayDescriptor {
     /// How many elements it has: none if any dimension is 0.
     ///
     /// # Errors
-    /// [`Error::Array`] if it is malformed, or 64 bits can't count them (as of a large broadcast).
+    /// [`MemoryError::Array`] if it is malformed, or 64 bits can't count them (as of a large broadcast).
     pub fn elements(&self) -> Result<u64> {
         self.well_formed()?;
         if self.is_empty() {
@@ -69,7 +69,7 @@ impl ArrayDescriptor {
     /// Its strides in bytes, also where they are null. A dimension of length 0 counts as 1 in them, as numpy has it.
     ///
     /// # Errors
-    /// [`Error::Array`] if it is malformed, or a stride is 2⁶³ bytes or more.
+    /// [`MemoryError::Array`] if it is malformed, or a stride is 2⁶³ bytes or more.
     pub fn strides_in_bytes(&self) -> Result<Vec<i64>> {
         explicit(self.steps()?)
     }
@@ -78,7 +78,7 @@ impl ArrayDescriptor {
     /// without elements, the empty range at its offset.
     ///
     /// # Errors
-    /// [`Error::Array`] if it is malformed, begins before the memory, or reaches further than 64 bits can count.
+    /// [`MemoryError::Array`] if it is malformed, begins before the memory, or reaches further than 64 bits can count.
     pub fn span(&self) -> Result<Range<u64>> {
         let steps = self.steps()?;
         if self.is_empty() {
@@ -101,12 +101,12 @@ impl ArrayDescriptor {
     /// Checks it against memory of `extent` bytes: whatever else is asked of it then stays inside.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if a byte of it, or the offset of an array without elements, lies outside; [`Error::Array`] as for
+    /// [`MemoryError::OutOfRange`] if a byte of it, or the offset of an array without elements, lies outside; [`MemoryError::Array`] as for
     /// [`ArrayDescriptor::span`].
     pub fn check(&self, extent: u64) -> Result<()> {
         let Range { start, end } = self.span()?;
         if end > extent {
-            return Err(Error::OutOfRange { offset: start, length: end - start, size: extent });
+            return Err(Error::Memory(MemoryError::OutOfRange { offset: start, length: end - start, size: extent }));
         }
         Ok(())
     }
@@ -114,7 +114,7 @@ impl ArrayDescriptor {
     /// Where the element of an index begins, in bytes from the start of the memory.
     ///
     /// # Errors
-    /// [`Error::Array`] if there is no such element, and as for [`ArrayDescriptor::span`].
+    /// [`MemoryError::Array`] if there is no such element, and as for [`ArrayDescriptor::span`].
     pub fn offset_of(&self, index: &[u64]) -> Result<u64> {
         self.span()?;
         if index.len() != self.shape.len() {
@@ -131,7 +131,7 @@ impl ArrayDescriptor {
     /// backwards if the step is negative. (In numpy: `a[start:end][::step]`.)
     ///
     /// # Errors
-    /// [`Error::Array`] if there is no such axis, the range is not inside it, the step is 0, or a stride comes to 2⁶³ bytes or
+    /// [`MemoryError::Array`] if there is no such axis, the range is not inside it, the step is 0, or a stride comes to 2⁶³ bytes or
     /// more; and as for [`ArrayDescriptor::span`].
     pub fn slice(&self, axis: usize, range: Range<u64>, step: i64) -> Result<Self> {
         self.span()?;
@@ -156,7 +156,7 @@ impl ArrayDescriptor {
     /// The part of it with one index along `axis`, which is no dimension of it any more.
     ///
     /// # Errors
-    /// [`Error::Array`] if there is no such axis or index, or a stride that has to be given is 2⁶³ bytes or more; and as for
+    /// [`MemoryError::Array`] if there is no such axis or index, or a stride that has to be given is 2⁶³ bytes or more; and as for
     /// [`ArrayDescriptor::span`].
     pub fn index(&self, axis: usize, at: u64) -> Result<Self> {
         self.span()?;
@@ -170,7 +170,7 @@ impl ArrayDescriptor {
     /// The same elements with the axes in another order: axis `i` of the result is `axes[i]` of this one.
     ///
     /// # Errors
-    /// [`Error::Array`] if `axes` does not name each axis once, or a stride that has to be given is 2⁶³ bytes or more; and as
+    /// [`MemoryError::Array`] if `axes` does not name each axis once, or a stride that has to be given is 2⁶³ bytes or more; and as
     /// for [`ArrayDescriptor::span`].
     pub fn permute(&self, axes: &[usize]) -> Result<Self> {
         self.span()?;
@@ -290,7 +290,7 @@ impl ArrayDescriptor {
 }
 
 pub(super) fn problem(problem: String) -> Error {
-    Error::Array { problem }
+    Error::Memory(MemoryError::Array { problem })
 }
 
 fn explicit(steps: Vec<i128>) -> Result<Vec<i64>> {

@@ -12,7 +12,7 @@ use rustix::{
 };
 
 use super::{Cancel, Channel, Peer, RETRY, Trust, deadline_after};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SocketError};
 
 /// The result of one attempt to connect.
 pub(super) enum Attempt {
@@ -35,10 +35,10 @@ pub(super) fn attempt(path: &Path) -> Result<Attempt> {
         Err(Errno::NOENT | Errno::CONNREFUSED) => Ok(Attempt::Absent),
         Err(Errno::AGAIN | Errno::INTR) => Ok(Attempt::Full),
         Err(Errno::ACCESS | Errno::PERM) => Ok(Attempt::Denied),
-        Err(Errno::PROTOTYPE) => Err(Error::SocketPath {
+        Err(Errno::PROTOTYPE) => Err(Error::Socket(SocketError::Path {
             path: path.to_owned(),
             reason: "another program listens on it, with another type of socket".to_owned(),
-        }),
+        })),
         Err(errno) => Err(Error::system(format!("connect to {}", path.display()), errno)),
     }
 }
@@ -53,8 +53,8 @@ pub(super) fn new_socket() -> Result<OwnedFd> {
 /// the same timeout.
 ///
 /// # Errors
-/// [`Error::Absent`] if no process listens in time; [`Error::NotAccepted`] if its backlog stays full; [`Error::Denied`] if
-/// this user may not connect; [`Error::PeerNotAllowed`] if the listener's user is not trusted; [`Error::SocketPath`],
+/// [`SocketError::Absent`] if no process listens in time; [`SocketError::NotAccepted`] if its backlog stays full; [`SocketError::Denied`] if
+/// this user may not connect; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed) if the listener's user is not trusted; [`SocketError::Path`],
 /// [`Error::Interrupted`], [`Error::System`].
 ///
 /// See connect(2), unix(7).
@@ -83,9 +83,9 @@ pub(crate) fn connect_socket(
                 return Ok((socket, peer));
             }
             // The file may be left from a process that has ended; a producer that admits this user then replaces it.
-            Attempt::Denied => Error::Denied { path: path() },
-            Attempt::Absent => Error::Absent { path: path(), waited: timeout },
-            Attempt::Full => Error::NotAccepted { path: path(), waited: timeout },
+            Attempt::Denied => Error::Socket(SocketError::Denied { path: path() }),
+            Attempt::Absent => Error::Socket(SocketError::Absent { path: path(), waited: timeout }),
+            Attempt::Full => Error::Socket(SocketError::NotAccepted { path: path(), waited: timeout }),
         };
         if Instant::now() >= deadline {
             return Err(failed);

@@ -34,7 +34,7 @@ use super::{
     path::{MAX_PATH, split},
     record::check_type,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SocketError};
 
 /// How many connections may wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -67,8 +67,8 @@ impl Listener {
     /// renamed.
     ///
     /// # Errors
-    /// [`Error::AlreadyServed`] if another process listens there; [`Error::SocketPath`] if the file is not a socket;
-    /// [`Error::FolderLocked`] if the folder stays locked for `timeout`; [`Error::System`], [`Error::Interrupted`].
+    /// [`SocketError::AlreadyServed`] if another process listens there; [`SocketError::Path`] if the file is not a socket;
+    /// [`SocketError::FolderLocked`] if the folder stays locked for `timeout`; [`Error::System`], [`Error::Interrupted`].
     ///
     /// See bind(2), listen(2), flock(2), rename(2).
     pub fn bind(path: &Path, open_to_others: bool, timeout: Duration, cancel: &Cancel) -> Result<Self> {
@@ -105,14 +105,14 @@ impl Listener {
     /// non-blocking. Its file, if it has one, is not removed when this is dropped.
     ///
     /// # Errors
-    /// [`Error::Socket`] if it does not listen, or is not of type `SOCK_SEQPACKET`; [`Error::System`].
+    /// [`SocketError::Unfit`] if it does not listen, or is not of type `SOCK_SEQPACKET`; [`Error::System`].
     ///
     /// See sd_listen_fds(3).
     pub fn from_fd(socket: OwnedFd) -> Result<Self> {
         check_type(&socket)?;
         let failed = |errno: SocketErrno| Error::system("take over a listening socket", errno);
         if !sockopt::socket_acceptconn(&socket).map_err(failed)? {
-            return Err(Error::Socket { problem: "it does not listen".to_owned() });
+            return Err(Error::Socket(SocketError::Unfit { problem: "it does not listen".to_owned() }));
         }
         fcntl_setfd(&socket, FdFlags::CLOEXEC).map_err(failed)?;
         ioctl_fionbio(&socket, true).map_err(failed)?;
@@ -126,7 +126,7 @@ impl Listener {
     /// [`Listener::bind`] checks again, under the lock.
     ///
     /// # Errors
-    /// [`Error::AlreadyServed`], [`Error::SocketPath`], [`Error::System`].
+    /// [`SocketError::AlreadyServed`], [`SocketError::Path`], [`Error::System`].
     pub fn check_free(path: &Path) -> Result<()> {
         let metadata = match fs::symlink_metadata(path) {
             Ok(metadata) => metadata,
@@ -135,19 +135,19 @@ impl Listener {
         };
         if !metadata.file_type().is_socket() {
             let reason = "a file of that name exists and is not a socket".to_owned();
-            return Err(Error::SocketPath { path: path.to_owned(), reason });
+            return Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }));
         }
         match attempt(path)? {
             Attempt::Connected(socket) => {
-                Err(Error::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid })
+                Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid }))
             }
-            Attempt::Full => Err(Error::AlreadyServed { path: path.to_owned(), pid: 0 }),
+            Attempt::Full => Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: 0 })),
             Attempt::Denied => {
                 let reason = format!(
                     "uid {} owns it, and this user may not connect to see whether it is served",
                     metadata.uid()
                 );
-                Err(Error::SocketPath { path: path.to_owned(), reason })
+                Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }))
             }
             Attempt::Absent => Ok(()),
         }
@@ -237,7 +237,9 @@ fn lock(folder: &File, path: &Path, timeout: Duration, cancel: &Cancel) -> Resul
         match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
             Ok(locked) => return Ok(locked),
             Err((back, Errno::EAGAIN | Errno::EINTR)) if Instant::now() < deadline => folder = back,
-            Err((_, Errno::EAGAIN)) => return Err(Error::FolderLocked { path: path.to_owned(), waited: timeout }),
+            Err((_, Errno::EAGAIN)) => {
+                return Err(Error::Socket(SocketError::FolderLocked { path: path.to_owned(), waited: timeout }));
+            }
             Err((_, errno)) => return Err(failed(errno.into())),
         }
         cancel.pause(RETRY)?;

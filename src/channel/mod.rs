@@ -28,7 +28,7 @@ use self::record::{Arrival, RecordSocket, check_type, is_gone};
 pub use self::{cancel::Cancel, connect::connect, listener::Listener, path::socket_path, peer::Peer, trust::Trust};
 pub(crate) use self::{cancel::eventfd, connect::connect_socket};
 use crate::{
-    error::{Error, Result},
+    error::{Error, PeerError, Result},
     wire::{HEADER_LENGTH, MAX_BODY, Message, ProtocolError},
 };
 
@@ -60,7 +60,7 @@ impl Channel {
     /// A channel over a connected `SOCK_SEQPACKET` socket, which is made non-blocking.
     ///
     /// # Errors
-    /// [`Error::Socket`] for a socket of another type, or another file; [`Error::System`].
+    /// [`SocketError::Unfit`](crate::error::SocketError::Unfit) for a socket of another type, or another file; [`Error::System`].
     pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
         check_type(&socket)?;
         let peer = Peer::of(&socket)?;
@@ -102,8 +102,8 @@ impl Channel {
     /// Sends a message with its descriptors, which stay the caller's. Blocks while the peer's queue is full, up to the timeout.
     ///
     /// # Errors
-    /// [`Error::Protocol`] if the message is too large or has another number of descriptors (nothing is sent);
-    /// [`Error::Peer`] if the peer had reported an error; [`Error::PeerGone`], [`Error::Timeout`],
+    /// [`PeerError::Protocol`] if the message is too large or has another number of descriptors (nothing is sent);
+    /// [`PeerError::Reported`] if the peer had reported an error; [`PeerError::Gone`], [`PeerError::Timeout`],
     /// [`Error::Interrupted`], [`Error::System`].
     ///
     /// See sendmsg(2), unix(7).
@@ -119,7 +119,7 @@ impl Channel {
                 self.sent = Instant::now();
                 Ok(())
             }
-            Err(gone @ Error::PeerGone { .. }) => Err(self.last_error().unwrap_or(gone)),
+            Err(gone @ Error::Peer(PeerError::Gone { .. })) => Err(self.last_error().unwrap_or(gone)),
             Err(error) => Err(error),
         }
     }
@@ -128,8 +128,8 @@ impl Channel {
     /// the error.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after the channel's timeout; [`Error::PeerGone`], also for an empty record;
-    /// [`Error::Protocol`] for a record that breaks the protocol; [`Error::TooManyDescriptors`] if this process's limit cut
+    /// [`PeerError::Timeout`] after the channel's timeout; [`PeerError::Gone`], also for an empty record;
+    /// [`PeerError::Protocol`] for a record that breaks the protocol; [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) if this process's limit cut
     /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
     ///
     /// See recvmsg(2), unix(7).
@@ -200,7 +200,7 @@ impl Channel {
                 Ok(Arrival::Record(record)) => {
                     let message = Message::decode(&self.incoming[..record.length], record.fds.len());
                     if let Ok(Message::Error(failure)) = message {
-                        return Some(Error::Peer { code: failure.code, message: failure.message });
+                        return Some(Error::Peer(PeerError::Reported { code: failure.code, message: failure.message }));
                     }
                 }
                 Ok(Arrival::Broken(_)) => {}

@@ -14,7 +14,7 @@ use std::{
 
 use nix::unistd::geteuid;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SocketError};
 
 /// The longest path of a socket: `sun_path` less its terminating zero. See unix(7).
 pub(super) const MAX_PATH: usize = 107;
@@ -25,15 +25,15 @@ pub(super) const MAX_PATH: usize = 107;
 /// if it does not exist. The socket itself need not exist.
 ///
 /// # Errors
-/// [`Error::SocketPath`] for a path that is too long, or whose folder does not exist; [`Error::UnsafeFolder`] if the
-/// default folder is a link, belongs to another user or can be written by others; [`Error::DefaultFolder`] if it can't be
+/// [`SocketError::Path`] for a path that is too long, or whose folder does not exist; [`SocketError::UnsafeFolder`] if the
+/// default folder is a link, belongs to another user or can be written by others; [`SocketError::DefaultFolder`] if it can't be
 /// created or inspected.
 pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
     let path = match given {
         Some(path) => path.to_owned(),
         None => default_folder()?.join("vmmfd.sock"),
     };
-    let unusable = |reason: String| Error::SocketPath { path: path.clone(), reason };
+    let unusable = |reason: String| Error::Socket(SocketError::Path { path: path.clone(), reason });
     let length = path.as_os_str().len();
     if length > MAX_PATH {
         return Err(unusable(format!("it has {length} bytes, and a socket's path has at most {MAX_PATH}")));
@@ -56,15 +56,16 @@ fn default_folder() -> Result<PathBuf> {
     // The umask may have removed the user's own rights too.
     match created.and_then(|()| fs::set_permissions(&folder, Permissions::from_mode(0o700))) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(Error::DefaultFolder { path: folder, source: error });
+            return Err(Error::Socket(SocketError::DefaultFolder { path: folder, source: error }));
         }
         _ => {}
     }
     let metadata = match fs::symlink_metadata(&folder) {
         Ok(metadata) => metadata,
-        Err(error) => return Err(Error::DefaultFolder { path: folder, source: error }),
+        Err(error) => return Err(Error::Socket(SocketError::DefaultFolder { path: folder, source: error })),
     };
-    let unsafe_because = |reason: String| Err(Error::UnsafeFolder { path: folder.clone(), reason });
+    let unsafe_because =
+        |reason: String| Err(Error::Socket(SocketError::UnsafeFolder { path: folder.clone(), reason }));
     if metadata.is_symlink() {
         return unsafe_because("it is a symbolic link".to_owned());
     }
@@ -82,7 +83,7 @@ fn default_folder() -> Result<PathBuf> {
 
 /// The folder and the file name of a path.
 pub(super) fn split(path: &Path) -> Result<(PathBuf, OsString)> {
-    let unusable = |reason: &str| Error::SocketPath { path: path.to_owned(), reason: reason.to_owned() };
+    let unusable = |reason: &str| Error::Socket(SocketError::Path { path: path.to_owned(), reason: reason.to_owned() });
     let name = path.file_name().filter(|_| !path.as_os_str().as_bytes().ends_with(b"/"));
     let name = name.ok_or_else(|| unusable("it names no file"))?.to_owned();
     let folder = match path.parent() {

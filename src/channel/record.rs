@@ -31,7 +31,7 @@ use sendfd::SendWithFd;
 
 use super::{Cancel, deadline_after};
 use crate::{
-    error::{Error, Result},
+    error::{Error, MemoryError, PeerError, Result, SocketError},
     wire::{MAX_FDS, ProtocolError},
 };
 
@@ -117,7 +117,7 @@ impl RecordSocket {
     /// Sends one record with its descriptors, which stay the caller's. `what` names it in an error.
     ///
     /// # Errors
-    /// [`Error::PeerGone`], [`Error::Timeout`], [`Error::Interrupted`]; [`Error::System`]. See sendmsg(2), unix(7).
+    /// [`PeerError::Gone`], [`PeerError::Timeout`], [`Error::Interrupted`]; [`Error::System`]. See sendmsg(2), unix(7).
     pub(crate) fn send(&self, what: &'static str, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
         let purpose = "to send";
@@ -133,14 +133,14 @@ impl RecordSocket {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if !self.cancel.wait(self.as_fd(), PollFlags::POLLOUT, deadline)? {
-                        return Err(Error::Timeout { purpose, waited: self.timeout });
+                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
                     }
                 }
                 // The bound on descriptors in flight is on all sockets of a user, so it passes without this peer.
                 Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) && Instant::now() < deadline => {
                     self.cancel.pause(IN_FLIGHT_PAUSE)?;
                 }
-                Err(error) if is_gone(&error) => return Err(Error::PeerGone { purpose }),
+                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
                 Err(error) => return Err(Error::system(format!("send {what} to the peer"), error)),
             }
         }
@@ -150,8 +150,8 @@ impl RecordSocket {
     /// "waiting ...", for the error.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after the socket's timeout; [`Error::PeerGone`] at the end of the connection, also for an empty
-    /// record; [`Error::Protocol`] for a record that is too long; [`Error::TooManyDescriptors`] if this process's limit cut
+    /// [`PeerError::Timeout`] after the socket's timeout; [`PeerError::Gone`] at the end of the connection, also for an empty
+    /// record; [`PeerError::Protocol`] for a record that is too long; [`MemoryError::TooManyDescriptors`] if this process's limit cut
     /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
     ///
     /// See recvmsg(2), unix(7).
@@ -176,7 +176,7 @@ impl RecordSocket {
                     return Err(own_limit().unwrap_or(cut.into()));
                 }
                 Ok(Arrival::Broken(error)) => return Err(error.into()),
-                Ok(Arrival::End) => return Err(Error::PeerGone { purpose }),
+                Ok(Arrival::End) => return Err(Error::Peer(PeerError::Gone { purpose })),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let now = Instant::now();
@@ -184,12 +184,12 @@ impl RecordSocket {
                         // The peer may need this CPU.
                         thread::yield_now();
                     } else if !self.cancel.wait(self.as_fd(), PollFlags::POLLIN, deadline)? {
-                        return Err(Error::Timeout { purpose, waited: self.timeout });
+                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
                     }
                 }
                 // ECONNRESET is reported once, ahead of queued data: read on.
                 Err(error) if is_gone(&error) && resets == 0 => resets += 1,
-                Err(error) if is_gone(&error) => return Err(Error::PeerGone { purpose }),
+                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
                 Err(error) => return Err(Error::system("receive from the peer", error)),
             }
         }
@@ -259,7 +259,7 @@ impl AsFd for RecordSocket {
 
 /// Checks that a socket keeps records apart and passes descriptors.
 pub(super) fn check_type(socket: &impl AsFd) -> Result<()> {
-    let unfit = |problem: &str| Err(Error::Socket { problem: problem.to_owned() });
+    let unfit = |problem: &str| Err(Error::Socket(SocketError::Unfit { problem: problem.to_owned() }));
     match (sockopt::socket_domain(socket), sockopt::socket_type(socket)) {
         (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => Ok(()),
         (Ok(_), Ok(_)) => unfit("it is not of type SOCK_SEQPACKET and family AF_UNIX"),
@@ -277,7 +277,7 @@ pub(crate) fn is_gone(error: &io::Error) -> bool {
 fn own_limit() -> Option<Error> {
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     let needed = fs::read_dir("/proc/self/fd").ok()?.count() as u64 + MAX_FDS as u64;
-    (needed > limit).then_some(Error::TooManyDescriptors { needed, limit })
+    (needed > limit).then_some(Error::Memory(MemoryError::TooManyDescriptors { needed, limit }))
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@
 
 #[cfg(feature = "tools")]
 pub(crate) mod bare;
+pub(crate) mod copy;
 pub(crate) mod cuda;
 #[cfg(feature = "tools")]
 pub(crate) mod diagnosis;
@@ -27,7 +28,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
-use crate::error::{Error, ParseError, Result};
+use crate::error::{Error, LoadError, ParseError, Result};
 
 #[cfg(feature = "tools")]
 pub(crate) use self::{
@@ -134,14 +135,14 @@ pub struct Opened {
 /// Blocks while the CUDA driver starts: 50 to 95 ms, the first time.
 ///
 /// # Errors
-/// - [`Error::NoDriver`]: no library (`libcuda.so.1`, else `libcuda.so`) loads.
-/// - [`Error::StubLibrary`]: what loads is the toolkit's stub.
-/// - [`Error::NoDevice`]: the driver works and has no device to offer.
-/// - [`Error::MissingSymbol`]: the library is no driver, or too old.
+/// - [`LoadError::NoLibrary`]: no library (`libcuda.so.1`, else `libcuda.so`) loads.
+/// - [`LoadError::Stub`]: what loads is the toolkit's stub.
+/// - [`LoadError::NoDevice`]: the driver works and has no device to offer.
+/// - [`LoadError::MissingSymbol`]: the library is no driver, or too old.
 /// - [`Error::Forked`]: this process is a fork of one that initialised the driver.
 /// - [`Error::Driver`]: the driver is there and fails.
 ///
-/// With [`Choice::Auto`] neither [`Error::NoDriver`] nor [`Error::NoDevice`]: they lead to the host backend. A driver that is
+/// With [`Choice::Auto`] neither [`LoadError::NoLibrary`] nor [`LoadError::NoDevice`]: they lead to the host backend. A driver that is
 /// there and fails is never a reason to fall back.
 ///
 /// Driver calls: `cuInit`, `cuDeviceGetCount`.
@@ -152,7 +153,7 @@ pub fn open(choice: Choice) -> Result<Opened> {
         Choice::Only(Backend::Cuda) => open_cuda().map(cuda),
         Choice::Auto => match open_cuda() {
             Ok(driver) => Ok(cuda(driver)),
-            Err(reason @ (Error::NoDriver { .. } | Error::NoDevice)) => {
+            Err(reason @ (Error::Load(LoadError::NoLibrary { .. }) | Error::Load(LoadError::NoDevice))) => {
                 Ok(Opened { driver: open_host(), fallback: Some(reason) })
             }
             Err(error) => Err(error),

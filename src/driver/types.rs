@@ -194,6 +194,7 @@ pub enum Granularity {
     /// What sizes must be a multiple of.
     Minimum,
     /// What gives the best performance.
+    #[cfg(feature = "tools")]
     Recommended,
 }
 

@@ -150,14 +150,14 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// Sharing by legacy handles.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on the host backend.
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn legacy(&self) -> Result<&dyn LegacyIpc>;
 
     /// Sharing by memory pools. Whether a device has them is [`Attribute::MemoryPools`] and
     /// [`Attribute::PoolHandleTypes`].
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on the host backend.
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn pools(&self) -> Result<&dyn Pools>;
 
     #[cfg(feature = "tools")]
@@ -168,14 +168,14 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// Kernels that write and check the pattern.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on the host backend.
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn kernels(&self) -> Result<&dyn Kernels>;
 
     #[cfg(feature = "tools")]
     /// What is asked only to find out what the driver can do.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on the host backend.
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn diagnosis(&self) -> Result<&dyn Diagnosis>;
 }
 

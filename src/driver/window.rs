@@ -11,8 +11,8 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use super::{Origin, code, failure};
-use crate::error::{Error, Result};
+use super::{Origin, code, copy, failure};
+use crate::error::{Error, MemoryError, Result};
 
 /// What takes page-locked memory back.
 pub(super) trait PageLocker: fmt::Debug + Send + Sync {
@@ -42,9 +42,11 @@ unsafe impl Sync for PageLocked {}
 
 impl PageLocked {
     /// # Safety
-    /// The memory is readable and writable, nobody else's, and `locker`'s to take back.
+    /// The memory is readable and writable, no other thread or process has it, and it is `locker`'s to take back.
     pub(super) unsafe fn new(start: NonNull<u8>, size: usize, locker: Arc<dyn PageLocker>) -> Self {
-        // SAFETY: the caller's promise. What the driver gives may hold what another owner left in it.
+        // What the driver gives may hold what another owner left in it.
+        // SAFETY: the caller's promise: it is as large, and private, so that a plain write races with nothing. A device accesses it
+        // only in copies from and to a slice of it, which the caller of such a copy has borrowed until it is done.
         unsafe { start.write_bytes(0, size) };
         Self { start, size, locker }
     }
@@ -60,7 +62,8 @@ impl Deref for PageLocked {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: it was initialised as a whole, and is this object's alone until it is dropped.
+        // SAFETY: it was initialised as a whole, and is this object's alone until it is dropped: no other process has it, and threads
+        // of this one reach it through this object, which is borrowed as long as the slice.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.size) }
     }
 }
@@ -129,7 +132,8 @@ impl Window {
     ///
     /// # Safety
     /// The CPU can read the range, and write to it if it is `writable`, for as long as `mapped` lives and the range is in
-    /// `open`; if it is `immutable`, nobody can change its bytes.
+    /// `open`, and the range is outside of all that Rust allocates. If it is `immutable`, it is not `writable`, and neither another
+    /// process nor another mapping in this one can change its bytes. Else all that accesses it in this process uses [`copy`].
     pub(super) unsafe fn new(view: View, origin: Origin, open: &Arc<Windows>, mapped: Arc<dyn Send + Sync>) -> Self {
         open.ranges().push((view.address, view.size));
         Self { view, origin, open: Arc::clone(open), _mapped: mapped }
@@ -144,35 +148,37 @@ impl Window {
     /// Copies bytes out of it, from `offset` on.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many; [`Error::Forked`].
+    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Forked`].
     pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         let from = self.pointer(offset, to.len())?;
-        // SAFETY: the source is readable, whole, while this object lives; it is no memory of Rust's that anybody holds a
-        // mutable reference to, so it can't overlap `to`. Others may write to it at the same time: any bytes will do.
-        unsafe { ptr::copy_nonoverlapping(from.cast_const(), to.as_mut_ptr(), to.len()) };
+        // SAFETY: the source is readable, whole, while this object lives, which is borrowed here. It is no memory of Rust's. Threads
+        // of this process write to it by `copy::write` alone, and slices of it are only had where nothing writes to it.
+        unsafe { copy::read(from, to) };
         Ok(())
     }
 
     /// Copies bytes into it, from `offset` on.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if they do not fit; [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if this process may only
+    /// [`MemoryError::OutOfRange`] if they do not fit; [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if this process may only
     /// read it; [`Error::Forked`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.pointer(offset, from.len())?;
         if !self.view.writable {
             return Err(failure("window write", code::INVALID_VALUE));
         }
-        // SAFETY: the destination is writable, whole, while this object lives; it is no memory of Rust's, since slices are
-        // of immutable memory alone, so it can't overlap `from`. Nothing here relies on what it holds.
-        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+        // SAFETY: the destination is writable, whole, while this object lives, which is borrowed here. It is no memory of Rust's:
+        // slices are had of immutable memory alone, which is never writable. Threads of this process access it by `copy` alone.
+        unsafe { copy::write(from, to) };
         Ok(())
     }
 
-    /// Its bytes, with no copy, where nobody can write to them: sealed memory of the host backend.
+    /// Its bytes, with no copy, where nothing can write to them: sealed memory of the host backend.
     pub fn slice(&self) -> Option<&[u8]> {
         let start = self.pointer(0, 0).ok()?;
-        // SAFETY: it is readable, whole, while this object lives, and nobody can change the bytes.
+        // SAFETY: it is readable, whole, while this object lives, which the slice borrows. Nothing changes its bytes, which `new` was
+        // promised: no other process, as the kernel refuses it to all of them, and no thread of this one, as no mapping of it here
+        // is writable and none becomes so while a window is open.
         self.view.immutable.then(|| unsafe { slice::from_raw_parts(start.cast_const(), self.view.size as usize) })
     }
 
@@ -182,7 +188,7 @@ impl Window {
         let (length, size) = (length as u64, self.view.size);
         match offset.checked_add(length) {
             Some(end) if end <= size => Ok(ptr::with_exposed_provenance_mut((self.view.address + offset) as usize)),
-            _ => Err(Error::OutOfRange { offset, length, size }),
+            _ => Err(Error::Memory(MemoryError::OutOfRange { offset, length, size })),
         }
     }
 }

@@ -13,7 +13,7 @@ impl ParseError {
     /// `what` and `expected` complete "... is not {what}: write {expected}". The text is shortened, and shown without control
     /// characters.
     pub(crate) fn new(text: &str, what: &'static str, expected: &'static str) -> Self {
-        const LONGEST: usize = 64;
+        const LONGEST: usize = 32;
         let mut shown: String = text.chars().take(LONGEST).flat_map(char::escape_debug).collect();
         if text.chars().nth(LONGEST).is_some() {
             shown.push_str("...");

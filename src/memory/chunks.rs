@@ -13,7 +13,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use super::{Allocation, Device, Mapping, Part, Placement, Region, Reservation, check_range, round_up, timed};
 use crate::{
     driver::Access,
-    error::{Error, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// Allocations at one range of addresses.
@@ -120,8 +120,8 @@ impl Chunks {
             return Ok(enforced);
         }
         if !self.to_be_sealed {
-            let feature = "sealing memory that was not made to be sealed, and so is out already";
-            return Err(Error::Unsupported { device: self.device.to_string(), feature });
+            let problem = "the memory was not made to be sealed, and is exported already: ask for it in its Spec";
+            return Err(Error::Misuse { problem: problem.to_owned() });
         }
         // No writable mapping may be left: it would go on writing.
         if let Some(mapping) = &mut state.mapping {
@@ -154,7 +154,8 @@ impl Chunks {
     /// As [`super::Shared::chunks`].
     pub(super) fn part(&self, range: Range<u64>) -> Result<(Part, Vec<Arc<Chunk>>)> {
         let length = range.end.checked_sub(range.start);
-        let length = length.ok_or(Error::OutOfRange { offset: range.start, length: 0, size: self.size })?;
+        let length =
+            length.ok_or(Error::Memory(MemoryError::OutOfRange { offset: range.start, length: 0, size: self.size }))?;
         check_range(range.start, length, self.size)?;
         let state = self.read();
         let (mut chosen, mut part, mut offset) = (Vec::new(), Part::default(), 0);
@@ -222,14 +223,16 @@ fn require(device: &Device, placement: Placement, bytes: u64, chunk: Option<u64>
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
     let needed = bytes.div_ceil(chunk).saturating_add(open + SPARE_DESCRIPTORS);
     if needed > limit {
-        return Err(Error::TooManyDescriptors { needed, limit });
+        return Err(Error::Memory(MemoryError::TooManyDescriptors { needed, limit }));
     }
     if placement == Placement::Host && !device.is_host() {
         // The device's figures say nothing of the host's memory.
         return Ok(());
     }
     match device.memory_info()?.free {
-        free if bytes > free => Err(Error::OutOfMemory { device: device.to_string(), size: bytes, free }),
+        free if bytes > free => {
+            Err(Error::Memory(MemoryError::OutOfMemory { device: device.to_string(), size: bytes, free }))
+        }
         _ => Ok(()),
     }
 }

@@ -9,7 +9,7 @@ use std::{
 use super::{DeviceIdentity, Placement};
 use crate::{
     driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, Verbs, code},
-    error::{Error, ErrorCode, ParseError, Result},
+    error::{DeviceError, Error, ErrorCode, MemoryError, ParseError, PeerError, Result},
 };
 
 /// A device of a backend. Clones are the same device.
@@ -76,7 +76,7 @@ impl Device {
     /// The device that a selector names.
     ///
     /// # Errors
-    /// [`Error::NoSuchDevice`] with what there is instead; [`Error::Driver`].
+    /// [`DeviceError::NotFound`] with what there is instead; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::all`].
     pub fn find(driver: &Driver, selector: Selector) -> Result<Self> {
@@ -88,11 +88,11 @@ impl Device {
         devices.iter().find(wanted).cloned().ok_or_else(|| {
             let available: Vec<String> =
                 devices.iter().map(|device| format!("{} is {device}", device.ordinal())).collect();
-            Error::NoSuchDevice {
+            Error::Device(DeviceError::NotFound {
                 backend: driver.backend().as_str(),
                 wanted: selector.to_string(),
                 available: available.join(", "),
-            }
+            })
         })
     }
 
@@ -185,7 +185,7 @@ impl Device {
     /// Checks that the device claims what sharing by descriptor needs.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] names what it lacks; [`Error::Driver`].
+    /// [`DeviceError::Unsupported`] names what it lacks; [`Error::Driver`].
     ///
     /// Driver call: `cuDeviceGetAttribute`.
     pub fn require_sharing(&self) -> Result<()> {
@@ -194,7 +194,7 @@ impl Device {
             (Attribute::PosixFileDescriptor, "export of memory as a POSIX file descriptor"),
         ] {
             if self.attribute(attribute)? == 0 {
-                return Err(Error::Unsupported { device: self.to_string(), feature });
+                return Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }));
             }
         }
         Ok(())
@@ -203,7 +203,7 @@ impl Device {
     /// Checks that the device claims memory pools that can be shared by descriptor.
     ///
     /// # Errors
-    /// [`Error::Unsupported`]; [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
+    /// [`DeviceError::Unsupported`]; [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
     pub fn require_pools(&self) -> Result<()> {
         self.verbs().pools()?;
         const POSIX_FD: i32 = 1;
@@ -212,15 +212,15 @@ impl Device {
             return Ok(());
         }
         let feature = "memory pools that are shared by descriptor";
-        Err(Error::Unsupported { device: self.to_string(), feature })
+        Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }))
     }
 
     /// The device of this process that is to use memory of `owner`: the one that is wanted, if it can reach it; else the owner
     /// itself; else, if the owner is not visible here, the first one, which may reach it all the same.
     ///
     /// # Errors
-    /// [`Error::NoPeerAccess`] if the one that is wanted can't reach the owner; [`Error::Mismatch`] on the host backend for
-    /// memory of another machine; [`Error::NoSuchDevice`]; [`Error::Driver`].
+    /// [`DeviceError::NoPeerAccess`] if the one that is wanted can't reach the owner; [`PeerError::Mismatch`] on the host backend for
+    /// memory of another machine; [`DeviceError::NotFound`]; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.
     pub fn for_memory_of(driver: &Driver, owner: &DeviceIdentity, wanted: Option<&Self>) -> Result<Self> {
@@ -231,7 +231,7 @@ impl Device {
         match (wanted, visible) {
             (Some(wanted), Some(visible)) if !wanted.can_access(&visible)? => {
                 let (device, owner) = (wanted.to_string(), visible.to_string());
-                Err(Error::NoPeerAccess { device, owner, source: None })
+                Err(Error::Device(DeviceError::NoPeerAccess { device, owner, source: None }))
             }
             (Some(wanted), _) => Ok(wanted.clone()),
             (None, Some(visible)) => Ok(visible),
@@ -239,7 +239,7 @@ impl Device {
                 let first = Self::find(driver, Selector::default())?;
                 if first.is_host() {
                     let message = format!("the buffer is on {owner}, and this process has only {first}");
-                    return Err(Error::Mismatch { code: ErrorCode::Device, message });
+                    return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Device, message }));
                 }
                 Ok(first)
             }
@@ -250,7 +250,7 @@ impl Device {
     pub(super) fn see(driver: &Driver, owner: &DeviceIdentity) -> Result<Option<Self>> {
         match Self::find(driver, Selector::Uuid(owner.uuid)) {
             Ok(owner) => Ok(Some(owner)),
-            Err(Error::NoSuchDevice { .. }) => Ok(None),
+            Err(Error::Device(DeviceError::NotFound { .. })) => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -289,7 +289,7 @@ impl Device {
             Placement::Host => {
                 if self.attribute(Attribute::HostNumaVirtualMemoryManagement)? == 0 {
                     let feature = "memory of the host (host-NUMA) that is shared by descriptor";
-                    return Err(Error::Unsupported { device: self.to_string(), feature });
+                    return Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }));
                 }
                 Location::HostNuma(self.numa_node()?)
             }
@@ -301,7 +301,9 @@ impl Device {
     pub(super) fn out_of_memory(&self, size: u64, error: Error) -> Error {
         let Error::Driver { code: code::OUT_OF_MEMORY, .. } = &error else { return error };
         match self.memory_info() {
-            Ok(MemoryInfo { free, .. }) if size > free => Error::OutOfMemory { device: self.to_string(), size, free },
+            Ok(MemoryInfo { free, .. }) if size > free => {
+                Error::Memory(MemoryError::OutOfMemory { device: self.to_string(), size, free })
+            }
             // Something else ran out.
             _ => error,
         }

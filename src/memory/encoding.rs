@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{ArrayHandle, Description, DeviceIdentity, Part, Placement, Pointer, Sharing};
 use crate::{
     array::ArrayDescriptor,
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     wire,
 };
 
@@ -50,10 +50,12 @@ impl TryFrom<wire::Memory> for Description {
     type Error = Error;
 
     /// # Errors
-    /// [`Error::Mismatch`] for a mechanism or a location that this version does not know; [`Error::Protocol`] if a field
+    /// [`PeerError::Mismatch`] for a mechanism or a location that this version does not know; [`PeerError::Protocol`] if a field
     /// that belongs to the mechanism is missing.
     fn try_from(memory: wire::Memory) -> Result<Self> {
-        let unknown = |message: &str| Err(Error::Mismatch { code: ErrorCode::Failed, message: message.to_owned() });
+        let unknown = |message: &str| {
+            Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message: message.to_owned() }))
+        };
         let missing = |what: &str| ProtocolError::Content(what.to_owned());
         let placement = match memory.location {
             wire::Location::Device => Placement::Device,

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     array::{ArrayDescriptor, Interface},
     driver::{Access, Driver},
-    error::{Error, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// All that another process needs to open an array, besides the descriptors: send both by any channel that you have.
@@ -64,7 +64,7 @@ impl ArrayHandle {
     /// or none with a legacy handle. The receiver may close them once it has opened it.
     ///
     /// # Errors
-    /// [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is still to be sealed;
+    /// [`MemoryError::Array`] if the array is not inside the memory; [`DeviceError::Unsupported`] for memory that is still to be sealed;
     /// [`Error::Driver`]; [`Error::System`].
     ///
     /// Driver calls: `cuMemPoolExportToShareableHandle`, `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
@@ -87,8 +87,8 @@ impl ArrayHandle {
         }
         let memory = shared.describe()?;
         if memory.segments() != segments.len() as u64 {
-            let device = shared.device().to_string();
-            return Err(Error::Unsupported { device, feature: "handing out memory that is still to be sealed" });
+            let problem = "the memory is to be sealed before it is handed out: call Shared::seal";
+            return Err(Error::Misuse { problem: problem.to_owned() });
         }
         Ok((Self { memory, segments, array }, fds))
     }
@@ -97,7 +97,7 @@ impl ArrayHandle {
     /// see the owner. The descriptors are closed on success and on failure.
     ///
     /// # Errors
-    /// [`Error::Array`] if the array is not inside the memory, before anything is opened; those of [`Imported::open`]
+    /// [`MemoryError::Array`] if the array is not inside the memory, before anything is opened; those of [`Imported::open`]
     /// and [`Device::for_memory_of`].
     ///
     /// Driver calls: those of [`Imported::open`].
@@ -122,7 +122,7 @@ impl Array {
     /// An array in memory.
     ///
     /// # Errors
-    /// [`Error::Array`] if it is not inside the memory.
+    /// [`MemoryError::Array`] if it is not inside the memory.
     pub fn new(memory: Arc<dyn Region>, descriptor: ArrayDescriptor) -> Result<Self> {
         descriptor.check(memory.size())?;
         Ok(Self { memory, descriptor })
@@ -132,14 +132,18 @@ impl Array {
     /// `offset` is where the array's memory begins behind what the handle opens, in bytes.
     ///
     /// # Errors
-    /// Those of [`LegacyMemory::open`]; [`Error::OutOfRange`]; [`Error::Array`].
+    /// Those of [`LegacyMemory::open`]; [`MemoryError::OutOfRange`]; [`MemoryError::Array`].
     ///
     /// Driver calls: those of [`LegacyMemory::open`].
     pub fn open_legacy(device: &Device, handle: &Pointer, offset: u64, descriptor: ArrayDescriptor) -> Result<Self> {
         let memory = LegacyMemory::open(device, handle)?;
         check_range(offset, 0, memory.size())?;
         let begin = descriptor.offset.checked_add(offset);
-        let begin = begin.ok_or(Error::OutOfRange { offset, length: descriptor.offset, size: memory.size() })?;
+        let begin = begin.ok_or(Error::Memory(MemoryError::OutOfRange {
+            offset,
+            length: descriptor.offset,
+            size: memory.size(),
+        }))?;
         Self::new(memory, ArrayDescriptor { offset: begin, ..descriptor })
     }
 
@@ -156,7 +160,7 @@ impl Array {
     /// The dictionary of `__cuda_array_interface__`, for CuPy, Numba, PyTorch and others.
     ///
     /// # Errors
-    /// [`Error::Array`] if the interface has no name for the elements (`bfloat16` and the 8-bit floats), or if the array passes
+    /// [`MemoryError::Array`] if the interface has no name for the elements (`bfloat16` and the 8-bit floats), or if the array passes
     /// the end of the address space.
     pub fn interface(&self) -> Result<Interface> {
         self.descriptor.interface(self.memory.address(), self.memory.access() == Access::ReadOnly)
@@ -165,7 +169,7 @@ impl Array {
     /// One element's bytes.
     ///
     /// # Errors
-    /// [`Error::Array`] for an index outside; [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
+    /// [`MemoryError::Array`] for an index outside; [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
     pub fn element(&self, index: &[u64]) -> Result<Vec<u8>> {
         element_at(&*self.memory, self.descriptor.dtype.size(), self.descriptor.offset_of(index)?)
     }
@@ -181,7 +185,7 @@ impl Array {
     /// A view of every `step`th element of a range along an axis: see [`ArrayDescriptor::slice`].
     ///
     /// # Errors
-    /// [`Error::Array`] if it is not inside.
+    /// [`MemoryError::Array`] if it is not inside.
     pub fn slice(&self, axis: usize, range: Range<u64>, step: i64) -> Result<Self> {
         self.view(self.descriptor.slice(axis, range, step)?)
     }
@@ -189,7 +193,7 @@ impl Array {
     /// A view of one index along an axis, which it no longer has.
     ///
     /// # Errors
-    /// [`Error::Array`] if it is not inside.
+    /// [`MemoryError::Array`] if it is not inside.
     pub fn index(&self, axis: usize, index: u64) -> Result<Self> {
         self.view(self.descriptor.index(axis, index)?)
     }
@@ -197,7 +201,7 @@ impl Array {
     /// A view with the axes in another order.
     ///
     /// # Errors
-    /// [`Error::Array`] unless each axis is named once.
+    /// [`MemoryError::Array`] unless each axis is named once.
     pub fn permute(&self, axes: &[usize]) -> Result<Self> {
         self.view(self.descriptor.permute(axes)?)
     }
@@ -213,7 +217,7 @@ const SHOWN_OF_AN_ELEMENT: u64 = 32;
 /// The first elements of an array in memory as a person reads them, at most so many.
 ///
 /// # Errors
-/// [`Error::Array`] if it makes no sense; [`Error::OutOfRange`]; [`Error::Driver`].
+/// [`MemoryError::Array`] if it makes no sense; [`MemoryError::OutOfRange`]; [`Error::Driver`].
 pub(crate) fn first_elements(memory: &dyn Region, array: &ArrayDescriptor, most: usize) -> Result<Vec<String>> {
     let offsets = array.offsets()?.take(most);
     // Only a raw element is larger: its beginning is enough.

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     driver::{Access, Location, code},
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{DeviceError, Error, ErrorCode, MemoryError, PeerError, ProtocolError, Result},
 };
 
 /// Memory that another process owns and that this one can use. Dropping it closes it.
@@ -48,9 +48,9 @@ impl Imported {
     /// `device` may be another than the owner's, if it can reach it. The descriptors are closed on success and on failure.
     ///
     /// # Errors
-    /// [`Error::Protocol`] if the description contradicts itself; [`Error::Mismatch`] if the memory is not what it says;
-    /// [`Error::NoPeerAccess`] if the device can't reach it; [`Error::Unsupported`] for a mechanism that this side lacks;
-    /// [`Error::OwnHandle`]; [`Error::Driver`].
+    /// [`PeerError::Protocol`] if the description contradicts itself; [`PeerError::Mismatch`] if the memory is not what it says;
+    /// [`DeviceError::NoPeerAccess`] if the device can't reach it; [`DeviceError::Unsupported`] for a mechanism that this side lacks;
+    /// [`MemoryError::OwnHandle`]; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Allocation::import`] and [`Mapping::side_by_side`]; of [`Pool::import`] and
     /// [`PoolBuffer::import`]; of [`LegacyMemory::open`].
@@ -125,7 +125,7 @@ impl Imported {
                 "{mapped_size} bytes from {offset} on are claimed of memory that has {} bytes: it is not the memory described",
                 region.size()
             );
-            return Err(Error::Mismatch { code: ErrorCode::Failed, message });
+            return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }));
         }
         Ok(Self { memory: Memory::Opened { region, offset, mapped_size }, start: 0, size, access, immutable })
     }
@@ -286,7 +286,7 @@ impl Importing {
         let (said, device) = (self.description.placement(), &self.description.device);
         let message =
             format!("the driver says that the memory is at {location:?}, and its description {said} of {device}");
-        Err(Error::Mismatch { code: ErrorCode::Device, message })
+        Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Device, message }))
     }
 
     fn mapped(self) -> Result<Self> {
@@ -363,7 +363,7 @@ fn nonsense<T>(message: String) -> Result<T> {
 /// device can't reach the memory, the error names both.
 fn not_as_offered(device: &Device, description: &Description, error: Error) -> Error {
     let (call, code) = match &error {
-        Error::Unaligned { size, granularity } => {
+        Error::Memory(MemoryError::Unaligned { size, granularity }) => {
             let claim = format!("{size} bytes are offered as mapped, where memory comes in units of {granularity}");
             return ProtocolError::Content(claim).into();
         }
@@ -383,11 +383,11 @@ fn not_as_offered(device: &Device, description: &Description, error: Error) -> E
     let out_of_reach = [code::INVALID_DEVICE, code::PEER_ACCESS_UNSUPPORTED].contains(&code);
     if !reaches && (out_of_reach || (allows && code == code::INVALID_VALUE)) {
         let (device, owner) = (device.to_string(), description.device.to_string());
-        return Error::NoPeerAccess { device, owner, source: Some(Box::new(error)) };
+        return Error::Device(DeviceError::NoPeerAccess { device, owner, source: Some(Box::new(error)) });
     }
     if !of_the_peer {
         return error;
     }
     let message = format!("what the producer sent is not the memory that it offered: {}", error.in_full());
-    Error::Mismatch { code: ErrorCode::Failed, message }
+    Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message })
 }

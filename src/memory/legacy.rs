@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{Device, Pointer, Region, report, round_up};
 use crate::{
     driver::Access,
-    error::{Error, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// What legacy memory is rounded to. A handle opens the whole block that an allocation lies in, and smaller ones lie in one
@@ -27,7 +27,7 @@ impl LegacyMemory {
     /// Allocates at least `size` bytes in a block of their own, of 2 MiB or a multiple.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on the host backend; [`Error::InvalidSize`]; [`Error::OutOfMemory`] with both figures;
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::InvalidSize`]; [`MemoryError::OutOfMemory`] with both figures;
     /// [`Error::Driver`].
     ///
     /// Driver call: `cuMemAlloc`.
@@ -44,7 +44,7 @@ impl LegacyMemory {
     /// write into your memory.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on the host backend; [`Error::OwnHandle`] in the process that made it; [`Error::Driver`]:
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::OwnHandle`] in the process that made it; [`Error::Driver`]:
     /// with `CUDA_ERROR_INVALID_VALUE` for no such handle, or one of freed memory, with `CUDA_ERROR_INVALID_HANDLE` if its
     /// owner has gone.
     ///
@@ -52,7 +52,7 @@ impl LegacyMemory {
     pub fn open(device: &Device, handle: &Pointer) -> Result<Arc<Self>> {
         let (driver, ordinal) = (device.verbs(), device.ordinal());
         let address = driver.legacy()?.open(ordinal, &handle.0).map_err(|error| match error {
-            Error::Driver { code: crate::driver::code::INVALID_CONTEXT, .. } => Error::OwnHandle,
+            Error::Driver { code: crate::driver::code::INVALID_CONTEXT, .. } => Error::Memory(MemoryError::OwnHandle),
             error => error,
         })?;
         // From here on dropping it closes it.

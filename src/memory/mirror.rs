@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Region, check_range, report};
 use crate::{
     driver::{Access, PageLocked, Window, code},
-    error::{Error, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// A range of memory in host memory: to be read, changed, and written back.
@@ -35,7 +35,7 @@ impl<'a> Mirror<'a> {
     /// A mirror of `length` bytes from `offset` on, as they are now.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many; [`Error::Driver`].
+    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemHostAlloc`, `cuMemcpyDtoH`.
     pub fn of(region: &'a dyn Region, offset: u64, length: u64) -> Result<Self> {
@@ -117,7 +117,7 @@ impl<'a> Mirror<'a> {
     /// Copies bytes out of it.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`].
+    /// [`MemoryError::OutOfRange`].
     pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         check_range(offset, to.len() as u64, self.size())?;
         match &self.memory {
@@ -132,11 +132,11 @@ impl<'a> Mirror<'a> {
     /// Copies bytes into it.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`]; [`Error::ReadOnly`].
+    /// [`MemoryError::OutOfRange`]; [`MemoryError::ReadOnly`].
     pub fn write(&mut self, offset: u64, from: &[u8]) -> Result<()> {
         check_range(offset, from.len() as u64, self.size())?;
         if self.region.access() == Access::ReadOnly {
-            return Err(Error::ReadOnly);
+            return Err(Error::Memory(MemoryError::ReadOnly));
         }
         match &mut self.memory {
             Memory::Direct(window) => window.write(offset, from),
@@ -179,7 +179,7 @@ impl<'a> Mirror<'a> {
     /// [`Mirror::of`] does, else as [`Mirror::to_fill`], but a copy keeps what it held.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if the range is not inside; those of [`Mirror::of`] and [`Mirror::commit`].
+    /// [`MemoryError::OutOfRange`] if the range is not inside; those of [`Mirror::of`] and [`Mirror::commit`].
     ///
     /// Driver calls: those of [`Mirror::commit`], `cuMemcpyDtoH`.
     pub fn turn_to(&mut self, offset: u64, length: u64, read: bool) -> Result<()> {

@@ -21,6 +21,8 @@ mod imported;
 mod legacy;
 mod mirror;
 mod pool;
+#[cfg(test)]
+mod races;
 mod shared;
 mod spec;
 mod vmm;
@@ -51,7 +53,7 @@ use std::{
 
 use crate::{
     driver::Access,
-    error::{Error, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// Who may be a [`Region`]: code elsewhere believes what it says of its address and size.
@@ -79,13 +81,12 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// Copies bytes into it, from `offset` on. They are there when it returns.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many; [`Error::Driver`], with `CUDA_ERROR_INVALID_VALUE` where the driver
-    /// keeps it read-only.
+    /// [`MemoryError::ReadOnly`]; [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
     fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
-        if self.access() == Access::ReadOnly && !self.is_protected() {
-            return Err(Error::ReadOnly);
+        if self.access() == Access::ReadOnly {
+            return Err(Error::Memory(MemoryError::ReadOnly));
         }
         check_range(offset, from.len() as u64, self.size())?;
         self.device().verbs().copy_in(self.device().ordinal(), self.address() + offset, from)
@@ -99,7 +100,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// Copies bytes out of it, from `offset` on.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many; [`Error::Driver`].
+    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
     ///
     /// Driver call: `cuMemcpyDtoH`.
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
@@ -133,7 +134,7 @@ fn clear(region: &dyn Region, range: Range<u64>) -> Result<()> {
 fn check_range(offset: u64, length: u64, size: u64) -> Result<()> {
     match offset.checked_add(length) {
         Some(end) if end <= size => Ok(()),
-        _ => Err(Error::OutOfRange { offset, length, size }),
+        _ => Err(Error::Memory(MemoryError::OutOfRange { offset, length, size })),
     }
 }
 
@@ -141,7 +142,7 @@ fn check_range(offset: u64, length: u64, size: u64) -> Result<()> {
 fn round_up(size: u64, granularity: u64) -> Result<u64> {
     match size.checked_next_multiple_of(granularity) {
         Some(rounded) if size > 0 => Ok(rounded),
-        _ => Err(Error::InvalidSize { size, max: u64::MAX - u64::MAX % granularity }),
+        _ => Err(Error::Memory(MemoryError::InvalidSize { size, max: u64::MAX - u64::MAX % granularity })),
     }
 }
 

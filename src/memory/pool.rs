@@ -11,7 +11,7 @@ use std::{
 use super::{Device, Pointer, Region, report};
 use crate::{
     driver::{Access, PoolHandle},
-    error::{Error, Result},
+    error::{DeviceError, Error, MemoryError, Result},
 };
 
 /// A memory pool with a descriptor, or one that was imported. Dropping it gives it back.
@@ -30,7 +30,7 @@ impl Pool {
     /// Makes a pool of a device's memory that can be shared by descriptor.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] on the host backend, and if the device has no such pools; [`Error::Driver`].
+    /// [`DeviceError::Unsupported`] on the host backend, and if the device has no such pools; [`Error::Driver`].
     ///
     /// Driver calls: `cuDeviceGetAttribute`, `cuMemPoolCreate`.
     pub fn create(device: &Device) -> Result<Arc<Self>> {
@@ -43,7 +43,7 @@ impl Pool {
     /// access). `fd` is closed on success and on failure.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] as for [`Pool::create`]; [`Error::Driver`]: with `CUDA_ERROR_UNKNOWN` or
+    /// [`DeviceError::Unsupported`] as for [`Pool::create`]; [`Error::Driver`]: with `CUDA_ERROR_UNKNOWN` or
     /// `CUDA_ERROR_NOT_SUPPORTED` if `fd` is no pool.
     ///
     /// Driver calls: `cuMemPoolImportFromShareableHandle`, `cuMemPoolSetAccess`.
@@ -113,19 +113,23 @@ pub const MOST: u64 = 5 << 30;
 /// That a pool's buffer is not larger than the driver can import.
 pub(super) fn check_size(device: &Device, size: u64) -> Result<()> {
     let feature = "memory of a pool of more than 5 GiB: importing it would crash in the driver; share it by vmm";
-    if size <= MOST { Ok(()) } else { Err(Error::Unsupported { device: device.to_string(), feature }) }
+    if size <= MOST {
+        Ok(())
+    } else {
+        Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }))
+    }
 }
 
 impl PoolBuffer {
     /// Allocates `size` bytes, at most [`MOST`], and waits until they are there.
     ///
     /// # Errors
-    /// [`Error::InvalidSize`] for zero; [`Error::Unsupported`] beyond the most; [`Error::OutOfMemory`] with both figures; [`Error::Driver`].
+    /// [`MemoryError::InvalidSize`] for zero; [`DeviceError::Unsupported`] beyond the most; [`MemoryError::OutOfMemory`] with both figures; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemAllocFromPoolAsync`, `cuStreamSynchronize`.
     pub fn allocate(pool: &Arc<Pool>, size: u64) -> Result<Arc<Self>> {
         if size == 0 {
-            return Err(Error::InvalidSize { size, max: MOST });
+            return Err(Error::Memory(MemoryError::InvalidSize { size, max: MOST }));
         }
         let device = &pool.device;
         check_size(device, size)?;

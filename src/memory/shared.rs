@@ -24,7 +24,7 @@ use crate::{driver::Access, error::Result};
 pub struct Shared {
     device: Device,
     memory: Memory,
-    /// Whether nobody is to write any more.
+    /// Whether it is never written any more.
     sealed: AtomicBool,
     timings: Timings,
 }
@@ -48,9 +48,9 @@ impl Shared {
     /// Allocates memory, maps it for its device, and exports it unless it is still to be sealed.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for what the device or the mechanism can't do; [`Error::TooManyDescriptors`] before anything is
-    /// allocated if this process could not hold one for each chunk; [`Error::InvalidSize`]; [`Error::OutOfMemory`] with both
-    /// figures; [`Error::Driver`].
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for what the device or the mechanism can't do; [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) before anything is
+    /// allocated if this process could not hold one for each chunk; [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize); [`MemoryError::OutOfMemory`](crate::error::MemoryError::OutOfMemory) with both
+    /// figures; [`Error::Driver`](crate::Error::Driver).
     ///
     /// Driver calls: those of [`super::Allocation::create_at`], [`super::Mapping::side_by_side`] and
     /// [`super::Allocation::export`]; those of [`Pool::create`] and [`PoolBuffer::allocate`]; that of
@@ -72,7 +72,7 @@ impl Shared {
         Ok(shared)
     }
 
-    /// Allocates memory of a pool that other buffers may be of too. Whoever is given one of them can reach them all.
+    /// Allocates memory of a pool that other buffers may be of too. A receiver of one of them can reach them all.
     ///
     /// # Errors
     /// Those of [`PoolBuffer::allocate`].
@@ -83,10 +83,10 @@ impl Shared {
         Ok(Self::of(&buffer.device().clone(), Memory::Pool { buffer }))
     }
 
-    /// Shares a part of legacy memory: `size` bytes from `offset` on. Whoever is given it can reach all of the memory.
+    /// Shares a part of legacy memory: `size` bytes from `offset` on. A receiver of it can reach all of the memory.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if there are not as many.
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if there are not as many.
     pub fn in_legacy(memory: &Arc<LegacyMemory>, offset: u64, size: u64) -> Result<Self> {
         check_range(offset, size, memory.size())?;
         Ok(Self::of(memory.device(), Memory::Legacy { memory: Arc::clone(memory), offset, size, padded: false }))
@@ -106,14 +106,14 @@ impl Shared {
         }
     }
 
-    /// Ends all writing, for good, and exports what was to be sealed. Says whether that holds for everybody.
+    /// Ends all writing, for good, and exports what was to be sealed. Returns whether the kernel enforces it.
     ///
     /// On the host backend the kernel then refuses every holder of a descriptor to write. On CUDA it is an agreement: this side
-    /// maps it read-only and offers it so, but whoever holds the descriptor, or opened a pool's pointer or a legacy handle,
-    /// may write all the same.
+    /// maps it read-only and offers it so, but a holder of the descriptor, or a process that opened a pool's pointer or a
+    /// legacy handle, can write all the same.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for memory that was not made to be sealed; [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE`, and
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for memory that was not made to be sealed; [`Error::Driver`](crate::Error::Driver): with `CUDA_ERROR_INVALID_VALUE`, and
     /// nothing changed, while a [`super::Mirror`] is open on it; after another it can't be used any more.
     ///
     /// Driver calls: `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`. See
@@ -153,7 +153,7 @@ impl Shared {
     /// What others must be told to open it, besides the descriptors.
     ///
     /// # Errors
-    /// [`Error::Driver`] where the driver does not give the 64 bytes out.
+    /// [`Error::Driver`](crate::Error::Driver) where the driver does not give the 64 bytes out.
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     pub fn describe(&self) -> Result<Description> {
@@ -177,7 +177,7 @@ impl Shared {
     /// range has none.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if the data has not as many bytes, and for a range that ends before it begins.
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the data has not as many bytes, and for a range that ends before it begins.
     pub fn chunks(&self, range: Range<u64>) -> Result<Option<(Part, Vec<Arc<Chunk>>)>> {
         match &self.memory {
             Memory::Vmm(chunks) => chunks.part(range).map(Some),

@@ -13,6 +13,12 @@ use super::{Mechanism, Placement};
 /// let of_a_pool_of_its_own = Spec::pool(1 << 20);
 /// let by_a_legacy_handle = Spec::legacy(1 << 20);
 /// ```
+///
+/// A pool's buffer and legacy memory are one piece of the device's own memory, and nothing else can be said of them:
+///
+/// ```compile_fail,E0599
+/// let chunks = vmmfd::memory::Spec::pool(1 << 20).chunk(64 << 10);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Spec {
     pub(super) size: u64,

@@ -8,7 +8,7 @@ use std::{
 use super::{Device, Placement, Region, check_range, report, round_up};
 use crate::{
     driver::{Access, Handle, Location, Properties},
-    error::{Error, Result},
+    error::{Error, MemoryError, Result},
 };
 
 /// Physical memory that can be shared, or that was.
@@ -28,7 +28,7 @@ impl Allocation {
     /// Allocates at least `size` bytes on a device, exportable as a descriptor. The size is rounded up to the granularity.
     ///
     /// # Errors
-    /// [`Error::InvalidSize`] for zero and for what rounds up beyond 64 bits; [`Error::OutOfMemory`] with both figures;
+    /// [`MemoryError::InvalidSize`] for zero and for what rounds up beyond 64 bits; [`MemoryError::OutOfMemory`] with both figures;
     /// [`Error::Driver`].
     ///
     /// Driver calls: `cuMemGetAllocationGranularity`, `cuMemCreate`.
@@ -39,7 +39,7 @@ impl Allocation {
     /// As [`Allocation::create`], in a device's own memory or in that of the CPU's NUMA node next to it.
     ///
     /// # Errors
-    /// Those of [`Allocation::create`]; [`Error::Unsupported`] where the driver has no host-NUMA memory.
+    /// Those of [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) where the driver has no host-NUMA memory.
     ///
     /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
     pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
@@ -59,7 +59,7 @@ impl Allocation {
     /// when it is mapped; a wrong one never maps. `fd` is closed on success and on failure: the memory needs it no more.
     ///
     /// # Errors
-    /// [`Error::Unaligned`] if `size` is no multiple of the granularity (no driver call is made); [`Error::Driver`] with
+    /// [`MemoryError::Unaligned`] if `size` is no multiple of the granularity (no driver call is made); [`Error::Driver`] with
     /// `CUDA_ERROR_UNKNOWN` if `fd` is no such memory.
     ///
     /// Driver calls: `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
@@ -71,7 +71,7 @@ impl Allocation {
     pub(super) fn import_borrowed(device: &Device, fd: BorrowedFd<'_>, size: u64) -> Result<Self> {
         let granularity = device.granularity()?;
         if size == 0 || !size.is_multiple_of(granularity) {
-            return Err(Error::Unaligned { size, granularity });
+            return Err(Error::Memory(MemoryError::Unaligned { size, granularity }));
         }
         let handle = device.verbs().import(fd, size)?;
         // From here on dropping it releases the handle.
@@ -204,7 +204,7 @@ impl Mapping {
     /// Maps a whole allocation `offset` bytes into a reservation, for its device.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] if it does not fit; [`Error::Misuse`] if reservation, allocation and device are not all of one driver
+    /// [`MemoryError::OutOfRange`] if it does not fit; [`Error::Misuse`] if reservation, allocation and device are not all of one driver
     /// object; [`Error::Driver`] as for [`Mapping::new`], and with `CUDA_ERROR_INVALID_VALUE` if something is mapped there.
     ///
     /// Driver calls: `cuMemMap`, `cuMemSetAccess`.

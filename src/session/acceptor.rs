@@ -13,14 +13,14 @@ use super::{
 use crate::{
     channel::{Cancel, Listener, deadline_after},
     driver::Backend,
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     wire::{Message, Request, STREAM},
 };
 
 /// How many idle connections are kept, besides one for each consumer that is expected: beyond that the oldest is closed.
 pub(super) const MAX_IDLE: usize = 64;
 
-/// How long a peer that was refused has to leave by itself before its connection is closed.
+/// How long a peer that was refused has to leave before its connection is closed.
 const GOODBYE: Duration = Duration::from_millis(100);
 
 /// How many records of a refused peer are read, so that closing the connection does not reset it.
@@ -134,10 +134,12 @@ impl<'a> Acceptor<'a> {
         self.admit(socket)?;
         let deadline = deadline_after(self.config.timeout);
         loop {
-            let Some(idle) = self.idle.first() else { return Err(Error::PeerGone { purpose: FOR_A_REQUEST }) };
+            let Some(idle) = self.idle.first() else {
+                return Err(Error::Peer(PeerError::Gone { purpose: FOR_A_REQUEST }));
+            };
             let heard = match self.cancel.wait_readable([idle.link.channel.as_fd()].into_iter(), deadline)? {
                 Some(_) => self.hear(0),
-                None => Err(Error::Timeout { purpose: FOR_A_REQUEST, waited: self.config.timeout }),
+                None => Err(Error::Peer(PeerError::Timeout { purpose: FOR_A_REQUEST, waited: self.config.timeout })),
             };
             match heard {
                 Ok(None) => {}
@@ -209,7 +211,9 @@ impl<'a> Acceptor<'a> {
                 let peer = idle.link.peer();
                 tracing::info!(pid = peer.pid, uid = peer.uid, error = error.in_full(), "a connection is refused");
                 match &error {
-                    Error::PeerGone { .. } | Error::Peer { .. } => drop(self.idle.remove(index)),
+                    Error::Peer(PeerError::Gone { .. }) | Error::Peer(PeerError::Reported { .. }) => {
+                        drop(self.idle.remove(index))
+                    }
                     _ => idle.refuse(&error),
                 }
                 Err(error)
@@ -229,7 +233,7 @@ impl<'a> Acceptor<'a> {
                 State::Greeted(_) => FOR_A_REQUEST,
                 State::Refused(_) => return false,
             };
-            idle.refuse(&Error::Timeout { purpose, waited });
+            idle.refuse(&Error::Peer(PeerError::Timeout { purpose, waited }));
             true
         });
     }
@@ -259,10 +263,10 @@ impl Idle {
     fn next(&mut self, dialect: Dialect, own: Backend) -> Result<Option<(String, Wish)>> {
         let message = match self.link.receive_first(Instant::now(), FOR_A_REQUEST) {
             // The wait ended for something else than a record.
-            Err(Error::Timeout { .. }) => return Ok(None),
+            Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
             message => message?,
         };
-        let refuse = |code, message: String| Err(Error::Mismatch { code, message });
+        let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
         match (&self.state, message, dialect) {
             (State::Silent, hello, _) => {
                 let backend = self.link.greeted(hello)?.backend;
@@ -312,5 +316,5 @@ pub(super) fn check_backend(theirs: &str, own: Backend) -> Result<()> {
         return Ok(());
     }
     let message = format!("the producer's memory is on backend {own}, and the consumer uses {theirs}");
-    Err(Error::Mismatch { code: ErrorCode::Backend, message })
+    Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
 }

@@ -10,7 +10,7 @@ use super::Config;
 use crate::{
     channel::{Cancel, Channel, Peer, deadline_after},
     driver::Backend,
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     wire::{Busy, Failure, Hello, Message, VERSION},
 };
 
@@ -92,7 +92,9 @@ impl Link {
         loop {
             match self.channel.receive_by(deadline_after(patience), purpose)? {
                 (Message::Busy(_), _) => {}
-                (Message::Error(Failure { code, message }), _) => return Err(Error::Peer { code, message }),
+                (Message::Error(Failure { code, message }), _) => {
+                    return Err(Error::Peer(PeerError::Reported { code, message }));
+                }
                 answer => {
                     self.active = Instant::now();
                     return Ok(answer);
@@ -136,12 +138,12 @@ impl Link {
 /// The code that the peer gets of an error; `None` where the peer caused it by leaving, or reported it itself.
 fn code_for(error: &Error) -> Option<ErrorCode> {
     Some(match error {
-        Error::Peer { .. } | Error::PeerGone { .. } => return None,
-        Error::Protocol(ProtocolError::Version { .. }) => ErrorCode::Version,
-        Error::Protocol(_) => ErrorCode::Protocol,
-        Error::Mismatch { code, .. } => *code,
-        Error::PeerNotAllowed { .. } => ErrorCode::Refused,
-        Error::Timeout { .. } => ErrorCode::Timeout,
+        Error::Peer(PeerError::Reported { .. }) | Error::Peer(PeerError::Gone { .. }) => return None,
+        Error::Peer(PeerError::Protocol(ProtocolError::Version { .. })) => ErrorCode::Version,
+        Error::Peer(PeerError::Protocol(_)) => ErrorCode::Protocol,
+        Error::Peer(PeerError::Mismatch { code, .. }) => *code,
+        Error::Peer(PeerError::NotAllowed { .. }) => ErrorCode::Refused,
+        Error::Peer(PeerError::Timeout { .. }) => ErrorCode::Timeout,
         Error::Interrupted { .. } => ErrorCode::Interrupted,
         _ => ErrorCode::Failed,
     })

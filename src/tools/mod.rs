@@ -5,6 +5,7 @@ pub mod check;
 pub mod child;
 pub mod cli;
 pub mod doctor;
+pub mod error;
 mod line;
 mod stamp;
 mod temporary;

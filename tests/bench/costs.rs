@@ -1,14 +1,18 @@
-//! What a record costs to write and to read, and how fast the host fills and verifies: `cargo bench`.
+//! What a record costs to write and to read, how fast shared memory is copied beside memcpy, and how fast the host fills and
+//! verifies: `cargo bench`.
 //!
 //! Divan: it prints bytes for each second, needs no reports of its own, and runs each of these once in `cargo test`, which
 //! shows that they still run. How fast they are is for people to look at: no test asks.
 
-use std::hint::black_box;
+#![allow(unsafe_code, reason = "copies of shared memory, beside memcpy")]
+
+use std::{hint::black_box, ptr};
 
 use divan::{Bencher, counter::BytesCount};
 use vmmfd::{
     driver::{Access, Backend, Choice, open},
-    memory::{Allocation, Device, Mapping, Selector},
+    internals::copy,
+    memory::{Allocation, Device, Mapping, Region, Selector},
     tools::check::pattern::{self, Pattern},
     wire::{Device as WireDevice, Location, Mechanism, Memory, Message, Offer, Part, Ready, Segments, Verdict},
 };
@@ -86,6 +90,65 @@ fn filled(size: u64) -> Mapping {
     let mapping = Mapping::new(&allocation, Access::ReadWrite).expect("addresses");
     pattern::fill(&mapping, 0..size, Pattern::new(1), &mut |_| Ok(())).expect("the pattern");
     mapping
+}
+
+/// From what a header takes to what no cache holds.
+const COPIES: [usize; 4] = [64, 4 << 10, 1 << 20, 64 << 20];
+
+/// Times a copy between shared memory, at the address that it is given, and private memory.
+fn copied(bencher: Bencher<'_, '_>, size: usize, copy: impl Fn(&Mapping, *mut u8, &mut [u8])) {
+    let mapping = filled(size as u64);
+    let shared = ptr::with_exposed_provenance_mut(mapping.address() as usize);
+    let mut private = vec![1; size];
+    bencher.counter(BytesCount::new(size)).bench_local(|| copy(&mapping, black_box(shared), black_box(&mut private)));
+}
+
+/// Private memory into shared memory.
+mod copy_in {
+    use super::*;
+
+    #[divan::bench(args = COPIES)]
+    fn memcpy(bencher: Bencher<'_, '_>, size: usize) {
+        copied(bencher, size, |_, shared, private| {
+            // SAFETY: the memory is mapped, as large, and nothing else accesses it here.
+            unsafe { ptr::copy_nonoverlapping(private.as_ptr(), shared, private.len()) }
+        });
+    }
+
+    #[divan::bench(args = COPIES)]
+    fn primitive(bencher: Bencher<'_, '_>, size: usize) {
+        // SAFETY: the memory is mapped, and as large.
+        copied(bencher, size, |_, shared, private| unsafe { copy::write(private, shared) });
+    }
+
+    #[divan::bench(args = COPIES)]
+    fn region(bencher: Bencher<'_, '_>, size: usize) {
+        copied(bencher, size, |mapping, _, private| mapping.copy_in(0, private).expect("a copy"));
+    }
+}
+
+/// Shared memory into private memory.
+mod copy_out {
+    use super::*;
+
+    #[divan::bench(args = COPIES)]
+    fn memcpy(bencher: Bencher<'_, '_>, size: usize) {
+        copied(bencher, size, |_, shared, private| {
+            // SAFETY: the memory is mapped, as large, and nothing else accesses it here.
+            unsafe { ptr::copy_nonoverlapping(shared, private.as_mut_ptr(), private.len()) }
+        });
+    }
+
+    #[divan::bench(args = COPIES)]
+    fn primitive(bencher: Bencher<'_, '_>, size: usize) {
+        // SAFETY: the memory is mapped, and as large.
+        copied(bencher, size, |_, shared, private| unsafe { copy::read(shared, private) });
+    }
+
+    #[divan::bench(args = COPIES)]
+    fn region(bencher: Bencher<'_, '_>, size: usize) {
+        copied(bencher, size, |mapping, _, private| mapping.copy_out(0, private).expect("a copy"));
+    }
 }
 
 #[divan::bench(args = SIZES)]

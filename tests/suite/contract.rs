@@ -21,6 +21,7 @@ use vmmfd::{
     Error,
     driver::{Access::ReadOnly, Access::ReadWrite, Attribute, code},
     error::ErrorKind,
+    error::{DeviceError, MemoryError},
     internals::{Granularity, Handle, Location, Properties, Verbs},
     memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
     tools::check::pattern::{self, Mismatch, Pattern},
@@ -220,7 +221,7 @@ fn a_device_is_found_by_ordinal_and_by_uuid(subject: Subject) {
     assert_eq!(pasted, Selector::Uuid(device.uuid()));
     for wanted in [Selector::Ordinal(u32::MAX), "53e9a7d2-1f0c-5b7e-9c55-0123456789ab".parse().unwrap()] {
         match Device::find(&subject.driver, wanted) {
-            Err(Error::NoSuchDevice { wanted: told, available, .. }) => {
+            Err(Error::Device(DeviceError::NotFound { wanted: told, available, .. })) => {
                 assert_eq!(told, wanted.to_string());
                 assert!(available.contains(device.name()), "{available}");
             }
@@ -568,7 +569,7 @@ fn sizes_that_no_memory_has_are_refused(subject: Subject) {
     let largest = u64::MAX - (subject.unit() - 1);
     for size in [0, largest + 1, u64::MAX] {
         match Allocation::create(&device, size) {
-            Err(error @ Error::InvalidSize { .. }) => {
+            Err(error @ Error::Memory(MemoryError::InvalidSize { .. })) => {
                 assert_eq!(error.kind(), ErrorKind::Usage);
                 assert!(error.to_string().contains(&largest.to_string()), "{error}");
             }
@@ -581,7 +582,7 @@ fn too_much_memory_is_refused_with_both_figures(subject: Subject) {
     let device = subject.device();
     let total = device.memory_info().unwrap().total;
     match Allocation::create(&device, (4 << 40) - 5) {
-        Err(Error::OutOfMemory { device: named, size, free }) => {
+        Err(Error::Memory(MemoryError::OutOfMemory { device: named, size, free })) => {
             assert_eq!((named, size), (device.to_string(), 4 << 40));
             assert!(0 < free && free <= total, "{free} of {total}");
         }
@@ -715,7 +716,9 @@ fn an_unaligned_size_makes_no_call(subject: Subject) {
         let fd = exported(&allocation);
         subject.faulty.take_verbs();
         match Allocation::import(&device, fd, claimed) {
-            Err(Error::Unaligned { size, granularity }) => assert_eq!((size, granularity), (claimed, unit)),
+            Err(Error::Memory(MemoryError::Unaligned { size, granularity })) => {
+                assert_eq!((size, granularity), (claimed, unit))
+            }
             other => panic!("{claimed}: {other:?}"),
         }
         assert_eq!(subject.faulty.take_verbs(), [""; 0], "{claimed}");
@@ -731,7 +734,7 @@ fn offsets_outside_a_mapping_are_refused(subject: Subject) {
         let mut bytes = vec![0; length as usize];
         for answer in [mapping.copy_in(offset, &bytes), mapping.copy_out(offset, &mut bytes)] {
             match answer {
-                Err(Error::OutOfRange { offset: told_offset, length: told_length, size }) => {
+                Err(Error::Memory(MemoryError::OutOfRange { offset: told_offset, length: told_length, size })) => {
                     assert_eq!((told_offset, told_length, size), (offset, length, unit));
                 }
                 other => panic!("{offset} {length}: {other:?}"),
@@ -750,7 +753,7 @@ fn offsets_outside_a_reservation_are_refused(subject: Subject) {
     let allocation = Allocation::create(&device, unit).unwrap();
     for offset in [2 * unit, unit + 4096, u64::MAX, u64::MAX - unit + 1] {
         match Mapping::at(&reservation, offset, &allocation, ReadWrite) {
-            Err(Error::OutOfRange { .. }) => {}
+            Err(Error::Memory(MemoryError::OutOfRange { .. })) => {}
             other => panic!("{offset}: {other:?}"),
         }
     }
@@ -909,7 +912,7 @@ fn filling_and_checking_go_slice_by_slice_and_can_be_ended(subject: Subject) {
         pattern::fill(&mapping, 0..whole + 1, Pattern::new(1), &mut |_| Ok(())),
         pattern::verify(&mapping, 0, 0..whole + 1, Pattern::new(1), &mut |_| Ok(())).map(drop),
     ] {
-        assert!(matches!(answer, Err(Error::OutOfRange { .. })), "{answer:?}");
+        assert!(matches!(answer, Err(Error::Memory(MemoryError::OutOfRange { .. }))), "{answer:?}");
     }
 }
 

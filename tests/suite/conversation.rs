@@ -26,6 +26,7 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, open},
+    error::{DeviceError, PeerError, SocketError},
     memory::{Allocation, Device, Region, Selector},
     session::{
         self, Config, Verdict,
@@ -159,13 +160,16 @@ mod records {
             peer.send_with_fd(&segments(sizes, claimed), &fds).unwrap();
             let refused = channel.receive("for a test").unwrap_err();
             let expected = ProtocolError::FdCount { kind: "segments", want: sizes, claimed, got: sent };
-            assert!(matches!(&refused, Error::Protocol(error) if *error == expected), "{refused}");
+            assert!(matches!(&refused, Error::Peer(PeerError::Protocol(error)) if *error == expected), "{refused}");
             assert_eq!(open_descriptors(&path), 1, "{sizes} {claimed} {sent}");
         }
         // Those beside a message that has none are closed too.
         let (mut channel, peer) = channel_pair(PATIENCE);
         peer.send_with_fd(&Message::Busy(Busy {}).encode().unwrap(), &[file.as_raw_fd()]).unwrap();
-        assert!(matches!(channel.receive("for a test"), Err(Error::Protocol(ProtocolError::FdCount { want: 0, .. }))));
+        assert!(matches!(
+            channel.receive("for a test"),
+            Err(Error::Peer(PeerError::Protocol(ProtocolError::FdCount { want: 0, .. })))
+        ));
         assert_eq!(open_descriptors(&path), 1);
     }
 
@@ -173,7 +177,10 @@ mod records {
     fn what_is_to_be_sent_with_another_number_of_descriptors_is_not_sent() {
         let (mut channel, peer) = channel_pair(PATIENCE);
         let message = Message::Segments(Segments { first: 0, sizes: vec![1] });
-        assert!(matches!(channel.send(&message, &[]), Err(Error::Protocol(ProtocolError::FdCount { got: 0, .. }))));
+        assert!(matches!(
+            channel.send(&message, &[]),
+            Err(Error::Peer(PeerError::Protocol(ProtocolError::FdCount { got: 0, .. })))
+        ));
         peer.set_nonblocking(true).unwrap();
         assert_eq!(
             rustix::net::recv(&peer, &mut [0u8; 9][..], rustix::net::RecvFlags::empty()).unwrap_err(),
@@ -192,7 +199,7 @@ mod records {
         let fds = [file.as_fd()];
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
         rustix::net::sendmsg(&peer, &[IoSlice::new(&[])], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
-        assert!(matches!(channel.receive("for a test"), Err(Error::PeerGone { .. })));
+        assert!(matches!(channel.receive("for a test"), Err(Error::Peer(PeerError::Gone { .. }))));
         assert_eq!(open_descriptors(&path), 1);
     }
 
@@ -201,7 +208,10 @@ mod records {
         let (mut channel, peer) = channel_pair(PATIENCE);
         for length in [16 + 64 * 1024 + 1, 16 + 64 * 1024 + 4096] {
             send_raw(&peer, &vec![b'x'; length]);
-            assert!(matches!(channel.receive("for a test"), Err(Error::Protocol(ProtocolError::LongRecord { .. }))));
+            assert!(matches!(
+                channel.receive("for a test"),
+                Err(Error::Peer(PeerError::Protocol(ProtocolError::LongRecord { .. })))
+            ));
         }
         send_raw(&peer, &Message::Received(Received { segments: 1 }).encode().unwrap());
         assert!(matches!(channel.receive("for a test"), Ok((Message::Received(_), _))));
@@ -211,7 +221,10 @@ mod records {
     fn silence_ends_at_the_deadline() {
         let (mut channel, _peer) = channel_pair(Duration::from_millis(50));
         let begun = Instant::now();
-        assert!(matches!(channel.receive("for a test"), Err(Error::Timeout { purpose: "for a test", .. })));
+        assert!(matches!(
+            channel.receive("for a test"),
+            Err(Error::Peer(PeerError::Timeout { purpose: "for a test", .. }))
+        ));
         assert!(begun.elapsed() >= Duration::from_millis(50));
     }
 
@@ -219,7 +232,7 @@ mod records {
     fn a_full_queue_ends_at_the_deadline_too() {
         let (mut channel, _peer) = channel_pair(Duration::from_millis(50));
         let refused = (0..100_000).find_map(|_| channel.send(&Message::Busy(Busy {}), &[]).err());
-        assert!(matches!(refused, Some(Error::Timeout { purpose: "to send", .. })), "{refused:?}");
+        assert!(matches!(refused, Some(Error::Peer(PeerError::Timeout { purpose: "to send", .. }))), "{refused:?}");
     }
 
     #[test]
@@ -246,14 +259,17 @@ mod records {
         send_raw(&peer, &Message::Error(failure.clone()).encode().unwrap());
         drop(peer);
         let refused = channel.send(&Message::Busy(Busy {}), &[]).unwrap_err();
-        assert!(matches!(&refused, Error::Peer { message, .. } if message == "the last words"), "{refused}");
+        assert!(
+            matches!(&refused, Error::Peer(PeerError::Reported { message, .. }) if message == "the last words"),
+            "{refused}"
+        );
 
         let (mut channel, peer) = channel_pair(PATIENCE);
         channel.send(&Message::Busy(Busy {}), &[]).unwrap();
         send_raw(&peer, &Message::Error(failure).encode().unwrap());
         drop(peer);
         assert!(matches!(channel.receive("for a test"), Ok((Message::Error(_), _))));
-        assert!(matches!(channel.receive("for a test"), Err(Error::PeerGone { .. })));
+        assert!(matches!(channel.receive("for a test"), Err(Error::Peer(PeerError::Gone { .. }))));
     }
 
     #[test]
@@ -266,10 +282,10 @@ mod records {
         let _waiting = raw(&path);
         let timeout = Duration::from_millis(100);
         let refused = vmmfd::channel::connect(&path, timeout, &Trust::default(), &Cancel::new().unwrap());
-        assert!(matches!(refused, Err(Error::NotAccepted { .. })));
+        assert!(matches!(refused, Err(Error::Socket(SocketError::NotAccepted { .. }))));
         // Nor does it look dead to another producer.
         let taken = Listener::bind(&path, false, timeout, &Cancel::new().unwrap());
-        assert!(matches!(taken, Err(Error::AlreadyServed { .. })));
+        assert!(matches!(taken, Err(Error::Socket(SocketError::AlreadyServed { .. }))));
     }
 
     #[test]
@@ -839,8 +855,15 @@ mod consumers {
                 },
                 |result| {
                     let error = result.unwrap_err();
-                    let lacking = matches!(error, Error::Unsupported { .. });
-                    assert!(lacking || matches!(error, Error::Protocol(_) | Error::Mismatch { .. }), "{error:?}");
+                    let lacking = matches!(error, Error::Device(DeviceError::Unsupported { .. }));
+                    assert!(
+                        lacking
+                            || matches!(
+                                error,
+                                Error::Peer(PeerError::Protocol(_)) | Error::Peer(PeerError::Mismatch { .. })
+                            ),
+                        "{error:?}"
+                    );
                 },
                 request,
             );
@@ -859,7 +882,7 @@ mod consumers {
                     send(channel, &offer, memory.export().unwrap());
                     assert_eq!(told(channel), ErrorCode::Failed);
                 },
-                |result| assert!(matches!(result, Err(Error::Mismatch { .. })), "{result:?}"),
+                |result| assert!(matches!(result, Err(Error::Peer(PeerError::Mismatch { .. }))), "{result:?}"),
             );
         }
     }
@@ -876,7 +899,10 @@ mod consumers {
                 },
                 |result| {
                     let error = result.unwrap_err();
-                    assert!(matches!(error, Error::Mismatch { .. }) && error.to_string().contains("(999)"), "{error}");
+                    assert!(
+                        matches!(error, Error::Peer(PeerError::Mismatch { .. })) && error.to_string().contains("(999)"),
+                        "{error}"
+                    );
                 },
             );
         }
@@ -896,7 +922,12 @@ mod consumers {
                     channel.send(&Message::Segments(Segments { first, sizes: sizes.clone() }), &fds).unwrap();
                     assert_eq!(told(channel), ErrorCode::Protocol);
                 },
-                |result| assert!(matches!(result, Err(Error::Protocol(ProtocolError::Content(_)))), "{result:?}"),
+                |result| {
+                    assert!(
+                        matches!(result, Err(Error::Peer(PeerError::Protocol(ProtocolError::Content(_))))),
+                        "{result:?}"
+                    )
+                },
             );
         }
     }
@@ -915,7 +946,7 @@ mod consumers {
                     }
                     _ => lend(channel, &offer, memory.export().unwrap()),
                 },
-                |result| assert!(matches!(result, Err(Error::PeerGone { .. })), "{stage}: {result:?}"),
+                |result| assert!(matches!(result, Err(Error::Peer(PeerError::Gone { .. }))), "{stage}: {result:?}"),
             );
         }
         against(
@@ -924,7 +955,12 @@ mod consumers {
                 // Silent until the consumer gives up, and says so.
                 assert_eq!(told(channel), ErrorCode::Timeout);
             },
-            |result| assert!(matches!(result, Err(Error::Timeout { purpose: "for the offer", .. })), "{result:?}"),
+            |result| {
+                assert!(
+                    matches!(result, Err(Error::Peer(PeerError::Timeout { purpose: "for the offer", .. }))),
+                    "{result:?}"
+                )
+            },
         );
     }
 
@@ -1006,7 +1042,7 @@ mod consumers {
                     channel.send(&result(true, words, mismatches, first_mismatch), &[]).unwrap();
                     assert_eq!(told(channel), ErrorCode::Protocol);
                 },
-                |result| assert!(matches!(result, Err(Error::Protocol(_))), "{result:?}"),
+                |result| assert!(matches!(result, Err(Error::Peer(PeerError::Protocol(_)))), "{result:?}"),
             );
         }
     }

@@ -14,6 +14,7 @@ use vmmfd::{
     Error,
     driver::{self, Access::ReadOnly, Access::ReadWrite, Attribute, Backend, Choice, code},
     error::ErrorKind,
+    error::{DeviceError, LoadError, MemoryError},
     internals::{self, CudaDriver, Diagnosis, Granularity, LegacyIpc, Location, MadeFor, Pools, Verbs},
     memory::{Allocation, Device, Mapping, Region},
     tools::check::pattern::{self, Pattern},
@@ -234,10 +235,10 @@ fn a_missing_symbol_is_an_error_that_names_it_when_it_is_needed() {
         let missing: Vec<_> = errors
             .iter()
             .filter_map(|error| match error {
-                Error::MissingSymbol { symbol, library } => {
+                Error::Load(LoadError::MissingSymbol { symbol, library }) => {
                     assert_eq!(Path::new(library), fake.path());
                     assert_eq!(error.kind(), ErrorKind::Unsupported);
-                    assert!(error.hint().unwrap().contains("update the driver"));
+                    assert!(vmmfd::tools::error::hint(error).unwrap().contains("update the driver"));
                     Some(*symbol)
                 }
                 _ => None,
@@ -282,12 +283,17 @@ fn a_file_that_is_no_library_is_no_driver() {
         let path = folder.path().join(name);
         fs::write(&path, content).unwrap();
         match CudaDriver::load_from(&path) {
-            Err(error @ Error::NoDriver { .. }) => assert!(error.to_string().contains(name), "{error}"),
+            Err(error @ Error::Load(LoadError::NoLibrary { .. })) => {
+                assert!(error.to_string().contains(name), "{error}")
+            }
             other => panic!("{other:?}"),
         }
     }
     let absent = CudaDriver::load_from(&folder.path().join("absent.so"));
-    assert!(matches!(&absent, Err(Error::NoDriver { tried }) if tried.contains("absent.so")), "{absent:?}");
+    assert!(
+        matches!(&absent, Err(Error::Load(LoadError::NoLibrary { tried })) if tried.contains("absent.so")),
+        "{absent:?}"
+    );
 }
 
 #[test]
@@ -295,9 +301,9 @@ fn the_stub_library_is_told_from_a_driver() {
     let fake = Copy::new().load();
     fake.set("FAKECUDA_FAIL", "cuInit:1:34");
     match CudaDriver::load_from(fake.path()) {
-        Err(error @ Error::StubLibrary { .. }) => {
+        Err(error @ Error::Load(LoadError::Stub { .. })) => {
             assert!(error.to_string().contains(fake.path().to_str().unwrap()), "{error}");
-            assert!(error.hint().unwrap().contains("LD_LIBRARY_PATH"));
+            assert!(vmmfd::tools::error::hint(&error).unwrap().contains("LD_LIBRARY_PATH"));
         }
         other => panic!("{other:?}"),
     }
@@ -309,7 +315,7 @@ fn a_driver_without_a_device_says_so() {
         let fake = Copy::new().load();
         fake.set(setting, value);
         let answer = CudaDriver::load_from(fake.path());
-        assert!(matches!(answer, Err(Error::NoDevice)), "{answer:?}");
+        assert!(matches!(answer, Err(Error::Load(LoadError::NoDevice))), "{answer:?}");
     }
 }
 
@@ -359,7 +365,7 @@ fn a_device_that_can_not_share_is_told_what_it_lacks() {
         fake.set("FAKECUDA_ATTRIBUTE", &format!("{attribute}:0"));
         let subject = Subject::of(fake);
         match subject.device().require_sharing() {
-            Err(Error::Unsupported { device, feature }) => {
+            Err(Error::Device(DeviceError::Unsupported { device, feature })) => {
                 assert_eq!(device, subject.device().to_string());
                 assert!(feature.contains(lacks), "{feature}");
             }
@@ -640,7 +646,7 @@ fn less_memory_than_asked_for_is_told_with_both_figures() {
     let device = subject.device();
     let held = Allocation::create(&device, 4 << 20).unwrap();
     match Allocation::create(&device, (2 << 20) + 1) {
-        Err(Error::OutOfMemory { size, free, .. }) => assert_eq!((size, free), (4 << 20, 2 << 20)),
+        Err(Error::Memory(MemoryError::OutOfMemory { size, free, .. })) => assert_eq!((size, free), (4 << 20, 2 << 20)),
         other => panic!("{other:?}"),
     }
     drop(held);
@@ -650,7 +656,10 @@ fn less_memory_than_asked_for_is_told_with_both_figures() {
     let address = legacy.allocate(0, 4 << 20).unwrap();
     assert_eq!(code(legacy.allocate(0, 4 << 20)), code::OUT_OF_MEMORY);
     let answer = Allocation::create(&device, 4 << 20);
-    assert!(matches!(answer, Err(Error::OutOfMemory { free, .. }) if free == 2 << 20), "{answer:?}");
+    assert!(
+        matches!(answer, Err(Error::Memory(MemoryError::OutOfMemory { free, .. })) if free == 2 << 20),
+        "{answer:?}"
+    );
     legacy.deallocate(0, address).unwrap();
     Allocation::create(&device, 4 << 20).unwrap();
 }

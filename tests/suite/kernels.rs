@@ -5,6 +5,7 @@ use std::{ops::Range, sync::Arc};
 use vmmfd::{
     Error,
     driver::{Access::ReadOnly, Access::ReadWrite, code},
+    error::DeviceError,
     internals::{self, CudaDriver, Kernels, Location, Stretch, Verbs},
     memory::{Allocation, Device, Mapping, Region, Selector},
     tools::check::pattern::{self, Choice, Engine, Mismatch, Pattern, Verification},
@@ -112,7 +113,9 @@ fn an_engine_that_is_forced_is_used_or_refused(subject: Subject) {
     let fill = |choice: Choice| choice.fill(&mapping, 0..4096, Pattern::new(1), &mut |_| Ok(()));
     assert_eq!(fill(Choice::Only(Engine::Host)).unwrap().engine, Engine::Host);
     match (subject.kind, fill(GPU)) {
-        (Kind::Host, Err(error @ Error::Unsupported { .. })) => assert!(error.to_string().contains("kernels")),
+        (Kind::Host, Err(error @ Error::Device(DeviceError::Unsupported { .. }))) => {
+            assert!(error.to_string().contains("kernels"))
+        }
         (Kind::Fake | Kind::Cuda, Ok(work)) => assert_eq!(work.engine, Engine::Gpu),
         (kind, other) => panic!("{kind:?}: {other:?}"),
     }
@@ -241,7 +244,7 @@ fn the_gpu_is_chosen_once_its_kernels_are_loaded(subject: Subject) {
     assert_eq!(auto(0, 0..64), Engine::Host, "starting a kernel takes longer than the work");
     assert_eq!(auto(2, 2..8 << 20), Engine::Host, "words do not begin where words can be");
     let refused = GPU.verify(&mapping, 2, 2..64, Pattern::new(1), &mut |_| Ok(())).unwrap_err();
-    assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
+    assert!(matches!(refused, Error::Misuse { .. }), "{refused}");
 }
 
 fn where_kernels_cannot_be_had_the_host_does_their_work_and_says_why(subject: Subject) {

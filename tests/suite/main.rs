@@ -21,6 +21,7 @@ mod kernels;
 mod launch;
 mod legacy_and_pools;
 mod options;
+mod public_api;
 mod reach;
 mod readme;
 mod running;

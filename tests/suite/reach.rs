@@ -5,6 +5,7 @@ use std::{os::fd::AsFd, sync::Arc};
 use vmmfd::{
     Error,
     driver::{Access::ReadOnly, Access::ReadWrite, Attribute, code},
+    error::{DeviceError, MemoryError},
     internals::{CudaDriver, HostDriver, Location, Properties, Verbs},
 };
 
@@ -63,7 +64,7 @@ fn other_mechanisms_are_there_or_said_to_be_missing(subject: Subject) {
         (subject.verbs.diagnosis().map(drop), "diagnosis"),
     ] {
         match answer {
-            Err(Error::Unsupported { device, feature }) => {
+            Err(Error::Device(DeviceError::Unsupported { device, feature })) => {
                 assert!(device.contains("no GPU") && feature.contains(word), "{device} {feature}");
             }
             other => panic!("{other:?}"),
@@ -206,7 +207,10 @@ fn a_window_shows_what_a_device_wrote_and_the_reverse(subject: Subject) {
     for (offset, length) in [(window.size() - 6, 7), (window.size() + 1, 0), (u64::MAX, 2)] {
         let answers = [window.read(offset, &mut vec![0; length]), window.write(offset, &vec![0; length])];
         for answer in answers {
-            assert!(matches!(answer, Err(Error::OutOfRange { size, .. }) if size == window.size()), "{answer:?}");
+            assert!(
+                matches!(answer, Err(Error::Memory(MemoryError::OutOfRange { size, .. })) if size == window.size()),
+                "{answer:?}"
+            );
         }
     }
     window.read(window.size(), &mut []).unwrap();

@@ -92,7 +92,12 @@ fn troubleshooting_has_the_rules_of_the_doctor() {
 fn troubleshooting_knows_the_words_of_the_errors() {
     let sources = [
         include_str!("../../src/error/mod.rs"),
+        include_str!("../../src/error/device.rs"),
+        include_str!("../../src/error/load.rs"),
+        include_str!("../../src/error/memory.rs"),
+        include_str!("../../src/error/peer.rs"),
         include_str!("../../src/error/protocol.rs"),
+        include_str!("../../src/error/socket.rs"),
         include_str!("../../src/error/code.rs"),
         include_str!("../../src/session/handoff/consumer.rs"),
         include_str!("../../src/session/handoff/connection.rs"),

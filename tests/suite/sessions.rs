@@ -18,6 +18,7 @@ use vmmfd::{
     Error, Result,
     channel::{Channel, Listener},
     driver::{Access, Backend, Choice, Driver, open},
+    error::PeerError,
     error::{ErrorCode, ProtocolError},
     memory::{Device, Region, Selector, Shared, Spec},
     session::{
@@ -85,7 +86,7 @@ fn check(sum: u64) -> Check {
     Check::from_iter([("sum".to_owned(), sum.into())])
 }
 
-/// Works for a while, as whoever has much to do.
+/// Works for a while.
 fn work(time: Duration, tick: Tick<'_>) -> Result<()> {
     let begun = Instant::now();
     while begun.elapsed() < time {
@@ -162,7 +163,7 @@ fn converse(buffer: &Buffer<'_>, options: &ServeOptions, verifier: &mut SumVerif
     })
 }
 
-/// A listener that somebody else made.
+/// A listener that another program made.
 fn listener(path: &Path) -> Listener {
     let socket = seqpacket();
     bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -184,7 +185,7 @@ fn a_program_brings_its_own_content_and_check() {
         assert_eq!((both, served.mismatched(), served.error.is_none()), (verified, !verified, true), "{reply}");
         assert_eq!(verifier.answer, Some(Verdict { verified, check: checked }));
     }
-    // What the consumer finds wrong is told by both.
+    // What the consumer finds wrong counts on both sides.
     let wrong = Buffer::new(shared(SIZE), Sum { off: 1, ..Sum::default() }, None).unwrap();
     let (served, both) = converse(&wrong, &round_trip, &mut SumVerifier::default());
     assert_eq!((both, served.found), (false, Some(Verdict { verified: false, check: Some(check(3 * SIZE)) })));
@@ -378,9 +379,15 @@ fn a_peer_that_asks_for_the_other_dialect_is_refused_on_both_ends() {
         let publisher = scope.spawn(|| Publisher::over(ours, &driver, &config).map(drop));
         let mut consumer = Consumer::over(theirs, &driver, None, &config, &|_| {}).unwrap();
         let refused = consumer.request(&Request::default());
-        assert!(matches!(refused, Err(Error::Peer { code: ErrorCode::Object, .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, .. }))),
+            "{refused:?}"
+        );
         let refused = publisher.join().unwrap();
-        assert!(matches!(refused, Err(Error::Mismatch { code: ErrorCode::Object, .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, .. }))),
+            "{refused:?}"
+        );
     });
     // And one that leaves, or that says nothing.
     for (leaves, timeout) in [(true, 20_000), (false, 50)] {
@@ -389,8 +396,8 @@ fn a_peer_that_asks_for_the_other_dialect_is_refused_on_both_ends() {
         let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
         let refused = serve_connection(ours, &buffer, &ServeOptions::default(), &within(timeout), &|_| {});
         match refused {
-            Err(Error::PeerGone { .. }) => assert!(leaves),
-            Err(Error::Timeout { .. }) => assert!(!leaves),
+            Err(Error::Peer(PeerError::Gone { .. })) => assert!(leaves),
+            Err(Error::Peer(PeerError::Timeout { .. })) => assert!(!leaves),
             other => panic!("{other:?}"),
         }
         drop(theirs);
@@ -416,7 +423,10 @@ fn descriptors_of_other_things_are_no_sessions() {
     }
     // Nor is a socket that does not listen a listener.
     let refused = Listener::from_fd(seqpacket());
-    assert!(matches!(&refused, Err(Error::Socket { problem }) if problem.contains("listen")), "{refused:?}");
+    assert!(
+        matches!(&refused, Err(Error::Socket(vmmfd::error::SocketError::Unfit { problem })) if problem.contains("listen")),
+        "{refused:?}"
+    );
 }
 
 #[test]

@@ -17,6 +17,7 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     channel::Channel,
     driver::{Access::ReadOnly, Access::ReadWrite, code},
+    error::{DeviceError, MemoryError, PeerError},
     memory::{
         Allocation, Array, ArrayHandle, Device, Imported, LegacyMemory, Mapping, Mechanism, Mirror, Placement, Pointer,
         Pool, Region, Selector, Shared, Sharing, Spec, VmmSpec,
@@ -141,7 +142,7 @@ fn a_part_is_the_chunks_that_cover_it(subject: Subject) {
     }
     let reversed = std::ops::Range { start: 5, end: 2 };
     for range in [0..5 * unit + 1, u64::MAX - 1..u64::MAX, reversed] {
-        assert!(matches!(shared.chunks(range), Err(Error::OutOfRange { .. })));
+        assert!(matches!(shared.chunks(range), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
     }
 }
 
@@ -149,7 +150,7 @@ fn the_padding_is_cleared_and_out_of_reach(subject: Subject) {
     let unit = subject.unit();
     let memory = Shared::create(&subject.device(), spec(unit + 1)).unwrap();
     assert_eq!((memory.size(), memory.mapped_size()), (unit + 1, 2 * unit));
-    assert!(matches!(memory.copy_in(unit, b"xy"), Err(Error::OutOfRange { .. })));
+    assert!(matches!(memory.copy_in(unit, b"xy"), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
     // What was there before.
     let (handle, fds) = ArrayHandle::of(&memory, bytes(unit + 1)).unwrap();
     let allocations: Vec<_> = fds
@@ -308,16 +309,19 @@ fn what_is_not_there_is_named(subject: Subject) {
         match Shared::create(&device, spec) {
             Ok(_) => assert_ne!(subject.kind, Kind::Host),
             Err(error) => {
-                assert!(matches!(error, Error::Unsupported { .. }) && subject.kind == Kind::Host, "{error:?}")
+                assert!(
+                    matches!(error, Error::Device(DeviceError::Unsupported { .. })) && subject.kind == Kind::Host,
+                    "{error:?}"
+                )
             }
         }
     }
     for mechanism in mechanisms(&subject) {
         let nothing = Shared::create(&device, by(*mechanism, 0));
-        assert!(matches!(nothing, Err(Error::InvalidSize { .. })), "{nothing:?}");
+        assert!(matches!(nothing, Err(Error::Memory(MemoryError::InvalidSize { .. }))), "{nothing:?}");
     }
     let huge = Shared::create(&device, spec(1 << 62).chunk(unit));
-    assert!(matches!(huge, Err(Error::TooManyDescriptors { .. })), "{huge:?}");
+    assert!(matches!(huge, Err(Error::Memory(MemoryError::TooManyDescriptors { .. }))), "{huge:?}");
 }
 
 /// Tries to map a file for writing, as whoever has the descriptor could.
@@ -344,7 +348,7 @@ fn sealed_memory_is_read_only_and_enforced_where_the_kernel_can(subject: Subject
         let address = shared.address();
         // There are no descriptors yet.
         let early = ArrayHandle::of(&shared, bytes(1));
-        assert!(matches!(early, Err(Error::Unsupported { .. })), "{early:?}");
+        assert!(matches!(early, Err(Error::Misuse { .. })), "{early:?}");
         // While a mirror is open on the memory itself, nothing is changed.
         if subject.kind == Kind::Host {
             let mirror = Mirror::of(&shared, 0, 1).unwrap();
@@ -381,7 +385,7 @@ fn sealed_memory_is_read_only_and_enforced_where_the_kernel_can(subject: Subject
 fn memory_that_is_out_already_is_not_sealed(subject: Subject) {
     let shared = Shared::create(&subject.device(), spec(100)).unwrap();
     shared.copy_in(0, b"there").unwrap();
-    assert!(matches!(shared.seal(), Err(Error::Unsupported { .. })));
+    assert!(matches!(shared.seal(), Err(Error::Misuse { .. })));
     assert_eq!((shared.access(), read(&shared, 0, 5)), (ReadWrite, b"there".into()));
 }
 
@@ -424,11 +428,17 @@ fn a_mirror_is_read_changed_and_written_back(subject: Subject) {
         mirror.read(6, &mut last).unwrap();
         assert_eq!(&last, b"iss");
         for (offset, length) in [(9, 1), (0, 10), (u64::MAX, 1)] {
-            assert!(matches!(mirror.write(offset, &vec![0; length]), Err(Error::OutOfRange { .. })));
-            assert!(matches!(mirror.read(offset, &mut vec![0; length]), Err(Error::OutOfRange { .. })));
+            assert!(matches!(
+                mirror.write(offset, &vec![0; length]),
+                Err(Error::Memory(MemoryError::OutOfRange { .. }))
+            ));
+            assert!(matches!(
+                mirror.read(offset, &mut vec![0; length]),
+                Err(Error::Memory(MemoryError::OutOfRange { .. }))
+            ));
         }
         drop(mirror);
-        assert!(matches!(Mirror::of(&shared, 2 * unit, 1), Err(Error::OutOfRange { .. })));
+        assert!(matches!(Mirror::of(&shared, 2 * unit, 1), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
         assert_eq!(Mirror::of(&shared, 5, 0).unwrap().bytes(), Some(&[][..]));
         // One that is to be filled does not read, and is written as a whole.
         let mut fresh = Mirror::to_fill(&shared, unit, 9).unwrap();
@@ -442,7 +452,7 @@ fn a_mirror_is_read_changed_and_written_back(subject: Subject) {
         let mut seen = [0; 3];
         mirror.read(0, &mut seen).unwrap();
         assert_eq!(&seen, b"new", "what can't be written is read");
-        assert!(matches!(mirror.write(0, b"x"), Err(Error::ReadOnly)));
+        assert!(matches!(mirror.write(0, b"x"), Err(Error::Memory(MemoryError::ReadOnly))));
         assert!(mirror.bytes_mut().is_none());
     }
 }
@@ -489,7 +499,7 @@ fn a_mirror_turns_to_another_range(subject: Subject) {
     let mut seen = vec![0; 2000];
     mirror.read(0, &mut seen).unwrap();
     assert!(seen == [vec![1; 500], vec![2; 1500]].concat());
-    assert!(matches!(mirror.turn_to(shared.size() - 1, 2, true), Err(Error::OutOfRange { .. })));
+    assert!(matches!(mirror.turn_to(shared.size() - 1, 2, true), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
 }
 
 fn host_memory_is_seen_by_the_cpu_and_the_device_alike(subject: Subject) {
@@ -512,7 +522,10 @@ fn host_memory_is_seen_by_the_cpu_and_the_device_alike(subject: Subject) {
         assert_eq!(&seen, b"on CPU B", "the CPU sees what the device wrote");
         drop((here, there));
         let read_only = open(&subject, &shared, ReadOnly);
-        assert!(matches!(Mirror::of(&**read_only.memory(), 0, 4).unwrap().write(0, b"x"), Err(Error::ReadOnly)));
+        assert!(matches!(
+            Mirror::of(&**read_only.memory(), 0, 4).unwrap().write(0, b"x"),
+            Err(Error::Memory(MemoryError::ReadOnly))
+        ));
     }
 }
 
@@ -537,8 +550,8 @@ fn views_keep_the_memory(subject: Subject) {
         assert_eq!((&interface["strides"], &interface["version"]), (&serde_json::json!([24]), &3.into()));
         drop(column);
         assert_eq!(block.element(&[1, 1]).unwrap(), 15u32.to_le_bytes());
-        assert!(matches!(block.element(&[2, 0]), Err(Error::Array { .. })));
-        assert!(matches!(block.index(2, 0), Err(Error::Array { .. })));
+        assert!(matches!(block.element(&[2, 0]), Err(Error::Memory(MemoryError::Array { .. }))));
+        assert!(matches!(block.index(2, 0), Err(Error::Memory(MemoryError::Array { .. }))));
     }
 }
 
@@ -567,7 +580,13 @@ fn elements_are_those_of_the_descriptor(subject: Subject) {
         (vec![2, 2], Some(vec![4]), 0),
     ] {
         let refused = array(&shape, strides, offset);
-        assert!(matches!(refused, Err(Error::Array { .. } | Error::OutOfRange { .. })), "{shape:?} {offset}");
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Memory(MemoryError::Array { .. }) | Error::Memory(MemoryError::OutOfRange { .. }))
+            ),
+            "{shape:?} {offset}"
+        );
     }
 }
 
@@ -610,13 +629,16 @@ fn a_file_goes_through_memory_of_every_kind_with_its_digest(subject: Subject) {
 fn a_pools_buffer_that_the_driver_could_not_import_is_refused(subject: Subject) {
     let device = subject.device();
     let refused = Shared::create(&device, Spec::pool((5 << 30) + 1)).unwrap_err();
-    assert!(matches!(refused, Error::Unsupported { .. }) && refused.to_string().contains("5 GiB"), "{refused}");
+    assert!(
+        matches!(refused, Error::Device(DeviceError::Unsupported { .. })) && refused.to_string().contains("5 GiB"),
+        "{refused}"
+    );
     // Nor is it imported, whoever offers it.
     let shared = Shared::create(&device, Spec::pool(1)).unwrap();
     let mut offered = shared.describe().unwrap();
     offered.mapped_size = (5 << 30) + 1;
     let refused = Imported::of_pool(shared.pool().unwrap(), &offered, ReadWrite).unwrap_err();
-    assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
+    assert!(matches!(refused, Error::Device(DeviceError::Unsupported { .. })), "{refused}");
 }
 
 fn a_pool_may_hold_many_buffers(subject: Subject) {
@@ -634,14 +656,14 @@ fn a_pool_may_hold_many_buffers(subject: Subject) {
     for (number, memory) in given.iter().enumerate() {
         let size = memory.size() as usize;
         assert!(read(memory, 0, size) == vec![number as u8 + 1; size]);
-        assert!(matches!(memory.copy_in(0, b"x"), Err(Error::ReadOnly)), "by agreement");
+        assert!(matches!(memory.copy_in(0, b"x"), Err(Error::Memory(MemoryError::ReadOnly))), "by agreement");
     }
     // More than the pointer's real extent.
     for (size, offset) in [(5001, 0), (5000, 1), (5000, u64::MAX)] {
         let mut lie = descriptions[1].clone();
         let (pool, pointer) = (lie.pool().unwrap(), lie.pointer().unwrap());
         (lie.mapped_size, lie.sharing) = (size, Sharing::Pool { pool, pointer, offset });
-        assert!(matches!(Imported::of_pool(&imported, &lie, ReadOnly), Err(Error::Mismatch { .. })));
+        assert!(matches!(Imported::of_pool(&imported, &lie, ReadOnly), Err(Error::Peer(PeerError::Mismatch { .. }))));
     }
     // Neither it nor what is of it can be passed on.
     assert_eq!(code(imported.export()), code::INVALID_VALUE);
@@ -670,7 +692,7 @@ fn a_legacy_handle_opens_in_another_process_and_not_in_its_own(subject: Subject)
     assert_eq!(memory.size(), 2 << 20, "a block of its own");
     memory.copy_in(4096, b"interior").unwrap();
     let handle = memory.handle().unwrap();
-    assert!(matches!(LegacyMemory::open(&device, &handle), Err(Error::OwnHandle)));
+    assert!(matches!(LegacyMemory::open(&device, &handle), Err(Error::Memory(MemoryError::OwnHandle))));
     let shared = Shared::in_legacy(&memory, 4096, 8).unwrap();
     let (travels, fds) = ArrayHandle::of(&shared, bytes(8)).unwrap();
     let pointer = memory.handle().unwrap();

@@ -22,6 +22,7 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Channel, Listener},
     driver::{Access::ReadOnly, Access::ReadWrite, Backend},
+    error::{MemoryError, PeerError},
     memory::{Device, Pool, Region, Shared, Spec},
     session::{
         Config, Verdict,
@@ -447,7 +448,7 @@ fn a_producer_that_goes_leaves_nothing_open_but_what_is_in_use(subject: Subject)
         }
         drop(buffers);
         let gone = subscriber.receive();
-        assert!(matches!(gone, Err(Error::PeerGone { .. })), "{gone:?}");
+        assert!(matches!(gone, Err(Error::Peer(PeerError::Gone { .. }))), "{gone:?}");
         assert_eq!((subscriber.held(), subject.live().mappings), (0, 1));
         assert_eq!(read(&in_use, 0), *b"still", "what is in use stays");
         refused(subscriber.receive(), "the session has ended");
@@ -472,7 +473,7 @@ fn a_consumer_that_goes_is_told_and_the_next_one_is_served(subject: Subject) {
         }
         assert_eq!(subject.live(), own);
         let gone = publisher.take_back();
-        assert!(matches!(gone, Err(Error::PeerGone { .. })), "{gone:?}");
+        assert!(matches!(gone, Err(Error::Peer(PeerError::Gone { .. }))), "{gone:?}");
         refused(publisher.take_back(), "the session has ended");
         refused(publisher.publish(id), "the session has ended");
         refused(publisher.withdraw(id), "the session has ended");
@@ -484,7 +485,7 @@ fn a_consumer_that_goes_is_told_and_the_next_one_is_served(subject: Subject) {
     drop(subscriber);
     // A child of another test may have the socket for a moment, until it executes its program.
     let told = publisher.publish(id).and_then(|_| publisher.take_back());
-    assert!(matches!(told, Err(Error::PeerGone { .. })), "{told:?}");
+    assert!(matches!(told, Err(Error::Peer(PeerError::Gone { .. }))), "{told:?}");
 }
 
 fn several_consumers_share_one_memory(subject: Subject) {
@@ -522,7 +523,10 @@ fn a_producer_that_never_pauses_does_not_hold_whoever_waits(subject: Subject) {
         });
         for _ in 0..3 {
             let waited = subscriber.receive();
-            assert!(matches!(waited, Err(Error::Timeout { purpose: "for a buffer", .. })), "{waited:?}");
+            assert!(
+                matches!(waited, Err(Error::Peer(PeerError::Timeout { purpose: "for a buffer", .. }))),
+                "{waited:?}"
+            );
         }
         stop.store(true, Ordering::Relaxed);
         drop(subscriber);
@@ -531,23 +535,26 @@ fn a_producer_that_never_pauses_does_not_hold_whoever_waits(subject: Subject) {
 
 fn silence_changes_nothing(subject: Subject) {
     let place = Place::with_timeout(moment(&subject, 60));
-    assert!(matches!(place.accept(&subject), Err(Error::NoConsumer { .. })));
+    assert!(matches!(place.accept(&subject), Err(Error::Peer(PeerError::NoConsumer { .. }))));
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
     for generation in 1..3 {
         for _ in 0..2 {
-            assert!(matches!(subscriber.receive(), Err(Error::Timeout { purpose: "for a buffer", .. })));
-            assert!(matches!(publisher.take_back(), Err(Error::Timeout { .. })));
+            assert!(matches!(
+                subscriber.receive(),
+                Err(Error::Peer(PeerError::Timeout { purpose: "for a buffer", .. }))
+            ));
+            assert!(matches!(publisher.take_back(), Err(Error::Peer(PeerError::Timeout { .. }))));
         }
         let received = hand_over(&mut publisher, &mut subscriber, id);
         assert_eq!(received.generation(), generation);
-        assert!(matches!(publisher.take_back(), Err(Error::Timeout { .. })));
+        assert!(matches!(publisher.take_back(), Err(Error::Peer(PeerError::Timeout { .. }))));
         subscriber.give_back(received).unwrap();
         assert_eq!(publisher.take_back().unwrap(), id);
     }
     let received = hand_over(&mut publisher, &mut subscriber, id);
     for _ in 0..2 {
-        assert!(matches!(publisher.withdraw(id), Err(Error::Timeout { .. })), "it is in use");
+        assert!(matches!(publisher.withdraw(id), Err(Error::Peer(PeerError::Timeout { .. }))), "it is in use");
         refused(publisher.publish(id), "is being withdrawn");
     }
     assert!(subscriber.try_receive().unwrap().is_none());
@@ -612,7 +619,7 @@ fn what_makes_no_sense_is_refused_and_changes_nothing(subject: Subject) {
     refused(other.give_back(received), "is not of this session");
     assert!(other_publisher.try_take_back().unwrap().is_none());
     other.give_back(of_theirs).unwrap();
-    assert!(matches!(third.receive(), Err(Error::PeerGone { .. })));
+    assert!(matches!(third.receive(), Err(Error::Peer(PeerError::Gone { .. }))));
     // It went back to its own session with that.
     assert!(subscriber.try_receive().unwrap().is_none());
     assert_eq!(publisher.take_back().unwrap(), id);
@@ -620,12 +627,9 @@ fn what_makes_no_sense_is_refused_and_changes_nothing(subject: Subject) {
 
     let array = ArrayDescriptor::new(ElementType::U8, [101], Order::C).unwrap();
     let added = publisher.add(&memory, Some(array), ReadOnly);
-    assert!(matches!(added, Err(Error::OutOfRange { .. })), "{added:?}");
+    assert!(matches!(added, Err(Error::Memory(MemoryError::OutOfRange { .. }))), "{added:?}");
     let sealed = Arc::new(Shared::create(&subject.device(), Spec::vmm(1).sealed()).unwrap());
-    assert!(
-        matches!(publisher.add(&sealed, None, ReadOnly), Err(Error::Unsupported { .. })),
-        "it is still to be sealed"
-    );
+    assert!(matches!(publisher.add(&sealed, None, ReadOnly), Err(Error::Misuse { .. })), "it is still to be sealed");
     sealed.seal().unwrap();
     refused(publisher.add(&sealed, None, ReadWrite), "read-only alone");
     let id = publisher.add(&sealed, None, ReadOnly).unwrap();
@@ -742,7 +746,7 @@ fn memory_that_can_not_be_opened_is_not_acknowledged(subject: Subject) {
     });
     let error = served[0].error.as_ref().unwrap();
     let purpose = "for the descriptors to be acknowledged";
-    assert!(matches!(error, Error::PeerGone { purpose: of } if *of == purpose), "{error}");
+    assert!(matches!(error, Error::Peer(PeerError::Gone { purpose: of }) if *of == purpose), "{error}");
 }
 
 fn arrays_come_with_their_buffers_and_return_with_their_last_view(subject: Subject) {
@@ -794,7 +798,7 @@ fn whoever_does_not_subscribe_is_refused_and_delays_nobody(subject: Subject) {
             // Not before those have been heard.
             let told = consumer.join().unwrap();
             let message = "there is no object `default` here: this producer has a stream";
-            assert!(matches!(&told, Err(Error::Peer { code: ErrorCode::Object, message: of }) if of.contains(message)));
+            assert!(matches!(&told, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, message: of })) if of.contains(message)));
             place.subscribe(&subject, 1).unwrap()
         });
         let mut publisher = place.accept(&subject).unwrap();
@@ -825,7 +829,10 @@ fn a_producer_without_streams_is_told_apart(subject: Subject) {
         let producer = scope.spawn(|| serve(listener, &buffer, &ServeOptions::default(), &config, &|_| {}));
         let refused = Subscriber::connect(&subject.driver, None, &path, 1, &config);
         let message = "the producer has no stream to subscribe to";
-        assert!(matches!(&refused, Err(Error::Mismatch { message: of, .. }) if of == message), "{refused:?}");
+        assert!(
+            matches!(&refused, Err(Error::Peer(PeerError::Mismatch { message: of, .. })) if of == message),
+            "{refused:?}"
+        );
         let mut channel = dial(&path);
         channel.send(&greeting(&subject), &[]).unwrap();
         let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
@@ -887,7 +894,7 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
             answer(&mut channel);
             channel.send(&lie, &[]).unwrap();
             let ended = if new { publisher.publish(buffers[1].0).map(drop) } else { publisher.take_back().map(drop) };
-            assert!(matches!(ended, Err(Error::Protocol(_))), "{lie:?} {ended:?}");
+            assert!(matches!(ended, Err(Error::Peer(PeerError::Protocol(_)))), "{lie:?} {ended:?}");
             refused(publisher.take_back(), "the session has ended");
             if new {
                 drop(answer(&mut channel));
@@ -900,13 +907,13 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
         let (mut publisher, mut channel) = place.by_hand(&subject);
         let id = buffers(&subject, &mut publisher, 1)[0].0;
         channel.send(&Message::Received(wire::Received { segments }), &[]).unwrap();
-        assert!(matches!(publisher.publish(id), Err(Error::Protocol(_))));
+        assert!(matches!(publisher.publish(id), Err(Error::Peer(PeerError::Protocol(_)))));
     }
     // Nor is anybody waited for without end.
     let place = Place::with_timeout(Duration::from_millis(50));
     let (mut publisher, _silent) = place.by_hand(&subject);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
-    assert!(matches!(publisher.publish(id), Err(Error::Timeout { .. })));
+    assert!(matches!(publisher.publish(id), Err(Error::Peer(PeerError::Timeout { .. }))));
     refused(publisher.publish(id), "the session has ended");
 }
 
@@ -983,7 +990,10 @@ impl Liar {
     #[track_caller]
     fn found_out(mut self, what: &str) {
         let found = self.subscriber.receive();
-        assert!(matches!(found, Err(Error::Protocol(_) | Error::Mismatch { .. })), "{what}: {found:?}");
+        assert!(
+            matches!(found, Err(Error::Peer(PeerError::Protocol(_)) | Error::Peer(PeerError::Mismatch { .. }))),
+            "{what}: {found:?}"
+        );
         assert_eq!(self.subscriber.held(), 0, "{what}");
         refused(self.subscriber.receive(), "the session has ended");
         loop {
@@ -1098,7 +1108,7 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
     liar.ready(1);
     let Liar { channel, mut subscriber, .. } = liar;
     drop(channel);
-    assert!(matches!(subscriber.receive(), Err(Error::PeerGone { .. })));
+    assert!(matches!(subscriber.receive(), Err(Error::Peer(PeerError::Gone { .. }))));
     assert_eq!(subscriber.held(), 0);
 }
 
@@ -1134,7 +1144,7 @@ fn everything(subject: &Subject, device: &Device, place: &Place) -> Result<()> {
         }
         drop(subscriber.receive()?);
         match subscriber.receive() {
-            Err(Error::PeerGone { .. }) => Ok(()),
+            Err(Error::Peer(PeerError::Gone { .. })) => Ok(()),
             other => other.map(drop),
         }
     };
@@ -1224,7 +1234,7 @@ fn a_pool_comes_again_after_a_withdrawal_that_took_long(subject: Subject) {
     let memory = [100, 200].map(|size| Arc::new(Shared::in_pool(&pool, size).unwrap()));
     let [a, b] = memory.each_ref().map(|memory| publisher.add(memory, None, ReadOnly).unwrap());
     let in_use = hand_over(&mut publisher, &mut subscriber, a);
-    assert!(matches!(publisher.withdraw(a), Err(Error::Timeout { .. })), "it is in use");
+    assert!(matches!(publisher.withdraw(a), Err(Error::Peer(PeerError::Timeout { .. }))), "it is in use");
     assert!(subscriber.try_receive().unwrap().is_none());
     // The producer has not heard yet that it is gone.
     subscriber.give_back(in_use).unwrap();
@@ -1254,7 +1264,7 @@ fn a_producer_waits_until_what_is_borrowed_is_let_go_of(subject: Subject) {
     let begun = Instant::now();
     thread::scope(|scope| {
         scope.spawn(|| publisher.close());
-        assert!(matches!(subscriber.receive(), Err(Error::PeerGone { .. })));
+        assert!(matches!(subscriber.receive(), Err(Error::Peer(PeerError::Gone { .. }))));
     });
     assert!(begun.elapsed() < PATIENCE / 2);
     subject.assert_empty();
@@ -1314,7 +1324,7 @@ fn legacy_memory_is_streamed_to_another_process(subject: Subject) {
                     subscriber.give_back(received).unwrap();
                 }
                 let end = subscriber.receive();
-                assert!(matches!(end, Err(Error::PeerGone { .. })), "{end:?}");
+                assert!(matches!(end, Err(Error::Peer(PeerError::Gone { .. }))), "{end:?}");
                 assert_eq!(subscriber.held(), 0);
                 format!("{seen:?}")
             })

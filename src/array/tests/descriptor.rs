@@ -1,4 +1,5 @@
 use super::{super::descriptor::problem, *};
+use crate::error::MemoryError;
 
 #[test]
 fn strides_must_be_as_many_as_dimensions() {
@@ -65,7 +66,7 @@ fn a_byte_outside_the_memory_is_an_error_that_says_which() {
     assert_eq!(made.span().unwrap(), 0..24);
     made.check(24).unwrap();
     let error = made.check(23).unwrap_err();
-    assert!(matches!(error, Error::OutOfRange { offset: 0, length: 24, size: 23 }), "{error}");
+    assert!(matches!(error, Error::Memory(MemoryError::OutOfRange { offset: 0, length: 24, size: 23 })), "{error}");
     assert_eq!((error.kind(), problem(String::new()).kind()), (crate::ErrorKind::Usage, crate::ErrorKind::Usage));
     let before = ArrayDescriptor { offset: 15, ..made.clone() };
     refused(before.check(u64::MAX), "lowest byte lies 1 bytes before");
@@ -91,7 +92,7 @@ fn an_array_without_elements_needs_no_memory() {
     let behind = ArrayDescriptor { offset: 9, ..wild };
     assert_eq!(behind.span().unwrap(), 9..9);
     behind.check(9).unwrap();
-    assert!(matches!(behind.check(8), Err(Error::OutOfRange { offset: 9, length: 0, size: 8 })));
+    assert!(matches!(behind.check(8), Err(Error::Memory(MemoryError::OutOfRange { offset: 9, length: 0, size: 8 }))));
     for part in [behind.slice(0, 3..9, -2), behind.index(0, 7), behind.index(2, 4), behind.transpose()] {
         assert_eq!(part.unwrap().span().unwrap(), 9..9);
     }

@@ -131,7 +131,7 @@ fn an_unknown_dtype_is_refused_in_one_sentence() {
 
 #[test]
 fn the_page_of_the_protocol_names_every_dtype() {
-    let (_, page) = include_str!("../../../README.md").split_once("\n`array` describes").unwrap();
+    let (_, page) = include_str!("../../../docs/protocol.md").split_once("\n`array` describes").unwrap();
     let (page, _) = page.split_once("\n\n").unwrap();
     for dtype in DTYPES.iter().filter(|dtype| **dtype != "void8") {
         assert!(page.contains(&format!("`{dtype}`")), "{dtype}");

@@ -9,7 +9,7 @@ mod shape;
 use std::fmt;
 
 use super::*;
-use crate::error::{Error, Result};
+use crate::error::{Error, MemoryError, Result};
 
 const F4: ElementType = ElementType::F32;
 const U1: ElementType = ElementType::U8;
@@ -31,7 +31,7 @@ fn floats(shape: &[u64]) -> ArrayDescriptor {
 #[track_caller]
 fn refused<T: fmt::Debug>(result: Result<T>, part: &str) {
     match result {
-        Err(Error::Array { problem }) => assert!(problem.contains(part), "{problem}"),
+        Err(Error::Memory(MemoryError::Array { problem })) => assert!(problem.contains(part), "{problem}"),
         other => panic!("{other:?} where an error was due: {part}"),
     }
 }

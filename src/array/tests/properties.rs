@@ -1,5 +1,6 @@
 use std::ops::Range;
 
+use crate::error::MemoryError;
 use proptest::{collection::vec, prelude::*, sample::select};
 
 use super::*;
@@ -291,7 +292,7 @@ proptest! {
         let Some(cut) = cut.fit(&made.shape) else { return Ok(()) };
         let part = match cut.of(&made) {
             Ok(part) => part,
-            Err(Error::Array { problem }) if problem.contains("stride of more bytes") => return Ok(()),
+            Err(Error::Memory(MemoryError::Array { problem })) if problem.contains("stride of more bytes") => return Ok(()),
             Err(error) => return Err(TestCaseError::fail(error.to_string())),
         };
         part.check(span.end).unwrap();

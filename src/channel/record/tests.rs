@@ -1,7 +1,7 @@
 use std::{fs::File, os::fd::OwnedFd};
 
 use super::*;
-use crate::channel::Channel;
+use crate::{channel::Channel, error::PeerError};
 
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(20);
@@ -33,8 +33,8 @@ fn what_was_sent_before_a_reset_is_received() {
     drop(other);
     assert_eq!(receive(&socket).unwrap(), b"one");
     assert_eq!(receive(&socket).unwrap(), b"two");
-    assert!(matches!(receive(&socket), Err(Error::PeerGone { purpose: "for a test" })));
-    assert!(matches!(socket.send("a record", b"late", &[]), Err(Error::PeerGone { purpose: "to send" })));
+    assert!(matches!(receive(&socket), Err(Error::Peer(PeerError::Gone { purpose: "for a test" }))));
+    assert!(matches!(socket.send("a record", b"late", &[]), Err(Error::Peer(PeerError::Gone { purpose: "to send" }))));
 }
 
 #[test]
@@ -47,11 +47,14 @@ fn a_record_is_received_whole_or_not_at_all() {
     assert_eq!(receive(&socket).unwrap(), b"12345678");
     for _ in 0..2 {
         let long = receive(&socket);
-        assert!(matches!(long, Err(Error::Protocol(ProtocolError::LongRecord { most: 8 }))), "{long:?}");
+        assert!(
+            matches!(long, Err(Error::Peer(PeerError::Protocol(ProtocolError::LongRecord { most: 8 })))),
+            "{long:?}"
+        );
     }
     assert_eq!(receive(&socket).unwrap(), b"next");
     write(&other, b"");
-    assert!(matches!(receive(&socket), Err(Error::PeerGone { .. })), "an empty record counts as the end");
+    assert!(matches!(receive(&socket), Err(Error::Peer(PeerError::Gone { .. }))), "an empty record counts as the end");
 }
 
 #[test]
@@ -80,10 +83,10 @@ fn descriptors_arrive_close_on_exec_and_stay_the_senders() {
 fn waits_end_at_the_deadline() {
     let (socket, _other, _) = pair(SHORT);
     let late = receive(&socket);
-    assert!(matches!(late, Err(Error::Timeout { purpose: "for a test", waited: SHORT })), "{late:?}");
+    assert!(matches!(late, Err(Error::Peer(PeerError::Timeout { purpose: "for a test", waited: SHORT }))), "{late:?}");
     // Until the other end's queue is full.
     let late = (0..1_000_000).find_map(|_| socket.send("a record", &[0; 1024], &[]).err());
-    assert!(matches!(late, Some(Error::Timeout { purpose: "to send", waited: SHORT })), "{late:?}");
+    assert!(matches!(late, Some(Error::Peer(PeerError::Timeout { purpose: "to send", waited: SHORT }))), "{late:?}");
 }
 
 #[test]
@@ -125,5 +128,5 @@ fn a_blocking_end_waits_in_the_receive_call() {
     });
     assert_eq!(received.unwrap(), b"late");
     drop(socket);
-    assert!(matches!(receive(&other), Err(Error::PeerGone { .. })));
+    assert!(matches!(receive(&other), Err(Error::Peer(PeerError::Gone { .. }))));
 }

@@ -7,20 +7,16 @@
 
 use std::{
     borrow::Cow,
-    ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void},
-    mem::{self, MaybeUninit},
-    os::unix::ffi::OsStrExt,
-    path::PathBuf,
-    ptr,
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    mem, ptr,
 };
 
 use cudarc::driver::sys;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
-use nix::libc::{Dl_info, dladdr};
 
 use crate::{
     driver::code,
-    error::{Error, Result},
+    error::{Error, LoadError, Result},
 };
 
 /// `CUmemLocation`. The driver writes into these, so they are numbers and not enums.
@@ -128,6 +124,7 @@ pub(super) struct Opaque(pub [u8; 64]);
 pub(super) const HANDLE_TYPE_POSIX_FD: c_uint =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
 /// Bindings older than CUDA 12.4 have no name for it.
+#[cfg(feature = "tools")]
 pub(super) const HANDLE_TYPE_FABRIC: c_uint = 8;
 
 const _: () = {
@@ -189,7 +186,7 @@ macro_rules! functions {
                 pub(super) unsafe fn $method(&self, $($arg: $type),*) -> Result<()> {
                     let call = [$($name),+][0];
                     let library = || self.library.to_owned();
-                    let function = self.$method.ok_or_else(|| Error::MissingSymbol { library: library(), symbol: call })?;
+                    let function = self.$method.ok_or_else(|| Error::Load(LoadError::MissingSymbol { library: library(), symbol: call }))?;
                     // SAFETY: the caller's promise.
                     match unsafe { function($($arg),*) } {
                         0 => Ok(()),
@@ -290,7 +287,7 @@ impl Functions {
     /// Loads the driver library of this machine.
     ///
     /// # Errors
-    /// [`Error::NoDriver`] if none loads. A missing function is an error of the call that needs it.
+    /// [`LoadError::NoLibrary`] if none loads. A missing function is an error of the call that needs it.
     pub(super) fn load() -> Result<Self> {
         let mut tried = Vec::new();
         for library in LIBRARIES {
@@ -299,7 +296,7 @@ impl Functions {
                 Err(error) => tried.push(error),
             }
         }
-        Err(Error::NoDriver { tried: tried.join("; ") })
+        Err(Error::Load(LoadError::NoLibrary { tried: tried.join("; ") }))
     }
 
     /// Loads this library, a name to search for or a path.
@@ -317,10 +314,16 @@ impl Functions {
     }
 
     /// The file that the library was loaded from, as the loader names it.
-    pub(super) fn file(&self) -> Result<PathBuf> {
+    #[cfg(feature = "tools")]
+    pub(super) fn file(&self) -> Result<std::path::PathBuf> {
+        use std::{ffi::OsStr, mem::MaybeUninit, os::unix::ffi::OsStrExt};
+
+        use nix::libc::{Dl_info, dladdr};
+
         const CALL: &str = "cuInit";
-        let function =
-            self.init.ok_or_else(|| Error::MissingSymbol { library: self.library.to_owned(), symbol: CALL })?;
+        let function = self
+            .init
+            .ok_or_else(|| Error::Load(LoadError::MissingSymbol { library: self.library.to_owned(), symbol: CALL }))?;
         let mut info = MaybeUninit::<Dl_info>::zeroed();
         // SAFETY: the pointer is valid for the one write; the address is only looked up.
         let found = unsafe { dladdr(function as *const c_void, info.as_mut_ptr()) } != 0;
@@ -331,16 +334,16 @@ impl Functions {
         }
         // SAFETY: the loader's own C string, which lives as long as the library is loaded: for ever.
         let name = unsafe { CStr::from_ptr(name) };
-        Ok(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
+        Ok(std::path::PathBuf::from(OsStr::from_bytes(name.to_bytes())))
     }
 
     /// The error of a call that returned a code, with the driver's own name for it.
     fn failure(&self, call: &'static str, code: c_uint) -> Error {
         if code == code::STUB_LIBRARY {
-            return Error::StubLibrary { library: self.library.to_owned() };
+            return Error::Load(LoadError::Stub { library: self.library.to_owned() });
         }
         if code == code::NO_DEVICE && call == "cuInit" {
-            return Error::NoDevice;
+            return Error::Load(LoadError::NoDevice);
         }
         let mut name = ptr::null();
         let named = self.get_error_name.is_some_and(|function| {

@@ -21,7 +21,6 @@ mod pool;
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::{CStr, c_int, c_uint, c_void},
-    mem,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     process,
     ptr::{self, NonNull},
@@ -47,7 +46,7 @@ use super::{
 };
 #[cfg(feature = "tools")]
 use super::{Bare, Diagnosis, EventHandle, Kernels};
-use crate::error::{Error, Result};
+use crate::error::{Error, LoadError, Result};
 
 /// The process that first called `cuInit`, or 0. The driver does not survive a fork, and says so in no clear words.
 static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
@@ -116,10 +115,10 @@ impl CudaDriver {
     /// Loads the driver library (`libcuda.so.1`, else `libcuda.so`) and initialises it. It stays loaded.
     ///
     /// # Errors
-    /// - [`Error::NoDriver`]: no library loads.
-    /// - [`Error::StubLibrary`]: what loads is the toolkit's stub.
-    /// - [`Error::NoDevice`]: the driver works and has no device to offer.
-    /// - [`Error::MissingSymbol`]: the library is no driver, or too old.
+    /// - [`LoadError::NoLibrary`]: no library loads.
+    /// - [`LoadError::Stub`]: what loads is the toolkit's stub.
+    /// - [`LoadError::NoDevice`]: the driver works and has no device to offer.
+    /// - [`LoadError::MissingSymbol`]: the library is no driver, or too old.
     /// - [`Error::Forked`]: this process is a fork of one that initialised the driver.
     /// - [`Error::Driver`]: the driver is there and fails.
     ///
@@ -134,8 +133,10 @@ impl CudaDriver {
     /// As [`CudaDriver::load`].
     #[cfg(feature = "internals")]
     pub fn load_from(path: &std::path::Path) -> Result<Self> {
-        let name = path.to_str().ok_or_else(|| Error::NoDriver { tried: format!("{path:?} is not UTF-8") })?;
-        Self::start(Functions::load_from(name).map_err(|tried| Error::NoDriver { tried })?)
+        let name = path
+            .to_str()
+            .ok_or_else(|| Error::Load(LoadError::NoLibrary { tried: format!("{path:?} is not UTF-8") }))?;
+        Self::start(Functions::load_from(name).map_err(|tried| Error::Load(LoadError::NoLibrary { tried }))?)
     }
 
     fn start(functions: Functions) -> Result<Self> {
@@ -165,7 +166,7 @@ impl CudaDriver {
             windows: Arc::default(),
         };
         if driver.device_count()? == 0 {
-            return Err(Error::NoDevice);
+            return Err(Error::Load(LoadError::NoDevice));
         }
         Ok(driver)
     }
@@ -300,7 +301,7 @@ impl Core {
         if !events.is_empty() {
             tracing::warn!(events = events.len(), "events were not given back");
         }
-        for (ordinal, slot) in mem::take(self.programs.get_mut().unwrap_or_else(PoisonError::into_inner)) {
+        for (ordinal, slot) in std::mem::take(self.programs.get_mut().unwrap_or_else(PoisonError::into_inner)) {
             let Some(program) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() else { continue };
             let unloaded = self.within(ordinal, || {
                 program.unload(&self.functions);
@@ -412,6 +413,7 @@ unsafe impl Verbs for CudaDriver {
         self.check_location(properties.location)?;
         let option = match which {
             Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            #[cfg(feature = "tools")]
             Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
         };
         let mut granularity = 0;
@@ -649,6 +651,7 @@ unsafe impl Verbs for CudaDriver {
 
 /// Ends the process without the exit handlers that libraries registered: the driver's may wait for ever for a thread that
 /// is inside it.
+#[cfg(feature = "tools")]
 pub(crate) fn exit_at_once(code: i32) -> ! {
     // SAFETY: it does not return, and needs nothing.
     unsafe { nix::libc::_exit(code) }

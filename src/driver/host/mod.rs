@@ -19,7 +19,7 @@ use std::{
     fs, io,
     num::NonZeroUsize,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    ptr::{self, NonNull},
+    ptr::NonNull,
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     thread,
     time::{Duration, Instant},
@@ -40,12 +40,12 @@ use uuid::{Uuid, uuid};
 
 use super::{
     Access, Attribute, Backend, DeviceUuid, Granularity, Handle, Identity, LegacyIpc, Location, MemoryInfo, Origin,
-    PageLocked, Pools, Properties, Verbs, Window, code, cover, failure, failure_with,
+    PageLocked, Pools, Properties, Verbs, Window, code, copy, cover, failure, failure_with,
     window::{PageLocker, View, Windows},
 };
 #[cfg(feature = "tools")]
 use super::{Bare, Diagnosis, Kernels};
-use crate::error::{Error, Result};
+use crate::error::{DeviceError, Error, Result};
 
 /// What sizes and addresses are multiples of, unless made otherwise: the granularity that CUDA was seen to have.
 pub const GRANULARITY: u64 = 2 << 20;
@@ -192,7 +192,7 @@ impl HostDriver {
 
     fn lacking<T>(&self, feature: &'static str) -> Result<T> {
         self.origin.check()?;
-        Err(Error::Unsupported { device: DEVICE_NAME.to_owned(), feature })
+        Err(Error::Device(DeviceError::Unsupported { device: DEVICE_NAME.to_owned(), feature }))
     }
 
     fn aligned(&self, size: u64) -> bool {
@@ -504,10 +504,9 @@ unsafe impl Verbs for HostDriver {
         if !from.is_empty() && !state.usable(address, from.len() as u64, writable) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        // SAFETY: the destination is mapped for writing, whole, and stays so while the lock is held; it is no memory of
-        // Rust's, so it can't overlap `from`. Other processes may access it at the same time: nothing here relies on
-        // what it holds.
-        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), pointer(address).as_ptr().cast(), from.len()) };
+        // SAFETY: the destination is mapped for writing, whole, and stays so while the lock is held. It is no memory of Rust's. Other
+        // processes may access it meanwhile, and threads of this one do so by `copy` alone: the lock does not keep them apart.
+        unsafe { copy::write(from, pointer(address).as_ptr().cast()) };
         Ok(())
     }
 
@@ -518,9 +517,10 @@ unsafe impl Verbs for HostDriver {
         if !to.is_empty() && !state.usable(address, to.len() as u64, readable) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        // SAFETY: the source is mapped for reading, whole, and stays so while the lock is held; it is no memory of
-        // Rust's, so it can't overlap `to`. Other processes may write to it at the same time: any bytes will do.
-        unsafe { ptr::copy_nonoverlapping(pointer(address).as_ptr().cast_const().cast(), to.as_mut_ptr(), to.len()) };
+        // SAFETY: the source is mapped for reading, whole, and stays so while the lock is held. It is no memory of Rust's that is
+        // borrowed mutably. Other processes may write to it meanwhile, and threads of this one do so by `copy` alone: the
+        // lock does not keep them apart.
+        unsafe { copy::read(pointer(address).as_ptr().cast_const().cast(), to) };
         Ok(())
     }
 
@@ -603,8 +603,10 @@ unsafe impl Verbs for HostDriver {
         let immutable = seen(|mapped| mapped.access.is_some() && mapped.immutable);
         let view = View { address, size, writable: seen(writable), immutable };
         // SAFETY: the table says that the range is mapped with this access, and nothing of it is unmapped or changed while it
-        // is in `windows`, nor before `space` goes. What is immutable is sealed against writing: the
-        // kernel lets nobody write to it, and this process has private mappings of it alone, for reading.
+        // is in `windows`, nor before `space` goes; all else here that touches it uses `copy`. What is immutable was sealed against
+        // writing before it was mapped, for good: the kernel had made sure that nothing could write to it any more, in no process,
+        // and refuses whatever would (mappings, write(2), holes). This process has private mappings of it alone, which
+        // `set_access` never makes writable.
         Ok(unsafe { Window::new(view, self.origin, &self.space.windows, Arc::clone(&self.space) as _) })
     }
 

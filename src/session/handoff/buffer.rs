@@ -14,7 +14,7 @@ use super::{
 use crate::{
     array::ArrayDescriptor,
     driver::Access,
-    error::{Error, ErrorCode, Result},
+    error::{Error, ErrorCode, PeerError, Result},
     memory::{Device, Region, Shared, Spec},
     session::{Config, Event, Observer, activate},
     wire::ByteRange,
@@ -37,7 +37,7 @@ impl<'a> Buffer<'a> {
     /// A buffer in memory that exists already.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] or [`Error::Array`] if the array is not inside the memory.
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory.
     pub fn new(shared: Shared, content: impl Content + 'a, array: Option<ArrayDescriptor>) -> Result<Self> {
         if let Some(array) = &array {
             array.check(shared.size())?;
@@ -142,7 +142,7 @@ impl<'a> Buffer<'a> {
         asked.within(size).ok_or_else(|| {
             let ByteRange { offset, length } = asked;
             let message = format!("{length} bytes from {offset} on were asked for, of a buffer of {size} bytes");
-            Error::Mismatch { code: ErrorCode::Range, message }
+            Error::Peer(PeerError::Mismatch { code: ErrorCode::Range, message })
         })
     }
 }

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     driver::Access,
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     memory::Region,
     session::{
         Event, Observer, Verdict,
@@ -65,7 +65,7 @@ impl<'a> Conversation<'a> {
             self.context.buffer.shared().abandon();
             if result.is_ok() {
                 let purpose = "for the consumer to close the memory";
-                result = Err(Error::Timeout { purpose, waited });
+                result = Err(Error::Peer(PeerError::Timeout { purpose, waited }));
             }
         }
         (self.found, result.err())
@@ -79,9 +79,11 @@ impl<'a> Conversation<'a> {
                 Ok((Message::Request(request), _)) => request,
                 Ok((other, _)) => return Err(unexpected(&other, "request")),
                 // It has what it asked for: how it leaves does not matter.
-                Err(Error::PeerGone { .. } | Error::Timeout { .. } | Error::Interrupted { .. })
-                    if self.found.is_some() =>
-                {
+                Err(
+                    Error::Peer(PeerError::Gone { .. })
+                    | Error::Peer(PeerError::Timeout { .. })
+                    | Error::Interrupted { .. },
+                ) if self.found.is_some() => {
                     return Ok(());
                 }
                 Err(error) => return Err(error),
@@ -99,7 +101,7 @@ impl<'a> Conversation<'a> {
     /// One request, from the turn to the results.
     fn answer(&mut self, request: &Request) -> Result<()> {
         let Context { buffer, options, observer, .. } = self.context;
-        let refuse = |code, message: String| Err(Error::Mismatch { code, message });
+        let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
         check_backend(&self.backend, buffer.shared().device().backend())?;
         if request.object != DEFAULT_OBJECT {
             let message = format!("there is no object `{}` here, only `{DEFAULT_OBJECT}`", request.object);

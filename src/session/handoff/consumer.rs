@@ -7,7 +7,7 @@ use crate::{
     array::ArrayDescriptor,
     channel::{Cancel, Peer, connect},
     driver::{Access, Driver},
-    error::{Error, ProtocolError, Result},
+    error::{Error, MemoryError, ProtocolError, Result},
     memory::{Array, Description, Device, Imported, Pool, Region, Selector},
     session::{
         Check, Config, Event, Observer, Verdict,
@@ -54,7 +54,7 @@ impl Request {
     fn to_wire(&self) -> Result<wire::Request> {
         let range = self.range.clone().map(|range| match range.end.checked_sub(range.start) {
             Some(length @ 1..) => Ok(ByteRange { offset: range.start, length }),
-            _ => Err(Error::OutOfRange { offset: range.start, length: 0, size: u64::MAX }),
+            _ => Err(Error::Memory(MemoryError::OutOfRange { offset: range.start, length: 0, size: u64::MAX })),
         });
         Ok(wire::Request { object: self.object.clone(), access: self.access, range: range.transpose()? })
     }
@@ -151,7 +151,7 @@ impl ImportedObject {
     /// The typed array that it holds, if the producer says so and all of it was asked for.
     ///
     /// # Errors
-    /// [`Error::Array`] if it is not inside the memory, which was checked before.
+    /// [`MemoryError::Array`] if it is not inside the memory, which was checked before.
     pub fn into_array(self) -> Result<Option<Array>> {
         match self.offer.array.clone().filter(|_| self.is_whole()) {
             Some(array) => Array::new(Arc::new(self), array).map(Some),
@@ -228,8 +228,8 @@ impl<'a> Consumer<'a> {
     /// or the only one, is made ready before the wait.
     ///
     /// # Errors
-    /// Those of [`connect`], [`Device::find`] and of the conversation: [`Error::Peer`], [`Error::PeerGone`],
-    /// [`Error::Timeout`], [`Error::Protocol`].
+    /// Those of [`connect`], [`Device::find`] and of the conversation: [`PeerError::Reported`](crate::error::PeerError::Reported), [`PeerError::Gone`](crate::error::PeerError::Gone),
+    /// [`PeerError::Timeout`](crate::error::PeerError::Timeout), [`PeerError::Protocol`](crate::error::PeerError::Protocol).
     pub fn connect(
         driver: &Driver,
         device: Option<Selector>,
@@ -245,7 +245,7 @@ impl<'a> Consumer<'a> {
     /// As [`Consumer::connect`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say.
     ///
     /// # Errors
-    /// [`Error::Socket`] for any other descriptor; [`Error::PeerNotAllowed`]; those of [`Consumer::connect`].
+    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed); those of [`Consumer::connect`].
     pub fn over(
         socket: OwnedFd,
         driver: &Driver,
@@ -302,8 +302,8 @@ impl<'a> Consumer<'a> {
     /// that it is busy.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for an empty range; [`Error::Mismatch`] if this side can't take what is offered;
-    /// [`Error::NoPeerAccess`]; [`Error::Protocol`] if the offer contradicts itself; [`Error::Driver`] from opening the memory;
+    /// [`MemoryError::OutOfRange`] for an empty range; [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) if this side can't take what is offered;
+    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess); [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the offer contradicts itself; [`Error::Driver`] from opening the memory;
     /// those of the conversation.
     ///
     /// Driver calls: those of [`Imported::open`].

@@ -14,7 +14,7 @@ pub type Tick<'a> = &'a mut dyn FnMut() -> Result<()>;
 
 /// What a producer's buffer holds, and what its consumers can check it against. [`super::serve`] calls it.
 ///
-/// Everything has a default: [`Unchecked`] is content that the program writes by other means and that nobody checks.
+/// Everything has a default: [`Unchecked`] is content that the program writes by other means, and that is not checked.
 pub trait Content: Send + Sync {
     /// Writes the data into the memory, which no consumer has at that time. Called before the first consumer is served, and again
     /// after a consumer's reply has replaced it. May block; calls `tick` often.
@@ -44,7 +44,7 @@ pub trait Content: Send + Sync {
     /// Whether a consumer's result can be an answer to an offer. A consumer that ignored the check sends none.
     ///
     /// # Errors
-    /// [`crate::Error::Protocol`] if it contradicts itself or the offer. If it says that something was wrong, that counts all
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if it contradicts itself or the offer. If it says that something was wrong, that counts all
     /// the same.
     fn accept(&self, offered: &Offered, result: &Verdict) -> Result<()> {
         let _ = (offered, result);
@@ -74,7 +74,7 @@ pub struct Offered {
     pub check: Option<Check>,
 }
 
-/// Content that the program writes by other means, and that nobody checks.
+/// Content that the program writes by other means, and that is not checked.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Unchecked;
 
@@ -85,7 +85,7 @@ pub trait Verifier {
     /// Looks at an object before its memory is opened. By default anything is accepted.
     ///
     /// # Errors
-    /// [`crate::Error::Protocol`] for a check that contradicts itself; [`crate::Error::Mismatch`] for one that this side should
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) for a check that contradicts itself; [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) for one that this side should
     /// know and can't do.
     fn inspect(&mut self, check: Option<&Check>, access: crate::driver::Access) -> Result<()> {
         let _ = (check, access);
@@ -111,7 +111,7 @@ pub trait Verifier {
     /// Whether the producer's result can be an answer to this side's.
     ///
     /// # Errors
-    /// [`crate::Error::Protocol`] if it contradicts itself or what was replied.
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if it contradicts itself or what was replied.
     fn accept(&mut self, object: &ImportedObject, own: &Verdict, answer: &Verdict) -> Result<()> {
         let _ = (object, own, answer);
         Ok(())

@@ -95,12 +95,12 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::error::Error;
+    use crate::error::{Error, LoadError};
 
     const EVERY: Duration = Duration::from_millis(100);
 
     fn give_up() -> Result<()> {
-        Err(Error::NoDevice)
+        Err(Error::Load(LoadError::NoDevice))
     }
 
     #[test]

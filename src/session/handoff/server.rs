@@ -17,7 +17,7 @@ use super::{
 use crate::{
     channel::{Cancel, Listener, Peer, deadline_after, eventfd},
     driver::Backend,
-    error::{Error, ErrorCode, Result},
+    error::{Error, ErrorCode, PeerError, Result},
     memory::Region,
     session::{
         Config, Event, Observer, Verdict,
@@ -104,7 +104,7 @@ impl ServeReport {
 /// change nothing. The listener's file is removed before the last conversation has ended.
 ///
 /// # Errors
-/// In the report: [`Error::NoConsumer`] if none is connected and none comes for as long as the timeout; [`Error::Interrupted`] if
+/// In the report: [`PeerError::NoConsumer`] if none is connected and none comes for as long as the timeout; [`Error::Interrupted`] if
 /// it was cancelled, also where serving has no other end; what filling the buffer fails with; [`Error::System`]. What goes wrong
 /// with a consumer is in [`Served::error`].
 pub fn serve(
@@ -125,7 +125,7 @@ pub fn serve(
 ///
 /// # Errors
 /// What went wrong before the peer had asked for anything: [`Error::Socket`] for anything else than a connected socket of type
-/// `SOCK_SEQPACKET`; [`Error::PeerNotAllowed`], [`Error::PeerGone`], [`Error::Timeout`], [`Error::Protocol`], [`Error::Interrupted`],
+/// `SOCK_SEQPACKET`; [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`], [`Error::Interrupted`],
 /// [`Error::System`]. After that it is in [`Served::error`].
 pub fn serve_connection(
     socket: OwnedFd,
@@ -191,7 +191,7 @@ impl State {
             Error::Interrupted { signal } => Some(Error::Interrupted { signal: *signal }),
             error => {
                 let message = format!("the producer could not fill the buffer: {}", error.in_full());
-                Some(Error::Mismatch { code: ErrorCode::Failed, message })
+                Some(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }))
             }
         }
     }
@@ -280,7 +280,7 @@ impl<'a> Server<'a> {
                 // Looking again is what follows anyway; reading makes it quiet.
                 Next::Woken => drop(self.wake.read()),
                 Next::Late if self.state().connected == 0 => {
-                    return Err(Error::NoConsumer { waited: self.config.timeout });
+                    return Err(Error::Peer(PeerError::NoConsumer { waited: self.config.timeout }));
                 }
                 Next::Late => {}
             }
@@ -344,7 +344,7 @@ impl<'a> Server<'a> {
 }
 
 fn full(message: String) -> Error {
-    Error::Mismatch { code: ErrorCode::Full, message }
+    Error::Peer(PeerError::Mismatch { code: ErrorCode::Full, message })
 }
 
 fn spawn<'scope>(scope: &'scope Scope<'scope, '_>, name: &str, work: impl FnOnce() + Send + 'scope) -> Result<()> {

@@ -12,7 +12,7 @@ use crate::{
     array::ArrayDescriptor,
     channel::{Listener, Peer, deadline_after},
     driver::{Access, Backend, Driver},
-    error::{Error, Result},
+    error::{Error, PeerError, Result},
     memory::{Chunk, Region, Shared},
     session::{
         Config,
@@ -29,12 +29,12 @@ use crate::{
 /// A buffer is published, is out until the consumer gives it back, and can then be published again. What the consumer says is
 /// read by [`Publisher::take_back`], [`Publisher::withdraw`] and the first publication of a buffer, and by nothing else.
 ///
-/// An [`Error::Misuse`], an [`Error::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
-/// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer is told, and later calls
-/// fail.
+/// An [`Error::Misuse`], a [`PeerError::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
+/// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer gets to know why, and later
+/// calls fail.
 ///
-/// Dropping it ends the session. If the consumer has memory of a pool or legacy memory open, it is given the timeout to let go
-/// of it; memory that it still holds then stays allocated for as long as this process lives.
+/// Dropping it ends the session. If the consumer has memory of a pool or legacy memory open, it has as long as the timeout to close
+/// it; memory that it still holds then stays allocated for as long as this process lives.
 #[derive(Debug)]
 pub struct Publisher {
     link: Link,
@@ -90,22 +90,22 @@ impl Publisher {
     /// none.
     ///
     /// # Errors
-    /// [`Error::NoConsumer`] if none has subscribed within the timeout; [`Error::Interrupted`]; [`Error::System`].
+    /// [`PeerError::NoConsumer`] if none has subscribed within the timeout; [`Error::Interrupted`]; [`Error::System`].
     pub fn accept(listener: &Listener, driver: &Driver, config: &Config) -> Result<Self> {
         let cancel = config.cancel()?;
         let mut acceptor = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?;
         let deadline = deadline_after(config.timeout);
         match acceptor.next(listener, None, deadline)? {
             Next::Arrived(arrival) => Self::with(*arrival, driver, config),
-            Next::Woken | Next::Late => Err(Error::NoConsumer { waited: config.timeout }),
+            Next::Woken | Next::Late => Err(Error::Peer(PeerError::NoConsumer { waited: config.timeout })),
         }
     }
 
     /// As [`Publisher::accept`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say, or accepted by the caller.
     ///
     /// # Errors
-    /// [`Error::Socket`] for any other descriptor; [`Error::PeerNotAllowed`], [`Error::PeerGone`], [`Error::Timeout`],
-    /// [`Error::Mismatch`] and [`Error::Protocol`] if its peer does not subscribe; [`Error::Interrupted`]; [`Error::System`].
+    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`],
+    /// [`PeerError::Mismatch`] and [`PeerError::Protocol`] if its peer does not subscribe; [`Error::Interrupted`]; [`Error::System`].
     pub fn over(socket: OwnedFd, driver: &Driver, config: &Config) -> Result<Self> {
         let cancel = config.cancel()?;
         let arrival = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?.meet(socket)?;
@@ -142,7 +142,7 @@ impl Publisher {
     /// Enters a buffer, and describes it to the consumer: to read that is not on the way of its first turn. The number is never used again on this connection. There are at most [`MAX_BUFFERS`] at a time.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] or [`Error::Array`] if the array is not inside the memory; [`Error::Unsupported`] for memory that is
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory; [`DeviceError::Unsupported`] for memory that is
     /// still to be sealed;
     /// [`Error::Misuse`] if sealed memory is to be written, for memory of another backend, or where there are as many as there can
     /// be; [`Error::Driver`]; those of the conversation, which end it.
@@ -168,8 +168,7 @@ impl Publisher {
         }
         let chunks = memory.chunks(0..memory.size())?;
         if description.segments() != chunks.as_ref().map_or(0, |(part, _)| part.segments) {
-            let feature = "handing out memory that is still to be sealed";
-            return Err(Error::Unsupported { device: memory.device().to_string(), feature });
+            return Err(misused("the memory is to be sealed before it is published: call Shared::seal"));
         }
         let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
         let number = self.next;
@@ -267,7 +266,7 @@ impl Publisher {
     /// The next buffer that the consumer gives back. Its work on it is finished.
     ///
     /// # Errors
-    /// [`Error::Timeout`] if none was for as long as the timeout; those of the conversation, which end it.
+    /// [`PeerError::Timeout`] if none was for as long as the timeout; those of the conversation, which end it.
     pub fn take_back(&mut self) -> Result<BufferId> {
         self.take_back_within(self.timeout)
     }
@@ -278,7 +277,7 @@ impl Publisher {
     /// Those of the conversation, which end it.
     pub fn try_take_back(&mut self) -> Result<Option<BufferId>> {
         match self.take_back_within(Duration::ZERO) {
-            Err(Error::Timeout { .. }) => Ok(None),
+            Err(Error::Peer(PeerError::Timeout { .. })) => Ok(None),
             result => result.map(Some),
         }
     }
@@ -304,7 +303,7 @@ impl Publisher {
     /// it is out.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for an unknown buffer; [`Error::Timeout`] if the consumer has not closed it within the timeout:
+    /// [`Error::Misuse`] for an unknown buffer; [`PeerError::Timeout`] if the consumer has not closed it within the timeout:
     /// to call this again waits again; those of the conversation, which end it.
     pub fn withdraw(&mut self, id: BufferId) -> Result<()> {
         let buffer = self.buffer(id)?;
@@ -320,7 +319,7 @@ impl Publisher {
             let purpose = "for the consumer to close a buffer";
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Error::Timeout { purpose, waited: self.timeout });
+                return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
             }
             self.hear(left, purpose)?;
         }
@@ -357,7 +356,7 @@ impl Publisher {
     /// Hears one message. A silence changes nothing.
     fn hear(&mut self, patience: Duration, purpose: &'static str) -> Result<()> {
         let heard = match self.link.receive_within(patience, purpose) {
-            Err(silence @ Error::Timeout { .. }) => return Err(silence),
+            Err(silence @ Error::Peer(PeerError::Timeout { .. })) => return Err(silence),
             heard => heard.and_then(|(message, _)| self.note(message)),
         };
         self.guard(heard)

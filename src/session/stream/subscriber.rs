@@ -14,7 +14,7 @@ use crate::{
     array::ArrayDescriptor,
     channel::{Cancel, Peer, connect, deadline_after},
     driver::{Access, Driver},
-    error::{Error, ErrorCode, Result},
+    error::{Error, ErrorCode, PeerError, Result},
     memory::{Array, Device, Imported, Mechanism, Pool, Region, Remains, Selector},
     session::{
         Config,
@@ -26,13 +26,13 @@ use crate::{
 
 /// The consumer's end of a stream: one connection to a producer, and the buffers that are open.
 ///
-/// Buffers stay open between their turns, at most so many as [`Subscriber::connect`] was told. When another one comes, the one
-/// that is not in use and was used longest ago is let go of before. What the producer withdraws is let go of as soon as this side
-/// hears it, which is in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given back after that; all is let
-/// go of when they find that the producer is gone, and when this is dropped.
+/// Buffers stay open between their turns, at most as many as [`Subscriber::connect`] was given. When another one comes, the
+/// least recently used of those not in use is closed first. A buffer that the producer withdraws is closed when this side hears
+/// of it, in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given back after that. All buffers are closed
+/// when those calls find that the producer is gone, and when this is dropped.
 ///
-/// An [`Error::Misuse`], an [`Error::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
-/// Any other error ends it: the producer is told, all that is not in use is let go of, and later calls fail.
+/// An [`Error::Misuse`], a [`PeerError::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
+/// Any other error ends it: the producer gets to know why, all buffers that are not in use are closed, and later calls fail.
 #[derive(Debug)]
 pub struct Subscriber {
     /// What was not urgent when the last buffer was opened.
@@ -73,7 +73,7 @@ struct Kept {
 }
 
 impl Kept {
-    /// Whether it is this side's turn, and nobody uses it any more.
+    /// Whether it is this side's turn, and its user has dropped it.
     fn is_dropped(&mut self) -> bool {
         // Not by the count alone: what the last user did must be seen to be done.
         self.in_use && Arc::get_mut(&mut self.held).is_some()
@@ -132,7 +132,7 @@ impl Received {
     /// array and its views are dropped.
     ///
     /// # Errors
-    /// [`Error::Array`] if it is not inside the memory, which was checked before.
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if it is not inside the memory, which was checked before.
     pub fn into_array(self) -> Result<Option<Array>> {
         match self.held.array.clone() {
             Some(array) => Array::new(Arc::new(self), array).map(Some),
@@ -178,8 +178,8 @@ impl Subscriber {
     /// or the only one, is made ready before the wait.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if `keep` is 0; [`Error::Mismatch`] if the producer has no stream; those of [`connect`],
-    /// [`Device::find`] and of the conversation: [`Error::PeerGone`], [`Error::Timeout`], [`Error::Protocol`].
+    /// [`Error::Misuse`] if `keep` is 0; [`PeerError::Mismatch`] if the producer has no stream; those of [`connect`],
+    /// [`Device::find`] and of the conversation: [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`].
     pub fn connect(
         driver: &Driver,
         device: Option<Selector>,
@@ -195,7 +195,7 @@ impl Subscriber {
     /// As [`Subscriber::connect`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say.
     ///
     /// # Errors
-    /// [`Error::Socket`] for any other descriptor; [`Error::PeerNotAllowed`]; those of [`Subscriber::connect`].
+    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`]; those of [`Subscriber::connect`].
     pub fn over(
         socket: OwnedFd,
         driver: &Driver,
@@ -245,7 +245,7 @@ impl Subscriber {
         let Hello { capabilities, .. } = self.link.greeted(hello)?;
         if !capabilities.iter().any(|capability| capability == STREAM) {
             let message = "the producer has no stream to subscribe to".to_owned();
-            return Err(Error::Mismatch { code: ErrorCode::Object, message });
+            return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message }));
         }
         self.link.send(&Message::Subscribe(Subscribe { keep: self.keep as u64 }), &[])
     }
@@ -265,11 +265,11 @@ impl Subscriber {
     ///
     /// # Errors
     /// [`Error::Misuse`] if as many buffers are in use as are kept, before anything is taken from the producer;
-    /// [`Error::Timeout`] if none comes for as long as the timeout; [`Error::PeerGone`] when the producer is gone or has ended
-    /// the session; [`Error::Mismatch`], [`Error::NoPeerAccess`] and [`Error::Driver`] from opening a buffer; those of the
+    /// [`PeerError::Timeout`] if none comes for as long as the timeout; [`PeerError::Gone`] when the producer is gone or has ended
+    /// the session; [`PeerError::Mismatch`], [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) and [`Error::Driver`] from opening a buffer; those of the
     /// conversation.
     ///
-    /// Driver calls, for a new buffer: those of [`Imported::open`], before them those that let go of another.
+    /// Driver calls, for a new buffer: those of [`Imported::open`], before them those that close another.
     pub fn receive(&mut self) -> Result<Received> {
         self.receive_within(self.timeout)
     }
@@ -280,7 +280,7 @@ impl Subscriber {
     /// Those of [`Subscriber::receive`].
     pub fn try_receive(&mut self) -> Result<Option<Received>> {
         match self.receive_within(Duration::ZERO) {
-            Err(Error::Timeout { purpose: FOR_A_BUFFER, .. }) => Ok(None),
+            Err(Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, .. })) => Ok(None),
             result => result.map(Some),
         }
     }
@@ -301,7 +301,9 @@ impl Subscriber {
             late += usize::from(Instant::now() >= deadline);
             let left = deadline.saturating_duration_since(Instant::now());
             let (message, fds) = match self.link.receive_within(left, FOR_A_BUFFER) {
-                Err(Error::Timeout { purpose, .. }) => return Err(Error::Timeout { purpose, waited: patience }),
+                Err(Error::Peer(PeerError::Timeout { purpose, .. })) => {
+                    return Err(Error::Peer(PeerError::Timeout { purpose, waited: patience }));
+                }
                 received => self.guard(received)?,
             };
             let taken = match message {
@@ -316,7 +318,7 @@ impl Subscriber {
                 None => self.return_dropped()?,
             }
         }
-        Err(Error::Timeout { purpose: FOR_A_BUFFER, waited: patience })
+        Err(Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, waited: patience }))
     }
 
     /// A buffer that is described.
@@ -501,7 +503,7 @@ impl Subscriber {
         })
     }
 
-    /// Closes all that is not in use. The producer is told by the end of the connection, once nothing borrowed is left.
+    /// Closes all that is not in use. The connection ends once nothing borrowed is left, which the producer sees.
     fn end(&mut self) {
         for kept in self.buffers.values_mut() {
             // Work on it may still go on, and unmapping does not always wait for that.

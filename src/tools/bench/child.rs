@@ -14,7 +14,7 @@ use super::{
     task::{Role, Task},
 };
 use crate::{
-    error::{Error, Result},
+    error::{Error, PeerError, Result},
     tools::{
         child::Entered,
         line::{Line, typed},
@@ -59,7 +59,7 @@ pub(in crate::tools) fn run_task(child: &Entered) -> Result<()> {
 /// Reports an error to the parent, unless the parent has gone.
 fn report<T: Serialize>(line: &Line, result: Result<()>, record: impl FnOnce(Failure) -> T) -> Result<()> {
     match result {
-        Err(error) if !matches!(error, Error::PeerGone { .. }) => line.send(&record(error.into())),
+        Err(error) if !matches!(error, Error::Peer(PeerError::Gone { .. })) => line.send(&record(error.into())),
         result => result,
     }
 }

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     driver::{Driver, PoolHandle, bare::Opened},
-    error::{Error, ProtocolError, Result},
+    error::{Error, PeerError, ProtocolError, Result},
     memory::{Device, Region},
     session::{Config, stream::Subscriber},
     tools::line::Line,
@@ -78,7 +78,7 @@ impl Consumer<'_> {
                 while subscriber.held() == before && subscriber.try_receive()?.is_none() {
                     if Instant::now() > deadline {
                         let purpose = "for the session to withdraw a buffer";
-                        return Err(Error::Timeout { purpose, waited: self.task.timeout });
+                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.task.timeout }));
                     }
                     thread::yield_now();
                 }

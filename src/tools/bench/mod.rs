@@ -36,13 +36,12 @@ use crate::{channel::Cancel, error::Result};
 /// The program that calls this must call [`run_child`](super::run_child) for its hidden subcommand.
 ///
 /// # Errors
-/// [`Error::NoDriver`], [`Error::NoDevice`], [`Error::NoSuchDevice`]; [`Error::Child`] if a process of the bench fails otherwise,
-/// hangs or dies; [`Error::Interrupted`]; [`Error::System`].
+/// [`LoadError`], [`DeviceError::NotFound`]; [`ToolError::Child`] if a process of the bench fails otherwise, hangs or dies;
+/// [`Error::Interrupted`]; [`Error::System`].
 ///
-/// [`Error::NoDriver`]: crate::Error::NoDriver
-/// [`Error::NoDevice`]: crate::Error::NoDevice
-/// [`Error::NoSuchDevice`]: crate::Error::NoSuchDevice
-/// [`Error::Child`]: crate::Error::Child
+/// [`LoadError`]: crate::error::LoadError
+/// [`DeviceError::NotFound`]: crate::error::DeviceError::NotFound
+/// [`ToolError::Child`]: crate::tools::error::ToolError::Child
 /// [`Error::Interrupted`]: crate::Error::Interrupted
 /// [`Error::System`]: crate::Error::System
 pub fn run(plan: &BenchPlan, cancel: &Cancel, observer: Observer<'_>) -> Result<BenchReport> {

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     channel::{Cancel, Listener},
     driver::{Access, Bare, Driver, bare::Created},
-    error::{Error, ProtocolError, Result},
+    error::{Error, PeerError, ProtocolError, Result},
     memory::{Device, Pointer, Shared, Spec},
     session::{
         Config,
@@ -253,7 +253,9 @@ impl Producer<'_> {
                         })
                         .collect();
                     let begun = threads.into_iter().map(|thread| {
-                        thread.join().map_err(|_| Error::PeerGone { purpose: "for a thread to hand over" })?
+                        thread
+                            .join()
+                            .map_err(|_| Error::Peer(PeerError::Gone { purpose: "for a thread to hand over" }))?
                     });
                     begun.collect::<Result<Vec<_>>>()
                 })?;

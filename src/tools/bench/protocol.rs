@@ -9,9 +9,10 @@ use crate::{
         Backend,
         bare::{Closing, Opening},
     },
-    error::Error,
+    error::{DeviceError, Error, LoadError},
     memory::Device,
     tools::check::pattern::Engine,
+    tools::error::{ToolError, hint},
 };
 
 /// A method of handing over memory that is measured.
@@ -134,14 +135,18 @@ pub(super) enum Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match error {
-            Error::NoDriver { tried } => Self::NoDriver { tried },
-            Error::NoDevice => Self::NoDevice,
-            Error::NoSuchDevice { backend, wanted, available } => {
+            Error::Load(LoadError::NoLibrary { tried }) => Self::NoDriver { tried },
+            Error::Load(LoadError::NoDevice) => Self::NoDevice,
+            Error::Device(DeviceError::NotFound { backend, wanted, available }) => {
                 let host = backend == Backend::Host.as_str();
                 Self::NoSuchDevice { backend: if host { Backend::Host } else { Backend::Cuda }, wanted, available }
             }
-            Error::Child { process, message, hint } => Self::Child { process, message, hint },
-            error => Self::Other { message: error.in_full(), hint: error.hint().map(str::to_owned) },
+            error => match ToolError::of(&error) {
+                Some(ToolError::Child { process, message, hint }) => {
+                    Self::Child { process: process.clone(), message: message.clone(), hint: hint.clone() }
+                }
+                _ => Self::Other { message: error.in_full(), hint: hint(&error).map(str::to_owned) },
+            },
         }
     }
 }
@@ -150,15 +155,17 @@ impl Failure {
     /// The error, as one of the reporting process.
     pub(super) fn of(self, process: &str) -> Error {
         match self {
-            Self::NoDriver { tried } => Error::NoDriver { tried },
-            Self::NoDevice => Error::NoDevice,
+            Self::NoDriver { tried } => Error::Load(LoadError::NoLibrary { tried }),
+            Self::NoDevice => Error::Load(LoadError::NoDevice),
             Self::NoSuchDevice { backend, wanted, available } => {
-                Error::NoSuchDevice { backend: backend.as_str(), wanted, available }
+                Error::Device(DeviceError::NotFound { backend: backend.as_str(), wanted, available })
             }
-            Self::Child { process, message, hint } => Error::Child { process, message, hint },
-            Self::Other { message, hint } => {
-                Error::Child { process: process.to_owned(), message: format!("failed: {message}"), hint }
-            }
+            Self::Child { process, message, hint } => Error::from(ToolError::Child { process, message, hint }),
+            Self::Other { message, hint } => Error::from(ToolError::Child {
+                process: process.to_owned(),
+                message: format!("failed: {message}"),
+                hint,
+            }),
         }
     }
 }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     driver::Access,
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     session::{Check, Verdict},
     wire::{MAX_NAME, clean},
 };
@@ -33,7 +33,7 @@ impl Claim {
     /// Reads an offer's check. One of another extension claims nothing.
     ///
     /// # Errors
-    /// [`Error::Protocol`] for fields that are not of their type, or contradict each other.
+    /// [`PeerError::Protocol`] for fields that are not of their type, or contradict each other.
     pub fn read(check: Option<&Check>) -> Result<Self> {
         let mut claim: Self = check.map_or_else(|| Ok(Self::default()), parse)?;
         claim.digest.as_mut().map_or(Ok(()), bounded)?;
@@ -43,7 +43,7 @@ impl Claim {
     /// Checks that it contradicts neither itself nor an offer's access, and that this version can check it.
     ///
     /// # Errors
-    /// [`Error::Protocol`]; [`Error::Mismatch`] for a digest of an unknown algorithm.
+    /// [`PeerError::Protocol`]; [`PeerError::Mismatch`] for a digest of an unknown algorithm.
     pub fn inspect(&self, access: Access) -> Result<()> {
         if self.reply_salt.is_some() && self.reply_salt == self.salt {
             return Err(wrong("the reply's salt is the offer's own".to_owned()));
@@ -54,7 +54,7 @@ impl Claim {
         match &self.digest {
             Some(digest) if !files::is_known(digest) => {
                 let message = format!("the data comes with the digest `{digest}`, which this version can't check");
-                Err(Error::Mismatch { code: ErrorCode::Failed, message })
+                Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }))
             }
             _ => Ok(()),
         }
@@ -92,7 +92,7 @@ impl Figures {
     /// Reads what a peer found; `None` if it checked nothing.
     ///
     /// # Errors
-    /// [`Error::Protocol`] for fields that are not of their type.
+    /// [`PeerError::Protocol`] for fields that are not of their type.
     pub fn read(check: Option<&Check>) -> Result<Option<Self>> {
         let Some(check) = check else { return Ok(None) };
         let mut figures: Self = parse(check)?;
@@ -113,7 +113,7 @@ impl Figures {
     /// Checks what a peer says it found against itself and its verdict, and against the range of which it was to check the words.
     ///
     /// # Errors
-    /// [`Error::Protocol`].
+    /// [`PeerError::Protocol`].
     pub fn accept(&self, verified: bool, range: &Range<u64>) -> Result<()> {
         let words = touched(range);
         let count = words.end - words.start;
@@ -210,10 +210,10 @@ mod tests {
             assert_eq!(Claim::read(Some(&check(text))).unwrap(), Claim::default(), "{text}");
         }
         for text in [r#"{"salt":"7"}"#, r#"{"salt":4294967296}"#, r#"{"digest":[]}"#] {
-            assert!(matches!(Claim::read(Some(&check(text))), Err(Error::Protocol(_))), "{text}");
+            assert!(matches!(Claim::read(Some(&check(text))), Err(Error::Peer(PeerError::Protocol(_)))), "{text}");
         }
         let long = check(&format!(r#"{{"digest":"{}"}}"#, "x".repeat(MAX_NAME + 1)));
-        assert!(matches!(Claim::read(Some(&long)), Err(Error::Protocol(_))));
+        assert!(matches!(Claim::read(Some(&long)), Err(Error::Peer(PeerError::Protocol(_)))));
         let escape = check(r#"{"words":0,"mismatches":0,"digest":"\u001b[31m"}"#);
         assert_eq!(Figures::read(Some(&escape)).unwrap().unwrap().digest.as_deref(), Some(" [31m"));
     }

@@ -14,9 +14,10 @@ use std::{
 use tempfile::{Builder, NamedTempFile};
 
 use crate::{
-    error::{Error, Result},
+    error::{Error, MemoryError, Result},
     memory::{Mirror, Region},
     tools::check::pattern::slices,
+    tools::error::ToolError,
 };
 
 /// Host memory that is used at a time, in bytes. A multiple of 4.
@@ -54,9 +55,10 @@ impl Source {
     /// Opens a regular file.
     ///
     /// # Errors
-    /// [`Error::File`] if it is none, or empty; [`Error::System`].
+    /// [`ToolError::File`] if it is none, or empty; [`Error::System`].
     pub fn open(path: &Path) -> Result<Self> {
-        let unfit = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
+        let unfit =
+            |problem: &str| Err(Error::from(ToolError::File { path: path.to_owned(), problem: problem.to_owned() }));
         // Without waiting for the other end of a pipe.
         let file = match File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path) {
             Ok(file) => file,
@@ -83,7 +85,7 @@ impl Source {
     /// `progress` is called after each slice with the bytes done so far; its error ends the work.
     ///
     /// # Errors
-    /// [`Error::File`] if it was changed since it was opened; [`Error::OutOfRange`] if the memory is too small; [`Error::System`]; what the
+    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`] if the memory is too small; [`Error::System`]; what the
     /// mirror or `progress` fail with.
     ///
     /// Driver calls: those of [`Mirror`].
@@ -119,11 +121,11 @@ impl Source {
     /// The digest of a range of its bytes, read again. `tick` is called after each slice; its error ends the work.
     ///
     /// # Errors
-    /// [`Error::File`] if it was changed since it was opened; [`Error::OutOfRange`]; [`Error::System`]; what `tick` fails with.
+    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`]; [`Error::System`]; what `tick` fails with.
     pub fn digest(&self, range: Range<u64>, tick: &mut dyn FnMut() -> Result<()>) -> Result<String> {
         if range.start > range.end || range.end > self.size {
             let length = range.end.saturating_sub(range.start);
-            return Err(Error::OutOfRange { offset: range.start, length, size: self.size });
+            return Err(Error::Memory(MemoryError::OutOfRange { offset: range.start, length, size: self.size }));
         }
         let (mut digest, mut bytes) = (Digest::default(), Vec::new());
         for part in slices(range, SLICE) {
@@ -154,7 +156,7 @@ impl Source {
     fn changed(&self) -> Error {
         let problem =
             format!("was changed since it was opened with {} bytes: share a copy that nobody writes", self.size);
-        Error::File { path: self.path.clone(), problem }
+        Error::from(ToolError::File { path: self.path.clone(), problem })
     }
 }
 
@@ -162,7 +164,7 @@ impl Source {
 /// `start`.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] if the range is not inside the memory; what the mirror or `each` fail with.
+/// [`MemoryError::OutOfRange`] if the range is not inside the memory; what the mirror or `each` fail with.
 ///
 /// Driver calls: those of [`Mirror`].
 pub fn read(
@@ -212,9 +214,10 @@ impl Target {
     /// killed, a file whose name begins with `.vmmfd-`.
     ///
     /// # Errors
-    /// [`Error::File`] if it exists and `replace` is false, or is no regular file; [`Error::System`].
+    /// [`ToolError::File`] if it exists and `replace` is false, or is no regular file; [`Error::System`].
     pub fn create(path: &Path, replace: bool) -> Result<Self> {
-        let unfit = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
+        let unfit =
+            |problem: &str| Err(Error::from(ToolError::File { path: path.to_owned(), problem: problem.to_owned() }));
         let fails = |error| Error::system(format!("write {}", path.display()), error);
         let path_written = match fs::metadata(path) {
             Ok(metadata) if !metadata.is_file() => return unfit("exists and is no regular file"),
@@ -260,7 +263,7 @@ impl Target {
     /// Gives it its name, which it returns.
     ///
     /// # Errors
-    /// [`Error::File`] if a file of that name has appeared meanwhile that is not to be replaced; [`Error::System`].
+    /// [`ToolError::File`] if a file of that name has appeared meanwhile that is not to be replaced; [`Error::System`].
     ///
     /// See rename(2).
     pub fn finish(self) -> Result<PathBuf> {
@@ -270,7 +273,7 @@ impl Target {
             Ok(_) => Ok(path),
             Err(persist) if persist.error.kind() == io::ErrorKind::AlreadyExists => {
                 let problem = "has appeared meanwhile: name another file, or replace it with --force".to_owned();
-                Err(Error::File { path, problem })
+                Err(Error::from(ToolError::File { path, problem }))
             }
             Err(persist) => Err(Error::system(format!("write {}", path.display()), persist.error)),
         }

@@ -23,7 +23,7 @@ use super::{Assignment, OnParentDeath};
 use crate::{
     channel::{Cancel, record::RecordSocket},
     driver::cuda::exit_at_once,
-    error::{Error, Result},
+    error::{Error, PeerError, Result},
     tools::{line::Line, temporary::PREFIX},
 };
 
@@ -64,7 +64,7 @@ impl Entered {
 /// Ends this process with the code of its result. An error is written to standard error, unless the parent has gone.
 pub(in crate::tools) fn leave(result: Result<()>) -> ! {
     let code = match result {
-        Ok(()) | Err(Error::PeerGone { .. }) => 0,
+        Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => 0,
         Err(error) => {
             // Fails if no process reads it.
             let _ = writeln!(io::stderr(), "{}", error.in_full());

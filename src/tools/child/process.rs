@@ -21,7 +21,8 @@ use nix::{
 use super::shm;
 use crate::{
     channel::Cancel,
-    error::{Error, Result},
+    error::{Error, PeerError, Result},
+    tools::error::ToolError,
 };
 
 /// How long a process that has closed its line may take to end.
@@ -149,8 +150,8 @@ impl Process {
     /// An error on its line, as what became of the process: how it ended, or that it did not respond within `limit`.
     pub(in crate::tools) fn explain(&self, error: Error, limit: Duration) -> Error {
         match error {
-            Error::PeerGone { .. } => {}
-            Error::Timeout { .. } => return overdue(self.name, "did not respond", limit),
+            Error::Peer(PeerError::Gone { .. }) => {}
+            Error::Peer(PeerError::Timeout { .. }) => return overdue(self.name, "did not respond", limit),
             _ => return error,
         }
         let deadline = Instant::now() + ENDING;
@@ -208,7 +209,7 @@ fn ended(pid: Pid, flags: WaitPidFlag) -> Option<ProcessEnd> {
 
 /// An error of a process.
 pub(in crate::tools) fn failure(process: &str, message: String) -> Error {
-    Error::Child { process: process.to_owned(), message, hint: None }
+    Error::from(ToolError::Child { process: process.to_owned(), message, hint: None })
 }
 
 /// The error of a process that missed its deadline.
@@ -219,6 +220,7 @@ pub(in crate::tools) fn overdue(process: &str, what: &str, limit: Duration) -> E
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::LoadError;
 
     fn shell(script: &str, group: Group) -> Process {
         Process::spawn("the shell", Command::new("sh").args(["-c", script]), group).unwrap()
@@ -241,15 +243,15 @@ mod tests {
     #[test]
     fn an_error_of_a_line_becomes_that_of_its_process() {
         let limit = Duration::from_millis(5);
-        let gone = || Error::PeerGone { purpose: "for a test" };
+        let gone = || Error::Peer(PeerError::Gone { purpose: "for a test" });
         let dead = shell("exit 3", Group::Inherited);
         assert_eq!(dead.explain(gone(), limit).to_string(), "the shell exited with code 3");
         let stuck = shell("sleep 60", Group::Inherited);
-        let timeout = stuck.explain(Error::Timeout { purpose: "for a test", waited: limit }, limit);
+        let timeout = stuck.explain(Error::Peer(PeerError::Timeout { purpose: "for a test", waited: limit }), limit);
         assert_eq!(timeout.to_string(), "the shell did not respond within 5ms, the longest that a step may take");
         // A process that has closed its line and goes on.
-        assert!(matches!(stuck.explain(gone(), limit), Error::PeerGone { .. }));
-        assert!(matches!(stuck.explain(Error::NoDevice, limit), Error::NoDevice));
+        assert!(matches!(stuck.explain(gone(), limit), Error::Peer(PeerError::Gone { .. })));
+        assert!(matches!(stuck.explain(Error::Load(LoadError::NoDevice), limit), Error::Load(LoadError::NoDevice)));
     }
 
     #[test]

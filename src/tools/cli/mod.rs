@@ -35,6 +35,7 @@ use crate::{
     driver::{Driver, cuda::exit_at_once},
     error::{Error, ErrorKind},
     session::handoff::{ServeReport, Served},
+    tools::error::{hint, kind_of},
 };
 
 /// How a run of a command ended, as its exit code.
@@ -83,7 +84,7 @@ impl Exit {
 
     /// How a run ends that fails with an error.
     pub fn of(error: &Error) -> Self {
-        match (error.kind(), error) {
+        match (kind_of(error), error) {
             (_, Error::Interrupted { signal: signal @ 1.. }) => Self::Signal(*signal),
             (ErrorKind::Usage, _) => Self::Usage,
             (ErrorKind::Unsupported, _) => Self::Unsupported,
@@ -113,7 +114,7 @@ impl Exit {
             Err(error @ Error::Interrupted { .. }) => Err(error),
             result => {
                 let all = result.err().into_iter().chain(failures);
-                all.min_by_key(|error| error.kind() == ErrorKind::Peer).map_or(Ok(Self::Verified), Err)
+                all.min_by_key(|error| kind_of(error) == ErrorKind::Peer).map_or(Ok(Self::Verified), Err)
             }
         }
     }
@@ -208,7 +209,7 @@ pub fn main_of(tool: impl Tool) -> ExitCode {
 fn tell(error: &Error) {
     // Whoever closed standard error does not want to know.
     let _ = writeln!(io::stderr(), "error: {}", error.in_full());
-    if let Some(hint) = error.hint() {
+    if let Some(hint) = hint(error) {
         let _ = writeln!(io::stderr(), "  hint: {hint}");
     }
 }

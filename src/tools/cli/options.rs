@@ -8,7 +8,7 @@ use crate::{
     array::{self, ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Trust},
     driver::Choice,
-    error::{Error, ParseError},
+    error::{DeviceError, Error, MemoryError, ParseError},
     memory::{Device, Mechanism, Placement, Spec},
     session::Config,
     tools::check::files::Source,
@@ -93,7 +93,7 @@ pub struct Extent {
 /// What `--mechanism`, `--location` and `--chunk` say together.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for what the mechanism has not got.
+/// [`DeviceError::Unsupported`] for what the mechanism has not got.
 pub fn sharing(
     device: &Device,
     size: u64,
@@ -116,7 +116,7 @@ pub fn sharing(
             return Ok(chunk.map_or(spec, |chunk| spec.chunk(chunk)).into());
         }
     };
-    let unsupported = |feature| Err(Error::Unsupported { device: device.to_string(), feature });
+    let unsupported = |feature| Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
     match (chunk, location) {
         (Some(_), _) => unsupported("a buffer of several allocations that is not shared by vmm"),
         (None, Placement::Device) => Ok(spec),
@@ -137,7 +137,7 @@ impl Extent {
     /// The file, the size, and the array, as they are asked for.
     ///
     /// # Errors
-    /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`Error::Array`] for an array that is not as large as the file or
+    /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the file or
     /// the size.
     pub fn resolve(&self) -> Result<(Option<Source>, u64, Option<ArrayDescriptor>), Error> {
         let source = self.from.as_deref().map(Source::open).transpose()?;
@@ -158,7 +158,7 @@ impl Extent {
         let size = size.unwrap_or(bytes);
         if bytes != size {
             let problem = format!("an array {array} has {bytes} bytes, and there are {size}");
-            return Err(Error::Array { problem });
+            return Err(Error::Memory(MemoryError::Array { problem }));
         }
         Ok((source, size, Some(array)))
     }

@@ -26,6 +26,7 @@ use crate::{
         self, Figures,
         pattern::{Engine, Mismatch, Work},
     },
+    tools::error::{hint, kind_of},
 };
 
 /// How many steps it tells of: a service without end has no end of them.
@@ -111,7 +112,7 @@ struct ErrorReport {
 
 impl ErrorReport {
     fn of(error: &Error) -> Self {
-        Self { kind: error.kind().as_str(), message: error.in_full(), hint: error.hint().map(str::to_owned) }
+        Self { kind: kind_of(error).as_str(), message: error.in_full(), hint: hint(error).map(str::to_owned) }
     }
 }
 

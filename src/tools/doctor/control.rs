@@ -10,7 +10,7 @@ use super::{Environment, ErrorDetails, Finding, clean::clean_all, report::Device
 use crate::{
     channel::{Cancel, Listener, Peer, Trust, connect_socket, deadline_after, record::RecordSocket},
     driver::{Backend, DeviceUuid},
-    error::{Error, ErrorCode, ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     tools::{
         line::{Line, typed},
         stamp,
@@ -122,12 +122,12 @@ impl Control {
     /// Waits up to `timeout` for a process to connect.
     ///
     /// # Errors
-    /// [`Error::NoConsumer`]; [`Error::Interrupted`], [`Error::System`].
+    /// [`PeerError::NoConsumer`]; [`Error::Interrupted`], [`Error::System`].
     pub(super) fn accept(listener: &Listener, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Self> {
         let deadline = deadline_after(timeout);
         loop {
             if !cancel.wait(listener.as_fd(), PollFlags::POLLIN, deadline)? {
-                return Err(Error::NoConsumer { waited: timeout });
+                return Err(Error::Peer(PeerError::NoConsumer { waited: timeout }));
             }
             let Some(socket) = listener.accept()? else { continue };
             let allowed = trust.check(Peer::of(&socket)?);
@@ -186,15 +186,15 @@ impl Control {
             ControlRecord::Hello { version, .. } if version != VERSION => {
                 let message =
                     format!("the other end speaks version {version} of the doctor's records, this one {VERSION}");
-                Err(Error::Mismatch { code: ErrorCode::Version, message })
+                Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Version, message }))
             }
             ControlRecord::Hello { backend: theirs, .. } if theirs != backend => {
                 let message = format!("this end tests {backend} and the other one {theirs}");
-                Err(Error::Mismatch { code: ErrorCode::Backend, message })
+                Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
             }
             ControlRecord::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
             ControlRecord::Shared { error: Some(error) } => {
-                Err(Error::Peer { code: ErrorCode::Refused, message: error.message })
+                Err(Error::Peer(PeerError::Reported { code: ErrorCode::Refused, message: error.message }))
             }
             other => Err(unexpected(&other, "hello")),
         }
@@ -227,7 +227,7 @@ mod tests {
     fn an_invalid_record_is_an_error_and_control_characters_are_removed() {
         for record in ["", "[]", "{}", r#"{"kind":"new"}"#, r#"{"kind":"begin"}"#, "\u{0}"] {
             let decoded = parse(record.as_bytes()).and_then(decode);
-            assert!(matches!(decoded, Err(Error::Protocol(_))), "{record:?}");
+            assert!(matches!(decoded, Err(Error::Peer(PeerError::Protocol(_)))), "{record:?}");
         }
         let record = parse(br#"{"kind":"begin","probe":"a\u001b[31mb","new":1}"#).and_then(decode);
         assert!(matches!(record, Ok(ControlRecord::Begin { probe }) if probe == "a [31mb"));

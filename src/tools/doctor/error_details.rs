@@ -2,9 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{driver::code, error::Error};
+use crate::{
+    driver::code,
+    error::{DeviceError, Error, LoadError, MemoryError, PeerError, SocketError},
+};
 
-/// How [`Error::NoDriver`] begins.
+/// How [`LoadError::NoLibrary`] begins.
 pub(super) const NO_LIBRARY: &str = "no CUDA driver library loads: ";
 
 /// Precedes the device nodes that this process may not open, where the driver finds no device.
@@ -40,13 +43,21 @@ impl ErrorDetails {
             Error::Driver { call, code, name, .. } => {
                 Self { name: Some(name.clone().into_owned()), ..numbered(call, *code) }
             }
-            Error::NoDevice => numbered("cuDeviceGetCount", code::NO_DEVICE),
-            Error::StubLibrary { .. } => numbered("cuInit", code::STUB_LIBRARY),
-            Error::OutOfMemory { .. } => numbered("cuMemCreate", code::OUT_OF_MEMORY),
-            Error::NoPeerAccess { source: Some(source), .. } => Self { message: error.in_full(), ..Self::of(source) },
-            Error::NoDriver { .. } => Self { call: Some("dlopen".to_owned()), ..details("unsupported") },
-            Error::MissingSymbol { symbol, .. } => Self { call: Some((*symbol).to_owned()), ..details("unsupported") },
-            Error::Timeout { .. } | Error::NoConsumer { .. } | Error::Absent { .. } => details("timeout"),
+            Error::Load(LoadError::NoDevice) => numbered("cuDeviceGetCount", code::NO_DEVICE),
+            Error::Load(LoadError::Stub { .. }) => numbered("cuInit", code::STUB_LIBRARY),
+            Error::Memory(MemoryError::OutOfMemory { .. }) => numbered("cuMemCreate", code::OUT_OF_MEMORY),
+            Error::Device(DeviceError::NoPeerAccess { source: Some(source), .. }) => {
+                Self { message: error.in_full(), ..Self::of(source) }
+            }
+            Error::Load(LoadError::NoLibrary { .. }) => {
+                Self { call: Some("dlopen".to_owned()), ..details("unsupported") }
+            }
+            Error::Load(LoadError::MissingSymbol { symbol, .. }) => {
+                Self { call: Some((*symbol).to_owned()), ..details("unsupported") }
+            }
+            Error::Peer(PeerError::Timeout { .. })
+            | Error::Peer(PeerError::NoConsumer { .. })
+            | Error::Socket(SocketError::Absent { .. }) => details("timeout"),
             other => details(other.kind().as_str()),
         }
     }
@@ -109,7 +120,7 @@ mod tests {
 
     #[test]
     fn no_device_is_nothing_to_test_unless_its_node_is_denied() {
-        let mut none = ErrorDetails::of(&Error::NoDevice);
+        let mut none = ErrorDetails::of(&Error::Load(LoadError::NoDevice));
         assert!(none.is_nothing_to_test());
         none.message += "; this process may not open /dev/nvidia0";
         assert!(!none.is_nothing_to_test());
@@ -117,6 +128,6 @@ mod tests {
 
     #[test]
     fn the_words_looked_for_are_those_of_the_error() {
-        assert!(Error::NoDriver { tried: String::new() }.to_string().starts_with(NO_LIBRARY));
+        assert!(Error::Load(LoadError::NoLibrary { tried: String::new() }).to_string().starts_with(NO_LIBRARY));
     }
 }

@@ -5,7 +5,10 @@ use std::{fs::File, io::Read, path::Path};
 use serde_json::Value;
 
 use super::{DoctorReport, clean::clean_all, report::SCHEMA};
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    tools::error::ToolError,
+};
 
 /// More bytes than any report has.
 const LARGEST: u64 = 16 << 20;
@@ -13,9 +16,9 @@ const LARGEST: u64 = 16 << 20;
 /// Reads a report from a file, without control characters in its texts. Blocks as reading a file does.
 ///
 /// # Errors
-/// [`Error::System`] if the file can't be read; [`Error::File`] if it is not a report, or one of another schema.
+/// [`Error::System`] if the file can't be read; [`ToolError::File`] if it is not a report, or one of another schema.
 pub fn read(path: &Path) -> Result<DoctorReport> {
-    let unfit = |problem: String| Error::File { path: path.to_owned(), problem };
+    let unfit = |problem: String| Error::from(ToolError::File { path: path.to_owned(), problem });
     let mut text = Vec::new();
     let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut text));
     read.map_err(|error| Error::system(format!("read {}", path.display()), error))?;

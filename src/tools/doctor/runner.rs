@@ -16,7 +16,7 @@ use super::{
 use crate::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
-    error::{Error, Result},
+    error::{DeviceError, Error, PeerError, Result},
     memory::Selector,
     tools::{
         child::{Group, Launch, OnParentDeath, Process, ProcessEnd, StderrTail},
@@ -73,7 +73,7 @@ struct Listed {
 /// processes, which are this program.
 ///
 /// # Errors
-/// [`Error::NoSuchDevice`] if the plan names a device that does not exist; [`Error::Interrupted`]; [`Error::System`] if no
+/// [`DeviceError::NotFound`] if the plan names a device that does not exist; [`Error::Interrupted`]; [`Error::System`] if no
 /// child process can be started. The errors of the probes are in the report.
 pub fn run(plan: &DoctorPlan, cancel: &Cancel) -> Result<DoctorReport> {
     let folder = temporary_folder(PREFIX)?;
@@ -143,11 +143,11 @@ impl Runner<'_> {
                     .iter()
                     .map(|device| format!("{} is {} {}", device.ordinal, device.name, device.uuid))
                     .collect();
-                Err(Error::NoSuchDevice {
+                Err(Error::Device(DeviceError::NotFound {
                     backend: self.plan.backend.as_str(),
                     wanted: selector.to_string(),
                     available: available.join(", "),
-                })
+                }))
             }
         }
     }
@@ -244,8 +244,8 @@ impl Worker {
             let left = limit.saturating_sub(begun.elapsed());
             match self.line.receive_within::<Finding>(left) {
                 Ok(finding) if finding.probe == probe.name => return Ok(Waited::Found(Box::new(finding))),
-                Ok(_) | Err(Error::Protocol(_)) if !left.is_zero() => {}
-                Err(Error::PeerGone { .. }) => match self.process.wait(begun + limit, runner.cancel)? {
+                Ok(_) | Err(Error::Peer(PeerError::Protocol(_))) if !left.is_zero() => {}
+                Err(Error::Peer(PeerError::Gone { .. })) => match self.process.wait(begun + limit, runner.cancel)? {
                     Some((ProcessEnd::Exited(_), _)) => return Ok(Waited::Left),
                     Some((end @ ProcessEnd::Killed(signal), _)) => {
                         let name = signal.map(|signal| signal.as_str().to_owned());

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     channel::{Cancel, Listener, Trust},
     driver::{DeviceUuid, Diagnosis, Driver, EventHandle},
-    error::{Error, ProtocolError, Result},
+    error::{Error, PeerError, ProtocolError, Result},
     memory::{Device, Placement, Selector, Spec},
     session::{
         self, Config,
@@ -106,7 +106,7 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
         other => return Err(unexpected(&other, "done").into()),
     };
     let report = served.map_err(|_| Error::system("serve the memory", io::Error::other("its thread panicked")))?;
-    let served = report.into_result()?.pop().ok_or(Error::NoConsumer { waited: end.timeout })?;
+    let served = report.into_result()?.pop().ok_or(Error::Peer(PeerError::NoConsumer { waited: end.timeout }))?;
     if served.mismatched() {
         return Ok(ProbeOutcome::failed("One process does not see what the other wrote."));
     }
@@ -224,7 +224,10 @@ fn answer(
     loop {
         let left = left();
         if left.is_zero() {
-            return Err(Error::Timeout { purpose: "for the other end of the probes", waited: end.timeout });
+            return Err(Error::Peer(PeerError::Timeout {
+                purpose: "for the other end of the probes",
+                waited: end.timeout,
+            }));
         }
         match control.receive_within(left)? {
             ControlRecord::Begin { .. } => {

@@ -15,7 +15,7 @@ use crate::{
         Access, Kernels,
         kernels::{Counted, Stretch},
     },
-    error::{Error, ParseError, Result},
+    error::{DeviceError, Error, MemoryError, ParseError, Result},
     memory::Region,
 };
 
@@ -92,9 +92,9 @@ impl Choice {
     /// As [`super::fill`], by the engine chosen.
     ///
     /// # Errors
-    /// Those of [`super::fill`]; [`Error::ReadOnly`]; [`Error::Unsupported`] if it is to be the GPU and there are no kernels.
+    /// Those of [`super::fill`]; [`MemoryError::ReadOnly`]; [`DeviceError::Unsupported`] if it is to be the GPU and there are no kernels.
     ///
-    /// Driver calls: those of [`Kernels::fill`], or those of [`super::fill`].
+    /// Driver calls: `cuLaunchKernel`, `cuStreamSynchronize`, or those of [`super::fill`].
     pub fn fill(
         self,
         region: &dyn Region,
@@ -141,9 +141,9 @@ impl Choice {
     /// As [`super::verify`], by the engine chosen. What is found is the same.
     ///
     /// # Errors
-    /// Those of [`super::verify`]; [`Error::Unsupported`] if it is to be the GPU and there are no kernels.
+    /// Those of [`super::verify`]; [`DeviceError::Unsupported`] if it is to be the GPU and there are no kernels.
     ///
-    /// Driver calls: those of [`Kernels::verify`], or those of [`super::verify`].
+    /// Driver calls: `cuLaunchKernel`, `cuMemcpyDtoH`, or those of [`super::verify`].
     pub fn verify(
         self,
         region: &dyn Region,
@@ -172,13 +172,15 @@ impl Choice {
         host::check(region, start, range)?;
         let (device, here) = (region.device(), Chosen::Host { fallback: None });
         let kernels = match (self, device.verbs().kernels()) {
-            (Self::Only(Engine::Host), _) | (Self::Auto, Err(Error::Unsupported { .. })) => return Ok(here),
+            (Self::Only(Engine::Host), _) | (Self::Auto, Err(Error::Device(DeviceError::Unsupported { .. }))) => {
+                return Ok(here);
+            }
             (_, kernels) => kernels?,
         };
         let fits = (region.address() + (range.start - start)) % 4 == range.start % 4;
         if self == Self::Only(Engine::Gpu) {
-            let feature = "checking memory on the GPU that does not begin where words begin";
-            let unfit = || Error::Unsupported { device: device.to_string(), feature };
+            let problem = "the GPU checks the pattern only where the memory's words begin at multiples of 4 bytes";
+            let unfit = || Error::Misuse { problem: problem.to_owned() };
             return if fits { Ok(Chosen::Gpu(kernels)) } else { Err(unfit()) };
         }
         if !fits || !pays(kernels.are_loaded(device.ordinal()), range.end - range.start) {
@@ -232,9 +234,8 @@ fn write_by(
     pattern: Pattern,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<Duration> {
-    // The driver keeps nobody from writing there.
-    if region.access() == Access::ReadOnly && !region.is_protected() {
-        return Err(Error::ReadOnly);
+    if region.access() == Access::ReadOnly {
+        return Err(Error::Memory(MemoryError::ReadOnly));
     }
     let mut took = Duration::ZERO;
     for part in slices(range.clone(), SPAN) {

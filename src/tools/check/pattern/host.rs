@@ -13,7 +13,7 @@ use std::{
 
 use super::{Checker, Pattern, Verification, slices};
 use crate::{
-    error::{Error, Result},
+    error::{Error, MemoryError, Result},
     memory::Region,
 };
 
@@ -29,7 +29,7 @@ const ALONE: u64 = 4 << 20;
 /// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with.
+/// [`MemoryError::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with.
 ///
 /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
 pub fn fill(
@@ -82,7 +82,7 @@ fn put(
 /// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
 ///
 /// # Errors
-/// [`Error::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with. Wrong data is no
+/// [`MemoryError::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with. Wrong data is no
 /// error: see [`Verification`].
 ///
 /// Driver call: `cuMemcpyDtoH`.
@@ -114,7 +114,11 @@ pub(super) fn check(region: &dyn Region, start: u64, range: &Range<u64>) -> Resu
     let outside = range.start < start || range.end < range.start || range.end - start > region.size();
     if outside {
         let length = range.end.saturating_sub(range.start);
-        return Err(Error::OutOfRange { offset: range.start.saturating_sub(start), length, size: region.size() });
+        return Err(Error::Memory(MemoryError::OutOfRange {
+            offset: range.start.saturating_sub(start),
+            length,
+            size: region.size(),
+        }));
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use super::{Meeting, MeetingEvent, MeetingRole, TRIED};
 use crate::{
     channel::{Cancel, Listener, deadline_after},
     driver::{Choice, open},
-    error::{Error, ProtocolError, Result},
+    error::{Error, PeerError, ProtocolError, Result, SocketError},
     memory::{Device, Selector},
     tools::doctor::{
         DeviceReport, Environment, ErrorDetails, Finding, Probe, Status,
@@ -99,7 +99,7 @@ fn accept(
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let waited = |error| match error {
-            Error::NoConsumer { .. } => Error::NoConsumer { waited: *wait },
+            Error::Peer(PeerError::NoConsumer { .. }) => Error::Peer(PeerError::NoConsumer { waited: *wait }),
             other => other,
         };
         let mut control = Control::accept(&listener, left, trust, cancel).map_err(waited)?;
@@ -107,7 +107,11 @@ fn accept(
         match greet(&control) {
             Ok(greeted) => return Ok((control, greeted)),
             // It is a doctor, and does not fit this one.
-            Err(error @ (Error::Mismatch { .. } | Error::Peer { .. } | Error::Interrupted { .. })) => {
+            Err(
+                error @ (Error::Peer(PeerError::Mismatch { .. })
+                | Error::Peer(PeerError::Reported { .. })
+                | Error::Interrupted { .. }),
+            ) => {
                 return Err(error);
             }
             // Reject the peer and keep listening.
@@ -126,10 +130,10 @@ fn connect(
     let mut control = Control::connect(socket, meeting.wait, &meeting.trust, cancel)?;
     control.set_timeout(meeting.timeout);
     let greeted = greet(&control).map_err(|error| match error {
-        Error::Protocol(_) => Error::SocketPath {
+        Error::Peer(PeerError::Protocol(_)) => Error::Socket(SocketError::Path {
             path: socket.to_owned(),
             reason: "no doctor waits there: two others are meeting there, or a producer serves it".to_owned(),
-        },
+        }),
         other => other,
     })?;
     Ok((control, greeted))

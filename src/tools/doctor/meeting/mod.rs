@@ -17,7 +17,7 @@ use super::{
 use crate::{
     channel::{Cancel, Listener, Trust, socket_path},
     driver::Backend,
-    error::{Error, Result},
+    error::{Error, PeerError, Result, SocketError},
 };
 
 /// Where two ends meet, and how.
@@ -71,8 +71,8 @@ enum MeetingEvent {
 /// probes run.
 ///
 /// # Errors
-/// [`Error::SocketPath`], [`Error::AlreadyServed`]; [`Error::System`] if the other end does not appear;
-/// [`Error::PeerNotAllowed`], [`Error::Peer`]; [`Error::Interrupted`]. The errors of the probes are in the report.
+/// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`Error::System`] if the other end does not appear;
+/// [`PeerError::NotAllowed`], [`PeerError::Reported`]; [`Error::Interrupted`]. The errors of the probes are in the report.
 pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<DoctorReport> {
     let socket = socket_path(Some(&meeting.socket))?;
     if meeting.role == MeetingRole::Serve {
@@ -99,7 +99,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<DoctorReport> {
             Ok(Err(error @ Error::Interrupted { .. })) => return Err(error),
             // Without the other end there is nothing to report, but an error of this end's driver.
             Ok(Err(error)) if report.peer.is_none() && !without_driver => return Err(absent(error, path)),
-            Ok(Err(error @ Error::PeerGone { .. })) => {
+            Ok(Err(error @ Error::Peer(PeerError::Gone { .. }))) => {
                 let why = "the other end disconnected before all results were reported: it ended, or was killed";
                 Some(ErrorDetails { message: format!("{why} ({})", error.in_full()), ..ErrorDetails::of(&error) })
             }
@@ -179,8 +179,10 @@ fn absent(error: Error, path: &Path) -> Error {
         Error::system(format!("meet another doctor at {}", path.display()), io::Error::other(what))
     };
     match error {
-        Error::NoConsumer { waited } => missing("join", waited),
-        Error::Absent { waited, .. } | Error::NotAccepted { waited, .. } => missing("serve", waited),
+        Error::Peer(PeerError::NoConsumer { waited }) => missing("join", waited),
+        Error::Socket(SocketError::Absent { waited, .. }) | Error::Socket(SocketError::NotAccepted { waited, .. }) => {
+            missing("serve", waited)
+        }
         other => other,
     }
 }

@@ -1,6 +1,6 @@
 use super::*;
 use crate::{
-    error::Error,
+    error::{Error, LoadError},
     tools::doctor::{ErrorDetails, Status, outcome::ProbeOutcome},
 };
 
@@ -16,7 +16,7 @@ fn outcome(probe: &str, error: ErrorDetails) -> ProbeOutcome {
 
 #[test]
 fn only_a_library_that_does_not_exist_is_nothing_to_test() {
-    let tried = |tried: String| ErrorDetails::of(&Error::NoDriver { tried });
+    let tried = |tried: String| ErrorDetails::of(&Error::Load(LoadError::NoLibrary { tried }));
     let nowhere = tried(format!("libcuda.so.1: {GONE}; libcuda.so: {GONE}"));
     assert!(nowhere.is_nothing_to_test());
     assert_eq!(outcome("driver", nowhere).status, Status::Unsupported);

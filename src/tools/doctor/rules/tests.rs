@@ -5,7 +5,7 @@ use std::{
 
 use super::*;
 use crate::{
-    error::{Error, ProtocolError},
+    error::{Error, LoadError, MemoryError, ProtocolError},
     tools::doctor::{
         ErrorDetails,
         environment::{Library, Node, SharedMemory},
@@ -367,13 +367,16 @@ fn an_explanation_is_that_of_its_rule() {
 fn the_words_looked_for_are_those_of_the_errors() {
     let library = "libcuda.so.1".to_owned();
     let errors = [
-        (Error::NoDriver { tried: format!("{library}: No such file or directory") }, "library-not-found"),
-        (Error::NoDriver { tried: format!("{library}: file too short") }, "library-broken"),
-        (Error::StubLibrary { library: library.clone() }, "stub-library"),
-        (Error::MissingSymbol { library, symbol: "cuMemCreate" }, "old-driver"),
-        (Error::NoDevice, "no-device"),
-        (Error::TooManyDescriptors { needed: 512, limit: 256 }, "few-descriptors"),
-        (Error::OutOfMemory { device: "a GPU".to_owned(), size: 2, free: 1 }, "out-of-memory"),
+        (
+            Error::Load(LoadError::NoLibrary { tried: format!("{library}: No such file or directory") }),
+            "library-not-found",
+        ),
+        (Error::Load(LoadError::NoLibrary { tried: format!("{library}: file too short") }), "library-broken"),
+        (Error::Load(LoadError::Stub { library: library.clone() }), "stub-library"),
+        (Error::Load(LoadError::MissingSymbol { library, symbol: "cuMemCreate" }), "old-driver"),
+        (Error::Load(LoadError::NoDevice), "no-device"),
+        (Error::Memory(MemoryError::TooManyDescriptors { needed: 512, limit: 256 }), "few-descriptors"),
+        (Error::Memory(MemoryError::OutOfMemory { device: "a GPU".to_owned(), size: 2, free: 1 }), "out-of-memory"),
         (ProtocolError::FdsTruncated { most: 128 }.into(), "few-descriptors"),
         (Error::system("make a socket", io::Error::from_raw_os_error(24)), "few-descriptors"),
     ];

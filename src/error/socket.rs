@@ -1,0 +1,89 @@
+//! What is wrong with a socket and its folder.
+
+use std::{io, path::PathBuf, time::Duration};
+
+/// A socket can not be made, or no connection over it can be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SocketError {
+    /// The socket's path can't be used.
+    #[error("socket path {path} can't be used: {reason}", path = path.display())]
+    Path {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+
+    /// The folder that holds the default socket is not safe to use.
+    #[error("folder {path} is not safe for a socket: {reason}", path = path.display())]
+    UnsafeFolder {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+
+    /// The folder for the default socket can't be made, or looked at.
+    #[error("no default socket: the folder {path} can't be used", path = path.display())]
+    DefaultFolder {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+
+    /// Another process serves this socket.
+    #[error("{path} is already served by {who}", path = path.display(), who = process_name(*pid))]
+    AlreadyServed {
+        /// The socket.
+        path: PathBuf,
+        /// The process that listens on it, or 0 if it can't be told.
+        pid: i32,
+    },
+
+    /// Another process holds the lock on the socket's folder.
+    #[error("folder {path} stayed locked by another process for {waited:?}", path = path.display())]
+    FolderLocked {
+        /// The folder.
+        path: PathBuf,
+        /// How long was waited.
+        waited: Duration,
+    },
+
+    /// No process served the socket in time.
+    #[error("no producer on {path} within {waited:?}", path = path.display())]
+    Absent {
+        /// The socket.
+        path: PathBuf,
+        /// How long was waited.
+        waited: Duration,
+    },
+
+    /// A process serves the socket and did not accept this connection in time: its backlog is full.
+    #[error("the producer on {path} accepted no connection within {waited:?}", path = path.display())]
+    NotAccepted {
+        /// The socket.
+        path: PathBuf,
+        /// How long was waited.
+        waited: Duration,
+    },
+
+    /// The socket is not for this user.
+    #[error("the producer on {path} does not let this user connect", path = path.display())]
+    Denied {
+        /// The socket.
+        path: PathBuf,
+    },
+
+    /// A socket that the caller gave can't be used.
+    #[error("the socket can't be used: {problem}")]
+    Unfit {
+        /// Why: one sentence.
+        problem: String,
+    },
+}
+
+fn process_name(pid: i32) -> String {
+    if pid == 0 { "another process".to_owned() } else { format!("pid {pid}") }
+}

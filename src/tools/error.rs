@@ -1,0 +1,115 @@
+//! What the tools fail with beyond the library's errors, and what a person can do about either.
+
+use std::path::PathBuf;
+
+use crate::error::{DeviceError, Error, ErrorCode, ErrorKind, LoadError, MemoryError, PeerError, SocketError, code};
+
+/// An error of the tools' own. Where the library's [`Error`] is called for it travels as [`Error::Caller`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ToolError {
+    /// A file is not what it must be.
+    #[error("{} {problem}", path.display())]
+    File {
+        /// Which one.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+
+    /// A child process that does a part of the work failed at it, died, or is stuck.
+    #[error("{process} {message}")]
+    Child {
+        /// Which one, by its part: `the producer`.
+        process: String,
+        /// What happened to it, as the rest of a sentence: `was ended by SIGABRT`.
+        message: String,
+        /// The hint of its own error.
+        hint: Option<String>,
+    },
+}
+
+impl ToolError {
+    /// The tools' error that this is, if it is one.
+    pub fn of(error: &Error) -> Option<&Self> {
+        match error {
+            Error::Caller(caller) => caller.downcast_ref(),
+            _ => None,
+        }
+    }
+
+    /// Whether an error is [`ToolError::File`].
+    pub fn is_file(error: &Error) -> bool {
+        matches!(Self::of(error), Some(Self::File { .. }))
+    }
+}
+
+impl From<ToolError> for Error {
+    fn from(error: ToolError) -> Self {
+        Self::Caller(Box::new(error))
+    }
+}
+
+/// The class of an error, by which the commands exit.
+pub fn kind_of(error: &Error) -> ErrorKind {
+    if ToolError::is_file(error) { ErrorKind::Usage } else { error.kind() }
+}
+
+/// What a person can do about it, where there is something that can be said in general.
+pub fn hint(error: &Error) -> Option<&str> {
+    if let Some(own) = ToolError::of(error) {
+        return match own {
+            ToolError::Child { hint, .. } => hint.as_deref(),
+            ToolError::File { .. } => None,
+        };
+    }
+    Some(match error {
+        Error::Load(LoadError::NoLibrary { .. }) => {
+            "install NVIDIA's driver, or give the container the GPU (for Docker: --gpus all); \
+             --backend host tries the tools on ordinary memory"
+        }
+        Error::Load(LoadError::Stub { .. }) => "take the toolkit's stubs folder out of LD_LIBRARY_PATH",
+        Error::Load(LoadError::MissingSymbol { .. }) => "CUDA 11.4 or newer is needed: update the driver",
+        Error::Load(LoadError::NoDevice) => {
+            "look at nvidia-smi -L, and at CUDA_VISIBLE_DEVICES; --backend host tries the tools on ordinary memory"
+        }
+        Error::Device(DeviceError::NotFound { .. }) => {
+            "ordinals are counted among the devices that CUDA_VISIBLE_DEVICES leaves"
+        }
+        Error::Device(DeviceError::Unsupported { .. }) => "a device whose driver offers it is needed",
+        Error::Device(DeviceError::NoPeerAccess { .. }) => {
+            "choose a device of the same NVLink or PCIe group with --device; nvidia-smi topo -p2p r shows which can"
+        }
+        Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise ulimit -n, or take larger chunks",
+        Error::Forked { .. } => "start the process with exec, or initialise the driver after the fork",
+        Error::Memory(MemoryError::OutOfMemory { .. }) => "ask for less, or free memory first",
+        Error::Socket(SocketError::UnsafeFolder { .. }) | Error::Socket(SocketError::FolderLocked { .. }) => {
+            "name a socket in a folder of your own with --socket"
+        }
+        Error::Socket(SocketError::DefaultFolder { .. }) => "look at XDG_RUNTIME_DIR, or name a socket with --socket",
+        Error::Socket(SocketError::NotAccepted { .. }) => {
+            "look at the producer: it may be stopped, or have too many connections"
+        }
+        Error::Socket(SocketError::Path { .. }) => "name another path with --socket",
+        Error::Socket(SocketError::AlreadyServed { .. }) => "stop that process, or use another --socket",
+        Error::Socket(SocketError::Absent { .. }) => {
+            "start a producer on the same --socket, or wait longer with --timeout"
+        }
+        Error::Peer(PeerError::NoConsumer { .. }) => {
+            "start a consumer on the same --socket, or wait longer with --timeout"
+        }
+        Error::Peer(PeerError::Timeout { .. }) => {
+            "the peer may be stuck or much slower: look at it, or raise --timeout on both sides"
+        }
+        Error::Peer(PeerError::Gone { .. }) => "look at the peer's own error",
+        Error::Peer(PeerError::NotAllowed { .. }) => "allow that user with --allow-uid",
+        Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. })
+        | Error::Socket(SocketError::Denied { .. }) => "the other side must allow this user with --allow-uid",
+        Error::Driver { code: code::OUT_OF_MEMORY, .. } => "free device memory first, or ask for less",
+        Error::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
+            "the driver library and the kernel module differ in version: reboot, or rebuild the container"
+        }
+        Error::Driver { call: "cuInit", .. } => "look at nvidia-smi and the kernel log: the driver is there and fails",
+        _ => return None,
+    })
+}

@@ -1,0 +1,37 @@
+//! What the public types promise by their types alone: which may go to another thread, and be used by several.
+
+use vmmfd::{
+    Error,
+    array::{ArrayDescriptor, ElementType, Interface, Order},
+    channel::{Cancel, Channel, Listener, Peer, Trust},
+    driver::{Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened},
+    error::{DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError},
+    memory::{
+        Allocation, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping, Mirror, Pool,
+        PoolBuffer, Region, Reservation, Selector, Shared, Spec,
+    },
+    session::{
+        Config, Verdict,
+        handoff::{Buffer, Consumer, ImportedObject, Request, ServeOptions, ServeReport, Served, Unchecked},
+        stream::{BufferId, Publisher, Received, Subscriber},
+    },
+};
+
+fn both<T: Send + Sync + ?Sized>() {}
+
+fn sent<T: Send>() {}
+
+#[test]
+fn public_types_go_to_other_threads_and_most_are_used_by_several() {
+    both::<Error>();
+    both::<(DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError)>();
+    both::<(ArrayDescriptor, ElementType, Interface, Order)>();
+    both::<(Cancel, Channel, Listener, Peer, Trust)>();
+    both::<(Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened)>();
+    both::<(Allocation, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping)>();
+    both::<(Pool, PoolBuffer, Reservation, Selector, Shared, Spec)>();
+    both::<dyn Region>();
+    both::<(Config, Verdict, Buffer<'_>, ImportedObject, Request, ServeOptions, ServeReport, Served, Unchecked)>();
+    both::<(BufferId, Publisher, Received, Subscriber)>();
+    sent::<(Consumer<'_>, Mirror<'_>)>();
+}
