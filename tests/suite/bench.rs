@@ -260,7 +260,7 @@ fn what_there_is_no_memory_for_is_left_out_one_by_one() {
 fn a_picture_that_cannot_be_drawn_there_is_refused_before_anything_is_measured(meeting: Meeting) {
     let log = meeting.folder().join("log");
     let nowhere = meeting.folder().join("nowhere/bench.svg");
-    for (file, why) in [(nowhere.as_path(), "does not exist"), (meeting.folder(), "is no regular file")] {
+    for (file, why) in [(nowhere.as_path(), "does not exist"), (meeting.folder(), "is not a regular file")] {
         let ended = bench(&meeting, &["repeat", "--svg", file.to_str().unwrap()]).env("FAKECUDA_LOG", &log).end();
         assert!(sentence(ended.code(2)).contains(why), "{}", ended.stderr);
         assert_eq!(ended.stdout, "");
@@ -297,8 +297,8 @@ fn bad_usage_is_told_in_a_sentence() {
     let meeting = Meeting::host();
     let wrong: [(&[&str], &str); 12] = [
         (&["everything"], "no bench is called `everything`: write handoff, repeat, verify, stages, startup or all"),
-        (&["--size", "big"], "`big` is no size"),
-        (&["--size", "2MiB,0"], "`0` is no memory at all"),
+        (&["--size", "big"], "`big` is not a size"),
+        (&["--size", "2MiB,0"], "`0` is no memory"),
         (&["--size", "64MB"], "write 64MiB"),
         (&["--count", "0"], "0 is not in 1..=1000000"),
         (&["--count", "many"], "invalid digit"),

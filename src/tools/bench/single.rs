@@ -11,7 +11,7 @@ use crate::{
     driver::Driver,
     error::{Error, ProtocolError, Result},
     memory::{Device, Region, Shared, Spec},
-    tools::check::pattern::{Choice, Engine, Pattern},
+    tools::check::pattern::{Engine, EngineChoice, Pattern},
     tools::line::Line,
 };
 
@@ -57,7 +57,7 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
 }
 
 fn pattern(shared: &Shared, engine: Engine) -> Result<Response> {
-    let (choice, size) = (Choice::Only(engine), shared.size());
+    let (choice, size) = (EngineChoice::Only(engine), shared.size());
     let pattern = Pattern::new(rand::random());
     let begun = Instant::now();
     let filled = choice.fill(shared, 0..size, pattern, &mut |_| Ok(()))?;
@@ -65,8 +65,8 @@ fn pattern(shared: &Shared, engine: Engine) -> Result<Response> {
     let begun = Instant::now();
     let (found, verified) = choice.verify(shared, 0, 0..size, pattern, &mut |_| Ok(()))?;
     Ok(Response::Pattern {
-        fill_us: us(filled.took),
-        verify_us: us(verified.took),
+        fill_us: us(filled.elapsed),
+        verify_us: us(verified.elapsed),
         fill_whole_us,
         verify_whole_us: us(begun.elapsed()),
         mismatches: found.mismatches,
