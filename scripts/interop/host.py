@@ -284,14 +284,15 @@ def host_device(meeting: Meeting) -> vmmfd.Body:
 
 @contextlib.contextmanager
 def memfds(sizes: list[int], data: bytes) -> Iterator[list[vmmfd.Segment]]:
-    """Memory that a consumer takes: it can't shrink. It holds `data`, and zeros behind it."""
+    """Memory that a consumer takes: it can't shrink, and its seals are final. It holds `data`, and zeros behind it."""
     segments = []
     try:
         for size in sizes:
             segments.append(vmmfd.Segment(os.memfd_create("interop", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), size))
             os.ftruncate(segments[-1].fd, size)
             os.pwrite(segments[-1].fd, data[:size], 0)
-            fcntl.fcntl(segments[-1].fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(segments[-1].fd, fcntl.F_ADD_SEALS, seals)
             data = data[size:]
         yield segments
     finally:

@@ -154,17 +154,17 @@ impl Channel {
     ///
     /// See shutdown(2): to close with records unread would reset the connection.
     pub fn finish(mut self, patience: Duration) -> bool {
-        self.see_off(patience)
+        self.wait_for_close(patience)
     }
 
     /// Shuts down writing: nothing more is sent.
-    pub(crate) fn hang_up(&mut self) {
+    pub(crate) fn shut_down_writing(&mut self) {
         // Fails if the peer has gone.
         let _ = self.socket.shut_down_writing();
     }
 
     /// Counts the time that the peer has to close the connection from now on, and not from the last record.
-    pub(crate) fn renew(&mut self) {
+    pub(crate) fn restart_close_timeout(&mut self) {
         self.sent = Instant::now();
     }
 
@@ -179,7 +179,7 @@ impl Channel {
     }
 
     /// As [`Channel::finish`], for a connection that is not closed yet.
-    pub(crate) fn see_off(&mut self, patience: Duration) -> bool {
+    pub(crate) fn wait_for_close(&mut self, patience: Duration) -> bool {
         if self.socket.shut_down_writing().is_err() {
             return true;
         }

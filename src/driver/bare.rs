@@ -79,7 +79,7 @@ pub trait Bare: Debug + Send + Sync {
     fn close(&self, opened: Opened) -> Result<Closing>;
 }
 
-/// That what is given back, or used, was made by this driver object: elsewhere its number is somebody else's.
+/// That what is given back, or used, was made by this driver object: another one may have given out the same number.
 pub(super) fn check(call: &'static str, made_by: Identity, own: Identity) -> Result<()> {
     if made_by == own { Ok(()) } else { Err(failure(call, code::INVALID_HANDLE)) }
 }

@@ -12,7 +12,7 @@ use crate::error::Result;
 /// `CUDA_ERROR_INVALID_VALUE` and does not reach the driver, and giving back waits for copies under way. `ordinal` is the
 /// device whose primary context the call is made in; memory is given back on the one that it was taken on.
 ///
-/// A handle is `CUipcMemHandle`. It says by itself which memory it means and how large: whoever has it has full rights, and
+/// A handle is `CUipcMemHandle`. It says by itself which memory it means and how large: a process that has it has full rights, and
 /// what it says is believed. Memory is opened in another process than its own alone.
 pub trait LegacyIpc: Debug + Send + Sync {
     /// Allocates device memory of exactly `size` bytes. Up to 1 MiB it lies in one block with other small ones, and who

@@ -37,7 +37,7 @@ impl fmt::Display for Backend {
 
 /// What a mapping allows its own process to do.
 ///
-/// It protects this process from itself only: whoever holds the descriptor may map the memory either way.
+/// It protects this process from itself only: any process that holds the descriptor may map the memory either way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Access {
     /// Read only: `CU_MEM_ACCESS_FLAGS_PROT_READ`.

@@ -19,7 +19,7 @@ pub(super) trait PageLocker: fmt::Debug + Send + Sync {
     /// Takes back what was locked.
     ///
     /// # Safety
-    /// It is what [`PageLocked::new`] was given, and nobody uses it any more.
+    /// It is what [`PageLocked::new`] was given, and it is not used any more.
     unsafe fn take_back(&self, start: NonNull<u8>, size: usize) -> Result<()>;
 }
 

@@ -52,7 +52,7 @@ pub enum PeerError {
     /// What the peer offers or asks does not fit this side.
     #[error("{message}")]
     Mismatch {
-        /// The code that the peer is told.
+        /// The code that is sent to the peer.
         code: ErrorCode,
         /// What does not fit.
         message: String,

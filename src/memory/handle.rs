@@ -19,8 +19,8 @@ use crate::{
 
 /// All that another process needs to open an array, besides the descriptors: send both by any channel that you have.
 ///
-/// It serialises with serde, to JSON or any other format, in the form of the protocol's `memory` and `array`. What it says is
-/// checked when it is opened.
+/// It serialises with serde, to JSON or any other format that names its fields, in the form of the protocol's `memory` and
+/// `array`. What it says is checked when it is opened.
 ///
 /// ```
 /// use vmmfd::{

@@ -14,7 +14,7 @@ const BLOCK: u64 = 2 << 20;
 
 /// Memory that is shared by a `CUipcMemHandle`, or that was. Always readable and writable.
 ///
-/// Dropping it frees it, or closes what was opened. Whoever opened it must have closed it before its owner frees it.
+/// Dropping it frees it, or closes what was opened. A process that opened it must close it before its owner frees it.
 #[derive(Debug)]
 pub struct LegacyMemory {
     device: Device,
@@ -40,7 +40,7 @@ impl LegacyMemory {
 
     /// Opens a handle that another process made: what Numba calls `open_ipc_array`, less the array.
     ///
-    /// Its size is what the handle says, which nobody has checked: do not open a handle of somebody whom you would not let
+    /// Its size is what the handle says, and is not checked: do not open a handle of a process that you would not let
     /// write into your memory.
     ///
     /// # Errors

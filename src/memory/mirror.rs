@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Region, check_range, report};
+use super::{Region, check_range, locate, report};
 use crate::{
     driver::{Access, PageLocked, Window, code},
     error::{Error, MemoryError, Result},
@@ -64,8 +64,7 @@ impl<'a> Mirror<'a> {
     }
 
     fn make(region: &'a dyn Region, offset: u64, length: u64, room: u64) -> Result<Self> {
-        check_range(offset, length, region.size())?;
-        let (device, address) = (region.device(), region.address() + offset);
+        let (device, address) = (region.device(), locate(region, offset, length)?);
         let window = if length > 0 { device.verbs().window(address, length).map(Some) } else { Ok(None) };
         let memory = match window {
             Ok(Some(window)) => Memory::Direct(window),

@@ -88,8 +88,8 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
         if self.access() == Access::ReadOnly {
             return Err(Error::Memory(MemoryError::ReadOnly));
         }
-        check_range(offset, from.len() as u64, self.size())?;
-        self.device().verbs().copy_in(self.device().ordinal(), self.address() + offset, from)
+        let address = locate(self, offset, from.len() as u64)?;
+        self.device().verbs().copy_in(self.device().ordinal(), address, from)
     }
 
     /// Whether the driver itself keeps this process to its access. Of a pool's memory and of legacy memory it does not.
@@ -104,11 +104,11 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     ///
     /// Driver call: `cuMemcpyDtoH`.
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
-        check_range(offset, to.len() as u64, self.size())?;
-        self.device().verbs().copy_out(self.device().ordinal(), self.address() + offset, to)
+        let address = locate(self, offset, to.len() as u64)?;
+        self.device().verbs().copy_out(self.device().ordinal(), address, to)
     }
 
-    /// Waits until all work in the device's primary context is done: to be called before another process is told.
+    /// Waits until all work in the device's primary context is done: call it before you notify another process.
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure. Driver call: `cuCtxSynchronize`.
@@ -131,6 +131,15 @@ fn clear(region: &dyn Region, range: Range<u64>) -> Result<()> {
     Ok(())
 }
 
+/// Where a range of memory is. Of memory of pools and legacy memory the driver believes its owner's size, so that the end need not
+/// be an address.
+fn locate<R: Region + ?Sized>(region: &R, offset: u64, length: u64) -> Result<u64> {
+    let size = region.size();
+    check_range(offset, length, size)?;
+    let end = region.address().checked_add(offset + length);
+    end.map(|end| end - length).ok_or(Error::Memory(MemoryError::OutOfRange { offset, length, size }))
+}
+
 fn check_range(offset: u64, length: u64, size: u64) -> Result<()> {
     match offset.checked_add(length) {
         Some(end) if end <= size => Ok(()),
@@ -146,7 +155,7 @@ fn round_up(size: u64, granularity: u64) -> Result<u64> {
     }
 }
 
-/// A destructor has nobody to tell but the log.
+/// Logs what a destructor can not return.
 fn report(result: Result<()>, what: &str) {
     if let Err(error) = result {
         tracing::error!(%error, "{what}");
@@ -159,4 +168,50 @@ pub(crate) fn timed<T>(took: &mut Duration, step: impl FnOnce() -> T) -> T {
     let result = step();
     *took += begun.elapsed();
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::{Backend, Choice, open};
+
+    /// Memory of which the driver says that it passes the end of all addresses.
+    #[derive(Debug)]
+    struct Endless(Device);
+
+    impl sealed::Sealed for Endless {}
+
+    impl Region for Endless {
+        fn device(&self) -> &Device {
+            &self.0
+        }
+
+        fn address(&self) -> u64 {
+            u64::MAX - 4096
+        }
+
+        fn size(&self) -> u64 {
+            u64::MAX
+        }
+
+        fn access(&self) -> Access {
+            Access::ReadWrite
+        }
+    }
+
+    #[test]
+    fn memory_ends_where_addresses_do() {
+        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+        let endless = Endless(Device::find(&driver, Selector::default()).unwrap());
+        for (offset, length) in [(4096, 1), (4097, 0), (u64::MAX - 1, 1), (4000, 200)] {
+            let mut bytes = vec![0; length];
+            for answer in [
+                endless.copy_in(offset, &bytes),
+                endless.copy_out(offset, &mut bytes),
+                Mirror::of(&endless, offset, length as u64).map(drop),
+            ] {
+                assert!(matches!(answer, Err(Error::Memory(MemoryError::OutOfRange { .. }))), "{offset}: {answer:?}");
+            }
+        }
+    }
 }

@@ -16,7 +16,7 @@ use crate::{
 
 /// A memory pool with a descriptor, or one that was imported. Dropping it gives it back.
 ///
-/// Whoever has the descriptor can reach all of the pool, not only the buffers that it was told of.
+/// A process that has the descriptor can reach all of the pool, not only the buffers that it was told of.
 #[derive(Debug)]
 pub struct Pool {
     device: Device,
@@ -97,7 +97,7 @@ impl Drop for Pool {
 
 /// Memory of a pool, always readable and writable. Dropping it gives it back.
 ///
-/// Whoever imported it must have let go of it before its owner frees it.
+/// A process that imported it must release it before its owner frees it.
 #[derive(Debug)]
 pub struct PoolBuffer {
     address: u64,
@@ -138,7 +138,7 @@ impl PoolBuffer {
         Ok(Arc::new(Self { address, size, pool: Arc::clone(pool) }))
     }
 
-    /// Imports memory of an imported pool. Its size is what the exporter's data says, which nobody has checked.
+    /// Imports memory of an imported pool. Its size is what the exporter's data says, and is not checked.
     ///
     /// # Errors
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` if the pool has no such memory.

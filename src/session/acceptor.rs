@@ -132,6 +132,11 @@ impl<'a> Acceptor<'a> {
     /// Waits for the peer of one connection to ask for something.
     pub(super) fn meet(mut self, socket: OwnedFd) -> Result<Arrival> {
         self.admit(socket)?;
+        let refused = self.idle.first().and_then(|idle| self.config.trust.check(idle.link.peer()).err());
+        if let Some(refused) = refused {
+            self.close_all(&refused);
+            return Err(refused);
+        }
         let deadline = deadline_after(self.config.timeout);
         loop {
             let Some(idle) = self.idle.first() else {
@@ -304,7 +309,7 @@ impl Idle {
     /// Sends why it can't stay.
     fn refuse(&mut self, error: &Error) {
         self.link.report(error);
-        self.link.channel.hang_up();
+        self.link.channel.shut_down_writing();
         self.state = State::Refused(DISCARDED);
         self.deadline = deadline_after(GOODBYE);
     }

@@ -20,10 +20,13 @@ use vmmfd::{
     driver::{Access::ReadOnly, Access::ReadWrite, GRANULARITY, code},
     error::MemoryError,
     internals::{self, CudaDriver, Granularity, HostDriver, Live, Location, Properties, Verbs},
-    memory::{Allocation, Device, Mapping, Region},
+    memory::{Allocation, Device, Mapping, Mirror, Region},
 };
 
 use crate::support::{Copy, EXPORTABLE, Inode, Subject, code, in_fork};
+
+/// What an importer asks for.
+const SEALED: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_SEAL);
 
 /// A memfd as another process might have made it.
 fn memfd(size: u64, seals: SealFlag) -> OwnedFd {
@@ -75,11 +78,49 @@ fn no_program_that_is_started_inherits_memory() {
 
 #[test]
 fn memory_that_its_owner_could_shrink_is_refused() {
-    for seals in [SealFlag::empty(), SealFlag::F_SEAL_GROW, SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE] {
+    let others = SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
+    for seals in [SealFlag::empty(), SealFlag::F_SEAL_GROW, others] {
         let (code, reason) = refused(memfd(GRANULARITY, seals), GRANULARITY);
         assert_eq!(code, code::UNKNOWN, "{seals:?}");
         assert!(reason.contains("not sealed against shrinking"), "{reason}");
     }
+}
+
+#[test]
+fn memory_that_can_still_be_sealed_is_refused() {
+    for seals in [SealFlag::F_SEAL_SHRINK, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_WRITE] {
+        let (code, reason) = refused(memfd(GRANULARITY, seals), GRANULARITY);
+        assert_eq!(code, code::UNKNOWN, "{seals:?}");
+        assert!(reason.contains("seals are not final (F_SEAL_SEAL)"), "{reason}");
+    }
+}
+
+#[test]
+fn memory_of_huge_pages_is_refused_before_it_is_mapped() {
+    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING | MFdFlags::MFD_HUGETLB | MFdFlags::MFD_HUGE_2MB;
+    // None of them need be there for this.
+    let huge = memfd_create(c"huge", flags).unwrap();
+    ftruncate(&huge, GRANULARITY as i64).unwrap();
+    fcntl(&huge, FcntlArg::F_ADD_SEALS(SEALED)).unwrap();
+    let (code, reason) = refused(huge, GRANULARITY);
+    assert_eq!(code, code::UNKNOWN);
+    assert!(reason.contains("huge pages"), "{reason}");
+}
+
+#[test]
+fn memory_sealed_against_new_writers_is_mapped_to_be_read() {
+    let subject = Subject::host();
+    let fd = memfd(GRANULARITY, SealFlag::empty());
+    std::fs::File::from(fd.try_clone().unwrap()).write_all(b"theirs").unwrap();
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALED | SealFlag::F_SEAL_FUTURE_WRITE)).unwrap();
+    let imported = Allocation::import(&subject.device(), fd, GRANULARITY).unwrap();
+    assert_eq!(code(Mapping::new(&imported, ReadWrite)), code::INVALID_VALUE);
+    let mapping = Mapping::new(&imported, ReadOnly).unwrap();
+    let mut bytes = [0; 6];
+    mapping.copy_out(0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"theirs");
+    // Whoever had it mapped before may go on writing.
+    assert!(Mirror::of(&mapping, 0, 6).unwrap().bytes().is_none());
 }
 
 #[test]
@@ -91,7 +132,7 @@ fn memory_of_another_size_than_claimed_is_refused_with_both() {
         (GRANULARITY + 1, GRANULARITY),
         (0, GRANULARITY),
     ] {
-        let (code, reason) = refused(memfd(actual, SealFlag::F_SEAL_SHRINK), claimed);
+        let (code, reason) = refused(memfd(actual, SEALED), claimed);
         assert_eq!(code, code::INVALID_VALUE, "{actual} {claimed}");
         assert!(reason.contains(&format!("{actual} bytes where {claimed} were claimed")), "{reason}");
     }
@@ -100,15 +141,15 @@ fn memory_of_another_size_than_claimed_is_refused_with_both() {
 #[test]
 fn a_hole_larger_than_what_is_free_is_refused_before_it_is_touched() {
     let size = 1 << 40;
-    let (code, reason) = refused(memfd(size, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW), size);
+    let (code, reason) = refused(memfd(size, SEALED | SealFlag::F_SEAL_GROW), size);
     assert_eq!(code, code::OUT_OF_MEMORY);
     assert!(reason.contains("not committed"), "{reason}");
 }
 
 #[test]
-fn memory_that_only_its_owner_sealed_against_shrinking_is_taken() {
+fn memory_that_may_still_grow_is_taken() {
     let subject = Subject::host();
-    let fd = memfd(GRANULARITY, SealFlag::F_SEAL_SHRINK);
+    let fd = memfd(GRANULARITY, SEALED);
     let mut file = std::fs::File::from(fd.try_clone().unwrap());
     file.seek(SeekFrom::Start(5)).unwrap();
     file.write_all(b"from a peer").unwrap();
@@ -123,9 +164,9 @@ fn memory_that_only_its_owner_sealed_against_shrinking_is_taken() {
 fn memory_sealed_against_writing_is_read_by_anybody_and_written_by_nobody() {
     let subject = Subject::host();
     let device = subject.device();
-    let fd = memfd(GRANULARITY, SealFlag::F_SEAL_SHRINK);
+    let fd = memfd(GRANULARITY, SealFlag::empty());
     std::fs::File::from(fd.try_clone().unwrap()).write_all(b"for ever").unwrap();
-    fcntl(&fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)).unwrap();
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALED | SealFlag::F_SEAL_WRITE)).unwrap();
     let imported = Allocation::import(&device, fd, GRANULARITY).unwrap();
     assert!(imported.properties().immutable);
     assert_eq!(code(Mapping::new(&imported, ReadWrite)), code::INVALID_VALUE);
@@ -222,7 +263,7 @@ fn memory_that_others_may_have_is_not_sealed_any_more() {
     driver.release(handle).unwrap();
     driver.release(imported).unwrap();
     // What a peer made is the peer's to seal.
-    let own = memfd(GRANULARITY, SealFlag::F_SEAL_SHRINK);
+    let own = memfd(GRANULARITY, SEALED);
     let imported = driver.import(own.as_fd(), GRANULARITY).unwrap();
     assert_eq!(code(driver.seal(imported)), code::INVALID_VALUE);
     driver.release(imported).unwrap();

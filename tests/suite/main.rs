@@ -22,6 +22,7 @@ mod launch;
 mod legacy_and_pools;
 mod options;
 mod public_api;
+mod ranges;
 mod reach;
 mod readme;
 mod running;

@@ -84,7 +84,7 @@ fn every_16_bit_float_has_the_value_of_its_definition() {
             let expected = match magnitude {
                 _ if magnitude > infinity => f64::NAN,
                 _ if magnitude == infinity => f64::INFINITY.copysign(if code >> 15 == 1 { -1.0 } else { 1.0 }),
-                _ => by_definition(code.into(), exponent_bits, mantissa_bits.into(), bias),
+                _ => by_definition(code.into(), exponent_bits, mantissa_bits, bias),
             };
             assert!(same(found, expected), "{code:#06x} with {exponent_bits} bits of exponent: {found:?} {expected:?}");
         }
@@ -95,8 +95,9 @@ fn every_16_bit_float_has_the_value_of_its_definition() {
 fn every_8_bit_float_has_the_value_of_its_definition() {
     // Bits of exponent and of mantissa, bias, infinity, the codes of NaN; the largest and the smallest number, by ml_dtypes.
     type Codes = &'static [std::ops::RangeInclusive<u8>];
+    type Format = (&'static str, u32, u32, i32, Option<u8>, Codes, f64, f64);
     const UZ: Codes = &[0x80..=0x80];
-    let formats: [(&str, u32, u32, i32, Option<u8>, Codes, f64, f64); 7] = [
+    let formats: [Format; 7] = [
         ("float8_e3m4", 3, 4, 3, Some(0x70), &[0x71..=0x7f, 0xf1..=0xff], 15.5, 0.015625),
         ("float8_e4m3", 4, 3, 7, Some(0x78), &[0x79..=0x7f, 0xf9..=0xff], 240.0, 0.001953125),
         ("float8_e4m3b11fnuz", 4, 3, 11, None, UZ, 30.0, 0.0001220703125),

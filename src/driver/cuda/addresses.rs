@@ -41,7 +41,7 @@ pub(super) struct Leaving {
     size: u64,
     ordinal: i32,
     source: Source,
-    /// Whether nobody else has it.
+    /// Whether this was the last time that it was taken.
     pub last: bool,
 }
 

@@ -45,7 +45,7 @@ impl From<Location> for crate::driver::Location {
         match location.kind {
             LOCATION_DEVICE => Self::Device(location.id),
             LOCATION_HOST_NUMA => Self::HostNuma(location.id),
-            // A newer driver's word for one that is not visible here, or for something that nobody here asked for.
+            // A newer driver's word for one that is not visible here, or for something that was not asked for here.
             _ => Self::Device(location.id.min(-1)),
         }
     }

@@ -65,7 +65,7 @@ impl Default for Handle {
 // SAFETY: it is a number that the driver takes from any thread.
 unsafe impl Send for Handle {}
 
-/// A device's kernels, if they are loaded. Whoever runs one holds it: the numbers in the device's memory are one caller's.
+/// A device's kernels, if they are loaded. A caller holds it while it runs one: the numbers in the device's memory are one caller's.
 pub(super) type Slot = Arc<Mutex<Option<Program>>>;
 
 impl Program {
@@ -130,7 +130,7 @@ impl Program {
         let mut milliseconds = 0.0;
         // SAFETY: the pointer is valid for the one write; the events are alive.
         unsafe { functions.event_elapsed_time(&mut milliseconds, self.begin.0, self.end.0) }?;
-        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1000.0))
+        Ok(Duration::try_from_secs_f64(f64::from(milliseconds.max(0.0)) / 1000.0).unwrap_or_default())
     }
 }
 
@@ -191,7 +191,7 @@ fn locked(slot: &Slot) -> MutexGuard<'_, Option<Program>> {
 
 impl Kernels for Core {
     fn are_loaded(&self, ordinal: i32) -> bool {
-        // Held while they are loaded or run, and whoever waits for that finds them.
+        // Held while they are loaded or run, and a caller that waits for that finds them.
         self.slot(ordinal).try_lock().map_or(true, |program| program.is_some())
     }
 

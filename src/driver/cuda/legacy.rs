@@ -59,7 +59,7 @@ impl LegacyIpc for Core {
             // SAFETY: the pointer is valid for the one write; the driver checks the handle.
             unsafe { self.functions.ipc_open_mem_handle(&mut address, Opaque(*handle), LAZY_ENABLE_PEER_ACCESS) }?;
             let size = self.reach(address).inspect_err(|_| {
-                // SAFETY: it was opened just now, and the driver counts how often. Nobody else knows of this time.
+                // SAFETY: it was opened just now, and the driver counts how often. No other code knows of this opening.
                 let _ = unsafe { self.functions.ipc_close_mem_handle(address) };
             })?;
             self.changed().take(address, size, ordinal, Source::Opened);

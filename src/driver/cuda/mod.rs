@@ -96,7 +96,7 @@ struct Core {
     /// Held while memory of others is opened or closed: the driver gives the same address again, and does not always count. It
     /// is taken after the pools and before the addresses.
     opening: Mutex<()>,
-    /// A copy holds it for reading, so that nothing is unmapped or freed under it. Nobody holds it for writing while the driver
+    /// A copy holds it for reading, so that nothing is unmapped or freed under it. It is not held for writing while the driver
     /// may take long: all copies would wait.
     addresses: RwLock<Addresses>,
 }
@@ -673,7 +673,7 @@ fn raw_properties(properties: &Properties) -> AllocationProp {
 /// Takes over the descriptor that a call gave, if it gave one.
 ///
 /// # Safety
-/// If it is one, nobody else owns it.
+/// If it is a descriptor, it has no other owner.
 unsafe fn adopt(call: &'static str, fd: RawFd) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(failure(call, code::UNKNOWN));

@@ -118,7 +118,7 @@ impl Pools for Core {
             }?;
             // SAFETY: null is the default stream.
             unsafe { functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
-                // SAFETY: it was allocated just now, and nobody else knows of it.
+                // SAFETY: it was allocated just now, and no other code knows its address.
                 let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
             })?;
             self.changed().take(address, size, ordinal, Source::Pooled(pool));
@@ -178,7 +178,7 @@ impl Pools for Core {
             let known = self.known_addresses().blocks.contains_key(&address);
             let size = self.reach(address).inspect_err(|_| {
                 if !known {
-                    // SAFETY: it was imported just now, and nobody else has it.
+                    // SAFETY: it was imported just now, and no other code has it.
                     let _ = unsafe { functions.mem_free_async(address, ptr::null_mut()) };
                 }
             })?;

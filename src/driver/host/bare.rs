@@ -12,13 +12,15 @@ use super::{
         bare::{Bare, Closing, Created, Opened, Opening, check, lap},
         code, failure_with,
     },
-    HostDriver, from_errno, length, nonzero, pointer, sealed_memfd,
+    HostDriver,
+    addresses::{length, nonzero, pointer},
+    from_errno, memfd,
 };
 use crate::error::Result;
 
 impl Bare for HostDriver {
     fn create(&self, _: i32, size: u64) -> Result<Created> {
-        let memfd = sealed_memfd(size).map_err(|errno| from_errno("host create", errno))?;
+        let memfd = memfd::create(size).map_err(|errno| from_errno("host create", errno))?;
         Ok(Created { by: self.identity, handle: memfd.into_raw_fd() as u64 })
     }
 

@@ -9,16 +9,17 @@
 #![allow(unsafe_code)]
 #![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
 
+mod addresses;
 mod available;
 #[cfg(feature = "tools")]
 mod bare;
+mod memfd;
 
 use std::{
     collections::BTreeMap,
-    ffi::c_void,
     fs, io,
     num::NonZeroUsize,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{BorrowedFd, OwnedFd},
     ptr::NonNull,
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     thread,
@@ -27,20 +28,18 @@ use std::{
 
 use nix::{
     errno::Errno,
-    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
-    sys::{
-        memfd::{MFdFlags, memfd_create},
-        mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap},
-        resource::{Resource, getrlimit},
-        stat::fstat,
-    },
-    unistd::ftruncate,
+    fcntl::SealFlag,
+    sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap},
 };
 use uuid::{Uuid, uuid};
 
+use self::{
+    addresses::{Mapped, Reserved, pointer},
+    memfd::Inspected,
+};
 use super::{
     Access, Attribute, Backend, DeviceUuid, Granularity, Handle, Identity, LegacyIpc, Location, MemoryInfo, Origin,
-    PageLocked, Pools, Properties, Verbs, Window, code, copy, cover, failure, failure_with,
+    PageLocked, Pools, Properties, Verbs, Window, code, copy, failure, failure_with,
     window::{PageLocker, View, Windows},
 };
 #[cfg(feature = "tools")]
@@ -95,20 +94,6 @@ struct Memory {
     /// Whether no seal can be added any more: at the first export, or with the seal against writing.
     closed: bool,
     /// Whether it is sealed against writing.
-    immutable: bool,
-}
-
-/// A range of addresses, and what is mapped in it, by address.
-#[derive(Debug)]
-struct Reserved {
-    size: u64,
-    mapped: BTreeMap<u64, Mapped>,
-}
-
-#[derive(Debug)]
-struct Mapped {
-    size: u64,
-    access: Option<Access>,
     immutable: bool,
 }
 
@@ -212,27 +197,12 @@ impl Drop for Space {
             return;
         }
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for (&address, reserved) in &state.reservations {
-            // SAFETY: the range was reserved by this object and not freed since.
-            if let Err(errno) = unsafe { munmap(pointer(address), length(reserved.size)) } {
+        for (address, reserved) in &mut state.reservations {
+            // SAFETY: neither the driver object nor a window of it is left, in any thread.
+            if let Err(errno) = unsafe { reserved.free() } {
                 tracing::warn!(%errno, address, "a forgotten reservation can't be freed");
             }
         }
-    }
-}
-
-impl Reserved {
-    /// The mappings inside a range, if there is no other part of a mapping in it.
-    fn whole(&self, address: u64, size: u64) -> Option<Vec<u64>> {
-        let end = address.checked_add(size)?;
-        let overlapping = self.mapped.iter().filter(|&(&start, mapped)| start < end && address < start + mapped.size);
-        overlapping.map(|(&start, mapped)| (address <= start && start + mapped.size <= end).then_some(start)).collect()
-    }
-
-    /// Whether mappings that `usable` accepts cover a range without a gap.
-    fn covers(&self, address: u64, size: u64, usable: impl Fn(&Mapped) -> bool) -> bool {
-        let usable = self.mapped.iter().filter(|(_, mapped)| usable(mapped));
-        cover(usable.map(|(&start, mapped)| (start, mapped.size)), address, size)
     }
 }
 
@@ -322,7 +292,7 @@ unsafe impl Verbs for HostDriver {
         if size > self.memory_info(0)?.free {
             return Err(failure(CALL, code::OUT_OF_MEMORY));
         }
-        let memfd = sealed_memfd(size).map_err(|errno| from_errno(CALL, errno))?;
+        let memfd = memfd::create(size).map_err(|errno| from_errno(CALL, errno))?;
         Ok(self.write().add(
             self.identity,
             Memory { memfd, size, exportable: properties.exportable, closed: false, immutable: false },
@@ -342,8 +312,9 @@ unsafe impl Verbs for HostDriver {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         let alignment = alignment.max(self.granularity);
-        let address = reserve_aligned(size, alignment).map_err(|errno| from_errno(CALL, errno))?;
-        self.write().reservations.insert(address, Reserved { size, mapped: BTreeMap::new() });
+        let reserved = Reserved::new(size, alignment).map_err(|errno| from_errno(CALL, errno))?;
+        let address = reserved.address();
+        self.write().reservations.insert(address, reserved);
         Ok(address)
     }
 
@@ -351,12 +322,11 @@ unsafe impl Verbs for HostDriver {
         const CALL: &str = "host free";
         self.origin.check()?;
         let mut state = self.write();
-        match state.reservations.get(&address) {
-            Some(reserved) if reserved.size == size && reserved.mapped.is_empty() => {}
-            _ => return Err(failure(CALL, code::INVALID_VALUE)),
-        }
-        // SAFETY: the table says that exactly this range was reserved by this object and that nothing is mapped in it.
-        unsafe { munmap(pointer(address), length(size)) }.map_err(|errno| from_errno(CALL, errno))?;
+        let empty = |reserved: &&mut Reserved| reserved.size == size && reserved.mapped.is_empty();
+        let reserved = state.reservations.get_mut(&address).filter(empty);
+        let reserved = reserved.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        // SAFETY: nothing is mapped in it that a thread could access.
+        unsafe { reserved.free() }.map_err(|errno| from_errno(CALL, errno))?;
         state.reservations.remove(&address);
         Ok(())
     }
@@ -375,20 +345,10 @@ unsafe impl Verbs for HostDriver {
         if offset != 0 || size != memory.size {
             return Err(failure(CALL, code::NOT_SUPPORTED));
         }
-        if !reserved.whole(address, size).is_some_and(|inside| inside.is_empty()) {
+        if !reserved.is_vacant(address, size) {
             return Err(invalid());
         }
-        // Kernels before 6.7 let nobody share what is sealed against writing, for reading neither. Nobody can change the bytes,
-        // so there is nothing to share.
-        let sharing = if memory.immutable { MapFlags::MAP_PRIVATE } else { MapFlags::MAP_SHARED };
-        let flags = sharing | MapFlags::MAP_FIXED;
-        // SAFETY: the range lies in a reservation of this object and nothing is mapped there, so nothing is replaced but
-        // reserved addresses that nobody can be using.
-        unsafe { mmap(Some(nonzero(address)), nonzero(size), ProtFlags::PROT_NONE, flags, &memory.memfd, 0) }
-            .map_err(|errno| from_errno(CALL, errno))?;
-        let immutable = memory.immutable;
-        reserved.mapped.insert(address, Mapped { size, access: None, immutable });
-        Ok(())
+        reserved.map(address, size, &memory.memfd, memory.immutable).map_err(|errno| from_errno(CALL, errno))
     }
 
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
@@ -401,11 +361,9 @@ unsafe impl Verbs for HostDriver {
             return Err(invalid());
         }
         for start in reserved.whole(address, size).ok_or_else(invalid)? {
-            let mapped_size = reserved.mapped[&start].size;
-            // SAFETY: the table says that this is a whole mapping of this object; its addresses become reserved again.
-            // Copies hold the lock for reading, so none is under way, and no window is open on any of it.
-            unsafe { reserve_fixed(start, mapped_size) }.map_err(|errno| from_errno(CALL, errno))?;
-            reserved.mapped.remove(&start);
+            // SAFETY: copies of all threads hold the lock for reading and look it up there, so none is under way. No window is open on
+            // any of it, nor opened without the lock.
+            unsafe { reserved.unmap(start) }.map_err(|errno| from_errno(CALL, errno))?;
         }
         Ok(())
     }
@@ -424,20 +382,9 @@ unsafe impl Verbs for HostDriver {
         if access == Some(Access::ReadWrite) && inside.iter().any(|start| reserved.mapped[start].immutable) {
             return Err(invalid());
         }
-        let protection = match access {
-            None => ProtFlags::PROT_NONE,
-            Some(Access::ReadOnly) => ProtFlags::PROT_READ,
-            Some(Access::ReadWrite) => ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
-        };
-        // SAFETY: the range is wholly covered by mappings of this object, and no Rust reference into it exists: those are had
-        // from a window, and none is open on it; all else touches it through raw pointers, under the lock.
-        unsafe { mprotect(pointer(address), length(size), protection) }.map_err(|errno| from_errno(CALL, errno))?;
-        for start in inside {
-            if let Some(mapped) = reserved.mapped.get_mut(&start) {
-                mapped.access = access;
-            }
-        }
-        Ok(())
+        // SAFETY: copies of all threads hold the lock for reading and look the access up there. No window is open on any of it, and so
+        // there is no slice.
+        unsafe { reserved.protect(&inside, access) }.map_err(|errno| from_errno(CALL, errno))
     }
 
     fn export(&self, handle: Handle) -> Result<OwnedFd> {
@@ -448,7 +395,7 @@ unsafe impl Verbs for HostDriver {
         let memory = memory.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         if !memory.closed {
             // Against further seals, with which a consumer could lock its producer out.
-            add_seals(&memory.memfd, SealFlag::F_SEAL_SEAL).map_err(|errno| from_errno(CALL, errno))?;
+            memfd::add_seals(&memory.memfd, SealFlag::F_SEAL_SEAL).map_err(|errno| from_errno(CALL, errno))?;
             memory.closed = true;
         }
         memory.memfd.try_clone().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
@@ -457,31 +404,19 @@ unsafe impl Verbs for HostDriver {
     fn import(&self, fd: BorrowedFd<'_>, size: u64) -> Result<Handle> {
         const CALL: &str = "host import";
         self.origin.check()?;
-        let unfit = |code, reason: String| failure_with(CALL, code, Some(io::Error::other(reason)));
-        let from_io = |error| failure_with(CALL, code::UNKNOWN, Some(error));
-        let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|errno| from_io(errno.into()))?;
-        let seals = SealFlag::from_bits_retain(seals);
-        if !seals.contains(SealFlag::F_SEAL_SHRINK) {
-            let reason = "the memory is not sealed against shrinking: its owner could take it away under this process";
-            return Err(unfit(code::UNKNOWN, reason.to_owned()));
+        let fails = |(code, reason)| failure_with(CALL, code, Some(reason));
+        let Inspected { immutable, missing } = memfd::inspect(fd, size).map_err(fails)?;
+        if !self.aligned(size) {
+            return Err(failure(CALL, code::INVALID_VALUE));
         }
-        let stat = fstat(fd).map_err(|errno| from_io(errno.into()))?;
-        let actual = u64::try_from(stat.st_size).unwrap_or(0);
-        if actual != size || !self.aligned(size) {
-            return Err(unfit(code::INVALID_VALUE, format!("the memory has {actual} bytes where {size} were claimed")));
-        }
-        // Pages that its owner never committed would be committed by reading them here.
-        let missing = size.saturating_sub(u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512));
         if missing > 0 {
             let free = self.memory_info(0)?.free;
             if missing > free {
                 let reason = format!("{missing} bytes of the memory are not committed, and {free} bytes are free here");
-                return Err(unfit(code::OUT_OF_MEMORY, reason));
+                return Err(fails((code::OUT_OF_MEMORY, io::Error::other(reason))));
             }
         }
-        let memfd = fd.try_clone_to_owned().map_err(from_io)?;
-        let immutable = seals.contains(SealFlag::F_SEAL_WRITE);
-        // Its seals are for who made it.
+        let memfd = fd.try_clone_to_owned().map_err(|error| fails((code::UNKNOWN, error)))?;
         Ok(self.write().add(self.identity, Memory { memfd, size, exportable: false, closed: true, immutable }))
     }
 
@@ -563,7 +498,7 @@ unsafe impl Verbs for HostDriver {
                 return Err(invalid());
             }
             // The kernel refuses it while it is mapped, for whatever access, and takes no seal back.
-            match add_seals(&memory.memfd, seals) {
+            match memfd::add_seals(&memory.memfd, seals) {
                 Ok(()) => {
                     (memory.closed, memory.immutable) = (true, true);
                     return Ok(true);
@@ -652,73 +587,6 @@ impl PageLocker for Anonymous {
         // SAFETY: the caller's promise: it is a whole mapping that nobody uses. In a fork it is a copy, and goes alone.
         unsafe { munmap(start.cast(), size) }.map_err(|errno| from_errno("host page_lock", errno))
     }
-}
-
-fn add_seals(memfd: &OwnedFd, seals: SealFlag) -> nix::Result<()> {
-    fcntl(memfd, FcntlArg::F_ADD_SEALS(seals)).map(drop)
-}
-
-/// A memfd of `size` bytes, every page of it committed.
-fn sealed_memfd(size: u64) -> nix::Result<OwnedFd> {
-    let close_on_exec = MFdFlags::MFD_CLOEXEC;
-    // NOEXEC_SEAL (Linux 6.3) implies sealing, and some systems demand it; older kernels know nothing of it.
-    let memfd = memfd_create(c"vmmfd", close_on_exec | MFdFlags::from_bits_retain(nix::libc::MFD_NOEXEC_SEAL))
-        .or_else(|errno| match errno {
-            Errno::EINVAL => memfd_create(c"vmmfd", close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
-            other => Err(other),
-        })?;
-    let length = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
-    // To go beyond it is not an error first but a signal, which ends the process.
-    if getrlimit(Resource::RLIMIT_FSIZE)?.0 < size {
-        return Err(Errno::EFBIG);
-    }
-    ftruncate(&memfd, length)?;
-    fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, length)?;
-    add_seals(&memfd, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW)?;
-    Ok(memfd)
-}
-
-/// Reserves addresses at a multiple of `alignment`: more than needed, then both ends are cut off.
-fn reserve_aligned(size: u64, alignment: u64) -> nix::Result<u64> {
-    let padded = size.checked_add(alignment).ok_or(Errno::ENOMEM)?;
-    let length_padded = usize::try_from(padded).ok().and_then(NonZeroUsize::new).ok_or(Errno::ENOMEM)?;
-    // SAFETY: new anonymous addresses that replace nothing.
-    let found = unsafe { mmap_anonymous(None, length_padded, ProtFlags::PROT_NONE, RESERVE) }?.as_ptr() as u64;
-    let address = found.next_multiple_of(alignment);
-    for (start, end) in [(found, address), (address + size, found + padded)] {
-        if start < end {
-            // SAFETY: both ends are parts of the mapping just made, which nobody else knows of.
-            unsafe { munmap(pointer(start), length(end - start)) }?;
-        }
-    }
-    Ok(address)
-}
-
-const RESERVE: MapFlags = MapFlags::MAP_PRIVATE.union(MapFlags::MAP_NORESERVE);
-
-/// Turns a range of mapped addresses back into reserved ones.
-///
-/// # Safety
-/// The range belongs to the caller, and nobody uses what is mapped there.
-unsafe fn reserve_fixed(address: u64, size: u64) -> nix::Result<()> {
-    // SAFETY: the caller's promise.
-    unsafe {
-        mmap_anonymous(Some(nonzero(address)), nonzero(size), ProtFlags::PROT_NONE, RESERVE.union(MapFlags::MAP_FIXED))
-    }?;
-    Ok(())
-}
-
-/// An address of the table as a pointer. Address 0 is never in it; should it be, the dangling pointer is refused.
-fn pointer(address: u64) -> NonNull<c_void> {
-    NonNull::new(address as *mut c_void).unwrap_or(NonNull::dangling())
-}
-
-fn length(size: u64) -> usize {
-    size as usize
-}
-
-fn nonzero(value: u64) -> NonZeroUsize {
-    NonZeroUsize::new(value as usize).unwrap_or(NonZeroUsize::MAX)
 }
 
 fn from_errno(call: &'static str, errno: Errno) -> Error {

@@ -16,7 +16,7 @@ use tempfile::{Builder, NamedTempFile};
 use crate::{
     error::{Error, MemoryError, Result},
     memory::{Mirror, Region},
-    tools::check::pattern::slices,
+    tools::check::{check_range, pattern::slices},
     tools::error::ToolError,
 };
 
@@ -90,6 +90,7 @@ impl Source {
     ///
     /// Driver calls: those of [`Mirror`].
     pub fn load(&self, region: &dyn Region, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<String> {
+        check_range(region, 0, &(0..self.size))?;
         let mut digest = Digest::default();
         let mut mirror = Mirror::to_fill(region, 0, region.size().min(SLICE as u64))?;
         let mut staged = Vec::new();
@@ -173,6 +174,7 @@ pub fn read(
     range: Range<u64>,
     each: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<String> {
+    check_range(region, start, &range)?;
     let mut digest = Digest::default();
     let mut mirror = None::<Mirror<'_>>;
     let mut staged = Vec::new();

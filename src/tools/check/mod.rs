@@ -9,11 +9,15 @@ pub mod files;
 pub mod pattern;
 mod verifier;
 
-use std::{path::Path, time::Duration};
+use std::{ops::Range, path::Path, time::Duration};
 
 use self::pattern::Work;
 pub use self::{exercise::Exercise, figures::Figures, verifier::DataVerifier};
-use crate::array::ArrayDescriptor;
+use crate::{
+    array::ArrayDescriptor,
+    error::{Error, MemoryError, Result},
+    memory::Region,
+};
 
 /// A step on the data that is done.
 #[derive(Debug)]
@@ -77,3 +81,14 @@ pub enum Event<'a> {
 
 /// Receives events, perhaps from several threads at once.
 pub type Observer<'a> = &'a (dyn Fn(Event<'_>) + Sync);
+
+/// Checks that a range of an object's bytes is in memory that begins with the object's byte `start`.
+fn check_range(region: &dyn Region, start: u64, range: &Range<u64>) -> Result<()> {
+    let size = region.size();
+    let inside = start <= range.start && range.start <= range.end && range.end - start <= size;
+    if inside {
+        return Ok(());
+    }
+    let (offset, length) = (range.start.saturating_sub(start), range.end.saturating_sub(range.start));
+    Err(Error::Memory(MemoryError::OutOfRange { offset, length, size }))
+}

@@ -17,6 +17,7 @@ use crate::{
     },
     error::{DeviceError, Error, MemoryError, ParseError, Result},
     memory::Region,
+    tools::check::check_range,
 };
 
 /// An engine.
@@ -168,7 +169,7 @@ impl EngineChoice {
 
     /// Chooses the engine.
     fn choose<'a>(self, region: &'a dyn Region, start: u64, range: &Range<u64>) -> Result<Chosen<'a>> {
-        host::check(region, start, range)?;
+        check_range(region, start, range)?;
         let (device, here) = (region.device(), Chosen::Host { fallback: None });
         let kernels = match (self, device.verbs().kernels()) {
             (Self::Only(Engine::Host), _) | (Self::Auto, Err(Error::Device(DeviceError::Unsupported { .. }))) => {
@@ -255,7 +256,7 @@ fn verification(
     let words = touched(part);
     let first = match counted.first {
         Some(index) if words.contains(&index) => {
-            let inside = (index * 4).max(part.start)..(index * 4 + 4).min(part.end);
+            let inside = (index * 4).max(part.start)..(index * 4).saturating_add(4).min(part.end);
             let (mut found, mut expected) = ([0; 4], [0; 4]);
             let length = (inside.end - inside.start) as usize;
             region.copy_out(inside.start - start, &mut found[..length])?;

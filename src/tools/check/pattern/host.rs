@@ -12,10 +12,7 @@ use std::{
 };
 
 use super::{Checker, Pattern, Verification, slices};
-use crate::{
-    error::{Error, MemoryError, Result},
-    memory::Region,
-};
+use crate::{error::Result, memory::Region, tools::check::check_range};
 
 /// The host memory that each CPU uses at a time, in bytes: what its cache holds, and a multiple of 4.
 pub const SLICE: usize = 1 << 20;
@@ -65,7 +62,7 @@ fn put(
     pattern: Pattern,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<()> {
-    check(region, start, &range)?;
+    check_range(region, start, &range)?;
     let work = |slice: &mut Vec<u8>, part: Range<u64>| {
         slice.resize((part.end - part.start) as usize, 0);
         let data = range.end.saturating_sub(part.start).min(slice.len() as u64) as usize;
@@ -93,7 +90,7 @@ pub fn verify(
     pattern: Pattern,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<Verification> {
-    check(region, start, &range)?;
+    check_range(region, start, &range)?;
     let begin = || (Vec::new(), Checker::new(pattern));
     let work = |(found, checker): &mut (Vec<u8>, Checker), part: Range<u64>| {
         found.resize((part.end - part.start) as usize, 0);
@@ -107,20 +104,6 @@ pub fn verify(
         progress(done)
     })?;
     Ok(all)
-}
-
-/// That a range is inside memory that begins with byte `start`.
-pub(super) fn check(region: &dyn Region, start: u64, range: &Range<u64>) -> Result<()> {
-    let outside = range.start < start || range.end < range.start || range.end - start > region.size();
-    if outside {
-        let length = range.end.saturating_sub(range.start);
-        return Err(Error::Memory(MemoryError::OutOfRange {
-            offset: range.start.saturating_sub(start),
-            length,
-            size: region.size(),
-        }));
-    }
-    Ok(())
 }
 
 /// Works on each slice of a range, on all CPUs, each with a state from `begin`. `take` is called on this thread with the result of a

@@ -165,7 +165,7 @@ impl Verification {
         let mut at = start;
         let end = start + found.len() as u64;
         while at < end {
-            let next = (at / 4 * 4 + 4).min(end);
+            let next = (at / 4 * 4).saturating_add(4).min(end);
             let inside = (at - start) as usize..(next - start) as usize;
             let (found, expected) = (&found[inside.clone()], &expected[inside]);
             if found != expected {
@@ -217,7 +217,7 @@ impl Checker {
 pub(crate) fn slices(range: Range<u64>, length: usize) -> impl Iterator<Item = Range<u64>> {
     let (mut at, length) = (range.start, length as u64);
     std::iter::from_fn(move || {
-        let part = at..(at / length * length + length).min(range.end);
+        let part = at..(at / length * length).saturating_add(length).min(range.end);
         at = part.end;
         (!part.is_empty()).then_some(part)
     })

@@ -1,0 +1,355 @@
+//! Addresses of this process: reserved, mapped over, and given back.
+//!
+//! A reservation is a range of `PROT_NONE` addresses, which `MAP_FIXED` replaces. The kernel may unmap what is to be
+//! replaced and fail after that (6.18 does so for memory of huge pages, if there are none; any kernel may, when it has no
+//! memory for its own tables). Then the range is a hole, and another thread's mmap(2) may be given it at once. Making the mapping
+//! elsewhere and moving it with mremap(2) is no way around: that unmaps its destination first, too. So a range whose mapping
+//! failed is reserved again where it is still free, and is lost where that is not certain: never mapped, unmapped or freed
+//! again, as it may belong to somebody else. No peer can bring that about: see [`super::memfd::inspect`].
+
+use std::{collections::BTreeMap, ffi::c_void, num::NonZeroUsize, ops::Range, os::fd::AsFd, ptr::NonNull};
+
+use nix::{
+    errno::Errno,
+    sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap},
+};
+
+use crate::driver::{Access, cover};
+
+/// A range of addresses, and what is mapped in it, by address.
+#[derive(Debug)]
+pub(super) struct Reserved {
+    address: u64,
+    pub(super) size: u64,
+    pub(super) mapped: BTreeMap<u64, Mapped>,
+    /// Parts that may be another thread's mappings by now.
+    lost: Vec<Range<u64>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Mapped {
+    pub(super) size: u64,
+    pub(super) access: Option<Access>,
+    /// Whether nothing can write to it: its memory is sealed, and mapped privately.
+    pub(super) immutable: bool,
+}
+
+const RESERVE: MapFlags = MapFlags::MAP_PRIVATE.union(MapFlags::MAP_NORESERVE);
+
+impl Reserved {
+    /// Reserves addresses at a multiple of `alignment`: more than needed, then both ends are cut off.
+    pub(super) fn new(size: u64, alignment: u64) -> nix::Result<Self> {
+        let padded = size.checked_add(alignment).ok_or(Errno::ENOMEM)?;
+        let length_padded = usize::try_from(padded).ok().and_then(NonZeroUsize::new).ok_or(Errno::ENOMEM)?;
+        // SAFETY: new anonymous addresses that replace nothing.
+        let found = unsafe { mmap_anonymous(None, length_padded, ProtFlags::PROT_NONE, RESERVE) }?.as_ptr() as u64;
+        let address = found.next_multiple_of(alignment);
+        for (start, end) in [(found, address), (address + size, found + padded)] {
+            if start < end {
+                // SAFETY: both ends are parts of the mapping just made, which no other thread knows of.
+                unsafe { munmap(pointer(start), length(end - start)) }?;
+            }
+        }
+        Ok(Self { address, size, mapped: BTreeMap::new(), lost: Vec::new() })
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The mappings inside a range, if there is no other part of a mapping in it.
+    pub(super) fn whole(&self, address: u64, size: u64) -> Option<Vec<u64>> {
+        let end = address.checked_add(size)?;
+        let overlapping = self.mapped.iter().filter(|&(&start, mapped)| start < end && address < start + mapped.size);
+        overlapping.map(|(&start, mapped)| (address <= start && start + mapped.size <= end).then_some(start)).collect()
+    }
+
+    /// Whether mappings that `usable` accepts cover a range without a gap.
+    pub(super) fn covers(&self, address: u64, size: u64, usable: impl Fn(&Mapped) -> bool) -> bool {
+        let usable = self.mapped.iter().filter(|(_, mapped)| usable(mapped));
+        cover(usable.map(|(&start, mapped)| (start, mapped.size)), address, size)
+    }
+
+    /// Whether something can be mapped at all of a range: it is inside, and nothing of it is mapped or lost.
+    pub(super) fn is_vacant(&self, address: u64, size: u64) -> bool {
+        let Some(end) = address.checked_add(size) else { return false };
+        self.address <= address
+            && end <= self.address + self.size
+            && self.whole(address, size).is_some_and(|inside| inside.is_empty())
+            && self.lost.iter().all(|lost| end <= lost.start || lost.end <= address)
+    }
+
+    /// Maps `size` bytes of a memfd into a vacant range, not accessible yet. If it fails, the range may be lost.
+    pub(super) fn map(&mut self, address: u64, size: u64, memfd: impl AsFd, immutable: bool) -> nix::Result<()> {
+        if !self.is_vacant(address, size) {
+            return Err(Errno::EINVAL);
+        }
+        // Kernels before 6.7 let nothing share what is sealed against writing, for reading neither. Nothing can change the bytes,
+        // so there is nothing to share.
+        let sharing = if immutable { MapFlags::MAP_PRIVATE } else { MapFlags::MAP_SHARED };
+        let over = |start, length| {
+            // SAFETY: the range is reserved by this object and nothing is mapped there, so nothing is replaced but addresses that
+            // no thread accesses.
+            unsafe { mmap(Some(start), length, ProtFlags::PROT_NONE, sharing | MapFlags::MAP_FIXED, &memfd, 0) }
+        };
+        match replace(address, size, over) {
+            Replaced::Done => {
+                self.mapped.insert(address, Mapped { size, access: None, immutable });
+                Ok(())
+            }
+            Replaced::Reserved(errno) => Err(errno),
+            Replaced::Lost(errno) => {
+                self.lose(address..address + size);
+                Err(errno)
+            }
+        }
+    }
+
+    /// Turns the addresses of a mapping back into reserved ones. If it fails, they are lost, with the memory mapped or not.
+    ///
+    /// # Safety
+    /// No thread accesses the mapping, or does so later by an address that it has now.
+    pub(super) unsafe fn unmap(&mut self, start: u64) -> nix::Result<()> {
+        let Some(Mapped { size, .. }) = self.mapped.remove(&start) else { return Err(Errno::EINVAL) };
+        let over = |start, length| {
+            // SAFETY: it was a whole mapping of this object, and the caller's promise.
+            unsafe { mmap_anonymous(Some(start), length, ProtFlags::PROT_NONE, RESERVE | MapFlags::MAP_FIXED) }
+        };
+        match replace(start, size, over) {
+            // What was mapped is gone either way.
+            Replaced::Done | Replaced::Reserved(_) => Ok(()),
+            Replaced::Lost(errno) => {
+                self.lose(start..start + size);
+                Err(errno)
+            }
+        }
+    }
+
+    /// Sets what this process may do with whole mappings. After a failure it is what it was, or nothing.
+    ///
+    /// # Safety
+    /// No thread accesses them meanwhile, or does so later in a way that is not allowed then.
+    pub(super) unsafe fn protect(&mut self, inside: &[u64], access: Option<Access>) -> nix::Result<()> {
+        let mut result = Ok(());
+        for start in inside {
+            let Some(mapped) = self.mapped.get_mut(start).filter(|_| result.is_ok()) else { continue };
+            // SAFETY: it is a whole mapping of this object, and the caller's promise.
+            result = unsafe { mprotect(pointer(*start), length(mapped.size), protection(access)) };
+        }
+        for start in inside {
+            let Some(mapped) = self.mapped.get_mut(start) else { continue };
+            // SAFETY: as above.
+            let back = || unsafe { mprotect(pointer(*start), length(mapped.size), protection(mapped.access)) };
+            mapped.access = match result {
+                Ok(()) => access,
+                Err(_) => mapped.access.filter(|_| back().is_ok()),
+            };
+        }
+        result
+    }
+
+    /// Frees all addresses that are not lost, and whatever is mapped there. What could not be freed can be tried again.
+    ///
+    /// # Safety
+    /// No thread accesses anything in it, or does so later.
+    pub(super) unsafe fn free(&mut self) -> nix::Result<()> {
+        let mut start = self.address;
+        let mut lost = self.lost.clone();
+        lost.sort_by_key(|lost| lost.start);
+        lost.push(self.address + self.size..self.address + self.size);
+        for Range { start: end, end: next } in lost {
+            if start < end {
+                // SAFETY: this object reserved it and neither lost nor freed it since; and the caller's promise.
+                unsafe { munmap(pointer(start), length(end - start)) }?;
+                self.mapped.retain(|&at, _| at < start || end <= at);
+                self.lose(start..end);
+            }
+            start = next;
+        }
+        Ok(())
+    }
+
+    fn lose(&mut self, range: Range<u64>) {
+        self.lost.push(range);
+    }
+}
+
+/// What came of mapping something over addresses of this process.
+#[derive(Debug, PartialEq, Eq)]
+enum Replaced {
+    /// It is there.
+    Done,
+    /// It is not. The addresses are reserved, and nothing is mapped there.
+    Reserved(Errno),
+    /// It is not. What was there may still be, or another thread's mapping.
+    Lost(Errno),
+}
+
+/// Maps something over a range of this process by `over`, which is to use `MAP_FIXED`.
+fn replace(
+    address: u64,
+    size: u64,
+    over: impl FnOnce(NonZeroUsize, NonZeroUsize) -> nix::Result<NonNull<c_void>>,
+) -> Replaced {
+    let (start, length) = (nonzero(address), nonzero(size));
+    let Err(errno) = over(start, length) else { return Replaced::Done };
+    // Without `MAP_FIXED` nothing is replaced: it fails where anything is mapped, be it what was there before.
+    // SAFETY: new anonymous addresses that replace nothing.
+    let again =
+        unsafe { mmap_anonymous(Some(start), length, ProtFlags::PROT_NONE, RESERVE | MapFlags::MAP_FIXED_NOREPLACE) };
+    match again {
+        Ok(found) if found.as_ptr() as u64 == address => Replaced::Reserved(errno),
+        Ok(elsewhere) => {
+            // Kernels before 4.17 do not know the flag, and choose a place where the wanted one is taken.
+            // SAFETY: it was made just now, and no other thread knows of it.
+            let _ = unsafe { munmap(elsewhere, length.get()) };
+            Replaced::Lost(errno)
+        }
+        Err(_) => Replaced::Lost(errno),
+    }
+}
+
+fn protection(access: Option<Access>) -> ProtFlags {
+    match access {
+        None => ProtFlags::PROT_NONE,
+        Some(Access::ReadOnly) => ProtFlags::PROT_READ,
+        Some(Access::ReadWrite) => ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+    }
+}
+
+/// An address of the table as a pointer. Address 0 is never in it; should it be, the dangling pointer is refused.
+pub(super) fn pointer(address: u64) -> NonNull<c_void> {
+    NonNull::new(address as *mut c_void).unwrap_or(NonNull::dangling())
+}
+
+pub(super) fn length(size: u64) -> usize {
+    size as usize
+}
+
+pub(super) fn nonzero(value: u64) -> NonZeroUsize {
+    NonZeroUsize::new(value as usize).unwrap_or(NonZeroUsize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use nix::{
+        sys::memfd::{MFdFlags, memfd_create},
+        unistd::ftruncate,
+    };
+
+    use super::*;
+
+    const UNIT: u64 = 2 << 20;
+
+    /// The permissions of what is mapped at an address, as /proc/self/maps shows them; `None` for a hole.
+    fn seen(address: u64) -> Option<String> {
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let at = |line: &str| {
+            let (range, rest) = line.split_once(' ')?;
+            let (start, end) = range.split_once('-')?;
+            let number = |text| u64::from_str_radix(text, 16).unwrap();
+            (number(start)..number(end)).contains(&address).then(|| rest[..4].to_owned())
+        };
+        maps.lines().find_map(at)
+    }
+
+    /// Fails as the kernel does that has unmapped what was to be replaced.
+    fn half_way(start: NonZeroUsize, length: NonZeroUsize) -> nix::Result<NonNull<c_void>> {
+        // SAFETY: the addresses are the test's own, and nothing accesses them.
+        unsafe { munmap(pointer(start.get() as u64), length.get()) }.unwrap();
+        Err(Errno::ENOMEM)
+    }
+
+    /// Tries something again whose hole the thread of another test may have taken, which is rare.
+    fn eventually(attempt: impl Fn() -> bool) {
+        assert!((0..100).any(|_| attempt()), "lost each time");
+    }
+
+    #[test]
+    fn a_mapping_that_fails_half_way_leaves_reserved_addresses() {
+        eventually(|| {
+            let mut reserved = Reserved::new(3 * UNIT, UNIT).unwrap();
+            let middle = reserved.address() + UNIT;
+            let replaced = replace(middle, UNIT, half_way);
+            if replaced == Replaced::Lost(Errno::ENOMEM) {
+                return false;
+            }
+            assert_eq!(replaced, Replaced::Reserved(Errno::ENOMEM));
+            assert_eq!(seen(middle).as_deref(), Some("---p"));
+            // SAFETY: nothing accesses it.
+            unsafe { reserved.free() }.unwrap();
+            true
+        });
+    }
+
+    #[test]
+    fn memory_of_huge_pages_that_are_not_there_leaves_no_hole() {
+        // More than any machine has.
+        let size = 1 << 40;
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_HUGETLB | MFdFlags::MFD_HUGE_2MB;
+        let memfd = memfd_create(c"huge", flags).unwrap();
+        ftruncate(&memfd, size).unwrap();
+        eventually(|| {
+            let mut reserved = Reserved::new(size as u64, UNIT).unwrap();
+            let address = reserved.address();
+            assert_eq!(reserved.map(address, size as u64, &memfd, false), Err(Errno::ENOMEM));
+            assert!(reserved.mapped.is_empty());
+            let vacant = reserved.is_vacant(address, size as u64);
+            if vacant {
+                assert_eq!(seen(address + UNIT).as_deref(), Some("---p"));
+            }
+            // SAFETY: nothing accesses it.
+            unsafe { reserved.free() }.unwrap();
+            vacant
+        });
+    }
+
+    #[test]
+    fn a_hole_that_another_thread_took_is_left_alone() {
+        let mut reserved = Reserved::new(3 * UNIT, UNIT).unwrap();
+        let (start, middle) = (reserved.address(), reserved.address() + UNIT);
+        let taken = |at, length| {
+            let writable = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+            // SAFETY: the addresses are the test's own, and nothing accesses them.
+            unsafe { mmap_anonymous(Some(at), length, writable, MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED) }.unwrap();
+            Err(Errno::ENOMEM)
+        };
+        assert_eq!(replace(middle, UNIT, taken), Replaced::Lost(Errno::ENOMEM));
+        reserved.lose(middle..middle + UNIT);
+        for (address, units) in [(middle, 1), (start, 2), (middle, 2), (start, 3)] {
+            assert!(!reserved.is_vacant(address, units * UNIT));
+        }
+        assert!(reserved.is_vacant(start, UNIT) && reserved.is_vacant(middle + UNIT, UNIT));
+        // SAFETY: nothing accesses it.
+        unsafe { reserved.free() }.unwrap();
+        assert_eq!(seen(middle).as_deref(), Some("rw-p"), "unmapped under the other thread");
+        // SAFETY: the mapping in the hole, which nothing accesses.
+        unsafe { munmap(pointer(middle), length(UNIT)) }.unwrap();
+    }
+
+    #[test]
+    fn protection_that_fails_half_way_is_taken_back() {
+        let mut reserved = Reserved::new(2 * UNIT, UNIT).unwrap();
+        let start = reserved.address();
+        let memfd = memfd_create(c"test", MFdFlags::MFD_CLOEXEC).unwrap();
+        ftruncate(&memfd, UNIT as i64).unwrap();
+        let read_only = fs::File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&memfd))).unwrap();
+        reserved.map(start, UNIT, &memfd, false).unwrap();
+        // The kernel never lets this one be written.
+        reserved.map(start + UNIT, UNIT, &read_only, false).unwrap();
+        let both = [start, start + UNIT];
+        // SAFETY: nothing accesses it.
+        unsafe {
+            reserved.protect(&both, Some(Access::ReadOnly)).unwrap();
+            assert_eq!(reserved.protect(&both, Some(Access::ReadWrite)), Err(Errno::EACCES));
+        }
+        for address in both {
+            assert_eq!(reserved.mapped[&address].access, Some(Access::ReadOnly));
+            assert_eq!(seen(address).as_deref(), Some("r--s"));
+        }
+        // SAFETY: nothing accesses it.
+        unsafe { reserved.free() }.unwrap();
+    }
+}

@@ -1,0 +1,87 @@
+//! Memory as a descriptor: made here, or by a peer.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        resource::{Resource, getrlimit},
+        stat::fstat,
+        statfs::{HUGETLBFS_MAGIC, fstatfs},
+    },
+    unistd::ftruncate,
+};
+
+use crate::driver::code;
+
+/// A memfd of `size` bytes, every page of it committed.
+pub(super) fn create(size: u64) -> nix::Result<OwnedFd> {
+    let close_on_exec = MFdFlags::MFD_CLOEXEC;
+    // NOEXEC_SEAL (Linux 6.3) implies sealing, and some systems demand it; older kernels know nothing of it.
+    let memfd = memfd_create(c"vmmfd", close_on_exec | MFdFlags::from_bits_retain(nix::libc::MFD_NOEXEC_SEAL))
+        .or_else(|errno| match errno {
+            Errno::EINVAL => memfd_create(c"vmmfd", close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
+            other => Err(other),
+        })?;
+    let length = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
+    // To go beyond it is not an error first but a signal, which ends the process.
+    if getrlimit(Resource::RLIMIT_FSIZE)?.0 < size {
+        return Err(Errno::EFBIG);
+    }
+    ftruncate(&memfd, length)?;
+    fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, length)?;
+    add_seals(&memfd, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW)?;
+    Ok(memfd)
+}
+
+pub(super) fn add_seals(memfd: &OwnedFd, seals: SealFlag) -> nix::Result<()> {
+    fcntl(memfd, FcntlArg::F_ADD_SEALS(seals)).map(drop)
+}
+
+/// What a peer's descriptor was found to be.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Inspected {
+    /// Whether it is sealed against writing.
+    pub(super) immutable: bool,
+    /// How many of its bytes are not committed: accessing them commits them.
+    pub(super) missing: u64,
+}
+
+/// Checks that a descriptor is memory of `size` bytes that its owner can no longer take away.
+///
+/// The seals must be final (`F_SEAL_SEAL`): what holds here then holds for good. A seal against writing that comes later makes
+/// mmap(2) fail, which was promised to work, and some kernels have unmapped by then what was to be replaced. Memory of huge
+/// pages fails like that whenever there is none left, whatever its seals are.
+///
+/// # Errors
+/// The driver's code, and the reason.
+pub(super) fn inspect(fd: BorrowedFd<'_>, size: u64) -> Result<Inspected, (u32, io::Error)> {
+    let system = |errno: Errno| (code::UNKNOWN, io::Error::from(errno));
+    let unfit = |code, reason: String| Err((code, io::Error::other(reason)));
+    let seals = SealFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GET_SEALS).map_err(system)?);
+    if fstatfs(fd).map_err(system)?.filesystem_type() == HUGETLBFS_MAGIC {
+        let reason = "the memory is of huge pages (MFD_HUGETLB), which are not supported: use ordinary ones";
+        return unfit(code::UNKNOWN, reason.to_owned());
+    }
+    if !seals.contains(SealFlag::F_SEAL_SHRINK) {
+        let reason = "the memory is not sealed against shrinking: its owner could take it away under this process";
+        return unfit(code::UNKNOWN, reason.to_owned());
+    }
+    if !seals.contains(SealFlag::F_SEAL_SEAL) {
+        let reason =
+            "the memory's seals are not final (F_SEAL_SEAL): one that is added later could make mapping it fail";
+        return unfit(code::UNKNOWN, reason.to_owned());
+    }
+    let stat = fstat(fd).map_err(system)?;
+    let actual = u64::try_from(stat.st_size).unwrap_or(0);
+    if actual != size {
+        return unfit(code::INVALID_VALUE, format!("the memory has {actual} bytes where {size} were claimed"));
+    }
+    let committed = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
+    Ok(Inspected { immutable: seals.contains(SealFlag::F_SEAL_WRITE), missing: size.saturating_sub(committed) })
+}

@@ -1,0 +1,136 @@
+//! Ranges that a caller may name by mistake: an error, never a panic and never an answer about other bytes.
+
+use std::{fs, ops::Range};
+
+use vmmfd::{
+    Error,
+    driver::Access::ReadWrite,
+    error::MemoryError,
+    memory::{Allocation, Mapping, Mirror, Region},
+    tools::check::{
+        files::{self, Source},
+        pattern::{self, Engine, EngineChoice, Pattern},
+    },
+};
+
+use crate::support::Subject;
+
+const LAST: u64 = u64::MAX;
+
+fn mapping(subject: &Subject) -> Mapping {
+    Mapping::new(&Allocation::create(&subject.device(), 1).unwrap(), ReadWrite).unwrap()
+}
+
+#[track_caller]
+fn assert_out_of_range<T: std::fmt::Debug>(answer: Result<T, Error>) {
+    assert!(matches!(answer, Err(Error::Memory(MemoryError::OutOfRange { .. }))), "{answer:?}");
+}
+
+/// Where memory begins in an object, and bytes of the object that it does not have.
+fn outside(size: u64) -> Vec<(u64, Range<u64>)> {
+    #[allow(clippy::reversed_empty_ranges, reason = "what this is about")]
+    let reversed = [(0, 5..2), (4, 5..4), (LAST, LAST..0)];
+    let before = [(1, 0..1), (1, 0..0), (LAST, 0..1), (LAST, 0..0), (5, 0..7)];
+    let behind = [(0, 0..size + 1), (0, size + 1..size + 1), (7, 7..size + 8), (0, LAST..LAST), (LAST - 1, 0..LAST)];
+    reversed.into_iter().chain(before).chain(behind).collect()
+}
+
+#[test]
+fn a_digest_is_of_bytes_that_the_memory_has() {
+    let subject = Subject::host();
+    let mapping = mapping(&subject);
+    for (start, range) in outside(mapping.size()) {
+        let mut bytes = 0;
+        let answer = files::read(&mapping, start, range, &mut |read| {
+            bytes += read.len();
+            Ok(())
+        });
+        assert_out_of_range(answer);
+        assert_eq!(bytes, 0, "of a range outside of the memory");
+    }
+    let nothing = files::read(&mapping, 0, 0..0, &mut |_| Ok(())).unwrap();
+    for (start, range) in [(0, 7..7), (LAST, LAST..LAST)] {
+        assert_eq!(files::read(&mapping, start, range, &mut |_| Ok(())).unwrap(), nothing);
+    }
+    let last = files::read(&mapping, LAST - 9, LAST - 9..LAST, &mut |_| Ok(())).unwrap();
+    assert_eq!(last, files::read(&mapping, 0, 0..9, &mut |_| Ok(())).unwrap());
+}
+
+#[test]
+fn the_pattern_is_of_bytes_that_the_memory_has() {
+    let subject = Subject::host();
+    let mapping = mapping(&subject);
+    let (pattern, done) = (Pattern::new(3), &mut |_| Ok(()));
+    for (start, range) in outside(mapping.size()) {
+        assert_out_of_range(pattern::write(&mapping, start, range.clone(), pattern, done));
+        assert_out_of_range(pattern::verify(&mapping, start, range.clone(), pattern, done));
+        let engine = EngineChoice::Only(Engine::Host);
+        assert_out_of_range(engine.write(&mapping, start, range.clone(), pattern, done));
+        assert_out_of_range(engine.verify(&mapping, start, range.clone(), pattern, done));
+        if start == 0 {
+            assert_out_of_range(pattern::fill(&mapping, range.clone(), pattern, done));
+            assert_out_of_range(engine.fill(&mapping, range, pattern, done));
+        }
+    }
+}
+
+#[test]
+fn the_pattern_goes_to_the_last_byte_that_64_bits_can_count() {
+    let subject = Subject::host();
+    let mapping = mapping(&subject);
+    let (pattern, done) = (Pattern::new(3), &mut |_| Ok(()));
+    pattern::write(&mapping, LAST, LAST..LAST, pattern, done).unwrap();
+    assert_eq!(pattern::verify(&mapping, LAST, LAST..LAST, pattern, done).unwrap().words, 0);
+    // The last word has no last byte.
+    let (start, range) = (LAST - 11, LAST - 11..LAST);
+    pattern::write(&mapping, start, range.clone(), pattern, done).unwrap();
+    let found = pattern::verify(&mapping, start, range.clone(), pattern, done).unwrap();
+    assert_eq!((found.words, found.passed()), (3, true), "{found:?}");
+    let mut bytes = [0; 12];
+    mapping.copy_out(0, &mut bytes).unwrap();
+    assert_eq!((&bytes[4..8], bytes[11]), (&pattern.word(LAST / 4 - 1).to_le_bytes()[..], 0));
+    mapping.copy_in(9, &[!bytes[9]]).unwrap();
+    let found = pattern::verify(&mapping, start, range, pattern, done).unwrap();
+    assert_eq!((found.mismatches, found.first.unwrap().index), (1, LAST / 4), "{found:?}");
+}
+
+#[test]
+fn copies_and_mirrors_are_of_bytes_that_the_memory_has() {
+    let subject = Subject::host();
+    let mapping = mapping(&subject);
+    let size = mapping.size();
+    for (offset, length) in [(size, 1), (size - 1, 2), (LAST, 1), (LAST, 0), (size + 1, 0)] {
+        let mut bytes = vec![0; length];
+        assert_out_of_range(mapping.copy_in(offset, &bytes));
+        assert_out_of_range(mapping.copy_out(offset, &mut bytes));
+        assert_out_of_range(Mirror::of(&mapping, offset, length as u64));
+        assert_out_of_range(Mirror::to_fill(&mapping, offset, length as u64));
+        let mut mirror = Mirror::of(&mapping, 0, size).unwrap();
+        assert_out_of_range(mirror.read(offset, &mut bytes));
+        assert_out_of_range(mirror.write(offset, &bytes));
+        assert_out_of_range(mirror.turn_to(offset, length as u64, true));
+    }
+    for (offset, length) in [(0, LAST), (1, LAST), (LAST, LAST)] {
+        assert_out_of_range(Mirror::of(&mapping, offset, length));
+        assert_out_of_range(Mirror::to_fill(&mapping, offset, length));
+        assert_out_of_range(Mirror::of(&mapping, 0, 1).unwrap().turn_to(offset, length, false));
+    }
+}
+
+#[test]
+fn a_file_larger_than_the_memory_is_not_loaded_in_part() {
+    let subject = Subject::host();
+    let mapping = mapping(&subject);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("large");
+    fs::write(&path, vec![1; mapping.size() as usize + 1]).unwrap();
+    let source = Source::open(&path).unwrap();
+    assert_out_of_range(source.load(&mapping, &mut |_| Ok(())));
+    let mut bytes = [1; 4096];
+    mapping.copy_out(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [0; 4096], "some of it was written");
+    #[allow(clippy::reversed_empty_ranges, reason = "what this is about")]
+    for range in [5..2, 0..source.size() + 1, LAST..LAST] {
+        assert_out_of_range(source.digest(range, &mut || Ok(())));
+    }
+}
