@@ -1,4 +1,4 @@
-//! `consumer`: takes a buffer from a producer, verifies it and acknowledges.
+//! `consumer`: imports a buffer from a producer, verifies it and reports the result.
 
 use std::{ops::Range, path::PathBuf, process::ExitCode};
 
@@ -17,7 +17,7 @@ use vmmfd::{
     tools::cli::{self, Command, Common, Console, Exit, parse_range},
 };
 
-/// Takes a buffer from a producer, verifies it and acknowledges.
+/// Imports a buffer from a producer, verifies it and reports the result.
 ///
 /// It may be started before the producer, and waits for it.
 #[derive(Debug, Parser)]
@@ -26,20 +26,20 @@ struct Options {
     #[command(flatten)]
     common: Common,
 
-    /// Device to use it on, which may be another than the one it is on if it can reach that [default: the one it is on]
+    /// Device to use it on, also another that can access the memory [default: the device that it is on]
     #[arg(long, value_name = "ORDINAL|UUID")]
     device: Option<Selector>,
 
-    /// Access to map it with [default: what the producer asks: rw in a round trip, else ro]
+    /// Access to map it with [default: rw in a round trip, else ro]
     #[arg(long, value_name = "rw|ro")]
     access: Option<Access>,
 
-    /// Bytes to take, with units as in 4MiB:1MiB; of a buffer of chunks only those that cover them are sent and mapped
+    /// Range of bytes, with units as in 4MiB:1MiB; of a buffer in chunks only those that cover it are sent and mapped
     /// [default: all]
     #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range)]
     range: Option<Range<u64>>,
 
-    /// File to write the bytes to, which appears only when they are verified
+    /// File to write the bytes to, created only when they are verified
     #[arg(long, value_name = "FILE")]
     to: Option<PathBuf>,
 
@@ -58,7 +58,7 @@ impl Command for Options {
     fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error> {
         let observer = |event: Event<'_>| console.event(event);
         let path = socket_path(self.common.socket.as_deref())?;
-        // Before anybody is asked: what can't be written need not be sent.
+        // Before the connection, so that nothing is sent that can't be written.
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let opened = start(self.common.backend, cancel, &observer)?;
         cli::leave_open(&opened.driver);

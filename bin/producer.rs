@@ -16,7 +16,7 @@ use vmmfd::{
     tools::cli::{self, Command, Common, Console, Exit, Extent, parse_salt, parse_size, sharing},
 };
 
-/// Fills a buffer with a pattern or a file and shares it with consumers, who verify it.
+/// Fills a buffer with a pattern or a file and shares it with consumers, which verify it.
 #[derive(Debug, Parser)]
 #[command(name = "producer", version, after_help = cli::EXIT_CODES)]
 struct Options {
@@ -30,21 +30,21 @@ struct Options {
     #[command(flatten)]
     extent: Extent,
 
-    /// Way to share it: `vmm` (virtual memory management, a descriptor for each allocation), `pool` (a memory pool's descriptor
-    /// and 64 bytes) or `legacy` (the 64 bytes of cuIpcMemHandle). A consumer follows
+    /// How to share it: `vmm` (virtual memory management, a descriptor for each allocation), `pool` (a memory pool's descriptor
+    /// and a handle of 64 bytes) or `legacy` (cuIpcMemHandle, 64 bytes). The consumer uses the same
     #[arg(long, value_name = "vmm|pool|legacy", default_value = "vmm")]
     mechanism: Mechanism,
 
-    /// In whose memory: the device's own, or the host's next to it (host-NUMA memory, which the CPU and the GPU reach alike)
+    /// Memory to allocate: the device's, or the host's next to it (host-NUMA memory, which both the CPU and the GPU access)
     #[arg(long, value_name = "device|host", default_value = "device")]
     location: Placement,
 
-    /// Make it of many allocations of this size, side by side; rounded up as sizes are [default: one allocation]
+    /// Allocate it in chunks of this size, mapped side by side; rounded up like sizes [default: one allocation]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     chunk: Option<u64>,
 
-    /// Offer it read-only once it is filled. Host memory is sealed against any holder of its descriptor; a GPU's is read-only
-    /// by agreement, for its descriptor conveys full rights
+    /// Offer it read-only after filling it. Host memory is sealed against every holder of its descriptor; a GPU's is read-only
+    /// by agreement, since its descriptor grants full access
     #[arg(long, conflicts_with = "round_trip")]
     seal: bool,
 
@@ -52,15 +52,15 @@ struct Options {
     #[arg(long, value_name = "SALT", value_parser = parse_salt)]
     seed: Option<u32>,
 
-    /// How many consumers to serve, at the same time if they come at the same time; 0: until a signal
+    /// Consumers to serve, concurrently if they connect at the same time; 0: until a signal
     #[arg(long, value_name = "N", default_value_t = 1)]
     consumers: u64,
 
-    /// Give each consumer the buffer to itself, have it write a reply, and verify that
+    /// Serve one consumer at a time, which writes a reply, and verify the reply
     #[arg(long)]
     round_trip: bool,
 
-    /// Flip one byte after filling: both sides must report it
+    /// Flip one byte after filling, which both sides must report
     #[arg(long)]
     corrupt: bool,
 }

@@ -1,4 +1,4 @@
-//! `vmmfd`: tools around sharing. `vmmfd doctor` says whether this machine can share GPU memory, `vmmfd bench` what that costs.
+//! `vmmfd`: diagnosis and measurement. `vmmfd doctor` reports whether this machine can share GPU memory, `vmmfd bench` measures it.
 
 use std::{
     io::{self, IsTerminal},
@@ -13,17 +13,20 @@ use vmmfd::{
     driver::Backend,
     error::{DeviceError, Error, LoadError, ParseError, SocketError},
     memory::Selector,
-    tools::bench::{self, Bench},
-    tools::check::files::Target,
-    tools::cli::{self, Tool, parse_size, parse_timeout},
-    tools::doctor::{
-        self, Meeting, PROBES, Part, Plan, Report,
-        text::{self, Style},
-    },
     tools::error::ToolError,
+    tools::{
+        self,
+        bench::{self, Bench},
+        check::files::Target,
+        cli::{self, Tool, parse_size, parse_timeout},
+        doctor::{
+            self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES,
+            text::{self, Style},
+        },
+    },
 };
 
-/// Tools around sharing GPU memory between processes.
+/// Diagnoses and measures sharing GPU memory between processes.
 #[derive(Debug, Parser)]
 #[command(name = "vmmfd", version)]
 struct Options {
@@ -33,24 +36,21 @@ struct Options {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Says whether this machine can share GPU memory between processes, by doing it, and if not, why not
+    /// Tests whether this machine can share GPU memory between processes, and reports why if it can't
     #[command(after_help = DOCTOR_CODES, args_conflicts_with_subcommands = true)]
-    Doctor(Doctor),
-    /// Measures what a handoff costs, beside what the driver's own calls cost, with two real processes
+    Doctor(DoctorOptions),
+    /// Measures handoffs between two real processes, compared with the driver's own calls
     #[command(after_help = BENCH_CODES)]
-    Bench(Benches),
-    /// What a child process of a bench is to do.
-    #[command(name = bench::ERRAND, hide = true)]
-    BenchErrand { task: String },
-    /// What a child process of the doctor is to do.
-    #[command(name = doctor::ERRAND, hide = true)]
-    Errand { task: String },
+    Bench(BenchOptions),
+    /// A child process of the doctor or the bench
+    #[command(name = tools::child::SUBCOMMAND, hide = true)]
+    Child { task: String },
 }
 
 const DOCTOR_CODES: &str = "\
 Exit codes:
-  0    VMM fd sharing works on every device asked for
-  1    a required probe failed; also: a driver that is there fails to start, or has no virtual memory management
+  0    VMM fd sharing works on every selected device
+  1    a required probe failed; also: a driver that is installed fails to start, or has no virtual memory management
   2    bad usage
   3    no driver library or no device: nothing here to test
   130  interrupted (SIGINT); 143 terminated (SIGTERM)";
@@ -58,27 +58,27 @@ Exit codes:
 const BENCH_CODES: &str = "\
 Exit codes:
   0    measured
-  1    something failed while it was measured, or there was memory for nothing of it
+  1    a measurement failed, or there was not enough memory for any
   2    bad usage
   3    no driver library or no device: nothing here to measure
   130  interrupted (SIGINT); 143 terminated (SIGTERM)";
 
 #[derive(Debug, clap::Args)]
-struct Benches {
+struct BenchOptions {
     /// What to measure: `handoff` (memory that the consumer does not hold), `repeat` (memory that it holds), `verify` (filling and
-    /// verifying), `stages` (each call of the driver), `startup` (from exec to ready), or `all`
+    /// verifying), `stages` (each driver call), `startup` (from exec to ready), or `all`
     #[arg(value_name = "BENCH", default_value = "all", value_parser = parse_bench)]
-    bench: Wanted,
+    bench: BenchArg,
 
-    /// Sizes, with commas between them [default: 2MiB,64MiB,1GiB,8GiB; on the host backend 2MiB,64MiB, and 1GiB for what takes one process]
+    /// Sizes, separated by commas [default: 2MiB,64MiB,1GiB,8GiB; on the host backend 2MiB,64MiB, and 1GiB for verify and stages]
     #[arg(long, value_name = "SIZE,...", value_delimiter = ',', value_parser = parse_size)]
     size: Vec<u64>,
 
-    /// How many samples of each; of what takes long, fewer
+    /// Samples of each measurement; fewer of slow ones
     #[arg(long, value_name = "N", default_value = "200", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     count: u32,
 
-    /// How many consumers at the same time, with commas between several
+    /// Numbers of concurrent consumers, separated by commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1",
         value_parser = clap::value_parser!(u16).range(1..=256))]
     consumers: Vec<u16>,
@@ -87,8 +87,7 @@ struct Benches {
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0")]
     device: Selector,
 
-    /// On what: `cuda`, or `host` for ordinary memory, which measures no GPU. VMMFD_BACKEND is not looked at, and there is no
-    /// falling back
+    /// Backend: `cuda`, or `host` for ordinary memory, which measures no GPU. VMMFD_BACKEND is ignored, and there is no fallback
     #[arg(long, value_name = "cuda|host", default_value = "cuda", value_parser = parse_backend)]
     backend: Backend,
 
@@ -100,12 +99,12 @@ struct Benches {
     #[arg(long)]
     json: bool,
 
-    /// Draw the distributions into a file
+    /// Draw the distributions into an SVG file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
 
-/// Where the picture is to be. Whatever is wrong with that is wrong with the option.
+/// The file of the picture. Every error of it is bad usage.
 fn picture(path: &Path) -> Result<Target, Error> {
     Target::create(path, true).map_err(|error| match error {
         Error::System { source, .. } => {
@@ -121,22 +120,22 @@ fn picture(path: &Path) -> Result<Target, Error> {
 
 /// All benches, or one.
 #[derive(Debug, Clone)]
-struct Wanted(Vec<Bench>);
+struct BenchArg(Vec<Bench>);
 
-fn parse_bench(text: &str) -> Result<Wanted, String> {
+fn parse_bench(text: &str) -> Result<BenchArg, String> {
     match text {
-        "all" => Ok(Wanted(Bench::ALL.to_vec())),
-        _ => text.parse().map(|bench| Wanted(vec![bench])),
+        "all" => Ok(BenchArg(Bench::ALL.to_vec())),
+        _ => text.parse().map(|bench| BenchArg(vec![bench])),
     }
 }
 
-impl Tool for Benches {
+impl Tool for BenchOptions {
     fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error> {
-        // Each consumer is a process with sockets and descriptors here.
+        // This process has sockets and descriptors for each consumer.
         cli::raise_file_limit();
-        // What can't be written need not be measured.
+        // Before the measurements, which would be lost if it can't be written.
         let mut svg = self.svg.as_deref().map(picture).transpose()?;
-        let plan = bench::Plan {
+        let plan = bench::BenchPlan {
             benches: self.bench.0.clone(),
             backend: self.backend,
             device: self.device,
@@ -158,7 +157,7 @@ impl Tool for Benches {
             svg.write(bench::picture::draw(&report)?.as_bytes())?;
             svg.finish()?;
         }
-        let text = if self.json { bench::to_json(&report) } else { bench::text::render(&report) };
+        let text = if self.json { cli::json_line(&report) } else { bench::text::render(&report) };
         Ok((text, u8::from(report.series.is_empty())))
     }
 
@@ -173,17 +172,17 @@ impl Tool for Benches {
 }
 
 #[derive(Debug, clap::Args)]
-struct Doctor {
-    /// On what: `cuda`, or `host` to try it out on ordinary memory, which tests no GPU. VMMFD_BACKEND is not looked at, and
-    /// there is no falling back
+struct DoctorOptions {
+    /// Backend: `cuda`, or `host` to try the command on ordinary memory, which tests no GPU. VMMFD_BACKEND is ignored, and there is
+    /// no fallback
     #[arg(long, value_name = "cuda|host", default_value = "cuda", value_parser = parse_backend)]
     backend: Backend,
 
     /// Device to test, by ordinal or UUID
     #[arg(long, value_name = "all|ORDINAL|UUID", default_value = "all", value_parser = parse_device)]
-    device: Which,
+    device: DeviceArg,
 
-    /// Probes to run, by name, with commas between them [default: all]
+    /// Probes to run, by name, separated by commas [default: all]
     #[arg(long, value_name = "PROBE,...", value_delimiter = ',', value_parser = parse_probe)]
     only: Vec<String>,
 
@@ -195,41 +194,41 @@ struct Doctor {
     #[arg(long)]
     json: bool,
 
-    /// Name the probes, with a line each, and run none
+    /// List the probes, one per line, and run none
     #[arg(long, conflicts_with_all = ["only", "show", "device", "json"])]
     list: bool,
 
-    /// Print a report that was made with --json, on whatever machine, and run none
+    /// Print a report that was made with --json, on any machine, and run no probes
     #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "device"])]
     show: Option<PathBuf>,
 
     #[command(subcommand)]
-    end: Option<End>,
+    end: Option<MeetCommand>,
 }
 
 /// The two ends of a meeting.
 #[derive(Debug, Subcommand)]
-enum End {
-    /// Waits for another doctor, in another container or namespace or as another user, and tries sharing with it
+enum MeetCommand {
+    /// Waits for another doctor, in another container or namespace or as another user, and tests sharing with it
     #[command(after_help = DOCTOR_CODES)]
-    Serve(Meet),
-    /// Joins a doctor that serves; both print the same report
+    Serve(MeetOptions),
+    /// Connects to a doctor that serves; both print the same report
     #[command(after_help = DOCTOR_CODES)]
-    Join(Meet),
+    Join(MeetOptions),
 }
 
 #[derive(Debug, clap::Args)]
-struct Meet {
-    /// Unix socket to meet at, in a folder that both ends see: other sockets come and go under the same name
+struct MeetOptions {
+    /// Unix socket to meet at, in a folder that both ends see: other sockets are created and removed under the same name
     #[arg(long, value_name = "PATH")]
     socket: PathBuf,
 
-    /// User besides one's own and root that the other end may belong to; may be given several times. In a user namespace a
-    /// user of outside shows as the overflow uid, 65534
+    /// User that the other end may belong to, besides one's own and root; may be given several times. In a user namespace a
+    /// user from outside shows as the overflow uid, 65534
     #[arg(long = "allow-uid", value_name = "UID")]
     allow_uids: Vec<u32>,
 
-    /// On what: `cuda`, or `host` to try it out on ordinary memory, which tests no GPU
+    /// Backend: `cuda`, or `host` to try the command on ordinary memory, which tests no GPU
     #[arg(long, value_name = "cuda|host", default_value = "cuda", value_parser = parse_backend)]
     backend: Backend,
 
@@ -246,14 +245,14 @@ struct Meet {
     json: bool,
 }
 
-/// All devices, or one. A type of its own: clap would take an `Option` for an option that may be left out.
+/// All devices, or one. clap would take a plain `Option` for an option that may be left out.
 #[derive(Debug, Clone, Copy)]
-struct Which(Option<Selector>);
+struct DeviceArg(Option<Selector>);
 
-fn parse_device(text: &str) -> Result<Which, ParseError> {
+fn parse_device(text: &str) -> Result<DeviceArg, ParseError> {
     match text {
-        "all" => Ok(Which(None)),
-        _ => text.parse().map(|selector| Which(Some(selector))),
+        "all" => Ok(DeviceArg(None)),
+        _ => text.parse().map(|selector| DeviceArg(Some(selector))),
     }
 }
 
@@ -280,21 +279,21 @@ fn list() -> String {
     PROBES.iter().map(line).collect()
 }
 
-impl Tool for Doctor {
+impl Tool for DoctorOptions {
     fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error> {
         if self.list {
             return Ok((list(), 0));
         }
         if let Some(file) = &self.show {
-            return Ok((print(&doctor::read(file)?, self.json), 0));
+            return Ok((rendered(&doctor::read(file)?, self.json), 0));
         }
         if let Some(end) = &self.end {
-            let (part, meet) = match end {
-                End::Serve(meet) => (Part::Serve, meet),
-                End::Join(meet) => (Part::Join, meet),
+            let (role, meet) = match end {
+                MeetCommand::Serve(meet) => (MeetingRole::Serve, meet),
+                MeetCommand::Join(meet) => (MeetingRole::Join, meet),
             };
             let meeting = Meeting {
-                part,
+                role,
                 backend: meet.backend,
                 socket: meet.socket.clone(),
                 trust: Trust { uids: meet.allow_uids.clone() },
@@ -302,12 +301,12 @@ impl Tool for Doctor {
                 timeout: meet.timeout,
             };
             let report = doctor::meet(&meeting, cancel)?;
-            return Ok((print(&report, meet.json), report.exit_code));
+            return Ok((rendered(&report, meet.json), report.exit_code));
         }
         let plan =
-            Plan { backend: self.backend, device: self.device.0, only: self.only.clone(), timeout: self.timeout };
+            DoctorPlan { backend: self.backend, device: self.device.0, only: self.only.clone(), timeout: self.timeout };
         let report = doctor::run(&plan, cancel)?;
-        Ok((print(&report, self.json), report.exit_code))
+        Ok((rendered(&report, self.json), report.exit_code))
     }
 
     fn code(&self, error: &Error) -> u8 {
@@ -320,9 +319,9 @@ impl Tool for Doctor {
     }
 }
 
-fn print(report: &Report, json: bool) -> String {
+fn rendered(report: &DoctorReport, json: bool) -> String {
     if json {
-        return doctor::to_json(report);
+        return cli::json_line(report);
     }
     let stdout = io::stdout();
     let color = stdout.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
@@ -332,13 +331,12 @@ fn print(report: &Report, json: bool) -> String {
 
 fn main() -> ExitCode {
     match Options::try_parse() {
-        Ok(Options { command: Command::Errand { task } }) => doctor::run_errand(&task),
-        Ok(Options { command: Command::BenchErrand { task } }) => bench::run_errand(&task),
+        Ok(Options { command: Command::Child { task } }) => tools::run_child(&task),
         Ok(Options { command: Command::Doctor(doctor) }) => cli::main_of(doctor),
         Ok(Options { command: Command::Bench(benches) }) => cli::main_of(benches),
         Err(error) => {
             let code = if error.use_stderr() { 2 } else { 0 };
-            // A reader who has gone is no error.
+            // A closed standard output is not an error.
             let _ = error.print();
             ExitCode::from(code)
         }

@@ -1,4 +1,4 @@
-//! A request to stop that every wait of this crate sees at once.
+//! A request to stop, which ends every wait of this crate at once.
 
 use std::{
     array,
@@ -18,13 +18,13 @@ use nix::{
 
 use crate::error::{Error, Result};
 
-/// An eventfd that is not readable yet, close-on-exec, and never blocks.
+/// An eventfd that is not readable, close-on-exec and non-blocking. See eventfd(2).
 pub(crate) fn eventfd() -> Result<EventFd> {
     EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
         .map_err(|errno| Error::system("make an eventfd", errno))
 }
 
-/// Cancels what it was given to: waits end with [`Error::Interrupted`]. Clones are the same request.
+/// Cancels the calls that it was passed to: their waits end with [`Error::Interrupted`]. Clones are the same request.
 #[derive(Debug, Clone)]
 pub struct Cancel(Arc<Inner>);
 
@@ -36,11 +36,11 @@ struct Inner {
 
 const NOT_CANCELLED: i32 = -1;
 
-/// How many can be waited for without an allocation, with the request itself.
+/// How many descriptors can be waited for without an allocation, with the request's own.
 const MOST_AT_ONCE: usize = 4;
 
 impl Cancel {
-    /// A request that was not made yet.
+    /// A request that is not made yet.
     ///
     /// # Errors
     /// [`Error::System`]. See eventfd(2).
@@ -48,16 +48,18 @@ impl Cancel {
         Ok(Self(Arc::new(Inner { event: eventfd()?, signal: AtomicI32::new(NOT_CANCELLED) })))
     }
 
-    /// Makes the request, for good: because of this signal, or 0 if the program decided so. The first one counts.
+    /// Makes the request, permanently: because of this signal, or 0 if the program decided to. The first call counts.
     pub fn cancel(&self, signal: i32) {
         let first = self.0.signal.compare_exchange(NOT_CANCELLED, signal, Ordering::AcqRel, Ordering::Acquire);
         if first.is_ok() && self.0.event.write(1).is_err() {
-            tracing::error!("an eventfd can't be written: a wait may last until its deadline");
+            tracing::error!("cannot write to an eventfd: a wait may last until its deadline");
         }
     }
 
+    /// Checks whether the request was made. Does not block.
+    ///
     /// # Errors
-    /// [`Error::Interrupted`] if the request was made.
+    /// [`Error::Interrupted`] if it was.
     pub fn check(&self) -> Result<()> {
         match self.0.signal.load(Ordering::Acquire) {
             NOT_CANCELLED => Ok(()),
@@ -65,7 +67,7 @@ impl Cancel {
         }
     }
 
-    /// Waits until `fd` is ready for one of `events` (true) or the time is over (false).
+    /// Waits until `fd` is ready for one of `events` (true), or until the deadline (false).
     ///
     /// # Errors
     /// [`Error::Interrupted`]; [`Error::System`]. See poll(2).
@@ -73,7 +75,7 @@ impl Cancel {
         self.wait_any([(fd, events)], deadline).map(|ready| ready.is_some())
     }
 
-    /// Waits until one of several is ready, and says which, or the time is over.
+    /// Waits until one of several is ready, and returns which, or until the deadline.
     ///
     /// # Errors
     /// As [`Cancel::wait`].
@@ -83,14 +85,14 @@ impl Cancel {
         deadline: Instant,
     ) -> Result<Option<usize>> {
         const { assert!(N < MOST_AT_ONCE) };
-        // No allocation: this is on the way of every record.
+        // Without an allocation, since it runs for every record.
         let mut fds = fds.into_iter();
         let mut polled: [PollFd<'_>; MOST_AT_ONCE] =
             array::from_fn(|_| fds.next().map_or_else(|| self.polled(), |(fd, events)| PollFd::new(fd, events)));
         self.wait_for(&mut polled[..=N], deadline)
     }
 
-    /// Waits until one of any number is readable, and says which, or the time is over.
+    /// Waits until one of any number is readable, and returns which, or until the deadline.
     ///
     /// # Errors
     /// As [`Cancel::wait`].
@@ -104,18 +106,18 @@ impl Cancel {
         self.wait_for(&mut polled, deadline)
     }
 
-    /// This request, to be waited for with others.
+    /// This request, as poll(2) waits for it.
     fn polled(&self) -> PollFd<'_> {
         PollFd::new(self.0.event.as_fd(), PollFlags::POLLIN)
     }
 
-    /// Waits for any of these, of which the last one is this request itself.
+    /// Waits for any of these, the last of which is this request.
     fn wait_for(&self, fds: &mut [PollFd<'_>], deadline: Instant) -> Result<Option<usize>> {
         let others = fds.len() - 1;
         loop {
             self.check()?;
             let left = deadline.saturating_duration_since(Instant::now());
-            // Rounded up, so that the last wait does not end a moment too early and spin; longer ones go in parts.
+            // Rounded up, so that the last wait does not end early and spin; long waits are split.
             let left = (left + Duration::from_micros(999)).min(Duration::from_secs(3600));
             match poll(fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
                 Ok(_) => {}
@@ -129,7 +131,7 @@ impl Cancel {
         }
     }
 
-    /// Waits for a moment, or less if the request is made.
+    /// Waits for this time, or until the request is made.
     ///
     /// # Errors
     /// As [`Cancel::wait`].
@@ -139,7 +141,7 @@ impl Cancel {
 }
 
 impl AsFd for Cancel {
-    /// Readable once the request was made.
+    /// Readable once the request is made.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.event.as_fd()
     }

@@ -1,144 +1,105 @@
-//! One record at a time, with its descriptors, to a peer whose user is known.
+//! Connections between two processes: one record at a time, with its descriptors, to a peer whose user is known.
 //!
 //! Descriptors are sent with `sendfd`, which passes no `MSG_NOSIGNAL`: Rust programs ignore SIGPIPE from their start,
 //! and a program that does not must ignore it before it uses this module. They are received with rustix, which owns each
-//! one at once, asks for close-on-exec and shows truncation.
+//! one at once, asks for close-on-exec and reports truncation.
 
 mod cancel;
-mod socket;
+mod connect;
+mod listener;
+mod path;
+mod peer;
+pub(crate) mod record;
+mod trust;
 
 use std::{
     io,
-    mem::MaybeUninit,
-    net::Shutdown,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
     sync::Arc,
-    thread,
     time::{Duration, Instant},
 };
 
-use nix::{
-    poll::PollFlags,
-    sys::{
-        resource::{Resource, getrlimit},
-        socket::{getsockopt, sockopt::PeerCredentials},
-    },
-};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketFlags,
-    SocketType,
-};
-use sendfd::SendWithFd;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-pub(crate) use self::cancel::eventfd;
-pub use self::{
-    cancel::Cancel,
-    socket::{Listener, connect, socket_path},
-};
+use self::record::{Arrival, RecordSocket, check_type, is_gone};
+pub use self::{cancel::Cancel, connect::connect, listener::Listener, path::socket_path, peer::Peer, trust::Trust};
+pub(crate) use self::{cancel::eventfd, connect::connect_socket};
 use crate::{
-    error::{Error, MemoryError, PeerError, Result},
-    wire::{HEADER_LENGTH, MAX_BODY, MAX_FDS, Message, ProtocolError},
+    error::{Error, PeerError, Result},
+    wire::{HEADER_LENGTH, MAX_BODY, Message, ProtocolError},
 };
 
-/// The process at the other end, as the kernel saw it when the connection was made (`SO_PEERCRED`, unix(7)).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Peer {
-    /// Its process, or 0 if this PID namespace does not see it.
-    pub pid: i32,
-    /// Its effective user; the overflow uid (65534) if this user namespace does not know it.
-    pub uid: u32,
-}
+/// How long a receiver polls its socket before it sleeps: about as long as waking up takes. A peer that answers at once, or sends
+/// one record after the other, is received without that cost.
+const SPIN: Duration = Duration::from_micros(20);
 
-impl Peer {
-    fn of(socket: &impl AsFd) -> Result<Self> {
-        let credentials = getsockopt(&socket.as_fd(), PeerCredentials)
-            .map_err(|errno| Error::system("read the peer's credentials", errno))?;
-        Ok(Self { pid: credentials.pid(), uid: credentials.uid() })
-    }
-}
+/// The pause between two attempts where no event announces the change: a socket that appears, a lock that is released, a full
+/// backlog.
+const RETRY: Duration = Duration::from_millis(2);
 
-/// Which users may be at the other end: one's own, root, and those named here.
-#[derive(Debug, Clone, Default)]
-pub struct Trust {
-    /// The users allowed besides.
-    pub uids: Vec<u32>,
-}
+/// How many records are searched for the error of a peer that has gone; it may still be sending.
+const MOST_LAST_RECORDS: usize = 64;
 
-impl Trust {
-    /// # Errors
-    /// [`PeerError::NotAllowed`].
-    pub fn check(&self, peer: Peer) -> Result<()> {
-        let own = nix::unistd::geteuid().as_raw();
-        if peer.uid == own || peer.uid == 0 || self.uids.contains(&peer.uid) {
-            return Ok(());
-        }
-        Err(Error::Peer(PeerError::NotAllowed { pid: peer.pid, uid: peer.uid }))
-    }
-}
-
-/// How long a receiver looks again and again before it goes to sleep: to be woken takes about as long. A peer that answers at
-/// once, or sends one record after the other, is heard without that.
-const AWAKE: Duration = Duration::from_micros(20);
-
-/// A connection. Every wait ends after `timeout`, or when it is cancelled.
+/// A connection that carries the messages of [`crate::wire`]. Every wait ends after `timeout`, or when it is cancelled.
 #[derive(Debug)]
 pub struct Channel {
-    socket: Arc<UnixStream>,
+    socket: RecordSocket,
     peer: Peer,
-    timeout: Duration,
-    cancel: Cancel,
     /// When the last record was sent, or the connection made.
     sent: Instant,
-    /// What was received last.
-    record: Vec<u8>,
-    /// What was sent last.
+    /// The record received last.
+    incoming: Vec<u8>,
+    /// The record sent last.
     outgoing: Vec<u8>,
 }
 
 impl Channel {
-    /// A channel over a connected `SOCK_SEQPACKET` socket.
+    /// A channel over a connected `SOCK_SEQPACKET` socket, which is made non-blocking.
     ///
     /// # Errors
-    /// [`Error::Socket`] for anything else than such a socket; [`Error::System`].
+    /// [`SocketError::Unfit`](crate::error::SocketError::Unfit) for a socket of another type, or another file; [`Error::System`].
     pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
-        socket::check_type(&socket)?;
+        check_type(&socket)?;
         let peer = Peer::of(&socket)?;
-        // Only its descriptor is used: `sendfd` knows no other type.
-        let socket = Arc::new(UnixStream::from(socket));
-        socket.set_nonblocking(true).map_err(|error| Error::system("make the socket non-blocking", error))?;
-        let record = vec![0; HEADER_LENGTH + MAX_BODY + 1];
-        let (cancel, outgoing) = (cancel.clone(), Vec::new());
-        Ok(Self { socket, peer, timeout, cancel, sent: Instant::now(), record, outgoing })
+        Self::over(socket, peer, timeout, cancel)
     }
 
-    /// Two connected sockets of the type that sessions need: for both ends in one process, or in one that is started with an end.
+    fn over(socket: OwnedFd, peer: Peer, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        let socket = RecordSocket::new(socket, timeout, cancel)?.spinning(SPIN);
+        // A byte more than the longest record, so that a longer one shows.
+        let incoming = vec![0; HEADER_LENGTH + MAX_BODY + 1];
+        Ok(Self { socket, peer, sent: Instant::now(), incoming, outgoing: Vec::new() })
+    }
+
+    /// Two connected sockets of the type that sessions need: for both ends in one process, or for a process that is started with
+    /// one of them.
     ///
     /// # Errors
     /// [`Error::System`]. See socketpair(2).
     pub fn socket_pair() -> Result<(OwnedFd, OwnedFd)> {
-        rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
             .map_err(|errno| Error::system("make a pair of sockets", errno))
     }
 
-    /// Who is at the other end.
+    /// The process at the other end.
     pub fn peer(&self) -> Peer {
         self.peer
     }
 
-    /// How long it waits.
+    /// How long each wait lasts at most.
     pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
+        self.socket.timeout()
     }
 
     /// What cancels its waits.
     pub fn cancel(&self) -> &Cancel {
-        &self.cancel
+        self.socket.cancel()
     }
 
-    /// Sends a message with its descriptors, which stay the caller's.
+    /// Sends a message with its descriptors, which stay the caller's. Blocks while the peer's queue is full, up to the timeout.
     ///
     /// # Errors
     /// [`PeerError::Protocol`] if the message is too large or has another number of descriptors (nothing is sent);
@@ -152,49 +113,28 @@ impl Channel {
             return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
         }
         message.encode_into(&mut self.outgoing)?;
-        let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
-        let purpose = "to send";
-        let deadline = self.deadline();
-        loop {
-            let sent = if fds.is_empty() {
-                rustix::net::send(&*self.socket, &self.outgoing, SendFlags::NOSIGNAL).map_err(io::Error::from)
-            } else {
-                self.socket.send_with_fd(&self.outgoing, &fds)
-            };
-            match sent {
-                Ok(_) => {
-                    tracing::debug!(kind, fds = got, pid = self.peer.pid, "sent");
-                    self.sent = Instant::now();
-                    return Ok(());
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if !self.cancel.wait(self.socket.as_fd(), PollFlags::POLLOUT, deadline)? {
-                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
-                    }
-                }
-                // The kernel's bound on descriptors in flight, of all of a user's sockets: it passes.
-                Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) && Instant::now() < deadline => {
-                    self.cancel.pause(Duration::from_millis(2))?;
-                }
-                Err(error) if gone(&error) => {
-                    return Err(self.last_words().unwrap_or(Error::Peer(PeerError::Gone { purpose })));
-                }
-                Err(error) => return Err(Error::system(format!("send {kind} to the peer"), error)),
+        match self.socket.send(kind, &self.outgoing, fds) {
+            Ok(()) => {
+                tracing::debug!(kind, fds = got, pid = self.peer.pid, "sent");
+                self.sent = Instant::now();
+                Ok(())
             }
+            Err(gone @ Error::Peer(PeerError::Gone { .. })) => Err(self.last_error().unwrap_or(gone)),
+            Err(error) => Err(error),
         }
     }
 
-    /// Receives a message with its descriptors. `purpose` completes the sentence "waiting ...", for the error.
+    /// Receives a message with its descriptors. Blocks up to the timeout. `purpose` completes the sentence "waiting ...", for
+    /// the error.
     ///
     /// # Errors
     /// [`PeerError::Timeout`] after the channel's timeout; [`PeerError::Gone`], also for an empty record;
-    /// [`PeerError::Protocol`] for whatever breaks the protocol; [`Error::Interrupted`], [`Error::System`]. On any of them
-    /// every descriptor that came is closed.
+    /// [`PeerError::Protocol`] for a record that breaks the protocol; [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) if this process's limit cut
+    /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
     ///
     /// See recvmsg(2), unix(7).
     pub fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        self.receive_by(self.deadline(), purpose)
+        self.receive_by(deadline_after(self.timeout()), purpose)
     }
 
     /// As [`Channel::receive`], until a deadline of the caller's.
@@ -202,165 +142,85 @@ impl Channel {
     /// # Errors
     /// As [`Channel::receive`].
     pub(crate) fn receive_by(&mut self, deadline: Instant, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        let mut resets = 0;
-        let mut asleep_from = None;
-        loop {
-            // Here too, and not only where there is nothing to read: a peer who never pauses must not hold this side.
-            self.cancel.check()?;
-            match self.take_record() {
-                Ok(None) => return Err(Error::Peer(PeerError::Gone { purpose })),
-                Ok(Some(Err(cut @ ProtocolError::FdsTruncated { .. }))) => {
-                    return Err(own_limit().unwrap_or(cut.into()));
-                }
-                Ok(Some(received)) => {
-                    let (message, fds) = received?;
-                    tracing::debug!(kind = message.name(), fds = fds.len(), pid = self.peer.pid, "received");
-                    return Ok((message, fds));
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let now = Instant::now();
-                    if now < deadline && now < *asleep_from.get_or_insert(now + AWAKE) {
-                        // The peer may need this CPU.
-                        thread::yield_now();
-                    } else if !self.cancel.wait(self.socket.as_fd(), PollFlags::POLLIN, deadline)? {
-                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
-                    }
-                }
-                // ECONNRESET is reported once, ahead of queued data: read on after it.
-                Err(error) if gone(&error) && resets == 0 => resets += 1,
-                Err(error) if gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
-                Err(error) => return Err(Error::system("receive from the peer", error)),
-            }
-        }
+        let record = self.socket.receive_by(&mut self.incoming, deadline, purpose)?;
+        let message = Message::decode(&self.incoming[..record.length], record.fds.len())?;
+        tracing::debug!(kind = message.name(), fds = record.fds.len(), pid = self.peer.pid, "received");
+        Ok((message, record.fds))
     }
 
-    /// Ends the connection so that the last record arrives: shuts down writing, then reads to the end, or until the peer
-    /// has had the channel's timeout since that record, or `patience` if that is less. Says whether the peer has gone.
+    /// Ends the connection so that the last record arrives: shuts down writing, then reads to the end of the connection, until
+    /// the peer has had the channel's timeout since that record, or `patience` if that is less. Returns whether the peer has
+    /// closed its end.
     ///
     /// See shutdown(2): to close with records unread would reset the connection.
     pub fn finish(mut self, patience: Duration) -> bool {
-        self.see_off(patience)
+        self.wait_for_close(patience)
     }
 
-    /// Shuts down writing: all that there is to say was said.
-    pub(crate) fn hang_up(&mut self) {
-        // The peer may be gone.
-        let _ = self.socket.shutdown(Shutdown::Write);
+    /// Shuts down writing: nothing more is sent.
+    pub(crate) fn shut_down_writing(&mut self) {
+        // Fails if the peer has gone.
+        let _ = self.socket.shut_down_writing();
     }
 
-    /// Counts the time that the peer is given to leave from now on, and not from the last record.
-    pub(crate) fn renew(&mut self) {
+    /// Counts the time that the peer has to close the connection from now on, and not from the last record.
+    pub(crate) fn restart_close_timeout(&mut self) {
         self.sent = Instant::now();
     }
 
-    /// Reads and drops a record, without waiting for one. Returns whether the peer has gone.
+    /// Receives and discards one record, if there is one. Does not block. Returns whether the peer has closed the connection.
     pub(crate) fn discard(&mut self) -> bool {
         use io::ErrorKind::{Interrupted, WouldBlock};
-        match self.take_record() {
-            Ok(Some(_)) => false,
+        match self.socket.try_receive(&mut self.incoming) {
+            Ok(Arrival::Record(_) | Arrival::Broken(_)) => false,
+            Ok(Arrival::End) => true,
             Err(error) => !matches!(error.kind(), Interrupted | WouldBlock),
-            Ok(None) => true,
         }
     }
 
-    /// As [`Channel::finish`], for one that is not closed yet.
-    pub(crate) fn see_off(&mut self, patience: Duration) -> bool {
-        if self.socket.shutdown(Shutdown::Write).is_err() {
+    /// As [`Channel::finish`], for a connection that is not closed yet.
+    pub(crate) fn wait_for_close(&mut self, patience: Duration) -> bool {
+        if self.socket.shut_down_writing().is_err() {
             return true;
         }
-        let deadline = self.sent.checked_add(self.timeout.min(patience)).unwrap_or_else(|| self.deadline());
-        loop {
-            match self.take_record() {
-                Ok(Some(_)) if Instant::now() < deadline => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    match self.cancel.wait(self.socket.as_fd(), PollFlags::POLLIN, deadline) {
-                        Ok(true) => {}
-                        Ok(false) | Err(_) => return false,
+        let timeout = self.timeout();
+        let deadline = self.sent.checked_add(timeout.min(patience)).unwrap_or_else(|| deadline_after(timeout));
+        self.socket.drain_until(&mut self.incoming, deadline)
+    }
+
+    /// The socket, to shut it down from another thread.
+    pub(crate) fn socket(&self) -> Arc<UnixStream> {
+        self.socket.shared()
+    }
+
+    /// The error that a peer may have reported before it closed the connection.
+    fn last_error(&mut self) -> Option<Error> {
+        for _ in 0..MOST_LAST_RECORDS {
+            match self.socket.try_receive(&mut self.incoming) {
+                Ok(Arrival::Record(record)) => {
+                    let message = Message::decode(&self.incoming[..record.length], record.fds.len());
+                    if let Ok(Message::Error(failure)) = message {
+                        return Some(Error::Peer(PeerError::Reported { code: failure.code, message: failure.message }));
                     }
                 }
-                // It sends on and on.
-                Ok(Some(_)) => return false,
-                Ok(None) | Err(_) => return true,
-            }
-        }
-    }
-
-    /// The socket, to shut it down from another thread. No second descriptor: there may be none left.
-    pub(crate) fn socket(&self) -> Arc<UnixStream> {
-        Arc::clone(&self.socket)
-    }
-
-    fn deadline(&self) -> Instant {
-        deadline_after(self.timeout)
-    }
-
-    /// The error that a peer who is gone may have left.
-    fn last_words(&mut self) -> Option<Error> {
-        // Behind a reset and signs of life; bounded, for the peer may still be sending.
-        for _ in 0..64 {
-            match self.take_record() {
-                Ok(Some(Ok((Message::Error(failure), _)))) => {
-                    return Some(Error::Peer(PeerError::Reported { code: failure.code, message: failure.message }));
-                }
-                Ok(Some(_)) => {}
-                Err(error) if gone(&error) => {}
-                Ok(None) | Err(_) => return None,
+                Ok(Arrival::Broken(_)) => {}
+                // ECONNRESET is reported once, ahead of queued data.
+                Err(error) if is_gone(&error) => {}
+                Ok(Arrival::End) | Err(_) => return None,
             }
         }
         None
     }
-
-    /// Takes one record off the socket without waiting; `None` is the end, or an empty record, which means the same.
-    #[allow(clippy::type_complexity)]
-    fn take_record(&mut self) -> io::Result<Option<Result<(Message, Vec<OwnedFd>), ProtocolError>>> {
-        // Room for the most that the kernel passes at once, also where none is expected: so each is owned, and closed.
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let mut parts = [io::IoSliceMut::new(&mut self.record)];
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-        let received = rustix::net::recvmsg(&*self.socket, &mut parts, &mut ancillary, flags)?;
-        let fds: Vec<OwnedFd> = ancillary
-            .drain()
-            .filter_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-                _ => None,
-            })
-            .flatten()
-            .collect();
-        if received.bytes == 0 {
-            return Ok(None);
-        }
-        if received.flags.contains(ReturnFlags::TRUNC) || received.bytes == self.record.len() {
-            return Ok(Some(Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY })));
-        }
-        if received.flags.contains(ReturnFlags::CTRUNC) {
-            return Ok(Some(Err(ProtocolError::FdsTruncated { most: MAX_FDS })));
-        }
-        Ok(Some(Message::decode(&self.record[..received.bytes], fds.len()).map(|message| (message, fds))))
-    }
 }
 
 impl AsFd for Channel {
-    /// Readable when there is something to receive, or the peer has gone.
+    /// Readable when there is something to receive, or the peer has closed the connection.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-/// The limit of this process that cut descriptors off, if it was that and not the peer.
-fn own_limit() -> Option<Error> {
-    let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
-    let needed = std::fs::read_dir("/proc/self/fd").ok()?.count() as u64 + MAX_FDS as u64;
-    (needed > limit).then_some(Error::Memory(MemoryError::TooManyDescriptors { needed, limit }))
-}
-
-fn gone(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected)
-}
-
-/// A moment so far off as `time` says, or as far as the clock goes.
+/// The moment after so much time, or the last one that the clock has.
 pub(crate) fn deadline_after(time: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(time).unwrap_or_else(|| now + Duration::from_secs(u32::MAX.into()))

@@ -309,7 +309,7 @@ impl Idle {
     /// Sends why it can't stay.
     fn refuse(&mut self, error: &Error) {
         self.link.report(error);
-        self.link.channel.hang_up();
+        self.link.channel.shut_down_writing();
         self.state = State::Refused(DISCARDED);
         self.deadline = deadline_after(GOODBYE);
     }

@@ -1,28 +1,28 @@
-//! What the tools fail with beyond the library's errors, and what a person can do about either.
+//! The tools' own errors, and hints for the user about these and the library's.
 
 use std::path::PathBuf;
 
 use crate::error::{DeviceError, Error, ErrorCode, ErrorKind, LoadError, MemoryError, PeerError, SocketError, code};
 
-/// An error of the tools' own. Where the library's [`Error`] is called for it travels as [`Error::Caller`].
+/// An error of the tools. As the library's [`Error`] it is in [`Error::Caller`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ToolError {
-    /// A file is not what it must be.
+    /// A file can't be used.
     #[error("{} {problem}", path.display())]
     File {
-        /// Which one.
+        /// Its path.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Why, as the rest of a sentence.
         problem: String,
     },
 
-    /// A child process that does a part of the work failed at it, died, or is stuck.
+    /// A child process failed, died, or is stuck.
     #[error("{process} {message}")]
     Child {
-        /// Which one, by its part: `the producer`.
+        /// Its part: `the producer`.
         process: String,
-        /// What happened to it, as the rest of a sentence: `was ended by SIGABRT`.
+        /// What happened to it, as the rest of a sentence: `was killed by SIGABRT`.
         message: String,
         /// The hint of its own error.
         hint: Option<String>,
@@ -30,7 +30,7 @@ pub enum ToolError {
 }
 
 impl ToolError {
-    /// The tools' error that this is, if it is one.
+    /// The error of the tools, if it is one.
     pub fn of(error: &Error) -> Option<&Self> {
         match error {
             Error::Caller(caller) => caller.downcast_ref(),
@@ -55,7 +55,7 @@ pub fn kind_of(error: &Error) -> ErrorKind {
     if ToolError::is_file(error) { ErrorKind::Usage } else { error.kind() }
 }
 
-/// What a person can do about it, where there is something that can be said in general.
+/// What the user can do about an error, if there is a general answer.
 pub fn hint(error: &Error) -> Option<&str> {
     if let Some(own) = ToolError::of(error) {
         return match own {

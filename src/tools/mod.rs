@@ -2,7 +2,24 @@
 
 pub mod bench;
 pub mod check;
+pub mod child;
 pub mod cli;
 pub mod doctor;
 pub mod error;
+mod line;
+mod stamp;
 mod temporary;
+
+/// Does the task of a child process of [`doctor`] or [`bench`], and exits.
+///
+/// A program that calls [`doctor::run`] or [`bench::run`] must call this with the argument of its hidden subcommand
+/// [`child::SUBCOMMAND`]: their children are this program again.
+pub fn run_child(task: &str) -> ! {
+    let child = child::enter(task);
+    let result = match child.tool.as_str() {
+        doctor::TOOL => doctor::run_task(&child),
+        bench::TOOL => bench::run_task(&child),
+        tool => Err(crate::Error::Misuse { problem: format!("no tool is called `{tool}`") }),
+    };
+    child::leave(result)
+}

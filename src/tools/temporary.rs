@@ -6,11 +6,14 @@ use tempfile::TempDir;
 
 use crate::error::{Error, Result};
 
+/// What the names of all temporary folders of the tools begin with.
+pub(crate) const PREFIX: &str = "vmmfd-";
+
 /// A folder that is removed when it is dropped, with a path short enough for a socket in it. Tries the folder for temporary files,
-/// `/tmp`, `$XDG_RUNTIME_DIR` and `/dev/shm`: the doctor must run where temporary files can't be made too.
+/// `/tmp`, `$XDG_RUNTIME_DIR` and `/dev/shm`: the doctor must also run where no temporary files can be created.
 ///
 /// # Errors
-/// [`Error::System`] if none of them will do.
+/// [`Error::System`] if none of them can be used.
 pub(crate) fn temporary_folder(prefix: &str) -> Result<TempDir> {
     const LONGEST: usize = 70;
     let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
@@ -23,6 +26,6 @@ pub(crate) fn temporary_folder(prefix: &str) -> Result<TempDir> {
             Err(error) => failed = failed.or(Some(error)),
         }
     }
-    let failed = failed.unwrap_or_else(|| io::Error::other("every place for one has too long a path"));
-    Err(Error::system("make a temporary folder", failed))
+    let failed = failed.unwrap_or_else(|| io::Error::other("the path is too long in every folder for temporary files"));
+    Err(Error::system("create a temporary folder", failed))
 }

@@ -260,7 +260,7 @@ fn what_there_is_no_memory_for_is_left_out_one_by_one() {
 fn a_picture_that_cannot_be_drawn_there_is_refused_before_anything_is_measured(meeting: Meeting) {
     let log = meeting.folder().join("log");
     let nowhere = meeting.folder().join("nowhere/bench.svg");
-    for (file, why) in [(nowhere.as_path(), "does not exist"), (meeting.folder(), "is no regular file")] {
+    for (file, why) in [(nowhere.as_path(), "does not exist"), (meeting.folder(), "is not a regular file")] {
         let ended = bench(&meeting, &["repeat", "--svg", file.to_str().unwrap()]).env("FAKECUDA_LOG", &log).end();
         assert!(sentence(ended.code(2)).contains(why), "{}", ended.stderr);
         assert_eq!(ended.stdout, "");
@@ -297,8 +297,8 @@ fn bad_usage_is_told_in_a_sentence() {
     let meeting = Meeting::host();
     let wrong: [(&[&str], &str); 12] = [
         (&["everything"], "no bench is called `everything`: write handoff, repeat, verify, stages, startup or all"),
-        (&["--size", "big"], "`big` is no size"),
-        (&["--size", "2MiB,0"], "`0` is no memory at all"),
+        (&["--size", "big"], "`big` is not a size"),
+        (&["--size", "2MiB,0"], "`0` is no memory"),
         (&["--size", "64MB"], "write 64MiB"),
         (&["--count", "0"], "0 is not in 1..=1000000"),
         (&["--count", "many"], "invalid digit"),
@@ -379,13 +379,13 @@ fn a_process_that_dies_is_named_with_its_end() {
         ("verify", "cuLaunchKernel", "the process that is measured"),
     ] {
         let ended = bench(&meeting, &[name]).env("FAKECUDA_ABORT", call).end();
-        assert_eq!(sentence(ended.code(1)), format!("{who} was ended by SIGABRT"));
+        assert_eq!(sentence(ended.code(1)), format!("{who} was killed by SIGABRT"));
         assert_eq!(ended.stdout, "");
     }
     // A bare start and the consumer make no such call.
     let ended = bench(&meeting, &["startup"]).env("FAKECUDA_ABORT", "cuMemMap").end();
     let said = sentence(ended.code(1));
-    assert!(said.starts_with("the producer ended with signal: 6") && said.contains("before it was ready"), "{said}");
+    assert!(said.starts_with("the producer was killed by SIGABRT before it was ready"), "{said}");
     let ended = bench(&meeting, &["startup"]).env("FAKECUDA_FAIL", "cuMemMap:1:999").end();
     let said = sentence(ended.code(1));
     assert!(said.ends_with("before it was ready: cuMemMap failed: CUDA_ERROR_UNKNOWN (999)"), "{said}");
@@ -396,10 +396,10 @@ fn a_process_that_dies_is_named_with_its_end() {
 fn a_driver_that_hangs_is_given_up_and_whoever_it_keeps_is_named() {
     let meeting = Meeting::fake();
     for (name, call, who) in [
-        ("handoff", "cuInit", "the producer did nothing"),
-        ("handoff", "cuMemImportFromShareableHandle", "a consumer did nothing"),
-        ("repeat", "cuMemSetAccess", "the producer did nothing"),
-        ("stages", "cuMemMap", "the process that is measured did nothing"),
+        ("handoff", "cuInit", "the producer did not respond"),
+        ("handoff", "cuMemImportFromShareableHandle", "a consumer did not respond"),
+        ("repeat", "cuMemSetAccess", "the producer did not respond"),
+        ("stages", "cuMemMap", "the process that is measured did not respond"),
         ("startup", "cuMemMap", "the producer did not become ready"),
     ] {
         let ended =

@@ -130,7 +130,7 @@ fn chosen_probes_alone_are_run(meeting: Meeting) {
     // Without the driver there are no devices to speak of.
     assert_eq!(probes(&report["machine"]), ["driver"]);
     assert_eq!(report["required"], serde_json::json!(["driver", "granularity", "export"]), "what is named is required");
-    assert!(report["verdict"].as_str().unwrap().starts_with("What was asked for works on 1 of 1 "), "{report}");
+    assert!(report["verdict"].as_str().unwrap().starts_with("The required probes succeed on 1 of 1 "), "{report}");
     let list = doctor(&meeting, &["--list"]).end();
     let names: Vec<&str> = list.code(0).stdout.lines().filter_map(|line| line.split_whitespace().next()).collect();
     assert_eq!(names, [&MACHINE[..], &DEVICE[..], &["peer"]].concat());
@@ -402,8 +402,8 @@ fn a_folder_is_found_where_temporary_files_can_not_be() {
     doctor(&meeting, &["--only", "round-trip"]).env("TMPDIR", "/nonexistent").end().code(0);
     let large = meeting.folder().join("large");
     fs::File::create(&large).unwrap().set_len(17 << 20).unwrap();
-    doctor(&meeting, &["--show", large.to_str().unwrap()]).end().code(2).says("is no report");
-    doctor(&meeting, &["--show", "/dev/zero"]).end().code(2).says("is no report");
+    doctor(&meeting, &["--show", large.to_str().unwrap()]).end().code(2).says("is not a report");
+    doctor(&meeting, &["--show", "/dev/zero"]).end().code(2).says("is not a report");
 }
 
 #[test]

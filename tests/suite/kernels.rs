@@ -8,12 +8,12 @@ use vmmfd::{
     error::DeviceError,
     internals::{self, CudaDriver, Kernels, Location, Stretch, Verbs},
     memory::{Allocation, Device, Mapping, Region, Selector},
-    tools::check::pattern::{self, Choice, Engine, Mismatch, Pattern, Verification},
+    tools::check::pattern::{self, Engine, EngineChoice, Mismatch, Pattern, Verification},
 };
 
 use crate::support::{Copy, EXPORTABLE, Fault, Kind, Mapped, Subject, code};
 
-const GPU: Choice = Choice::Only(Engine::Gpu);
+const GPU: EngineChoice = EngineChoice::Only(Engine::Gpu);
 
 cases! {
     on crate::support::Subject; every backend: [
@@ -53,7 +53,7 @@ fn expected(salt: u32, range: Range<u64>) -> Vec<u8> {
     bytes
 }
 
-fn verify(choice: Choice, region: &dyn Region, start: u64, range: Range<u64>, salt: u32) -> Verification {
+fn verify(choice: EngineChoice, region: &dyn Region, start: u64, range: Range<u64>, salt: u32) -> Verification {
     let (found, work) = choice.verify(region, start, range, Pattern::new(salt), &mut |_| Ok(())).unwrap();
     let engine = if choice == GPU { Engine::Gpu } else { Engine::Host };
     assert_eq!(work.engine, engine);
@@ -110,8 +110,8 @@ fn work_on_many_cpus_can_be_ended_and_fails_as_on_one(subject: Subject) {
 
 fn an_engine_that_is_forced_is_used_or_refused(subject: Subject) {
     let mapping = mapping(&subject, 4096);
-    let fill = |choice: Choice| choice.fill(&mapping, 0..4096, Pattern::new(1), &mut |_| Ok(()));
-    assert_eq!(fill(Choice::Only(Engine::Host)).unwrap().engine, Engine::Host);
+    let fill = |choice: EngineChoice| choice.fill(&mapping, 0..4096, Pattern::new(1), &mut |_| Ok(()));
+    assert_eq!(fill(EngineChoice::Only(Engine::Host)).unwrap().engine, Engine::Host);
     match (subject.kind, fill(GPU)) {
         (Kind::Host, Err(error @ Error::Device(DeviceError::Unsupported { .. }))) => {
             assert!(error.to_string().contains("kernels"))
@@ -142,7 +142,7 @@ fn both_engines_find_the_same(subject: Subject) {
     let mapping = mapping(&subject, 2 << 20);
     let whole = 0..2 << 20;
     GPU.write(&mapping, 0, whole.clone(), Pattern::new(5), &mut |_| Ok(())).unwrap();
-    let host = Choice::Only(Engine::Host);
+    let host = EngineChoice::Only(Engine::Host);
     let clean = verify(GPU, &mapping, 0, whole.clone(), 5);
     assert_eq!(clean, Verification { words: (2 << 20) / 4, mismatches: 0, first: None });
     let other = verify(GPU, &mapping, 0, whole.clone(), 6);
@@ -171,7 +171,7 @@ fn words_of_two_runs_are_told_apart(subject: Subject) {
         assert!(verify(GPU, &mapping, start, range.clone(), 3).passed());
         mapping.copy_in(before + 9, &[0xEE]).unwrap();
         let found = verify(GPU, &mapping, start, range.clone(), 3);
-        assert_eq!(found, verify(Choice::Only(Engine::Host), &mapping, start, range, 3));
+        assert_eq!(found, verify(EngineChoice::Only(Engine::Host), &mapping, start, range, 3));
         assert_eq!(found.first.unwrap().index, (run << 31) + 2);
     }
 }
@@ -231,7 +231,7 @@ fn a_stretch_that_is_nowhere_is_refused(subject: Subject) {
 fn the_gpu_is_chosen_once_its_kernels_are_loaded(subject: Subject) {
     let mapping = mapping(&subject, 8 << 20);
     let auto = |start, range: Range<u64>| {
-        let (_, work) = Choice::Auto.verify(&mapping, start, range, Pattern::new(1), &mut |_| Ok(())).unwrap();
+        let (_, work) = EngineChoice::Auto.verify(&mapping, start, range, Pattern::new(1), &mut |_| Ok(())).unwrap();
         assert!(work.fallback.is_none());
         work.engine
     };
@@ -251,7 +251,7 @@ fn where_kernels_cannot_be_had_the_host_does_their_work_and_says_why(subject: Su
     let mapping = mapping(&subject, 8 << 20);
     kernels(&subject).load(0).unwrap();
     subject.faulty.fail(Fault::Verb("kernels load"), 221);
-    let work = Choice::Auto.fill(&mapping, 0..8 << 20, Pattern::new(2), &mut |_| Ok(())).unwrap();
+    let work = EngineChoice::Auto.fill(&mapping, 0..8 << 20, Pattern::new(2), &mut |_| Ok(())).unwrap();
     assert_eq!(work.engine, Engine::Host);
     assert!(matches!(work.fallback, Some(Error::Driver { code: 221, .. })), "{work:?}");
     subject.faulty.mend();

@@ -9,7 +9,7 @@ use vmmfd::{
     memory::{Allocation, Mapping, Mirror, Region},
     tools::check::{
         files::{self, Source},
-        pattern::{self, Choice, Engine, Pattern},
+        pattern::{self, Engine, EngineChoice, Pattern},
     },
 };
 
@@ -64,7 +64,7 @@ fn the_pattern_is_of_bytes_that_the_memory_has() {
     for (start, range) in outside(mapping.size()) {
         assert_out_of_range(pattern::write(&mapping, start, range.clone(), pattern, done));
         assert_out_of_range(pattern::verify(&mapping, start, range.clone(), pattern, done));
-        let engine = Choice::Only(Engine::Host);
+        let engine = EngineChoice::Only(Engine::Host);
         assert_out_of_range(engine.write(&mapping, start, range.clone(), pattern, done));
         assert_out_of_range(engine.verify(&mapping, start, range.clone(), pattern, done));
         if start == 0 {

@@ -109,7 +109,7 @@ fn troubleshooting_knows_the_words_of_the_errors() {
         include_str!("../../src/session/handoff/connection.rs"),
         include_str!("../../src/memory/imported.rs"),
         include_str!("../../src/tools/check/files.rs"),
-        include_str!("../../src/tools/cli/output.rs"),
+        include_str!("../../src/tools/cli/console.rs"),
     ];
     let (_, section) = README.split_once("### What the commands say").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();

@@ -295,7 +295,7 @@ fn a_sealed_buffer_is_lent_read_only(meeting: Meeting) {
         meeting.consumer(&["--access", "rw"]).end().code(4).says("the buffer is sealed");
         let ended = producer.end();
         let told = if meeting.backend() == "host" {
-            "the kernel lets nobody write any more"
+            "enforced: the kernel refuses every write"
         } else {
             "whoever holds the descriptor or handle can still write"
         };
@@ -418,20 +418,20 @@ fn files_that_can_not_be_shared_or_written_are_refused_in_one_sentence() {
     for (name, code, words) in [
         (path("none"), 2, "does not exist"),
         (path("empty"), 2, "is empty"),
-        (path("folder"), 2, "is no regular file"),
-        (path("pipe"), 2, "is no regular file"),
-        ("/dev/zero".to_owned(), 2, "is no regular file"),
+        (path("folder"), 2, "is not a regular file"),
+        (path("pipe"), 2, "is not a regular file"),
+        ("/dev/zero".to_owned(), 2, "is not a regular file"),
     ] {
         meeting.producer(&["--from", &name]).end().code(code).says(words).says(&name);
     }
     for (name, force, code, words) in [
         (path("full"), false, 2, "exists: name another file, or replace it with --force"),
-        (path("folder"), true, 2, "exists and is no regular file"),
-        (path("pipe"), true, 2, "exists and is no regular file"),
-        ("/dev/null".to_owned(), true, 2, "exists and is no regular file"),
+        (path("folder"), true, 2, "exists and is not a regular file"),
+        (path("pipe"), true, 2, "exists and is not a regular file"),
+        ("/dev/null".to_owned(), true, 2, "exists and is not a regular file"),
         (path("none/file"), false, 5, "No such file"),
         (path("full/file"), false, 5, "Not a directory"),
-        (path(".."), true, 2, "exists and is no regular file"),
+        (path(".."), true, 2, "exists and is not a regular file"),
     ] {
         let options = ["--to", &name, "--force"];
         // Nobody has to be asked for that: there is no producer.
@@ -483,7 +483,7 @@ fn options_that_do_not_go_together_are_bad_usage() {
         (&["--from", file, "--dtype", "f32", "--shape", "7"], "has 28 bytes, and there are 24"),
         (&["--mechanism", "ipc"], "write vmm, pool or legacy"),
         (&["--location", "disk"], "write device or host"),
-        (&["--chunk", "0"], "no memory at all"),
+        (&["--chunk", "0"], "is no memory: write at least 1 byte"),
         (&["--order", "X", "--shape", "2"], "write C"),
     ] {
         meeting.producer(options).end().code(2).says(words);

@@ -315,7 +315,7 @@ impl<'a> Server<'a> {
             drop(state);
             let message = format!("this producer serves {expected} consumers, and all of them have come");
             arrival.link.report(&full(message));
-            arrival.link.channel.hang_up();
+            arrival.link.channel.shut_down_writing();
             return;
         }
         state.admitted += 1;

@@ -391,7 +391,7 @@ impl Publisher {
         result.inspect_err(|error| {
             self.over = true;
             self.link.report(error);
-            self.link.channel.hang_up();
+            self.link.channel.shut_down_writing();
         })
     }
 }
@@ -406,11 +406,11 @@ impl AsFd for Publisher {
 impl Drop for Publisher {
     fn drop(&mut self) {
         if !self.over {
-            self.link.channel.renew();
+            self.link.channel.restart_close_timeout();
         }
-        self.link.channel.hang_up();
+        self.link.channel.shut_down_writing();
         let borrowed = || self.buffers.values().filter(|buffer| buffer.is_borrowed());
-        if borrowed().next().is_some() && !self.link.channel.see_off(self.timeout) {
+        if borrowed().next().is_some() && !self.link.channel.wait_for_close(self.timeout) {
             // It has the memory open, and is silent: it would read freed memory.
             tracing::warn!("a consumer does not close memory, which stays allocated");
             borrowed().for_each(|buffer| buffer.memory.abandon());

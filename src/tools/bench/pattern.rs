@@ -1,39 +1,38 @@
-//! What takes one process: filling and verifying, by each engine, and each call of the driver.
+//! The benches of one process: `verify`, with each engine, and `stages`, with each driver call.
 
 use super::{
-    Bench, Room, Run, ask,
-    orders::{Answer, Order},
-    process::Task,
+    plan::Bench,
+    protocol::{Request, Response},
+    run::{BenchRun, Capacity, ask, ask_done, unexpected, warm_up},
     stats::{Samples, us},
-    tell,
+    task::Role,
     text::human,
-    unfit, warm_up,
 };
 use crate::{driver::Backend, error::Result, tools::check::pattern::Engine};
 
 const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
 const HOST_SIZES: [u64; 3] = [2 << 20, 64 << 20, 1 << 30];
 
-/// About how many bytes the host may move for one series: it takes a second for five thousand million.
+/// About how many bytes the host may copy for one series, at 5 GB/s.
 const HOST_BYTES: u64 = 40 << 30;
 
-/// The fewest samples of the host.
+/// The least samples of the host.
 const HOST_COUNT: usize = 3;
 
-pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
+pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
     let cuda = run.plan.backend == Backend::Cuda;
     if cuda {
         load(run)?;
     }
-    let (process, room) = run.start(Task::Single, &[])?;
+    let (process, capacity) = run.start(Role::Single, &[])?;
     let engines: &[Engine] = if cuda { &[Engine::Gpu, Engine::Host] } else { &[Engine::Host] };
-    for size in run.sizes(if cuda { &GPU_SIZES } else { &HOST_SIZES }, room) {
-        if !fits(run, Bench::Verify, size, room) {
+    for size in run.sizes(if cuda { &GPU_SIZES } else { &HOST_SIZES }, capacity) {
+        if !fits(run, Bench::Verify, size, capacity) {
             continue;
         }
-        tell(&process, &Order::Prepare { size, ways: Vec::new() })?;
+        ask_done(&process, &Request::Prepare { size, methods: Vec::new() })?;
         for &engine in engines {
-            // On the host backend it is far faster.
+            // Only on a GPU: the host backend is far faster.
             if cuda && engine == Engine::Host && size > HOST_BYTES / HOST_COUNT as u64 {
                 run.leave_out(format!("host fill and verify at {}: above 13 GiB they take too long", human(size)));
                 continue;
@@ -46,26 +45,26 @@ pub(super) fn measure(run: &mut Run<'_>) -> Result<()> {
             let warm_up = if engine == Engine::Gpu { warm_up(most) } else { 1 };
             for round in 0..warm_up + most {
                 run.tick(&format!("{engine} fills and verifies {}", human(size)), round, warm_up + most)?;
-                match ask(&process, &Order::Pattern { engine })? {
-                    Answer::Pattern { fill_us, verify_us, fill_whole_us, verify_whole_us, mismatches: 0 } => {
+                match ask(&process, &Request::Pattern { engine })? {
+                    Response::Pattern { fill_us, verify_us, fill_whole_us, verify_whole_us, mismatches: 0 } => {
                         if round >= warm_up {
                             let all = [fill_us, verify_us, fill_whole_us, verify_whole_us];
                             samples.iter_mut().zip(all).for_each(|(samples, us)| samples.0.push(us));
                         }
                     }
-                    Answer::Pattern { mismatches, .. } => {
-                        return Err(process.fault(format!("found {mismatches} words wrong that it had just written")));
+                    Response::Pattern { mismatches, .. } => {
+                        return Err(process.failure(format!("found {mismatches} wrong words that it had just written")));
                     }
-                    _ => return unfit(),
+                    _ => return Err(unexpected()),
                 }
             }
             add(run, engine, size, samples);
         }
     }
-    tell(&process, &Order::Clear)
+    ask_done(&process, &Request::Clear)
 }
 
-fn add(run: &mut Run<'_>, engine: Engine, size: u64, samples: [Samples; 4]) {
+fn add(run: &mut BenchRun<'_>, engine: Engine, size: u64, samples: [Samples; 4]) {
     let before = run.report.series.len();
     let names = match engine {
         Engine::Gpu => ["gpu fill, kernel", "gpu verify, kernel", "gpu fill", "gpu verify"],
@@ -78,21 +77,21 @@ fn add(run: &mut Run<'_>, engine: Engine, size: u64, samples: [Samples; 4]) {
     }
 }
 
-/// Loading the kernels, in fresh processes: compiled, and found in the driver's cache.
-fn load(run: &mut Run<'_>) -> Result<()> {
+/// Measures loading the kernels in new processes: compiled, and from the driver's cache.
+fn load(run: &mut BenchRun<'_>) -> Result<()> {
     let count = run.plan.count.min(5);
     let mut measured = Vec::new();
     for (name, disabled) in [("load kernels, compiled", "1"), ("load kernels, cached", "0")] {
         let mut samples = Samples::default();
-        // The first one may have to put them into the cache.
+        // The first process may have to fill the cache.
         let warm_up = usize::from(disabled == "0");
         for round in 0..warm_up + count {
             run.tick(name, round, warm_up + count)?;
-            let (process, _) = run.start(Task::Single, &[("CUDA_CACHE_DISABLE", disabled)])?;
-            match ask(&process, &Order::Load)? {
-                Answer::Took { us } if round >= warm_up => samples.0.push(us),
-                Answer::Took { .. } => {}
-                _ => return unfit(),
+            let (process, _) = run.start(Role::Single, &[("CUDA_CACHE_DISABLE", disabled)])?;
+            match ask(&process, &Request::Load)? {
+                Response::Time { us } if round >= warm_up => samples.0.push(us),
+                Response::Time { .. } => {}
+                _ => return Err(unexpected()),
             }
         }
         measured.push((name.to_owned(), samples));
@@ -101,20 +100,20 @@ fn load(run: &mut Run<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Each call, on memory of its own each time, while another exported descriptor is open.
-pub(super) fn measure_stages(run: &mut Run<'_>) -> Result<()> {
-    let (process, room) = run.start(Task::Single, &[])?;
+/// Measures each driver call, on new memory each time, while another exported descriptor is open.
+pub(super) fn measure_stages(run: &mut BenchRun<'_>) -> Result<()> {
+    let (process, capacity) = run.start(Role::Single, &[])?;
     let cuda = run.plan.backend == Backend::Cuda;
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
-    for size in run.sizes(if cuda { &GPU_SIZES } else { &HOST_SIZES }, room) {
-        if !fits(run, Bench::Stages, size, room) {
+    for size in run.sizes(if cuda { &GPU_SIZES } else { &HOST_SIZES }, capacity) {
+        if !fits(run, Bench::Stages, size, capacity) {
             continue;
         }
         let mut samples: [Samples; 9] = Default::default();
         for round in 0..warm_up + count {
             run.tick(&format!("each call on {}", human(size)), round, warm_up + count)?;
-            match ask(&process, &Order::Stages { size })? {
-                Answer::Stages { create_us, export_us, opening, closing, .. } if round >= warm_up => {
+            match ask(&process, &Request::Stages { size })? {
+                Response::Stages { create_us, export_us, opening, closing, .. } if round >= warm_up => {
                     let all = [
                         create_us,
                         export_us,
@@ -128,27 +127,27 @@ pub(super) fn measure_stages(run: &mut Run<'_>) -> Result<()> {
                     ];
                     samples.iter_mut().zip(all).for_each(|(samples, us)| samples.0.push(us));
                 }
-                Answer::Stages { .. } => {}
-                _ => return unfit(),
+                Response::Stages { .. } => {}
+                _ => return Err(unexpected()),
             }
         }
         let names =
             ["create", "export, anchor", "import", "reserve", "map", "set access", "unmap", "address free", "release"];
         let measured = names.into_iter().map(str::to_owned).zip(samples);
-        // The host backend has no such calls.
-        let made = measured.filter(|(name, _)| cuda || !CUDA_ALONE.contains(&name.as_str()));
+        // Some calls do not exist on the host backend.
+        let made = measured.filter(|(name, _)| cuda || !CUDA_ONLY.contains(&name.as_str()));
         run.add(Bench::Stages, size, made.collect(), "");
     }
     Ok(())
 }
 
-/// The stages that host memory does not have.
-const CUDA_ALONE: [&str; 5] = ["import", "reserve", "set access", "address free", "release"];
+/// The stages that the host backend does not have.
+const CUDA_ONLY: [&str; 5] = ["import", "reserve", "set access", "address free", "release"];
 
-fn fits(run: &mut Run<'_>, bench: Bench, size: u64, room: Room) -> bool {
-    let fits = size <= room.free;
+fn fits(run: &mut BenchRun<'_>, bench: Bench, size: u64, capacity: Capacity) -> bool {
+    let fits = size <= capacity.usable;
     if !fits {
-        run.leave_out(format!("{} at {}: there are {} for it", bench.as_str(), human(size), human(room.free)));
+        run.leave_out(format!("{} at {}: there are {} for it", bench.as_str(), human(size), human(capacity.usable)));
     }
     fits
 }

@@ -1,4 +1,4 @@
-//! The distributions as a picture: a panel for each bench and size, a row for each thing that was measured.
+//! The distributions as a picture: a panel for each bench and size, a row for each measurement.
 
 use std::error::Error as StdError;
 
@@ -12,7 +12,8 @@ use plotters::{
 };
 
 use super::{
-    Bench, Report, Series,
+    plan::Bench,
+    report::{BenchReport, Series},
     stats::{quantile, sorted},
     text::{figure, human},
 };
@@ -26,12 +27,12 @@ const LABELS: u32 = 250;
 
 const BOX: RGBColor = RGBColor(70, 110, 170);
 
-/// The report as SVG. Each row is from the least sample to the 99th of a hundred, the box from the tenth of a hundred to the
-/// ninetieth, and the red mark is the median; the scale is logarithmic.
+/// The report as SVG. Each row is from the smallest sample to the 99th percentile, its box from the 10th percentile to the 90th, and
+/// the red mark is the median; the scale is logarithmic.
 ///
 /// # Errors
-/// [`Error::System`] if there is nothing to draw, or it can't be drawn.
-pub fn draw(report: &Report) -> Result<String> {
+/// [`Error::System`] if nothing was measured, or the drawing fails.
+pub fn draw(report: &BenchReport) -> Result<String> {
     let mut panels: Vec<(Bench, u64, Vec<&Series>)> = Vec::new();
     for series in report.series.iter().filter(|series| !series.samples.is_empty()) {
         match panels.iter_mut().find(|(bench, size, _)| (*bench, *size) == (series.bench, series.size)) {
@@ -60,7 +61,7 @@ pub fn draw(report: &Report) -> Result<String> {
     Ok(svg)
 }
 
-/// What a row shows of its samples.
+/// The quantiles that a row shows.
 struct Spread {
     low: f64,
     tenth: f64,
@@ -70,7 +71,7 @@ struct Spread {
 }
 
 impl Spread {
-    /// As logarithms, which have no place for zero: plotters' own logarithmic scale has a label for each power of ten alone.
+    /// As logarithms: plotters' own logarithmic scale has labels only at powers of ten.
     fn of(series: &Series) -> Self {
         let sorted = sorted(&series.samples);
         let at = |part| quantile(&sorted, part).unwrap_or(0.0).max(0.01).log10();
@@ -94,7 +95,7 @@ fn draw_panel(
         .y_label_area_size(LABELS)
         .build_cartesian_2d(low..high, (0..rows - 1).into_segmented())
         .map_err(unable)?;
-    // The first one at the top.
+    // The first row is at the top.
     let name = |value: &SegmentValue<i32>| match value {
         SegmentValue::CenterOf(row) => {
             let series = usize::try_from(rows - 1 - row).ok().and_then(|row| panel.get(row));

@@ -1,4 +1,4 @@
-//! The process that lends memory, and takes the time.
+//! The process that shares memory, and measures the handoffs.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -9,9 +9,10 @@ use std::{
 };
 
 use super::{
-    line::{Line, now},
-    orders::{Answer, Call, Order, Reply, Way},
-    process::{Errand, Process, Task},
+    process::BenchProcess,
+    protocol::{ConsumerRequest, ConsumerResponse, Method, Request, Response},
+    stats::now,
+    task::{Role, Task},
 };
 use crate::{
     channel::{Cancel, Listener},
@@ -22,12 +23,13 @@ use crate::{
         Config,
         stream::{BufferId, Publisher},
     },
+    tools::line::Line,
 };
 
-/// How long the other end is given to fall asleep over its socket, as it would between two handoffs.
+/// How long a consumer has to go to sleep on its socket, as it would between two handoffs.
 const ASLEEP: Duration = Duration::from_micros(30);
 
-/// What is made ready, all of one size.
+/// The memory that is prepared, all of one size.
 #[derive(Default)]
 struct Prepared {
     size: u64,
@@ -35,105 +37,105 @@ struct Prepared {
     shared: Option<Arc<Shared>>,
     /// Its descriptor, for the floor.
     fd: Option<OwnedFd>,
-    /// To be exported each time.
+    /// Memory that is exported each time.
     created: Option<Created>,
     legacy: Option<(Shared, Pointer)>,
     pool: Option<(Shared, Pointer)>,
 }
 
-/// A consumer, and the session with it.
-struct Peer {
-    process: Process,
+/// A consumer process, and the session with it.
+struct ConsumerHandle {
+    process: BenchProcess,
     publisher: Option<Publisher>,
-    /// The buffer that it is to hold.
+    /// The buffer that it holds.
     held: Option<BufferId>,
-    /// The one that it is handed now, and is not to hold.
+    /// The buffer that is handed over now, and withdrawn afterwards.
     fresh: Option<BufferId>,
 }
 
 struct Producer<'a> {
-    errand: &'a Errand,
+    task: &'a Task,
     driver: Driver,
     device: Device,
     folder: &'a Path,
-    peers: Vec<Peer>,
+    consumers: Vec<ConsumerHandle>,
     prepared: Prepared,
 }
 
-/// Does what it is told until whoever tells it has gone.
-pub(super) fn serve(errand: &Errand, folder: &Path, consumers: usize, line: &Line) -> Result<()> {
-    let (driver, device) = errand.open()?;
+/// Answers the requests of the measuring process, until that ends the connection.
+pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -> Result<()> {
+    let (driver, device) = task.open()?;
     device.activate()?;
-    let child = Errand { task: Task::Consume, ..errand.clone() };
-    let peers = (0..consumers).map(|_| {
-        let process = Process::start(&child)?;
-        Ok(Peer { process, publisher: None, held: None, fresh: None })
+    let child = task.with(Role::Consumer);
+    let consumers = (0..consumers).map(|_| {
+        let process = BenchProcess::start(&child)?;
+        Ok(ConsumerHandle { process, publisher: None, held: None, fresh: None })
     });
-    let peers = peers.collect::<Result<Vec<_>>>()?;
-    // All of them start at once.
-    peers.iter().try_for_each(Peer::ready)?;
-    line.send(&Answer::started(&device)?)?;
-    let mut producer = Producer { errand, driver, device, folder, peers, prepared: Prepared::default() };
+    let consumers = consumers.collect::<Result<Vec<_>>>()?;
+    // They start their drivers at the same time.
+    consumers.iter().try_for_each(ConsumerHandle::ready)?;
+    line.send(&Response::started(&device)?)?;
+    let mut producer = Producer { task, driver, device, folder, consumers, prepared: Prepared::default() };
     loop {
-        let answer = match line.receive()? {
-            Order::Prepare { size, ways } => producer.prepare(size, &ways).map(|()| Answer::Done),
-            Order::Measure { way } => producer.measure(way).map(|us| Answer::Took { us }),
-            Order::Clear => producer.clear().map(|()| Answer::Done),
-            _ => Err(ProtocolError::Unexpected { got: "order", want: "one for a producer" }.into()),
+        let response = match line.receive()? {
+            Request::Prepare { size, methods } => producer.prepare(size, &methods).map(|()| Response::Done),
+            Request::Measure { method } => producer.measure(method).map(|us| Response::Time { us }),
+            Request::Clear => producer.clear().map(|()| Response::Done),
+            _ => Err(ProtocolError::Unexpected { got: "request", want: "one for a producer" }.into()),
         };
-        line.send(&Answer::of(answer))?;
+        line.send(&Response::of(response))?;
     }
 }
 
-impl Peer {
-    fn call(&self, call: &Call) -> Result<()> {
-        self.process.send(call)?;
+impl ConsumerHandle {
+    fn call(&self, request: &ConsumerRequest) -> Result<()> {
+        self.process.send(request)?;
         self.ready()
     }
 
     fn ready(&self) -> Result<()> {
         match self.process.receive()? {
-            Reply::Ready => Ok(()),
-            Reply::Usable { .. } => Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into()),
-            Reply::Failed(failure) => Err(failure.of(self.process.name)),
+            ConsumerResponse::Ready => Ok(()),
+            ConsumerResponse::Usable { .. } => Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into()),
+            ConsumerResponse::Failed(failure) => Err(failure.of(self.process.name())),
         }
     }
 
-    /// When it had the memory.
+    /// Waits until it has the memory, and returns when that was.
     fn usable(&self) -> Result<u64> {
         match self.process.receive()? {
-            Reply::Usable { at } => Ok(at),
-            Reply::Ready => Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into()),
-            Reply::Failed(failure) => Err(failure.of(self.process.name)),
+            ConsumerResponse::Usable { at } => Ok(at),
+            ConsumerResponse::Ready => Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into()),
+            ConsumerResponse::Failed(failure) => Err(failure.of(self.process.name())),
         }
     }
 
     fn publisher(&mut self) -> Result<&mut Publisher> {
-        self.publisher.as_mut().ok_or(ProtocolError::Unexpected { got: "order", want: "a session" }.into())
+        self.publisher.as_mut().ok_or(ProtocolError::Unexpected { got: "request", want: "a session" }.into())
     }
 
-    /// Takes a buffer out of the session.
+    /// Withdraws a buffer from the session.
     fn withdraw(&mut self, buffer: BufferId) -> Result<()> {
-        // It says so when it looks for what is withdrawn, and again when it has let go.
-        self.call(&Call::LetGo)?;
+        // The consumer responds when it waits for the withdrawal, and again when it has released the buffer.
+        self.call(&ConsumerRequest::Release)?;
         self.publisher()?.withdraw(buffer)?;
         self.ready()
     }
 
-    /// Enters memory into the session, anew.
+    /// Adds memory to the session as a new buffer.
     fn describe(&mut self, memory: &Arc<Shared>) -> Result<()> {
         self.fresh = Some(self.publisher()?.add(memory, None, Access::ReadWrite)?);
         Ok(())
     }
 
-    /// Tells of a buffer on which nothing is under way, and returns when that began.
+    /// Announces a buffer that no GPU work is pending on, and returns when that began.
     fn publish(&mut self, buffer: BufferId) -> Result<u64> {
         let begun = now();
         self.publisher()?.announce(buffer)?;
         Ok(begun)
     }
 
-    /// Hears that the buffer was usable, and has it back.
+    /// Waits until the buffer was usable, and until it is given back.
     fn end_of_turn(&mut self) -> Result<u64> {
         let at = self.usable()?;
         self.publisher()?.take_back()?;
@@ -142,74 +144,76 @@ impl Peer {
 }
 
 impl Producer<'_> {
-    fn prepare(&mut self, size: u64, ways: &[Way]) -> Result<()> {
-        let wants = |way: Way| ways.contains(&way);
+    fn prepare(&mut self, size: u64, methods: &[Method]) -> Result<()> {
+        let wants = |method: Method| methods.contains(&method);
         let mut prepared = Prepared { size, ..Prepared::default() };
-        if [Way::Floor, Way::Fresh, Way::Described, Way::Again].into_iter().any(wants) {
+        if [Method::Floor, Method::Fresh, Method::Described, Method::Again].into_iter().any(wants) {
             let shared = Arc::new(Shared::create(&self.device, Spec::vmm(size))?);
             let chunks = shared.chunks(0..size)?.map_or(Vec::new(), |(_, chunks)| chunks);
             let fd = chunks.first().map(|chunk| chunk.as_fd().try_clone_to_owned()).transpose();
             prepared.fd = fd.map_err(|error| Error::system("duplicate a descriptor", error))?;
             prepared.shared = Some(shared);
         }
-        if wants(Way::ExportEach) {
+        if wants(Method::ExportEach) {
             prepared.created = Some(self.driver.verbs().bare()?.create(self.device.ordinal(), size)?);
         }
-        if wants(Way::Legacy) {
-            prepared.legacy = Some(self.pointed(Spec::legacy(size))?);
+        if wants(Method::Legacy) {
+            prepared.legacy = Some(self.with_pointer(Spec::legacy(size))?);
         }
-        if wants(Way::Pool) {
-            let pooled = self.pointed(Spec::pool(size))?;
+        if wants(Method::Pool) {
+            let pooled = self.with_pointer(Spec::pool(size))?;
             if let Some(pool) = pooled.0.pool() {
-                for peer in &self.peers {
-                    peer.process.send(&Call::Pool)?;
-                    peer.process.line.send_record(&[0], Some(pool.export()?))?;
-                    peer.ready()?;
+                for consumer in &self.consumers {
+                    consumer.process.send(&ConsumerRequest::Pool)?;
+                    consumer.process.line.send_bare(&[0], &[pool.export()?])?;
+                    consumer.ready()?;
                 }
             }
             prepared.pool = Some(pooled);
         }
         self.prepared = prepared;
-        if [Way::Fresh, Way::Described, Way::Again].into_iter().any(wants) {
+        if [Method::Fresh, Method::Described, Method::Again].into_iter().any(wants) {
             self.connect()?;
         }
-        if wants(Way::Again) {
+        if wants(Method::Again) {
             self.hold()?;
         }
         Ok(())
     }
 
-    /// Memory that is shared by 64 bytes.
-    fn pointed(&self, spec: Spec) -> Result<(Shared, Pointer)> {
+    /// Memory that is shared by a handle of 64 bytes.
+    fn with_pointer(&self, spec: Spec) -> Result<(Shared, Pointer)> {
         let shared = Shared::create(&self.device, spec)?;
         let pointer = shared.describe()?.pointer();
-        let pointer = pointer.ok_or(ProtocolError::Content("there are no 64 bytes".to_owned()))?;
+        let pointer = pointer.ok_or(ProtocolError::Content("the description has no handle of 64 bytes".to_owned()))?;
         Ok((shared, pointer))
     }
 
-    /// A session with each consumer, unless there is one.
+    /// Opens a session with each consumer that has none.
     fn connect(&mut self) -> Result<()> {
-        let config = Config::default().with_timeout(self.errand.timeout);
+        let config = Config::default().with_timeout(self.task.timeout);
         let cancel = Cancel::new()?;
-        for (number, peer) in self.peers.iter_mut().enumerate().filter(|(_, peer)| peer.publisher.is_none()) {
+        for (number, consumer) in
+            self.consumers.iter_mut().enumerate().filter(|(_, consumer)| consumer.publisher.is_none())
+        {
             let socket = self.folder.join(format!("{}-{number}", std::process::id()));
             let listener = Listener::bind(&socket, false, config.timeout, &cancel)?;
-            peer.process.send(&Call::Connect { socket })?;
-            peer.publisher = Some(Publisher::accept(&listener, &self.driver, &config)?);
-            peer.ready()?;
+            consumer.process.send(&ConsumerRequest::Connect { socket })?;
+            consumer.publisher = Some(Publisher::accept(&listener, &self.driver, &config)?);
+            consumer.ready()?;
         }
         Ok(())
     }
 
-    /// Has each consumer hold the buffer.
+    /// Makes each consumer hold the buffer.
     fn hold(&mut self) -> Result<()> {
         let (shared, size) = self.shared()?;
-        for peer in &mut self.peers {
-            let buffer = peer.publisher()?.add(&shared, None, Access::ReadWrite)?;
-            peer.call(&Call::Take { way: Way::Fresh, size })?;
-            peer.publish(buffer)?;
-            peer.end_of_turn()?;
-            peer.held = Some(buffer);
+        for consumer in &mut self.consumers {
+            let buffer = consumer.publisher()?.add(&shared, None, Access::ReadWrite)?;
+            consumer.call(&ConsumerRequest::Open { method: Method::Fresh, size })?;
+            consumer.publish(buffer)?;
+            consumer.end_of_turn()?;
+            consumer.held = Some(buffer);
         }
         Ok(())
     }
@@ -219,61 +223,63 @@ impl Producer<'_> {
         Ok((shared, self.prepared.size))
     }
 
-    /// Hands over once to all consumers, and returns how long it took until the last one had it.
-    fn measure(&mut self, way: Way) -> Result<f64> {
+    /// Hands over once to all consumers, and returns the time in microseconds until the last one has the memory.
+    fn measure(&mut self, method: Method) -> Result<f64> {
         let size = self.prepared.size;
-        if way == Way::Fresh {
+        if method == Method::Fresh {
             let (shared, _) = self.shared()?;
-            self.peers.iter_mut().try_for_each(|peer| peer.describe(&shared))?;
+            self.consumers.iter_mut().try_for_each(|consumer| consumer.describe(&shared))?;
         }
-        for peer in &self.peers {
-            peer.call(&Call::Take { way, size })?;
+        for consumer in &self.consumers {
+            consumer.call(&ConsumerRequest::Open { method, size })?;
         }
         let asleep = Instant::now();
         while asleep.elapsed() < ASLEEP {
             std::hint::spin_loop();
         }
         let (prepared, bare) = (&self.prepared, self.driver.verbs().bare()?);
-        let begun = match &mut self.peers[..] {
-            [peer] => lend(way, peer, prepared, bare)?,
-            peers => {
-                let barrier = Barrier::new(peers.len());
+        let begun = match &mut self.consumers[..] {
+            [consumer] => hand_over(method, consumer, prepared, bare)?,
+            consumers => {
+                let barrier = Barrier::new(consumers.len());
                 let begun = thread::scope(|scope| {
-                    let lenders: Vec<_> = peers
+                    let threads: Vec<_> = consumers
                         .iter_mut()
-                        .map(|peer| {
+                        .map(|consumer| {
                             scope.spawn(|| {
                                 barrier.wait();
-                                lend(way, peer, prepared, bare)
+                                hand_over(method, consumer, prepared, bare)
                             })
                         })
                         .collect();
-                    let begun = lenders.into_iter().map(|lender| {
-                        lender.join().map_err(|_| Error::Peer(PeerError::Gone { purpose: "for a thread to lend" }))?
+                    let begun = threads.into_iter().map(|thread| {
+                        thread
+                            .join()
+                            .map_err(|_| Error::Peer(PeerError::Gone { purpose: "for a thread to hand over" }))?
                     });
                     begun.collect::<Result<Vec<_>>>()
                 })?;
-                Lent { at: begun.iter().map(|lent| lent.at).min().unwrap_or(0), _fd: None }
+                Begun { at: begun.iter().map(|begun| begun.at).min().unwrap_or(0), _fd: None }
             }
         };
-        let session = matches!(way, Way::Fresh | Way::Described | Way::Again);
+        let session = matches!(method, Method::Fresh | Method::Described | Method::Again);
         let mut last = 0;
-        for peer in &mut self.peers {
-            last = last.max(if session { peer.end_of_turn()? } else { peer.usable()? });
+        for consumer in &mut self.consumers {
+            last = last.max(if session { consumer.end_of_turn()? } else { consumer.usable()? });
         }
-        for peer in &mut self.peers {
-            if let Some(fresh) = peer.fresh.take() {
-                peer.withdraw(fresh)?;
+        for consumer in &mut self.consumers {
+            if let Some(fresh) = consumer.fresh.take() {
+                consumer.withdraw(fresh)?;
             }
         }
         Ok(last.saturating_sub(begun.at) as f64 / 1000.0)
     }
 
     fn clear(&mut self) -> Result<()> {
-        for peer in &mut self.peers {
-            peer.call(&Call::Close)?;
-            if let Some(held) = peer.held.take() {
-                peer.withdraw(held)?;
+        for consumer in &mut self.consumers {
+            consumer.call(&ConsumerRequest::Close)?;
+            if let Some(held) = consumer.held.take() {
+                consumer.withdraw(held)?;
             }
         }
         let prepared = std::mem::take(&mut self.prepared);
@@ -284,39 +290,41 @@ impl Producer<'_> {
     }
 }
 
-/// When a handoff began, and what is to be closed when it is over.
-struct Lent {
+/// When a handoff began, and the descriptor to close after it.
+struct Begun {
     at: u64,
     _fd: Option<OwnedFd>,
 }
 
 /// Hands over to one consumer.
-fn lend(way: Way, peer: &mut Peer, prepared: &Prepared, bare: &dyn Bare) -> Result<Lent> {
+fn hand_over(method: Method, consumer: &mut ConsumerHandle, prepared: &Prepared, bare: &dyn Bare) -> Result<Begun> {
     let begun = now();
-    let mut lent = Lent { at: begun, _fd: None };
-    match way {
-        Way::Floor => peer.process.line.send_record(&[0], Some(prepared.fd.as_ref().ok_or(not_prepared())?.as_fd()))?,
-        Way::ExportEach => {
+    let mut handoff = Begun { at: begun, _fd: None };
+    match method {
+        Method::Floor => {
+            consumer.process.line.send_bare(&[0], &[prepared.fd.as_ref().ok_or(not_prepared())?.as_fd()])?
+        }
+        Method::ExportEach => {
             let fd = bare.export(prepared.created.as_ref().ok_or(not_prepared())?)?;
-            peer.process.line.send_record(&[0], Some(fd.as_fd()))?;
-            lent._fd = Some(fd);
+            consumer.process.line.send_bare(&[0], &[fd.as_fd()])?;
+            handoff._fd = Some(fd);
         }
-        Way::Described => {
-            peer.describe(prepared.shared.as_ref().ok_or(not_prepared())?)?;
-            peer.publish(peer.fresh.ok_or(not_prepared())?)?;
+        Method::Described => {
+            consumer.describe(prepared.shared.as_ref().ok_or(not_prepared())?)?;
+            consumer.publish(consumer.fresh.ok_or(not_prepared())?)?;
         }
-        Way::Fresh => lent.at = peer.publish(peer.fresh.ok_or(not_prepared())?)?,
-        Way::Again => {
-            let held = peer.held.ok_or(not_prepared())?;
-            lent.at = peer.publish(held)?;
+        Method::Fresh => handoff.at = consumer.publish(consumer.fresh.ok_or(not_prepared())?)?,
+        Method::Again => {
+            let held = consumer.held.ok_or(not_prepared())?;
+            handoff.at = consumer.publish(held)?;
         }
-        Way::Legacy => peer.process.line.send_record(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, None)?,
-        Way::Pool => peer.process.line.send_record(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, None)?,
-        Way::Hop => peer.process.line.send_record(&[0], None)?,
+        Method::Legacy => consumer.process.line.send_bare(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, &[])?,
+        Method::Pool => consumer.process.line.send_bare(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, &[])?,
+        Method::Hop => consumer.process.line.send_bare(&[0], &[])?,
     }
-    Ok(lent)
+    Ok(handoff)
 }
 
 fn not_prepared() -> Error {
-    ProtocolError::Unexpected { got: "order", want: "what makes ready for it" }.into()
+    ProtocolError::Unexpected { got: "request", want: "one that prepares it" }.into()
 }

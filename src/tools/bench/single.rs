@@ -1,80 +1,80 @@
-//! What takes one process: the pattern, and each call of the driver by itself.
+//! The process that measures the pattern, and each driver call.
 
 use std::{os::fd::AsFd, time::Instant};
 
 use super::{
-    line::Line,
-    orders::{Answer, Order},
-    process::Errand,
+    protocol::{Request, Response},
     stats::us,
+    task::Task,
 };
 use crate::{
     driver::Driver,
     error::{Error, ProtocolError, Result},
     memory::{Device, Region, Shared, Spec},
-    tools::check::pattern::{Choice, Engine, Pattern},
+    tools::check::pattern::{Engine, EngineChoice, Pattern},
+    tools::line::Line,
 };
 
-/// Does what it is told until whoever tells it has gone.
-pub(super) fn serve(errand: &Errand, line: &Line) -> Result<()> {
-    let (driver, device) = errand.open()?;
+/// Answers the requests of the measuring process, until that ends the connection.
+pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
+    let (driver, device) = task.open()?;
     device.activate()?;
-    line.send(&Answer::started(&device)?)?;
+    line.send(&Response::started(&device)?)?;
     // While this is open no export is the process's first.
     let anchor = driver.verbs().bare()?.create(device.ordinal(), device.granularity()?)?;
     let mut held = None;
     let mut shared = None;
     loop {
-        let answer = match line.receive()? {
-            Order::Prepare { size, .. } => {
+        let response = match line.receive()? {
+            Request::Prepare { size, .. } => {
                 drop(shared.take());
                 Shared::create(&device, Spec::vmm(size)).map(|memory| {
                     shared = Some(memory);
-                    Answer::Done
+                    Response::Done
                 })
             }
-            Order::Pattern { engine } => match &shared {
+            Request::Pattern { engine } => match &shared {
                 Some(shared) => pattern(shared, engine),
-                None => Err(ProtocolError::Unexpected { got: "order", want: "memory for it" }.into()),
+                None => Err(ProtocolError::Unexpected { got: "request", want: "one that prepares memory" }.into()),
             },
-            Order::Stages { size } => {
+            Request::Stages { size } => {
                 if held.is_none() {
                     held = Some(driver.verbs().bare()?.export(&anchor)?);
                 }
                 stages(&driver, &device, size)
             }
-            Order::Load => load(&driver, &device),
-            Order::Clear => {
+            Request::Load => load(&driver, &device),
+            Request::Clear => {
                 drop(shared.take());
-                Ok(Answer::Done)
+                Ok(Response::Done)
             }
-            Order::Measure { .. } => {
-                Err(ProtocolError::Unexpected { got: "order", want: "one for one process" }.into())
+            Request::Measure { .. } => {
+                Err(ProtocolError::Unexpected { got: "request", want: "one for a single process" }.into())
             }
         };
-        line.send(&Answer::of(answer))?;
+        line.send(&Response::of(response))?;
     }
 }
 
-fn pattern(shared: &Shared, engine: Engine) -> Result<Answer> {
-    let (choice, size) = (Choice::Only(engine), shared.size());
+fn pattern(shared: &Shared, engine: Engine) -> Result<Response> {
+    let (choice, size) = (EngineChoice::Only(engine), shared.size());
     let pattern = Pattern::new(rand::random());
     let begun = Instant::now();
     let filled = choice.fill(shared, 0..size, pattern, &mut |_| Ok(()))?;
     let fill_whole_us = us(begun.elapsed());
     let begun = Instant::now();
     let (found, verified) = choice.verify(shared, 0, 0..size, pattern, &mut |_| Ok(()))?;
-    Ok(Answer::Pattern {
-        fill_us: us(filled.took),
-        verify_us: us(verified.took),
+    Ok(Response::Pattern {
+        fill_us: us(filled.elapsed),
+        verify_us: us(verified.elapsed),
         fill_whole_us,
         verify_whole_us: us(begun.elapsed()),
         mismatches: found.mismatches,
     })
 }
 
-/// Each call on memory of its own.
-fn stages(driver: &Driver, device: &Device, size: u64) -> Result<Answer> {
+/// Measures each call, on new memory.
+fn stages(driver: &Driver, device: &Device, size: u64) -> Result<Response> {
     let (bare, ordinal) = (driver.verbs().bare()?, device.ordinal());
     let mut last = Instant::now();
     let mut lap = || us(std::mem::replace(&mut last, Instant::now()).elapsed());
@@ -85,15 +85,15 @@ fn stages(driver: &Driver, device: &Device, size: u64) -> Result<Answer> {
     let (opened, opening) = bare.open(ordinal, fd.as_fd(), size)?;
     let closing = bare.close(opened)?;
     bare.release(created)?;
-    Ok(Answer::Stages { create_us, export_us, opening, closing })
+    Ok(Response::Stages { create_us, export_us, opening, closing })
 }
 
-fn load(driver: &Driver, device: &Device) -> Result<Answer> {
+fn load(driver: &Driver, device: &Device) -> Result<Response> {
     let kernels = driver.verbs().kernels()?;
     if kernels.are_loaded(device.ordinal()) {
-        return Err(Error::from(ProtocolError::Unexpected { got: "order", want: "kernels that are not loaded" }));
+        return Err(Error::from(ProtocolError::Unexpected { got: "request", want: "kernels that are not loaded" }));
     }
     let begun = Instant::now();
     kernels.load(device.ordinal())?;
-    Ok(Answer::Took { us: us(begun.elapsed()) })
+    Ok(Response::Time { us: us(begun.elapsed()) })
 }

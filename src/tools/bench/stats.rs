@@ -1,51 +1,52 @@
-//! What many measurements say together.
+//! Statistics of samples.
 
 use std::time::Duration;
 
+use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// Into how many parts a run is cut to see how much it wanders.
+/// The number of parts of a run whose medians are compared.
 const PARTS: usize = 5;
 
-/// How far apart the medians of those may be, as a part of the whole run's, before nothing should be concluded.
+/// How far apart those medians may be, relative to the median of the whole run, before the run is too noisy.
 const TOO_NOISY: f64 = 0.2;
 
-/// Measurements of one thing, in microseconds, in the order in which they were made.
+/// The samples of one measurement, in microseconds, in the order in which they were taken.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Samples(pub(super) Vec<f64>);
 
-/// What they come to, in microseconds.
+/// Their statistics, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
-    /// How many they are.
+    /// The number of samples.
     pub count: usize,
-    /// The least.
+    /// The smallest.
     pub min_us: f64,
-    /// Half of them are no larger.
+    /// The median.
     pub p50_us: f64,
-    /// Nine of ten are no larger.
+    /// The 90th percentile.
     pub p90_us: f64,
-    /// 99 of 100 are no larger.
+    /// The 99th percentile.
     pub p99_us: f64,
     /// The largest.
     pub max_us: f64,
-    /// How far apart the medians of the run's five fifths are, as a part of the median; of few samples there is no telling.
+    /// How far apart the medians of the run's fifths are, relative to its median; `None` for few samples.
     pub noise: Option<f64>,
 }
 
 impl Summary {
-    /// Whether the run wandered too much for its median to mean much.
+    /// Whether the run is too noisy for conclusions from its median.
     pub fn is_too_noisy(&self) -> bool {
         self.noise.is_some_and(|noise| noise > TOO_NOISY)
     }
 }
 
 impl Samples {
-    /// `None` of nothing.
+    /// Their statistics; `None` without samples.
     pub(super) fn summary(&self) -> Option<Summary> {
         let all = sorted(&self.0);
         let p50 = quantile(&all, 0.5)?;
-        // A fifth of few samples has no median worth the name.
+        // The median of a fifth needs a few samples.
         let length = self.0.len() / PARTS;
         let medians = self.0.chunks_exact(length.max(1)).take(PARTS);
         let medians: Vec<f64> = medians.filter_map(|part| quantile(&sorted(part), 0.5)).collect();
@@ -63,7 +64,13 @@ impl Samples {
     }
 }
 
-/// Microseconds, as samples are.
+/// The time in nanoseconds, by the clock that all processes of a machine share (`CLOCK_MONOTONIC`).
+pub(super) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
+}
+
+/// Microseconds, the unit of samples.
 pub(super) fn us(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
@@ -74,7 +81,7 @@ pub(super) fn sorted(samples: &[f64]) -> Vec<f64> {
     sorted
 }
 
-/// The smallest sample that so large a part of them does not exceed (nearest rank).
+/// The quantile of sorted samples, by nearest rank.
 pub(super) fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
     let rank = (part * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.max(1) - 1).copied()
@@ -97,12 +104,12 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_wanders_is_too_noisy_and_one_with_a_few_late_samples_is_not() {
+    fn a_run_that_drifts_is_too_noisy_and_one_with_outliers_is_not() {
         let steady = (0..100).map(|at| if at % 20 == 0 { 90.0 } else { 10.0 }).collect();
         assert!(!Samples(steady).summary().unwrap().is_too_noisy());
-        let wandering = (0..100).map(|at| 10.0 + f64::from(at) / 10.0).collect();
-        assert!(Samples(wandering).summary().unwrap().is_too_noisy());
-        // Of too few there is no telling.
+        let drifting = (0..100).map(|at| 10.0 + f64::from(at) / 10.0).collect();
+        assert!(Samples(drifting).summary().unwrap().is_too_noisy());
+        // Too few samples.
         assert_eq!(Samples(vec![1.0, 100.0, 1.0]).summary().unwrap().noise, None);
     }
 }

@@ -1,15 +1,18 @@
-//! A report as a person reads it: tables, with a bar for each median.
+//! A report as text: tables, with a bar for each median.
 
 use std::fmt::Write;
 
-use super::{Bench, Report, Series};
+use super::{
+    plan::Bench,
+    report::{BenchReport, Series},
+};
 use crate::driver::Backend;
 
 /// How long the longest bar is, in cells.
 const BAR: usize = 24;
 
-/// The report, with what it was measured on and how far it can be relied on.
-pub fn render(report: &Report) -> String {
+/// The whole report, with its machine and its noise.
+pub fn render(report: &BenchReport) -> String {
     let mut text = head(report);
     let mut blocks: Vec<(Bench, u64, Vec<&Series>)> = Vec::new();
     for series in &report.series {
@@ -24,7 +27,7 @@ pub fn render(report: &Report) -> String {
     text + &foot(report)
 }
 
-fn head(report: &Report) -> String {
+fn head(report: &BenchReport) -> String {
     let machine = &report.machine;
     let driver = match (report.backend, &machine.module) {
         (Backend::Host, _) => "host memory: no GPU is measured".to_owned(),
@@ -36,7 +39,7 @@ fn head(report: &Report) -> String {
     let device =
         if machine.device.is_empty() { String::new() } else { format!("{} {}, ", machine.device, machine.uuid) };
     format!(
-        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each, after {} that do not count, and fewer of what takes long: column n; microseconds\n",
+        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each after {} that do not count, and fewer of slow measurements (column n); microseconds\n",
         report.tool, report.made, report.backend, machine.kernel, machine.cpus, report.count, report.warm_up
     )
 }
@@ -53,7 +56,7 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
     } else {
         ""
     };
-    // Writing to a text can't fail.
+    // Writing to a string can't fail.
     let head = format!("{title:name$}  {:>9} {:>9} {:>9} {:>9} {:>5} {last:>9}", "p50", "p90", "p99", "max", "n");
     let _ = writeln!(text, "\n{}", head.trim_end());
     let longest = block.iter().map(|series| series.summary.p50_us).fold(0.0, f64::max);
@@ -75,14 +78,14 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
     }
 }
 
-fn foot(report: &Report) -> String {
+fn foot(report: &BenchReport) -> String {
     let mut text = String::from("\n");
     let noises = || report.series.iter().filter_map(|series| series.summary.noise);
     let noise = match noises().max_by(f64::total_cmp) {
         Some(most) => {
-            format!("cut into five, no run's medians differ by more than {:.0} % of its median", most * 100.0)
+            format!("the medians of a run's fifths differ by at most {:.0} % of its median", most * 100.0)
         }
-        None => "so few samples do not tell".to_owned(),
+        None => "unknown with so few samples".to_owned(),
     };
     let floor = report.series.iter().any(|series| series.ratio.is_some());
     let floor = if floor { "; the ratio is to the floor's median" } else { "" };
@@ -91,7 +94,7 @@ fn foot(report: &Report) -> String {
         let size = if series.size == 0 { String::new() } else { format!(" at {}", human(series.size)) };
         let _ = writeln!(
             text,
-            "too noisy to conclude from: {} {}{size}, whose fifths differ by {:.0} %; run it again on a quiet machine",
+            "too noisy for conclusions: {} {}{size}, whose fifths differ by {:.0} %; run it again on an idle machine",
             series.bench.as_str(),
             series.name,
             series.summary.noise.unwrap_or_default() * 100.0
@@ -103,7 +106,7 @@ fn foot(report: &Report) -> String {
     text
 }
 
-/// Microseconds, with as many digits as mean something.
+/// Microseconds, with three significant digits.
 pub(super) fn figure(us: f64) -> String {
     match us {
         _ if us < 10.0 => format!("{us:.2}"),
@@ -116,7 +119,7 @@ fn speed(rate: f64) -> String {
     if rate >= 1e12 { format!("{:.2} TB/s", rate / 1e12) } else { format!("{:.1} GB/s", rate / 1e9) }
 }
 
-/// A size: exactly where that is short, else in the largest unit.
+/// A size: exact if that is short, else in the largest unit.
 pub(super) fn human(size: u64) -> String {
     let units = [(60, "EiB"), (50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let whole = units.into_iter().find(|(shift, _)| size >= 1 << shift && size.is_multiple_of(1 << shift));

@@ -10,7 +10,7 @@ use super::{
     Event, Observer,
     figures::{Claim, Figures},
     files::Source,
-    pattern::{self, Choice, Pattern},
+    pattern::{self, EngineChoice, Pattern},
 };
 use crate::{
     error::{ProtocolError, Result},
@@ -21,12 +21,12 @@ use crate::{
     },
 };
 
-/// What a producer's buffer holds and has its consumers check.
+/// The content of a producer's buffer, which its consumers check.
 pub struct Exercise<'a> {
     data: Data,
-    engine: Choice,
+    engine: EngineChoice,
     corrupt: bool,
-    /// How many bytes it wrote, and the digest of all of them, once that is known.
+    /// How many bytes it wrote, and the digest of all of them, if there is one.
     written: Mutex<(u64, Option<String>)>,
     observer: Observer<'a>,
 }
@@ -48,11 +48,11 @@ impl<'a> Exercise<'a> {
     }
 
     fn of(data: Data, observer: Observer<'a>) -> Self {
-        Self { data, engine: Choice::Auto, corrupt: false, written: Mutex::default(), observer }
+        Self { data, engine: EngineChoice::Auto, corrupt: false, written: Mutex::default(), observer }
     }
 
-    /// With another engine that writes and checks the pattern: by default the one that is estimated to be faster.
-    pub fn with_engine(self, engine: Choice) -> Self {
+    /// With this engine for the pattern; by default the one that is estimated to be faster.
+    pub fn with_engine(self, engine: EngineChoice) -> Self {
         Self { engine, ..self }
     }
 
@@ -109,7 +109,7 @@ impl Content for Exercise<'_> {
                 let (size, all) = self.written().clone();
                 let digest = match all.filter(|_| *range == (0..size)) {
                     Some(all) => all,
-                    // From the file, not from the memory: what went wrong on the way in must be found too.
+                    // Of the file, not of the memory: so an error of the copy into memory is found too.
                     None => source.digest(range.clone(), tick)?,
                 };
                 Claim { digest: Some(digest), ..Claim::default() }
@@ -120,11 +120,11 @@ impl Content for Exercise<'_> {
 
     fn accept(&self, offered: &Offered, result: &Verdict) -> Result<()> {
         let claim = Claim::read(offered.check.as_ref())?;
-        // A client that ignores the check says no more than its verdict.
+        // A client that ignores the check reports only its verdict.
         let Some(found) = Figures::read(result.check.as_ref())? else { return Ok(()) };
         found.accept(result.verified, if claim.salt.is_some() { &offered.range } else { &(0..0) })?;
         if result.verified && found.digest != claim.digest {
-            let message = format!("digest {:?} can't be verified where {:?} belongs", found.digest, claim.digest);
+            let message = format!("digest {:?} can't be verified: {:?} is expected", found.digest, claim.digest);
             return Err(ProtocolError::Content(message).into());
         }
         Ok(())

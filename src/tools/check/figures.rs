@@ -1,4 +1,4 @@
-//! What a check is about and what it found, as it travels.
+//! A check's data and its result, as JSON on the wire.
 
 use std::ops::Range;
 
@@ -15,22 +15,22 @@ use crate::{
     wire::{MAX_NAME, clean},
 };
 
-/// What an offer's data can be checked against.
+/// The data that an offer can be checked against.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Claim {
-    /// The salt of the pattern that it holds, if it holds one.
+    /// The salt of the pattern, if the data is the pattern.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub salt: Option<u32>,
-    /// In a round trip the salt of the pattern to write into it: never the same as `salt`.
+    /// The salt of the pattern to write as a reply, in a round trip. It differs from `salt`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reply_salt: Option<u32>,
-    /// The digest of the bytes asked for, if they are other data.
+    /// The digest of the requested bytes, if they are other data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
 
 impl Claim {
-    /// Reads an offer's check. One of another extension claims nothing.
+    /// Parses an offer's check. One of another extension is an empty claim.
     ///
     /// # Errors
     /// [`PeerError::Protocol`] for fields that are not of their type, or contradict each other.
@@ -40,7 +40,7 @@ impl Claim {
         Ok(claim)
     }
 
-    /// Checks that it contradicts neither itself nor an offer's access, and that this version can check it.
+    /// Checks that it is consistent with itself and with the offer's access, and that this version can check it.
     ///
     /// # Errors
     /// [`PeerError::Protocol`]; [`PeerError::Mismatch`] for a digest of an unknown algorithm.
@@ -49,7 +49,7 @@ impl Claim {
             return Err(wrong("the reply's salt is the offer's own".to_owned()));
         }
         if self.reply_salt.is_some() && access == Access::ReadOnly {
-            return Err(wrong("a reply is asked for in memory that is offered read-only".to_owned()));
+            return Err(wrong("a reply is requested in memory that is offered read-only".to_owned()));
         }
         match &self.digest {
             Some(digest) if !files::is_known(digest) => {
@@ -60,13 +60,13 @@ impl Claim {
         }
     }
 
-    /// As it travels.
+    /// The claim as JSON.
     pub fn to_check(&self) -> Check {
         to_check(self)
     }
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Figures {
     /// How many words were checked.
@@ -76,7 +76,7 @@ pub struct Figures {
     /// The first of those.
     #[serde(default)]
     pub first_mismatch: Option<Mismatch>,
-    /// The digest that was found, where the offer has one.
+    /// The digest that was found, if the offer has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
@@ -89,7 +89,7 @@ impl From<&Verification> for Figures {
 }
 
 impl Figures {
-    /// Reads what a peer found; `None` if it checked nothing.
+    /// Parses a peer's result; `None` if it checked nothing.
     ///
     /// # Errors
     /// [`PeerError::Protocol`] for fields that are not of their type.
@@ -100,17 +100,17 @@ impl Figures {
         Ok(Some(figures))
     }
 
-    /// What a verdict says, as far as it can be read.
+    /// The result in a verdict; empty if it can't be parsed.
     pub fn of(verdict: &Verdict) -> Self {
         Self::read(verdict.check.as_ref()).ok().flatten().unwrap_or_default()
     }
 
-    /// As it travels.
+    /// The verdict with this result.
     pub fn verdict(&self, verified: bool) -> Verdict {
         Verdict { verified, check: Some(to_check(self)) }
     }
 
-    /// Checks what a peer says it found against itself and its verdict, and against the range of which it was to check the words.
+    /// Checks that a peer's result is consistent with itself, with its verdict, and with the range that it was to check.
     ///
     /// # Errors
     /// [`PeerError::Protocol`].
@@ -118,7 +118,7 @@ impl Figures {
         let words = touched(range);
         let count = words.end - words.start;
         let Self { words: claimed, mismatches, .. } = *self;
-        // A side that checked nothing may still know that something is wrong.
+        // A peer that checked nothing may still report a failure.
         let verdict = verified == (mismatches == 0) || (claimed == 0 && !verified);
         let counts = claimed == count && mismatches <= count && verdict;
         let first = match self.first_mismatch {
@@ -130,7 +130,7 @@ impl Figures {
         }
         let first = self.first_mismatch.map_or_else(String::new, |first| format!(", the first at {}", first.index));
         Err(wrong(format!(
-            "a result says verified: {verified}, {claimed} words, {mismatches} wrong{first}, where words {words:?} were to check"
+            "a result has verified: {verified}, {claimed} words, {mismatches} wrong{first}, for words {words:?}"
         )))
     }
 }
@@ -150,7 +150,7 @@ fn to_check(value: &impl Serialize) -> Check {
     }
 }
 
-/// A peer's text, fit for a terminal.
+/// Checks the length of a peer's text, and removes its control characters.
 fn bounded(text: &mut String) -> Result<()> {
     if text.len() > MAX_NAME {
         return Err(wrong(format!("a digest has {} bytes where at most {MAX_NAME} are allowed", text.len())));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_check_of_another_extension_claims_nothing() {
+    fn a_check_of_another_extension_is_an_empty_claim() {
         let check = |text: &str| serde_json::from_str::<Check>(text).unwrap();
         for text in ["{}", r#"{"crc32c":7}"#, r#"{"salt":null,"digest":null}"#] {
             assert_eq!(Claim::read(Some(&check(text))).unwrap(), Claim::default(), "{text}");

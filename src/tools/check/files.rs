@@ -1,6 +1,6 @@
-//! Real data: from a file into shared memory, out of it into a file, and the digest that holds for both.
+//! Files as data: from a file into shared memory, from shared memory into a file, and the digest of both.
 //!
-//! All goes through a [`Mirror`] of a slice at a time: host memory does not grow with the data.
+//! The copies use a [`Mirror`] of a slice at a time: host memory does not grow with the data.
 
 use std::{
     fs::{self, File, Permissions},
@@ -20,15 +20,15 @@ use crate::{
     tools::error::ToolError,
 };
 
-/// Host memory that is used at a time, in bytes. A multiple of 4.
+/// The host memory that is used at a time, in bytes. A multiple of 4.
 const SLICE: usize = 8 << 20;
 
-/// A digest in the making: see the protocol's page in [`crate::wire`].
+/// A digest being computed: see the protocol's page in [`crate::wire`].
 #[derive(Default)]
 struct Digest(blake3::Hasher);
 
 impl Digest {
-    /// What the text of a digest that this version can check begins with.
+    /// The prefix of the digests that this version can check.
     const ALGORITHM: &'static str = "blake3:";
 
     fn text(&self) -> String {
@@ -55,11 +55,11 @@ impl Source {
     /// Opens a regular file.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it is none, or empty; [`Error::System`].
+    /// [`ToolError::File`] if it is not one, or empty; [`Error::System`].
     pub fn open(path: &Path) -> Result<Self> {
         let unfit =
             |problem: &str| Err(Error::from(ToolError::File { path: path.to_owned(), problem: problem.to_owned() }));
-        // Without waiting for the other end of a pipe.
+        // Non-blocking, so that a pipe does not wait for its other end.
         let file = match File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return unfit("does not exist"),
@@ -67,7 +67,7 @@ impl Source {
         };
         let metadata = file.metadata().map_err(|error| Error::system(format!("look at {}", path.display()), error))?;
         if !metadata.is_file() {
-            return unfit("is no regular file: its size can't be known before it is read");
+            return unfit("is not a regular file: its size can't be known before it is read");
         }
         if metadata.len() == 0 {
             return unfit("is empty: there is nothing to share");
@@ -80,13 +80,13 @@ impl Source {
         self.size
     }
 
-    /// Reads it into the beginning of memory, writes zeros behind it, and returns its digest.
+    /// Copies it to the start of memory, writes zeros behind it, and returns its digest.
     ///
     /// `progress` is called after each slice with the bytes done so far; its error ends the work.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`] if the memory is too small; [`Error::System`]; what the
-    /// mirror or `progress` fail with.
+    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`] if the memory is too small; [`Error::System`]; the errors
+    /// of the mirror and of `progress`.
     ///
     /// Driver calls: those of [`Mirror`].
     pub fn load(&self, region: &dyn Region, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<String> {
@@ -122,7 +122,7 @@ impl Source {
     /// The digest of a range of its bytes, read again. `tick` is called after each slice; its error ends the work.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`]; [`Error::System`]; what `tick` fails with.
+    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`]; [`Error::System`]; the errors of `tick`.
     pub fn digest(&self, range: Range<u64>, tick: &mut dyn FnMut() -> Result<()>) -> Result<String> {
         if range.start > range.end || range.end > self.size {
             let length = range.end.saturating_sub(range.start);
@@ -146,7 +146,7 @@ impl Source {
         })
     }
 
-    /// Half of one state and half of another is nobody's data.
+    /// A file that changes while it is read would be shared half old and half new.
     fn check_unchanged(&self) -> Result<()> {
         let metadata = self.file.metadata();
         let metadata = metadata.map_err(|error| Error::system(format!("look at {}", self.path.display()), error))?;
@@ -156,7 +156,7 @@ impl Source {
 
     fn changed(&self) -> Error {
         let problem =
-            format!("was changed since it was opened with {} bytes: share a copy that nobody writes", self.size);
+            format!("was changed since it was opened with {} bytes: share a copy that is not written to", self.size);
         Error::from(ToolError::File { path: self.path.clone(), problem })
     }
 }
@@ -165,7 +165,7 @@ impl Source {
 /// `start`.
 ///
 /// # Errors
-/// [`MemoryError::OutOfRange`] if the range is not inside the memory; what the mirror or `each` fail with.
+/// [`MemoryError::OutOfRange`] if the range is not inside the memory; the errors of the mirror and of `each`.
 ///
 /// Driver calls: those of [`Mirror`].
 pub fn read(
@@ -185,13 +185,13 @@ pub fn read(
                 mirror.turn_to(offset, length, true)?;
                 mirror
             }
-            // Room for a whole slice, also where the first one is cut.
+            // Room for a whole slice, also if the first one is shorter.
             None => mirror.insert(Mirror::sized(region, offset, length, SLICE as u64)?),
         };
         let bytes = match mirror.bytes() {
             Some(bytes) => bytes,
             None => {
-                // Once: what is hashed and what is written must be the same, whoever else writes meanwhile.
+                // A single copy: another process may write meanwhile, and the hashed and the written bytes must be the same.
                 staged.resize((part.end - part.start) as usize, 0);
                 mirror.read(0, &mut staged)?;
                 &staged[..]
@@ -203,7 +203,7 @@ pub fn read(
     Ok(digest.text())
 }
 
-/// A file that appears under its name only when it is complete.
+/// A file that gets its name only when it is complete.
 #[derive(Debug)]
 pub struct Target {
     path: PathBuf,
@@ -212,31 +212,31 @@ pub struct Target {
 }
 
 impl Target {
-    /// Makes room beside the file that is to appear, in the same folder. If it is given up, nothing stays; if the process is
-    /// killed, a file whose name begins with `.vmmfd-`.
+    /// Creates a temporary file in the same folder. Dropping it removes that; a process that is killed leaves a file whose name begins
+    /// with `.vmmfd-`.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it exists and `replace` is false, or is no regular file; [`Error::System`].
+    /// [`ToolError::File`] if it exists and `replace` is false, or is not a regular file; [`Error::System`].
     pub fn create(path: &Path, replace: bool) -> Result<Self> {
         let unfit =
             |problem: &str| Err(Error::from(ToolError::File { path: path.to_owned(), problem: problem.to_owned() }));
         let fails = |error| Error::system(format!("write {}", path.display()), error);
         let path_written = match fs::metadata(path) {
-            Ok(metadata) if !metadata.is_file() => return unfit("exists and is no regular file"),
+            Ok(metadata) if !metadata.is_file() => return unfit("exists and is not a regular file"),
             Ok(_) if !replace => return unfit("exists: name another file, or replace it with --force"),
-            // What a link leads to is what is replaced.
+            // The target of a link is replaced, and not the link.
             Ok(_) => fs::canonicalize(path).map_err(fails)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => path.to_owned(),
             Err(error) => return Err(fails(error)),
         };
         if path_written.file_name().is_none() {
-            return unfit("is no name of a file");
+            return unfit("is not the name of a file");
         }
         let folder = match path_written.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
         };
-        // As any new file, or as the one that is replaced.
+        // With the mode of a new file, or of the one that is replaced.
         let mut builder = Builder::new();
         builder.prefix(".vmmfd-").permissions(Permissions::from_mode(0o666));
         let file = builder.tempfile_in(folder).map_err(fails)?;
@@ -246,7 +246,7 @@ impl Target {
         Ok(Self { path: path_written, replace, file })
     }
 
-    /// The file that is being written, to wait until it is on the disk.
+    /// The file that is being written, to sync it to the disk.
     ///
     /// # Errors
     /// [`Error::System`]. See fsync(2).
@@ -254,7 +254,7 @@ impl Target {
         self.file.as_file().try_clone().map_err(|error| self.fails(error))
     }
 
-    /// Writes what comes next.
+    /// Appends bytes.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -262,10 +262,10 @@ impl Target {
         self.file.write_all(bytes).map_err(|error| self.fails(error))
     }
 
-    /// Gives it its name, which it returns.
+    /// Renames it to its name, and returns that.
     ///
     /// # Errors
-    /// [`ToolError::File`] if a file of that name has appeared meanwhile that is not to be replaced; [`Error::System`].
+    /// [`ToolError::File`] if a file of that name has appeared meanwhile, and is not to be replaced; [`Error::System`].
     ///
     /// See rename(2).
     pub fn finish(self) -> Result<PathBuf> {

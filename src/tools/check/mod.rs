@@ -1,7 +1,7 @@
-//! What the commands put into memory and how they check it: a pattern, or a file's bytes.
+//! The data that the commands share, and how they check it: a pattern, or a file's bytes.
 //!
-//! To the session this is the caller's content: [`Exercise`] at the producer, [`DataVerifier`] at the consumer. What they say to
-//! each other is the protocol's extension "Pattern and digest".
+//! For a session this is the caller's content: [`Exercise`] at the producer, [`DataVerifier`] at the consumer. They use the
+//! protocol's extension "Pattern and digest".
 
 mod exercise;
 pub mod figures;
@@ -19,17 +19,17 @@ use crate::{
     memory::Region,
 };
 
-/// A step on the data that was taken.
+/// A step on the data that is done.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {
     /// The pattern is written.
     Filled {
-        /// How many words of it.
+        /// The number of words.
         words: u64,
         /// Its salt.
         salt: u32,
-        /// Which engine did it, and how long that took alone.
+        /// The engine, and its time alone.
         work: &'a Work,
         /// How long it took.
         elapsed: Duration,
@@ -43,34 +43,34 @@ pub enum Event<'a> {
         /// How long it took.
         elapsed: Duration,
     },
-    /// Some of a long piece of work is done.
+    /// A part of long work is done.
     Progress {
         /// How many bytes.
         done: u64,
         /// Of how many.
         all: u64,
     },
-    /// The consumer sees what the memory holds.
+    /// The consumer has read the array in the memory.
     Array {
-        /// What it is made of.
+        /// Its description.
         array: &'a ArrayDescriptor,
         /// Its first elements, as text.
         first: &'a [String],
     },
     /// The data was checked.
     Verified {
-        /// Whether it was right.
+        /// Whether it is correct.
         verified: bool,
-        /// What was found.
+        /// The counts or the digest that were found.
         figures: &'a Figures,
-        /// Which engine checked the pattern, if it was the pattern, and how long that took alone.
+        /// The engine that checked the pattern, if it is the pattern, and its time alone.
         work: Option<&'a Work>,
         /// How long it took.
         elapsed: Duration,
     },
     /// The data is in a file.
     Saved {
-        /// Which one.
+        /// Its path.
         path: &'a Path,
         /// How many bytes.
         size: u64,

@@ -6,7 +6,7 @@ use super::{
     Event, Observer,
     figures::{Claim, Figures},
     files::{self, Target},
-    pattern::{self, Checker, Choice, Pattern},
+    pattern::{self, Checker, EngineChoice, Pattern},
 };
 use crate::{
     driver::Access,
@@ -22,30 +22,30 @@ use crate::{
 /// How many elements of an array are reported.
 const FIRST_ELEMENTS: usize = 8;
 
-/// Checks what producers of this kind offer, and replies if asked to.
+/// Checks the data of a producer, and writes a reply if the producer asks for one.
 pub struct DataVerifier<'a> {
-    engine: Choice,
+    engine: EngineChoice,
     target: Option<Target>,
     observer: Observer<'a>,
 }
 
 impl<'a> DataVerifier<'a> {
-    /// One that chooses the engine that is estimated to be faster, and saves nothing.
+    /// With the engine that is estimated to be faster, and without a file.
     pub fn new(observer: Observer<'a>) -> Self {
-        Self { engine: Choice::Auto, target: None, observer }
+        Self { engine: EngineChoice::Auto, target: None, observer }
     }
 
-    /// With another engine that checks and writes the pattern.
-    pub fn with_engine(self, engine: Choice) -> Self {
+    /// With this engine for the pattern.
+    pub fn with_engine(self, engine: EngineChoice) -> Self {
         Self { engine, ..self }
     }
 
-    /// Writes the bytes of the next object into a file too, which appears under its name only if they were right.
+    /// With a file for the bytes of the next object. It gets its name only if they are correct.
     pub fn with_target(self, target: Option<Target>) -> Self {
         Self { target, ..self }
     }
 
-    /// Checks an object, writing it into a file if there is one.
+    /// Checks an object, and writes it into a file if there is one.
     fn check(
         &self,
         object: &ImportedObject,
@@ -114,7 +114,7 @@ impl Verifier for DataVerifier<'_> {
         let verdict = self.check(object, &claim, Some(&mut target), tick)?;
         if verdict.verified {
             let file = target.file()?;
-            // The disk may be slow. If this side ends meanwhile, nothing is left beside the target.
+            // The disk may be slow. If this side is stopped meanwhile, the temporary file is removed.
             interruptibly(tick, move || file.sync_all().map_err(|error| Error::system("sync a file", error)))?;
             let path = target.finish()?;
             let range = object.range();
@@ -134,7 +134,7 @@ impl Verifier for DataVerifier<'_> {
     }
 
     fn accept(&mut self, object: &ImportedObject, own: &Verdict, answer: &Verdict) -> Result<()> {
-        // A producer that does not check replies says no more than its verdict.
+        // A producer that does not check replies reports only its verdict.
         let Some(figures) = Figures::read(answer.check.as_ref())? else { return Ok(()) };
         let reply_due = Claim::read(object.check())?.reply_salt.is_some() && own.verified;
         let counted = answer.verified || figures.words > 0;

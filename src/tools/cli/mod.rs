@@ -2,8 +2,11 @@
 //!
 //! The commands are parts of this package and not of its interface: nothing here is kept stable for other programs.
 
+mod bar;
+mod console;
+mod describe;
 mod options;
-mod output;
+mod report;
 
 use std::{
     io::{self, Write},
@@ -24,10 +27,12 @@ use nix::{
         signalfd::{SfdFlags, SignalFd},
     },
 };
+use serde::Serialize;
 
 pub use self::{
+    bar::bar,
+    console::Console,
     options::{Common, Extent, parse_elements, parse_range, parse_salt, parse_size, parse_timeout, sharing},
-    output::{Console, bar},
 };
 use crate::{
     channel::Cancel,
@@ -37,16 +42,16 @@ use crate::{
     tools::error::{hint, kind_of},
 };
 
-/// How a run of a command ended, as its exit code.
+/// How a command ends, as its exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// All was verified; or a service without end was told to stop and nothing had failed.
+    /// Everything was verified; or a service without end was stopped by a signal and nothing had failed.
     Verified,
     /// The data did not verify, on either side.
     Mismatch,
-    /// The command was called wrongly.
+    /// The command line is wrong.
     Usage,
-    /// This machine can't do it.
+    /// Not supported on this system.
     Unsupported,
     /// The peer failed.
     Peer,
@@ -81,7 +86,7 @@ impl Exit {
         }
     }
 
-    /// How a run ends that fails with an error.
+    /// How a command ends that fails with an error.
     pub fn of(error: &Error) -> Self {
         match (kind_of(error), error) {
             (_, Error::Interrupted { signal: signal @ 1.. }) => Self::Signal(*signal),
@@ -101,7 +106,7 @@ impl Exit {
         let ServeReport { served, error, .. } = report;
         let result = error.map_or(Ok(()), Err);
         if served.iter().any(Served::mismatched) {
-            // A mismatch outweighs all but being told to stop.
+            // A mismatch outweighs every error but a signal.
             return match result {
                 Err(error @ Error::Interrupted { .. }) => Err(error),
                 _ => Ok(Self::Mismatch),
@@ -121,24 +126,24 @@ impl Exit {
 
 /// One of the commands.
 pub trait Command: Parser {
-    /// Its part in the conversation, for its output.
+    /// Its role in the session, for its output.
     const ROLE: &'static str;
 
-    /// The options that all of them have.
+    /// The options that all commands have.
     fn common(&self) -> &Common;
 
-    /// Does it. What is worth telling goes to the console as it happens.
+    /// Runs it. Its steps are printed on the console as they happen.
     ///
     /// # Errors
-    /// What it failed with; the console prints it.
+    /// Every error; the console prints it.
     fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error>;
 }
 
 /// Runs a command: the whole of its `main`.
 pub fn main<C: Command>() -> ExitCode {
-    // Before any thread starts, so that all of them leave the signals to the one that waits for them.
+    // Before any thread starts, so that every thread leaves the signals to the one that waits for them.
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
-    // A limit of file sizes is then an error of the write that meets it.
+    // A write that exceeds the limit of file sizes then fails with an error.
     let masked = signals.thread_block().and_then(|()| SigSet::from(Signal::SIGXFSZ).thread_block());
     let command = match C::try_parse() {
         Ok(command) => command,
@@ -148,39 +153,47 @@ pub fn main<C: Command>() -> ExitCode {
     let result =
         masked.map_err(|errno| Error::system("block signals", errno)).and_then(|()| Cancel::new()).and_then(|cancel| {
             raise_file_limit();
-            let telling = Arc::clone(&console);
+            let last = Arc::clone(&console);
             watch(signals, &cancel, move |signal| {
-                telling.finish(Err(Error::Interrupted { signal }));
+                last.finish(Err(Error::Interrupted { signal }));
             })?;
             command.run(&console, &cancel)
         });
     ExitCode::from(console.finish(result).code())
 }
 
+/// A report as one line of JSON.
+pub fn json_line(report: &impl Serialize) -> String {
+    match serde_json::to_string(report) {
+        Ok(text) => text + "\n",
+        Err(error) => format!("{{\"error\":\"{error}\"}}\n"),
+    }
+}
+
 /// A command that prints something at its end, and only then.
 pub trait Tool {
-    /// Does it, and returns what to print and the exit code.
+    /// Runs it, and returns the text to print and the exit code.
     ///
     /// # Errors
-    /// What it failed with.
+    /// Every error; it is printed on standard error.
     fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error>;
 
-    /// The exit code of an error, unless a signal is what ended it.
+    /// The exit code of an error other than a signal.
     fn code(&self, error: &Error) -> u8;
 }
 
-/// Runs a tool: the rest of its `main`. Only errors go to standard error.
+/// Runs a tool: the rest of its `main`. Only errors are printed on standard error.
 pub fn main_of(tool: impl Tool) -> ExitCode {
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
     let masked = signals.thread_block().map_err(|errno| Error::system("block signals", errno));
     let result = masked.and_then(|()| Cancel::new()).and_then(|cancel| {
-        watch(signals, &cancel, |signal| tell(&Error::Interrupted { signal }))?;
+        watch(signals, &cancel, |signal| complain(&Error::Interrupted { signal }))?;
         tool.run(&cancel)
     });
     let (text, code) = match result {
         Ok(done) => done,
         Err(error) => {
-            tell(&error);
+            complain(&error);
             let code = match &error {
                 Error::Interrupted { .. } => Exit::of(&error).code(),
                 error => tool.code(error),
@@ -190,50 +203,49 @@ pub fn main_of(tool: impl Tool) -> ExitCode {
     };
     match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            tell(&Error::system("write to standard output", error));
+            complain(&Error::system("write to standard output", error));
             ExitCode::from(if code == 0 { 1 } else { code })
         }
         _ => ExitCode::from(code),
     }
 }
 
-fn tell(error: &Error) {
-    // Whoever closed standard error does not want to know.
+/// Prints an error on standard error. A closed one is not an error.
+fn complain(error: &Error) {
     let _ = writeln!(io::stderr(), "error: {}", error.in_full());
     if let Some(hint) = hint(error) {
         let _ = writeln!(io::stderr(), "  hint: {hint}");
     }
 }
 
-/// Leaves a driver open until the process ends: the kernel then takes back what it holds, 20 to 40 ms faster than its own calls
-/// do one by one.
+/// Leaves a driver open until the process ends: the kernel then frees what it holds, 20 to 40 ms faster than driver calls do.
 pub fn leave_open(driver: &Driver) {
     mem::forget(driver.clone());
 }
 
-/// Lets this process open as many files as it may: a buffer of many chunks has a descriptor for each. Where that is not
-/// allowed, the limit stays, and whatever meets it says so.
+/// Raises the soft limit of open files to the hard one: a buffer of many chunks has a descriptor for each. If that fails, the limit
+/// stays, and a call that exceeds it reports that.
 pub fn raise_file_limit() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
         && soft < hard
         && let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
     {
-        tracing::warn!(%errno, soft, hard, "the limit of open files can't be raised");
+        tracing::warn!(%errno, soft, hard, "cannot raise the limit of open files");
     }
 }
 
-/// How long a command goes on after it was told to stop, at most: then what it holds is left to the kernel.
+/// How long a command may run after a signal. Then it exits, and the kernel frees what it holds.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// How long it still has after a second signal.
+/// How long it may run after a second signal.
 const MOMENT: Duration = Duration::from_millis(200);
 
-/// How long the last line of output may take then.
-const LAST_WORD: Duration = Duration::from_millis(500);
+/// How long the last output may take then.
+const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
-/// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process, and so does the end of
-/// the grace: the work that does not stop may be deep in the driver.
-fn watch(signals: SigSet, cancel: &Cancel, last_word: impl FnOnce(i32) + Send + 'static) -> Result<(), Error> {
+/// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process, and so does the end of the grace period:
+/// a call of the driver may not return.
+fn watch(signals: SigSet, cancel: &Cancel, last_output: impl FnOnce(i32) + Send + 'static) -> Result<(), Error> {
     let waiting = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC);
     let waiting = waiting.map_err(|errno| Error::system("wait for signals", errno))?;
     let cancel = cancel.clone();
@@ -244,20 +256,20 @@ fn watch(signals: SigSet, cancel: &Cancel, last_word: impl FnOnce(i32) + Send + 
         let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
         let grace = PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX);
         if poll(&mut fds, grace) != Ok(0) {
-            // Both signals may have been sent at once: what is being put away is given a moment.
+            // Both signals may have been sent at once: files that are being removed get a moment.
             let moment = PollTimeout::try_from(MOMENT).unwrap_or(PollTimeout::ZERO);
             let _ = poll(&mut [], moment);
         }
-        // In a thread of its own: whoever reads the output may have stopped, and then nothing more can be said.
-        let (told, telling) = mpsc::channel();
-        let tell = move || {
-            last_word(signal);
-            // Nobody may be waiting any more.
-            let _ = told.send(());
+        // In another thread: the reader of the output may have stopped, and the write then blocks.
+        let (sender, receiver) = mpsc::channel();
+        let print = move || {
+            last_output(signal);
+            // Fails if this took too long.
+            let _ = sender.send(());
         };
-        if thread::Builder::new().spawn(tell).is_ok() {
-            // Said or not: this is the end.
-            let _ = telling.recv_timeout(LAST_WORD);
+        if thread::Builder::new().spawn(print).is_ok() {
+            // Printed or not, the process ends.
+            let _ = receiver.recv_timeout(LAST_OUTPUT);
         }
         exit_at_once(Exit::Signal(signal).code().into());
     };
@@ -265,12 +277,12 @@ fn watch(signals: SigSet, cancel: &Cancel, last_word: impl FnOnce(i32) + Send + 
     spawned.map(drop).map_err(|error| Error::system("start a thread", error))
 }
 
-/// Tells of bad usage, or helps.
+/// Prints the help, or the error of bad usage.
 fn usage<C: Command>(error: &clap::Error) -> ExitCode {
     let helps = matches!(error.kind(), UsageKind::DisplayHelp | UsageKind::DisplayVersion);
     let wants_json = std::env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json");
     if helps || !wants_json {
-        // A reader who has gone is no error.
+        // A closed standard output is not an error.
         let _ = error.print();
         return ExitCode::from(if helps { 0 } else { Exit::Usage.code() });
     }

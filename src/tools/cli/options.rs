@@ -1,4 +1,4 @@
-//! Options as people write them.
+//! Options of the commands, and how their values are parsed.
 
 use std::{ops::Range, path::PathBuf, time::Duration};
 
@@ -22,23 +22,23 @@ pub struct Common {
     #[arg(long, value_name = "PATH", env = "VMMFD_SOCKET")]
     pub socket: Option<PathBuf>,
 
-    /// Where the memory is: `cuda`, `host` (no GPU takes part), or `auto`: cuda, and host only if no driver library loads
-    /// or the driver says that there is no device
+    /// Where the memory is: `cuda`, `host` (without a GPU), or `auto`: cuda, and host only if no driver library loads
+    /// or the driver finds no device
     #[arg(long, value_name = "auto|cuda|host", env = "VMMFD_BACKEND", default_value = "auto")]
     pub backend: Choice,
 
-    /// User besides one's own and root that the peer may belong to; may be given several times
+    /// User that the peer may belong to, besides one's own and root; may be given several times
     #[arg(long = "allow-uid", value_name = "UID")]
     pub allow_uids: Vec<u32>,
 
-    /// Longest silence of the peer in any one step, and longest wait for one to appear: 500ms, 30s, 2m
+    /// Longest wait for the peer to appear, and in each step: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
     pub timeout: Duration,
 
-    /// Who writes and checks the pattern: `gpu` (kernels), `host` (the CPUs, on copies), or `auto`: whoever is through first by
-    /// what each was measured to cost, and the host where the driver has no compiler for the kernels
+    /// What writes and checks the pattern: `gpu` (kernels), `host` (the CPUs, on copies), or `auto`: the one that is estimated
+    /// to be faster, and the host where the driver has no compiler for the kernels
     #[arg(long, value_name = "gpu|host|auto", default_value = "auto")]
-    pub verify: pattern::Choice,
+    pub verify: pattern::EngineChoice,
 
     /// Print one JSON object on stdout at the end, also on failure, and nothing else
     #[arg(long)]
@@ -54,14 +54,14 @@ pub struct Common {
 }
 
 impl Common {
-    /// What they say of the session.
+    /// The session's part of the options.
     pub fn config(&self, cancel: &Cancel) -> Config {
         let trust = Trust { uids: self.allow_uids.clone() };
         Config::default().with_timeout(self.timeout).with_trust(trust).with_cancel(cancel)
     }
 }
 
-/// What a buffer is to hold, and so how large it is.
+/// The content of a buffer, and its size.
 #[derive(Debug, Clone, Args)]
 pub struct Extent {
     /// Size of the buffer: bytes, or with a unit of powers of 1024, as 64MiB, 64M or 1.5GiB [default: 1MiB]
@@ -90,10 +90,10 @@ pub struct Extent {
     order: Option<Order>,
 }
 
-/// What `--mechanism`, `--location` and `--chunk` say together.
+/// The specification that `--mechanism`, `--location` and `--chunk` make together.
 ///
 /// # Errors
-/// [`DeviceError::Unsupported`] for what the mechanism has not got.
+/// [`DeviceError::Unsupported`] for options that the mechanism does not support.
 pub fn sharing(
     device: &Device,
     size: u64,
@@ -103,7 +103,7 @@ pub fn sharing(
 ) -> Result<Spec, Error> {
     let spec = match mechanism {
         Mechanism::Pool => {
-            // What the driver lacks comes first.
+            // An error of the driver comes before one of the options.
             device.verbs().pools()?;
             Spec::pool(size)
         }
@@ -124,7 +124,7 @@ pub fn sharing(
     }
 }
 
-/// A list, in a type of its own: clap would take a `Vec` for an option that is given several times.
+/// A list that clap takes as one value: a `Vec` would be an option that is given several times.
 type Shape = std::sync::Arc<[u64]>;
 
 fn parse_shape(text: &str) -> Result<Shape, ParseError> {
@@ -134,7 +134,7 @@ fn parse_shape(text: &str) -> Result<Shape, ParseError> {
 const DEFAULT_SIZE: u64 = 1 << 20;
 
 impl Extent {
-    /// The file, the size, and the array, as they are asked for.
+    /// The file, the size, and the array that the options name.
     ///
     /// # Errors
     /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the file or
@@ -164,39 +164,39 @@ impl Extent {
     }
 }
 
-/// Reads a number of 32-bit words, as bytes.
+/// Parses a number of 32-bit words, and returns bytes.
 ///
 /// # Errors
 /// One sentence that says what to write instead.
 pub fn parse_elements(text: &str) -> Result<u64, String> {
     let words: u64 =
-        text.parse().map_err(|_| format!("`{text}` is no number of words: write a whole number from 1"))?;
+        text.parse().map_err(|_| format!("`{text}` is not a number of words: write a whole number from 1"))?;
     match words.checked_mul(4) {
-        Some(0) => Err(format!("`{text}` words are no memory at all: write at least 1")),
+        Some(0) => Err(format!("`{text}` words are no memory: write at least 1")),
         Some(size) => Ok(size),
-        None => Err(format!("`{text}` words are more bytes than 64 bits can count: write fewer")),
+        None => Err(format!("`{text}` words are more bytes than 64 bits can hold: write fewer")),
     }
 }
 
-/// Reads a range of bytes, `OFFSET:LENGTH`, both with or without a unit.
+/// Parses a range of bytes, `OFFSET:LENGTH`, both with or without a unit.
 ///
 /// # Errors
 /// One sentence that says what to write instead.
 pub fn parse_range(text: &str) -> Result<Range<u64>, String> {
     let parts = text.split_once(':').filter(|(offset, length)| !offset.is_empty() && !length.is_empty());
     let (offset, length) = parts.ok_or_else(|| {
-        format!("`{text}` is no range of bytes: write where it begins and how long it is, as 4MiB:1MiB or 0:100")
+        format!("`{text}` is not a range of bytes: write its offset and length, as 4MiB:1MiB or 0:100")
     })?;
-    // A range may begin at 0, which is no size.
+    // A range may begin at 0, which is not a size.
     let offset = if offset == "0" { 0 } else { parse_size(offset)? };
     let length = parse_size(length)?;
     match offset.checked_add(length) {
         Some(end) => Ok(offset..end),
-        None => Err(format!("`{text}` ends beyond what 64 bits can count: write less")),
+        None => Err(format!("`{text}` ends beyond 64 bits: write less")),
     }
 }
 
-/// Reads a length of time, with its unit.
+/// Parses a length of time with its unit.
 ///
 /// # Errors
 /// One sentence that says what to write instead.
@@ -205,13 +205,13 @@ pub fn parse_timeout(text: &str) -> Result<Duration, String> {
         return Err(format!("`{text}` has no unit: write {text}s for seconds, or {text}ms"));
     }
     match humantime::parse_duration(text) {
-        Ok(time) if time.is_zero() => Err(format!("`{text}` is no time at all: nothing could answer in it")),
+        Ok(time) if time.is_zero() => Err(format!("`{text}` is no time: write more than zero")),
         Ok(time) => Ok(time),
-        Err(_) => Err(format!("`{text}` is no length of time: write it as 500ms, 30s or 2m")),
+        Err(_) => Err(format!("`{text}` is not a length of time: write it as 500ms, 30s or 2m")),
     }
 }
 
-/// Reads a salt: 32 bits, decimal or hexadecimal.
+/// Parses a salt: 32 bits, decimal or hexadecimal.
 ///
 /// # Errors
 /// One sentence that says what to write instead.
@@ -220,18 +220,18 @@ pub fn parse_salt(text: &str) -> Result<u32, String> {
     let (digits, radix) = hexadecimal.map_or((text, 10), |digits| (digits, 16));
     let plain = !digits.is_empty() && digits.chars().all(|digit| digit.is_digit(radix));
     let salt = plain.then(|| u32::from_str_radix(digits, radix).ok()).flatten();
-    salt.ok_or_else(|| format!("`{text}` is no 32-bit number: write 0 to 4294967295, or 0x0 to 0xffffffff"))
+    salt.ok_or_else(|| format!("`{text}` is not a 32-bit number: write 0 to 4294967295, or 0x0 to 0xffffffff"))
 }
 
 const UNITS: [(char, u32); 6] = [('k', 10), ('m', 20), ('g', 30), ('t', 40), ('p', 50), ('e', 60)];
 
-/// Reads a size in bytes: a whole number of them, or a number with a unit of powers of 1024: `64MiB`, `64M`, `1.5GiB`,
+/// Parses a size in bytes: a whole number, or a number with a unit of powers of 1024: `64MiB`, `64M`, `1.5GiB`,
 /// in any case.
 ///
 /// # Errors
-/// One sentence that says what to write instead: for `64MB` too, which is 64000000 to some and 67108864 to others.
+/// One sentence that says what to write instead, also for `64MB`, which could be 64000000 or 67108864.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let nonsense = || format!("`{text}` is no size: write bytes as 1048576, or with a unit as 64MiB, 64M or 1.5GiB");
+    let nonsense = || format!("`{text}` is not a size: write bytes as 1048576, or with a unit as 64MiB, 64M or 1.5GiB");
     let lower = text.to_ascii_lowercase();
     let end = lower.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(lower.len());
     let (number, unit) = lower.split_at(end);
@@ -255,19 +255,19 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || shift == 0)) {
         return Err(nonsense());
     }
-    let too_large = || format!("`{text}` is more than 64 bits can count: write less than 16EiB");
+    let too_large = || format!("`{text}` is more than 64 bits can hold: write less than 16EiB");
     let fraction = fraction.trim_end_matches('0');
     if fraction.len() > 18 {
-        return Err(format!("`{text}` is no whole number of bytes: write fewer decimals"));
+        return Err(format!("`{text}` is not a whole number of bytes: write fewer decimals"));
     }
     let scale = 10u128.pow(fraction.len() as u32);
     let digits: u128 = format!("{whole}{fraction}").parse().map_err(|_| too_large())?;
     let scaled = digits.checked_mul(1 << shift).ok_or_else(too_large)?;
     if scaled % scale != 0 {
-        return Err(format!("`{text}` is no whole number of bytes: write fewer decimals"));
+        return Err(format!("`{text}` is not a whole number of bytes: write fewer decimals"));
     }
     match u64::try_from(scaled / scale) {
-        Ok(0) => Err(format!("`{text}` is no memory at all: write at least 1 byte")),
+        Ok(0) => Err(format!("`{text}` is no memory: write at least 1 byte")),
         Ok(size) => Ok(size),
         Err(_) => Err(too_large()),
     }
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused_in_one_sentence() {
+    fn an_invalid_size_is_refused_in_one_sentence() {
         for text in [
             "",
             " ",

@@ -1,92 +1,115 @@
-//! What was found, as data: read back from JSON it prints the same.
+//! The doctor's report, as data: read back from JSON it prints the same.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Environment;
-use crate::driver::{Backend, DeviceUuid};
+use super::{Environment, ErrorDetails};
+use crate::{
+    driver::{Backend, DeviceUuid},
+    tools::stamp,
+};
 
 /// The version of the JSON object.
 pub const SCHEMA: u32 = 1;
 
-/// All that was found on a machine, or on both ends of a meeting.
+/// Everything that was found on a machine, or on both ends of a meeting.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Report {
+pub struct DoctorReport {
     /// [`SCHEMA`].
     pub schema: u32,
-    /// What made it, such as `vmmfd 0.1.0`.
+    /// The program that made it, such as `vmmfd 0.1.0`.
     pub tool: String,
-    /// When: RFC 3339, in UTC, to the second.
+    /// When it was made: RFC 3339, in UTC, to the second.
     pub made: String,
-    /// What the probes ran on.
+    /// The backend that the probes ran on.
     pub backend: Backend,
-    /// Where, from this end.
+    /// The environment of this end.
     pub environment: Environment,
-    /// The other end, if there were two.
+    /// The environment of the other end, in a meeting.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peer: Option<Environment>,
     /// The names of the probes that must be `ok` for the verdict.
     pub required: Vec<String>,
-    /// What was found of the machine as a whole.
+    /// The findings about the machine as a whole.
     pub machine: Vec<Finding>,
-    /// What was found of each device.
+    /// The findings about each device.
     pub devices: Vec<DeviceReport>,
-    /// What was found of each ordered pair of devices.
+    /// The findings about each ordered pair of devices.
     pub pairs: Vec<PairReport>,
-    /// The last line, in plain words.
+    /// The conclusion, in one sentence.
     pub verdict: String,
-    /// 0, 1 or 3, as the command exits.
+    /// The exit code of the command: 0, 1 or 3.
     pub exit_code: u8,
 }
 
-/// One device.
+impl DoctorReport {
+    /// A report without findings, made now.
+    pub(super) fn new(backend: Backend, environment: Environment, required: Vec<String>) -> Self {
+        Self {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            made: stamp::now(),
+            backend,
+            environment,
+            peer: None,
+            required,
+            machine: Vec::new(),
+            devices: Vec::new(),
+            pairs: Vec::new(),
+            verdict: String::new(),
+            exit_code: 0,
+        }
+    }
+}
+
+/// The findings about one device.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DeviceReport {
-    /// Its number in the process that made the report.
+    /// Its ordinal in the process that made the report.
     pub ordinal: i32,
     /// Its name.
     pub name: String,
     /// Its identity.
     pub uuid: DeviceUuid,
-    /// What was found, in the order of the probes.
+    /// The findings, in the order of the probes.
     pub findings: Vec<Finding>,
 }
 
-/// One device using another's memory.
+/// The findings about one device that uses another's memory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PairReport {
     /// The ordinal of the device that uses the memory.
     pub device: i32,
     /// The ordinal of the device that owns it.
     pub owner: i32,
-    /// What was found, in the order of the probes.
+    /// The findings, in the order of the probes.
     pub findings: Vec<Finding>,
 }
 
-/// What one probe found.
+/// The result of one probe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Finding {
-    /// The probe's name, as `--only` takes it.
+    /// The probe's name, as in `--only`.
     pub probe: String,
-    /// What came of it.
+    /// Whether the probe succeeded.
     pub status: Status,
-    /// How long it took, in microseconds, if it ran.
+    /// How long the probe ran, in microseconds; absent if it did not run.
     #[serde(default)]
     pub us: Option<u64>,
-    /// What was seen: numbers and texts by name.
+    /// What was measured: numbers and texts by name.
     #[serde(default)]
     pub figures: BTreeMap<String, Value>,
-    /// What the driver or the system said, if it failed.
+    /// The error of the driver or the system, if the probe failed with one.
     #[serde(default)]
-    pub error: Option<Seen>,
+    pub error: Option<ErrorDetails>,
     /// What the result means, in one sentence.
     pub meaning: String,
-    /// Why it is so, where a rule knows.
+    /// Why it failed, if a rule matches.
     #[serde(default)]
     pub cause: Option<String>,
-    /// What to do, where a rule knows.
+    /// What to do, if a rule matches.
     #[serde(default)]
     pub remedy: Option<String>,
     /// The name of that rule.
@@ -94,7 +117,7 @@ pub struct Finding {
     pub rule: Option<String>,
 }
 
-/// What came of a probe.
+/// The status of a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -102,26 +125,8 @@ pub enum Status {
     Ok,
     /// It should work and does not.
     Failed,
-    /// The driver, the device or the backend has no such thing.
+    /// The driver, the device or the backend does not support it.
     Unsupported,
     /// It was not tried: the meaning says why.
     Skipped,
-}
-
-/// An error as it was seen.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seen {
-    /// The driver's call, or what the system was asked for, if it is known.
-    #[serde(default)]
-    pub call: Option<String>,
-    /// The driver's number, if it was the driver.
-    #[serde(default)]
-    pub code: Option<u32>,
-    /// The number's name.
-    #[serde(default)]
-    pub name: Option<String>,
-    /// `timeout`, `signal`, `driver`, `system`, or the class of another error.
-    pub kind: String,
-    /// One line for a person.
-    pub message: String,
 }

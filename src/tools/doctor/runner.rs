@@ -1,61 +1,50 @@
-//! Runs the probes in processes of their own, so that the report is whole whatever becomes of those.
+//! Runs the probes in child processes, so that the report is complete also if a probe hangs or kills its process.
 
 use std::{
-    fs,
-    io::{BufRead, BufReader, Read},
-    os::unix::process::{CommandExt, ExitStatusExt},
     path::Path,
-    process::{Child, Stdio},
-    sync::{
-        Arc, Mutex, PoisonError,
-        mpsc::{self, Receiver, RecvTimeoutError},
-    },
-    thread,
     time::{Duration, Instant},
 };
 
-use nix::{
-    sys::signal::{Signal, killpg},
-    unistd::Pid,
-};
 use serde::Deserialize;
 
 use super::{
-    DeviceReport, Environment, Finding, PairReport, Report, Status,
-    peer::{Errand, Task, sweep},
-    probes::{PROBES, Probe, Scope, micros},
-    report::{SCHEMA, Seen},
-    rules, verdict,
+    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, PROBES, PairReport, Probe, Scope, Status,
+    conclude::conclude,
+    outcome::micros,
+    task::{Role, TOOL, Task},
 };
 use crate::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
-    error::{DeviceError, Error, Result},
+    error::{DeviceError, Error, PeerError, Result},
     memory::Selector,
-    tools::error::ToolError,
-    tools::temporary::temporary_folder,
+    tools::{
+        child::{Group, Launch, OnParentDeath, Process, ProcessEnd, StderrTail},
+        line::Line,
+        temporary::{PREFIX, temporary_folder},
+    },
     wire::clean,
 };
 
-/// What to try.
+/// Which probes to run.
 #[derive(Debug, Clone)]
-pub struct Plan {
-    /// On what.
+pub struct DoctorPlan {
+    /// The backend.
     pub backend: Backend,
-    /// Which device; `None` is all of them.
+    /// The device; `None` for all of them.
     pub device: Option<Selector>,
-    /// Which probes, by name; none named is all of them.
+    /// The probes, by name; all of them if it is empty.
     pub only: Vec<String>,
     /// How long each probe may take.
     pub timeout: Duration,
 }
 
-impl Plan {
-    pub(super) fn wants(&self, probe: &Probe) -> bool {
+impl DoctorPlan {
+    fn wants(&self, probe: &Probe) -> bool {
         self.only.is_empty() || self.only.iter().any(|name| name == probe.name)
     }
 
-    /// What must be `ok`: what sharing by descriptor needs, or exactly what was named; and a driver, whatever was.
+    /// The probes that must be `ok`: those of sharing by descriptor, or exactly those that are named; and always the driver.
     fn required(&self) -> Vec<String> {
         let required = |probe: &&Probe| match self.only.is_empty() {
             true => probe.required,
@@ -69,7 +58,7 @@ impl Plan {
     }
 }
 
-/// A device, as the `driver` probe lists it.
+/// A device, as the `driver` probe reports it.
 #[derive(Debug, Clone, Deserialize)]
 struct Listed {
     ordinal: i32,
@@ -77,40 +66,29 @@ struct Listed {
     uuid: DeviceUuid,
 }
 
-/// Tries what is planned, and reports. A probe that fails, hangs, or takes its process with it stops no other.
+/// Runs the probes of a plan. A probe that fails, hangs, crashes or corrupts its context does not affect the others. Blocks while they
+/// run, each for at most the plan's timeout.
 ///
-/// The program that calls this must hand the argument of its hidden subcommand [`super::ERRAND`] to
-/// [`super::run_errand`]: probes run in children, which are this program.
+/// The program that calls this must call [`run_child`](crate::tools::run_child) for its hidden subcommand: probes run in child
+/// processes, which are this program.
 ///
 /// # Errors
-/// [`DeviceError::NotFound`] if the plan names a device that there is none of; [`Error::Interrupted`]; [`Error::System`] if no
-/// child can be started. What the probes fail with is in the report.
-pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
-    let folder = temporary_folder(FOLDER)?;
+/// [`DeviceError::NotFound`] if the plan names a device that does not exist; [`Error::Interrupted`]; [`Error::System`] if no
+/// child process can be started. The errors of the probes are in the report.
+pub fn run(plan: &DoctorPlan, cancel: &Cancel) -> Result<DoctorReport> {
+    let folder = temporary_folder(PREFIX)?;
     let runner = Runner { plan, cancel, folder: folder.path() };
     let machine = runner.run(&runner.machine_probes(), None, None)?;
     let driver = machine.iter().position(|finding| finding.probe == "driver");
     let driver = driver.map(|at| machine[at].clone());
     let library = driver.as_ref().and_then(|driver| driver.figures.get("library")?.as_str()).map(Path::new);
-    let environment = Environment::look(library);
+    let environment = Environment::read(library);
     let listed = driver.as_ref().and_then(|driver| driver.figures.get("devices")).cloned();
     let listed: Vec<Listed> = listed.and_then(|listed| serde_json::from_value(listed).ok()).unwrap_or_default();
     let chosen = runner.choose(&listed, driver.as_ref())?;
 
-    let mut report = Report {
-        schema: SCHEMA,
-        tool: super::tool(),
-        made: super::now(),
-        backend: plan.backend,
-        environment,
-        peer: None,
-        required: plan.required(),
-        machine,
-        devices: Vec::new(),
-        pairs: Vec::new(),
-        verdict: String::new(),
-        exit_code: 0,
-    };
+    let mut report = DoctorReport::new(plan.backend, environment, plan.required());
+    report.machine = machine;
     for device in &chosen {
         let Listed { ordinal, name, uuid } = device.clone();
         let findings = runner.run(&plan.probes(Scope::Device), Some(ordinal), None)?;
@@ -132,41 +110,17 @@ pub fn run(plan: &Plan, cancel: &Cancel) -> Result<Report> {
     Ok(report)
 }
 
-/// Explains what is not as it should be, and sums up.
-pub(super) fn conclude(report: &mut Report) {
-    let Report { environment, machine, devices, pairs, .. } = report;
-    // What a device is set to explains what it then refuses.
-    for device in devices.iter_mut() {
-        let mode = device.findings.iter().find_map(|finding| finding.figures.get("compute_mode")).cloned();
-        let Some(mode) = mode.filter(|mode| mode.as_u64() != Some(0)) else { continue };
-        for finding in device.findings.iter_mut().filter(|finding| finding.status == Status::Failed) {
-            finding.figures.insert("compute_mode".to_owned(), mode.clone());
-        }
-    }
-    let findings = machine
-        .iter_mut()
-        .chain(devices.iter_mut().flat_map(|device| &mut device.findings))
-        .chain(pairs.iter_mut().flat_map(|pair| &mut pair.findings));
-    for finding in findings.filter(|finding| finding.status != Status::Ok) {
-        rules::explain(finding, environment);
-    }
-    (report.verdict, report.exit_code) = verdict::of(report);
-}
-
-/// What the names of the doctor's folders begin with.
-pub(super) const FOLDER: &str = "vmmfd-";
-
 struct Runner<'a> {
-    plan: &'a Plan,
+    plan: &'a DoctorPlan,
     cancel: &'a Cancel,
     folder: &'a Path,
 }
 
-/// After so many probes of one device that hung, no more are tried on it.
-const PATIENCE: usize = 3;
+/// After so many probes of one device have hung, no more are tried on it.
+const MOST_HUNG: usize = 3;
 
 impl Runner<'_> {
-    /// Those of the machine that are asked for, and the one that lists the devices.
+    /// The planned probes of the machine, and the one that lists the devices.
     fn machine_probes(&self) -> Vec<&'static Probe> {
         PROBES
             .iter()
@@ -182,7 +136,7 @@ impl Runner<'_> {
         };
         match listed.iter().find(wanted) {
             Some(device) => Ok(vec![device.clone()]),
-            // The report says why there is none.
+            // The finding of the driver says why there is none.
             None if driver.is_none_or(|driver| driver.status != Status::Ok) => Ok(Vec::new()),
             None => {
                 let available: Vec<String> = listed
@@ -198,14 +152,14 @@ impl Runner<'_> {
         }
     }
 
-    /// Runs probes in order, in as many processes as it takes.
+    /// Runs probes in order, in as many child processes as are needed.
     fn run(&self, probes: &[&'static Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
         let mut findings = Vec::new();
         let mut hung = 0;
         let mut left = probes;
         while let Some(first) = left.first() {
-            if hung >= PATIENCE {
-                findings.push(first.skipped("Not tried: too much hung before on this device."));
+            if hung >= MOST_HUNG {
+                findings.push(first.skipped("Not tried: too many probes of this device have hung."));
                 left = &left[1..];
                 continue;
             }
@@ -217,20 +171,20 @@ impl Runner<'_> {
             let mut done = 0;
             for probe in &left[..together] {
                 match worker.finding(probe, self)? {
-                    Next::Found(finding) => {
+                    Waited::Found(finding) => {
                         findings.push(*finding);
                         done += 1;
                     }
-                    // It has found all that it can in this process.
-                    Next::Left if done > 0 => break,
-                    Next::Left => {
-                        findings
-                            .push(probe.cut_short(None, worker.seen("exit", "the probe's process ended".to_owned())));
+                    // The rest needs another process.
+                    Waited::Left if done > 0 => break,
+                    Waited::Left => {
+                        let error = worker.error("exit", "the probe's process exited".to_owned());
+                        findings.push(probe.cut_short(None, error));
                         done += 1;
                         break;
                     }
-                    Next::Cut(finding) => {
-                        hung += usize::from(finding.error.as_ref().is_some_and(|seen| seen.kind == "timeout"));
+                    Waited::Cut(finding) => {
+                        hung += usize::from(finding.error.as_ref().is_some_and(|error| error.kind == "timeout"));
                         findings.push(*finding);
                         done += 1;
                         break;
@@ -243,163 +197,81 @@ impl Runner<'_> {
     }
 }
 
-/// What came of waiting for a probe.
-enum Next {
-    /// It found something.
+/// The result of waiting for a probe.
+enum Waited {
+    /// It has ended.
     Found(Box<Finding>),
-    /// Its process ended in good order before it.
+    /// Its process exited before it ran.
     Left,
-    /// Its process was taken away by it.
+    /// Its process was killed, by the probe or because it was overdue.
     Cut(Box<Finding>),
 }
 
-/// The finding in a line, perhaps behind what a driver printed without an end of line.
-fn found_in(line: &str) -> Option<Finding> {
-    let start = line.find("{\"probe\":")?;
-    serde_json::from_str(line[start..].trim_end()).ok()
-}
-
-/// A process that runs probes. Dropping it kills it and all that it started.
+/// A child process that runs probes. Dropping it kills it, and the processes that it started.
 struct Worker {
-    child: Child,
-    lines: Receiver<String>,
-    said: Arc<Mutex<String>>,
+    process: Process,
+    line: Line,
+    stderr: Option<StderrTail>,
 }
-
-/// How much of what a worker says on standard error is kept.
-const KEPT: usize = 4096;
 
 impl Worker {
     fn start(runner: &Runner<'_>, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Self> {
         let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
-        let timeout_ms = u64::try_from(runner.plan.timeout.as_millis()).unwrap_or(u64::MAX);
-        let (backend, folder) = (runner.plan.backend, runner.folder.to_owned());
-        let errand = Errand { backend, folder, timeout_ms, task: Task::Probes { device, owner, names } };
-        let failed = |error| Error::system("start a process for the probes", error);
-        // In a group of its own: so that all of it can be killed at once, and a terminal's signals reach the doctor alone.
-        let spawned = errand.command()?.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-        let child = spawned.map_err(failed)?;
-        let (sender, lines) = mpsc::channel();
-        let said = Arc::new(Mutex::new(String::new()));
-        // From here on dropping it kills it.
-        let mut worker = Self { child, lines, said: Arc::clone(&said) };
-        if let Some(stdout) = worker.child.stdout.take() {
-            let read = move || {
-                let (mut stdout, mut line) = (BufReader::new(stdout), Vec::new());
-                // As bytes: a driver may print whatever it likes.
-                while let Ok(1..) = stdout.read_until(b'\n', &mut line) {
-                    if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
-                        break;
-                    }
-                    line.clear();
-                }
-            };
-            thread::Builder::new().spawn(read).map_err(failed)?;
-        }
-        if let Some(mut stderr) = worker.child.stderr.take() {
-            let read = move || {
-                let mut bytes = [0; 1024];
-                while let Ok(length @ 1..) = stderr.read(&mut bytes) {
-                    let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
-                    said.push_str(&String::from_utf8_lossy(&bytes[..length]));
-                    let mut surplus = said.len().saturating_sub(KEPT);
-                    while !said.is_char_boundary(surplus) {
-                        surplus += 1;
-                    }
-                    said.drain(..surplus);
-                }
-            };
-            thread::Builder::new().spawn(read).map_err(failed)?;
-        }
-        Ok(worker)
+        let Runner { plan, cancel, folder } = runner;
+        let launch = Launch {
+            name: "the process of the probes",
+            tool: TOOL,
+            on_parent_death: OnParentDeath::KillGroup { remove: Some(folder.to_path_buf()) },
+            // So that it can be killed with the processes that its probes start.
+            group: Group::Own,
+            variables: &[],
+            keep_stderr: true,
+            timeout: plan.timeout,
+            cancel,
+        };
+        let role = Role::Probes { device, owner, names };
+        let task = Task { backend: plan.backend, folder: folder.to_path_buf(), timeout: plan.timeout, role };
+        let (mut process, line) = launch.start(&task)?;
+        let stderr = process.take_stderr().map(StderrTail::read).transpose()?;
+        Ok(Self { process, line, stderr })
     }
 
-    /// Waits for a probe's finding, no longer than it may take.
-    fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<Next> {
-        let begun = Instant::now();
-        let us = |begun: Instant| Some(micros(begun.elapsed()));
+    /// Waits for a probe's finding, until its time is over.
+    fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<Waited> {
+        let (begun, limit) = (Instant::now(), runner.plan.timeout);
+        let us = || Some(micros(begun.elapsed()));
         loop {
-            runner.cancel.check()?;
-            let left = runner.plan.timeout.saturating_sub(begun.elapsed());
-            if left.is_zero() {
-                self.kill();
-                let limit = runner.plan.timeout;
-                let seen = self.seen("timeout", format!("it did not end within {limit:?}, and was killed"));
-                return Ok(Next::Cut(Box::new(probe.cut_short(us(begun), seen))));
-            }
-            match self.lines.recv_timeout(left.min(Duration::from_millis(20))) {
-                Ok(line) => match found_in(&line) {
-                    Some(finding) if finding.probe == probe.name => return Ok(Next::Found(Box::new(finding))),
-                    _ => {}
+            let left = limit.saturating_sub(begun.elapsed());
+            match self.line.receive_within::<Finding>(left) {
+                Ok(finding) if finding.probe == probe.name => return Ok(Waited::Found(Box::new(finding))),
+                Ok(_) | Err(Error::Peer(PeerError::Protocol(_))) if !left.is_zero() => {}
+                Err(Error::Peer(PeerError::Gone { .. })) => match self.process.wait(begun + limit, runner.cancel)? {
+                    Some((ProcessEnd::Exited(_), _)) => return Ok(Waited::Left),
+                    Some((end @ ProcessEnd::Killed(signal), _)) => {
+                        let name = signal.map(|signal| signal.as_str().to_owned());
+                        let error = ErrorDetails { name, ..self.error("signal", format!("its process {end}")) };
+                        return Ok(Waited::Cut(Box::new(probe.cut_short(us(), error))));
+                    }
+                    None => return Ok(self.overdue(probe, us(), limit)),
                 },
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => {
-                    let status = self.child.try_wait().map_err(|error| Error::system("wait for the probes", error))?;
-                    let Some(status) = status else {
-                        // It has closed its output, and goes on.
-                        thread::sleep(Duration::from_millis(1));
-                        continue;
-                    };
-                    let Some(signal) = status.signal() else { return Ok(Next::Left) };
-                    let name = Signal::try_from(signal).map_or("an unknown signal", Signal::as_str);
-                    // The rest of what it said may be on its way.
-                    thread::sleep(Duration::from_millis(5));
-                    let mut seen = self.seen("signal", format!("its process was killed by {name}"));
-                    seen.name = Some(name.to_owned());
-                    return Ok(Next::Cut(Box::new(probe.cut_short(us(begun), seen))));
-                }
+                Err(error @ (Error::Interrupted { .. } | Error::System { .. })) => return Err(error),
+                Ok(_) | Err(_) => return Ok(self.overdue(probe, us(), limit)),
             }
         }
     }
 
-    fn seen(&self, kind: &str, mut message: String) -> Seen {
-        let said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(last) = said.lines().rfind(|line| !line.trim().is_empty()) {
+    fn overdue(&mut self, probe: &Probe, us: Option<u64>, limit: Duration) -> Waited {
+        self.process.kill();
+        let error = self.error("timeout", format!("it did not end within {limit:?}, and was killed"));
+        Waited::Cut(Box::new(probe.cut_short(us, error)))
+    }
+
+    /// An error of the process, with the last line of its standard error.
+    fn error(&self, kind: &str, mut message: String) -> ErrorDetails {
+        if let Some(last) = self.stderr.as_ref().and_then(StderrTail::last_line) {
             message = format!("{message}: {last}");
             clean(&mut message);
         }
-        Seen { call: None, code: None, name: None, kind: kind.to_owned(), message }
+        ErrorDetails::new(kind, message)
     }
-
-    fn kill(&mut self) {
-        // Its group has its number, and as long as it was not waited for nobody else has.
-        if let (Ok(None), Ok(pid)) = (self.child.try_wait(), i32::try_from(self.child.id())) {
-            let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        sweep(Path::new("/dev/shm"), self.child.id());
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
-
-/// More bytes than any report has.
-const LARGEST: u64 = 16 << 20;
-
-/// Reads a report that was made elsewhere.
-///
-/// # Errors
-/// [`Error::System`] if the file can't be read; [`ToolError::File`] if it is no report, or one of another schema.
-pub fn read(path: &Path) -> Result<Report> {
-    let unfit = |problem: String| Error::from(ToolError::File { path: path.to_owned(), problem });
-    let mut text = Vec::new();
-    let read = fs::File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut text));
-    read.map_err(|error| Error::system(format!("read {}", path.display()), error))?;
-    if text.len() as u64 > LARGEST {
-        return Err(unfit(format!("is no report: it has more than {LARGEST} bytes")));
-    }
-    let mut value: serde_json::Value =
-        serde_json::from_slice(&text).map_err(|error| unfit(format!("is no report: {error}")))?;
-    match value.get("schema").and_then(serde_json::Value::as_u64) {
-        Some(schema) if schema == u64::from(SCHEMA) => {}
-        Some(schema) => return Err(unfit(format!("is a report of schema {schema}, and this program reads {SCHEMA}"))),
-        None => return Err(unfit("is no report: it has no schema".to_owned())),
-    }
-    super::control::clean_all(&mut value);
-    serde_json::from_value(value).map_err(|error| unfit(format!("is no report: {error}")))
 }

@@ -1,20 +1,17 @@
-//! The last line.
+//! The verdict: one sentence and the exit code.
 
 use std::collections::BTreeSet;
 
-use super::{
-    Finding, Report, Status,
-    probes::{PROBES, Scope},
-};
+use super::{DoctorReport, Finding, PROBES, Scope, Status};
 use crate::driver::Backend;
 
-/// One sentence in plain words, and the exit code that goes with it. What is required and was not found out counts as failed.
-pub(super) fn of(report: &Report) -> (String, u8) {
+/// The verdict and the exit code of a report. A required probe without a finding counts as failed.
+pub(super) fn of(report: &DoctorReport) -> (String, u8) {
     let driver = report.machine.iter().find(|finding| finding.probe == "driver");
     if let Some(driver) = driver.filter(|driver| driver.status != Status::Ok) {
-        let seen = driver.error.as_ref();
-        let why = driver.cause.clone().or_else(|| seen.map(|seen| seen.message.clone())).unwrap_or_default();
-        return match seen.is_some_and(|seen| seen.is_nothing_here()) {
+        let error = driver.error.as_ref();
+        let why = driver.cause.clone().or_else(|| error.map(|error| error.message.clone())).unwrap_or_default();
+        return match error.is_some_and(|error| error.is_nothing_to_test()) {
             true => (format!("There is nothing here to test: {}.", why.trim_end_matches('.')), 3),
             false => (format!("The driver can't be used: {}.", why.trim_end_matches('.')), 1),
         };
@@ -23,7 +20,7 @@ pub(super) fn of(report: &Report) -> (String, u8) {
     for name in required(report, Scope::Machine) {
         failures.extend(lacking(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
     }
-    // What a meeting that broke off could not even begin is told of the machine.
+    // A meeting that broke off before it had a device reports that as a finding about the machine.
     for name in required(report, Scope::Device) {
         let broken = report.machine.iter().find(|finding| finding.probe == *name && finding.status != Status::Ok);
         failures.extend(broken.map(|finding| format!("{name} was cut short{}", reason(finding))));
@@ -58,14 +55,14 @@ pub(super) fn of(report: &Report) -> (String, u8) {
     (sentence + ".", u8::from(!failures.is_empty()))
 }
 
-/// The required probes that are about this.
-fn required(report: &Report, scope: Scope) -> impl Iterator<Item = &String> {
+/// The required probes of a scope.
+fn required(report: &DoctorReport, scope: Scope) -> impl Iterator<Item = &String> {
     let named = move |name: &&String| PROBES.iter().any(|probe| probe.name == **name && probe.scope() == scope);
     report.required.iter().filter(named)
 }
 
-/// How many of the devices do what was asked.
-fn subject(report: &Report, good: usize) -> String {
+/// How many devices passed the required probes.
+fn subject(report: &DoctorReport, good: usize) -> String {
     let all = report.devices.len();
     let whole = report.required.iter().any(|probe| probe == "round-trip");
     let what = match (report.backend, all) {
@@ -78,12 +75,12 @@ fn subject(report: &Report, good: usize) -> String {
         _ if !asked(Scope::Device) && !asked(Scope::Pair) => "The driver starts".to_owned(),
         (0, _) => "The driver starts".to_owned(),
         (_, true) => format!("VMM fd sharing works on {good} of {all} {what}"),
-        (_, false) => format!("What was asked for works on {good} of {all} {what}"),
+        (_, false) => format!("The required probes succeed on {good} of {all} {what}"),
     }
 }
 
-/// What is worth telling besides: what people ask for most, and everything else that failed.
-fn remarks(report: &Report) -> String {
+/// What the verdict adds: the features that users ask for most, and every other failure.
+fn remarks(report: &DoctorReport) -> String {
     const FEATURES: [(&str, &str); 3] =
         [("fabric", "fabric handles do not"), ("pool", "memory pools do not"), ("legacy", "legacy handles do not")];
     let of_devices =
@@ -114,7 +111,7 @@ fn remarks(report: &Report) -> String {
     let also: BTreeSet<&str> =
         others.map(|(_, finding)| finding.probe.as_str()).chain(pairs.map(|finding| finding.probe.as_str())).collect();
     if !also.is_empty() {
-        text += &format!("; not as it should be: {}", also.into_iter().collect::<Vec<_>>().join(", "));
+        text += &format!("; also failed: {}", also.into_iter().collect::<Vec<_>>().join(", "));
     }
     text
 }
@@ -124,23 +121,23 @@ fn devices(ordinals: impl Iterator<Item = i32>) -> String {
     format!("device {}", ordinals.join(", "))
 }
 
-/// Why a probe did not succeed, if it did not: also if it was never heard of.
+/// Why a probe did not succeed; `None` if it did.
 fn lacking(findings: &[Finding], probe: &str) -> Option<String> {
     match findings.iter().find(|finding| finding.probe == probe) {
         Some(finding) if finding.status == Status::Ok => None,
         Some(finding) => Some(reason(finding)),
-        None => Some(", of which nothing was heard".to_owned()),
+        None => Some(", which reported nothing".to_owned()),
     }
 }
 
 fn reason(finding: &Finding) -> String {
-    // In the middle of a sentence; a name that is all capitals stays.
+    // It stands in the middle of a sentence; a name in capitals stays as it is.
     let lower = |cause: &str| match cause.split_at_checked(1) {
         Some((first, rest)) if rest.starts_with(|c: char| c.is_ascii_lowercase()) => first.to_lowercase() + rest,
         _ => cause.to_owned(),
     };
     let cause = finding.cause.as_deref().map(|cause| lower(cause.trim_end_matches('.')));
-    let short = || finding.error.as_ref().map(|seen| seen.message.clone());
+    let short = || finding.error.as_ref().map(|error| error.message.clone());
     let meaning = || Some(lower(finding.meaning.trim_end_matches('.'))).filter(|_| finding.status == Status::Skipped);
     match cause.or_else(short).or_else(meaning) {
         Some(why) => format!(": {why}"),

@@ -1,4 +1,4 @@
-//! Who writes and checks the pattern: the device's own kernels, or this machine's CPUs.
+//! The engines that write and check the pattern: the device's kernels, and this machine's CPUs.
 
 use std::{
     fmt,
@@ -20,7 +20,7 @@ use crate::{
     tools::check::check_range,
 };
 
-/// Who does the work.
+/// An engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
@@ -41,15 +41,15 @@ impl fmt::Display for Engine {
 
 /// Which engine to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Choice {
-    /// The one that is through first, by what each was measured to cost; the host where there are no kernels to be had.
+pub enum EngineChoice {
+    /// The engine that is estimated to be faster; the host where no kernels can be loaded.
     #[default]
     Auto,
-    /// This one, or fail.
+    /// This engine, or an error.
     Only(Engine),
 }
 
-impl FromStr for Choice {
+impl FromStr for EngineChoice {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, ParseError> {
@@ -62,38 +62,37 @@ impl FromStr for Choice {
     }
 }
 
-/// How work was done.
+/// Which engine did some work, and how long it took.
 #[derive(Debug)]
 pub struct Work {
-    /// Who did it.
+    /// The engine.
     pub engine: Engine,
-    /// How long it took: on the GPU the kernels alone, by events of the device.
-    pub took: Duration,
-    /// Why it was the host although the GPU would have been faster: a person should be told.
+    /// How long it took: on the GPU only the kernels, by events of the device.
+    pub elapsed: Duration,
+    /// Why the host did it although the GPU would have been faster, for a warning.
     pub fallback: Option<Error>,
 }
 
-/// What loading the kernels costs where the driver has to compile them: 79 ms on an H200's host.
+/// The time to load the kernels if the driver has to compile them: 79 ms on an H200's host.
 const LOAD: Duration = Duration::from_millis(79);
 
-/// What starting a kernel and hearing of its end costs.
+/// The time to start a kernel and to wait for its end.
 const LAUNCH: Duration = Duration::from_micros(40);
 
-/// Bytes for each second by the host, through pageable copies: 5 GB/s on an H200's host.
+/// Bytes per second by the host, with pageable copies: 5 GB/s on an H200's host.
 const HOST_RATE: f64 = 5e9;
 
-/// Bytes for each second by kernels: what a GPU of any age surpasses.
+/// Bytes per second by kernels, which every GPU exceeds.
 const GPU_RATE: f64 = 1e11;
 
-/// The most bytes of one kernel: it can't be interrupted, and the peer waits to hear something. On memory that is reached over
-/// PCIe it takes half a second.
+/// The most bytes of one kernel, which can't be interrupted while the peer waits. On memory behind PCIe it takes half a second.
 const SPAN: usize = 8 << 30;
 
-impl Choice {
-    /// As [`super::fill`], by the engine chosen.
+impl EngineChoice {
+    /// As [`super::fill`], with the chosen engine.
     ///
     /// # Errors
-    /// Those of [`super::fill`]; [`MemoryError::ReadOnly`]; [`DeviceError::Unsupported`] if it is to be the GPU and there are no kernels.
+    /// Those of [`super::fill`]; [`MemoryError::ReadOnly`]; [`DeviceError::Unsupported`] if the GPU is chosen and has no kernels.
     ///
     /// Driver calls: `cuLaunchKernel`, `cuStreamSynchronize`, or those of [`super::fill`].
     pub fn fill(
@@ -109,20 +108,20 @@ impl Choice {
         let Chosen::Gpu(kernels) = chosen else {
             return chosen.by_host(|| host::fill(region, range, pattern, progress)).map(|((), work)| work);
         };
-        let took = write_by(kernels, region, 0, range, pattern, progress)?;
+        let elapsed = write_by(kernels, region, 0, range, pattern, progress)?;
         let zeros = vec![0; behind.end.saturating_sub(behind.start).min(SLICE as u64) as usize];
         for part in slices(behind, SLICE) {
             region.copy_in(part.start, &zeros[..(part.end - part.start) as usize])?;
             progress(size)?;
         }
         region.synchronize()?;
-        Ok(Work { engine: Engine::Gpu, took, fallback: None })
+        Ok(Work { engine: Engine::Gpu, elapsed, fallback: None })
     }
 
-    /// As [`super::write`], by the engine chosen.
+    /// As [`super::write`], with the chosen engine.
     ///
     /// # Errors
-    /// Those of [`Choice::fill`].
+    /// Those of [`EngineChoice::fill`].
     pub fn write(
         self,
         region: &dyn Region,
@@ -135,14 +134,14 @@ impl Choice {
         let Chosen::Gpu(kernels) = chosen else {
             return chosen.by_host(|| host::write(region, start, range, pattern, progress)).map(|((), work)| work);
         };
-        let took = write_by(kernels, region, start, range, pattern, progress)?;
-        Ok(Work { engine: Engine::Gpu, took, fallback: None })
+        let elapsed = write_by(kernels, region, start, range, pattern, progress)?;
+        Ok(Work { engine: Engine::Gpu, elapsed, fallback: None })
     }
 
-    /// As [`super::verify`], by the engine chosen. What is found is the same.
+    /// As [`super::verify`], with the chosen engine. The result is the same.
     ///
     /// # Errors
-    /// Those of [`super::verify`]; [`DeviceError::Unsupported`] if it is to be the GPU and there are no kernels.
+    /// Those of [`super::verify`]; [`DeviceError::Unsupported`] if the GPU is chosen and has no kernels.
     ///
     /// Driver calls: `cuLaunchKernel`, `cuMemcpyDtoH`, or those of [`super::verify`].
     pub fn verify(
@@ -157,18 +156,18 @@ impl Choice {
         let Chosen::Gpu(kernels) = chosen else {
             return chosen.by_host(|| host::verify(region, start, range, pattern, progress));
         };
-        let (mut all, mut took) = (Verification::default(), Duration::ZERO);
+        let (mut all, mut elapsed) = (Verification::default(), Duration::ZERO);
         for part in slices(range.clone(), SPAN) {
             let stretch = stretch(region, start, &part, pattern);
             let counted = kernels.verify(region.device().ordinal(), &stretch)?;
-            took += counted.took;
+            elapsed += counted.took;
             all.join(verification(region, start, &part, pattern, counted)?);
             progress(part.end - range.start)?;
         }
-        Ok((all, Work { engine: Engine::Gpu, took, fallback: None }))
+        Ok((all, Work { engine: Engine::Gpu, elapsed, fallback: None }))
     }
 
-    /// Who is to do it.
+    /// Chooses the engine.
     fn choose<'a>(self, region: &'a dyn Region, start: u64, range: &Range<u64>) -> Result<Chosen<'a>> {
         check_range(region, start, range)?;
         let (device, here) = (region.device(), Chosen::Host { fallback: None });
@@ -190,20 +189,20 @@ impl Choice {
         match kernels.load(device.ordinal()) {
             Ok(()) => Ok(Chosen::Gpu(kernels)),
             Err(error @ Error::Forked { .. }) => Err(error),
-            // The driver's compiler is missing, or will not do it.
+            // The driver's compiler is missing, or fails.
             Err(error) => Ok(Chosen::Host { fallback: Some(error) }),
         }
     }
 }
 
-/// Whether the GPU is through before the host.
+/// Whether the GPU is faster than the host.
 fn pays(loaded: bool, size: u64) -> bool {
     let at = |rate: f64| Duration::from_secs_f64(size as f64 / rate);
     let load = if loaded { Duration::ZERO } else { LOAD };
     load + LAUNCH + at(GPU_RATE) < at(HOST_RATE)
 }
 
-/// Who was chosen.
+/// The chosen engine.
 enum Chosen<'a> {
     Gpu(&'a dyn Kernels),
     Host { fallback: Option<Error> },
@@ -217,11 +216,11 @@ impl Chosen<'_> {
         };
         let begun = Instant::now();
         let result = work()?;
-        Ok((result, Work { engine: Engine::Host, took: begun.elapsed(), fallback }))
+        Ok((result, Work { engine: Engine::Host, elapsed: begun.elapsed(), fallback }))
     }
 }
 
-/// A part of an object's bytes, in memory that begins with byte `start`.
+/// A part of an object, in memory that begins with the object's byte `start`.
 fn stretch(region: &dyn Region, start: u64, part: &Range<u64>, pattern: Pattern) -> Stretch {
     let address = region.address() + (part.start - start);
     Stretch { address, start: part.start, size: part.end - part.start, salt: pattern.salt() }
@@ -238,15 +237,15 @@ fn write_by(
     if region.access() == Access::ReadOnly {
         return Err(Error::Memory(MemoryError::ReadOnly));
     }
-    let mut took = Duration::ZERO;
+    let mut elapsed = Duration::ZERO;
     for part in slices(range.clone(), SPAN) {
-        took += kernels.fill(region.device().ordinal(), &stretch(region, start, &part, pattern))?;
+        elapsed += kernels.fill(region.device().ordinal(), &stretch(region, start, &part, pattern))?;
         progress(part.end - range.start)?;
     }
-    Ok(took)
+    Ok(elapsed)
 }
 
-/// What a kernel found, as the host would say it.
+/// What a kernel found, as the host reports it.
 fn verification(
     region: &dyn Region,
     start: u64,
@@ -264,7 +263,7 @@ fn verification(
             pattern.write(inside.start, &mut expected[..length]);
             let skip = (inside.start % 4) as usize;
             let (found, expected) = (word(skip, &found[..length]), word(skip, &expected[..length]));
-            // Somebody may have put it right since the kernel saw it.
+            // Another process may have corrected it since the kernel read it.
             (found != expected).then_some(Mismatch { index, expected, found })
         }
         _ => None,
@@ -277,7 +276,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_gpu_is_chosen_where_it_is_through_first() {
+    fn the_gpu_is_chosen_where_it_is_faster() {
         for (loaded, size, gpu) in [
             (false, 1 << 20, false),
             (false, 64 << 20, false),
@@ -291,9 +290,9 @@ mod tests {
 
     #[test]
     fn choices_are_read_by_name() {
-        assert_eq!("auto".parse(), Ok(Choice::Auto));
-        assert_eq!("gpu".parse(), Ok(Choice::Only(Engine::Gpu)));
-        assert_eq!("host".parse(), Ok(Choice::Only(Engine::Host)));
-        assert!("cpu".parse::<Choice>().unwrap_err().to_string().contains("write gpu, host or auto"));
+        assert_eq!("auto".parse(), Ok(EngineChoice::Auto));
+        assert_eq!("gpu".parse(), Ok(EngineChoice::Only(Engine::Gpu)));
+        assert_eq!("host".parse(), Ok(EngineChoice::Only(Engine::Host)));
+        assert!("cpu".parse::<EngineChoice>().unwrap_err().to_string().contains("write gpu, host or auto"));
     }
 }

@@ -1,4 +1,4 @@
-//! The pattern by this machine's CPUs: all of them, a slice at a time each.
+//! The engine of this machine's CPUs: each works on a slice at a time.
 
 use std::{
     ops::Range,
@@ -14,19 +14,19 @@ use std::{
 use super::{Checker, Pattern, Verification, slices};
 use crate::{error::Result, memory::Region, tools::check::check_range};
 
-/// Host memory that each CPU uses at a time, in bytes, however large the buffer is: what its cache holds, and a multiple of 4.
+/// The host memory that each CPU uses at a time, in bytes: what its cache holds, and a multiple of 4.
 pub const SLICE: usize = 1 << 20;
 
-/// What is worth a second thread, in bytes: below, starting it costs more than it brings.
+/// The least bytes for which another thread is faster than one.
 const ALONE: u64 = 4 << 20;
 
-/// Fills a range of memory with the pattern, and what follows it with zeros, so that nothing that the memory held before
-/// travels with it. All GPU work is done when it returns.
+/// Fills a range of memory with the pattern, and the rest behind it with zeros, so that no old content is shared. All GPU work is done
+/// when it returns.
 ///
 /// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
 ///
 /// # Errors
-/// [`MemoryError::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with.
+/// [`MemoryError::OutOfRange`] if the range is not inside the memory; the errors of the copies and of `progress`.
 ///
 /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
 pub fn fill(
@@ -39,7 +39,7 @@ pub fn fill(
     put(region, 0, (range, all), pattern, progress)
 }
 
-/// Writes the pattern into a range of an object's bytes and touches no other. The memory begins with the object's byte `start`.
+/// Writes the pattern into a range of an object's bytes, and changes no other. The memory begins with the object's byte `start`.
 /// All else is as for [`fill`].
 ///
 /// # Errors
@@ -54,7 +54,7 @@ pub fn write(
     put(region, start, (range.clone(), range), pattern, progress)
 }
 
-/// Writes a range of the pattern, and zeros behind it as far as `all` goes.
+/// Writes a range of the pattern, and zeros into the rest of `all`.
 fn put(
     region: &dyn Region,
     start: u64,
@@ -79,7 +79,7 @@ fn put(
 /// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
 ///
 /// # Errors
-/// [`MemoryError::OutOfRange`] if the range is not inside the memory; what the copies or `progress` fail with. Wrong data is no
+/// [`MemoryError::OutOfRange`] if the range is not inside the memory; the errors of the copies and of `progress`. Wrong data is no
 /// error: see [`Verification`].
 ///
 /// Driver call: `cuMemcpyDtoH`.
@@ -106,8 +106,8 @@ pub fn verify(
     Ok(all)
 }
 
-/// Does a piece of work for each slice of a range, on as many CPUs as there are, each with what `begin` makes for it. `take` is
-/// called on this thread with what came of a slice and how many bytes are done, in whatever order; the first error ends it all.
+/// Works on each slice of a range, on all CPUs, each with a state from `begin`. `take` is called on this thread with the result of a
+/// slice and the number of bytes done, in any order; the first error ends the work.
 fn spread<S, T: Send>(
     range: Range<u64>,
     begin: impl Fn() -> S + Sync,
@@ -144,7 +144,7 @@ fn spread<S, T: Send>(
     };
     thread::scope(|scope| {
         let worker = &worker;
-        // Where no thread can be had the others do more, and without any this one does it all.
+        // If a thread can't be started, the others do its share.
         let threads: Vec<_> = (1..workers)
             .filter_map(|_| {
                 let sender = sender.clone();
@@ -164,7 +164,7 @@ fn spread<S, T: Send>(
         }
         drop(sender);
         over.store(true, Ordering::Relaxed);
-        // What is still under way comes in, or is waited for.
+        // Wait for the slices that are still being worked on.
         for (length, found) in receiver {
             result = result.and_then(|()| finish(length, found?));
         }

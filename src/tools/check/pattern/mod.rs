@@ -1,10 +1,10 @@
-//! What is written into a buffer, and how it is checked.
+//! The pattern: what is written into a buffer, and how it is checked.
 //!
-//! Two engines do it: the device's own kernels, at the speed of its memory, and this machine's CPUs, on any memory. [`fill`],
-//! [`write()`] and [`verify`] are the CPUs'; [`Choice`] has the same for either.
+//! Two engines write and check it: the device's kernels, at the speed of its memory, and this machine's CPUs, on any memory. [`fill`],
+//! [`write()`] and [`verify`] use the CPUs; the methods of [`EngineChoice`] use either.
 //!
 //! The formula is part of an extension of the protocol: see [`crate::wire`]. Without its last term the pattern would repeat every 2³¹ words
-//! (8 GiB), and exchanged pieces of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
+//! (8 GiB), and swapped parts of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
 //! `mix(0) = 0`, so that below 8 GiB and with salt 0 it is the classic pattern.
 
 mod engine;
@@ -15,18 +15,18 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 pub use self::{
-    engine::{Choice, Engine, Work},
+    engine::{Engine, EngineChoice, Work},
     host::{SLICE, fill, verify, write},
 };
 
-/// A word that is not what it should be.
+/// A wrong word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mismatch {
     /// Its index, counted in words.
     pub index: u64,
-    /// What belongs there.
+    /// The expected value.
     pub expected: u32,
-    /// What is there.
+    /// The value that was found.
     pub found: u32,
 }
 
@@ -52,7 +52,7 @@ impl Pattern {
         sequence(index) ^ self.constant(index)
     }
 
-    /// What all words of one run of 2³¹ have in common.
+    /// The part that is equal in all words of one run of 2³¹.
     fn constant(self, index: u64) -> u32 {
         0xDEAD_BEEF ^ self.salt ^ mix((index >> 31) as u32)
     }
@@ -65,8 +65,8 @@ impl Pattern {
         self.write_words(if skip == 0 { first } else { first + 1 }, to);
     }
 
-    /// Whether the bytes from byte `start` on are the pattern's, if that can be said of all of them at once: the quick way, for
-    /// most are.
+    /// Whether the bytes from byte `start` on are the pattern's, by a fast check of whole words. False also where that check does not
+    /// apply.
     fn holds(self, start: u64, found: &[u8]) -> bool {
         let first = start / 4;
         let (words, rest) = found.as_chunks::<4>();
@@ -88,7 +88,7 @@ impl Pattern {
     fn write_words(self, first: u64, to: &mut [u8]) {
         let mut words = to.chunks_exact_mut(4);
         let count = words.len() as u64;
-        // One constant serves a whole slice unless it crosses into the next run: then word by word is fast enough.
+        // The constant is the same for the whole slice, unless it crosses into the next run of words.
         if self.constant(first) == self.constant(first + count) {
             let constant = self.constant(first);
             let mut next = sequence(first);
@@ -106,7 +106,7 @@ impl Pattern {
     }
 }
 
-/// From one word's own part to the next one's.
+/// The difference of two successive words' own parts.
 const STEP: u32 = 2;
 
 fn sequence(index: u64) -> u32 {
@@ -119,19 +119,19 @@ fn mix(mut h: u32) -> u32 {
     h ^ (h >> 16)
 }
 
-/// How many words a range of bytes touches, the first and the last one perhaps in part.
+/// How many words a range of bytes covers, the first and the last one possibly in part.
 pub fn words(range: &Range<u64>) -> u64 {
     let touched = touched(range);
     touched.end - touched.start
 }
 
-/// Which words a range of bytes touches.
+/// Which words a range of bytes covers.
 pub(crate) fn touched(range: &Range<u64>) -> Range<u64> {
     let start = range.start / 4;
     start..if range.is_empty() { start } else { range.end.div_ceil(4) }
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verification {
     /// How many words were checked.
@@ -143,12 +143,12 @@ pub struct Verification {
 }
 
 impl Verification {
-    /// Whether nothing was wrong.
+    /// Whether no word was wrong.
     pub fn passed(&self) -> bool {
         self.mismatches == 0
     }
 
-    /// Takes in what was found in other words.
+    /// Adds the result for other words.
     fn join(&mut self, other: Self) {
         self.words += other.words;
         self.mismatches += other.mismatches;
@@ -156,7 +156,7 @@ impl Verification {
         self.first = both.min_by_key(|mismatch| mismatch.index);
     }
 
-    /// Takes in the bytes from `start` on, as found and as expected.
+    /// Adds the bytes from `start` on, as found and as expected.
     fn add(&mut self, start: u64, found: &[u8], expected: &[u8]) {
         self.words += words(&(start..start + found.len() as u64));
         if found == expected {
@@ -182,14 +182,14 @@ impl Verification {
     }
 }
 
-/// A word of which only the bytes from `skip` on are known; the others count as zeros.
+/// A word of which only the bytes from `skip` on are known; the others are zero.
 fn word(skip: usize, bytes: &[u8]) -> u32 {
     let mut word = [0; 4];
     word[skip..][..bytes.len()].copy_from_slice(bytes);
     u32::from_le_bytes(word)
 }
 
-/// Checks bytes as they come.
+/// Checks bytes part by part.
 pub(crate) struct Checker {
     pattern: Pattern,
     expected: Vec<u8>,
@@ -201,7 +201,7 @@ impl Checker {
         Self { pattern, expected: Vec::new(), verification: Verification::default() }
     }
 
-    /// Checks the bytes from `start` on. No word may be in two pieces.
+    /// Checks the bytes from `start` on. No word may be split between two calls.
     pub(crate) fn check(&mut self, start: u64, found: &[u8]) {
         if self.pattern.holds(start, found) {
             self.verification.words += (found.len() / 4) as u64;
@@ -213,7 +213,7 @@ impl Checker {
     }
 }
 
-/// A range in slices: cut where the offset is a multiple of their length, itself a multiple of 4, so that no word is in two.
+/// Splits a range where the offset is a multiple of `length`, which is a multiple of 4: so no word is split.
 pub(crate) fn slices(range: Range<u64>, length: usize) -> impl Iterator<Item = Range<u64>> {
     let (mut at, length) = (range.start, length as u64);
     std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! What is of the machine as a whole.
+//! Probes of the machine as a whole.
 
 use std::{
     ffi::OsStr,
@@ -10,52 +10,60 @@ use std::{
 use nix::sys::resource::{Resource, getrlimit};
 use serde_json::json;
 
-use super::{Found, Probe, WITHHELD};
 use crate::{
     driver::{Backend, Choice, Driver, code, open},
     error::{Error, Result},
     memory::Device,
-    tools::doctor::{Environment, report::Seen},
+    tools::doctor::{
+        Environment, ErrorDetails,
+        error_details::NODES_DENIED,
+        outcome::{ProbeFailure, ProbeOutcome, ProbeResult},
+    },
 };
 
-pub(super) fn driver(backend: Backend) -> Result<Found> {
-    let (found, library) = match start(backend) {
-        Ok(started) => started,
-        Err(error) => {
-            let Some(probe) = Probe::named("driver") else { return Err(error) };
-            // There is no driver to be asked for its file: one that does not start may be the wrong one.
-            (probe.of_seen(withheld(Seen::of(&error))), loaded(&fs::read("/proc/self/maps").unwrap_or_default()))
-        }
+pub(super) fn driver(backend: Backend) -> ProbeResult {
+    let named = |library: Option<PathBuf>| {
+        library.filter(|_| backend == Backend::Cuda).map(|library| library.display().to_string())
     };
-    Ok(match library {
-        Some(library) if backend == Backend::Cuda => found.figure("library", library.display().to_string()),
-        _ => found,
-    })
-}
-
-/// Names the nodes that this process may not open, where the driver finds no device.
-fn withheld(mut seen: Seen) -> Seen {
-    if seen.code == Some(code::NO_DEVICE) {
-        let nodes = Environment::look(None).nodes;
-        let closed: Vec<String> = nodes.into_iter().filter(|node| !node.usable).map(|node| node.path).collect();
-        if !closed.is_empty() {
-            seen.message += &format!("; {WITHHELD}{}", closed.join(", "));
+    match start(backend) {
+        Ok((outcome, library)) => Ok(match named(library) {
+            Some(library) => outcome.figure("library", library),
+            None => outcome,
+        }),
+        Err(error) => {
+            let failure = ProbeFailure::from(with_denied_nodes(ErrorDetails::of(&error)));
+            // There is no driver to ask for its file, and the file may be the wrong one.
+            Err(match named(loaded(&fs::read("/proc/self/maps").unwrap_or_default())) {
+                Some(library) => failure.figure("library", library),
+                None => failure,
+            })
         }
     }
-    seen
+}
+
+/// Adds the nodes that this process may not open, where the driver finds no device.
+fn with_denied_nodes(mut error: ErrorDetails) -> ErrorDetails {
+    if error.code == Some(code::NO_DEVICE) {
+        let nodes = Environment::read(None).nodes;
+        let denied: Vec<String> = nodes.into_iter().filter(|node| !node.usable).map(|node| node.path).collect();
+        if !denied.is_empty() {
+            error.message += &format!("; {NODES_DENIED}{}", denied.join(", "));
+        }
+    }
+    error
 }
 
 /// The driver library among the files that a process has mapped.
 fn loaded(maps: &[u8]) -> Option<PathBuf> {
     maps.split(|&byte| byte == b'\n').find_map(|line| {
-        // Numbers and letters come first, and a path only where there is a file.
+        // The path is the last field, and only a mapping of a file has one.
         let path = Path::new(OsStr::from_bytes(&line[line.iter().position(|&byte| byte == b'/')?..]));
         path.file_name()?.as_bytes().starts_with(b"libcuda.so").then(|| path.to_owned())
     })
 }
 
-/// Starts it; also tells the file that it was loaded from.
-fn start(backend: Backend) -> Result<(Found, Option<PathBuf>)> {
+/// Starts the driver. Returns also the file that it was loaded from.
+fn start(backend: Backend) -> Result<(ProbeOutcome, Option<PathBuf>)> {
     let driver: Driver = open(Choice::Only(backend))?.driver;
     let version = driver.version()?;
     let devices = Device::all(&driver)?;
@@ -75,31 +83,33 @@ fn start(backend: Backend) -> Result<(Found, Option<PathBuf>)> {
             }
         ),
     };
-    let found = Found::ok(meaning).figure("devices", listed);
-    // The host backend is of no library, and of no version.
-    let found = if backend == Backend::Cuda { found.figure("version", version) } else { found };
-    Ok((found, driver.verbs().diagnosis().and_then(|diagnosis| diagnosis.library()).ok()))
+    let outcome = ProbeOutcome::ok(meaning).figure("devices", listed);
+    // The host backend has no library and no version.
+    let outcome = if backend == Backend::Cuda { outcome.figure("version", version) } else { outcome };
+    Ok((outcome, driver.verbs().diagnosis().and_then(|diagnosis| diagnosis.library()).ok()))
 }
 
-pub(super) fn descriptors(_: Backend) -> Result<Found> {
-    /// What a buffer of many chunks may come to need: at 2 MiB each, 2 GiB.
+pub(super) fn descriptors(_: Backend) -> ProbeResult {
+    /// What a buffer of 2 GiB needs, in chunks of 2 MiB.
     const PLENTY: u64 = 1024;
     let limit = getrlimit(Resource::RLIMIT_NOFILE);
     let (soft, hard) = limit.map_err(|errno| Error::system("read the limit of open files", errno))?;
-    let found = match hard {
-        0..PLENTY => Found::failed(format!(
+    let outcome = match hard {
+        0..PLENTY => ProbeOutcome::failed(format!(
             "A process may hold only {hard} descriptors: a buffer of many chunks needs one for each."
         )),
-        // The commands raise the limit that holds now as far as they may.
-        _ => Found::ok(format!("A process may hold {hard} descriptors: one for each allocation that it shares.")),
+        // The commands raise the soft limit to the hard one.
+        _ => {
+            ProbeOutcome::ok(format!("A process may hold {hard} descriptors: one for each allocation that it shares."))
+        }
     };
-    Ok(found.figure("soft", soft).figure("hard", hard))
+    Ok(outcome.figure("soft", soft).figure("hard", hard))
 }
 
-pub(super) fn host_memory(_: Backend) -> Result<Found> {
+pub(super) fn host_memory(_: Backend) -> ProbeResult {
     let info = open(Choice::Only(Backend::Host))?.driver.verbs().memory_info(0)?;
-    let meaning = "What the machine, or the control group that this runs in, has left.";
-    Ok(Found::ok(meaning).figure("free_bytes", info.free).figure("total_bytes", info.total))
+    let meaning = "The memory that the machine, or the control group of this process, has left.";
+    Ok(ProbeOutcome::ok(meaning).figure("free_bytes", info.free).figure("total_bytes", info.total))
 }
 
 #[cfg(test)]
@@ -107,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_library_is_found_among_what_is_mapped() {
+    fn the_library_is_found_among_the_mapped_files() {
         let maps = b"7f00-7f01 r-xp 00000000 08:01 12 /usr/lib/libcudart.so.12\n\
             7f01-7f02 rw-p 00000000 00:00 0\n\
             7f02-7f03 r--p 00000000 08:01 13 /usr/local/my cuda/stubs/libcuda.so\n\

@@ -8,124 +8,49 @@ use std::{
     time::Duration,
 };
 
-use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
-use serde::Serialize;
+use indicatif::ProgressBar;
 use tracing_subscriber::filter::LevelFilter;
 
-use super::{Common, Exit};
+use super::{
+    Common, Exit,
+    bar::progress_bar,
+    describe::{described, findings, first_words, kind, numbers, spelled},
+    report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
+};
 use crate::{
-    array::ArrayDescriptor,
-    driver::{Access, Backend},
+    driver::Backend,
     error::{Error, ErrorKind},
-    memory::{Description, Device, Mechanism, Placement},
+    memory::{Description, Device},
     session::{
         Event, Verdict,
         handoff::{Findings, Served},
     },
     tools::check::{
         self, Figures,
-        pattern::{Engine, Mismatch, Work},
+        pattern::{Engine, Work},
     },
-    tools::error::{hint, kind_of},
 };
 
-/// How many steps it tells of: a service without end has no end of them.
+/// The most steps in the report: a service without end has any number of them.
 const MAX_STEPS: usize = 1000;
 
-/// The version of the JSON object.
-const SCHEMA: u32 = 1;
-
-/// Where a command's output goes, and what it will say at the end.
+/// The output of a command, and the report that it prints at the end.
 #[derive(Debug)]
 pub struct Console {
     lines: bool,
     json: bool,
-    /// How far a long piece of work is; only on a terminal.
+    /// The progress of long work; only on a terminal.
     bar: Option<ProgressBar>,
     state: Mutex<State>,
-    /// Held while the end is told: whoever comes second finds it told.
+    /// Whether the end is printed. Held while it is printed, so that a second caller waits.
     finished: Mutex<bool>,
 }
 
 #[derive(Debug)]
 struct State {
-    report: Report,
-    /// What standard output failed with: a broken pipe is no error, a full disk is.
+    report: CommandReport,
+    /// The error of standard output: a full disk is one, a broken pipe is not.
     stdout: Option<io::Error>,
-}
-
-/// The JSON object, in the order in which it is printed.
-#[derive(Debug, Serialize)]
-struct Report {
-    schema: u32,
-    role: &'static str,
-    backend: Option<Backend>,
-    device: Option<DeviceReport>,
-    size: Option<u64>,
-    mapped_size: Option<u64>,
-    granularity: Option<u64>,
-    mechanism: Option<String>,
-    location: Option<String>,
-    segments: Option<u64>,
-    array: Option<ArrayDescriptor>,
-    verified: Option<bool>,
-    mismatches: u64,
-    first_mismatch: Option<Mismatch>,
-    digest: Option<String>,
-    steps: Vec<Step>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    consumers: Option<Vec<ConsumerReport>>,
-    error: Option<ErrorReport>,
-}
-
-#[derive(Debug, Serialize)]
-struct DeviceReport {
-    name: String,
-    uuid: String,
-    ordinal: i32,
-}
-
-#[derive(Debug, Serialize)]
-struct Step {
-    name: &'static str,
-    us: u64,
-    /// Who wrote or checked the pattern.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    by: Option<Engine>,
-}
-
-/// One of a producer's consumers.
-#[derive(Debug, Serialize)]
-pub(super) struct ConsumerReport {
-    pid: i32,
-    uid: u32,
-    outcome: &'static str,
-    error: Option<String>,
-}
-
-#[derive(Debug, Serialize)]
-struct ErrorReport {
-    kind: &'static str,
-    message: String,
-    hint: Option<String>,
-}
-
-impl ErrorReport {
-    fn of(error: &Error) -> Self {
-        Self { kind: kind_of(error).as_str(), message: error.in_full(), hint: hint(error).map(str::to_owned) }
-    }
-}
-
-impl From<&Served> for ConsumerReport {
-    fn from(served: &Served) -> Self {
-        let outcome = match &served.error {
-            _ if served.mismatched() => "mismatch",
-            None => "verified",
-            Some(_) => "failed",
-        };
-        let error = served.error.as_ref().map(Error::in_full);
-        Self { pid: served.peer.pid, uid: served.peer.uid, outcome, error }
-    }
 }
 
 impl Console {
@@ -139,49 +64,30 @@ impl Console {
         let subscriber = tracing_subscriber::fmt()
             .with_max_level(level)
             .with_writer(io::stderr)
-            // Whoever closed standard error does not want to know; by default that is a panic.
+            // A closed standard error is not an error; by default it is a panic.
             .log_internal_errors(false)
             .with_ansi(io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()));
-        // Fails only if there is one already: then that one serves.
+        // Fails only if the process has a subscriber already.
         let _ = subscriber.try_init();
         Self::with(role, !common.quiet && !common.json, common.json)
     }
 
     fn with(role: &'static str, lines: bool, json: bool) -> Self {
         let bar = (lines && io::stderr().is_terminal()).then(progress_bar);
-        let report = Report {
-            schema: SCHEMA,
-            role,
-            backend: None,
-            device: None,
-            size: None,
-            mapped_size: None,
-            granularity: None,
-            mechanism: None,
-            location: None,
-            segments: None,
-            array: None,
-            verified: None,
-            mismatches: 0,
-            first_mismatch: None,
-            digest: None,
-            steps: Vec::new(),
-            consumers: (role == "producer").then(Vec::new),
-            error: None,
-        };
+        let report = CommandReport::new(role);
         Self { lines, json, bar, state: Mutex::new(State { report, stdout: None }), finished: Mutex::new(false) }
     }
 
-    /// Prints what bad usage calls for with `--json`.
+    /// Prints the report of bad usage with `--json`.
     pub(super) fn usage(role: &'static str, message: String) -> Exit {
         let console = Self::with(role, false, true);
         let hint = Some(format!("see {role} --help"));
-        console.state().report.error = Some(ErrorReport { kind: ErrorKind::Usage.as_str(), message, hint });
+        console.state().report.error = Some(ErrorSummary { kind: ErrorKind::Usage.as_str(), message, hint });
         console.print_json();
         console.written(Exit::Usage)
     }
 
-    /// Says how the command ended, and with which code it exits. What is said first stays.
+    /// Prints how the command ended, and returns how it exits. Only the first call prints.
     pub(super) fn finish(&self, result: Result<Exit, Error>) -> Exit {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -197,7 +103,7 @@ impl Console {
             }
             Ok(exit) => exit,
             Err(error) => {
-                self.complain(ErrorReport::of(&error));
+                self.complain(ErrorSummary::of(&error));
                 Exit::of(&error)
             }
         };
@@ -207,7 +113,7 @@ impl Console {
         self.written(exit)
     }
 
-    /// How the command ends, now that nothing more is written: a success that could not be told is none.
+    /// How the command exits after its output: a success that could not be printed is a failure.
     fn written(&self, exit: Exit) -> Exit {
         match self.state().stdout.take() {
             Some(error) => {
@@ -218,7 +124,7 @@ impl Console {
         }
     }
 
-    fn complain(&self, report: ErrorReport) {
+    fn complain(&self, report: ErrorSummary) {
         complain(&format!("error: {}", report.message));
         if let Some(hint) = &report.hint {
             complain(&format!("  hint: {hint}"));
@@ -226,11 +132,11 @@ impl Console {
         self.state().report.error = Some(report);
     }
 
-    /// What both sides found together.
+    /// Enters what both sides found.
     pub fn found(&self, verdict: &Verdict) {
         let figures = Figures::of(verdict);
         let report = &mut self.state().report;
-        // Of several consumers the first mismatch is told, and no later success hides it.
+        // Of several consumers the first mismatch is reported, and a later success does not replace it.
         if report.verified != Some(false) {
             report.verified = Some(verdict.verified);
             report.mismatches = figures.mismatches;
@@ -241,7 +147,7 @@ impl Console {
         }
     }
 
-    /// What a consumer and its producer found.
+    /// Enters what a consumer and its producer found.
     pub fn findings(&self, findings: &Findings) {
         match &findings.producer {
             Ok(producer) if findings.found.verified => {
@@ -255,7 +161,7 @@ impl Console {
         }
     }
 
-    /// What became of a producer's consumers, in the order in which they ended.
+    /// Enters the results of a producer's consumers, in the order in which they ended.
     pub fn served(&self, served: &[Served]) {
         for verdict in served.iter().filter_map(|served| served.found.as_ref()) {
             self.found(verdict);
@@ -263,34 +169,35 @@ impl Console {
         self.state().report.consumers = Some(served.iter().map(ConsumerReport::from).collect());
     }
 
-    /// Tells of a mismatch that decides how the command ends.
+    /// Reports the mismatch that the command exits with.
     fn mismatch(&self) {
         let state = self.state();
         let first = state.report.first_mismatch;
         let message = match state.report.mismatches {
-            // The other side found it, and gave no figures.
+            // The other side found it, and reported no counts.
             0 => "the data did not verify".to_owned(),
             words => format!("the data did not verify: {words} wrong{}", first_words(first)),
         };
         drop(state);
-        let hint = "with --corrupt this is as it should be; else look for whoever else writes to the buffer".to_owned();
-        self.complain(ErrorReport { kind: "mismatch", message, hint: Some(hint) });
+        let hint =
+            "with --corrupt this is expected; else look for another process that writes to the buffer".to_owned();
+        self.complain(ErrorSummary { kind: "mismatch", message, hint: Some(hint) });
     }
 
-    /// Prints a step, and notes it for the end.
+    /// Prints a step of the session, and enters it into the report.
     pub fn event(&self, event: Event<'_>) {
         match event {
             Event::Started { backend, fallback, elapsed } => {
                 self.state().report.backend = Some(backend);
                 if let Some(reason) = fallback {
-                    // Also with -q: whoever believes that a GPU is being tested must not.
+                    // Also with -q, since the user may expect a GPU to be tested.
                     complain(&format!(
                         "notice: no GPU is being tested: {reason}; ordinary host memory is used instead"
                     ));
                 }
                 let what = match backend {
                     Backend::Cuda => "cuda: the NVIDIA driver of this machine",
-                    Backend::Host => "host: ordinary memory, no GPU takes part",
+                    Backend::Host => "host: ordinary memory, without a GPU",
                 };
                 self.step("driver", Some(elapsed), what);
             }
@@ -314,18 +221,18 @@ impl Console {
             Event::Exported { fds, elapsed } => self.step("export", Some(elapsed), numbers(fds)),
             Event::Sealed { enforced, elapsed } => {
                 let how = match enforced {
-                    true => "the kernel lets nobody write any more",
-                    false => "by agreement: whoever holds the descriptor or handle can still write",
+                    true => "enforced: the kernel refuses every write",
+                    false => "by agreement: a process that holds the descriptor or handle can still write",
                 };
                 self.step("seal", Some(elapsed), how);
             }
             Event::Listening { path, consumers } => {
-                let whom = match consumers {
+                let expected = match consumers {
                     0 => "any number of consumers".to_owned(),
                     1 => "1 consumer".to_owned(),
                     number => format!("{number} consumers"),
                 };
-                self.step("listen", None, format!("{} for {whom}", path.display()));
+                self.step("listen", None, format!("{} for {expected}", path.display()));
             }
             Event::Connected { peer, elapsed } => {
                 self.step("connect", Some(elapsed), format!("to pid {}, uid {}", peer.pid, peer.uid));
@@ -341,13 +248,13 @@ impl Console {
                 self.step("offer", Some(elapsed), what);
             }
             Event::Reported { peer, verdict, elapsed } => {
-                let (figures, said) =
-                    (Figures::of(verdict), if verdict.verified { "verified" } else { "NOT VERIFIED" });
+                let figures = Figures::of(verdict);
+                let result = if verdict.verified { "verified" } else { "NOT VERIFIED" };
                 let checked = match (figures.words, &figures.digest) {
                     (0, None) => String::new(),
                     _ => format!(": {}", findings(verdict.verified, &figures)),
                 };
-                self.step("result", Some(elapsed), format!("pid {} says {said}{checked}", peer.pid));
+                self.step("result", Some(elapsed), format!("pid {} reports {result}{checked}", peer.pid));
             }
             Event::Ended { served } => {
                 let report = ConsumerReport::from(served);
@@ -357,7 +264,7 @@ impl Console {
         }
     }
 
-    /// Prints a step on the data, and notes it for the end.
+    /// Prints a step on the data, and enters it into the report.
     pub fn check(&self, event: check::Event<'_>) {
         match event {
             check::Event::Filled { words, salt, work, elapsed } => {
@@ -385,7 +292,7 @@ impl Console {
     fn device(&self, device: &Device, granularity: u64) {
         let report = &mut self.state().report;
         let (name, uuid) = (device.name().to_owned(), device.prefixed_uuid());
-        report.device = Some(DeviceReport { name, uuid, ordinal: device.ordinal() });
+        report.device = Some(UsedDevice { name, uuid, ordinal: device.ordinal() });
         report.granularity = Some(granularity);
     }
 
@@ -398,15 +305,15 @@ impl Console {
         report.segments = Some(description.segments());
     }
 
-    /// A step on the pattern, and by whom it was done.
+    /// A step on the pattern, with the engine that did it.
     fn work(&self, name: &'static str, elapsed: Duration, what: String, words: u64, work: Option<&Work>) {
         let Some(work) = work else { return self.step(name, Some(elapsed), what) };
         if let Some(reason) = &work.fallback {
-            complain(&format!("warning: the GPU's kernels can't be had, and the host does their work: {reason}"));
+            complain(&format!("warning: the GPU's kernels can't be loaded, so the host does their work: {reason}"));
         }
         let by = match work.engine {
-            // The kernels alone, not their start.
-            Engine::Gpu => match words as f64 * 4.0 / work.took.as_secs_f64().max(1e-7) {
+            // The speed of the kernels, without their start.
+            Engine::Gpu => match words as f64 * 4.0 / work.elapsed.as_secs_f64().max(1e-7) {
                 rate if rate >= 1e12 => format!("on the GPU at {:.2} TB/s", rate / 1e12),
                 rate => format!("on the GPU at {:.1} GB/s", rate / 1e9),
             },
@@ -440,7 +347,7 @@ impl Console {
         }
     }
 
-    /// Shows how far a long piece of work is, on a terminal.
+    /// Shows the progress of long work, on a terminal.
     fn progress(&self, done: u64, all: u64) {
         let Some(bar) = &self.bar else { return };
         if done >= all {
@@ -469,7 +376,7 @@ impl Console {
 impl State {
     fn print(&mut self, line: &str) {
         let mut stdout = io::stdout().lock();
-        // Flushed line by line: whoever reads a pipe wants to see each step as it happens.
+        // Flushed line by line, so that the reader of a pipe gets each step as it happens.
         match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => self.stdout = Some(error),
             _ => {}
@@ -477,75 +384,7 @@ impl State {
     }
 }
 
-fn progress_bar() -> ProgressBar {
-    bar("{bar:40} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left")
-}
-
-/// Drawn on standard error if that is a terminal, and only when the work takes long enough to be drawn twice.
-pub fn bar(template: &str) -> ProgressBar {
-    let bar = ProgressBar::new(0).with_finish(ProgressFinish::AndClear);
-    match ProgressStyle::with_template(template) {
-        Ok(style) => bar.with_style(style),
-        Err(_) => bar,
-    }
-}
-
-/// Writes to standard error; whoever closed it does not want to know.
+/// Writes to standard error. A closed one is not an error.
 fn complain(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
-}
-
-fn spelled(access: Access) -> &'static str {
-    match access {
-        Access::ReadOnly => "read-only",
-        Access::ReadWrite => "read-write",
-    }
-}
-
-fn findings(verified: bool, figures: &Figures) -> String {
-    let Figures { words, mismatches, first_mismatch, digest } = figures;
-    match digest {
-        Some(digest) if verified => format!("{digest}, as it should be"),
-        Some(digest) => format!("{digest}, which is WRONG"),
-        None if *words == 0 => "nothing to check it against".to_owned(),
-        None => format!("{words} words, {mismatches} wrong{}", first_words(*first_mismatch)),
-    }
-}
-
-/// An array's type and shape, and always its strides.
-fn described(array: &ArrayDescriptor) -> String {
-    match (&array.strides, array.strides_in_bytes()) {
-        (None, Ok(strides)) => ArrayDescriptor { strides: Some(strides), ..array.clone() }.to_string(),
-        _ => array.to_string(),
-    }
-}
-
-/// How memory is shared, where it is not as usual.
-fn kind(description: &Description) -> String {
-    let mut kind = String::new();
-    if description.mechanism() != Mechanism::Vmm {
-        kind += &format!(", {}", description.mechanism());
-    }
-    if description.placement() != Placement::Device {
-        kind += &format!(", {} memory", description.placement());
-    }
-    if description.segments() > 1 {
-        kind += &format!(", {} chunks", description.segments());
-    }
-    kind
-}
-
-/// Descriptors by number, or how many they are.
-fn numbers(fds: &[i32]) -> String {
-    match fds {
-        [] => "no fd".to_owned(),
-        [fd] => format!("fd {fd}"),
-        many => format!("{} fds", many.len()),
-    }
-}
-
-fn first_words(first: Option<Mismatch>) -> String {
-    first.map_or_else(String::new, |first| {
-        format!(", the first at word {}: {:#010x} where {:#010x} belongs", first.index, first.found, first.expected)
-    })
 }

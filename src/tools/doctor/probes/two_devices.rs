@@ -1,21 +1,24 @@
-//! What one device does with another's memory.
+//! The probe of two devices: one uses memory of the other.
 
 use std::time::Duration;
 
-use super::{
-    Bench, Found,
-    own::{SIZE, shows, write},
-};
+use super::one_process::{SIZE, shows, write};
 use crate::{
     driver::{Access, code},
     error::Result,
     memory::{Allocation, Device, Mapping, Region, Reservation},
-    tools::check::pattern::Pattern,
-    tools::doctor::{Status, report::Seen},
+    tools::{
+        check::pattern::Pattern,
+        doctor::{
+            ErrorDetails, Status,
+            context::ProbeContext,
+            outcome::{ProbeOutcome, ProbeResult},
+        },
+    },
 };
 
-pub(super) fn peer(bench: &mut Bench, owner: &Device) -> Result<Found> {
-    let device = &bench.device;
+pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
+    let device = &context.device;
     let claimed = device.can_access(owner)?;
     let allocation = Allocation::create(owner, SIZE)?;
     let theirs = Mapping::new(&allocation, Access::ReadWrite)?;
@@ -24,33 +27,37 @@ pub(super) fn peer(bench: &mut Bench, owner: &Device) -> Result<Found> {
     let ours = match mapped {
         Ok(mapping) => mapping,
         Err(error) if !claimed => {
-            let found = Found::of(Status::Unsupported, "This device can't reach that one's memory, and says so.");
-            return Ok(found.with(Seen::of(&error)).figure("claimed", false));
+            let meaning = "This device can't access that one's memory, and does not claim to.";
+            let outcome = ProbeOutcome::new(Status::Unsupported, meaning);
+            return Ok(outcome.with_error(ErrorDetails::of(&error)).figure("claimed", false));
         }
-        Err(error) => return Err(error),
+        Err(error) => return Err(error.into()),
     };
     for (writer, reader) in [(&theirs, &ours), (&ours, &theirs)] {
         let pattern = Pattern::new(rand::random());
         write(writer, pattern)?;
         writer.synchronize()?;
         if !shows(reader, pattern)? {
-            return Ok(Found::failed("One device does not see what the other wrote.").figure("claimed", claimed));
+            return Ok(ProbeOutcome::failed("One device does not see what the other wrote.").figure("claimed", claimed));
         }
     }
-    let found = Found::ok("This device reads and writes that one's memory.").figure("claimed", claimed);
+    let outcome = ProbeOutcome::ok("This device reads and writes that one's memory.").figure("claimed", claimed);
     drop((ours, theirs));
     match speed(device, owner) {
-        Ok(speed) => Ok(found.figure("read_gb_per_s", speed).figure("copied_bytes", COPY)),
-        // It works, and how fast can't be told: for an old driver, or where there is not so much memory.
-        Err(error) if Seen::of(&error).is_lacking() || Seen::of(&error).code == Some(code::OUT_OF_MEMORY) => Ok(found),
-        Err(error) => Err(error),
+        Ok(speed) => Ok(outcome.figure("read_gb_per_s", speed).figure("copied_bytes", COPY)),
+        Err(error) => {
+            let error = ErrorDetails::of(&error);
+            // It works, and its speed can't be measured with an old driver, or with too little memory.
+            let unmeasured = error.is_unsupported() || error.code == Some(code::OUT_OF_MEMORY);
+            if unmeasured { Ok(outcome) } else { Err(error.into()) }
+        }
     }
 }
 
-/// How much is copied to measure.
+/// How many bytes are copied to measure the speed.
 const COPY: u64 = 64 << 20;
 
-/// How fast this device copies out of the owner's memory, in GB/s: the best of a few.
+/// How fast this device copies from the owner's memory, in GB/s: the best of three copies.
 fn speed(device: &Device, owner: &Device) -> Result<f64> {
     let far = Allocation::create(owner, COPY)?;
     let near = Mapping::new(&Allocation::create(device, COPY)?, Access::ReadWrite)?;

@@ -1,4 +1,4 @@
-//! What the processes of a bench tell each other.
+//! The records that the processes of a bench send each other.
 
 use std::path::PathBuf;
 
@@ -15,51 +15,51 @@ use crate::{
     tools::error::{ToolError, hint},
 };
 
-/// A way of handing memory over that is measured.
+/// A method of handing over memory that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Way {
-    /// The driver's calls and a socket; exported once, and the descriptor sent again.
+pub(super) enum Method {
+    /// Driver calls and a socket: exported once, and the descriptor sent again.
     Floor,
     /// The same, exported for each handoff.
     ExportEach,
-    /// This library's session: a buffer that the consumer does not hold, and that was described to it before.
+    /// A session of this library: a buffer that the consumer does not hold, and that was described to it before.
     Fresh,
-    /// The same, with its description.
+    /// The same, with the description sent each time.
     Described,
-    /// This library's session: a buffer that the consumer holds.
+    /// A session of this library: a buffer that the consumer holds.
     Again,
     /// A legacy handle, opened each time.
     Legacy,
     /// A pointer of a pool that was imported before.
     Pool,
-    /// A record of one byte, and nothing else.
+    /// A record of one byte.
     Hop,
 }
 
-/// From who measures to the producer, and from the one that measures alone to itself.
+/// From the measuring process to the producer, or to the single process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Order {
-    /// Make ready for these ways, of so many bytes.
-    Prepare { size: u64, ways: Vec<Way> },
+pub(super) enum Request {
+    /// Prepare buffers of so many bytes for these methods.
+    Prepare { size: u64, methods: Vec<Method> },
     /// Hand over once, to all consumers at the same time.
-    Measure { way: Way },
-    /// Let go of what was made ready.
+    Measure { method: Method },
+    /// Free what was prepared.
     Clear,
-    /// Fill and verify once, by this engine; memory for it is there from `Prepare`.
+    /// Fill and verify once with this engine, after `Prepare`.
     Pattern { engine: Engine },
-    /// Each call of the driver once.
+    /// Make each driver call once.
     Stages { size: u64 },
     /// Load the kernels.
     Load,
 }
 
-/// What comes back.
+/// The response to a [`Request`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Answer {
-    /// The driver is started: how many bytes the device has free.
+pub(super) enum Response {
+    /// The driver is started.
     Started {
         name: String,
         uuid: String,
@@ -68,11 +68,11 @@ pub(super) enum Answer {
         free: u64,
     },
     Done,
-    /// From before the export, or the send, to the memory being usable at the other end.
-    Took {
+    /// The time from before the export, or the send, until the memory is usable at the other end.
+    Time {
         us: f64,
     },
-    /// How long filling and verifying took: by the device's own events where a kernel did it, and with all around it.
+    /// The times of filling and verifying: of the kernels by events of the device, and of the whole calls.
     Pattern {
         fill_us: f64,
         verify_us: f64,
@@ -89,8 +89,8 @@ pub(super) enum Answer {
     Failed(Failure),
 }
 
-impl Answer {
-    /// That the driver is started.
+impl Response {
+    /// The description of a device whose driver is started.
     pub(super) fn started(device: &Device) -> Result<Self, Error> {
         Ok(Self::Started {
             name: device.name().to_owned(),
@@ -101,13 +101,13 @@ impl Answer {
         })
     }
 
-    /// What came of it, or what it failed with.
+    /// A response, or the error in its place.
     pub(super) fn of(result: Result<Self, Error>) -> Self {
         result.unwrap_or_else(|error| Self::Failed(error.into()))
     }
 }
 
-/// An error on its way to another process: whole where a program branches on it, else as its sentence.
+/// An error that is reported to another process: as it is where that process branches on it, else as its message.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Failure {
@@ -120,7 +120,7 @@ pub(super) enum Failure {
         wanted: String,
         available: String,
     },
-    /// Of a process that the one that tells of it had started.
+    /// Of a process that the reporting process had started.
     Child {
         process: String,
         message: String,
@@ -152,7 +152,7 @@ impl From<Error> for Failure {
 }
 
 impl Failure {
-    /// The error, of the process that told of it.
+    /// The error, as one of the reporting process.
     pub(super) fn of(self, process: &str) -> Error {
         match self {
             Self::NoDriver { tried } => Error::Load(LoadError::NoLibrary { tried }),
@@ -173,25 +173,25 @@ impl Failure {
 /// From the producer to its consumers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Call {
-    /// Connect to the session that waits there.
+pub(super) enum ConsumerRequest {
+    /// Connect to the session at this socket.
     Connect { socket: PathBuf },
-    /// A pool's descriptor comes with the next bare record.
+    /// Import the pool whose descriptor comes with the next bare record.
     Pool,
-    /// Take what comes, of so many bytes.
-    Take { way: Way, size: u64 },
-    /// Let the session take back what it withdraws.
-    LetGo,
-    /// Whatever was opened can be closed now.
+    /// Open what is handed over next, of so many bytes.
+    Open { method: Method, size: u64 },
+    /// Let the session withdraw a buffer.
+    Release,
+    /// Close what was opened.
     Close,
 }
 
-/// What they answer.
+/// The response to a [`ConsumerRequest`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Reply {
+pub(super) enum ConsumerResponse {
     Ready,
-    /// When it was usable, by the clock that all processes share.
+    /// When the memory was usable, by the clock that all processes share, in nanoseconds.
     Usable {
         at: u64,
     },

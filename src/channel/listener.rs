@@ -1,0 +1,247 @@
+//! A listening socket, and the file that names it.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs::{self, File},
+    io,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::{
+            ffi::OsStrExt,
+            fs::{FileTypeExt, MetadataExt},
+        },
+    },
+    path::{Path, PathBuf},
+    process,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{AtFlags, Flock, FlockArg, renameat},
+    sys::stat::{FchmodatFlags, Mode, fchmod, fchmodat, fstatat},
+    unistd::{UnlinkatFlags, unlinkat},
+};
+use rustix::{
+    io::{Errno as SocketErrno, FdFlags, fcntl_setfd, ioctl_fionbio},
+    net::{SocketAddrUnix, SocketFlags, accept_with, bind, getsockname, listen, sockopt},
+};
+
+use super::{
+    Cancel, Peer, RETRY,
+    connect::{Attempt, attempt, new_socket},
+    deadline_after,
+    path::{MAX_PATH, split},
+    record::check_type,
+};
+use crate::error::{Error, Result, SocketError};
+
+/// How many connections may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// How long the lock is waited for when the listener is dropped.
+const REMOVAL_LOCK: Duration = Duration::from_millis(200);
+
+/// A listening socket. Dropping one that [`Listener::bind`] made removes its file, unless another socket has replaced it.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    path: PathBuf,
+    /// The file to remove.
+    file: Option<SocketFile>,
+}
+
+/// The file of a socket, which another socket may have replaced.
+#[derive(Debug)]
+struct SocketFile {
+    folder: File,
+    name: OsString,
+    inode: (u64, u64),
+}
+
+impl Listener {
+    /// Listens at a path. A socket that no process listens on is replaced. The file has mode 0600, or 0666 if
+    /// `open_to_others`. Waits up to `timeout` for the lock on the folder.
+    ///
+    /// The file always names a socket that listens: under the lock the socket is bound to another name, made to listen, and
+    /// renamed.
+    ///
+    /// # Errors
+    /// [`SocketError::AlreadyServed`] if another process listens there; [`SocketError::Path`] if the file is not a socket;
+    /// [`SocketError::FolderLocked`] if the folder stays locked for `timeout`; [`Error::System`], [`Error::Interrupted`].
+    ///
+    /// See bind(2), listen(2), flock(2), rename(2).
+    pub fn bind(path: &Path, open_to_others: bool, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        let (folder_path, name) = split(path)?;
+        let folder = File::open(&folder_path)
+            .map_err(|error| Error::system(format!("open the folder {}", folder_path.display()), error))?;
+        let _locked = lock(&folder, &folder_path, timeout, cancel)?;
+        Self::check_free(path)?;
+
+        let temporary = Temporary { folder: &folder, name: format!(".vmmfd-{}", process::id()).into() };
+        // A process with the same number may have died here and left it; the lock excludes processes that run.
+        temporary.remove();
+        let failed = |action: &str, error: io::Error| Error::system(format!("{action} {}", path.display()), error);
+        let socket = new_socket()?;
+        // Before it has a name, so that its file never has more rights.
+        fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR)
+            .map_err(|errno| failed("restrict the rights of", errno.into()))?;
+        let address = temporary.address(&folder_path).map_err(|errno| failed("address", errno.into()))?;
+        bind(&socket, &address).map_err(|errno| failed("bind", errno.into()))?;
+        // Against the umask. Before it listens, when no process can connect yet; and without following a link, which
+        // another user with rights to this folder could have put there.
+        let mode = Mode::from_bits_truncate(if open_to_others { 0o666 } else { 0o600 });
+        fchmodat(&folder, temporary.name.as_os_str(), mode, FchmodatFlags::NoFollowSymlink)
+            .map_err(|errno| failed("set the rights of", errno.into()))?;
+        listen(&socket, BACKLOG).map_err(|errno| failed("listen on", errno.into()))?;
+        let inode = inode_of(&folder, &temporary.name).map_err(|errno| failed("inspect", errno.into()))?;
+        renameat(&folder, temporary.name.as_os_str(), &folder, name.as_os_str())
+            .map_err(|errno| failed("rename the socket to", errno.into()))?;
+        std::mem::forget(temporary);
+        Ok(Self { socket, path: path.to_owned(), file: Some(SocketFile { folder, name, inode }) })
+    }
+
+    /// Takes over a socket that listens already, such as one of systemd's socket activation. It is made close-on-exec and
+    /// non-blocking. Its file, if it has one, is not removed when this is dropped.
+    ///
+    /// # Errors
+    /// [`SocketError::Unfit`] if it does not listen, or is not of type `SOCK_SEQPACKET`; [`Error::System`].
+    ///
+    /// See sd_listen_fds(3).
+    pub fn from_fd(socket: OwnedFd) -> Result<Self> {
+        check_type(&socket)?;
+        let failed = |errno: SocketErrno| Error::system("take over a listening socket", errno);
+        if !sockopt::socket_acceptconn(&socket).map_err(failed)? {
+            return Err(Error::Socket(SocketError::Unfit { problem: "it does not listen".to_owned() }));
+        }
+        fcntl_setfd(&socket, FdFlags::CLOEXEC).map_err(failed)?;
+        ioctl_fionbio(&socket, true).map_err(failed)?;
+        let address = getsockname(&socket).ok().and_then(|address| SocketAddrUnix::try_from(address).ok());
+        let path =
+            address.and_then(|address| Some(Path::new(OsStr::from_bytes(address.path()?.to_bytes())).to_owned()));
+        Ok(Self { socket, path: path.unwrap_or_default(), file: None })
+    }
+
+    /// Checks that no process listens at a path. Does not block. To be called before expensive work is done for it;
+    /// [`Listener::bind`] checks again, under the lock.
+    ///
+    /// # Errors
+    /// [`SocketError::AlreadyServed`], [`SocketError::Path`], [`Error::System`].
+    pub fn check_free(path: &Path) -> Result<()> {
+        let metadata = match fs::symlink_metadata(path) {
+            Ok(metadata) => metadata,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(Error::system(format!("inspect {}", path.display()), error)),
+        };
+        if !metadata.file_type().is_socket() {
+            let reason = "a file of that name exists and is not a socket".to_owned();
+            return Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }));
+        }
+        match attempt(path)? {
+            Attempt::Connected(socket) => {
+                Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid }))
+            }
+            Attempt::Full => Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: 0 })),
+            Attempt::Denied => {
+                let reason = format!(
+                    "uid {} owns it, and this user may not connect to see whether it is served",
+                    metadata.uid()
+                );
+                Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }))
+            }
+            Attempt::Absent => Ok(()),
+        }
+    }
+
+    /// The path that it listens on; empty for a socket without one.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Accepts a connection if one waits, and else returns `None`. Does not block. The socket is close-on-exec.
+    ///
+    /// # Errors
+    /// [`Error::System`]; after `EMFILE` or `ENFILE` the connection still waits. See accept(2).
+    pub(crate) fn accept(&self) -> Result<Option<OwnedFd>> {
+        match accept_with(&self.socket, SocketFlags::CLOEXEC) {
+            Ok(socket) => Ok(Some(socket)),
+            Err(SocketErrno::AGAIN | SocketErrno::INTR | SocketErrno::CONNABORTED) => Ok(None),
+            Err(errno) => Err(Error::system(format!("accept on {}", self.path.display()), errno)),
+        }
+    }
+}
+
+impl AsFd for Listener {
+    /// Readable while a connection waits.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let Some(SocketFile { folder, name, inode }) = &self.file else { return };
+        let locked = Cancel::new().and_then(|cancel| lock(folder, &self.path, REMOVAL_LOCK, &cancel));
+        // Another process may hold the lock. Then the file is removed without it, which is a race for a moment.
+        let _locked = locked.inspect_err(|error| tracing::warn!(%error, "removing the socket without the lock"));
+        // Another producer may have replaced it, when it no longer listened.
+        if inode_of(folder, name) == Ok(*inode) {
+            let removed = unlinkat(folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
+            if let Err(errno) = removed {
+                tracing::warn!(%errno, path = %self.path.display(), "cannot remove the socket");
+            }
+        }
+    }
+}
+
+/// The name of a socket until it listens. Dropping it removes the file.
+struct Temporary<'a> {
+    folder: &'a File,
+    name: OsString,
+}
+
+impl Temporary<'_> {
+    fn address(&self, folder_path: &Path) -> rustix::io::Result<SocketAddrUnix> {
+        let direct = folder_path.join(&self.name);
+        let fits = direct.as_os_str().len() <= MAX_PATH;
+        SocketAddrUnix::new(if fits { direct } else { through(self.folder, &self.name) })
+    }
+
+    fn remove(&self) {
+        // Most often it does not exist.
+        let _ = unlinkat(self.folder, self.name.as_os_str(), UnlinkatFlags::NoRemoveDir);
+    }
+}
+
+impl Drop for Temporary<'_> {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+/// The path of a file in an open folder, which is short however deep the folder is.
+fn through(folder: &File, name: &OsStr) -> PathBuf {
+    Path::new("/proc/self/fd").join(folder.as_raw_fd().to_string()).join(name)
+}
+
+fn inode_of(folder: &File, name: &OsStr) -> nix::Result<(u64, u64)> {
+    fstatat(folder, name, AtFlags::AT_SYMLINK_NOFOLLOW).map(|stat| (stat.st_dev, stat.st_ino))
+}
+
+/// Locks a folder against other processes that bind or remove sockets in it. No file is left behind. See flock(2).
+fn lock(folder: &File, path: &Path, timeout: Duration, cancel: &Cancel) -> Result<Flock<File>> {
+    let failed = |error: io::Error| Error::system(format!("lock the folder {}", path.display()), error);
+    let deadline = deadline_after(timeout);
+    let mut folder = folder.try_clone().map_err(failed)?;
+    loop {
+        match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
+            Ok(locked) => return Ok(locked),
+            Err((back, Errno::EAGAIN | Errno::EINTR)) if Instant::now() < deadline => folder = back,
+            Err((_, Errno::EAGAIN)) => {
+                return Err(Error::Socket(SocketError::FolderLocked { path: path.to_owned(), waited: timeout }));
+            }
+            Err((_, errno)) => return Err(failed(errno.into())),
+        }
+        cancel.pause(RETRY)?;
+    }
+}

@@ -1,0 +1,284 @@
+//! One record at a time, with its descriptors, over a `SOCK_SEQPACKET` socket.
+//!
+//! `EINTR`, `EAGAIN`, deadlines, cancellation, resets, empty records and truncation are handled here and nowhere else.
+//! [`Channel`](super::Channel) puts the wire's messages on top of it, the tools their JSON records.
+
+use std::{
+    fs, io,
+    mem::MaybeUninit,
+    net::Shutdown,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    poll::PollFlags,
+    sys::resource::{Resource, getrlimit},
+};
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketType,
+        sockopt,
+    },
+};
+use sendfd::SendWithFd;
+
+use super::{Cancel, deadline_after};
+use crate::{
+    error::{Error, MemoryError, PeerError, Result, SocketError},
+    wire::{MAX_FDS, ProtocolError},
+};
+
+/// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
+const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
+
+/// A record that was received: its bytes are in the caller's buffer.
+#[derive(Debug)]
+pub(crate) struct Record {
+    /// How many bytes it has, at least one.
+    pub(crate) length: usize,
+    /// The descriptors that came with it, all close-on-exec.
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// What one receive call returned.
+#[derive(Debug)]
+pub(crate) enum Arrival {
+    Record(Record),
+    /// A record that is too long, or whose descriptors were cut off. It is lost, and its descriptors are closed.
+    Broken(ProtocolError),
+    /// The peer has closed the connection; an empty record counts as the same.
+    End,
+}
+
+/// A connected socket whose waits end at a deadline, or when they are cancelled.
+#[derive(Debug)]
+pub(crate) struct RecordSocket {
+    /// Only its descriptor is used: `sendfd` accepts no other type.
+    socket: Arc<UnixStream>,
+    timeout: Duration,
+    cancel: Cancel,
+    /// How long a receiver polls the socket before it sleeps.
+    spin: Duration,
+    /// Whether the receive call itself waits, without a deadline.
+    blocking: bool,
+}
+
+impl RecordSocket {
+    /// A socket that is made non-blocking: poll(2) waits, for at most `timeout` in each call, or until `cancel`.
+    ///
+    /// # Errors
+    /// [`Error::System`]. See fcntl(2).
+    pub(crate) fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        let socket = UnixStream::from(socket);
+        socket.set_nonblocking(true).map_err(|error| Error::system("make the socket non-blocking", error))?;
+        let (socket, cancel) = (Arc::new(socket), cancel.clone());
+        Ok(Self { socket, timeout, cancel, spin: Duration::ZERO, blocking: false })
+    }
+
+    /// A socket that stays blocking: to receive is one system call, which ends only with a record or the connection.
+    #[cfg(feature = "tools")]
+    pub(crate) fn blocking(socket: OwnedFd, cancel: &Cancel) -> Self {
+        let (socket, cancel) = (Arc::new(UnixStream::from(socket)), cancel.clone());
+        Self { socket, timeout: Duration::MAX, cancel, spin: Duration::ZERO, blocking: true }
+    }
+
+    /// With a receiver that polls the socket for so long before it sleeps.
+    pub(crate) fn spinning(self, spin: Duration) -> Self {
+        Self { spin, ..self }
+    }
+
+    /// How long each call waits.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    #[cfg(feature = "tools")]
+    pub(crate) fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// What cancels its waits.
+    pub(crate) fn cancel(&self) -> &Cancel {
+        &self.cancel
+    }
+
+    /// The socket, to shut it down from another thread. No second descriptor: the process may have none left.
+    pub(crate) fn shared(&self) -> Arc<UnixStream> {
+        Arc::clone(&self.socket)
+    }
+
+    /// Sends one record with its descriptors, which stay the caller's. `what` names it in an error.
+    ///
+    /// # Errors
+    /// [`PeerError::Gone`], [`PeerError::Timeout`], [`Error::Interrupted`]; [`Error::System`]. See sendmsg(2), unix(7).
+    pub(crate) fn send(&self, what: &'static str, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
+        let purpose = "to send";
+        let deadline = deadline_after(self.timeout);
+        loop {
+            let sent = if fds.is_empty() {
+                rustix::net::send(&*self.socket, record, SendFlags::NOSIGNAL).map_err(io::Error::from)
+            } else {
+                self.socket.send_with_fd(record, &fds)
+            };
+            match sent {
+                Ok(_) => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if !self.cancel.wait(self.as_fd(), PollFlags::POLLOUT, deadline)? {
+                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
+                    }
+                }
+                // The bound on descriptors in flight is on all sockets of a user, so it passes without this peer.
+                Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) && Instant::now() < deadline => {
+                    self.cancel.pause(IN_FLIGHT_PAUSE)?;
+                }
+                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
+                Err(error) => return Err(Error::system(format!("send {what} to the peer"), error)),
+            }
+        }
+    }
+
+    /// Receives one record into a buffer that is a byte longer than the longest record. `purpose` completes the sentence
+    /// "waiting ...", for the error.
+    ///
+    /// # Errors
+    /// [`PeerError::Timeout`] after the socket's timeout; [`PeerError::Gone`] at the end of the connection, also for an empty
+    /// record; [`PeerError::Protocol`] for a record that is too long; [`MemoryError::TooManyDescriptors`] if this process's limit cut
+    /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
+    ///
+    /// See recvmsg(2), unix(7).
+    #[cfg(feature = "tools")]
+    pub(crate) fn receive(&self, record: &mut [u8], purpose: &'static str) -> Result<Record> {
+        self.receive_by(record, deadline_after(self.timeout), purpose)
+    }
+
+    /// As [`RecordSocket::receive`], until a deadline of the caller's.
+    ///
+    /// # Errors
+    /// As [`RecordSocket::receive`].
+    pub(crate) fn receive_by(&self, record: &mut [u8], deadline: Instant, purpose: &'static str) -> Result<Record> {
+        let mut resets = 0;
+        let mut asleep_from = None;
+        loop {
+            // Checked also while records are queued: a peer that sends without pause must not keep this side busy for ever.
+            self.cancel.check()?;
+            match self.try_receive(record) {
+                Ok(Arrival::Record(record)) => return Ok(record),
+                Ok(Arrival::Broken(cut @ ProtocolError::FdsTruncated { .. })) => {
+                    return Err(own_limit().unwrap_or(cut.into()));
+                }
+                Ok(Arrival::Broken(error)) => return Err(error.into()),
+                Ok(Arrival::End) => return Err(Error::Peer(PeerError::Gone { purpose })),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let now = Instant::now();
+                    if now < deadline && now < *asleep_from.get_or_insert(now + self.spin) {
+                        // The peer may need this CPU.
+                        thread::yield_now();
+                    } else if !self.cancel.wait(self.as_fd(), PollFlags::POLLIN, deadline)? {
+                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
+                    }
+                }
+                // ECONNRESET is reported once, ahead of queued data: read on.
+                Err(error) if is_gone(&error) && resets == 0 => resets += 1,
+                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
+                Err(error) => return Err(Error::system("receive from the peer", error)),
+            }
+        }
+    }
+
+    /// One receive call. It does not wait unless the socket is blocking.
+    pub(crate) fn try_receive(&self, record: &mut [u8]) -> io::Result<Arrival> {
+        // Room for as many as the kernel passes at once, also where none is expected: each is then owned, and closed.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let most = record.len().saturating_sub(1);
+        let mut parts = [io::IoSliceMut::new(record)];
+        let wait = if self.blocking { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
+        let received = rustix::net::recvmsg(&*self.socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC | wait)?;
+        let fds: Vec<OwnedFd> = ancillary
+            .drain()
+            .filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            })
+            .flatten()
+            .collect();
+        Ok(if received.bytes == 0 {
+            Arrival::End
+        } else if received.flags.contains(ReturnFlags::TRUNC) || received.bytes > most {
+            Arrival::Broken(ProtocolError::LongRecord { most })
+        } else if received.flags.contains(ReturnFlags::CTRUNC) {
+            Arrival::Broken(ProtocolError::FdsTruncated { most: MAX_FDS })
+        } else {
+            Arrival::Record(Record { length: received.bytes, fds })
+        })
+    }
+
+    /// Shuts down writing: the peer receives what was sent, and then the end of the connection. See shutdown(2).
+    pub(crate) fn shut_down_writing(&self) -> io::Result<()> {
+        self.socket.shutdown(Shutdown::Write)
+    }
+
+    /// Receives and discards records until the peer has closed the connection (true), or the deadline or a cancellation
+    /// (false).
+    pub(crate) fn drain_until(&self, record: &mut [u8], deadline: Instant) -> bool {
+        loop {
+            match self.try_receive(record) {
+                Ok(Arrival::End) => return true,
+                Ok(_) if Instant::now() < deadline => {}
+                // The peer sends without end.
+                Ok(_) => return false,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    match self.cancel.wait(self.as_fd(), PollFlags::POLLIN, deadline) {
+                        Ok(true) => {}
+                        Ok(false) | Err(_) => return false,
+                    }
+                }
+                Err(_) => return true,
+            }
+        }
+    }
+}
+
+impl AsFd for RecordSocket {
+    /// Readable when there is a record, or the peer has closed the connection.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Checks that a socket keeps records apart and passes descriptors.
+pub(super) fn check_type(socket: &impl AsFd) -> Result<()> {
+    let unfit = |problem: &str| Err(Error::Socket(SocketError::Unfit { problem: problem.to_owned() }));
+    match (sockopt::socket_domain(socket), sockopt::socket_type(socket)) {
+        (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => Ok(()),
+        (Ok(_), Ok(_)) => unfit("it is not of type SOCK_SEQPACKET and family AF_UNIX"),
+        (Err(Errno::NOTSOCK), _) => unfit("it is not a socket"),
+        (Err(errno), _) | (_, Err(errno)) => Err(Error::system("inspect a socket", errno)),
+    }
+}
+
+/// Whether an error of the socket means that the peer has closed the connection.
+pub(crate) fn is_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected)
+}
+
+/// The limit of this process, if that and not the peer is why descriptors were cut off.
+fn own_limit() -> Option<Error> {
+    let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    let needed = fs::read_dir("/proc/self/fd").ok()?.count() as u64 + MAX_FDS as u64;
+    (needed > limit).then_some(Error::Memory(MemoryError::TooManyDescriptors { needed, limit }))
+}
+
+#[cfg(test)]
+mod tests;
