@@ -24,9 +24,11 @@ use std::{
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
+pub(crate) use self::cancel::eventfd;
+#[cfg(feature = "tools")]
+pub(crate) use self::connect::connect_socket;
 use self::record::{Arrival, RecordSocket, check_type, is_gone};
 pub use self::{cancel::Cancel, connect::connect, listener::Listener, path::socket_path, peer::Peer, trust::Trust};
-pub(crate) use self::{cancel::eventfd, connect::connect_socket};
 use crate::{
     error::{Error, PeerError, Result},
     wire::{HEADER_LENGTH, MAX_BODY, Message, ProtocolError},

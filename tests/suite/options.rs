@@ -66,7 +66,7 @@ fn bad_usage_is_one_clear_sentence_and_exit_code_2() {
 fn help_states_defaults_and_exit_codes() {
     for (name, words) in [
         ("producer", ["default: 1MiB", "default: 30s", "$XDG_RUNTIME_DIR/vmmfd/vmmfd.sock", "VMMFD_BACKEND", "143"]),
-        ("consumer", ["default: what the producer asks", "default: 30s", "vmmfd-UID", "VMMFD_SOCKET", "130"]),
+        ("consumer", ["default: rw in a round trip, else ro", "default: 30s", "vmmfd-UID", "VMMFD_SOCKET", "130"]),
     ] {
         let mut run = host().bare(name);
         run.command.arg("--help");

@@ -297,7 +297,7 @@ fn a_sealed_buffer_is_lent_read_only(meeting: Meeting) {
         let told = if meeting.backend() == "host" {
             "enforced: the kernel refuses every write"
         } else {
-            "whoever holds the descriptor or handle can still write"
+            "a process that holds the descriptor or handle can still write"
         };
         assert!(ended.code(4).stdout.contains(told), "{}", ended.stdout);
     }
@@ -489,12 +489,12 @@ fn options_that_do_not_go_together_are_bad_usage() {
         meeting.producer(options).end().code(2).says(words);
     }
     for (range, words) in [
-        ("5", "write where it begins"),
-        (":5", "write where"),
-        ("5:", "write where"),
+        ("5", "write its offset and length"),
+        (":5", "write its offset"),
+        ("5:", "write its offset"),
         ("0:0", "no memory"),
         ("1:18446744073709551615", "64 bits"),
-        ("x:5", "no size"),
+        ("x:5", "is not a size"),
     ] {
         meeting.consumer(&["--range", range]).end().code(2).says(words);
     }

@@ -1,0 +1,347 @@
+//! The verbs of the CUDA backend.
+
+use std::{
+    collections::BTreeMap,
+    ffi::{CStr, c_int, c_uint},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    ptr::{self, NonNull},
+    sync::{Arc, PoisonError},
+};
+
+use cudarc::driver::sys::{self, CUdevice_attribute as DeviceAttribute};
+
+use super::{
+    CudaDriver,
+    addresses::Mapped,
+    adopt,
+    ffi::{AccessDesc, AllocationProp, HANDLE_TYPE_POSIX_FD},
+    flags_of, raw_properties,
+};
+use crate::{
+    driver::{
+        Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
+        Pools, Properties, Verbs, Window, code, failure, window::PageLocker,
+    },
+    error::Result,
+};
+
+#[cfg(feature = "tools")]
+use crate::driver::{Bare, Diagnosis, Kernels};
+
+// SAFETY: the tables know what is mapped, and answer for nothing else; a mapping goes only with its entry.
+unsafe impl Verbs for CudaDriver {
+    fn backend(&self) -> Backend {
+        Backend::Cuda
+    }
+
+    fn version(&self) -> Result<i32> {
+        self.core.origin.check()?;
+        let mut version = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.core.functions.driver_get_version(&mut version) }?;
+        Ok(version)
+    }
+
+    fn device_count(&self) -> Result<i32> {
+        self.core.origin.check()?;
+        let mut count = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.core.functions.device_get_count(&mut count) }?;
+        Ok(count)
+    }
+
+    fn device_name(&self, ordinal: i32) -> Result<String> {
+        let device = self.core.device(ordinal)?;
+        let mut name = [0u8; 256];
+        // SAFETY: the buffer is as long as it is said to be.
+        unsafe { self.core.functions.device_get_name(name.as_mut_ptr().cast(), name.len() as c_int, device) }?;
+        Ok(CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned())
+    }
+
+    fn device_uuid(&self, ordinal: i32) -> Result<DeviceUuid> {
+        let device = self.core.device(ordinal)?;
+        let mut uuid = [0; 16];
+        // SAFETY: the pointer is valid for the 16 bytes of a CUuuid.
+        unsafe { self.core.functions.device_get_uuid(&mut uuid, device) }?;
+        Ok(DeviceUuid::from_bytes(uuid))
+    }
+
+    fn device_attribute(&self, ordinal: i32, attribute: Attribute) -> Result<i32> {
+        let device = self.core.device(ordinal)?;
+        let number = match attribute {
+            Attribute::VirtualMemoryManagement => {
+                DeviceAttribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED as c_uint
+            }
+            Attribute::PosixFileDescriptor => {
+                DeviceAttribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED as c_uint
+            }
+            // Bindings older than CUDA 12.4 have no name for it.
+            Attribute::FabricHandle => 128,
+            Attribute::GpuDirectRdma => {
+                DeviceAttribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as c_uint
+            }
+            Attribute::ComputeMode => DeviceAttribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE as c_uint,
+            Attribute::MemoryPools => DeviceAttribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED as c_uint,
+            Attribute::PoolHandleTypes => DeviceAttribute::CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES as c_uint,
+            // Of CUDA 12.2 and later.
+            Attribute::HostNumaId => 134,
+            Attribute::HostNumaVirtualMemoryManagement => 141,
+        };
+        let mut value = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.core.functions.device_get_attribute(&mut value, number, device) }?;
+        Ok(value)
+    }
+
+    fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
+        self.core.within(ordinal, || {
+            let (mut free, mut total) = (0, 0);
+            // SAFETY: both pointers are valid for the one write.
+            unsafe { self.core.functions.mem_get_info(&mut free, &mut total) }?;
+            Ok(MemoryInfo { free: free as u64, total: total as u64 })
+        })
+    }
+
+    fn activate(&self, ordinal: i32) -> Result<()> {
+        self.core.context(ordinal).map(drop)
+    }
+
+    fn granularity(&self, properties: &Properties, which: Granularity) -> Result<u64> {
+        self.check_location(properties.location)?;
+        let option = match which {
+            Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            #[cfg(feature = "tools")]
+            Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+        };
+        let mut granularity = 0;
+        // SAFETY: both pointers are valid for the call.
+        unsafe {
+            self.core.functions.mem_get_allocation_granularity(
+                &mut granularity,
+                &raw_properties(properties),
+                option as c_uint,
+            )
+        }?;
+        Ok(granularity as u64)
+    }
+
+    fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
+        self.check_location(properties.location)?;
+        if properties.immutable {
+            return Err(failure("cuMemCreate", code::INVALID_VALUE));
+        }
+        let mut handle = 0;
+        // SAFETY: both pointers are valid for the call.
+        unsafe { self.core.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
+        Ok(self.core.gained(handle))
+    }
+
+    fn release(&self, handle: Handle) -> Result<()> {
+        self.core.origin.check()?;
+        let mut handles = self.core.handles.write().unwrap_or_else(PoisonError::into_inner);
+        if !handles.remove(&handle) {
+            return Err(failure("cuMemRelease", code::INVALID_VALUE));
+        }
+        // SAFETY: the handle was in the table, and no call on it is under way.
+        unsafe { self.core.functions.mem_release(handle.number) }
+    }
+
+    fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
+        self.core.origin.check()?;
+        let mut address = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.core.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
+        self.core.changed().reserved.insert(address, size);
+        Ok(address)
+    }
+
+    fn free(&self, address: u64, size: u64) -> Result<()> {
+        const CALL: &str = "cuMemAddressFree";
+        let mut addresses = self.own(CALL, address, size)?;
+        if addresses.reserved.get(&address) != Some(&size) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        // SAFETY: no pointers; it is a whole reservation, and the driver refuses one with a mapping in it.
+        unsafe { self.core.functions.mem_address_free(address, size as usize) }?;
+        addresses.reserved.remove(&address);
+        Ok(())
+    }
+
+    fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
+        const CALL: &str = "cuMemMap";
+        let _known = self.core.known(CALL, handle)?;
+        let mut addresses = self.own(CALL, address, size)?;
+        // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses what is mapped already.
+        unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) }?;
+        addresses.mapped.insert(address, Mapped { size, host: None, devices: BTreeMap::new() });
+        Ok(())
+    }
+
+    fn unmap(&self, address: u64, size: u64) -> Result<()> {
+        let mut addresses = self.own("cuMemUnmap", address, size)?;
+        // SAFETY: no pointers; no copy of this object is under way, and the driver refuses to unmap in part.
+        unsafe { self.core.functions.mem_unmap(address, size as usize) }?;
+        addresses.mapped.retain(|&start, _| start < address || start - address >= size);
+        Ok(())
+    }
+
+    fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
+        let mut addresses = self.own("cuMemSetAccess", address, size)?;
+        let description = AccessDesc { location: location.into(), flags: flags_of(access) };
+        // SAFETY: the pointer is valid for one description.
+        unsafe { self.core.functions.mem_set_access(address, size as usize, &description, 1) }?;
+        let inside = addresses.mapped.range_mut(address..).take_while(|(start, _)| **start - address < size);
+        for (_, mapped) in inside {
+            match (location, access) {
+                (Location::HostNuma(_), _) => mapped.host = access,
+                (Location::Device(ordinal), Some(access)) => drop(mapped.devices.insert(ordinal, access)),
+                (Location::Device(ordinal), None) => drop(mapped.devices.remove(&ordinal)),
+            }
+        }
+        Ok(())
+    }
+
+    fn export(&self, handle: Handle) -> Result<OwnedFd> {
+        const CALL: &str = "cuMemExportToShareableHandle";
+        let _known = self.core.known(CALL, handle)?;
+        let mut fd: RawFd = -1;
+        // SAFETY: for this type the driver writes an int.
+        unsafe { self.core.functions.mem_export((&raw mut fd).cast(), handle.number, HANDLE_TYPE_POSIX_FD, 0) }?;
+        // SAFETY: the driver opened it for the caller, who is to close it.
+        unsafe { adopt(CALL, fd) }
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, _: u64) -> Result<Handle> {
+        self.core.origin.check()?;
+        let mut handle = 0;
+        // SAFETY: the pointer is valid for the one write; for this type the descriptor itself is passed as the pointer.
+        unsafe {
+            self.core.functions.mem_import(
+                &mut handle,
+                ptr::without_provenance_mut(fd.as_raw_fd() as usize),
+                HANDLE_TYPE_POSIX_FD,
+            )
+        }?;
+        Ok(self.core.gained(handle))
+    }
+
+    fn properties(&self, handle: Handle) -> Result<Properties> {
+        let _known = self.core.known("cuMemGetAllocationPropertiesFromHandle", handle)?;
+        let mut properties = AllocationProp::pinned(Location::Device(0), 0);
+        // SAFETY: the handle is alive; the layout is the driver's, of plain numbers that hold whatever it writes.
+        unsafe { self.core.functions.mem_get_properties(&mut properties, handle.number) }?;
+        let exportable = properties.requested_handle_types & HANDLE_TYPE_POSIX_FD != 0;
+        Ok(Properties { location: properties.location.into(), exportable, immutable: false })
+    }
+
+    fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
+        self.copy("cuMemcpyHtoD_v2", ordinal, address, from.len(), || {
+            // SAFETY: `from` is valid for its length, and the destination is mapped for as long as the call takes.
+            unsafe { self.core.functions.memcpy_htod(address, from.as_ptr().cast(), from.len()) }?;
+            // From pageable memory the call returns while the last bytes are on their way, and unmapping does not wait for
+            // them: the GPU was seen to fault, which ruins the context. So nothing may be on its way when this returns,
+            // whatever it returns.
+            // SAFETY: null is the default stream, on which the copy is.
+            unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
+                // SAFETY: no pointers. Its own failure is the same one again.
+                let _ = unsafe { self.core.functions.ctx_synchronize() };
+            })
+        })
+    }
+
+    fn copy_out(&self, ordinal: i32, address: u64, to: &mut [u8]) -> Result<()> {
+        self.copy("cuMemcpyDtoH_v2", ordinal, address, to.len(), || {
+            // SAFETY: `to` is valid for its length, and the source is mapped for as long as the call takes.
+            unsafe { self.core.functions.memcpy_dtoh(to.as_mut_ptr().cast(), address, to.len()) }
+        })
+    }
+
+    fn synchronize(&self, ordinal: i32) -> Result<()> {
+        self.core.within(ordinal, || {
+            // SAFETY: no pointers.
+            unsafe { self.core.functions.ctx_synchronize() }
+        })
+    }
+
+    fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
+        let (device, peer_device) = (self.core.device(ordinal)?, self.core.device(peer)?);
+        // The driver says no to this.
+        if ordinal == peer {
+            return Ok(true);
+        }
+        let mut can = 0;
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.core.functions.device_can_access_peer(&mut can, device, peer_device) }?;
+        Ok(can != 0)
+    }
+
+    fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)> {
+        self.core.device(ordinal)?;
+        let addresses = self.core.known_addresses();
+        if let Some(mapping) = addresses.mapping(address) {
+            return Ok(mapping);
+        }
+        match addresses.block(address, 0) {
+            Some(_) => self.core.within(ordinal, || self.core.extent(address)),
+            None => Err(failure("cuMemGetAddressRange_v2", code::INVALID_VALUE)),
+        }
+    }
+
+    fn seal(&self, handle: Handle) -> Result<bool> {
+        self.core.known("seal", handle).map(|_| false)
+    }
+
+    fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {
+        const CALL: &str = "cuMemHostAlloc";
+        self.core.device(ordinal)?;
+        // The driver answers nothing with the null pointer.
+        if size == 0 {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        let start = self.core.within(ordinal, || {
+            let mut start = ptr::null_mut();
+            // SAFETY: the pointer is valid for the one write.
+            unsafe { self.core.functions.mem_host_alloc(&mut start, size as usize, sys::CU_MEMHOSTALLOC_PORTABLE) }?;
+            NonNull::new(start).ok_or_else(|| failure(CALL, code::UNKNOWN))
+        })?;
+        // SAFETY: the driver allocated it for this caller alone, and takes it back in `take_back`.
+        Ok(unsafe { PageLocked::new(start.cast(), size as usize, Arc::clone(&self.core) as Arc<dyn PageLocker>) })
+    }
+
+    fn window(&self, address: u64, size: u64) -> Result<Window> {
+        self.core.origin.check()?;
+        let addresses = self.core.known_addresses();
+        let view = addresses.view(address, size).ok_or_else(|| failure("window", code::INVALID_VALUE))?;
+        // SAFETY: the table says that the range is mapped with this access for the CPU, and nothing of it is unmapped or
+        // changed while it is in `windows`. This driver object unmaps nothing when it is dropped.
+        Ok(unsafe { Window::new(view, self.core.origin, &self.windows, Arc::clone(&self.core) as _) })
+    }
+
+    fn legacy(&self) -> Result<&dyn LegacyIpc> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+
+    fn pools(&self) -> Result<&dyn Pools> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+
+    #[cfg(feature = "tools")]
+    fn bare(&self) -> Result<&dyn Bare> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+
+    #[cfg(feature = "tools")]
+    fn kernels(&self) -> Result<&dyn Kernels> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+
+    #[cfg(feature = "tools")]
+    fn diagnosis(&self) -> Result<&dyn Diagnosis> {
+        self.core.origin.check()?;
+        Ok(&*self.core)
+    }
+}

@@ -1,0 +1,372 @@
+//! The verbs of the host backend.
+
+use std::{
+    io,
+    num::NonZeroUsize,
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::SealFlag,
+    sys::mman::{MapFlags, ProtFlags, mmap_anonymous},
+};
+
+use super::{
+    Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, Memory, State,
+    addresses::{Mapped, Reserved, pointer},
+    available, from_errno, holding,
+    memfd::{self, Inspected},
+    readable, writable,
+};
+use crate::{
+    driver::{
+        Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
+        Pools, Properties, Verbs, Window, code, copy, failure, failure_with, window::View,
+    },
+    error::Result,
+};
+
+#[cfg(feature = "tools")]
+use crate::driver::{Bare, Diagnosis, Kernels};
+
+// SAFETY: the table knows what is mapped, and answers for nothing else; a mapping goes only with its entry.
+unsafe impl Verbs for HostDriver {
+    fn backend(&self) -> Backend {
+        Backend::Host
+    }
+
+    fn version(&self) -> Result<i32> {
+        self.origin.check()?;
+        Ok(0)
+    }
+
+    fn device_count(&self) -> Result<i32> {
+        self.origin.check()?;
+        Ok(1)
+    }
+
+    fn device_name(&self, ordinal: i32) -> Result<String> {
+        self.device("host device_name", ordinal)?;
+        Ok(DEVICE_NAME.to_owned())
+    }
+
+    fn device_uuid(&self, ordinal: i32) -> Result<DeviceUuid> {
+        self.device("host device_uuid", ordinal)?;
+        Ok(self.uuid)
+    }
+
+    fn device_attribute(&self, ordinal: i32, attribute: Attribute) -> Result<i32> {
+        self.device("host device_attribute", ordinal)?;
+        Ok(match attribute {
+            Attribute::VirtualMemoryManagement | Attribute::PosixFileDescriptor => 1,
+            Attribute::HostNumaVirtualMemoryManagement => 1,
+            Attribute::FabricHandle | Attribute::GpuDirectRdma | Attribute::ComputeMode | Attribute::HostNumaId => 0,
+            Attribute::MemoryPools | Attribute::PoolHandleTypes => 0,
+        })
+    }
+
+    fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
+        const CALL: &str = "host memory_info";
+        self.device(CALL, ordinal)?;
+        available::memory().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
+    }
+
+    fn activate(&self, ordinal: i32) -> Result<()> {
+        self.device("host activate", ordinal)
+    }
+
+    fn granularity(&self, properties: &Properties, _: Granularity) -> Result<u64> {
+        self.location("host granularity", properties.location)?;
+        Ok(self.granularity)
+    }
+
+    fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
+        const CALL: &str = "host create";
+        self.location(CALL, properties.location)?;
+        if !self.aligned(size) || properties.immutable {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        if size > self.memory_info(0)?.free {
+            return Err(failure(CALL, code::OUT_OF_MEMORY));
+        }
+        let memfd = memfd::create(size).map_err(|errno| from_errno(CALL, errno))?;
+        Ok(self.write().add(
+            self.identity,
+            Memory { memfd, size, exportable: properties.exportable, closed: false, immutable: false },
+        ))
+    }
+
+    fn release(&self, handle: Handle) -> Result<()> {
+        self.origin.check()?;
+        let released = self.write().handles.remove(&handle);
+        released.map(drop).ok_or_else(|| failure("host release", code::INVALID_VALUE))
+    }
+
+    fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
+        const CALL: &str = "host reserve";
+        self.origin.check()?;
+        if !self.aligned(size) || !(alignment == 0 || alignment.is_power_of_two()) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        let alignment = alignment.max(self.granularity);
+        let reserved = Reserved::new(size, alignment).map_err(|errno| from_errno(CALL, errno))?;
+        let address = reserved.address();
+        self.write().reservations.insert(address, reserved);
+        Ok(address)
+    }
+
+    fn free(&self, address: u64, size: u64) -> Result<()> {
+        const CALL: &str = "host free";
+        self.origin.check()?;
+        let mut state = self.write();
+        let empty = |reserved: &&mut Reserved| reserved.size == size && reserved.mapped.is_empty();
+        let reserved = state.reservations.get_mut(&address).filter(empty);
+        let reserved = reserved.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        // SAFETY: nothing is mapped in it that a thread could access.
+        unsafe { reserved.free() }.map_err(|errno| from_errno(CALL, errno))?;
+        state.reservations.remove(&address);
+        Ok(())
+    }
+
+    fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
+        const CALL: &str = "host map";
+        self.origin.check()?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let mut state = self.write();
+        let State { handles, reservations, .. } = &mut *state;
+        let memory = handles.get(&handle).ok_or_else(invalid)?;
+        let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
+        if size == 0 || !address.is_multiple_of(self.granularity) {
+            return Err(invalid());
+        }
+        if offset != 0 || size != memory.size {
+            return Err(failure(CALL, code::NOT_SUPPORTED));
+        }
+        if !reserved.is_vacant(address, size) {
+            return Err(invalid());
+        }
+        reserved.map(address, size, &memory.memfd, memory.immutable).map_err(|errno| from_errno(CALL, errno))
+    }
+
+    fn unmap(&self, address: u64, size: u64) -> Result<()> {
+        const CALL: &str = "host unmap";
+        self.origin.check()?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let mut state = self.write();
+        let reserved = state.reservation(address, size).ok_or_else(invalid)?;
+        if !self.aligned(size) || self.space.windows.touch(address, size) {
+            return Err(invalid());
+        }
+        for start in reserved.whole(address, size).ok_or_else(invalid)? {
+            // SAFETY: copies of all threads hold the lock for reading and look it up there, so none is under way. No window is open on
+            // any of it, nor opened without the lock.
+            unsafe { reserved.unmap(start) }.map_err(|errno| from_errno(CALL, errno))?;
+        }
+        Ok(())
+    }
+
+    fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
+        const CALL: &str = "host set_access";
+        self.location(CALL, location)?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let mut state = self.write();
+        let reserved = state.reservation(address, size).ok_or_else(invalid)?;
+        let inside = reserved.whole(address, size).ok_or_else(invalid)?;
+        if size == 0 || !reserved.covers(address, size, |_| true) || self.space.windows.touch(address, size) {
+            return Err(invalid());
+        }
+        // The kernel would allow it, on pages of this process's own.
+        if access == Some(Access::ReadWrite) && inside.iter().any(|start| reserved.mapped[start].immutable) {
+            return Err(invalid());
+        }
+        // SAFETY: copies of all threads hold the lock for reading and look the access up there. No window is open on any of it, and so
+        // there is no slice.
+        unsafe { reserved.protect(&inside, access) }.map_err(|errno| from_errno(CALL, errno))
+    }
+
+    fn export(&self, handle: Handle) -> Result<OwnedFd> {
+        const CALL: &str = "host export";
+        self.origin.check()?;
+        let mut state = self.write();
+        let memory = state.handles.get_mut(&handle).filter(|memory| memory.exportable);
+        let memory = memory.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        if !memory.closed {
+            // Against further seals, with which a consumer could lock its producer out.
+            memfd::add_seals(&memory.memfd, SealFlag::F_SEAL_SEAL).map_err(|errno| from_errno(CALL, errno))?;
+            memory.closed = true;
+        }
+        memory.memfd.try_clone().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>, size: u64) -> Result<Handle> {
+        const CALL: &str = "host import";
+        self.origin.check()?;
+        let fails = |(code, reason)| failure_with(CALL, code, Some(reason));
+        let Inspected { immutable, missing } = memfd::inspect(fd, size).map_err(fails)?;
+        if !self.aligned(size) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        if missing > 0 {
+            let free = self.memory_info(0)?.free;
+            if missing > free {
+                let reason = format!("{missing} bytes of the memory are not committed, and {free} bytes are free here");
+                return Err(fails((code::OUT_OF_MEMORY, io::Error::other(reason))));
+            }
+        }
+        let memfd = fd.try_clone_to_owned().map_err(|error| fails((code::UNKNOWN, error)))?;
+        Ok(self.write().add(self.identity, Memory { memfd, size, exportable: false, closed: true, immutable }))
+    }
+
+    fn properties(&self, handle: Handle) -> Result<Properties> {
+        self.origin.check()?;
+        match self.read().handles.get(&handle) {
+            Some(memory) => Ok(Properties {
+                location: Location::Device(0),
+                exportable: memory.exportable,
+                immutable: memory.immutable,
+            }),
+            None => Err(failure("host properties", code::INVALID_VALUE)),
+        }
+    }
+
+    fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
+        const CALL: &str = "host copy_in";
+        self.device(CALL, ordinal)?;
+        let state = self.read();
+        if !from.is_empty() && !state.usable(address, from.len() as u64, writable) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        // SAFETY: the destination is mapped for writing, whole, and stays so while the lock is held. It is no memory of Rust's. Other
+        // processes may access it meanwhile, and threads of this one do so by `copy` alone: the lock does not keep them apart.
+        unsafe { copy::write(from, pointer(address).as_ptr().cast()) };
+        Ok(())
+    }
+
+    fn copy_out(&self, ordinal: i32, address: u64, to: &mut [u8]) -> Result<()> {
+        const CALL: &str = "host copy_out";
+        self.device(CALL, ordinal)?;
+        let state = self.read();
+        if !to.is_empty() && !state.usable(address, to.len() as u64, readable) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        // SAFETY: the source is mapped for reading, whole, and stays so while the lock is held. It is no memory of Rust's that is
+        // borrowed mutably. Other processes may write to it meanwhile, and threads of this one do so by `copy` alone: the
+        // lock does not keep them apart.
+        unsafe { copy::read(pointer(address).as_ptr().cast_const().cast(), to) };
+        Ok(())
+    }
+
+    fn synchronize(&self, ordinal: i32) -> Result<()> {
+        self.device("host synchronize", ordinal)
+    }
+
+    fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
+        const CALL: &str = "host can_access_peer";
+        self.device(CALL, ordinal)?;
+        self.device(CALL, peer)?;
+        Ok(true)
+    }
+
+    fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)> {
+        const CALL: &str = "host extent";
+        self.device(CALL, ordinal)?;
+        let state = self.read();
+        let reserved = state.reservations.range(..=address).next_back();
+        let mapped = reserved.and_then(|(_, reserved)| reserved.mapped.range(..=address).next_back());
+        match mapped {
+            Some((&start, mapped)) if address - start < mapped.size => Ok((start, mapped.size)),
+            _ => Err(failure(CALL, code::INVALID_VALUE)),
+        }
+    }
+
+    fn seal(&self, handle: Handle) -> Result<bool> {
+        const CALL: &str = "host seal";
+        self.origin.check()?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let seals = SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
+        let begun = Instant::now();
+        loop {
+            let mut state = self.write();
+            let memory = state.handles.get_mut(&handle).ok_or_else(invalid)?;
+            if memory.immutable {
+                return Ok(true);
+            }
+            if memory.closed {
+                return Err(invalid());
+            }
+            // The kernel refuses it while it is mapped, for whatever access, and takes no seal back.
+            match memfd::add_seals(&memory.memfd, seals) {
+                Ok(()) => {
+                    (memory.closed, memory.immutable) = (true, true);
+                    return Ok(true);
+                }
+                // A fork of this process that is yet to exec has the mappings that it had.
+                Err(Errno::EBUSY) if begun.elapsed() < FORKS_LIVE => {}
+                Err(errno) => return Err(from_errno(CALL, errno)),
+            }
+            drop(state);
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {
+        const CALL: &str = "host page_lock";
+        self.device(CALL, ordinal)?;
+        let wanted = usize::try_from(size).ok().and_then(NonZeroUsize::new);
+        let wanted = wanted.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        if size > self.memory_info(0)?.free {
+            return Err(failure(CALL, code::OUT_OF_MEMORY));
+        }
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: new anonymous memory that replaces nothing.
+        let start = unsafe { mmap_anonymous(None, wanted, protection, MapFlags::MAP_PRIVATE) }
+            .map_err(|errno| from_errno(CALL, errno))?;
+        // SAFETY: it was mapped just now for this caller alone.
+        Ok(unsafe { PageLocked::new(start.cast(), wanted.get(), Arc::new(Anonymous)) })
+    }
+
+    fn window(&self, address: u64, size: u64) -> Result<Window> {
+        self.origin.check()?;
+        let state = self.read();
+        let seen = |enough: fn(&Mapped) -> bool| state.usable(address, size, enough);
+        if size == 0 || !seen(readable) {
+            return Err(failure("host window", code::INVALID_VALUE));
+        }
+        let immutable = seen(|mapped| mapped.access.is_some() && mapped.immutable);
+        let view = View { address, size, writable: seen(writable), immutable };
+        // SAFETY: the table says that the range is mapped with this access, and nothing of it is unmapped or changed while it
+        // is in `windows`, nor before `space` goes; all else here that touches it uses `copy`. What is immutable was sealed against
+        // writing before it was mapped, for good: the kernel had made sure that nothing could write to it any more, in no process,
+        // and refuses whatever would (mappings, write(2), holes). This process has private mappings of it alone, which
+        // `set_access` never makes writable.
+        Ok(unsafe { Window::new(view, self.origin, &self.space.windows, Arc::clone(&self.space) as _) })
+    }
+
+    fn legacy(&self) -> Result<&dyn LegacyIpc> {
+        self.lacking("legacy handles (cuIpcGetMemHandle)")
+    }
+
+    fn pools(&self) -> Result<&dyn Pools> {
+        self.lacking("memory pools (cuMemPoolCreate)")
+    }
+
+    #[cfg(feature = "tools")]
+    fn bare(&self) -> Result<&dyn Bare> {
+        self.origin.check()?;
+        Ok(self)
+    }
+
+    #[cfg(feature = "tools")]
+    fn kernels(&self) -> Result<&dyn Kernels> {
+        self.lacking("kernels that write and check the pattern: that is a GPU's")
+    }
+
+    #[cfg(feature = "tools")]
+    fn diagnosis(&self) -> Result<&dyn Diagnosis> {
+        self.lacking("what only a CUDA driver is asked (diagnosis)")
+    }
+}
