@@ -40,7 +40,8 @@ use crate::{
 /// Their type is one of which any bytes are a value ([`AnyBitPattern`]: integers and floats, but not `bool`), since cudarc makes
 /// values of what it copies to the host, and another process may have written anything.
 ///
-/// A stream is synchronised after each use of it through [`DevicePtr`], so that the work is done before another process is notified.
+/// A stream is synchronised after each use of it through [`DevicePtr`], so that the work is done before another process is
+/// notified.
 /// After a kernel that was given [`View::address`], synchronise yourself, also before the memory is dropped. Other processes
 /// may write to the same memory at any time.
 #[derive(Debug)]

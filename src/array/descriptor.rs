@@ -34,7 +34,8 @@ impl ArrayDescriptor {
     /// A contiguous array at the start of the memory. Its strides are null where C order says the same.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if there are more than [`MAX_DIMENSIONS`], if 64 bits can't count its bytes, or if a stride that has to
+    /// [`MemoryError::Array`] if there are more than [`MAX_DIMENSIONS`], if 64 bits can't count its bytes, or if a stride that
+    /// has to
     /// be given is 2⁶³ bytes or more.
     pub fn new(dtype: ElementType, shape: impl Into<Vec<u64>>, order: Order) -> Result<Self> {
         let array = Self { dtype, shape: shape.into(), strides: None, offset: 0 };
@@ -101,7 +102,8 @@ impl ArrayDescriptor {
     /// Checks it against memory of `extent` bytes: whatever else is asked of it then stays inside.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if a byte of it, or the offset of an array without elements, lies outside; [`MemoryError::Array`] as for
+    /// [`MemoryError::OutOfRange`] if a byte of it, or the offset of an array without elements, lies outside;
+    /// [`MemoryError::Array`] as for
     /// [`ArrayDescriptor::span`].
     pub fn check(&self, extent: u64) -> Result<()> {
         let Range { start, end } = self.span()?;
@@ -131,7 +133,8 @@ impl ArrayDescriptor {
     /// backwards if the step is negative. (In numpy: `a[start:end][::step]`.)
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if there is no such axis, the range is not inside it, the step is 0, or a stride comes to 2⁶³ bytes or
+    /// [`MemoryError::Array`] if there is no such axis, the range is not inside it, the step is 0, or a stride comes to 2⁶³ bytes
+    /// or
     /// more; and as for [`ArrayDescriptor::span`].
     pub fn slice(&self, axis: usize, range: Range<u64>, step: i64) -> Result<Self> {
         self.span()?;

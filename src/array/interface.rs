@@ -27,7 +27,8 @@ impl ArrayDescriptor {
     /// What `__cuda_array_interface__` says of the array in memory that is mapped at `address`.
     ///
     /// # Errors
-    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if its elements have no typestr (`bfloat16` and the 8-bit floats: hand those on by
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if its elements have no typestr (`bfloat16` and the 8-bit floats:
+    /// hand those on by
     /// DLPack, or as integers of the same size), if it passes the end of the address space, and as for
     /// [`ArrayDescriptor::span`].
     pub fn interface(&self, address: u64, read_only: bool) -> Result<Interface> {

@@ -53,8 +53,10 @@ pub(super) fn new_socket() -> Result<OwnedFd> {
 /// the same timeout.
 ///
 /// # Errors
-/// [`SocketError::Absent`] if no process listens in time; [`SocketError::NotAccepted`] if its backlog stays full; [`SocketError::Denied`] if
-/// this user may not connect; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed) if the listener's user is not trusted; [`SocketError::Path`],
+/// [`SocketError::Absent`] if no process listens in time; [`SocketError::NotAccepted`] if its backlog stays full;
+/// [`SocketError::Denied`] if
+/// this user may not connect; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed) if the listener's user is not
+/// trusted; [`SocketError::Path`],
 /// [`Error::Interrupted`], [`Error::System`].
 ///
 /// See connect(2), unix(7).

@@ -131,7 +131,8 @@ impl Channel {
     ///
     /// # Errors
     /// [`PeerError::Timeout`] after the channel's timeout; [`PeerError::Gone`], also for an empty record;
-    /// [`PeerError::Protocol`] for a record that breaks the protocol; [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) if this process's limit cut
+    /// [`PeerError::Protocol`] for a record that breaks the protocol;
+    /// [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) if this process's limit cut
     /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
     ///
     /// See recvmsg(2), unix(7).

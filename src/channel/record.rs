@@ -151,7 +151,8 @@ impl RecordSocket {
     ///
     /// # Errors
     /// [`PeerError::Timeout`] after the socket's timeout; [`PeerError::Gone`] at the end of the connection, also for an empty
-    /// record; [`PeerError::Protocol`] for a record that is too long; [`MemoryError::TooManyDescriptors`] if this process's limit cut
+    /// record; [`PeerError::Protocol`] for a record that is too long; [`MemoryError::TooManyDescriptors`] if this process's limit
+    /// cut
     /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
     ///
     /// See recvmsg(2), unix(7).

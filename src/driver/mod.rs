@@ -142,7 +142,8 @@ pub struct Opened {
 /// - [`Error::Forked`]: this process is a fork of one that initialised the driver.
 /// - [`Error::Driver`]: the driver is there and fails.
 ///
-/// With [`Choice::Auto`] neither [`LoadError::NoLibrary`] nor [`LoadError::NoDevice`]: they lead to the host backend. A driver that is
+/// With [`Choice::Auto`] neither [`LoadError::NoLibrary`] nor [`LoadError::NoDevice`]: they lead to the host backend. A driver
+/// that is
 /// there and fails is never a reason to fall back.
 ///
 /// Driver calls: `cuInit`, `cuDeviceGetCount`.

@@ -176,7 +176,8 @@ impl Window {
     /// Its bytes, with no copy, where nothing can write to them: sealed memory of the host backend.
     pub fn slice(&self) -> Option<&[u8]> {
         let start = self.pointer(0, 0).ok()?;
-        // SAFETY: it is readable, whole, while this object lives, which the slice borrows. Nothing changes its bytes, which `new` was
+        // SAFETY: it is readable, whole, while this object lives, which the slice borrows. Nothing changes its bytes, which `new`
+        // was
         // promised: no other process, as the kernel refuses it to all of them, and no thread of this one, as no mapping of it here
         // is writable and none becomes so while a window is open.
         self.view.immutable.then(|| unsafe { slice::from_raw_parts(start.cast_const(), self.view.size as usize) })

@@ -23,7 +23,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that this crate fails with.
 ///
-/// It is nested by area; [`Error::kind`] sorts it into the few classes that a program reacts to. The cause, where there is one, is in
+/// It is nested by area; [`Error::kind`] sorts it into the few classes that a program reacts to. The cause, where there is one,
+/// is in
 /// [`std::error::Error::source`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

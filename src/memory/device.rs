@@ -219,7 +219,8 @@ impl Device {
     /// itself; else, if the owner is not visible here, the first one, which may reach it all the same.
     ///
     /// # Errors
-    /// [`DeviceError::NoPeerAccess`] if the one that is wanted can't reach the owner; [`PeerError::Mismatch`] on the host backend for
+    /// [`DeviceError::NoPeerAccess`] if the one that is wanted can't reach the owner; [`PeerError::Mismatch`] on the host backend
+    /// for
     /// memory of another machine; [`DeviceError::NotFound`]; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.

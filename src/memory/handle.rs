@@ -64,7 +64,7 @@ impl ArrayHandle {
     /// or none with a legacy handle. The receiver may close them once it has opened it.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if the array is not inside the memory; [`DeviceError::Unsupported`] for memory that is still to be sealed;
+    /// [`MemoryError::Array`] if the array is not inside the memory; [`Error::Misuse`] for memory that is still to be sealed;
     /// [`Error::Driver`]; [`Error::System`].
     ///
     /// Driver calls: `cuMemPoolExportToShareableHandle`, `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
@@ -160,7 +160,8 @@ impl Array {
     /// The dictionary of `__cuda_array_interface__`, for CuPy, Numba, PyTorch and others.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if the interface has no name for the elements (`bfloat16` and the 8-bit floats), or if the array passes
+    /// [`MemoryError::Array`] if the interface has no name for the elements (`bfloat16` and the 8-bit floats), or if the array
+    /// passes
     /// the end of the address space.
     pub fn interface(&self) -> Result<Interface> {
         self.descriptor.interface(self.memory.address(), self.memory.access() == Access::ReadOnly)

@@ -49,7 +49,8 @@ impl Imported {
     ///
     /// # Errors
     /// [`PeerError::Protocol`] if the description contradicts itself; [`PeerError::Mismatch`] if the memory is not what it says;
-    /// [`DeviceError::NoPeerAccess`] if the device can't reach it; [`DeviceError::Unsupported`] for a mechanism that this side lacks;
+    /// [`DeviceError::NoPeerAccess`] if the device can't reach it; [`DeviceError::Unsupported`] for a mechanism that this side
+    /// lacks;
     /// [`MemoryError::OwnHandle`]; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Allocation::import`] and [`Mapping::side_by_side`]; of [`Pool::import`] and

@@ -27,7 +27,8 @@ impl LegacyMemory {
     /// Allocates at least `size` bytes in a block of their own, of 2 MiB or a multiple.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::InvalidSize`]; [`MemoryError::OutOfMemory`] with both figures;
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::InvalidSize`];
+    /// [`MemoryError::OutOfMemory`] with both figures;
     /// [`Error::Driver`].
     ///
     /// Driver call: `cuMemAlloc`.
@@ -44,7 +45,8 @@ impl LegacyMemory {
     /// write into your memory.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::OwnHandle`] in the process that made it; [`Error::Driver`]:
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::OwnHandle`] in
+    /// the process that made it; [`Error::Driver`]:
     /// with `CUDA_ERROR_INVALID_VALUE` for no such handle, or one of freed memory, with `CUDA_ERROR_INVALID_HANDLE` if its
     /// owner has gone.
     ///

@@ -124,7 +124,8 @@ impl PoolBuffer {
     /// Allocates `size` bytes, at most [`MOST`], and waits until they are there.
     ///
     /// # Errors
-    /// [`MemoryError::InvalidSize`] for zero; [`DeviceError::Unsupported`] beyond the most; [`MemoryError::OutOfMemory`] with both figures; [`Error::Driver`].
+    /// [`MemoryError::InvalidSize`] for zero; [`DeviceError::Unsupported`] beyond the most; [`MemoryError::OutOfMemory`] with
+    /// both figures; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemAllocFromPoolAsync`, `cuStreamSynchronize`.
     pub fn allocate(pool: &Arc<Pool>, size: u64) -> Result<Arc<Self>> {

@@ -48,8 +48,11 @@ impl Shared {
     /// Allocates memory, maps it for its device, and exports it unless it is still to be sealed.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for what the device or the mechanism can't do; [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) before anything is
-    /// allocated if this process could not hold one for each chunk; [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize); [`MemoryError::OutOfMemory`](crate::error::MemoryError::OutOfMemory) with both
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for what the device or the mechanism can't do;
+    /// [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) before anything is
+    /// allocated if this process could not hold one for each chunk;
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize);
+    /// [`MemoryError::OutOfMemory`](crate::error::MemoryError::OutOfMemory) with both
     /// figures; [`Error::Driver`](crate::Error::Driver).
     ///
     /// Driver calls: those of [`super::Allocation::create_at`], [`super::Mapping::side_by_side`] and
@@ -113,7 +116,8 @@ impl Shared {
     /// legacy handle, can write all the same.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for memory that was not made to be sealed; [`Error::Driver`](crate::Error::Driver): with `CUDA_ERROR_INVALID_VALUE`, and
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for memory that was not made to be sealed;
+    /// [`Error::Driver`](crate::Error::Driver): with `CUDA_ERROR_INVALID_VALUE`, and
     /// nothing changed, while a [`super::Mirror`] is open on it; after another it can't be used any more.
     ///
     /// Driver calls: `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`. See
@@ -177,7 +181,8 @@ impl Shared {
     /// range has none.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the data has not as many bytes, and for a range that ends before it begins.
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the data has not as many bytes, and for a range that
+    /// ends before it begins.
     pub fn chunks(&self, range: Range<u64>) -> Result<Option<(Part, Vec<Arc<Chunk>>)>> {
         match &self.memory {
             Memory::Vmm(chunks) => chunks.part(range).map(Some),

@@ -39,7 +39,8 @@ impl Allocation {
     /// As [`Allocation::create`], in a device's own memory or in that of the CPU's NUMA node next to it.
     ///
     /// # Errors
-    /// Those of [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) where the driver has no host-NUMA memory.
+    /// Those of [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) where the driver has
+    /// no host-NUMA memory.
     ///
     /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
     pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
@@ -204,7 +205,8 @@ impl Mapping {
     /// Maps a whole allocation `offset` bytes into a reservation, for its device.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if it does not fit; [`Error::Misuse`] if reservation, allocation and device are not all of one driver
+    /// [`MemoryError::OutOfRange`] if it does not fit; [`Error::Misuse`] if reservation, allocation and device are not all of one
+    /// driver
     /// object; [`Error::Driver`] as for [`Mapping::new`], and with `CUDA_ERROR_INVALID_VALUE` if something is mapped there.
     ///
     /// Driver calls: `cuMemMap`, `cuMemSetAccess`.

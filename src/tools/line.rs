@@ -55,7 +55,8 @@ impl Line {
     /// Sends one JSON record. Blocks while the queue of the other end is full, up to the timeout.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if it is too long (nothing is sent); [`PeerError::Gone`], [`PeerError::Timeout`],
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if it is too long (nothing is sent); [`PeerError::Gone`],
+    /// [`PeerError::Timeout`],
     /// [`Error::Interrupted`], [`Error::System`].
     pub(super) fn send(&self, record: &impl Serialize) -> Result<()> {
         let record = serde_json::to_vec(record).map_err(|error| ProtocolError::Content(error.to_string()))?;
@@ -68,7 +69,8 @@ impl Line {
     /// Receives one JSON record. Blocks up to the timeout.
     ///
     /// # Errors
-    /// [`PeerError::Timeout`](crate::error::PeerError::Timeout); [`PeerError::Gone`] at the end of the connection; [`PeerError::Protocol`] if it is too long, or no JSON
+    /// [`PeerError::Timeout`](crate::error::PeerError::Timeout); [`PeerError::Gone`] at the end of the connection;
+    /// [`PeerError::Protocol`] if it is too long, or no JSON
     /// of this type; [`Error::Interrupted`], [`Error::System`].
     pub(super) fn receive<T: DeserializeOwned>(&self) -> Result<T> {
         self.receive_within(self.timeout())

@@ -10,7 +10,7 @@ mod line;
 mod stamp;
 mod temporary;
 
-/// Does the task of a child process of [`doctor`] or [`bench`], and exits.
+/// Does the task of a child process of [`doctor`] or [`mod@bench`], and exits.
 ///
 /// A program that calls [`doctor::run`] or [`bench::run`] must call this with the argument of its hidden subcommand
 /// [`child::SUBCOMMAND`]: their children are this program again.

@@ -37,7 +37,8 @@ impl<'a> Buffer<'a> {
     /// A buffer in memory that exists already.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory.
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory.
     pub fn new(shared: Shared, content: impl Content + 'a, array: Option<ArrayDescriptor>) -> Result<Self> {
         if let Some(array) = &array {
             array.check(shared.size())?;

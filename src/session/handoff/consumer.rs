@@ -228,7 +228,8 @@ impl<'a> Consumer<'a> {
     /// or the only one, is made ready before the wait.
     ///
     /// # Errors
-    /// Those of [`connect`], [`Device::find`] and of the conversation: [`PeerError::Reported`](crate::error::PeerError::Reported), [`PeerError::Gone`](crate::error::PeerError::Gone),
+    /// Those of [`connect`], [`Device::find`] and of the conversation:
+    /// [`PeerError::Reported`](crate::error::PeerError::Reported), [`PeerError::Gone`](crate::error::PeerError::Gone),
     /// [`PeerError::Timeout`](crate::error::PeerError::Timeout), [`PeerError::Protocol`](crate::error::PeerError::Protocol).
     pub fn connect(
         driver: &Driver,
@@ -245,7 +246,8 @@ impl<'a> Consumer<'a> {
     /// As [`Consumer::connect`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say.
     ///
     /// # Errors
-    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed); those of [`Consumer::connect`].
+    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed); those of
+    /// [`Consumer::connect`].
     pub fn over(
         socket: OwnedFd,
         driver: &Driver,
@@ -302,8 +304,11 @@ impl<'a> Consumer<'a> {
     /// that it is busy.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] for an empty range; [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) if this side can't take what is offered;
-    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess); [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the offer contradicts itself; [`Error::Driver`] from opening the memory;
+    /// [`MemoryError::OutOfRange`] for an empty range; [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) if this side
+    /// can't take what is offered;
+    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess);
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the offer contradicts itself; [`Error::Driver`] from opening
+    /// the memory;
     /// those of the conversation.
     ///
     /// Driver calls: those of [`Imported::open`].

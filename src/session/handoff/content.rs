@@ -44,7 +44,8 @@ pub trait Content: Send + Sync {
     /// Whether a consumer's result can be an answer to an offer. A consumer that ignored the check sends none.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if it contradicts itself or the offer. If it says that something was wrong, that counts all
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if it contradicts itself or the offer. If it says that
+    /// something was wrong, that counts all
     /// the same.
     fn accept(&self, offered: &Offered, result: &Verdict) -> Result<()> {
         let _ = (offered, result);
@@ -85,7 +86,8 @@ pub trait Verifier {
     /// Looks at an object before its memory is opened. By default anything is accepted.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) for a check that contradicts itself; [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) for one that this side should
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) for a check that contradicts itself;
+    /// [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) for one that this side should
     /// know and can't do.
     fn inspect(&mut self, check: Option<&Check>, access: crate::driver::Access) -> Result<()> {
         let _ = (check, access);

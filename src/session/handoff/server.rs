@@ -104,7 +104,8 @@ impl ServeReport {
 /// change nothing. The listener's file is removed before the last conversation has ended.
 ///
 /// # Errors
-/// In the report: [`PeerError::NoConsumer`] if none is connected and none comes for as long as the timeout; [`Error::Interrupted`] if
+/// In the report: [`PeerError::NoConsumer`] if none is connected and none comes for as long as the timeout;
+/// [`Error::Interrupted`] if
 /// it was cancelled, also where serving has no other end; what filling the buffer fails with; [`Error::System`]. What goes wrong
 /// with a consumer is in [`Served::error`].
 pub fn serve(
@@ -125,7 +126,8 @@ pub fn serve(
 ///
 /// # Errors
 /// What went wrong before the peer had asked for anything: [`Error::Socket`] for anything else than a connected socket of type
-/// `SOCK_SEQPACKET`; [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`], [`Error::Interrupted`],
+/// `SOCK_SEQPACKET`; [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`],
+/// [`Error::Interrupted`],
 /// [`Error::System`]. After that it is in [`Served::error`].
 pub fn serve_connection(
     socket: OwnedFd,

@@ -101,11 +101,13 @@ impl Publisher {
         }
     }
 
-    /// As [`Publisher::accept`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say, or accepted by the caller.
+    /// As [`Publisher::accept`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say, or accepted by the
+    /// caller.
     ///
     /// # Errors
     /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`],
-    /// [`PeerError::Mismatch`] and [`PeerError::Protocol`] if its peer does not subscribe; [`Error::Interrupted`]; [`Error::System`].
+    /// [`PeerError::Mismatch`] and [`PeerError::Protocol`] if its peer does not subscribe; [`Error::Interrupted`];
+    /// [`Error::System`].
     pub fn over(socket: OwnedFd, driver: &Driver, config: &Config) -> Result<Self> {
         let cancel = config.cancel()?;
         let arrival = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?.meet(socket)?;
@@ -139,10 +141,13 @@ impl Publisher {
         self.keep
     }
 
-    /// Enters a buffer, and describes it to the consumer: to read that is not on the way of its first turn. The number is never used again on this connection. There are at most [`MAX_BUFFERS`] at a time.
+    /// Enters a buffer, and describes it to the consumer: to read that is not on the way of its first turn. The number is never
+    /// used again on this connection. There are at most [`MAX_BUFFERS`] at a time.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory; [`DeviceError::Unsupported`] for memory that is
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory; [`Error::Misuse`] for
+    /// memory that is
     /// still to be sealed;
     /// [`Error::Misuse`] if sealed memory is to be written, for memory of another backend, or where there are as many as there can
     /// be; [`Error::Driver`]; those of the conversation, which end it.

@@ -266,7 +266,8 @@ impl Subscriber {
     /// # Errors
     /// [`Error::Misuse`] if as many buffers are in use as are kept, before anything is taken from the producer;
     /// [`PeerError::Timeout`] if none comes for as long as the timeout; [`PeerError::Gone`] when the producer is gone or has ended
-    /// the session; [`PeerError::Mismatch`], [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) and [`Error::Driver`] from opening a buffer; those of the
+    /// the session; [`PeerError::Mismatch`], [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) and
+    /// [`Error::Driver`] from opening a buffer; those of the
     /// conversation.
     ///
     /// Driver calls, for a new buffer: those of [`Imported::open`], before them those that close another.

@@ -85,7 +85,8 @@ impl Source {
     /// `progress` is called after each slice with the bytes done so far; its error ends the work.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`] if the memory is too small; [`Error::System`]; the errors
+    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`] if the memory is too small;
+    /// [`Error::System`]; the errors
     /// of the mirror and of `progress`.
     ///
     /// Driver calls: those of [`Mirror`].
@@ -122,7 +123,8 @@ impl Source {
     /// The digest of a range of its bytes, read again. `tick` is called after each slice; its error ends the work.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`]; [`Error::System`]; the errors of `tick`.
+    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`]; [`Error::System`]; the errors of
+    /// `tick`.
     pub fn digest(&self, range: Range<u64>, tick: &mut dyn FnMut() -> Result<()>) -> Result<String> {
         if range.start > range.end || range.end > self.size {
             let length = range.end.saturating_sub(range.start);

@@ -1,6 +1,6 @@
 //! Child processes: this program again, with a task, and a line of records on standard input.
 //!
-//! A child is killed when its [`Process`] is dropped, and ends when its parent dies. How it ended is reported in a sentence.
+//! A child is killed when its `Process` is dropped, and ends when its parent dies. How it ended is reported in a sentence.
 //! The task is JSON of the tool's own type; the program hands the argument of the hidden subcommand [`SUBCOMMAND`] to
 //! [`run_child`](super::run_child), which calls the tool.
 

@@ -137,7 +137,8 @@ impl Extent {
     /// The file, the size, and the array that the options name.
     ///
     /// # Errors
-    /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the file or
+    /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the
+    /// file or
     /// the size.
     pub fn resolve(&self) -> Result<(Option<Source>, u64, Option<ArrayDescriptor>), Error> {
         let source = self.from.as_deref().map(Source::open).transpose()?;

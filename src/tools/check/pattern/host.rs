@@ -26,7 +26,8 @@ const ALONE: u64 = 4 << 20;
 /// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
 ///
 /// # Errors
-/// [`MemoryError::OutOfRange`] if the range is not inside the memory; the errors of the copies and of `progress`.
+/// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the range is not inside the memory; the errors of the
+/// copies and of `progress`.
 ///
 /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
 pub fn fill(
@@ -79,7 +80,8 @@ fn put(
 /// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
 ///
 /// # Errors
-/// [`MemoryError::OutOfRange`] if the range is not inside the memory; the errors of the copies and of `progress`. Wrong data is no
+/// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the range is not inside the memory; the errors of the
+/// copies and of `progress`. Wrong data is no
 /// error: see [`Verification`].
 ///
 /// Driver call: `cuMemcpyDtoH`.
@@ -106,7 +108,8 @@ pub fn verify(
     Ok(all)
 }
 
-/// Works on each slice of a range, on all CPUs, each with a state from `begin`. `take` is called on this thread with the result of a
+/// Works on each slice of a range, on all CPUs, each with a state from `begin`. `take` is called on this thread with the result
+/// of a
 /// slice and the number of bytes done, in any order; the first error ends the work.
 fn spread<S, T: Send>(
     range: Range<u64>,

@@ -1,9 +1,11 @@
 //! The pattern: what is written into a buffer, and how it is checked.
 //!
-//! Two engines write and check it: the device's kernels, at the speed of its memory, and this machine's CPUs, on any memory. [`fill`],
+//! Two engines write and check it: the device's kernels, at the speed of its memory, and this machine's CPUs, on any memory.
+//! [`fill`],
 //! [`write()`] and [`verify`] use the CPUs; the methods of [`EngineChoice`] use either.
 //!
-//! The formula is part of an extension of the protocol: see [`crate::wire`]. Without its last term the pattern would repeat every 2³¹ words
+//! The formula is part of an extension of the protocol: see [`crate::wire`]. Without its last term the pattern would repeat every
+//! 2³¹ words
 //! (8 GiB), and swapped parts of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
 //! `mix(0) = 0`, so that below 8 GiB and with salt 0 it is the classic pattern.
 
@@ -65,7 +67,8 @@ impl Pattern {
         self.write_words(if skip == 0 { first } else { first + 1 }, to);
     }
 
-    /// Whether the bytes from byte `start` on are the pattern's, by a fast check of whole words. False also where that check does not
+    /// Whether the bytes from byte `start` on are the pattern's, by a fast check of whole words. False also where that check does
+    /// not
     /// apply.
     fn holds(self, start: u64, found: &[u8]) -> bool {
         let first = start / 4;
