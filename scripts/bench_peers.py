@@ -384,7 +384,7 @@ class Failed(Exception):
 def processes(key: str, plan: Plan, count: int) -> Iterator[dict[Connection, multiprocessing.Process]]:
     """A peer's two processes, by what they report through. At the end of the block they have ended, or are killed."""
     children: dict[Connection, multiprocessing.Process] = {}
-    # Whichever name the version of PyTorch reads, and nothing that whoever calls has set for themselves.
+    # The name that this version of PyTorch reads, and nothing that the caller has set in the environment.
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         os.environ.pop(name, None)
         if allocator := PEERS[key].allocator:
@@ -514,7 +514,7 @@ def table(series: list[Series], vmmfd: list[Series], sizes: list[int]) -> Iterat
 
 
 def show(text: str) -> None:
-    """Prints, in UTF-8 also where the locale has no blocks. That nobody reads on is no error."""
+    """Prints, in UTF-8 also where the locale has no blocks. A reader that has gone is not an error."""
     try:
         sys.stdout.buffer.write(f"{text}\n".encode())
         sys.stdout.flush()

@@ -106,7 +106,7 @@ def ignores(meeting: Meeting) -> None:
 
 
 def impatient(meeting: Meeting) -> None:
-    """a real consumer is told as often as its own short timeout needs, by a producer that would wait for long"""
+    """a real consumer receives `busy` as often as its own short timeout needs, from a producer whose timeout is long"""
     device = host_device(meeting)
     with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
         patient = shared(device, segments, fill=lambda: time.sleep(2))
@@ -224,7 +224,7 @@ def typed_bfloat16(meeting: Meeting) -> None:
 
 
 def waits_while_busy(meeting: Meeting) -> None:
-    """whoever waits for a turn is told that the producer is busy, and so waits longer than its timeout"""
+    """a consumer that waits for its turn receives `busy`, and so waits longer than its timeout"""
     with meeting.producer("--round-trip", "--consumers", "2", "--timeout", "900ms") as producer:
         with ThreadPoolExecutor(1) as pool:
             with meeting.consume(0.9) as first, first.request() as offered:
@@ -362,7 +362,7 @@ def serves_wrong_byte(meeting: Meeting) -> None:
 
 
 def asks_for_reply(meeting: Meeting) -> None:
-    """a real consumer replies, and this side verifies it; it is told when this side works for long"""
+    """a real consumer replies, and this side verifies it; it receives `busy` while this side works for long"""
     device = host_device(meeting)
     with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
 

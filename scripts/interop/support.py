@@ -43,7 +43,7 @@ class Child:
 
     def __init__(self, command: list[str], deadline: float) -> None:
         self._name, self._deadline = os.path.basename(command[0]), deadline
-        # No pipe: nobody has to read for it to go on.
+        # Not a pipe: it must not wait for a reader.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
         streams = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
         self._process = subprocess.Popen(command, **streams)

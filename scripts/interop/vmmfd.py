@@ -41,7 +41,7 @@ Body = dict[str, Any]
 
 
 class VmmfdError(Exception):
-    """A conversation that failed. `code` is what the peer is told of it."""
+    """A conversation that failed. `code` is what the peer receives."""
 
     code = "failed"
 
@@ -174,7 +174,7 @@ def numpy_check(found: Any, salt: int) -> Body:
 
 
 class Message(NamedTuple):
-    """One record. Whoever receives it owns the descriptors."""
+    """One record. The receiver owns the descriptors."""
 
     kind: str
     body: Body
@@ -308,7 +308,7 @@ class Channel:
     def _take(self) -> tuple[bytes, list[int], int]:
         """One record as it is, with whatever came with it. All of the kernel's most fit, so that each is known."""
         room = _HEADER.size + MAX_BODY, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
-        # A reset is told once, before what the peer had still sent.
+        # ECONNRESET is reported once, ahead of queued records.
         for last in (False, True):
             try:
                 record, ancillary, flags, _ = self._socket.recvmsg(*room, socket.MSG_CMSG_CLOEXEC)
@@ -349,7 +349,7 @@ class Channel:
         done = threading.Event()
 
         def speak() -> None:
-            # Whoever can't be told is noticed with the next message.
+            # A peer that is gone is noticed with the next message.
             with contextlib.suppress(OSError, VmmfdError):
                 while not done.wait(self._busy_every):
                     self._socket.sendmsg([encode("busy", {})], [], socket.MSG_NOSIGNAL)
@@ -434,8 +434,8 @@ class Offered:
 
 
 class Consumer:
-    """A connection to a producer, waited for until `timeout`. To be used as a context: how its block ends is what the
-    producer is told. Memory of a pool and legacy memory must be let go of inside it."""
+    """A connection to a producer, waited for until `timeout`. To be used as a context: how its block ends is reported
+    to the producer. Memory of a pool and legacy memory must be closed inside it."""
 
     def __init__(self, path: str, backend: str, timeout: float = 30.0) -> None:
         self._pools: dict[int, int] = {}
@@ -504,7 +504,7 @@ class Consumer:
         return answer
 
     def working(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which the producer is told once a second that this side is at work."""
+        """A block in which this side sends `busy` once a second."""
         return self._channel.working()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -606,7 +606,7 @@ class Producer:
         try:
             self._listener.settimeout(timeout)
             self._listener.bind(path)
-            # Nobody can connect before it listens.
+            # No peer can connect before it listens.
             os.chmod(path, 0o600)
             self._listener.listen(1)
         except BaseException:

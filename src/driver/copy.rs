@@ -55,7 +55,7 @@ mod bytes {
     use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
     /// # Safety
-    /// Both are valid for `length` bytes, `from` for atomic loads, and `to` is nobody else's.
+    /// Both are valid for `length` bytes, `from` for atomic loads, and `to` is accessed by no other thread.
     pub(super) unsafe fn read(from: *const u8, to: *mut u8, length: usize) {
         for at in 0..length {
             // SAFETY: the caller's promise. The memory may be read-only, of which a relaxed load of one byte is allowed.
@@ -64,7 +64,7 @@ mod bytes {
     }
 
     /// # Safety
-    /// Both are valid for `length` bytes, `to` for atomic stores, and nobody writes to `from`.
+    /// Both are valid for `length` bytes, `to` for atomic stores, and `from` is written by no other thread.
     pub(super) unsafe fn write(from: *const u8, to: *mut u8, length: usize) {
         for at in 0..length {
             // SAFETY: the caller's promise.
@@ -84,8 +84,8 @@ mod assembly {
     pub(super) use self::{copy as read, copy as write};
 
     /// # Safety
-    /// Both are valid for `length` bytes and apart from each other. The one that is not shared is nobody else's to write, and if it
-    /// is `to`, nobody else's to read.
+    /// Both are valid for `length` bytes and apart from each other. The one that is not shared is written by no other thread, and if it
+    /// is `to`, read by none.
     #[inline]
     pub(super) unsafe fn copy(from: *const u8, to: *mut u8, length: usize) {
         match length {

@@ -125,7 +125,7 @@ impl FromStr for Choice {
 pub struct Opened {
     /// The driver.
     pub driver: Driver,
-    /// Why it is the host backend although CUDA was preferred: a person must be told.
+    /// Why it is the host backend although CUDA was preferred: show it to the user.
     pub fallback: Option<Error>,
 }
 

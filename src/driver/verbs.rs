@@ -130,7 +130,7 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool>;
 
     /// First address and size of what an address is in: of a mapping as it was mapped, and of memory from [`LegacyIpc`] and
-    /// [`Pools`] as the driver tells, which believes the exporter. `cuMemGetAddressRange_v2`, for the latter.
+    /// [`Pools`] as the driver reports it, which does not check what the exporter claimed. `cuMemGetAddressRange_v2`, for the latter.
     fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)>;
 
     /// Makes an allocation immutable for good, and returns whether that is enforced against every holder of a descriptor. On

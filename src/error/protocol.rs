@@ -1,4 +1,4 @@
-//! How a conversation goes wrong, as either side tells the other or itself.
+//! Errors of a conversation: what breaks the protocol, and the codes that either side sends.
 
 use std::fmt;
 
@@ -89,7 +89,7 @@ pub enum ProtocolError {
     Content(String),
 }
 
-/// Why a side ends the conversation, as it tells the other; in snake case on the wire. Codes of the future read as
+/// Why a side ends the conversation, as it is sent to the other; in snake case on the wire. Codes of the future read as
 /// [`ErrorCode::Unknown`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -115,7 +115,7 @@ pub enum ErrorCode {
     Full,
     /// The sender waited too long.
     Timeout,
-    /// The sender was told to stop.
+    /// The sender was interrupted.
     Interrupted,
     /// The sender's driver or system failed.
     Failed,

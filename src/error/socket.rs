@@ -38,7 +38,7 @@ pub enum SocketError {
     AlreadyServed {
         /// The socket.
         path: PathBuf,
-        /// The process that listens on it, or 0 if it can't be told.
+        /// The process that listens on it, or 0 if it is not known.
         pid: i32,
     },
 

@@ -16,7 +16,7 @@ use crate::{
 
 /// A memory pool with a descriptor, or one that was imported. Dropping it gives it back.
 ///
-/// A process that has the descriptor can reach all of the pool, not only the buffers that it was told of.
+/// A process that has the descriptor can reach all of the pool, not only the buffers that it was given.
 #[derive(Debug)]
 pub struct Pool {
     device: Device,

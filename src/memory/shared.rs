@@ -154,7 +154,7 @@ impl Shared {
         }
     }
 
-    /// What others must be told to open it, besides the descriptors.
+    /// What another process needs to open it, besides the descriptors.
     ///
     /// # Errors
     /// [`Error::Driver`](crate::Error::Driver) where the driver does not give the 64 bytes out.

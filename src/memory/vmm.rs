@@ -175,7 +175,7 @@ impl Drop for Reservation {
     }
 }
 
-/// Allocations at addresses of this process, side by side. Dropping it unmaps them, then lets go of the reservation.
+/// Allocations at addresses of this process, side by side. Dropping it unmaps them, then drops the reservation.
 ///
 /// It keeps the memory alive, also when the [`Allocation`]s are dropped. Other processes, and other mappings, see the same
 /// bytes and may write them at any time. Work of your own on a GPU stream must be finished before it is dropped: unmapping

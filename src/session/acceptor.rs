@@ -194,7 +194,7 @@ impl<'a> Acceptor<'a> {
         Ok(())
     }
 
-    /// Takes one record of a connection. An error concerns that connection alone, which has been told.
+    /// Takes one record of a connection. An error concerns that connection alone, to which it was sent.
     fn hear(&mut self, index: usize) -> Result<Option<Arrival>> {
         let (dialect, backend) = (self.dialect, self.backend);
         let idle = &mut self.idle[index];

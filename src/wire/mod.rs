@@ -27,7 +27,7 @@ pub const MAX_FDS: usize = 253;
 /// The longest name of an object, a backend or a device, in bytes.
 pub const MAX_NAME: usize = 255;
 
-/// The name of the object that a producer serves unless told otherwise.
+/// The name of the object that a producer serves by default.
 pub const DEFAULT_OBJECT: &str = "default";
 
 /// The capability of both ends of a stream.

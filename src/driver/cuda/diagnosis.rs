@@ -136,7 +136,7 @@ impl Diagnosis for Core {
             let begun = Instant::now();
             // SAFETY: no pointers; both ranges are mapped while the table is held.
             let copied = unsafe { self.functions.memcpy_dtod(to, from, size as usize) };
-            // It may still be under way, also when it failed, and nothing may be when the table is let go.
+            // It may still be under way, also when it failed, and nothing may be when the table is unlocked.
             let done = self.settle();
             copied.and(done).map(|()| begun.elapsed())
         })
@@ -163,7 +163,7 @@ impl Diagnosis for Core {
                 // SAFETY: the arguments are those of the kernel, and are read before the call returns. It writes one word,
                 // and its place is mapped while the table is held. Null is the default stream.
                 let launched = unsafe { functions.launch_kernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, arguments, none) };
-                // It may still run, and must not when the table is let go.
+                // It may still run, and must not when the table is unlocked.
                 let done = self.settle();
                 launched.and(done)
             });

@@ -178,7 +178,7 @@ impl Core {
                 return Err(failure("cuLaunchKernel", code::INVALID_VALUE));
             }
             work(&self.functions, program).inspect_err(|_| {
-                // It may still run, and must not when the table is let go. Its own failure is the same one again.
+                // It may still run, and must not when the table is unlocked. Its own failure is the same one again.
                 let _ = self.settle();
             })
         })

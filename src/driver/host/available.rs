@@ -59,7 +59,7 @@ fn limits(root: &Path, line: &str) -> Vec<MemoryInfo> {
 fn limit(folder: &Path, (max, current, inactive): (&str, &str, &str)) -> Option<MemoryInfo> {
     let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok();
     let max = number(max)?;
-    // Pages of files nobody uses count as used, and are given back before anything is killed.
+    // Unused pages of files count as used, and are given back before anything is killed.
     let stat = fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
     let reclaimable = stat.lines().find_map(|line| line.strip_prefix(inactive)?.parse::<u64>().ok()).unwrap_or(0);
     let used = number(current)?.saturating_sub(reclaimable);

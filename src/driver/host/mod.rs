@@ -235,7 +235,7 @@ struct Anonymous;
 
 impl PageLocker for Anonymous {
     unsafe fn take_back(&self, start: NonNull<u8>, size: usize) -> Result<()> {
-        // SAFETY: the caller's promise: it is a whole mapping that nobody uses. In a fork it is a copy, and goes alone.
+        // SAFETY: the caller's promise: it is a whole mapping that is not used any more. In a fork it is a copy, and goes alone.
         unsafe { munmap(start.cast(), size) }.map_err(|errno| from_errno("host page_lock", errno))
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     session::{Check, Verdict},
 };
 
-/// To be called often during long work: it tells the peer that this side is busy, and fails when the session has to end.
+/// To be called often during long work: it sends `busy` to the peer, and fails when the session has to end.
 pub type Tick<'a> = &'a mut dyn FnMut() -> Result<()>;
 
 /// What a producer's buffer holds, and what its consumers can check it against. [`super::serve`] calls it.

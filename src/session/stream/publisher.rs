@@ -45,7 +45,7 @@ pub struct Publisher {
     /// By the numbers that travel.
     buffers: BTreeMap<u64, Buffer>,
     next: u64,
-    /// What was given back and not told to the caller yet.
+    /// What was given back and not returned to the caller yet.
     back: VecDeque<u64>,
     over: bool,
 }
@@ -63,7 +63,7 @@ struct Buffer {
     held: bool,
     /// Whether it is the consumer's turn.
     out: bool,
-    /// Whether the consumer was told to close it.
+    /// Whether `withdraw` was sent for it.
     withdrawn: bool,
 }
 
@@ -190,7 +190,7 @@ impl Publisher {
         Ok(BufferId { session: self.session, number })
     }
 
-    /// Waits until the GPU's work on a buffer is done, then tells the consumer that it is its turn: in one small record if the
+    /// Waits until the GPU's work on a buffer is done, then gives the consumer its turn: in one small record if the
     /// consumer has the buffer open, else with all that it needs to open it, and waits until it has. Returns the generation,
     /// which counts the buffer's publications from 1. What was given back meanwhile is heard too: ask
     /// [`Publisher::try_take_back`] before waiting for this end to be readable.

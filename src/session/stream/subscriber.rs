@@ -113,7 +113,7 @@ impl Received {
         self.generation
     }
 
-    /// Since when it can be used: of a new buffer, from before the producer was told that it is open.
+    /// Since when it can be used: of a new buffer, from before `received` was sent to the producer.
     pub fn usable_since(&self) -> Instant {
         self.usable
     }
@@ -445,7 +445,7 @@ impl Subscriber {
         }
     }
 
-    /// Gives a buffer back: waits until the GPU's work on it is done, then tells the producer.
+    /// Gives a buffer back: waits until the GPU's work on it is done, then notifies the producer.
     ///
     /// # Errors
     /// [`Error::Misuse`] for a buffer of another session; [`Error::Driver`] from the synchronisation: the next call tries again;
@@ -482,11 +482,11 @@ impl Subscriber {
         (kept.in_use, kept.used) = (false, self.uses);
         let (generation, withdrawn) = (kept.generation, kept.withdrawn);
         let done = self.link.send(&Message::Done(BufferTurn { buffer: number, generation }), &[]);
-        let told = match withdrawn {
+        let sent = match withdrawn {
             true => done.and_then(|()| self.discard(number)),
             false => done,
         };
-        self.guard(told)
+        self.guard(sent)
     }
 
     /// Ends the session: closes all buffers but those in use.
