@@ -6,7 +6,6 @@ use clap::Parser;
 use vmmfd::{
     channel::{Cancel, socket_path},
     driver::Access,
-    error::Error,
     memory::Selector,
     session::{
         Event,
@@ -55,7 +54,7 @@ impl Command for Options {
         &self.common
     }
 
-    fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error> {
+    fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
         let observer = |event: Event<'_>| console.event(event);
         let path = socket_path(self.common.socket.as_deref())?;
         // Before the connection, so that nothing is sent that can't be written.

@@ -5,7 +5,6 @@ use std::process::ExitCode;
 use clap::Parser;
 use vmmfd::{
     channel::{Cancel, Listener, socket_path},
-    error::Error,
     memory::{Device, Mechanism, Placement, Selector},
     session::{
         Event,
@@ -72,7 +71,7 @@ impl Command for Options {
         &self.common
     }
 
-    fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error> {
+    fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
         let observer = |event: Event<'_>| console.event(event);
         let (source, size, array) = self.extent.resolve()?;
         let path = socket_path(self.common.socket.as_deref())?;
@@ -94,7 +93,7 @@ impl Command for Options {
         let options = ServeOptions::default().with_consumers(self.consumers).with_round_trip(self.round_trip);
         let report = handoff::serve(listener, &buffer, &options, &config, &observer);
         console.served(&report.served);
-        Exit::of_service(report, self.consumers == 0)
+        Ok(Exit::of_service(report, self.consumers == 0)?)
     }
 }
 

@@ -130,7 +130,7 @@ fn parse_bench(text: &str) -> Result<BenchArg, String> {
 }
 
 impl Tool for BenchOptions {
-    fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error> {
+    fn run(&self, cancel: &Cancel) -> anyhow::Result<(String, u8)> {
         // This process has sockets and descriptors for each consumer.
         cli::raise_file_limit();
         // Before the measurements, which would be lost if it can't be written.
@@ -280,7 +280,7 @@ fn list() -> String {
 }
 
 impl Tool for DoctorOptions {
-    fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error> {
+    fn run(&self, cancel: &Cancel) -> anyhow::Result<(String, u8)> {
         if self.list {
             return Ok((list(), 0));
         }

@@ -136,7 +136,7 @@ pub trait Command: Parser {
     ///
     /// # Errors
     /// Every error; the console prints it.
-    fn run(&self, console: &Console, cancel: &Cancel) -> Result<Exit, Error>;
+    fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit>;
 }
 
 /// Runs a command: the whole of its `main`.
@@ -157,9 +157,14 @@ pub fn main<C: Command>() -> ExitCode {
             watch(signals, &cancel, move |signal| {
                 last.finish(Err(Error::Interrupted { signal }));
             })?;
-            command.run(&console, &cancel)
+            command.run(&console, &cancel).map_err(library_error)
         });
     ExitCode::from(console.finish(result).code())
+}
+
+/// The library's error that a command failed with; any other as [`Error::Caller`], with the chain of its causes.
+fn library_error(error: anyhow::Error) -> Error {
+    error.downcast().unwrap_or_else(|other| Error::Caller(other.into()))
 }
 
 /// A report as one line of JSON.
@@ -176,7 +181,7 @@ pub trait Tool {
     ///
     /// # Errors
     /// Every error; it is printed on standard error.
-    fn run(&self, cancel: &Cancel) -> Result<(String, u8), Error>;
+    fn run(&self, cancel: &Cancel) -> anyhow::Result<(String, u8)>;
 
     /// The exit code of an error other than a signal.
     fn code(&self, error: &Error) -> u8;
@@ -188,7 +193,7 @@ pub fn main_of(tool: impl Tool) -> ExitCode {
     let masked = signals.thread_block().map_err(|errno| Error::system("block signals", errno));
     let result = masked.and_then(|()| Cancel::new()).and_then(|cancel| {
         watch(signals, &cancel, |signal| complain(&Error::Interrupted { signal }))?;
-        tool.run(&cancel)
+        tool.run(&cancel).map_err(library_error)
     });
     let (text, code) = match result {
         Ok(done) => done,
@@ -289,4 +294,21 @@ fn usage<C: Command>(error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     let message = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
     ExitCode::from(Console::usage(C::ROLE, message).code())
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    #[test]
+    fn an_error_of_the_library_keeps_its_class_and_any_other_its_causes() {
+        let library = library_error(Error::Interrupted { signal: 2 }.into());
+        assert!(matches!(library, Error::Interrupted { signal: 2 }), "{library:?}");
+        let other = Err::<(), _>(io::Error::other("the disk is full")).context("the report can't be written");
+        let other = library_error(other.unwrap_err());
+        assert_eq!(other.in_full(), "the report can't be written: the disk is full");
+        assert_eq!(Exit::of(&other), Exit::System);
+    }
 }
