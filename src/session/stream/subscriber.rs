@@ -1,4 +1,5 @@
-//! The end that uses the buffers.
+//! The end that uses the buffers. It is long because it is one state machine: what a message may do depends on what each method below
+//! leaves behind.
 
 use std::{
     collections::BTreeMap,
