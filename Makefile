@@ -38,7 +38,7 @@ bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a 
 check: ## format, lints and documentation, warnings as errors; programs that take the library alone, with CUDA 11.8 and 13.0
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
-	$(CARGO) build --locked --package fakecuda
+	$(CARGO) build --locked --workspace --features launch
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
 
