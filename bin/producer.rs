@@ -74,6 +74,7 @@ impl Command for Options {
     fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
         let observer = |event: Event<'_>| console.event(event);
         let (source, size, array) = self.extent.resolve()?;
+        console.array(array.as_ref());
         let path = socket_path(self.common.socket.as_deref())?;
         Listener::check_free(&path)?;
         let config = self.common.config(cancel);

@@ -18,6 +18,7 @@ use super::{
     report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
 };
 use crate::{
+    array::ArrayDescriptor,
     driver::Backend,
     error::{Error, ErrorKind},
     memory::{Description, Device},
@@ -287,6 +288,11 @@ impl Console {
                 self.step("save", Some(elapsed), format!("{size} bytes in {}", path.display()));
             }
         }
+    }
+
+    /// Enters the array that the data is.
+    pub fn array(&self, array: Option<&ArrayDescriptor>) {
+        self.state().report.array = array.cloned();
     }
 
     fn device(&self, device: &Device, granularity: u64) {
