@@ -19,6 +19,7 @@ use vmmfd::{
         bench::{self, Bench},
         check::files::Target,
         cli::{self, Tool, parse_size, parse_timeout},
+        conform::{CONFORM_CODES, ConformOptions},
         doctor::{
             self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES,
             text::{self, Style},
@@ -42,6 +43,9 @@ enum Command {
     /// Measures handoffs between two real processes, compared with the driver's own calls
     #[command(after_help = BENCH_CODES)]
     Bench(BenchOptions),
+    /// Plays either role of the protocol against any implementation, and reports which rules of its page were broken
+    #[command(after_help = CONFORM_CODES)]
+    Conform(ConformOptions),
     /// A child process of the doctor or the bench
     #[command(name = tools::child::SUBCOMMAND, hide = true)]
     Child { task: String },
@@ -334,6 +338,7 @@ fn main() -> ExitCode {
         Ok(Options { command: Command::Child { task } }) => tools::run_child(&task),
         Ok(Options { command: Command::Doctor(doctor) }) => cli::main_of(doctor),
         Ok(Options { command: Command::Bench(benches) }) => cli::main_of(benches),
+        Ok(Options { command: Command::Conform(conform) }) => cli::main_of(conform),
         Err(error) => {
             let code = if error.use_stderr() { 2 } else { 0 };
             // A closed standard output is not an error.

@@ -5,6 +5,7 @@ mod cases;
 
 mod bench;
 mod commands;
+mod conform;
 mod contract;
 mod conversation;
 mod cuda_library;

@@ -10,6 +10,7 @@ mod meets_producer;
 mod meets_publisher;
 mod meets_subscriber;
 mod memory;
+mod options;
 pub mod page;
 mod peer;
 mod records;
@@ -21,8 +22,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-pub use self::report::{CaseReport, ConformReport, Outcome, RuleReport, render};
 use self::{fault::Fault, peer::Peer};
+pub use self::{
+    options::{CONFORM_CODES, ConformOptions},
+    report::{CaseReport, ConformReport, Outcome, RuleReport, render},
+};
 use crate::{
     channel::{Cancel, Listener, Trust, connect_socket, deadline_after},
     driver::{Backend, Choice, open},
