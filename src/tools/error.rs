@@ -99,7 +99,7 @@ pub fn hint(error: &Error) -> Option<&str> {
             "ordinals are counted among the devices that CUDA_VISIBLE_DEVICES leaves"
         }
         Error::Device(DeviceError::Ambiguous { .. }) => "write more digits of the UUID",
-        Error::Device(DeviceError::Unsupported { .. }) => "a device whose driver offers it is needed",
+        Error::Device(DeviceError::Unsupported { .. }) => "`vmmfd devices` lists what can be shared of each device",
         Error::Device(DeviceError::NoPeerAccess { .. }) => {
             "choose a device of the same NVLink or PCIe group with --device; nvidia-smi topo -p2p r shows which can"
         }

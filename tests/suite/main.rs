@@ -4,6 +4,7 @@
 mod cases;
 
 mod bench;
+mod command_line;
 mod commands;
 mod contract;
 mod conversation;
@@ -31,4 +32,5 @@ mod shared;
 mod sharing_commands;
 mod stream;
 mod support;
+mod terminal;
 mod users;

@@ -293,7 +293,8 @@ impl Console {
             // The speed of the kernels, without their start.
             Engine::Gpu => match words as f64 * 4.0 / work.elapsed.as_secs_f64().max(1e-7) {
                 rate if rate >= 1e12 => format!("on the GPU at {:.2} TB/s", rate / 1e12),
-                rate => format!("on the GPU at {:.1} GB/s", rate / 1e9),
+                rate if rate >= 1e9 => format!("on the GPU at {:.1} GB/s", rate / 1e9),
+                rate => format!("on the GPU at {:.3} GB/s", rate / 1e9),
             },
             Engine::Host => "on the CPU".to_owned(),
         };

@@ -241,6 +241,7 @@ impl Runner<'_> {
                 match worker.finding(probe, self)? {
                     Waited::Found(finding) => {
                         findings.push(*finding);
+                        self.ended();
                         done += 1;
                     }
                     // The rest needs another process.
@@ -248,18 +249,19 @@ impl Runner<'_> {
                     Waited::Left => {
                         let error = worker.error("exit", "the probe's process exited".to_owned());
                         findings.push(probe.cut_short(None, error));
+                        self.ended();
                         done += 1;
                         break;
                     }
                     Waited::Cut(finding) => {
                         hung += usize::from(finding.error.as_ref().is_some_and(|error| error.kind == "timeout"));
                         findings.push(*finding);
+                        self.ended();
                         done += 1;
                         break;
                     }
                 }
             }
-            (0..done).for_each(|_| self.ended());
             left = &left[done..];
         }
         Ok(findings)
