@@ -13,6 +13,7 @@ mod doctor;
 mod doctor_meeting;
 mod doctor_rules;
 mod engines;
+mod examples;
 mod fakecuda;
 mod host_memory;
 mod identity;
