@@ -62,10 +62,10 @@ fn the_commands_page_has_every_option() {
             None => format!("<!-- help: {command} -->\n```text\n{text}\n```"),
         };
         shown.entry(without_name).or_insert_with(|| command.clone());
-        page += &format!("\n## {command}\n\n{body}\n");
+        page += &format!("\n### {command}\n\n{body}\n");
     }
     let page: String = page.lines().map(|line| format!("{}\n", line.trim_end())).collect();
-    assert!(page.contains("\n## vmmfd doctor serve\n"), "{page}");
+    assert!(page.contains("\n### vmmfd doctor serve\n"), "{page}");
     Page::read("docs/commands.md").has_generated("help", &format!("{page}\n"));
 }
 
