@@ -7,8 +7,8 @@
 //! | `rust` | a doctest: the page is included by `src/lib.rs` |
 //! | `sh` | each line: the options of our commands, make's targets, the files named |
 //! | `toml` | the lines of the README's dependencies, which `make check` builds |
-//! | `<!-- terminal: NAME -->`, `<!-- json: NAME -->`, `<!-- exit codes -->`, `<!-- doctor -->` | a test beside this one compares it with what the command prints |
-//! | `<!-- help: NAME -->` | is generated |
+//! | `<!-- terminal: NAME -->`, `<!-- json: NAME -->`, `<!-- doctor -->` | a test beside this one compares it with what the command prints |
+//! | `<!-- help: NAME -->`, `<!-- exit codes -->` | is generated |
 //! | `<!-- python: NAME -->` | `scripts/interop/host.py` runs it |
 //! | `<!-- excerpt: FILE -->` | it stands in that file, word for word |
 //! | `<!-- checked by: FILE::TEST -->` | that test, in Rust or Python |

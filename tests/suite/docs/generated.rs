@@ -18,17 +18,23 @@ fn troubleshooting_has_the_rules_of_the_doctor() {
     };
     let rows: String = RULES.iter().map(row).collect();
     let want = format!("| Rule | Seen | Cause | What to do |\n|---|---|---|---|\n{rows}");
-    Page::read("docs/troubleshooting.md").has_generated("rules", &want);
+    Page::has_generated("docs/troubleshooting.md", "rules", &want);
 }
 
-/// What a command prints with `--help`.
+#[test]
+fn the_commands_page_has_the_exit_codes() {
+    let want = format!("```text\n{EXIT_CODES}\n```\n");
+    Page::has_generated("docs/commands.md", "exit codes", &want);
+}
+
+/// What a command prints with `-h`.
 fn help(command: &str) -> String {
     let mut words = command.split(' ');
     let meeting = Meeting::host();
     let program = words.next().unwrap();
     let name = ["producer", "consumer", "vmmfd"].into_iter().find(|name| *name == program).unwrap();
     let mut run = meeting.bare(name);
-    run.command.env_remove("COLUMNS").args(words).arg("--help");
+    run.command.env_remove("COLUMNS").args(words).arg("-h");
     let ended = run.end();
     ended.code(0);
     ended.stdout
@@ -56,7 +62,8 @@ fn the_commands_page_has_every_option() {
         queue.extend(subcommands(&text).iter().rev().map(|name| format!("{command} {name}")));
         // The codes have a section of their own, but for those that another command has.
         let text = text.replace(EXIT_CODES, "").trim_end().to_owned();
-        let without_name = text.lines().filter(|line| !line.starts_with("Usage:")).collect::<Vec<_>>().join("\n");
+        let own = |line: &&str| !line.starts_with("Usage:") && !line.contains("--version");
+        let without_name = text.lines().filter(own).collect::<Vec<_>>().join("\n");
         let body = match shown.get(&without_name) {
             Some(other) => format!("As [`{other}`](#{}).", other.replace(' ', "-")),
             None => format!("<!-- help: {command} -->\n```text\n{text}\n```"),
@@ -66,7 +73,7 @@ fn the_commands_page_has_every_option() {
     }
     let page: String = page.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     assert!(page.contains("\n### vmmfd doctor serve\n"), "{page}");
-    Page::read("docs/commands.md").has_generated("help", &format!("{page}\n"));
+    Page::has_generated("docs/commands.md", "help", &format!("{page}\n"));
 }
 
 #[test]

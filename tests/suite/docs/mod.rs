@@ -12,6 +12,7 @@ mod shell;
 use std::{
     env, fs,
     path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
 };
 
 /// The folder of the sources.
@@ -61,27 +62,28 @@ impl Page {
 
     /// What stands between a mark and its end is this; or becomes it, if the pages are to be updated.
     #[track_caller]
-    fn has_generated(&self, mark: &str, want: &str) {
+    fn has_generated(path: &str, mark: &str, want: &str) {
+        // Two tests may update parts of one page.
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let text = source(path);
         let (begin, end) = (format!("<!-- {mark} -->\n"), format!("<!-- end of {mark} -->"));
-        let (before, rest) = self.text.split_once(&begin).unwrap_or_else(|| panic!("{}: no {begin}", self.path));
-        let (found, after) = rest.split_once(&end).unwrap_or_else(|| panic!("{}: no {end}", self.path));
+        let (before, rest) = text.split_once(&begin).unwrap_or_else(|| panic!("{path}: no {begin}"));
+        let (found, after) = rest.split_once(&end).unwrap_or_else(|| panic!("{path}: no {end}"));
         if env::var_os("UPDATE_DOCS").is_some() {
-            fs::write(root().join(&self.path), format!("{before}{begin}{want}{end}{after}")).unwrap();
+            fs::write(root().join(path), format!("{before}{begin}{want}{end}{after}")).unwrap();
             return;
         }
-        if found != want {
-            let (line, (found, want)) = found
-                .lines()
-                .zip(want.lines())
-                .enumerate()
-                .find(|(_, (found, want))| found != want)
-                .unwrap_or((0, ("another length", "")));
-            panic!(
-                "{} is out of date {line} lines after `{mark}`:\n  it has {found}\n  and not {want}\n\
-                 UPDATE_DOCS=1 cargo test --features launch --test suite -- docs",
-                self.path
-            );
-        }
+        let mut lines = found.lines().zip(want.lines());
+        let differs = lines.find(|(found, want)| found != want);
+        let ends = ("another number of lines", "");
+        assert!(
+            found == want,
+            "{path} is out of date after `{mark}`:\n  it has   {}\n  and not  {}\n\
+             UPDATE_DOCS=1 cargo test --features launch --test suite -- docs",
+            differs.unwrap_or(ends).0,
+            differs.unwrap_or(ends).1
+        );
     }
 }
 

@@ -77,11 +77,6 @@ fn the_json_shown_has_the_fields_that_the_commands_print() {
 }
 
 #[test]
-fn the_exit_codes_are_those_of_help() {
-    assert_eq!(Page::read("docs/commands.md").block("exit codes").join("\n"), vmmfd::tools::cli::EXIT_CODES);
-}
-
-#[test]
 fn the_doctors_report_has_every_probe() {
     let page = Page::read("docs/doctor.md");
     let report = page.block("doctor");
