@@ -157,7 +157,7 @@ fn the_reference_links_to_files_of_the_package() {
     for link in links {
         assert!(root().join(link).exists(), "there is no {link}");
         let folder = link.split('/').next().unwrap();
-        let packed = [format!("\"{folder}/\""), format!("\"{link}\"")].iter().any(|entry| included.contains(entry));
+        let packed = [format!("\"/{folder}/\""), format!("\"/{link}\"")].iter().any(|entry| included.contains(entry));
         assert!(packed, "{link} is not in the package");
     }
 }
