@@ -24,6 +24,8 @@ mod kernels;
 mod launch;
 mod legacy_and_pools;
 mod options;
+mod protocol;
+mod protocol_files;
 mod public_api;
 mod ranges;
 mod reach;
