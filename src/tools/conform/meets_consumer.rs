@@ -23,7 +23,9 @@ const SIZE: u64 = 3 * GRANULARITY - 5;
 
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = vec![
-        Case::new("one-allocation", &["H2", "C7", "C10", "C12", "K3", "K4"], |scene, peer| sound(scene, peer, 1, false)),
+        Case::new("one-allocation", &["H2", "C7", "C10", "C12", "K3", "K4"], |scene, peer| {
+            sound(scene, peer, 1, false)
+        }),
         Case::new("three-allocations", &["C6", "C7"], |scene, peer| sound(scene, peer, 3, false)),
         Case::new("immutable", &["M6", "V4"], |scene, peer| sound(scene, peer, 1, true)),
         Case::new("for-reading-alone", &["M7"], for_reading_alone),
@@ -263,7 +265,9 @@ fn range(lending: &Lending, request: &Request) -> Result<std::ops::Range<u64>, F
     let size = lending.offer.memory.size;
     match request.range {
         None => Ok(0..size),
-        Some(ByteRange { offset, length }) if length > 0 && offset.checked_add(length).is_some_and(|end| end <= size) => {
+        Some(ByteRange { offset, length })
+            if length > 0 && offset.checked_add(length).is_some_and(|end| end <= size) =>
+        {
             Ok(offset..offset + length)
         }
         Some(_) => Fault::left_out(format!("the consumer asks for a range that is not inside {size} bytes")),
@@ -307,7 +311,10 @@ fn figures(verdict: &Verdict, range: &std::ops::Range<u64>) -> Result<Option<Fig
         return Fault::broken("K3", format!("checked {words} words of {of}, {} wrong", found.mismatches));
     }
     if verdict.verified != (found.mismatches == 0) {
-        return Fault::broken("K4", format!("sent verified: {} with {} wrong words", verdict.verified, found.mismatches));
+        return Fault::broken(
+            "K4",
+            format!("sent verified: {} with {} wrong words", verdict.verified, found.mismatches),
+        );
     }
     if found.first_mismatch.is_some_and(|first| found.mismatches == 0 || first.expected == first.found) {
         return Fault::broken("K5", "sent a first mismatch that is none");

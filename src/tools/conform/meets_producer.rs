@@ -238,7 +238,10 @@ fn take(peer: &mut Peer, request: Request) -> Result<Taken, Fault> {
     peer.send(&Message::Request(request.clone()), &[])?;
     let offer = offered(peer)?;
     if offer.object != request.object {
-        return Fault::broken("C4", format!("offered object `{}` where `{}` was asked for", offer.object, request.object));
+        return Fault::broken(
+            "C4",
+            format!("offered object `{}` where `{}` was asked for", offer.object, request.object),
+        );
     }
     if request.access.is_some_and(|access| access != offer.access) {
         return Fault::broken("C4", format!("offered access {} where another was asked for", offer.access));
@@ -279,7 +282,12 @@ pub(super) fn check_segments(offer: &Offer, taken: &[(OwnedFd, u64)]) -> Result<
     let Some(part) = offer.part else { return Ok(()) };
     let sum = taken.iter().map(|(_, size)| size).sum::<u64>();
     if taken.len() as u64 != part.segments || sum != part.size {
-        let found = format!("sent {} segments of {sum} bytes where {} of {} were offered", taken.len(), part.segments, part.size);
+        let found = format!(
+            "sent {} segments of {sum} bytes where {} of {} were offered",
+            taken.len(),
+            part.segments,
+            part.size
+        );
         return Fault::broken("C6", found);
     }
     taken.iter().try_for_each(|(fd, size)| inspect(fd.as_fd(), *size, &offer.memory))
@@ -291,7 +299,9 @@ fn conclude(peer: &mut Peer, verdict: Verdict) -> Result<Verdict, Fault> {
     peer.send(&Message::Result(verdict), &[])?;
     match peer.next("C11", "result")? {
         (Message::Result(answer), _) if verified || !answer.verified => Ok(answer),
-        (Message::Result(_), _) => Fault::broken("C11", "answered verified: true where the consumer found something wrong"),
+        (Message::Result(_), _) => {
+            Fault::broken("C11", "answered verified: true where the consumer found something wrong")
+        }
         (other, _) => Fault::broken("C11", format!("answered a result with {}", other.name())),
     }
 }
@@ -324,7 +334,10 @@ fn pattern_is_there(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     let Some(salt) = taken.claim.salt else { return Fault::left_out("the producer offers no pattern to check") };
     let found = verify(scene, &taken.segments, taken.start(), taken.range.clone(), salt).map_err(Fault::Failed)?;
     if let Some(first) = found.first {
-        return Fault::broken("K7", format!("the pattern of salt {salt:#x} has {} wrong words, the first at {}", found.mismatches, first.index));
+        return Fault::broken(
+            "K7",
+            format!("the pattern of salt {salt:#x} has {} wrong words, the first at {}", found.mismatches, first.index),
+        );
     }
     match conclude(peer, Figures::from(&found).verdict(true))? {
         Verdict { verified: true, .. } => Ok(()),
@@ -462,4 +475,3 @@ fn silent_between_requests(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> 
     one(peer)?;
     gives_up(peer, &hello, "a consumer is silent after its result")
 }
-

@@ -13,9 +13,7 @@ use super::{
 };
 use crate::{
     error::ErrorCode,
-    wire::{
-        BufferNumber, BufferTurn, Hello, MAX_FDS, Mechanism, Message, Offer, Ready, Received, STREAM, Subscribe,
-    },
+    wire::{BufferNumber, BufferTurn, Hello, MAX_FDS, Mechanism, Message, Offer, Ready, Received, STREAM, Subscribe},
 };
 
 /// How many turns are taken at most.
@@ -30,12 +28,13 @@ pub(super) fn cases() -> Vec<Case> {
             peer.ends_with(rules[0], &[ErrorCode::Protocol], "a subscriber says what it may not")
         })
     };
-    let instead = |name: &str, rules: &'static [&'static str], code: ErrorCode, say: fn(&mut Peer) -> Result<(), Fault>| {
-        Case::new(name, rules, move |_, peer| {
-            say(peer)?;
-            peer.ends_with(rules[0], &[code], "it is no subscription")
-        })
-    };
+    let instead =
+        |name: &str, rules: &'static [&'static str], code: ErrorCode, say: fn(&mut Peer) -> Result<(), Fault>| {
+            Case::new(name, rules, move |_, peer| {
+                say(peer)?;
+                peer.ends_with(rules[0], &[code], "it is no subscription")
+            })
+        };
     vec![
         Case::new("turns", &["S1", "S2", "S3", "S5", "S6", "S7", "S8"], |_, peer| turns(peer, 2)),
         Case::new("one-buffer-kept", &["S7", "S10"], |_, peer| turns(peer, 1)),
@@ -154,7 +153,10 @@ impl Stream {
         buffer.generation += 1;
         if buffer.generation != generation {
             let due = buffer.generation;
-            return Fault::broken("S5", format!("published generation {generation} of buffer {number} where {due} is due"));
+            return Fault::broken(
+                "S5",
+                format!("published generation {generation} of buffer {number} where {due} is due"),
+            );
         }
         let turn = BufferTurn { buffer: number, generation };
         if buffer.open {
@@ -184,7 +186,9 @@ impl Stream {
                 (Message::Segments(segments), fds) if segments.first == taken.len() as u64 => {
                     taken.extend(fds.into_iter().zip(segments.sizes));
                 }
-                (other, _) => return Fault::broken("S7", format!("sent {} where the next segments belong", other.name())),
+                (other, _) => {
+                    return Fault::broken("S7", format!("sent {} where the next segments belong", other.name()));
+                }
             }
         }
         check_segments(&offer, &taken)?;

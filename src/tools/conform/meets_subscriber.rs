@@ -175,7 +175,8 @@ fn done(peer: &mut Peer, buffer: u64, generation: u64) -> Result<(), Fault> {
     match says(peer, "S9", "done")? {
         Message::Done(turn) if turn == (BufferTurn { buffer, generation }) => Ok(()),
         Message::Done(BufferTurn { buffer: of, generation: found }) => {
-            let found = format!("sent done for generation {found} of buffer {of} where {generation} of {buffer} is out");
+            let found =
+                format!("sent done for generation {found} of buffer {of} where {generation} of {buffer} is out");
             Fault::broken("S9", found)
         }
         Message::Gone(_) => Fault::broken("S10", "closed a buffer, and no other was being opened"),
@@ -200,7 +201,9 @@ fn introduce(peer: &mut Peer, lending: &Lending, generation: u64, first: usize) 
                 closed = Some(buffer);
                 continue;
             }
-            Message::Gone(_) => return Fault::broken("S10", "closed more than one buffer, or the one that is published"),
+            Message::Gone(_) => {
+                return Fault::broken("S10", "closed more than one buffer, or the one that is published");
+            }
             other => return Fault::broken("S8", format!("answered a new buffer with {}", other.name())),
         }
         let rest = &lending.segments[sent..];

@@ -44,7 +44,10 @@ mod tests {
                 assert!(!of.is_empty() && of.iter().all(|rule| numbers.contains(rule)), "{role:?} {name}: {of:?}");
             }
         }
-        assert_eq!(text("T2"), "A record without a single byte means that the sender has hung up, as does the end of the connection.");
+        assert_eq!(
+            text("T2"),
+            "A record without a single byte means that the sender has hung up, as does the end of the connection."
+        );
         assert_eq!(text("Z9"), "");
     }
 }

@@ -120,9 +120,7 @@ impl Peer {
                 message => Ok((message, fds)),
             },
             Heard::End => Fault::broken(rule, format!("hung up without an error where {what} belongs")),
-            Heard::Silence => {
-                Fault::broken("H3", format!("sent neither {what} nor `busy` for {:?}", self.timeout))
-            }
+            Heard::Silence => Fault::broken("H3", format!("sent neither {what} nor `busy` for {:?}", self.timeout)),
         }
     }
 
