@@ -7,6 +7,9 @@ DIST  := dist
 STRICT ?=
 # Options of vmmfd bench.
 BENCH  ?=
+# What the bundle is for; another machine than this has a folder of its own.
+TARGET ?=
+BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
 .PHONY: help build demo smoke test test-gpu bench check check-ptx bundle clean
 
@@ -24,7 +27,7 @@ smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the ro
 
 test: ## every test that needs no GPU
 	$(CARGO) test --locked --workspace --features launch
-	scripts/test-rights $(CARGO) $(STRICT)
+	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
 	scripts/test-python $(BIN) $(STRICT)
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
@@ -45,8 +48,8 @@ check: ## format, lints and documentation, warnings as errors; programs that tak
 check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from PyPI
 	scripts/check-ptx
 
-bundle: ## dist/: stripped programs and tests for a GPU node without a toolchain
-	scripts/bundle $(CARGO) $(DIST)
+bundle: ## dist/: stripped programs and tests for a GPU node, glibc 2.28 or newer; TARGET=aarch64-unknown-linux-gnu for another
+	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
 
 clean: ## remove what was built
-	rm -rf target $(DIST)
+	rm -rf target $(DIST) $(DIST)-*
