@@ -16,6 +16,7 @@ mod engines;
 mod fakecuda;
 mod host_memory;
 mod identity;
+mod kernel_floor;
 mod kernels;
 #[cfg(feature = "launch")]
 mod launch;
