@@ -38,12 +38,15 @@ bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a 
 	$(CARGO) build --locked --release
 	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
-check: ## format, lints and documentation, warnings as errors; programs that take the library alone, with CUDA 11.8 and 13.0
+check: ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that take the library alone
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
 	$(CARGO) build --locked --workspace --features launch
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
+	$(CARGO) package --locked --offline --allow-dirty
+	scripts/check-deny $(STRICT)
+	scripts/check-aarch64 $(CARGO) $(STRICT)
 
 check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from PyPI
 	scripts/check-ptx
