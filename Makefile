@@ -31,7 +31,7 @@ test: ## every test that needs no GPU
 	scripts/test-python $(BIN) $(STRICT)
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
-	$(CARGO) build --locked
+	$(CARGO) build --locked --features launch --bins --examples
 	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
 bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say

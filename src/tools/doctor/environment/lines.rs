@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::tools::units::about;
+
 use super::{Environment, Limit, Node, SharedMemory};
 
 impl Environment {
@@ -51,7 +53,7 @@ impl Environment {
             Some(SharedMemory { exists: false, .. }) => "none".to_owned(),
             Some(SharedMemory { writable, size, free, .. }) => {
                 let room = match (size, free) {
-                    (Some(size), Some(free)) => format!(", {free} of {size} bytes free"),
+                    (Some(size), Some(free)) => format!(", {} of {} free", about(free), about(size)),
                     _ => String::new(),
                 };
                 format!("{}{room}", if writable { "writable" } else { "not writable" })

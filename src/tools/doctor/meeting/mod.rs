@@ -12,12 +12,14 @@ use std::{
 };
 
 use super::{
-    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Probe, Status, conclude::conclude, rules, verdict,
+    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Observer, Probe, Progress, Status,
+    conclude::conclude, rules, verdict,
 };
 use crate::{
     channel::{Cancel, Listener, Trust, socket_path},
     driver::Backend,
     error::{Error, PeerError, Result, SocketError},
+    tools::error::ToolError,
 };
 
 /// Where two ends meet, and how.
@@ -71,9 +73,10 @@ enum MeetingEvent {
 /// probes run.
 ///
 /// # Errors
-/// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`Error::System`] if the other end does not appear;
+/// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`ToolError::Absent`] if the other end does not appear;
 /// [`PeerError::NotAllowed`], [`PeerError::Reported`]; [`Error::Interrupted`]. The errors of the probes are in the report.
-pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<DoctorReport> {
+pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Result<DoctorReport> {
+    observer(Progress { what: "waiting for the other end", done: 0, all: 1 });
     let socket = socket_path(Some(&meeting.socket))?;
     if meeting.role == MeetingRole::Serve {
         Listener::check_free(&socket)?;
@@ -87,7 +90,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<DoctorReport> {
     let conversing = thread::Builder::new().name("meeting".to_owned()).spawn(converse);
     let conversing = conversing.map_err(|error| Error::system("start a thread", error))?;
 
-    let collected = collect(meeting, cancel, &receiver, &mut report)?;
+    let collected = collect(meeting, cancel, observer, &receiver, &mut report)?;
     let without_driver = report.machine.iter().any(|finding| finding.status != Status::Ok);
     let path = &meeting.socket;
     let cut = match collected.hung {
@@ -126,6 +129,7 @@ struct Collected {
 fn collect(
     meeting: &Meeting,
     cancel: &Cancel,
+    observer: Observer<'_>,
     receiver: &Receiver<MeetingEvent>,
     report: &mut DoctorReport,
 ) -> Result<Collected> {
@@ -136,6 +140,7 @@ fn collect(
     };
     let mut collected = Collected { theirs: BTreeSet::new(), ended: None, hung: None };
     let mut since = Instant::now();
+    let mut done = 0;
     loop {
         cancel.check()?;
         match receiver.recv_timeout(Duration::from_millis(20)) {
@@ -150,6 +155,9 @@ fn collect(
                     MeetingEvent::Peer(environment) => report.peer = Some(*environment),
                     MeetingEvent::Device(device) => report.devices.push(device),
                     MeetingEvent::Found { device, finding, theirs } => {
+                        done += 1;
+                        let what = format!("device {device}: {} done", finding.probe);
+                        observer(Progress { what: &what, done, all: report.devices.len() * TRIED.len() });
                         if theirs {
                             collected.theirs.insert((device, finding.probe.clone()));
                         }
@@ -172,11 +180,8 @@ fn collect(
 
 /// The error of an end that did not appear, with this command's options instead of those of the other commands.
 fn absent(error: Error, path: &Path) -> Error {
-    let missing = |which: &str, waited: Duration| {
-        let what = format!(
-            "no other end within {waited:?}: run `vmmfd doctor {which}` on the same --socket, or wait longer with --wait"
-        );
-        Error::system(format!("meet another doctor at {}", path.display()), io::Error::other(what))
+    let missing = |which: &'static str, waited: Duration| {
+        Error::from(ToolError::Absent { path: path.to_owned(), waited, missing: which })
     };
     match error {
         Error::Peer(PeerError::NoConsumer { waited }) => missing("join", waited),

@@ -13,7 +13,7 @@ use super::{Environment, Finding, Status};
 pub struct Rule {
     /// Its name, in a report.
     pub name: &'static str,
-    /// What a user sees, for the README.
+    /// What a user sees, for `docs/troubleshooting.md`.
     pub symptom: &'static str,
     /// Why.
     pub cause: &'static str,
