@@ -10,6 +10,9 @@ PREFIX ?= /usr/local
 DESTDIR ?=
 # Options of vmmfd bench.
 BENCH  ?=
+# What the bundle is for; another machine than this has a folder of its own.
+TARGET ?=
+BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
 .PHONY: help build install demo smoke test test-gpu bench check check-ptx bundle clean
 
@@ -31,7 +34,7 @@ smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the ro
 
 test: ## every test that needs no GPU, then the round trip of the two commands: on the GPU, if there is one
 	$(CARGO) test --locked --workspace --features launch
-	scripts/test-rights $(CARGO) $(STRICT)
+	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
 	scripts/test-python $(BIN) $(STRICT)
 	scripts/demo $(BIN) --backend auto
 
@@ -43,18 +46,21 @@ bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a 
 	$(CARGO) build --locked --release
 	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
-check: ## format, lints and documentation, warnings as errors; programs that take the library alone, with CUDA 11.8 and 13.0
+check: ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that take the library alone
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
 	$(CARGO) build --locked --workspace --features launch
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
+	$(CARGO) package --locked --offline --allow-dirty
+	scripts/check-deny $(STRICT)
+	scripts/check-aarch64 $(CARGO) $(STRICT)
 
 check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from PyPI
 	scripts/check-ptx
 
-bundle: ## dist/: stripped programs and tests for a GPU node without a toolchain
-	scripts/bundle $(CARGO) $(DIST)
+bundle: ## dist/: stripped programs and tests for a GPU node, glibc 2.28 or newer; TARGET=aarch64-unknown-linux-gnu for another
+	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
 
 clean: ## remove what was built
-	rm -rf target $(DIST)
+	rm -rf target $(DIST) $(DIST)-*

@@ -19,6 +19,7 @@ mod examples;
 mod fakecuda;
 mod host_memory;
 mod identity;
+mod kernel_floor;
 mod kernels;
 #[cfg(feature = "launch")]
 mod launch;
