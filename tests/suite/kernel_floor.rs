@@ -1,13 +1,16 @@
 //! On Linux 4.18, the kernel of RHEL 8: a seccomp filter refuses every system call, seal, flag and option that is newer, with
 //! the error of a kernel that does not know it.
 
-#![allow(unsafe_code, reason = "the filter is installed with prctl(2), and calls that nix does not offer are refused")]
+#![allow(unsafe_code, reason = "the calls that are refused are made as the C library has them")]
 
-use std::{env, fs, io, process::Command, thread};
+use std::{env, fs, io, process::Command};
 
-use nix::libc::{self, sock_filter, sock_fprog};
+use nix::libc::{self, sock_filter};
 
-use crate::running::{Meeting, On};
+use crate::{
+    running::{Meeting, On},
+    seccomp::{self, ALLOW, NUMBER, Test, load, refuse, require, rule, unless},
+};
 
 /// The first system call after those of Linux 4.18, on every architecture (Linux 5.1).
 const FIRST_NEWER: u32 = libc::SYS_pidfd_send_signal as u32;
@@ -29,52 +32,6 @@ const NEWER_SEALS: u32 = 0x10 | 0x20;
 const ADD_SEALS: u32 = libc::F_ADD_SEALS as u32;
 const SOCKET_LEVEL: u32 = libc::SOL_SOCKET as u32;
 
-/// Offsets into `seccomp_data`: the number of the call, and the low half of an argument.
-const NUMBER: u32 = 0;
-const fn argument(index: u32) -> u32 {
-    let low_half = if cfg!(target_endian = "little") { 0 } else { 4 };
-    16 + 8 * index + low_half
-}
-
-const fn statement(code: u32, k: u32) -> sock_filter {
-    sock_filter { code: code as u16, jt: 0, jf: 0, k }
-}
-
-const fn load(offset: u32) -> sock_filter {
-    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset)
-}
-
-const fn refuse(errno: i32) -> sock_filter {
-    statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | errno as u32)
-}
-
-const ALLOW: sock_filter = statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW);
-
-/// Goes on with the next instruction if the value that was loaded fulfils `test`, else after `skip` more.
-const fn require(test: u32, k: u32, skip: u8) -> sock_filter {
-    sock_filter { code: (libc::BPF_JMP | libc::BPF_K | test) as u16, jt: 0, jf: skip, k }
-}
-
-/// Goes on with the next instruction unless the value that was loaded fulfils `test`.
-const fn unless(test: u32, k: u32, skip: u8) -> sock_filter {
-    sock_filter { code: (libc::BPF_JMP | libc::BPF_K | test) as u16, jt: skip, jf: 0, k }
-}
-
-/// A condition on an argument that was loaded.
-type Test = (u32, fn(u32, u32, u8) -> sock_filter, u32, u32);
-
-/// The instructions that refuse one call if every test holds, and let it through otherwise.
-fn rule(call: libc::c_long, tests: &[Test], errno: i32) -> Vec<sock_filter> {
-    let mut left = 2 * tests.len() as u8 + 2;
-    let mut program = vec![load(NUMBER), require(libc::BPF_JEQ, call as u32, left)];
-    for &(index, condition, test, k) in tests {
-        left -= 2;
-        program.extend([load(argument(index)), condition(test, k, left)]);
-    }
-    program.extend([refuse(errno), ALLOW]);
-    program
-}
-
 fn program() -> Vec<sock_filter> {
     use libc::{BPF_JEQ, BPF_JGE, BPF_JGT, BPF_JSET, EINVAL, ENOPROTOOPT, ENOSYS};
     let newer_option: &[Test] = &[(1, require, BPF_JEQ, SOCKET_LEVEL), (2, require, BPF_JGT, LAST_SOCKET_OPTION)];
@@ -90,23 +47,9 @@ fn program() -> Vec<sock_filter> {
     newer.into_iter().chain(rules.into_iter().flatten()).chain([ALLOW]).collect()
 }
 
-/// Runs `test` in a thread that has this filter, with all that it starts.
+/// Runs `test` under this filter.
 fn on_linux_4_18(test: impl FnOnce() + Send + 'static) {
-    let filtered = thread::spawn(move || {
-        let program = program();
-        let filter = sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
-        // SAFETY: the filter and its program live until the call returns, and the kernel copies them. It is this thread's
-        // alone, and it refuses nothing without which the C library's own calls would be wrong: each has a fallback.
-        let installed = unsafe {
-            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
-            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter)
-        };
-        assert_eq!(installed, 0, "{}", io::Error::last_os_error());
-        test();
-    });
-    if let Err(panic) = filtered.join() {
-        std::panic::resume_unwind(panic);
-    }
+    seccomp::under(program(), test);
 }
 
 #[test]

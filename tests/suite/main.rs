@@ -31,6 +31,7 @@ mod public_api;
 mod ranges;
 mod reach;
 mod running;
+mod seccomp;
 mod sessions;
 mod shared;
 mod sharing_commands;

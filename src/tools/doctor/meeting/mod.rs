@@ -4,12 +4,15 @@ mod conversation;
 
 use std::{
     collections::BTreeSet,
-    io,
+    fs, io,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::mpsc::{self, Receiver, RecvTimeoutError},
     thread,
     time::{Duration, Instant},
 };
+
+use nix::unistd::{getegid, geteuid, getgroups};
 
 use super::{
     DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Observer, Probe, Progress, Status,
@@ -93,6 +96,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
     let collected = collect(meeting, cancel, observer, &receiver, &mut report)?;
     let without_driver = report.machine.iter().any(|finding| finding.status != Status::Ok);
     let path = &meeting.socket;
+    let mut permitted = false;
     let cut = match collected.hung {
         Some(waited) => Some(ErrorDetails::new("timeout", format!("no result within {waited:?}"))),
         None => match conversing.join() {
@@ -100,6 +104,13 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
                 Some(ErrorDetails::new("peer", "it ended before all results were reported".to_owned()))
             }),
             Ok(Err(error @ Error::Interrupted { .. })) => return Err(error),
+            // A security module refused what the modes permit: its label is in the report.
+            Ok(Err(error @ Error::Socket(SocketError::Denied { .. })))
+                if report.environment.label.is_some() && modes_permit(path) =>
+            {
+                permitted = true;
+                Some(ErrorDetails::of(&error))
+            }
             // Without the other end there is nothing to report, but an error of this end's driver.
             Ok(Err(error)) if report.peer.is_none() && !without_driver => return Err(absent(error, path)),
             Ok(Err(error @ Error::Peer(PeerError::Gone { .. }))) => {
@@ -111,9 +122,25 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
         },
     };
     complete(&mut report, cut);
+    if let Some(finding) = report.machine.last_mut().filter(|_| permitted) {
+        finding.figures.insert("permitted".to_owned(), true.into());
+    }
     conclude(&mut report);
     explain_theirs(&mut report, &collected.theirs);
     Ok(report)
+}
+
+/// Whether the mode of a socket lets this process connect to it, by its effective user and its groups, whatever rights root has.
+fn modes_permit(socket: &Path) -> bool {
+    let Ok(metadata) = fs::metadata(socket) else { return false };
+    let groups = getgroups().unwrap_or_default();
+    let group = |gid: u32| gid == getegid().as_raw() || groups.iter().any(|own| own.as_raw() == gid);
+    let shift = match () {
+        () if metadata.uid() == geteuid().as_raw() => 6,
+        () if group(metadata.gid()) => 3,
+        () => 0,
+    };
+    metadata.mode() >> shift & 0o2 != 0
 }
 
 /// How the conversation ended.
@@ -216,11 +243,12 @@ fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>) {
 /// Explains the failures of the other end by its environment.
 fn explain_theirs(report: &mut DoctorReport, theirs: &BTreeSet<(i32, String)>) {
     let Some(peer) = report.peer.clone() else { return };
+    let own = report.environment.clone();
     let explain = |finding: &mut Finding, theirs: bool| {
         let other = finding.error.as_ref().is_some_and(ErrorDetails::is_of_other_end);
         if finding.status != Status::Ok && finding.error.is_some() && other != theirs {
             (finding.cause, finding.remedy, finding.rule) = (None, None, None);
-            rules::explain(finding, &peer);
+            rules::explain(finding, &peer, Some(&own));
         }
     };
     report.machine.iter_mut().for_each(|finding| explain(finding, false));
