@@ -143,9 +143,14 @@ impl Link {
 
     /// The next message of a peer that has asked for nothing yet, and so has nothing to be busy with.
     pub(super) fn receive_first(&mut self, deadline: Instant, purpose: &'static str) -> Result<Message> {
-        let (message, _) = self.channel.receive_by(deadline, purpose)?;
-        self.active = Instant::now();
-        Ok(message)
+        match self.channel.receive_by(deadline, purpose)?.0 {
+            // It is not answered with another.
+            Message::Error(Failure { code, message }) => Err(Error::Peer(PeerError::Reported { code, message })),
+            message => {
+                self.active = Instant::now();
+                Ok(message)
+            }
+        }
     }
 
     /// Says that this side is working, if it sent nothing for a while. To be called often.

@@ -6,6 +6,7 @@ mod cases;
 mod bench;
 mod command_line;
 mod commands;
+mod conform;
 mod contract;
 mod conversation;
 mod cuda_library;

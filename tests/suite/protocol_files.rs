@@ -6,7 +6,6 @@ use std::{
     io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::{Path, PathBuf},
     sync::{Arc, Mutex},
     thread,
     time::Duration,
@@ -22,7 +21,7 @@ use rustix::{
 use serde_json::{Value, json};
 use vmmfd::{
     channel::Channel,
-    driver::{Access, Backend, Choice, open},
+    driver::{Backend, Choice, open},
     internals::HostDriver,
     memory::{Device, Selector, Shared, Spec},
     session::{
@@ -30,7 +29,7 @@ use vmmfd::{
         stream::{Publisher, Subscriber},
     },
     tools::check::{figures::Claim, files::Source, pattern::Pattern},
-    wire::{HEADER_LENGTH, MAX_FDS, Message},
+    wire::{ErrorCode, HEADER_LENGTH, MAX_FDS, Message},
 };
 
 use crate::{conversation::seqpacket, running::Meeting, support::schema::mismatch};
@@ -52,17 +51,25 @@ const KINDS: [&str; 14] = [
     "gone",
 ];
 
-fn docs() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("docs")
+/// The files are part of this program: it also runs where there is no repository.
+macro_rules! schemas {
+    ($($name:literal)*) => {
+        [$(($name, include_str!(concat!("../../docs/schemas/protocol/", $name, ".json"))),)*]
+    };
 }
 
+const SCHEMAS: [(&str, &str); 16] = schemas!["hello" "request" "offer" "segments" "received" "result" "busy" "error" "pool"
+    "subscribe" "ready" "done" "withdraw" "gone" "check-of-offer" "check-of-result"];
+
+const PAGE: &str = include_str!("../../docs/protocol.md");
+
 fn schema(name: &str) -> Value {
-    let path = docs().join(format!("schemas/protocol/{name}.json"));
-    serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"))
+    let (_, text) = SCHEMAS.iter().find(|(known, _)| *known == name).unwrap();
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
 fn golden() -> Value {
-    serde_json::from_str(&fs::read_to_string(docs().join("golden.json")).unwrap()).unwrap()
+    serde_json::from_str(include_str!("../../docs/golden.json")).unwrap()
 }
 
 fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
@@ -125,11 +132,9 @@ fn golden_records_are_read_and_written_byte_for_byte() {
         }
     }
     assert_eq!(seen, BTreeSet::from(KINDS), "each kind is there");
-    let page = fs::read_to_string(docs().join("protocol.md")).unwrap();
     let one = &list(&golden, "records").iter().find(|record| record["name"] == "one allocation").unwrap()["hex"];
-    let shown = page.split("## A record, byte for byte").nth(1).unwrap().split("```").nth(1).unwrap();
-    let lines = shown.lines().skip(1).map(|line| line.get(..56).unwrap_or(line));
-    let head = lines.clone().next().unwrap();
+    let shown = PAGE.split("## A record, byte for byte").nth(1).unwrap().split("```").nth(1).unwrap();
+    let head = shown.lines().nth(1).and_then(|line| line.get(..56)).unwrap();
     let digits: String = head.chars().chain(shown.lines().nth(2).unwrap().chars()).filter(|c| *c != ' ').collect();
     assert_eq!(digits, one.as_str().unwrap(), "the record on the page");
 }
@@ -137,14 +142,30 @@ fn golden_records_are_read_and_written_byte_for_byte() {
 #[test]
 fn golden_records_that_break_a_rule_are_refused() {
     let golden = golden();
-    let page = fs::read_to_string(docs().join("protocol.md")).unwrap();
     for record in list(&golden, "refused") {
         let fds = number(&record["descriptors"]) as usize;
         let decoded = Message::decode(&bytes(&record["hex"]), fds);
         assert!(decoded.is_err(), "{}: {decoded:?}", record["name"]);
         let rule = format!("**{}** ", record["rule"].as_str().unwrap());
-        assert!(page.contains(&rule), "{rule} is not on the page");
+        assert!(PAGE.contains(&rule), "{rule} is not on the page");
     }
+}
+
+#[test]
+fn the_page_has_every_code_with_who_sends_it_and_whether_to_try_again() {
+    let table = PAGE.split("## Errors").nth(1).unwrap().split("## ").next().unwrap();
+    let rows: Vec<Vec<&str>> =
+        table.lines().filter(|line| line.starts_with("| `")).map(|line| line.split('|').collect()).collect();
+    let mut seen = BTreeSet::new();
+    for row in rows {
+        assert_eq!(row.len(), 6, "{row:?}");
+        let name = row[1].trim().trim_matches('`');
+        assert!(!matches!(ErrorCode::of(name), ErrorCode::Unknown(_)), "{name} is no code of this program");
+        assert!(["both", "producer", "consumer"].contains(&row[2].trim()), "{row:?}");
+        seen.insert(name);
+    }
+    let all = "version protocol refused backend device object access range full timeout interrupted failed";
+    assert_eq!(seen, all.split(' ').collect());
 }
 
 #[test]
@@ -317,7 +338,7 @@ fn what_the_program_says_fits_the_schemas() {
         let mut ids = Vec::new();
         for _ in 0..2 {
             let memory = Arc::new(Shared::create(&device, Spec::vmm(100)).unwrap());
-            ids.push(publisher.add(&memory, None, Access::ReadOnly).unwrap());
+            ids.push(publisher.add(&memory, None, vmmfd::driver::Access::ReadOnly).unwrap());
         }
         for id in [ids[0], ids[0], ids[1]] {
             publisher.publish(id).unwrap();

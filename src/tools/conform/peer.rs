@@ -136,8 +136,8 @@ impl Peer {
                         let found = format!("{fault}: expected error `{}`, and got `{code}`: {message}", names());
                         return Fault::broken(rule, found);
                     }
-                    Message::Result(_) | Message::Received(_) => {
-                        let found = format!("{fault}: expected error `{}`, and got {}", names(), message.name());
+                    Message::Result(_) => {
+                        let found = format!("{fault}: expected error `{}`, and got a result", names());
                         return Fault::broken(rule, found);
                     }
                     _ => {}
