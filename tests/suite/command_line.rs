@@ -53,6 +53,7 @@ fn help_has_the_same_groups_and_exit_codes_everywhere() {
         &["doctor", "join"],
         &["devices"],
         &["bench"],
+        &["conform"],
         &["completions"],
         &["man"],
     ] {
@@ -102,6 +103,8 @@ fn json_prints_one_object_whatever_happens() {
         (&["devices", "--json", "stray"], 2, "usage"),
         (&["bench", "--json", "nope"], 2, "usage"),
         (&["bench", "--json", "stages", "--device", "9"], 3, "unsupported"),
+        (&["conform", "--json", "--as", "nobody"], 2, "usage"),
+        (&["conform", "--json", "--as", "consumer"], 2, "usage"),
         (&["completions", "--json", "nope"], 2, "usage"),
         (&["completions", "--json"], 2, "usage"),
         (&["man", "--json"], 2, "usage"),
@@ -343,6 +346,8 @@ fn every_object_is_as_its_schema_says() {
         ("devices", &["devices", "--json", "--backend", "cuda"]),
         ("devices", &["devices", "--json", "--backend", "host"]),
         ("bench", &["bench", "--json", "--count", "2", "--size", "2MiB,1PiB"]),
+        ("cases", &["conform", "--json", "--list", "--as", "producer"]),
+        ("conform", &["conform", "--json", "--as", "consumer", "--wait", "50ms", "/tmp/no-such-socket.sock"]),
         ("completions", &["completions", "--json", "fish"]),
         ("man", &["man", "--json", meeting.folder().join("man").to_str().unwrap()]),
     ] {

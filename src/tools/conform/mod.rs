@@ -20,10 +20,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+pub use self::report::{CaseReport, ConformReport, Outcome, RuleReport, render};
 use self::{fault::Fault, peer::Peer};
-pub use self::{
-    report::{CaseReport, ConformReport, Outcome, RuleReport, render},
-};
 use crate::{
     channel::{Cancel, Listener, Trust, connect_socket, deadline_after},
     driver::{Backend, Choice, open},
