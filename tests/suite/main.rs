@@ -9,6 +9,7 @@ mod commands;
 mod contract;
 mod conversation;
 mod cuda_library;
+mod deploy;
 mod diagnosis;
 mod docs;
 mod doctor;
