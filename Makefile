@@ -54,6 +54,7 @@ check: ## format, lints, documentation and dependencies, warnings as errors; the
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
 	$(CARGO) package --locked --offline --allow-dirty
 	scripts/check-deny $(STRICT)
+	scripts/check-deploy $(STRICT)
 	scripts/check-aarch64 $(CARGO) $(STRICT)
 
 check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from PyPI

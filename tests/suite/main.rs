@@ -10,6 +10,7 @@ mod conform;
 mod contract;
 mod conversation;
 mod cuda_library;
+mod deploy;
 mod diagnosis;
 mod docs;
 mod doctor;
