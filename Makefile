@@ -5,10 +5,16 @@ BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
 DIST  := dist
 # --strict: what can't be run here counts as failed.
 STRICT ?=
+# Where `make install` puts things; DESTDIR stands before it, for packages.
+PREFIX ?= /usr/local
+DESTDIR ?=
 # Options of vmmfd bench.
 BENCH  ?=
+# What the bundle is for; another machine than this has a folder of its own.
+TARGET ?=
+BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build demo smoke test test-gpu bench check check-ptx bundle clean
+.PHONY: help build install demo smoke test test-gpu bench check check-ptx bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,37 +22,46 @@ help: ## list the targets
 build: ## build the commands into target/debug
 	$(CARGO) build --locked
 
+install: ## vmmfd with its man pages and completions, below DESTDIR and PREFIX (/usr/local)
+	$(CARGO) build --locked --release --bin vmmfd
+	scripts/install $(or $(CARGO_TARGET_DIR),target)/release/vmmfd "$(DESTDIR)$(PREFIX)"
+
 demo: build ## a producer and a consumer, both ways; on host memory where there is no GPU
 	scripts/demo $(BIN)
 
 smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails where there is no GPU
 	scripts/smoke $(BIN)
 
-test: ## every test that needs no GPU
+test: ## every test that needs no GPU, then the round trip of the two commands: on the GPU, if there is one
 	$(CARGO) test --locked --workspace --features launch
-	scripts/test-rights $(CARGO) $(STRICT)
+	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
 	scripts/test-python $(BIN) $(STRICT)
+	scripts/demo $(BIN) --backend auto
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
-	$(CARGO) build --locked
+	$(CARGO) build --locked --features launch --bins --examples
 	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
 bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say
 	$(CARGO) build --locked --release
 	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
-check: ## format, lints and documentation, warnings as errors; programs that take the library alone, with CUDA 11.8 and 13.0
+check: ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that take the library alone
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
 	$(CARGO) build --locked --workspace --features launch
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
+	$(CARGO) package --locked --offline --allow-dirty
+	scripts/check-deny $(STRICT)
+	scripts/check-deploy $(STRICT)
+	scripts/check-aarch64 $(CARGO) $(STRICT)
 
 check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from PyPI
 	scripts/check-ptx
 
-bundle: ## dist/: stripped programs and tests for a GPU node without a toolchain
-	scripts/bundle $(CARGO) $(DIST)
+bundle: ## dist/: stripped programs and tests for a GPU node, glibc 2.28 or newer; TARGET=aarch64-unknown-linux-gnu for another
+	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
 
 clean: ## remove what was built
-	rm -rf target $(DIST)
+	rm -rf target $(DIST) $(DIST)-*

@@ -1,15 +1,44 @@
-//! Hands GPU memory from one process to another.
+//! Hands GPU memory from one process to another on the same machine, as a file descriptor over a Unix socket, without copying
+//! it.
 //!
 //! A producer allocates with CUDA's virtual memory management, exports the allocation as a file descriptor and sends it
-//! over a Unix socket; a consumer imports and maps it. Both then see the same bytes, with no copy. Memory pools and legacy
+//! over a Unix socket; a consumer imports and maps it. Both then see the same bytes. Memory pools and legacy
 //! handles go the same way: see [`memory::Shared`] and [`memory::Imported`]. Where there is no GPU the same runs on ordinary
 //! shared memory, which never passes for a GPU.
 //!
+//! Pages: [library](https://docs.rs/crate/vmmfd/latest/source/docs/library.md) ("I want to …", and which call blocks for how long) ·
+//! [streams](https://docs.rs/crate/vmmfd/latest/source/docs/streams.md) ·
+//! [guarantees](https://docs.rs/crate/vmmfd/latest/source/docs/guarantees.md) ·
+//! [security](https://docs.rs/crate/vmmfd/latest/source/docs/SECURITY.md) ·
+//! [performance](https://docs.rs/crate/vmmfd/latest/source/docs/performance.md) ·
+//! [troubleshooting](https://docs.rs/crate/vmmfd/latest/source/docs/troubleshooting.md) ·
+//! [all](https://docs.rs/crate/vmmfd/latest/source/docs/index.md).
+//! Programs to start from: [`share`](https://docs.rs/crate/vmmfd/latest/source/examples/share.rs),
+//! [`receive`](https://docs.rs/crate/vmmfd/latest/source/examples/receive.rs) and
+//! [others](https://docs.rs/crate/vmmfd/latest/source/examples/).
+//!
+//! # Where to begin
+//!
+//! | To … | Take |
+//! |---|---|
+//! | serve a buffer at a path, or receive one | [`session::handoff`] |
+//! | share the same buffers again and again | [`session::stream`] |
+//! | hand memory over through a channel of the program's own | [`memory::ArrayHandle`], or [`memory::Allocation`] |
+//! | make memory to share | [`memory::Shared`] with a [`memory::Spec`] |
+//! | see it as a typed array | [`memory::Array`] |
+//! | read and write it on the CPU | [`memory::Region`], [`memory::Mirror`] |
+//! | launch kernels on it | `launch`, with that feature |
+//! | write a client in another language | [`wire`], which is the protocol |
+//! | tell errors apart | [`Error`] |
+//!
+//! # Modules
+//!
+//! Each knows only those below it.
+//!
 //! | Floor | Module | What it does |
 //! |---|---|---|
-//! | work | [`tools::doctor`], [`tools::bench`] | whether a machine can share memory, found out by doing it; and what that costs |
+//! | tools | [`tools::doctor`], [`tools::bench`], [`tools::check`] | whether a machine can share memory, and what that costs; patterns and files |
 //! | meeting | [`session`] | the conversation between producer and consumer |
-//! | data | [`tools::check`] | what is written and how it is checked: a pattern, or a file's bytes |
 //! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
 //! | ground | [`driver`], [`wire`], [`array`](mod@array) | a verb for each driver call; messages as bytes; typed arrays, described |
 //! | base | [`error`] | [`Error`] |
@@ -25,7 +54,8 @@
 //! ```
 //!
 //! Without a version cudarc's build stops with `Must specify one of the following features: [cuda-version-from-build-system,
-//! cuda-13040, ...]`. The feature `launch` adds `vmmfd::launch`: memory as cudarc's `DevicePtr`.
+//! cuda-13040, ...]`. The feature `launch` adds `vmmfd::launch`: memory as cudarc's `DevicePtr`. The modules `tools` are parts of
+//! the commands, and not kept stable for other programs.
 //!
 //! # Memory
 //!
@@ -86,10 +116,18 @@ pub mod wire;
 #[cfg(target_os = "linux")]
 pub use error::{Error, ErrorKind, Result};
 
-/// The examples of the README, so that they are compiled and run.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct ReadMe;
+/// The code of the README and the pages, so that it is compiled and run.
+#[cfg(all(doctest, feature = "tools"))]
+mod pages {
+    #[doc = include_str!("../README.md")]
+    struct ReadMe;
+
+    #[doc = include_str!("../docs/library.md")]
+    struct Library;
+
+    #[doc = include_str!("../docs/streams.md")]
+    struct Streams;
+}
 
 #[cfg(all(doctest, target_os = "linux"))]
 mod must_not_compile;

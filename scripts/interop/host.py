@@ -254,15 +254,15 @@ def reply(consumer: vmmfd.Consumer, offered: vmmfd.Offered) -> bool:
     return consumer.report(found)["verified"]
 
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "library.md"
 
 
-def readme(meeting: Meeting) -> None:
-    """the README's consumer takes a buffer"""
-    if not README.exists():
-        print("left out, as there is no README here: its consumer")
+def page(meeting: Meeting) -> None:
+    """the consumer of docs/library.md takes a buffer"""
+    if not PAGE.exists():
+        print("left out, as there is no docs/library.md here: its consumer")
         return
-    _, _, after = README.read_text(encoding="utf-8").partition("<!-- python: consumer -->\n```python\n")
+    _, _, after = PAGE.read_text(encoding="utf-8").partition("<!-- python: consumer -->\n```python\n")
     program, _, _ = after.partition("```")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with meeting.producer() as producer:
@@ -625,7 +625,7 @@ CHECKS = [
     typed,
     typed_bfloat16,
     waits_while_busy,
-    readme,
+    page,
     serves,
     serves_typed,
     serves_wrong_byte,

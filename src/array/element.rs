@@ -194,6 +194,12 @@ impl ElementType {
         Some(format!("{order}{letter}{}", self.size))
     }
 
+    /// The names of all types but raw bytes: each one's in NumPy or ml_dtypes, and its others.
+    #[cfg(feature = "tools")]
+    pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+        NAMES.iter().flat_map(|(_, name, others)| [*name].into_iter().chain(others.iter().copied()))
+    }
+
     /// The type of this name in NumPy or ml_dtypes, little-endian.
     pub(super) fn of_name(name: &str) -> Option<Self> {
         if let Some(digits) = name.strip_prefix("void") {

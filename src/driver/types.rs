@@ -81,6 +81,18 @@ impl DeviceUuid {
     pub fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(Uuid::from_bytes(bytes))
     }
+
+    pub(crate) fn as_u128(self) -> u128 {
+        self.0.as_u128()
+    }
+
+    /// A text without the prefix that says what kind of device it is.
+    pub(crate) fn without_kind(text: &str) -> &str {
+        let kind = ["gpu-", "mig-", "host-"]
+            .iter()
+            .find_map(|prefix| text.get(..prefix.len()).filter(|p| p.eq_ignore_ascii_case(prefix)));
+        kind.map_or(text, |prefix| &text[prefix.len()..])
+    }
 }
 
 impl fmt::Display for DeviceUuid {
@@ -99,10 +111,7 @@ impl FromStr for DeviceUuid {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, ParseError> {
-        let bare = ["gpu-", "mig-", "host-"]
-            .iter()
-            .find_map(|prefix| text.get(..prefix.len()).filter(|p| p.eq_ignore_ascii_case(prefix)))
-            .map_or(text, |prefix| &text[prefix.len()..]);
+        let bare = Self::without_kind(text);
         let expected = "32 hexadecimal digits in groups of 8, 4, 4, 4 and 12, with or without GPU- in front";
         Uuid::try_parse(bare).map(Self).map_err(|_| ParseError::new(text, "a device's UUID", expected))
     }

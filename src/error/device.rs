@@ -17,6 +17,15 @@ pub enum DeviceError {
         available: String,
     },
 
+    /// Several devices have a UUID that begins with the digits that were given.
+    #[error("{wanted} could be any of these: {fitting}")]
+    Ambiguous {
+        /// The beginning of the UUID.
+        wanted: String,
+        /// The devices that it fits.
+        fitting: String,
+    },
+
     /// A device can't reach memory of another.
     #[error("{device} can't reach the memory of {owner}")]
     NoPeerAccess {

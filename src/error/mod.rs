@@ -152,6 +152,7 @@ impl Error {
     /// Which class of failure this is.
     pub fn kind(&self) -> ErrorKind {
         match self {
+            Self::Device(DeviceError::Ambiguous { .. }) => ErrorKind::Usage,
             Self::Driver { code: code::NOT_SUPPORTED | code::NOT_PERMITTED, .. } | Self::Load(_) | Self::Device(_) => {
                 ErrorKind::Unsupported
             }

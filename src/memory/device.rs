@@ -2,14 +2,13 @@
 
 use std::{
     fmt,
-    str::FromStr,
     sync::{Arc, OnceLock},
 };
 
-use super::{DeviceIdentity, Placement};
+use super::{DeviceIdentity, Placement, Selector};
 use crate::{
     driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, Verbs, code},
-    error::{DeviceError, Error, ErrorCode, MemoryError, ParseError, PeerError, Result},
+    error::{DeviceError, Error, ErrorCode, MemoryError, PeerError, Result},
 };
 
 /// A device of a backend. Clones are the same device.
@@ -23,43 +22,6 @@ struct DeviceParts {
     name: String,
     uuid: DeviceUuid,
     granularity: OnceLock<u64>,
-}
-
-/// Which device: by ordinal among those visible to this process, or by UUID.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Selector {
-    /// The number of a device in this process.
-    Ordinal(u32),
-    /// The identity of a device.
-    Uuid(DeviceUuid),
-}
-
-impl Default for Selector {
-    fn default() -> Self {
-        Self::Ordinal(0)
-    }
-}
-
-impl fmt::Display for Selector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Ordinal(ordinal) => ordinal.fmt(f),
-            Self::Uuid(uuid) => uuid.fmt(f),
-        }
-    }
-}
-
-impl FromStr for Selector {
-    type Err = ParseError;
-
-    fn from_str(text: &str) -> Result<Self, ParseError> {
-        if let Ok(ordinal) = text.parse() {
-            return Ok(Self::Ordinal(ordinal));
-        }
-        let uuid = text.parse();
-        let expected = "an ordinal such as 0, or a UUID as nvidia-smi -L prints it: GPU-xxxxxxxx-...";
-        uuid.map(Self::Uuid).map_err(|_| ParseError::new(text, "a device", expected))
-    }
 }
 
 impl Device {
@@ -76,24 +38,14 @@ impl Device {
     /// The device that a selector names.
     ///
     /// # Errors
-    /// [`DeviceError::NotFound`] with what there is instead; [`Error::Driver`].
+    /// [`DeviceError::NotFound`] with what there is instead; [`DeviceError::Ambiguous`] if several UUIDs begin with the digits;
+    /// [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::all`].
     pub fn find(driver: &Driver, selector: Selector) -> Result<Self> {
         let devices = Self::all(driver)?;
-        let wanted = |device: &&Self| match selector {
-            Selector::Ordinal(ordinal) => i64::from(device.ordinal()) == i64::from(ordinal),
-            Selector::Uuid(uuid) => device.uuid() == uuid,
-        };
-        devices.iter().find(wanted).cloned().ok_or_else(|| {
-            let available: Vec<String> =
-                devices.iter().map(|device| format!("{} is {device}", device.ordinal())).collect();
-            Error::Device(DeviceError::NotFound {
-                backend: driver.backend().as_str(),
-                wanted: selector.to_string(),
-                available: available.join(", "),
-            })
-        })
+        let identity = |device: &Self| (device.ordinal(), device.uuid(), device.to_string());
+        selector.choose(driver.backend(), &devices, identity).cloned()
     }
 
     fn open(driver: &Driver, ordinal: i32) -> Result<Self> {

@@ -23,6 +23,7 @@ mod mirror;
 mod pool;
 #[cfg(test)]
 mod races;
+mod selector;
 mod shared;
 mod spec;
 mod vmm;
@@ -30,12 +31,13 @@ mod vmm;
 pub use self::{
     chunks::{Chunk, Timings},
     description::{Description, DeviceIdentity, Mechanism, Part, Placement, Pointer, Sharing},
-    device::{Device, Selector},
+    device::Device,
     handle::{Array, ArrayHandle},
     imported::Imported,
     legacy::LegacyMemory,
     mirror::Mirror,
     pool::{MOST as MOST_OF_A_POOL, Pool, PoolBuffer},
+    selector::{Selector, UuidPrefix},
     shared::Shared,
     spec::{Spec, VmmSpec},
     vmm::{Allocation, Mapping, Reservation},

@@ -1,6 +1,6 @@
 //! The tools' own errors, and hints for the user about these and the library's.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use crate::error::{DeviceError, Error, ErrorCode, ErrorKind, LoadError, MemoryError, PeerError, SocketError, code};
 
@@ -15,6 +15,17 @@ pub enum ToolError {
         path: PathBuf,
         /// Why, as the rest of a sentence.
         problem: String,
+    },
+
+    /// The other end of a doctor's meeting did not appear.
+    #[error("no other doctor met this one at {} within {waited:?}", path.display())]
+    Absent {
+        /// The socket.
+        path: PathBuf,
+        /// How long it was waited for.
+        waited: Duration,
+        /// The command that is missing: `serve` or `join`.
+        missing: &'static str,
     },
 
     /// A child process failed, died, or is stuck.
@@ -52,7 +63,11 @@ impl From<ToolError> for Error {
 
 /// The class of an error, by which the commands exit.
 pub fn kind_of(error: &Error) -> ErrorKind {
-    if ToolError::is_file(error) { ErrorKind::Usage } else { error.kind() }
+    match ToolError::of(error) {
+        Some(ToolError::File { .. }) => ErrorKind::Usage,
+        Some(ToolError::Absent { .. }) => ErrorKind::Peer,
+        Some(ToolError::Child { .. }) | None => error.kind(),
+    }
 }
 
 /// What the user can do about an error, if there is a general answer.
@@ -61,6 +76,12 @@ pub fn hint(error: &Error) -> Option<&str> {
         return match own {
             ToolError::Child { hint, .. } => hint.as_deref(),
             ToolError::File { .. } => None,
+            ToolError::Absent { missing: "serve", .. } => {
+                Some("run `vmmfd doctor serve` on the same --socket, or wait longer with --wait")
+            }
+            ToolError::Absent { .. } => {
+                Some("run `vmmfd doctor join` on the same --socket, or wait longer with --wait")
+            }
         };
     }
     Some(match error {
@@ -73,10 +94,12 @@ pub fn hint(error: &Error) -> Option<&str> {
         Error::Load(LoadError::NoDevice) => {
             "look at nvidia-smi -L, and at CUDA_VISIBLE_DEVICES; --backend host tries the tools on ordinary memory"
         }
+        Error::Device(DeviceError::NotFound { backend: "host", .. }) => "the host backend has one device, 0",
         Error::Device(DeviceError::NotFound { .. }) => {
             "ordinals are counted among the devices that CUDA_VISIBLE_DEVICES leaves"
         }
-        Error::Device(DeviceError::Unsupported { .. }) => "a device whose driver offers it is needed",
+        Error::Device(DeviceError::Ambiguous { .. }) => "write more digits of the UUID",
+        Error::Device(DeviceError::Unsupported { .. }) => "`vmmfd devices` lists what can be shared of each device",
         Error::Device(DeviceError::NoPeerAccess { .. }) => {
             "choose a device of the same NVLink or PCIe group with --device; nvidia-smi topo -p2p r shows which can"
         }

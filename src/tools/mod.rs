@@ -10,6 +10,7 @@ pub mod error;
 mod line;
 mod stamp;
 mod temporary;
+mod units;
 
 /// Does the task of a child process of [`doctor`] or [`mod@bench`], and exits.
 ///

@@ -24,9 +24,12 @@ cases! {
     ]
 }
 
-/// Every probe of a machine, and of a device, in order.
+/// The probe that provokes a fault of the GPU, and so runs only when it is asked for.
+const FAULTING: &str = "read-only-store";
+
+/// Every other probe of a machine, and of a device, in order.
 const MACHINE: [&str; 3] = ["driver", "descriptors", "host-memory"];
-const DEVICE: [&str; 19] = [
+const DEVICE: [&str; 18] = [
     "attributes",
     "granularity",
     "memory",
@@ -35,7 +38,6 @@ const DEVICE: [&str; 19] = [
     "round-trip",
     "aliases",
     "read-only-copy",
-    "read-only-store",
     "wrong-descriptor",
     "exporter-killed",
     "memory-returned",
@@ -107,7 +109,7 @@ fn a_clean_report_is_whole_and_leaves_nothing(meeting: Meeting) {
     }
     assert!(finding(findings, "export")["figures"]["descriptor"].is_string());
     if meeting.is_fake() {
-        for probe in ["read-only-store", "memory-returned", "dma-buf", "pool", "legacy", "event"] {
+        for probe in ["memory-returned", "dma-buf", "pool", "legacy", "event"] {
             assert_eq!(finding(findings, probe)["status"], "ok", "{}", finding(findings, probe));
         }
         assert_eq!(finding(findings, "fabric")["error"]["code"], 800);
@@ -133,11 +135,18 @@ fn chosen_probes_alone_are_run(meeting: Meeting) {
     assert!(report["verdict"].as_str().unwrap().starts_with("The required probes succeed on 1 of 1 "), "{report}");
     let list = doctor(&meeting, &["--list"]).end();
     let names: Vec<&str> = list.code(0).stdout.lines().filter_map(|line| line.split_whitespace().next()).collect();
-    assert_eq!(names, [&MACHINE[..], &DEVICE[..], &["peer"]].concat());
-    let wrong: [&[&str]; 7] = [
+    let mut all = [&MACHINE[..], &DEVICE[..], &["peer"]].concat();
+    all.insert(MACHINE.len() + DEVICE.iter().position(|probe| *probe == "wrong-descriptor").unwrap(), FAULTING);
+    assert_eq!(names, all);
+    let listed = doctor(&meeting, &["--list", "--json"]).end().code(0).json();
+    let faults = |probe: &&Value| probe["faults"] == true;
+    let faulting: Vec<&Value> = listed["probes"].as_array().unwrap().iter().filter(faults).collect();
+    assert!(matches!(faulting[..], [probe] if probe["name"] == FAULTING), "{listed}");
+    let missing = doctor(&meeting, &["--device", "99"]).end();
+    assert_eq!(missing.code(3).says("device 99").stdout, "");
+    let wrong: [&[&str]; 6] = [
         &["--only", "everything"],
         &["--device", "none"],
-        &["--device", "99"],
         &["--timeout", "5"],
         &["--show", "/nonexistent"],
         &["--show", "/proc/version"],
@@ -209,10 +218,24 @@ fn two_ends_meet_and_both_report_the_same(meeting: Meeting) {
 }
 
 #[test]
+fn a_fault_of_the_gpu_is_provoked_only_when_asked_for() {
+    let meeting = Meeting::fake();
+    let stores = |options: &[&str]| {
+        let report = doctor(&meeting, &[&["--json"], options].concat()).end().code(0).json();
+        let findings = report["devices"][0]["findings"].as_array().unwrap().clone();
+        findings.iter().filter(|finding| finding["probe"] == FAULTING).map(|found| found["status"].clone()).collect()
+    };
+    let stored: Vec<Value> = stores(&[]);
+    assert!(stored.is_empty(), "{stored:?}");
+    assert_eq!(stores(&["--faults"]), ["ok"]);
+    assert_eq!(stores(&["--only", FAULTING]), ["ok"]);
+}
+
+#[test]
 fn who_waits_for_nobody_says_so() {
     let meeting = Meeting::host();
-    meet(&meeting, "serve", &["--wait", "200ms"]).end().code(1).says("200ms");
-    meet(&meeting, "join", &["--wait", "200ms"]).end().code(1).says("200ms");
+    meet(&meeting, "serve", &["--wait", "200ms"]).end().code(4).says("200ms");
+    meet(&meeting, "join", &["--wait", "200ms"]).end().code(4).says("200ms");
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
 }
 

@@ -204,7 +204,7 @@ fn nobody_is_told_in_this_commands_words() {
         let mut run = meet(&meeting, "host", part);
         run.command.args(["--wait", "100ms"]);
         let ended = run.end();
-        ended.code(1).says(other);
+        ended.code(4).says(other);
         assert!(!ended.stderr.contains("producer") && !ended.stderr.contains("consumer"), "{}", ended.stderr);
     }
 }

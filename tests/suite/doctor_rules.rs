@@ -2,18 +2,20 @@
 
 use std::{collections::BTreeSet, fs, path::Path, process::Command};
 
-use nix::{sys::signal::Signal, unistd::Pid};
+use nix::{libc, sys::signal::Signal, unistd::Pid};
 use serde_json::Value;
 use vmmfd::tools::doctor::rules::RULES;
 
 use crate::{
     running::{Meeting, Run, wait_for},
+    seccomp,
     support::Copy,
 };
 
 /// What only another kernel, machine or set of device nodes brings about: the tests beside the rules have these, and the
 /// last test here has some.
-const ELSEWHERE: [&str; 18] = [
+const ELSEWHERE: [&str; 19] = [
+    "musl",
     "library-not-found",
     "host-numa-filtered",
     "library-missing-wsl",
@@ -35,7 +37,10 @@ const ELSEWHERE: [&str; 18] = [
 ];
 
 /// What is tried apart from the table.
-const APART: [&str; 7] = [
+const APART: [&str; 10] = [
+    "capability-missing",
+    "selinux-categories",
+    "legacy-namespaces",
     "stub-library",
     "library-broken",
     "library-missing-container",
@@ -210,6 +215,20 @@ fn a_library_that_is_there_and_does_not_load_is_broken() {
 }
 
 #[test]
+fn a_container_without_the_drivers_compute_libraries_is_told_by_its_variable() {
+    if has_driver() {
+        return;
+    }
+    let meeting = Meeting::fake();
+    let without = |capabilities: &str| {
+        let settings = [CONTAINER, ("NVIDIA_DRIVER_CAPABILITIES", capabilities)];
+        doctor(&meeting, "driver", &settings).env("LD_LIBRARY_PATH", meeting.folder()).end().code(3).json()
+    };
+    assert_explained(&without("utility"), "driver", "unsupported", "capability-missing");
+    assert_explained(&without("compute,utility"), "driver", "unsupported", "library-missing-container");
+}
+
+#[test]
 fn what_an_old_driver_lacks_is_told_by_its_age() {
     let meeting = Meeting::fake();
     let copy = Copy::new().without("cuMemPoolCreate");
@@ -288,6 +307,48 @@ mod namespaces {
             };
         }
         run.instead(command)
+    }
+
+    #[test]
+    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    fn legacy_handles_between_namespaces_are_told_by_both_ends() {
+        let meeting = Meeting::fake();
+        let end = |part: &str| {
+            let mut run = meeting.bare("vmmfd");
+            run.command.args(["doctor", part, "--json", "--allow-uid", "65534", "--socket"]).arg(meeting.socket());
+            run
+        };
+        let serve = end("serve").start();
+        wait_for("the socket", || meeting.socket().exists());
+        let join = elsewhere(end("join"), "exec unshare --pid --fork --mount-proc \"$@\"").end();
+        for report in [serve.end().code(0).json(), join.code(0).json()] {
+            assert_explained(&report, "legacy", "failed", "legacy-namespaces");
+            assert_eq!(finding(&report, "round-trip")["status"], "ok", "{report}");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    fn a_connection_that_modes_permit_and_selinux_refuses_is_told_by_the_label() {
+        let refused = |label: &'static str| {
+            let meeting = Meeting::host();
+            let _listener = std::os::unix::net::UnixListener::bind(meeting.socket()).unwrap();
+            let file = meeting.folder().join("label");
+            fs::write(&file, label).unwrap();
+            let mut run = meeting.bare("vmmfd");
+            run.command.args(["doctor", "join", "--backend", "host", "--json", "--wait", "100ms", "--socket"]);
+            run.command.arg(meeting.socket());
+            let run = elsewhere(run, &format!("mount --bind {} /proc/$$/attr/current", file.display()));
+            let (sender, receiver) = std::sync::mpsc::channel();
+            let denied = [seccomp::rule(libc::SYS_connect, &[], libc::EACCES), vec![seccomp::ALLOW]].concat();
+            seccomp::under(denied, move || sender.send(run.end()).unwrap());
+            receiver.recv().unwrap()
+        };
+        let report = refused("system_u:system_r:container_t:s0:c1,c2").code(1).json();
+        assert_explained(&report, "round-trip", "failed", "selinux-categories");
+        // Without categories nothing is known but that it was refused.
+        let report = refused("docker-default (enforce)").code(1).json();
+        assert_eq!(finding(&report, "round-trip")["rule"], Value::Null, "{report}");
     }
 
     #[test]

@@ -4,19 +4,24 @@
 mod cases;
 
 mod bench;
+mod command_line;
 mod commands;
 mod conform;
 mod contract;
 mod conversation;
 mod cuda_library;
+mod deploy;
 mod diagnosis;
+mod docs;
 mod doctor;
 mod doctor_meeting;
 mod doctor_rules;
 mod engines;
+mod examples;
 mod fakecuda;
 mod host_memory;
 mod identity;
+mod kernel_floor;
 mod kernels;
 #[cfg(feature = "launch")]
 mod launch;
@@ -27,11 +32,12 @@ mod protocol_files;
 mod public_api;
 mod ranges;
 mod reach;
-mod readme;
 mod running;
+mod seccomp;
 mod sessions;
 mod shared;
 mod sharing_commands;
 mod stream;
 mod support;
+mod terminal;
 mod users;

@@ -40,7 +40,7 @@ fn bad_usage_is_one_clear_sentence_and_exit_code_2() {
         (&["--timeout", "30"], "30s"),
         (&["--timeout", "0s"], "is no time: write more than zero"),
         (&["--device", "gpu0"], "is not a device: write an ordinal"),
-        (&["--backend", "metal"], "auto, cuda or host"),
+        (&["--backend", "metal"], "[possible values: auto, cuda, host]"),
         (&["--allow-uid", "root"], "root"),
         (&["--frobnicate"], "--frobnicate"),
         (&["-v", "-q"], "cannot be used with"),
@@ -59,7 +59,7 @@ fn bad_usage_is_one_clear_sentence_and_exit_code_2() {
         assert!(message.contains(words) && !message.contains('\n'), "{options:?}: {message}");
         assert_eq!((&report["consumers"], &report["verified"]), (&json!([]), &Value::Null));
     }
-    meeting.consumer(&["--access", "wo"]).end().code(2).says("write ro or rw");
+    meeting.consumer(&["--access", "wo"]).end().code(2).says("[possible values: ro, rw]");
 }
 
 #[test]

@@ -113,6 +113,11 @@ impl Meeting {
         self.folder.path()
     }
 
+    /// Where the emulated driver is, if this place is over it.
+    pub(crate) fn driver_folder(&self) -> Option<&Path> {
+        self.driver.as_ref().map(Copy::folder)
+    }
+
     pub(crate) fn socket(&self) -> PathBuf {
         self.folder().join("s.sock")
     }

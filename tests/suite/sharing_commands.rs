@@ -481,10 +481,11 @@ fn options_that_do_not_go_together_are_bad_usage() {
         (&["--dtype", "f33"], "`f33` is not an element type: write a name such as float32"),
         (&["--dtype", "f32", "--size", "6"], "has 4 bytes, and there are 6"),
         (&["--from", file, "--dtype", "f32", "--shape", "7"], "has 28 bytes, and there are 24"),
-        (&["--mechanism", "ipc"], "write vmm, pool or legacy"),
-        (&["--location", "disk"], "write device or host"),
+        (&["--mechanism", "ipc"], "[possible values: vmm, pool, legacy]"),
+        (&["--location", "disk"], "[possible values: device, host]"),
         (&["--chunk", "0"], "is no memory: write at least 1 byte"),
-        (&["--order", "X", "--shape", "2"], "write C"),
+        (&["--order", "X", "--shape", "2"], "[possible values: C, F]"),
+        (&["--from", "-"], "`-` is not supported: the size"),
     ] {
         meeting.producer(options).end().code(2).says(words);
     }

@@ -43,6 +43,20 @@ pub(super) fn add_seals(memfd: &OwnedFd, seals: SealFlag) -> nix::Result<()> {
     fcntl(memfd, FcntlArg::F_ADD_SEALS(seals)).map(drop)
 }
 
+/// Seals memory against writing, for good. Does not block.
+///
+/// `F_SEAL_FUTURE_WRITE` is of Linux 5.1. An older kernel knows no such seal, and `F_SEAL_WRITE` alone lets no process write.
+///
+/// # Errors
+/// EBUSY while a process has it mapped to write; see fcntl(2).
+pub(super) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
+    let seals = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
+    match add_seals(memfd, seals | SealFlag::F_SEAL_FUTURE_WRITE) {
+        Err(Errno::EINVAL) => add_seals(memfd, seals),
+        result => result,
+    }
+}
+
 /// Checks that a descriptor is memory of `size` bytes that its owner can no longer take away. Returns whether it is sealed against
 /// writing.
 ///

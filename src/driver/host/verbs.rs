@@ -277,7 +277,6 @@ unsafe impl Verbs for HostDriver {
         const CALL: &str = "host seal";
         self.origin.check()?;
         let invalid = || failure(CALL, code::INVALID_VALUE);
-        let seals = SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
         let begun = Instant::now();
         loop {
             let mut state = self.write();
@@ -289,7 +288,7 @@ unsafe impl Verbs for HostDriver {
                 return Err(invalid());
             }
             // The kernel refuses it while it is mapped, for whatever access, and takes no seal back.
-            match memfd::add_seals(&memory.memfd, seals) {
+            match memfd::seal_content(&memory.memfd) {
                 Ok(()) => {
                     (memory.closed, memory.immutable) = (true, true);
                     return Ok(true);

@@ -11,9 +11,13 @@ use super::{
     run::{BenchRun, FOLDER, ask, ask_done, unexpected, warm_up},
     stats::Samples,
     task::Role,
-    text::human,
 };
-use crate::{driver::Backend, error::Result, memory::MOST_OF_A_POOL, tools::temporary::temporary_folder};
+use crate::{
+    driver::Backend,
+    error::Result,
+    memory::MOST_OF_A_POOL,
+    tools::{temporary::temporary_folder, units::about},
+};
 
 /// One of the measurements that are compared.
 struct Candidate {
@@ -116,14 +120,14 @@ fn fitting<'a>(run: &mut BenchRun<'_>, usable: u64, size: u64, candidates: &[&'a
         let Candidate { bench, name, method, shares, .. } = candidate;
         let bench = bench.as_str();
         if *method == Method::Pool && size > MOST_OF_A_POOL {
-            run.leave_out(format!("{bench} {name} at {}: the driver can't import so much", human(size)));
+            run.leave_out(format!("{bench} {name} at {}: the driver can't import so much", about(size)));
             continue;
         }
         // The common memory is counted once.
         let there = fitting.iter().any(|other| other.shares);
         let more = if *shares && there { 0 } else { size };
         if needed.saturating_add(more) > usable {
-            let (size, usable) = (human(size), human(usable));
+            let (size, usable) = (about(size), about(usable));
             run.leave_out(format!("{bench} {name} at {size}: there are {usable} for all candidates together"));
             continue;
         }
@@ -142,7 +146,7 @@ fn measure_size(
 ) -> Result<Vec<Samples>> {
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
     let mut samples = vec![Samples::default(); candidates.len()];
-    let what = format!("handing over {}", human(size));
+    let what = format!("handing over {}", about(size));
     ask_done(
         process,
         &Request::Prepare { size, methods: candidates.iter().map(|candidate| candidate.method).collect() },

@@ -6,9 +6,12 @@ use super::{
     run::{BenchRun, Capacity, ask, ask_done, unexpected, warm_up},
     stats::{Samples, us},
     task::Role,
-    text::human,
 };
-use crate::{driver::Backend, error::Result, tools::check::pattern::Engine};
+use crate::{
+    driver::Backend,
+    error::Result,
+    tools::{check::pattern::Engine, units::about},
+};
 
 const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
 const HOST_SIZES: [u64; 3] = [2 << 20, 64 << 20, 1 << 30];
@@ -34,7 +37,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
         for &engine in engines {
             // Only on a GPU: the host backend is far faster.
             if cuda && engine == Engine::Host && size > HOST_BYTES / HOST_COUNT as u64 {
-                run.leave_out(format!("host fill and verify at {}: above 13 GiB they take too long", human(size)));
+                run.leave_out(format!("host fill and verify at {}: above 13 GiB they take too long", about(size)));
                 continue;
             }
             let most = match engine {
@@ -44,7 +47,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
             let mut samples: [Samples; 4] = Default::default();
             let warm_up = if engine == Engine::Gpu { warm_up(most) } else { 1 };
             for round in 0..warm_up + most {
-                run.tick(&format!("{engine} fills and verifies {}", human(size)), round, warm_up + most)?;
+                run.tick(&format!("{engine} fills and verifies {}", about(size)), round, warm_up + most)?;
                 match ask(&process, &Request::Pattern { engine })? {
                     Response::Pattern { fill_us, verify_us, fill_whole_us, verify_whole_us, mismatches: 0 } => {
                         if round >= warm_up {
@@ -111,7 +114,7 @@ pub(super) fn measure_stages(run: &mut BenchRun<'_>) -> Result<()> {
         }
         let mut samples: [Samples; 9] = Default::default();
         for round in 0..warm_up + count {
-            run.tick(&format!("each call on {}", human(size)), round, warm_up + count)?;
+            run.tick(&format!("each call on {}", about(size)), round, warm_up + count)?;
             match ask(&process, &Request::Stages { size })? {
                 Response::Stages { create_us, export_us, opening, closing, .. } if round >= warm_up => {
                     let all = [
@@ -147,7 +150,7 @@ const CUDA_ONLY: [&str; 5] = ["import", "reserve", "set access", "address free",
 fn fits(run: &mut BenchRun<'_>, bench: Bench, size: u64, capacity: Capacity) -> bool {
     let fits = size <= capacity.usable;
     if !fits {
-        run.leave_out(format!("{} at {}: there are {} for it", bench.as_str(), human(size), human(capacity.usable)));
+        run.leave_out(format!("{} at {}: there are {} for it", bench.as_str(), about(size), about(capacity.usable)));
     }
     fits
 }

@@ -15,9 +15,12 @@ use super::{
     plan::Bench,
     report::{BenchReport, Series},
     stats::{quantile, sorted},
-    text::{figure, human},
+    text::figure,
 };
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    tools::units::about,
+};
 
 const WIDTH: u32 = 960;
 /// The height of a panel's frame, and of each row in it.
@@ -52,7 +55,7 @@ pub fn draw(report: &BenchReport) -> Result<String> {
         for ((bench, size, panel), height) in panels.iter().zip(heights) {
             let (area, below) = rest.split_vertically(height);
             let title =
-                if *size == 0 { bench.as_str().to_owned() } else { format!("{}, {}", bench.as_str(), human(*size)) };
+                if *size == 0 { bench.as_str().to_owned() } else { format!("{}, {}", bench.as_str(), about(*size)) };
             draw_panel(&area, &format!("{title} (microseconds)"), panel)?;
             rest = below;
         }

@@ -6,7 +6,7 @@ use super::{
     plan::Bench,
     report::{BenchReport, Series},
 };
-use crate::driver::Backend;
+use crate::{driver::Backend, tools::units::about};
 
 /// How long the longest bar is, in cells.
 const BAR: usize = 24;
@@ -39,13 +39,19 @@ fn head(report: &BenchReport) -> String {
     let device =
         if machine.device.is_empty() { String::new() } else { format!("{} {}, ", machine.device, machine.uuid) };
     format!(
-        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each after {} that do not count, and fewer of slow measurements (column n); microseconds\n",
+        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each after {} that do not count, and fewer of slow measurements (column n)\n",
         report.tool, report.made, report.backend, machine.kernel, machine.cpus, report.count, report.warm_up
     )
 }
 
 fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
-    let title = if size == 0 { bench.as_str().to_owned() } else { format!("{}, {}", bench.as_str(), human(size)) };
+    // One unit for a table, so that its rows compare at a glance.
+    let shortest = block.iter().map(|series| series.summary.p50_us).fold(f64::INFINITY, f64::min);
+    let (unit, scale) = if shortest >= 1e4 { ("ms", 1e3) } else { ("us", 1.0) };
+    let title = match size {
+        0 => format!("{} ({unit})", bench.as_str()),
+        size => format!("{}, {} ({unit})", bench.as_str(), about(size)),
+    };
     let name = block.iter().map(|series| series.name.len()).chain([title.len()]).max().unwrap_or(0).max(24);
     let rated = block.iter().any(|series| series.rate.is_some());
     let compared = block.iter().any(|series| series.ratio.is_some());
@@ -62,7 +68,8 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
     let longest = block.iter().map(|series| series.summary.p50_us).fold(0.0, f64::max);
     for series in block {
         let summary = &series.summary;
-        let [p50, p90, p99, max] = [summary.p50_us, summary.p90_us, summary.p99_us, summary.max_us].map(figure);
+        let [p50, p90, p99, max] =
+            [summary.p50_us, summary.p90_us, summary.p99_us, summary.max_us].map(|us| figure(us / scale));
         let compared = match (series.rate, series.ratio) {
             (Some(rate), _) => speed(rate),
             (None, Some(ratio)) => format!("{ratio:.2}"),
@@ -91,7 +98,7 @@ fn foot(report: &BenchReport) -> String {
     let floor = if floor { "; the ratio is to the floor's median" } else { "" };
     let _ = writeln!(text, "noise: {noise}{floor}");
     for series in report.series.iter().filter(|series| series.summary.is_too_noisy()) {
-        let size = if series.size == 0 { String::new() } else { format!(" at {}", human(series.size)) };
+        let size = if series.size == 0 { String::new() } else { format!(" at {}", about(series.size)) };
         let _ = writeln!(
             text,
             "too noisy for conclusions: {} {}{size}, whose fifths differ by {:.0} %; run it again on an idle machine",
@@ -106,28 +113,17 @@ fn foot(report: &BenchReport) -> String {
     text
 }
 
-/// Microseconds, with three significant digits.
-pub(super) fn figure(us: f64) -> String {
-    match us {
-        _ if us < 10.0 => format!("{us:.2}"),
-        _ if us < 100.0 => format!("{us:.1}"),
-        _ => format!("{us:.0}"),
+/// A time, with three significant digits.
+pub(super) fn figure(time: f64) -> String {
+    match time {
+        _ if time < 10.0 => format!("{time:.2}"),
+        _ if time < 100.0 => format!("{time:.1}"),
+        _ => format!("{time:.0}"),
     }
 }
 
 fn speed(rate: f64) -> String {
     if rate >= 1e12 { format!("{:.2} TB/s", rate / 1e12) } else { format!("{:.1} GB/s", rate / 1e9) }
-}
-
-/// A size: exact if that is short, else in the largest unit.
-pub(super) fn human(size: u64) -> String {
-    let units = [(60, "EiB"), (50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let whole = units.into_iter().find(|(shift, _)| size >= 1 << shift && size.is_multiple_of(1 << shift));
-    match (whole, units.into_iter().find(|(shift, _)| size >= 1 << shift)) {
-        (Some((shift, unit)), _) if size >> shift < 10_000 => format!("{} {unit}", size >> shift),
-        (_, Some((shift, unit))) => format!("{:.1} {unit}", size as f64 / (1u64 << shift) as f64),
-        (_, None) => format!("{size} bytes"),
-    }
 }
 
 /// A bar in eighths of a cell.
@@ -154,12 +150,8 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_short_and_sizes_whole() {
+    fn figures_have_three_digits() {
         assert_eq!([figure(2.3456), figure(23.456), figure(234.56)], ["2.35", "23.5", "235"]);
-        assert_eq!(
-            [human(2 << 20), human(8 << 30), human(3 << 29), human(5)],
-            ["2 MiB", "8 GiB", "1536 MiB", "5 bytes"]
-        );
         assert_eq!([speed(4.5e12), speed(5e9)], ["4.50 TB/s", "5.0 GB/s"]);
     }
 }

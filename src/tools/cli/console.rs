@@ -2,33 +2,33 @@
 
 use std::{
     fmt::Display,
-    io::{self, IsTerminal, Write},
+    io::{self, Write},
     mem,
     sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use indicatif::ProgressBar;
-use tracing_subscriber::filter::LevelFilter;
-
 use super::{
-    Common, Exit,
-    bar::progress_bar,
+    Exit,
     describe::{described, findings, first_words, kind, numbers, spelled},
+    output::{Output, Progress, complain},
     report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
 };
 use crate::{
     array::ArrayDescriptor,
     driver::Backend,
-    error::{Error, ErrorKind},
+    error::Error,
     memory::{Description, Device},
     session::{
         Event, Verdict,
         handoff::{Findings, Served},
     },
-    tools::check::{
-        self, Figures,
-        pattern::{Engine, Work},
+    tools::{
+        check::{
+            self, Figures,
+            pattern::{Engine, Work},
+        },
+        units::{bytes, time},
     },
 };
 
@@ -40,8 +40,7 @@ const MAX_STEPS: usize = 1000;
 pub struct Console {
     lines: bool,
     json: bool,
-    /// The progress of long work; only on a terminal.
-    bar: Option<ProgressBar>,
+    progress: Progress,
     state: Mutex<State>,
     /// Whether the end is printed. Held while it is printed, so that a second caller waits.
     finished: Mutex<bool>,
@@ -55,44 +54,20 @@ struct State {
 }
 
 impl Console {
-    pub(super) fn new(role: &'static str, common: &Common) -> Self {
-        let level = match (common.quiet, common.verbose) {
-            (true, _) => LevelFilter::ERROR,
-            (false, 0) => LevelFilter::WARN,
-            (false, 1) => LevelFilter::DEBUG,
-            (false, _) => LevelFilter::TRACE,
-        };
-        let subscriber = tracing_subscriber::fmt()
-            .with_max_level(level)
-            .with_writer(io::stderr)
-            // A closed standard error is not an error; by default it is a panic.
-            .log_internal_errors(false)
-            .with_ansi(io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()));
-        // Fails only if the process has a subscriber already.
-        let _ = subscriber.try_init();
-        Self::with(role, !common.quiet && !common.json, common.json)
-    }
-
-    fn with(role: &'static str, lines: bool, json: bool) -> Self {
-        let bar = (lines && io::stderr().is_terminal()).then(progress_bar);
+    pub(super) fn new(role: &'static str, output: &Output) -> Self {
         let report = CommandReport::new(role);
-        Self { lines, json, bar, state: Mutex::new(State { report, stdout: None }), finished: Mutex::new(false) }
-    }
-
-    /// Prints the report of bad usage with `--json`.
-    pub(super) fn usage(role: &'static str, message: String) -> Exit {
-        let console = Self::with(role, false, true);
-        let hint = Some(format!("see {role} --help"));
-        console.state().report.error = Some(ErrorSummary { kind: ErrorKind::Usage.as_str(), message, hint });
-        console.print_json();
-        console.written(Exit::Usage)
+        Self {
+            lines: !output.quiet && !output.json,
+            json: output.json,
+            progress: output.progress(),
+            state: Mutex::new(State { report, stdout: None }),
+            finished: Mutex::new(false),
+        }
     }
 
     /// Prints how the command ended, and returns how it exits. Only the first call prints.
     pub(super) fn finish(&self, result: Result<Exit, Error>) -> Exit {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
+        self.progress.close();
         let mut finished = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
         if mem::replace(&mut *finished, true) {
             return result.unwrap_or_else(|error| Exit::of(&error));
@@ -126,10 +101,7 @@ impl Console {
     }
 
     fn complain(&self, report: ErrorSummary) {
-        complain(&format!("error: {}", report.message));
-        if let Some(hint) = &report.hint {
-            complain(&format!("  hint: {hint}"));
-        }
+        report.complain();
         self.state().report.error = Some(report);
     }
 
@@ -204,7 +176,7 @@ impl Console {
             }
             Event::Device { device, granularity, elapsed } => {
                 self.device(device, granularity);
-                let line = format!("{}: {device}, granularity {granularity} bytes", device.ordinal());
+                let line = format!("{}: {device}, granularity {}", device.ordinal(), bytes(granularity));
                 self.step("device", Some(elapsed), line);
             }
             Event::Created { description, elapsed } => {
@@ -213,7 +185,7 @@ impl Console {
                 self.step(
                     "create",
                     Some(elapsed),
-                    format!("{mapped_size} bytes for {size} asked for{}", kind(description)),
+                    format!("{} for {} asked for{}", bytes(*mapped_size), bytes(*size), kind(description)),
                 );
             }
             Event::Mapped { address, access, elapsed } => {
@@ -245,7 +217,13 @@ impl Console {
             Event::Received { description, fds, elapsed } => {
                 self.memory(description);
                 let Description { size, mapped_size, .. } = description;
-                let what = format!("{size} bytes in {mapped_size} mapped{}, {}", kind(description), numbers(fds));
+                let what = format!(
+                    "{} in {} mapped{}, {}",
+                    bytes(*size),
+                    bytes(*mapped_size),
+                    kind(description),
+                    numbers(fds)
+                );
                 self.step("offer", Some(elapsed), what);
             }
             Event::Reported { peer, verdict, elapsed } => {
@@ -274,9 +252,9 @@ impl Console {
             }
             check::Event::Loaded { size, digest, elapsed } => {
                 self.state().report.digest = Some(digest.to_owned());
-                self.step("load", Some(elapsed), format!("{size} bytes, {digest}"));
+                self.step("load", Some(elapsed), format!("{}, {digest}", bytes(size)));
             }
-            check::Event::Progress { done, all } => self.progress(done, all),
+            check::Event::Progress { done, all } => self.progress.bytes(done, all),
             check::Event::Array { array, first } => {
                 self.state().report.array = Some(array.clone());
                 self.step("array", None, format!("{}: {}", described(array), first.join(" ")));
@@ -285,7 +263,7 @@ impl Console {
                 self.work("verify", elapsed, findings(verified, figures), figures.words, work);
             }
             check::Event::Saved { path, size, elapsed } => {
-                self.step("save", Some(elapsed), format!("{size} bytes in {}", path.display()));
+                self.step("save", Some(elapsed), format!("{} in {}", bytes(size), path.display()));
             }
         }
     }
@@ -321,7 +299,8 @@ impl Console {
             // The speed of the kernels, without their start.
             Engine::Gpu => match words as f64 * 4.0 / work.elapsed.as_secs_f64().max(1e-7) {
                 rate if rate >= 1e12 => format!("on the GPU at {:.2} TB/s", rate / 1e12),
-                rate => format!("on the GPU at {:.1} GB/s", rate / 1e9),
+                rate if rate >= 1e9 => format!("on the GPU at {:.1} GB/s", rate / 1e9),
+                rate => format!("on the GPU at {:.3} GB/s", rate / 1e9),
             },
             Engine::Host => "on the CPU".to_owned(),
         };
@@ -340,30 +319,14 @@ impl Console {
                 if self.json && state.report.steps.len() < MAX_STEPS {
                     state.report.steps.push(Step { name, us, by });
                 }
-                format!(" ({us} us)")
+                format!(" ({})", time(elapsed))
             }
             None => String::new(),
         };
         if self.lines {
             let line = format!("{:<8}  {name:<7}  {what}{time}", state.report.role);
-            match &self.bar {
-                Some(bar) => bar.suspend(|| state.print(&line)),
-                None => state.print(&line),
-            }
+            self.progress.suspend(|| state.print(&line));
         }
-    }
-
-    /// Shows the progress of long work, on a terminal.
-    fn progress(&self, done: u64, all: u64) {
-        let Some(bar) = &self.bar else { return };
-        if done >= all {
-            return bar.finish_and_clear();
-        }
-        if bar.is_finished() {
-            bar.reset();
-        }
-        bar.set_length(all);
-        bar.set_position(done);
     }
 
     fn print_json(&self) {
@@ -388,9 +351,4 @@ impl State {
             _ => {}
         }
     }
-}
-
-/// Writes to standard error. A closed one is not an error.
-fn complain(line: &str) {
-    let _ = writeln!(io::stderr(), "{line}");
 }

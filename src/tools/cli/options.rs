@@ -4,66 +4,45 @@ use std::{ops::Range, path::PathBuf, time::Duration};
 
 use clap::Args;
 
+use super::values::ElementTypeParser;
 use crate::{
     array::{self, ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Trust},
-    driver::Choice,
     error::{DeviceError, Error, MemoryError, ParseError},
     memory::{Device, Mechanism, Placement, Spec},
     session::Config,
     tools::check::files::Source,
-    tools::check::pattern,
 };
 
-/// The options of both sides.
+/// Where two processes meet.
 #[derive(Debug, Clone, Args)]
-pub struct Common {
+#[command(next_help_heading = "Meeting")]
+pub(super) struct Meet {
     /// Unix socket to meet at [default: $XDG_RUNTIME_DIR/vmmfd/vmmfd.sock, else /tmp/vmmfd-UID/vmmfd.sock]
     #[arg(long, value_name = "PATH", env = "VMMFD_SOCKET")]
-    pub socket: Option<PathBuf>,
-
-    /// Where the memory is: `cuda`, `host` (without a GPU), or `auto`: cuda, and host only if no driver library loads
-    /// or the driver finds no device
-    #[arg(long, value_name = "auto|cuda|host", env = "VMMFD_BACKEND", default_value = "auto")]
-    pub backend: Choice,
+    pub(super) socket: Option<PathBuf>,
 
     /// User that the peer may belong to, besides one's own and root; may be given several times
     #[arg(long = "allow-uid", value_name = "UID")]
-    pub allow_uids: Vec<u32>,
+    pub(super) allow_uids: Vec<u32>,
 
     /// Longest wait for the peer to appear, and in each step: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
-    pub timeout: Duration,
-
-    /// What writes and checks the pattern: `gpu` (kernels), `host` (the CPUs, on copies), or `auto`: the one that is estimated
-    /// to be faster, and the host where the driver has no compiler for the kernels
-    #[arg(long, value_name = "gpu|host|auto", default_value = "auto")]
-    pub verify: pattern::EngineChoice,
-
-    /// Print one JSON object on stdout at the end, also on failure, and nothing else
-    #[arg(long)]
-    pub json: bool,
-
-    /// Log to stderr; twice for more
-    #[arg(short, long, action = clap::ArgAction::Count, conflicts_with = "quiet")]
-    pub verbose: u8,
-
-    /// Print only errors
-    #[arg(short, long)]
-    pub quiet: bool,
+    pub(super) timeout: Duration,
 }
 
-impl Common {
+impl Meet {
     /// The session's part of the options.
-    pub fn config(&self, cancel: &Cancel) -> Config {
+    pub(super) fn config(&self, cancel: &Cancel) -> Config {
         let trust = Trust { uids: self.allow_uids.clone() };
         Config::default().with_timeout(self.timeout).with_trust(trust).with_cancel(cancel)
     }
 }
 
-/// The content of a buffer, and its size.
+/// Which bytes are in a buffer.
 #[derive(Debug, Clone, Args)]
-pub struct Extent {
+#[command(next_help_heading = "Buffer")]
+pub(super) struct Extent {
     /// Size of the buffer: bytes, or with a unit of powers of 1024, as 64MiB, 64M or 1.5GiB [default: 1MiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
@@ -73,20 +52,25 @@ pub struct Extent {
     elements: Option<u64>,
 
     /// File whose bytes to share, instead of a pattern
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
+    #[arg(long, value_name = "FILE", value_parser = parse_source, conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
     from: Option<PathBuf>,
+}
 
-    /// Element type of an array, by its name in NumPy, ml_dtypes, PyTorch or Rust, as float32, bfloat16, half or u8, or by a
+/// What a buffer's bytes are elements of.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Array")]
+pub(super) struct ArrayOptions {
+    /// Element type, by its name in NumPy, ml_dtypes, PyTorch or Rust, as float32, f32, bfloat16, bf16, half or u8, or by a
     /// typestr, as >i2 [default with --shape: uint32]
-    #[arg(long, value_name = "TYPE")]
+    #[arg(long, value_name = "TYPE", value_parser = ElementTypeParser, hide_possible_values = true)]
     dtype: Option<ElementType>,
 
-    /// Shape of an array, as 1024x768 or 1024,768 [default with --dtype: as many elements as there is room for]
+    /// Lengths of the array's dimensions, as 1024x768 or 1024,768 [default with --dtype: as many elements as there is room for]
     #[arg(long, value_name = "N[xM...]", value_parser = parse_shape, conflicts_with = "size")]
     shape: Option<Shape>,
 
-    /// Order of an array's elements: C (the last index varies fastest) or F (the first one) [default: C]
-    #[arg(long, value_name = "C|F", requires = "shape")]
+    /// Order of the array's elements [default: C]
+    #[arg(long, value_name = "ORDER", requires = "shape", ignore_case = true)]
     order: Option<Order>,
 }
 
@@ -94,7 +78,7 @@ pub struct Extent {
 ///
 /// # Errors
 /// [`DeviceError::Unsupported`] for options that the mechanism does not support.
-pub fn sharing(
+pub(super) fn sharing(
     device: &Device,
     size: u64,
     mechanism: Mechanism,
@@ -138,16 +122,18 @@ impl Extent {
     ///
     /// # Errors
     /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the
-    /// file or
-    /// the size.
-    pub fn resolve(&self) -> Result<(Option<Source>, u64, Option<ArrayDescriptor>), Error> {
+    /// file or the size.
+    pub(super) fn resolve(
+        &self,
+        array: &ArrayOptions,
+    ) -> Result<(Option<Source>, u64, Option<ArrayDescriptor>), Error> {
         let source = self.from.as_deref().map(Source::open).transpose()?;
         let size = source.as_ref().map(Source::size).or(self.size).or(self.elements);
-        let array = match (&self.shape, self.dtype) {
+        let array = match (&array.shape, array.dtype) {
             (None, None) => None,
             (Some(shape), dtype) => {
                 let dtype = dtype.unwrap_or(ElementType::U32);
-                Some(ArrayDescriptor::new(dtype, &shape[..], self.order.unwrap_or(Order::C))?)
+                Some(ArrayDescriptor::new(dtype, &shape[..], array.order.unwrap_or(Order::C))?)
             }
             (None, Some(dtype)) => {
                 let size = size.unwrap_or(DEFAULT_SIZE);
@@ -165,11 +151,34 @@ impl Extent {
     }
 }
 
+/// Parses the path of a file to read.
+fn parse_source(text: &str) -> Result<PathBuf, String> {
+    path(
+        text,
+        "the size of a buffer is fixed before it is filled, and that of standard input is not known: save it to a file",
+    )
+}
+
+/// Parses the path of a file to write.
+///
+/// # Errors
+/// A sentence that says why `-`, standard output, is refused.
+pub(super) fn parse_target(text: &str) -> Result<PathBuf, String> {
+    path(text, "a file appears only once its bytes are verified, which standard output can't do: name a file")
+}
+
+fn path(text: &str, why_no_stream: &str) -> Result<PathBuf, String> {
+    match text {
+        "-" => Err(format!("`-` is not supported: {why_no_stream} (a file of that name is ./-)")),
+        _ => Ok(PathBuf::from(text)),
+    }
+}
+
 /// Parses a number of 32-bit words, and returns bytes.
 ///
 /// # Errors
 /// One sentence that says what to write instead.
-pub fn parse_elements(text: &str) -> Result<u64, String> {
+pub(super) fn parse_elements(text: &str) -> Result<u64, String> {
     let words: u64 =
         text.parse().map_err(|_| format!("`{text}` is not a number of words: write a whole number from 1"))?;
     match words.checked_mul(4) {
@@ -183,7 +192,7 @@ pub fn parse_elements(text: &str) -> Result<u64, String> {
 ///
 /// # Errors
 /// One sentence that says what to write instead.
-pub fn parse_range(text: &str) -> Result<Range<u64>, String> {
+pub(super) fn parse_range(text: &str) -> Result<Range<u64>, String> {
     let parts = text.split_once(':').filter(|(offset, length)| !offset.is_empty() && !length.is_empty());
     let (offset, length) = parts.ok_or_else(|| {
         format!("`{text}` is not a range of bytes: write its offset and length, as 4MiB:1MiB or 0:100")
@@ -201,7 +210,7 @@ pub fn parse_range(text: &str) -> Result<Range<u64>, String> {
 ///
 /// # Errors
 /// One sentence that says what to write instead.
-pub fn parse_timeout(text: &str) -> Result<Duration, String> {
+pub(super) fn parse_timeout(text: &str) -> Result<Duration, String> {
     if text.parse::<f64>().is_ok() && humantime::parse_duration(&format!("{text}s")).is_ok() {
         return Err(format!("`{text}` has no unit: write {text}s for seconds, or {text}ms"));
     }
@@ -216,7 +225,7 @@ pub fn parse_timeout(text: &str) -> Result<Duration, String> {
 ///
 /// # Errors
 /// One sentence that says what to write instead.
-pub fn parse_salt(text: &str) -> Result<u32, String> {
+pub(super) fn parse_salt(text: &str) -> Result<u32, String> {
     let hexadecimal = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
     let (digits, radix) = hexadecimal.map_or((text, 10), |digits| (digits, 16));
     let plain = !digits.is_empty() && digits.chars().all(|digit| digit.is_digit(radix));
@@ -231,7 +240,7 @@ const UNITS: [(char, u32); 6] = [('k', 10), ('m', 20), ('g', 30), ('t', 40), ('p
 ///
 /// # Errors
 /// One sentence that says what to write instead, also for `64MB`, which could be 64000000 or 67108864.
-pub fn parse_size(text: &str) -> Result<u64, String> {
+pub(super) fn parse_size(text: &str) -> Result<u64, String> {
     let nonsense = || format!("`{text}` is not a size: write bytes as 1048576, or with a unit as 64MiB, 64M or 1.5GiB");
     let lower = text.to_ascii_lowercase();
     let end = lower.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(lower.len());

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::output::complain;
 use crate::{
     array::ArrayDescriptor,
     driver::Backend,
@@ -101,6 +102,14 @@ pub(super) struct ErrorSummary {
 impl ErrorSummary {
     pub(super) fn of(error: &Error) -> Self {
         Self { kind: kind_of(error).as_str(), message: error.in_full(), hint: hint(error).map(str::to_owned) }
+    }
+
+    /// Prints it on standard error.
+    pub(super) fn complain(&self) {
+        complain(&format!("error: {}", self.message));
+        if let Some(hint) = &self.hint {
+            complain(&format!("  hint: {hint}"));
+        }
     }
 }
 

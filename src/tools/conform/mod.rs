@@ -10,7 +10,6 @@ mod meets_producer;
 mod meets_publisher;
 mod meets_subscriber;
 mod memory;
-mod options;
 pub mod page;
 mod peer;
 mod records;
@@ -18,19 +17,15 @@ mod report;
 
 use std::{
     path::PathBuf,
-    str::FromStr,
     time::{Duration, Instant},
 };
 
+pub use self::report::{CaseReport, ConformReport, Outcome, RuleReport, render};
 use self::{fault::Fault, peer::Peer};
-pub use self::{
-    options::{CONFORM_CODES, ConformOptions},
-    report::{CaseReport, ConformReport, Outcome, RuleReport, render},
-};
 use crate::{
     channel::{Cancel, Listener, Trust, connect_socket, deadline_after},
     driver::{Backend, Choice, open},
-    error::{Error, ParseError, PeerError, Result, SocketError},
+    error::{Error, PeerError, Result, SocketError},
     memory::{Device, Selector},
 };
 
@@ -69,16 +64,6 @@ impl Role {
             Self::Publisher => meets_subscriber::cases(),
             Self::Subscriber => meets_publisher::cases(),
         }
-    }
-}
-
-impl FromStr for Role {
-    type Err = ParseError;
-
-    fn from_str(text: &str) -> Result<Self, ParseError> {
-        let all = [Self::Consumer, Self::Producer, Self::Publisher, Self::Subscriber];
-        let role = all.into_iter().find(|role| role.as_str() == text);
-        role.ok_or_else(|| ParseError::new(text, "a role", "consumer, producer, publisher or subscriber"))
     }
 }
 

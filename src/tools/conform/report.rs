@@ -26,7 +26,7 @@ pub struct ConformReport {
     /// The rules that were broken, each once for a case.
     pub broken: Vec<RuleReport>,
     /// Why not all cases were tried.
-    pub error: Option<String>,
+    pub incomplete: Option<String>,
 }
 
 /// What came of one case.
@@ -81,7 +81,7 @@ impl ConformReport {
             conforms: None,
             cases: Vec::new(),
             broken: Vec::new(),
-            error: None,
+            incomplete: None,
         }
     }
 
@@ -108,9 +108,10 @@ impl ConformReport {
         let not_met = self.cases.iter().find(|case| case.outcome == Outcome::NotMet);
         if let Some(case) = not_met {
             let tried = self.cases.len() - 1;
-            self.error = Some(format!("{tried} of {all} cases were tried: {}", case.found.clone().unwrap_or_default()));
+            self.incomplete =
+                Some(format!("{tried} of {all} cases were tried: {}", case.found.clone().unwrap_or_default()));
         }
-        self.conforms = match (self.broken.is_empty(), &self.error) {
+        self.conforms = match (self.broken.is_empty(), &self.incomplete) {
             (false, _) => Some(false),
             (true, None) => Some(true),
             (true, Some(_)) => None,
@@ -155,7 +156,7 @@ pub fn render(report: &ConformReport) -> String {
         None => "not found out",
     };
     let _ = writeln!(text, "\n{verdict}: {kept} cases kept, {broken} broken, {left_out} left out");
-    if let Some(error) = &report.error {
+    if let Some(error) = &report.incomplete {
         let _ = writeln!(text, "{error}");
     }
     text

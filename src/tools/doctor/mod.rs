@@ -34,5 +34,5 @@ pub use self::{
     probes::PROBES,
     read::read,
     report::{DeviceReport, DoctorReport, Finding, PairReport, Status},
-    runner::{DoctorPlan, run},
+    runner::{DoctorPlan, Observer, Progress, run},
 };

@@ -25,6 +25,8 @@ pub struct Probe {
     pub about: &'static str,
     /// Whether it must be `ok` for the verdict.
     pub required: bool,
+    /// Whether it provokes a fault of the GPU, which the kernel's log records (Xid): it runs only when it is asked for.
+    pub faults: bool,
     /// What it means if the thing that is tried does not work.
     pub(super) broken: &'static str,
     /// What remains unknown if another error prevents the try. Without it every error means `broken`.
@@ -33,6 +35,8 @@ pub struct Probe {
     calls: &'static [&'static str],
     /// Whether it needs a process of its own, because it corrupts the context or kills the process.
     pub(super) alone: bool,
+    /// Whether what it measures depends on what any process of the machine does with the driver.
+    pub(super) machine_wide: bool,
     run: ProbeFn,
 }
 
@@ -57,7 +61,18 @@ pub enum Scope {
 
 /// A probe that is not required, and whose every error means that the thing that is tried does not work.
 pub(super) const fn probe(name: &'static str, run: ProbeFn, about: &'static str, broken: &'static str) -> Probe {
-    Probe { name, about, required: false, broken, whether: None, calls: &[], alone: false, run }
+    Probe {
+        name,
+        about,
+        required: false,
+        faults: false,
+        broken,
+        whether: None,
+        calls: &[],
+        alone: false,
+        machine_wide: false,
+        run,
+    }
 }
 
 impl Probe {
@@ -67,6 +82,14 @@ impl Probe {
 
     pub(super) const fn alone(self) -> Self {
         Self { alone: true, ..self }
+    }
+
+    pub(super) const fn faults(self) -> Self {
+        Self { faults: true, ..self }
+    }
+
+    pub(super) const fn machine_wide(self) -> Self {
+        Self { machine_wide: true, ..self }
     }
 
     /// Distinguishes two cases: the thing that is tried does not work, if one of these calls fails; and it could not be tried.

@@ -16,12 +16,12 @@ const LARGEST: u64 = 16 << 20;
 /// Reads a report from a file, without control characters in its texts. Blocks as reading a file does.
 ///
 /// # Errors
-/// [`Error::System`] if the file can't be read; [`ToolError::File`] if it is not a report, or one of another schema.
+/// [`ToolError::File`] if the file can't be read, is not a report, or is one of another schema.
 pub fn read(path: &Path) -> Result<DoctorReport> {
     let unfit = |problem: String| Error::from(ToolError::File { path: path.to_owned(), problem });
     let mut text = Vec::new();
     let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut text));
-    read.map_err(|error| Error::system(format!("read {}", path.display()), error))?;
+    read.map_err(|error| unfit(format!("can't be read: {error}")))?;
     if text.len() as u64 > LARGEST {
         return Err(unfit(format!("is not a report: it has more than {LARGEST} bytes")));
     }

@@ -1,7 +1,10 @@
 //! Runs the probes in child processes, so that the report is complete also if a probe hangs or kills its process.
 
 use std::{
+    io,
     path::Path,
+    sync::{Mutex, PoisonError},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -16,7 +19,7 @@ use super::{
 use crate::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
-    error::{DeviceError, Error, PeerError, Result},
+    error::{Error, PeerError, Result},
     memory::Selector,
     tools::{
         child::{Group, Launch, OnParentDeath, Process, ProcessEnd, StderrTail},
@@ -33,15 +36,20 @@ pub struct DoctorPlan {
     pub backend: Backend,
     /// The device; `None` for all of them.
     pub device: Option<Selector>,
-    /// The probes, by name; all of them if it is empty.
+    /// The probes, by name; if it is empty all of them, less those that provoke faults of the GPU.
     pub only: Vec<String>,
+    /// Whether to run those that provoke faults of the GPU too.
+    pub faults: bool,
     /// How long each probe may take.
     pub timeout: Duration,
 }
 
 impl DoctorPlan {
     fn wants(&self, probe: &Probe) -> bool {
-        self.only.is_empty() || self.only.iter().any(|name| name == probe.name)
+        match self.only.is_empty() {
+            true => self.faults || !probe.faults,
+            false => self.only.iter().any(|name| name == probe.name),
+        }
     }
 
     /// The probes that must be `ok`: those of sharing by descriptor, or exactly those that are named; and always the driver.
@@ -58,6 +66,20 @@ impl DoctorPlan {
     }
 }
 
+/// How far a run of the doctor is.
+#[derive(Debug, Clone, Copy)]
+pub struct Progress<'a> {
+    /// What begins: a probe, with its device.
+    pub what: &'a str,
+    /// How many probes have ended.
+    pub done: usize,
+    /// How many there are; it grows once the devices are known.
+    pub all: usize,
+}
+
+/// Is called as each probe begins, from several threads where there are several devices.
+pub type Observer<'a> = &'a (dyn Fn(Progress<'_>) + Sync);
+
 /// A device, as the `driver` probe reports it.
 #[derive(Debug, Clone, Deserialize)]
 struct Listed {
@@ -69,16 +91,23 @@ struct Listed {
 /// Runs the probes of a plan. A probe that fails, hangs, crashes or corrupts its context does not affect the others. Blocks while they
 /// run, each for at most the plan's timeout.
 ///
+/// Devices are probed side by side, and then pairs of devices, so that each device is the reader of one pair and the owner of one at a
+/// time: a machine with eight takes little longer than one with two. What is measured of the whole machine, the cost of an export,
+/// comes last, alone.
+///
 /// The program that calls this must call [`run_child`](crate::tools::run_child) for its hidden subcommand: probes run in child
 /// processes, which are this program.
 ///
 /// # Errors
-/// [`DeviceError::NotFound`] if the plan names a device that does not exist; [`Error::Interrupted`]; [`Error::System`] if no
-/// child process can be started. The errors of the probes are in the report.
-pub fn run(plan: &DoctorPlan, cancel: &Cancel) -> Result<DoctorReport> {
+/// [`DeviceError::NotFound`](crate::error::DeviceError::NotFound) if the plan names a device that does not exist;
+/// [`Error::Interrupted`]; [`Error::System`] if no child process can be started. The errors of the probes are in the report.
+pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result<DoctorReport> {
     let folder = temporary_folder(PREFIX)?;
-    let runner = Runner { plan, cancel, folder: folder.path() };
-    let machine = runner.run(&runner.machine_probes(), None, None)?;
+    let steps = Mutex::new((0, 0));
+    let runner = Runner { plan, cancel, folder: folder.path(), observer, steps };
+    let machine_probes = runner.machine_probes();
+    runner.expect(machine_probes.len());
+    let machine = runner.run(&machine_probes, None, None)?;
     let driver = machine.iter().position(|finding| finding.probe == "driver");
     let driver = driver.map(|at| machine[at].clone());
     let library = driver.as_ref().and_then(|driver| driver.figures.get("library")?.as_str()).map(Path::new);
@@ -89,22 +118,12 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel) -> Result<DoctorReport> {
 
     let mut report = DoctorReport::new(plan.backend, environment, plan.required());
     report.machine = machine;
-    for device in &chosen {
-        let Listed { ordinal, name, uuid } = device.clone();
-        let findings = runner.run(&plan.probes(Scope::Device), Some(ordinal), None)?;
-        report.devices.push(DeviceReport { ordinal, name, uuid, findings });
-    }
-    for device in &chosen {
-        for owner in &listed {
-            if owner.ordinal == device.ordinal {
-                continue;
-            }
-            let (device, owner) = (device.ordinal, owner.ordinal);
-            let findings = runner.run(&plan.probes(Scope::Pair), Some(device), Some(owner))?;
-            if !findings.is_empty() {
-                report.pairs.push(PairReport { device, owner, findings });
-            }
-        }
+    let (probes, pair_probes) = (plan.probes(Scope::Device), plan.probes(Scope::Pair));
+    let pairs = chosen.len() * listed.len().saturating_sub(1);
+    runner.expect(chosen.len() * probes.len() + pairs * pair_probes.len());
+    report.devices = runner.devices(&chosen, &probes)?;
+    if !pair_probes.is_empty() {
+        report.pairs = runner.pairs(&chosen, &listed, &pair_probes)?;
     }
     conclude(&mut report);
     Ok(report)
@@ -114,7 +133,13 @@ struct Runner<'a> {
     plan: &'a DoctorPlan,
     cancel: &'a Cancel,
     folder: &'a Path,
+    observer: Observer<'a>,
+    /// How many probes have ended, and how many there are.
+    steps: Mutex<(usize, usize)>,
 }
+
+/// The most devices, and pairs of devices, that are probed at once: each takes up to three processes.
+const AT_ONCE: usize = 16;
 
 /// After so many probes of one device have hung, no more are tried on it.
 const MOST_HUNG: usize = 3;
@@ -130,26 +155,67 @@ impl Runner<'_> {
 
     fn choose(&self, listed: &[Listed], driver: Option<&Finding>) -> Result<Vec<Listed>> {
         let Some(selector) = self.plan.device else { return Ok(listed.to_vec()) };
-        let wanted = |device: &&Listed| match selector {
-            Selector::Ordinal(ordinal) => i64::from(device.ordinal) == i64::from(ordinal),
-            Selector::Uuid(uuid) => device.uuid == uuid,
-        };
-        match listed.iter().find(wanted) {
-            Some(device) => Ok(vec![device.clone()]),
-            // The finding of the driver says why there is none.
-            None if driver.is_none_or(|driver| driver.status != Status::Ok) => Ok(Vec::new()),
-            None => {
-                let available: Vec<String> = listed
-                    .iter()
-                    .map(|device| format!("{} is {} {}", device.ordinal, device.name, device.uuid))
-                    .collect();
-                Err(Error::Device(DeviceError::NotFound {
-                    backend: self.plan.backend.as_str(),
-                    wanted: selector.to_string(),
-                    available: available.join(", "),
-                }))
-            }
+        // Without a device the finding of the driver says why there is none.
+        if driver.is_none_or(|driver| driver.status != Status::Ok) && listed.is_empty() {
+            return Ok(Vec::new());
         }
+        let identity = |device: &Listed| (device.ordinal, device.uuid, format!("{} {}", device.name, device.uuid));
+        selector.choose(self.plan.backend, listed, identity).map(|device| vec![device.clone()])
+    }
+
+    /// Adds to the probes that there are.
+    fn expect(&self, more: usize) {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner).1 += more;
+    }
+
+    fn begins(&self, probe: &Probe, device: Option<i32>, owner: Option<i32>) {
+        let what = match (device, owner) {
+            (Some(device), Some(owner)) => format!("devices {device} and {owner}: {}", probe.name),
+            (Some(device), None) => format!("device {device}: {}", probe.name),
+            _ => probe.name.to_owned(),
+        };
+        let (done, all) = *self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        (self.observer)(Progress { what: &what, done, all });
+    }
+
+    fn ended(&self) {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner).0 += 1;
+    }
+
+    /// Probes devices, side by side.
+    fn devices(&self, chosen: &[Listed], probes: &[&'static Probe]) -> Result<Vec<DeviceReport>> {
+        // What one device's probe does to the machine would show in another's.
+        let alone = |probe: &&'static Probe| chosen.len() > 1 && probe.machine_wide;
+        let (later, together): (Vec<&'static Probe>, Vec<&'static Probe>) = probes.iter().copied().partition(alone);
+        let mut reports: Vec<DeviceReport> = side_by_side(chosen, |device| {
+            let Listed { ordinal, name, uuid } = device.clone();
+            Ok(DeviceReport { ordinal, name, uuid, findings: self.run(&together, Some(ordinal), None)? })
+        })?;
+        for report in &mut reports {
+            report.findings.extend(self.run(&later, Some(report.ordinal), None)?);
+            let place = |finding: &Finding| probes.iter().position(|probe| probe.name == finding.probe);
+            report.findings.sort_by_key(place);
+        }
+        Ok(reports)
+    }
+
+    /// Probes each chosen device with the memory of every other one, in rounds in which each device is a reader and an owner once.
+    fn pairs(&self, chosen: &[Listed], listed: &[Listed], probes: &[&'static Probe]) -> Result<Vec<PairReport>> {
+        let mut reports = Vec::new();
+        for round in 1..listed.len() {
+            let round: Vec<(i32, i32)> = chosen
+                .iter()
+                .filter_map(|device| {
+                    let at = listed.iter().position(|listed| listed.ordinal == device.ordinal)?;
+                    Some((device.ordinal, listed[(at + round) % listed.len()].ordinal))
+                })
+                .collect();
+            reports.extend(side_by_side(&round, |&(device, owner)| {
+                Ok(PairReport { device, owner, findings: self.run(probes, Some(device), Some(owner))? })
+            })?);
+        }
+        reports.sort_by_key(|report| (report.device, report.owner));
+        Ok(reports)
     }
 
     /// Runs probes in order, in as many child processes as are needed.
@@ -160,6 +226,7 @@ impl Runner<'_> {
         while let Some(first) = left.first() {
             if hung >= MOST_HUNG {
                 findings.push(first.skipped("Not tried: too many probes of this device have hung."));
+                self.ended();
                 left = &left[1..];
                 continue;
             }
@@ -170,9 +237,11 @@ impl Runner<'_> {
             let mut worker = Worker::start(self, &left[..together], device, owner)?;
             let mut done = 0;
             for probe in &left[..together] {
+                self.begins(probe, device, owner);
                 match worker.finding(probe, self)? {
                     Waited::Found(finding) => {
                         findings.push(*finding);
+                        self.ended();
                         done += 1;
                     }
                     // The rest needs another process.
@@ -180,12 +249,14 @@ impl Runner<'_> {
                     Waited::Left => {
                         let error = worker.error("exit", "the probe's process exited".to_owned());
                         findings.push(probe.cut_short(None, error));
+                        self.ended();
                         done += 1;
                         break;
                     }
                     Waited::Cut(finding) => {
                         hung += usize::from(finding.error.as_ref().is_some_and(|error| error.kind == "timeout"));
                         findings.push(*finding);
+                        self.ended();
                         done += 1;
                         break;
                     }
@@ -195,6 +266,25 @@ impl Runner<'_> {
         }
         Ok(findings)
     }
+}
+
+/// Does work on each item in a thread of its own, a number of them at once, and returns the results in the items' order.
+fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
+    if let [only] = items {
+        return Ok(vec![work(only)?]);
+    }
+    let mut results = Vec::new();
+    for some in items.chunks(AT_ONCE) {
+        let done: Vec<Result<R>> = thread::scope(|scope| {
+            let threads: Vec<_> = some.iter().map(|item| scope.spawn(|| work(item))).collect();
+            let panicked = || Error::system("probe a device", io::Error::other("its thread panicked"));
+            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
+        });
+        for result in done {
+            results.push(result?);
+        }
+    }
+    Ok(results)
 }
 
 /// The result of waiting for a probe.
@@ -217,7 +307,7 @@ struct Worker {
 impl Worker {
     fn start(runner: &Runner<'_>, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Self> {
         let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
-        let Runner { plan, cancel, folder } = runner;
+        let Runner { plan, cancel, folder, .. } = runner;
         let launch = Launch {
             name: "the process of the probes",
             tool: TOOL,

@@ -23,10 +23,12 @@ pub(crate) enum Kernel {
     Fill,
     /// Counts the words that are not the pattern's.
     Verify,
+    /// Adds a value to each word: of the example `launch`.
+    Add,
 }
 
 /// What each is called, and how its text begins.
-const KERNELS: [(Kernel, &CStr, &str); 3] = [
+const KERNELS: [(Kernel, &CStr, &str); 4] = [
     (Kernel::Store, c"vmmfd_store", ".visible .entry vmmfd_store(.param .u64 vmmfd_to, .param .u32 vmmfd_value)\n{"),
     (
         Kernel::Fill,
@@ -40,6 +42,7 @@ const KERNELS: [(Kernel, &CStr, &str); 3] = [
         ".visible .entry vmmfd_verify(.param .u64 vmmfd_from, .param .u64 vmmfd_start, .param .u64 vmmfd_size, \
          .param .u32 vmmfd_salt, .param .u64 vmmfd_result)\n{",
     ),
+    (Kernel::Add, c"add", ".visible .entry add(.param .u64 to, .param .u32 count, .param .u32 value)\n{"),
 ];
 
 /// The modules that are loaded, with the kernels of each.
@@ -124,6 +127,21 @@ pub(crate) fn check_grid(kernel: Kernel, grid: [c_uint; 3], block: [c_uint; 3], 
     let good = if kernel == Kernel::Store { [grid[0], block[0]] == [1, 1] } else { some };
     let good = good && grid[1..] == [1, 1] && block[1..] == [1, 1];
     if good && shared == 0 { Ok(()) } else { Err(INVALID_VALUE) }
+}
+
+/// What `add` does, where there is a thread for each word.
+pub(crate) fn add(driver: &mut Emulated, device: c_int, address: u64, count: u32, value: u32, threads: u64) {
+    let mut bytes = vec![0; 4 * threads.min(count.into()) as usize];
+    if driver.copy_out(device, address, &mut bytes).is_err() {
+        return driver.ruin(device);
+    }
+    for word in bytes.chunks_exact_mut(4) {
+        let sum = u32::from_le_bytes(word.try_into().expect("4 bytes")).wrapping_add(value);
+        word.copy_from_slice(&sum.to_le_bytes());
+    }
+    if driver.copy_in(device, address, &bytes).is_err() {
+        driver.ruin(device);
+    }
 }
 
 /// What `vmmfd_fill` does. Where it must not, it is too late for an answer, and the context is ruined.

@@ -639,6 +639,10 @@ mod exports {
                     Kernel::Store => driver.store(current, long(0)?, word(1)?)?,
                     Kernel::Fill => kernels::fill(driver, current, &stretch()?),
                     Kernel::Verify => kernels::verify(driver, current, &stretch()?, long(4)?),
+                    Kernel::Add => {
+                        let threads = u64::from(grid_x) * u64::from(block_x);
+                        kernels::add(driver, current, long(0)?, word(1)?, word(2)?, threads);
+                    }
                 }
                 Ok(())
             })

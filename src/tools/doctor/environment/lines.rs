@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use super::{Environment, Limit, Node, SharedMemory};
+use crate::tools::units::about;
+
+use super::{CLibrary, Environment, Limit, Node, SharedMemory};
 
 impl Environment {
     /// The environment as text: a label and a line for each fact.
@@ -10,12 +12,23 @@ impl Environment {
         let mut lines = Vec::new();
         let mut add = |label, text: String| lines.push((label, text));
         add("kernel", self.kernel.clone());
+        match self.c_library {
+            Some(CLibrary::Musl) => add("C library", "musl, and NVIDIA's driver is built for glibc".to_owned()),
+            Some(CLibrary::Other) => add("C library", "neither glibc nor musl".to_owned()),
+            Some(CLibrary::Glibc) | None => {}
+        }
         let mut inside: Vec<&str> = Vec::new();
         inside.extend(self.container.as_deref());
         inside.extend(self.wsl.then_some("WSL2"));
         inside.extend(self.gvisor.then_some("gVisor"));
         if !inside.is_empty() {
             add("inside", inside.join(", "));
+        }
+        if let Some(capabilities) = &self.driver_capabilities {
+            add("NVIDIA_DRIVER_CAPABILITIES", capabilities.clone());
+        }
+        if let Some(label) = self.label.as_deref().filter(|label| *label != "unconfined") {
+            add("label", label.to_owned());
         }
         if self.own_proc == Some(false) {
             add("/proc", "of another PID namespace".to_owned());
@@ -51,7 +64,7 @@ impl Environment {
             Some(SharedMemory { exists: false, .. }) => "none".to_owned(),
             Some(SharedMemory { writable, size, free, .. }) => {
                 let room = match (size, free) {
-                    (Some(size), Some(free)) => format!(", {free} of {size} bytes free"),
+                    (Some(size), Some(free)) => format!(", {} of {} free", about(free), about(size)),
                     _ => String::new(),
                 };
                 format!("{}{room}", if writable { "writable" } else { "not writable" })

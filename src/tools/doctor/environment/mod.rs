@@ -13,8 +13,18 @@ use serde::{Deserialize, Serialize};
 pub struct Environment {
     /// The kernel: name, release and machine, as uname(2) has them.
     pub kernel: String,
+    /// The C library that this program was built for.
+    pub c_library: Option<CLibrary>,
     /// The software that created the container, such as `docker`, if it can be recognised.
     pub container: Option<String>,
+    /// `NVIDIA_DRIVER_CAPABILITIES`: which of the driver's libraries the container's runtime adds.
+    pub driver_capabilities: Option<String>,
+    /// The label that SELinux or AppArmor has for this process.
+    pub label: Option<String>,
+    /// The inode of its PID namespace.
+    pub pid_namespace: Option<u64>,
+    /// The inode of its IPC namespace.
+    pub ipc_namespace: Option<u64>,
     /// Whether this is the Windows Subsystem for Linux, version 2, with the driver of Windows.
     pub wsl: bool,
     /// Whether the kernel is gVisor's.
@@ -61,6 +71,30 @@ pub struct Environment {
     pub overflow_uid: Option<u32>,
     /// The seccomp mode: 0 none, 1 strict, 2 a filter.
     pub seccomp: Option<u32>,
+}
+
+/// A C library.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CLibrary {
+    /// glibc, for which NVIDIA's driver library is built.
+    Glibc,
+    /// musl.
+    Musl,
+    /// One that this version does not know.
+    #[serde(other)]
+    Other,
+}
+
+impl CLibrary {
+    /// That of this program.
+    const OWN: Self = if cfg!(target_env = "gnu") {
+        Self::Glibc
+    } else if cfg!(target_env = "musl") {
+        Self::Musl
+    } else {
+        Self::Other
+    };
 }
 
 /// The driver library, as it was loaded.

@@ -17,7 +17,7 @@ use nix::{
     unistd::{AccessFlags, faccessat, getegid, geteuid, getuid},
 };
 
-use super::{Environment, Library, Limit, Node, SharedMemory};
+use super::{CLibrary, Environment, Library, Limit, Node, SharedMemory};
 
 /// What gVisor reports as its build in `/proc/version`, whatever its release: no Linux kernel has it.
 const GVISOR_BUILD: &str = "#1 SMP Sun Jan 10 15:06:54 PST 2016";
@@ -40,7 +40,15 @@ impl Environment {
         let visible_devices = set("CUDA_VISIBLE_DEVICES");
         Self {
             kernel: kernel(),
+            c_library: Some(CLibrary::OWN),
             container: container(root, &text("proc/self/cgroup").unwrap_or_default(), variable),
+            driver_capabilities: set("NVIDIA_DRIVER_CAPABILITIES"),
+            // It ends with a zero byte or a line's end; without a security module reading it fails.
+            label: text("proc/self/attr/current")
+                .map(|label| label.trim_end_matches(['\0', '\n']).to_owned())
+                .filter(|label| !label.is_empty()),
+            pid_namespace: namespace(&at("proc/self/ns/pid")),
+            ipc_namespace: namespace(&at("proc/self/ns/ipc")),
             // `microsoft-standard-WSL2`; version 1 says `Microsoft` and has no GPU.
             wsl: version.to_ascii_lowercase().contains("microsoft"),
             gvisor: version.contains(GVISOR_BUILD) || version.to_ascii_lowercase().contains("gvisor"),
@@ -88,6 +96,12 @@ impl Library {
             file: file.map(|file| file.display().to_string()),
         }
     }
+}
+
+/// The inode of `pid:[4026531836]`.
+fn namespace(link: &Path) -> Option<u64> {
+    let target = fs::read_link(link).ok()?;
+    target.to_str()?.split_once(":[")?.1.strip_suffix(']')?.parse().ok()
 }
 
 fn kernel() -> String {

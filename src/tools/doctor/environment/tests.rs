@@ -37,6 +37,7 @@ fn what_does_not_exist_is_absent() {
     assert!(seen.open_files.is_some() && seen.uid.is_some());
     let nothing = Environment {
         kernel: seen.kernel.clone(),
+        c_library: Some(CLibrary::OWN),
         open_files: seen.open_files,
         locked_memory: seen.locked_memory,
         uid: seen.uid,
@@ -210,6 +211,36 @@ fn a_user_namespace_is_recognised_by_its_map() {
     let lines = seen.lines();
     let want = "uid 0, in a user namespace where other users show as 65534".to_owned();
     assert!(lines.contains(&("user", want)), "{lines:?}");
+}
+
+#[test]
+fn what_a_container_gives_a_process_is_read() {
+    let files = [("proc/self/attr/current", "system_u:system_r:container_t:s0:c1,c2\0")];
+    let root = machine(&files);
+    for (kind, target) in [("pid", "pid:[4026531836]"), ("ipc", "ipc:[4026532198]")] {
+        let link = root.path().join("proc/self/ns").join(kind);
+        fs::create_dir_all(link.parent().unwrap()).unwrap();
+        symlink(target, link).unwrap();
+    }
+    let variable = |name: &str| (name == "NVIDIA_DRIVER_CAPABILITIES").then(|| OsString::from("utility"));
+    let seen = Environment::read_under(root.path(), &variable, None);
+    assert_eq!(seen.label.as_deref(), Some("system_u:system_r:container_t:s0:c1,c2"));
+    assert_eq!((seen.pid_namespace, seen.ipc_namespace), (Some(4_026_531_836), Some(4_026_532_198)));
+    let lines = seen.lines();
+    assert!(lines.contains(&("NVIDIA_DRIVER_CAPABILITIES", "utility".to_owned())), "{lines:?}");
+    assert!(lines.contains(&("label", "system_u:system_r:container_t:s0:c1,c2".to_owned())), "{lines:?}");
+    assert_eq!(read(&[("proc/self/attr/current", "\n")]).label, None);
+    let unconfined = read(&[("proc/self/attr/current", "unconfined\n")]);
+    assert!(unconfined.label.is_some() && !unconfined.lines().iter().any(|(label, _)| *label == "label"));
+}
+
+#[test]
+fn a_c_library_that_is_not_the_drivers_is_named() {
+    let lines = |c_library| Environment { c_library: Some(c_library), ..Environment::default() }.lines();
+    let named = |c_library| lines(c_library).iter().any(|(label, _)| *label == "C library");
+    assert!(named(CLibrary::Musl) && named(CLibrary::Other) && !named(CLibrary::Glibc));
+    let of_another: Environment = serde_json::from_str(r#"{ "c_library": "bionic" }"#).unwrap();
+    assert_eq!(of_another.c_library, Some(CLibrary::Other));
 }
 
 #[test]

@@ -4,20 +4,25 @@ mod conversation;
 
 use std::{
     collections::BTreeSet,
-    io,
+    fs, io,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::mpsc::{self, Receiver, RecvTimeoutError},
     thread,
     time::{Duration, Instant},
 };
 
+use nix::unistd::{getegid, geteuid, getgroups};
+
 use super::{
-    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Probe, Status, conclude::conclude, rules, verdict,
+    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Observer, Probe, Progress, Status,
+    conclude::conclude, rules, verdict,
 };
 use crate::{
     channel::{Cancel, Listener, Trust, socket_path},
     driver::Backend,
     error::{Error, PeerError, Result, SocketError},
+    tools::error::ToolError,
 };
 
 /// Where two ends meet, and how.
@@ -71,9 +76,10 @@ enum MeetingEvent {
 /// probes run.
 ///
 /// # Errors
-/// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`Error::System`] if the other end does not appear;
+/// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`ToolError::Absent`] if the other end does not appear;
 /// [`PeerError::NotAllowed`], [`PeerError::Reported`]; [`Error::Interrupted`]. The errors of the probes are in the report.
-pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<DoctorReport> {
+pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Result<DoctorReport> {
+    observer(Progress { what: "waiting for the other end", done: 0, all: 1 });
     let socket = socket_path(Some(&meeting.socket))?;
     if meeting.role == MeetingRole::Serve {
         Listener::check_free(&socket)?;
@@ -87,9 +93,10 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<DoctorReport> {
     let conversing = thread::Builder::new().name("meeting".to_owned()).spawn(converse);
     let conversing = conversing.map_err(|error| Error::system("start a thread", error))?;
 
-    let collected = collect(meeting, cancel, &receiver, &mut report)?;
+    let collected = collect(meeting, cancel, observer, &receiver, &mut report)?;
     let without_driver = report.machine.iter().any(|finding| finding.status != Status::Ok);
     let path = &meeting.socket;
+    let mut permitted = false;
     let cut = match collected.hung {
         Some(waited) => Some(ErrorDetails::new("timeout", format!("no result within {waited:?}"))),
         None => match conversing.join() {
@@ -97,6 +104,13 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<DoctorReport> {
                 Some(ErrorDetails::new("peer", "it ended before all results were reported".to_owned()))
             }),
             Ok(Err(error @ Error::Interrupted { .. })) => return Err(error),
+            // A security module refused what the modes permit: its label is in the report.
+            Ok(Err(error @ Error::Socket(SocketError::Denied { .. })))
+                if report.environment.label.is_some() && modes_permit(path) =>
+            {
+                permitted = true;
+                Some(ErrorDetails::of(&error))
+            }
             // Without the other end there is nothing to report, but an error of this end's driver.
             Ok(Err(error)) if report.peer.is_none() && !without_driver => return Err(absent(error, path)),
             Ok(Err(error @ Error::Peer(PeerError::Gone { .. }))) => {
@@ -108,9 +122,25 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel) -> Result<DoctorReport> {
         },
     };
     complete(&mut report, cut);
+    if let Some(finding) = report.machine.last_mut().filter(|_| permitted) {
+        finding.figures.insert("permitted".to_owned(), true.into());
+    }
     conclude(&mut report);
     explain_theirs(&mut report, &collected.theirs);
     Ok(report)
+}
+
+/// Whether the mode of a socket lets this process connect to it, by its effective user and its groups, whatever rights root has.
+fn modes_permit(socket: &Path) -> bool {
+    let Ok(metadata) = fs::metadata(socket) else { return false };
+    let groups = getgroups().unwrap_or_default();
+    let group = |gid: u32| gid == getegid().as_raw() || groups.iter().any(|own| own.as_raw() == gid);
+    let shift = match () {
+        () if metadata.uid() == geteuid().as_raw() => 6,
+        () if group(metadata.gid()) => 3,
+        () => 0,
+    };
+    metadata.mode() >> shift & 0o2 != 0
 }
 
 /// How the conversation ended.
@@ -126,6 +156,7 @@ struct Collected {
 fn collect(
     meeting: &Meeting,
     cancel: &Cancel,
+    observer: Observer<'_>,
     receiver: &Receiver<MeetingEvent>,
     report: &mut DoctorReport,
 ) -> Result<Collected> {
@@ -136,6 +167,7 @@ fn collect(
     };
     let mut collected = Collected { theirs: BTreeSet::new(), ended: None, hung: None };
     let mut since = Instant::now();
+    let mut done = 0;
     loop {
         cancel.check()?;
         match receiver.recv_timeout(Duration::from_millis(20)) {
@@ -150,6 +182,9 @@ fn collect(
                     MeetingEvent::Peer(environment) => report.peer = Some(*environment),
                     MeetingEvent::Device(device) => report.devices.push(device),
                     MeetingEvent::Found { device, finding, theirs } => {
+                        done += 1;
+                        let what = format!("device {device}: {} done", finding.probe);
+                        observer(Progress { what: &what, done, all: report.devices.len() * TRIED.len() });
                         if theirs {
                             collected.theirs.insert((device, finding.probe.clone()));
                         }
@@ -172,11 +207,8 @@ fn collect(
 
 /// The error of an end that did not appear, with this command's options instead of those of the other commands.
 fn absent(error: Error, path: &Path) -> Error {
-    let missing = |which: &str, waited: Duration| {
-        let what = format!(
-            "no other end within {waited:?}: run `vmmfd doctor {which}` on the same --socket, or wait longer with --wait"
-        );
-        Error::system(format!("meet another doctor at {}", path.display()), io::Error::other(what))
+    let missing = |which: &'static str, waited: Duration| {
+        Error::from(ToolError::Absent { path: path.to_owned(), waited, missing: which })
     };
     match error {
         Error::Peer(PeerError::NoConsumer { waited }) => missing("join", waited),
@@ -211,11 +243,12 @@ fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>) {
 /// Explains the failures of the other end by its environment.
 fn explain_theirs(report: &mut DoctorReport, theirs: &BTreeSet<(i32, String)>) {
     let Some(peer) = report.peer.clone() else { return };
+    let own = report.environment.clone();
     let explain = |finding: &mut Finding, theirs: bool| {
         let other = finding.error.as_ref().is_some_and(ErrorDetails::is_of_other_end);
         if finding.status != Status::Ok && finding.error.is_some() && other != theirs {
             (finding.cause, finding.remedy, finding.rule) = (None, None, None);
-            rules::explain(finding, &peer);
+            rules::explain(finding, &peer, Some(&own));
         }
     };
     report.machine.iter_mut().for_each(|finding| explain(finding, false));

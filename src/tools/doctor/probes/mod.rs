@@ -112,7 +112,8 @@ pub static PROBES: &[Probe] = &[
         "A read-only mapping does not keep a kernel's store out.",
     )
     .whether("a read-only mapping keeps a kernel's store out", &[])
-    .alone(),
+    .alone()
+    .faults(),
     probe(
         "wrong-descriptor",
         ProbeFn::Device(one_process::wrong_descriptor),
@@ -141,7 +142,8 @@ pub static PROBES: &[Probe] = &[
         ProbeFn::Device(one_process::export_cost),
         "the time of an export, with and without another exported descriptor held open",
         "The time of an export can't be measured.",
-    ),
+    )
+    .machine_wide(),
     probe(
         "host-numa",
         ProbeFn::Device(two_processes::host_numa),

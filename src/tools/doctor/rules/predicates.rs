@@ -86,6 +86,17 @@ pub(super) fn unsupported(finding: &Finding, environment: &Environment, probes: 
     is_of(finding, probes) && finding.status == Status::Unsupported && environment.library.is_some()
 }
 
+/// The categories of an SELinux label, such as `c1,c2` of `system_u:system_r:container_t:s0:c1,c2`. AppArmor's have none.
+pub(super) fn categories(environment: &Environment) -> Option<&str> {
+    environment.label.as_deref()?.splitn(5, ':').nth(4)
+}
+
+/// Whether two ends have SELinux categories, and different ones.
+pub(super) fn other_categories(own: &Environment, peer: &Environment) -> bool {
+    let both = categories(own).zip(categories(peer));
+    both.is_some_and(|(own, theirs)| own != theirs)
+}
+
 /// Whether a node is a GPU's own, such as `/dev/nvidia0`.
 pub(super) fn is_gpu(node: &Node) -> bool {
     let number = node.path.strip_prefix("/dev/nvidia");

@@ -5,10 +5,10 @@ use std::{
 
 use super::*;
 use crate::{
-    error::{Error, LoadError, MemoryError, ProtocolError},
+    error::{Error, LoadError, MemoryError, ProtocolError, SocketError},
     tools::doctor::{
         ErrorDetails,
-        environment::{Library, Node, SharedMemory},
+        environment::{CLibrary, Library, Node, SharedMemory},
     },
 };
 
@@ -323,10 +323,84 @@ fn cases() -> Vec<(&'static str, Input, Input)> {
     ]
 }
 
+/// The input of a rule about two ends that meet.
+type Meeting = (Finding, Environment, Option<Environment>);
+
+/// The same for the rules of containers, of which some look at both ends.
+fn container_cases() -> Vec<(&'static str, Meeting, Meeting)> {
+    let said_by_loader = |answer: &str| {
+        let message = format!("no CUDA driver library loads: {answer}; {answer}");
+        finding("driver", Status::Failed, Some(ErrorDetails::new("unsupported", message)))
+    };
+    let gone = || said_by_loader("libcuda.so.1: cannot open shared object file: No such file or directory");
+    let built_for = |c_library| where_(|here| here.c_library = Some(c_library));
+    let capabilities = |list: &str| where_(|here| here.driver_capabilities = Some(list.to_owned()));
+    let label = |label: &str| where_(|here| here.label = Some(label.to_owned()));
+    let own = || label("system_u:system_r:container_t:s0:c1,c2");
+    let other = || label("system_u:system_r:container_t:s0:c3,c4");
+    let denied = |permitted: bool| {
+        let error = Error::Socket(SocketError::Denied { path: "/run/vmmfd/vmmfd.sock".into() });
+        let mut denied = finding("round-trip", Status::Failed, Some(ErrorDetails::of(&error)));
+        denied.figures.insert("permitted".to_owned(), permitted.into());
+        denied
+    };
+    let cut_off = || {
+        finding("round-trip", Status::Failed, {
+            Some(ErrorDetails::of(&ProtocolError::FdsTruncated { most: 128 }.into()))
+        })
+    };
+    let inside = |pid, ipc| where_(|here| (here.pid_namespace, here.ipc_namespace) = (Some(pid), Some(ipc)));
+    let legacy = || refused("legacy", "cuIpcOpenMemHandle_v2", 201);
+    vec![
+        (
+            "musl",
+            (said_by_loader("Dynamic loading not supported"), built_for(CLibrary::Musl), None),
+            (said_by_loader("file too short"), built_for(CLibrary::Glibc), None),
+        ),
+        (
+            "musl",
+            (gone(), built_for(CLibrary::Musl), None),
+            (refused("driver", "cuInit", 999), built_for(CLibrary::Musl), None),
+        ),
+        ("capability-missing", (gone(), capabilities("utility"), None), (gone(), capabilities("all"), None)),
+        ("capability-missing", (gone(), capabilities("utility,video"), None), (gone(), plain(), None)),
+        (
+            "capability-missing",
+            (gone(), capabilities("graphics"), None),
+            (gone(), capabilities("utility, compute"), None),
+        ),
+        // Set and empty is the runtime's default, which has compute.
+        ("capability-missing", (gone(), capabilities("utility"), None), (gone(), capabilities(""), None)),
+        ("selinux-categories", (denied(true), own(), None), (denied(false), own(), None)),
+        // AppArmor's labels, and SELinux's without categories.
+        ("selinux-categories", (denied(true), own(), None), (denied(true), label("docker-default (enforce)"), None)),
+        ("selinux-categories", (denied(true), own(), None), (denied(true), label("u:r:container_t:s0"), None)),
+        ("selinux-categories", (cut_off(), own(), Some(other())), (cut_off(), own(), Some(own()))),
+        ("selinux-categories", (cut_off(), own(), Some(other())), (cut_off(), own(), None)),
+        (
+            "legacy-namespaces",
+            (legacy(), inside(1, 1), Some(inside(2, 1))),
+            (legacy(), inside(1, 1), Some(inside(1, 1))),
+        ),
+        ("legacy-namespaces", (legacy(), inside(1, 1), Some(inside(1, 2))), (legacy(), inside(1, 1), None)),
+        (
+            "legacy-namespaces",
+            (legacy(), inside(1, 1), Some(inside(2, 2))),
+            (refused("pool", "cuMemPoolImportPointer", 1), inside(1, 1), Some(inside(2, 2))),
+        ),
+    ]
+}
+
+fn all_cases() -> impl Iterator<Item = (&'static str, Meeting, Meeting)> {
+    let alone = |(finding, environment): Input| (finding, environment, None);
+    let general = cases().into_iter().map(move |(rule, meant, near)| (rule, alone(meant), alone(near)));
+    general.chain(container_cases())
+}
+
 #[test]
 fn each_rule_explains_its_case_and_not_a_similar_one() {
-    let name = |(finding, environment): &Input| find(finding, environment).map(|rule| rule.name);
-    for (rule, meant, near) in cases() {
+    let name = |(finding, own, peer): &Meeting| find(finding, own, peer.as_ref()).map(|rule| rule.name);
+    for (rule, meant, near) in all_cases() {
         assert_eq!(name(&meant), Some(rule), "{:?}", meant.0);
         assert_ne!(name(&near), Some(rule), "{:?}", near.0);
     }
@@ -334,8 +408,10 @@ fn each_rule_explains_its_case_and_not_a_similar_one() {
 
 #[test]
 fn every_rule_is_reached() {
-    let reached: HashSet<&str> =
-        cases().iter().filter_map(|(_, (finding, here), _)| find(finding, here)).map(|rule| rule.name).collect();
+    let reached: HashSet<&str> = all_cases()
+        .filter_map(|(_, (finding, own, peer), _)| find(&finding, &own, peer.as_ref()))
+        .map(|rule| rule.name)
+        .collect();
     for rule in RULES {
         assert!(reached.contains(rule.name), "{} is hidden, or has no case", rule.name);
     }
@@ -345,10 +421,10 @@ fn every_rule_is_reached() {
 
 #[test]
 fn a_finding_that_is_ok_or_skipped_is_not_explained() {
-    for (_, (mut finding, environment), _) in cases() {
+    for (_, (mut finding, environment, peer), _) in all_cases() {
         for status in [Status::Ok, Status::Skipped] {
             finding.status = status;
-            explain(&mut finding, &environment);
+            explain(&mut finding, &environment, peer.as_ref());
             assert_eq!((&finding.cause, &finding.remedy, &finding.rule), (&None, &None, &None));
         }
     }
@@ -357,7 +433,7 @@ fn a_finding_that_is_ok_or_skipped_is_not_explained() {
 #[test]
 fn an_explanation_is_that_of_its_rule() {
     let mut finding = refused("fabric", "cuMemCreate", 800);
-    explain(&mut finding, &where_(|here| here.imex_channels.clear()));
+    explain(&mut finding, &where_(|here| here.imex_channels.clear()), None);
     let rule = RULES.iter().find(|rule| rule.name == "fabric-no-channel").unwrap();
     assert_eq!(finding.rule.as_deref(), Some(rule.name));
     assert_eq!((finding.cause.as_deref(), finding.remedy.as_deref()), (Some(rule.cause), Some(rule.remedy)));
@@ -382,14 +458,14 @@ fn the_words_looked_for_are_those_of_the_errors() {
     ];
     for (error, rule) in errors {
         let seen = said("driver", error.kind().as_str(), &error.in_full());
-        assert_eq!(find(&seen, &plain()).map(|rule| rule.name), Some(rule), "{error}");
+        assert_eq!(find(&seen, &plain(), None).map(|rule| rule.name), Some(rule), "{error}");
     }
 }
 
 #[test]
 fn an_unknown_failure_is_not_explained() {
-    assert!(find(&refused("memory", "cuMemMap", 12345), &plain()).is_none());
-    assert!(find(&finding("aliases", Status::Failed, None), &plain()).is_none());
+    assert!(find(&refused("memory", "cuMemMap", 12345), &plain(), None).is_none());
+    assert!(find(&finding("aliases", Status::Failed, None), &plain(), None).is_none());
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::{DoctorReport, Environment, ErrorDetails, Finding, Status};
-use crate::{driver::Backend, wire::clean};
+use crate::{driver::Backend, tools::units, wire::clean};
 
 /// The widest column of names: a report from another machine may have a name of any length.
 const MAX_COLUMN: usize = 24;
@@ -239,7 +239,7 @@ fn folded(text: &str, room: usize) -> Vec<String> {
 /// The figures with their units, and the time of the probe. Lists and objects are only in the JSON.
 fn figures(finding: &Finding) -> Vec<String> {
     let mut texts: Vec<String> = finding.figures.iter().filter_map(|(name, value)| figure(name, value)).collect();
-    texts.extend(finding.us.map(|us| format!("in {us} us")));
+    texts.extend(finding.us.map(|us| format!("in {}", units::micros(us))));
     texts
 }
 
@@ -256,9 +256,10 @@ fn figure(name: &str, value: &Value) -> Option<String> {
         .unwrap_or((name, None));
     let value = match (value, unit) {
         (Value::Number(number), Some("bytes")) => match number.as_u64() {
-            Some(bytes) => size(bytes),
+            Some(bytes) => units::about(bytes),
             None => format!("{number} bytes"),
         },
+        (Value::Number(number), Some("us")) if number.is_u64() => units::micros(number.as_u64().unwrap_or_default()),
         (Value::Number(number), unit) => {
             let number = match number.as_f64() {
                 Some(float) if !number.is_u64() && !number.is_i64() => decimal(float),
@@ -277,21 +278,6 @@ fn figure(name: &str, value: &Value) -> Option<String> {
 /// With one decimal, or none from 100 on.
 fn decimal(number: f64) -> String {
     if number.abs() >= 100.0 { format!("{number:.0}") } else { format!("{number:.1}") }
-}
-
-/// Bytes in the largest unit of which there is at least one, to a tenth. The JSON has the exact number.
-fn size(bytes: u64) -> String {
-    let units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let scale = (1..=6).map(|n| 1_u64 << (10 * n)).zip(units);
-    let Some((unit, name)) = scale.take_while(|(unit, _)| *unit <= bytes).last() else {
-        return format!("{bytes} bytes");
-    };
-    // In 128 bits, where ten times any number of bytes fits.
-    let tenths = u128::from(bytes) * 10 / u128::from(unit);
-    match tenths % 10 {
-        0 => format!("{} {name}", tenths / 10),
-        tenth => format!("{}.{tenth} {name}", tenths / 10),
-    }
 }
 
 #[cfg(test)]

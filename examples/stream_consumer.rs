@@ -1,0 +1,44 @@
+//! Receives frames from the example `stream_producer`, until it ends.
+//!
+//! ```sh
+//! cargo run --example stream_consumer
+//! ```
+
+use std::{env, error::Error, path::PathBuf};
+
+use vmmfd::{
+    Error as Failure,
+    channel::socket_path,
+    driver::{Choice, open},
+    error::PeerError,
+    memory::Region,
+    session::{Config, stream::Subscriber},
+};
+
+/// How many buffers stay mapped at most. When another one comes, the least recently used is closed first.
+const KEEP: usize = 4;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let given = env::args_os().nth(1).map(PathBuf::from);
+    let choice: Choice = env::var("VMMFD_BACKEND").as_deref().unwrap_or("auto").parse()?;
+    let (driver, config) = (open(choice)?.driver, Config::default());
+    let mut subscriber = Subscriber::connect(&driver, None, &socket_path(given.as_deref())?, KEEP, &config)?;
+
+    let (mut frames, mut sum) = (0, 0);
+    loop {
+        // A region, mapped and ready. It is this side's until it is given back.
+        let frame = match subscriber.receive() {
+            Ok(frame) => frame,
+            // The producer has closed the connection: that is how a stream ends.
+            Err(Failure::Peer(PeerError::Gone { .. })) => break,
+            Err(error) => return Err(error.into()),
+        };
+        let mut number = [0; 4];
+        frame.copy_out(0, &mut number)?;
+        frames += 1;
+        sum += u32::from_le_bytes(number);
+        subscriber.give_back(frame)?; // Waits for the GPU's work, then sends the buffer back.
+    }
+    println!("stream_consumer: received {frames} frames, whose numbers add up to {sum}");
+    Ok(())
+}

@@ -1,0 +1,111 @@
+//! `vmmfd`: all commands as one program.
+
+use std::process::ExitCode;
+
+use clap::{Args, CommandFactory, Parser, Subcommand};
+
+use super::{
+    Consume, Produce, Session,
+    bench::BenchOptions,
+    conform::ConformOptions,
+    devices::DevicesOptions,
+    doctor::DoctorOptions,
+    pages::{CompletionsOptions, ManOptions},
+    run::{Tool, run_session, run_tool, usage},
+};
+use crate::tools::{self, cli::EXIT_CODES};
+
+/// Shares GPU memory between processes: hands it over, diagnoses and measures.
+#[derive(Debug, Parser)]
+#[command(
+    name = "vmmfd",
+    version,
+    subcommand_required = true,
+    arg_required_else_help = true,
+    disable_help_subcommand = true
+)]
+struct Options {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    #[command(after_help = EXIT_CODES, disable_help_flag = true)]
+    Produce(Box<Produce>),
+    #[command(after_help = EXIT_CODES, disable_help_flag = true)]
+    Consume(Box<Consume>),
+    #[command(disable_help_flag = true)]
+    Doctor(DoctorOptions),
+    #[command(disable_help_flag = true)]
+    Devices(DevicesOptions),
+    #[command(disable_help_flag = true)]
+    Bench(BenchOptions),
+    #[command(disable_help_flag = true)]
+    Conform(ConformOptions),
+    #[command(disable_help_flag = true)]
+    Completions(CompletionsOptions),
+    #[command(disable_help_flag = true)]
+    Man(ManOptions),
+    /// A child process of the doctor or the bench
+    #[command(name = tools::child::SUBCOMMAND, hide = true)]
+    Child { task: String },
+}
+
+/// The commands, for the JSON of bad usage.
+const NAMES: [&str; 8] = [
+    "produce",
+    "consume",
+    DoctorOptions::NAME,
+    DevicesOptions::NAME,
+    BenchOptions::NAME,
+    ConformOptions::NAME,
+    CompletionsOptions::NAME,
+    ManOptions::NAME,
+];
+
+/// The parser of `vmmfd`.
+pub(super) fn command() -> clap::Command {
+    Options::command()
+}
+
+/// The parser of a command that is a program of its own.
+pub(super) fn standalone<S: Session + Args>() -> clap::Command {
+    let command = clap::Command::new(S::ROLE)
+        .version(env!("CARGO_PKG_VERSION"))
+        .after_help(EXIT_CODES)
+        .disable_help_flag(true)
+        .disable_version_flag(true);
+    let version = clap::Arg::new("version").short('V').long("version").action(clap::ArgAction::Version);
+    S::augment_args(command).arg(version.help("Print the version").help_heading("Output"))
+}
+
+/// Runs `vmmfd`: the whole of its `main`.
+pub fn main() -> ExitCode {
+    match Options::try_parse() {
+        Ok(Options { command }) => match command {
+            Command::Produce(produce) => run_session(*produce),
+            Command::Consume(consume) => run_session(*consume),
+            Command::Doctor(doctor) => run_tool(doctor),
+            Command::Devices(devices) => run_tool(devices),
+            Command::Bench(bench) => run_tool(bench),
+            Command::Conform(conform) => run_tool(conform),
+            Command::Completions(completions) => run_tool(completions),
+            Command::Man(man) => run_tool(man),
+            Command::Child { task } => tools::run_child(&task),
+        },
+        Err(error) => {
+            let name = std::env::args().nth(1);
+            usage(&error, NAMES.into_iter().find(|known| name.as_deref() == Some(known)))
+        }
+    }
+}
+
+/// Runs a command that is a program of its own: the whole of its `main`.
+pub fn main_of<S: Session + Args>() -> ExitCode {
+    let parsed = standalone::<S>().try_get_matches().and_then(|matches| S::from_arg_matches(&matches));
+    match parsed {
+        Ok(session) => run_session(session),
+        Err(error) => usage(&error, Some(S::ROLE)),
+    }
+}

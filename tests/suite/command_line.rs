@@ -1,0 +1,359 @@
+//! What all commands have in common: help, JSON, exit codes; and the small ones: devices, completions, man pages.
+
+use std::{fs, process::Command};
+
+use serde_json::{Value, json};
+
+use crate::{
+    running::{Ended, Meeting, Run},
+    support::schema::mismatch,
+};
+
+fn vmmfd(meeting: &Meeting, arguments: &[&str]) -> Run {
+    let mut run = meeting.bare("vmmfd").env("FAKECUDA_DEVICES", "1").env("FAKECUDA_FREE", "1073741824");
+    run.command.args(arguments).env("TMPDIR", meeting.folder());
+    run
+}
+
+fn help(meeting: &Meeting, arguments: &[&str]) -> String {
+    vmmfd(meeting, arguments).end().code(0).stdout.clone()
+}
+
+#[test]
+fn produce_and_consume_are_the_programs_of_their_own() {
+    let meeting = Meeting::host();
+    let mut producer = vmmfd(&meeting, &["produce", "--backend", "host", "--json", "--seed", "7"]);
+    producer.command.arg("--socket").arg(meeting.socket());
+    let producer = producer.start();
+    let mut consumer = vmmfd(&meeting, &["consume", "--backend", "host", "--json"]);
+    consumer.command.arg("--socket").arg(meeting.socket());
+    let (consumer, producer) = (consumer.end().code(0).json(), producer.end().code(0).json());
+    assert_eq!((&producer["role"], &consumer["role"]), (&json!("producer"), &json!("consumer")));
+    // The same options in the same groups, but for the program's own version.
+    for (alone, part) in [("producer", "produce"), ("consumer", "consume")] {
+        let mut run = meeting.bare(alone);
+        run.command.arg("--help");
+        let own = run.end().code(0).stdout.replace("  -V, --version", "");
+        let own: Vec<&str> = own.lines().filter(|line| !line.contains("Print the version")).collect();
+        let ours = help(&meeting, &[part, "--help"]).replace(&format!("vmmfd {part}"), alone);
+        let squeezed = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(squeezed(&own.join("\n")), squeezed(&ours));
+    }
+}
+
+#[test]
+fn help_has_the_same_groups_and_exit_codes_everywhere() {
+    let meeting = Meeting::host();
+    const GROUPS: [&str; 6] = ["Buffer:", "Array:", "Probes:", "Sharing:", "Meeting:", "Output:"];
+    for arguments in [
+        &["produce"][..],
+        &["consume"],
+        &["doctor"],
+        &["doctor", "serve"],
+        &["doctor", "join"],
+        &["devices"],
+        &["bench"],
+        &["conform"],
+        &["completions"],
+        &["man"],
+    ] {
+        for flag in ["-h", "--help"] {
+            let text = help(&meeting, &[arguments, &[flag]].concat());
+            let groups: Vec<&str> = text.lines().filter(|line| GROUPS.contains(line)).collect();
+            let order = |group: &&str| GROUPS.iter().position(|known| known == group);
+            assert!(groups.is_sorted_by_key(order) && groups.contains(&"Output:"), "{arguments:?}: {groups:?}");
+            assert!(!text.lines().any(|line| line == "Options:"), "{text}");
+            for words in
+                ["--json", "-v, --verbose", "-q, --quiet", "-h, --help", "Exit codes:\n  0    ", "\n  2    bad usage\n"]
+            {
+                assert!(text.contains(words), "{arguments:?}: no {words:?} in {text}");
+            }
+            assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+        }
+    }
+}
+
+/// A JSON object, whole and alone on standard output.
+#[track_caller]
+fn object(ended: &Ended) -> Value {
+    let mut lines = ended.stdout.lines();
+    let value: Value = serde_json::from_str(lines.next().unwrap_or_default())
+        .unwrap_or_else(|error| panic!("{error}: {:?} {}", ended.stdout, ended.stderr));
+    assert!(value.is_object() && value["schema"].is_u64() && lines.next().is_none(), "{value}");
+    value
+}
+
+#[test]
+fn json_prints_one_object_whatever_happens() {
+    let meeting = Meeting::fake();
+    let socket = meeting.socket();
+    let socket = socket.to_str().unwrap();
+    let none = tempfile::tempdir().unwrap();
+    for (arguments, code, kind) in [
+        (&["nope", "--json"][..], 2, "usage"),
+        (&["--json"], 2, "usage"),
+        (&["produce", "--json", "--nope"], 2, "usage"),
+        (&["consume", "--nope", "--json"], 2, "usage"),
+        (&["doctor", "--json", "--nope"], 2, "usage"),
+        (&["doctor", "--json", "--only", "nope"], 2, "usage"),
+        (&["doctor", "--json", "--show", "/nonexistent"], 2, "usage"),
+        (&["doctor", "serve", "--json"], 2, "usage"),
+        (&["doctor", "--json", "--device", "9"], 3, "unsupported"),
+        (&["doctor", "join", "--json", "--wait", "100ms", "--socket", socket], 4, "peer"),
+        (&["devices", "--json", "stray"], 2, "usage"),
+        (&["bench", "--json", "nope"], 2, "usage"),
+        (&["bench", "--json", "stages", "--device", "9"], 3, "unsupported"),
+        (&["conform", "--json", "--as", "nobody"], 2, "usage"),
+        (&["conform", "--json", "--as", "consumer"], 2, "usage"),
+        (&["completions", "--json", "nope"], 2, "usage"),
+        (&["completions", "--json"], 2, "usage"),
+        (&["man", "--json"], 2, "usage"),
+        (&["man", "--json", "/proc/nope"], 5, "system"),
+        (&["produce", "--json", "--device", "9", "--socket", socket, "--backend", "cuda"], 3, "unsupported"),
+        (&["consume", "--json", "--timeout", "100ms", "--socket", socket, "--backend", "cuda"], 4, "peer"),
+        (&["produce", "--json", "--timeout", "100ms", "--socket", socket, "--backend", "cuda"], 4, "peer"),
+    ] {
+        let ended = vmmfd(&meeting, arguments).end();
+        let value = object(ended.code(code));
+        assert_eq!(value["error"]["kind"], kind, "{arguments:?}: {value}");
+        let message = value["error"]["message"].as_str().unwrap();
+        assert!(!message.is_empty() && !message.contains('\n'), "{arguments:?}: {message}");
+        if !["produce", "consume", "nope", "--json"].contains(&arguments[0]) {
+            assert_eq!(value["command"], arguments[0]);
+        }
+    }
+    // Where no driver loads.
+    for (arguments, code) in [
+        (&["bench", "--json", "--backend", "cuda"][..], 3),
+        (&["devices", "--json", "--backend", "cuda"], 3),
+        (&["doctor", "--json"], 1),
+        (&["produce", "--json", "--backend", "cuda", "--socket", socket], 3),
+    ] {
+        // In the place where the loader looks first: a file that is no library, which the doctor takes for a broken driver.
+        fs::write(none.path().join("libcuda.so.1"), "").unwrap();
+        let ended = vmmfd(&meeting, arguments).env("LD_LIBRARY_PATH", none.path()).end();
+        object(ended.code(code));
+    }
+    for arguments in [
+        &["doctor", "--json", "--backend", "host"][..],
+        &["doctor", "--json", "--list"],
+        &["devices", "--json", "--backend", "host"],
+        &["completions", "--json", "bash"],
+        &["man", "--json", none.path().join("man").to_str().unwrap()],
+    ] {
+        let value = object(vmmfd(&meeting, arguments).end().code(0));
+        assert!(value["error"].is_null(), "{value}");
+    }
+}
+
+#[test]
+fn an_interrupted_tool_prints_its_object_once() {
+    let meeting = Meeting::fake();
+    let run = vmmfd(&meeting, &["doctor", "--json", "-v"]).env("FAKECUDA_SLOW", "cuMemPoolCreate:3600000").start();
+    crate::running::wait_for("the probe's process", || meeting.processes().len() > 1);
+    run.signal(nix::sys::signal::Signal::SIGINT);
+    let value = object(run.end().code(130));
+    assert_eq!((&value["command"], &value["error"]["kind"]), (&json!("doctor"), &json!("interrupted")));
+}
+
+#[test]
+fn the_same_mistake_has_the_same_exit_code_in_every_command() {
+    let meeting = Meeting::fake();
+    let socket = meeting.socket();
+    let socket = socket.to_str().unwrap();
+    for backend in ["host", "cuda"] {
+        for arguments in [&["produce", "--socket", socket][..], &["doctor"], &["bench", "stages"]] {
+            let arguments = [arguments, &["--backend", backend, "--device", "9"]].concat();
+            let ended = vmmfd(&meeting, &arguments).end();
+            ended.code(3).says("device 9");
+            // A hint of the host backend does not speak of CUDA.
+            assert!(backend == "cuda" || !ended.stderr.to_lowercase().contains("cuda"), "{}", ended.stderr);
+        }
+    }
+    let long = "x".repeat(120);
+    for arguments in [&["produce"][..], &["consume"], &["doctor", "serve"], &["doctor", "join"]] {
+        let arguments = [arguments, &["--backend", "host", "--socket", &long]].concat();
+        vmmfd(&meeting, &arguments).end().code(2).says("at most 107");
+        let arguments = [&arguments[..arguments.len() - 1], &["/nonexistent/s.sock"]].concat();
+        vmmfd(&meeting, &arguments).end().code(2).says("its folder");
+    }
+    for mechanism in ["pool", "legacy"] {
+        let arguments = ["produce", "--backend", "host", "--socket", socket, "--mechanism", mechanism];
+        let ended = vmmfd(&meeting, &arguments).end();
+        ended.code(3);
+        let hint = ended.stderr.lines().find(|line| line.trim().starts_with("hint: ")).unwrap().to_lowercase();
+        assert!(!hint.contains("cuda") && !hint.contains("driver"), "{hint}");
+    }
+}
+
+#[test]
+fn devices_lists_what_can_be_shared_of_each() {
+    let meeting = Meeting::fake();
+    let run = || vmmfd(&meeting, &["devices", "--backend", "cuda", "--json"]).env("FAKECUDA_DEVICES", "2");
+    let report = run().end().code(0).json();
+    let devices = report["devices"].as_array().unwrap();
+    assert_eq!((devices.len(), &report["backend"]), (2, &json!("cuda")));
+    for (ordinal, device) in devices.iter().enumerate() {
+        assert_eq!(device["ordinal"], ordinal);
+        assert_eq!((&device["granularity"], &device["free"]), (&json!(2_097_152), &json!(1_073_741_824)));
+        for mechanism in ["vmm", "pool", "legacy"] {
+            assert_eq!(device["sharing"][mechanism], json!({"works": true, "error": null}));
+        }
+    }
+    // It is tried, and not only claimed.
+    let failing = run().env("FAKECUDA_FAIL", "cuMemExportToShareableHandle:1:304").end().code(0).json();
+    let vmm = &failing["devices"][0]["sharing"]["vmm"];
+    assert_eq!(vmm["works"], false);
+    assert!(vmm["error"].as_str().unwrap().contains("cuMemExportToShareableHandle"), "{vmm}");
+    // A line of each device has its UUID whole, which other options accept, also cut short.
+    let text = vmmfd(&meeting, &["devices", "--backend", "cuda"]).end();
+    let uuid = text.code(0).stdout.split_whitespace().nth(1).unwrap().to_owned();
+    assert!(text.stdout.starts_with("0  GPU-") && text.stdout.contains("1 GiB free"), "{}", text.stdout);
+    let socket = meeting.socket();
+    for named in [uuid.as_str(), &uuid[..8]] {
+        let arguments = [
+            "produce",
+            "--backend",
+            "cuda",
+            "--device",
+            named,
+            "--json",
+            "--timeout",
+            "50ms",
+            "--socket",
+            socket.to_str().unwrap(),
+        ];
+        let report = vmmfd(&meeting, &arguments).end().code(4).json();
+        assert_eq!(report["device"]["uuid"], uuid);
+    }
+    let host = vmmfd(&meeting, &["devices", "--backend", "host"]).end();
+    assert!(host.code(0).stdout.contains("HOST-") && host.stdout.contains("pool     no: "), "{}", host.stdout);
+}
+
+#[test]
+fn completions_know_the_values_of_options() {
+    let meeting = Meeting::host();
+    for (shell, words) in [
+        ("bash", &["--mechanism", "vmm pool legacy", "bfloat16", "doctor"][..]),
+        ("zsh", &["#compdef vmmfd", "legacy", "read-only-store"]),
+        ("fish", &["complete -c vmmfd", "bfloat16"]),
+    ] {
+        let script = help(&meeting, &["completions", shell]);
+        for word in words {
+            assert!(script.contains(word), "{shell}: no {word}");
+        }
+        let file = meeting.folder().join(shell);
+        fs::write(&file, &script).unwrap();
+        // Where the shell is there, it reads them.
+        if let Ok(output) = Command::new(shell).arg("-n").arg(&file).output() {
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+    }
+    let own = help(&meeting, &["completions", "bash", "--of", "producer"]);
+    assert!(own.contains("_producer") && !own.contains("completions"));
+}
+
+#[test]
+fn man_pages_are_written_for_every_command() {
+    let meeting = Meeting::host();
+    let folder = meeting.folder().join("share/man");
+    let listed = help(&meeting, &["man", folder.to_str().unwrap()]);
+    let mut names: Vec<String> =
+        fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    for name in ["vmmfd.1", "vmmfd-produce.1", "vmmfd-doctor.1", "vmmfd-doctor-serve.1", "producer.1", "consumer.1"] {
+        assert!(names.iter().any(|known| known == name) && listed.contains(name), "{name} in {names:?}");
+    }
+    assert!(!names.iter().any(|name| name.contains("child") || name.contains("help")), "{names:?}");
+    let page = fs::read_to_string(folder.join("vmmfd-produce.1")).unwrap();
+    for words in [".TH", "mechanism", "memory pool", "Exit codes"] {
+        assert!(page.contains(words), "no {words} in {page}");
+    }
+}
+
+#[test]
+fn a_machine_of_eight_gpus_is_reported_whole_and_in_order() {
+    let meeting = Meeting::fake();
+    let report = vmmfd(&meeting, &["doctor", "--json"]).env("FAKECUDA_DEVICES", "8").end().code(0).json();
+    let devices: Vec<u64> =
+        report["devices"].as_array().unwrap().iter().map(|d| d["ordinal"].as_u64().unwrap()).collect();
+    assert_eq!(devices, (0..8).collect::<Vec<u64>>());
+    let names = |findings: &Value| -> Vec<String> {
+        findings.as_array().unwrap().iter().map(|finding| finding["probe"].as_str().unwrap().to_owned()).collect()
+    };
+    let one = vmmfd(&meeting, &["doctor", "--json"]).end().code(0).json();
+    for device in report["devices"].as_array().unwrap() {
+        assert_eq!(names(&device["findings"]), names(&one["devices"][0]["findings"]), "also what is measured last");
+    }
+    let pairs: Vec<(u64, u64)> = report["pairs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|pair| {
+            assert_eq!(pair["findings"][0]["status"], "ok", "{pair}");
+            (pair["device"].as_u64().unwrap(), pair["owner"].as_u64().unwrap())
+        })
+        .collect();
+    let all: Vec<(u64, u64)> = (0..8).flat_map(|a| (0..8).filter(move |b| *b != a).map(move |b| (a, b))).collect();
+    assert_eq!(pairs, all);
+    assert!(report["verdict"].as_str().unwrap().contains("8 of 8"), "{}", report["verdict"]);
+}
+
+/// Checks an output against the schema of that name in docs/schemas/commands.
+#[track_caller]
+fn fits(name: &str, value: &Value) {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/schemas/commands/");
+    let schema: Value = serde_json::from_str(&fs::read_to_string(format!("{path}{name}.json")).unwrap()).unwrap();
+    if let Some(what) = mismatch(&schema, &schema, value) {
+        panic!("{name}: {what}: {value}");
+    }
+}
+
+#[test]
+fn every_object_is_as_its_schema_says() {
+    let meeting = Meeting::fake();
+    let socket = meeting.socket();
+    let socket = ["--backend", "cuda", "--json", "--socket", socket.to_str().unwrap()];
+    let pair = |produce: &[&str], consume: &[&str]| {
+        let producer = vmmfd(&meeting, &[&["produce"][..], &socket, produce].concat()).start();
+        let consumer = vmmfd(&meeting, &[&["consume"][..], &socket, consume].concat()).end();
+        (producer.end(), consumer)
+    };
+    let file = meeting.folder().join("data");
+    fs::write(&file, [7; 5000]).unwrap();
+    for (produce, consume) in [
+        (&[][..], &[][..]),
+        (&["--corrupt"], &[]),
+        (&["--round-trip"], &[]),
+        (&["--dtype", "bf16", "--shape", "3,4", "--order", "F"], &[]),
+        (&["--from", file.to_str().unwrap()], &["--range", "0:100"]),
+        (&["--mechanism", "pool"], &["--device", "9"]),
+        (&["--chunk", "2MiB", "--size", "5MiB"], &["--access", "rw"]),
+    ] {
+        let (producer, consumer) = pair(produce, consume);
+        fits("produce", &object(&producer));
+        fits("consume", &object(&consumer));
+    }
+    for (name, arguments) in [
+        ("produce", &["produce", "--json", "--nope"][..]),
+        ("consume", &["consume", "--json", "--nope"]),
+        ("failure", &["doctor", "--json", "--nope"]),
+        ("failure", &["bench", "--json", "--device", "9"]),
+        ("failure", &["nope", "--json"]),
+        ("doctor", &["doctor", "--json", "--faults"]),
+        ("doctor", &["doctor", "--json", "--backend", "host"]),
+        ("probes", &["doctor", "--json", "--list"]),
+        ("devices", &["devices", "--json", "--backend", "cuda"]),
+        ("devices", &["devices", "--json", "--backend", "host"]),
+        ("bench", &["bench", "--json", "--count", "2", "--size", "2MiB,1PiB"]),
+        ("cases", &["conform", "--json", "--list", "--as", "producer"]),
+        ("conform", &["conform", "--json", "--as", "consumer", "--wait", "50ms", "/tmp/no-such-socket.sock"]),
+        ("completions", &["completions", "--json", "fish"]),
+        ("man", &["man", "--json", meeting.folder().join("man").to_str().unwrap()]),
+    ] {
+        fits(name, &object(&vmmfd(&meeting, arguments).end()));
+    }
+    let two = vmmfd(&meeting, &["doctor", "--json", "--only", "peer"]).env("FAKECUDA_DEVICES", "2").end().json();
+    assert_eq!(two["pairs"].as_array().unwrap().len(), 2);
+    fits("doctor", &two);
+}

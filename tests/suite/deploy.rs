@@ -1,0 +1,219 @@
+//! The files of `scripts/deploy/`: they parse, the programs take the options in them, and the ends share what they must and no
+//! more.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use yaml_rust2::{Yaml, YamlLoader};
+
+use crate::running::{Meeting, Run};
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/deploy")
+}
+
+#[track_caller]
+fn text(name: &str) -> String {
+    fs::read_to_string(folder().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+#[track_caller]
+fn documents(name: &str) -> Vec<Yaml> {
+    YamlLoader::load_from_str(&text(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+const PODS: [&str; 3] = ["kubernetes/pod.yaml", "kubernetes/two-pods.yaml", "kubernetes/node-check.yaml"];
+
+fn kind<'a>(documents: &'a [Yaml], kind: &str) -> Vec<&'a Yaml> {
+    documents.iter().filter(|document| document["kind"].as_str() == Some(kind)).collect()
+}
+
+fn list(yaml: &Yaml) -> &[Yaml] {
+    yaml.as_vec().map_or(&[], Vec::as_slice)
+}
+
+fn words(yaml: &Yaml) -> Vec<String> {
+    list(yaml).iter().map(|word| word.as_str().unwrap().to_owned()).collect()
+}
+
+/// The pods of a file: those it has, and the template of a DaemonSet's.
+fn pods(name: &str) -> Vec<Yaml> {
+    let documents = documents(name);
+    let sets = kind(&documents, "DaemonSet").into_iter().map(|set| set["spec"]["template"]["spec"].clone());
+    kind(&documents, "Pod").into_iter().map(|pod| pod["spec"].clone()).chain(sets).collect()
+}
+
+fn containers(pod: &Yaml) -> impl Iterator<Item = &Yaml> {
+    list(&pod["initContainers"]).iter().chain(list(&pod["containers"]))
+}
+
+/// The ends of the compose file, without the merge that this parser leaves undone.
+fn services() -> Vec<(Yaml, Vec<String>)> {
+    let file = documents("compose.yaml").remove(0);
+    let services = file["services"].as_hash().unwrap();
+    assert_eq!(services.len(), 2);
+    services.values().map(|service| (service["<<"].clone(), words(&service["command"]))).collect()
+}
+
+/// A program of the image takes these arguments: with `--help` behind them it parses them and does nothing else.
+#[track_caller]
+fn understood(program: &'static str, arguments: &[String]) {
+    let meeting = Meeting::host();
+    let mut run = meeting.bare(program);
+    run.command.args(arguments).arg("--help");
+    run.end().code(0);
+}
+
+#[test]
+fn the_image_has_the_programs_and_asks_for_the_drivers_compute_libraries() {
+    let file = text("Dockerfile");
+    let manifest = include_str!("../../Cargo.toml");
+    let of_manifest = |key: &str| {
+        let line = manifest.lines().find_map(|line| line.strip_prefix(&format!("{key} = ")));
+        line.unwrap().trim_matches('"').to_owned()
+    };
+    assert!(file.contains(&format!("FROM rust:{}-", of_manifest("rust-version"))), "{file}");
+    let image = format!("vmmfd:{}", of_manifest("version"));
+    assert!(file.contains(&format!("-t {image} .")), "{file}");
+    for program in ["vmmfd", "producer", "consumer"] {
+        assert!(manifest.contains(&format!("[[bin]]\nname = \"{program}\"")));
+        assert!(file.contains(&format!("/build/target/release/{program} ")), "{program}");
+    }
+    assert!(file.contains("\nENV NVIDIA_DRIVER_CAPABILITIES=compute\n"));
+    assert!(file.contains("\nENTRYPOINT [\"vmmfd\"]\nCMD [\"doctor\"]\n") && !file.contains("alpine"));
+    // What is built is not left out of what is sent to the builder.
+    let kept = text("Dockerfile.dockerignore");
+    for needed in ["Cargo.toml", "Cargo.lock", "README.md", "bin", "docs", "src", "tests"] {
+        assert!(kept.lines().any(|line| line == format!("!{needed}")), "{needed}");
+    }
+    let named = PODS.iter().flat_map(|name| pods(name)).flat_map(|pod| {
+        containers(&pod).map(|container| container["image"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    });
+    let composed = services().into_iter().map(|(end, _)| end["image"].as_str().unwrap().to_owned());
+    let all: Vec<String> = named.chain(composed).collect();
+    assert_eq!(all, vec![image.clone(); 8]);
+    assert!(text("podman").contains(&format!("${{2:-{image}}}")));
+}
+
+#[test]
+fn the_programs_take_the_options_of_every_end() {
+    let mut ends: Vec<Vec<String>> = services().into_iter().map(|(_, command)| command).collect();
+    for pod in ["kubernetes/pod.yaml", "kubernetes/two-pods.yaml"].iter().flat_map(|name| pods(name)) {
+        ends.extend(containers(&pod).map(|container| words(&container["args"])));
+    }
+    assert_eq!(ends.len(), 6);
+    let script = text("podman");
+    for command in script.lines().filter_map(|line| line.split_once("\"$image\" ").map(|(_, command)| command)) {
+        let command = command.split(" >").next().unwrap().split(" ||").next().unwrap();
+        ends.push(command.split(' ').map(|word| word.replace("\"$socket\"", "/run/vmmfd/vmmfd.sock")).collect());
+    }
+    assert_eq!(ends.len(), 8);
+    for end in &ends {
+        understood("vmmfd", end);
+        assert!(end.windows(2).any(|pair| pair == ["--socket", "/run/vmmfd/vmmfd.sock"]), "{end:?}");
+        assert!(end.windows(2).any(|pair| pair == ["--backend", "cuda"]), "{end:?}");
+    }
+    for (role, count) in [("produce", 4), ("consume", 4)] {
+        assert_eq!(ends.iter().filter(|end| end[0] == role).count(), count, "{role}");
+    }
+    let check = node_check();
+    let doctor = check.lines().find_map(|line| line.strip_prefix("vmmfd ")).unwrap();
+    understood("vmmfd", &doctor.split(' ').map(str::to_owned).collect::<Vec<_>>());
+}
+
+#[test]
+fn two_ends_share_one_gpu_and_the_folder_of_the_socket_and_nothing_else() {
+    for name in ["kubernetes/pod.yaml", "kubernetes/two-pods.yaml"] {
+        let documents = documents(name);
+        let [claim] = kind(&documents, "ResourceClaim")[..] else { panic!("{name}: not one claim") };
+        assert_eq!(claim["apiVersion"].as_str(), Some("resource.k8s.io/v1"));
+        assert_eq!(list(&claim["spec"]["devices"]["requests"]).len(), 1);
+        let claim = claim["metadata"]["name"].as_str().unwrap();
+        let mut ends = 0;
+        for pod in pods(name) {
+            let [claimed] = list(&pod["resourceClaims"]) else { panic!("{name}: not one claim in a pod") };
+            assert_eq!(claimed["resourceClaimName"].as_str(), Some(claim));
+            for container in containers(&pod) {
+                ends += 1;
+                let [gpu] = list(&container["resources"]["claims"]) else { panic!("{name}: no claim") };
+                assert_eq!(gpu["name"], claimed["name"]);
+                assert!(container["resources"]["limits"].is_badvalue(), "{name}: a second GPU");
+                let mounts: Vec<&str> =
+                    list(&container["volumeMounts"]).iter().filter_map(|mount| mount["mountPath"].as_str()).collect();
+                assert_eq!(mounts[0], "/run/vmmfd");
+            }
+        }
+        assert_eq!(ends, 2, "{name}");
+    }
+    let levels: Vec<Yaml> = pods("kubernetes/two-pods.yaml")
+        .into_iter()
+        .map(|pod| pod["securityContext"]["seLinuxOptions"]["level"].clone())
+        .collect();
+    assert!(levels[0].as_str().is_some() && levels[0] == levels[1], "{levels:?}");
+    for (end, _) in services() {
+        assert_eq!(words(&end["volumes"]), ["socket:/run/vmmfd"]);
+        let [gpu] = list(&end["deploy"]["resources"]["reservations"]["devices"]) else { panic!("not one GPU") };
+        assert!(words(&gpu["device_ids"])[0].starts_with("${VMMFD_GPU:?"));
+    }
+}
+
+#[test]
+fn no_end_has_a_privilege_or_a_namespace_of_the_host() {
+    for pod in PODS.iter().flat_map(|name| pods(name)) {
+        assert_eq!(pod["securityContext"]["runAsNonRoot"].as_bool(), Some(true));
+        for host in ["hostIPC", "hostPID", "hostNetwork", "shareProcessNamespace"] {
+            assert!(pod[host].is_badvalue(), "{host}");
+        }
+        for container in containers(&pod) {
+            let context = &container["securityContext"];
+            assert_eq!(context["allowPrivilegeEscalation"].as_bool(), Some(false));
+            assert_eq!(words(&context["capabilities"]["drop"]), ["ALL"]);
+            assert!(context["privileged"].is_badvalue() && context["capabilities"]["add"].is_badvalue());
+            let shm = |mount: &Yaml| mount["mountPath"].as_str() == Some("/dev/shm");
+            assert!(!list(&container["volumeMounts"]).iter().any(shm));
+        }
+    }
+    for (end, _) in services() {
+        assert_eq!(words(&end["cap_drop"]), ["ALL"]);
+        assert_eq!(end["network_mode"].as_str(), Some("none"));
+        for host in ["ipc", "pid", "privileged", "cap_add", "shm_size"] {
+            assert!(end[host].is_badvalue(), "{host}");
+        }
+    }
+    let script = text("podman");
+    assert!(script.contains("--cap-drop ALL") && script.contains("--network none"));
+    for host in ["--ipc", "--pid", "--privileged", "--cap-add"] {
+        assert!(!script.contains(host), "{host}");
+    }
+}
+
+/// The script of the node check's container.
+fn node_check() -> String {
+    let pod = pods("kubernetes/node-check.yaml").remove(0);
+    let [doctor] = list(&pod["initContainers"]) else { panic!("not one check") };
+    assert_eq!(words(&doctor["command"]), ["/bin/sh", "-c"]);
+    words(&doctor["args"]).remove(0)
+}
+
+#[test]
+fn the_node_check_passes_without_a_gpu_and_with_one_that_works_and_fails_otherwise() {
+    let check = |meeting: &Meeting, driver: Option<&Path>| -> Run {
+        let run = meeting.bare("vmmfd");
+        let programs = Path::new(run.command.get_program()).parent().unwrap().to_owned();
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", &node_check()]).env("TMPDIR", meeting.folder());
+        let path = env::join_paths([programs, "/usr/bin".into(), "/bin".into()]).unwrap();
+        command.env("PATH", path).env("LD_LIBRARY_PATH", driver.unwrap_or(meeting.folder()));
+        run.instead(command)
+    };
+    let meeting = Meeting::fake();
+    let driver = meeting.driver_folder();
+    check(&meeting, driver).end().code(0);
+    check(&meeting, driver).env("FAKECUDA_FAIL", "cuMemMap:1:999").end().code(1);
+    let none = check(&meeting, driver).env("FAKECUDA_DEVICES", "0").end();
+    none.code(0);
+    assert!(none.stdout.ends_with("no GPU on this node: nothing to check\n"), "{}", none.stdout);
+}

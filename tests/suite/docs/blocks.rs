@@ -1,0 +1,172 @@
+//! Every code block is compiled, run or compared: one that nothing checks is an error.
+//!
+//! A block is checked by its language, or by the mark in the line above it:
+//!
+//! | Block | What checks it |
+//! |---|---|
+//! | `rust` | a doctest: the page is included by `src/lib.rs` |
+//! | `sh` | each line: the options of our commands, make's targets, the files named |
+//! | `toml` | the lines of the README's dependencies, which `make check` builds |
+//! | `<!-- terminal: NAME -->`, `<!-- json: NAME -->`, `<!-- doctor -->` | a test beside this one compares it with what the command prints |
+//! | `<!-- help: NAME -->`, `<!-- exit codes -->` | is generated |
+//! | `<!-- python: NAME -->` | `scripts/interop/host.py` runs it |
+//! | `<!-- excerpt: FILE -->` | it stands in that file, word for word |
+//! | `<!-- checked by: FILE::TEST -->` | that test, in Rust or Python |
+
+use std::path::Path;
+
+use super::{Page, root, shell, source};
+
+/// A fenced block.
+pub(super) struct Block<'a> {
+    pub(super) line: usize,
+    pub(super) language: &'a str,
+    /// What the comment above it says.
+    pub(super) mark: Option<&'a str>,
+    pub(super) lines: Vec<&'a str>,
+}
+
+/// Whether each line of a page is in a fenced block, and the blocks.
+pub(super) fn read(text: &str) -> (Vec<bool>, Vec<Block<'_>>) {
+    let (mut inside, mut blocks) = (Vec::new(), Vec::<Block<'_>>::new());
+    let (mut open, mut before) = (None::<&str>, "");
+    for (at, line) in text.lines().enumerate() {
+        let ticks = &line.trim_start()[..line.trim_start().len() - line.trim_start().trim_start_matches('`').len()];
+        let info = line.trim_start().trim_start_matches('`').trim();
+        match open {
+            Some(fence) if ticks.len() >= fence.len() && info.is_empty() => open = None,
+            Some(_) => blocks.last_mut().unwrap().lines.push(line),
+            None if ticks.len() >= 3 => {
+                let mark = before.trim().strip_prefix("<!--").and_then(|mark| mark.strip_suffix("-->")).map(str::trim);
+                blocks.push(Block { line: at + 1, language: info, mark, lines: Vec::new() });
+                inside.push(true);
+                open = Some(ticks);
+                before = line;
+                continue;
+            }
+            None => {
+                inside.push(false);
+                before = line;
+                continue;
+            }
+        }
+        inside.push(true);
+        before = line;
+    }
+    assert!(open.is_none(), "a block is not closed");
+    (inside, blocks)
+}
+
+/// Checks a block, or says what is wrong with it.
+fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
+    let kind = block.mark.map(|mark| mark.split_once(": ").unwrap_or((mark, "")));
+    match (block.language, kind) {
+        (_, Some(("excerpt", file))) => {
+            let text = format!("{}\n", block.lines.join("\n"));
+            let whole = std::fs::read_to_string(root().join(file)).map_err(|error| format!("{file}: {error}"))?;
+            whole.contains(&text).then_some(()).ok_or_else(|| format!("it is not in {file}"))
+        }
+        (_, Some(("checked by", test))) => exists(test),
+        (language, _) if language.split(',').next() == Some("rust") => {
+            if language.contains("ignore") {
+                return Err("its code is not compiled".to_owned());
+            }
+            let including = if page == "docs/protocol.md" { "src/wire/mod.rs" } else { "src/lib.rs" };
+            let included = source(including).contains(&format!("{page}\")"));
+            included.then_some(()).ok_or_else(|| format!("{including} does not include the page, so it is no doctest"))
+        }
+        ("sh", None) => block.lines.iter().try_for_each(|line| shell::check(line)),
+        ("toml", None) => block.lines.iter().try_for_each(|line| dependency(line)),
+        ("console", Some(("terminal", "producer" | "consumer")))
+        | ("json", Some(("json", "producer" | "consumer")))
+        | ("text", Some(("exit codes" | "doctor", "")))
+        | ("text", Some(("help", _))) => Ok(()),
+        ("python", Some(("python", name))) => {
+            let run = source("scripts/interop/host.py").contains(&format!("<!-- python: {name} -->"));
+            run.then_some(()).ok_or_else(|| "scripts/interop/host.py does not run it".to_owned())
+        }
+        (language, mark) => Err(format!("nothing checks a block of `{language}` with the mark {mark:?}")),
+    }
+}
+
+/// Whether a test exists, named as `FILE::TEST` or `suite::FILE::TEST`.
+pub(super) fn exists(test: &str) -> Result<(), String> {
+    let (file, name) = test.rsplit_once("::").ok_or_else(|| format!("`{test}` names no test"))?;
+    let files = match file.strip_prefix("suite::") {
+        Some(module) => {
+            let module = module.replace("::", "/");
+            vec![format!("tests/suite/{module}.rs"), format!("tests/suite/{module}/mod.rs")]
+        }
+        None => vec![file.to_owned()],
+    };
+    let text = files.iter().find_map(|file| std::fs::read_to_string(root().join(file)).ok());
+    let text = text.ok_or_else(|| format!("there is no {}", files[0]))?;
+    let heads = [format!("fn {name}("), format!("def {name}(")];
+    let found = heads.iter().any(|head| text.contains(head));
+    found.then_some(()).ok_or_else(|| format!("{} has no test {name}", files[0]))
+}
+
+/// A line of a manifest: what it names is what `make check` builds, and what the manifest has.
+fn dependency(line: &str) -> Result<(), String> {
+    if line == "[dependencies]" {
+        return Ok(());
+    }
+    let manifest = source("Cargo.toml");
+    let user = source("tests/users/cuda-13.0/Cargo.toml");
+    let (name, value) = line.split_once(" = ").ok_or_else(|| format!("`{line}` is no dependency"))?;
+    match name {
+        "cudarc" => {
+            user.lines().any(|built| built == line).then_some(()).ok_or_else(|| "`make check` builds another".into())
+        }
+        "vmmfd" => {
+            let version = manifest.lines().find_map(|line| line.strip_prefix("version = ")).unwrap().trim_matches('"');
+            let (major_minor, _) = version.rsplit_once('.').unwrap();
+            let alone = value.contains("default-features = false");
+            let good = alone && value.contains(&format!("version = \"{major_minor}\""));
+            good.then_some(())
+                .ok_or_else(|| format!("the version is {version}, and a library is taken without `tools`"))
+        }
+        _ => Err(format!("no check knows `{name}`")),
+    }
+}
+
+#[test]
+fn every_block_is_checked() {
+    let mut wrong = Vec::new();
+    let mut seen = 0;
+    for page in Page::all() {
+        for block in read(&page.text).1 {
+            seen += 1;
+            if let Err(problem) = check(&page.path, &block) {
+                wrong.push(format!("{}:{}: {problem}", page.path, block.line));
+            }
+        }
+    }
+    assert!(seen > 20, "{seen} blocks");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_block_without_a_checker_is_found() {
+    let good = "<!-- exit codes -->\n```text\nx\n```\n";
+    let bad = [
+        ("x\n```text\nx\n```\n", "nothing checks"),
+        ("```\nx\n```\n", "nothing checks"),
+        ("<!-- json: nobody -->\n```json\n{}\n```\n", "nothing checks"),
+        ("```rust,ignore\nx\n```\n", "not compiled"),
+        ("```rust\nx\n```\n", "does not include"),
+        ("```sh\nproducer --no-such-option\n```\n", "no-such-option"),
+        ("```sh\nmake nothing-of-the-kind\n```\n", "nothing-of-the-kind"),
+        ("```sh\nscripts/none here\n```\n", "scripts/none"),
+        ("```toml\nvmmfd = { version = \"9.9\", default-features = false }\n```\n", "the version is"),
+        ("<!-- excerpt: Makefile -->\n```text\nnot in it\n```\n", "not in Makefile"),
+        ("<!-- checked by: suite::stream::no_such_test -->\n```text\nx\n```\n", "no_such_test"),
+        ("<!-- python: other -->\n```python\nx\n```\n", "does not run it"),
+    ];
+    assert_eq!(check("docs/x.md", &read(good).1[0]), Ok(()));
+    for (text, want) in bad {
+        let problem = check("docs/x.md", &read(text).1[0]).expect_err(text);
+        assert!(problem.contains(want), "{text}: {problem}");
+    }
+    assert!(Path::new(root()).join("Makefile").exists());
+}

@@ -1,0 +1,163 @@
+//! Links lead somewhere: to a file, and to a heading or an anchor of a page.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Component, Path, PathBuf},
+};
+
+use super::{Page, blocks, root, source};
+
+/// The text outside of code blocks, without what stands in backticks.
+fn prose(text: &str) -> String {
+    let (inside, _) = blocks::read(text);
+    let lines = text.lines().zip(inside).filter(|(_, inside)| !inside).map(|(line, _)| line);
+    let mut prose = String::new();
+    for line in lines {
+        for (at, part) in line.split('`').enumerate() {
+            if at % 2 == 0 {
+                prose.push_str(part);
+            } else {
+                // So that a link's text is not empty.
+                prose.push('x');
+            }
+        }
+        prose.push('\n');
+    }
+    prose
+}
+
+/// Where the links of a page lead.
+fn targets(text: &str) -> Vec<String> {
+    let prose = prose(text);
+    let inline = prose.split("](").skip(1).filter_map(|rest| rest.split_once(')').map(|(target, _)| target));
+    let tags = ["href=\"", "src=\"", "srcset=\""];
+    let in_tags = tags.iter().flat_map(|tag| prose.split(tag).skip(1).filter_map(|rest| rest.split('"').next()));
+    inline.chain(in_tags).map(|target| target.trim().to_owned()).collect()
+}
+
+/// The anchors of a page: its headings as GitHub names them, and the ids that it gives.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let (inside, _) = blocks::read(text);
+    let mut anchors = BTreeSet::new();
+    let mut seen = BTreeMap::<String, u32>::new();
+    for (line, inside) in text.lines().zip(inside) {
+        if inside {
+            continue;
+        }
+        let level = line.len() - line.trim_start_matches('#').len();
+        if (1..=6).contains(&level) && line[level..].starts_with(' ') {
+            let slug: String = line[level..]
+                .trim()
+                .to_lowercase()
+                .chars()
+                .filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c))
+                .map(|c| if c == ' ' { '-' } else { c })
+                .collect();
+            let times = seen.entry(slug.clone()).or_default();
+            anchors.insert(if *times == 0 { slug } else { format!("{slug}-{times}") });
+            *times += 1;
+        }
+        anchors.extend(line.split("<a id=\"").skip(1).filter_map(|rest| rest.split('"').next()).map(str::to_owned));
+    }
+    anchors
+}
+
+/// A path without `.` and `..`, as far as it stays in the sources.
+fn resolved(from: &str, to: &str) -> Option<PathBuf> {
+    let mut path = PathBuf::from(from).parent()?.to_owned();
+    for part in Path::new(to).components() {
+        match part {
+            Component::ParentDir => path.pop().then_some(())?,
+            Component::Normal(name) => path.push(name),
+            Component::CurDir => {}
+            _ => return None,
+        }
+    }
+    Some(path)
+}
+
+/// What is wrong with a link of a page.
+fn check(page: &str, text: &str, target: &str) -> Result<(), String> {
+    if target.starts_with("https://") {
+        return Ok(());
+    }
+    let (file, anchor) = target.split_once('#').map_or((target, None), |(file, anchor)| (file, Some(anchor)));
+    let path = match file {
+        "" => PathBuf::from(page),
+        file => resolved(page, file).ok_or_else(|| format!("{target} leads out of the sources"))?,
+    };
+    if !root().join(&path).exists() && page != "test" {
+        return Err(format!("{target}: there is no {}", path.display()));
+    }
+    let Some(anchor) = anchor else { return Ok(()) };
+    let text =
+        if file.is_empty() { text.to_owned() } else { fs::read_to_string(root().join(&path)).unwrap_or_default() };
+    anchors(&text).contains(anchor).then_some(()).ok_or_else(|| format!("{target}: there is no such heading"))
+}
+
+#[test]
+fn every_link_leads_somewhere() {
+    let (mut wrong, mut seen) = (Vec::new(), 0);
+    for page in Page::all() {
+        for target in targets(&page.text) {
+            seen += 1;
+            if let Err(problem) = check(&page.path, &page.text, &target) {
+                wrong.push(format!("{}: {problem}", page.path));
+            }
+        }
+    }
+    assert!(seen > 60, "{seen} links");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_link_that_leads_nowhere_is_found() {
+    let page = "# One `two`: three\n\n# One\n\n# One\n\n```sh\n# not a heading [x](y)\n```\n<a id=\"here\"></a>\n[a](#one-two-three)";
+    for good in ["#one-two-three", "#one", "#one-1", "#here", "https://example.com/x"] {
+        assert_eq!(check("test", page, good), Ok(()), "{good}");
+    }
+    for bad in ["#two", "#not-a-heading-xy", "#one-2"] {
+        assert!(check("test", page, bad).is_err(), "{bad}");
+    }
+    assert_eq!(targets(page), ["#one-two-three"]);
+    assert!(check("docs/index.md", "", "no-such-page.md").is_err());
+    assert!(check("docs/index.md", "", "../README.md#no-such-heading").is_err());
+    assert!(check("docs/index.md", "", "../../etc").is_err());
+    assert_eq!(check("docs/index.md", "", "../README.md#the-library"), Ok(()));
+}
+
+#[test]
+fn the_index_names_every_page() {
+    let index = Page::read("docs/index.md");
+    let linked: BTreeSet<PathBuf> = targets(&index.text)
+        .iter()
+        .filter_map(|target| resolved(&index.path, target.split('#').next().unwrap()))
+        .collect();
+    for page in Page::all().iter().filter(|page| page.path.starts_with("docs/") && page.path != index.path) {
+        assert!(linked.contains(Path::new(&page.path)), "docs/index.md does not name {}", page.path);
+    }
+}
+
+#[test]
+fn the_readme_is_short() {
+    let lines = source("README.md").lines().count();
+    assert!(lines <= 200, "README.md has {lines} lines");
+}
+
+/// On docs.rs a page is found by its path in the package.
+#[test]
+fn the_reference_links_to_files_of_the_package() {
+    const SHIPPED: &str = "https://docs.rs/crate/vmmfd/latest/source/";
+    let (text, manifest) = (source("src/lib.rs"), source("Cargo.toml"));
+    let included = manifest.lines().find(|line| line.starts_with("include = [")).unwrap();
+    let links: Vec<&str> =
+        text.split(SHIPPED).skip(1).map(|rest| rest.split([')', ' ', '\n', '#']).next().unwrap()).collect();
+    assert!(links.len() > 5, "{links:?}");
+    for link in links {
+        assert!(root().join(link).exists(), "there is no {link}");
+        let folder = link.split('/').next().unwrap();
+        let packed = [format!("\"/{folder}/\""), format!("\"/{link}\"")].iter().any(|entry| included.contains(entry));
+        assert!(packed, "{link} is not in the package");
+    }
+}

@@ -1,0 +1,127 @@
+//! What the pages name exists: tests, errors, versions, numbers.
+
+use std::fs;
+
+use super::{Page, blocks, root, source};
+
+/// What stands in backticks.
+fn quoted(text: &str) -> Vec<&str> {
+    text.split('`').skip(1).step_by(2).collect()
+}
+
+#[test]
+fn each_guarantee_has_tests_that_exist() {
+    let page = Page::read("docs/guarantees.md");
+    let rows = page.text.lines().filter(|line| line.starts_with("| ") && *line != "| Promise | Tests |");
+    let mut seen = 0;
+    for row in rows {
+        let (_, tests) = row.trim_end_matches(" |").rsplit_once(" | ").unwrap();
+        let tests: Vec<&str> = quoted(tests).into_iter().filter(|name| name.contains("::")).collect();
+        assert!(!tests.is_empty(), "no test: {row}");
+        for test in tests {
+            blocks::exists(test).unwrap_or_else(|problem| panic!("{problem}: {row}"));
+            seen += 1;
+        }
+    }
+    assert!(seen > 30, "{seen}");
+}
+
+/// The text of every error of the library, the commands and the driver's codes.
+fn texts_of_errors() -> Vec<String> {
+    let mut texts = Vec::new();
+    let mut folders = vec![root().join("src")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|end| end == "rs")
+                && !path.to_str().unwrap().contains("doctor/rules")
+            {
+                texts.push(fs::read_to_string(path).unwrap());
+            }
+        }
+    }
+    texts
+}
+
+#[test]
+fn troubleshooting_knows_the_words_of_the_errors() {
+    let page = Page::read("docs/troubleshooting.md");
+    let (_, section) = page.text.split_once("## What the commands say").unwrap();
+    let phrases: Vec<&str> = section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
+    assert!(phrases.len() > 10);
+    let texts = texts_of_errors();
+    for phrase in phrases {
+        assert!(texts.iter().any(|text| text.contains(phrase)), "no error says `{phrase}`");
+    }
+}
+
+#[test]
+fn the_readmes_troubles_are_in_the_page_of_all() {
+    let readme = Page::read("README.md");
+    let (_, section) = readme.text.split_once("## Five frequent troubles").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let rows: Vec<&str> = section.lines().filter(|line| line.starts_with("| `")).collect();
+    assert_eq!(rows.len(), 5);
+    let page = source("docs/troubleshooting.md");
+    for row in rows {
+        let phrase = quoted(row)[0];
+        assert!(page.contains(&format!("`{phrase}`")), "docs/troubleshooting.md has no `{phrase}`");
+    }
+}
+
+#[test]
+fn the_readmes_numbers_are_those_that_were_measured() {
+    let readme = Page::read("README.md");
+    let (_, section) = readme.text.split_once("## What it costs").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let measured = source("docs/performance.md");
+    let words = |text: &str| -> Vec<String> {
+        text.split(|c: char| c.is_whitespace() || [',', ';', ':', '·', '|', '(', ')'].contains(&c))
+            .map(|word| word.trim_end_matches('.').to_owned())
+            .collect()
+    };
+    let known = words(&measured);
+    let numbers: Vec<String> =
+        words(section).into_iter().filter(|word| word.parse::<f64>().is_ok() && word.len() > 1).collect();
+    assert!(numbers.len() > 12, "{numbers:?}");
+    for number in numbers {
+        assert!(known.contains(&number), "{number} is not in docs/performance.md");
+    }
+}
+
+#[test]
+fn the_versions_are_those_of_the_manifest() {
+    let manifest = source("Cargo.toml");
+    let rust = manifest.lines().find_map(|line| line.strip_prefix("rust-version = ")).unwrap().trim_matches('"');
+    for page in ["README.md", "docs/CONTRIBUTING.md"] {
+        assert!(source(page).contains(&format!("Rust {rust}")), "{page}: Rust {rust}");
+    }
+    let tools = manifest.split_once("tools = [").unwrap().1.split_once(']').unwrap().0;
+    let bindings = tools.split_once("cudarc/cuda-").unwrap().1.split_once('"').unwrap().0.parse::<u32>().unwrap();
+    let version = format!("bindings of CUDA {}.{}", bindings / 1000, bindings % 1000 / 10);
+    assert!(source("docs/library.md").contains(&version), "{version}");
+    let release = manifest.lines().find_map(|line| line.strip_prefix("version = ")).unwrap().trim_matches('"');
+    assert!(source("CHANGELOG.md").contains(&format!("\n## {release}\n")), "the changelog has no {release}");
+}
+
+#[test]
+fn the_map_names_every_folder() {
+    let readme = Page::read("README.md");
+    let (_, map) = readme.text.split_once("## What is where").unwrap();
+    for entry in fs::read_dir(root()).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        let built = ["target", "dist"].contains(&&*name) || name.starts_with('.');
+        if entry.path().is_dir() && !built {
+            assert!(map.contains(&format!("`{name}/`")), "the README's map has no {name}/");
+        }
+    }
+}
+
+#[test]
+fn the_issue_form_asks_for_the_doctors_report() {
+    let form = source(".github/ISSUE_TEMPLATE/bug.yml");
+    assert!(form.contains("vmmfd doctor --json") && form.contains("required: true"));
+}

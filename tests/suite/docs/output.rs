@@ -1,0 +1,94 @@
+//! The output that the pages show is what the commands print, but for what differs from run to run and from device to device.
+//!
+//! Output of a GPU is pasted into the pages: these tests compare its steps and words with those of the host backend.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use super::Page;
+use crate::running::{Meeting, On};
+
+/// The units of figures, which differ with their size.
+const UNITS: [&str; 10] = ["ns", "us", "ms", "s", "B", "bytes", "KiB", "MiB", "GiB", "TiB"];
+
+/// A line with everything masked that differs from run to run and from device to device.
+fn masked(line: &str) -> String {
+    let words = line.split_whitespace().filter(|word| !UNITS.contains(&word.trim_matches(['(', ')', ','])));
+    words
+        .map(|word| if word.contains(|c: char| c.is_ascii_digit() || c == '/') { "#" } else { word })
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+#[test]
+fn figures_are_masked_with_their_units() {
+    assert_eq!(masked("map  at 0x7f00, read-write (89 us)"), masked("map  at 0x1, read-write (1.5 ms)"));
+    assert_ne!(masked("map  at 0x7f00, read-write (89 us)"), masked("map  at 0x7f00, read-only (89 us)"));
+}
+
+/// The steps of an output, less the two that name the backend and the device; in any order, for two sides work at once.
+fn steps<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let own_words = |line: &&str| !matches!(line.split_whitespace().nth(1), Some("driver" | "device"));
+    let mut steps: Vec<String> = lines.filter(own_words).map(masked).collect();
+    steps.sort();
+    steps
+}
+
+#[test]
+fn the_terminals_show_what_the_commands_print() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.producer(&[]).start();
+    let consumer = meeting.consumer(&[]).end();
+    let page = Page::read("README.md");
+    for (name, ended) in [("producer", producer.end()), ("consumer", consumer)] {
+        ended.code(0);
+        let shown = page.block(&format!("terminal: {name}"));
+        assert_eq!(shown[0], format!("$ {name}"));
+        assert_eq!(steps(shown[1..].iter().copied()), steps(ended.stdout.lines()), "{name}");
+    }
+}
+
+/// Every path to a value of an object, with the value's type.
+fn shape(at: &str, value: &Value, into: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(fields) => fields.iter().for_each(|(name, value)| shape(&format!("{at}.{name}"), value, into)),
+        Value::Array(items) => items.iter().for_each(|value| shape(&format!("{at}[]"), value, into)),
+        Value::Null => drop(into.insert(format!("{at}: null"))),
+        Value::Bool(_) => drop(into.insert(format!("{at}: bool"))),
+        Value::Number(_) => drop(into.insert(format!("{at}: number"))),
+        Value::String(_) => drop(into.insert(format!("{at}: string"))),
+    }
+}
+
+#[test]
+fn the_json_shown_has_the_fields_that_the_commands_print() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.producer(&["--json"]).start();
+    let consumer = meeting.consumer(&["--json"]).end();
+    let page = Page::read("docs/commands.md");
+    for (name, ended) in [("producer", producer.end()), ("consumer", consumer)] {
+        let shown: Value = serde_json::from_str(&page.block(&format!("json: {name}")).join("\n")).unwrap();
+        let (mut want, mut got) = (BTreeSet::new(), BTreeSet::new());
+        shape("", &ended.json(), &mut want);
+        shape("", &shown, &mut got);
+        assert_eq!(got, want, "{name}");
+    }
+}
+
+#[test]
+fn the_doctors_report_has_every_probe() {
+    let page = Page::read("docs/doctor.md");
+    let report = page.block("doctor");
+    // Of one device, so no pairs. A report may have been made with --faults.
+    let probes = || vmmfd::tools::doctor::PROBES.iter().filter(|probe| probe.name != "peer");
+    let faulting: Vec<&str> = probes().filter(|probe| probe.faults).map(|probe| probe.name).collect();
+    let shown: Vec<&str> = report
+        .iter()
+        .filter_map(|line| line.strip_prefix("  ").filter(|rest| !rest.starts_with(' ')))
+        .filter_map(|line| line.split_whitespace().nth(1).filter(|_| !line.starts_with(|c: char| c.is_ascii())))
+        .filter(|name| !faulting.contains(name))
+        .collect();
+    let expected: Vec<&str> = probes().filter(|probe| !probe.faults).map(|probe| probe.name).collect();
+    assert_eq!(shown, expected);
+}

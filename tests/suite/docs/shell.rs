@@ -1,0 +1,103 @@
+//! Lines of a shell, as a page shows them.
+
+use super::{root, source};
+use crate::running::Meeting;
+
+/// Programs of others, and of the shell: of these only the files are looked at that a line names.
+const OTHERS: [&str; 12] =
+    ["cd", "scp", "ssh", "git", "docker", "podman", "kubectl", "nvidia-smi", "ls", "export", "sudo", "cat"];
+
+/// Checks a line: what it starts exists and has these options, and the files of the repository that it names exist.
+pub(super) fn check(line: &str) -> Result<(), String> {
+    let line = line.split_once(" #").map_or(line, |(line, _)| line).trim();
+    if line.starts_with('#') || line.is_empty() {
+        return Ok(());
+    }
+    line.split("&&").try_for_each(|command| check_command(command.trim()))
+}
+
+fn check_command(command: &str) -> Result<(), String> {
+    let mut words: Vec<String> = split(command);
+    words.retain(|word| word != "&");
+    if let Some(at) = words.iter().position(|word| word == ">" || word == "2>") {
+        words.truncate(at);
+    }
+    while words.first().is_some_and(|word| is_setting(word)) {
+        words.remove(0);
+    }
+    let Some((program, arguments)) = words.split_first() else { return Ok(()) };
+    if let Some(missing) = words.iter().find(|word| in_repository(word) && !root().join(word.as_str()).exists()) {
+        return Err(format!("`{command}` names {missing}, which is not there"));
+    }
+    match program.as_str() {
+        "producer" | "consumer" | "vmmfd" => understood(program, arguments),
+        "make" => arguments.iter().filter(|word| !is_setting(word)).try_for_each(|target| {
+            let found = source("Makefile").lines().any(|line| line.starts_with(&format!("{target}:")));
+            found.then_some(()).ok_or_else(|| format!("the Makefile has no target {target}"))
+        }),
+        "cargo" => cargo(arguments),
+        program if in_repository(program) || OTHERS.contains(&program) => Ok(()),
+        program => Err(format!("`{program}` is no program that this test knows")),
+    }
+}
+
+/// Whether one of our commands takes these arguments: with `--help` behind them it parses them and does nothing else.
+fn understood(program: &str, arguments: &[String]) -> Result<(), String> {
+    let meeting = Meeting::host();
+    let name = ["producer", "consumer", "vmmfd"].into_iter().find(|name| *name == program).unwrap();
+    let mut run = meeting.bare(name);
+    run.command.args(arguments).arg("--help");
+    let ended = run.end();
+    match ended.status.code() {
+        Some(0) => Ok(()),
+        _ => Err(format!("{program} {arguments:?}: {}", ended.stderr)),
+    }
+}
+
+fn cargo(arguments: &[String]) -> Result<(), String> {
+    let manifest = source("Cargo.toml");
+    let mut words = arguments.iter().take_while(|word| *word != "--");
+    while let Some(word) = words.next() {
+        let mut named = || words.next().ok_or_else(|| format!("{word} names nothing"));
+        let found = match word.as_str() {
+            "--example" => root().join(format!("examples/{}.rs", named()?)).exists(),
+            "--bin" | "--test" | "--bench" => manifest.contains(&format!("name = \"{}\"", named()?)),
+            "--features" => manifest.contains(&format!("\n{} = [", named()?)),
+            "--path" => named()? == ".",
+            word => {
+                let known = ["run", "test", "bench", "doc", "install", "build", "vmmfd", "--open", "--locked"];
+                known.contains(&word)
+            }
+        };
+        if !found {
+            return Err(format!("cargo {arguments:?}: {word}"));
+        }
+    }
+    Ok(())
+}
+
+/// `NAME=value`.
+fn is_setting(word: &str) -> bool {
+    word.split_once('=').is_some_and(|(name, _)| name.chars().all(|c| c.is_ascii_uppercase() || c == '_'))
+}
+
+/// A path below one of the folders at the top.
+fn in_repository(word: &str) -> bool {
+    ["scripts/", "docs/", "examples/", "tests/", "src/", "bin/"].iter().any(|folder| word.starts_with(folder))
+}
+
+/// Words, of which some are in quotes.
+fn split(command: &str) -> Vec<String> {
+    let (mut words, mut quoted, mut word) = (Vec::new(), None, String::new());
+    for c in command.chars() {
+        match (quoted, c) {
+            (None, '"' | '\'') => quoted = Some(c),
+            (Some(quote), c) if c == quote => quoted = None,
+            (None, ' ') => words.push(std::mem::take(&mut word)),
+            (_, c) => word.push(c),
+        }
+    }
+    words.push(word);
+    words.retain(|word| !word.is_empty());
+    words
+}

@@ -1,0 +1,125 @@
+//! The examples as the programs that they are: each runs to its end, and prints what it says that it does.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use crate::running::{Ended, Meeting, Run};
+
+cases! {
+    on crate::running::Meeting; every backend: [
+    a_buffer_is_shared_and_received,
+    a_consumer_receives_each_frame_of_a_stream,
+    an_array_arrives_with_its_type_and_views,
+    memory_goes_through_a_channel_of_the_programs_own,
+    ]
+    gpus alone: [
+    the_drivers_own_calls_share_memory,
+    a_kernel_works_on_memory_that_another_mapping_shows,
+    ]
+}
+
+/// The folder of the examples: of the bundle, or where cargo puts them.
+fn folder() -> PathBuf {
+    let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
+    let found = [beside.join("examples"), beside.join("../examples")].into_iter().find(|folder| folder.is_dir());
+    found.unwrap_or_else(|| panic!("no examples beside {}: cargo build --examples --features launch", beside.display()))
+}
+
+/// An example, on a meeting's backend.
+fn example(meeting: &Meeting, name: &str, arguments: &[&Path]) -> Run {
+    let program = folder().join(name);
+    assert!(program.is_file(), "no {}: cargo build --examples --features launch", program.display());
+    let mut command = Command::new(program);
+    command.args(arguments);
+    let run = meeting.bare("producer").instead(command).env("VMMFD_BACKEND", meeting.backend());
+    match meeting.driver_folder() {
+        Some(folder) => run.env("LD_LIBRARY_PATH", folder),
+        None => run,
+    }
+}
+
+#[track_caller]
+fn printed(ended: &Ended) -> Vec<String> {
+    ended.code(0);
+    ended.stdout.lines().map(str::to_owned).collect()
+}
+
+fn a_buffer_is_shared_and_received(meeting: Meeting) {
+    let (socket, producer) = (meeting.socket(), example(&meeting, "share", &[&meeting.socket()]).start());
+    let consumer = printed(&example(&meeting, "receive", &[&socket]).end());
+    assert_eq!(consumer[1], "receive: it begins with `hello from the producer`");
+    let producer = printed(&producer.end());
+    assert!(producer[0].starts_with("share: 1048576 bytes on "), "{producer:?}");
+    assert!(producer[1].ends_with(" had it"), "{producer:?}");
+    assert!(!socket.exists(), "the socket stays");
+}
+
+fn a_consumer_receives_each_frame_of_a_stream(meeting: Meeting) {
+    let (socket, producer) = (meeting.socket(), example(&meeting, "stream_producer", &[&meeting.socket()]).start());
+    let consumer = printed(&example(&meeting, "stream_consumer", &[&socket]).end());
+    assert_eq!(consumer, ["stream_consumer: received 100 frames, whose numbers add up to 4950"]);
+    assert!(printed(&producer.end())[1].starts_with("stream_producer: published 100 frames"));
+}
+
+fn an_array_arrives_with_its_type_and_views(meeting: Meeting) {
+    let lines = printed(&example(&meeting, "array", &[]).end());
+    assert_eq!(
+        lines,
+        [
+            "array: shares float32 3x4",
+            "array: received float32 3x4",
+            "array: the last column is 1.5, 3.5, 5.5",
+            "array: every second number of row 1 is 2.0, 3.0",
+            "array: its interface has type <f4 and shape [3]",
+        ]
+    );
+}
+
+fn memory_goes_through_a_channel_of_the_programs_own(meeting: Meeting) {
+    let lines = printed(&example(&meeting, "own_channel", &[]).end());
+    assert!(
+        lines[0].starts_with("own_channel: sends 1 descriptor and {\"memory\":{\"mechanism\":\"vmm\""),
+        "{lines:?}"
+    );
+    assert_eq!(lines[1..], ["own_channel: received uint8 1000 with `hello`"]);
+}
+
+fn the_drivers_own_calls_share_memory(meeting: Meeting) {
+    let lines = printed(&example(&meeting, "bare", &[]).end());
+    assert_eq!(
+        lines,
+        ["consumer: found `written by the producer` in 2097152 bytes", "producer: found `written by the consumer`",]
+    );
+}
+
+fn a_kernel_works_on_memory_that_another_mapping_shows(meeting: Meeting) {
+    let lines = printed(&example(&meeting, "launch", &[]).end());
+    assert_eq!(lines, ["launch: 1024 words, from 1000 to 2023"]);
+}
+
+#[test]
+fn every_example_is_short_and_run_here() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let Ok(entries) = fs::read_dir(root.join("examples")) else {
+        assert!(!root.exists(), "the sources are here, and no examples");
+        return;
+    };
+    let mut names = Vec::new();
+    for path in entries.map(|entry| entry.unwrap().path()) {
+        let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+        let source = fs::read_to_string(&path).unwrap();
+        let most = if name == "bare" { 150 } else { 79 };
+        assert!(source.lines().count() <= most, "{name} has {} lines", source.lines().count());
+        assert!(include_str!("examples.rs").contains(&format!("\"{name}\"")), "no test runs {name}");
+        if name == "bare" {
+            assert!(!source.contains("vmmfd"), "bare uses the library");
+        }
+        names.push(name);
+    }
+    names.sort();
+    let expected = ["array", "bare", "launch", "own_channel", "receive", "share", "stream_consumer", "stream_producer"];
+    assert_eq!(names, expected);
+}

@@ -1,0 +1,129 @@
+//! On Linux 4.18, the kernel of RHEL 8: a seccomp filter refuses every system call, seal, flag and option that is newer, with
+//! the error of a kernel that does not know it.
+
+#![allow(unsafe_code, reason = "the calls that are refused are made as the C library has them")]
+
+use std::{env, fs, io, process::Command};
+
+use nix::libc::{self, sock_filter};
+
+use crate::{
+    running::{Meeting, On},
+    seccomp::{self, ALLOW, NUMBER, Test, load, refuse, require, rule, unless},
+};
+
+/// The first system call after those of Linux 4.18, on every architecture (Linux 5.1).
+const FIRST_NEWER: u32 = libc::SYS_pidfd_send_signal as u32;
+
+/// The last option of prctl(2) that Linux 4.18 numbers in order, and one beyond them that is older.
+const LAST_PRCTL: u32 = 53;
+const PR_SET_PTRACER: u32 = 0x5961_6d61;
+
+/// The last option of getsockopt(2) at `SOL_SOCKET` in Linux 4.18: SO_ZEROCOPY.
+const LAST_SOCKET_OPTION: u32 = 60;
+
+/// The last advice of madvise(2) in Linux 4.18, MADV_KEEPONFORK, and the first of those that a machine check uses.
+const LAST_ADVICE: u32 = 19;
+const FIRST_POISON: u32 = 100;
+
+/// F_SEAL_FUTURE_WRITE (5.1) and F_SEAL_EXEC (6.3).
+const NEWER_SEALS: u32 = 0x10 | 0x20;
+
+const ADD_SEALS: u32 = libc::F_ADD_SEALS as u32;
+const SOCKET_LEVEL: u32 = libc::SOL_SOCKET as u32;
+
+fn program() -> Vec<sock_filter> {
+    use libc::{BPF_JEQ, BPF_JGE, BPF_JGT, BPF_JSET, EINVAL, ENOPROTOOPT, ENOSYS};
+    let newer_option: &[Test] = &[(1, require, BPF_JEQ, SOCKET_LEVEL), (2, require, BPF_JGT, LAST_SOCKET_OPTION)];
+    let rules = [
+        rule(libc::SYS_memfd_create, &[(1, require, BPF_JSET, libc::MFD_NOEXEC_SEAL | libc::MFD_EXEC)], EINVAL),
+        rule(libc::SYS_fcntl, &[(1, require, BPF_JEQ, ADD_SEALS), (2, require, BPF_JSET, NEWER_SEALS)], EINVAL),
+        rule(libc::SYS_getsockopt, newer_option, ENOPROTOOPT),
+        rule(libc::SYS_setsockopt, newer_option, ENOPROTOOPT),
+        rule(libc::SYS_prctl, &[(0, require, BPF_JGT, LAST_PRCTL), (0, unless, BPF_JEQ, PR_SET_PTRACER)], EINVAL),
+        rule(libc::SYS_madvise, &[(2, require, BPF_JGT, LAST_ADVICE), (2, unless, BPF_JGE, FIRST_POISON)], EINVAL),
+    ];
+    let newer = [load(NUMBER), require(BPF_JGE, FIRST_NEWER, 1), refuse(ENOSYS)];
+    newer.into_iter().chain(rules.into_iter().flatten()).chain([ALLOW]).collect()
+}
+
+/// Runs `test` under this filter.
+fn on_linux_4_18(test: impl FnOnce() + Send + 'static) {
+    seccomp::under(program(), test);
+}
+
+#[test]
+fn what_is_newer_is_refused() {
+    on_linux_4_18(|| {
+        // SAFETY: none of these calls has a pointer to anything but a constant string, and each descriptor is of this test.
+        let (newer, older, seal, future) = unsafe {
+            assert_eq!(libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0), -1);
+            assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));
+            let newer = libc::memfd_create(c"newer".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_NOEXEC_SEAL);
+            let older = libc::memfd_create(c"older".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
+            let future = libc::fcntl(older, libc::F_ADD_SEALS, libc::F_SEAL_FUTURE_WRITE);
+            assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EINVAL));
+            let seal = libc::fcntl(older, libc::F_ADD_SEALS, libc::F_SEAL_WRITE);
+            libc::close(older);
+            assert_eq!(libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, 0, 0, 0), -1);
+            assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EINVAL));
+            (newer, older, seal, future)
+        };
+        assert!(newer == -1 && older >= 0 && seal == 0 && future == -1, "{newer} {older} {seal} {future}");
+    });
+}
+
+#[test]
+fn the_commands_share_memory() {
+    for on in [On::Host, On::Fake] {
+        on_linux_4_18(move || {
+            for (of_producer, of_consumer) in [(&["--round-trip"][..], &[][..]), (&["--seal"], &["--verify", "host"])] {
+                let meeting = Meeting::new(on);
+                let producer = meeting.listening(of_producer);
+                meeting.consumer(of_consumer).end().code(0);
+                producer.end().code(0);
+            }
+        });
+    }
+}
+
+#[test]
+fn a_file_comes_out_whole() {
+    on_linux_4_18(|| {
+        let meeting = Meeting::host();
+        let (from, to) = (meeting.folder().join("from"), meeting.folder().join("to"));
+        fs::write(&from, vec![7; 100_000]).unwrap();
+        let producer = meeting.listening(&["--from", from.to_str().unwrap()]);
+        meeting.consumer(&["--to", to.to_str().unwrap()]).end().code(0);
+        producer.end().code(0);
+        assert_eq!(fs::read(to).unwrap(), fs::read(from).unwrap());
+    });
+}
+
+#[test]
+fn the_doctor_and_the_bench_run() {
+    for on in [On::Host, On::Fake] {
+        on_linux_4_18(move || {
+            let meeting = Meeting::new(on);
+            let mut doctor = meeting.bare("vmmfd");
+            doctor.command.args(["doctor", "--json", "--backend", meeting.backend()]).env("TMPDIR", meeting.folder());
+            let report = doctor.end().code(0).json();
+            assert_eq!(report["environment"]["seccomp"], 2, "{report}");
+            let mut bench = meeting.bare("vmmfd");
+            let options = ["bench", "handoff", "--json", "--size", "2MiB", "--count", "3", "--backend"];
+            bench.command.args(options).arg(meeting.backend()).env("TMPDIR", meeting.folder());
+            bench.end().code(0);
+        });
+    }
+}
+
+#[test]
+fn streams_and_sessions_of_the_library_pass_their_tests() {
+    on_linux_4_18(|| {
+        let tests = ["stream::host::", "sessions::", "shared::host::"];
+        let ended = Command::new(env::current_exe().unwrap()).args(tests).output().unwrap();
+        let output = String::from_utf8_lossy(&ended.stdout);
+        assert!(ended.status.success(), "{output}\n{}", String::from_utf8_lossy(&ended.stderr));
+        assert!(!output.contains("running 0 tests"), "{output}");
+    });
+}

@@ -1,0 +1,71 @@
+//! Filters of system calls, assembled as seccomp(2) has them: a test's way to a kernel, or a security module, that refuses one.
+
+#![allow(unsafe_code, reason = "a filter is installed with prctl(2)")]
+
+use std::{io, panic, thread};
+
+use nix::libc::{self, sock_filter, sock_fprog};
+
+/// Offsets into `seccomp_data`: the number of the call, and the low half of an argument.
+pub(crate) const NUMBER: u32 = 0;
+const fn argument(index: u32) -> u32 {
+    let low_half = if cfg!(target_endian = "little") { 0 } else { 4 };
+    16 + 8 * index + low_half
+}
+
+const fn statement(code: u32, k: u32) -> sock_filter {
+    sock_filter { code: code as u16, jt: 0, jf: 0, k }
+}
+
+pub(crate) const fn load(offset: u32) -> sock_filter {
+    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset)
+}
+
+pub(crate) const fn refuse(errno: i32) -> sock_filter {
+    statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | errno as u32)
+}
+
+pub(crate) const ALLOW: sock_filter = statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW);
+
+/// Goes on with the next instruction if the value that was loaded fulfils `test`, else after `skip` more.
+pub(crate) const fn require(test: u32, k: u32, skip: u8) -> sock_filter {
+    sock_filter { code: (libc::BPF_JMP | libc::BPF_K | test) as u16, jt: 0, jf: skip, k }
+}
+
+/// Goes on with the next instruction unless the value that was loaded fulfils `test`.
+pub(crate) const fn unless(test: u32, k: u32, skip: u8) -> sock_filter {
+    sock_filter { code: (libc::BPF_JMP | libc::BPF_K | test) as u16, jt: skip, jf: 0, k }
+}
+
+/// A condition on an argument that was loaded.
+pub(crate) type Test = (u32, fn(u32, u32, u8) -> sock_filter, u32, u32);
+
+/// The instructions that refuse one call if every test holds, and let it through otherwise.
+pub(crate) fn rule(call: libc::c_long, tests: &[Test], errno: i32) -> Vec<sock_filter> {
+    let mut left = 2 * tests.len() as u8 + 2;
+    let mut program = vec![load(NUMBER), require(libc::BPF_JEQ, call as u32, left)];
+    for &(index, condition, test, k) in tests {
+        left -= 2;
+        program.extend([load(argument(index)), condition(test, k, left)]);
+    }
+    program.extend([refuse(errno), ALLOW]);
+    program
+}
+
+/// Runs `test` in a thread that has this filter, with all that it starts.
+pub(crate) fn under(program: Vec<sock_filter>, test: impl FnOnce() + Send + 'static) {
+    let filtered = thread::spawn(move || {
+        let filter = sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
+        // SAFETY: the filter and its program live until the call returns, and the kernel copies them. It is this thread's
+        // alone, and answers with errors that the calls have.
+        let installed = unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter)
+        };
+        assert_eq!(installed, 0, "{}", io::Error::last_os_error());
+        test();
+    });
+    if let Err(failure) = filtered.join() {
+        panic::resume_unwind(failure);
+    }
+}

@@ -1,0 +1,278 @@
+//! The commands on a terminal: a pty, and what its screen shows.
+
+use std::{
+    fs::File,
+    io::Read,
+    process::{Child, Stdio},
+    thread::{self, JoinHandle},
+};
+
+use nix::{
+    pty::{Winsize, openpty},
+    sys::signal::{self, Signal},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+use crate::running::{Meeting, Run, wait_for};
+
+/// So slow is each copy of the emulated driver in the tests of long work, in milliseconds.
+const SLOW: &str = "cuMemcpyHtoD_v2:60";
+
+/// A command on a terminal of its own.
+struct OnTerminal {
+    child: Child,
+    reader: JoinHandle<Vec<u8>>,
+    seen: std::sync::Arc<std::sync::Mutex<Vec<u8>>>,
+    size: (u16, u16),
+}
+
+/// What a command wrote to its terminal, and how it ended.
+struct Shown {
+    bytes: Vec<u8>,
+    code: Option<i32>,
+    size: (u16, u16),
+}
+
+const ROWS: u16 = 200;
+
+/// Starts a command whose standard output and standard error are a terminal this wide.
+fn on_terminal(mut run: Run, columns: u16) -> OnTerminal {
+    let size = Winsize { ws_row: ROWS, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    let pty = openpty(Some(&size), None).unwrap();
+    let end = || Stdio::from(pty.slave.try_clone().unwrap());
+    run.command.stdin(Stdio::null()).stdout(end()).stderr(end());
+    let usual = [
+        ("TERM", Some("xterm-256color")),
+        ("CLICOLOR", None),
+        ("CLICOLOR_FORCE", None),
+        ("COLORTERM", None),
+        ("CI", None),
+    ];
+    for (name, value) in usual {
+        if !run.command.get_envs().any(|(set, _)| set == name) {
+            match value {
+                Some(value) => run.command.env(name, value),
+                None => run.command.env_remove(name),
+            };
+        }
+    }
+    let child = run.command.spawn().unwrap();
+    // The terminal ends when the last process closes it: the command's own copy alone is left.
+    drop((run, pty.slave));
+    let seen: std::sync::Arc<std::sync::Mutex<Vec<u8>>> = Default::default();
+    let shared = seen.clone();
+    let reader = thread::spawn(move || {
+        let mut master = File::from(pty.master);
+        let mut buffer = [0; 4096];
+        // EIO is the end of a terminal.
+        while let Ok(read @ 1..) = master.read(&mut buffer) {
+            shared.lock().unwrap().extend_from_slice(&buffer[..read]);
+        }
+        shared.lock().unwrap().clone()
+    });
+    OnTerminal { child, reader, seen, size: (ROWS, columns) }
+}
+
+impl OnTerminal {
+    /// Waits until it has written something.
+    fn until(&mut self, words: &str) {
+        wait_for(words, || {
+            let seen = String::from_utf8_lossy(&self.seen.lock().unwrap()).into_owned();
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none() || seen.contains(words), "it ended without `{words}`: {seen}");
+            seen.contains(words)
+        });
+    }
+
+    fn interrupt(&self) {
+        signal::kill(Pid::from_raw(self.child.id() as i32), Signal::SIGINT).unwrap();
+    }
+
+    fn end(mut self) -> Shown {
+        let code = self.child.wait().unwrap().code();
+        Shown { bytes: self.reader.join().unwrap(), code, size: self.size }
+    }
+}
+
+impl Shown {
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes).into_owned()
+    }
+
+    /// The rows of the screen at the end that are not empty.
+    fn screen(&self) -> Vec<String> {
+        self.screen_after(self.bytes.len())
+    }
+
+    fn screen_after(&self, length: usize) -> Vec<String> {
+        let mut terminal = vt100::Parser::new(dimension(self.size.0), dimension(self.size.1), 0);
+        terminal.process(&self.bytes[..length]);
+        let rows: Vec<String> = terminal.screen().rows(0, self.size.1).collect();
+        rows.into_iter().filter(|row| !row.trim().is_empty()).collect()
+    }
+
+    /// The texts of every bar that was drawn.
+    fn bars(&self) -> Vec<String> {
+        let text = self.text();
+        let bars = text.split(['\r', '\n']).filter(|part| is_bar(part));
+        bars.map(str::to_owned).collect()
+    }
+}
+
+/// Whether a row is a bar's: the rate is in no other.
+fn is_bar(row: &str) -> bool {
+    row.contains("B/s ") || row.contains('█') || row.contains('░')
+}
+
+#[test]
+fn a_short_transfer_shows_steps_and_no_bar() {
+    for columns in [40, 80, 200] {
+        let meeting = Meeting::host();
+        let producer = on_terminal(meeting.producer(&["--round-trip"]), columns);
+        let consumer = on_terminal(meeting.consumer(&[]), columns);
+        for shown in [producer.end(), consumer.end()] {
+            assert_eq!(shown.code, Some(0), "{}", shown.text());
+            assert!(shown.bars().is_empty() && !shown.text().contains("0 B"), "{:?}", shown.text());
+            assert!(shown.screen().concat().contains("verified"), "{:?}", shown.screen());
+            // Nothing but lines: no escape sequence is needed for any.
+            assert!(!shown.text().contains('\u{1b}'), "{:?}", shown.text());
+        }
+    }
+}
+
+#[test]
+fn a_long_transfer_shows_one_bar_that_moves_and_goes() {
+    for columns in [40, 80, 200] {
+        let meeting = Meeting::fake();
+        let run =
+            meeting.producer(&["--size", "96MiB", "--verify", "host", "--timeout", "60s"]).env("FAKECUDA_SLOW", SLOW);
+        let mut producer = on_terminal(run, columns);
+        producer.until("listen");
+        let consumer = on_terminal(meeting.consumer(&["--verify", "host"]), columns);
+        assert_eq!(consumer.end().code, Some(0));
+        let shown = producer.end();
+        assert_eq!(shown.code, Some(0), "{}", shown.text());
+        let mut bars = shown.bars();
+        bars.dedup();
+        assert!(bars.len() > 2, "it moves: {bars:?}");
+        assert!(!bars.iter().any(|bar| bar.contains("0 B/0 B")), "{bars:?}");
+        for bar in &bars {
+            assert!(bar.contains("/96.00 MiB"), "{bar}");
+        }
+        // At no time are there two, as one would be whose row is longer than the terminal is wide.
+        for length in (0..=shown.bytes.len()).step_by(7) {
+            let rows = shown.screen_after(length).into_iter().filter(|row| is_bar(row)).count();
+            assert!(rows <= 1, "{:?}", shown.screen_after(length));
+        }
+        let screen = shown.screen();
+        assert!(!screen.iter().any(|row| is_bar(row)), "{screen:?}");
+        // Each step has a row of its own, with nothing before it.
+        let steps = screen.iter().filter(|row| row.starts_with("producer  ")).count();
+        assert_eq!(steps, 11, "{screen:?}");
+    }
+}
+
+#[test]
+fn an_interrupt_leaves_no_bar() {
+    let meeting = Meeting::fake();
+    let run = meeting.producer(&["--size", "512MiB", "--verify", "host"]).env("FAKECUDA_SLOW", SLOW);
+    let mut producer = on_terminal(run, 80);
+    producer.until("MiB/512.00 MiB");
+    producer.interrupt();
+    let shown = producer.end();
+    assert_eq!(shown.code, Some(130), "{}", shown.text());
+    let screen = shown.screen();
+    assert!(!screen.iter().any(|row| is_bar(row)), "{screen:?}");
+    assert!(screen.last().unwrap().starts_with("error: "), "{screen:?}");
+}
+
+#[test]
+fn a_dumb_terminal_a_quiet_command_and_json_have_no_bar() {
+    for (options, term) in [(&[][..], "dumb"), (&["-q"], "xterm"), (&["--json"], "xterm")] {
+        let meeting = Meeting::fake();
+        let options = [&["--size", "64MiB", "--verify", "host"][..], options].concat();
+        let run = meeting.producer(&options).env("FAKECUDA_SLOW", SLOW).env("TERM", term);
+        let producer = on_terminal(run, 80);
+        meeting.consumer(&["--verify", "host"]).end().code(0);
+        let shown = producer.end();
+        assert_eq!(shown.code, Some(0), "{}", shown.text());
+        assert!(shown.bars().is_empty() && !shown.text().contains('\u{1b}'), "{:?}", shown.text());
+        if options.contains(&"--json") {
+            serde_json::from_str::<Value>(shown.text().trim()).unwrap();
+        }
+    }
+}
+
+fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
+    let mut run = meeting.bare("vmmfd").env("FAKECUDA_FREE", "1073741824");
+    run.command.args(["doctor", "--backend", meeting.backend(), "--device", "0"]).args(options);
+    run
+}
+
+#[test]
+fn the_doctor_shows_which_probe_runs_and_the_bench_what_it_measures() {
+    let meeting = Meeting::fake();
+    let mut bench = meeting.bare("vmmfd");
+    bench.command.args(["bench", "handoff", "--count", "3", "--size", "2MiB"]).env("TMPDIR", meeting.folder());
+    // Slow enough to be drawn.
+    let slow = |run: Run, call: &str| run.env("FAKECUDA_SLOW", format!("{call}:300"));
+    let tools = [
+        (slow(doctor(&meeting, &[]), "cuMemImportFromShareableHandle"), "device 0: round-trip"),
+        (slow(bench, "cuMemSetAccess"), "handing over 2 MiB"),
+    ];
+    for (run, words) in tools {
+        let shown = on_terminal(run, 100).end();
+        assert_eq!(shown.code, Some(0), "{}", shown.text());
+        assert!(shown.text().contains(words), "{:?}", shown.text());
+        let screen = shown.screen();
+        assert!(!screen.iter().any(|row| row.contains(words)), "{screen:?}");
+        assert!(screen[0].starts_with("vmmfd "), "{screen:?}");
+    }
+    let quiet = on_terminal(doctor(&meeting, &["-q"]), 100).end();
+    assert!(
+        !quiet.text().contains("device 0: round-trip") && !quiet.text().contains("\u{1b}[2K"),
+        "{:?}",
+        quiet.text()
+    );
+}
+
+#[test]
+fn an_interrupted_doctor_leaves_no_line_of_its_progress() {
+    let meeting = Meeting::fake();
+    let run = doctor(&meeting, &[]).env("FAKECUDA_SLOW", "cuMemPoolCreate:60000");
+    let mut doctor = on_terminal(run, 80);
+    doctor.until("device 0: pool");
+    // The spinner turns while nothing else happens.
+    let length = || doctor.seen.lock().unwrap().len();
+    let drawn = length();
+    wait_for("the next picture of the spinner", || length() > drawn);
+    doctor.interrupt();
+    let shown = doctor.end();
+    assert_eq!(shown.code, Some(130), "{}", shown.text());
+    let screen = shown.screen();
+    assert!(!screen.iter().any(|row| row.contains("device 0")), "{screen:?}");
+}
+
+#[test]
+fn colours_follow_the_terminal_and_the_variables_that_are_usual() {
+    let meeting = Meeting::host();
+    let probes = ["--only", "memory"];
+    let coloured = |name: &str, value: &str| {
+        let run = doctor(&meeting, &probes);
+        on_terminal(if name.is_empty() { run } else { run.env(name, value) }, 80).end().text().contains("\u{1b}[32m")
+    };
+    assert!(coloured("", ""));
+    assert!(!coloured("NO_COLOR", "1"));
+    assert!(coloured("NO_COLOR", ""), "an empty one counts as unset");
+    assert!(!coloured("TERM", "dumb"));
+    assert!(!coloured("CLICOLOR", "0"));
+    let piped = |run: Run| run.env("TERM", "xterm").end().stdout.contains("\u{1b}[32m");
+    assert!(!piped(doctor(&meeting, &probes)));
+    assert!(piped(doctor(&meeting, &probes).env("CLICOLOR_FORCE", "1")));
+    assert!(!piped(doctor(&meeting, &probes).env("CLICOLOR_FORCE", "1").env("NO_COLOR", "1")));
+}
+
+fn dimension(cells: u16) -> std::num::NonZero<u16> {
+    std::num::NonZero::new(cells).unwrap()
+}
