@@ -5,13 +5,16 @@ BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
 DIST  := dist
 # --strict: what can't be run here counts as failed.
 STRICT ?=
+# Where `make install` puts things; DESTDIR stands before it, for packages.
+PREFIX ?= /usr/local
+DESTDIR ?=
 # Options of vmmfd bench.
 BENCH  ?=
 # What the bundle is for; another machine than this has a folder of its own.
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build demo smoke test test-gpu bench check check-ptx bundle clean
+.PHONY: help build install demo smoke test test-gpu bench check check-ptx bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,16 +22,21 @@ help: ## list the targets
 build: ## build the commands into target/debug
 	$(CARGO) build --locked
 
+install: ## vmmfd with its man pages and completions, below DESTDIR and PREFIX (/usr/local)
+	$(CARGO) build --locked --release --bin vmmfd
+	scripts/install $(or $(CARGO_TARGET_DIR),target)/release/vmmfd "$(DESTDIR)$(PREFIX)"
+
 demo: build ## a producer and a consumer, both ways; on host memory where there is no GPU
 	scripts/demo $(BIN)
 
 smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails where there is no GPU
 	scripts/smoke $(BIN)
 
-test: ## every test that needs no GPU
+test: ## every test that needs no GPU, then the round trip of the two commands: on the GPU, if there is one
 	$(CARGO) test --locked --workspace --features launch
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
 	scripts/test-python $(BIN) $(STRICT)
+	scripts/demo $(BIN) --backend auto
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
 	$(CARGO) build --locked --features launch --bins --examples

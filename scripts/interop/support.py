@@ -84,10 +84,14 @@ class Meeting:
         self._commands, self.path, self._backend, self._timeout = commands, f"{folder}/socket", backend, timeout
         self._latest: Child | None = None
 
+    def command(self, name: str) -> str:
+        """The path of one of the commands."""
+        return str(self._commands / name)
+
     def _child(self, name: str, options: tuple[str, ...]) -> Child:
         # Later ones win over these.
         timeout = () if "--timeout" in options else ("--timeout", f"{self._timeout:.0f}s")
-        command = [str(self._commands / name), "--socket", self.path, "--backend", self._backend, *timeout, *options]
+        command = [self.command(name), "--socket", self.path, "--backend", self._backend, *timeout, *options]
         self._latest = Child(command, 2 * self._timeout)
         return self._latest
 

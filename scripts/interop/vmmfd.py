@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -28,6 +29,8 @@ from typing import Any, NamedTuple
 VERSION = 1
 MAX_BODY = 64 * 1024
 MAX_FDS = 253
+MAX_NAME = 255
+MAX_CAPABILITIES = 64
 DEFAULT_OBJECT = "default"
 
 _MAGIC = b"VMFD"
@@ -50,6 +53,12 @@ class ProtocolError(VmmfdError):
     """The peer said something that it may not say."""
 
     code = "protocol"
+
+
+class VersionError(VmmfdError):
+    """The peer speaks no version that this side speaks."""
+
+    code = "version"
 
 
 class PeerGone(VmmfdError):
@@ -182,8 +191,8 @@ class Message(NamedTuple):
 
 
 def _fd_count(kind: str, body: Body) -> int:
-    if kind == "segments":
-        return len(body["sizes"])
+    if kind in ("segments", "ready"):
+        return len(body.get("sizes") or ())
     return 1 if kind == "pool" else 0
 
 
@@ -205,7 +214,7 @@ def decode(record: bytes, fds: list[int]) -> Message:
     if magic != _MAGIC:
         raise ProtocolError(f"a record begins with {magic!r}")
     if version != VERSION:
-        raise ProtocolError(f"a record of version {version}")
+        raise VersionError(f"a record of version {version}")
     if length != len(text) or length > MAX_BODY:
         raise ProtocolError(f"a body of {len(text)} bytes, said to be {length}")
     if not 1 <= number <= len(_KINDS):
@@ -220,20 +229,125 @@ def decode(record: bytes, fds: list[int]) -> Message:
 
 def _parse(kind: str, text: bytes) -> Body:
     try:
-        body = json.loads(text.decode("utf-8"))
+        body = json.loads(text.decode("utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the body of {kind} is no JSON: {error}") from None
+        raise ProtocolError(f"the body of {kind} is no JSON: {str(error)[:200]}") from None
     if not isinstance(body, dict):
         raise ProtocolError(f"the body of {kind} is no JSON object")
-    if kind == "segments":
-        sizes = _get(body, "sizes", list)
-        if not 1 <= len(sizes) <= MAX_FDS or not all(_is_natural(size) for size in sizes):
-            raise ProtocolError("segments without 1 to 253 sizes")
+    _check(kind, body, _BODIES[kind])
+    sizes = body.get("sizes")
+    if kind == "segments" and not sizes or sizes is not None and len(sizes) > MAX_FDS:
+        raise ProtocolError(f"{kind} without 1 to {MAX_FDS} sizes")
+    if kind == "hello" and (body["timeout_ms"] == 0 or len(body["capabilities"]) > MAX_CAPABILITIES):
+        raise ProtocolError("hello has a timeout_ms of 0, or too many capabilities")
     return body
 
 
+def _object(pairs: list[tuple[str, Any]]) -> Body:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _u(bits: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 0 <= value < 1 << bits
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and len(value.encode(errors="replace")) <= MAX_NAME
+
+
+def _any_of(*values: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in values
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _hexadecimal(digits: str) -> bool:
+    return not set(digits) - set("0123456789abcdefABCDEF")
+
+
+def _uuid(value: Any) -> bool:
+    groups = value.split("-") if isinstance(value, str) else []
+    return [len(group) for group in groups] == [8, 4, 4, 4, 12] and _hexadecimal("".join(groups))
+
+
+def _pointer(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 128 and _hexadecimal(value)
+
+
+# What each field must be: a function that knows, or the fields of an object. Those with `?` may be null or absent.
+_U64, _ACCESS = _u(64), _any_of("ro", "rw")
+_TURN = {"buffer": _U64, "generation": _U64}
+_MEMORY = {
+    "mechanism": _any_of("vmm", "pool", "legacy"),
+    "device": {"uuid": _uuid, "name": _name},
+    "location": _any_of("device", "host"),
+    "size": _U64,
+    "mapped_size": _U64,
+    "segments": _U64,
+    "pool?": _U64,
+    "pointer?": _pointer,
+    "offset?": _U64,
+    "immutable?": _flag,
+}
+_ARRAY = {
+    "dtype": _text,
+    "shape": _list_of(_U64),
+    "byte_order?": _any_of("little", "big"),
+    "strides?": _list_of(lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63),
+    "offset?": _U64,
+}
+_PART = {"first": _U64, "segments": _U64, "offset": _U64, "size": _U64}
+_BODIES: dict[str, Body] = {
+    "hello": {
+        "version": _u(16), "capabilities": _list_of(_name), "backend": _name, "pid": _u(32), "timeout_ms": _U64,
+    },
+    "request": {"object": _name, "access?": _ACCESS, "range?": {"offset": _U64, "length": _U64}},
+    "offer": {
+        "object": _name, "memory": _MEMORY, "array?": _ARRAY, "access": _ACCESS, "part?": _PART, "check?": {},
+        "buffer?": _U64,
+    },
+    "segments": {"first": _U64, "sizes": _list_of(_U64)},
+    "received": {"segments": _U64},
+    "result": {"verified": _flag, "check?": {}},
+    "busy": {},
+    "error": {"code": _text, "message": _text},
+    "pool": {"pool": _U64},
+    "subscribe": {"keep": _U64},
+    "ready": {**_TURN, "sizes?": _list_of(_U64)},
+    "done": _TURN,
+    "withdraw": {"buffer": _U64},
+    "gone": {"buffer": _U64},
+}
+
+
+def _check(what: str, body: Any, fields: Body) -> None:
+    if not isinstance(body, dict):
+        raise ProtocolError(f"`{what}` is no object")
+    for name, fits in fields.items():
+        value = body.get(name.rstrip("?"))
+        if value is None and name.endswith("?"):
+            continue
+        if isinstance(fits, dict):
+            _check(name.rstrip("?"), value, fits)
+        elif not fits(value):
+            raise ProtocolError(f"`{name.rstrip('?')}` of {what} is {value!r:.100}")
+
+
 def _is_natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64
+    return _U64(value)
 
 
 def _get(body: Body, name: str, kind: type, default: Any = None) -> Any:
@@ -242,7 +356,7 @@ def _get(body: Body, name: str, kind: type, default: Any = None) -> Any:
     if value is None and default is not None:
         return default
     if not (_is_natural(value) if kind is int else isinstance(value, kind)):
-        raise ProtocolError(f"`{name}` is {value!r}")
+        raise ProtocolError(f"`{name}` is {value!r:.100}")
     return value
 
 
@@ -278,11 +392,12 @@ class Channel:
                 close_all(self.receive().fds)
             raise PeerGone("the peer takes no more messages") from None
 
-    def receive(self, *kinds: str) -> Message:
-        """The next message that is an answer, and of one of these kinds."""
+    def receive(self, *kinds: str, first: bool = False) -> Message:
+        """The next message that is an answer, and of one of these kinds. A peer that has asked for nothing yet, whose `first`
+        it is, has nothing to be busy with."""
         while True:
             message = self._receive()
-            if message.kind == "busy":
+            if message.kind == "busy" and not first:
                 continue
             if message.kind == "error":
                 raise PeerError(_get(message.body, "code", str), _get(message.body, "message", str))
@@ -336,9 +451,9 @@ class Channel:
 
     def greeted(self) -> Body:
         """Takes the peer's hello."""
-        hello = self.receive("hello").body
-        if _get(hello, "version", int) < VERSION:
-            raise Refusal("version", f"the peer speaks version {hello['version']}, and this side {VERSION}")
+        hello = self.receive("hello", first=True).body
+        if hello["version"] < VERSION:
+            raise VersionError(f"the peer speaks version {hello['version']}, and this side {VERSION}")
         # A little more often than three times within its timeout.
         self._busy_every = min(_BUSY_EVERY, max(_get(hello, "timeout_ms", int), 1) / 4000)
         return hello
@@ -443,7 +558,7 @@ class Consumer:
         try:
             self._channel.check_user()
             self._channel.hello(backend)
-            self._channel.greeted()
+            self._backend, self._theirs = backend, self._channel.greeted()["backend"]
         except BaseException as error:
             self._channel.end(error)
             raise
@@ -458,6 +573,8 @@ class Consumer:
         asked = None if range is None else {"offset": range[0], "length": range[1]}
         self._channel.send("request", {"object": object, "access": access, "range": asked})
         offer = self._channel.receive("offer").body
+        if self._theirs != self._backend:
+            raise Refusal("backend", f"the memory is on backend {self._theirs}, and this side's is {self._backend}")
         memory = _check_offer(offer, object, access)
         offered = Offered(offer, range or (0, memory["size"]))
         try:
@@ -538,34 +655,67 @@ def _connect(path: str, timeout: float) -> socket.socket:
 
 
 def _check_offer(offer: Body, object: str, access: str | None) -> Body:
-    memory = _get(offer, "memory", dict)
-    size, mapped_size = _get(memory, "size", int), _get(memory, "mapped_size", int)
-    if offer.get("object") != object:
-        raise ProtocolError(f"object {offer.get('object')!r} is offered where {object!r} was asked for")
-    if offer.get("access") not in (("ro", "rw") if access is None else (access,)):
-        raise ProtocolError(f"access {offer.get('access')!r} is offered where {access!r} was asked for")
-    if not 0 < size <= mapped_size:
+    memory = offer["memory"]
+    size, mapped_size, mechanism = memory["size"], memory["mapped_size"], memory["mechanism"]
+    if offer["object"] != object or offer.get("buffer") is not None:
+        raise ProtocolError(f"object {offer['object']!r} is offered where {object!r} was asked for")
+    if access not in (None, offer["access"]):
+        raise ProtocolError(f"access {offer['access']!r} is offered where {access!r} was asked for")
+    if not 0 < size <= mapped_size < 1 << 47:
         raise ProtocolError(f"{size} bytes of data are offered in {mapped_size} bytes of memory")
+    if memory.get("immutable") and offer["access"] == "rw":
+        raise ProtocolError("memory that is never written any more is offered to be written")
+    pool, pointer, offset = (memory.get(name) is not None for name in ("pool", "pointer", "offset"))
+    if mechanism == "vmm":
+        sound = memory["segments"] > 0 and not (pool or pointer or memory.get("offset"))
+    else:
+        sound = memory["segments"] == 0 and memory["location"] == "device" and pointer
+        sound = sound and pool == (mechanism == "pool") and offer.get("part") is None
+    if not sound:
+        raise ProtocolError(f"memory that is shared by {mechanism} lacks a field, or has one of another mechanism")
+    array = offer.get("array")
+    if array is not None and (len(array["shape"]) > 64 or _reach(array) > size):
+        raise ProtocolError("an array is offered that is not inside the data, or has more than 64 dimensions")
     check = _get(offer, "check", dict, {})
     if check.get("reply_salt") is not None and (offer["access"] == "ro" or check["reply_salt"] == check.get("salt")):
         raise ProtocolError("a reply is asked for that can't be written, or can't be told from what is there")
-    if memory.get("mechanism") in ("pool", "legacy"):
-        pointer = _get(memory, "pointer", str)
-        if len(pointer) != 128 or set(pointer) - set("0123456789abcdefABCDEF"):
-            raise ProtocolError(f"`pointer` is {pointer!r}")
-    elif memory.get("mechanism") != "vmm":
-        raise Refusal("failed", f"memory is shared by {memory.get('mechanism')!r}, which this side does not know")
     return memory
 
 
+def _reach(array: Body) -> int:
+    """How many bytes an array in C order takes at least, whatever its type is; 0 where it says its own strides."""
+    count = 0 if array.get("strides") is not None else 1
+    for length in array["shape"]:
+        count *= length
+    return count + (array.get("offset") or 0)
+
+
 def _check_part(offered: Offered) -> Body:
-    part = _get(offered.offer, "part", dict)
-    first, segments, offset, size = (_get(part, name, int) for name in ("first", "segments", "offset", "size"))
+    part, memory = _get(offered.offer, "part", dict), offered.memory
+    first, segments, offset, size = (part[name] for name in ("first", "segments", "offset", "size"))
     begin, length = offered.range
-    inside = offset + size <= offered.memory["mapped_size"] and first + segments <= _get(offered.memory, "segments", int)
-    if not (offset <= begin and inside and offset + size >= begin + length):
+    inside = offset + size <= memory["mapped_size"] and first + segments <= memory["segments"] and segments > 0
+    whole = (size == memory["mapped_size"]) == (segments == memory["segments"])
+    if not (offset <= begin and inside and whole and offset + size >= begin + length):
         raise ProtocolError(f"bytes {offered.range} were asked for, and {part} follows")
     return part
+
+
+def check_host_segment(fd: int, size: int, immutable: bool) -> None:
+    """Host memory must be what the page says, before it is mapped: sealed, committed, and of its size."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise ProtocolError("the descriptor is not of a memfd") from None
+    stat = os.fstat(fd)
+    if stat.st_size != size:
+        raise ProtocolError(f"the memory has {stat.st_size} bytes where {size} were claimed")
+    if seals & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL) != fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL:
+        raise ProtocolError("the memory is not sealed against shrinking, or its seals are not final")
+    if stat.st_blocks * 512 < size:
+        raise ProtocolError("not all of the memory is committed")
+    if immutable and not seals & fcntl.F_SEAL_WRITE:
+        raise ProtocolError("the memory is not sealed against writing")
 
 
 # The side that has memory
@@ -651,7 +801,9 @@ class _Service:
         results: list[Body] = []
         while True:
             try:
-                request = self._channel.receive("request").body
+                kind, request, _ = self._channel.receive("request", "subscribe", first=not results)
+                if kind == "subscribe":
+                    raise Refusal("object", "there is no stream here, only an object to request")
             except PeerGone:
                 if results:
                     return results
@@ -712,8 +864,12 @@ class _Service:
         figures = _get(found, "check", dict, {})
         if figures:
             words = -(-(begin + length) // 4) - begin // 4 if claim.get("salt") is not None else 0
-            if _get(figures, "words", int) != words or (verified and _get(figures, "mismatches", int) != 0):
-                raise ProtocolError(f"a result of {words} words can't be {found}")
+            mismatches, first = _get(figures, "mismatches", int), figures.get("first_mismatch")
+            sound = _get(figures, "words", int) == words and mismatches <= words
+            sound = sound and (verified == (mismatches == 0) or words == 0 and not verified)
+            sound = sound and (first is None or mismatches > 0 and first["expected"] != first["found"])
+            if not sound or figures.get("digest") is not None:
+                raise ProtocolError(f"a result of {words} words can't be {found!r:.200}")
         own = unchecked(verified)
         # A consumer that ignores the check does not reply.
         if verified and figures and claim.get("reply_salt") is not None and self._shared.read is not None:

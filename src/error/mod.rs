@@ -13,7 +13,7 @@ use std::{borrow::Cow, io};
 
 use nix::sys::signal::Signal;
 
-pub use self::protocol::{ErrorCode, ProtocolError};
+pub use self::protocol::{ErrorCode, ProtocolError, UnknownCode};
 pub use self::{
     device::DeviceError, load::LoadError, memory::MemoryError, parse::ParseError, peer::PeerError, socket::SocketError,
 };

@@ -24,6 +24,13 @@ pub enum PeerError {
         waited: Duration,
     },
 
+    /// The peer kept saying that it is busy, for longer than it may have the buffer to itself.
+    #[error("the peer had the buffer to itself for {granted:?}, and no longer is granted")]
+    TurnTooLong {
+        /// How long a turn may last.
+        granted: Duration,
+    },
+
     /// The peer hung up, or died.
     #[error("the peer hung up while this side was waiting {purpose}")]
     Gone {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// How the peer broke the protocol. Nothing of such a record is used, and its descriptors are closed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -90,9 +90,8 @@ pub enum ProtocolError {
 }
 
 /// Why a side ends the conversation, as it is sent to the other; in snake case on the wire. Codes of the future read as
-/// [`ErrorCode::Unknown`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+/// [`ErrorCode::Unknown`], which keeps their name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorCode {
     /// The versions differ.
@@ -109,9 +108,9 @@ pub enum ErrorCode {
     Object,
     /// The access asked for is not given: the buffer is sealed.
     Access,
-    /// The object has no such bytes or segments.
+    /// The object has no such bytes.
     Range,
-    /// All the consumers that were to come have come.
+    /// All the consumers that were to come have come, or too many connections ask for nothing.
     Full,
     /// The sender waited too long.
     Timeout,
@@ -120,12 +119,87 @@ pub enum ErrorCode {
     /// The sender's driver or system failed.
     Failed,
     /// A code that this version does not know.
-    #[serde(other)]
-    Unknown,
+    Unknown(UnknownCode),
+}
+
+/// The codes and their names.
+const CODES: [(ErrorCode, &str); 12] = [
+    (ErrorCode::Version, "version"),
+    (ErrorCode::Protocol, "protocol"),
+    (ErrorCode::Refused, "refused"),
+    (ErrorCode::Backend, "backend"),
+    (ErrorCode::Device, "device"),
+    (ErrorCode::Object, "object"),
+    (ErrorCode::Access, "access"),
+    (ErrorCode::Range, "range"),
+    (ErrorCode::Full, "full"),
+    (ErrorCode::Timeout, "timeout"),
+    (ErrorCode::Interrupted, "interrupted"),
+    (ErrorCode::Failed, "failed"),
+];
+
+impl ErrorCode {
+    /// The code of a name.
+    pub fn of(name: &str) -> Self {
+        let known = CODES.iter().find(|(_, known)| *known == name);
+        known.map_or_else(|| Self::Unknown(UnknownCode::of(name)), |(code, _)| *code)
+    }
+
+    /// Its name, as it is sent.
+    pub fn as_str(&self) -> &str {
+        match self {
+            Self::Unknown(unknown) => unknown.as_str(),
+            known => CODES.iter().find(|(code, _)| code == known).map_or("", |(_, name)| name),
+        }
+    }
 }
 
 impl fmt::Display for ErrorCode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.serialize(f)
+        f.pad(self.as_str())
+    }
+}
+
+impl Serialize for ErrorCode {
+    fn serialize<S: Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
+        output.serialize_str(self.as_str())
+    }
+}
+
+impl<'de> Deserialize<'de> for ErrorCode {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        String::deserialize(input).map(|name| Self::of(&name))
+    }
+}
+
+/// The name of a code that this version does not know, fit to be shown: its first [`UnknownCode::LONGEST`] bytes, with `?` for
+/// whatever is no letter, digit, hyphen or underscore of ASCII.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct UnknownCode {
+    name: [u8; Self::LONGEST],
+    length: u8,
+}
+
+impl UnknownCode {
+    /// The longest name of a code, in bytes.
+    pub const LONGEST: usize = 32;
+
+    fn of(text: &str) -> Self {
+        let mut name = [0; Self::LONGEST];
+        let plain = |byte: u8| if byte.is_ascii_alphanumeric() || b"-_".contains(&byte) { byte } else { b'?' };
+        let length = text.len().min(Self::LONGEST);
+        name[..length].iter_mut().zip(text.bytes()).for_each(|(to, byte)| *to = plain(byte));
+        Self { name, length: length as u8 }
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        str::from_utf8(&self.name[..usize::from(self.length)]).unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for UnknownCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.as_str().fmt(f)
     }
 }

@@ -193,3 +193,11 @@ pub struct Part {
     /// How many bytes they are together.
     pub size: u64,
 }
+
+/// `3 segments from segment 1 on, 6291456 bytes from byte 2097152 on`.
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { first, segments, offset, size } = self;
+        write!(f, "{segments} segments from segment {first} on, {size} bytes from byte {offset} on")
+    }
+}

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{ArrayHandle, Description, DeviceIdentity, Part, Placement, Pointer, Sharing};
 use crate::{
     array::ArrayDescriptor,
-    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
+    error::{Error, ProtocolError, Result},
     wire,
 };
 
@@ -50,37 +50,36 @@ impl TryFrom<wire::Memory> for Description {
     type Error = Error;
 
     /// # Errors
-    /// [`PeerError::Mismatch`] for a mechanism or a location that this version does not know; [`PeerError::Protocol`] if a field
-    /// that belongs to the mechanism is missing.
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if a field that belongs to the mechanism is missing, or one that
+    /// does not is there.
     fn try_from(memory: wire::Memory) -> Result<Self> {
-        let unknown = |message: &str| {
-            Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message: message.to_owned() }))
-        };
-        let missing = |what: &str| ProtocolError::Content(what.to_owned());
-        let placement = match memory.location {
+        let wrong = |what: &str| Err(ProtocolError::Content(what.to_owned()).into());
+        let wire::Memory { mechanism, device, location, size, mapped_size, segments, pool, pointer, offset, immutable } =
+            memory;
+        let wire::Device { uuid, name } = device;
+        let of = |sharing| Ok(Self { device: DeviceIdentity { uuid, name }, sharing, size, mapped_size, immutable });
+        let placement = match location {
             wire::Location::Device => Placement::Device,
             wire::Location::Host => Placement::Host,
-            wire::Location::Unknown => return unknown("the memory is at a location that this version does not know"),
         };
-        let pointer = memory.pointer.map(|pointer| Pointer(pointer.0));
-        let pointer = || pointer.ok_or_else(|| missing("memory comes without the 64 bytes that open it"));
-        let offset = memory.offset;
-        let sharing = match (memory.mechanism, placement) {
-            (wire::Mechanism::Vmm, placement) => Sharing::Vmm { placement, segments: memory.segments },
-            (wire::Mechanism::Pool, Placement::Device) => {
-                let pool = memory.pool.ok_or_else(|| missing("memory of a pool comes without the pool's number"))?;
-                Sharing::Pool { pool, pointer: pointer()?, offset }
-            }
-            (wire::Mechanism::Legacy, Placement::Device) => Sharing::Legacy { pointer: pointer()?, offset },
-            (wire::Mechanism::Pool | wire::Mechanism::Legacy, _) => {
-                return unknown("the memory is the host's, and shared by a mechanism that has only the device's");
-            }
-            (wire::Mechanism::Unknown, _) => {
-                return unknown("the memory is shared by a mechanism that this version does not know");
-            }
+        if mechanism == wire::Mechanism::Vmm {
+            return match (pool, pointer, offset) {
+                (None, None, 0) => of(Sharing::Vmm { placement, segments }),
+                _ => wrong("memory that is shared by vmm has a pool, a pointer or an offset"),
+            };
+        }
+        if placement == Placement::Host || segments > 0 {
+            return wrong("memory of a pool, or legacy memory, is the host's or has segments");
+        }
+        let Some(pointer) = pointer.map(|pointer| Pointer(pointer.0)) else {
+            return wrong("memory comes without the 64 bytes that open it");
         };
-        let wire::Memory { device: wire::Device { uuid, name }, size, mapped_size, immutable, .. } = memory;
-        Ok(Self { device: DeviceIdentity { uuid, name }, sharing, size, mapped_size, immutable })
+        match (mechanism, pool) {
+            (wire::Mechanism::Pool, Some(pool)) => of(Sharing::Pool { pool, pointer, offset }),
+            (wire::Mechanism::Pool, None) => wrong("memory of a pool comes without the pool's number"),
+            (_, Some(_)) => wrong("legacy memory has a pool"),
+            (_, None) => of(Sharing::Legacy { pointer, offset }),
+        }
     }
 }
 
@@ -99,6 +98,7 @@ impl From<wire::Part> for Part {
 /// An [`ArrayHandle`] as it serialises.
 #[derive(Serialize, Deserialize)]
 pub(super) struct HandleData {
+    #[serde(deserialize_with = "wire::strict::object")]
     memory: wire::Memory,
     #[serde(default)]
     segments: Vec<u64>,

@@ -194,7 +194,9 @@ pub(crate) struct Importing {
     device: Device,
     description: Description,
     part: Part,
-    mapping: Mapping,
+    access: Access,
+    /// None before the first segment is imported: then its size, and so a part of what is claimed, is known to be true.
+    mapping: Option<Mapping>,
     /// What the driver must say of each allocation.
     owner: Owner,
     taken: u64,
@@ -216,16 +218,15 @@ enum Owner {
 }
 
 impl Importing {
-    /// Makes room for the segments of a part.
+    /// Checks what is claimed of the segments of a part.
     ///
     /// # Errors
-    /// Those of [`Imported::open`]. Driver call: `cuMemAddressReserve`.
+    /// Those of [`Imported::open`]. No driver call for memory.
     pub(crate) fn begin(device: &Device, description: &Description, part: &Part, access: Access) -> Result<Self> {
         let placement = check(device, description, part)?;
         if part.size == 0 {
-            return nonsense(format!("{part:?} has no memory"));
+            return nonsense(format!("a part has no memory: {part}"));
         }
-        let mapping = Mapping::empty(&Reservation::new(device, part.size)?, 0, device, access)?;
         let owner = match placement {
             Placement::Host => Owner::Host,
             _ if device.uuid() == description.device.uuid => Owner::Device(device.ordinal()),
@@ -235,7 +236,7 @@ impl Importing {
             },
         };
         let (device, description, part) = (device.clone(), description.clone(), *part);
-        Ok(Self { device, description, part, mapping, owner, taken: 0, remains: Remains::default() })
+        Ok(Self { device, description, part, access, mapping: None, owner, taken: 0, remains: Remains::default() })
     }
 
     /// Takes the next segments: releases and closes those before, imports these and maps them.
@@ -243,7 +244,7 @@ impl Importing {
     /// # Errors
     /// Those of [`Imported::open`].
     ///
-    /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemMap`.
+    /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemAddressReserve` the first time, `cuMemMap`.
     pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<OwnedFd>) -> Result<()> {
         if sizes.len() != fds.len() {
             return nonsense(format!("{} segments came with {} descriptors", sizes.len(), fds.len()));
@@ -251,14 +252,23 @@ impl Importing {
         self.remains.0.clear();
         self.remains.0.reserve_exact(fds.len());
         for (&size, fd) in sizes.iter().zip(fds) {
-            let fits = self.mapping.size().checked_add(size).is_some_and(|end| end <= self.part.size);
+            let before = self.mapping.as_ref().map_or(0, Region::size);
+            let fits = before.checked_add(size).is_some_and(|end| end <= self.part.size);
             if self.taken == self.part.segments || !fits {
-                return nonsense(format!("more segments came than the {:?} that were described", self.part));
+                return nonsense(format!("more came than was described: {}", self.part));
             }
             let unfit = |error| not_as_offered(&self.device, &self.description, error);
             let allocation = Allocation::import_borrowed(&self.device, fd.as_fd(), size).map_err(unfit)?;
             self.check_owner(&allocation)?;
-            self.mapping.push(&allocation).map_err(unfit)?;
+            self.check_seal(&allocation)?;
+            let mapping = match &mut self.mapping {
+                Some(mapping) => mapping,
+                empty => {
+                    let reservation = Reservation::new(&self.device, self.part.size)?;
+                    empty.insert(Mapping::empty(&reservation, 0, &self.device, self.access)?)
+                }
+            };
+            mapping.push(&allocation).map_err(unfit)?;
             self.taken += 1;
             self.remains.0.push((allocation, fd));
         }
@@ -285,24 +295,23 @@ impl Importing {
             return Ok(());
         }
         let (said, device) = (self.description.placement(), &self.description.device);
-        let message =
-            format!("the driver says that the memory is at {location:?}, and its description {said} of {device}");
+        let found = match location {
+            Location::Device(ordinal @ 0..) => format!("device {ordinal} of this process"),
+            Location::Device(_) => "a device that this process does not see".to_owned(),
+            Location::HostNuma(node) => format!("NUMA node {node}"),
+        };
+        let message = format!("the driver says that the memory is of {found}, and its description {said} of {device}");
         Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Device, message }))
     }
 
-    fn mapped(self) -> Result<Self> {
-        if self.missing() > 0 || self.mapping.size() != self.part.size {
-            let got = (self.taken, self.mapping.size());
-            return nonsense(format!("{:?} was described, and {} segments of {} bytes came", self.part, got.0, got.1));
+    /// Memory that is said to be never written any more must be sealed, where that can be seen: a GPU's driver does not tell.
+    fn check_seal(&self, allocation: &Allocation) -> Result<()> {
+        if self.description.immutable && self.device.is_host() && !allocation.properties().immutable {
+            return nonsense(
+                "memory is offered as immutable, and is not sealed against writing (F_SEAL_WRITE)".to_owned(),
+            );
         }
-        if self.taken > 0 {
-            let node = match self.owner {
-                Owner::Host => Some(self.device.numa_node()?),
-                _ => None,
-            };
-            self.mapping.allow(node).map_err(|error| not_as_offered(&self.device, &self.description, error))?;
-        }
-        Ok(self)
+        Ok(())
     }
 
     /// Lets the device use the memory, now that all of it is there. Also returns what can be released later.
@@ -310,7 +319,16 @@ impl Importing {
     /// # Errors
     /// Those of [`Imported::open`]. Driver call: `cuMemSetAccess`.
     pub(crate) fn finish(self) -> Result<(Imported, Remains)> {
-        let Self { description, part, mapping, remains, .. } = self.mapped()?;
+        let Self { device, description, part, mapping, owner, taken, remains, .. } = self;
+        let complete = |mapping: &Mapping| taken == part.segments && mapping.size() == part.size;
+        let Some(mapping) = mapping.filter(complete) else {
+            return nonsense(format!("{taken} segments came, and not all that was described: {part}"));
+        };
+        let node = match owner {
+            Owner::Host => Some(device.numa_node()?),
+            _ => None,
+        };
+        mapping.allow(node).map_err(|error| not_as_offered(&device, &description, error))?;
         let access = mapping.access();
         let size = description.size.min(part.offset + part.size).saturating_sub(part.offset);
         let memory = Memory::Vmm(mapping);
@@ -318,8 +336,8 @@ impl Importing {
     }
 }
 
-/// More bytes than any process has addresses for.
-const ADDRESSES: u64 = 1 << 56;
+/// More bytes than a process has addresses for: half of 48 bits is the kernel's.
+const ADDRESSES: u64 = 1 << 47;
 
 /// Checks what a description says before it is used. Returns which memory it is.
 fn check(device: &Device, description: &Description, part: &Part) -> Result<Placement> {
@@ -329,7 +347,10 @@ fn check(device: &Device, description: &Description, part: &Part) -> Result<Plac
     let Description { size, mapped_size, .. } = *description;
     let granularity = device.granularity()?;
     for size in [mapped_size, part.size, part.offset] {
-        if !size.is_multiple_of(granularity) || size > ADDRESSES {
+        if size >= ADDRESSES {
+            return nonsense(format!("{size} bytes are offered as mapped, and there are never {ADDRESSES}"));
+        }
+        if !size.is_multiple_of(granularity) {
             return nonsense(format!(
                 "{size} bytes are offered as mapped, where memory comes in units of {granularity}"
             ));
@@ -342,7 +363,7 @@ fn check(device: &Device, description: &Description, part: &Part) -> Result<Plac
     let empty = (part.size == 0) == (part.segments == 0);
     if size > mapped_size || !(inside && counted && whole && possible && empty) {
         return nonsense(format!(
-            "{part:?} of {size} bytes of data in {mapped_size} bytes of memory, {segments} segments"
+            "{part}: that is no part of {size} bytes of data in {mapped_size} bytes of memory in {segments} segments"
         ));
     }
     Ok(placement)
@@ -368,10 +389,16 @@ fn not_as_offered(device: &Device, description: &Description, error: Error) -> E
             let claim = format!("{size} bytes are offered as mapped, where memory comes in units of {granularity}");
             return ProtocolError::Content(claim).into();
         }
+        // The host backend has looked at the memory itself, and says what is wrong with it.
+        Error::Driver {
+            call: "host import", code: code::INVALID_VALUE | code::UNKNOWN, source: Some(reason), ..
+        } => {
+            return ProtocolError::Content(reason.to_string()).into();
+        }
         Error::Driver { call, code, .. } => (*call, *code),
         _ => return error,
     };
-    let opens = ["Import", "Open", "host import"].iter().any(|part| call.contains(part));
+    let opens = ["Import", "Open"].iter().any(|part| call.contains(part));
     let maps = ["cuMemMap", "host map"].contains(&call);
     let allows = ["cuMemSetAccess", "host set_access"].contains(&call);
     let reaches = device.uuid() == description.device.uuid;

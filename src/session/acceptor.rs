@@ -14,7 +14,7 @@ use crate::{
     channel::{Cancel, Listener, deadline_after},
     driver::Backend,
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
-    wire::{Message, Request, STREAM},
+    wire::{Hello, Message, Request, STREAM},
 };
 
 /// How many idle connections are kept, besides one for each consumer that is expected: beyond that the oldest is closed.
@@ -89,10 +89,19 @@ struct Idle {
 enum State {
     /// It has sent nothing.
     Silent,
-    /// It has said hello. The name of its backend.
-    Greeted(String),
+    /// It has said hello.
+    Greeted(Greeting),
     /// It has an `error` of this side, and time to read it. How many more of its records are discarded.
     Refused(u8),
+}
+
+/// What its hello says.
+#[derive(Debug)]
+struct Greeting {
+    /// The name of its backend.
+    backend: String,
+    /// Whether it has streams.
+    streams: bool,
 }
 
 impl<'a> Acceptor<'a> {
@@ -176,11 +185,20 @@ impl<'a> Acceptor<'a> {
         Ok(())
     }
 
-    /// Closes the oldest connection.
+    /// Closes a connection, which learns why: the oldest of those that were refused already, else of those that have sent nothing,
+    /// else of all.
     fn evict(&mut self) {
-        if !self.idle.is_empty() {
-            tracing::debug!("the oldest idle connection is closed to make room");
-            self.idle.remove(0);
+        let first = |of: fn(&State) -> bool| self.idle.iter().position(|idle| of(&idle.state));
+        let refused = first(|state| matches!(state, State::Refused(_)));
+        let Some(index) = refused.or_else(|| first(|state| matches!(state, State::Silent))).or_else(|| first(|_| true))
+        else {
+            return;
+        };
+        tracing::debug!("an idle connection is closed to make room");
+        let mut idle = self.idle.remove(index);
+        if !matches!(idle.state, State::Refused(_)) {
+            let message = "there are too many connections that have asked for nothing: try again".to_owned();
+            idle.refuse(&Error::Peer(PeerError::Mismatch { code: ErrorCode::Full, message }));
         }
     }
 
@@ -274,19 +292,23 @@ impl Idle {
         let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
         match (&self.state, message, dialect) {
             (State::Silent, hello, _) => {
-                let backend = self.link.greeted(hello)?.backend;
+                let Hello { backend, capabilities: theirs, .. } = self.link.greeted(hello)?;
                 let capabilities = if dialect == Dialect::Stream { &[STREAM][..] } else { &[] };
                 self.link.hello(own, capabilities)?;
-                self.state = State::Greeted(backend);
+                self.state = State::Greeted(Greeting { backend, streams: theirs.iter().any(|named| named == STREAM) });
                 Ok(None)
             }
-            (State::Greeted(backend), Message::Request(request), Dialect::Handoff) => {
-                Ok(Some((backend.clone(), Wish::Buffer(request))))
+            (State::Greeted(greeting), Message::Request(request), Dialect::Handoff) => {
+                Ok(Some((greeting.backend.clone(), Wish::Buffer(request))))
             }
-            (State::Greeted(backend), Message::Subscribe(subscribe), Dialect::Stream) => {
+            (State::Greeted(Greeting { backend, streams }), Message::Subscribe(subscribe), Dialect::Stream) => {
+                let wrong = |message: &str| Err(ProtocolError::Content(message.to_owned()).into());
+                if !streams {
+                    return wrong("a consumer subscribes whose hello lacks the capability `stream`");
+                }
                 check_backend(backend, own)?;
                 match subscribe.keep {
-                    0 => Err(ProtocolError::Content("a consumer subscribes that keeps no buffer".to_owned()).into()),
+                    0 => wrong("a consumer subscribes that keeps no buffer"),
                     keep => Ok(Some((backend.clone(), Wish::Stream(keep)))),
                 }
             }

@@ -18,6 +18,15 @@ use crate::{
 /// for work is not interrupted at every moment.
 const BUSY_EVERY: Duration = Duration::from_millis(900);
 
+/// How long a peer that was silent for its whole timeout still has to read why and to leave.
+pub(super) const FAREWELL: Duration = Duration::from_millis(100);
+
+impl Turn {
+    fn over(&self) -> Error {
+        Error::Peer(PeerError::TurnTooLong { granted: self.granted })
+    }
+}
+
 /// One end of a conversation.
 #[derive(Debug)]
 pub(super) struct Link {
@@ -25,11 +34,20 @@ pub(super) struct Link {
     /// When this side last sent something, or received something that it has to answer.
     active: Instant,
     busy_every: Duration,
+    /// What the peer has to be done with, however often it says that it is busy.
+    turn: Option<Turn>,
+}
+
+/// A time that the peer has for all that it does.
+#[derive(Debug, Clone, Copy)]
+struct Turn {
+    granted: Duration,
+    ends: Instant,
 }
 
 impl Link {
     pub(super) fn new(channel: Channel) -> Self {
-        Self { channel, active: Instant::now(), busy_every: BUSY_EVERY }
+        Self { channel, active: Instant::now(), busy_every: BUSY_EVERY, turn: None }
     }
 
     /// A link over a connected socket.
@@ -90,7 +108,17 @@ impl Link {
         purpose: &'static str,
     ) -> Result<(Message, Vec<OwnedFd>)> {
         loop {
-            match self.channel.receive_by(deadline_after(patience), purpose)? {
+            let deadline = deadline_after(patience);
+            let heard = match self.turn {
+                // Also of a peer that says so without a pause.
+                Some(turn) if turn.ends <= Instant::now() => return Err(turn.over()),
+                Some(turn) if turn.ends < deadline => match self.channel.receive_by(turn.ends, purpose) {
+                    Err(Error::Peer(PeerError::Timeout { .. })) => return Err(turn.over()),
+                    heard => heard?,
+                },
+                _ => self.channel.receive_by(deadline, purpose)?,
+            };
+            match heard {
                 (Message::Busy(_), _) => {}
                 (Message::Error(Failure { code, message }), _) => {
                     return Err(Error::Peer(PeerError::Reported { code, message }));
@@ -103,11 +131,26 @@ impl Link {
         }
     }
 
+    /// From now on the peer has so much time, however often it says that it is busy, until [`Link::end_turn`].
+    pub(super) fn begin_turn(&mut self, granted: Duration) {
+        self.turn = Some(Turn { granted, ends: deadline_after(granted) });
+    }
+
+    /// The peer has as much time as it needs again.
+    pub(super) fn end_turn(&mut self) {
+        self.turn = None;
+    }
+
     /// The next message of a peer that has asked for nothing yet, and so has nothing to be busy with.
     pub(super) fn receive_first(&mut self, deadline: Instant, purpose: &'static str) -> Result<Message> {
-        let (message, _) = self.channel.receive_by(deadline, purpose)?;
-        self.active = Instant::now();
-        Ok(message)
+        match self.channel.receive_by(deadline, purpose)?.0 {
+            // It is not answered with another.
+            Message::Error(Failure { code, message }) => Err(Error::Peer(PeerError::Reported { code, message })),
+            message => {
+                self.active = Instant::now();
+                Ok(message)
+            }
+        }
     }
 
     /// Says that this side is working, if it sent nothing for a while. To be called often.
@@ -117,12 +160,20 @@ impl Link {
     }
 
     /// Ends the conversation, with an `error` if this side has one that the peer does not know. Waits for the peer to leave as long
-    /// as the channel's timeout. Returns whether it has left.
-    pub(super) fn end<T>(mut self, result: &Result<T>) -> bool {
+    /// as the channel's timeout, or for [`FAREWELL`] if the peer has used its time up already and no memory is `lent` to it that it
+    /// must close first. Returns whether it has left.
+    pub(super) fn end<T>(mut self, result: &Result<T>, lent: bool) -> bool {
         if let Err(error) = result {
             self.report(error);
         }
-        self.channel.finish(Duration::MAX)
+        let used_up =
+            matches!(result, Err(Error::Peer(PeerError::Timeout { .. }) | Error::Peer(PeerError::TurnTooLong { .. })));
+        self.channel.finish(if used_up && !lent { FAREWELL } else { Duration::MAX })
+    }
+
+    /// Ends the conversation with a peer that has been silent, and that has read or will read why. Returns whether it has left.
+    pub(super) fn leave(self) -> bool {
+        self.channel.finish(FAREWELL)
     }
 
     /// Sends an error, if the peer does not know it.
@@ -143,7 +194,7 @@ fn code_for(error: &Error) -> Option<ErrorCode> {
         Error::Peer(PeerError::Protocol(_)) => ErrorCode::Protocol,
         Error::Peer(PeerError::Mismatch { code, .. }) => *code,
         Error::Peer(PeerError::NotAllowed { .. }) => ErrorCode::Refused,
-        Error::Peer(PeerError::Timeout { .. }) => ErrorCode::Timeout,
+        Error::Peer(PeerError::Timeout { .. } | PeerError::TurnTooLong { .. }) => ErrorCode::Timeout,
         Error::Interrupted { .. } => ErrorCode::Interrupted,
         _ => ErrorCode::Failed,
     })

@@ -19,7 +19,7 @@ use crate::{
     array::ArrayDescriptor,
     channel::{Cancel, Channel},
     driver::{Access, Backend, DeviceUuid, Driver},
-    error::{ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     memory::{Description, Device, DeviceIdentity, Imported, Importing, Part, Pool, Remains, Selector, Sharing, timed},
     wire::{self, Check, Message, Received},
 };
@@ -59,7 +59,10 @@ impl Offer {
         if let Some(Err(error)) = array.as_ref().map(|array| array.check(size)) {
             return wrong(format!("the array that is offered is not inside the memory: {error}"));
         }
-        let memory = memory.try_into()?;
+        let memory: Description = memory.try_into()?;
+        if memory.immutable && access == Access::ReadWrite {
+            return wrong("memory that is never written any more is offered to be written".to_owned());
+        }
         Ok(Self { object, memory, array, access, part: part.map(Into::into), check, buffer })
     }
 
@@ -74,12 +77,25 @@ impl Offer {
                 let end = part.offset.checked_add(part.size);
                 match part.offset <= range.start && end.is_some_and(|end| end >= range.end) {
                     true => Ok(Some(part)),
-                    false => wrong(format!("bytes {range:?} were asked for, and {part:?} follows")),
+                    false => {
+                        let Range { start, end } = range;
+                        wrong(format!("bytes {start} to {end} were asked for, and there follow {part}"))
+                    }
                 }
             }
-            _ => Ok(None),
+            (_, Some(part)) => wrong(format!("memory that has no segments is followed by {part}")),
+            (_, None) => Ok(None),
         }
     }
+}
+
+/// Whether a producer that offers memory has said that it is of this side's kind.
+pub(super) fn check_backend(theirs: &str, own: Backend) -> Result<()> {
+    if theirs == own.as_str() {
+        return Ok(());
+    }
+    let message = format!("the producer's memory is on backend {theirs}, and the consumer uses {own}");
+    Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
 }
 
 /// Held by all memory that the producer frees when the connection ends. The last one that drops it ends the connection.

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod check;
 pub mod child;
 pub mod cli;
+pub mod conform;
 pub mod doctor;
 pub mod error;
 mod line;

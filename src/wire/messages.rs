@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::strict;
 use crate::{
     array::ArrayDescriptor,
     driver::{Access, DeviceUuid},
@@ -16,13 +17,12 @@ pub struct Hello {
     /// The newest version that the sender speaks.
     pub version: u16,
     /// What the sender can do beyond the version's minimum: [`super::STREAM`], or nothing.
-    #[serde(default)]
     pub capabilities: Vec<String>,
     /// The name of the sender's backend. Both must be the same.
     pub backend: String,
     /// The sender's process, in its own PID namespace: for people, not for trust.
     pub pid: u32,
-    /// The longest silence of the receiver that the sender waits through, in milliseconds.
+    /// The longest silence of the receiver that the sender waits through, in milliseconds: at least 1.
     pub timeout_ms: u64,
 }
 
@@ -35,7 +35,7 @@ pub struct Request {
     #[serde(default)]
     pub access: Option<Access>,
     /// Which bytes of the data; `None` is all of them.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "strict::optional_object")]
     pub range: Option<ByteRange>,
 }
 
@@ -60,6 +60,7 @@ impl ByteRange {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
     /// Its UUID.
+    #[serde(deserialize_with = "strict::uuid")]
     pub uuid: DeviceUuid,
     /// Its name, for people.
     pub name: String,
@@ -76,9 +77,6 @@ pub enum Mechanism {
     Pool,
     /// A legacy handle.
     Legacy,
-    /// One that this version does not know.
-    #[serde(other)]
-    Unknown,
 }
 
 /// Which memory it is: the device's own, or the host's next to it.
@@ -90,9 +88,6 @@ pub enum Location {
     Device,
     /// The host's.
     Host,
-    /// One that this version does not know.
-    #[serde(other)]
-    Unknown,
 }
 
 /// The 64 bytes that open a pool's buffer or a legacy allocation, written as hexadecimal digits.
@@ -106,6 +101,7 @@ pub struct Memory {
     /// The way it is shared.
     pub mechanism: Mechanism,
     /// The device that owns it, or next to which it is.
+    #[serde(deserialize_with = "strict::object")]
     pub device: Device,
     /// Which memory it is.
     pub location: Location,
@@ -148,14 +144,15 @@ pub struct Offer {
     /// The object's name.
     pub object: String,
     /// What is shared, and how.
+    #[serde(deserialize_with = "strict::object")]
     pub memory: Memory,
     /// What the data is made of, if it is more than bytes.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "strict::optional_object")]
     pub array: Option<ArrayDescriptor>,
     /// The access that the consumer is to use.
     pub access: Access,
     /// Which segments follow; `None` unless the mechanism is [`Mechanism::Vmm`].
-    #[serde(default)]
+    #[serde(default, deserialize_with = "strict::optional_object")]
     pub part: Option<Part>,
     /// What the consumer may check the data against, in the words of an extension. Receivers that do not know it ignore it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -217,7 +214,7 @@ pub struct Busy {}
 pub struct Failure {
     /// The class of it.
     pub code: ErrorCode,
-    /// One sentence for a person.
+    /// One sentence for a person, of at most [`super::MAX_MESSAGE`] bytes.
     pub message: String,
 }
 

@@ -1,6 +1,7 @@
 #![doc = include_str!("../../docs/protocol.md")]
 
 mod messages;
+pub(crate) mod strict;
 #[cfg(test)]
 mod tests;
 
@@ -10,7 +11,7 @@ pub use self::messages::{
     BufferNumber, BufferTurn, Busy, ByteRange, Check, Device, Failure, Hello, Location, Mechanism, Memory, Offer, Part,
     Pointer, PoolNumber, Ready, Received, Request, Segments, Subscribe, Verdict,
 };
-pub use crate::error::{ErrorCode, ProtocolError};
+pub use crate::error::{ErrorCode, ProtocolError, UnknownCode};
 
 /// The version of the protocol that this build speaks.
 pub const VERSION: u16 = 1;
@@ -24,8 +25,17 @@ pub const MAX_BODY: usize = 64 * 1024;
 /// The most descriptors in one record: the kernel's own limit (`SCM_MAX_FD`).
 pub const MAX_FDS: usize = 253;
 
-/// The longest name of an object, a backend or a device, in bytes.
+/// The longest name of an object, a backend, a device or a capability, in bytes.
 pub const MAX_NAME: usize = 255;
+
+/// The most capabilities in a `hello`.
+pub const MAX_CAPABILITIES: usize = 64;
+
+/// The longest message of an `error`, in bytes. A longer one is sent shortened, and shortened where it is received.
+pub const MAX_MESSAGE: usize = 1024;
+
+/// How much of what is wrong with a body is reported, in bytes: the parser repeats what a peer sent.
+const MAX_REASON: usize = 256;
 
 /// The name of the object that a producer serves by default.
 pub const DEFAULT_OBJECT: &str = "default";
@@ -115,6 +125,13 @@ impl Message {
     /// As [`Message::encode`].
     pub fn encode_into(&self, record: &mut Vec<u8>) -> Result<(), ProtocolError> {
         self.check()?;
+        if let Self::Error(failure) = self
+            && failure.message.len() > MAX_MESSAGE
+        {
+            let mut shorter = failure.clone();
+            shorten(&mut shorter.message, MAX_MESSAGE);
+            return Self::Error(shorter).encode_into(record);
+        }
         record.clear();
         record.resize(HEADER_LENGTH, 0);
         let (kind, written): (u16, _) = match self {
@@ -199,19 +216,34 @@ impl Message {
             Self::Hello(hello) => clean(&mut hello.backend),
             Self::Request(request) => clean(&mut request.object),
             Self::Offer(offer) => [&mut offer.object, &mut offer.memory.device.name].into_iter().for_each(clean),
-            Self::Error(failure) => clean(&mut failure.message),
+            Self::Error(failure) => {
+                shorten(&mut failure.message, MAX_MESSAGE);
+                clean(&mut failure.message);
+            }
             _ => {}
         }
         Ok(message)
     }
 
-    /// What types can't say: how many segments a record may hold, and how long a name may be.
+    /// What types can't say: how many of something a record may hold, how long a name may be, and the smallest of a number.
     fn check(&self) -> Result<(), ProtocolError> {
         match self {
             Self::Segments(segments) if !(1..=MAX_FDS).contains(&segments.sizes.len()) => Err(ProtocolError::Content(
                 format!("segments lists {} sizes where 1 to {MAX_FDS} belong", segments.sizes.len()),
             )),
-            Self::Hello(Hello { backend: name, .. }) | Self::Request(Request { object: name, .. }) => bounded(name),
+            Self::Hello(Hello { timeout_ms: 0, .. }) => {
+                Err(ProtocolError::Content("hello has a timeout_ms of 0".to_owned()))
+            }
+            Self::Hello(Hello { capabilities, .. }) if capabilities.len() > MAX_CAPABILITIES => {
+                let got = capabilities.len();
+                Err(ProtocolError::Content(format!(
+                    "hello lists {got} capabilities where at most {MAX_CAPABILITIES} belong"
+                )))
+            }
+            Self::Hello(Hello { backend, capabilities, .. }) => {
+                capabilities.iter().chain([backend]).try_for_each(|name| bounded(name))
+            }
+            Self::Request(Request { object: name, .. }) => bounded(name),
             Self::Ready(ready) if ready.sizes.len() > MAX_FDS => {
                 let got = ready.sizes.len();
                 Err(ProtocolError::Content(format!("ready lists {got} sizes where at most {MAX_FDS} belong")))
@@ -236,11 +268,26 @@ fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, Prot
     if !body.trim_ascii_start().starts_with(b"{") {
         return Err(ProtocolError::Body { kind, reason: "it is no JSON object".to_owned() });
     }
-    serde_json::from_slice(body).map_err(|error| {
+    // All of it: the parser does not look at the text of fields that it skips.
+    let Ok(body) = str::from_utf8(body) else {
+        return Err(ProtocolError::Body { kind, reason: "it is not UTF-8".to_owned() });
+    };
+    serde_json::from_str(body).map_err(|error| {
         let mut reason = error.to_string();
+        shorten(&mut reason, MAX_REASON);
         clean(&mut reason);
         ProtocolError::Body { kind, reason }
     })
+}
+
+/// Cuts a text to so many bytes, between two characters.
+pub(crate) fn shorten(text: &mut String, most: usize) {
+    const CUT: &str = "...";
+    if text.len() > most {
+        let end = (0..=most - CUT.len()).rev().find(|at| text.is_char_boundary(*at));
+        text.truncate(end.unwrap_or(0));
+        text.push_str(CUT);
+    }
 }
 
 /// Makes a text from outside fit for a terminal.

@@ -159,8 +159,95 @@ fn each_fault_is_named() {
 fn fields_and_codes_of_the_future_are_ignored() {
     let request = Message::decode(&record(2, r#"{"object":"x","colour":"red"}"#, 0), 0);
     assert_eq!(request, Ok(Message::Request(Request { object: "x".into(), access: None, range: None })));
-    let error = Message::decode(&record(8, r#"{"code":"new","message":"y"}"#, 0), 0);
-    assert_eq!(error, Ok(Message::Error(Failure { code: ErrorCode::Unknown, message: "y".into() })));
+    let code_of = |name: &str| {
+        let body = serde_json::json!({"code": name, "message": "y"}).to_string();
+        let Ok(Message::Error(failure)) = Message::decode(&record(8, &body, 0), 0) else { panic!("{body}") };
+        (failure.code, failure.code.to_string())
+    };
+    assert!(matches!(code_of("too_warm"), (ErrorCode::Unknown(_), name) if name == "too_warm"), "its name is kept");
+    assert_eq!(code_of("timeout"), (ErrorCode::Timeout, "timeout".to_owned()));
+    let long = "\u{1b}[31m é".to_owned() + &"x".repeat(99);
+    assert_eq!(code_of(&long).1, format!("??31m???{}", "x".repeat(24)));
+    // As it is sent on.
+    assert_eq!(serde_json::to_value(code_of("too_warm").0).unwrap(), "too_warm");
+}
+
+#[test]
+fn an_array_is_no_object_wherever_it_is() {
+    let offer = every_message().into_iter().find(|message| matches!(message, Message::Offer(_))).unwrap();
+    let body = offer.encode().unwrap();
+    let body: serde_json::Value = serde_json::from_slice(&body[HEADER_LENGTH..]).unwrap();
+    let refused = |kind, body: &serde_json::Value| match Message::decode(&record(kind, &body.to_string(), 0), 0) {
+        Err(ProtocolError::Body { reason, .. }) => assert!(reason.contains("expected a JSON object"), "{reason}"),
+        other => panic!("{body}: {other:?}"),
+    };
+    assert!(Message::decode(&record(3, &body.to_string(), 0), 0).is_ok());
+    for path in ["/memory", "/memory/device", "/array", "/part"] {
+        let mut changed = body.clone();
+        let nested = changed.pointer_mut(path).unwrap();
+        // All that it has, in the order in which it is described.
+        *nested = nested.as_object().unwrap().values().cloned().collect();
+        refused(3, &changed);
+    }
+    refused(2, &serde_json::json!({"object": "default", "range": [0, 4]}));
+}
+
+#[test]
+fn what_a_reader_would_not_see_is_checked_too() {
+    let refused = |kind, body: &[u8]| {
+        let mut sent = record(kind, "", 0);
+        sent[8..12].copy_from_slice(&(body.len() as u32).to_le_bytes());
+        sent.extend(body);
+        let refused = Message::decode(&sent, 0).unwrap_err();
+        assert!(matches!(refused, ProtocolError::Body { .. } | ProtocolError::Content(_)), "{body:?} {refused}");
+        refused.to_string()
+    };
+    assert!(refused(7, b"{\"unknown\":\"\xff\"}").contains("not UTF-8"));
+    for number in ["4.0", "4e0", "-0", "-1", "18446744073709551616", "\"4\"", "true"] {
+        refused(5, format!("{{\"segments\":{number}}}").as_bytes());
+    }
+    refused(5, b"{\"segments\":4,\"segments\":4}");
+    // A hello without the list of what its sender can do, or without patience.
+    refused(1, br#"{"version":1,"backend":"host","pid":1,"timeout_ms":1}"#);
+    let hello = |timeout: u64, capabilities: Vec<String>| {
+        let body = serde_json::json!({"version": 1, "capabilities": capabilities, "backend": "host", "pid": 1,
+            "timeout_ms": timeout});
+        Message::decode(&record(1, &body.to_string(), 0), 0)
+    };
+    assert!(hello(1, vec!["x".repeat(MAX_NAME); MAX_CAPABILITIES]).is_ok());
+    for (timeout, capabilities) in
+        [(0, Vec::new()), (1, vec!["x".repeat(MAX_NAME + 1)]), (1, vec![String::new(); MAX_CAPABILITIES + 1])]
+    {
+        assert!(matches!(hello(timeout, capabilities), Err(ProtocolError::Content(_))));
+    }
+}
+
+#[test]
+fn a_uuid_has_one_form() {
+    let device = |uuid: &str| serde_json::from_value::<Device>(serde_json::json!({"uuid": uuid, "name": ""}));
+    let bare = "53e9a7d2-1f0c-5b7e-9c55-0123456789ab";
+    for sound in [bare.to_owned(), bare.to_uppercase()] {
+        assert_eq!(device(&sound).unwrap().uuid, bare.parse().unwrap());
+    }
+    let wrong = [format!("GPU-{bare}"), bare.replace('-', ""), format!("{{{bare}}}"), format!("urn:uuid:{bare}")];
+    for wrong in wrong.iter().chain(&[bare.replace('a', "g"), bare.replacen('-', "0", 1)]) {
+        device(wrong).unwrap_err();
+    }
+}
+
+#[test]
+fn what_a_peer_sent_is_not_repeated_whole() {
+    let body = format!(r#"{{"buffer":"{}","generation":1}}"#, "é".repeat(20_000));
+    let Err(ProtocolError::Body { reason, .. }) = Message::decode(&record(12, &body, 0), 0) else { panic!() };
+    assert!(reason.len() <= MAX_REASON && reason.ends_with("..."), "{} bytes", reason.len());
+    let sent = Message::Error(Failure { code: ErrorCode::Failed, message: "é".repeat(MAX_BODY) });
+    let bytes = sent.encode().unwrap();
+    let Ok(Message::Error(Failure { message, .. })) = Message::decode(&bytes, 0) else { panic!() };
+    assert!(message.len() > MAX_MESSAGE - 5 && message.len() <= MAX_MESSAGE && message.ends_with("é..."));
+    // Of a peer that does not shorten it.
+    let body = serde_json::json!({"code": "failed", "message": "x".repeat(60_000)}).to_string();
+    let Ok(Message::Error(Failure { message, .. })) = Message::decode(&record(8, &body, 0), 0) else { panic!() };
+    assert_eq!(message.len(), MAX_MESSAGE);
 }
 
 #[test]
@@ -188,9 +275,10 @@ fn control_characters_of_a_peer_do_not_reach_a_terminal() {
 }
 
 #[test]
-fn mechanisms_and_locations_of_the_future_are_unknown() {
-    assert_eq!(serde_json::from_str::<Mechanism>(r#""of the future""#).unwrap(), Mechanism::Unknown);
-    assert_eq!(serde_json::from_str::<Location>(r#""of the future""#).unwrap(), Location::Unknown);
+fn mechanisms_and_locations_of_the_future_break_the_protocol() {
+    assert_eq!(serde_json::from_str::<Mechanism>(r#""legacy""#).unwrap(), Mechanism::Legacy);
+    serde_json::from_str::<Mechanism>(r#""fabric""#).unwrap_err();
+    serde_json::from_str::<Location>(r#""moon""#).unwrap_err();
 }
 
 #[test]
@@ -204,6 +292,7 @@ fn the_page_has_every_kind_of_message() {
 
 #[test]
 fn what_is_too_long_is_not_sent() {
-    let message = Message::Error(Failure { code: ErrorCode::Failed, message: "x".repeat(MAX_BODY) });
+    let check = serde_json::from_value(serde_json::json!({"x": "x".repeat(MAX_BODY)})).unwrap();
+    let message = Message::Result(Verdict { verified: true, check: Some(check) });
     assert_eq!(message.encode(), Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY }));
 }

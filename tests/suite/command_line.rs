@@ -4,7 +4,10 @@ use std::{fs, process::Command};
 
 use serde_json::{Value, json};
 
-use crate::running::{Ended, Meeting, Run};
+use crate::{
+    running::{Ended, Meeting, Run},
+    support::schema::mismatch,
+};
 
 fn vmmfd(meeting: &Meeting, arguments: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd").env("FAKECUDA_DEVICES", "1").env("FAKECUDA_FREE", "1073741824");
@@ -50,6 +53,7 @@ fn help_has_the_same_groups_and_exit_codes_everywhere() {
         &["doctor", "join"],
         &["devices"],
         &["bench"],
+        &["conform"],
         &["completions"],
         &["man"],
     ] {
@@ -99,6 +103,8 @@ fn json_prints_one_object_whatever_happens() {
         (&["devices", "--json", "stray"], 2, "usage"),
         (&["bench", "--json", "nope"], 2, "usage"),
         (&["bench", "--json", "stages", "--device", "9"], 3, "unsupported"),
+        (&["conform", "--json", "--as", "nobody"], 2, "usage"),
+        (&["conform", "--json", "--as", "consumer"], 2, "usage"),
         (&["completions", "--json", "nope"], 2, "usage"),
         (&["completions", "--json"], 2, "usage"),
         (&["man", "--json"], 2, "usage"),
@@ -291,4 +297,63 @@ fn a_machine_of_eight_gpus_is_reported_whole_and_in_order() {
     let all: Vec<(u64, u64)> = (0..8).flat_map(|a| (0..8).filter(move |b| *b != a).map(move |b| (a, b))).collect();
     assert_eq!(pairs, all);
     assert!(report["verdict"].as_str().unwrap().contains("8 of 8"), "{}", report["verdict"]);
+}
+
+/// Checks an output against the schema of that name in docs/schemas/commands.
+#[track_caller]
+fn fits(name: &str, value: &Value) {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/schemas/commands/");
+    let schema: Value = serde_json::from_str(&fs::read_to_string(format!("{path}{name}.json")).unwrap()).unwrap();
+    if let Some(what) = mismatch(&schema, &schema, value) {
+        panic!("{name}: {what}: {value}");
+    }
+}
+
+#[test]
+fn every_object_is_as_its_schema_says() {
+    let meeting = Meeting::fake();
+    let socket = meeting.socket();
+    let socket = ["--backend", "cuda", "--json", "--socket", socket.to_str().unwrap()];
+    let pair = |produce: &[&str], consume: &[&str]| {
+        let producer = vmmfd(&meeting, &[&["produce"][..], &socket, produce].concat()).start();
+        let consumer = vmmfd(&meeting, &[&["consume"][..], &socket, consume].concat()).end();
+        (producer.end(), consumer)
+    };
+    let file = meeting.folder().join("data");
+    fs::write(&file, [7; 5000]).unwrap();
+    for (produce, consume) in [
+        (&[][..], &[][..]),
+        (&["--corrupt"], &[]),
+        (&["--round-trip"], &[]),
+        (&["--dtype", "bf16", "--shape", "3,4", "--order", "F"], &[]),
+        (&["--from", file.to_str().unwrap()], &["--range", "0:100"]),
+        (&["--mechanism", "pool"], &["--device", "9"]),
+        (&["--chunk", "2MiB", "--size", "5MiB"], &["--access", "rw"]),
+    ] {
+        let (producer, consumer) = pair(produce, consume);
+        fits("produce", &object(&producer));
+        fits("consume", &object(&consumer));
+    }
+    for (name, arguments) in [
+        ("produce", &["produce", "--json", "--nope"][..]),
+        ("consume", &["consume", "--json", "--nope"]),
+        ("failure", &["doctor", "--json", "--nope"]),
+        ("failure", &["bench", "--json", "--device", "9"]),
+        ("failure", &["nope", "--json"]),
+        ("doctor", &["doctor", "--json", "--faults"]),
+        ("doctor", &["doctor", "--json", "--backend", "host"]),
+        ("probes", &["doctor", "--json", "--list"]),
+        ("devices", &["devices", "--json", "--backend", "cuda"]),
+        ("devices", &["devices", "--json", "--backend", "host"]),
+        ("bench", &["bench", "--json", "--count", "2", "--size", "2MiB,1PiB"]),
+        ("cases", &["conform", "--json", "--list", "--as", "producer"]),
+        ("conform", &["conform", "--json", "--as", "consumer", "--wait", "50ms", "/tmp/no-such-socket.sock"]),
+        ("completions", &["completions", "--json", "fish"]),
+        ("man", &["man", "--json", meeting.folder().join("man").to_str().unwrap()]),
+    ] {
+        fits(name, &object(&vmmfd(&meeting, arguments).end()));
+    }
+    let two = vmmfd(&meeting, &["doctor", "--json", "--only", "peer"]).env("FAKECUDA_DEVICES", "2").end().json();
+    assert_eq!(two["pairs"].as_array().unwrap().len(), 2);
+    fits("doctor", &two);
 }

@@ -2,12 +2,12 @@
 
 use std::{
     io::{Seek, SeekFrom, Write},
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
 };
 
 use nix::{
-    fcntl::{FcntlArg, SealFlag, fcntl},
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
     sys::{
         memfd::{MFdFlags, memfd_create},
         resource::{Resource, setrlimit},
@@ -32,6 +32,9 @@ const SEALED: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_SEAL);
 fn memfd(size: u64, seals: SealFlag) -> OwnedFd {
     let memfd = memfd_create(c"peer", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
     ftruncate(&memfd, size as i64).unwrap();
+    if size > 0 {
+        fallocate(&memfd, FallocateFlags::empty(), 0, size as i64).unwrap();
+    }
     fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals)).unwrap();
     memfd
 }
@@ -139,11 +142,49 @@ fn memory_of_another_size_than_claimed_is_refused_with_both() {
 }
 
 #[test]
-fn a_hole_larger_than_what_is_free_is_refused_before_it_is_touched() {
-    let size = 1 << 40;
-    let (code, reason) = refused(memfd(size, SEALED | SealFlag::F_SEAL_GROW), size);
-    assert_eq!(code, code::OUT_OF_MEMORY);
-    assert!(reason.contains("not committed"), "{reason}");
+fn a_hole_is_refused_and_not_filled() {
+    // More than this machine has; a page of many; and one that was punched into what was whole.
+    let sparse = |size: u64, holds: &[u8]| {
+        let memfd = memfd_create(c"peer", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+        ftruncate(&memfd, size as i64).unwrap();
+        std::fs::File::from(memfd.try_clone().unwrap()).write_all(holds).unwrap();
+        memfd
+    };
+    let punched = memfd(GRANULARITY, SealFlag::empty());
+    fallocate(&punched, FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE, 8192, 4096)
+        .unwrap();
+    let whole = GRANULARITY as usize - 4096;
+    for (fd, size, missing) in [
+        (sparse(1 << 40, b""), 1 << 40, 1u64 << 40),
+        (sparse(GRANULARITY, &vec![1; whole]), GRANULARITY, 4096),
+        (punched, GRANULARITY, 4096),
+    ] {
+        fcntl(&fd, FcntlArg::F_ADD_SEALS(SEALED | SealFlag::F_SEAL_GROW)).unwrap();
+        let watched = fd.try_clone().unwrap();
+        let blocks = fstat(&watched).unwrap().st_blocks;
+        let subject = Subject::host();
+        let answer = Allocation::import(&subject.device(), fd, size);
+        let Err(Error::Driver { code: code::UNKNOWN, source: Some(reason), .. }) = answer else { panic!("{answer:?}") };
+        let expected = format!("{missing} of the memory's {size} bytes are not committed");
+        assert!(reason.to_string().contains(&expected), "{reason}");
+        assert_eq!(fstat(&watched).unwrap().st_blocks, blocks, "a page was touched");
+    }
+}
+
+#[test]
+fn a_descriptor_that_is_open_for_reading_alone_is_enough_to_read() {
+    let subject = Subject::host();
+    let fd = memfd(GRANULARITY, SEALED);
+    std::fs::File::from(fd.try_clone().unwrap()).write_all(b"theirs").unwrap();
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let reader: OwnedFd = std::fs::File::open(path).unwrap().into();
+    let imported = Allocation::import(&subject.device(), reader, GRANULARITY).unwrap();
+    let mapping = Mapping::new(&imported, ReadOnly).unwrap();
+    let mut bytes = [0; 6];
+    mapping.copy_out(0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"theirs");
+    drop(mapping);
+    assert_eq!(code(Mapping::new(&imported, ReadWrite)), code::INVALID_VALUE);
 }
 
 #[test]

@@ -294,6 +294,8 @@ fn a_pointer_that_is_cut_is_refused_before_the_driver(subject: Subject) {
         json["memory"][field] = value.into();
         assert!(serde_json::from_value::<ArrayHandle>(json).is_err(), "{field} {value}");
     }
+    // A pointer belongs to memory that has no segments.
+    (json["memory"]["mechanism"], json["memory"]["segments"]) = ("legacy".into(), 0.into());
     for (pointer, sound) in
         [("00".repeat(64), true), ("00".repeat(8), false), ("0".repeat(127), false), ("zz".repeat(64), false)]
     {

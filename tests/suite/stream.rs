@@ -710,7 +710,7 @@ fn nothing_stands_between_a_descriptor_and_its_memory(subject: Subject) {
     let mut verbs = subject.faulty.take_verbs();
     // Where there are several devices the right one is looked for, the first time.
     verbs.retain(|verb| !verb.starts_with("device_") && !["activate", "granularity"].contains(verb));
-    assert_eq!(verbs, ["reserve", "import", "properties", "map", "set_access"]);
+    assert_eq!(verbs, ["import", "properties", "reserve", "map", "set_access"]);
     liar.subscriber.give_back(received).unwrap();
     assert_eq!(subject.faulty.take_verbs(), ["synchronize", "release"]);
     if subject.kind != Kind::Cuda {
@@ -779,14 +779,19 @@ fn whoever_does_not_subscribe_is_refused_and_delays_nobody(subject: Subject) {
         messages.iter().for_each(|message| channel.send(message, &[]).unwrap());
         channel
     };
-    let foreign = Hello { version: 1, capabilities: Vec::new(), backend: "hip".into(), pid: 1, timeout_ms: 20_000 };
+    let hello = |backend: &str, capabilities: &[&str]| {
+        let capabilities = capabilities.iter().map(ToString::to_string).collect();
+        Message::Hello(Hello { version: 1, capabilities, backend: backend.to_owned(), pid: 1, timeout_ms: 20_000 })
+    };
+    let own = backend(&subject).to_string();
     let subscribe = |keep| Message::Subscribe(Subscribe { keep });
     let mut refused = [
         (say(&[greeting(&subject), request("default", None)]), ErrorCode::Object),
         (say(&[subscribe(1)]), ErrorCode::Protocol),
         (say(&[greeting(&subject), subscribe(0)]), ErrorCode::Protocol),
         (say(&[greeting(&subject), greeting(&subject)]), ErrorCode::Protocol),
-        (say(&[Message::Hello(foreign), subscribe(1)]), ErrorCode::Backend),
+        (say(&[hello("hip", &["stream"]), subscribe(1)]), ErrorCode::Backend),
+        (say(&[hello(&own, &["streams", ""]), subscribe(1)]), ErrorCode::Protocol),
     ];
     thread::scope(|scope| {
         // The library's own consumer too.

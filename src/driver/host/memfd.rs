@@ -57,45 +57,51 @@ pub(super) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
     }
 }
 
-/// What a peer's descriptor was found to be.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Inspected {
-    /// Whether it is sealed against writing.
-    pub(super) immutable: bool,
-    /// How many of its bytes are not committed: accessing them commits them.
-    pub(super) missing: u64,
-}
-
-/// Checks that a descriptor is memory of `size` bytes that its owner can no longer take away.
+/// Checks that a descriptor is memory of `size` bytes that its owner can no longer take away. Returns whether it is sealed against
+/// writing.
 ///
 /// The seals must be final (`F_SEAL_SEAL`): what holds here then holds for good. A seal against writing that comes later makes
 /// mmap(2) fail, which was promised to work, and some kernels have unmapped by then what was to be replaced. Memory of huge
 /// pages fails like that whenever there is none left, whatever its seals are.
 ///
+/// All of it must be committed: reading a hole commits its pages, on this process's account. Its owner may still punch holes
+/// later, unless it is sealed against writing; by then it has had to have the memory.
+///
 /// # Errors
-/// The driver's code, and the reason.
-pub(super) fn inspect(fd: BorrowedFd<'_>, size: u64) -> Result<Inspected, (u32, io::Error)> {
-    let system = |errno: Errno| (code::UNKNOWN, io::Error::from(errno));
-    let unfit = |code, reason: String| Err((code, io::Error::other(reason)));
-    let seals = SealFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GET_SEALS).map_err(system)?);
+/// The driver's code, and the reason: as a CUDA driver `UNKNOWN` where the descriptor is not such memory, and `INVALID_VALUE` where
+/// it has another size.
+pub(super) fn inspect(fd: BorrowedFd<'_>, size: u64) -> Result<bool, (u32, io::Error)> {
+    let system = |errno: Errno| (code::OPERATING_SYSTEM, io::Error::from(errno));
+    let unfit = |reason: String| Err((code::UNKNOWN, io::Error::other(reason)));
+    let seals = match fcntl(fd, FcntlArg::F_GET_SEALS) {
+        Ok(seals) => SealFlag::from_bits_retain(seals),
+        // A pipe, a socket, a device, a file of a disk; or one that is open by its path alone.
+        Err(Errno::EINVAL | Errno::EBADF) => return unfit("the descriptor is not of a memfd".to_owned()),
+        Err(errno) => return Err(system(errno)),
+    };
     if fstatfs(fd).map_err(system)?.filesystem_type() == HUGETLBFS_MAGIC {
         let reason = "the memory is of huge pages (MFD_HUGETLB), which are not supported: use ordinary ones";
-        return unfit(code::UNKNOWN, reason.to_owned());
+        return unfit(reason.to_owned());
     }
     if !seals.contains(SealFlag::F_SEAL_SHRINK) {
         let reason = "the memory is not sealed against shrinking: its owner could take it away under this process";
-        return unfit(code::UNKNOWN, reason.to_owned());
+        return unfit(reason.to_owned());
     }
     if !seals.contains(SealFlag::F_SEAL_SEAL) {
         let reason =
             "the memory's seals are not final (F_SEAL_SEAL): one that is added later could make mapping it fail";
-        return unfit(code::UNKNOWN, reason.to_owned());
+        return unfit(reason.to_owned());
     }
     let stat = fstat(fd).map_err(system)?;
     let actual = u64::try_from(stat.st_size).unwrap_or(0);
     if actual != size {
-        return unfit(code::INVALID_VALUE, format!("the memory has {actual} bytes where {size} were claimed"));
+        let reason = format!("the memory has {actual} bytes where {size} were claimed");
+        return Err((code::INVALID_VALUE, io::Error::other(reason)));
     }
     let committed = u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512);
-    Ok(Inspected { immutable: seals.contains(SealFlag::F_SEAL_WRITE), missing: size.saturating_sub(committed) })
+    if committed < size {
+        let missing = size - committed;
+        return unfit(format!("{missing} of the memory's {size} bytes are not committed: call fallocate"));
+    }
+    Ok(seals.contains(SealFlag::F_SEAL_WRITE))
 }

@@ -125,11 +125,15 @@ impl HostDriver {
             tracing::warn!(%error, "no boot id can be read: the host device of every such machine has the same UUID");
             String::new()
         });
-        let uuid = Uuid::new_v5(&NAMESPACE, boot_id.trim().as_bytes());
         let origin = Origin::here();
         let space = Arc::new(Space { origin, state: RwLock::default(), windows: Arc::default() });
-        let (identity, uuid) = (Identity::new(), DeviceUuid::from_bytes(uuid.into_bytes()));
+        let (identity, uuid) = (Identity::new(), Self::uuid_of(boot_id.trim()));
         Self { origin, identity, uuid, granularity, space }
+    }
+
+    /// The UUID of the device of a machine with this boot id, which is without its newline.
+    pub fn uuid_of(boot_id: &str) -> DeviceUuid {
+        DeviceUuid::from_bytes(Uuid::new_v5(&NAMESPACE, boot_id.as_bytes()).into_bytes())
     }
 
     /// How many objects are alive.

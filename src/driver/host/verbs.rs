@@ -1,7 +1,6 @@
 //! The verbs of the host backend.
 
 use std::{
-    io,
     num::NonZeroUsize,
     os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
@@ -18,9 +17,7 @@ use nix::{
 use super::{
     Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, Memory, State,
     addresses::{Mapped, Reserved, pointer},
-    available, from_errno, holding,
-    memfd::{self, Inspected},
-    readable, writable,
+    available, from_errno, holding, memfd, readable, writable,
 };
 use crate::{
     driver::{
@@ -206,18 +203,11 @@ unsafe impl Verbs for HostDriver {
         const CALL: &str = "host import";
         self.origin.check()?;
         let fails = |(code, reason)| failure_with(CALL, code, Some(reason));
-        let Inspected { immutable, missing } = memfd::inspect(fd, size).map_err(fails)?;
+        let immutable = memfd::inspect(fd, size).map_err(fails)?;
         if !self.aligned(size) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        if missing > 0 {
-            let free = self.memory_info(0)?.free;
-            if missing > free {
-                let reason = format!("{missing} bytes of the memory are not committed, and {free} bytes are free here");
-                return Err(fails((code::OUT_OF_MEMORY, io::Error::other(reason))));
-            }
-        }
-        let memfd = fd.try_clone_to_owned().map_err(|error| fails((code::UNKNOWN, error)))?;
+        let memfd = fd.try_clone_to_owned().map_err(|error| fails((code::OPERATING_SYSTEM, error)))?;
         Ok(self.write().add(self.identity, Memory { memfd, size, exportable: false, closed: true, immutable }))
     }
 

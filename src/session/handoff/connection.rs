@@ -24,6 +24,9 @@ use crate::{
     wire::{DEFAULT_OBJECT, MAX_FDS, Message, PoolNumber, Request, Segments},
 };
 
+/// How many times the timeout a consumer may have the buffer to itself in a round trip, unless the options say how long.
+const TURN: u32 = 10;
+
 /// What all conversations about a buffer have in common.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
@@ -46,11 +49,13 @@ pub(super) struct Conversation<'a> {
     pools: BTreeSet<u64>,
     /// Whether it has memory that it must close before the connection ends.
     borrows: bool,
+    /// Whether it has what it asked for, was then silent for its whole timeout, and knows that it was too long.
+    silent: bool,
 }
 
 impl<'a> Conversation<'a> {
     pub(super) fn new(link: Link, backend: String, context: Context<'a>) -> Self {
-        Self { link, context, backend, found: None, pools: BTreeSet::new(), borrows: false }
+        Self { link, context, backend, found: None, pools: BTreeSet::new(), borrows: false, silent: false }
     }
 
     /// From the first request to the end of the connection. Returns what was found, and what went wrong.
@@ -60,7 +65,8 @@ impl<'a> Conversation<'a> {
             result = Err(failure);
         }
         let waited = self.link.channel.timeout();
-        if !self.link.end(&result) && self.borrows {
+        let left = if self.silent { self.link.leave() } else { self.link.end(&result, self.borrows) };
+        if !left && self.borrows {
             // It has the memory open, and is silent: it would read freed memory.
             self.context.buffer.shared().abandon();
             if result.is_ok() {
@@ -78,12 +84,14 @@ impl<'a> Conversation<'a> {
             request = match self.link.receive("for another request") {
                 Ok((Message::Request(request), _)) => request,
                 Ok((other, _)) => return Err(unexpected(&other, "request")),
-                // It has what it asked for: how it leaves does not matter.
+                // It has what it asked for: how it leaves does not matter. It may be about to ask for more, and learns why not.
                 Err(
-                    Error::Peer(PeerError::Gone { .. })
+                    error @ (Error::Peer(PeerError::Gone { .. })
                     | Error::Peer(PeerError::Timeout { .. })
-                    | Error::Interrupted { .. },
+                    | Error::Interrupted { .. }),
                 ) if self.found.is_some() => {
+                    self.link.report(&error);
+                    self.silent = !matches!(error, Error::Peer(PeerError::Gone { .. }));
                     return Ok(());
                 }
                 Err(error) => return Err(error),
@@ -100,7 +108,7 @@ impl<'a> Conversation<'a> {
 
     /// One request, from the turn to the results.
     fn answer(&mut self, request: &Request) -> Result<()> {
-        let Context { buffer, options, observer, .. } = self.context;
+        let Context { buffer, options, .. } = self.context;
         let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
         check_backend(&self.backend, buffer.shared().device().backend())?;
         if request.object != DEFAULT_OBJECT {
@@ -108,6 +116,18 @@ impl<'a> Conversation<'a> {
             return refuse(ErrorCode::Object, message);
         }
         let _turn = self.turn()?;
+        if options.round_trip {
+            self.link.begin_turn(options.turn.unwrap_or_else(|| self.link.channel.timeout().saturating_mul(TURN)));
+        }
+        let answered = self.offer(request);
+        self.link.end_turn();
+        answered
+    }
+
+    /// What follows once it is this consumer's turn.
+    fn offer(&mut self, request: &Request) -> Result<()> {
+        let Context { buffer, options, observer, .. } = self.context;
+        let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
 
         // Only now is it known whether it is sealed.
         let writable = buffer.shared().access() == Access::ReadWrite;

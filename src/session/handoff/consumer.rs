@@ -12,7 +12,7 @@ use crate::{
     session::{
         Check, Config, Event, Observer, Verdict,
         link::{Link, unexpected},
-        opening::{self, Chosen, Connection, Offer, acknowledge},
+        opening::{self, Chosen, Connection, Offer, acknowledge, check_backend},
     },
     wire::{self, ByteRange, DEFAULT_OBJECT, Message},
 };
@@ -83,6 +83,8 @@ impl Request {
 /// ```
 pub struct Consumer<'a> {
     link: Link,
+    /// The name of the producer's backend.
+    backend: String,
     chosen: Chosen,
     /// The pools that this connection has, by the producer's numbers.
     pools: BTreeMap<u64, Arc<Pool>>,
@@ -217,7 +219,7 @@ pub fn fetch(
 ) -> Result<Findings> {
     let mut consumer = Consumer::connect(driver, device, path, config, observer)?;
     let result = consumer.converse(request, verifier);
-    consumer.link.end(&result);
+    consumer.link.end(&result, false);
     result
 }
 
@@ -273,7 +275,7 @@ impl<'a> Consumer<'a> {
         let begun = Instant::now();
         let link = connect(&cancel)?;
         let connection = Connection::of(&link.channel);
-        let mut consumer = Self { link, connection, chosen, pools: BTreeMap::new(), observer };
+        let mut consumer = Self { link, backend: String::new(), connection, chosen, pools: BTreeMap::new(), observer };
         match consumer.greet() {
             Ok(()) => {
                 let peer = consumer.peer();
@@ -282,7 +284,7 @@ impl<'a> Consumer<'a> {
             }
             Err(error) => {
                 let result = Err(error);
-                consumer.link.end(&result);
+                consumer.link.end(&result, false);
                 result
             }
         }
@@ -291,8 +293,9 @@ impl<'a> Consumer<'a> {
     fn greet(&mut self) -> Result<()> {
         self.link.hello(self.chosen.backend(), &[])?;
         let (hello, _) = self.link.receive("for the producer's hello")?;
-        // Whether the backends fit is the producer's to say, when it knows what is asked for.
-        self.link.greeted(hello).map(drop)
+        // Whether the backends fit is the producer's to say, when it knows what is asked for. It may not have looked.
+        self.backend = self.link.greeted(hello)?.backend;
+        Ok(())
     }
 
     /// Who the producer is.
@@ -320,7 +323,10 @@ impl<'a> Consumer<'a> {
         let begun = Instant::now();
         self.link.send(&Message::Request(request.to_wire()?), &[])?;
         let offer = match self.link.receive("for the offer")? {
-            (Message::Offer(offer), _) => Offer::read(*offer, &request.object)?,
+            (Message::Offer(offer), _) => {
+                check_backend(&self.backend, self.chosen.backend())?;
+                Offer::read(*offer, &request.object)?
+            }
             (other, _) => return Err(unexpected(&other, "offer")),
         };
         let range = check(&offer, request)?;
@@ -393,7 +399,7 @@ impl<'a> Consumer<'a> {
         self.pools.clear();
         // What still holds it ends it.
         if Arc::strong_count(&self.connection) == 1 {
-            self.link.end(&Ok(()));
+            self.link.end(&Ok(()), false);
         }
     }
 
@@ -428,6 +434,8 @@ fn check(offer: &Offer, request: &Request) -> Result<Range<u64>> {
     match &request.range {
         None => Ok(0..size),
         Some(range) if range.end <= size => Ok(range.clone()),
-        Some(range) => wrong(format!("bytes {range:?} were asked for, and {size} bytes are offered")),
+        Some(Range { start, end }) => {
+            wrong(format!("bytes {start} to {end} were asked for, and {size} bytes are offered"))
+        }
     }
 }

@@ -37,11 +37,14 @@ pub struct ServeOptions {
     /// Whether each consumer has the buffer to itself and replies into it, if the content expects that: not by default, and never
     /// into a sealed buffer.
     pub round_trip: bool,
+    /// How long a consumer may have the buffer to itself in a round trip, however often it says that it is busy; by default ten
+    /// times the timeout. Then its conversation ends with [`PeerError::TurnTooLong`], and it is the next one's turn.
+    pub turn: Option<Duration>,
 }
 
 impl Default for ServeOptions {
     fn default() -> Self {
-        Self { consumers: 1, round_trip: false }
+        Self { consumers: 1, round_trip: false, turn: None }
     }
 }
 
@@ -54,6 +57,11 @@ impl ServeOptions {
     /// With round trips, or without.
     pub fn with_round_trip(self, round_trip: bool) -> Self {
         Self { round_trip, ..self }
+    }
+
+    /// With a longest turn.
+    pub fn with_turn(self, turn: Duration) -> Self {
+        Self { turn: Some(turn), ..self }
     }
 }
 

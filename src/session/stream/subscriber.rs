@@ -20,7 +20,7 @@ use crate::{
     session::{
         Config,
         link::{Link, unexpected},
-        opening::{self, Chosen, Connection, Offer, acknowledge},
+        opening::{self, Chosen, Connection, Offer, acknowledge, check_backend},
     },
     wire::{self, BufferNumber, BufferTurn, DEFAULT_OBJECT, Hello, Message, Ready, STREAM, Subscribe},
 };
@@ -48,6 +48,8 @@ pub struct Subscriber {
     /// Held also by all memory that the producer frees when the connection ends; `None` when it has ended.
     connection: Option<Arc<Connection>>,
     link: Link,
+    /// The name of the producer's backend.
+    backend: String,
     session: SessionNumber,
     timeout: Duration,
 }
@@ -232,6 +234,7 @@ impl Subscriber {
             chosen,
             connection: Some(Connection::of(&link.channel)),
             link,
+            backend: String::new(),
             session: SessionNumber::next(),
             timeout: config.timeout,
         };
@@ -243,7 +246,8 @@ impl Subscriber {
     fn greet(&mut self) -> Result<()> {
         self.link.hello(self.chosen.backend(), &[STREAM])?;
         let (hello, _) = self.link.receive("for the producer's hello")?;
-        let Hello { capabilities, .. } = self.link.greeted(hello)?;
+        let Hello { capabilities, backend, .. } = self.link.greeted(hello)?;
+        self.backend = backend;
         if !capabilities.iter().any(|capability| capability == STREAM) {
             let message = "the producer has no stream to subscribe to".to_owned();
             return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message }));
@@ -325,6 +329,7 @@ impl Subscriber {
 
     /// A buffer that is described.
     fn enter(&mut self, offer: wire::Offer) -> Result<()> {
+        check_backend(&self.backend, self.chosen.backend())?;
         let offer = Offer::read(offer, DEFAULT_OBJECT)?;
         let number = self.check(&offer)?;
         self.offers.insert(number, Offered { offer: Arc::new(offer), generation: 0 });

@@ -124,7 +124,10 @@ impl Content for Exercise<'_> {
         let Some(found) = Figures::read(result.check.as_ref())? else { return Ok(()) };
         found.accept(result.verified, if claim.salt.is_some() { &offered.range } else { &(0..0) })?;
         if result.verified && found.digest != claim.digest {
-            let message = format!("digest {:?} can't be verified: {:?} is expected", found.digest, claim.digest);
+            let named =
+                |digest: Option<String>| digest.map_or_else(|| "no digest".to_owned(), |it| format!("digest {it}"));
+            let (found, claimed) = (named(found.digest), named(claim.digest));
+            let message = format!("a result that is right has {found}, and {claimed} was offered");
             return Err(ProtocolError::Content(message).into());
         }
         Ok(())

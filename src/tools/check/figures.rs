@@ -12,7 +12,7 @@ use crate::{
     driver::Access,
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     session::{Check, Verdict},
-    wire::{MAX_NAME, clean},
+    wire::{MAX_NAME, clean, shorten},
 };
 
 /// The data that an offer can be checked against.
@@ -74,7 +74,7 @@ pub struct Figures {
     /// How many of them were wrong.
     pub mismatches: u64,
     /// The first of those.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "crate::wire::strict::optional_object")]
     pub first_mismatch: Option<Mismatch>,
     /// The digest that was found, if the offer has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -130,7 +130,8 @@ impl Figures {
         }
         let first = self.first_mismatch.map_or_else(String::new, |first| format!(", the first at {}", first.index));
         Err(wrong(format!(
-            "a result has verified: {verified}, {claimed} words, {mismatches} wrong{first}, for words {words:?}"
+            "a result has verified: {verified}, {claimed} words, {mismatches} wrong{first}, for {count} words from {} on",
+            words.start
         )))
     }
 }
@@ -138,6 +139,7 @@ impl Figures {
 fn parse<T: DeserializeOwned>(check: &Check) -> Result<T> {
     serde_json::from_value(check.clone().into()).map_err(|error| {
         let mut reason = format!("a check is wrong: {error}");
+        shorten(&mut reason, MAX_NAME);
         clean(&mut reason);
         wrong(reason)
     })

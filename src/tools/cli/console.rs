@@ -15,6 +15,7 @@ use super::{
     report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
 };
 use crate::{
+    array::ArrayDescriptor,
     driver::Backend,
     error::Error,
     memory::{Description, Device},
@@ -265,6 +266,11 @@ impl Console {
                 self.step("save", Some(elapsed), format!("{} in {}", bytes(size), path.display()));
             }
         }
+    }
+
+    /// Enters the array that the data is.
+    pub fn array(&self, array: Option<&ArrayDescriptor>) {
+        self.state().report.array = array.cloned();
     }
 
     fn device(&self, device: &Device, granularity: u64) {

@@ -86,6 +86,7 @@ impl Session for Produce {
     fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
         let observer = |event: Event<'_>| console.event(event);
         let (source, size, array) = self.extent.resolve(&self.array)?;
+        console.array(array.as_ref());
         let path = socket_path(self.meet.socket.as_deref())?;
         Listener::check_free(&path)?;
         let config = self.meet.config(cancel);

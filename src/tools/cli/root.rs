@@ -7,6 +7,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use super::{
     Consume, Produce, Session,
     bench::BenchOptions,
+    conform::ConformOptions,
     devices::DevicesOptions,
     doctor::DoctorOptions,
     pages::{CompletionsOptions, ManOptions},
@@ -41,6 +42,8 @@ enum Command {
     #[command(disable_help_flag = true)]
     Bench(BenchOptions),
     #[command(disable_help_flag = true)]
+    Conform(ConformOptions),
+    #[command(disable_help_flag = true)]
     Completions(CompletionsOptions),
     #[command(disable_help_flag = true)]
     Man(ManOptions),
@@ -50,12 +53,13 @@ enum Command {
 }
 
 /// The commands, for the JSON of bad usage.
-const NAMES: [&str; 7] = [
+const NAMES: [&str; 8] = [
     "produce",
     "consume",
     DoctorOptions::NAME,
     DevicesOptions::NAME,
     BenchOptions::NAME,
+    ConformOptions::NAME,
     CompletionsOptions::NAME,
     ManOptions::NAME,
 ];
@@ -85,6 +89,7 @@ pub fn main() -> ExitCode {
             Command::Doctor(doctor) => run_tool(doctor),
             Command::Devices(devices) => run_tool(devices),
             Command::Bench(bench) => run_tool(bench),
+            Command::Conform(conform) => run_tool(conform),
             Command::Completions(completions) => run_tool(completions),
             Command::Man(man) => run_tool(man),
             Command::Child { task } => tools::run_child(&task),

@@ -4,6 +4,7 @@ mod fake;
 mod faulty;
 mod mapped;
 mod process;
+pub(crate) mod schema;
 mod subject;
 
 pub(crate) use self::{

@@ -22,6 +22,7 @@ use crate::{
             context::ProbeContext,
             outcome::{ProbeOutcome, ProbeResult, micros, timed},
         },
+        units::bytes,
     },
 };
 
@@ -63,7 +64,7 @@ pub(super) fn granularity(context: &mut ProbeContext) -> ProbeResult {
     let properties = Properties { location, exportable: true, immutable: false };
     let minimum = device.verbs().granularity(&properties, Granularity::Minimum)?;
     let recommended = device.verbs().granularity(&properties, Granularity::Recommended)?;
-    let meaning = format!("Shared memory comes in multiples of {minimum} bytes.");
+    let meaning = format!("Shared memory comes in multiples of {}.", bytes(minimum));
     Ok(ProbeOutcome::ok(meaning).figure("minimum_bytes", minimum).figure("recommended_bytes", recommended))
 }
 

@@ -1,0 +1,67 @@
+//! Records that no implementation may take.
+
+use serde::Deserialize;
+
+use crate::{
+    error::{Error, ErrorCode, Result},
+    wire::{HEADER_LENGTH, MAX_BODY},
+};
+
+/// A record that breaks a rule wherever it comes.
+pub(super) struct Unreadable {
+    pub(super) name: String,
+    pub(super) rule: &'static str,
+    pub(super) code: ErrorCode,
+    pub(super) record: Vec<u8>,
+    /// How many descriptors come with it.
+    pub(super) descriptors: usize,
+}
+
+#[derive(Deserialize)]
+struct Golden {
+    refused: Vec<Refused>,
+}
+
+#[derive(Deserialize)]
+struct Refused {
+    name: String,
+    rule: String,
+    descriptors: usize,
+    #[serde(with = "hex::serde")]
+    hex: Vec<u8>,
+}
+
+/// The rules that records of that kind break, as cases name them.
+const RULES: [&str; 8] = ["R1", "R2", "R3", "R4", "R6", "R7", "R8", "R9"];
+
+/// All of them: those of the golden records, and one that is too long to be written there.
+///
+/// # Errors
+/// [`Error::Caller`] if that file is broken, which a test holds.
+pub(super) fn unreadable() -> Result<Vec<Unreadable>> {
+    let golden: Golden = serde_json::from_str(include_str!("../../../docs/golden.json"))
+        .map_err(|error| Error::Caller(Box::new(error)))?;
+    let of = |refused: Refused| {
+        let code = match refused.name.contains("another version") {
+            true => ErrorCode::Version,
+            false => ErrorCode::Protocol,
+        };
+        let rule = RULES.into_iter().find(|rule| *rule == refused.rule).unwrap_or("R2");
+        let (name, record, descriptors) = (refused.name, refused.hex, refused.descriptors);
+        Unreadable { name, rule, code, record, descriptors }
+    };
+    let mut all: Vec<Unreadable> = golden.refused.into_iter().map(of).collect();
+    let mut long = b"VMFD\x01\x00\x07\x00".to_vec();
+    long.extend((MAX_BODY as u32 + 1).to_le_bytes());
+    long.extend([0; 4]);
+    long.extend(b"{}");
+    long.resize(HEADER_LENGTH + MAX_BODY + 1, b' ');
+    let name = "a body of 65537 bytes".to_owned();
+    all.push(Unreadable { name, rule: "R1", code: ErrorCode::Protocol, record: long, descriptors: 0 });
+    Ok(all)
+}
+
+/// The rule, as a case names it.
+pub(super) fn about(rule: &'static str) -> &'static [&'static str] {
+    RULES.iter().position(|known| *known == rule).map_or(&[], |at| &RULES[at..=at])
+}

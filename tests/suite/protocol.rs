@@ -1,0 +1,430 @@
+//! The rules of the page that need more than one record: silence, floods, turns, lies about memory, and what a command prints of
+//! them.
+
+use std::{
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        stat::fstat,
+    },
+    unistd::ftruncate,
+};
+use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, connect, listen};
+use vmmfd::{
+    Error,
+    channel::{Cancel, Channel},
+    driver::{Access, Backend, Choice, GRANULARITY, open},
+    error::PeerError,
+    memory::{Device, Selector, Shared, Spec},
+    session::{
+        Config, Verdict,
+        handoff::{Buffer, Content, ServeOptions, serve_connection},
+        stream::Subscriber,
+    },
+    tools::check::Figures,
+    wire::{Busy, Check, ErrorCode, Failure, Hello, Message, Offer, Received, Request, Segments},
+};
+
+use crate::{
+    conversation::{PATIENCE, answer, dial, hello, request, seqpacket, told},
+    running::{Ended, Meeting, Running},
+};
+
+/// The next message that is an error.
+fn failure(channel: &mut Channel) -> Failure {
+    match answer(channel) {
+        (Message::Error(failure), _) => failure,
+        (other, _) => panic!("{other:?}"),
+    }
+}
+
+/// Says hello and asks for the buffer, as by hand, up to the acknowledgement.
+fn take(channel: &mut Channel) -> Offer {
+    channel.send(&request("default", None), &[]).unwrap();
+    let (Message::Offer(offer), _) = answer(channel) else { panic!() };
+    let (Message::Segments(segments), _) = answer(channel) else { panic!() };
+    channel.send(&Message::Received(Received { segments: segments.sizes.len() as u64 }), &[]).unwrap();
+    *offer
+}
+
+fn greeted(meeting: &Meeting) -> Channel {
+    let mut channel = dial(&meeting.socket());
+    channel.send(&hello(Backend::Host), &[]).unwrap();
+    assert!(matches!(answer(&mut channel), (Message::Hello(_), _)));
+    channel
+}
+
+fn finish(channel: &mut Channel) {
+    channel.send(&Message::Result(Verdict::unchecked(true)), &[]).unwrap();
+    assert!(matches!(answer(channel), (Message::Result(_), _)));
+}
+
+mod producers {
+    use super::*;
+
+    #[test]
+    fn a_consumer_that_is_silent_between_two_requests_is_told_so() {
+        let meeting = Meeting::host();
+        let producer = meeting.listening(&["--timeout", "300ms", "--size", "4"]);
+        let mut channel = greeted(&meeting);
+        take(&mut channel);
+        finish(&mut channel);
+        let failure = failure(&mut channel);
+        assert_eq!(failure.code, ErrorCode::Timeout);
+        assert!(failure.message.contains("waiting for another request"), "{}", failure.message);
+        // It has what it asked for all the same.
+        producer.end().code(0);
+    }
+
+    #[test]
+    fn a_peer_that_used_its_time_up_is_not_waited_for_again() {
+        let timeout = Duration::from_secs(4);
+        let meeting = Meeting::host();
+        let producer = meeting.listening(&["--timeout", "4s", "--size", "4"]);
+        // It stays connected, and says nothing.
+        let mut stopped = greeted(&meeting);
+        take(&mut stopped);
+        let begun = Instant::now();
+        producer.end().code(4).says("silent for 4s");
+        // A second wait would end after 8 s.
+        assert!(begun.elapsed() < timeout + Duration::from_secs(3), "{:?}", begun.elapsed());
+        assert_eq!(told(&mut stopped), ErrorCode::Timeout);
+    }
+
+    #[test]
+    fn a_turn_in_a_round_trip_ends_however_often_its_consumer_is_busy() {
+        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+        let shared = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(4)).unwrap();
+        let buffer = Buffer::new(shared, Replies, None).unwrap();
+        let options = ServeOptions::default().with_round_trip(true).with_turn(Duration::from_millis(200));
+        for pause in [Duration::ZERO, Duration::from_millis(20)] {
+            let (ours, theirs) = Channel::socket_pair().unwrap();
+            let mut channel = Channel::new(theirs, PATIENCE, &Cancel::new().unwrap()).unwrap();
+            thread::scope(|scope| {
+                let producer =
+                    scope.spawn(|| serve_connection(ours, &buffer, &options, &Config::default(), &|_| {}).unwrap());
+                channel.send(&hello(Backend::Host), &[]).unwrap();
+                answer(&mut channel);
+                take(&mut channel);
+                let refused = loop {
+                    match channel.send(&Message::Busy(Busy {}), &[]) {
+                        Ok(()) => thread::sleep(pause),
+                        Err(error) => break error,
+                    }
+                };
+                assert!(
+                    matches!(&refused, Error::Peer(PeerError::Reported { code: ErrorCode::Timeout, message })
+                        if message.contains("had the buffer to itself for 200ms")),
+                    "{refused:?}"
+                );
+                drop(channel);
+                let served = producer.join().unwrap();
+                assert!(matches!(served.error, Some(Error::Peer(PeerError::TurnTooLong { .. }))), "{served:?}");
+            });
+        }
+    }
+
+    /// Content that expects a reply.
+    struct Replies;
+
+    impl Content for Replies {
+        fn expects_reply(&self) -> bool {
+            true
+        }
+    }
+
+    #[test]
+    fn a_flood_of_silent_connections_leaves_those_that_said_hello_and_is_told() {
+        let meeting = Meeting::host();
+        let producer = meeting.listening(&["--size", "4"]);
+        let mut polite = greeted(&meeting);
+        let mut first = dial(&meeting.socket());
+        let flood: Vec<UnixStream> = (0..300)
+            .map(|_| {
+                let socket = seqpacket();
+                connect(&socket, &SocketAddrUnix::new(meeting.socket()).unwrap()).unwrap();
+                UnixStream::from(socket)
+            })
+            .collect();
+        assert_eq!(told(&mut first), ErrorCode::Full, "the oldest silent one makes room");
+        take(&mut polite);
+        finish(&mut polite);
+        polite.finish(PATIENCE);
+        drop(flood);
+        producer.end().code(0);
+    }
+
+    #[test]
+    fn what_contradicts_the_page_is_answered_with_a_rule_and_no_debugging_output() {
+        let meeting = Meeting::host();
+        // A digest where none was offered.
+        let producer = meeting.listening(&["--size", "8"]);
+        let mut channel = greeted(&meeting);
+        take(&mut channel);
+        let figures = Figures { words: 2, digest: Some("blake3:00".to_owned()), ..Figures::default() };
+        channel.send(&Message::Result(figures.verdict(true)), &[]).unwrap();
+        let failure = failure(&mut channel);
+        assert_eq!(failure.code, ErrorCode::Protocol);
+        assert_eq!(
+            failure.message,
+            "the peer broke the protocol: a result that is right has digest blake3:00, and no digest was offered"
+        );
+        channel.finish(PATIENCE);
+        producer.end().code(4);
+    }
+
+    #[test]
+    fn the_array_is_in_the_producers_report() {
+        let meeting = Meeting::host();
+        let producer = meeting.producer(&["--dtype", "f32", "--shape", "4", "--json"]).start();
+        meeting.consumer(&[]).end().code(0);
+        let report = producer.end().code(0).json();
+        let expected = serde_json::json!({"dtype": "float32", "shape": [4], "strides": null, "offset": 0});
+        assert_eq!(report["array"], expected);
+    }
+
+    #[test]
+    fn a_consumer_that_waits_half_a_second_is_told_often_enough() {
+        let meeting = Meeting::host();
+        // It is far more patient than its consumer.
+        let producer = meeting.listening(&["--round-trip", "--consumers", "2", "--size", "4"]);
+        let mut first = greeted(&meeting);
+        take(&mut first);
+        let second = meeting.consumer(&["--timeout", "500ms"]).start();
+        // Four times as long as it waits through a silence.
+        for _ in 0..10 {
+            thread::sleep(Duration::from_millis(200));
+            first.send(&Message::Busy(Busy {}), &[]).unwrap();
+        }
+        finish(&mut first);
+        first.finish(PATIENCE);
+        second.end().code(0);
+        producer.end().code(0);
+    }
+}
+
+mod consumers {
+    use super::*;
+
+    /// A listener that a `consumer` process meets, and what is said to it.
+    fn against(serve: impl FnOnce(&mut Channel), options: &[&str]) -> Ended {
+        let meeting = Meeting::host();
+        let (mut channel, consumer) = met(&meeting, options);
+        serve(&mut channel);
+        drop(channel);
+        consumer.end()
+    }
+
+    fn met(meeting: &Meeting, options: &[&str]) -> (Channel, Running) {
+        let listener = seqpacket();
+        bind(&listener, &SocketAddrUnix::new(meeting.socket()).unwrap()).unwrap();
+        listen(&listener, 1).unwrap();
+        let consumer = meeting.consumer(options).start();
+        let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+        (Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap(), consumer)
+    }
+
+    fn greet(channel: &mut Channel, backend: Backend) {
+        answer(channel);
+        channel.send(&hello(backend), &[]).unwrap();
+        assert!(matches!(answer(channel), (Message::Request(Request { .. }), _)));
+    }
+
+    /// What a host producer offers, with its descriptor.
+    fn offered(size: u64) -> (Offer, OwnedFd) {
+        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+        let shared = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(size)).unwrap();
+        let (part, chunks) = shared.chunks(0..size).unwrap().unwrap();
+        let offer = Offer {
+            object: "default".into(),
+            memory: (&shared.describe().unwrap()).into(),
+            array: None,
+            access: Access::ReadOnly,
+            part: Some(part.into()),
+            check: None,
+            buffer: None,
+        };
+        (offer, chunks[0].as_fd().try_clone_to_owned().unwrap())
+    }
+
+    fn give(channel: &mut Channel, offer: &Offer, fd: &OwnedFd) {
+        channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
+        let segments = Segments { first: 0, sizes: vec![offer.memory.mapped_size] };
+        // It may have seen enough.
+        let _ = channel.send(&Message::Segments(segments), &[fd.as_fd()]);
+    }
+
+    #[test]
+    fn a_producer_that_stops_is_waited_for_once() {
+        let begun = Instant::now();
+        let meeting = Meeting::host();
+        let (mut stopped, consumer) = met(&meeting, &["--timeout", "4s"]);
+        greet(&mut stopped, Backend::Host);
+        consumer.end().code(4).says("silent for 4s while this side was waiting for the offer");
+        // A second wait would end after 8 s.
+        assert!(begun.elapsed() < Duration::from_secs(7), "{:?}", begun.elapsed());
+        assert_eq!(told(&mut stopped), ErrorCode::Timeout);
+    }
+
+    #[test]
+    fn an_offer_of_more_than_there_can_be_is_the_peers_lie() {
+        let (sound, fd) = offered(100);
+        for mapped_size in [1 << 46, 1 << 47, 1 << 63] {
+            let mut offer = sound.clone();
+            offer.memory.mapped_size = mapped_size;
+            offer.part.as_mut().unwrap().size = mapped_size;
+            let ended = against(
+                |channel| {
+                    greet(channel, Backend::Host);
+                    give(channel, &offer, &fd);
+                    assert_eq!(told(channel), ErrorCode::Protocol, "{mapped_size}");
+                },
+                &["--json"],
+            );
+            assert_eq!(ended.code(4).json()["error"]["kind"], "peer", "{mapped_size}");
+        }
+    }
+
+    #[test]
+    fn an_offer_of_another_backend_is_refused() {
+        let (offer, fd) = offered(100);
+        let ended = against(
+            |channel| {
+                greet(channel, Backend::Cuda);
+                give(channel, &offer, &fd);
+                assert_eq!(told(channel), ErrorCode::Backend);
+            },
+            &[],
+        );
+        ended.code(4).says("the producer's memory is on backend cuda, and the consumer uses host");
+    }
+
+    #[test]
+    fn a_sparse_memfd_is_refused_and_not_filled() {
+        let size = 64 * GRANULARITY;
+        let (mut offer, _) = offered(size);
+        let sparse = memfd_create(c"sparse", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+        ftruncate(&sparse, size as i64).unwrap();
+        fallocate(&sparse, FallocateFlags::empty(), 0, GRANULARITY as i64).unwrap();
+        fcntl(&sparse, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL)).unwrap();
+        let blocks = fstat(&sparse).unwrap().st_blocks;
+        offer.check = Some(serde_json::from_str(r#"{"salt":1}"#).unwrap());
+        let ended = against(
+            |channel| {
+                greet(channel, Backend::Host);
+                give(channel, &offer, &sparse);
+                assert_eq!(told(channel), ErrorCode::Protocol);
+            },
+            &[],
+        );
+        ended.code(4).says("bytes are not committed");
+        assert_eq!(fstat(&sparse).unwrap().st_blocks, blocks, "the consumer committed a page");
+    }
+
+    #[test]
+    fn messages_to_a_peer_are_sentences() {
+        let (sound, fd) = offered(100);
+        for (change, expected) in [
+            (
+                (|offer| offer.part.as_mut().unwrap().size = 0) as fn(&mut Offer),
+                "bytes 0 to 100 were asked for, and there follow 1 segments from segment 0 on, 0 bytes from byte 0 on",
+            ),
+            (
+                |offer| offer.part.as_mut().unwrap().first = 1,
+                "1 segments from segment 1 on, 2097152 bytes from byte 0 on: that is no part of 100 bytes of data",
+            ),
+        ] {
+            let mut offer = sound.clone();
+            change(&mut offer);
+            against(
+                |channel| {
+                    greet(channel, Backend::Host);
+                    give(channel, &offer, &fd);
+                    let Failure { code, message } = failure(channel);
+                    assert_eq!(code, ErrorCode::Protocol);
+                    assert!(message.contains(expected), "{message}");
+                    assert!(!message.contains("Part {") && !message.contains(".."), "{message}");
+                },
+                &[],
+            )
+            .code(4);
+        }
+    }
+
+    #[test]
+    fn a_code_of_the_future_is_shown_by_its_name() {
+        let ended = against(
+            |channel| {
+                greet(channel, Backend::Host);
+                let body = r#"{"code":"too_warm","message":"the room"}"#;
+                let mut record = b"VMFD\x01\x00\x08\x00".to_vec();
+                record.extend((body.len() as u32).to_le_bytes());
+                record.extend([0; 4]);
+                record.extend(body.as_bytes());
+                rustix::net::send(channel.as_fd(), &record, rustix::net::SendFlags::NOSIGNAL).unwrap();
+            },
+            &[],
+        );
+        ended.code(4).says("the peer reported: the room (too_warm)");
+    }
+
+    #[test]
+    fn an_object_of_another_backend_is_refused_by_a_subscriber_too() {
+        let (offer, _) = offered(100);
+        let (ours, theirs) = Channel::socket_pair().unwrap();
+        let mut channel = Channel::new(ours, PATIENCE, &Cancel::new().unwrap()).unwrap();
+        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+        thread::scope(|scope| {
+            let subscriber = scope.spawn(|| {
+                let mut subscriber = Subscriber::over(theirs, &driver, None, 1, &Config::default())?;
+                subscriber.receive().map(drop)
+            });
+            answer(&mut channel);
+            let Message::Hello(greeting) = hello(Backend::Cuda) else { panic!() };
+            let greeting = Hello { capabilities: vec!["stream".to_owned()], ..greeting };
+            channel.send(&Message::Hello(greeting), &[]).unwrap();
+            assert!(matches!(answer(&mut channel), (Message::Subscribe(_), _)));
+            let offer = Offer { buffer: Some(1), ..offer };
+            channel.send(&Message::Offer(Box::new(offer)), &[]).unwrap();
+            assert_eq!(told(&mut channel), ErrorCode::Backend);
+            let refused = subscriber.join().unwrap();
+            assert!(
+                matches!(&refused, Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, .. }))),
+                "{refused:?}"
+            );
+        });
+    }
+
+    #[test]
+    fn what_a_producer_found_is_read_from_objects_alone() {
+        let (mut offer, fd) = offered(4);
+        offer.check = None;
+        let mut check = Check::new();
+        check.insert("words".to_owned(), 0.into());
+        check.insert("mismatches".to_owned(), 0.into());
+        check.insert("first_mismatch".to_owned(), serde_json::json!([0, 1, 2]));
+        against(
+            |channel| {
+                greet(channel, Backend::Host);
+                give(channel, &offer, &fd);
+                assert!(matches!(answer(channel), (Message::Received(_), _)));
+                assert!(matches!(answer(channel), (Message::Result(_), _)));
+                channel.send(&Message::Result(Verdict { verified: true, check: Some(check) }), &[]).unwrap();
+                let Failure { code, message } = failure(channel);
+                assert_eq!(code, ErrorCode::Protocol);
+                assert!(message.contains("expected a JSON object"), "{message}");
+            },
+            &[],
+        )
+        .code(4);
+    }
+}
