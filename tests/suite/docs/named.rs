@@ -113,7 +113,7 @@ fn the_map_names_every_folder() {
     for entry in fs::read_dir(root()).unwrap() {
         let entry = entry.unwrap();
         let name = entry.file_name().into_string().unwrap();
-        let built = ["target", "dist"].contains(&&*name) || name.starts_with('.');
+        let built = (name == "target" || name.starts_with("dist")) || name.starts_with('.');
         if entry.path().is_dir() && !built {
             assert!(map.contains(&format!("`{name}/`")), "the README's map has no {name}/");
         }
