@@ -22,7 +22,7 @@ pub(super) const RULES: &[Rule] = &[
         symptom: "`no CUDA driver library loads`, with `NVIDIA_DRIVER_CAPABILITIES` set and without compute",
         cause: "The container's runtime adds the libraries that NVIDIA_DRIVER_CAPABILITIES names, and libcuda.so.1 comes \
                 with compute, which is not among them.",
-        remedy: "Set NVIDIA_DRIVER_CAPABILITIES=compute,utility in the image or for the container, or unset it.",
+        remedy: "Set NVIDIA_DRIVER_CAPABILITIES=compute in the image or for the container, or unset it.",
         matches: |finding, environment, _| {
             let gives_compute = |list: &str| {
                 list.split(',').map(str::trim).any(|capability| matches!(capability, "all" | "compute" | ""))
