@@ -357,3 +357,27 @@ fn every_object_is_as_its_schema_says() {
     assert_eq!(two["pairs"].as_array().unwrap().len(), 2);
     fits("doctor", &two);
 }
+
+#[test]
+fn install_puts_the_program_its_pages_and_completions_below_a_prefix() {
+    let meeting = Meeting::host();
+    let program = vmmfd(&meeting, &[]).command.get_program().to_owned();
+    let prefix = meeting.folder().join("destination/usr");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/install");
+    let output = Command::new(script).arg(program).arg(&prefix).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for (file, words) in [
+        ("share/man/man1/vmmfd.1", ".TH"),
+        ("share/man/man1/vmmfd-doctor-serve.1", ".TH"),
+        ("share/bash-completion/completions/vmmfd", "_vmmfd"),
+        ("share/zsh/site-functions/_vmmfd", "#compdef vmmfd"),
+        ("share/fish/vendor_completions.d/vmmfd.fish", "complete -c vmmfd"),
+    ] {
+        let text = fs::read_to_string(prefix.join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        assert!(text.contains(words), "{file}");
+    }
+    let version = Command::new(prefix.join("bin/vmmfd")).arg("--version").output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&version.stdout), concat!("vmmfd ", env!("CARGO_PKG_VERSION"), "\n"));
+    // Names that others have too are not installed.
+    assert_eq!(fs::read_dir(prefix.join("bin")).unwrap().count(), 1);
+}

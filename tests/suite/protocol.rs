@@ -115,18 +115,20 @@ mod producers {
                 channel.send(&hello(Backend::Host), &[]).unwrap();
                 answer(&mut channel);
                 take(&mut channel);
+                let begun = Instant::now();
                 let refused = loop {
                     match channel.send(&Message::Busy(Busy {}), &[]) {
-                        Ok(()) => thread::sleep(pause),
-                        Err(error) => break error,
+                        Ok(()) if begun.elapsed() < PATIENCE => thread::sleep(pause),
+                        Ok(()) => break None,
+                        Err(error) => break Some(error),
                     }
                 };
+                drop(channel);
                 assert!(
-                    matches!(&refused, Error::Peer(PeerError::Reported { code: ErrorCode::Timeout, message })
+                    matches!(&refused, Some(Error::Peer(PeerError::Reported { code: ErrorCode::Timeout, message }))
                         if message.contains("had the buffer to itself for 200ms")),
                     "{refused:?}"
                 );
-                drop(channel);
                 let served = producer.join().unwrap();
                 assert!(matches!(served.error, Some(Error::Peer(PeerError::TurnTooLong { .. }))), "{served:?}");
             });

@@ -30,6 +30,5 @@ pub use self::{
 use self::{
     options::{ArrayOptions, Extent, Meet, parse_range, parse_salt, parse_size, parse_target, sharing},
     output::Output,
-    root::standalone,
     run::{Tool, ToolOutput, leave_open, raise_file_limit},
 };

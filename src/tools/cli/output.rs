@@ -13,9 +13,6 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
 
-use super::report::ErrorSummary;
-use crate::tools::stamp;
-
 /// The options of every command about its output.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Output")]
@@ -66,21 +63,6 @@ impl Output {
 /// Whether a stream is to be coloured: if it is a terminal, unless `NO_COLOR`, `CLICOLOR`, `CLICOLOR_FORCE` or `TERM=dumb` decides.
 pub(super) fn is_coloured(stream: &impl RawStream) -> bool {
     AutoStream::choice(stream) != ColorChoice::Never
-}
-
-/// The failure of a command that has no report to print: its JSON object.
-#[derive(Debug, Serialize)]
-pub(super) struct Failure {
-    schema: u32,
-    tool: String,
-    command: Option<&'static str>,
-    error: ErrorSummary,
-}
-
-impl Failure {
-    pub(super) fn new(command: Option<&'static str>, error: ErrorSummary) -> Self {
-        Self { schema: 1, tool: stamp::tool(), command, error }
-    }
 }
 
 /// A report as one line of JSON.

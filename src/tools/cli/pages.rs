@@ -9,7 +9,6 @@ use super::{
     Exit, Output, Tool, ToolOutput,
     exit::exit_codes,
     output::{Progress, json_line},
-    root,
 };
 use crate::{channel::Cancel, error::Error};
 
@@ -42,47 +41,47 @@ pub(super) struct ManOptions {
     output: Output,
 }
 
-fn named(name: &str) -> Command {
-    match name {
-        "producer" => super::standalone::<super::Produce>(),
-        "consumer" => super::standalone::<super::Consume>(),
-        _ => root::command(),
-    }
+/// One of the two, with the parsers of the commands by name: they are made of all options, these included.
+pub(super) struct Pages<O> {
+    pub(super) options: O,
+    pub(super) parser: fn(&str) -> Command,
 }
 
-impl Tool for CompletionsOptions {
+impl Tool for Pages<CompletionsOptions> {
     const NAME: &'static str = "completions";
 
     fn output(&self) -> &Output {
-        &self.output
+        &self.options.output
     }
 
     fn run(&self, _cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let mut script = Vec::new();
-        clap_complete::generate(self.shell, &mut named(&self.of), self.of.as_str(), &mut script);
+        let CompletionsOptions { shell, of, output } = &self.options;
+        clap_complete::generate(*shell, &mut (self.parser)(of), of.as_str(), &mut script);
         let script = String::from_utf8(script)?;
-        let json = || serde_json::json!({"schema": 1, "shell": self.shell.to_string(), "script": script});
-        Ok(ToolOutput { text: if self.output.json { json_line(&json()) } else { script }, exit: Exit::Verified })
+        let json = || serde_json::json!({"schema": 1, "shell": shell.to_string(), "script": script});
+        Ok(ToolOutput { text: if output.json { json_line(&json()) } else { script }, exit: Exit::Verified })
     }
 }
 
-impl Tool for ManOptions {
+impl Tool for Pages<ManOptions> {
     const NAME: &'static str = "man";
 
     fn output(&self) -> &Output {
-        &self.output
+        &self.options.output
     }
 
     fn run(&self, _cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
-        let failed = |error: io::Error| Error::system(format!("write man pages into {}", self.folder.display()), error);
-        std::fs::create_dir_all(&self.folder).map_err(failed)?;
+        let ManOptions { folder, output } = &self.options;
+        let failed = |error: io::Error| Error::system(format!("write man pages into {}", folder.display()), error);
+        std::fs::create_dir_all(folder).map_err(failed)?;
         let mut pages = Vec::new();
         for name in ["vmmfd", "producer", "consumer"] {
-            let mut command = named(name);
+            let mut command = (self.parser)(name);
             command.build();
-            write(&command, &self.folder, &mut pages).map_err(failed)?;
+            write(&command, folder, &mut pages).map_err(failed)?;
         }
-        let text = match (self.output.json, self.output.quiet) {
+        let text = match (output.json, output.quiet) {
             (true, _) => json_line(&serde_json::json!({"schema": 1, "pages": pages})),
             (false, true) => String::new(),
             (false, false) => pages.iter().map(|page| format!("{}\n", page.display())).collect(),

@@ -11,6 +11,7 @@ use crate::{
     tools::{
         check::pattern::{Engine, Mismatch},
         error::{hint, kind_of},
+        stamp,
     },
 };
 
@@ -122,5 +123,20 @@ impl From<&Served> for ConsumerReport {
         };
         let error = served.error.as_ref().map(Error::in_full);
         Self { pid: served.peer.pid, uid: served.peer.uid, outcome, error }
+    }
+}
+
+/// The failure of a command that has no report to print: its JSON object.
+#[derive(Debug, Serialize)]
+pub(super) struct Failure {
+    schema: u32,
+    tool: String,
+    command: Option<&'static str>,
+    error: ErrorSummary,
+}
+
+impl Failure {
+    pub(super) fn new(command: Option<&'static str>, error: ErrorSummary) -> Self {
+        Self { schema: 1, tool: stamp::tool(), command, error }
     }
 }

@@ -10,7 +10,7 @@ use super::{
     conform::ConformOptions,
     devices::DevicesOptions,
     doctor::DoctorOptions,
-    pages::{CompletionsOptions, ManOptions},
+    pages::{CompletionsOptions, ManOptions, Pages},
     run::{Tool, run_session, run_tool, usage},
 };
 use crate::tools::{self, cli::EXIT_CODES};
@@ -60,17 +60,21 @@ const NAMES: [&str; 8] = [
     DevicesOptions::NAME,
     BenchOptions::NAME,
     ConformOptions::NAME,
-    CompletionsOptions::NAME,
-    ManOptions::NAME,
+    Pages::<CompletionsOptions>::NAME,
+    Pages::<ManOptions>::NAME,
 ];
 
-/// The parser of `vmmfd`.
-pub(super) fn command() -> clap::Command {
-    Options::command()
+/// The parser of a program by its name.
+fn parser(name: &str) -> clap::Command {
+    match name {
+        Produce::ROLE => standalone::<Produce>(),
+        Consume::ROLE => standalone::<Consume>(),
+        _ => Options::command(),
+    }
 }
 
 /// The parser of a command that is a program of its own.
-pub(super) fn standalone<S: Session + Args>() -> clap::Command {
+fn standalone<S: Session + Args>() -> clap::Command {
     let command = clap::Command::new(S::ROLE)
         .version(env!("CARGO_PKG_VERSION"))
         .after_help(EXIT_CODES)
@@ -90,8 +94,8 @@ pub fn main() -> ExitCode {
             Command::Devices(devices) => run_tool(devices),
             Command::Bench(bench) => run_tool(bench),
             Command::Conform(conform) => run_tool(conform),
-            Command::Completions(completions) => run_tool(completions),
-            Command::Man(man) => run_tool(man),
+            Command::Completions(options) => run_tool(Pages { options, parser }),
+            Command::Man(options) => run_tool(Pages { options, parser }),
             Command::Child { task } => tools::run_child(&task),
         },
         Err(error) => {

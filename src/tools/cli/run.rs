@@ -22,8 +22,8 @@ use nix::{
 
 use super::{
     Console, Exit,
-    output::{Failure, Output, Progress, complain, json_line},
-    report::{CommandReport, ErrorSummary},
+    output::{Output, Progress, complain, json_line},
+    report::{CommandReport, ErrorSummary, Failure},
 };
 use crate::{
     channel::Cancel,
