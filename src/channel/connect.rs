@@ -1,7 +1,8 @@
 //! Connecting to a socket that another process listens on.
 
 use std::{
-    os::fd::OwnedFd,
+    fs,
+    os::{fd::OwnedFd, unix::fs::FileTypeExt},
     path::Path,
     time::{Duration, Instant},
 };
@@ -32,6 +33,10 @@ pub(super) fn attempt(path: &Path) -> Result<Attempt> {
     let socket = new_socket()?;
     match rustix::net::connect(&socket, &address) {
         Ok(()) => Ok(Attempt::Connected(socket)),
+        Err(Errno::CONNREFUSED) if is_no_socket(path) => Err(Error::Socket(SocketError::Path {
+            path: path.to_owned(),
+            reason: "a file of that name exists and is not a socket".to_owned(),
+        })),
         Err(Errno::NOENT | Errno::CONNREFUSED) => Ok(Attempt::Absent),
         Err(Errno::AGAIN | Errno::INTR) => Ok(Attempt::Full),
         Err(Errno::ACCESS | Errno::PERM) => Ok(Attempt::Denied),
@@ -41,6 +46,11 @@ pub(super) fn attempt(path: &Path) -> Result<Attempt> {
         })),
         Err(errno) => Err(Error::system(format!("connect to {}", path.display()), errno)),
     }
+}
+
+/// Whether a path is of another kind of file.
+fn is_no_socket(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| !metadata.file_type().is_socket())
 }
 
 /// Non-blocking, since a full backlog would block `connect`.

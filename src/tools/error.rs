@@ -128,7 +128,7 @@ pub fn hint(error: &Error) -> Option<&str> {
         Error::Peer(PeerError::NotAllowed { .. }) => "allow that user with --allow-uid",
         Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. })
         | Error::Socket(SocketError::Denied { .. }) => "the other side must allow this user with --allow-uid",
-        Error::Driver { code: code::OUT_OF_MEMORY, .. } => "free device memory first, or ask for less",
+        Error::Driver { code: code::OUT_OF_MEMORY, .. } => "free memory first, or ask for less",
         Error::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
             "the driver library and the kernel module differ in version: reboot, or rebuild the container"
         }

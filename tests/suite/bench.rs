@@ -366,7 +366,7 @@ fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
         assert_eq!(ended.stdout, "");
     }
     let ended = bench(&meeting, &["stages"]).env("FAKECUDA_FAIL", "cuMemCreate:2:2").end();
-    ended.code(5).says("  hint: free device memory first");
+    ended.code(5).says("  hint: free memory first");
     assert_ended(&meeting);
 }
 

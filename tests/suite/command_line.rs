@@ -147,6 +147,41 @@ fn json_prints_one_object_whatever_happens() {
 }
 
 #[test]
+fn names_that_are_no_text_and_files_that_are_not_there_are_one_sentence() {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+    let meeting = Meeting::host();
+    let mut man = vmmfd(&meeting, &["man", "--json"]);
+    man.command.arg(meeting.folder().join(OsStr::from_bytes(b"\xff")));
+    object(man.end().code(0));
+    for arguments in [
+        &["consume", "--backend", "host", "--to", "/nonexistent/out"][..],
+        &["bench", "--backend", "host", "--svg", "/nonexistent/out"],
+        &["produce", "--backend", "host", "--from", "/nonexistent/out"],
+        &["doctor", "--show", "/nonexistent/out"],
+    ] {
+        vmmfd(&meeting, arguments).end().code(2).says("/nonexistent/out");
+    }
+    vmmfd(&meeting, &["produce", "--from", ""]).end().code(2).says("an empty name");
+    vmmfd(&meeting, &["produce", "--allow-uid", "root"]).end().code(2).says("`root` is not a user's number");
+    // A path can't change the colours of a terminal.
+    let ended = vmmfd(&meeting, &["doctor", "--show", "no\u{1b}[31mthing"]).end();
+    assert!(!ended.code(2).stderr.contains('\u{1b}'), "{:?}", ended.stderr);
+}
+
+#[test]
+fn a_terminal_that_closes_ends_a_command_as_an_interrupt_does() {
+    let meeting = Meeting::fake();
+    let run =
+        vmmfd(&meeting, &["bench", "--json", "--backend", "cuda", "handoff"]).env("FAKECUDA_SLOW", "cuMemMap:3600000");
+    let run = run.start();
+    crate::running::wait_for("the processes", || meeting.processes().len() > 2);
+    run.signal(nix::sys::signal::Signal::SIGHUP);
+    let value = object(run.end().code(129));
+    assert_eq!(value["error"]["kind"], "interrupted");
+    assert!(!meeting.files().iter().any(|file| file.starts_with("vmmfd-bench")), "{:?}", meeting.files());
+}
+
+#[test]
 fn an_interrupted_tool_prints_its_object_once() {
     let meeting = Meeting::fake();
     let run = vmmfd(&meeting, &["doctor", "--json", "-v"]).env("FAKECUDA_SLOW", "cuMemPoolCreate:3600000").start();

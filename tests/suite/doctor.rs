@@ -228,7 +228,9 @@ fn a_fault_of_the_gpu_is_provoked_only_when_asked_for() {
     let stored: Vec<Value> = stores(&[]);
     assert!(stored.is_empty(), "{stored:?}");
     assert_eq!(stores(&["--faults"]), ["ok"]);
-    assert_eq!(stores(&["--only", FAULTING]), ["ok"]);
+    assert_eq!(stores(&["--faults", "--only", "memory"]), ["ok"]);
+    assert_eq!(stores(&["--faults", "--only", FAULTING]), ["ok"]);
+    doctor(&meeting, &["--only", FAULTING]).end().code(2).says("takes --faults");
 }
 
 #[test]
@@ -363,7 +365,9 @@ const CALLS: [(&str, &str, u32, u32); 18] = [
 ];
 
 fn only(meeting: &Meeting, probe: &str) -> Run {
-    doctor(meeting, &["--json", "--timeout", "1500ms", "--only", probe]).env("FAKECUDA_FABRIC", "1")
+    let faults: &[&str] = if probe == FAULTING { &["--faults"] } else { &[] };
+    let options = [&["--json", "--timeout", "1500ms", "--only", probe][..], faults].concat();
+    doctor(meeting, &options).env("FAKECUDA_FABRIC", "1")
 }
 
 /// What became of the one probe, which must not be well: nor may the command say so.

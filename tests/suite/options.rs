@@ -143,6 +143,12 @@ fn paths_that_hold_no_socket_are_refused() {
         run.end().code(2).says(words);
     }
     assert_eq!(fs::read_to_string(&taken).unwrap(), "precious");
+    // Connecting to it is refused at once too, and not waited for.
+    for path in [taken.to_str().unwrap(), meeting.folder().to_str().unwrap()] {
+        let mut run = meeting.bare("consumer");
+        run.command.args(["--backend", "host", "--timeout", "1h", "--socket", path]);
+        run.end().code(2).says("exists and is not a socket");
+    }
 }
 
 #[test]

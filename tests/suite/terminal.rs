@@ -159,6 +159,11 @@ fn a_long_transfer_shows_one_bar_that_moves_and_goes() {
         assert!(!bars.iter().any(|bar| bar.contains("0 B/0 B")), "{bars:?}");
         for bar in &bars {
             assert!(bar.contains("/96.00 MiB"), "{bar}");
+            // What the terminal echoes of Ctrl-C, `^C`, still fits beside it.
+            assert!(
+                bar.trim_start_matches("\u{1b}[2K").trim_end().chars().count() + 2 <= usize::from(columns),
+                "{bar:?}"
+            );
         }
         // At no time are there two, as one would be whose row is longer than the terminal is wide.
         for length in (0..=shown.bytes.len()).step_by(7) {

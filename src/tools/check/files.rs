@@ -63,6 +63,9 @@ impl Source {
         let file = match File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return unfit("does not exist"),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                return unfit("can't be read: permission denied");
+            }
             Err(error) => return Err(Error::system(format!("open {}", path.display()), error)),
         };
         let metadata = file.metadata().map_err(|error| Error::system(format!("look at {}", path.display()), error))?;
@@ -222,7 +225,12 @@ impl Target {
     pub fn create(path: &Path, replace: bool) -> Result<Self> {
         let unfit =
             |problem: &str| Err(Error::from(ToolError::File { path: path.to_owned(), problem: problem.to_owned() }));
-        let fails = |error| Error::system(format!("write {}", path.display()), error);
+        let fails = |error: io::Error| match error.kind() {
+            io::ErrorKind::NotFound => unfit("is in a folder that does not exist").unwrap_err(),
+            io::ErrorKind::PermissionDenied => unfit("can't be written: permission denied").unwrap_err(),
+            io::ErrorKind::ReadOnlyFilesystem => unfit("can't be written: the file system is read-only").unwrap_err(),
+            _ => Error::system(format!("write {}", path.display()), error),
+        };
         let path_written = match fs::metadata(path) {
             Ok(metadata) if !metadata.is_file() => return unfit("exists and is not a regular file"),
             Ok(_) if !replace => return unfit("exists: name another file, or replace it with --force"),

@@ -1,10 +1,6 @@
 //! `bench`: measures handoffs between two real processes.
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum, builder::PossibleValue};
 
@@ -18,12 +14,10 @@ use super::{
 use crate::{
     channel::Cancel,
     driver::Backend,
-    error::Error,
     memory::Selector,
     tools::{
         bench::{self, Bench},
         check::files::Target,
-        error::ToolError,
     },
 };
 
@@ -103,20 +97,6 @@ impl ValueEnum for BenchArg {
     }
 }
 
-/// The file of the picture. Every error of it is bad usage.
-fn picture(path: &Path) -> Result<Target, Error> {
-    Target::create(path, true).map_err(|error| match error {
-        Error::System { source, .. } => {
-            let problem = match source.kind() {
-                io::ErrorKind::NotFound => "is in a folder that does not exist".to_owned(),
-                kind => format!("can't be written: {kind}"),
-            };
-            Error::from(ToolError::File { path: path.to_owned(), problem })
-        }
-        error => error,
-    })
-}
-
 impl Tool for BenchOptions {
     const NAME: &'static str = "bench";
 
@@ -128,7 +108,7 @@ impl Tool for BenchOptions {
         // This process has sockets and descriptors for each consumer.
         raise_file_limit();
         // Before the measurements, which would be lost if it can't be written.
-        let mut svg = self.svg.as_deref().map(picture).transpose()?;
+        let mut svg = self.svg.as_deref().map(|path| Target::create(path, true)).transpose()?;
         let plan = bench::BenchPlan {
             benches: match self.bench {
                 BenchArg::All => Bench::ALL.to_vec(),

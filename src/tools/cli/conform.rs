@@ -7,11 +7,11 @@ use clap::{Args, ValueEnum, builder::PossibleValue};
 use super::{
     Exit, Output, Tool, ToolOutput,
     exit::exit_codes,
-    options::parse_timeout,
+    options::{parse_timeout, parse_uid},
     output::{Progress, json_line},
 };
 use crate::{
-    channel::{Cancel, Trust},
+    channel::{Cancel, Trust, socket_path},
     tools::conform::{self, CaseReport, ConformPlan, Role},
 };
 
@@ -40,7 +40,7 @@ pub(super) struct ConformOptions {
     role: Role,
 
     /// User that the other end may belong to, besides one's own and root; may be given several times
-    #[arg(long = "allow-uid", value_name = "UID", help_heading = "Meeting")]
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
 
     /// How long to wait for the other end to listen, or for its next connection
@@ -93,7 +93,7 @@ impl Tool for ConformOptions {
             return Ok(ToolOutput { text, exit: Exit::Verified });
         }
         let plan = ConformPlan {
-            socket: self.socket.clone().unwrap_or_default(),
+            socket: socket_path(self.socket.as_deref())?,
             role: self.role,
             only: self.only.clone(),
             trust: Trust { uids: self.allow_uids.clone() },

@@ -72,7 +72,7 @@ impl Tried {
 
 /// One device, tried. Blocks while its context is made, which takes the driver some 100 ms.
 fn tried(device: &Device) -> Result<DeviceLine, Error> {
-    let info = device.memory_info();
+    let info = device.memory_info()?;
     let granularity = device.granularity();
     let size = granularity.as_ref().copied().unwrap_or(1);
     let vmm = Allocation::create(device, size).and_then(|memory| memory.export().map(drop));
@@ -87,8 +87,8 @@ fn tried(device: &Device) -> Result<DeviceLine, Error> {
         ordinal: device.ordinal(),
         uuid: device.uuid(),
         name: device.name().to_owned(),
-        memory: info.as_ref().ok().map(|info| info.total),
-        free: info.as_ref().ok().map(|info| info.free),
+        memory: Some(info.total),
+        free: Some(info.free),
         granularity: granularity.ok(),
         sharing,
     })

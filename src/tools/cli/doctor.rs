@@ -10,16 +10,16 @@ use clap::{
 use super::{
     Exit, Output, Tool, ToolOutput,
     exit::exit_codes,
-    options::parse_timeout,
+    options::{parse_timeout, parse_uid},
     output::{Progress, is_coloured, json_line},
 };
 use crate::{
     channel::{Cancel, Trust},
     driver::Backend,
-    error::ParseError,
+    error::{Error, ParseError},
     memory::Selector,
     tools::doctor::{
-        self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES,
+        self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES, Probe,
         text::{self, Style},
     },
 };
@@ -93,7 +93,7 @@ struct MeetOptions {
 
     /// User that the other end may belong to, besides one's own and root; may be given several times. In a user namespace a
     /// user from outside shows as the overflow uid, 65534
-    #[arg(long = "allow-uid", value_name = "UID", help_heading = "Meeting")]
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
 
     /// How long to wait for the other end to appear
@@ -124,15 +124,15 @@ fn probe_names() -> PossibleValuesParser {
 }
 
 fn listing() -> serde_json::Value {
-    let probe = |probe: &doctor::Probe| {
-        let doctor::Probe { name, about, required, faults, .. } = probe;
+    let probe = |probe: &Probe| {
+        let Probe { name, about, required, faults, .. } = probe;
         serde_json::json!({"name": name, "about": about, "required": required, "faults": faults})
     };
     serde_json::json!({"schema": 1, "probes": PROBES.iter().map(probe).collect::<Vec<_>>()})
 }
 
 fn list() -> String {
-    let line = |probe: &doctor::Probe| {
+    let line = |probe: &Probe| {
         let note = match (probe.required, probe.faults) {
             (true, _) => " (required)",
             (_, true) => " (only with --faults or --only)",
@@ -154,6 +154,11 @@ impl Tool for DoctorOptions {
     }
 
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let faulting = |name: &&String| Probe::named(name).is_some_and(|probe| probe.faults);
+        if let Some(name) = self.only.iter().find(faulting).filter(|_| !self.faults) {
+            let problem = format!("the probe {name} provokes a fault of the GPU, which takes --faults");
+            return Err(Error::Misuse { problem }.into());
+        }
         let json = self.output().json;
         if self.list {
             let text = if json { json_line(&listing()) } else { list() };

@@ -40,7 +40,7 @@ macro_rules! exit_codes {
   3    not supported here: no driver, no such device, no sharing by descriptor
   4    the peer failed: absent, gone, timed out, refused, or broke the protocol
   5    the driver or the system failed: out of memory, unsafe folder, live socket
-  130  interrupted (SIGINT); 143 terminated (SIGTERM)"
+  130  interrupted (SIGINT); 143 terminated (SIGTERM); 129 terminal closed (SIGHUP)"
     };
 }
 pub(super) use exit_codes;

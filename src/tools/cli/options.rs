@@ -23,7 +23,7 @@ pub(super) struct Meet {
     pub(super) socket: Option<PathBuf>,
 
     /// User that the peer may belong to, besides one's own and root; may be given several times
-    #[arg(long = "allow-uid", value_name = "UID")]
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid)]
     pub(super) allow_uids: Vec<u32>,
 
     /// Longest wait for the peer to appear, and in each step: 500ms, 30s, 2m
@@ -164,11 +164,12 @@ fn parse_source(text: &str) -> Result<PathBuf, String> {
 /// # Errors
 /// A sentence that says why `-`, standard output, is refused.
 pub(super) fn parse_target(text: &str) -> Result<PathBuf, String> {
-    path(text, "a file appears only once its bytes are verified, which standard output can't do: name a file")
+    path(text, "a file appears only once it is complete and right, which standard output can't do: name a file")
 }
 
 fn path(text: &str, why_no_stream: &str) -> Result<PathBuf, String> {
     match text {
+        "" => Err("an empty name: name a file".to_owned()),
         "-" => Err(format!("`-` is not supported: {why_no_stream} (a file of that name is ./-)")),
         _ => Ok(PathBuf::from(text)),
     }
@@ -186,6 +187,14 @@ pub(super) fn parse_elements(text: &str) -> Result<u64, String> {
         Some(size) => Ok(size),
         None => Err(format!("`{text}` words are more bytes than 64 bits can hold: write fewer")),
     }
+}
+
+/// Parses a user's number.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_uid(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| format!("`{text}` is not a user's number: write it as `id -u` prints it, 0 to 4294967295"))
 }
 
 /// Parses a range of bytes, `OFFSET:LENGTH`, both with or without a unit.

@@ -13,6 +13,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
 
+use crate::wire::clean;
+
 /// The options of every command about its output.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Output")]
@@ -75,7 +77,15 @@ pub(super) fn json_line(report: &impl Serialize) -> String {
 
 /// Writes a line to standard error. A closed one is not an error.
 pub(super) fn complain(line: &str) {
+    let mut line = line.to_owned();
+    // Paths are the user's, and may have what a terminal would obey.
+    clean(&mut line);
     let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// The width of the terminal. A line of the progress never fills it: what the terminal itself echoes, as `^C`, must not wrap.
+fn width() -> usize {
+    rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col))
 }
 
 /// A transfer that is shorter shows no bar.
@@ -108,7 +118,13 @@ impl Progress {
         if done >= all {
             return line.clear();
         }
-        if let Some(bar) = line.bar("{wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}", PATIENCE) {
+        if let Some(bar) = line.bar(
+            &format!(
+                "{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}",
+                width().saturating_sub(50).clamp(3, 40)
+            ),
+            PATIENCE,
+        ) {
             bar.set_length(all);
             bar.set_position(done);
         }
@@ -117,10 +133,10 @@ impl Progress {
     /// Shows which step is under way, and how many are done.
     pub(super) fn step(&self, what: &str, done: usize, all: usize) {
         let Some(mut line) = self.line() else { return };
-        if let Some(bar) = line.bar("{spinner} {pos}/{len} {wide_msg}", Duration::ZERO) {
+        if let Some(bar) = line.bar("{spinner} {pos}/{len} {msg}", Duration::ZERO) {
             bar.set_length(all as u64);
             bar.set_position(done as u64);
-            bar.set_message(what.to_owned());
+            bar.set_message(what.chars().take(width().saturating_sub(16)).collect::<String>());
             bar.enable_steady_tick(TICK);
         }
     }

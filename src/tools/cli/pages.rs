@@ -82,7 +82,10 @@ impl Tool for Pages<ManOptions> {
             write(&command, folder, &mut pages).map_err(failed)?;
         }
         let text = match (output.json, output.quiet) {
-            (true, _) => json_line(&serde_json::json!({"schema": 1, "pages": pages})),
+            (true, _) => {
+                let pages: Vec<String> = pages.iter().map(|page| page.display().to_string()).collect();
+                json_line(&serde_json::json!({"schema": 1, "pages": pages}))
+            }
             (false, true) => String::new(),
             (false, false) => pages.iter().map(|page| format!("{}\n", page.display())).collect(),
         };

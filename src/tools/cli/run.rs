@@ -141,7 +141,7 @@ fn print(text: &str, exit: Exit) -> Exit {
 /// Blocks the signals that end a command, before any thread starts, so that every thread leaves them to the one that waits for
 /// them. Returns those.
 fn block_signals() -> Result<SigSet, Error> {
-    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
+    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
     // A write that exceeds the limit of file sizes then fails with an error.
     let masked = signals.thread_block().and_then(|()| SigSet::from(Signal::SIGXFSZ).thread_block());
     masked.map(|()| signals).map_err(|errno| Error::system("block signals", errno))
@@ -177,7 +177,7 @@ const MOMENT: Duration = Duration::from_millis(200);
 /// How long the last output may take then.
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
-/// Turns the first SIGINT or SIGTERM into a request to stop. A second one ends the process, and so does the end of the grace period:
+/// Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop. A second one ends the process, and so does the end of the grace period:
 /// a call of the driver may not return.
 fn watch(signals: SigSet, cancel: &Cancel, last_output: impl FnOnce(i32) + Send + 'static) -> Result<(), Error> {
     let waiting = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC);
@@ -244,7 +244,7 @@ fn one_line(error: &clap::Error) -> String {
     let lines =
         text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
     let lines: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
-    lines.join(" ").trim_start_matches("error: ").to_owned()
+    lines.join(" ").trim_start_matches("error: ").replace(" tip: ", "; tip: ")
 }
 
 #[cfg(test)]

@@ -36,9 +36,9 @@ pub struct DoctorPlan {
     pub backend: Backend,
     /// The device; `None` for all of them.
     pub device: Option<Selector>,
-    /// The probes, by name; if it is empty all of them, less those that provoke faults of the GPU.
+    /// The probes, by name; if it is empty all of them. Those that provoke faults of the GPU take `faults` besides.
     pub only: Vec<String>,
-    /// Whether to run those that provoke faults of the GPU too.
+    /// Whether to run those that provoke faults of the GPU too, whatever `only` names.
     pub faults: bool,
     /// How long each probe may take.
     pub timeout: Duration,
@@ -46,9 +46,9 @@ pub struct DoctorPlan {
 
 impl DoctorPlan {
     fn wants(&self, probe: &Probe) -> bool {
-        match self.only.is_empty() {
-            true => self.faults || !probe.faults,
-            false => self.only.iter().any(|name| name == probe.name),
+        match probe.faults {
+            true => self.faults,
+            false => self.only.is_empty() || self.only.iter().any(|name| name == probe.name),
         }
     }
 
@@ -56,7 +56,7 @@ impl DoctorPlan {
     fn required(&self) -> Vec<String> {
         let required = |probe: &&Probe| match self.only.is_empty() {
             true => probe.required,
-            false => probe.name == "driver" || self.wants(probe),
+            false => probe.name == "driver" || self.only.iter().any(|name| name == probe.name),
         };
         PROBES.iter().filter(required).map(|probe| probe.name.to_owned()).collect()
     }
@@ -159,7 +159,12 @@ impl Runner<'_> {
         if driver.is_none_or(|driver| driver.status != Status::Ok) && listed.is_empty() {
             return Ok(Vec::new());
         }
-        let identity = |device: &Listed| (device.ordinal, device.uuid, format!("{} {}", device.name, device.uuid));
+        let prefix = match self.plan.backend {
+            Backend::Cuda => "GPU",
+            Backend::Host => "HOST",
+        };
+        let identity =
+            |device: &Listed| (device.ordinal, device.uuid, format!("{} {prefix}-{}", device.name, device.uuid));
         selector.choose(self.plan.backend, listed, identity).map(|device| vec![device.clone()])
     }
 
