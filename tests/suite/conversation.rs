@@ -479,7 +479,7 @@ mod producers {
     }
 
     #[test]
-    fn idle_connections_delay_nobody_and_change_nothing() {
+    fn idle_connections_delay_no_consumer_and_change_nothing() {
         let meeting = Meeting::new(On::Host);
         let producer = meeting.listening(&[]);
         let socket = meeting.socket();

@@ -245,7 +245,7 @@ fn backends_that_differ_are_refused_on_both_sides() {
 }
 
 #[test]
-fn without_a_driver_auto_falls_back_and_says_so_and_cuda_does_not() {
+fn without_a_driver_auto_falls_back_and_reports_it_and_cuda_does_not() {
     let meeting = host();
     let run = |name, backend: &str, options: &[&str]| {
         let mut run = meeting.bare(name).env("LD_LIBRARY_PATH", meeting.folder());

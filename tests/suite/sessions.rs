@@ -264,7 +264,7 @@ fn a_consumer_that_ignores_the_check_is_served() {
 }
 
 #[test]
-fn each_side_says_busy_as_often_as_the_other_needs() {
+fn each_side_sends_busy_as_often_as_the_other_needs() {
     let (patient, impatient, long) = (within(30_000), within(500), Duration::from_secs(3));
     let turn = |mut consumer: Consumer<'_>, slow| {
         let object = consumer.request(&Request::default())?;

@@ -55,8 +55,8 @@ cases! {
     silence_changes_nothing,
     whoever_does_not_wait_is_told_that_there_is_nothing,
     what_makes_no_sense_is_refused_and_changes_nothing,
-    both_ends_finish_their_work_before_they_tell,
-    work_that_fails_is_not_told_as_done,
+    both_ends_finish_their_work_before_they_send,
+    work_that_fails_is_not_reported_as_done,
     nothing_stands_between_a_descriptor_and_its_memory,
     memory_that_can_not_be_opened_is_not_acknowledged,
     arrays_come_with_their_buffers_and_return_with_their_last_view,
@@ -70,8 +70,8 @@ cases! {
     gpus alone: [
     buffers_of_a_pool_share_it,
     a_pool_comes_again_after_a_withdrawal_that_took_long,
-    a_producer_waits_until_what_is_borrowed_is_let_go_of,
-    memory_that_is_borrowed_and_not_let_go_of_stays_allocated,
+    a_producer_waits_until_what_is_borrowed_is_closed,
+    memory_that_is_borrowed_and_not_closed_stays_allocated,
     legacy_memory_is_streamed_to_another_process,
     ]
 }
@@ -640,7 +640,7 @@ fn what_makes_no_sense_is_refused_and_changes_nothing(subject: Subject) {
     }
 }
 
-fn both_ends_finish_their_work_before_they_tell(subject: Subject) {
+fn both_ends_finish_their_work_before_they_send(subject: Subject) {
     let place = Place::new();
     let (mut publisher, mut channel) = place.by_hand(&subject);
     let (id, memory) = buffers(&subject, &mut publisher, 1).remove(0);
@@ -679,7 +679,7 @@ fn both_ends_finish_their_work_before_they_tell(subject: Subject) {
     });
 }
 
-fn work_that_fails_is_not_told_as_done(subject: Subject) {
+fn work_that_fails_is_not_reported_as_done(subject: Subject) {
     let place = Place::new();
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
@@ -1260,7 +1260,7 @@ fn borrowing(subject: &Subject, place: &Place) -> (Publisher, Subscriber, Receiv
     (publisher, subscriber, received)
 }
 
-fn a_producer_waits_until_what_is_borrowed_is_let_go_of(subject: Subject) {
+fn a_producer_waits_until_what_is_borrowed_is_closed(subject: Subject) {
     const A_WHILE: Duration = Duration::from_millis(100);
     let place = Place::new();
     // Whoever waits for a buffer lets go at once, and the subscriber stays.
@@ -1291,7 +1291,7 @@ fn a_producer_waits_until_what_is_borrowed_is_let_go_of(subject: Subject) {
     }
 }
 
-fn memory_that_is_borrowed_and_not_let_go_of_stays_allocated(subject: Subject) {
+fn memory_that_is_borrowed_and_not_closed_stays_allocated(subject: Subject) {
     let place = Place::with_timeout(moment(&subject, 300));
     let (publisher, subscriber, received) = borrowing(&subject, &place);
     let begun = Instant::now();

@@ -18,9 +18,6 @@ use crate::{
     wire::{Busy, ByteRange, Failure, HEADER_LENGTH, Hello, Message, Offer, Request, Segments, Verdict},
 };
 
-/// Not a multiple of a word.
-const SIZE: u64 = 3 * GRANULARITY - 5;
-
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = vec![
         Case::new("one-allocation", &["H2", "C7", "C10", "C12", "K3", "K4"], |scene, peer| {
@@ -44,7 +41,7 @@ pub(super) fn cases() -> Vec<Case> {
         }),
         Case::new("offer-before-hello", &["R2", "H2"], |scene, peer| {
             heard_hello(peer)?;
-            let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+            let lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
             peer.send(&Message::Offer(Box::new(lending.offer)), &[])?;
             peer.ends_with("R2", &[ErrorCode::Protocol], "an offer comes where hello belongs")
         }),
@@ -52,12 +49,12 @@ pub(super) fn cases() -> Vec<Case> {
             heard_hello(peer)?;
             peer.send(&Message::Hello(Hello { backend: "cuda".to_owned(), ..peer.own_hello(&[]) }), &[])?;
             let request = asked(peer)?;
-            let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+            let lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
             offer(peer, &lending.offer, &request)?;
             peer.ends_with("C2", &[ErrorCode::Backend], "a producer that said `cuda` offers memory")
         }),
         Case::new("segments-before-offer", &["R2", "C4"], |scene, peer| {
-            let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+            let lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
             greet(peer)?;
             segments(peer, &lending, 0, 1)?;
             peer.ends_with("C4", &[ErrorCode::Protocol], "segments come where an offer belongs")
@@ -65,7 +62,7 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new("other-access", &["C4"], |scene, peer| {
             let request = greet(peer)?;
             let Some(access) = request.access else { return Fault::left_out("the consumer asks for no access") };
-            let mut lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+            let mut lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
             lending.offer.access = match access {
                 Access::ReadOnly => Access::ReadWrite,
                 Access::ReadWrite => Access::ReadOnly,
@@ -74,7 +71,7 @@ pub(super) fn cases() -> Vec<Case> {
             peer.ends_with("C4", &[ErrorCode::Protocol], "another access is offered than was asked for")
         }),
         Case::new("wrong-order", &["C6"], |scene, peer| {
-            let lending = Lending::new(scene, SIZE, 3, false).map_err(Fault::Failed)?;
+            let lending = Lending::new(scene, 3).map_err(Fault::Failed)?;
             let request = greet(peer)?;
             offer(peer, &lending.offer, &request)?;
             segments(peer, &lending, 1, 1)?;
@@ -126,7 +123,7 @@ fn bad_offers(cases: &mut Vec<Case>) {
     ];
     for &(name, rules, change) in changes {
         cases.push(Case::new(name, rules, move |scene, peer| {
-            let mut lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+            let mut lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
             change(&mut lending.offer);
             let request = greet(peer)?;
             if request.access == Some(Access::ReadOnly) && lending.offer.access == Access::ReadWrite {
@@ -148,7 +145,6 @@ fn enlarge(offer: &mut Offer, mapped_size: u64) {
 }
 
 fn change_part(offer: &mut Offer, change: impl FnOnce(&mut crate::wire::Part)) {
-    offer.part.iter_mut().take(1).for_each(|_| {});
     if let Some(part) = &mut offer.part {
         change(part);
     }
@@ -161,13 +157,13 @@ fn bad_fields(cases: &mut Vec<Case>) {
         ("unknown-location", &["M3"], "/memory/location", "moon".into()),
         ("uuid-with-a-prefix", &["M4"], "/memory/device/uuid", "GPU-00112233-4455-6677-8899-aabbccddeeff".into()),
         ("uuid-without-hyphens", &["M4"], "/memory/device/uuid", "00112233445566778899aabbccddeeff".into()),
-        ("array-for-a-part", &["R4"], "/part", serde_json::json!([0, 1, 0, 3 * GRANULARITY])),
+        ("array-for-a-part", &["R4"], "/part", serde_json::json!([0, 1, 0, GRANULARITY])),
         ("array-for-a-device", &["R4"], "/memory/device", serde_json::json!(["x", "y"])),
         ("65-dimensions", &["A1"], "/array", serde_json::json!({"dtype": "uint8", "shape": vec![1; 65]})),
     ];
     for (name, rules, path, value) in changes {
         cases.push(Case::new(name, rules, move |scene, peer| {
-            let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+            let lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
             let request = greet(peer)?;
             let mut body = body_of(&for_request(&lending.offer, &request))?;
             if let Some(field) = body.pointer_mut(path) {
@@ -189,8 +185,8 @@ fn bad_memory(cases: &mut Vec<Case>) {
     ];
     let mut case = |name: &'static str, rules: &'static [&'static str], flaw: Option<Flaw>| {
         cases.push(Case::new(name, rules, move |scene, peer| {
-            let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
-            let fd = flaw.map_or_else(not_memory, |flaw| memfd(3 * GRANULARITY, flaw)).map_err(Fault::Failed)?;
+            let lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
+            let fd = flaw.map_or_else(not_memory, |flaw| memfd(GRANULARITY, flaw)).map_err(Fault::Failed)?;
             let lending = lending.with_descriptor(fd);
             let request = greet(peer)?;
             offer(peer, &lending.offer, &request)?;
@@ -201,8 +197,8 @@ fn bad_memory(cases: &mut Vec<Case>) {
     flaws.into_iter().for_each(|(name, rules, flaw)| case(name, rules, Some(flaw)));
     case("no-memory", &["V1"], None);
     cases.push(Case::new("committed-foreign-memory", &["V1", "V2", "V3"], |scene, peer| {
-        let fd = memfd(3 * GRANULARITY, Flaw::None).map_err(Fault::Failed)?;
-        let mut lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?.with_descriptor(fd);
+        let fd = memfd(GRANULARITY, Flaw::None).map_err(Fault::Failed)?;
+        let mut lending = Lending::new(scene, 1).map_err(Fault::Failed)?.with_descriptor(fd);
         // It holds zeros.
         lending.offer.check = None;
         let request = greet(peer)?;
@@ -342,7 +338,7 @@ fn answer_and_end(peer: &mut Peer, verified: bool) -> Result<(), Fault> {
 }
 
 fn sound(scene: &Scene<'_>, peer: &mut Peer, count: u64, sealed: bool) -> Result<(), Fault> {
-    let lending = Lending::new(scene, SIZE, count, sealed).map_err(Fault::Failed)?;
+    let lending = Lending::filled(scene, count, sealed).map_err(Fault::Failed)?;
     let request = greet(peer)?;
     if sealed && request.access == Some(Access::ReadWrite) {
         return Fault::left_out("the consumer asks for rw");
@@ -353,7 +349,7 @@ fn sound(scene: &Scene<'_>, peer: &mut Peer, count: u64, sealed: bool) -> Result
 }
 
 fn for_reading_alone(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
-    let lending = Lending::new(scene, SIZE, 1, false).and_then(Lending::for_reading).map_err(Fault::Failed)?;
+    let lending = Lending::filled(scene, 1, false).and_then(Lending::for_reading).map_err(Fault::Failed)?;
     let request = greet(peer)?;
     if request.access == Some(Access::ReadWrite) {
         return Fault::left_out("the consumer asks for rw");
@@ -364,7 +360,7 @@ fn for_reading_alone(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 }
 
 fn unknown_check(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
-    let mut lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+    let mut lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
     lending.offer.check = serde_json::from_str(r#"{"of another extension":[1,{"x":null}]}"#).ok();
     let request = greet(peer)?;
     match lend(peer, &lending, &request)? {
@@ -375,7 +371,7 @@ fn unknown_check(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 }
 
 fn unknown_fields(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
-    let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+    let lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
     heard_hello(peer)?;
     let own = peer.own_hello(&[]);
     let hello = serde_json::json!({"of the future": [1], "version": own.version, "pid": own.pid,
@@ -396,7 +392,7 @@ fn unknown_fields(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 }
 
 fn newer_version(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
-    let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+    let lending = Lending::filled(scene, 1, false).map_err(Fault::Failed)?;
     heard_hello(peer)?;
     peer.send(&Message::Hello(Hello { version: u16::MAX, ..peer.own_hello(&[]) }), &[])?;
     let request = asked(peer)?;
@@ -405,7 +401,7 @@ fn newer_version(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 }
 
 fn busy(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
-    let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+    let lending = Lending::filled(scene, 1, false).map_err(Fault::Failed)?;
     let request = greet(peer)?;
     (0..5).try_for_each(|_| peer.send(&Message::Busy(Busy {}), &[]))?;
     let verdict = lend(peer, &lending, &request)?;
@@ -415,7 +411,7 @@ fn busy(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 }
 
 fn wrong_byte(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
-    let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+    let lending = Lending::filled(scene, 1, false).map_err(Fault::Failed)?;
     let request = greet(peer)?;
     let range = range(&lending, &request)?;
     let at = range.start + (range.end - range.start) / 2;
@@ -441,7 +437,7 @@ fn wrong_byte(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 }
 
 fn round_trip(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
-    let mut lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+    let mut lending = Lending::filled(scene, 1, false).map_err(Fault::Failed)?;
     let reply = !SALT;
     lending.offer.check = Some(Claim { salt: Some(SALT), reply_salt: Some(reply), digest: None }.to_check());
     lending.offer.access = Access::ReadWrite;
@@ -459,7 +455,7 @@ fn round_trip(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 }
 
 fn contradicting_result(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
-    let lending = Lending::new(scene, SIZE, 1, false).map_err(Fault::Failed)?;
+    let lending = Lending::filled(scene, 1, false).map_err(Fault::Failed)?;
     let request = greet(peer)?;
     if lend(peer, &lending, &request)?.check.is_none() {
         return Fault::left_out("the consumer does not know the extension Pattern and digest");

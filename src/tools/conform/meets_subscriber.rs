@@ -15,8 +15,6 @@ use crate::{
     wire::{BufferNumber, BufferTurn, Hello, Message, Offer, Ready, STREAM, Segments, Subscribe},
 };
 
-const SIZE: u64 = 3 * GRANULARITY - 5;
-
 /// More buffers than that are not made to see one closed.
 const KEPT: u64 = 8;
 
@@ -103,7 +101,7 @@ fn lies(cases: &mut Vec<Case>) {
     ] {
         cases.push(Case::new(name, rules, move |scene, peer| {
             greet(peer)?;
-            let fd = memfd(3 * GRANULARITY, flaw).map_err(Fault::Failed)?;
+            let fd = memfd(GRANULARITY, flaw).map_err(Fault::Failed)?;
             let lending = buffer(scene, 0, 1)?.with_descriptor(fd);
             describe(peer, &lending)?;
             ready(peer, 0, 1, &lending, 1)?;
@@ -142,7 +140,7 @@ fn greet(peer: &mut Peer) -> Result<u64, Fault> {
 
 /// A buffer of so many segments.
 fn buffer(scene: &Scene<'_>, number: u64, segments: u64) -> Result<Lending, Fault> {
-    let mut lending = Lending::new(scene, SIZE, segments, false).map_err(Fault::Failed)?;
+    let mut lending = Lending::new(scene, segments).map_err(Fault::Failed)?;
     lending.offer.buffer = Some(number);
     Ok(lending)
 }

@@ -94,14 +94,27 @@ pub(super) struct Lending {
 }
 
 impl Lending {
-    /// Sound memory that holds the pattern of [`SALT`], in so many segments.
-    pub(super) fn new(scene: &Scene<'_>, size: u64, segments: u64, sealed: bool) -> Result<Self> {
+    /// Sound memory in so many segments, which holds zeros: to make it takes no longer than any peer waits. Its size is not a
+    /// multiple of a word.
+    pub(super) fn new(scene: &Scene<'_>, segments: u64) -> Result<Self> {
+        Self::with(scene, segments, false, None)
+    }
+
+    /// As [`Lending::new`], with the pattern of [`SALT`] in it, perhaps sealed against writing.
+    pub(super) fn filled(scene: &Scene<'_>, segments: u64, sealed: bool) -> Result<Self> {
+        Self::with(scene, segments, sealed, Some(SALT))
+    }
+
+    fn with(scene: &Scene<'_>, segments: u64, sealed: bool, salt: Option<u32>) -> Result<Self> {
+        let size = segments * GRANULARITY - 5;
         let spec = match segments {
             1 => Spec::from(Spec::vmm(size)),
             _ => Spec::vmm(size).chunk(GRANULARITY).into(),
         };
         let shared = Shared::create(scene.device, if sealed { spec.sealed() } else { spec })?;
-        pattern::fill(&shared, 0..size, Pattern::new(SALT), &mut |_| Ok(()))?;
+        if let Some(salt) = salt {
+            pattern::fill(&shared, 0..size, Pattern::new(salt), &mut |_| Ok(()))?;
+        }
         if sealed {
             shared.seal()?;
         }

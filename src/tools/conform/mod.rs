@@ -137,13 +137,19 @@ pub fn run(plan: &ConformPlan, cancel: &Cancel, progress: &dyn Fn(&CaseReport)) 
     };
     let mut report = ConformReport::new(plan);
     for case in &cases {
-        let fault = match meet(plan, listener.as_ref(), cancel) {
+        let attempt = || match meet(plan, listener.as_ref(), cancel) {
             Ok(mut peer) => {
                 let found = (case.run)(&scene, &mut peer).err();
+                let spoke = peer.spoke;
                 peer.leave();
-                found
+                (found, spoke)
             }
-            Err(error) => Some(Fault::from(error)),
+            Err(error) => (Some(Fault::from(error)), true),
+        };
+        let fault = match attempt() {
+            // A producer that stops listening hangs up on those that it has not accepted. One that goes on is met again.
+            (Some(Fault::Broken { .. }), false) if listener.is_none() => attempt().0,
+            (fault, _) => fault,
         };
         if let Some(Fault::Failed(error)) = fault {
             return Err(error);

@@ -19,6 +19,8 @@ pub(super) struct Peer {
     who: Who,
     record: Vec<u8>,
     timeout: Duration,
+    /// Whether it has said anything at all.
+    pub(super) spoke: bool,
 }
 
 /// What was heard.
@@ -37,7 +39,7 @@ impl Peer {
     pub(super) fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
         let (who, socket) = (Who::of(&socket)?, RecordSocket::new(socket, timeout, cancel)?);
         // A byte more than the longest record, so that a longer one shows.
-        Ok(Self { socket, who, record: vec![0; HEADER_LENGTH + MAX_BODY + 1], timeout })
+        Ok(Self { socket, who, record: vec![0; HEADER_LENGTH + MAX_BODY + 1], timeout, spoke: false })
     }
 
     pub(super) fn who(&self) -> Who {
@@ -74,7 +76,9 @@ impl Peer {
 
     /// What comes next, `busy` included.
     pub(super) fn hear_all(&mut self) -> Result<Heard, Fault> {
-        match self.socket.receive_by(&mut self.record, deadline_after(self.timeout), "for a record") {
+        let received = self.socket.receive_by(&mut self.record, deadline_after(self.timeout), "for a record");
+        self.spoke |= received.is_ok();
+        match received {
             Ok(record) => match Message::decode(&self.record[..record.length], record.fds.len()) {
                 Ok(message) => Ok(Heard::Message(Box::new(message), record.fds)),
                 Err(error) => Err(Fault::of_record(&error)),

@@ -17,7 +17,7 @@ fn troubleshooting_has_the_rules_of_the_doctor() {
         format!("| <a id=\"{name}\"></a>`{name}` | {symptom} | {cause} | {remedy} |\n")
     };
     let rows: String = RULES.iter().map(row).collect();
-    let want = format!("| Rule | Seen | Cause | What to do |\n|---|---|---|---|\n{rows}");
+    let want = format!("| Rule | Error or symptom | Cause | What to do |\n|---|---|---|---|\n{rows}");
     Page::has_generated("docs/troubleshooting.md", "rules", &want);
 }
 

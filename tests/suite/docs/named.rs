@@ -60,7 +60,7 @@ fn troubleshooting_knows_the_words_of_the_errors() {
 #[test]
 fn the_readmes_troubles_are_in_the_page_of_all() {
     let readme = Page::read("README.md");
-    let (_, section) = readme.text.split_once("## Five frequent troubles").unwrap();
+    let (_, section) = readme.text.split_once("## Common errors").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();
     let rows: Vec<&str> = section.lines().filter(|line| line.starts_with("| `")).collect();
     assert_eq!(rows.len(), 5);

@@ -165,7 +165,7 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "driver-hangs",
         symptom: "the probe `driver` reaches its deadline",
-        cause: "The driver does not finish initialising: a GPU is sick, or many processes start at once and wait in \
+        cause: "The driver does not finish initialising: a GPU has failed, or many processes start at once and wait in \
                 line.",
         remedy: "See whether `nvidia-smi` answers, look at `dmesg` for NVRM and Xid, and try again with a longer \
                  --timeout.",
