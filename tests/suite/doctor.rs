@@ -582,7 +582,7 @@ mod root {
 
         let serve = meet(&meeting, "serve", &["--json", "--allow-uid", "54321", "--wait", "3s"]).start();
         wait_for("the socket", || meeting.socket().exists());
-        as_other(meet(&meeting, "join", &[])).end().code(1).says("12345");
-        serve.end().code(1);
+        as_other(meet(&meeting, "join", &[])).end().code(4).says("12345");
+        serve.end().code(4);
     }
 }

@@ -92,11 +92,8 @@ fn find(folder: &Path, into: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
-        if path.is_dir()
-            && !path.is_symlink()
-            && !name.starts_with('.')
-            && !(name == "target" || name.starts_with("dist"))
-        {
+        let left_out = name == "target" || name.starts_with("dist") || name.starts_with('.');
+        if path.is_dir() && !path.is_symlink() && !left_out {
             find(&path, into);
         } else if name.ends_with(".md") {
             into.push(path);
