@@ -129,6 +129,9 @@ fn doctor(meeting: &Meeting, probe: &str, settings: &[(&str, &str)]) -> Run {
     let slow = settings.iter().any(|(name, value)| *name == SLOW && !value.contains("cuMemcpyHtoD_v2"));
     let timeout = if slow { "1s" } else { "20s" };
     run.command.args(["doctor", "--json", "--backend", "cuda", "--only", probe, "--timeout", timeout]);
+    if probe == "read-only-store" {
+        run.command.arg("--faults");
+    }
     for variable in [VISIBLE, "CUDA_MPS_PIPE_DIRECTORY"] {
         run.command.env_remove(variable);
     }

@@ -118,13 +118,11 @@ impl Progress {
         if done >= all {
             return line.clear();
         }
-        if let Some(bar) = line.bar(
-            &format!(
-                "{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}",
-                width().saturating_sub(50).clamp(3, 40)
-            ),
-            PATIENCE,
-        ) {
+        let template = match width() {
+            ..60 => "{bar:5} {bytes}/{total_bytes} {eta}".to_owned(),
+            wide => format!("{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}", (wide - 50).clamp(5, 40)),
+        };
+        if let Some(bar) = line.bar(&template, PATIENCE) {
             bar.set_length(all);
             bar.set_position(done);
         }
