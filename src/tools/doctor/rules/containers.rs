@@ -51,8 +51,7 @@ pub(super) const RULES: &[Rule] = &[
         name: "legacy-namespaces",
         symptom: "`legacy` fails between two ends of different PID or IPC namespaces",
         cause: "The driver knows the owner of a legacy handle by its process number, and two ends that are both process 1, \
-                each in a PID namespace of its own as in two containers, are one process to it. Other drivers are reported \
-                to need one IPC namespace too.",
+                each in a PID namespace of its own as in two containers, are one process to it.",
         remedy: "Share by file descriptor, which needs none of this: --mechanism vmm, the default.",
         matches: |finding, environment, peer| {
             let apart = peer.is_some_and(|peer| {
