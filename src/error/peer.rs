@@ -25,7 +25,7 @@ pub enum PeerError {
     },
 
     /// The peer kept saying that it is busy, for longer than it may have the buffer to itself.
-    #[error("the peer had the buffer to itself for {granted:?}, and no longer is granted")]
+    #[error("the peer kept the buffer for longer than its turn of {granted:?}")]
     TurnTooLong {
         /// How long a turn may last.
         granted: Duration,

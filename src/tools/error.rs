@@ -124,6 +124,7 @@ pub fn hint(error: &Error) -> Option<&str> {
         Error::Peer(PeerError::Timeout { .. }) => {
             "the peer may be stuck or much slower: look at it, or raise --timeout on both sides"
         }
+        Error::Peer(PeerError::TurnTooLong { .. }) => "a turn lasts ten times --timeout: raise it on this side",
         Error::Peer(PeerError::Gone { .. }) => "look at the peer's own error",
         Error::Peer(PeerError::NotAllowed { .. }) => "allow that user with --allow-uid",
         Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. })

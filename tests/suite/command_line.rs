@@ -153,6 +153,13 @@ fn names_that_are_no_text_and_files_that_are_not_there_are_one_sentence() {
     let mut man = vmmfd(&meeting, &["man", "--json"]);
     man.command.arg(meeting.folder().join(OsStr::from_bytes(b"\xff")));
     object(man.end().code(0));
+    for json in [&[][..], &["--json"]] {
+        let mut run = vmmfd(&meeting, &[]);
+        run.command.arg(OsStr::from_bytes(b"\xff")).args(json);
+        let ended = run.end();
+        ended.code(2);
+        assert!(json.is_empty() || object(&ended)["command"].is_null());
+    }
     for arguments in [
         &["consume", "--backend", "host", "--to", "/nonexistent/out"][..],
         &["bench", "--backend", "host", "--svg", "/nonexistent/out"],

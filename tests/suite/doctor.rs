@@ -138,6 +138,7 @@ fn chosen_probes_alone_are_run(meeting: Meeting) {
     let mut all = [&MACHINE[..], &DEVICE[..], &["peer"]].concat();
     all.insert(MACHINE.len() + DEVICE.iter().position(|probe| *probe == "wrong-descriptor").unwrap(), FAULTING);
     assert_eq!(names, all);
+    assert!(list.stdout.lines().any(|line| line.starts_with(FAULTING) && line.ends_with(" (only with --faults)")));
     let listed = doctor(&meeting, &["--list", "--json"]).end().code(0).json();
     let faults = |probe: &&Value| probe["faults"] == true;
     let faulting: Vec<&Value> = listed["probes"].as_array().unwrap().iter().filter(faults).collect();

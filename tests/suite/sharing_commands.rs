@@ -429,8 +429,8 @@ fn files_that_can_not_be_shared_or_written_are_refused_in_one_sentence() {
         (path("folder"), true, 2, "exists and is not a regular file"),
         (path("pipe"), true, 2, "exists and is not a regular file"),
         ("/dev/null".to_owned(), true, 2, "exists and is not a regular file"),
-        (path("none/file"), false, 5, "No such file"),
-        (path("full/file"), false, 5, "Not a directory"),
+        (path("none/file"), false, 2, "is in a folder that does not exist"),
+        (path("full/file"), false, 2, "is not in a folder"),
         (path(".."), true, 2, "exists and is not a regular file"),
     ] {
         let options = ["--to", &name, "--force"];

@@ -227,6 +227,7 @@ impl Target {
             |problem: &str| Err(Error::from(ToolError::File { path: path.to_owned(), problem: problem.to_owned() }));
         let fails = |error: io::Error| match error.kind() {
             io::ErrorKind::NotFound => unfit("is in a folder that does not exist").unwrap_err(),
+            io::ErrorKind::NotADirectory => unfit("is not in a folder").unwrap_err(),
             io::ErrorKind::PermissionDenied => unfit("can't be written: permission denied").unwrap_err(),
             io::ErrorKind::ReadOnlyFilesystem => unfit("can't be written: the file system is read-only").unwrap_err(),
             _ => Error::system(format!("write {}", path.display()), error),

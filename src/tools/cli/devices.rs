@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     channel::Cancel,
-    driver::{Backend, Choice, DeviceUuid, open},
+    driver::{Backend, Choice, open},
     error::{Error, ErrorKind},
     memory::{Allocation, Device, Shared, Spec},
     tools::{stamp, units::about},
@@ -44,7 +44,7 @@ struct DevicesReport {
 #[derive(Debug, Serialize)]
 struct DeviceLine {
     ordinal: i32,
-    uuid: DeviceUuid,
+    uuid: String,
     name: String,
     /// Bytes, as the driver counts them.
     memory: Option<u64>,
@@ -85,7 +85,7 @@ fn tried(device: &Device) -> Result<DeviceLine, Error> {
     ]);
     Ok(DeviceLine {
         ordinal: device.ordinal(),
-        uuid: device.uuid(),
+        uuid: device.prefixed_uuid(),
         name: device.name().to_owned(),
         memory: Some(info.total),
         free: Some(info.free),
@@ -130,15 +130,11 @@ impl Tool for DevicesOptions {
 
 fn render(report: &DevicesReport) -> String {
     let mut text = String::new();
-    let prefix = match report.backend {
-        Backend::Cuda => "GPU",
-        Backend::Host => "HOST",
-    };
     for device in &report.devices {
         let DeviceLine { ordinal, uuid, name, memory, free, granularity, sharing } = device;
         let size = |bytes: Option<u64>| bytes.map_or_else(|| "unknown".to_owned(), about);
         // Writing to a string can't fail.
-        let _ = writeln!(text, "{ordinal}  {prefix}-{uuid}  {name}");
+        let _ = writeln!(text, "{ordinal}  {uuid}  {name}");
         let _ =
             writeln!(text, "   memory   {}, {} free, granularity {}", size(*memory), size(*free), size(*granularity));
         for mechanism in ["vmm", "pool", "legacy"] {

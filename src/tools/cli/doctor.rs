@@ -135,7 +135,7 @@ fn list() -> String {
     let line = |probe: &Probe| {
         let note = match (probe.required, probe.faults) {
             (true, _) => " (required)",
-            (_, true) => " (only with --faults or --only)",
+            (_, true) => " (only with --faults)",
             _ => "",
         };
         format!("{:<16}  {}{note}\n", probe.name, probe.about)

@@ -99,7 +99,7 @@ pub fn main() -> ExitCode {
             Command::Child { task } => tools::run_child(&task),
         },
         Err(error) => {
-            let name = std::env::args().nth(1);
+            let name = std::env::args_os().nth(1).and_then(|name| name.into_string().ok());
             usage(&error, NAMES.into_iter().find(|known| name.as_deref() == Some(known)))
         }
     }

@@ -35,6 +35,9 @@ pub(super) enum Heard {
 /// How long the other end has to leave when a case is through.
 const FAREWELL: Duration = Duration::from_secs(1);
 
+/// How many timeouts the other end has in all, whatever it sends.
+const PATIENCE: u32 = 10;
+
 impl Peer {
     pub(super) fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
         let (who, socket) = (Who::of(&socket)?, RecordSocket::new(socket, timeout, cancel)?);
@@ -92,7 +95,7 @@ impl Peer {
 
     /// What comes next that is not `busy`. One that says nothing else for ten times the timeout is taken for silent.
     pub(super) fn hear(&mut self) -> Result<Heard, Fault> {
-        let patience = Instant::now().checked_add(self.timeout.saturating_mul(10));
+        let patience = Instant::now().checked_add(self.timeout.saturating_mul(PATIENCE));
         loop {
             match self.hear_all()? {
                 Heard::Message(message, _) if matches!(*message, Message::Busy(_)) => {
@@ -132,7 +135,14 @@ impl Peer {
     /// before it could know is passed over.
     pub(super) fn ends_with(&mut self, rule: &'static str, codes: &[ErrorCode], fault: &str) -> Result<(), Fault> {
         let names = || codes.iter().map(ToString::to_string).collect::<Vec<_>>().join("` or `");
+        let deadline = deadline_after(self.timeout.saturating_mul(PATIENCE));
         loop {
+            if Instant::now() >= deadline {
+                return Fault::broken(
+                    rule,
+                    format!("{fault}: expected error `{}`, and other records came without end", names()),
+                );
+            }
             match self.hear()? {
                 Heard::Message(message, _) => match *message {
                     Message::Error(Failure { code, .. }) if codes.contains(&code) => break,

@@ -110,6 +110,8 @@ impl ConformReport {
             let tried = self.cases.len() - 1;
             self.incomplete =
                 Some(format!("{tried} of {all} cases were tried: {}", case.found.clone().unwrap_or_default()));
+        } else if self.cases.iter().all(|case| case.outcome == Outcome::LeftOut) {
+            self.incomplete = Some("the other end does nothing of what was to be tried".to_owned());
         }
         self.conforms = match (self.broken.is_empty(), &self.incomplete) {
             (false, _) => Some(false),

@@ -92,7 +92,7 @@ struct Listed {
 /// run, each for at most the plan's timeout.
 ///
 /// Devices are probed side by side, and then pairs of devices, so that each device is the reader of one pair and the owner of one at a
-/// time: a machine with eight takes little longer than one with two. What is measured of the whole machine, the cost of an export,
+/// time. It still takes longer with each device, since the driver starts one process after the other. What is measured of the whole machine, the cost of an export,
 /// comes last, alone.
 ///
 /// The program that calls this must call [`run_child`](crate::tools::run_child) for its hidden subcommand: probes run in child
@@ -183,6 +183,12 @@ impl Runner<'_> {
         (self.observer)(Progress { what: &what, done, all });
     }
 
+    /// The finding of a probe of a device on which too many others have hung.
+    fn give_up(&self, probe: &Probe) -> Finding {
+        self.ended();
+        probe.skipped("Not tried: too many probes of this device have hung.")
+    }
+
     fn ended(&self) {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).0 += 1;
     }
@@ -197,7 +203,12 @@ impl Runner<'_> {
             Ok(DeviceReport { ordinal, name, uuid, findings: self.run(&together, Some(ordinal), None)? })
         })?;
         for report in &mut reports {
-            report.findings.extend(self.run(&later, Some(report.ordinal), None)?);
+            let hangs = |finding: &&Finding| finding.error.as_ref().is_some_and(|error| error.kind == "timeout");
+            let more = match report.findings.iter().filter(hangs).count() {
+                MOST_HUNG.. => later.iter().map(|probe| self.give_up(probe)).collect(),
+                _ => self.run(&later, Some(report.ordinal), None)?,
+            };
+            report.findings.extend(more);
             let place = |finding: &Finding| probes.iter().position(|probe| probe.name == finding.probe);
             report.findings.sort_by_key(place);
         }
@@ -230,8 +241,7 @@ impl Runner<'_> {
         let mut left = probes;
         while let Some(first) = left.first() {
             if hung >= MOST_HUNG {
-                findings.push(first.skipped("Not tried: too many probes of this device have hung."));
-                self.ended();
+                findings.push(self.give_up(first));
                 left = &left[1..];
                 continue;
             }

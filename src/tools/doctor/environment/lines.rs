@@ -75,8 +75,9 @@ impl Environment {
             add("open files", limit.to_string());
         }
         if let Some(limit) = self.locked_memory {
-            let unit = if limit.soft.is_some() || limit.hard.is_some() { " bytes" } else { "" };
-            add("locked memory", format!("{limit}{unit}"));
+            let shown = |value: Option<u64>| value.map_or_else(|| "unlimited".to_owned(), about);
+            let (soft, hard) = (shown(limit.soft), shown(limit.hard));
+            add("locked memory", if soft == hard { soft } else { format!("{soft}, at most {hard}") });
         }
         if let Some(user) = self.user() {
             add("user", user);
