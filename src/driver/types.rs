@@ -82,6 +82,15 @@ impl DeviceUuid {
         Self(Uuid::from_bytes(bytes))
     }
 
+    /// The UUID with the prefix that says of what it is: `GPU-` as in `CUDA_VISIBLE_DEVICES`, or `HOST-`.
+    pub(crate) fn prefixed(self, backend: Backend) -> String {
+        let prefix = match backend {
+            Backend::Cuda => "GPU",
+            Backend::Host => "HOST",
+        };
+        format!("{prefix}-{self}")
+    }
+
     pub(crate) fn as_u128(self) -> u128 {
         self.0.as_u128()
     }

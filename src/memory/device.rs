@@ -273,10 +273,6 @@ impl fmt::Display for Device {
 impl Device {
     /// The UUID with the prefix that says of what it is: `GPU-` as in `CUDA_VISIBLE_DEVICES`, or `HOST-`.
     pub fn prefixed_uuid(&self) -> String {
-        let prefix = match self.backend() {
-            Backend::Cuda => "GPU",
-            Backend::Host => "HOST",
-        };
-        format!("{prefix}-{}", self.uuid())
+        self.uuid().prefixed(self.backend())
     }
 }

@@ -118,11 +118,11 @@ impl Progress {
         if done >= all {
             return line.clear();
         }
-        let template = match width() {
+        let template = || match width() {
             ..60 => "{bar:5} {bytes}/{total_bytes} {eta}".to_owned(),
             wide => format!("{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}", (wide - 50).clamp(5, 40)),
         };
-        if let Some(bar) = line.bar(&template, PATIENCE) {
+        if let Some(bar) = line.bar(template, PATIENCE) {
             bar.set_length(all);
             bar.set_position(done);
         }
@@ -131,7 +131,7 @@ impl Progress {
     /// Shows which step is under way, and how many are done.
     pub(super) fn step(&self, what: &str, done: usize, all: usize) {
         let Some(mut line) = self.line() else { return };
-        if let Some(bar) = line.bar("{spinner} {pos}/{len} {msg}", Duration::ZERO) {
+        if let Some(bar) = line.bar(|| "{spinner} {pos}/{len} {msg}".to_owned(), Duration::ZERO) {
             bar.set_length(all as u64);
             bar.set_position(done as u64);
             bar.set_message(what.chars().take(width().saturating_sub(16)).collect::<String>());
@@ -163,13 +163,13 @@ impl Progress {
 
 impl Line {
     /// The bar, once the work has taken this long.
-    fn bar(&mut self, template: &str, patience: Duration) -> Option<&ProgressBar> {
+    fn bar(&mut self, template: impl FnOnce() -> String, patience: Duration) -> Option<&ProgressBar> {
         if self.closed {
             return None;
         }
         let begun = *self.begun.get_or_insert_with(Instant::now);
         if self.bar.is_none() && begun.elapsed() >= patience {
-            let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+            let style = ProgressStyle::with_template(&template()).unwrap_or_else(|_| ProgressStyle::default_bar());
             self.bar = Some(ProgressBar::new(1).with_elapsed(begun.elapsed()).with_style(style));
         }
         self.bar.as_ref()

@@ -50,14 +50,13 @@ pub trait Session {
 pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
     session.output().start_log();
     let console = Arc::new(Console::new(S::ROLE, session.output()));
-    let result = block_signals().and_then(|signals| {
-        let cancel = Cancel::new()?;
+    let last = Arc::clone(&console);
+    let interrupted = move |signal| {
+        last.finish(Err(Error::Interrupted { signal }));
+    };
+    let result = watched(interrupted, |cancel| {
         raise_file_limit();
-        let last = Arc::clone(&console);
-        watch(signals, &cancel, move |signal| {
-            last.finish(Err(Error::Interrupted { signal }));
-        })?;
-        session.run(&console, &cancel).map_err(library_error)
+        session.run(&console, cancel)
     });
     ExitCode::from(console.finish(result).code())
 }
@@ -116,14 +115,11 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     output.start_log();
     let (progress, json) = (output.progress(), output.json);
     let ending = Arc::new(Ending { name: T::NAME, json, progress, finished: Mutex::new(false) });
-    let result = block_signals().and_then(|signals| {
-        let cancel = Cancel::new()?;
-        let last = Arc::clone(&ending);
-        watch(signals, &cancel, move |signal| {
-            last.finish(Err(Error::Interrupted { signal }));
-        })?;
-        tool.run(&cancel, &ending.progress).map_err(library_error)
-    });
+    let last = Arc::clone(&ending);
+    let interrupted = move |signal| {
+        last.finish(Err(Error::Interrupted { signal }));
+    };
+    let result = watched(interrupted, |cancel| tool.run(cancel, &ending.progress));
     ExitCode::from(ending.finish(result).code())
 }
 
@@ -136,6 +132,18 @@ fn print(text: &str, exit: Exit) -> Exit {
         }
         _ => exit,
     }
+}
+
+/// Does a command's work under the watch of the signals. `interrupted` prints its end, if a signal comes and the work does not end in
+/// time.
+fn watched<T>(
+    interrupted: impl FnOnce(i32) + Send + 'static,
+    work: impl FnOnce(&Cancel) -> anyhow::Result<T>,
+) -> Result<T, Error> {
+    let signals = block_signals()?;
+    let cancel = Cancel::new()?;
+    watch(signals, &cancel, interrupted)?;
+    work(&cancel).map_err(library_error)
 }
 
 /// Blocks the signals that end a command, before any thread starts, so that every thread leaves them to the one that waits for

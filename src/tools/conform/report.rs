@@ -19,7 +19,7 @@ pub struct ConformReport {
     pub role: &'static str,
     /// Where.
     pub socket: String,
-    /// Whether no rule was found broken; null if there was nobody to meet for some case.
+    /// Whether no rule was found broken; null if for some case no other end came, or none was tried.
     pub conforms: Option<bool>,
     /// The cases that were tried, in their order.
     pub cases: Vec<CaseReport>,
@@ -54,7 +54,7 @@ pub enum Outcome {
     Broken,
     /// It does not do what the case is about, and need not.
     LeftOut,
-    /// There was nobody to meet.
+    /// No other end came.
     NotMet,
 }
 
@@ -120,7 +120,7 @@ impl ConformReport {
         };
     }
 
-    /// The exit code: 0 if it conforms, 1 if a rule was broken, 4 if there was nobody to meet.
+    /// The exit code: 0 if it conforms, 1 if a rule was broken, 4 if neither can be said.
     pub fn exit_code(&self) -> u8 {
         match self.conforms {
             Some(true) => 0,

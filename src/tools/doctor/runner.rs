@@ -159,12 +159,9 @@ impl Runner<'_> {
         if driver.is_none_or(|driver| driver.status != Status::Ok) && listed.is_empty() {
             return Ok(Vec::new());
         }
-        let prefix = match self.plan.backend {
-            Backend::Cuda => "GPU",
-            Backend::Host => "HOST",
+        let identity = |device: &Listed| {
+            (device.ordinal, device.uuid, format!("{} {}", device.name, device.uuid.prefixed(self.plan.backend)))
         };
-        let identity =
-            |device: &Listed| (device.ordinal, device.uuid, format!("{} {prefix}-{}", device.name, device.uuid));
         selector.choose(self.plan.backend, listed, identity).map(|device| vec![device.clone()])
     }
 

@@ -53,12 +53,9 @@ pub fn render(report: &DoctorReport, style: Style) -> String {
         page.section("machine");
         page.findings(&report.machine, column);
     }
-    let prefix = match report.backend {
-        Backend::Cuda => "GPU",
-        Backend::Host => "HOST",
-    };
     for device in &report.devices {
-        page.section(&format!("device {}: {} {prefix}-{}", device.ordinal, short(&device.name, MAX_NAME), device.uuid));
+        let (name, uuid) = (short(&device.name, MAX_NAME), device.uuid.prefixed(report.backend));
+        page.section(&format!("device {}: {name} {uuid}", device.ordinal));
         page.findings(&device.findings, column);
     }
     for pair in &report.pairs {
