@@ -93,6 +93,8 @@ compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Uni
 
 #[cfg(target_os = "linux")]
 pub mod array;
+#[cfg(all(target_os = "linux", feature = "broker"))]
+pub mod broker;
 #[cfg(target_os = "linux")]
 pub mod channel;
 #[cfg(target_os = "linux")]
@@ -108,6 +110,8 @@ pub mod launch;
 pub mod memory;
 #[cfg(target_os = "linux")]
 pub mod session;
+#[cfg(all(target_os = "linux", feature = "broker"))]
+pub(crate) mod sys;
 #[cfg(all(target_os = "linux", feature = "tools"))]
 pub mod tools;
 #[cfg(target_os = "linux")]

@@ -1,0 +1,1 @@
+//! GPU memory under names: a server that keeps it and needs no GPU, and its client.
