@@ -22,9 +22,7 @@ pub(super) fn check_name(name: &str) -> Result<(), BrokerError> {
 pub(super) fn check_component(what: &str, name: &str) -> Result<(), BrokerError> {
     match problem_of(name) {
         None if name.len() <= MAX_NAME => Ok(()),
-        None => {
-            Err(unfit(what, name, &format!("it has {} bytes, and at most {MAX_NAME} are allowed", name.len())))
-        }
+        None => Err(unfit(what, name, &format!("it has {} bytes, and at most {MAX_NAME} are allowed", name.len()))),
         Some(problem) => Err(unfit(what, name, &problem)),
     }
 }

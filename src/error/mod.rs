@@ -179,7 +179,12 @@ impl Error {
             | Self::Forked { .. }
             | Self::Caller(_)
             | Self::System { .. } => ErrorKind::System,
-            Self::Socket(SocketError::Absent { .. } | SocketError::NotAccepted { .. } | SocketError::Denied { .. })
+            Self::Socket(
+                SocketError::Absent { .. }
+                | SocketError::NoBroker { .. }
+                | SocketError::NotAccepted { .. }
+                | SocketError::Denied { .. },
+            )
             | Self::Peer(_) => ErrorKind::Peer,
             #[cfg(feature = "broker")]
             Self::Broker(BrokerError { code, .. }) => match code {

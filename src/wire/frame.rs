@@ -88,4 +88,3 @@ pub(super) fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Res
         ProtocolError::Body { kind, reason }
     })
 }
-

@@ -48,6 +48,9 @@ pub const MAX_TABLE: u64 = 256 << 20;
 /// The longest table that is sent in a record and not beside it, in bytes.
 pub const MAX_INLINE: usize = 4096;
 
+/// The most bytes of tables in one record, together.
+pub const MAX_INLINE_TOGETHER: usize = 16 * 1024;
+
 /// The most objects of one `get`.
 pub const MAX_OBJECTS: usize = 64;
 
@@ -259,7 +262,8 @@ impl Message {
                 let parts = put.parts.iter().flat_map(|part| {
                     [Some(part.name.as_str()), Some(&part.memory.device.name), part.digest.as_deref()]
                 });
-                let names = [Some(put.name.as_str()), Some(&put.backend), put.group.as_deref()].into_iter().chain(parts);
+                let names =
+                    [Some(put.name.as_str()), Some(&put.backend), put.group.as_deref()].into_iter().chain(parts);
                 names.flatten().chain(put.announced.iter().map(String::as_str)).try_for_each(bounded)
             }
             Self::Get(get) => {
