@@ -1,0 +1,5 @@
+//! The server.
+#![allow(dead_code, reason = "the event loop, which uses these, follows")]
+
+mod inspect;
+mod segments;
