@@ -13,6 +13,8 @@
 
 pub(in crate::broker) mod record;
 mod segment_id;
+#[cfg(test)]
+mod tests;
 
 use std::{
     fs::File,
