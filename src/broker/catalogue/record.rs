@@ -3,10 +3,16 @@
 use serde::{Deserialize, Serialize};
 
 use super::SegmentId;
-use crate::{driver::Backend, wire::Memory};
+use crate::{
+    driver::Backend,
+    wire::{
+        Memory,
+        broker::{Attached, Lifetime, Maker, Owner, Token},
+    },
+};
 
 /// A change. Written as a JSON object with one member, whose name is the kind of the change.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(in crate::broker) enum Record {
     /// A version became the current one of its name.
@@ -26,7 +32,7 @@ pub(in crate::broker) enum Record {
 }
 
 /// A published version.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Version {
     /// Unique among the versions of all names in this catalogue.
     pub(in crate::broker) key: u64,
@@ -50,37 +56,8 @@ pub(in crate::broker) struct Version {
     pub(in crate::broker) parts: Vec<Part>,
 }
 
-/// The user and group that a name belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::broker) struct Owner {
-    pub(in crate::broker) uid: u32,
-    pub(in crate::broker) gid: u32,
-}
-
-/// When a name ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "lowercase")]
-pub(in crate::broker) enum Lifetime {
-    /// When it is deleted.
-    Deleted,
-    /// With its maker's connection.
-    Maker,
-    /// So many milliseconds after the last lease ended, or after publication.
-    Idle { ms: u64 },
-    /// When its maker is not connected and no lease is held.
-    Leased,
-}
-
-/// The process that made a version: for people.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::broker) struct Maker {
-    pub(in crate::broker) pid: i32,
-    pub(in crate::broker) uid: u32,
-    pub(in crate::broker) command: String,
-}
-
 /// One part of a version.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Part {
     pub(in crate::broker) name: String,
     pub(in crate::broker) backend: Backend,
@@ -97,11 +74,11 @@ pub(in crate::broker) struct Part {
 }
 
 /// JSON that is written here, or kept in a memfd where it is long.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(in crate::broker) enum Table {
     /// The JSON itself.
-    Inline(serde_json::Value),
+    Inline(Attached),
     /// A memfd with it, sealed against writing, which is kept as a segment is.
     Kept {
         /// The number of the memfd.
@@ -124,11 +101,6 @@ pub(in crate::broker) struct Lease {
     /// How many bytes of the version it is of.
     pub(in crate::broker) size: u64,
 }
-
-/// What a lease is known by: 128 random bits, as 32 hexadecimal digits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub(in crate::broker) struct Token(#[serde(with = "hex::serde")] pub(in crate::broker) [u8; 16]);
 
 /// A reader's report of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

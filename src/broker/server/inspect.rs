@@ -35,13 +35,6 @@ pub(super) enum Unfit {
         /// `a pipe`, say.
         found: String,
     },
-
-    /// A table must not change any more.
-    #[error("the table's memory of {length} bytes is not sealed against writing (F_SEAL_WRITE)")]
-    Writable {
-        /// The claimed length, in bytes.
-        length: u64,
-    },
 }
 
 /// What a descriptor is, as far as closing it goes.
@@ -69,23 +62,10 @@ pub(super) fn inspect(fd: BorrowedFd<'_>, backend: Backend, size: u64, emulated:
     }
     match (backend, kind(fd)) {
         (Backend::Cuda, Kind::Device) => Ok(()),
-        (Backend::Cuda, Kind::Memory) if emulated => memory(fd, size).map(drop),
+        (Backend::Cuda, Kind::Memory) if emulated => memory(fd, size),
         (Backend::Cuda, Kind::Memory) => Err(Unfit::NotNvidia { found: "a memfd".to_owned() }),
         (Backend::Cuda, Kind::Foreign) => Err(Unfit::NotNvidia { found: describe(fd) }),
-        (Backend::Host, _) => memory(fd, size).map(drop),
-    }
-}
-
-/// Checks that a descriptor is a table: a memfd of exactly `length` bytes whose content is final. Does not block, and reads none of
-/// it.
-///
-/// # Errors
-/// As [`inspect`].
-pub(super) fn inspect_table(fd: BorrowedFd<'_>, length: u64) -> Result<(), Unfit> {
-    match length {
-        0 => Err(Unfit::Empty),
-        _ if memory(fd, length)? => Ok(()),
-        _ => Err(Unfit::Writable { length }),
+        (Backend::Host, _) => memory(fd, size),
     }
 }
 
@@ -116,9 +96,8 @@ pub(super) struct Inode {
     number: u64,
 }
 
-/// Whether it is sealed against writing.
-fn memory(fd: BorrowedFd<'_>, size: u64) -> Result<bool, Unfit> {
-    memfd::inspect(fd, size).map_err(|(_, error)| Unfit::Memory(error))
+fn memory(fd: BorrowedFd<'_>, size: u64) -> Result<(), Unfit> {
+    memfd::inspect(fd, size).map(drop).map_err(|(_, error)| Unfit::Memory(error))
 }
 
 /// What the kernel remembers of a file. Only what it always has is asked for: FUSE would ask its daemon for the time of birth.

@@ -32,7 +32,8 @@ fn of_each_beginning_of_a_log_the_whole_records_are_read_and_appending_goes_on()
         assert_eq!(read(catalogue.as_fd()), [&records[..count], &[lease(9)]].concat());
     }
     for length in 0..HEADER {
-        assert!(matches!(refusal(&bytes[..length]), CatalogueError::Foreign { .. }));
+        let error = refusal(&bytes[..length]);
+        assert!(matches!(error, CatalogueError::Foreign { .. } | CatalogueError::Short { .. }), "{error:?}");
     }
 }
 
