@@ -4,6 +4,9 @@
 //! answers fstat(2) or close(2) when it likes. So the seals are asked for first, which only shared memory has and no file system
 //! is asked about; then what the kernel remembers of the file (`AT_STATX_DONT_SYNC`), for which FUSE sends no request.
 
+#[cfg(test)]
+mod tests;
+
 use std::{io, os::fd::BorrowedFd};
 
 use nix::fcntl::{FcntlArg, fcntl};
@@ -80,6 +83,18 @@ pub(super) fn kind(fd: BorrowedFd<'_>) -> Kind {
     }
 }
 
+/// [`inspect`], and whether [`kind`] is [`Kind::Foreign`], for the project's own tests.
+#[cfg(feature = "internals")]
+pub(crate) fn inspect_and_classify(
+    fd: BorrowedFd<'_>,
+    backend: Backend,
+    size: u64,
+    emulated: bool,
+) -> (Result<(), String>, bool) {
+    let result = inspect(fd, backend, size, emulated).map_err(|error| error.to_string());
+    (result, kind(fd) == Kind::Foreign)
+}
+
 /// What tells the inode of one descriptor from that of another: of shared memory, or of a device. Does not block.
 ///
 /// # Errors
@@ -100,7 +115,7 @@ fn memory(fd: BorrowedFd<'_>, size: u64) -> Result<(), Unfit> {
     memfd::inspect(fd, size).map(drop).map_err(|(_, error)| Unfit::Memory(error))
 }
 
-/// What the kernel remembers of a file. Only what it always has is asked for: FUSE would ask its daemon for the time of birth.
+/// What the kernel remembers of a file, and of that only what it always has.
 fn remembered(fd: BorrowedFd<'_>) -> io::Result<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     Ok(statx(fd, c"", flags, StatxFlags::TYPE | StatxFlags::INO)?)

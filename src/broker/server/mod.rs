@@ -3,3 +3,6 @@
 
 mod inspect;
 mod segments;
+
+#[cfg(feature = "internals")]
+pub(crate) use self::inspect::inspect_and_classify;
