@@ -16,11 +16,11 @@ use crate::support::fuse::{FLUSH, Fuse, GETATTR};
 
 const SIZE: u64 = 2 << 20;
 
-mod root {
+mod mounts {
     use super::*;
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "mounts a file system: make test runs it where it may"]
     fn a_file_whose_daemon_does_not_answer_is_refused_without_a_request_to_it() {
         let fuse = Fuse::mount(SIZE);
         let file = OpenOptions::new().read(true).write(true).open(fuse.file()).unwrap();
