@@ -356,6 +356,18 @@ mod namespaces {
 
     #[test]
     #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    fn memory_for_rdma_is_refused_on_wsl() {
+        let meeting = Meeting::fake();
+        let file = meeting.folder().join("wsl");
+        fs::write(&file, "Linux version 5.15.0-microsoft-standard-WSL2 (root@1)").unwrap();
+        let mounts = format!("mount --bind {} /proc/version", file.display());
+        let ended = elsewhere(meeting.producer(&["--rdma", "--json"]), &mounts).end();
+        let report = ended.code(3).json();
+        assert!(report["error"]["message"].as_str().unwrap().contains("this is WSL2"), "{report}");
+    }
+
+    #[test]
+    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
     fn rules_of_other_kernels_speak_where_those_can_be_made_to_show() {
         let meeting = Meeting::fake();
         let version = |text: &str, name: &str| {

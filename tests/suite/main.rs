@@ -31,6 +31,7 @@ mod protocol;
 mod protocol_files;
 mod public_api;
 mod ranges;
+mod rdma;
 mod reach;
 mod running;
 mod seccomp;
