@@ -118,6 +118,9 @@ const CASES: &[Case] = &[
     case("no-vmm", "round-trip", "unsupported", &[(ATTRIBUTE, "102:0")]),
     case("no-vmm", "exporter-killed", "failed", &[(ATTRIBUTE, "102:0")]),
     case("no-vmm", "memory-returned", "failed", &[(ATTRIBUTE, "102:0")]),
+    case("no-vmm", "held-descriptor", "unsupported", &[(ATTRIBUTE, "102:0")]),
+    // Memory.
+    case("descriptor-not-kept", "held-descriptor", "failed", &[(FAIL, "cuMemImportFromShareableHandle:1:999")]),
     // Whatever the probe.
     case("crashed", "memory", "failed", &[(ABORT, "cuMemcpyDtoH_v2")]),
     case("hangs", "memory", "failed", &[(SLOW, "cuMemCreate:3600000")]),

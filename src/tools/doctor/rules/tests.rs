@@ -314,6 +314,16 @@ fn cases() -> Vec<(&'static str, Input, Input)> {
             (refused("memory-returned", "cuMemGetInfo_v2", 1), plain()),
         ),
         (
+            "descriptor-not-kept",
+            (refused("held-descriptor", IMPORT, 999), plain()),
+            (refused("held-descriptor", "cuMemCreate", 999), plain()),
+        ),
+        (
+            "descriptor-not-kept",
+            (finding("held-descriptor", Status::Failed, None), plain()),
+            (finding("memory-returned", Status::Failed, None), plain()),
+        ),
+        (
             "killed",
             (said("memory", "signal", "ended by SIGKILL"), plain()),
             (said("memory", "system", "SIGKILL failed"), plain()),
