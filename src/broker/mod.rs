@@ -1,1 +1,61 @@
 //! GPU memory under names: a server that keeps it and needs no GPU, and its client.
+//!
+//! A process [puts](Client::put) memory that it made under a name, and may exit; any other process [gets](Client::get) it by that
+//! name, maps it read-only, and holds a [`Lease`] meanwhile. A new version replaces the old one at once, and readers keep what they
+//! hold. The [`Server`] keeps descriptors and a catalogue of them. It never loads the CUDA driver.
+//!
+//! ```ignore
+//! use std::{thread, time::Duration};
+//! use vmmfd::{
+//!     broker::{Client, Get, Put, PutPart, Server, ServerConfig},
+//!     channel::Cancel,
+//!     driver::{Backend, Choice, open},
+//!     memory::{Device, Region, Selector, Shared, Spec},
+//!     session::Config,
+//! };
+//!
+//! # fn main() -> vmmfd::Result<()> {
+//! # let folder = std::env::temp_dir().join(format!("vmmfd-doc-{}", std::process::id()));
+//! # std::fs::create_dir_all(&folder).unwrap();
+//! let path = folder.join("broker.sock");
+//! let cancel = Cancel::new()?;
+//! let server = Server::bind(&path, ServerConfig::default(), &cancel)?;
+//! let serving = thread::spawn(move || server.run());
+//!
+//! let driver = open(Choice::Only(Backend::Host))?.driver;
+//! let device = Device::find(&driver, Selector::default())?;
+//! let memory = Shared::create(&device, Spec::vmm(1 << 20))?;
+//! memory.copy_in(0, b"weights")?;
+//! let maker = Client::connect(&path, &Config::default())?;
+//! maker.put(&Put::new("models/tiny").part(PutPart::of("all", &memory)?))?;
+//! // The broker has it now: its maker may go.
+//! drop((memory, maker));
+//!
+//! let reader = Client::connect(&path, &Config::default())?;
+//! let object = reader.get(&Get::new("models/tiny"))?.open(&driver, None)?;
+//! let mut bytes = [0; 7];
+//! object.part("all").expect("the part that was put").memory()?.copy_out(0, &mut bytes)?;
+//! assert_eq!(&bytes, b"weights");
+//! # drop((object, reader));
+//! # cancel.cancel(0);
+//! # serving.join().unwrap().ok();
+//! # std::fs::remove_dir_all(&folder).unwrap();
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The messages are [`crate::wire::broker`]'s.
+
+mod client;
+mod name;
+mod server;
+mod table;
+
+pub use self::client::{
+    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
+    PutPart,
+};
+pub use crate::wire::broker::{
+    ArrayEntry, Attached, DeviceBytes, HeldLease, Lifetime, Maker, Owner, PartInfo, Published, ReportInfo, Summary,
+    UserTotal, VersionInfo,
+};

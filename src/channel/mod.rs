@@ -25,7 +25,7 @@ use std::{
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 pub(crate) use self::cancel::eventfd;
-#[cfg(feature = "tools")]
+#[cfg(any(feature = "broker", feature = "tools"))]
 pub(crate) use self::connect::connect_socket;
 use self::record::{Arrival, RecordSocket, check_type, is_gone};
 pub use self::{cancel::Cancel, connect::connect, listener::Listener, path::socket_path, peer::Peer, trust::Trust};
@@ -36,7 +36,7 @@ use crate::{
 
 /// How long a receiver polls its socket before it sleeps: about as long as waking up takes. A peer that answers at once, or sends
 /// one record after the other, is received without that cost.
-const SPIN: Duration = Duration::from_micros(20);
+pub(crate) const SPIN: Duration = Duration::from_micros(20);
 
 /// The pause between two attempts where no event announces the change: a socket that appears, a lock that is released, a full
 /// backlog.

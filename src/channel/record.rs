@@ -259,7 +259,7 @@ impl AsFd for RecordSocket {
 }
 
 /// Checks that a socket keeps records apart and passes descriptors.
-pub(super) fn check_type(socket: &impl AsFd) -> Result<()> {
+pub(crate) fn check_type(socket: &impl AsFd) -> Result<()> {
     let unfit = |problem: &str| Err(Error::Socket(SocketError::Unfit { problem: problem.to_owned() }));
     match (sockopt::socket_domain(socket), sockopt::socket_type(socket)) {
         (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => Ok(()),

@@ -1,5 +1,7 @@
 //! What can go wrong, as one type: variants are what a caller branches on, fields what a person needs.
 
+#[cfg(feature = "broker")]
+mod broker;
 pub mod code;
 mod device;
 mod load;
@@ -13,6 +15,8 @@ use std::{borrow::Cow, io};
 
 use nix::sys::signal::Signal;
 
+#[cfg(feature = "broker")]
+pub use self::broker::{BrokerError, RefusalCode};
 pub use self::protocol::{ErrorCode, ProtocolError, UnknownCode};
 pub use self::{
     device::DeviceError, load::LoadError, memory::MemoryError, parse::ParseError, peer::PeerError, socket::SocketError,
@@ -64,6 +68,11 @@ pub enum Error {
     #[error(transparent)]
     Peer(#[from] PeerError),
 
+    /// A broker refused a request. The connection to it goes on.
+    #[cfg(feature = "broker")]
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+
     /// The caller combined what does not belong together, or asked for what the state of an object does not allow. Nothing was
     /// changed.
     #[error("{problem}")]
@@ -110,6 +119,8 @@ pub enum ErrorKind {
     Usage,
     /// This machine, driver or device can't do it.
     Unsupported,
+    /// A broker has no such object, or has one where none was expected, or another than was expected.
+    Object,
     /// The other side is absent, gone, silent, refused, or does not fit.
     Peer,
     /// The driver or the operating system failed.
@@ -124,6 +135,7 @@ impl ErrorKind {
         match self {
             Self::Usage => "usage",
             Self::Unsupported => "unsupported",
+            Self::Object => "object",
             Self::Peer => "peer",
             Self::System => "system",
             Self::Interrupted => "interrupted",
@@ -167,8 +179,21 @@ impl Error {
             | Self::Forked { .. }
             | Self::Caller(_)
             | Self::System { .. } => ErrorKind::System,
-            Self::Socket(SocketError::Absent { .. } | SocketError::NotAccepted { .. } | SocketError::Denied { .. })
+            Self::Socket(
+                SocketError::Absent { .. }
+                | SocketError::NoBroker { .. }
+                | SocketError::NotAccepted { .. }
+                | SocketError::Denied { .. },
+            )
             | Self::Peer(_) => ErrorKind::Peer,
+            #[cfg(feature = "broker")]
+            Self::Broker(BrokerError { code, .. }) => match code {
+                RefusalCode::Absent | RefusalCode::Exists | RefusalCode::Version | RefusalCode::Differs => {
+                    ErrorKind::Object
+                }
+                RefusalCode::Invalid => ErrorKind::Usage,
+                _ => ErrorKind::Peer,
+            },
             Self::Memory(_) | Self::Socket(_) | Self::Misuse { .. } => ErrorKind::Usage,
             Self::Interrupted { .. } => ErrorKind::Interrupted,
         }

@@ -184,7 +184,7 @@ impl UnknownCode {
     /// The longest name of a code, in bytes.
     pub const LONGEST: usize = 32;
 
-    fn of(text: &str) -> Self {
+    pub(super) fn of(text: &str) -> Self {
         let mut name = [0; Self::LONGEST];
         let plain = |byte: u8| if byte.is_ascii_alphanumeric() || b"-_".contains(&byte) { byte } else { b'?' };
         let length = text.len().min(Self::LONGEST);

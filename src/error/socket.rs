@@ -60,6 +60,15 @@ pub enum SocketError {
         waited: Duration,
     },
 
+    /// No broker served the socket in time.
+    #[error("no broker on {path} within {waited:?}", path = path.display())]
+    NoBroker {
+        /// The socket.
+        path: PathBuf,
+        /// How long was waited.
+        waited: Duration,
+    },
+
     /// A process serves the socket and did not accept this connection in time: its backlog is full.
     #[error("the producer on {path} accepted no connection within {waited:?}", path = path.display())]
     NotAccepted {

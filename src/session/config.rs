@@ -56,7 +56,7 @@ impl Config {
     }
 
     /// What ends it early, or something that never does.
-    pub(super) fn cancel(&self) -> Result<Cancel> {
+    pub(crate) fn cancel(&self) -> Result<Cancel> {
         self.cancel.clone().map_or_else(Cancel::new, Ok)
     }
 }

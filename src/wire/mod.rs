@@ -1,12 +1,14 @@
 #![doc = include_str!("../../docs/protocol.md")]
 
+#[cfg(feature = "broker")]
+pub mod broker;
+mod frame;
 mod messages;
 pub(crate) mod strict;
 #[cfg(test)]
 mod tests;
 
-use serde::de::DeserializeOwned;
-
+use self::frame::{Head, parse};
 pub use self::messages::{
     BufferNumber, BufferTurn, Busy, ByteRange, Check, Device, Failure, Hello, Location, Mechanism, Memory, Offer, Part,
     Pointer, PoolNumber, Ready, Received, Request, Segments, Subscribe, Verdict,
@@ -34,16 +36,11 @@ pub const MAX_CAPABILITIES: usize = 64;
 /// The longest message of an `error`, in bytes. A longer one is sent shortened, and shortened where it is received.
 pub const MAX_MESSAGE: usize = 1024;
 
-/// How much of what is wrong with a body is reported, in bytes: the parser repeats what a peer sent.
-const MAX_REASON: usize = 256;
-
 /// The name of the object that a producer serves by default.
 pub const DEFAULT_OBJECT: &str = "default";
 
 /// The capability of both ends of a stream.
 pub const STREAM: &str = "stream";
-
-const MAGIC: [u8; 4] = *b"VMFD";
 
 /// One record's content.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -132,35 +129,23 @@ impl Message {
             shorten(&mut shorter.message, MAX_MESSAGE);
             return Self::Error(shorter).encode_into(record);
         }
-        record.clear();
-        record.resize(HEADER_LENGTH, 0);
-        let (kind, written): (u16, _) = match self {
-            Self::Hello(body) => (1, serde_json::to_writer(&mut *record, body)),
-            Self::Request(body) => (2, serde_json::to_writer(&mut *record, body)),
-            Self::Offer(body) => (3, serde_json::to_writer(&mut *record, body)),
-            Self::Segments(body) => (4, serde_json::to_writer(&mut *record, body)),
-            Self::Received(body) => (5, serde_json::to_writer(&mut *record, body)),
-            Self::Result(body) => (6, serde_json::to_writer(&mut *record, body)),
-            Self::Busy(body) => (7, serde_json::to_writer(&mut *record, body)),
-            Self::Error(body) => (8, serde_json::to_writer(&mut *record, body)),
-            Self::Pool(body) => (9, serde_json::to_writer(&mut *record, body)),
-            Self::Subscribe(body) => (10, serde_json::to_writer(&mut *record, body)),
-            Self::Ready(body) => (11, serde_json::to_writer(&mut *record, body)),
-            Self::Done(body) => (12, serde_json::to_writer(&mut *record, body)),
-            Self::Withdraw(body) => (13, serde_json::to_writer(&mut *record, body)),
-            Self::Gone(body) => (14, serde_json::to_writer(&mut *record, body)),
-        };
-        written.map_err(|error| ProtocolError::Content(error.to_string()))?;
-        let length = record.len() - HEADER_LENGTH;
-        if length > MAX_BODY {
-            return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
+        let fds = self.fd_count();
+        match self {
+            Self::Hello(body) => frame::write(record, 1, fds, body),
+            Self::Request(body) => frame::write(record, 2, fds, body),
+            Self::Offer(body) => frame::write(record, 3, fds, body),
+            Self::Segments(body) => frame::write(record, 4, fds, body),
+            Self::Received(body) => frame::write(record, 5, fds, body),
+            Self::Result(body) => frame::write(record, 6, fds, body),
+            Self::Busy(body) => frame::write(record, 7, fds, body),
+            Self::Error(body) => frame::write(record, 8, fds, body),
+            Self::Pool(body) => frame::write(record, 9, fds, body),
+            Self::Subscribe(body) => frame::write(record, 10, fds, body),
+            Self::Ready(body) => frame::write(record, 11, fds, body),
+            Self::Done(body) => frame::write(record, 12, fds, body),
+            Self::Withdraw(body) => frame::write(record, 13, fds, body),
+            Self::Gone(body) => frame::write(record, 14, fds, body),
         }
-        record[0..4].copy_from_slice(&MAGIC);
-        record[4..6].copy_from_slice(&VERSION.to_le_bytes());
-        record[6..8].copy_from_slice(&kind.to_le_bytes());
-        record[8..12].copy_from_slice(&(length as u32).to_le_bytes());
-        record[12..16].copy_from_slice(&(self.fd_count() as u32).to_le_bytes());
-        Ok(())
     }
 
     /// Reads a record that came with `fds` descriptors.
@@ -171,26 +156,8 @@ impl Message {
     /// # Errors
     /// Each thing that can be wrong with it has its own [`ProtocolError`].
     pub fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
-        let Some((header, body)) = record.split_first_chunk::<HEADER_LENGTH>() else {
-            return Err(ProtocolError::ShortRecord { got: record.len(), header: HEADER_LENGTH });
-        };
-        let [m0, m1, m2, m3, v0, v1, k0, k1, l0, l1, l2, l3, f0, f1, f2, f3] = *header;
-        let magic = [m0, m1, m2, m3];
-        if magic != MAGIC {
-            return Err(ProtocolError::Magic { got: magic });
-        }
-        match u16::from_le_bytes([v0, v1]) {
-            VERSION => {}
-            got => return Err(ProtocolError::Version { got, own: VERSION }),
-        }
-        let length = u32::from_le_bytes([l0, l1, l2, l3]);
-        if body.len() > MAX_BODY {
-            return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
-        }
-        if length as usize != body.len() {
-            return Err(ProtocolError::BodyLength { claimed: length, got: body.len() });
-        }
-        let mut message = match u16::from_le_bytes([k0, k1]) {
+        let Head { kind, fds: claimed, body } = frame::read(record)?;
+        let mut message = match kind {
             1 => Self::Hello(parse("hello", body)?),
             2 => Self::Request(parse("request", body)?),
             3 => Self::Offer(parse("offer", body)?),
@@ -208,10 +175,7 @@ impl Message {
             got => return Err(ProtocolError::Kind { got }),
         };
         message.check()?;
-        let (want, claimed) = (message.fd_count(), u32::from_le_bytes([f0, f1, f2, f3]));
-        if claimed as usize != want || fds != want {
-            return Err(ProtocolError::FdCount { kind: message.name(), want, claimed, got: fds });
-        }
+        frame::check_fds(message.name(), message.fd_count(), claimed, fds)?;
         match &mut message {
             Self::Hello(hello) => clean(&mut hello.backend),
             Self::Request(request) => clean(&mut request.object),
@@ -261,23 +225,6 @@ fn bounded(name: &str) -> Result<(), ProtocolError> {
             Err(ProtocolError::Content(format!("a name has {length} bytes where at most {MAX_NAME} are allowed")))
         }
     }
-}
-
-fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, ProtocolError> {
-    // serde would take an array for a struct too; the protocol knows objects alone.
-    if !body.trim_ascii_start().starts_with(b"{") {
-        return Err(ProtocolError::Body { kind, reason: "it is no JSON object".to_owned() });
-    }
-    // All of it: the parser does not look at the text of fields that it skips.
-    let Ok(body) = str::from_utf8(body) else {
-        return Err(ProtocolError::Body { kind, reason: "it is not UTF-8".to_owned() });
-    };
-    serde_json::from_str(body).map_err(|error| {
-        let mut reason = error.to_string();
-        shorten(&mut reason, MAX_REASON);
-        clean(&mut reason);
-        ProtocolError::Body { kind, reason }
-    })
 }
 
 /// Cuts a text to so many bytes, between two characters.

@@ -31,19 +31,20 @@ pub(crate) fn object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) ->
     from.deserialize_map(Fields(PhantomData))
 }
 
+/// Anything that is read by [`object`].
+struct Object<T>(T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        object(from).map(Self)
+    }
+}
+
 /// As [`object`], of a field that may be null.
 ///
 /// # Errors
 /// The deserializer's.
 pub(crate) fn optional_object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
-    struct Object<T>(T);
-
-    impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
-        fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-            object(from).map(Self)
-        }
-    }
-
     Ok(Option::<Object<T>>::deserialize(from)?.map(|Object(value)| value))
 }
 
@@ -58,4 +59,13 @@ pub(super) fn uuid<'de, D: Deserializer<'de>>(from: D) -> Result<DeviceUuid, D::
         Ok(uuid) if text.len() == 36 && hyphens => Ok(uuid),
         _ => Err(Error::custom("a device's UUID is not 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12")),
     }
+}
+
+/// As [`object`], of an array of them.
+///
+/// # Errors
+/// The deserializer's.
+#[cfg(feature = "broker")]
+pub(crate) fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    Ok(Vec::<Object<T>>::deserialize(from)?.into_iter().map(|Object(value)| value).collect())
 }

@@ -12,7 +12,8 @@ pub enum Exit {
     /// What was asked holds: everything was verified, every required probe is `ok`, everything was measured; or a service without end
     /// was stopped by a signal and nothing had failed.
     Verified,
-    /// What was asked does not hold: the data did not verify, on either side; a required probe failed.
+    /// What was asked does not hold: the data did not verify, on either side; a required probe failed; a broker
+    /// has no such object, or another than was expected.
     Mismatch,
     /// The command line is wrong.
     Usage,
@@ -67,6 +68,7 @@ impl Exit {
         match (kind_of(error), error) {
             (_, Error::Interrupted { signal: signal @ 1.. }) => Self::Signal(*signal),
             (ErrorKind::Usage, _) => Self::Usage,
+            (ErrorKind::Object, _) => Self::Mismatch,
             (ErrorKind::Unsupported, _) => Self::Unsupported,
             (ErrorKind::Peer, _) => Self::Peer,
             (ErrorKind::System | ErrorKind::Interrupted, _) => Self::System,

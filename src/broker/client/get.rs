@@ -1,0 +1,226 @@
+//! What of an object is asked for, and how the lease of it comes.
+
+use std::{collections::BTreeMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
+
+use super::{
+    connection::{Connection, Exchange, unexpected},
+    lease::Lease,
+};
+use crate::{
+    broker::name::{check_component, check_name},
+    error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
+    wire::{
+        ByteRange, Received,
+        broker::{self, GetObject, LeaseHeader, Message, Release, Token},
+    },
+};
+
+/// Which object to get, and what of it: see [`super::Client::get`].
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct Get {
+    object: GetObject,
+    wait: Option<Duration>,
+}
+
+impl Get {
+    /// The current version of an object, all of it, if it exists.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { object: GetObject { name: name.into(), ..GetObject::default() }, wait: None }
+    }
+
+    /// This version of it.
+    pub fn version(mut self, version: u64) -> Self {
+        self.object.version = Some(version);
+        self
+    }
+
+    /// The current version, if it is newer than this one.
+    pub fn newer_than(mut self, version: u64) -> Self {
+        self.object.newer_than = Some(version);
+        self
+    }
+
+    /// These parts of it.
+    pub fn parts(mut self, parts: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.object.parts = Some(parts.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// The segments alone in which these bytes of the part lie. The object has one part, or one is named.
+    pub fn range(mut self, range: Range<u64>) -> Self {
+        let length = range.end.saturating_sub(range.start);
+        self.object.range = Some(ByteRange { offset: range.start, length });
+        self
+    }
+
+    /// The segments alone in which these arrays lie.
+    pub fn arrays(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.object.arrays = Some(names.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Fields that its metadata must have, with these values.
+    pub fn expect(mut self, fields: crate::wire::Check) -> Self {
+        self.object.expect = Some(fields);
+        self
+    }
+
+    /// The digest that a part must have.
+    pub fn digest(mut self, part: impl Into<String>, digest: impl Into<String>) -> Self {
+        self.object.digests.get_or_insert_with(BTreeMap::new).insert(part.into(), digest.into());
+        self
+    }
+
+    /// Waits so long for the object to exist.
+    pub fn wait(self, wait: Duration) -> Self {
+        Self { wait: Some(wait), ..self }
+    }
+}
+
+/// Which part of an object a process offers to make: see [`super::Client::get_or_claim`].
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct ClaimOf {
+    claim: broker::Claim,
+}
+
+impl ClaimOf {
+    /// All of it.
+    pub fn whole() -> Self {
+        Self::default()
+    }
+
+    /// One part. Claims of the parts of one version have the same `group`, and those of another have another.
+    pub fn part(part: impl Into<String>, group: impl Into<String>) -> Self {
+        Self { claim: broker::Claim { part: Some(part.into()), group: Some(group.into()) } }
+    }
+}
+
+/// What [`super::Client::get_or_claim`] returns.
+#[derive(Debug)]
+pub enum Found {
+    /// The object exists.
+    Lease(Lease),
+    /// It does not, and this process is the one to make it.
+    Claim(Claim),
+}
+
+/// The right to be the one that makes an object, or a part of it. Others wait for it. Dropping it, or the end of the connection,
+/// passes it to the next that waits; a put of the object ends it.
+#[derive(Debug)]
+pub struct Claim {
+    connection: Arc<Connection>,
+    token: Token,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        release(&self.connection, self.token, "the claim");
+    }
+}
+
+/// Ends a lease or a claim. Blocks only while the broker does not read.
+pub(super) fn release(connection: &Connection, token: Token, what: &str) {
+    match connection.send(&Message::Release(Release { token }), &[]) {
+        // The connection has ended, and the lease with it; or this is a fork, of which the lease is not.
+        Ok(()) | Err(Error::Peer(_) | Error::Misuse { .. } | Error::Interrupted { .. }) => {}
+        Err(error) => tracing::warn!(%error, "cannot end {what}"),
+    }
+}
+
+/// Gets leases of all objects, or none.
+pub(super) fn get_all(connection: &Arc<Connection>, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
+    let mut exchange = ask(connection, gets, wait, None)?;
+    let mut leases = Vec::with_capacity(gets.len());
+    for left in (0..gets.len()).rev() {
+        let (header, fds) = match exchange.receive("for the lease")? {
+            (Message::Lease(header), fds) => (header, fds),
+            (other, _) => return Err(unexpected(&other, "lease")),
+        };
+        leases.push(take(connection, &mut exchange, *header, fds, left > 0)?);
+    }
+    exchange.finish();
+    Ok(leases)
+}
+
+/// As [`get_all`] of one, which waits as the get says.
+pub(super) fn get(connection: &Arc<Connection>, get: &Get) -> Result<Lease> {
+    let mut leases = get_all(connection, std::slice::from_ref(get), get.wait)?;
+    leases.pop().ok_or_else(|| ProtocolError::Content("no lease came".to_owned()).into())
+}
+
+/// Gets a lease, or the claim of what does not exist.
+pub(super) fn get_or_claim(connection: &Arc<Connection>, get: &Get, claim: &ClaimOf) -> Result<Found> {
+    let mut exchange = ask(connection, std::slice::from_ref(get), get.wait, Some(claim))?;
+    let found = match exchange.receive("for the lease or the claim")? {
+        (Message::Lease(header), fds) => Found::Lease(take(connection, &mut exchange, *header, fds, false)?),
+        (Message::Claimed(claimed), _) => {
+            Found::Claim(Claim { connection: Arc::clone(connection), token: claimed.token })
+        }
+        (other, _) => return Err(unexpected(&other, "lease")),
+    };
+    exchange.finish();
+    Ok(found)
+}
+
+fn ask<'a>(
+    connection: &'a Connection,
+    gets: &[Get],
+    wait: Option<Duration>,
+    claim: Option<&ClaimOf>,
+) -> Result<Exchange<'a>> {
+    let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message).into());
+    if gets.is_empty() {
+        return invalid("a get names no object");
+    }
+    for Get { object, .. } in gets {
+        check_name(&object.name)?;
+        object.parts.iter().flatten().try_for_each(|part| check_component("part", part))?;
+        if object.range.is_some() && object.arrays.is_some() {
+            return invalid("a get asks for a range or for arrays, not for both");
+        }
+    }
+    let message = Message::Get(Box::new(broker::Get {
+        objects: gets.iter().map(|get| get.object.clone()).collect(),
+        wait_ms: wait.map(super::milliseconds),
+        claim: claim.map(|claim| claim.claim.clone()),
+    }));
+    connection.request(&message, &[], wait.unwrap_or_default())
+}
+
+/// Takes a lease, whose first record came. `more` if another lease follows it, so that its last record is to be acknowledged too.
+fn take(
+    connection: &Arc<Connection>,
+    exchange: &mut Exchange<'_>,
+    mut header: LeaseHeader,
+    mut fds: Vec<OwnedFd>,
+    more: bool,
+) -> Result<Lease> {
+    let wrong = |message: String| Err(ProtocolError::Content(message).into());
+    let mut sizes = std::mem::take(&mut header.sizes);
+    let segments = fds.split_off(fds.len() - sizes.len());
+    let (tables, mut segments) = (fds, segments);
+    let want: u64 =
+        header.parts.iter().flat_map(|part| &part.runs).map(|run| run.segments).fold(0, u64::saturating_add);
+    while (sizes.len() as u64) < want {
+        exchange.send(&Message::Received(Received { segments: sizes.len() as u64 }), &[])?;
+        match exchange.receive("for the segments of the lease")? {
+            (Message::Segments(some), fds) if some.first == sizes.len() as u64 => {
+                sizes.extend(some.sizes);
+                segments.extend(fds);
+            }
+            (Message::Segments(some), _) => {
+                return wrong(format!("segment {} came where {} belongs", some.first, sizes.len()));
+            }
+            (other, _) => return Err(unexpected(&other, "segments")),
+        }
+    }
+    if sizes.len() as u64 != want {
+        return wrong(format!("{} segments came with a lease of {want}", sizes.len()));
+    }
+    if more {
+        exchange.send(&Message::Received(Received { segments: want }), &[])?;
+    }
+    Lease::new(connection, header, tables, sizes.into_iter().zip(segments).collect())
+}

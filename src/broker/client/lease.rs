@@ -1,0 +1,412 @@
+//! A lease of an object, and the object mapped.
+
+use std::{
+    collections::HashMap,
+    os::fd::OwnedFd,
+    sync::{Arc, OnceLock},
+    time::{Duration, SystemTime},
+};
+
+use super::{connection::Connection, get::release};
+use crate::{
+    broker::table,
+    driver::{Access, Driver},
+    error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result},
+    memory::{Array, Description, Device, Imported, Importing, Part, Region, Selector},
+    wire::{
+        Check,
+        broker::{
+            ArrayEntry, Attached, LeaseHeader, MAX_ARRAYS, MAX_METADATA, MAX_TABLE, Message, Owner, Report, Table,
+            Token,
+        },
+    },
+};
+
+/// A hold on a version of an object: the broker keeps it, and counts this process among its readers. It ends when it is dropped,
+/// and with the connection.
+///
+/// It has the descriptors of what was asked for, and maps nothing: [`Lease::open`] does.
+#[derive(Debug)]
+pub struct Lease {
+    hold: Hold,
+    name: String,
+    version: u64,
+    id: String,
+    created: SystemTime,
+    owner: Owner,
+    backend: String,
+    metadata: Option<Attached>,
+    parts: Vec<LeasedPart>,
+}
+
+/// What ends a lease when it is dropped.
+#[derive(Debug)]
+struct Hold {
+    connection: Arc<Connection>,
+    token: Token,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        release(&self.connection, self.token, "the lease");
+    }
+}
+
+/// A part of a lease, not mapped.
+#[derive(Debug)]
+pub struct LeasedPart {
+    name: String,
+    description: Description,
+    digest: Option<String>,
+    arrays: Arc<Vec<ArrayEntry>>,
+    runs: Vec<Run>,
+}
+
+/// Segments side by side.
+#[derive(Debug)]
+struct Run {
+    part: Part,
+    segments: Vec<(u64, OwnedFd)>,
+}
+
+impl Lease {
+    pub(super) fn new(
+        connection: &Arc<Connection>,
+        header: LeaseHeader,
+        tables: Vec<OwnedFd>,
+        segments: Vec<(u64, OwnedFd)>,
+    ) -> Result<Self> {
+        let hold = Hold { connection: Arc::clone(connection), token: header.token };
+        let LeaseHeader { name, version, id, created_ms, owner, backend, metadata, .. } = header;
+        let mut tables = tables.into_iter();
+        let metadata = metadata.map(|table| text_of(table, &mut tables, MAX_METADATA)).transpose()?;
+        let (mut parts, mut segments) = (Vec::with_capacity(header.parts.len()), segments.into_iter());
+        for part in header.parts {
+            let description: Description = part.memory.try_into()?;
+            let arrays = part.arrays.map(|table| text_of(table, &mut tables, MAX_TABLE)).transpose()?;
+            let arrays = arrays.map(|text| read_arrays(&text, description.size)).transpose()?.unwrap_or_default();
+            let runs = part.runs.into_iter().map(|run| {
+                let segments = segments.by_ref().take(usize::try_from(run.segments).unwrap_or(usize::MAX)).collect();
+                Run { part: run.into(), segments }
+            });
+            let (runs, arrays) = (runs.collect(), Arc::new(arrays));
+            parts.push(LeasedPart { name: part.name, description, digest: part.digest, arrays, runs });
+        }
+        let created = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(created_ms));
+        let created = created.unwrap_or(SystemTime::UNIX_EPOCH);
+        Ok(Self { hold, name, version, id, created, owner, backend, metadata, parts })
+    }
+
+    /// The object's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its version, counted from 1.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// The version's UUID.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// When it was published.
+    pub fn created(&self) -> SystemTime {
+        self.created
+    }
+
+    /// Whose it is.
+    pub fn owner(&self) -> Owner {
+        self.owner
+    }
+
+    /// The backend of its memory: `cuda` or `host`.
+    pub fn backend(&self) -> &str {
+        &self.backend
+    }
+
+    /// What its maker says of it; empty if nothing.
+    ///
+    /// # Errors
+    /// [`Error::Peer`] if it is not a JSON object.
+    pub fn metadata(&self) -> Result<Check> {
+        let Some(text) = &self.metadata else { return Ok(Check::new()) };
+        text.read().map_err(|error| ProtocolError::Content(format!("the metadata is wrong: {error}")).into())
+    }
+
+    /// The parts that were asked for.
+    pub fn parts(&self) -> &[LeasedPart] {
+        &self.parts
+    }
+
+    /// The part of a name.
+    pub fn part(&self, name: &str) -> Option<&LeasedPart> {
+        self.parts.iter().find(|part| part.name == name)
+    }
+
+    /// Maps all of it, read-only. Each part is used by `device`, if one is given, or else by its own device.
+    ///
+    /// Memory that the driver finds to be other than its maker claimed is reported to the broker.
+    ///
+    /// # Errors
+    /// [`Error::Peer`] if the memory is on another backend, or is not as it is described; [`Error::Device`] if no device of this
+    /// process can reach it; [`Error::Driver`]. The lease has ended then.
+    ///
+    /// Driver calls, for each part: those of [`Imported::open`].
+    pub fn open(self, driver: &Driver, device: Option<Selector>) -> Result<Object> {
+        let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
+        if self.backend != driver.backend().as_str() {
+            let (theirs, own) = (&self.backend, driver.backend());
+            let message = format!("the memory of `{}` is on backend {theirs}, and this process uses {own}", self.name);
+            return Err(Error::Peer(crate::error::PeerError::Mismatch {
+                code: crate::error::ErrorCode::Backend,
+                message,
+            }));
+        }
+        let Self { hold, name, version, id, created, owner, metadata, parts, .. } = self;
+        let mut opened = Vec::with_capacity(parts.len());
+        for part in parts {
+            let device = Device::for_memory_of(driver, &part.description.device, wanted.as_ref())?;
+            let mapped = part.map(&device).inspect_err(|error| hold.report(error))?;
+            opened.push(mapped);
+        }
+        Ok(Object { parts: opened, name, version, id, created, owner, metadata, _hold: hold })
+    }
+}
+
+impl Hold {
+    /// Reports memory that is not as claimed.
+    fn report(&self, error: &Error) {
+        let blamed = matches!(error, Error::Peer(_) | Error::Driver { .. });
+        if blamed {
+            let report = Report { token: self.token, message: error.in_full() };
+            // A report that does not arrive changes nothing here.
+            let _ = self.connection.send(&Message::Report(report), &[]);
+        }
+    }
+}
+
+impl LeasedPart {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it is. Its sizes are as its maker claimed them.
+    pub fn description(&self) -> &Description {
+        &self.description
+    }
+
+    /// The digest of its bytes, in its maker's words.
+    pub fn digest(&self) -> Option<&str> {
+        self.digest.as_deref()
+    }
+
+    /// The arrays in it, in its maker's order: all of them, also if only some of the memory was asked for.
+    pub fn arrays(&self) -> &[ArrayEntry] {
+        &self.arrays
+    }
+
+    /// The segments, each with its size in bytes and its descriptor, which the caller then owns: to import them by other means.
+    pub fn into_segments(self) -> Vec<(u64, OwnedFd)> {
+        self.runs.into_iter().flat_map(|run| run.segments).collect()
+    }
+
+    fn map(self, device: &Device) -> Result<ObjectPart> {
+        let Self { name, description, digest, arrays, runs } = self;
+        let mut memory = Vec::with_capacity(runs.len());
+        for Run { part, segments } in runs {
+            let mut importing = Importing::begin(device, &description, &part, Access::ReadOnly)?;
+            let (sizes, fds): (Vec<u64>, Vec<OwnedFd>) = segments.into_iter().unzip();
+            importing.take(&sizes, fds)?;
+            memory.push(Arc::new(importing.finish()?.0));
+        }
+        Ok(ObjectPart { name, description, digest, arrays, memory, index: OnceLock::new() })
+    }
+}
+
+/// An object that is mapped, read-only, and the lease of it, which ends when it is dropped.
+///
+/// Memory and arrays that were taken from it stay mapped for as long as they live, also after the lease ended and when the broker
+/// is gone. The broker then no longer counts this process among the readers.
+#[derive(Debug)]
+pub struct Object {
+    parts: Vec<ObjectPart>,
+    name: String,
+    version: u64,
+    id: String,
+    created: SystemTime,
+    owner: Owner,
+    metadata: Option<Attached>,
+    _hold: Hold,
+}
+
+impl Object {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its version, counted from 1.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// The version's UUID.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// When it was published.
+    pub fn created(&self) -> SystemTime {
+        self.created
+    }
+
+    /// Whose it is.
+    pub fn owner(&self) -> Owner {
+        self.owner
+    }
+
+    /// What its maker says of it; empty if nothing.
+    ///
+    /// # Errors
+    /// [`Error::Peer`] if it is not a JSON object.
+    pub fn metadata(&self) -> Result<Check> {
+        let Some(text) = &self.metadata else { return Ok(Check::new()) };
+        text.read().map_err(|error| ProtocolError::Content(format!("the metadata is wrong: {error}")).into())
+    }
+
+    /// The parts that were asked for.
+    pub fn parts(&self) -> &[ObjectPart] {
+        &self.parts
+    }
+
+    /// The part of a name.
+    pub fn part(&self, name: &str) -> Option<&ObjectPart> {
+        self.parts.iter().find(|part| part.name == name)
+    }
+
+    /// The array of a name, in whichever part it is.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for.
+    pub fn array(&self, name: &str) -> Result<Array> {
+        let part = self.parts.iter().find(|part| part.entry(name).is_some());
+        part.ok_or_else(|| no_array(name))?.array(name)
+    }
+}
+
+/// A part of an [`Object`], mapped.
+#[derive(Debug)]
+pub struct ObjectPart {
+    name: String,
+    description: Description,
+    digest: Option<String>,
+    arrays: Arc<Vec<ArrayEntry>>,
+    memory: Vec<Arc<Imported>>,
+    /// Where each array is in the table, from the first look for one on.
+    index: OnceLock<HashMap<String, usize>>,
+}
+
+impl ObjectPart {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it is.
+    pub fn description(&self) -> &Description {
+        &self.description
+    }
+
+    /// The digest of its bytes, in its maker's words.
+    pub fn digest(&self) -> Option<&str> {
+        self.digest.as_deref()
+    }
+
+    /// Its memory: one piece, unless arrays were asked for that lie apart.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if it is several pieces: see [`ObjectPart::pieces`].
+    pub fn memory(&self) -> Result<&Arc<Imported>> {
+        match self.memory.as_slice() {
+            [memory] => Ok(memory),
+            several => {
+                let problem =
+                    format!("part `{}` is mapped in {} pieces: take them one by one", self.name, several.len());
+                Err(Error::Misuse { problem })
+            }
+        }
+    }
+
+    /// The pieces of its memory, in their order: [`Imported::start`] is where each begins.
+    pub fn pieces(&self) -> &[Arc<Imported>] {
+        &self.memory
+    }
+
+    /// The arrays in it, in its maker's order: all of them, also if only some of the memory was asked for.
+    pub fn arrays(&self) -> &[ArrayEntry] {
+        &self.arrays
+    }
+
+    /// The array of a name.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for.
+    pub fn array(&self, name: &str) -> Result<Array> {
+        let mut descriptor = self.entry(name).ok_or_else(|| no_array(name))?.array.clone();
+        let span = descriptor.span()?;
+        let inside = |piece: &&Arc<Imported>| {
+            let start = piece.start();
+            start <= span.start && span.end <= start + piece.size()
+        };
+        let Some(piece) = self.memory.iter().find(inside) else {
+            let (offset, length) = (span.start, span.end - span.start);
+            let size = self.memory.iter().map(|piece| piece.size()).sum();
+            return Err(Error::Memory(MemoryError::OutOfRange { offset, length, size }));
+        };
+        descriptor.offset -= piece.start();
+        Array::new(Arc::clone(piece) as Arc<dyn Region>, descriptor)
+    }
+
+    fn entry(&self, name: &str) -> Option<&ArrayEntry> {
+        let index =
+            self.index.get_or_init(|| (0..).zip(self.arrays.iter()).map(|(at, of)| (of.name.clone(), at)).collect());
+        index.get(name).map(|at| &self.arrays[*at])
+    }
+}
+
+fn no_array(name: &str) -> Error {
+    BrokerError::new(RefusalCode::Absent, format!("there is no array `{name}`")).into()
+}
+
+/// The text of a table, whichever way it came.
+fn text_of(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) -> Result<Attached> {
+    let wrong = |message: String| Error::from(ProtocolError::Content(message));
+    match table {
+        Table::Inline(text) => Ok(text),
+        Table::Length(length) => {
+            use std::os::fd::AsFd;
+            let fd = tables.next().ok_or_else(|| wrong("a table came without its descriptor".to_owned()))?;
+            let text = table::read(fd.as_fd(), length, most).map_err(wrong)?;
+            Attached::from_text(text).map_err(|error| wrong(format!("a table is not JSON: {error}")))
+        }
+    }
+}
+
+/// The arrays of a part, each inside its memory.
+fn read_arrays(text: &Attached, size: u64) -> Result<Vec<ArrayEntry>> {
+    let wrong = |message: String| Error::from(ProtocolError::Content(message));
+    let arrays: Vec<ArrayEntry> =
+        text.read().map_err(|error| wrong(format!("the table of arrays is wrong: {error}")))?;
+    if arrays.len() > MAX_ARRAYS {
+        return Err(wrong(format!("{} arrays came where at most {MAX_ARRAYS} are allowed", arrays.len())));
+    }
+    for entry in &arrays {
+        let check = entry.array.check(size);
+        check.map_err(|error| wrong(format!("array `{}` is not inside the memory: {error}", entry.name)))?;
+    }
+    Ok(arrays)
+}

@@ -1,0 +1,232 @@
+//! The client of a broker.
+
+mod connection;
+mod get;
+mod lease;
+mod put;
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use self::connection::{Connection, unexpected};
+pub use self::{
+    get::{Claim, ClaimOf, Found, Get},
+    lease::{Lease, LeasedPart, Object, ObjectPart},
+    put::{Condition, Put, PutPart},
+};
+use super::name::check_name;
+use crate::{
+    channel::Peer,
+    error::{Error, ProtocolError, Result},
+    session::Config,
+    wire::{
+        Check,
+        broker::{
+            Delete, HeldLease, List, MAX_METADATA, Message, Published, Stat, Stop, Summary, Table, UserTotal,
+            VersionInfo, Who,
+        },
+    },
+};
+
+/// A connection to a broker. Clones are the same connection, on which one request waits for the other; leases and claims end with
+/// it, when the last clone and the last of them is dropped.
+///
+/// Each call blocks until the broker has answered, for at most the config's timeout and the wait that it was given; then the
+/// connection can't be used any more. A refusal ([`Error::Broker`]) leaves it as it was. A fork must connect anew.
+#[derive(Debug, Clone)]
+pub struct Client(Arc<Connection>);
+
+/// What [`Client::who`] returns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Holders {
+    /// The leases that are held.
+    pub leases: Vec<HeldLease>,
+    /// What is held for each user.
+    pub totals: Vec<UserTotal>,
+}
+
+/// What [`Client::stat`] returns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ObjectInfo {
+    /// All that is known of the version.
+    pub version: VersionInfo,
+    /// What its maker says of it; empty if nothing.
+    pub metadata: Check,
+}
+
+impl Client {
+    /// Connects to the broker at a path. Waits up to the config's timeout for one to listen there.
+    ///
+    /// # Errors
+    /// [`Error::Socket`] if no broker listens in time or this user may not connect; [`Error::Peer`] if the broker refuses this user
+    /// or is none; [`Error::System`], [`Error::Interrupted`].
+    ///
+    /// See connect(2), unix(7).
+    pub fn connect(path: &Path, config: &Config) -> Result<Self> {
+        Connection::connect(path, config).map(Arc::new).map(Self)
+    }
+
+    /// A client over a socket that is connected to a broker.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub fn over(socket: OwnedFd, config: &Config) -> Result<Self> {
+        Connection::over(socket, config).map(Arc::new).map(Self)
+    }
+
+    /// The process at the other end.
+    pub fn peer(&self) -> Peer {
+        self.0.peer()
+    }
+
+    /// Hands memory over under a name. When it returns the object is published, and the memory may be dropped here.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] if it is refused: nothing of it is kept then; [`Error::Memory`] for an array that is not inside its
+    /// part; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    pub fn put(&self, put: &Put<'_>) -> Result<Published> {
+        put::put(&self.0, put)
+    }
+
+    /// Gets a lease of an object. Waits as long as the get says.
+    ///
+    /// # Errors
+    /// [`Error::Broker`]: with the code `absent` if there is none, `timeout` if none came in time, `differs` if it is not as
+    /// expected; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    pub fn get(&self, get: &Get) -> Result<Lease> {
+        get::get(&self.0, get)
+    }
+
+    /// Gets leases of several objects as they are at one moment, all or none. Waits up to `wait` until all exist; what the gets
+    /// themselves say of a wait does not count.
+    ///
+    /// # Errors
+    /// As [`Client::get`].
+    pub fn get_all(&self, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
+        get::get_all(&self.0, gets, wait)
+    }
+
+    /// Gets a lease of an object, or the right to be the one that makes it. Of several processes that ask at once and find nothing
+    /// one gets the claim; the others wait, as long as their gets say, until it is put, or the claim passes on to them.
+    ///
+    /// # Errors
+    /// As [`Client::get`].
+    pub fn get_or_claim(&self, get: &Get, claim: &ClaimOf) -> Result<Found> {
+        get::get_or_claim(&self.0, get, claim)
+    }
+
+    /// The objects whose names begin with `prefix` and that this user may read, in the order of their names.
+    ///
+    /// It is asked for page by page: objects that come or go meanwhile may be missing.
+    ///
+    /// # Errors
+    /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    pub fn list(&self, prefix: &str) -> Result<Vec<Summary>> {
+        let (mut all, mut after) = (Vec::<Summary>::new(), None);
+        loop {
+            let list = Message::List(List { prefix: prefix.to_owned(), after });
+            match self.ask(&list)? {
+                (Message::Objects(objects), _) => {
+                    all.extend(objects.objects);
+                    after = all.last().map(|last| last.name.clone());
+                    if !objects.more || after.is_none() {
+                        return Ok(all);
+                    }
+                }
+                (other, _) => return Err(unexpected(&other, "objects")),
+            }
+        }
+    }
+
+    /// All that is known of a version of an object: by default of the current one.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    pub fn stat(&self, name: &str, version: Option<u64>) -> Result<ObjectInfo> {
+        check_name(name)?;
+        let wrong = |message: String| Error::from(ProtocolError::Content(message));
+        match self.ask(&Message::Stat(Stat { name: name.to_owned(), version }))? {
+            (Message::Version(version), fds) => {
+                let metadata = match &version.metadata {
+                    None => Ok(Check::new()),
+                    Some(Table::Inline(text)) => text.read(),
+                    Some(Table::Length(length)) => {
+                        let fd = fds.first().ok_or_else(|| wrong("metadata came without a descriptor".to_owned()))?;
+                        let text = super::table::read(fd.as_fd(), *length, MAX_METADATA).map_err(wrong)?;
+                        serde_json::from_str(&text)
+                    }
+                };
+                let metadata = metadata.map_err(|error| wrong(format!("the metadata is wrong: {error}")))?;
+                Ok(ObjectInfo { version: *version, metadata })
+            }
+            (other, _) => Err(unexpected(&other, "version")),
+        }
+    }
+
+    /// The leases that are held of objects whose names begin with `prefix` and that this user may read, and what is held for each
+    /// user.
+    ///
+    /// # Errors
+    /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    pub fn who(&self, prefix: &str) -> Result<Holders> {
+        let (mut all, mut after) = (Vec::<HeldLease>::new(), None);
+        loop {
+            match self.ask(&Message::Who(Who { prefix: prefix.to_owned(), after }))? {
+                (Message::Leases(leases), _) => {
+                    all.extend(leases.leases);
+                    after = all.last().map(|last| last.number);
+                    if !leases.more || after.is_none() {
+                        return Ok(Holders { leases: all, totals: leases.totals });
+                    }
+                }
+                (other, _) => return Err(unexpected(&other, "leases")),
+            }
+        }
+    }
+
+    /// Takes a name away. Readers keep what they hold, and the broker keeps the memory until the last of them ends.
+    ///
+    /// # Errors
+    /// [`Error::Broker`]: with the code `absent` if there is none, `denied` if it is another user's; [`Error::Peer`],
+    /// [`Error::System`], [`Error::Interrupted`].
+    pub fn delete(&self, name: &str) -> Result<()> {
+        check_name(name)?;
+        match self.ask(&Message::Delete(Delete { name: name.to_owned() }))? {
+            (Message::Done(_), _) => Ok(()),
+            (other, _) => Err(unexpected(&other, "done")),
+        }
+    }
+
+    /// Ends the wait of a request that another thread made: it fails with [`Error::Broker`] and the code `stopped`.
+    ///
+    /// # Errors
+    /// [`Error::Peer`], [`Error::System`].
+    pub fn stop(&self) -> Result<()> {
+        self.0.send(&Message::Stop(Stop {}), &[])
+    }
+
+    /// Asks for what comes in one record.
+    fn ask(&self, message: &Message) -> Result<(Message, Vec<OwnedFd>)> {
+        let mut exchange = self.0.request(message, &[], Duration::ZERO)?;
+        let answer = exchange.receive("for the broker's answer")?;
+        exchange.finish();
+        Ok(answer)
+    }
+}
+
+impl AsFd for Client {
+    /// Readable when the broker has closed the connection, while no request is under way.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,342 @@
+//! What is put, and how it is handed over.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use super::connection::{Connection, unexpected};
+use crate::{
+    broker::{
+        name::{check_component, check_name},
+        table::sealed,
+    },
+    driver::Backend,
+    error::{BrokerError, Error, RefusalCode, Result},
+    memory::{Chunk, Description, Region, Shared, Sharing},
+    wire::{
+        Check, MAX_FDS, Segments,
+        broker::{
+            self, ArrayEntry, Attached, Lifetime, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER,
+            MAX_METADATA, MAX_PARTS, MAX_SEGMENTS, Message, Published, Table,
+        },
+    },
+};
+
+/// When a put succeeds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Condition {
+    /// If there is no object of the name.
+    #[default]
+    New,
+    /// Always: what exists is replaced by the next version.
+    Any,
+    /// If the current version is this one, which is replaced.
+    Version(u64),
+}
+
+/// What to put under a name: see [`super::Client::put`].
+#[derive(Debug)]
+#[must_use]
+pub struct Put<'a> {
+    name: String,
+    condition: Condition,
+    parts: Vec<PutPart<'a>>,
+    announced: Vec<String>,
+    group: Option<String>,
+    wait: Duration,
+    metadata: Option<Check>,
+    mode: Option<u16>,
+    lifetime: Option<Lifetime>,
+    keep: Option<u32>,
+}
+
+impl<'a> Put<'a> {
+    /// A put of a new object of this name, which has no part yet.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            condition: Condition::New,
+            parts: Vec::new(),
+            announced: Vec::new(),
+            group: None,
+            wait: Duration::ZERO,
+            metadata: None,
+            mode: None,
+            lifetime: None,
+            keep: None,
+        }
+    }
+
+    /// With a part more.
+    pub fn part(mut self, part: PutPart<'a>) -> Self {
+        self.parts.push(part);
+        self
+    }
+
+    /// When it succeeds: by default if there is no object of the name.
+    pub fn condition(self, condition: Condition) -> Self {
+        Self { condition, ..self }
+    }
+
+    /// With parts that other processes put: `parts` are the names of all, also of those here; `group` is what all the puts of this
+    /// version have in common, and no other. The put waits up to `wait` until all are there.
+    pub fn together(
+        self,
+        parts: impl IntoIterator<Item = impl Into<String>>,
+        group: impl Into<String>,
+        wait: Duration,
+    ) -> Self {
+        let announced = parts.into_iter().map(Into::into).collect();
+        Self { announced, group: Some(group.into()), wait, ..self }
+    }
+
+    /// What its maker says of it: at most 1 MiB as JSON.
+    pub fn metadata(self, metadata: Check) -> Self {
+        Self { metadata: Some(metadata), ..self }
+    }
+
+    /// The permissions of a new name, as of a file: `0o600` by default. `r` is get, list and watch; `w` is replace.
+    pub fn mode(self, mode: u16) -> Self {
+        Self { mode: Some(mode), ..self }
+    }
+
+    /// How long the name stays: until it is deleted, by default.
+    pub fn lifetime(self, lifetime: Lifetime) -> Self {
+        Self { lifetime: Some(lifetime), ..self }
+    }
+
+    /// How many versions before the current one stay without a lease of them: none by default.
+    pub fn keep(self, versions: u32) -> Self {
+        Self { keep: Some(versions), ..self }
+    }
+}
+
+/// A part of what is put: memory of one device.
+#[derive(Debug)]
+#[must_use]
+pub struct PutPart<'a> {
+    name: String,
+    backend: Backend,
+    description: Description,
+    segments: Vec<(u64, Segment<'a>)>,
+    arrays: Vec<ArrayEntry>,
+    digest: Option<String>,
+}
+
+#[derive(Debug)]
+enum Segment<'a> {
+    Chunk(Arc<Chunk>),
+    Borrowed(BorrowedFd<'a>),
+}
+
+impl AsFd for Segment<'_> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Chunk(chunk) => chunk.as_fd(),
+            Self::Borrowed(fd) => *fd,
+        }
+    }
+}
+
+impl<'a> PutPart<'a> {
+    /// All of this process's memory. Blocks until all work in the device's primary context is done.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] for memory of a pool and for legacy memory, which die with their maker; [`Error::Driver`].
+    ///
+    /// Driver call: `cuCtxSynchronize`.
+    pub fn of(name: impl Into<String>, memory: &'a Shared) -> Result<Self> {
+        let name = name.into();
+        let description = memory.describe()?;
+        let Some((_, chunks)) = memory.chunks(0..memory.size())? else {
+            return Err(dies_with_its_maker(&name, &description).into());
+        };
+        memory.synchronize()?;
+        let segments = chunks.into_iter().map(|chunk| (chunk.size(), Segment::Chunk(chunk))).collect();
+        let backend = memory.device().backend();
+        Ok(Self { name, backend, description, segments, arrays: Vec::new(), digest: None })
+    }
+
+    /// Memory that is described, with the exact size in bytes and the descriptor of each of its segments, in their order. The
+    /// caller has finished all work on it.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] for memory of a pool and for legacy memory, which die with their maker.
+    pub fn of_segments(
+        name: impl Into<String>,
+        backend: Backend,
+        description: Description,
+        segments: impl IntoIterator<Item = (u64, BorrowedFd<'a>)>,
+    ) -> Result<Self> {
+        let name = name.into();
+        if !matches!(description.sharing, Sharing::Vmm { .. }) {
+            return Err(dies_with_its_maker(&name, &description).into());
+        }
+        let segments = segments.into_iter().map(|(size, fd)| (size, Segment::Borrowed(fd))).collect();
+        Ok(Self { name, backend, description, segments, arrays: Vec::new(), digest: None })
+    }
+
+    /// With the arrays in it.
+    pub fn arrays(self, arrays: impl IntoIterator<Item = ArrayEntry>) -> Self {
+        Self { arrays: arrays.into_iter().collect(), ..self }
+    }
+
+    /// With the digest of its bytes, in words that its readers know: `blake3:` and 64 hexadecimal digits, say.
+    pub fn digest(self, digest: impl Into<String>) -> Self {
+        Self { digest: Some(digest.into()), ..self }
+    }
+}
+
+fn dies_with_its_maker(name: &str, description: &Description) -> BrokerError {
+    let mechanism = description.mechanism();
+    BrokerError::new(
+        RefusalCode::Invalid,
+        format!(
+            "part `{name}` is shared by {mechanism}: pools and legacy handles die with their maker, so a broker can't keep them; \
+             make it with Spec::vmm"
+        ),
+    )
+}
+
+fn invalid(message: String) -> Error {
+    BrokerError::new(RefusalCode::Invalid, message).into()
+}
+
+/// Hands over what is put.
+pub(super) fn put(connection: &Connection, put: &Put<'_>) -> Result<Published> {
+    check(put)?;
+    let mut tables = Tables { room: MAX_INLINE_TOGETHER, attached: Vec::new() };
+    let metadata = put.metadata.as_ref().map(|metadata| Attached::of(metadata)).transpose().map_err(unwritable)?;
+    if let Some(length) = metadata.as_ref().map(|text| text.as_str().len()).filter(|&n| n as u64 > MAX_METADATA) {
+        return Err(invalid(format!("the metadata has {length} bytes, and at most {MAX_METADATA} are allowed")));
+    }
+    let metadata = metadata.map(|text| tables.add(text)).transpose()?;
+    let mut parts = Vec::with_capacity(put.parts.len());
+    for part in &put.parts {
+        let arrays = match part.arrays.as_slice() {
+            [] => None,
+            arrays => Some(tables.add(Attached::of(arrays).map_err(unwritable)?)?),
+        };
+        let (name, digest) = (part.name.clone(), part.digest.clone());
+        parts.push(broker::PutPart { name, memory: (&part.description).into(), arrays, digest });
+    }
+    let attached = tables.attached;
+    let segments: Vec<(u64, &Segment<'_>)> =
+        put.parts.iter().flat_map(|part| part.segments.iter().map(|(size, segment)| (*size, segment))).collect();
+    let (first, rest) = segments.split_at(segments.len().min(MAX_FDS - attached.len()));
+    let (replace, if_version) = match put.condition {
+        Condition::New => (false, None),
+        Condition::Any => (true, None),
+        Condition::Version(version) => (true, Some(version)),
+    };
+    let message = Message::Put(Box::new(broker::Put {
+        name: put.name.clone(),
+        replace,
+        if_version,
+        announced: put.announced.clone(),
+        group: put.group.clone(),
+        wait_ms: (!put.wait.is_zero()).then(|| super::milliseconds(put.wait)),
+        backend: put.parts.first().map_or(broker::NO_BACKEND, |part| part.backend.as_str()).to_owned(),
+        parts,
+        metadata,
+        mode: put.mode,
+        lifetime: put.lifetime,
+        keep: put.keep,
+        sizes: first.iter().map(|(size, _)| *size).collect(),
+    }));
+    let fds: Vec<BorrowedFd<'_>> =
+        attached.iter().map(AsFd::as_fd).chain(first.iter().map(|(_, segment)| segment.as_fd())).collect();
+    let mut exchange = connection.request(&message, &fds, put.wait)?;
+    if !rest.is_empty() {
+        match exchange.receive("for room for the segments")? {
+            (Message::Send(_), _) => {}
+            (other, _) => return Err(unexpected(&other, "send")),
+        }
+        let mut at = first.len();
+        for some in rest.chunks(MAX_FDS) {
+            let sizes = some.iter().map(|(size, _)| *size).collect();
+            let fds: Vec<BorrowedFd<'_>> = some.iter().map(|(_, segment)| segment.as_fd()).collect();
+            exchange.send(&Message::Segments(Segments { first: at as u64, sizes }), &fds)?;
+            at += some.len();
+        }
+    }
+    match exchange.receive("for the object to be published")? {
+        (Message::Published(published), _) => {
+            exchange.finish();
+            Ok(published)
+        }
+        (other, _) => Err(unexpected(&other, "published")),
+    }
+}
+
+/// Checks what is put, before anything is sent.
+fn check(put: &Put<'_>) -> Result<()> {
+    check_name(&put.name)?;
+    put.group.iter().try_for_each(|group| check_component("group", group))?;
+    put.announced.iter().try_for_each(|part| check_component("part", part))?;
+    if put.parts.is_empty() {
+        return Err(invalid(format!("a put of `{}` brings no part", put.name)));
+    }
+    let (parts, segments) = (put.parts.len(), put.parts.iter().map(|part| part.segments.len()).sum::<usize>());
+    if parts > MAX_PARTS || put.announced.len() > MAX_PARTS {
+        let got = parts.max(put.announced.len());
+        return Err(invalid(format!("{got} parts are too many: an object has at most {MAX_PARTS}")));
+    }
+    if segments > MAX_SEGMENTS {
+        return Err(invalid(format!(
+            "{segments} segments are too many: an object has at most {MAX_SEGMENTS}; take larger chunks"
+        )));
+    }
+    if let Some(mode) = put.mode.filter(|mode| mode & !0o666 != 0) {
+        return Err(invalid(format!("mode {mode:o} has more than read and write: at most 666")));
+    }
+    let backend = put.parts[0].backend;
+    for part in &put.parts {
+        check_component("part", &part.name)?;
+        if part.backend != backend {
+            let (one, other) = (backend, part.backend);
+            return Err(invalid(format!("parts of one object are on one backend, and these on {one} and on {other}")));
+        }
+        if part.arrays.len() > MAX_ARRAYS {
+            let got = part.arrays.len();
+            return Err(invalid(format!("{got} arrays are too many: a part has at most {MAX_ARRAYS}")));
+        }
+        for entry in &part.arrays {
+            entry.array.check(part.description.size)?;
+            let length = entry.attributes.as_ref().map_or(0, |attributes| attributes.as_str().len());
+            if length > MAX_ATTRIBUTES {
+                return Err(invalid(format!(
+                    "the attributes of array `{}` have {length} bytes, and at most {MAX_ATTRIBUTES} are allowed",
+                    entry.name
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn unwritable(error: serde_json::Error) -> Error {
+    invalid(format!("the description can't be written as JSON: {error}"))
+}
+
+/// The tables of one put: small ones in the message, the others in memfds beside it.
+struct Tables {
+    /// How many bytes of tables the message may still hold.
+    room: usize,
+    attached: Vec<OwnedFd>,
+}
+
+impl Tables {
+    fn add(&mut self, text: Attached) -> Result<Table> {
+        let length = text.as_str().len();
+        if length <= MAX_INLINE.min(self.room) {
+            self.room -= length;
+            return Ok(Table::Inline(text));
+        }
+        self.attached.push(sealed(text.as_str()).map_err(|error| Error::system("make a memfd for a table", error))?);
+        Ok(Table::Length(length as u64))
+    }
+}

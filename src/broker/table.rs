@@ -1,0 +1,55 @@
+//! Tables that do not fit a record: sealed memfds with the text of one JSON value.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+    os::{
+        fd::{BorrowedFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+};
+
+use nix::{
+    fcntl::{FcntlArg, SealFlag, fcntl},
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        stat::fstat,
+    },
+};
+
+/// The seals of a table: nobody can change it any more.
+const SEALS: SealFlag =
+    SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_WRITE).union(SealFlag::F_SEAL_SEAL);
+
+/// A sealed memfd with a text.
+pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
+    let mut file = File::from(memfd_create(c"vmmfd-table", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
+    file.write_all(text.as_bytes())?;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
+    Ok(file.into())
+}
+
+/// The text in a memfd that a peer sent. It must be sealed and of exactly this length.
+///
+/// # Errors
+/// One sentence that says what is wrong with it.
+pub(super) fn read(fd: BorrowedFd<'_>, length: u64, most: u64) -> Result<String, String> {
+    if length > most {
+        return Err(format!("a table of {length} bytes is too long: at most {most} are allowed"));
+    }
+    let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map(SealFlag::from_bits_retain);
+    match seals {
+        Ok(seals) if seals.contains(SEALS) => {}
+        Ok(_) => return Err("the memfd of a table is not sealed against every change".to_owned()),
+        Err(_) => return Err("the descriptor of a table is not of a memfd".to_owned()),
+    }
+    let actual = fstat(fd).map_err(|errno| format!("the memfd of a table can't be inspected: {errno}"))?.st_size;
+    if u64::try_from(actual) != Ok(length) {
+        return Err(format!("the memfd of a table has {actual} bytes where {length} were claimed"));
+    }
+    let file =
+        fd.try_clone_to_owned().map(File::from).map_err(|error| format!("no descriptor for a table: {error}"))?;
+    let mut bytes = vec![0; length as usize];
+    file.read_exact_at(&mut bytes, 0).map_err(|error| format!("the memfd of a table can't be read: {error}"))?;
+    String::from_utf8(bytes).map_err(|_| "a table is not UTF-8".to_owned())
+}

@@ -1,0 +1,491 @@
+//! The bodies of the broker's messages: plain data, in the words of the protocol.
+
+use std::{collections::BTreeMap, fmt};
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::table::Attached;
+use crate::{
+    error::RefusalCode,
+    wire::{ByteRange, Check, Device, Memory, Part, strict},
+};
+
+/// 128 random bits that name a lease or a claim, and that only its holder knows. Written as 32 hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Token(#[serde(with = "hex::serde")] pub [u8; 16]);
+
+impl fmt::Debug for Token {
+    /// Nothing of the secret: it would be in a log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// JSON that belongs to a message: in it, or in a memfd beside it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Table {
+    /// In the message.
+    Inline(Attached),
+    /// In a sealed memfd of so many bytes, whose descriptor comes with the message.
+    Length(u64),
+}
+
+/// How long a name stays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", tag = "kind")]
+#[non_exhaustive]
+pub enum Lifetime {
+    /// Until it is deleted.
+    #[default]
+    Deleted,
+    /// While the connection lives that put it.
+    Maker,
+    /// For a time after the last lease of it ended, or after it was put.
+    Idle {
+        /// That time, in milliseconds.
+        ms: u64,
+    },
+    /// While the connection lives that put it, or a lease of it is held.
+    Leased,
+}
+
+/// A user and a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owner {
+    /// The user.
+    pub uid: u32,
+    /// The group.
+    pub gid: u32,
+}
+
+/// The process that put a part.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Maker {
+    /// Its number in the server's PID namespace, or 0.
+    pub pid: i32,
+    /// Its user.
+    pub uid: u32,
+    /// Its command (`/proc/PID/comm`), where the server could read it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<String>,
+}
+
+/// Hands memory over. Its descriptors: the tables' in the order in which they are named here, then the first segments'.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Put {
+    /// The name.
+    pub name: String,
+    /// Whether the name may exist: then this is its next version.
+    #[serde(default, deserialize_with = "or_default")]
+    pub replace: bool,
+    /// The current version must be this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub if_version: Option<u64>,
+    /// The names of all parts of the version; empty if there are no others than here.
+    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    pub announced: Vec<String>,
+    /// What the puts of one version have in common, where there are several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+    /// How long to wait for the parts of others, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_ms: Option<u64>,
+    /// The backend of the memory.
+    pub backend: String,
+    /// The parts that come with this.
+    #[serde(deserialize_with = "strict::objects")]
+    pub parts: Vec<PutPart>,
+    /// What the version's maker says of it: a JSON object.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<Table>,
+    /// The permissions of a new name: as of a file, without `x`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<u16>,
+    /// How long the name stays; `None` keeps what it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lifetime: Option<Lifetime>,
+    /// How many versions before the current one stay; `None` keeps what the name has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep: Option<u32>,
+    /// The exact sizes of the first segments of all parts, one after the other.
+    pub sizes: Vec<u64>,
+}
+
+/// A part of a version.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PutPart {
+    /// Its name.
+    pub name: String,
+    /// What it is.
+    #[serde(deserialize_with = "strict::object")]
+    pub memory: Memory,
+    /// The arrays in it: a JSON array of [`ArrayEntry`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arrays: Option<Table>,
+    /// The digest of its bytes, in the maker's words: `blake3:...`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+}
+
+/// The server has checked a put and has room for it: the rest of its segments may come.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Send {}
+
+/// A version is published.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Published {
+    /// Its number.
+    pub version: u64,
+    /// Its UUID.
+    pub id: String,
+}
+
+/// Asks for leases of one or several objects, all or none.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Get {
+    /// Of which.
+    #[serde(deserialize_with = "strict::objects")]
+    pub objects: Vec<GetObject>,
+    /// How long to wait for them to exist, in milliseconds; `None` does not wait.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_ms: Option<u64>,
+    /// Where the object does not exist: asks to be the one that makes it.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
+    pub claim: Option<Claim>,
+}
+
+/// What of an object is asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct GetObject {
+    /// Its name.
+    pub name: String,
+    /// This version; `None` is the current one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u64>,
+    /// The current version, if it is newer than this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub newer_than: Option<u64>,
+    /// These parts; `None` is all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parts: Option<Vec<String>>,
+    /// The segments of these bytes of the one part alone.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
+    pub range: Option<ByteRange>,
+    /// The segments of these arrays alone, and of those only the parts in which they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arrays: Option<Vec<String>>,
+    /// Fields of the metadata that must be there and equal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expect: Option<Check>,
+    /// The digest that each of these parts must have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digests: Option<BTreeMap<String, String>>,
+}
+
+/// Asks to be the one process that makes an object.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Claim {
+    /// The part to make; `None` is all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<String>,
+    /// What the claims of one version have in common, where there are several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+}
+
+/// The claim is granted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claimed {
+    /// What names it.
+    pub token: Token,
+}
+
+/// A lease. Its descriptors: the tables' in the order in which they are named here, then the first segments'.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseHeader {
+    /// What names it.
+    pub token: Token,
+    /// The object's name.
+    pub name: String,
+    /// Its version.
+    pub version: u64,
+    /// The version's UUID.
+    pub id: String,
+    /// When it was published, in milliseconds since 1970.
+    pub created_ms: u64,
+    /// Whose it is.
+    #[serde(deserialize_with = "strict::object")]
+    pub owner: Owner,
+    /// The backend of the memory.
+    pub backend: String,
+    /// What its maker says of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<Table>,
+    /// The parts that were asked for.
+    #[serde(deserialize_with = "strict::objects")]
+    pub parts: Vec<LeasePart>,
+    /// The exact sizes of the first segments of all runs, one after the other.
+    pub sizes: Vec<u64>,
+}
+
+/// A part of a lease.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeasePart {
+    /// Its name.
+    pub name: String,
+    /// What it is. Its sizes are as its maker claimed them.
+    #[serde(deserialize_with = "strict::object")]
+    pub memory: Memory,
+    /// The segments that follow, in runs of adjacent ones.
+    #[serde(deserialize_with = "strict::objects")]
+    pub runs: Vec<Part>,
+    /// The arrays in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arrays: Option<Table>,
+    /// The digest of its bytes, in its maker's words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+}
+
+/// A named array in a part.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ArrayEntry {
+    /// Its name.
+    pub name: String,
+    /// What it is made of, and where.
+    #[serde(deserialize_with = "strict::object")]
+    pub array: crate::array::ArrayDescriptor,
+    /// What its maker says of it: a JSON object.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attributes: Option<Attached>,
+}
+
+/// Asks which objects there are.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct List {
+    /// Their names begin with this.
+    pub prefix: String,
+    /// Only those behind this name: the last one of the answer before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<String>,
+}
+
+/// Objects that the caller may read, in the order of their names.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Objects {
+    /// They.
+    pub objects: Vec<Summary>,
+    /// Whether there are more behind the last one.
+    pub more: bool,
+}
+
+/// The current version of a name, in short. Sizes are as its maker claimed them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Summary {
+    /// The name.
+    pub name: String,
+    /// The version.
+    pub version: u64,
+    /// The version's UUID.
+    pub id: String,
+    /// Bytes of data.
+    pub size: u64,
+    /// Bytes of memory, for each device.
+    pub devices: Vec<DeviceBytes>,
+    /// The backend of the memory.
+    pub backend: String,
+    /// How many parts.
+    pub parts: u64,
+    /// How many segments in them.
+    pub segments: u64,
+    /// How many arrays in them.
+    pub arrays: u64,
+    /// How many leases of this version are held.
+    pub leases: u64,
+    /// Whose it is.
+    pub owner: Owner,
+    /// The permissions of the name.
+    pub mode: u16,
+    /// When it was published, in milliseconds since 1970.
+    pub created_ms: u64,
+}
+
+/// Memory of a device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceBytes {
+    /// Of which.
+    #[serde(deserialize_with = "strict::object")]
+    pub device: Device,
+    /// How much, in bytes.
+    pub bytes: u64,
+}
+
+/// Asks for all that is known of an object.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stat {
+    /// Its name.
+    pub name: String,
+    /// Its version; `None` is the current one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u64>,
+}
+
+/// All that is known of a version. Its descriptor, if any: the metadata's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VersionInfo {
+    /// It in short.
+    #[serde(deserialize_with = "strict::object")]
+    pub summary: Summary,
+    /// The versions of the name that can be had by number.
+    pub versions: Vec<u64>,
+    /// How long the name stays.
+    pub lifetime: Lifetime,
+    /// How many versions before the current one stay.
+    pub keep: u32,
+    /// Its parts.
+    pub parts: Vec<PartInfo>,
+    /// What its maker says of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<Table>,
+    /// What readers said of it.
+    pub reports: Vec<ReportInfo>,
+}
+
+/// A part, as [`Stat`] is answered.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartInfo {
+    /// Its name.
+    pub name: String,
+    /// What it is, as its maker claims.
+    #[serde(deserialize_with = "strict::object")]
+    pub memory: Memory,
+    /// How many arrays are in it.
+    pub arrays: u64,
+    /// The digest of its bytes, in its maker's words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+    /// Who put it.
+    #[serde(deserialize_with = "strict::object")]
+    pub maker: Maker,
+}
+
+/// What a reader said of a version.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReportInfo {
+    /// Who.
+    #[serde(deserialize_with = "strict::object")]
+    pub reader: Maker,
+    /// When, in milliseconds since 1970.
+    pub at_ms: u64,
+    /// What: one sentence.
+    pub message: String,
+}
+
+/// Asks for the leases that are held.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Who {
+    /// Of names that begin with this.
+    pub prefix: String,
+    /// Only those behind this number: that of the last one of the answer before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<u64>,
+}
+
+/// Leases of objects that the caller may read, in the order in which they were given.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leases {
+    /// They.
+    pub leases: Vec<HeldLease>,
+    /// Whether there are more behind the last one.
+    pub more: bool,
+    /// What is held for each user, with the last answer: for the server's user of all users, for others their own.
+    pub totals: Vec<UserTotal>,
+}
+
+/// A lease that is held.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldLease {
+    /// Its number: they are counted from 1.
+    pub number: u64,
+    /// The name that the version has or had.
+    pub name: String,
+    /// The version.
+    pub version: u64,
+    /// The version's UUID.
+    pub id: String,
+    /// Whether the version can still be had by its name.
+    pub named: bool,
+    /// The holder's process in the server's PID namespace, or 0.
+    pub pid: i32,
+    /// The holder's user.
+    pub uid: u32,
+    /// The holder's command, where the server can read it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<String>,
+    /// Since when, in milliseconds since 1970.
+    pub since_ms: u64,
+    /// The bytes of memory that were handed out with it, as their maker claimed them.
+    pub size: u64,
+}
+
+/// What the broker holds for a user.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UserTotal {
+    /// The user.
+    pub uid: u32,
+    /// Names that are the user's.
+    pub objects: u64,
+    /// Bytes of memory, as claimed, for each device: also of versions without a name.
+    pub devices: Vec<DeviceBytes>,
+    /// Leases of the user's processes.
+    pub leases: u64,
+    /// Connections of the user's processes.
+    pub connections: u64,
+}
+
+/// Takes a name away.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Delete {
+    /// Which.
+    pub name: String,
+}
+
+/// It is done.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Done {}
+
+/// The answer to a request that is refused. The conversation goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// The class of it.
+    pub code: RefusalCode,
+    /// One sentence for a person, of at most [`crate::wire::MAX_MESSAGE`] bytes.
+    pub message: String,
+}
+
+/// Ends a lease or a claim.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Release {
+    /// Which.
+    pub token: Token,
+}
+
+/// What a reader found out about memory that it leases: that it is not as claimed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// The lease.
+    pub token: Token,
+    /// What: one sentence.
+    pub message: String,
+}
+
+/// Ends the wait of the request that is not answered yet.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stop {}
+
+/// A field that may be null, which is as if it were absent.
+fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(from: D) -> Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}

@@ -1,0 +1,67 @@
+//! JSON that is carried as it came, without a look into it.
+
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::DeserializeOwned};
+use serde_json::value::RawValue;
+
+/// The text of one JSON value. What it says is read by those who need it.
+#[derive(Clone)]
+pub struct Attached(Box<RawValue>);
+
+impl Attached {
+    /// The text of a value.
+    ///
+    /// # Errors
+    /// The serializer's.
+    pub fn of(value: &(impl Serialize + ?Sized)) -> serde_json::Result<Self> {
+        serde_json::value::to_raw_value(value).map(Self)
+    }
+
+    /// The text, if it is one JSON value.
+    ///
+    /// # Errors
+    /// The parser's.
+    pub fn from_text(text: String) -> serde_json::Result<Self> {
+        RawValue::from_string(text).map(Self)
+    }
+
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        self.0.get()
+    }
+
+    /// The value.
+    ///
+    /// # Errors
+    /// The parser's.
+    pub fn read<T: DeserializeOwned>(&self) -> serde_json::Result<T> {
+        serde_json::from_str(self.as_str())
+    }
+}
+
+impl fmt::Debug for Attached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl PartialEq for Attached {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_str() == other.as_str()
+    }
+}
+
+impl Eq for Attached {}
+
+impl Serialize for Attached {
+    fn serialize<S: Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(output)
+    }
+}
+
+impl<'de> Deserialize<'de> for Attached {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        Box::<RawValue>::deserialize(input).map(Self)
+    }
+}

@@ -1,0 +1,90 @@
+//! One record's header and body, whatever it says.
+
+use serde::{Serialize, de::DeserializeOwned};
+
+use super::{HEADER_LENGTH, MAX_BODY, VERSION, clean, shorten};
+use crate::error::ProtocolError;
+
+/// How much of what is wrong with a body is reported, in bytes: the parser repeats what a peer sent.
+const MAX_REASON: usize = 256;
+
+const MAGIC: [u8; 4] = *b"VMFD";
+
+/// What the header of a record says, and its body.
+pub(super) struct Head<'a> {
+    pub(super) kind: u16,
+    pub(super) fds: u32,
+    pub(super) body: &'a [u8],
+}
+
+/// Writes a record in place of what a buffer held.
+pub(super) fn write(
+    record: &mut Vec<u8>,
+    kind: u16,
+    fds: usize,
+    body: &(impl Serialize + ?Sized),
+) -> Result<(), ProtocolError> {
+    record.clear();
+    record.resize(HEADER_LENGTH, 0);
+    serde_json::to_writer(&mut *record, body).map_err(|error| ProtocolError::Content(error.to_string()))?;
+    let length = record.len() - HEADER_LENGTH;
+    if length > MAX_BODY {
+        return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
+    }
+    record[0..4].copy_from_slice(&MAGIC);
+    record[4..6].copy_from_slice(&VERSION.to_le_bytes());
+    record[6..8].copy_from_slice(&kind.to_le_bytes());
+    record[8..12].copy_from_slice(&(length as u32).to_le_bytes());
+    record[12..16].copy_from_slice(&(fds as u32).to_le_bytes());
+    Ok(())
+}
+
+/// Reads the header of a record, and checks all of it but the kind and the number of descriptors.
+pub(super) fn read(record: &[u8]) -> Result<Head<'_>, ProtocolError> {
+    let Some((header, body)) = record.split_first_chunk::<HEADER_LENGTH>() else {
+        return Err(ProtocolError::ShortRecord { got: record.len(), header: HEADER_LENGTH });
+    };
+    let [m0, m1, m2, m3, v0, v1, k0, k1, l0, l1, l2, l3, f0, f1, f2, f3] = *header;
+    let magic = [m0, m1, m2, m3];
+    if magic != MAGIC {
+        return Err(ProtocolError::Magic { got: magic });
+    }
+    match u16::from_le_bytes([v0, v1]) {
+        VERSION => {}
+        got => return Err(ProtocolError::Version { got, own: VERSION }),
+    }
+    let length = u32::from_le_bytes([l0, l1, l2, l3]);
+    if body.len() > MAX_BODY {
+        return Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY });
+    }
+    if length as usize != body.len() {
+        return Err(ProtocolError::BodyLength { claimed: length, got: body.len() });
+    }
+    Ok(Head { kind: u16::from_le_bytes([k0, k1]), fds: u32::from_le_bytes([f0, f1, f2, f3]), body })
+}
+
+/// Checks how many descriptors came against the header and the message.
+pub(super) fn check_fds(kind: &'static str, want: usize, claimed: u32, got: usize) -> Result<(), ProtocolError> {
+    if claimed as usize != want || got != want {
+        return Err(ProtocolError::FdCount { kind, want, claimed, got });
+    }
+    Ok(())
+}
+
+/// Reads a body.
+pub(super) fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, ProtocolError> {
+    // serde would take an array for a struct too; the protocol knows objects alone.
+    if !body.trim_ascii_start().starts_with(b"{") {
+        return Err(ProtocolError::Body { kind, reason: "it is no JSON object".to_owned() });
+    }
+    // All of it: the parser does not look at the text of fields that it skips.
+    let Ok(body) = str::from_utf8(body) else {
+        return Err(ProtocolError::Body { kind, reason: "it is not UTF-8".to_owned() });
+    };
+    serde_json::from_str(body).map_err(|error| {
+        let mut reason = error.to_string();
+        shorten(&mut reason, MAX_REASON);
+        clean(&mut reason);
+        ProtocolError::Body { kind, reason }
+    })
+}
