@@ -28,7 +28,7 @@ cases! {
 const FAULTING: &str = "read-only-store";
 
 /// Every other probe of a machine, and of a device, in order.
-const MACHINE: [&str; 3] = ["driver", "descriptors", "host-memory"];
+const MACHINE: [&str; 4] = ["driver", "descriptors", "host-memory", "broker"];
 const DEVICE: [&str; 19] = [
     "attributes",
     "granularity",
@@ -53,7 +53,8 @@ const DEVICE: [&str; 19] = [
 
 fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
-    run.command.args(["doctor", "--backend", meeting.backend()]).args(options).env("TMPDIR", meeting.folder());
+    run.command.args(["doctor", "--backend", meeting.backend()]).args(options);
+    run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder());
     // Free memory of the whole machine would change by itself.
     if meeting.is_fake() { run.env("FAKECUDA_FREE", "1073741824") } else { run }
 }

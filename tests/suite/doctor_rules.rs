@@ -37,7 +37,13 @@ const ELSEWHERE: [&str; 19] = [
 ];
 
 /// What is tried apart from the table.
-const APART: [&str; 10] = [
+const APART: [&str; 16] = [
+    "broker-folder",
+    "broker-stale",
+    "broker-silent",
+    "broker-denied",
+    "broker-refused",
+    "broker-other-program",
     "capability-missing",
     "selinux-categories",
     "legacy-namespaces",
@@ -138,7 +144,7 @@ fn doctor(meeting: &Meeting, probe: &str, settings: &[(&str, &str)]) -> Run {
     for variable in [VISIBLE, "CUDA_MPS_PIPE_DIRECTORY"] {
         run.command.env_remove(variable);
     }
-    run.command.env("TMPDIR", meeting.folder()).envs(settings.iter().copied());
+    run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder()).envs(settings.iter().copied());
     run.env("FAKECUDA_FREE", "1073741824")
 }
 

@@ -14,6 +14,7 @@ mod deploy;
 mod diagnosis;
 mod docs;
 mod doctor;
+mod doctor_broker;
 mod doctor_meeting;
 mod doctor_rules;
 mod engines;

@@ -1,5 +1,6 @@
 //! The registry: every probe, with its function.
 
+mod broker;
 mod held_descriptor;
 mod killed_owner;
 mod machine;
@@ -7,7 +8,10 @@ mod one_process;
 mod two_devices;
 mod two_processes;
 
-pub(super) use self::held_descriptor::{hold, make};
+pub(super) use self::{
+    broker::problem,
+    held_descriptor::{hold, make},
+};
 use super::probe::{Probe, ProbeFn, probe};
 
 impl Probe {
@@ -48,6 +52,12 @@ pub static PROBES: &[Probe] = &[
         ProbeFn::Machine(machine::host_memory),
         "how much of the machine's memory this process can use",
         "The amount of memory can't be read.",
+    ),
+    probe(
+        "broker",
+        ProbeFn::Machine(broker::broker),
+        "the broker at this user's default socket answers; without one it is skipped",
+        "The broker does not answer.",
     ),
     probe(
         "attributes",

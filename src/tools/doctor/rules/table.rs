@@ -471,17 +471,6 @@ pub(super) const GENERAL: &[Rule] = &[
                  imported, and look for holders with `ls -l /proc/*/fd`.",
         matches: |finding, _, _| is_of(finding, &["memory-returned"]) && !has_error(finding),
     },
-    Rule {
-        name: "descriptor-not-kept",
-        symptom: "`held-descriptor` fails at `cuMemImportFromShareableHandle`, `cuMemMap`, or as the bytes changed",
-        cause: "The driver freed memory with the process that made it, although another process held its descriptor.",
-        remedy: "Do not rely on a broker here: let the memory's maker live, or a process that has imported it, and see \
-                 whether a newer driver, or the machine outside of this container or sandbox, keeps it.",
-        matches: |finding, _, _| {
-            let lost = ["cuMemImportFromShareableHandle", "cuMemMap"].iter().any(|call| is_call(finding, call));
-            is_of(finding, &["held-descriptor"]) && finding.status == Status::Failed && (lost || !has_error(finding))
-        },
-    },
     // Whatever the probe.
     Rule {
         name: "killed",
