@@ -1,6 +1,7 @@
 //! `vmmfd doctor` as a user runs it: the report is whole whatever fails, and its verdict is right.
 
 use std::{
+    collections::BTreeSet,
     fs,
     os::unix::{fs::PermissionsExt, process::CommandExt},
     thread,
@@ -351,6 +352,22 @@ fn a_probe_that_takes_its_process_along_does_not_take_the_report() {
 }
 
 #[test]
+fn the_maker_of_memory_is_dead_when_its_descriptor_is_imported() {
+    let meeting = Meeting::fake();
+    let log = meeting.folder().join("calls");
+    let run = doctor(&meeting, &["--only", "held-descriptor", "--timeout", "10m"]);
+    let slow = format!("cuMemImportFromShareableHandle:{HANGS}");
+    let importing = run.env("FAKECUDA_LOG", &log).env("FAKECUDA_SLOW", slow).start();
+    let by = |call: &str| calls(&log).into_iter().find(|(_, name)| name == call).map(|(pid, _)| pid);
+    wait_for("the import", || log.exists() && by("cuMemImportFromShareableHandle").is_some());
+    let alive = |pid: &str| fs::exists(format!("/proc/{pid}")).unwrap();
+    assert!(alive(&by("cuMemImportFromShareableHandle").unwrap()));
+    assert!(!alive(&by("cuMemExportToShareableHandle").unwrap()));
+    drop(importing);
+    wait_for("the end of all processes", || meeting.processes().is_empty());
+}
+
+#[test]
 fn a_descriptor_is_held_by_a_process_that_makes_no_call_of_the_driver() {
     let meeting = Meeting::fake();
     let log = meeting.folder().join("calls");
@@ -370,6 +387,8 @@ fn a_descriptor_is_held_by_a_process_that_makes_no_call_of_the_driver() {
     };
     let (maker, importer) = (by("cuMemExportToShareableHandle"), by("cuMemImportFromShareableHandle"));
     assert_ne!(maker, importer);
+    // The third is of the probe `driver`: none is of the process that held the descriptor.
+    assert_eq!(calls.iter().map(|(pid, _)| pid).collect::<BTreeSet<_>>().len(), 3, "{calls:?}");
     assert!(!calls.iter().any(|(pid, name)| pid == maker && name == "cuMemRelease"), "it was killed with its memory");
     fs::remove_file(&log).unwrap();
     // Where each process has the driver nothing is shown.
