@@ -5,6 +5,11 @@ mod cases;
 
 mod bench;
 mod broker;
+mod broker_faults;
+mod broker_limits;
+mod broker_parts;
+mod broker_process;
+mod broker_stress;
 mod command_line;
 mod commands;
 mod conform;
