@@ -4,8 +4,8 @@
 mod cases;
 
 mod bench;
-mod broker_commands;
 mod broker;
+mod broker_commands;
 mod command_line;
 mod commands;
 mod conform;
