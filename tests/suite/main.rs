@@ -22,6 +22,7 @@ mod doctor_rules;
 mod engines;
 mod examples;
 mod fakecuda;
+mod foreign_files;
 mod host_memory;
 mod identity;
 mod kernel_floor;

@@ -23,6 +23,8 @@ mod worker;
 
 use std::{os::fd::AsFd, path::Path, time::Duration};
 
+#[cfg(feature = "internals")]
+pub(crate) use self::inspect::inspect_and_classify;
 use self::reactor::Reactor;
 use crate::{
     channel::{Cancel, Listener},

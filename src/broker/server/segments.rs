@@ -1,5 +1,8 @@
 //! The descriptors that the server keeps: each open file once, counted by references.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     cmp::Ordering,
     collections::{HashMap, hash_map::Entry},
@@ -11,13 +14,11 @@ use super::inspect::{Inode, inode};
 use crate::{broker::catalogue::SegmentId, sys};
 
 /// A descriptor that was not kept. It is the caller's to close.
-#[derive(Debug, thiserror::Error)]
-#[error("{reason}")]
+#[derive(Debug)]
 pub(super) struct NotKept {
     /// The descriptor that was to be added.
     pub(super) fd: OwnedFd,
     /// Why.
-    #[source]
     pub(super) reason: Reason,
 }
 
