@@ -454,7 +454,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
         (&["put", "a", "--from", file, "--mode", "755"], "at most 666"),
         (&["put", "a", "--from", file, "--ttl", "30"], "has no unit"),
         (&["put", "a", "--from", file, "--if-version", "0"], "--if-version"),
-        (&["put", "a", "--from", file, "--keep", "-1"], "--keep"),
+        (&["put", "a", "--from", file, "--keep", "few"], "--keep"),
         (&["put", "a", "--from", file, "--chunk", "64MB"], "64MiB"),
         (&["get", "a", "--to", "-"], "standard output"),
         (&["get", "a", "--to", "/nonexistent/x"], "/nonexistent/x"),
@@ -490,18 +490,14 @@ fn tables_fit_the_terminal(broker: Broker) {
     broker.put("models/llama3", &data(5_000_003), &[]);
     let _held = broker.lease("models/llama3");
     for columns in [40, 80] {
-        for (arguments, header, row) in
-            [(&["ls", "-l"][..], "VERSION", "4.7 MiB"), (&["who"], "PID", "models/llama3")]
+        for (arguments, header, row) in [(&["ls", "-l"][..], "VERSION", "4.7 MiB"), (&["who"], "PID", "models/llama3")]
         {
             let shown = on_terminal(broker.run(arguments), columns).end();
             assert_eq!(shown.code, Some(0), "{}", shown.text());
             let screen = shown.screen();
             assert!(screen[0].contains(header) && screen[1].contains(row), "{screen:?}");
             // A row of the screen for each of the table: the name is its end.
-            assert!(
-                screen[0].trim_end().ends_with("NAME") && screen[1].trim_end().ends_with("llama3"),
-                "{screen:?}"
-            );
+            assert!(screen[0].trim_end().ends_with("NAME") && screen[1].trim_end().ends_with("llama3"), "{screen:?}");
             assert!(!shown.text().contains('\u{1b}'), "{:?}", shown.text());
             // Where all fit, none is left out.
             assert_eq!(screen[0].contains("UID"), columns == 80, "{screen:?}");
