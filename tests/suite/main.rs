@@ -5,6 +5,7 @@ mod cases;
 
 mod bench;
 mod broker;
+mod broker_commands;
 mod broker_faults;
 mod broker_limits;
 mod broker_parts;
