@@ -17,7 +17,7 @@ use vmmfd::{
 use crate::{
     broker::{refused, until},
     broker_process::{Actor, Process, Setup},
-    support::Subject,
+    support::{Copy, Subject},
 };
 
 const RANKS: u8 = 8;
@@ -32,9 +32,10 @@ fn names() -> Vec<String> {
 
 /// An emulated driver of eight devices.
 fn eight() -> Subject {
-    let subject = Subject::fake();
-    subject.fake.as_ref().unwrap().set("FAKECUDA_DEVICES", "8");
-    subject
+    let copy = Copy::new();
+    let fake = copy.load();
+    fake.set("FAKECUDA_DEVICES", "8");
+    Subject::of(fake)
 }
 
 fn memory(subject: &Subject, rank: u8, value: u8) -> Shared {
@@ -56,7 +57,7 @@ fn put(client: &Client, subject: &Subject, rank: u8, version: u8, wait: Duration
     client.put(&put).map(|published| published.version)
 }
 
-const LONG: Duration = Duration::from_secs(300);
+const LONG: Duration = Duration::from_secs(100);
 
 /// What a child does: `rank R` puts its part of each version, `dies R` sends its part and stays, waiting for the others.
 fn play(step: &str, path: &Path) -> ! {
@@ -119,8 +120,7 @@ fn eight_processes_put_a_part_on_a_device_each_and_readers_see_one_version() {
     let server = Process::start(Setup::of(&subject));
     let client = server.client();
     let done = AtomicBool::new(false);
-    let ranks: Vec<Actor> =
-        (0..RANKS).map(|rank| Actor::start(TEST, &format!("rank-{rank}"), &server.path)).collect();
+    let ranks: Vec<Actor> = (0..RANKS).map(|rank| Actor::start(TEST, &format!("rank-{rank}"), &server.path)).collect();
     let seen = thread::scope(|scope| {
         let readers: Vec<_> = (0..3)
             .map(|_| {
@@ -160,7 +160,10 @@ fn eight_processes_put_a_part_on_a_device_each_and_readers_see_one_version() {
         (0..RANKS - 1).map(|rank| Actor::start(TEST, &format!("waits-{rank}"), &server.path)).collect();
     let mut last = Actor::start(TEST, &format!("connects-{}", RANKS - 1), &server.path);
     waiting.iter_mut().chain([&mut last]).for_each(|actor| drop(actor.until_there()));
-    assert_eq!(server.memory_files(), before.iter().filter(|(name, _)| name.contains("memfd")).map(|(_, n)| n).sum::<usize>() + 7);
+    assert_eq!(
+        server.memory_files(),
+        before.iter().filter(|(name, _)| name.contains("memfd")).map(|(_, n)| n).sum::<usize>() + 7
+    );
     last.kill();
     assert_eq!(read(&client, &subject), VERSIONS);
     // One of those who wait dies; its part goes, and the others' stay until they go.
