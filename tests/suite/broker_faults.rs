@@ -236,10 +236,8 @@ fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
             let announced = vec!["all".to_owned(), "other".to_owned()];
             let group = Some("g".to_owned());
             put_first(broker::Put { announced, group, wait_ms: Some(600_000), ..small.put("made") });
-            // The next request's refusal would end it: the broker has it once this connection's claim is there no more.
-            std::thread::sleep(Duration::from_millis(1));
         }
-        // What it would become is of another size: an error, so that the object stays.
+        // Of a version that is not the current one: it is refused, and the object stays.
         "replace-sent" => put_first(broker::Put { if_version: Some(1_000_000), ..small.put("base") }),
         "replace-half-of-the-segments" => begin_many(true).send(&raw, MAX_FDS, MANY / 2),
         "replace-published" => {

@@ -2,13 +2,9 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    env,
     fs::File,
     io,
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::fs::FileExt,
-    },
+    os::fd::{AsFd, BorrowedFd},
     path::Path,
     sync::{
         Mutex,
@@ -18,128 +14,25 @@ use std::{
     time::Duration,
 };
 
-use nix::{
-    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
-    sys::memfd::{MFdFlags, memfd_create},
-};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::json;
 use vmmfd::{
     Error,
-    broker::{ClaimOf, Client, Condition, Found, Get, Lease, Put, PutPart},
-    driver::Backend,
+    broker::{ClaimOf, Client, Condition, Found, Get, Lease},
     error::RefusalCode,
-    memory::{Description, Shared, Sharing, Spec},
     session::Config,
     wire::{
-        Memory, Received, Segments,
+        Received, Segments,
         broker::{self, Delete, GetObject, List, Message, Release, Stat, Stop, Table, Token, Who},
     },
 };
 
 use crate::{
     broker::until,
+    broker_pages::{PAGE, Template, number, pages_of, whole},
     broker_process::{Process, Raw, Setup},
     support::Subject,
 };
-
-/// One page: the broker keeps memory of any size.
-const PAGE: u64 = 4096;
-
-/// A number from the environment: more than a test does by default.
-fn number(name: &str, default: u64) -> u64 {
-    env::var(name).map_or(default, |text| text.parse().unwrap())
-}
-
-/// Sealed memory of the host backend, a page, that says which put it is of.
-fn page(nonce: u64) -> OwnedFd {
-    let file = File::from(memfd_create(c"page", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
-    file.set_len(PAGE).unwrap();
-    fallocate(file.as_fd(), FallocateFlags::empty(), 0, PAGE as i64).unwrap();
-    file.write_all_at(&nonce.to_le_bytes(), 0).unwrap();
-    file.write_all_at(&nonce.to_le_bytes(), PAGE - 8).unwrap();
-    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
-    fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
-    file.into()
-}
-
-fn nonce_of(fd: &OwnedFd) -> u64 {
-    let file = File::from(fd.try_clone().unwrap());
-    let (mut first, mut last) = ([0; 8], [0; 8]);
-    file.read_exact_at(&mut first, 0).unwrap();
-    file.read_exact_at(&mut last, PAGE - 8).unwrap();
-    assert_eq!(first, last);
-    u64::from_le_bytes(first)
-}
-
-/// What memory of so many pages is described as.
-#[derive(Clone)]
-struct Template(Description);
-
-impl Template {
-    fn new() -> Self {
-        let subject = Subject::host();
-        let shared = Shared::create(&subject.device(), Spec::vmm(1)).unwrap();
-        Self(shared.describe().unwrap())
-    }
-
-    fn of(&self, pages: u64) -> Description {
-        let mut description = self.0.clone();
-        (description.size, description.mapped_size) = (pages * PAGE, pages * PAGE);
-        if let Sharing::Vmm { segments, .. } = &mut description.sharing {
-            *segments = pages;
-        }
-        description
-    }
-
-    fn put(&self, client: &Client, name: &str, nonce: u64, condition: Condition) -> vmmfd::Result<u64> {
-        let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
-        let segments = pages.iter().map(|page| (PAGE, page.as_fd()));
-        let part = PutPart::of_segments("all", Backend::Host, self.of(pages.len() as u64), segments)?;
-        let metadata = json!({"nonce": nonce}).as_object().unwrap().clone();
-        client
-            .put(&Put::new(name).condition(condition).metadata(metadata).part(part))
-            .map(|published| published.version)
-    }
-
-    /// The same, as a record, with its descriptors.
-    fn raw_put(&self, name: &str, nonce: u64, replace: bool) -> (broker::Put, Vec<OwnedFd>) {
-        let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
-        let memory: Memory = (&self.of(pages.len() as u64)).into();
-        let metadata = broker::Attached::of(&json!({"nonce": nonce})).unwrap();
-        let put = broker::Put {
-            name: name.to_owned(),
-            replace,
-            if_version: None,
-            announced: Vec::new(),
-            group: None,
-            wait_ms: None,
-            backend: "host".to_owned(),
-            parts: vec![broker::PutPart { name: "all".to_owned(), memory, arrays: None, digest: None }],
-            metadata: Some(Table::Inline(metadata)),
-            mode: None,
-            lifetime: None,
-            keep: None,
-            sizes: vec![PAGE; pages.len()],
-        };
-        (put, pages)
-    }
-}
-
-/// How many segments a put has: by its number, so that a reader knows.
-fn pages_of(nonce: u64) -> u64 {
-    1 + nonce % 3
-}
-
-/// What a lease is of, if it is whole.
-fn whole(lease: Lease) -> u64 {
-    let nonce = lease.metadata().unwrap()["nonce"].as_u64().unwrap();
-    let segments: Vec<(u64, OwnedFd)> = lease.into_parts().into_iter().flat_map(|part| part.into_segments()).collect();
-    assert_eq!(segments.len() as u64, pages_of(nonce));
-    for (size, fd) in &segments {
-        assert_eq!((*size, nonce_of(fd)), (PAGE, nonce));
-    }
-    nonce
-}
 
 /// Numbers that look like chance, and are the same each time. See splitmix64.
 struct Dice(u64);
@@ -569,7 +462,7 @@ impl Actor<'_> {
 
     fn run(mut self) -> Model {
         // A third of them is bad, half of the time.
-        let bad = self.number % 3 == 0;
+        let bad = self.number.is_multiple_of(3);
         let mut held = Vec::new();
         let mut client = self.client();
         while self.field.count() {
@@ -666,66 +559,4 @@ fn the_catalogue_is_a_plain_map_however_clients_behave() {
         (files, pages)
     };
     until(|| files(&server) == (before.clone(), pages));
-}
-
-/// Readers of a name that is replaced all the time.
-const READERS: usize = 20;
-
-#[test]
-fn readers_of_a_name_that_is_replaced_see_whole_versions_and_memory_stays_flat() {
-    let replacements = number("VMMFD_TEST_REPLACEMENTS", 2000);
-    let subject = Subject::host();
-    let server = Process::start(Setup::of(&subject));
-    let template = Template::new();
-    let writer = server.client();
-    template.put(&writer, "a", 1, Condition::New).unwrap();
-    let (done, reads) = (AtomicBool::new(false), AtomicU64::new(0));
-    let (middle, end) = thread::scope(|scope| {
-        let readers: Vec<_> = (0..READERS)
-            .map(|_| {
-                let client = server.client();
-                let (done, reads) = (&done, &reads);
-                scope.spawn(move || {
-                    let mut last = 0;
-                    while !done.load(Ordering::Relaxed) {
-                        // Each newer version that there is, or the current one if there is none.
-                        let lease = client.get(&Get::new("a")).unwrap();
-                        let version = lease.version();
-                        assert!(version >= last, "version {version} after {last}");
-                        last = version;
-                        // The number of the put is its version, and says how many segments there are.
-                        assert_eq!(whole(lease), version);
-                        reads.fetch_add(1, Ordering::Relaxed);
-                    }
-                })
-            })
-            .collect();
-        let mut middle = (0, 0);
-        let mut most = 0;
-        for version in 2..=replacements {
-            if readers.iter().any(|reader| reader.is_finished()) {
-                break;
-            }
-            assert_eq!(template.put(&writer, "a", version, Condition::Version(version - 1)).unwrap(), version);
-            most = most.max(server.memory_files());
-            if version == replacements / 2 {
-                middle = (server.resident(), most);
-            }
-        }
-        done.store(true, Ordering::Relaxed);
-        readers.into_iter().for_each(|reader| reader.join().unwrap());
-        (middle, (server.resident(), most))
-    });
-    let reads = reads.into_inner();
-    eprintln!(
-        "{replacements} versions, {reads} reads; KiB resident and descriptors of memory, in the middle {middle:?}, at the end {end:?}"
-    );
-    assert!(reads >= READERS as u64);
-    // The leases of the readers, each of another version, the current one, two that are being closed, and the catalogue.
-    assert!(end.1 <= (READERS + 8) * 3, "{} descriptors of memory", end.1);
-    assert!(end.0 <= middle.0 + 2048, "from {} KiB to {} KiB", middle.0, end.0);
-    server.wait_for_ends(&writer);
-    assert_eq!(writer.stat("a", None).unwrap().version.versions, [replacements]);
-    let pages = pages_of(replacements) as usize;
-    until(|| server.memory_files() == pages + 1);
 }

@@ -8,10 +8,12 @@
 //! | `objects/` | names, versions, leases, quotas; the catalogue of them |
 //! | `segments`, `inspect` | descriptors that are kept, and whether they may be |
 //! | `caller` | users, groups and what they may do |
+//! | `flight` | descriptors that were sent and not read |
 //! | `worker` | what may take long |
 
 mod caller;
 mod connection;
+mod flight;
 mod gets;
 mod inspect;
 mod objects;

@@ -4,10 +4,7 @@ use std::{
     cmp::Reverse,
     collections::{BinaryHeap, HashMap, HashSet},
     io,
-    os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -20,6 +17,7 @@ use super::{
     ConnectionId, ServerConfig,
     caller::Caller,
     connection::{Connection, Outgoing, Request, Sent},
+    flight::Abandoned,
     gets::Claims,
     objects::Objects,
     puts::{Draft, DraftKey},
@@ -31,7 +29,6 @@ use crate::{
         record::{Raw, is_gone, receive_raw},
     },
     error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
-    sys,
     wire::{
         Failure, HEADER_LENGTH, MAX_BODY, MAX_FDS,
         broker::{Message, Refusal},
@@ -57,18 +54,12 @@ const SPARE: usize = MAX_FDS + 64;
 /// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
-/// How often a reply is tried again that waits until its user's processes have read some of the descriptors that were sent to them.
-const ROOM_PAUSE: Duration = Duration::from_millis(20);
-
-/// How long such a reply waits.
-const ROOM_WAIT: Duration = Duration::from_secs(2);
-
 /// How often connections are looked at that do not read.
 const SWEEP: Duration = Duration::from_secs(1);
 
 /// What happens at a time.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Timer {
+pub(super) enum Timer {
     /// The deadline of a connection, unless it was moved.
     Connection(ConnectionId),
     /// A connection's send is to be tried again.
@@ -79,16 +70,9 @@ enum Timer {
     Sweep,
 }
 
-/// A connection that was ended while its peer had not read all descriptors: they are in flight until it has, or has closed it.
-struct Abandoned {
-    socket: UnixStream,
-    uid: u32,
-    descriptors: usize,
-}
-
 /// The server's state.
 pub(super) struct Reactor {
-    poll: Poll,
+    pub(super) poll: Poll,
     listener: Listener,
     cancel: Cancel,
     config: ServerConfig,
@@ -107,12 +91,12 @@ pub(super) struct Reactor {
     /// Connections that may have something to read.
     readable: Vec<ConnectionId>,
     /// Connections that have not read all that was sent with descriptors.
-    unread: HashSet<ConnectionId>,
-    abandoned: Vec<Abandoned>,
+    pub(super) unread: HashSet<ConnectionId>,
+    pub(super) abandoned: Vec<Abandoned>,
     sweeping: bool,
     acceptable: bool,
     /// The most descriptors that this process may have.
-    limit: usize,
+    pub(super) limit: usize,
     incoming: Vec<u8>,
 }
 
@@ -298,53 +282,6 @@ impl Reactor {
         self.drafts.values().map(Draft::descriptors).sum()
     }
 
-    /// Whether descriptors may be sent on a connection: those before must have been read. Else it is ended, since the kernel counts
-    /// them against this process.
-    pub(super) fn has_read(&mut self, id: ConnectionId) -> bool {
-        let unread = self.connections.get_mut(&id).map_or(0, Connection::unread);
-        if unread > 0 {
-            self.break_off(id, "a request came before the descriptors of the reply before it were read");
-        }
-        unread == 0
-    }
-
-    /// Whether so many descriptors more may be sent to a user: at most half of what the kernel allows in flight and other users leave,
-    /// so that there is some left for each. To end a connection makes no room: what its peer has not read stays in flight.
-    fn has_room(&mut self, uid: u32, more: usize) -> bool {
-        if self.unread.is_empty() && self.abandoned.is_empty() {
-            return true;
-        }
-        if more <= self.room(uid) {
-            return true;
-        }
-        self.count_unread();
-        more <= self.room(uid)
-    }
-
-    /// How many descriptors may be sent to a user, as counted last.
-    fn room(&self, uid: u32) -> usize {
-        let (mut own, mut others) = (0, 0);
-        let connections = self.unread.iter().filter_map(|id| self.connections.get(id));
-        let connected = connections.map(|connection| (connection.caller.uid, connection.counted_unread()));
-        for (of, count) in connected.chain(self.abandoned.iter().map(|of| (of.uid, of.descriptors))) {
-            *if of == uid { &mut own } else { &mut others } += count;
-        }
-        // The kernel's bound is the limit of open files, for all that processes of the server's user have sent.
-        (self.limit.saturating_sub(others) / 2).max(MAX_FDS).saturating_sub(own)
-    }
-
-    /// Asks the kernel which connections have read what was sent.
-    fn count_unread(&mut self) {
-        let connections = &mut self.connections;
-        self.unread.retain(|id| {
-            connections.get_mut(id).is_some_and(|connection| {
-                connection.unread();
-                connection.unread_since.is_some()
-            })
-        });
-        self.abandoned.retain(|of| is_unread(of.socket.as_fd()));
-    }
-
     /// Notes that a connection may have something to read.
     fn list(&mut self, id: ConnectionId) {
         if let Some(connection) = self.connections.get_mut(&id)
@@ -496,26 +433,6 @@ impl Reactor {
         self.sent(id, sent);
     }
 
-    /// Tries a reply again later, or takes it back.
-    fn wait_for_room(&mut self, id: ConnectionId, uid: u32) {
-        let Some(connection) = self.connections.get_mut(&id) else { return };
-        let since = *connection.wants_room_since.get_or_insert_with(Instant::now);
-        if since.elapsed() < ROOM_WAIT {
-            return self.timer(ROOM_PAUSE, Timer::Retry(id));
-        }
-        connection.wants_room_since = None;
-        let more = connection.queued();
-        for token in connection.take_back() {
-            self.objects.end_lease(token);
-        }
-        let room = self.room(uid);
-        let message = format!(
-            "{more} descriptors are more than the {room} that uid {uid} may be sent while others are unread: its processes must read, \
-             or close, what they were sent before"
-        );
-        self.refuse(id, BrokerError::new(RefusalCode::Full, message));
-    }
-
     /// What became of a send.
     fn sent(&mut self, id: ConnectionId, sent: Sent) {
         if let Some(connection) = self.connections.get(&id)
@@ -533,7 +450,7 @@ impl Reactor {
         }
     }
 
-    fn sweep_later(&mut self) {
+    pub(super) fn sweep_later(&mut self) {
         if !self.sweeping {
             self.sweeping = true;
             self.timer(SWEEP, Timer::Sweep);
@@ -611,16 +528,7 @@ impl Reactor {
         }
         self.objects.maker_gone(id, connection.names);
         // The socket is closed before others are answered in its place.
-        let (socket, descriptors) = (connection.socket, connection.unread);
-        if descriptors > 0 && is_unread(socket.as_fd()) {
-            // Kept to see when they are no more in flight.
-            let _ = self.poll.registry().deregister(&mut SourceFd(&socket.as_raw_fd()));
-            let _ = socket.shutdown(std::net::Shutdown::Both);
-            self.abandoned.push(Abandoned { socket, uid, descriptors });
-            self.sweep_later();
-        } else {
-            drop(socket);
-        }
+        self.close_socket(connection.socket, uid, connection.unread);
         self.end_claims(id);
     }
 
@@ -645,7 +553,7 @@ impl Reactor {
         }
     }
 
-    fn timer(&mut self, after: Duration, timer: Timer) {
+    pub(super) fn timer(&mut self, after: Duration, timer: Timer) {
         self.timers.push(Reverse((deadline_after(after), timer)));
     }
 
@@ -708,11 +616,6 @@ impl Reactor {
             other => connection.request = other,
         }
     }
-}
-
-/// Whether the peer has not read all that was sent on a socket.
-fn is_unread(socket: BorrowedFd<'_>) -> bool {
-    sys::unread(socket).is_ok_and(|bytes| bytes > 0)
 }
 
 /// Raises the limit of open files as far as this process may, and returns it.

@@ -1,0 +1,126 @@
+//! Objects of a few pages of host memory, of which each says which put it is of.
+
+use std::{
+    env,
+    fs::File,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+};
+
+use nix::{
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+};
+use serde_json::json;
+use vmmfd::{
+    broker::{Client, Condition, Lease, Put, PutPart},
+    driver::Backend,
+    memory::{Description, Shared, Sharing, Spec},
+    wire::{
+        Memory,
+        broker::{self, Table},
+    },
+};
+
+use crate::support::Subject;
+
+/// One page: the broker keeps memory of any size.
+pub(crate) const PAGE: u64 = 4096;
+
+/// A number from the environment: more than a test does by default.
+pub(crate) fn number(name: &str, default: u64) -> u64 {
+    env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// Sealed memory of the host backend, a page, that says which put it is of.
+pub(crate) fn page(nonce: u64) -> OwnedFd {
+    let file = File::from(memfd_create(c"page", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
+    file.set_len(PAGE).unwrap();
+    fallocate(file.as_fd(), FallocateFlags::empty(), 0, PAGE as i64).unwrap();
+    file.write_all_at(&nonce.to_le_bytes(), 0).unwrap();
+    file.write_all_at(&nonce.to_le_bytes(), PAGE - 8).unwrap();
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+    file.into()
+}
+
+pub(crate) fn nonce_of(fd: &OwnedFd) -> u64 {
+    let file = File::from(fd.try_clone().unwrap());
+    let (mut first, mut last) = ([0; 8], [0; 8]);
+    file.read_exact_at(&mut first, 0).unwrap();
+    file.read_exact_at(&mut last, PAGE - 8).unwrap();
+    assert_eq!(first, last);
+    u64::from_le_bytes(first)
+}
+
+/// What memory of so many pages is described as.
+#[derive(Clone)]
+pub(crate) struct Template(Description);
+
+impl Template {
+    pub(crate) fn new() -> Self {
+        let subject = Subject::host();
+        let shared = Shared::create(&subject.device(), Spec::vmm(1)).unwrap();
+        Self(shared.describe().unwrap())
+    }
+
+    pub(crate) fn of(&self, pages: u64) -> Description {
+        let mut description = self.0.clone();
+        (description.size, description.mapped_size) = (pages * PAGE, pages * PAGE);
+        if let Sharing::Vmm { segments, .. } = &mut description.sharing {
+            *segments = pages;
+        }
+        description
+    }
+
+    pub(crate) fn put(&self, client: &Client, name: &str, nonce: u64, condition: Condition) -> vmmfd::Result<u64> {
+        let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
+        let segments = pages.iter().map(|page| (PAGE, page.as_fd()));
+        let part = PutPart::of_segments("all", Backend::Host, self.of(pages.len() as u64), segments)?;
+        let metadata = json!({"nonce": nonce}).as_object().unwrap().clone();
+        client
+            .put(&Put::new(name).condition(condition).metadata(metadata).part(part))
+            .map(|published| published.version)
+    }
+
+    /// The same, as a record, with its descriptors.
+    pub(crate) fn raw_put(&self, name: &str, nonce: u64, replace: bool) -> (broker::Put, Vec<OwnedFd>) {
+        let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
+        let memory: Memory = (&self.of(pages.len() as u64)).into();
+        let metadata = broker::Attached::of(&json!({"nonce": nonce})).unwrap();
+        let put = broker::Put {
+            name: name.to_owned(),
+            replace,
+            if_version: None,
+            announced: Vec::new(),
+            group: None,
+            wait_ms: None,
+            backend: "host".to_owned(),
+            parts: vec![broker::PutPart { name: "all".to_owned(), memory, arrays: None, digest: None }],
+            metadata: Some(Table::Inline(metadata)),
+            mode: None,
+            lifetime: None,
+            keep: None,
+            sizes: vec![PAGE; pages.len()],
+        };
+        (put, pages)
+    }
+}
+
+/// How many segments a put has: by its number, so that a reader knows.
+pub(crate) fn pages_of(nonce: u64) -> u64 {
+    1 + nonce % 3
+}
+
+/// What a lease is of, if it is whole.
+pub(crate) fn whole(lease: Lease) -> u64 {
+    let nonce = lease.metadata().unwrap()["nonce"].as_u64().unwrap();
+    let segments: Vec<(u64, OwnedFd)> = lease.into_parts().into_iter().flat_map(|part| part.into_segments()).collect();
+    assert_eq!(segments.len() as u64, pages_of(nonce));
+    for (size, fd) in &segments {
+        assert_eq!((*size, nonce_of(fd)), (PAGE, nonce));
+    }
+    nonce
+}

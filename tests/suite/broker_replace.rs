@@ -1,0 +1,77 @@
+//! A name that is replaced all the time, and its readers.
+
+use std::{
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+};
+
+use vmmfd::broker::{Condition, Get};
+
+use crate::{
+    broker::until,
+    broker_pages::{Template, number, pages_of, whole},
+    broker_process::{Process, Setup},
+    support::Subject,
+};
+
+/// Readers of a name that is replaced all the time.
+const READERS: usize = 20;
+
+#[test]
+fn readers_of_a_name_that_is_replaced_see_whole_versions_and_memory_stays_flat() {
+    let replacements = number("VMMFD_TEST_REPLACEMENTS", 2000);
+    let subject = Subject::host();
+    let server = Process::start(Setup::of(&subject));
+    let template = Template::new();
+    let writer = server.client();
+    template.put(&writer, "a", 1, Condition::New).unwrap();
+    let (done, reads) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (middle, end) = thread::scope(|scope| {
+        let readers: Vec<_> = (0..READERS)
+            .map(|_| {
+                let client = server.client();
+                let (done, reads) = (&done, &reads);
+                scope.spawn(move || {
+                    let mut last = 0;
+                    while !done.load(Ordering::Relaxed) {
+                        // Each newer version that there is, or the current one if there is none.
+                        let lease = client.get(&Get::new("a")).unwrap();
+                        let version = lease.version();
+                        assert!(version >= last, "version {version} after {last}");
+                        last = version;
+                        // The number of the put is its version, and says how many segments there are.
+                        assert_eq!(whole(lease), version);
+                        reads.fetch_add(1, Ordering::Relaxed);
+                    }
+                })
+            })
+            .collect();
+        let mut middle = (0, 0);
+        let mut most = 0;
+        for version in 2..=replacements {
+            if readers.iter().any(|reader| reader.is_finished()) {
+                break;
+            }
+            assert_eq!(template.put(&writer, "a", version, Condition::Version(version - 1)).unwrap(), version);
+            most = most.max(server.memory_files());
+            if version == replacements / 2 {
+                middle = (server.resident(), most);
+            }
+        }
+        done.store(true, Ordering::Relaxed);
+        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        (middle, (server.resident(), most))
+    });
+    let reads = reads.into_inner();
+    eprintln!(
+        "{replacements} versions, {reads} reads; KiB resident and descriptors of memory, in the middle {middle:?}, at the end {end:?}"
+    );
+    assert!(reads >= READERS as u64);
+    // The leases of the readers, each of another version, the current one, two that are being closed, and the catalogue.
+    assert!(end.1 <= (READERS + 8) * 3, "{} descriptors of memory", end.1);
+    assert!(end.0 <= middle.0 + 2048, "from {} KiB to {} KiB", middle.0, end.0);
+    server.wait_for_ends(&writer);
+    assert_eq!(writer.stat("a", None).unwrap().version.versions, [replacements]);
+    let pages = pages_of(replacements) as usize;
+    until(|| server.memory_files() == pages + 1);
+}
