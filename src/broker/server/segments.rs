@@ -132,16 +132,9 @@ impl Segments {
     ///
     /// # Panics
     /// If it is not kept.
+    #[cfg(test)]
     pub(super) fn size(&self, id: SegmentId) -> u64 {
         self.segment(id).size
-    }
-
-    /// Counts another reference to a segment that is kept.
-    ///
-    /// # Panics
-    /// If it is not kept.
-    pub(super) fn retain(&mut self, id: SegmentId) {
-        self.segment_mut(id).references += 1;
     }
 
     /// Takes one reference away. With the last one it returns the descriptor, which the caller closes where that may block.
@@ -174,6 +167,7 @@ impl Segments {
     }
 
     /// All of them, by number, with their sizes.
+    #[cfg(test)]
     pub(super) fn iter<'a>(&'a self) -> impl Iterator<Item = (SegmentId, BorrowedFd<'a>, u64)> {
         let kept = |(index, slot): (usize, &'a Option<Segment>)| {
             let segment = slot.as_ref()?;
