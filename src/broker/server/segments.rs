@@ -132,6 +132,7 @@ impl Segments {
     ///
     /// # Panics
     /// If it is not kept.
+    #[cfg(test)]
     pub(super) fn size(&self, id: SegmentId) -> u64 {
         self.segment(id).size
     }
@@ -140,6 +141,7 @@ impl Segments {
     ///
     /// # Panics
     /// If it is not kept.
+    #[cfg(test)]
     pub(super) fn retain(&mut self, id: SegmentId) {
         self.segment_mut(id).references += 1;
     }
@@ -174,6 +176,7 @@ impl Segments {
     }
 
     /// All of them, by number, with their sizes.
+    #[cfg(test)]
     pub(super) fn iter<'a>(&'a self) -> impl Iterator<Item = (SegmentId, BorrowedFd<'a>, u64)> {
         let kept = |(index, slot): (usize, &'a Option<Segment>)| {
             let segment = slot.as_ref()?;
