@@ -6,7 +6,7 @@ use super::{HEADER_LENGTH, MAX_BODY, VERSION, clean, shorten};
 use crate::error::ProtocolError;
 
 /// How much of what is wrong with a body is reported, in bytes: the parser repeats what a peer sent.
-const MAX_REASON: usize = 256;
+pub(super) const MAX_REASON: usize = 256;
 
 const MAGIC: [u8; 4] = *b"VMFD";
 
