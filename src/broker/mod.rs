@@ -4,7 +4,7 @@
 //! name, maps it read-only, and holds a [`Lease`] meanwhile. A new version replaces the old one at once, and readers keep what they
 //! hold. The [`Server`] keeps descriptors and a catalogue of them. It never loads the CUDA driver.
 //!
-//! ```ignore
+//! ```
 //! use std::{thread, time::Duration};
 //! use vmmfd::{
 //!     broker::{Client, Get, Put, PutPart, Server, ServerConfig},
@@ -46,6 +46,7 @@
 //!
 //! The messages are [`crate::wire::broker`]'s.
 
+mod catalogue;
 mod client;
 mod name;
 mod server;
@@ -55,6 +56,7 @@ pub use self::client::{
     Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
     PutPart,
 };
+pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 pub use crate::wire::broker::{
     ArrayEntry, Attached, DeviceBytes, HeldLease, Lifetime, Maker, Owner, PartInfo, Published, ReportInfo, Summary,
     UserTotal, VersionInfo,

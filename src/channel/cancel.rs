@@ -67,6 +67,12 @@ impl Cancel {
         }
     }
 
+    /// Readable once the request was made.
+    #[cfg(feature = "broker")]
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.event.as_fd()
+    }
+
     /// Waits until `fd` is ready for one of `events` (true), or until the deadline (false).
     ///
     /// # Errors

@@ -198,29 +198,17 @@ impl RecordSocket {
 
     /// One receive call. It does not wait unless the socket is blocking.
     pub(crate) fn try_receive(&self, record: &mut [u8]) -> io::Result<Arrival> {
-        // Room for as many as the kernel passes at once, also where none is expected: each is then owned, and closed.
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let most = record.len().saturating_sub(1);
-        let mut parts = [io::IoSliceMut::new(record)];
         let wait = if self.blocking { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
-        let received = rustix::net::recvmsg(&*self.socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC | wait)?;
-        let fds: Vec<OwnedFd> = ancillary
-            .drain()
-            .filter_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-                _ => None,
-            })
-            .flatten()
-            .collect();
-        Ok(if received.bytes == 0 {
+        let Raw { bytes, flags, fds } = receive_raw(&self.socket, record, wait)?;
+        Ok(if bytes == 0 {
             Arrival::End
-        } else if received.flags.contains(ReturnFlags::TRUNC) || received.bytes > most {
+        } else if flags.contains(ReturnFlags::TRUNC) || bytes > most {
             Arrival::Broken(ProtocolError::LongRecord { most })
-        } else if received.flags.contains(ReturnFlags::CTRUNC) {
+        } else if flags.contains(ReturnFlags::CTRUNC) {
             Arrival::Broken(ProtocolError::FdsTruncated { most: MAX_FDS })
         } else {
-            Arrival::Record(Record { length: received.bytes, fds })
+            Arrival::Record(Record { length: bytes, fds })
         })
     }
 
@@ -256,6 +244,36 @@ impl AsFd for RecordSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
+}
+
+/// What one system call received, whole or not.
+pub(crate) struct Raw {
+    /// How many bytes; 0 at the end of the connection, or for an empty record.
+    pub(crate) bytes: usize,
+    /// Whether something was cut off.
+    pub(crate) flags: ReturnFlags,
+    /// The descriptors that came, all close-on-exec.
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// Receives a record, with as many descriptors as the kernel passes at once, also where none is expected: each is then owned.
+///
+/// # Errors
+/// See recvmsg(2).
+pub(crate) fn receive_raw(socket: impl AsFd, record: &mut [u8], flags: RecvFlags) -> io::Result<Raw> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [io::IoSliceMut::new(record)];
+    let received = rustix::net::recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC | flags)?;
+    let fds = ancillary
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    Ok(Raw { bytes: received.bytes, flags: received.flags, fds })
 }
 
 /// Checks that a socket keeps records apart and passes descriptors.

@@ -1,2 +1,21 @@
 //! System calls that no crate here wraps, each behind a safe function. The only place outside `driver/` with `unsafe`.
 #![allow(unsafe_code)]
+#![allow(dead_code, unused_imports, reason = "the broker's server, which calls these, follows")]
+
+mod file;
+mod socket;
+
+pub(crate) use self::{
+    file::kcmp,
+    socket::{peer_groups, unread},
+};
+
+/// The uid that the kernel shows in place of one that this user namespace does not map: `/proc/sys/kernel/overflowuid`, or the
+/// kernel's default of 65534 where that can't be read. Does not block.
+///
+/// See user_namespaces(7).
+pub(crate) fn overflow_uid() -> u32 {
+    const DEFAULT: u32 = 65534;
+    let text = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
+    text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(DEFAULT)
+}

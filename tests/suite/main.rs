@@ -4,6 +4,7 @@
 mod cases;
 
 mod bench;
+mod broker;
 mod broker_files;
 mod command_line;
 mod commands;

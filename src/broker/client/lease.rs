@@ -146,6 +146,11 @@ impl Lease {
         self.parts.iter().find(|part| part.name == name)
     }
 
+    /// The parts alone: the lease has ended then, and what was handed over stays.
+    pub fn into_parts(self) -> Vec<LeasedPart> {
+        self.parts
+    }
+
     /// Maps all of it, read-only. Each part is used by `device`, if one is given, or else by its own device.
     ///
     /// Memory that the driver finds to be other than its maker claimed is reported to the broker.

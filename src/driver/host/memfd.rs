@@ -1,6 +1,7 @@
 //! Memory as a descriptor: made here, or by a peer.
 
 use std::{
+    ffi::CStr,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
@@ -19,15 +20,24 @@ use nix::{
 
 use crate::driver::code;
 
-/// A memfd of `size` bytes, every page of it committed.
-pub(super) fn create(size: u64) -> nix::Result<OwnedFd> {
+/// An empty memfd to which seals can be added, close-on-exec. `name` is for people, in `/proc/PID/fd`. Does not block.
+///
+/// # Errors
+/// See memfd_create(2).
+pub(crate) fn empty(name: &CStr) -> nix::Result<OwnedFd> {
     let close_on_exec = MFdFlags::MFD_CLOEXEC;
     // NOEXEC_SEAL (Linux 6.3) implies sealing, and some systems demand it; older kernels know nothing of it.
-    let memfd = memfd_create(c"vmmfd", close_on_exec | MFdFlags::from_bits_retain(nix::libc::MFD_NOEXEC_SEAL))
-        .or_else(|errno| match errno {
-            Errno::EINVAL => memfd_create(c"vmmfd", close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
+    memfd_create(name, close_on_exec | MFdFlags::from_bits_retain(nix::libc::MFD_NOEXEC_SEAL)).or_else(|errno| {
+        match errno {
+            Errno::EINVAL => memfd_create(name, close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
             other => Err(other),
-        })?;
+        }
+    })
+}
+
+/// A memfd of `size` bytes, every page of it committed.
+pub(super) fn create(size: u64) -> nix::Result<OwnedFd> {
+    let memfd = empty(c"vmmfd")?;
     let length = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
     // To go beyond it is not an error first but a signal, which ends the process.
     if getrlimit(Resource::RLIMIT_FSIZE)?.0 < size {
@@ -70,7 +80,7 @@ pub(super) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
 /// # Errors
 /// The driver's code, and the reason: as a CUDA driver `UNKNOWN` where the descriptor is not such memory, and `INVALID_VALUE` where
 /// it has another size.
-pub(super) fn inspect(fd: BorrowedFd<'_>, size: u64) -> Result<bool, (u32, io::Error)> {
+pub(crate) fn inspect(fd: BorrowedFd<'_>, size: u64) -> Result<bool, (u32, io::Error)> {
     let system = |errno: Errno| (code::OPERATING_SYSTEM, io::Error::from(errno));
     let unfit = |reason: String| Err((code::UNKNOWN, io::Error::other(reason)));
     let seals = match fcntl(fd, FcntlArg::F_GET_SEALS) {

@@ -13,7 +13,7 @@ mod addresses;
 mod available;
 #[cfg(feature = "tools")]
 mod bare;
-mod memfd;
+pub(crate) mod memfd;
 mod verbs;
 
 use std::{

@@ -1,0 +1,336 @@
+//! The log of everything that the server must not forget, in a memfd: it is there as long as any process holds the descriptor,
+//! whatever became of the one that wrote it.
+//!
+//! ```text
+//! header   magic "VMMFDCAT" | u32 format | u32 crc32 of the rest of the header | u64 generation
+//! record   u32 length of the payload | u32 crc32 of length and payload | payload: one JSON object
+//! ```
+//!
+//! Numbers are little-endian. A record is appended whole behind the others; what a killed writer left of one is cut off by the next
+//! that opens it. A log that has grown long is written anew into another memfd, whose header is written last and counts one generation
+//! more: of several logs the valid one of the highest generation holds.
+#![allow(dead_code, reason = "the server's event loop, which uses these, follows")]
+
+pub(in crate::broker) mod record;
+mod segment_id;
+
+use std::{
+    fs::File,
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+};
+
+use nix::sys::resource::{Resource, getrlimit};
+
+pub(in crate::broker) use self::{record::Record, segment_id::SegmentId};
+use crate::driver::host::memfd;
+
+/// The layout that this build writes, and the only one that it reads.
+const FORMAT: u32 = 1;
+
+const MAGIC: [u8; 8] = *b"VMMFDCAT";
+
+/// The length of the header, in bytes.
+const HEADER: usize = 24;
+
+/// The length of what stands before a payload, in bytes.
+const PREFIX: usize = 8;
+
+/// How much longer than twice its length when it was last written whole the log becomes, in bytes, before it is written again.
+const SLACK: u64 = 4 << 20;
+
+/// How much of a new log is collected before it is written, in bytes.
+const CHUNK: usize = 256 << 10;
+
+/// Why the catalogue can't be read or written.
+#[derive(Debug, thiserror::Error)]
+pub(in crate::broker) enum CatalogueError {
+    /// The descriptor is of something else, or of a log that was never finished.
+    #[error("the descriptor is not of a catalogue: it begins with {found}, where \"VMMFDCAT\" belongs")]
+    Foreign { found: String },
+
+    /// The header was changed by something else.
+    #[error("the catalogue's header has the checksum {found:#010x} where {want:#010x} belongs")]
+    Header { found: u32, want: u32 },
+
+    /// Written by another build.
+    #[error("the catalogue has format {found}, and this build reads only format {FORMAT}")]
+    Format { found: u32 },
+
+    /// It is whole, and this build does not know what it means: it was written by a newer one.
+    #[error("the catalogue's record at byte {offset} can't be understood")]
+    Record {
+        offset: u64,
+        #[source]
+        reason: serde_json::Error,
+    },
+
+    /// No record is that long.
+    #[error("a record of {length} bytes is too long for the catalogue")]
+    Long { length: usize },
+
+    /// The limit of this process on the length of files. To write beyond it would end the process.
+    #[error(
+        "the catalogue would have {needed} bytes, and this process may write files of {limit} bytes (RLIMIT_FSIZE)"
+    )]
+    Limit { needed: u64, limit: u64 },
+
+    /// A system call failed.
+    #[error("cannot {action} the catalogue")]
+    System {
+        action: &'static str,
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl CatalogueError {
+    fn system(action: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::System { action, source }
+    }
+}
+
+/// The log, open to append.
+#[derive(Debug)]
+pub(in crate::broker) struct Catalogue {
+    file: File,
+    generation: u64,
+    /// How many bytes hold records and the header.
+    length: u64,
+    /// Whether something behind that could not be cut off.
+    torn: bool,
+    /// The length when it was last written whole.
+    base: u64,
+    /// RLIMIT_FSIZE as it was when this was made.
+    limit: u64,
+    buffer: Vec<u8>,
+}
+
+impl Catalogue {
+    /// An empty log in a new memfd. Does not block.
+    ///
+    /// # Errors
+    /// [`CatalogueError::System`]. See memfd_create(2).
+    pub(in crate::broker) fn create() -> Result<Self, CatalogueError> {
+        let file = memfd::empty(c"vmmfd-catalogue").map_err(io::Error::from);
+        let file = File::from(file.map_err(CatalogueError::system("create"))?);
+        Self::write(file, 1, file_limit()?, [])
+    }
+
+    /// Opens a log that another process wrote, and returns its records. What was not written whole is cut off: nothing of it was
+    /// acknowledged. Reads the whole log.
+    ///
+    /// # Errors
+    /// [`CatalogueError`]; nothing was changed.
+    pub(in crate::broker) fn open(fd: OwnedFd) -> Result<(Self, Vec<Record>), CatalogueError> {
+        let file = File::from(fd);
+        let written = file.metadata().map_err(CatalogueError::system("examine"))?.len();
+        let mut bytes = vec![0; usize::try_from(written).unwrap_or(usize::MAX)];
+        file.read_exact_at(&mut bytes, 0).map_err(CatalogueError::system("read"))?;
+        let generation = read_header(&bytes)?;
+        let mut records = Vec::new();
+        let mut at = HEADER;
+        while let Some(payload) = next_payload(&bytes[at..]) {
+            let unknown = |reason| CatalogueError::Record { offset: at as u64, reason };
+            records.push(serde_json::from_slice(payload).map_err(unknown)?);
+            at += PREFIX + payload.len();
+        }
+        let length = at as u64;
+        let mut catalogue = Self {
+            file,
+            generation,
+            length,
+            torn: written > length,
+            base: 0,
+            limit: file_limit()?,
+            buffer: Vec::new(),
+        };
+        if catalogue.torn {
+            tracing::info!(bytes = written - length, "the catalogue ends with a record that was not written whole");
+            catalogue.cut()?;
+        }
+        Ok((catalogue, records))
+    }
+
+    /// Appends a record. When it returns, the record is what the next [`Catalogue::open`] finds, also if this process is killed.
+    /// Does not block.
+    ///
+    /// # Errors
+    /// [`CatalogueError`]: the log is then as it was.
+    pub(in crate::broker) fn append(&mut self, record: &Record) -> Result<(), CatalogueError> {
+        if self.torn {
+            self.cut()?;
+        }
+        let mut buffer = std::mem::take(&mut self.buffer);
+        buffer.clear();
+        let result = encode(&mut buffer, record).and_then(|()| self.write_behind(&buffer));
+        self.buffer = buffer;
+        result
+    }
+
+    /// Whether the log has grown so long that it should be written anew: more than twice as long as it was then.
+    pub(in crate::broker) fn should_compact(&self) -> bool {
+        self.length > self.base.saturating_mul(2).saturating_add(SLACK)
+    }
+
+    /// Writes a log of these records alone into a new memfd, which then takes the place of the old one. Returns the old one, for the
+    /// caller to close. Takes as long as the records take to be written: milliseconds for each MB.
+    ///
+    /// # Errors
+    /// [`CatalogueError`]: the old log is still the one.
+    pub(in crate::broker) fn compact(
+        &mut self,
+        records: impl IntoIterator<Item = Record>,
+    ) -> Result<OwnedFd, CatalogueError> {
+        let file = memfd::empty(c"vmmfd-catalogue").map_err(io::Error::from);
+        let file = File::from(file.map_err(CatalogueError::system("create"))?);
+        let new = Self::write(file, self.generation + 1, self.limit, records)?;
+        Ok(std::mem::replace(self, new).file.into())
+    }
+
+    /// How often it was written whole: of several logs that which has the highest holds.
+    pub(in crate::broker) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Its length in bytes.
+    pub(in crate::broker) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// The memfd.
+    pub(in crate::broker) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Writes a whole log into an empty file, the header last: before that it is none.
+    fn write(
+        file: File,
+        generation: u64,
+        limit: u64,
+        records: impl IntoIterator<Item = Record>,
+    ) -> Result<Self, CatalogueError> {
+        let (length, mut buffer) = (HEADER as u64, Vec::new());
+        let mut log = Self { file, generation, length, torn: false, base: 0, limit, buffer: Vec::new() };
+        for record in records {
+            encode(&mut buffer, &record)?;
+            if buffer.len() >= CHUNK {
+                log.write_behind(&buffer)?;
+                buffer.clear();
+            }
+        }
+        log.write_behind(&buffer)?;
+        log.base = log.length;
+        log.file.write_all_at(&header(generation), 0).map_err(CatalogueError::system("write"))?;
+        Ok(log)
+    }
+
+    /// Writes behind the last record.
+    fn write_behind(&mut self, bytes: &[u8]) -> Result<(), CatalogueError> {
+        let needed = self.length.saturating_add(bytes.len() as u64);
+        if needed > self.limit {
+            return Err(CatalogueError::Limit { needed, limit: self.limit });
+        }
+        // One pwrite(2), unless the kernel takes less at once.
+        match self.file.write_all_at(bytes, self.length) {
+            Ok(()) => {
+                self.length = needed;
+                Ok(())
+            }
+            Err(error) => {
+                self.torn = true;
+                // Should it fail, the next append tries again.
+                let _ = self.cut();
+                Err(CatalogueError::System { action: "write", source: error })
+            }
+        }
+    }
+
+    /// Cuts off what is behind the last record.
+    fn cut(&mut self) -> Result<(), CatalogueError> {
+        self.file.set_len(self.length).map_err(CatalogueError::system("shorten"))?;
+        self.torn = false;
+        Ok(())
+    }
+}
+
+fn file_limit() -> Result<u64, CatalogueError> {
+    let limit = getrlimit(Resource::RLIMIT_FSIZE).map_err(io::Error::from);
+    Ok(limit.map_err(CatalogueError::system("find the greatest length of"))?.0)
+}
+
+fn header(generation: u64) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    header[..8].copy_from_slice(&MAGIC);
+    header[8..12].copy_from_slice(&FORMAT.to_le_bytes());
+    header[16..24].copy_from_slice(&generation.to_le_bytes());
+    let checksum = header_checksum(&header);
+    header[12..16].copy_from_slice(&checksum.to_le_bytes());
+    header
+}
+
+fn header_checksum(header: &[u8; HEADER]) -> u32 {
+    checksum(&header[..12], &header[16..])
+}
+
+/// Checks a header, and returns the generation.
+fn read_header(bytes: &[u8]) -> Result<u64, CatalogueError> {
+    let header = match bytes.first_chunk::<HEADER>() {
+        Some(header) if header.starts_with(&MAGIC) => header,
+        _ => {
+            let start = &bytes[..bytes.len().min(MAGIC.len())];
+            return Err(CatalogueError::Foreign { found: format!("\"{}\"", start.escape_ascii()) });
+        }
+    };
+    let [.., f0, f1, f2, f3, c0, c1, c2, c3, g0, g1, g2, g3, g4, g5, g6, g7] = *header;
+    let format = u32::from_le_bytes([f0, f1, f2, f3]);
+    if format != FORMAT {
+        return Err(CatalogueError::Format { found: format });
+    }
+    let (found, want) = (u32::from_le_bytes([c0, c1, c2, c3]), header_checksum(header));
+    if found != want {
+        return Err(CatalogueError::Header { found, want });
+    }
+    Ok(u64::from_le_bytes([g0, g1, g2, g3, g4, g5, g6, g7]))
+}
+
+/// Appends a record to `buffer`; on an error that is as it was.
+fn encode(buffer: &mut Vec<u8>, record: &Record) -> Result<(), CatalogueError> {
+    let start = buffer.len();
+    buffer.extend([0; PREFIX]);
+    let written = serde_json::to_writer(&mut *buffer, record).map_err(io::Error::from);
+    let length = buffer.len() - start - PREFIX;
+    let prefix = written.map_err(CatalogueError::system("write a record for")).and_then(|()| {
+        let length = u32::try_from(length).map_err(|_| CatalogueError::Long { length })?.to_le_bytes();
+        Ok((length, checksum(&length, &buffer[start + PREFIX..])))
+    });
+    match prefix {
+        Ok((length, checksum)) => {
+            buffer[start..start + 4].copy_from_slice(&length);
+            buffer[start + 4..start + PREFIX].copy_from_slice(&checksum.to_le_bytes());
+            Ok(())
+        }
+        Err(error) => {
+            buffer.truncate(start);
+            Err(error)
+        }
+    }
+}
+
+/// The payload of the record at the start of `bytes`, if that is whole.
+fn next_payload(bytes: &[u8]) -> Option<&[u8]> {
+    let (length, rest) = bytes.split_first_chunk::<4>()?;
+    let (found, rest) = rest.split_first_chunk::<4>()?;
+    let payload = rest.get(..u32::from_le_bytes(*length) as usize)?;
+    (u32::from_le_bytes(*found) == checksum(length, payload)).then_some(payload)
+}
+
+fn checksum(first: &[u8], second: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(first);
+    hasher.update(second);
+    hasher.finalize()
+}

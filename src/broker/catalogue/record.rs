@@ -1,0 +1,113 @@
+//! What is written down, as plain data: one record for each change.
+
+use serde::{Deserialize, Serialize};
+
+use super::SegmentId;
+use crate::{
+    driver::Backend,
+    wire::{
+        Memory,
+        broker::{Attached, Lifetime, Maker, Owner, Token},
+    },
+};
+
+/// A change. Written as a JSON object with one member, whose name is the kind of the change.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::broker) enum Record {
+    /// A version became the current one of its name.
+    Published(Box<Version>),
+    /// A name was taken away.
+    Deleted { name: String },
+    /// The memory of a version was given back. `key` is the version's.
+    Dropped { key: u64 },
+    /// A lease of a version began.
+    Leased(Lease),
+    /// A lease ended.
+    Ended { token: Token },
+    /// A reader reported that a version can't be used.
+    Reported(Report),
+}
+
+/// A published version.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(in crate::broker) struct Version {
+    /// Unique among the versions of all names in this catalogue.
+    pub(in crate::broker) key: u64,
+    pub(in crate::broker) name: String,
+    /// Counted from 1 for each name.
+    pub(in crate::broker) version: u64,
+    /// A random UUID.
+    pub(in crate::broker) id: String,
+    /// When it was published, in milliseconds since 1970.
+    pub(in crate::broker) created_ms: u64,
+    pub(in crate::broker) owner: Owner,
+    /// The permission bits, as of files.
+    pub(in crate::broker) mode: u16,
+    pub(in crate::broker) lifetime: Lifetime,
+    pub(in crate::broker) backend: Backend,
+    /// How many older versions of the name are kept that have no lease.
+    pub(in crate::broker) keep: u32,
+    /// The user's own JSON object.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) metadata: Option<Table>,
+    pub(in crate::broker) parts: Vec<Part>,
+}
+
+/// One part of a version.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(in crate::broker) struct Part {
+    pub(in crate::broker) name: String,
+    pub(in crate::broker) memory: Memory,
+    /// The arrays in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) arrays: Option<Table>,
+    pub(in crate::broker) array_count: u64,
+    /// The process that put it.
+    pub(in crate::broker) maker: Maker,
+    /// Of the contents, if its maker gave one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) digest: Option<String>,
+    /// Its memory, in order: each segment with its size in bytes.
+    pub(in crate::broker) segments: Vec<(SegmentId, u64)>,
+}
+
+/// JSON that is written here, or kept in a memfd where it is long.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(in crate::broker) enum Table {
+    /// The JSON itself.
+    Inline(Attached),
+    /// A memfd with it, sealed against writing, which is kept as a segment is.
+    Kept {
+        /// The number of the memfd.
+        segment: SegmentId,
+        /// Its length in bytes.
+        length: u64,
+    },
+}
+
+/// A lease.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::broker) struct Lease {
+    pub(in crate::broker) token: Token,
+    /// The version's.
+    pub(in crate::broker) key: u64,
+    pub(in crate::broker) uid: u32,
+    pub(in crate::broker) pid: i32,
+    /// When it was given, in milliseconds since 1970.
+    pub(in crate::broker) since_ms: u64,
+    /// How many bytes of the version it is of.
+    pub(in crate::broker) size: u64,
+}
+
+/// A reader's report of a version.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::broker) struct Report {
+    /// The version's.
+    pub(in crate::broker) key: u64,
+    pub(in crate::broker) reader: Maker,
+    /// In milliseconds since 1970.
+    pub(in crate::broker) at_ms: u64,
+    pub(in crate::broker) message: String,
+}

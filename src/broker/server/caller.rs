@@ -1,0 +1,118 @@
+//! Who asks, and what that user may do with a name.
+
+use std::{cell::OnceCell, os::fd::AsFd};
+
+use nix::{
+    sys::socket::{getsockopt, sockopt::PeerCredentials},
+    unistd::geteuid,
+};
+
+use super::ConnectionId;
+use crate::{
+    error::{BrokerError, Error, RefusalCode, Result},
+    sys,
+    wire::broker::{Maker, Owner},
+};
+
+/// What a caller wants to do with an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Right {
+    Read,
+    Write,
+}
+
+/// The process at the other end of a connection, as the kernel recorded it when the connection was made.
+#[derive(Debug, Clone)]
+pub(super) struct Caller {
+    pub(super) connection: ConnectionId,
+    pub(super) pid: i32,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    /// The supplementary groups, once they were asked for.
+    groups: OnceCell<Vec<u32>>,
+}
+
+impl Caller {
+    /// # Errors
+    /// [`Error::System`]. See unix(7).
+    pub(super) fn of(connection: ConnectionId, socket: &impl AsFd) -> Result<Self> {
+        let credentials = getsockopt(&socket.as_fd(), PeerCredentials)
+            .map_err(|errno| Error::system("read the peer's credentials", errno))?;
+        let (pid, uid, gid) = (credentials.pid(), credentials.uid(), credentials.gid());
+        Ok(Self { connection, pid, uid, gid, groups: OnceCell::new() })
+    }
+
+    /// Whether the caller is of a group. `SO_PEERGROUPS` is asked at most once.
+    pub(super) fn is_of(&self, gid: u32, socket: &impl AsFd) -> bool {
+        let groups = self.groups.get_or_init(|| {
+            let groups = sys::peer_groups(socket.as_fd());
+            groups.inspect_err(|error| tracing::warn!(%error, "cannot read a peer's groups")).unwrap_or_default()
+        });
+        self.gid == gid || groups.contains(&gid)
+    }
+
+    /// Whether the caller may do everything: the server's own user and root.
+    pub(super) fn is_superuser(&self) -> bool {
+        self.uid == 0 || self.uid == geteuid().as_raw()
+    }
+
+    /// Whether the kernel has no number for the caller's user here: all such users look alike, so none owns anything.
+    pub(super) fn is_unmapped(&self) -> bool {
+        self.uid == sys::overflow_uid()
+    }
+
+    /// Whether the caller has a right to a name of this owner and mode.
+    pub(super) fn may(&self, right: Right, owner: Owner, mode: u16, socket: &impl AsFd) -> bool {
+        let bit = match right {
+            Right::Read => 0o4,
+            Right::Write => 0o2,
+        };
+        if self.is_superuser() {
+            return true;
+        }
+        // As of files: the first class that fits decides.
+        let class = if self.uid == owner.uid && !self.is_unmapped() {
+            mode >> 6
+        } else if self.is_of(owner.gid, socket) {
+            mode >> 3
+        } else {
+            mode
+        };
+        class & bit != 0
+    }
+
+    /// As [`Caller::may`], with the refusal.
+    pub(super) fn require(
+        &self,
+        right: Right,
+        name: &str,
+        owner: Owner,
+        mode: u16,
+        socket: &impl AsFd,
+    ) -> Result<(), BrokerError> {
+        if self.may(right, owner, mode, socket) {
+            return Ok(());
+        }
+        let what = match right {
+            Right::Read => "read",
+            Right::Write => "replace",
+        };
+        let Owner { uid, gid } = owner;
+        Err(BrokerError::new(
+            RefusalCode::Denied,
+            format!("uid {} may not {what} `{name}`: it is uid {uid}'s, group {gid}, mode {mode:04o}", self.uid),
+        ))
+    }
+
+    /// The caller as the maker or reader of something. Reads `/proc`, which does not block.
+    pub(super) fn describe(&self) -> Maker {
+        Maker { pid: self.pid, uid: self.uid, command: command_of(self.pid) }
+    }
+}
+
+/// The command of a process, if this PID namespace has it.
+pub(super) fn command_of(pid: i32) -> Option<String> {
+    let mut command = (pid > 0).then(|| std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()).flatten()?;
+    crate::wire::clean(&mut command);
+    Some(command.trim_end().to_owned())
+}

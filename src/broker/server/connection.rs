@@ -1,0 +1,219 @@
+//! One connection: its socket, what it waits for, and what is still to be sent on it.
+
+use std::{
+    collections::{HashSet, VecDeque},
+    io,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    time::Instant,
+};
+
+use rustix::net::SendFlags;
+use sendfd::SendWithFd;
+
+use super::{
+    ConnectionId,
+    caller::Caller,
+    gets::Waiting,
+    objects::Objects,
+    puts::{DraftKey, Upload},
+};
+use crate::{
+    broker::catalogue::SegmentId,
+    error::Result,
+    sys,
+    wire::broker::{Message, Token},
+};
+
+/// The most records that wait to be sent on one connection: a reply of the most segments has fewer.
+const MAX_QUEUE: usize = 64;
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) caller: Caller,
+    /// Only its descriptor is used: `sendfd` accepts no other type.
+    pub(super) socket: UnixStream,
+    /// Whether it has said hello.
+    pub(super) greeted: bool,
+    /// The request that is not answered yet.
+    pub(super) request: Request,
+    /// When something must have happened: hello, the end of a wait.
+    pub(super) deadline: Option<Instant>,
+    /// The leases that it holds.
+    pub(super) leases: HashSet<Token>,
+    /// The names that it put and that go with it.
+    pub(super) names: HashSet<String>,
+    /// Records that the socket has not taken yet.
+    queue: VecDeque<Outgoing>,
+    /// Records of the answer behind the next acknowledgement.
+    rest: VecDeque<Outgoing>,
+    /// How many descriptors the peer has not read yet, as far as is known.
+    unread: usize,
+    /// Since when the peer has not read what was sent.
+    pub(super) unread_since: Option<Instant>,
+    /// Whether it is in the list of those that may have something to read.
+    pub(super) listed: bool,
+}
+
+/// What a connection waits for.
+#[derive(Debug, Default)]
+pub(super) enum Request {
+    /// Nothing.
+    #[default]
+    None,
+    /// The rest of a put's segments.
+    Upload(Box<Upload>),
+    /// The worker.
+    Worker,
+    /// The other parts of its put.
+    Parts(DraftKey),
+    /// An object.
+    Object(Box<Waiting>),
+}
+
+/// A record, with its descriptors.
+#[derive(Debug)]
+pub(super) struct Outgoing {
+    bytes: Vec<u8>,
+    fds: Vec<SegmentId>,
+}
+
+impl Outgoing {
+    /// # Errors
+    /// [`crate::error::ProtocolError`] if the message is too long.
+    pub(super) fn of(message: &Message, fds: Vec<SegmentId>) -> Result<Self> {
+        let mut bytes = Vec::with_capacity(512);
+        message.encode_into(&mut bytes)?;
+        Ok(Self { bytes, fds })
+    }
+
+    /// How many descriptors go with it.
+    pub(super) fn descriptors(&self) -> usize {
+        self.fds.len()
+    }
+}
+
+/// What became of what was to be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sent {
+    /// It is sent.
+    All,
+    /// The socket is full: it is to be watched.
+    Full,
+    /// The kernel's bound on descriptors in flight is reached: it is to be tried again soon.
+    InFlight,
+    /// The connection must end: the peer is gone, or does not read.
+    Gone(&'static str),
+}
+
+impl Connection {
+    /// A connection that was accepted; its socket is non-blocking.
+    pub(super) fn new(id: ConnectionId, socket: OwnedFd, deadline: Instant) -> Result<Self> {
+        let caller = Caller::of(id, &socket)?;
+        Ok(Self {
+            caller,
+            socket: socket.into(),
+            greeted: false,
+            request: Request::None,
+            deadline: Some(deadline),
+            leases: HashSet::new(),
+            names: HashSet::new(),
+            queue: VecDeque::new(),
+            rest: VecDeque::new(),
+            unread: 0,
+            unread_since: None,
+            listed: false,
+        })
+    }
+
+    /// Whether a request is under way.
+    pub(super) fn is_busy(&self) -> bool {
+        !matches!(self.request, Request::None) || !self.rest.is_empty()
+    }
+
+    /// Whether records wait for the socket.
+    pub(super) fn is_blocked(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Sends an answer: the first record now, each other one when the one before is acknowledged.
+    pub(super) fn answer(&mut self, objects: &Objects, records: impl IntoIterator<Item = Outgoing>) -> Sent {
+        let mut records = records.into_iter();
+        let Some(first) = records.next() else { return Sent::All };
+        self.rest.extend(records);
+        self.send(objects, first)
+    }
+
+    /// The peer has acknowledged a record: sends the next one. `None` if there is none, so that nothing was to be acknowledged.
+    pub(super) fn acknowledged(&mut self, objects: &Objects) -> Option<Sent> {
+        let next = self.rest.pop_front()?;
+        Some(self.send(objects, next))
+    }
+
+    /// Sends a record, or keeps it until the socket has room.
+    pub(super) fn send(&mut self, objects: &Objects, outgoing: Outgoing) -> Sent {
+        if self.queue.len() >= MAX_QUEUE {
+            return Sent::Gone("it does not read what is sent to it");
+        }
+        self.queue.push_back(outgoing);
+        self.flush(objects)
+    }
+
+    /// Sends what waits.
+    pub(super) fn flush(&mut self, objects: &Objects) -> Sent {
+        while let Some(next) = self.queue.front() {
+            let fds: Vec<RawFd> = next.fds.iter().map(|id| objects.segment(*id).as_raw_fd()).collect();
+            let sent = if fds.is_empty() {
+                rustix::net::send(&self.socket, &next.bytes, SendFlags::NOSIGNAL).map_err(io::Error::from)
+            } else {
+                self.socket.send_with_fd(&next.bytes, &fds)
+            };
+            match sent {
+                Ok(_) => {
+                    if !fds.is_empty() {
+                        self.unread += fds.len();
+                        self.unread_since.get_or_insert_with(Instant::now);
+                    }
+                    self.queue.pop_front();
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.unread_since.get_or_insert_with(Instant::now);
+                    return Sent::Full;
+                }
+                Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => {
+                    self.unread_since.get_or_insert_with(Instant::now);
+                    return Sent::InFlight;
+                }
+                Err(_) => return Sent::Gone("the peer is gone"),
+            }
+        }
+        Sent::All
+    }
+
+    /// How many descriptors the peer has not read yet. It asks the kernel only if there were any.
+    pub(super) fn unread(&mut self) -> usize {
+        if self.unread_since.is_some()
+            && self.queue.is_empty()
+            && sys::unread(self.socket.as_fd()).is_ok_and(|bytes| bytes == 0)
+        {
+            self.unread = 0;
+            self.unread_since = None;
+        }
+        self.unread
+    }
+
+    /// How many descriptors were counted last.
+    pub(super) fn counted_unread(&self) -> usize {
+        self.unread
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

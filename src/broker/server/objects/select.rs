@@ -1,0 +1,378 @@
+//! Which segments a get is answered with.
+
+use std::{
+    ops::Range,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use super::{Objects, Version, view::to_wire};
+use crate::{
+    broker::{
+        catalogue::{
+            SegmentId,
+            record::{self, Table},
+        },
+        server::caller::Caller,
+        table,
+    },
+    error::{BrokerError, RefusalCode},
+    wire::{
+        Check, Part as Run,
+        broker::{ArrayEntry, Attached, GetObject, LeaseHeader, LeasePart, MAX_METADATA, MAX_TABLE, Token},
+    },
+};
+
+/// The most runs of one lease: more are one run from the first to the last.
+const MAX_RUNS: usize = 128;
+
+/// What an object's tables must be looked into for, before a get of it can be answered.
+#[derive(Debug)]
+pub(in crate::broker::server) struct Question {
+    key: u64,
+    name: String,
+    expect: Option<(Check, Option<Source>)>,
+    arrays: Option<(Vec<String>, Vec<(usize, Source)>)>,
+}
+
+/// A table.
+#[derive(Debug)]
+enum Source {
+    Inline(Attached),
+    Memfd { fd: OwnedFd, length: u64, most: u64 },
+}
+
+impl Source {
+    fn is_small(&self) -> bool {
+        matches!(self, Self::Inline(_))
+    }
+
+    fn read(self) -> Result<Attached, String> {
+        match self {
+            Self::Inline(text) => Ok(text),
+            Self::Memfd { fd, length, most } => {
+                let text = table::read(fd.as_fd(), length, most)?;
+                Attached::from_text(text).map_err(|error| error.to_string())
+            }
+        }
+    }
+}
+
+/// What was found in an object's tables: for each part with arrays that were asked for, which bytes they have.
+#[derive(Debug)]
+pub(in crate::broker::server) struct Answer {
+    key: u64,
+    spans: Vec<(usize, Vec<Range<u64>>)>,
+}
+
+impl Question {
+    /// Whether the answer takes no time.
+    pub(in crate::broker::server) fn is_small(&self) -> bool {
+        let metadata = self.expect.as_ref().and_then(|(_, source)| source.as_ref());
+        let arrays = self.arrays.iter().flat_map(|(_, sources)| sources).map(|(_, source)| source);
+        metadata.into_iter().chain(arrays).all(Source::is_small)
+    }
+
+    /// Looks into the tables. Takes some milliseconds for large ones.
+    pub(in crate::broker::server) fn answer(self) -> Result<Answer, BrokerError> {
+        let Self { key, name, expect, arrays } = self;
+        let failed = |error: String| BrokerError::new(RefusalCode::Failed, format!("a table of `{name}`: {error}"));
+        if let Some((expect, source)) = expect {
+            let metadata = source.map(Source::read).transpose().map_err(failed)?;
+            let metadata: Check = metadata
+                .map(|text| text.read())
+                .transpose()
+                .map_err(|error| failed(error.to_string()))?
+                .unwrap_or_default();
+            let difference = |(field, wanted): (&String, &serde_json::Value)| match metadata.get(field) {
+                Some(found) if found == wanted => None,
+                Some(found) => Some(format!("{field} is {} and not {}", short(found), short(wanted))),
+                None => Some(format!("{field} is absent and not {}", short(wanted))),
+            };
+            let differences: Vec<String> = expect.iter().filter_map(difference).collect();
+            if !differences.is_empty() {
+                return Err(differs(&name, &differences));
+            }
+        }
+        let mut spans = Vec::new();
+        if let Some((mut wanted, sources)) = arrays {
+            for (part, source) in sources {
+                let text = source.read().map_err(failed)?;
+                let entries: Vec<ArrayEntry> = text.read().map_err(|error| failed(error.to_string()))?;
+                let mut found = Vec::new();
+                for entry in entries {
+                    if let Some(at) = wanted.iter().position(|name| *name == entry.name) {
+                        wanted.swap_remove(at);
+                        let span = entry.array.span();
+                        found.push(span.map_err(|error| failed(error.in_full()))?);
+                    }
+                }
+                if !found.is_empty() {
+                    spans.push((part, found));
+                }
+            }
+            if !wanted.is_empty() {
+                let missing: Vec<String> =
+                    wanted.iter().take(8).map(|name| format!("there is no array {name}")).collect();
+                return Err(differs(&name, &missing));
+            }
+        }
+        Ok(Answer { key, spans })
+    }
+}
+
+/// A value, as much of it as fits a sentence.
+fn short(value: &serde_json::Value) -> String {
+    let mut text = value.to_string();
+    crate::wire::shorten(&mut text, 100);
+    text
+}
+
+fn differs(name: &str, differences: &[String]) -> BrokerError {
+    BrokerError::new(RefusalCode::Differs, format!("`{name}` is not as expected: {}", differences.join("; ")))
+}
+
+/// What of a version is handed out.
+#[derive(Debug)]
+pub(in crate::broker::server) struct Selection {
+    pub(in crate::broker::server) key: u64,
+    /// The parts by their indices, each with its runs.
+    parts: Vec<(usize, Vec<Run>)>,
+    /// Bytes of memory.
+    pub(in crate::broker::server) bytes: u64,
+}
+
+/// What a get of one object comes to.
+pub(in crate::broker::server) enum Selected {
+    /// This.
+    Ready(Selection),
+    /// There is none yet.
+    Absent,
+    /// Its tables must be looked into first.
+    Ask(Question),
+}
+
+impl Objects {
+    /// Selects what a get of an object is answered with. `answer` is what was found in its tables, if that was asked.
+    pub(in crate::broker::server) fn select(
+        &self,
+        caller: &Caller,
+        socket: &impl AsFd,
+        object: &GetObject,
+        answer: Option<&Answer>,
+    ) -> Result<Selected, BrokerError> {
+        let Some(key) = self.find(&object.name, object.version, object.newer_than) else { return Ok(Selected::Absent) };
+        let (_, version) = self.readable(caller, socket, &object.name, object.version)?;
+        let parts = chosen(version, object)?;
+        if let Some(digests) = &object.digests {
+            check_digests(version, digests)?;
+        }
+        if object.expect.is_none() && object.arrays.is_none() {
+            let parts = parts.into_iter().map(|index| {
+                let part = &version.record.parts[index];
+                match object.range {
+                    None => Ok((index, vec![all_of(part)])),
+                    Some(range) => {
+                        let size = part.memory.size;
+                        let bytes = range.within(size).ok_or_else(|| {
+                            let (offset, length) = (range.offset, range.length);
+                            let message = format!(
+                                "{length} bytes from {offset} on are not inside part `{}` of `{}`, which has {size}",
+                                part.name, object.name
+                            );
+                            BrokerError::new(RefusalCode::Differs, message)
+                        })?;
+                        Ok((index, runs_of(part, vec![bytes])))
+                    }
+                }
+            });
+            return parts.collect::<Result<_, _>>().map(|parts| Selected::Ready(Selection::new(key, parts)));
+        }
+        let Some(answer) = answer.filter(|answer| answer.key == key) else {
+            return self.question(key, version, object, &parts).map(Selected::Ask);
+        };
+        let parts = if object.arrays.is_some() {
+            answer
+                .spans
+                .iter()
+                .map(|(index, spans)| (*index, runs_of(&version.record.parts[*index], spans.clone())))
+                .collect()
+        } else {
+            parts.into_iter().map(|index| (index, vec![all_of(&version.record.parts[index])])).collect()
+        };
+        Ok(Selected::Ready(Selection::new(key, parts)))
+    }
+
+    fn question(
+        &self,
+        key: u64,
+        version: &Version,
+        object: &GetObject,
+        parts: &[usize],
+    ) -> Result<Question, BrokerError> {
+        let source = |table: &Table, most: u64| match table {
+            Table::Inline(text) => Ok(Source::Inline(text.clone())),
+            Table::Kept { segment, length } => {
+                let fd = self.segments.get(*segment).try_clone_to_owned();
+                let fd = fd.map_err(|error| {
+                    let message = format!("the broker has no descriptor left to read a table with: {error}");
+                    BrokerError::new(RefusalCode::Full, message)
+                })?;
+                Ok(Source::Memfd { fd, length: *length, most })
+            }
+        };
+        let record = &version.record;
+        let expect = match &object.expect {
+            None => None,
+            Some(expect) => {
+                let metadata = record.metadata.as_ref().map(|table| source(table, MAX_METADATA)).transpose()?;
+                Some((expect.clone(), metadata))
+            }
+        };
+        let arrays = match &object.arrays {
+            None => None,
+            Some(names) => {
+                let tables = parts.iter().filter_map(|&index| Some((index, record.parts[index].arrays.as_ref()?)));
+                let sources = tables.map(|(index, table)| source(table, MAX_TABLE).map(|source| (index, source)));
+                Some((names.clone(), sources.collect::<Result<_, _>>()?))
+            }
+        };
+        Ok(Question { key, name: object.name.clone(), expect, arrays })
+    }
+
+    /// The lease of a selection as it is sent: its message without the segments' sizes, the tables' segments, and the segments with
+    /// their sizes.
+    pub(in crate::broker::server) fn describe_lease(
+        &self,
+        token: Token,
+        selection: &Selection,
+    ) -> Option<(LeaseHeader, Vec<SegmentId>, Vec<(SegmentId, u64)>)> {
+        let record = &self.versions.get(&selection.key)?.record;
+        let (mut tables, mut segments) = (Vec::new(), Vec::new());
+        let (metadata, segment) = record.metadata.as_ref().map(to_wire).unzip();
+        tables.extend(segment.flatten());
+        let mut parts = Vec::with_capacity(selection.parts.len());
+        for (index, runs) in &selection.parts {
+            let part = &record.parts[*index];
+            let (arrays, segment) = part.arrays.as_ref().map(to_wire).unzip();
+            tables.extend(segment.flatten());
+            for run in runs {
+                let (first, count) = (run.first as usize, run.segments as usize);
+                segments.extend_from_slice(&part.segments[first..first + count]);
+            }
+            parts.push(LeasePart {
+                name: part.name.clone(),
+                memory: part.memory.clone(),
+                runs: runs.clone(),
+                arrays,
+                digest: part.digest.clone(),
+            });
+        }
+        let header = LeaseHeader {
+            token,
+            name: record.name.clone(),
+            version: record.version,
+            id: record.id.clone(),
+            created_ms: record.created_ms,
+            owner: record.owner,
+            backend: record.backend.as_str().to_owned(),
+            metadata,
+            parts,
+            sizes: Vec::new(),
+        };
+        Some((header, tables, segments))
+    }
+}
+
+impl Selection {
+    fn new(key: u64, parts: Vec<(usize, Vec<Run>)>) -> Self {
+        let bytes = parts.iter().flat_map(|(_, runs)| runs).map(|run| run.size).sum();
+        Self { key, parts, bytes }
+    }
+}
+
+/// The parts that a get asks for, by their indices.
+fn chosen(version: &Version, object: &GetObject) -> Result<Vec<usize>, BrokerError> {
+    let parts = &version.record.parts;
+    let chosen: Vec<usize> = match &object.parts {
+        None => (0..parts.len()).collect(),
+        Some(names) => {
+            let index = |name: &String| {
+                let at = parts.iter().position(|part| part.name == *name);
+                at.ok_or_else(|| {
+                    let known: Vec<&str> = parts.iter().map(|part| part.name.as_str()).collect();
+                    let mut message = format!("it has the parts {}", known.join(", "));
+                    crate::wire::shorten(&mut message, 300);
+                    differs(&object.name, &[format!("there is no part {name}"), message])
+                })
+            };
+            let mut chosen = names.iter().map(index).collect::<Result<Vec<usize>, _>>()?;
+            let mut seen = Vec::new();
+            chosen.retain(|index| {
+                !seen.contains(index) && {
+                    seen.push(*index);
+                    true
+                }
+            });
+            chosen
+        }
+    };
+    if object.range.is_some() && chosen.len() != 1 {
+        let message = format!("a range is of one part, and `{}` has {}: name the part", object.name, chosen.len());
+        return Err(BrokerError::new(RefusalCode::Invalid, message));
+    }
+    Ok(chosen)
+}
+
+fn check_digests(version: &Version, digests: &std::collections::BTreeMap<String, String>) -> Result<(), BrokerError> {
+    let difference = |(name, wanted): (&String, &String)| {
+        let part = version.record.parts.iter().find(|part| part.name == *name);
+        match part.map(|part| part.digest.as_deref()) {
+            None => Some(format!("there is no part {name}")),
+            Some(None) => Some(format!("part {name} has no digest")),
+            Some(Some(found)) if found == wanted => None,
+            Some(Some(found)) => Some(format!("the digest of part {name} is {found} and not {wanted}")),
+        }
+    };
+    let differences: Vec<String> = digests.iter().filter_map(difference).collect();
+    match differences.is_empty() {
+        true => Ok(()),
+        false => Err(differs(&version.record.name, &differences)),
+    }
+}
+
+/// All segments of a part.
+fn all_of(part: &record::Part) -> Run {
+    Run { first: 0, segments: part.segments.len() as u64, offset: 0, size: part.memory.mapped_size }
+}
+
+/// The segments in which some bytes of a part lie.
+fn runs_of(part: &record::Part, mut spans: Vec<Range<u64>>) -> Vec<Run> {
+    spans.sort_unstable_by_key(|span| span.start);
+    // Where each segment begins, and where the last one ends.
+    let mut starts = vec![0u64];
+    for (_, size) in &part.segments {
+        starts.push(starts[starts.len() - 1] + size);
+    }
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for span in spans {
+        let last_byte = span.end.max(span.start + 1) - 1;
+        let at =
+            |byte: u64| starts.partition_point(|start| *start <= byte).saturating_sub(1).min(part.segments.len() - 1);
+        let (first, end) = (at(span.start), at(last_byte) + 1);
+        match ranges.last_mut() {
+            Some(last) if first <= last.end => last.end = last.end.max(end),
+            _ => ranges.push(first..end),
+        }
+    }
+    if ranges.len() > MAX_RUNS {
+        let (first, end) = (ranges[0].start, ranges[ranges.len() - 1].end);
+        ranges = vec![first..end];
+    }
+    let run = |range: Range<usize>| Run {
+        first: range.start as u64,
+        segments: range.len() as u64,
+        offset: starts[range.start],
+        size: starts[range.end] - starts[range.start],
+    };
+    ranges.into_iter().map(run).collect()
+}

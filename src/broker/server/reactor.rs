@@ -1,0 +1,620 @@
+//! The event loop: one thread that serves all connections, and never waits for one of them.
+
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, HashMap, HashSet},
+    io,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use mio::{Events, Interest, Poll, Token as Key, Waker, unix::SourceFd};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use rustix::net::{RecvFlags, ReturnFlags};
+
+use super::{
+    ConnectionId, ServerConfig,
+    caller::Caller,
+    connection::{Connection, Outgoing, Request, Sent},
+    gets::Claims,
+    objects::Objects,
+    puts::{Draft, DraftKey},
+    worker::Worker,
+};
+use crate::{
+    broker::catalogue::SegmentId,
+    channel::{
+        Cancel, Listener, deadline_after,
+        record::{Raw, is_gone, receive_raw},
+    },
+    error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
+    wire::{
+        Failure, HEADER_LENGTH, MAX_BODY, MAX_FDS,
+        broker::{Message, Refusal},
+    },
+};
+
+const LISTENER: Key = Key(0);
+const WAKER: Key = Key(1);
+const CANCEL: Key = Key(2);
+
+/// The first key of a connection.
+const CONNECTIONS: u64 = 16;
+
+/// How many records of a connection are read before the others have their turn.
+const RECORDS_AT_ONCE: usize = 8;
+
+/// How many connections are accepted before the others have their turn.
+const ACCEPTED_AT_ONCE: usize = 64;
+
+/// Descriptors that are neither a connection's nor memory: those of a record that is being received, and the server's own.
+const SPARE: usize = MAX_FDS + 64;
+
+/// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
+const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
+
+/// How often connections are looked at that do not read.
+const SWEEP: Duration = Duration::from_secs(1);
+
+/// What happens at a time.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    /// The deadline of a connection, unless it was moved.
+    Connection(ConnectionId),
+    /// A connection's send is to be tried again.
+    Retry(ConnectionId),
+    /// The lifetime of a name, unless it goes on.
+    Name(String),
+    /// To look at connections that do not read.
+    Sweep,
+}
+
+/// The server's state.
+pub(super) struct Reactor {
+    poll: Poll,
+    listener: Listener,
+    cancel: Cancel,
+    config: ServerConfig,
+    pub(super) emulated: bool,
+    pub(super) objects: Objects,
+    pub(super) worker: Worker,
+    pub(super) connections: HashMap<ConnectionId, Connection>,
+    pub(super) drafts: HashMap<DraftKey, Draft>,
+    pub(super) claims: Claims,
+    /// The connections whose gets wait for a name.
+    pub(super) waiting: HashMap<String, HashSet<ConnectionId>>,
+    /// Descriptors that were admitted and have not come yet.
+    pub(super) uploading: usize,
+    last: ConnectionId,
+    timers: BinaryHeap<Reverse<(Instant, Timer)>>,
+    /// Connections that may have something to read.
+    readable: Vec<ConnectionId>,
+    /// Connections that have not read all that was sent with descriptors.
+    unread: HashSet<ConnectionId>,
+    sweeping: bool,
+    acceptable: bool,
+    /// The most descriptors that this process may have.
+    limit: usize,
+    incoming: Vec<u8>,
+}
+
+impl Reactor {
+    pub(super) fn new(listener: Listener, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
+        let failed = |action: &'static str| move |error: io::Error| Error::system(action, error);
+        let poll = Poll::new().map_err(failed("make an epoll instance"))?;
+        let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("make an eventfd"))?);
+        for (fd, key) in [(listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)] {
+            let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
+            registered.map_err(failed("watch a descriptor"))?;
+        }
+        let objects = Objects::new(config.quota)
+            .map_err(|error| Error::system("make the broker's catalogue", io::Error::other(error)))?;
+        Ok(Self {
+            poll,
+            listener,
+            cancel: cancel.clone(),
+            emulated: config.emulated,
+            config,
+            objects,
+            worker: Worker::start(waker)?,
+            connections: HashMap::new(),
+            drafts: HashMap::new(),
+            claims: Claims::default(),
+            waiting: HashMap::new(),
+            uploading: 0,
+            last: ConnectionId(CONNECTIONS),
+            timers: BinaryHeap::new(),
+            readable: Vec::new(),
+            unread: HashSet::new(),
+            sweeping: false,
+            acceptable: true,
+            limit: raise_limit(),
+            incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
+        })
+    }
+
+    /// Serves until it is cancelled.
+    pub(super) fn run(&mut self) -> Result<()> {
+        let mut events = Events::with_capacity(1024);
+        while self.cancel.check().is_ok() {
+            match self.poll.poll(&mut events, self.patience()) {
+                Err(error) if error.kind() != io::ErrorKind::Interrupted => {
+                    return Err(Error::system("wait for connections", error));
+                }
+                _ => {}
+            }
+            for event in &events {
+                match event.token() {
+                    LISTENER => self.acceptable = true,
+                    WAKER | CANCEL => {}
+                    Key(key) => {
+                        let id = ConnectionId(key as u64);
+                        if event.is_writable() {
+                            self.flush(id);
+                        }
+                        self.list(id);
+                    }
+                }
+            }
+            for outcome in self.worker.outcomes() {
+                outcome(self);
+            }
+            self.accept();
+            self.serve();
+            self.tidy();
+        }
+        for id in self.connections.keys().copied().collect::<Vec<_>>() {
+            self.end(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs", "the broker stops");
+        }
+        Ok(())
+    }
+
+    pub(super) fn timeout(&self) -> Duration {
+        self.config.timeout
+    }
+
+    /// What is still held, for the last words: names, versions, leases, bytes.
+    pub(super) fn sums(&self) -> (u64, u64, u64, u64) {
+        self.objects.sums()
+    }
+
+    /// How long the loop may sleep.
+    fn patience(&self) -> Option<Duration> {
+        if self.acceptable || !self.readable.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let Reverse((at, _)) = self.timers.peek()?;
+        // epoll counts milliseconds: a moment too long, and not a spin before it.
+        Some(at.saturating_duration_since(Instant::now()) + Duration::from_millis(1))
+    }
+
+    /// Takes the connections that wait.
+    fn accept(&mut self) {
+        for _ in 0..ACCEPTED_AT_ONCE {
+            if !self.acceptable {
+                return;
+            }
+            match self.listener.accept() {
+                Ok(Some(socket)) => {
+                    if let Err(error) = self.admit(socket) {
+                        tracing::warn!(error = error.in_full(), "a connection can't be served");
+                    }
+                }
+                Ok(None) => self.acceptable = false,
+                Err(error) => {
+                    tracing::error!(error = error.in_full(), "no connection can be accepted");
+                    self.acceptable = false;
+                    self.timer(Duration::from_millis(100), Timer::Sweep);
+                }
+            }
+        }
+    }
+
+    /// Serves a new connection, or says why not and closes it.
+    fn admit(&mut self, socket: OwnedFd) -> Result<()> {
+        self.last.0 += 1;
+        let id = self.last;
+        rustix::io::ioctl_fionbio(&socket, true).map_err(|errno| Error::system("make a socket non-blocking", errno))?;
+        let mut connection = Connection::new(id, socket, deadline_after(self.config.timeout))?;
+        let Caller { uid, pid, .. } = connection.caller;
+        if let Err((code, message)) = self.check_admission(&connection) {
+            tracing::info!(uid, pid, message, "a connection is refused");
+            if let Ok(error) = Outgoing::of(&Message::Error(Failure { code, message }), Vec::new()) {
+                connection.send(&self.objects, error);
+            }
+            return Ok(());
+        }
+        let watched = self.poll.registry().register(
+            &mut SourceFd(&connection.as_fd().as_raw_fd()),
+            Key(id.0 as usize),
+            Interest::READABLE,
+        );
+        watched.map_err(|error| Error::system("watch a connection", error))?;
+        self.objects.users().add_connection(uid);
+        self.timer(self.config.timeout, Timer::Connection(id));
+        self.connections.insert(id, connection);
+        self.list(id);
+        Ok(())
+    }
+
+    fn check_admission(&mut self, connection: &Connection) -> Result<(), (ErrorCode, String)> {
+        let caller = &connection.caller;
+        let uid = caller.uid;
+        let allowed = caller.is_superuser()
+            || self.config.allow_uids.contains(&uid)
+            || self.config.allow_gids.iter().any(|gid| caller.is_of(*gid, connection));
+        if !allowed {
+            return Err((ErrorCode::Refused, format!("uid {uid} is not allowed here")));
+        }
+        if let Err(refusal) = self.objects.users().check_connection(uid) {
+            return Err((ErrorCode::Full, refusal.message));
+        }
+        if self.worker.is_stuck() {
+            let message =
+                "files that came from peers can't be closed: the broker takes no more connections until they are";
+            return Err((ErrorCode::Full, message.to_owned()));
+        }
+        self.require_descriptors(1).map_err(|refusal| (ErrorCode::Full, refusal.message))
+    }
+
+    /// Refuses what would need more descriptors than this process may have.
+    pub(super) fn require_descriptors(&self, more: usize) -> Result<(), BrokerError> {
+        let used = self.connections.len() + self.objects.descriptors() + self.uploading + self.held_back();
+        if used + more + SPARE <= self.limit {
+            return Ok(());
+        }
+        let limit = self.limit;
+        Err(BrokerError::new(
+            RefusalCode::Full,
+            format!(
+                "the broker has {used} descriptors, needs {SPARE} to spare, and {more} more are asked for: its limit is {limit}; \
+                 raise it (ulimit -n, LimitNOFILE)"
+            ),
+        ))
+    }
+
+    /// Descriptors that came and are not published yet.
+    fn held_back(&self) -> usize {
+        self.drafts.values().map(Draft::descriptors).sum()
+    }
+
+    /// Refuses to send more descriptors to a user whose processes have not read those before.
+    pub(super) fn require_in_flight(&mut self, id: ConnectionId, more: usize) -> Result<(), BrokerError> {
+        let Some(uid) = self.connections.get(&id).map(|connection| connection.caller.uid) else { return Ok(()) };
+        if self.unread.is_empty() {
+            return Ok(());
+        }
+        // The kernel's bound is the limit of open files, for all sockets of this user together.
+        let most = (self.limit / 2).max(2 * MAX_FDS);
+        let of_user = |connections: &HashMap<ConnectionId, Connection>, id: &ConnectionId| {
+            connections.get(id).filter(|of| of.caller.uid == uid).map_or(0, Connection::counted_unread)
+        };
+        let counted: usize = self.unread.iter().map(|id| of_user(&self.connections, id)).sum();
+        if counted + more <= most {
+            return Ok(());
+        }
+        self.count_unread();
+        let counted: usize = self.unread.iter().map(|id| of_user(&self.connections, id)).sum();
+        if counted + more <= most {
+            return Ok(());
+        }
+        let message = format!(
+            "{counted} descriptors that were sent to uid {uid} are unread, and {more} more would exceed {most}: read them first"
+        );
+        Err(BrokerError::new(RefusalCode::Full, message))
+    }
+
+    /// Asks the kernel which connections have read what was sent.
+    fn count_unread(&mut self) {
+        let connections = &mut self.connections;
+        self.unread.retain(|id| {
+            connections.get_mut(id).is_some_and(|connection| {
+                connection.unread();
+                connection.unread_since.is_some()
+            })
+        });
+    }
+
+    /// Notes that a connection may have something to read.
+    fn list(&mut self, id: ConnectionId) {
+        if let Some(connection) = self.connections.get_mut(&id)
+            && !connection.listed
+        {
+            connection.listed = true;
+            self.readable.push(id);
+        }
+    }
+
+    /// Reads again from a connection that was not read from while it waited.
+    pub(super) fn listen_again(&mut self, id: ConnectionId) {
+        self.list(id);
+    }
+
+    /// Gives each connection that may have something to read its turn.
+    fn serve(&mut self) {
+        for id in std::mem::take(&mut self.readable) {
+            let Some(connection) = self.connections.get_mut(&id) else { continue };
+            connection.listed = false;
+            if self.take_records(id) {
+                self.list(id);
+            }
+        }
+    }
+
+    /// Takes some records of a connection. Returns whether there may be more.
+    fn take_records(&mut self, id: ConnectionId) -> bool {
+        let mut resets = 0;
+        for _ in 0..RECORDS_AT_ONCE {
+            let Some(connection) = self.connections.get(&id) else { return false };
+            let mut incoming = std::mem::take(&mut self.incoming);
+            let received = receive_raw(connection, &mut incoming, RecvFlags::DONTWAIT);
+            let result = match received {
+                Ok(raw) => {
+                    self.record(id, &incoming, raw);
+                    Ok(())
+                }
+                Err(error) => Err(error),
+            };
+            self.incoming = incoming;
+            match result {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return false,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // ECONNRESET is reported once, ahead of queued data: read on.
+                Err(error) if is_gone(&error) && resets == 0 => resets += 1,
+                Err(_) => {
+                    self.close(id, "the connection has failed");
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// One record has come.
+    fn record(&mut self, id: ConnectionId, incoming: &[u8], raw: Raw) {
+        let Raw { bytes, flags, fds } = raw;
+        if bytes == 0 {
+            self.worker.reject(fds);
+            return self.close(id, "the peer has closed it");
+        }
+        if flags.contains(ReturnFlags::CTRUNC) {
+            self.worker.reject(fds);
+            return self.end(
+                id,
+                ErrorCode::Failed,
+                "descriptors were cut off: the broker's limit of open files is reached",
+                "descriptors were cut off",
+            );
+        }
+        if flags.contains(ReturnFlags::TRUNC) || bytes >= incoming.len() {
+            self.worker.reject(fds);
+            return self.break_off(id, "a record is longer than the protocol allows");
+        }
+        match Message::decode(&incoming[..bytes], fds.len()) {
+            Ok(message) => self.message(id, message, fds),
+            Err(error) => {
+                self.worker.reject(fds);
+                let code = match error {
+                    crate::error::ProtocolError::Version { .. } => ErrorCode::Version,
+                    _ => ErrorCode::Protocol,
+                };
+                self.end(id, code, &error.to_string(), "it broke the protocol");
+            }
+        }
+    }
+
+    /// Sends what answers a request.
+    pub(super) fn reply(&mut self, id: ConnectionId, message: &Message, fds: Vec<SegmentId>) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if !matches!(connection.request, Request::Upload(_)) {
+            connection.request = Request::None;
+            if connection.greeted {
+                connection.deadline = None;
+            }
+        }
+        match Outgoing::of(message, fds) {
+            Ok(record) => {
+                let sent = connection.send(&self.objects, record);
+                self.sent(id, sent);
+            }
+            Err(error) => {
+                tracing::error!(error = error.in_full(), kind = message.name(), "a reply can't be written");
+                self.end(
+                    id,
+                    ErrorCode::Failed,
+                    "the broker's reply does not fit a record",
+                    "a reply does not fit a record",
+                );
+            }
+        }
+    }
+
+    /// Refuses a request.
+    pub(super) fn refuse(&mut self, id: ConnectionId, refusal: BrokerError) {
+        if let Some(connection) = self.connections.get(&id) {
+            let Caller { uid, pid, .. } = connection.caller;
+            tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
+        }
+        let BrokerError { code, message } = refusal;
+        self.reply(id, &Message::Refused(Refusal { code, message }), Vec::new());
+    }
+
+    /// What became of a send.
+    pub(super) fn sent(&mut self, id: ConnectionId, sent: Sent) {
+        if let Some(connection) = self.connections.get(&id)
+            && connection.unread_since.is_some()
+        {
+            self.unread.insert(id);
+            if !self.sweeping {
+                self.sweeping = true;
+                self.timer(SWEEP, Timer::Sweep);
+            }
+        }
+        match sent {
+            Sent::All => {}
+            Sent::Full => self.watch(id, Interest::READABLE | Interest::WRITABLE),
+            Sent::InFlight => self.timer(IN_FLIGHT_PAUSE, Timer::Retry(id)),
+            Sent::Gone(why) => self.close(id, why),
+        }
+    }
+
+    /// A connection's socket may have room again.
+    fn flush(&mut self, id: ConnectionId) {
+        let Some(connection) = self.connections.get_mut(&id).filter(|connection| connection.is_blocked()) else {
+            return;
+        };
+        let sent = connection.flush(&self.objects);
+        if sent == Sent::All {
+            self.watch(id, Interest::READABLE);
+        }
+        self.sent(id, sent);
+    }
+
+    fn watch(&mut self, id: ConnectionId, interest: Interest) {
+        let Some(connection) = self.connections.get(&id) else { return };
+        let source = connection.as_fd().as_raw_fd();
+        let watched = self.poll.registry().reregister(&mut SourceFd(&source), Key(id.0 as usize), interest);
+        if let Err(error) = watched {
+            tracing::error!(%error, "a connection can't be watched");
+            self.close(id, "it can't be watched");
+        }
+    }
+
+    /// The peer broke the protocol: says so, and closes.
+    pub(super) fn break_off(&mut self, id: ConnectionId, message: &str) {
+        self.end(id, ErrorCode::Protocol, message, "it broke the protocol");
+    }
+
+    /// Sends an error, and closes.
+    pub(super) fn end(&mut self, id: ConnectionId, code: ErrorCode, message: &str, why: &'static str) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            let error = Message::Error(Failure { code, message: message.to_owned() });
+            if let Ok(error) = Outgoing::of(&error, Vec::new()) {
+                connection.send(&self.objects, error);
+            }
+            let Caller { uid, pid, .. } = connection.caller;
+            tracing::info!(uid, pid, %code, message, "a connection is ended");
+        }
+        self.close(id, why);
+    }
+
+    /// Closes a connection: its leases and claims end, and what it had put half goes.
+    pub(super) fn close(&mut self, id: ConnectionId, why: &'static str) {
+        let Some(connection) = self.connections.remove(&id) else { return };
+        let Caller { uid, pid, .. } = connection.caller;
+        tracing::debug!(uid, pid, leases = connection.leases.len(), why, "a connection is closed");
+        self.unread.remove(&id);
+        self.objects.users().remove_connection(uid);
+        match connection.request {
+            Request::Upload(upload) => {
+                self.uploading = self.uploading.saturating_sub(upload.missing());
+                self.worker.reject(upload.into_fds());
+            }
+            Request::Parts(key) => self.withdraw(id, &key),
+            Request::Object(waiting) => self.stop_waiting_of(id, &waiting),
+            Request::None | Request::Worker => {}
+        }
+        for token in connection.leases {
+            self.objects.end_lease(token);
+        }
+        self.objects.maker_gone(id, connection.names);
+        // The socket is closed before others are answered in its place.
+        drop(connection.socket);
+        self.end_claims(id);
+    }
+
+    pub(super) fn set_request(&mut self, id: ConnectionId, request: Request) {
+        match self.connections.get_mut(&id) {
+            Some(connection) => connection.request = request,
+            None => {
+                if let Request::Upload(upload) = request {
+                    self.worker.reject(upload.into_fds());
+                }
+            }
+        }
+    }
+
+    pub(super) fn set_deadline(&mut self, id: ConnectionId, deadline: Instant) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.deadline = Some(deadline);
+            self.timers.push(Reverse((deadline, Timer::Connection(id))));
+        }
+    }
+
+    fn timer(&mut self, after: Duration, timer: Timer) {
+        self.timers.push(Reverse((deadline_after(after), timer)));
+    }
+
+    /// Closes what is to be closed, and does what is due.
+    fn tidy(&mut self) {
+        let expiries = self.objects.take_expiries();
+        self.timers.extend(expiries.into_iter().map(|(at, name)| Reverse((at, Timer::Name(name)))));
+        let now = Instant::now();
+        while self.timers.peek().is_some_and(|Reverse((at, _))| *at <= now) {
+            let Some(Reverse((_, timer))) = self.timers.pop() else { break };
+            match timer {
+                Timer::Connection(id) => self.late(id, now),
+                Timer::Retry(id) => self.flush(id),
+                Timer::Name(name) => self.objects.expire(&name, now),
+                Timer::Sweep => self.sweep(now),
+            }
+        }
+        self.worker.close(self.objects.take_garbage());
+    }
+
+    /// Disconnects those that do not read.
+    fn sweep(&mut self, now: Instant) {
+        self.acceptable = true;
+        self.count_unread();
+        let timeout = self.config.timeout;
+        let stuck = |id: &&ConnectionId| {
+            let since = self.connections.get(*id).and_then(|connection| connection.unread_since);
+            since.is_some_and(|since| now.saturating_duration_since(since) > timeout)
+        };
+        let stuck: Vec<ConnectionId> = self.unread.iter().filter(stuck).copied().collect();
+        for id in stuck {
+            if let Some(connection) = self.connections.get(&id) {
+                let Caller { uid, pid, .. } = connection.caller;
+                tracing::warn!(uid, pid, ?timeout, "a client does not read what was sent to it: it is disconnected");
+            }
+            self.close(id, "it does not read what is sent to it");
+        }
+        self.sweeping = !self.unread.is_empty();
+        if self.sweeping {
+            self.timer(SWEEP, Timer::Sweep);
+        }
+    }
+
+    /// The deadline of a connection may have passed.
+    fn late(&mut self, id: ConnectionId, now: Instant) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if connection.deadline.is_none_or(|deadline| deadline > now) {
+            return;
+        }
+        connection.deadline = None;
+        if !connection.greeted {
+            let message = format!("no hello came within {:?}", self.config.timeout);
+            return self.end(id, ErrorCode::Timeout, &message, "it said no hello");
+        }
+        self.end_wait(id, RefusalCode::Timeout, now);
+    }
+
+    /// Ends the wait of a request.
+    pub(super) fn end_wait(&mut self, id: ConnectionId, code: RefusalCode, now: Instant) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        match std::mem::take(&mut connection.request) {
+            Request::Parts(key) => self.parts_late(id, &key, code, now),
+            Request::Object(waiting) => self.object_late(id, &waiting, code),
+            other => connection.request = other,
+        }
+    }
+}
+
+/// Raises the limit of open files as far as this process may, and returns it.
+fn raise_limit() -> usize {
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
+    let raised = soft >= hard || setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
+    usize::try_from(if raised { hard } else { soft }).unwrap_or(usize::MAX)
+}

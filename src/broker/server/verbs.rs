@@ -1,0 +1,110 @@
+//! Which message comes when, and what is done then.
+
+use std::{os::fd::OwnedFd, process, time::Instant};
+
+use super::{ConnectionId, connection::Request, reactor::Reactor};
+use crate::{
+    broker::name::check_name,
+    error::{ErrorCode, RefusalCode},
+    wire::{
+        Hello, VERSION,
+        broker::{BROKER, Done, Message, NO_BACKEND},
+    },
+};
+
+impl Reactor {
+    /// A message has come.
+    pub(super) fn message(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
+        let Some(connection) = self.connections.get_mut(&id) else { return self.worker.reject(fds) };
+        tracing::trace!(kind = message.name(), pid = connection.caller.pid, "received");
+        let (greeted, busy) = (connection.greeted, connection.is_busy());
+        match message {
+            Message::Error(_) => self.close(id, "the peer has ended it with an error"),
+            Message::Hello(hello) if !greeted => self.hello(id, &hello),
+            other if !greeted => {
+                self.worker.reject(fds);
+                self.break_off(id, &format!("{} came where hello belongs", other.name()));
+            }
+            Message::Busy(_) => {}
+            Message::Release(release) => {
+                if connection.leases.remove(&release.token) {
+                    self.objects.end_lease(release.token);
+                } else {
+                    self.end_claim(id, release.token);
+                }
+            }
+            Message::Report(report) => {
+                if connection.leases.contains(&report.token) {
+                    let caller = connection.caller.clone();
+                    self.objects.report(&caller, report.token, report.message);
+                }
+            }
+            Message::Stop(_) => {
+                if matches!(connection.request, Request::Parts(_) | Request::Object(_)) {
+                    self.end_wait(id, RefusalCode::Stopped, Instant::now());
+                }
+            }
+            Message::Received(_) => match connection.acknowledged(&self.objects) {
+                Some(sent) => self.sent(id, sent),
+                None => self.break_off(id, "received came where nothing is to be acknowledged"),
+            },
+            Message::Segments(segments) => self.segments(id, segments, fds),
+            other if busy => {
+                self.worker.reject(fds);
+                self.break_off(id, &format!("{} came before the answer to the request before it", other.name()));
+            }
+            Message::Put(put) => self.put(id, *put, fds),
+            Message::Get(get) => self.get(id, *get),
+            Message::List(list) => {
+                let page = self.objects.list(&connection.caller, &connection.socket, &list);
+                self.reply(id, &Message::Objects(page), Vec::new());
+            }
+            Message::Stat(stat) => {
+                let checked = check_name(&stat.name);
+                let found = checked.and_then(|()| self.objects.stat(&connection.caller, &connection.socket, &stat));
+                match found {
+                    Ok((info, segment)) => {
+                        self.reply(id, &Message::Version(Box::new(info)), segment.into_iter().collect());
+                    }
+                    Err(refusal) => self.refuse(id, refusal),
+                }
+            }
+            Message::Who(who) => {
+                let page = self.objects.who(&connection.caller, &connection.socket, &who);
+                self.reply(id, &Message::Leases(page), Vec::new());
+            }
+            Message::Delete(delete) => {
+                let caller = connection.caller.clone();
+                let deleted = check_name(&delete.name).and_then(|()| self.objects.delete(&caller, &delete.name));
+                match deleted {
+                    Ok(()) => self.reply(id, &Message::Done(Done {}), Vec::new()),
+                    Err(refusal) => self.refuse(id, refusal),
+                }
+            }
+            other => {
+                self.worker.reject(fds);
+                self.break_off(id, &format!("{} came, which a broker sends", other.name()));
+            }
+        }
+    }
+
+    /// The first message.
+    fn hello(&mut self, id: ConnectionId, hello: &Hello) {
+        if !hello.capabilities.iter().any(|named| named == BROKER) {
+            let message = "this is a broker, and the hello lacks the capability `broker`";
+            return self.end(id, ErrorCode::Object, message, "it asks for no broker");
+        }
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.greeted = true;
+        connection.deadline = None;
+        let timeout_ms = u64::try_from(self.timeout().as_millis()).unwrap_or(u64::MAX).max(1);
+        let answer = Hello {
+            version: VERSION,
+            capabilities: vec![BROKER.to_owned()],
+            backend: NO_BACKEND.to_owned(),
+            pid: process::id(),
+            timeout_ms,
+        };
+        self.reply(id, &Message::Hello(answer), Vec::new());
+    }
+}

@@ -1,0 +1,167 @@
+//! What the kernel knows of a Unix socket.
+
+use std::{
+    io,
+    os::fd::{AsRawFd, BorrowedFd},
+};
+
+use nix::libc;
+
+/// How many groups are asked for first: most users have fewer.
+const GROUPS: usize = 64;
+
+/// How many bytes that were sent on a Unix socket the peer has not received. Does not block.
+///
+/// The kernel's own count of its buffers, larger than the records: only 0 has a meaning. On a socket of type `SOCK_SEQPACKET` it is
+/// 0 when the peer has received each record, before its recvmsg(2) returns, and after the peer has closed the connection. It stays
+/// above 0 after a receive with `MSG_PEEK`.
+///
+/// # Errors
+/// See unix(7) and `SIOCOUTQ` in tcp(7).
+pub(crate) fn unread(socket: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut bytes: libc::c_int = 0;
+    // SIOCOUTQ is TIOCOUTQ under another name.
+    // SAFETY: the request writes one int, to where `bytes` is, which lives until the call returns; the descriptor is borrowed.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if result == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidData.into())
+}
+
+/// The supplementary groups of the process at the other end of a Unix socket, as the kernel recorded them when the connection was
+/// made. Its effective group is not among them unless the process has it as a supplementary one too: that is in `SO_PEERCRED`. Does
+/// not block.
+///
+/// # Errors
+/// ENODATA of a socket that has no peer; ENOPROTOOPT of a kernel older than 4.13. See `SO_PEERGROUPS` in unix(7).
+pub(crate) fn peer_groups(socket: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
+    peer_groups_of(socket, GROUPS)
+}
+
+/// As [`peer_groups`], with room for `room` groups at first.
+fn peer_groups_of(socket: BorrowedFd<'_>, mut room: usize) -> io::Result<Vec<u32>> {
+    const GROUP: usize = size_of::<libc::gid_t>();
+    loop {
+        let mut groups: Vec<libc::gid_t> = vec![0; room];
+        let too_many = |_| io::Error::from(io::ErrorKind::InvalidData);
+        let mut length = libc::socklen_t::try_from(room * GROUP).map_err(too_many)?;
+        // SAFETY: the kernel writes at most `length` bytes, all of them of `groups`, and the length itself; both live until the
+        // call returns, and any bytes are numbers of groups. The descriptor is borrowed.
+        let result = unsafe {
+            libc::getsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERGROUPS,
+                groups.as_mut_ptr().cast(),
+                &raw mut length,
+            )
+        };
+        let needed = length as usize / GROUP;
+        if result == 0 {
+            groups.truncate(needed);
+            return Ok(groups);
+        }
+        let error = io::Error::last_os_error();
+        // The kernel says how much it needs. The groups of a peer never change.
+        if error.raw_os_error() != Some(libc::ERANGE) || needed <= room {
+            return Err(error);
+        }
+        room = needed;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::fd::AsFd, thread};
+
+    use nix::unistd::{geteuid, getgroups};
+    use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
+
+    use super::*;
+
+    fn pair() -> (std::os::fd::OwnedFd, std::os::fd::OwnedFd) {
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    #[test]
+    fn nothing_is_unread_once_the_peer_has_received_each_record() {
+        let (ours, theirs) = pair();
+        assert_eq!(unread(ours.as_fd()).unwrap(), 0);
+        let mut buffer = vec![0; 64 << 10];
+        for length in [1, 16, 4096, 64 << 10] {
+            for records in 1..=2 {
+                for _ in 0..records {
+                    assert_eq!(send(&ours, &vec![7; length], SendFlags::DONTWAIT).unwrap(), length);
+                }
+                for received in 0..records {
+                    let before = unread(ours.as_fd()).unwrap();
+                    assert!(before >= (records - received) * length, "{before} for records of {length}");
+                    // A look at the record leaves it there.
+                    recv(&theirs, &mut buffer[..], RecvFlags::PEEK).unwrap();
+                    assert_eq!(unread(ours.as_fd()).unwrap(), before);
+                    recv(&theirs, &mut buffer[..], RecvFlags::empty()).unwrap();
+                }
+                assert_eq!(unread(ours.as_fd()).unwrap(), 0);
+            }
+        }
+        // What the peer sends does not count here.
+        send(&theirs, &[0; 10], SendFlags::DONTWAIT).unwrap();
+        assert_eq!(unread(ours.as_fd()).unwrap(), 0);
+        assert_ne!(unread(theirs.as_fd()).unwrap(), 0);
+    }
+
+    #[test]
+    fn nothing_is_unread_before_another_thread_knows_that_it_received() {
+        let (ours, theirs) = pair();
+        let (echo_ours, echo_theirs) = pair();
+        let peer = thread::spawn(move || {
+            let mut buffer = [0; 100];
+            while recv(&theirs, &mut buffer[..], RecvFlags::empty()).unwrap().0 > 0 {
+                send(&echo_theirs, b"e", SendFlags::empty()).unwrap();
+            }
+        });
+        for _ in 0..5000 {
+            send(&ours, &[1; 100], SendFlags::empty()).unwrap();
+            recv(&echo_ours, &mut [0; 1][..], RecvFlags::empty()).unwrap();
+            assert_eq!(unread(ours.as_fd()).unwrap(), 0);
+        }
+        drop(ours);
+        peer.join().unwrap();
+    }
+
+    #[test]
+    fn what_a_peer_leaves_unread_when_it_closes_no_longer_counts() {
+        let (ours, theirs) = pair();
+        send(&ours, &[1; 100], SendFlags::empty()).unwrap();
+        assert_ne!(unread(ours.as_fd()).unwrap(), 0);
+        drop(theirs);
+        assert_eq!(unread(ours.as_fd()).unwrap(), 0);
+    }
+
+    #[test]
+    fn the_groups_of_a_peer_are_those_of_its_process_however_many_they_are() {
+        // Of the thread alone: glibc's own function would change those of each thread of the test.
+        let groups = thread::spawn(|| {
+            if geteuid().is_root() {
+                let many: Vec<libc::gid_t> = (1000..2000).collect();
+                // SAFETY: the kernel reads as many numbers as there are.
+                let result = unsafe { libc::syscall(libc::SYS_setgroups, many.len(), many.as_ptr()) };
+                assert_eq!(result, 0);
+            }
+            let own: Vec<u32> = getgroups().unwrap().into_iter().map(nix::unistd::Gid::as_raw).collect();
+            let (ours, _theirs) = pair();
+            (own, peer_groups(ours.as_fd()).unwrap(), peer_groups_of(ours.as_fd(), 0).unwrap())
+        });
+        let (own, groups, grown) = groups.join().unwrap();
+        assert_eq!(groups, own);
+        assert_eq!(grown, own);
+        assert!(!geteuid().is_root() || own.len() == 1000);
+    }
+
+    #[test]
+    fn a_socket_without_a_peer_has_no_groups() {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        assert_eq!(peer_groups(socket.as_fd()).unwrap_err().raw_os_error(), Some(libc::ENODATA));
+    }
+}

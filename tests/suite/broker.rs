@@ -1,0 +1,508 @@
+//! The broker: memory under names, over its own socket, with the server in a thread of the test.
+
+use std::{
+    os::fd::AsFd,
+    path::PathBuf,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use serde_json::json;
+use tempfile::TempDir;
+use vmmfd::{
+    Error,
+    array::{ArrayDescriptor, ElementType, Order},
+    broker::{
+        ArrayEntry, ClaimOf, Client, Condition, Found, Get, Lifetime, Put, PutPart, Quota, Server, ServerConfig,
+        ServerReport,
+    },
+    channel::Cancel,
+    driver::Driver,
+    error::RefusalCode,
+    memory::{Device, Region, Selector, Shared, Spec},
+    session::Config,
+};
+
+use crate::{
+    conversation::PATIENCE,
+    support::{Inode, Kind, Subject},
+};
+
+cases! {
+    on crate::support::Subject; every backend: [
+    an_object_outlives_its_maker,
+    a_version_replaces_the_one_before_and_readers_keep_theirs,
+    the_last_versions_stay_if_the_name_says_so,
+    a_get_waits_for_what_is_put,
+    one_of_many_gets_the_claim_and_the_others_what_it_puts,
+    parts_of_several_processes_are_published_together,
+    a_version_whose_parts_do_not_all_come_is_never_seen,
+    arrays_are_found_by_name_and_only_their_segments_come,
+    a_table_of_many_arrays_travels_beside_the_record,
+    an_object_of_a_thousand_segments_is_one_object,
+    names_end_with_their_lifetimes,
+    quotas_are_refused_with_both_figures,
+    a_list_of_many_names_comes_in_pages,
+    ]
+    gpus alone: [
+    pools_and_legacy_memory_are_refused_with_the_reason,
+    memory_of_a_gpu_opens_on_no_other_backend,
+    ]
+}
+
+/// A broker in a thread.
+pub(crate) struct Broker {
+    _folder: TempDir,
+    pub(crate) path: PathBuf,
+    cancel: Cancel,
+    server: Option<JoinHandle<vmmfd::Result<ServerReport>>>,
+}
+
+impl Broker {
+    /// A broker for this driver's memory.
+    pub(crate) fn start(subject: &Subject) -> Self {
+        Self::with(subject, ServerConfig::default())
+    }
+
+    pub(crate) fn with(subject: &Subject, mut config: ServerConfig) -> Self {
+        config.emulated = subject.kind == Kind::Fake;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("broker.sock");
+        let cancel = Cancel::new().unwrap();
+        let server = Server::bind(&path, config, &cancel).unwrap();
+        let server = Some(thread::spawn(move || server.run()));
+        Self { _folder: folder, path, cancel, server }
+    }
+
+    pub(crate) fn client(&self) -> Client {
+        Client::connect(&self.path, &Config::default()).unwrap()
+    }
+
+    pub(crate) fn stop(mut self) -> ServerReport {
+        self.cancel.cancel(0);
+        self.server.take().unwrap().join().unwrap().unwrap()
+    }
+}
+
+impl Drop for Broker {
+    fn drop(&mut self) {
+        self.cancel.cancel(0);
+        if let Some(server) = self.server.take() {
+            let _ = server.join();
+        }
+    }
+}
+
+/// Memory of so many bytes that all have one value.
+pub(crate) fn filled(driver: &Driver, size: u64, chunk: Option<u64>, value: u8) -> Shared {
+    let device = Device::find(driver, Selector::default()).unwrap();
+    let spec = Spec::vmm(size);
+    let memory = Shared::create(&device, chunk.map_or(spec, |chunk| spec.chunk(chunk))).unwrap();
+    memory.copy_in(0, &vec![value; size as usize]).unwrap();
+    memory
+}
+
+fn put(client: &Client, name: &str, memory: &Shared, condition: Condition) -> vmmfd::Result<u64> {
+    let put = Put::new(name).condition(condition).part(PutPart::of("all", memory)?);
+    client.put(&put).map(|published| published.version)
+}
+
+fn byte(client: &Client, driver: &Driver, get: &Get) -> u8 {
+    let object = client.get(get).unwrap().open(driver, None).unwrap();
+    let mut bytes = [0; 1];
+    object.parts()[0].memory().unwrap().copy_out(0, &mut bytes).unwrap();
+    bytes[0]
+}
+
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> (RefusalCode, String) {
+    match result {
+        Err(Error::Broker(refusal)) => (refusal.code, refusal.message),
+        other => panic!("{other:?}"),
+    }
+}
+
+const MIB: u64 = 1 << 20;
+
+fn an_object_outlives_its_maker(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let maker = broker.client();
+    let memory = filled(&driver, 3 * MIB, None, 7);
+    assert_eq!(put(&maker, "models/tiny", &memory, Condition::New).unwrap(), 1);
+    drop((memory, maker));
+    let reader = broker.client();
+    assert_eq!(byte(&reader, &driver, &Get::new("models/tiny")), 7);
+    let lease = reader.get(&Get::new("models/tiny")).unwrap();
+    assert_eq!((lease.name(), lease.version(), lease.backend()), ("models/tiny", 1, driver.backend().as_str()));
+    assert_eq!(lease.part("all").unwrap().description().size, 3 * MIB);
+    drop(lease);
+    let report = broker.stop();
+    assert_eq!((report.objects, report.versions, report.leases, report.bytes), (1, 1, 0, 4 * MIB));
+}
+
+fn a_version_replaces_the_one_before_and_readers_keep_theirs(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    put(&client, "a", &filled(&driver, MIB, None, 1), Condition::New).unwrap();
+    let old = client.get(&Get::new("a")).unwrap();
+    let (code, message) = refused(put(&client, "a", &filled(&driver, MIB, None, 2), Condition::New));
+    assert_eq!((code, message.contains("`a` exists, at version 1")), (RefusalCode::Exists, true), "{message}");
+    let (code, _) = refused(put(&client, "a", &filled(&driver, MIB, None, 2), Condition::Version(7)));
+    assert_eq!(code, RefusalCode::Version);
+    assert_eq!(put(&client, "a", &filled(&driver, MIB, None, 2), Condition::Version(1)).unwrap(), 2);
+    assert_eq!(put(&client, "a", &filled(&driver, MIB, None, 3), Condition::Any).unwrap(), 3);
+    assert_eq!(byte(&client, &driver, &Get::new("a")), 3);
+    // The first is held by its lease, the second by nothing.
+    assert_eq!(byte(&client, &driver, &Get::new("a").version(1)), 1);
+    assert_eq!(refused(client.get(&Get::new("a").version(2))).0, RefusalCode::Absent);
+    assert_eq!(client.stat("a", None).unwrap().version.versions, [1, 3]);
+    let held = client.who("").unwrap().leases;
+    assert_eq!((held.len(), held[0].version, held[0].named), (1, 1, true));
+    let object = old.open(&driver, None).unwrap();
+    client.delete("a").unwrap();
+    assert_eq!(refused(client.get(&Get::new("a"))).0, RefusalCode::Absent);
+    let held = client.who("").unwrap();
+    assert_eq!((held.leases.len(), held.leases[0].named), (1, false));
+    assert_eq!(held.totals[0].devices[0].bytes, 2 * MIB);
+    let mut bytes = [0; 1];
+    object.part("all").unwrap().memory().unwrap().copy_out(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [1]);
+    drop(object);
+    let held = client.who("").unwrap();
+    assert_eq!((held.leases.len(), held.totals[0].devices.len()), (0, 0));
+    // A name that comes back begins again.
+    assert_eq!(put(&client, "a", &filled(&driver, MIB, None, 4), Condition::New).unwrap(), 1);
+    assert_eq!(refused(client.delete("b")).0, RefusalCode::Absent);
+}
+
+fn the_last_versions_stay_if_the_name_says_so(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    for value in 1..=5 {
+        let memory = filled(&driver, MIB, None, value);
+        let put = Put::new("a").condition(Condition::Any).keep(2).part(PutPart::of("all", &memory).unwrap());
+        client.put(&put).unwrap();
+    }
+    assert_eq!(client.stat("a", None).unwrap().version.versions, [3, 4, 5]);
+    assert_eq!(byte(&client, &driver, &Get::new("a").version(3)), 3);
+    assert_eq!(refused(client.get(&Get::new("a").version(2))).0, RefusalCode::Absent);
+}
+
+fn a_get_waits_for_what_is_put(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let waiter = broker.client();
+    let (path, reading) = (broker.path.clone(), driver.clone());
+    let get = Get::new("late").wait(Duration::from_secs(600));
+    let waiting = thread::spawn(move || byte(&waiter, &reading, &get));
+    let client = Client::connect(&path, &Config::default()).unwrap();
+    assert_eq!(refused(client.get(&Get::new("late"))).0, RefusalCode::Absent);
+    let (code, message) = refused(client.get(&Get::new("late").wait(Duration::from_millis(1))));
+    assert_eq!(
+        (code, message.as_str()),
+        (RefusalCode::Timeout, "there is no object `late`, and none came within 1 ms")
+    );
+    put(&client, "late", &filled(&driver, MIB, None, 9), Condition::New).unwrap();
+    assert_eq!(waiting.join().unwrap(), 9);
+    // A version that is to come, and one that is newer.
+    let both = [Get::new("late").version(2), Get::new("other")];
+    let (waiter, path) = (broker.client(), broker.path.clone());
+    let waiting = thread::spawn(move || {
+        let leases = waiter.get_all(&both, Some(Duration::from_secs(600))).unwrap();
+        leases.iter().map(|lease| lease.version()).collect::<Vec<_>>()
+    });
+    put(&client, "other", &filled(&driver, MIB, None, 1), Condition::New).unwrap();
+    put(&client, "late", &filled(&driver, MIB, None, 2), Condition::Any).unwrap();
+    assert_eq!(waiting.join().unwrap(), [2, 1]);
+    assert_eq!(refused(client.get(&Get::new("late").newer_than(2))).0, RefusalCode::Absent);
+    assert_eq!(client.get(&Get::new("late").newer_than(1)).unwrap().version(), 2);
+    // A wait that is ended by another thread.
+    let waiter = Client::connect(&path, &Config::default()).unwrap();
+    let stopping = waiter.clone();
+    let waiting = thread::spawn(move || refused(waiter.get(&Get::new("never").wait(Duration::from_secs(600)))).0);
+    while !waiting.is_finished() {
+        stopping.stop().unwrap();
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(waiting.join().unwrap(), RefusalCode::Stopped);
+}
+
+fn one_of_many_gets_the_claim_and_the_others_what_it_puts(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let get = || Get::new("weights").wait(Duration::from_secs(600));
+    let claimer = broker.client();
+    let Found::Claim(claim) = claimer.get_or_claim(&get(), &ClaimOf::whole()).unwrap() else { panic!("found") };
+    let others: Vec<_> = (0..8)
+        .map(|_| {
+            let (client, driver) = (broker.client(), driver.clone());
+            thread::spawn(move || match client.get_or_claim(&get(), &ClaimOf::whole()).unwrap() {
+                Found::Lease(lease) => (lease.version(), false),
+                Found::Claim(_claim) => {
+                    put(&client, "weights", &filled(&driver, MIB, None, 1), Condition::New).unwrap();
+                    (1, true)
+                }
+            })
+        })
+        .collect();
+    // Without a wait the claim of another is an object that is not there.
+    assert_eq!(refused(broker.client().get_or_claim(&Get::new("weights"), &ClaimOf::whole())).0, RefusalCode::Absent);
+    // It passes to one of the others, which makes it.
+    drop(claim);
+    let mut made: Vec<(u64, bool)> = others.into_iter().map(|other| other.join().unwrap()).collect();
+    made.sort_unstable();
+    assert_eq!(made.iter().filter(|(_, made)| *made).count(), 1);
+    assert!(made.iter().all(|(version, _)| *version == 1));
+    assert_eq!(byte(&claimer, &driver, &Get::new("weights")), 1);
+}
+
+fn parts_of_several_processes_are_published_together(subject: Subject) {
+    let broker = Broker::start(&subject);
+    let names: Vec<String> = (0..8).map(|rank| format!("rank{rank}")).collect();
+    let makers: Vec<_> = (0..8u8)
+        .map(|rank| {
+            let (client, names, driver) = (broker.client(), names.clone(), subject.driver.clone());
+            thread::spawn(move || {
+                let part = ClaimOf::part(&names[usize::from(rank)], "launch-1");
+                let get = Get::new("model").wait(Duration::from_secs(600));
+                let Found::Claim(_claim) = client.get_or_claim(&get, &part).unwrap() else { panic!("found") };
+                let memory = filled(&driver, MIB, None, rank);
+                let part = PutPart::of(&names[usize::from(rank)], &memory).unwrap();
+                let put = Put::new("model").part(part).together(&names, "launch-1", Duration::from_secs(600));
+                client.put(&put).unwrap().version
+            })
+        })
+        .collect();
+    let (client, driver) = (broker.client(), subject.driver.clone());
+    let lease = client.get(&Get::new("model").wait(Duration::from_secs(600))).unwrap();
+    assert_eq!(lease.parts().len(), 8);
+    let object = lease.open(&driver, None).unwrap();
+    for (rank, name) in (0..8).zip(&names) {
+        let mut bytes = [0; 1];
+        object.part(name).unwrap().memory().unwrap().copy_out(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [rank]);
+    }
+    assert!(makers.into_iter().all(|maker| maker.join().unwrap() == 1));
+    let one = client.get(&Get::new("model").parts(["rank3"])).unwrap();
+    assert_eq!(one.parts().iter().map(|part| part.name()).collect::<Vec<_>>(), ["rank3"]);
+    assert_eq!(refused(client.get(&Get::new("model").parts(["rank9"]))).0, RefusalCode::Differs);
+}
+
+fn a_version_whose_parts_do_not_all_come_is_never_seen(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    let memory = filled(&driver, MIB, None, 1);
+    let part = || PutPart::of("one", &memory).unwrap();
+    let put = Put::new("model").part(part()).together(["one", "two"], "g", Duration::from_millis(1));
+    let (code, message) = refused(client.put(&put));
+    assert_eq!((code, message.contains("the parts two did not come")), (RefusalCode::Timeout, true), "{message}");
+    assert!(client.list("").unwrap().is_empty());
+    // Nothing of it is left: the same can be put again.
+    let put = Put::new("model").part(part());
+    assert_eq!(client.put(&put).unwrap().version, 1);
+}
+
+fn entry(name: &str, elements: u64, offset: u64) -> ArrayEntry {
+    let float: ElementType = "float32".parse().unwrap();
+    let mut array = ArrayDescriptor::new(float, [elements], Order::C).unwrap();
+    array.offset = offset;
+    ArrayEntry { name: name.to_owned(), array, attributes: None }
+}
+
+fn arrays_are_found_by_name_and_only_their_segments_come(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    let memory = filled(&driver, 16 * MIB, Some(2 * MIB), 0);
+    for segment in 0..8u8 {
+        memory.copy_in(u64::from(segment) * 2 * MIB, &vec![segment; 2 << 20]).unwrap();
+    }
+    let arrays =
+        [entry("first", 16, 0), entry("middle", 1 << 19, 7 * MIB), entry("last", 16, 15 * MIB), entry("none", 0, 0)];
+    let part = PutPart::of("all", &memory).unwrap().arrays(arrays);
+    client.put(&Put::new("a").part(part)).unwrap();
+    let object = client.get(&Get::new("a")).unwrap().open(&driver, None).unwrap();
+    assert_eq!(object.array("last").unwrap().element(&[0]).unwrap(), [7; 4]);
+    assert_eq!(object.part("all").unwrap().arrays().len(), 4);
+    drop(object);
+    let lease = client.get(&Get::new("a").arrays(["first", "last"])).unwrap();
+    let object = lease.open(&driver, None).unwrap();
+    let pieces: Vec<_> = object.parts()[0].pieces().iter().map(|piece| (piece.start(), piece.mapped_size())).collect();
+    assert_eq!(pieces, [(0, 2 * MIB), (14 * MIB, 2 * MIB)]);
+    assert_eq!(object.array("first").unwrap().element(&[15]).unwrap(), [0; 4]);
+    assert_eq!(object.array("last").unwrap().element(&[15]).unwrap(), [7; 4]);
+    assert!(matches!(object.array("middle"), Err(Error::Memory(_))));
+    assert_eq!(refused(object.array("other")).0, RefusalCode::Absent);
+    let lease = client.get(&Get::new("a").arrays(["middle"])).unwrap();
+    assert_eq!(lease.into_parts().remove(0).into_segments().len(), 2);
+    let (code, message) = refused(client.get(&Get::new("a").arrays(["first", "nothing"])));
+    assert_eq!(code, RefusalCode::Differs);
+    assert!(message.contains("there is no array nothing"), "{message}");
+    // And a range.
+    let lease = client.get(&Get::new("a").range(3 * MIB..5 * MIB)).unwrap();
+    let object = lease.open(&driver, None).unwrap();
+    let memory = object.parts()[0].memory().unwrap();
+    assert_eq!((memory.start(), memory.mapped_size()), (2 * MIB, 4 * MIB));
+    assert_eq!(refused(client.get(&Get::new("a").range(0..17 * MIB))).0, RefusalCode::Differs);
+}
+
+fn a_table_of_many_arrays_travels_beside_the_record(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    let memory = filled(&driver, 2 * MIB, None, 5);
+    let arrays: Vec<ArrayEntry> = (0..20_000).map(|at| entry(&format!("layers.{at}.weight"), 4, at * 64)).collect();
+    let metadata = json!({"engine": "test", "note": "x".repeat(200_000)});
+    let part = PutPart::of("all", &memory).unwrap().arrays(arrays.clone()).digest("sum:1");
+    let put = Put::new("big").metadata(metadata.as_object().unwrap().clone()).part(part);
+    client.put(&put).unwrap();
+    let lease = client.get(&Get::new("big")).unwrap();
+    assert_eq!(lease.part("all").unwrap().arrays(), arrays);
+    assert_eq!(lease.metadata().unwrap(), *metadata.as_object().unwrap());
+    let info = client.stat("big", None).unwrap();
+    assert_eq!((info.version.summary.arrays, info.metadata == *metadata.as_object().unwrap()), (20_000, true));
+    let object = client.get(&Get::new("big").arrays(["layers.19999.weight"])).unwrap().open(&driver, None).unwrap();
+    assert_eq!(object.array("layers.19999.weight").unwrap().element(&[3]).unwrap(), [5; 4]);
+    let expect = |value: serde_json::Value| Get::new("big").expect(value.as_object().unwrap().clone());
+    assert!(client.get(&expect(json!({"engine": "test"}))).is_ok());
+    let (code, message) = refused(client.get(&expect(json!({"engine": "other", "layout": 2}))));
+    assert_eq!(code, RefusalCode::Differs);
+    assert!(message.contains("engine is \"test\" and not \"other\"; layout is absent and not 2"), "{message}");
+    assert!(client.get(&Get::new("big").digest("all", "sum:1")).is_ok());
+    assert_eq!(refused(client.get(&Get::new("big").digest("all", "sum:2"))).0, RefusalCode::Differs);
+}
+
+fn an_object_of_a_thousand_segments_is_one_object(mut subject: Subject) {
+    subject.alone();
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    // The same few files again and again: the unit that is kept is the segment.
+    let memory = filled(&driver, 8 * MIB, Some(2 * MIB), 3);
+    let (_, chunks) = memory.chunks(0..8 * MIB).unwrap().unwrap();
+    let mut description = memory.describe().unwrap();
+    (description.size, description.mapped_size) = (2000 * MIB, 2000 * MIB);
+    if let vmmfd::memory::Sharing::Vmm { segments, .. } = &mut description.sharing {
+        *segments = 1000;
+    }
+    let before = Inode::of(&*chunks[0]).open_here();
+    let segments = (0..1000).map(|at| (2 * MIB, chunks[at % 4].as_fd()));
+    let part = PutPart::of_segments("all", driver.backend(), description, segments).unwrap();
+    let file = Inode::of(&*chunks[0]);
+    client.put(&Put::new("many").part(part)).unwrap();
+    // One more of each file, and none of the hundreds that came besides.
+    until(|| file.open_here() <= before + 4);
+    let lease = client.get(&Get::new("many")).unwrap();
+    let object = lease.open(&driver, None).unwrap();
+    let mut bytes = [0; 1];
+    object.parts()[0].memory().unwrap().copy_out(1999 * MIB, &mut bytes).unwrap();
+    assert_eq!(bytes, [3]);
+    let all = client.get_all(&[Get::new("many"), Get::new("many")], None).unwrap();
+    assert_eq!(all.len(), 2);
+}
+
+/// Waits for what another thread does.
+#[track_caller]
+pub(crate) fn until(done: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "it does not happen");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn names_end_with_their_lifetimes(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    let names = |client: &Client| client.list("").unwrap().into_iter().map(|of| of.name).collect::<Vec<_>>();
+    let with = |name: &str, lifetime| {
+        let (memory, maker) = (filled(&driver, MIB, None, 1), broker.client());
+        maker.put(&Put::new(name).lifetime(lifetime).part(PutPart::of("all", &memory).unwrap())).unwrap();
+        maker
+    };
+    let maker = with("maker", Lifetime::Maker);
+    let leased = with("leased", Lifetime::Leased);
+    drop(with("idle", Lifetime::Idle { ms: 1 }));
+    drop(with("stays", Lifetime::Deleted));
+    until(|| !names(&client).contains(&"idle".to_owned()));
+    assert_eq!(names(&client), ["leased", "maker", "stays"]);
+    let lease = client.get(&Get::new("leased")).unwrap();
+    drop((maker, leased));
+    until(|| !names(&client).contains(&"maker".to_owned()));
+    assert_eq!(names(&client), ["leased", "stays"]);
+    drop(lease);
+    until(|| !names(&client).contains(&"leased".to_owned()));
+    assert_eq!(names(&client), ["stays"]);
+}
+
+fn quotas_are_refused_with_both_figures(subject: Subject) {
+    let mut config = ServerConfig::default();
+    let mut quota = Quota::default();
+    (quota.bytes, quota.objects, quota.leases, quota.connections) = (Some(5 * MIB), Some(2), Some(2), Some(2));
+    config.quota = quota;
+    let (broker, driver) = (Broker::with(&subject, config), subject.driver.clone());
+    let client = broker.client();
+    let memory = filled(&driver, 2 * MIB, None, 1);
+    put(&client, "a", &memory, Condition::New).unwrap();
+    put(&client, "b", &memory, Condition::New).unwrap();
+    let (code, message) = refused(put(&client, "a", &memory, Condition::Any));
+    assert_eq!(code, RefusalCode::Quota);
+    assert!(
+        message.contains("has 4194304 bytes (claimed) and asks for 2097152 more, and its quota is 5242880"),
+        "{message}"
+    );
+    client.delete("b").unwrap();
+    put(&client, "a", &memory, Condition::Any).unwrap();
+    put(&client, "c", &memory, Condition::New).unwrap();
+    assert_eq!(refused(put(&client, "d", &memory, Condition::New)).0, RefusalCode::Quota);
+    let (one, _two) = (client.get(&Get::new("a")).unwrap(), client.get(&Get::new("a")).unwrap());
+    assert_eq!(refused(client.get(&Get::new("a"))).0, RefusalCode::Quota);
+    drop(one);
+    client.get(&Get::new("a")).unwrap();
+    let _second = broker.client();
+    let third = Client::connect(&broker.path, &Config::default());
+    assert!(matches!(third, Err(Error::Peer(_))), "{third:?}");
+}
+
+fn pools_and_legacy_memory_are_refused_with_the_reason(subject: Subject) {
+    for spec in [Spec::pool(MIB), Spec::legacy(MIB)] {
+        let memory = Shared::create(&subject.device(), spec).unwrap();
+        let (code, message) = refused(PutPart::of("all", &memory));
+        assert_eq!(code, RefusalCode::Invalid);
+        assert!(message.contains("die with their maker"), "{message}");
+    }
+}
+
+fn memory_of_a_gpu_opens_on_no_other_backend(subject: Subject) {
+    let broker = Broker::start(&subject);
+    let client = broker.client();
+    put(&client, "a", &filled(&subject.driver, 4 * MIB, Some(2 * MIB), 6), Condition::New).unwrap();
+    let lease = client.get(&Get::new("a")).unwrap();
+    assert_eq!(lease.backend(), "cuda");
+    let host = Subject::host();
+    assert!(matches!(lease.open(&host.driver, None), Err(Error::Peer(_))));
+    assert_eq!(byte(&client, &subject.driver, &Get::new("a")), 6);
+}
+
+#[test]
+fn a_memfd_is_not_taken_for_a_gpu_s_memory() {
+    let (host, fake) = (Subject::host(), Subject::fake());
+    let strict = Broker::start(&host);
+    let memory = filled(&fake.driver, 2 * MIB, None, 6);
+    let (code, message) = refused(put(&strict.client(), "a", &memory, Condition::New));
+    assert_eq!(code, RefusalCode::Memory);
+    assert!(message.contains("character device"), "{message}");
+}
+
+fn a_list_of_many_names_comes_in_pages(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    let memory = filled(&driver, MIB, None, 1);
+    for at in 0..500 {
+        put(&client, &format!("many/{at:04}"), &memory, Condition::New).unwrap();
+    }
+    put(&client, "other", &memory, Condition::New).unwrap();
+    let listed = client.list("many/").unwrap();
+    let names: Vec<String> = listed.into_iter().map(|of| of.name).collect();
+    assert_eq!(names, (0..500).map(|at| format!("many/{at:04}")).collect::<Vec<_>>());
+    let leases: Vec<_> = (0..500).map(|_| client.get(&Get::new("other")).unwrap()).collect();
+    assert_eq!(client.who("").unwrap().leases.len(), 500);
+    assert_eq!(client.list("o").unwrap()[0].leases, 500);
+    drop(leases);
+    assert!(client.who("").unwrap().leases.is_empty());
+}
