@@ -16,10 +16,14 @@ use nix::unistd::geteuid;
 
 use crate::error::{Error, Result, SocketError};
 
+/// The name of a broker's socket in the default folder.
+#[cfg(feature = "broker")]
+const BROKER_SOCKET: &str = "broker.sock";
+
 /// The longest path of a socket: `sun_path` less its terminating zero. See unix(7).
 pub(super) const MAX_PATH: usize = 107;
 
-/// The path of the socket: the one given, or the default of this user.
+/// The path of a producer's socket: the one given, or the default of this user.
 ///
 /// The default is `$XDG_RUNTIME_DIR/vmmfd/vmmfd.sock`, else `/tmp/vmmfd-UID/vmmfd.sock`. Its folder is created with mode 0700
 /// if it does not exist. The socket itself need not exist.
@@ -29,9 +33,39 @@ pub(super) const MAX_PATH: usize = 107;
 /// default folder is a link, belongs to another user or can be written by others; [`SocketError::DefaultFolder`] if it can't be
 /// created or inspected.
 pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
+    usable(given, "vmmfd.sock")
+}
+
+/// The path of a broker's socket: the one given, or the default of this user.
+///
+/// As [`socket_path`], with the default `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else `/tmp/vmmfd-UID/broker.sock`.
+///
+/// # Errors
+/// As [`socket_path`].
+#[cfg(feature = "broker")]
+pub fn broker_socket_path(given: Option<&Path>) -> Result<PathBuf> {
+    usable(given, BROKER_SOCKET)
+}
+
+/// Where a broker of this user listens by default. Its folder is not created, and checked only if it exists.
+///
+/// # Errors
+/// [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`], as [`socket_path`].
+#[cfg(feature = "tools")]
+pub(crate) fn default_broker_socket() -> Result<PathBuf> {
+    let folder = default_folder();
+    match fs::symlink_metadata(&folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        _ => check_folder(&folder)?,
+    }
+    Ok(folder.join(BROKER_SOCKET))
+}
+
+/// The path that is given, or that of a name in the default folder, which is created.
+fn usable(given: Option<&Path>, name: &str) -> Result<PathBuf> {
     let path = match given {
         Some(path) => path.to_owned(),
-        None => default_folder()?.join("vmmfd.sock"),
+        None => created_default_folder()?.join(name),
     };
     let unusable = |reason: String| Error::Socket(SocketError::Path { path: path.clone(), reason });
     let length = path.as_os_str().len();
@@ -46,12 +80,16 @@ pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
     }
 }
 
-fn default_folder() -> Result<PathBuf> {
+fn default_folder() -> PathBuf {
     let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_absolute());
-    let folder = match runtime {
+    match runtime {
         Some(runtime) => runtime.join("vmmfd"),
         None => PathBuf::from(format!("/tmp/vmmfd-{}", geteuid())),
-    };
+    }
+}
+
+fn created_default_folder() -> Result<PathBuf> {
+    let folder = default_folder();
     let created = DirBuilder::new().mode(0o700).create(&folder);
     // The umask may have removed the user's own rights too.
     match created.and_then(|()| fs::set_permissions(&folder, Permissions::from_mode(0o700))) {
@@ -60,12 +98,18 @@ fn default_folder() -> Result<PathBuf> {
         }
         _ => {}
     }
-    let metadata = match fs::symlink_metadata(&folder) {
+    check_folder(&folder)?;
+    Ok(folder)
+}
+
+/// Checks that no other user can put a socket into the folder, or another folder in its place.
+fn check_folder(folder: &Path) -> Result<()> {
+    let metadata = match fs::symlink_metadata(folder) {
         Ok(metadata) => metadata,
-        Err(error) => return Err(Error::Socket(SocketError::DefaultFolder { path: folder, source: error })),
+        Err(error) => return Err(Error::Socket(SocketError::DefaultFolder { path: folder.to_owned(), source: error })),
     };
     let unsafe_because =
-        |reason: String| Err(Error::Socket(SocketError::UnsafeFolder { path: folder.clone(), reason }));
+        |reason: String| Err(Error::Socket(SocketError::UnsafeFolder { path: folder.to_owned(), reason }));
     if metadata.is_symlink() {
         return unsafe_because("it is a symbolic link".to_owned());
     }
@@ -78,7 +122,7 @@ fn default_folder() -> Result<PathBuf> {
     if metadata.mode() & 0o022 != 0 {
         return unsafe_because(format!("others may write in it (mode {:o})", metadata.mode() & 0o7777));
     }
-    Ok(folder)
+    Ok(())
 }
 
 /// The folder and the file name of a path.

@@ -21,6 +21,7 @@ pub(crate) mod pool;
 pub(crate) mod types;
 pub(crate) mod verbs;
 pub(crate) mod window;
+pub(crate) mod wsl;
 
 use std::{
     fmt,

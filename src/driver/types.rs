@@ -171,6 +171,9 @@ pub struct Properties {
     /// Whether no holder of it, in any process, can write to it any more: see [`Verbs::seal`]. Nothing is made so: at
     /// creation it must be `false`.
     pub immutable: bool,
+    /// Whether other devices of the bus, such as network cards, can access it: `gpuDirectRDMACapable`. It must be asked for at
+    /// creation.
+    pub gpu_direct_rdma: bool,
 }
 
 /// A device's memory, in bytes.

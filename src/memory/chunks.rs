@@ -86,10 +86,11 @@ impl Chunks {
         size: u64,
         chunk: Option<u64>,
         placement: Placement,
+        gpu_direct_rdma: bool,
         to_be_sealed: bool,
     ) -> Result<Self> {
         device.require_sharing()?;
-        let properties = device.shareable(placement)?;
+        let properties = device.shareable_for(placement, gpu_direct_rdma)?;
         let unit = device.granularity_of(&properties)?;
         let chunk = chunk.map(|chunk| round_up(chunk, unit)).transpose()?;
         let bytes = round_up(size, unit)?;
@@ -101,7 +102,7 @@ impl Chunks {
         let mut timings = Timings::default();
         while mapping.size() < bytes {
             let size = chunk.min(bytes - mapping.size());
-            let allocation = timed(&mut timings.create, || Allocation::create_at(device, placement, size))?;
+            let allocation = timed(&mut timings.create, || Allocation::create_with(device, &properties, size))?;
             timed(&mut timings.map, || mapping.push(&allocation))?;
             match to_be_sealed {
                 true => unsealed.push(allocation),

@@ -7,7 +7,7 @@ use std::{
 
 use super::{DeviceIdentity, Placement, Selector};
 use crate::{
-    driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, Verbs, code},
+    driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, Verbs, code, wsl},
     error::{DeviceError, Error, ErrorCode, MemoryError, PeerError, Result},
 };
 
@@ -128,9 +128,9 @@ impl Device {
 
     /// As [`Device::granularity`], of what is made with such properties.
     pub(super) fn granularity_of(&self, properties: &Properties) -> Result<u64> {
-        match properties.location {
-            Location::Device(_) => self.granularity(),
-            Location::HostNuma(_) => self.verbs().granularity(properties, Granularity::Minimum),
+        match properties {
+            Properties { location: Location::Device(_), gpu_direct_rdma: false, .. } => self.granularity(),
+            _ => self.verbs().granularity(properties, Granularity::Minimum),
         }
     }
 
@@ -164,6 +164,26 @@ impl Device {
             return Ok(());
         }
         let feature = "memory pools that are shared by descriptor";
+        Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }))
+    }
+
+    /// Checks that memory of this device can be made reachable by RDMA. On WSL2 it can't, whatever the device claims: memory made
+    /// so was seen to be created there and then not to be usable.
+    ///
+    /// Does not block.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] where it can't: also on WSL2, and on the host backend; [`Error::Driver`].
+    ///
+    /// Driver call: `cuDeviceGetAttribute`.
+    pub fn require_gpu_direct_rdma(&self) -> Result<()> {
+        let feature = match self.backend() {
+            Backend::Cuda if wsl::is_here() => {
+                "memory that RDMA can reach (gpuDirectRDMACapable): this is WSL2, where such memory can't be used"
+            }
+            _ if self.attribute(Attribute::GpuDirectRdma)? == 0 => "memory that RDMA can reach (gpuDirectRDMACapable)",
+            _ => return Ok(()),
+        };
         Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }))
     }
 
@@ -235,6 +255,18 @@ impl Device {
         self.verbs().can_access_peer(self.ordinal(), owner.ordinal())
     }
 
+    /// What shareable memory of a device is made with, that RDMA can reach if `gpu_direct_rdma`.
+    pub(super) fn shareable_for(&self, placement: Placement, gpu_direct_rdma: bool) -> Result<Properties> {
+        if gpu_direct_rdma {
+            if placement == Placement::Host && !self.is_host() {
+                let feature = "memory of the host (host-NUMA) that RDMA can reach (gpuDirectRDMACapable)";
+                return Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }));
+            }
+            self.require_gpu_direct_rdma()?;
+        }
+        Ok(Properties { gpu_direct_rdma, ..self.shareable(placement)? })
+    }
+
     /// What shareable memory of a device is made with.
     pub(super) fn shareable(&self, placement: Placement) -> Result<Properties> {
         let location = match placement {
@@ -247,7 +279,7 @@ impl Device {
                 Location::HostNuma(self.numa_node()?)
             }
         };
-        Ok(Properties { location, exportable: true, immutable: false })
+        Ok(Properties { location, exportable: true, immutable: false, gpu_direct_rdma: false })
     }
 
     /// An allocation's failure, with both figures if the memory is what ran out.

@@ -55,15 +55,16 @@ impl Shared {
     /// [`MemoryError::OutOfMemory`](crate::error::MemoryError::OutOfMemory) with both
     /// figures; [`Error::Driver`](crate::Error::Driver).
     ///
-    /// Driver calls: those of [`super::Allocation::create_at`], [`super::Mapping::side_by_side`] and
+    /// Driver calls: those of [`super::Allocation::create_at`] or [`super::Allocation::create_gpu_direct_rdma`], [`super::Mapping::side_by_side`] and
     /// [`super::Allocation::export`]; those of [`Pool::create`] and [`PoolBuffer::allocate`]; that of
     /// [`LegacyMemory::allocate`].
     pub fn create(device: &Device, spec: impl Into<Spec>) -> Result<Self> {
         let Spec { size, sealed, kind } = spec.into();
         let begun = Instant::now();
         let mut shared = match kind {
-            Kind::Vmm { chunk, placement } => {
-                return Ok(Self::of(device, Memory::Vmm(Chunks::create(device, size, chunk, placement, sealed)?)));
+            Kind::Vmm { chunk, placement, gpu_direct_rdma } => {
+                let chunks = Chunks::create(device, size, chunk, placement, gpu_direct_rdma, sealed)?;
+                return Ok(Self::of(device, Memory::Vmm(chunks)));
             }
             Kind::Pool => Self::in_pool(&Pool::create(device)?, size)?,
             Kind::Legacy => {

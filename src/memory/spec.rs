@@ -9,6 +9,7 @@ use super::{Mechanism, Placement};
 ///
 /// let one_allocation: Spec = Spec::vmm(1 << 20).into();
 /// let chunks_of_the_hosts_memory: Spec = Spec::vmm(1 << 30).chunk(64 << 20).placement(Placement::Host).into();
+/// let for_a_network_card: Spec = Spec::vmm(1 << 20).gpu_direct_rdma().into();
 /// let sealed_once_filled: Spec = Spec::vmm(1 << 20).sealed().into();
 /// let of_a_pool_of_its_own = Spec::pool(1 << 20);
 /// let by_a_legacy_handle = Spec::legacy(1 << 20);
@@ -29,7 +30,7 @@ pub struct Spec {
 /// What a [`Spec`] says besides the size, for each mechanism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    Vmm { chunk: Option<u64>, placement: Placement },
+    Vmm { chunk: Option<u64>, placement: Placement, gpu_direct_rdma: bool },
     Pool,
     Legacy,
 }
@@ -40,6 +41,7 @@ pub struct VmmSpec {
     size: u64,
     chunk: Option<u64>,
     placement: Placement,
+    gpu_direct_rdma: bool,
     sealed: bool,
 }
 
@@ -47,7 +49,7 @@ impl Spec {
     /// Memory of `size` bytes that is shared by a descriptor for each allocation: one allocation of the device's own memory,
     /// unless more is said.
     pub fn vmm(size: u64) -> VmmSpec {
-        VmmSpec { size, chunk: None, placement: Placement::Device, sealed: false }
+        VmmSpec { size, chunk: None, placement: Placement::Device, gpu_direct_rdma: false, sealed: false }
     }
 
     /// Memory of `size` bytes in a pool of its own. For several buffers in one pool see [`super::Shared::in_pool`].
@@ -97,6 +99,13 @@ impl VmmSpec {
         Self { placement, ..self }
     }
 
+    /// Makes it reachable by RDMA: `gpuDirectRDMACapable`, which is fixed when memory is made. A GPU's own memory alone can be,
+    /// where the device supports it, and never on WSL2; elsewhere making it fails with
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported). See [`super::Device::require_gpu_direct_rdma`].
+    pub fn gpu_direct_rdma(self) -> Self {
+        Self { gpu_direct_rdma: true, ..self }
+    }
+
     /// It is to be filled and then sealed. It can't be exported before: see [`super::Shared::seal`].
     pub fn sealed(self) -> Self {
         Self { sealed: true, ..self }
@@ -104,7 +113,7 @@ impl VmmSpec {
 }
 
 impl From<VmmSpec> for Spec {
-    fn from(VmmSpec { size, chunk, placement, sealed }: VmmSpec) -> Self {
-        Self { size, sealed, kind: Kind::Vmm { chunk, placement } }
+    fn from(VmmSpec { size, chunk, placement, gpu_direct_rdma, sealed }: VmmSpec) -> Self {
+        Self { size, sealed, kind: Kind::Vmm { chunk, placement, gpu_direct_rdma } }
     }
 }

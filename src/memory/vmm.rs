@@ -8,7 +8,7 @@ use std::{
 use super::{Device, Placement, Region, check_range, report, round_up};
 use crate::{
     driver::{Access, Handle, Location, Properties},
-    error::{Error, MemoryError, Result},
+    error::{DeviceError, Error, MemoryError, Result},
 };
 
 /// Physical memory that can be shared, or that was.
@@ -44,10 +44,33 @@ impl Allocation {
     ///
     /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
     pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
-        let properties = device.shareable(placement)?;
-        let rounded = round_up(size, device.granularity_of(&properties)?)?;
-        match device.verbs().create(rounded, &properties) {
-            Ok(handle) => Ok(Arc::new(Self::own(device, handle, rounded, properties))),
+        Self::create_with(device, &device.shareable(placement)?, size)
+    }
+
+    /// As [`Allocation::create`], made so that RDMA can reach it: `gpuDirectRDMACapable`, which can't be changed later.
+    ///
+    /// # Errors
+    /// Those of [`Allocation::create`] and of [`Device::require_gpu_direct_rdma`];
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) also where the driver creates it without.
+    ///
+    /// Driver calls: `cuDeviceGetAttribute`, those of [`Allocation::create`], `cuMemGetAllocationPropertiesFromHandle`.
+    pub fn create_gpu_direct_rdma(device: &Device, size: u64) -> Result<Arc<Self>> {
+        Self::create_with(device, &device.shareable_for(Placement::Device, true)?, size)
+    }
+
+    /// As [`Allocation::create`], with properties of [`Device::shareable_for`].
+    pub(super) fn create_with(device: &Device, properties: &Properties, size: u64) -> Result<Arc<Self>> {
+        let rounded = round_up(size, device.granularity_of(properties)?)?;
+        match device.verbs().create(rounded, properties) {
+            Ok(handle) => {
+                // From here on dropping it releases the handle.
+                let mut created = Self::own(device, handle, rounded, *properties);
+                if properties.gpu_direct_rdma {
+                    created.properties = device.verbs().properties(handle)?;
+                    created.require_gpu_direct_rdma()?;
+                }
+                Ok(Arc::new(created))
+            }
             // The device's figures say nothing of the host's memory.
             Err(error) if properties.location.host_node().is_some() => Err(error),
             Err(error) => Err(device.out_of_memory(rounded, error)),
@@ -126,6 +149,15 @@ impl Allocation {
     /// The device that it was created on, or imported for.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Checks that the driver made it as it was asked to: the flag is a request.
+    fn require_gpu_direct_rdma(&self) -> Result<()> {
+        if self.properties.gpu_direct_rdma {
+            return Ok(());
+        }
+        let feature = "memory that RDMA can reach: its driver made it without gpuDirectRDMACapable";
+        Err(Error::Device(DeviceError::Unsupported { device: self.device.to_string(), feature }))
     }
 
     /// What the driver said of it when it was created or imported.

@@ -9,7 +9,7 @@ use std::{
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use vmmfd::{
     driver::{Access, Access::ReadOnly, Access::ReadWrite, code},
-    internals::{Diagnosis, Location, MadeFor},
+    internals::{Diagnosis, Location, MadeFor, Properties},
 };
 
 use crate::{
@@ -99,7 +99,7 @@ fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
         assert_eq!(code(diagnosis.create_with(0, size, MadeFor::Rdma)), INVALID, "{size}");
     }
     let handle = diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap();
-    assert_eq!(driver.properties(handle).unwrap(), EXPORTABLE);
+    assert_eq!(driver.properties(handle).unwrap(), Properties { gpu_direct_rdma: true, ..EXPORTABLE });
     let fd = driver.export(handle).unwrap();
     let (mapped, imported) = (Mapped::of(&*subject.verbs, handle, unit), driver.import(fd.as_fd(), unit).unwrap());
     let other = Mapped::of(&*subject.verbs, imported, unit);

@@ -1,6 +1,7 @@
 //! `vmmfd doctor` as a user runs it: the report is whole whatever fails, and its verdict is right.
 
 use std::{
+    collections::BTreeSet,
     fs,
     os::unix::{fs::PermissionsExt, process::CommandExt},
     thread,
@@ -28,8 +29,8 @@ cases! {
 const FAULTING: &str = "read-only-store";
 
 /// Every other probe of a machine, and of a device, in order.
-const MACHINE: [&str; 3] = ["driver", "descriptors", "host-memory"];
-const DEVICE: [&str; 18] = [
+const MACHINE: [&str; 4] = ["driver", "descriptors", "host-memory", "broker"];
+const DEVICE: [&str; 19] = [
     "attributes",
     "granularity",
     "memory",
@@ -41,6 +42,7 @@ const DEVICE: [&str; 18] = [
     "wrong-descriptor",
     "exporter-killed",
     "memory-returned",
+    "held-descriptor",
     "export-cost",
     "host-numa",
     "dma-buf",
@@ -52,9 +54,16 @@ const DEVICE: [&str; 18] = [
 
 fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
-    run.command.args(["doctor", "--backend", meeting.backend()]).args(options).env("TMPDIR", meeting.folder());
+    run.command.args(["doctor", "--backend", meeting.backend()]).args(options);
+    run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder());
     // Free memory of the whole machine would change by itself.
     if meeting.is_fake() { run.env("FAKECUDA_FREE", "1073741824") } else { run }
+}
+
+/// Where the emulated driver logs its calls, a line of `pid name` for each.
+fn calls(log: &std::path::Path) -> Vec<(String, String)> {
+    let log = fs::read_to_string(log).unwrap();
+    log.lines().filter_map(|line| line.split_once(' ')).map(|(pid, name)| (pid.to_owned(), name.to_owned())).collect()
 }
 
 fn probes(findings: &Value) -> Vec<&str> {
@@ -109,7 +118,7 @@ fn a_clean_report_is_whole_and_leaves_nothing(meeting: Meeting) {
     }
     assert!(finding(findings, "export")["figures"]["descriptor"].is_string());
     if meeting.is_fake() {
-        for probe in ["memory-returned", "dma-buf", "pool", "legacy", "event"] {
+        for probe in ["memory-returned", "held-descriptor", "dma-buf", "pool", "legacy", "event"] {
             assert_eq!(finding(findings, probe)["status"], "ok", "{}", finding(findings, probe));
         }
         assert_eq!(finding(findings, "fabric")["error"]["code"], 800);
@@ -342,9 +351,60 @@ fn a_probe_that_takes_its_process_along_does_not_take_the_report() {
     assert_eq!(finding(&report["machine"], "driver")["error"]["name"], "SIGABRT");
 }
 
+#[test]
+fn the_maker_of_memory_is_dead_when_its_descriptor_is_imported() {
+    let meeting = Meeting::fake();
+    let log = meeting.folder().join("calls");
+    let run = doctor(&meeting, &["--only", "held-descriptor", "--timeout", "10m"]);
+    let slow = format!("cuMemImportFromShareableHandle:{HANGS}");
+    let importing = run.env("FAKECUDA_LOG", &log).env("FAKECUDA_SLOW", slow).start();
+    let by = |call: &str| calls(&log).into_iter().find(|(_, name)| name == call).map(|(pid, _)| pid);
+    wait_for("the import", || log.exists() && by("cuMemImportFromShareableHandle").is_some());
+    let alive = |pid: &str| fs::exists(format!("/proc/{pid}")).unwrap();
+    assert!(alive(&by("cuMemImportFromShareableHandle").unwrap()));
+    assert!(!alive(&by("cuMemExportToShareableHandle").unwrap()));
+    drop(importing);
+    wait_for("the end of all processes", || meeting.processes().is_empty());
+}
+
+#[test]
+fn a_descriptor_is_held_by_a_process_that_makes_no_call_of_the_driver() {
+    let meeting = Meeting::fake();
+    let log = meeting.folder().join("calls");
+    let held = |run: Run| {
+        let ended = run.end();
+        let found = finding(&ended.json()["devices"][0]["findings"], "held-descriptor").clone();
+        (ended, found)
+    };
+    let (ended, found) = held(only(&meeting, "held-descriptor").env("FAKECUDA_LOG", &log));
+    ended.code(0);
+    assert_eq!(found["status"], "ok", "{found}");
+    let calls = calls(&log);
+    let by = |call: &str| {
+        let pids: Vec<&String> = calls.iter().filter(|(_, name)| name == call).map(|(pid, _)| pid).collect();
+        assert_eq!(pids.len(), 1, "{call}: {calls:?}");
+        pids[0]
+    };
+    let (maker, importer) = (by("cuMemExportToShareableHandle"), by("cuMemImportFromShareableHandle"));
+    assert_ne!(maker, importer);
+    // The third is of the probe `driver`: none is of the process that held the descriptor.
+    assert_eq!(calls.iter().map(|(pid, _)| pid).collect::<BTreeSet<_>>().len(), 3, "{calls:?}");
+    assert!(!calls.iter().any(|(pid, name)| pid == maker && name == "cuMemRelease"), "it was killed with its memory");
+    fs::remove_file(&log).unwrap();
+    // Where each process has the driver nothing is shown.
+    let library = meeting.folder().join("libcuda.so.1");
+    let copy = Copy::new();
+    copy.write("libcuda.so.1");
+    fs::copy(copy.folder().join("libcuda.so.1"), &library).unwrap();
+    let (ended, found) = held(only(&meeting, "held-descriptor").env("LD_PRELOAD", &library));
+    assert_eq!(found["status"], "skipped", "{found}");
+    assert!(found["meaning"].as_str().unwrap().contains("libcuda.so.1"), "{found}");
+    ended.code(1);
+}
+
 /// A call that each probe of a device makes, which fails, hangs or takes the process along: in a probe of two processes, at either
 /// end.
-const CALLS: [(&str, &str, u32, u32); 18] = [
+const CALLS: [(&str, &str, u32, u32); 19] = [
     ("granularity", "cuMemGetAllocationGranularity", 1, 999),
     ("memory", "cuMemCreate", 1, 2),
     ("export", "cuMemExportToShareableHandle", 1, 1),
@@ -356,6 +416,7 @@ const CALLS: [(&str, &str, u32, u32); 18] = [
     ("wrong-descriptor", "cuMemCreate", 1, 2),
     ("exporter-killed", "cuMemImportFromShareableHandle", 1, 999),
     ("memory-returned", "cuMemGetInfo_v2", 1, 999),
+    ("held-descriptor", "cuMemImportFromShareableHandle", 1, 999),
     ("export-cost", "cuMemExportToShareableHandle", 2, 1),
     ("host-numa", "cuMemCreate", 1, 2),
     ("dma-buf", "cuMemGetHandleForAddressRange", 1, 999),

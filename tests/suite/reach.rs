@@ -149,7 +149,7 @@ fn host_memory_of_a_node_is_shared_with_device_and_cpu(subject: Subject) {
     let fd = driver.export(mapped.handle).unwrap();
     let imported = driver.import(fd.as_fd(), unit).unwrap();
     let told = driver.properties(imported).unwrap();
-    assert_eq!(told, Properties { location, exportable: false, immutable: false });
+    assert_eq!(told, Properties { location, exportable: false, ..EXPORTABLE });
     let address = driver.reserve(2 * unit, 0).unwrap();
     assert_eq!(code(driver.map(address, 2 * unit, 0, imported)), code::NOT_SUPPORTED, "another size");
     driver.map(address, unit, 0, imported).unwrap();

@@ -355,7 +355,11 @@ fn flags_of(access: Option<Access>) -> c_uint {
 }
 
 fn raw_properties(properties: &Properties) -> AllocationProp {
-    AllocationProp::pinned(properties.location, if properties.exportable { HANDLE_TYPE_POSIX_FD } else { 0 })
+    let handle_types = if properties.exportable { HANDLE_TYPE_POSIX_FD } else { 0 };
+    AllocationProp {
+        gpu_direct_rdma: properties.gpu_direct_rdma.into(),
+        ..AllocationProp::pinned(properties.location, handle_types)
+    }
 }
 
 /// Takes over the descriptor that a call gave, if it gave one.

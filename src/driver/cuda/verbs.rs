@@ -231,7 +231,8 @@ unsafe impl Verbs for CudaDriver {
         // SAFETY: the handle is alive; the layout is the driver's, of plain numbers that hold whatever it writes.
         unsafe { self.core.functions.mem_get_properties(&mut properties, handle.number) }?;
         let exportable = properties.requested_handle_types & HANDLE_TYPE_POSIX_FD != 0;
-        Ok(Properties { location: properties.location.into(), exportable, immutable: false })
+        let gpu_direct_rdma = properties.gpu_direct_rdma != 0;
+        Ok(Properties { location: properties.location.into(), exportable, immutable: false, gpu_direct_rdma })
     }
 
     fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {

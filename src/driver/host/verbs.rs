@@ -87,6 +87,9 @@ unsafe impl Verbs for HostDriver {
         if !self.aligned(size) || properties.immutable {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
+        if properties.gpu_direct_rdma {
+            return Err(failure(CALL, code::NOT_SUPPORTED));
+        }
         if size > self.memory_info(0)?.free {
             return Err(failure(CALL, code::OUT_OF_MEMORY));
         }
@@ -218,6 +221,7 @@ unsafe impl Verbs for HostDriver {
                 location: Location::Device(0),
                 exportable: memory.exportable,
                 immutable: memory.immutable,
+                gpu_direct_rdma: false,
             }),
             None => Err(failure("host properties", code::INVALID_VALUE)),
         }

@@ -74,7 +74,7 @@ pub(super) struct ArrayOptions {
     order: Option<Order>,
 }
 
-/// The specification that `--mechanism`, `--location` and `--chunk` make together.
+/// The specification that `--mechanism`, `--location`, `--chunk` and `--rdma` make together.
 ///
 /// # Errors
 /// [`DeviceError::Unsupported`] for options that the mechanism does not support.
@@ -84,6 +84,7 @@ pub(super) fn sharing(
     mechanism: Mechanism,
     location: Placement,
     chunk: Option<u64>,
+    rdma: bool,
 ) -> Result<Spec, Error> {
     let spec = match mechanism {
         Mechanism::Pool => {
@@ -97,11 +98,13 @@ pub(super) fn sharing(
         }
         _ => {
             let spec = Spec::vmm(size).placement(location);
+            let spec = if rdma { spec.gpu_direct_rdma() } else { spec };
             return Ok(chunk.map_or(spec, |chunk| spec.chunk(chunk)).into());
         }
     };
     let unsupported = |feature| Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
     match (chunk, location) {
+        _ if rdma => unsupported("memory that RDMA can reach and that is not shared by vmm"),
         (Some(_), _) => unsupported("a buffer of several allocations that is not shared by vmm"),
         (None, Placement::Device) => Ok(spec),
         (None, _) => unsupported("memory of the host that is not shared by vmm"),

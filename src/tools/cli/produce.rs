@@ -56,6 +56,11 @@ pub struct Produce {
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
     chunk: Option<u64>,
 
+    /// Make it reachable by RDMA (gpuDirectRDMACapable). A GPU's own memory alone can be, where the device supports it, and never
+    /// on WSL2
+    #[arg(long, help_heading = "Sharing")]
+    rdma: bool,
+
     /// Offer it read-only after filling it. Host memory is sealed against every holder of its descriptor; a GPU's is read-only
     /// by agreement, since its descriptor grants full access
     #[arg(long, conflicts_with = "round_trip", help_heading = "Sharing")]
@@ -93,7 +98,7 @@ impl Session for Produce {
         let opened = start(self.backend, cancel, &observer)?;
         leave_open(&opened.driver);
         let device = Device::find(&opened.driver, self.device)?;
-        let spec = sharing(&device, size, self.mechanism, self.location, self.chunk)?;
+        let spec = sharing(&device, size, self.mechanism, self.location, self.chunk, self.rdma)?;
         let spec = if self.seal { spec.sealed() } else { spec };
         let steps = |event: check::Event<'_>| console.check(event);
         let content = match source {

@@ -13,6 +13,7 @@ use super::{
     Environment, ErrorDetails, Probe, Status,
     context::ProbeContext,
     control::{Control, ControlRecord},
+    probes::{hold, make},
     sharing::{Endpoint, serve_requests},
     task::{Role, Task},
 };
@@ -37,6 +38,8 @@ pub(in crate::tools) fn run_task(child: &Entered) -> Result<()> {
     match &task.role {
         Role::Probes { device, owner, names } => task.probe(*device, *owner, names, &line),
         Role::Peer { socket } => task.peer(socket.clone(), line),
+        Role::Make { device, pattern } => make(task.device(*device), *pattern, &line),
+        Role::Hold {} => hold(&line),
     }
 }
 

@@ -2,8 +2,20 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use super::{Status, control::Control, outcome::ProbeResult, peer_process::PeerProcess, sharing::Endpoint};
-use crate::{channel::Trust, error::Result, memory::Device};
+use super::{
+    Status,
+    control::Control,
+    outcome::ProbeResult,
+    peer_process::{PeerProcess, start},
+    sharing::Endpoint,
+    task::Role,
+};
+use crate::{
+    channel::Trust,
+    error::Result,
+    memory::Device,
+    tools::{child::Process, line::Line},
+};
 
 /// The part of a probe's time that one end waits for the other. It ends before the probe's, so that the reason is reported.
 const WAITING: f64 = 0.75;
@@ -30,6 +42,14 @@ impl ProbeContext {
         PeerProcess::start(&self.folder, self.device.backend(), self.patience())
     }
 
+    /// Starts a process for a part of a probe that no [`PeerProcess`] has. It inherits standard error.
+    ///
+    /// # Errors
+    /// [`Error::System`](crate::Error::System).
+    pub(super) fn start_child(&self, name: &'static str, role: Role) -> Result<(Process, Line)> {
+        start(name, &self.folder, self.device.backend(), self.patience(), role)
+    }
+
     /// This end of an exchange with another process.
     pub(super) fn endpoint(&self, peer: &PeerProcess) -> Endpoint {
         let (driver, socket) = (self.device.driver().clone(), peer.socket().to_owned());
@@ -51,7 +71,8 @@ impl ProbeContext {
         Ok(outcome)
     }
 
-    fn patience(&self) -> Duration {
+    /// How long this end waits for the other.
+    pub(super) fn patience(&self) -> Duration {
         self.timeout.mul_f64(WAITING)
     }
 }

@@ -17,7 +17,10 @@ use crate::{
     channel::Cancel,
     driver::Backend,
     error::Result,
-    tools::child::{Group, Launch, OnParentDeath, Process},
+    tools::{
+        child::{Group, Launch, OnParentDeath, Process},
+        line::Line,
+    },
 };
 
 /// The other process of a probe. Dropping it kills it.
@@ -28,24 +31,35 @@ pub(super) struct PeerProcess {
     socket: PathBuf,
 }
 
+/// Starts a process that is killed with this one. `name` is its part, for a person.
+pub(super) fn start(
+    name: &'static str,
+    folder: &Path,
+    backend: Backend,
+    timeout: Duration,
+    role: Role,
+) -> Result<(Process, Line)> {
+    let launch = Launch {
+        name,
+        tool: TOOL,
+        on_parent_death: OnParentDeath::Killed,
+        group: Group::Inherited,
+        variables: &[],
+        keep_stderr: false,
+        timeout,
+        cancel: &Cancel::new()?,
+    };
+    launch.start(&Task { backend, folder: folder.to_owned(), timeout, role })
+}
+
 impl PeerProcess {
     /// Starts one that creates its socket in a folder, and waits until its driver is ready.
     pub(super) fn start(folder: &Path, backend: Backend, timeout: Duration) -> Result<Self> {
         static NUMBERS: AtomicU32 = AtomicU32::new(0);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         let socket = folder.join(format!("m{}-{number}", process::id()));
-        let launch = Launch {
-            name: "the other process of the probe",
-            tool: TOOL,
-            on_parent_death: OnParentDeath::Killed,
-            group: Group::Inherited,
-            variables: &[],
-            keep_stderr: false,
-            timeout,
-            cancel: &Cancel::new()?,
-        };
         let role = Role::Peer { socket: socket.clone() };
-        let (process, line) = launch.start(&Task { backend, folder: folder.to_owned(), timeout, role })?;
+        let (process, line) = start("the other process of the probe", folder, backend, timeout, role)?;
         let control = Control::over(line);
         let greeted = control.greet(backend, &Environment::default());
         greeted.map_err(|error| process.explain(error, timeout))?;

@@ -27,4 +27,8 @@ pub(super) enum Role {
     Probes { device: Option<i32>, owner: Option<i32>, names: Vec<String> },
     /// Is the other end of probes that take two processes: it does what it is asked for over the line.
     Peer { socket: PathBuf },
+    /// Makes memory of a device with a pattern in it, and sends its descriptor over the line.
+    Make { device: i32, pattern: u32 },
+    /// Holds a descriptor that comes over the line, without the driver.
+    Hold {},
 }

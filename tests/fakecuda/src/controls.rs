@@ -12,6 +12,7 @@
 //! | `FAKECUDA_FREE=4194304` | how many bytes each device has free while nothing is allocated |
 //! | `FAKECUDA_GRANULARITY=4194304` | the granularity in bytes, from `cuInit` on: a power of two, at least 4096 |
 //! | `FAKECUDA_PEERS=0` | no device can access another; 1, the default, is that all can |
+//! | `FAKECUDA_RDMA=0` | memory is made without `gpuDirectRDMACapable` where that is asked for; 1, the default, is with it |
 //! | `FAKECUDA_LOG=path` | every call is appended to that file, as `pid name`, before it is done |
 //!
 //! An empty `CUDA_VISIBLE_DEVICES` leaves no device, as with NVIDIA's driver; its other values are about GPUs that the
@@ -46,6 +47,7 @@ pub(crate) struct Settings {
     pub(crate) granularity: u64,
     pub(crate) peers: bool,
     pub(crate) fabric: bool,
+    pub(crate) rdma: bool,
     pub(crate) events_fail: bool,
 }
 
@@ -69,6 +71,7 @@ static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
         granularity: vmmfd::driver::GRANULARITY,
         peers: true,
         fabric: false,
+        rdma: true,
         events_fail: false,
     };
     for (name, value) in env::vars().filter(|(name, _)| name.starts_with("FAKECUDA_")) {
@@ -150,6 +153,7 @@ impl Settings {
             }
             "FAKECUDA_PEERS" => switch(value).map(|on| self.peers = on),
             "FAKECUDA_FABRIC" => switch(value).map(|on| self.fabric = on),
+            "FAKECUDA_RDMA" => switch(value).map(|on| self.rdma = on),
             "FAKECUDA_EVENTS_FAIL" => switch(value).map(|on| self.events_fail = on),
             "FAKECUDA_LOG" => {
                 let log = OpenOptions::new().create(true).append(true).open(value).ok();

@@ -70,6 +70,9 @@ pub(crate) const MAX_DEVICES: u32 = 16;
 const ATTRIBUTES: [(c_uint, c_int); 10] =
     [(16, 132), (20, 0), (102, 1), (103, 1), (110, 1), (115, 1), (119, 1), (128, 1), (134, 0), (141, 1)];
 
+/// The attribute of memory that RDMA can reach.
+const RDMA_WITH_VMM: c_uint = 110;
+
 /// This machine's CPUs, among the devices that access memory.
 const CPU: c_int = -1;
 
@@ -234,7 +237,7 @@ impl Emulated {
     }
 
     pub(crate) fn granularity(&self) -> usize {
-        let properties = Properties { location: HERE, exportable: true, immutable: false };
+        let properties = Properties { location: HERE, exportable: true, immutable: false, gpu_direct_rdma: false };
         self.host.granularity(&properties, Granularity::Minimum).unwrap_or(0) as usize
     }
 
@@ -361,21 +364,26 @@ impl Emulated {
         if fabric && !controls::settings().fabric {
             return Err(NOT_PERMITTED);
         }
+        // Assumed: no GPU without it was tried.
+        let rdma = properties.gpu_direct_rdma_capable != 0;
+        if rdma && self.attribute(RDMA_WITH_VMM, properties.location.id) == Ok(0) {
+            return Err(NOT_SUPPORTED);
+        }
         let exportable = properties.requested_handle_types == POSIX_FD;
         let numa = properties.location.kind == HOST_NUMA;
         if !numa {
             self.check_free(properties.location.id, size)?;
         }
-        let handle =
-            self.host.create(size, &Properties { location: HERE, exportable, immutable: false }).map_err(code)?;
+        let on_host = Properties { location: HERE, exportable, immutable: false, gpu_direct_rdma: false };
+        let handle = self.host.create(size, &on_host).map_err(code)?;
         let (owner, kind) = if numa { (0, NUMA) } else { (properties.location.id as u32, 0) };
         let marked = if exportable && (owner, kind) != (0, 0) {
             self.host.export(handle).map_err(code).and_then(|fd| mark(&fd, kind, owner))
         } else {
             Ok(())
         };
-        let rdma = match properties.gpu_direct_rdma_capable {
-            1 if exportable => {
+        let rdma = match rdma {
+            true if exportable && controls::settings().rdma => {
                 marked.and_then(|()| self.host.export(handle).map_err(code)).map(|fd| Some(Arc::new(fd)))
             }
             _ => marked.map(|()| None),

@@ -200,7 +200,7 @@ impl Ipc {
 
     fn new_arena(&mut self, size: u64, owner: u32, pool: Option<usize>) -> Answer<u64> {
         let size = size.checked_next_multiple_of(UNIT).filter(|size| *size < u64::MAX - UNIT).ok_or(OUT_OF_MEMORY)?;
-        let properties = Properties { location: HERE, exportable: true, immutable: false };
+        let properties = Properties { location: HERE, exportable: true, immutable: false, gpu_direct_rdma: false };
         let handle = self.host.create(size + UNIT, &properties).map_err(code)?;
         let memfd = self.host.export(handle).map_err(code)?;
         mark(&memfd, 0, owner)?;
@@ -394,7 +394,7 @@ impl Ipc {
 
     /// The descriptor of a pool: a file with its identity, and with a mode that nothing else has.
     fn marker(&self, id: u64, owner: u32) -> Answer<OwnedFd> {
-        let properties = Properties { location: HERE, exportable: true, immutable: false };
+        let properties = Properties { location: HERE, exportable: true, immutable: false, gpu_direct_rdma: false };
         let handle = self.host.create(UNIT, &properties).map_err(code)?;
         let marker = self.host.export(handle).map_err(code)?;
         self.host.release(handle).map_err(code)?;

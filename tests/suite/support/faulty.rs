@@ -49,6 +49,8 @@ struct Ledger {
     reservations: BTreeSet<u64>,
     mappings: BTreeMap<u64, u64>,
     exported: Vec<Inode>,
+    /// What memory was made with.
+    created: Vec<Properties>,
     /// How often each address of a legacy handle or a pool was taken.
     blocks: BTreeMap<u64, usize>,
     pools: BTreeSet<PoolHandle>,
@@ -91,6 +93,11 @@ impl Faulty {
     /// What was called since the last time, in order.
     pub(crate) fn take_verbs(&self) -> Vec<&'static str> {
         std::mem::take(&mut self.ledger().verbs)
+    }
+
+    /// What memory was made with since the last time, in order.
+    pub(crate) fn take_created(&self) -> Vec<Properties> {
+        std::mem::take(&mut self.ledger().created)
     }
 
     /// What was taken and not given back.
@@ -214,7 +221,9 @@ unsafe impl Verbs for Faulty {
     fn create(&self, size: u64, properties: &Properties) -> Result<Handle> {
         self.meet("create")?;
         let handle = self.inner.create(size, properties)?;
-        self.ledger().handles.insert(handle);
+        let mut ledger = self.ledger();
+        ledger.handles.insert(handle);
+        ledger.created.push(*properties);
         Ok(handle)
     }
 

@@ -146,7 +146,7 @@ impl Subject {
 
 /// The properties of shareable memory of the first device.
 pub(crate) const EXPORTABLE: Properties =
-    Properties { location: Location::Device(0), exportable: true, immutable: false };
+    Properties { location: Location::Device(0), exportable: true, immutable: false, gpu_direct_rdma: false };
 
 impl Drop for Subject {
     fn drop(&mut self) {

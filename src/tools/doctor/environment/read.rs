@@ -18,6 +18,7 @@ use nix::{
 };
 
 use super::{CLibrary, Environment, Library, Limit, Node, SharedMemory};
+use crate::driver::wsl;
 
 /// What gVisor reports as its build in `/proc/version`, whatever its release: no Linux kernel has it.
 const GVISOR_BUILD: &str = "#1 SMP Sun Jan 10 15:06:54 PST 2016";
@@ -49,8 +50,7 @@ impl Environment {
                 .filter(|label| !label.is_empty()),
             pid_namespace: namespace(&at("proc/self/ns/pid")),
             ipc_namespace: namespace(&at("proc/self/ns/ipc")),
-            // `microsoft-standard-WSL2`; version 1 says `Microsoft` and has no GPU.
-            wsl: version.to_ascii_lowercase().contains("microsoft"),
+            wsl: wsl::is_named_in(&version),
             gvisor: version.contains(GVISOR_BUILD) || version.to_ascii_lowercase().contains("gvisor"),
             own_proc: fs::read_link(at("proc/self"))
                 .ok()

@@ -54,7 +54,7 @@ fn with_denied_nodes(mut error: ErrorDetails) -> ErrorDetails {
 }
 
 /// The driver library among the files that a process has mapped.
-fn loaded(maps: &[u8]) -> Option<PathBuf> {
+pub(super) fn loaded(maps: &[u8]) -> Option<PathBuf> {
     maps.split(|&byte| byte == b'\n').find_map(|line| {
         // The path is the last field, and only a mapping of a file has one.
         let path = Path::new(OsStr::from_bytes(&line[line.iter().position(|&byte| byte == b'/')?..]));

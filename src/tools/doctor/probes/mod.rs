@@ -1,11 +1,17 @@
 //! The registry: every probe, with its function.
 
+mod broker;
+mod held_descriptor;
 mod killed_owner;
 mod machine;
 mod one_process;
 mod two_devices;
 mod two_processes;
 
+pub(super) use self::{
+    broker::problem,
+    held_descriptor::{hold, make},
+};
 use super::probe::{Probe, ProbeFn, probe};
 
 impl Probe {
@@ -46,6 +52,12 @@ pub static PROBES: &[Probe] = &[
         ProbeFn::Machine(machine::host_memory),
         "how much of the machine's memory this process can use",
         "The amount of memory can't be read.",
+    ),
+    probe(
+        "broker",
+        ProbeFn::Machine(broker::broker),
+        "the broker at this user's default socket answers; without one it is skipped",
+        "The broker does not answer.",
     ),
     probe(
         "attributes",
@@ -137,6 +149,13 @@ pub static PROBES: &[Probe] = &[
     )
     .whether("memory of a killed process becomes free again", &[])
     .alone(),
+    probe(
+        "held-descriptor",
+        ProbeFn::Device(held_descriptor::held_descriptor),
+        "memory of a killed process stays while a process without the driver holds its descriptor, as a broker does",
+        "A descriptor alone does not keep memory: a broker can't.",
+    )
+    .whether("a descriptor alone keeps memory", &["cuMemImportFromShareableHandle", "cuMemMap"]),
     probe(
         "export-cost",
         ProbeFn::Device(one_process::export_cost),

@@ -61,7 +61,7 @@ pub(super) fn attributes(context: &mut ProbeContext) -> ProbeResult {
 pub(super) fn granularity(context: &mut ProbeContext) -> ProbeResult {
     let device = &context.device;
     let location = Location::Device(device.ordinal());
-    let properties = Properties { location, exportable: true, immutable: false };
+    let properties = Properties { location, exportable: true, immutable: false, gpu_direct_rdma: false };
     let minimum = device.verbs().granularity(&properties, Granularity::Minimum)?;
     let recommended = device.verbs().granularity(&properties, Granularity::Recommended)?;
     let meaning = format!("Shared memory comes in multiples of {}.", bytes(minimum));

@@ -2,6 +2,7 @@
 //!
 //! Each rule is about a failure that was observed, here or in the reports of others: a finding that none matches stays unexplained.
 
+mod broker;
 mod containers;
 mod predicates;
 mod table;
@@ -9,11 +10,12 @@ mod table;
 use super::{Environment, Finding, Status};
 
 /// All rules, the most specific first.
-pub const RULES: &[Rule] =
-    &joined::<{ containers::RULES.len() + table::GENERAL.len() }>([containers::RULES, table::GENERAL]);
+pub const RULES: &[Rule] = &joined::<
+    { containers::RULES.len() + broker::SOCKET.len() + table::GENERAL.len() + broker::MEMORY.len() },
+>([containers::RULES, broker::SOCKET, table::GENERAL, broker::MEMORY]);
 
-/// The rules of two tables as one.
-const fn joined<const N: usize>(tables: [&[Rule]; 2]) -> [Rule; N] {
+/// The rules of several tables as one.
+const fn joined<const N: usize>(tables: [&[Rule]; 4]) -> [Rule; N] {
     let mut all = [tables[0][0]; N];
     let (mut table, mut next) = (0, 0);
     while table < tables.len() {

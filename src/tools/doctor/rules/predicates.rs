@@ -15,6 +15,7 @@ pub(super) const VMM: &[&str] = &[
     "wrong-descriptor",
     "exporter-killed",
     "memory-returned",
+    "held-descriptor",
     "export-cost",
 ];
 
@@ -26,6 +27,7 @@ pub(super) const SHARING: &[&str] = &[
     "wrong-descriptor",
     "exporter-killed",
     "memory-returned",
+    "held-descriptor",
     "export-cost",
     "read-only-copy",
     "read-only-store",

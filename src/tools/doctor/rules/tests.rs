@@ -100,6 +100,11 @@ fn cases() -> Vec<(&'static str, Input, Input)> {
     let no_library = || said("driver", "unsupported", GONE);
     let cut_off = || said("driver", "unsupported", "no CUDA driver library loads: /lib/libcuda.so.1: file too short");
     let no_device = || said("driver", "unsupported", "the CUDA driver finds no device");
+    let broker = |problem: &str| {
+        let mut finding = finding("broker", Status::Failed, None);
+        finding.figures.insert("problem".to_owned(), problem.into());
+        finding
+    };
     let timeout = |probe| said(probe, "timeout", "no answer within 5s");
     let segfault = |probe| said(probe, "signal", "the probe's process was ended by SIGSEGV");
     let closed = || where_(|here| here.module_open = Some(false));
@@ -312,6 +317,27 @@ fn cases() -> Vec<(&'static str, Input, Input)> {
             "memory-held",
             (finding("memory-returned", Status::Failed, None), plain()),
             (refused("memory-returned", "cuMemGetInfo_v2", 1), plain()),
+        ),
+        ("broker-folder", (broker("folder"), plain()), (broker("stale"), plain())),
+        ("broker-stale", (broker("stale"), plain()), (broker("silent"), plain())),
+        ("broker-silent", (broker("silent"), plain()), (broker("denied"), plain())),
+        ("broker-silent", (timeout("broker"), plain()), (timeout("round-trip"), plain())),
+        ("broker-denied", (broker("denied"), plain()), (broker("refused"), plain())),
+        ("broker-refused", (broker("refused"), plain()), (broker("other-program"), plain())),
+        (
+            "broker-other-program",
+            (broker("other-program"), plain()),
+            (finding("broker", Status::Failed, None), plain()),
+        ),
+        (
+            "descriptor-not-kept",
+            (refused("held-descriptor", IMPORT, 999), plain()),
+            (refused("held-descriptor", "cuMemCreate", 999), plain()),
+        ),
+        (
+            "descriptor-not-kept",
+            (finding("held-descriptor", Status::Failed, None), plain()),
+            (finding("memory-returned", Status::Failed, None), plain()),
         ),
         (
             "killed",

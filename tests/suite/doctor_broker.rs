@@ -1,0 +1,224 @@
+//! What `vmmfd doctor` says of the broker at a user's default socket.
+
+use std::{
+    fs,
+    os::{
+        fd::AsFd,
+        unix::{
+            fs::{PermissionsExt, symlink},
+            net::UnixListener,
+        },
+    },
+    path::PathBuf,
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
+
+use nix::{libc, poll};
+use serde_json::Value;
+use vmmfd::{
+    Error,
+    channel::{Cancel, Channel, Listener, Trust, connect},
+    error::{ErrorCode, SocketError},
+    wire::{self, Failure, Hello, Message},
+};
+
+use crate::{
+    running::{Meeting, Run},
+    seccomp,
+};
+
+/// A user's runtime folder.
+struct Runtime(Meeting);
+
+impl Runtime {
+    fn new() -> Self {
+        let meeting = Meeting::host();
+        let folder = meeting.folder().join("vmmfd");
+        fs::create_dir(&folder).unwrap();
+        fs::set_permissions(&folder, PermissionsExt::from_mode(0o700)).unwrap();
+        Self(meeting)
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.0.folder().join("vmmfd")
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder().join("broker.sock")
+    }
+
+    fn doctor(&self, options: &[&str]) -> Run {
+        doctor(&self.0, options)
+    }
+
+    /// The finding of the probe alone.
+    fn finding(&self) -> Value {
+        let report = self.doctor(&["--only", "broker"]).end().json();
+        let finding = found(&report);
+        // What is named is required.
+        assert_eq!(report["exit_code"], if finding["status"] == "ok" { 0 } else { 1 }, "{report}");
+        finding
+    }
+
+    fn listen(&self) -> Listener {
+        Listener::bind(&self.socket(), false, Duration::from_secs(5), &Cancel::new().unwrap()).unwrap()
+    }
+
+    /// The finding where a process listens and does this with each connection.
+    fn finding_with(&self, answer: impl Fn(Channel) + Send + 'static) -> Value {
+        let listener = self.listen();
+        let (ended, end) = mpsc::channel::<()>();
+        let serving = thread::spawn(move || {
+            while end.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                let mut waiting = [poll::PollFd::new(listener.as_fd(), poll::PollFlags::POLLIN)];
+                poll::poll(&mut waiting, 10u16).unwrap();
+                let Ok(socket) = rustix::net::accept(listener.as_fd()) else { continue };
+                answer(Channel::new(socket, Duration::from_secs(60), &Cancel::new().unwrap()).unwrap());
+            }
+        });
+        let finding = self.finding();
+        drop(ended);
+        serving.join().unwrap();
+        finding
+    }
+}
+
+fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
+    let mut run = meeting.bare("vmmfd");
+    run.command.args(["doctor", "--backend", "host", "--json"]).args(options);
+    run.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder())
+}
+
+fn found(report: &Value) -> Value {
+    let machine = report["machine"].as_array().unwrap();
+    machine.iter().find(|finding| finding["probe"] == "broker").unwrap_or_else(|| panic!("{report}")).clone()
+}
+
+#[track_caller]
+fn assert_broken(finding: &Value, problem: &str, rule: &str, words: &str) {
+    let seen = (&finding["status"], &finding["figures"]["problem"], &finding["rule"]);
+    assert_eq!(seen, (&"failed".into(), &problem.into(), &rule.into()), "{finding}");
+    assert!(finding["meaning"].as_str().unwrap().contains(words), "{finding}");
+    assert!(!finding["remedy"].as_str().unwrap().is_empty());
+}
+
+fn hello(channel: &mut Channel, capabilities: &[&str]) {
+    assert!(matches!(channel.receive("for the doctor's hello").unwrap().0, Message::Hello(_)));
+    let capabilities = capabilities.iter().map(ToString::to_string).collect();
+    let hello = Hello { version: wire::VERSION, capabilities, backend: "none".to_owned(), pid: 7, timeout_ms: 30_000 };
+    channel.send(&Message::Hello(hello), &[]).unwrap();
+}
+
+#[test]
+fn without_a_broker_nothing_has_failed_and_nothing_is_made() {
+    let meeting = Meeting::host();
+    let report = doctor(&meeting, &[]).end().code(0).json();
+    let finding = found(&report);
+    assert_eq!((&finding["status"], &finding["error"]), (&"skipped".into(), &Value::Null), "{finding}");
+    assert!(finding["meaning"].as_str().unwrap().contains("/vmmfd/broker.sock"), "{finding}");
+    assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+    // Also where another program's socket is in the folder already.
+    let runtime = Runtime::new();
+    fs::write(runtime.folder().join("vmmfd.sock"), "").unwrap();
+    assert_eq!(runtime.finding()["status"], "skipped");
+}
+
+#[test]
+fn a_broker_that_answers_is_named() {
+    let finding = Runtime::new().finding_with(|mut channel| {
+        hello(&mut channel, &["broker"]);
+        channel.finish(Duration::from_secs(5));
+    });
+    assert_eq!((&finding["status"], &finding["rule"]), (&"ok".into(), &Value::Null), "{finding}");
+    let pid = format!("pid {}.", std::process::id());
+    assert!(finding["meaning"].as_str().unwrap().ends_with(&pid), "{finding}");
+    assert!(finding["figures"]["answer_us"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn a_socket_that_no_process_listens_on_fails_and_does_no_harm_to_the_verdict() {
+    let runtime = Runtime::new();
+    drop(UnixListener::bind(runtime.socket()).unwrap());
+    assert_broken(&runtime.finding(), "stale", "broker-stale", "No process listens on ");
+    let report = runtime.doctor(&["--device", "0"]).end().code(0).json();
+    assert_eq!(found(&report)["status"], "failed");
+    assert!(runtime.socket().exists(), "it is not the doctor's to remove");
+}
+
+#[test]
+fn a_process_that_listens_and_does_not_answer_is_found_in_time() {
+    let runtime = Runtime::new();
+    let listener = runtime.listen();
+    let finding = runtime.finding();
+    assert_broken(&finding, "silent", "broker-silent", "does not answer within 2s");
+    // Where it has no room for another connection.
+    let mut connections = Vec::new();
+    let full = loop {
+        match connect(&runtime.socket(), Duration::ZERO, &Trust::default(), &Cancel::new().unwrap()) {
+            Ok(connection) => connections.push(connection),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(full, Error::Socket(SocketError::NotAccepted { .. })), "{full}");
+    assert_broken(&runtime.finding(), "silent", "broker-silent", "accepts no connection within 2s");
+    drop(listener);
+}
+
+#[test]
+fn a_socket_that_this_user_may_not_connect_to_is_told() {
+    let runtime = Runtime::new();
+    let _listener = runtime.listen();
+    let denied = [seccomp::rule(libc::SYS_connect, &[], libc::EACCES), vec![seccomp::ALLOW]].concat();
+    let (sender, receiver) = mpsc::channel();
+    seccomp::under(denied, move || sender.send(runtime.finding()).unwrap());
+    assert_broken(&receiver.recv().unwrap(), "denied", "broker-denied", "may not connect");
+}
+
+#[test]
+fn what_is_no_broker_is_told_from_one() {
+    let other = |finding: &Value, words: &str| assert_broken(finding, "other-program", "broker-other-program", words);
+    let runtime = Runtime::new();
+    let answers = "does not answer as a broker does";
+    // A producer.
+    other(&runtime.finding_with(|mut channel| hello(&mut channel, &["stream"])), answers);
+    // One that hangs up.
+    other(&runtime.finding_with(drop), answers);
+    // One that says something else.
+    let noise = |mut channel: Channel| {
+        let turn = wire::BufferNumber { buffer: 1 };
+        channel.send(&Message::Gone(turn), &[]).unwrap();
+        channel.finish(Duration::from_secs(5));
+    };
+    other(&runtime.finding_with(noise), answers);
+    let stream = UnixListener::bind(runtime.socket()).unwrap();
+    other(&runtime.finding(), "another type of socket");
+    drop(stream);
+    fs::remove_file(runtime.socket()).unwrap();
+    fs::write(runtime.socket(), "").unwrap();
+    other(&runtime.finding(), "is not a socket");
+}
+
+#[test]
+fn a_broker_that_refuses_is_told_in_its_words() {
+    let finding = Runtime::new().finding_with(|mut channel| {
+        let message = "3 connections are the most of uid 0".to_owned();
+        channel.send(&Message::Error(Failure { code: ErrorCode::Refused, message }), &[]).unwrap();
+        channel.finish(Duration::from_secs(5));
+    });
+    assert_broken(&finding, "refused", "broker-refused", "3 connections are the most of uid 0");
+}
+
+#[test]
+fn a_folder_that_others_may_write_in_is_not_trusted() {
+    let runtime = Runtime::new();
+    let _listener = runtime.listen();
+    fs::set_permissions(runtime.folder(), PermissionsExt::from_mode(0o777)).unwrap();
+    assert_broken(&runtime.finding(), "folder", "broker-folder", "others may write in it");
+    fs::set_permissions(runtime.folder(), PermissionsExt::from_mode(0o700)).unwrap();
+    let linked = Meeting::host();
+    symlink(runtime.folder(), linked.folder().join("vmmfd")).unwrap();
+    let finding = found(&doctor(&linked, &["--only", "broker"]).end().json());
+    assert_broken(&finding, "folder", "broker-folder", "symbolic link");
+}

@@ -1,0 +1,161 @@
+//! Memory that RDMA can reach: made so where the device supports it, and refused elsewhere.
+
+use vmmfd::{
+    Error, Result,
+    array::{ArrayDescriptor, ElementType, Order},
+    driver::{Access, Attribute, code},
+    error::DeviceError,
+    internals::Properties,
+    memory::{Allocation, ArrayHandle, Device, Placement, Region, Shared, Spec},
+};
+
+use crate::{
+    running::Meeting,
+    support::{EXPORTABLE, Kind, Subject, code},
+};
+
+const FOR_RDMA: Properties = Properties { gpu_direct_rdma: true, ..EXPORTABLE };
+
+cases! {
+    on crate::support::Subject; every backend: [
+    memory_for_rdma_has_the_flag_where_the_device_supports_it,
+    memory_of_the_host_is_refused_for_rdma,
+    a_failure_at_any_call_leaves_nothing,
+    ]
+}
+
+mod commands {
+    use crate::running::Meeting;
+
+    cases! {
+        on crate::running::Meeting; every backend: [
+        produce_makes_memory_for_rdma_or_says_that_it_can_not,
+        ]
+    }
+
+    fn produce_makes_memory_for_rdma_or_says_that_it_can_not(meeting: Meeting) {
+        super::produce_makes_memory_for_rdma_or_says_that_it_can_not(&meeting);
+    }
+}
+
+/// Whether the device claims it. Only a GPU of another machine may not.
+fn supported(subject: &Subject) -> bool {
+    subject.verbs.device_attribute(0, Attribute::GpuDirectRdma).unwrap() != 0
+}
+
+/// The feature that a device is said not to support.
+#[track_caller]
+fn lacking<T>(result: Result<T>) -> &'static str {
+    match result {
+        Err(Error::Device(DeviceError::Unsupported { feature, .. })) => feature,
+        Err(error) => panic!("another error: {error}"),
+        Ok(_) => panic!("no error"),
+    }
+}
+
+fn memory_for_rdma_has_the_flag_where_the_device_supports_it(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    if !supported(&subject) {
+        assert!(lacking(device.require_gpu_direct_rdma()).contains("gpuDirectRDMACapable"));
+        assert!(lacking(Allocation::create_gpu_direct_rdma(&device, unit)).contains("gpuDirectRDMACapable"));
+        assert!(lacking(Shared::create(&device, Spec::vmm(unit).gpu_direct_rdma())).contains("gpuDirectRDMACapable"));
+        if subject.kind == Kind::Host {
+            assert_eq!(code(subject.verbs.create(unit, &FOR_RDMA)), code::NOT_SUPPORTED);
+        }
+        return;
+    }
+    device.require_gpu_direct_rdma().unwrap();
+    for (wanted, properties) in [(true, FOR_RDMA), (false, EXPORTABLE)] {
+        let handle = subject.verbs.create(unit, &properties).unwrap();
+        assert_eq!(subject.verbs.properties(handle).unwrap().gpu_direct_rdma, wanted);
+        subject.verbs.release(handle).unwrap();
+    }
+    assert!(!Allocation::create(&device, 1).unwrap().properties().gpu_direct_rdma);
+    let allocation = Allocation::create_gpu_direct_rdma(&device, unit + 1).unwrap();
+    assert_eq!((allocation.properties(), allocation.size()), (FOR_RDMA, 2 * unit));
+    // An importer sees no flag that the maker did not ask for.
+    let import = |from: &Allocation| {
+        let fd = from.export().unwrap().try_clone_to_owned().unwrap();
+        Allocation::import(&device, fd, from.size()).unwrap()
+    };
+    assert!(!import(&Allocation::create(&device, 1).unwrap()).properties().gpu_direct_rdma);
+    drop(import(&allocation));
+    // All chunks of a buffer are made so, and it is shared as any.
+    subject.faulty.take_created();
+    let shared = Shared::create(&device, Spec::vmm(3 * unit).chunk(unit).gpu_direct_rdma()).unwrap();
+    assert_eq!(subject.faulty.take_created(), [FOR_RDMA; 3]);
+    shared.copy_in(unit - 2, b"seen").unwrap();
+    let bytes = ArrayDescriptor::new(ElementType::U8, [shared.size()], Order::C).unwrap();
+    let (handle, fds) = ArrayHandle::of(&shared, bytes).unwrap();
+    let array = handle.open(&subject.driver, None, fds, Access::ReadOnly).unwrap();
+    let mut seen = [0; 4];
+    array.memory().copy_out(unit - 2, &mut seen).unwrap();
+    assert_eq!(&seen, b"seen");
+}
+
+fn memory_of_the_host_is_refused_for_rdma(subject: Subject) {
+    let device = subject.device();
+    subject.faulty.take_verbs();
+    let spec = Spec::vmm(1).placement(Placement::Host).gpu_direct_rdma();
+    let feature = lacking(Shared::create(&device, spec));
+    let word = if subject.kind == Kind::Host { "RDMA" } else { "memory of the host" };
+    assert!(feature.contains(word), "{feature}");
+    assert!(!subject.faulty.take_verbs().contains(&"create"), "it was tried");
+}
+
+fn a_failure_at_any_call_leaves_nothing(subject: Subject) {
+    let device = subject.device();
+    if supported(&subject) {
+        let failed =
+            subject.fail_each_call(|| Shared::create(&device, Spec::vmm(3).chunk(1).gpu_direct_rdma()).map(drop));
+        assert!(failed.contains(&"properties"), "{failed:?}");
+    }
+}
+
+#[test]
+fn a_device_or_driver_that_does_not_support_it_is_an_error_and_no_fallback() {
+    for (setting, value, word) in [
+        // The device says no.
+        ("FAKECUDA_ATTRIBUTE", "110:0", "gpuDirectRDMACapable"),
+        // The driver makes it without.
+        ("FAKECUDA_RDMA", "0", "its driver made it without"),
+    ] {
+        let subject = Subject::fake();
+        subject.fake.as_ref().unwrap().set(setting, value);
+        let device = subject.device();
+        let create = |spec: vmmfd::memory::VmmSpec| Shared::create(&device, spec);
+        let feature = lacking(create(Spec::vmm(1).gpu_direct_rdma()));
+        assert!(feature.contains(word), "{feature}");
+        create(Spec::vmm(1)).unwrap();
+    }
+    // The driver refuses.
+    let subject = Subject::fake();
+    let device: Device = subject.device();
+    subject.fake.as_ref().unwrap().set("FAKECUDA_FAIL", "cuMemCreate:1:801");
+    assert_eq!(code(Shared::create(&device, Spec::vmm(1).gpu_direct_rdma())), code::NOT_SUPPORTED);
+    subject.fake.as_ref().unwrap().set("FAKECUDA_ATTRIBUTE", "110:0");
+    assert_eq!(
+        code(subject.verbs.create(subject.unit(), &FOR_RDMA)),
+        code::NOT_SUPPORTED,
+        "as the emulated driver does"
+    );
+}
+
+fn produce_makes_memory_for_rdma_or_says_that_it_can_not(meeting: &Meeting) {
+    let unsupported = |options: &[&str]| {
+        let report = meeting.producer(&[options, &["--rdma", "--json"]].concat()).end().code(3).json();
+        assert_eq!(report["error"]["kind"], "unsupported", "{options:?} {report}");
+        report["error"]["message"].as_str().unwrap().to_owned()
+    };
+    if meeting.backend() == "host" {
+        assert!(unsupported(&[]).contains("RDMA"));
+        return;
+    }
+    assert!(unsupported(&["--location", "host"]).contains("memory of the host"));
+    for mechanism in ["pool", "legacy"] {
+        assert!(unsupported(&["--mechanism", mechanism]).contains("not shared by vmm"));
+    }
+    let producer = meeting.listening(&["--rdma", "--chunk", "2MiB", "--size", "5MiB"]);
+    meeting.consumer(&[]).end().code(0);
+    producer.end().code(0);
+}
