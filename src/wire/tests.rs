@@ -1,6 +1,6 @@
 //! Each message as bytes and back, and what breaks the protocol.
 
-use super::{frame::MAX_REASON, *};
+use super::*;
 use crate::{
     array::{ArrayDescriptor, Order},
     driver::{Access, DeviceUuid},

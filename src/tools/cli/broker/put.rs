@@ -164,7 +164,7 @@ impl PutOptions {
         progress: &Progress,
     ) -> Result<(Shared, String)> {
         let size = source.size();
-        let spec: Spec = sharing(device, size, Mechanism::Vmm, Placement::Device, self.chunk)?;
+        let spec: Spec = sharing(device, size, Mechanism::Vmm, Placement::Device, self.chunk, false)?;
         // What is published is never written again: the kernel enforces it on the host backend.
         let memory = steps.time("create", || Shared::create(device, spec.sealed()))?;
         let digest = steps.time("load", || {
