@@ -56,6 +56,8 @@ pub use self::client::{
     Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
     PutPart,
 };
+#[cfg(feature = "tools")]
+pub(crate) use self::table::read as read_table;
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 pub use crate::wire::broker::{
     ArrayEntry, Attached, DeviceBytes, HeldLease, Lifetime, Maker, Owner, PartInfo, Published, ReportInfo, Summary,
