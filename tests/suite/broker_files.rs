@@ -51,8 +51,21 @@ fn descriptors(record: &Value) -> usize {
     record["descriptors"].as_u64().unwrap().try_into().unwrap()
 }
 
+/// The name of a kind.
+pub(crate) fn name_of(kind: u16) -> &'static str {
+    let names = "put send published get lease claimed list objects stat version who leases delete done refused release report stop";
+    match kind {
+        1 => "hello",
+        4 => "segments",
+        5 => "received",
+        7 => "busy",
+        8 => "error",
+        kind => names.split(' ').nth(usize::from(kind) - 32).unwrap(),
+    }
+}
+
 /// What of a body does not fit the schema of its kind.
-fn misfit(kind: &str, body: &Value) -> Option<String> {
+pub(crate) fn misfit(kind: &str, body: &Value) -> Option<String> {
     let schema = schema(kind);
     mismatch(&schema, &schema, body)
 }

@@ -9,6 +9,7 @@ mod broker_files;
 mod command_line;
 mod commands;
 mod conform;
+mod conform_broker;
 mod contract;
 mod conversation;
 mod cuda_library;
