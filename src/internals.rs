@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
+use std::{os::fd::BorrowedFd, sync::Arc};
 
-use crate::driver::Driver;
+use crate::driver::{Backend, Driver};
 pub use crate::driver::{
     bare::{Bare, Closing, Created, Opened, Opening},
     cuda::CudaDriver,
@@ -21,6 +21,17 @@ pub use crate::driver::{
 /// Copies of memory that others may access at the same time.
 pub mod copy {
     pub use crate::driver::copy::{read, write};
+}
+
+/// What the broker's server says of a descriptor that it received: whether it accepts it as such memory, and whether it takes it for
+/// a file whose close may block.
+pub fn inspect_descriptor(
+    fd: BorrowedFd<'_>,
+    backend: Backend,
+    size: u64,
+    emulated: bool,
+) -> (Result<(), String>, bool) {
+    crate::broker::inspect_and_classify(fd, backend, size, emulated)
 }
 
 /// A driver of these verbs.

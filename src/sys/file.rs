@@ -34,10 +34,47 @@ pub(crate) fn kcmp(a: BorrowedFd<'_>, b: BorrowedFd<'_>) -> io::Result<Ordering>
 }
 
 #[cfg(test)]
-mod tests {
-    use std::{fs::File, os::fd::AsFd};
+pub(crate) mod tests {
+    use std::{fs::File, os::fd::AsFd, panic, thread};
+
+    use nix::libc::sock_filter;
 
     use super::*;
+
+    /// Runs `test` in a thread for which a seccomp filter refuses kcmp(2) with `errno`.
+    pub(crate) fn without_kcmp(errno: libc::c_int, test: impl FnOnce() + Send + 'static) {
+        let statement = |code: u32, k: u32, jf| sock_filter { code: code as u16, jt: 0, jf, k };
+        let filtered = thread::spawn(move || {
+            // The number of the call is the first field of `seccomp_data`.
+            let program = [
+                statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+                statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, libc::SYS_kcmp as u32, 1),
+                statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | errno as u32, 0),
+                statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0),
+            ];
+            let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
+            // SAFETY: the filter and its program live until the call returns, and the kernel copies them. It is this thread's alone.
+            let installed = unsafe {
+                assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+                libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter)
+            };
+            assert_eq!(installed, 0, "{}", io::Error::last_os_error());
+            test();
+        });
+        if let Err(failure) = filtered.join() {
+            panic::resume_unwind(failure);
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_refuses_is_an_error() {
+        for errno in [libc::EPERM, libc::ENOSYS] {
+            without_kcmp(errno, move || {
+                let file = File::open("/dev/null").unwrap();
+                assert_eq!(kcmp(file.as_fd(), file.as_fd()).unwrap_err().raw_os_error(), Some(errno));
+            });
+        }
+    }
 
     fn files(count: usize) -> Vec<File> {
         (0..count).map(|_| File::open("/dev/null").unwrap()).collect()

@@ -5,6 +5,8 @@
 mod file;
 mod socket;
 
+#[cfg(test)]
+pub(crate) use self::file::tests::without_kcmp;
 pub(crate) use self::{
     file::kcmp,
     socket::{peer_groups, unread},

@@ -151,7 +151,7 @@ fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
         RefusalCode::Version => {
             "another process has replaced it: `vmmfd stat` shows its version, with which to try again"
         }
-        RefusalCode::Differs => "`vmmfd stat` shows its metadata and the digests of its parts",
+        RefusalCode::Differs => "`vmmfd stat` shows its sizes, metadata and digests",
         RefusalCode::Denied => {
             "its owner and the broker's user delete it; the --mode of its first put says who reads and replaces it"
         }

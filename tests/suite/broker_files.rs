@@ -93,9 +93,8 @@ fn golden_records_are_read_and_written_byte_for_byte() {
     let mut shown_records = Vec::<Vec<u8>>::new();
     for line in shown.lines().skip(1) {
         match line.split_once("     VMFD") {
-            Some((head, _)) => shown_records.push(
-                head.split_whitespace().map(|digits| u8::from_str_radix(digits, 16).unwrap()).collect(),
-            ),
+            Some((head, _)) => shown_records
+                .push(head.split_whitespace().map(|digits| u8::from_str_radix(digits, 16).unwrap()).collect()),
             None => shown_records.last_mut().unwrap().extend(line.bytes()),
         }
     }
@@ -209,7 +208,9 @@ fn the_page_has_every_code_and_whether_to_try_again() {
 #[test]
 fn no_number_of_a_rule_is_given_twice() {
     let numbers = |page: &'static str| {
-        page.split("\n\n").filter_map(|paragraph| paragraph.strip_prefix("**")?.split_once("** ")).map(|(number, _)| number)
+        page.split("\n\n")
+            .filter_map(|paragraph| paragraph.strip_prefix("**")?.split_once("** "))
+            .map(|(number, _)| number)
     };
     let both: Vec<&str> = numbers(PAGE).chain(numbers(PROTOCOL)).collect();
     let each: BTreeSet<&str> = both.iter().copied().collect();

@@ -19,7 +19,7 @@ use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, connect, liste
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use vmmfd::{
-    broker::{Client, ClaimOf, Get, Put, PutPart, Server, ServerConfig},
+    broker::{ClaimOf, Client, Get, Put, PutPart, Server, ServerConfig},
     channel::Cancel,
     driver::{Backend, Choice, GRANULARITY, open},
     memory::{Device, Selector, Shared, Spec},
@@ -109,7 +109,10 @@ impl Said {
 }
 
 /// Passes the connections at a new path on to a broker until `cancel` closes it, and what the broker says through `change`.
-fn between(serving: &Serving, pass: impl Fn(bool, Vec<u8>, Vec<OwnedFd>) -> Option<(Vec<u8>, Vec<OwnedFd>)> + Send + Sync + 'static) -> PathBuf {
+fn between(
+    serving: &Serving,
+    pass: impl Fn(bool, Vec<u8>, Vec<OwnedFd>) -> Option<(Vec<u8>, Vec<OwnedFd>)> + Send + Sync + 'static,
+) -> PathBuf {
     let (path, real, pass) = (serving.folder.path().join("between"), serving.path(), Arc::new(pass));
     let listener = seqpacket();
     bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
@@ -269,7 +272,9 @@ fn what_the_broker_and_its_client_say_fits_the_schemas() {
             (Client::connect(&path, &Config::default()).unwrap(), Client::connect(&path, &Config::default()).unwrap());
         let part = || PutPart::of("all", &memory).unwrap().digest("blake3:00");
         let claim = client.get_or_claim(&Get::new("a/b"), &ClaimOf::whole()).unwrap();
-        client.put(&Put::new("a/b").part(part()).metadata(metadata(3)).lifetime(vmmfd::broker::Lifetime::Maker)).unwrap();
+        client
+            .put(&Put::new("a/b").part(part()).metadata(metadata(3)).lifetime(vmmfd::broker::Lifetime::Maker))
+            .unwrap();
         drop(claim);
         let later = Put::new("a/b").part(part()).metadata(metadata(10_000)).condition(vmmfd::broker::Condition::Any);
         let first = client.get(&Get::new("a/b").expect(metadata(3))).unwrap();

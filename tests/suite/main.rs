@@ -5,6 +5,7 @@ mod cases;
 
 mod bench;
 mod broker;
+mod broker_commands;
 mod broker_files;
 mod command_line;
 mod commands;
@@ -23,6 +24,7 @@ mod doctor_rules;
 mod engines;
 mod examples;
 mod fakecuda;
+mod foreign_files;
 mod host_memory;
 mod identity;
 mod kernel_floor;

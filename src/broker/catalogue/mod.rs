@@ -13,6 +13,8 @@
 
 pub(in crate::broker) mod record;
 mod segment_id;
+#[cfg(test)]
+mod tests;
 
 use std::{
     fs::File,
@@ -51,6 +53,10 @@ pub(in crate::broker) enum CatalogueError {
     /// The descriptor is of something else, or of a log that was never finished.
     #[error("the descriptor is not of a catalogue: it begins with {found}, where \"VMMFDCAT\" belongs")]
     Foreign { found: String },
+
+    /// It has the magic, and no whole header.
+    #[error("the catalogue has {length} bytes, and its header alone has {HEADER}")]
+    Short { length: usize },
 
     /// The header was changed by something else.
     #[error("the catalogue's header has the checksum {found:#010x} where {want:#010x} belongs")]
@@ -278,12 +284,12 @@ fn header_checksum(header: &[u8; HEADER]) -> u32 {
 
 /// Checks a header, and returns the generation.
 fn read_header(bytes: &[u8]) -> Result<u64, CatalogueError> {
-    let header = match bytes.first_chunk::<HEADER>() {
-        Some(header) if header.starts_with(&MAGIC) => header,
-        _ => {
-            let start = &bytes[..bytes.len().min(MAGIC.len())];
-            return Err(CatalogueError::Foreign { found: format!("\"{}\"", start.escape_ascii()) });
-        }
+    if !bytes.starts_with(&MAGIC) {
+        let start = &bytes[..bytes.len().min(MAGIC.len())];
+        return Err(CatalogueError::Foreign { found: format!("\"{}\"", start.escape_ascii()) });
+    }
+    let Some(header) = bytes.first_chunk::<HEADER>() else {
+        return Err(CatalogueError::Short { length: bytes.len() });
     };
     let [.., f0, f1, f2, f3, c0, c1, c2, c3, g0, g1, g2, g3, g4, g5, g6, g7] = *header;
     let format = u32::from_le_bytes([f0, f1, f2, f3]);

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// A change. Written as a JSON object with one member, whose name is the kind of the change.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(in crate::broker) enum Record {
     /// A version became the current one of its name.
@@ -30,7 +30,7 @@ pub(in crate::broker) enum Record {
 }
 
 /// A published version.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Version {
     /// Unique among the versions of all names in this catalogue.
     pub(in crate::broker) key: u64,
@@ -55,7 +55,7 @@ pub(in crate::broker) struct Version {
 }
 
 /// One part of a version.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Part {
     pub(in crate::broker) name: String,
     pub(in crate::broker) memory: Memory,
@@ -73,7 +73,7 @@ pub(in crate::broker) struct Part {
 }
 
 /// JSON that is written here, or kept in a memfd where it is long.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(in crate::broker) enum Table {
     /// The JSON itself.

@@ -42,6 +42,8 @@ pub(super) struct Connection {
     pub(super) request: Request,
     /// When something must have happened: hello, the end of a wait.
     pub(super) deadline: Option<Instant>,
+    /// When its deadline is looked at next.
+    pub(super) looked_at: Option<Instant>,
     /// The leases that it holds.
     pub(super) leases: HashSet<Token>,
     /// The names that it put and that go with it.
@@ -119,6 +121,7 @@ impl Connection {
             greeted: false,
             request: Request::None,
             deadline: Some(deadline),
+            looked_at: None,
             leases: HashSet::new(),
             names: HashSet::new(),
             queue: VecDeque::new(),

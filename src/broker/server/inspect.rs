@@ -4,6 +4,9 @@
 //! answers fstat(2) or close(2) when it likes. So the seals are asked for first, which only shared memory has and no file system
 //! is asked about; then what the kernel remembers of the file (`AT_STATX_DONT_SYNC`), for which FUSE sends no request.
 
+#[cfg(test)]
+mod tests;
+
 use std::{io, os::fd::BorrowedFd};
 
 use nix::fcntl::{FcntlArg, fcntl};
@@ -35,13 +38,6 @@ pub(super) enum Unfit {
         /// `a pipe`, say.
         found: String,
     },
-
-    /// A table must not change any more.
-    #[error("the table's memory of {length} bytes is not sealed against writing (F_SEAL_WRITE)")]
-    Writable {
-        /// The claimed length, in bytes.
-        length: u64,
-    },
 }
 
 /// What a descriptor is, as far as closing it goes.
@@ -69,23 +65,10 @@ pub(super) fn inspect(fd: BorrowedFd<'_>, backend: Backend, size: u64, emulated:
     }
     match (backend, kind(fd)) {
         (Backend::Cuda, Kind::Device) => Ok(()),
-        (Backend::Cuda, Kind::Memory) if emulated => memory(fd, size).map(drop),
+        (Backend::Cuda, Kind::Memory) if emulated => memory(fd, size),
         (Backend::Cuda, Kind::Memory) => Err(Unfit::NotNvidia { found: "a memfd".to_owned() }),
         (Backend::Cuda, Kind::Foreign) => Err(Unfit::NotNvidia { found: describe(fd) }),
-        (Backend::Host, _) => memory(fd, size).map(drop),
-    }
-}
-
-/// Checks that a descriptor is a table: a memfd of exactly `length` bytes whose content is final. Does not block, and reads none of
-/// it.
-///
-/// # Errors
-/// As [`inspect`].
-pub(super) fn inspect_table(fd: BorrowedFd<'_>, length: u64) -> Result<(), Unfit> {
-    match length {
-        0 => Err(Unfit::Empty),
-        _ if memory(fd, length)? => Ok(()),
-        _ => Err(Unfit::Writable { length }),
+        (Backend::Host, _) => memory(fd, size),
     }
 }
 
@@ -98,6 +81,18 @@ pub(super) fn kind(fd: BorrowedFd<'_>) -> Kind {
         Ok(stat) if is_nvidia(&stat) && !by_path_alone(fd) => Kind::Device,
         _ => Kind::Foreign,
     }
+}
+
+/// [`inspect`], and whether [`kind`] is [`Kind::Foreign`], for the project's own tests.
+#[cfg(feature = "internals")]
+pub(crate) fn inspect_and_classify(
+    fd: BorrowedFd<'_>,
+    backend: Backend,
+    size: u64,
+    emulated: bool,
+) -> (Result<(), String>, bool) {
+    let result = inspect(fd, backend, size, emulated).map_err(|error| error.to_string());
+    (result, kind(fd) == Kind::Foreign)
 }
 
 /// What tells the inode of one descriptor from that of another: of shared memory, or of a device. Does not block.
@@ -116,12 +111,11 @@ pub(super) struct Inode {
     number: u64,
 }
 
-/// Whether it is sealed against writing.
-fn memory(fd: BorrowedFd<'_>, size: u64) -> Result<bool, Unfit> {
-    memfd::inspect(fd, size).map_err(|(_, error)| Unfit::Memory(error))
+fn memory(fd: BorrowedFd<'_>, size: u64) -> Result<(), Unfit> {
+    memfd::inspect(fd, size).map(drop).map_err(|(_, error)| Unfit::Memory(error))
 }
 
-/// What the kernel remembers of a file. Only what it always has is asked for: FUSE would ask its daemon for the time of birth.
+/// What the kernel remembers of a file, and of that only what it always has.
 fn remembered(fd: BorrowedFd<'_>) -> io::Result<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     Ok(statx(fd, c"", flags, StatxFlags::TYPE | StatxFlags::INO)?)

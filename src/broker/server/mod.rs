@@ -23,6 +23,8 @@ mod worker;
 
 use std::{os::fd::AsFd, path::Path, time::Duration};
 
+#[cfg(feature = "internals")]
+pub(crate) use self::inspect::inspect_and_classify;
 use self::reactor::Reactor;
 use crate::{
     channel::{Cancel, Listener},
@@ -124,8 +126,7 @@ impl Server {
     /// # Errors
     /// [`Error::System`] if the event loop fails.
     pub fn run(mut self) -> Result<ServerReport> {
-        self.reactor.run()?;
-        let (objects, versions, leases, bytes) = self.reactor.sums();
+        let (objects, versions, leases, bytes) = self.reactor.run()?;
         Ok(ServerReport { objects, versions, leases, bytes })
     }
 }

@@ -53,9 +53,9 @@ impl Upload {
         self.tables.into_iter().chain(self.segments.into_iter().map(|(_, fd)| fd)).collect()
     }
 
-    /// How many descriptors are still to come.
-    pub(super) fn missing(&self) -> usize {
-        self.total - self.segments.len()
+    /// How many descriptors it has when all have come.
+    pub(super) fn descriptors(&self) -> usize {
+        self.total + self.tables.len()
     }
 
     fn is_small(&self) -> bool {
@@ -317,8 +317,8 @@ impl Reactor {
                 let segments = fds.split_off(fds.len() - put.sizes.len());
                 let segments = put.sizes.iter().copied().zip(segments).collect::<Vec<_>>();
                 let upload = Upload { put, terms, total, tables: fds, segments };
+                self.uploading += upload.descriptors();
                 if upload.segments.len() < total {
-                    self.uploading += total - upload.segments.len();
                     self.set_request(id, Request::Upload(Box::new(upload)));
                     self.reply(id, &Message::Send(Send {}), Vec::new());
                 } else {
@@ -346,10 +346,9 @@ impl Reactor {
             return self.break_off(id, "segments came where no put waits for any");
         };
         let (first, have, more) = (segments.first, upload.segments.len(), segments.sizes.len());
-        self.uploading = self.uploading.saturating_sub(more.min(upload.total - have));
         if first != have as u64 || have + more > upload.total {
             let total = upload.total;
-            self.uploading = self.uploading.saturating_sub(total.saturating_sub(have + more));
+            self.uploading -= upload.descriptors();
             self.worker.reject(upload.into_fds().into_iter().chain(fds).collect());
             return self.break_off(
                 id,
@@ -369,16 +368,22 @@ impl Reactor {
 
     /// All segments of a put are there.
     fn uploaded(&mut self, id: ConnectionId, upload: Upload) {
-        let Some(connection) = self.connections.get_mut(&id) else { return self.worker.reject(upload.into_fds()) };
+        let descriptors = upload.descriptors();
+        let Some(connection) = self.connections.get_mut(&id) else {
+            self.uploading -= descriptors;
+            return self.worker.reject(upload.into_fds());
+        };
         let (maker, emulated) = (connection.caller.describe(), self.emulated);
         if upload.is_small() {
             let prepared = prepare(upload, &maker, emulated);
+            self.uploading -= descriptors;
             return self.prepared(id, prepared);
         }
         connection.request = Request::Worker;
         self.worker.run(move || {
             let prepared = prepare(upload, &maker, emulated);
             Some(Box::new(move |reactor: &mut Self| {
+                reactor.uploading -= descriptors;
                 reactor.set_request(id, Request::None);
                 reactor.prepared(id, prepared);
                 reactor.listen_again(id);
@@ -445,6 +450,8 @@ impl Reactor {
                 ))
             } else if draft.announced != announced {
                 Some((RefusalCode::Invalid, format!("others of group `{}` announced other parts", key.group)))
+            } else if (draft.terms.replace, draft.terms.if_version) != (terms.replace, terms.if_version) {
+                Some((RefusalCode::Invalid, format!("others of group `{}` replace another version", key.group)))
             } else if draft.terms.backend != terms.backend {
                 Some((RefusalCode::Invalid, format!("others of group `{}` put memory of another backend", key.group)))
             } else if metadata.is_some() && draft.metadata.is_some() {

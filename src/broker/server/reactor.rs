@@ -84,7 +84,7 @@ pub(super) struct Reactor {
     pub(super) claims: Claims,
     /// The connections whose gets wait for a name.
     pub(super) waiting: HashMap<String, HashSet<ConnectionId>>,
-    /// Descriptors that were admitted and have not come yet.
+    /// Descriptors of puts that were admitted and are not checked yet.
     pub(super) uploading: usize,
     last: ConnectionId,
     timers: BinaryHeap<Reverse<(Instant, Timer)>>,
@@ -135,7 +135,7 @@ impl Reactor {
     }
 
     /// Serves until it is cancelled.
-    pub(super) fn run(&mut self) -> Result<()> {
+    pub(super) fn run(&mut self) -> Result<(u64, u64, u64, u64)> {
         let mut events = Events::with_capacity(1024);
         while self.cancel.check().is_ok() {
             match self.poll.poll(&mut events, self.patience()) {
@@ -164,19 +164,16 @@ impl Reactor {
             self.serve();
             self.tidy();
         }
+        // Before the connections end, and their leases with them.
+        let sums = self.objects.sums();
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
             self.end(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs", "the broker stops");
         }
-        Ok(())
+        Ok(sums)
     }
 
     pub(super) fn timeout(&self) -> Duration {
         self.config.timeout
-    }
-
-    /// What is still held, for the last words: names, versions, leases, bytes.
-    pub(super) fn sums(&self) -> (u64, u64, u64, u64) {
-        self.objects.sums()
     }
 
     /// How long the loop may sleep.
@@ -232,8 +229,9 @@ impl Reactor {
         );
         watched.map_err(|error| Error::system("watch a connection", error))?;
         self.objects.users().add_connection(uid);
-        self.timer(self.config.timeout, Timer::Connection(id));
+        let deadline = connection.deadline;
         self.connections.insert(id, connection);
+        deadline.into_iter().for_each(|deadline| self.set_deadline(id, deadline));
         self.list(id);
         Ok(())
     }
@@ -260,7 +258,8 @@ impl Reactor {
 
     /// Refuses what would need more descriptors than this process may have.
     pub(super) fn require_descriptors(&self, more: usize) -> Result<(), BrokerError> {
-        let used = self.connections.len() + self.objects.descriptors() + self.uploading + self.held_back();
+        let kept = self.objects.descriptors() + self.worker.closing();
+        let used = self.connections.len() + kept + self.uploading + self.held_back();
         if used + more + SPARE <= self.limit {
             return Ok(());
         }
@@ -277,6 +276,16 @@ impl Reactor {
     /// Descriptors that came and are not published yet.
     fn held_back(&self) -> usize {
         self.drafts.values().map(Draft::descriptors).sum()
+    }
+
+    /// Whether descriptors may be sent on a connection: those before must have been read. Else it is ended, since the kernel counts
+    /// them against this process.
+    pub(super) fn has_read(&mut self, id: ConnectionId) -> bool {
+        let unread = self.connections.get_mut(&id).map_or(0, Connection::unread);
+        if unread > 0 {
+            self.break_off(id, "a request came before the descriptors of the reply before it were read");
+        }
+        unread == 0
     }
 
     /// Refuses to send more descriptors to a user whose processes have not read those before.
@@ -509,7 +518,7 @@ impl Reactor {
         self.objects.users().remove_connection(uid);
         match connection.request {
             Request::Upload(upload) => {
-                self.uploading = self.uploading.saturating_sub(upload.missing());
+                self.uploading -= upload.descriptors();
                 self.worker.reject(upload.into_fds());
             }
             Request::Parts(key) => self.withdraw(id, &key),
@@ -537,8 +546,11 @@ impl Reactor {
     }
 
     pub(super) fn set_deadline(&mut self, id: ConnectionId, deadline: Instant) {
-        if let Some(connection) = self.connections.get_mut(&id) {
-            connection.deadline = Some(deadline);
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.deadline = Some(deadline);
+        // One timer for each connection: a client may make requests with long waits as often as it likes.
+        if connection.looked_at.is_none_or(|at| at > deadline) {
+            connection.looked_at = Some(deadline);
             self.timers.push(Reverse((deadline, Timer::Connection(id))));
         }
     }
@@ -590,10 +602,12 @@ impl Reactor {
     /// The deadline of a connection may have passed.
     fn late(&mut self, id: ConnectionId, now: Instant) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        if connection.deadline.is_none_or(|deadline| deadline > now) {
-            return;
+        connection.looked_at = None;
+        match connection.deadline {
+            None => return,
+            Some(later) if later > now => return self.set_deadline(id, later),
+            Some(_) => connection.deadline = None,
         }
-        connection.deadline = None;
         if !connection.greeted {
             let message = format!("no hello came within {:?}", self.config.timeout);
             return self.end(id, ErrorCode::Timeout, &message, "it said no hello");

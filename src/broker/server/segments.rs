@@ -1,5 +1,8 @@
 //! The descriptors that the server keeps: each open file once, counted by references.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     cmp::Ordering,
     collections::{HashMap, hash_map::Entry},
@@ -11,13 +14,11 @@ use super::inspect::{Inode, inode};
 use crate::{broker::catalogue::SegmentId, sys};
 
 /// A descriptor that was not kept. It is the caller's to close.
-#[derive(Debug, thiserror::Error)]
-#[error("{reason}")]
+#[derive(Debug)]
 pub(super) struct NotKept {
     /// The descriptor that was to be added.
     pub(super) fd: OwnedFd,
     /// Why.
-    #[source]
     pub(super) reason: Reason,
 }
 
@@ -131,6 +132,7 @@ impl Segments {
     ///
     /// # Panics
     /// If it is not kept.
+    #[cfg(test)]
     pub(super) fn size(&self, id: SegmentId) -> u64 {
         self.segment(id).size
     }
@@ -139,6 +141,7 @@ impl Segments {
     ///
     /// # Panics
     /// If it is not kept.
+    #[cfg(test)]
     pub(super) fn retain(&mut self, id: SegmentId) {
         self.segment_mut(id).references += 1;
     }
@@ -173,6 +176,7 @@ impl Segments {
     }
 
     /// All of them, by number, with their sizes.
+    #[cfg(test)]
     pub(super) fn iter<'a>(&'a self) -> impl Iterator<Item = (SegmentId, BorrowedFd<'a>, u64)> {
         let kept = |(index, slot): (usize, &'a Option<Segment>)| {
             let segment = slot.as_ref()?;

@@ -15,6 +15,10 @@ use crate::{
 impl Reactor {
     /// A message has come.
     pub(super) fn message(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
+        // What is answered with descriptors.
+        if matches!(message, Message::Get(_) | Message::Stat(_) | Message::Received(_)) && !self.has_read(id) {
+            return;
+        }
         let Some(connection) = self.connections.get_mut(&id) else { return self.worker.reject(fds) };
         tracing::trace!(kind = message.name(), pid = connection.caller.pid, "received");
         let (greeted, busy) = (connection.greeted, connection.is_busy());

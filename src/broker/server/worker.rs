@@ -34,6 +34,7 @@ pub(super) struct Worker {
     outcomes: Receiver<Outcome>,
     foreign: Sender<OwnedFd>,
     stuck: Arc<AtomicUsize>,
+    closing: Arc<AtomicUsize>,
 }
 
 impl Worker {
@@ -65,7 +66,7 @@ impl Worker {
             }
         };
         thread::Builder::new().name("closer".to_owned()).spawn(close).map_err(failed)?;
-        Ok(Self { jobs, outcomes, foreign, stuck })
+        Ok(Self { jobs, outcomes, foreign, stuck, closing: Arc::default() })
     }
 
     /// Does something elsewhere, and then what it returns on the event loop.
@@ -82,11 +83,19 @@ impl Worker {
     /// Closes memory, whose last close takes as long as it is large.
     pub(super) fn close(&self, fds: Vec<OwnedFd>) {
         if !fds.is_empty() {
+            let (count, closing) = (fds.len(), Arc::clone(&self.closing));
+            closing.fetch_add(count, Ordering::Relaxed);
             self.run(move || {
                 drop(fds);
+                closing.fetch_sub(count, Ordering::Relaxed);
                 None
             });
         }
+    }
+
+    /// How many descriptors are not closed yet.
+    pub(super) fn closing(&self) -> usize {
+        self.closing.load(Ordering::Relaxed) + self.stuck.load(Ordering::Relaxed)
     }
 
     /// Closes what came from a peer and was not taken over. What is no memory goes where no other work waits for it.

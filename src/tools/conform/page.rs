@@ -1,8 +1,7 @@
 //! The numbered rules of the protocols' pages.
 
 /// The pages: that of handoffs and streams, and the broker's.
-const PAGES: [&str; 2] =
-    [include_str!("../../../docs/protocol.md"), include_str!("../../../docs/broker-protocol.md")];
+const PAGES: [&str; 2] = [include_str!("../../../docs/protocol.md"), include_str!("../../../docs/broker-protocol.md")];
 
 /// The rules of the pages, in their order: the number, and the text on one line.
 pub fn rules() -> Vec<(&'static str, String)> {

@@ -29,12 +29,8 @@ fn attached(text: &str) -> Attached {
 }
 
 fn put() -> Put {
-    let part = |name: &str, arrays| PutPart {
-        name: name.into(),
-        memory: memory(),
-        arrays,
-        digest: Some("blake3:00".into()),
-    };
+    let part =
+        |name: &str, arrays| PutPart { name: name.into(), memory: memory(), arrays, digest: Some("blake3:00".into()) };
     let entry = ArrayEntry {
         name: "w".into(),
         array: ArrayDescriptor::new("<f4".parse().unwrap(), vec![5, 7], Order::C).unwrap(),
@@ -472,11 +468,7 @@ fn what_is_longer_or_more_than_the_protocol_allows_is_refused_at_both_ends() {
         ("prefix of a who", MAX_NAME, Box::new(move |n| Message::Who(Who { prefix: name(n), after: None }))),
         ("name of a stat", MAX_NAME, Box::new(move |n| Message::Stat(Stat { name: name(n), version: None }))),
         ("name of a delete", MAX_NAME, Box::new(move |n| Message::Delete(Delete { name: name(n) }))),
-        (
-            "segments of one record",
-            MAX_FDS,
-            Box::new(|n| Message::Segments(Segments { first: 0, sizes: vec![1; n] })),
-        ),
+        ("segments of one record", MAX_FDS, Box::new(|n| Message::Segments(Segments { first: 0, sizes: vec![1; n] }))),
         (
             "capabilities",
             MAX_CAPABILITIES,
@@ -534,11 +526,7 @@ fn an_array_is_no_object_wherever_it_is() {
             &["", "/parts/0", "/parts/0/memory", "/parts/0/memory/device", "/lifetime"],
         ),
         (35, Message::Get(Box::new(get())), &["/objects/0", "/objects/0/range", "/claim"]),
-        (
-            36,
-            Message::Lease(Box::new(lease())),
-            &["/owner", "/parts/0", "/parts/0/memory", "/parts/0/runs/0"],
-        ),
+        (36, Message::Lease(Box::new(lease())), &["/owner", "/parts/0", "/parts/0/memory", "/parts/0/runs/0"]),
         (
             39,
             Message::Objects(Objects { objects: vec![summary()], more: false }),
@@ -621,7 +609,9 @@ fn tables_are_in_the_record_or_beside_it() {
     assert_eq!(read.metadata, Some(Table::Inline(attached(r#"{"a":[2.5],"b":1}"#))));
     assert!(decode(32, &body(json!({"length": 10})), fds + 1).is_ok());
     assert!(decode(32, &body(json!(null)), fds).is_ok());
-    for wrong in [json!({}), json!({"length": 1, "inline": {}}), json!({"length": -1}), json!({"beside": 1}), json!("x")] {
+    for wrong in
+        [json!({}), json!({"length": 1, "inline": {}}), json!({"length": -1}), json!({"beside": 1}), json!("x")]
+    {
         let decoded = decode(32, &body(wrong.clone()), fds);
         assert!(matches!(decoded, Err(ProtocolError::Body { .. })), "{wrong}: {decoded:?}");
     }
@@ -643,12 +633,14 @@ fn what_may_be_absent_may_be_null() {
         }
         body
     };
-    let all = ["/replace", "/if_version", "/announced", "/group", "/wait_ms", "/metadata", "/mode", "/lifetime", "/keep"];
+    let all =
+        ["/replace", "/if_version", "/announced", "/group", "/wait_ms", "/metadata", "/mode", "/lifetime", "/keep"];
     let all = [&all[..], &["/parts/0/arrays", "/parts/0/digest", "/parts/1/arrays"]].concat();
     let body = optional(&Message::Put(Box::new(put())), &all);
     let Ok(Message::Put(read)) = decode(32, &body, put().sizes.len()) else { panic!("{body}") };
     assert_eq!((read.replace, read.announced, read.lifetime), (false, Vec::new(), None));
-    let all = ["version", "newer_than", "parts", "range", "arrays", "expect", "digests"].map(|f| format!("/objects/0/{f}"));
+    let all =
+        ["version", "newer_than", "parts", "range", "arrays", "expect", "digests"].map(|f| format!("/objects/0/{f}"));
     let all: Vec<&str> = all.iter().map(String::as_str).chain(["/wait_ms", "/claim"]).collect();
     let body = optional(&Message::Get(Box::new(get())), &all);
     let Ok(Message::Get(read)) = decode(35, &body, 0) else { panic!("{body}") };

@@ -2,6 +2,7 @@
 
 mod fake;
 mod faulty;
+pub(crate) mod fuse;
 mod mapped;
 mod process;
 pub(crate) mod schema;

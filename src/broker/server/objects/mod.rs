@@ -66,6 +66,8 @@ struct Name {
     /// Since when no lease of any version is held.
     idle_since: Instant,
     leases: u64,
+    /// When it is looked at next, whether its time is over.
+    looked_at: Option<Instant>,
 }
 
 /// A version that is there.
@@ -296,7 +298,7 @@ impl Objects {
         let name = self.names.entry(terms.name.clone()).or_insert_with(|| {
             self.users.add_object(owner.uid);
             let (versions, idle_since) = (VecDeque::new(), Instant::now());
-            Name { owner, mode, lifetime, keep, versions, maker: None, idle_since, leases: 0 }
+            Name { owner, mode, lifetime, keep, versions, maker: None, idle_since, leases: 0, looked_at: None }
         });
         (name.lifetime, name.keep) = (lifetime, keep);
         name.versions.push_back(self.last_key);
@@ -518,7 +520,7 @@ impl Objects {
 
     /// Notes when a name is to be looked at again, if its lifetime may end.
     fn note_expiry(&mut self, name: &str) {
-        let Some(of) = self.names.get(name) else { return };
+        let Some(of) = self.names.get_mut(name) else { return };
         let at = match of.lifetime {
             Lifetime::Deleted => return,
             Lifetime::Idle { ms } if of.leases == 0 => of.idle_since.checked_add(Duration::from_millis(ms)),
@@ -526,12 +528,17 @@ impl Objects {
             Lifetime::Leased if of.maker.is_none() && of.leases == 0 => Some(of.idle_since),
             _ => None,
         };
-        self.expiries.extend(at.map(|at| (at, name.to_owned())));
+        // One timer for each name: leases of it may end as often as their holders like.
+        if let Some(at) = at.filter(|at| of.looked_at.is_none_or(|looked_at| looked_at > *at)) {
+            of.looked_at = Some(at);
+            self.expiries.push((at, name.to_owned()));
+        }
     }
 
     /// Takes a name away whose time is over.
     pub(super) fn expire(&mut self, name: &str, now: Instant) {
-        let Some(of) = self.names.get(name) else { return };
+        let Some(of) = self.names.get_mut(name) else { return };
+        of.looked_at = None;
         let over = match of.lifetime {
             Lifetime::Deleted => false,
             Lifetime::Idle { ms } => {
@@ -540,7 +547,9 @@ impl Objects {
             Lifetime::Maker => of.maker.is_none(),
             Lifetime::Leased => of.maker.is_none() && of.leases == 0,
         };
-        if over && let Err(error) = self.remove(name, "its lifetime is over") {
+        if !over {
+            self.note_expiry(name);
+        } else if let Err(error) = self.remove(name, "its lifetime is over") {
             tracing::error!(name, %error, "cannot take a name away");
         }
     }

@@ -131,7 +131,7 @@ fn table(objects: &[ObjectLine]) -> Table<8> {
         Column::right("UID").optional(),
         Column::right("VERSION"),
         Column::right("SIZE"),
-        Column::right("LEASES"),
+        Column::right("LEASES").optional(),
         Column::left("DEVICE").optional(),
         Column::right("AGE").optional(),
         Column::left("NAME"),

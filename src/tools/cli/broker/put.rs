@@ -16,7 +16,7 @@ use crate::{
     channel::Cancel,
     driver::{Backend, Choice},
     error::{BrokerError, Error, RefusalCode, Result},
-    memory::{Device, Mechanism, Placement, Region, Selector, Shared, Spec},
+    memory::{Device, Region, Selector, Shared, Spec},
     session::start,
     tools::{
         check::files::Source,
@@ -28,7 +28,6 @@ use crate::{
             output::{Progress, json_line},
             parse_size, raise_file_limit,
             report::Step,
-            sharing,
         },
         stamp,
         units::bytes,
@@ -97,6 +96,11 @@ pub(in super::super) struct PutOptions {
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
     chunk: Option<u64>,
 
+    /// Make it reachable by RDMA (gpuDirectRDMACapable). A GPU's own memory alone can be, where the device supports it, and never
+    /// on WSL2
+    #[arg(long, help_heading = "Sharing")]
+    rdma: bool,
+
     #[command(flatten)]
     meet: MeetBroker,
 
@@ -164,7 +168,8 @@ impl PutOptions {
         progress: &Progress,
     ) -> Result<(Shared, String)> {
         let size = source.size();
-        let spec: Spec = sharing(device, size, Mechanism::Vmm, Placement::Device, self.chunk, false)?;
+        let spec = self.chunk.map_or(Spec::vmm(size), |chunk| Spec::vmm(size).chunk(chunk));
+        let spec = if self.rdma { spec.gpu_direct_rdma() } else { spec };
         // What is published is never written again: the kernel enforces it on the host backend.
         let memory = steps.time("create", || Shared::create(device, spec.sealed()))?;
         let digest = steps.time("load", || {

@@ -184,7 +184,7 @@ fn render(report: &WhoReport, width: Option<usize>) -> String {
         let mut table = Table::new([
             Column::right("PID"),
             Column::right("UID").optional(),
-            Column::left("COMMAND"),
+            Column::left("COMMAND").optional(),
             Column::right("SIZE"),
             Column::right("SINCE").optional(),
             Column::right("VERSION"),

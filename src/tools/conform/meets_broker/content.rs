@@ -57,9 +57,17 @@ fn range(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     }
     for (offset, length) in [(0, 0), (size, 1), (u64::MAX, u64::MAX)] {
         broker.ask(GetObject { range: Some(ByteRange { offset, length }), ..named(&name) }, None)?;
-        broker.refused("G3", RefusalCode::Differs, &format!("a range of {length} bytes from {offset} on, of {size}"))?;
+        broker.refused(
+            "G3",
+            RefusalCode::Differs,
+            &format!("a range of {length} bytes from {offset} on, of {size}"),
+        )?;
     }
-    let both = GetObject { arrays: Some(vec!["x".to_owned()]), range: Some(ByteRange { offset: 0, length: 1 }), ..named(&name) };
+    let both = GetObject {
+        arrays: Some(vec!["x".to_owned()]),
+        range: Some(ByteRange { offset: 0, length: 1 }),
+        ..named(&name)
+    };
     broker.ask(both, None)?;
     broker.refused("G3", RefusalCode::Invalid, "a range and arrays")
 }
@@ -75,9 +83,7 @@ fn attached(value: &Value) -> Result<Attached, Fault> {
 fn arrays(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     let (mut broker, _) = Broker::greet(peer)?;
     let (memory, name) = (memory(scene, 3)?, fresh("arrays")?);
-    let entry = |name: &str, offset: u64| {
-        json!({"name": name, "array": {"dtype": "uint8", "shape": [16], "offset": offset}, "attributes": {"at": offset}})
-    };
+    let entry = |name: &str, offset: u64| json!({"name": name, "array": {"dtype": "uint8", "shape": [16], "offset": offset}, "attributes": {"at": offset}});
     let table = json!([entry("first", 0), entry("last", 2 * GRANULARITY), entry("across", GRANULARITY - 8)]);
     let mut put = put_of(&name, &memory);
     put.parts[0].arrays = inline(&table)?;
@@ -161,7 +167,8 @@ fn tables(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     let (mut broker, _) = Broker::greet(peer)?;
     let (memory, name) = (memory(scene, 2)?, fresh("tables")?);
     let metadata = json!({"text": "é".repeat(10_000)});
-    let entry = |at: u64| json!({"name": format!("array{at}"), "array": {"dtype": "uint8", "shape": [1], "offset": at}});
+    let entry =
+        |at: u64| json!({"name": format!("array{at}"), "array": {"dtype": "uint8", "shape": [1], "offset": at}});
     let arrays: Value = (0..1000).map(entry).collect();
     let texts = [metadata.to_string(), arrays.to_string()];
     let fds = [text_memfd(&texts[0], FINAL)?, text_memfd(&texts[1], FINAL)?];
@@ -211,8 +218,11 @@ fn bad_tables(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
         ("an array that is not inside", json!([entry("w", GRANULARITY + 1)])),
         ("two arrays of one name", json!([entry("w", 1), entry("w", 1)])),
         ("an array without a name", json!([entry("", 1)])),
-        ("attributes that are too long", json!([{"name": "w", "array": {"dtype": "uint8", "shape": [1]},
-            "attributes": {"x": "x".repeat(1024)}}])),
+        (
+            "attributes that are too long",
+            json!([{"name": "w", "array": {"dtype": "uint8", "shape": [1]},
+            "attributes": {"x": "x".repeat(1024)}}]),
+        ),
     ] {
         let mut put = put.clone();
         put.parts[0].arrays = inline(&arrays)?;

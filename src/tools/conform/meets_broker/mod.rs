@@ -263,7 +263,9 @@ fn second_request(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     match broker.hear()? {
         Heard::Message(message, _) => match *message {
             Message::Error(Failure { code: ErrorCode::Protocol, .. }) => broker.leaves("H5", "after its error"),
-            other => Fault::broken("B8", format!("sent {} where a second request came before the answer", other.name())),
+            other => {
+                Fault::broken("B8", format!("sent {} where a second request came before the answer", other.name()))
+            }
         },
         Heard::End => Fault::broken("B8", "hung up without an error at a second request"),
         Heard::Silence => Fault::broken("B8", "said nothing to a second request before the answer"),

@@ -78,7 +78,9 @@ pub(super) fn described(scene: &Scene<'_>, segments: u64, size: u64) -> Memory {
 
 /// What came is what was put, and the bytes are the pattern's.
 pub(super) fn check(scene: &Scene<'_>, leased: &Leased, put: &Put, part: usize) -> Result<(), Fault> {
-    let Some(of) = leased.header.parts.get(part) else { return Fault::broken("G3", "leased fewer parts than were asked for") };
+    let Some(of) = leased.header.parts.get(part) else {
+        return Fault::broken("G3", "leased fewer parts than were asked for");
+    };
     let same = put.parts.iter().find(|put| put.name == of.name);
     if leased.header.name != put.name || same.is_none_or(|put| put.memory != of.memory || put.digest != of.digest) {
         let what = format!("leased part `{}` of `{}` otherwise than it was put", of.name, leased.header.name);
@@ -291,4 +293,3 @@ fn half_a_put(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     maker.leaves("T2", "after the client had shut down writing")?;
     broker.absent("P4", &name, "whose put was cut")
 }
-

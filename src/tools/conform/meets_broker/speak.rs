@@ -155,7 +155,10 @@ impl<'a> Broker<'a> {
                     }
                     Message::Refused(refusal) => {
                         let code = refusal.code;
-                        return Fault::broken(rule, format!("{what}: expected error `{want}`, and was refused: `{code}`"));
+                        return Fault::broken(
+                            rule,
+                            format!("{what}: expected error `{want}`, and was refused: `{code}`"),
+                        );
                     }
                     _ if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
                         let found = format!("{what}: expected error `{want}`, and other records came without end");
@@ -218,7 +221,12 @@ impl<'a> Broker<'a> {
     }
 
     /// Sends a put, with all its segments.
-    pub(super) fn hand_over(&mut self, put: &Put, tables: &[BorrowedFd<'_>], all: &[BorrowedFd<'_>]) -> Result<(), Fault> {
+    pub(super) fn hand_over(
+        &mut self,
+        put: &Put,
+        tables: &[BorrowedFd<'_>],
+        all: &[BorrowedFd<'_>],
+    ) -> Result<(), Fault> {
         let sizes = put.sizes.clone();
         let first = all.len().min(MAX_FDS - tables.len());
         let put = Put { sizes: sizes[..first].to_vec(), ..put.clone() };
@@ -256,7 +264,9 @@ impl<'a> Broker<'a> {
                 });
                 match published.version > 0 && id.len() == 36 && hyphens {
                     true => Ok(published),
-                    false => Fault::broken("N2", format!("published version {} as `{}`", published.version, published.id)),
+                    false => {
+                        Fault::broken("N2", format!("published version {} as `{}`", published.version, published.id))
+                    }
                 }
             }
             (other, _) => Fault::broken("P4", format!("answered a put with {}", other.name())),

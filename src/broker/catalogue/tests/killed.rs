@@ -1,0 +1,130 @@
+//! Writers that the kernel kills after a byte of its choice: SIGXFSZ, by RLIMIT_FSIZE.
+
+use std::{
+    env,
+    io::Write,
+    os::{fd::AsFd, unix::process::ExitStatusExt},
+    process::{Command, Output, Stdio},
+};
+
+use nix::{
+    libc,
+    sys::{
+        resource::{getrlimit, setrlimit},
+        signal::{SigSet, Signal},
+    },
+};
+
+use super::*;
+
+/// The byte after which a child is killed; only a child has it.
+const BYTES: &str = "VMMFD_TEST_CATALOGUE_BYTES";
+
+/// Runs the calling test, `name`, again in a child that has the memfd as its standard input; there [`limit`] returns `bytes`.
+fn child(name: &str, memfd: BorrowedFd<'_>, bytes: u64) -> Output {
+    let (_, module) = module_path!().split_once("::").unwrap();
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args([&format!("{module}::{name}"), "--exact", "--nocapture"]).env(BYTES, bytes.to_string());
+    command.stdin(memfd.try_clone_to_owned().unwrap()).stdout(Stdio::null()).output().unwrap()
+}
+
+/// In a child, the byte after which it is to be killed.
+fn limit() -> Option<u64> {
+    env::var(BYTES).ok().map(|bytes| bytes.parse().unwrap())
+}
+
+/// From now on the kernel kills this process where it writes beyond so many bytes of a file.
+fn be_killed_after(bytes: u64) {
+    setrlimit(Resource::RLIMIT_CORE, 0, 0).unwrap();
+    let hard = getrlimit(Resource::RLIMIT_FSIZE).unwrap().1;
+    setrlimit(Resource::RLIMIT_FSIZE, bytes, hard).unwrap();
+}
+
+fn stdin() -> OwnedFd {
+    io::stdin().as_fd().try_clone_to_owned().unwrap()
+}
+
+fn records() -> Vec<Record> {
+    let short = Version { metadata: None, parts: Vec::new(), ..version(1) };
+    vec![lease(1), Record::Published(Box::new(short)), Record::Ended { token: token(1) }, Record::Dropped { key: 1 }]
+}
+
+#[test]
+fn a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_half_one() {
+    const NAME: &str = "a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_half_one";
+    if let Some(bytes) = limit() {
+        let mut catalogue = Catalogue::open(stdin()).unwrap().0;
+        be_killed_after(bytes);
+        for record in records() {
+            catalogue.append(&record).unwrap();
+            io::stderr().write_all(b"+").unwrap();
+        }
+        return;
+    }
+    let end = log(&records()).length();
+    let mut torn = 0;
+    for bytes in HEADER as u64..=end {
+        let catalogue = Catalogue::create().unwrap();
+        let child = child(NAME, catalogue.as_fd(), bytes);
+        let killed = if bytes < end { Some(libc::SIGXFSZ) } else { None };
+        assert_eq!(child.status.signal(), killed, "of {bytes} bytes: {child:?}");
+        assert!(child.stderr.iter().all(|&byte| byte == b'+'), "{child:?}");
+        let acknowledged = child.stderr.len();
+
+        assert_eq!(bytes_of(catalogue.as_fd()).len() as u64, bytes, "it was killed elsewhere");
+        let fd = catalogue.as_fd().try_clone_to_owned().unwrap();
+        let (mut again, found) = Catalogue::open(fd).unwrap();
+        torn += u32::from(again.length() < bytes);
+        assert!(found == records()[..acknowledged], "after {bytes} bytes: {acknowledged} of {found:?}");
+        again.append(&lease(2)).unwrap();
+        assert_eq!(read(again.as_fd()), [&records()[..acknowledged], &[lease(2)]].concat());
+    }
+    // All but the ends of the four records, and the header's.
+    assert_eq!(u64::from(torn), end - HEADER as u64 + 1 - 5);
+}
+
+#[test]
+fn a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_whole() {
+    const NAME: &str = "a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_whole";
+    if let Some(bytes) = limit() {
+        be_killed_after(bytes);
+        Catalogue::write(stdin().into(), 2, u64::MAX, records()).unwrap();
+        return;
+    }
+    let end = log(&records()).length();
+    for bytes in 0..=end {
+        let memfd = memfd_of(&[]);
+        let child = child(NAME, memfd.as_fd(), bytes);
+        let opened = Catalogue::open(memfd);
+        if bytes < end {
+            assert_eq!(child.status.signal(), Some(libc::SIGXFSZ), "of {bytes} bytes: {child:?}");
+            assert!(matches!(opened, Err(CatalogueError::Foreign { .. })), "after {bytes} bytes: {opened:?}");
+        } else {
+            assert!(child.status.success(), "{child:?}");
+            assert_eq!(opened.unwrap().1, records());
+        }
+    }
+}
+
+#[test]
+fn after_a_write_that_failed_in_the_middle_the_log_is_as_before_and_appending_goes_on() {
+    const NAME: &str = "after_a_write_that_failed_in_the_middle_the_log_is_as_before_and_appending_goes_on";
+    if let Some(bytes) = limit() {
+        // EFBIG in place of the signal's end.
+        let blocked = SigSet::from_iter([Signal::SIGXFSZ]);
+        blocked.thread_block().unwrap();
+        let mut catalogue = Catalogue::open(stdin()).unwrap().0;
+        be_killed_after(bytes);
+        catalogue.append(&lease(1)).unwrap();
+        let before = bytes_of(catalogue.as_fd());
+        let error = catalogue.append(&Record::Published(Box::new(version(1)))).unwrap_err();
+        assert!(matches!(error, CatalogueError::System { action: "write", .. }), "{error:?}");
+        assert_eq!(bytes_of(catalogue.as_fd()), before);
+        catalogue.append(&Record::Dropped { key: 1 }).unwrap();
+        return;
+    }
+    let catalogue = Catalogue::create().unwrap();
+    let child = child(NAME, catalogue.as_fd(), 500);
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
+    assert_eq!(read(catalogue.as_fd()), [lease(1), Record::Dropped { key: 1 }]);
+}

@@ -1,0 +1,261 @@
+mod damaged;
+mod killed;
+
+use serde::Serialize;
+use serde_json::json;
+
+use super::{
+    record::{Lease, Part, Report, Table, Version},
+    *,
+};
+use crate::{
+    driver::{Backend, DeviceUuid},
+    wire::{
+        Device, Location, Mechanism, Memory,
+        broker::{Attached, Lifetime, Maker, Owner, Token},
+    },
+};
+
+/// JSON as a client may write it, which is carried as it came.
+const SPACED: &str = "[ {\"name\":\n\t\"w\\u00e9\", \"shape\": [2, 3.10e0]} ]";
+
+fn inline(value: &impl Serialize) -> Table {
+    Table::Inline(Attached::of(value).unwrap())
+}
+
+fn version(key: u64) -> Version {
+    let memory = Memory {
+        mechanism: Mechanism::Vmm,
+        device: Device { uuid: DeviceUuid::from_bytes([7; 16]), name: "a device".to_owned() },
+        location: Location::Device,
+        size: 3 << 20,
+        mapped_size: 4 << 20,
+        segments: 2,
+        pool: None,
+        pointer: None,
+        offset: 0,
+        immutable: true,
+    };
+    let segment = |index| SegmentId::at(index).unwrap();
+    let part = |name: &str, arrays| Part {
+        name: name.to_owned(),
+        memory: memory.clone(),
+        arrays,
+        array_count: 1,
+        maker: Maker { pid: 42, uid: 1000, command: Some("python \"é\"\n".to_owned()) },
+        digest: Some("blake3:00".to_owned()),
+        segments: vec![(segment(0), 2 << 20), (segment(35), 2 << 20)],
+    };
+    Version {
+        key,
+        name: "models/llama".to_owned(),
+        version: 3,
+        id: "67e55044-10b1-426f-9247-bb680e5fe0c8".to_owned(),
+        created_ms: 1_700_000_000_000,
+        owner: Owner { uid: 1000, gid: 100 },
+        mode: 0o640,
+        lifetime: Lifetime::Idle { ms: 60_000 },
+        keep: 2,
+        backend: Backend::Cuda,
+        metadata: Some(inline(&json!({"engine": "x", "layers": [1, 2.5, null], "nested": {"a": true}}))),
+        parts: vec![
+            part("rank0", Some(Table::Inline(Attached::from_text(SPACED.to_owned()).unwrap()))),
+            part("rank1", Some(Table::Kept { segment: segment(1_000_000), length: 700_000 })),
+            part("rank2", None),
+        ],
+    }
+}
+
+fn token(byte: u8) -> Token {
+    Token([byte; 16])
+}
+
+fn lease(byte: u8) -> Record {
+    Record::Leased(Lease { token: token(byte), key: 1, uid: 1000, pid: 7, since_ms: 1, size: 4 << 20 })
+}
+
+/// One record of each kind, and a version as short as can be.
+fn each_kind() -> Vec<Record> {
+    let bare = Version { metadata: None, parts: Vec::new(), lifetime: Lifetime::Maker, ..version(u64::MAX) };
+    vec![
+        Record::Published(Box::new(version(1))),
+        lease(0xA5),
+        Record::Reported(Report {
+            key: 1,
+            reader: Maker { pid: 7, uid: 1000, command: None },
+            at_ms: 5,
+            message: "another size".to_owned(),
+        }),
+        Record::Ended { token: token(0xA5) },
+        Record::Published(Box::new(bare)),
+        Record::Deleted { name: "models/llama".to_owned() },
+        Record::Dropped { key: 1 },
+    ]
+}
+
+/// A log of these records.
+fn log(records: &[Record]) -> Catalogue {
+    let mut catalogue = Catalogue::create().unwrap();
+    for record in records {
+        catalogue.append(record).unwrap();
+    }
+    catalogue
+}
+
+fn bytes_of(log: BorrowedFd<'_>) -> Vec<u8> {
+    let file = File::from(log.try_clone_to_owned().unwrap());
+    let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+fn memfd_of(bytes: &[u8]) -> OwnedFd {
+    let file = File::from(memfd::empty(c"test").unwrap());
+    file.write_all_at(bytes, 0).unwrap();
+    file.into()
+}
+
+/// What another process would read.
+fn read(log: BorrowedFd<'_>) -> Vec<Record> {
+    Catalogue::open(log.try_clone_to_owned().unwrap()).unwrap().1
+}
+
+/// A record's bytes, of any payload.
+fn framed(payload: &[u8]) -> Vec<u8> {
+    let length = (payload.len() as u32).to_le_bytes();
+    [&length[..], &checksum(&length, payload).to_le_bytes(), payload].concat()
+}
+
+/// The error of opening these bytes as a log.
+fn refusal(bytes: &[u8]) -> CatalogueError {
+    let fd = memfd_of(bytes);
+    let kept = fd.try_clone().unwrap();
+    let error = Catalogue::open(fd).unwrap_err();
+    assert_eq!(bytes_of(kept.as_fd()), bytes, "it was changed");
+    error
+}
+
+#[test]
+fn what_was_appended_is_read_in_its_order() {
+    let catalogue = log(&each_kind());
+    let (again, records) = Catalogue::open(catalogue.as_fd().try_clone_to_owned().unwrap()).unwrap();
+    assert_eq!(records, each_kind());
+    assert_eq!((again.length(), again.generation()), (catalogue.length(), 1));
+    assert_eq!(again.length(), bytes_of(again.as_fd()).len() as u64);
+    assert!(read(Catalogue::create().unwrap().as_fd()).is_empty());
+}
+
+#[test]
+fn records_are_json_in_the_documented_words() {
+    let catalogue = log(&[Record::Ended { token: token(0xA5) }, Record::Deleted { name: "models/llama".to_owned() }]);
+    let ended = br#"{"ended":{"token":"a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5"}}"#;
+    let deleted = br#"{"deleted":{"name":"models/llama"}}"#;
+    let header = header(1);
+    assert_eq!(header[..12], *b"VMMFDCAT\x01\0\0\0");
+    assert_eq!(header[16..], 1u64.to_le_bytes());
+    assert_eq!(bytes_of(catalogue.as_fd()), [&header[..], &framed(ended), &framed(deleted)].concat());
+}
+
+#[test]
+fn fields_that_a_later_build_adds_are_ignored() {
+    let log = [&header(5)[..], &framed(br#"{"dropped":{"key":3,"later":[1,{}]}}"#)].concat();
+    let (catalogue, records) = Catalogue::open(memfd_of(&log)).unwrap();
+    assert_eq!(records, [Record::Dropped { key: 3 }]);
+    assert_eq!(catalogue.generation(), 5);
+}
+
+#[test]
+fn a_log_that_this_build_cannot_read_is_refused_and_left_as_it_is() {
+    let mut newer = header(1);
+    newer[8] = 2;
+    // Its checksum may be another one: the format is looked at first.
+    let error = refusal(&newer);
+    assert_eq!(error.to_string(), "the catalogue has format 2, and this build reads only format 1");
+    let unknown = [&header(1)[..], &framed(br#"{"dropped":{"key":3}}"#), &framed(br#"{"later":{}}"#), b"torn"].concat();
+    let error = refusal(&unknown);
+    assert!(matches!(error, CatalogueError::Record { offset: 53, .. }), "{error:?}");
+    assert_eq!(error.to_string(), "the catalogue's record at byte 53 can't be understood");
+}
+
+#[test]
+fn what_is_no_catalogue_is_refused() {
+    for (bytes, found) in [
+        (&b""[..], r#""""#),
+        (b"VMMFDCA", r#""VMMFDCA""#),
+        (&[0; 100], r#""\x00\x00\x00\x00\x00\x00\x00\x00""#),
+        (b"!/bin/sh\necho a script of more than a header", r#""!/bin/sh""#),
+    ] {
+        let error = refusal(bytes);
+        let want = format!(r#"the descriptor is not of a catalogue: it begins with {found}, where "VMMFDCAT" belongs"#);
+        assert_eq!(error.to_string(), want);
+    }
+    let want = "the catalogue has 12 bytes, and its header alone has 24";
+    assert_eq!(refusal(b"VMMFDCAT\x01\0\0\0").to_string(), want);
+}
+
+#[test]
+fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_one_stays_whole() {
+    let mut catalogue = log(&each_kind());
+    // More than is written at once, and records longer than that.
+    let long = |key| {
+        let metadata = Some(inline(&"x".repeat(CHUNK / 3 * key as usize)));
+        Record::Published(Box::new(Version { metadata, ..version(key) }))
+    };
+    let live: Vec<Record> = (0..8).map(long).collect();
+    let old = catalogue.compact(live.clone()).unwrap();
+    assert_eq!(read(old.as_fd()), each_kind());
+    assert_eq!(read(catalogue.as_fd()), live);
+    assert_eq!(catalogue.generation(), 2);
+    catalogue.append(&lease(1)).unwrap();
+    let (mut catalogue, records) = Catalogue::open(catalogue.as_fd().try_clone_to_owned().unwrap()).unwrap();
+    assert_eq!(records, [live, vec![lease(1)]].concat());
+    catalogue.compact([]).unwrap();
+    assert_eq!((catalogue.generation(), read(catalogue.as_fd())), (3, vec![]));
+}
+
+#[test]
+fn a_log_that_cannot_be_written_anew_is_still_the_one() {
+    let mut catalogue = log(&[lease(1)]);
+    catalogue.limit = catalogue.length();
+    let error = catalogue.compact([lease(1), lease(2)]).unwrap_err();
+    assert!(matches!(error, CatalogueError::Limit { .. }), "{error:?}");
+    assert_eq!((catalogue.generation(), read(catalogue.as_fd())), (1, vec![lease(1)]));
+}
+
+#[test]
+fn nothing_is_written_beyond_the_limit_of_this_process() {
+    let mut catalogue = log(&[lease(1)]);
+    let needed = catalogue.length() + framed(br#"{"dropped":{"key":3}}"#).len() as u64;
+    catalogue.limit = needed - 1;
+    let error = catalogue.append(&Record::Dropped { key: 3 }).unwrap_err();
+    let want = format!(
+        "the catalogue would have {needed} bytes, and this process may write files of {} bytes (RLIMIT_FSIZE)",
+        needed - 1
+    );
+    assert_eq!(error.to_string(), want);
+    assert_eq!(read(catalogue.as_fd()), [lease(1)]);
+    catalogue.limit = needed;
+    catalogue.append(&Record::Dropped { key: 3 }).unwrap();
+    assert_eq!(read(catalogue.as_fd()), [lease(1), Record::Dropped { key: 3 }]);
+}
+
+#[test]
+fn a_log_grows_to_twice_what_lives_and_no_further() {
+    let live = |key| {
+        let metadata = Some(inline(&"x".repeat(1 << 20)));
+        Record::Published(Box::new(Version { metadata, ..version(key) }))
+    };
+    let (mut catalogue, mut written) = (Catalogue::create().unwrap(), 0);
+    assert!(!catalogue.should_compact());
+    // Each replaces the one before: one lives.
+    for key in 0..40 {
+        catalogue.append(&live(key)).unwrap();
+        if catalogue.should_compact() {
+            catalogue.compact([live(key)]).unwrap();
+            written += 1;
+            assert!(!catalogue.should_compact());
+        }
+        assert!(catalogue.length() < (2 << 20) + SLACK + (1 << 20), "{}", catalogue.length());
+    }
+    assert!((5..=10).contains(&written), "{written}");
+}

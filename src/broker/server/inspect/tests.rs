@@ -1,0 +1,124 @@
+use std::{
+    fs::{self, File},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+};
+
+use nix::{
+    fcntl::{FallocateFlags, OFlag, SealFlag, fallocate, open},
+    sys::{
+        eventfd::EventFd,
+        stat::{Mode, SFlag, makedev, mknod},
+    },
+    unistd::{geteuid, pipe},
+};
+
+use super::*;
+
+/// Two pages, also where a page has 64 KiB.
+const SIZE: u64 = 128 << 10;
+
+/// Shared memory of `SIZE` bytes, committed up to `committed`, with these seals.
+fn memory(committed: u64, seals: SealFlag) -> OwnedFd {
+    let file = File::from(memfd::empty(c"test").unwrap());
+    fallocate(file.as_fd(), FallocateFlags::empty(), 0, committed as i64).unwrap();
+    file.set_len(SIZE).unwrap();
+    fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+    file.into()
+}
+
+fn good() -> OwnedFd {
+    memory(SIZE, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL)
+}
+
+fn by_path(path: &str) -> OwnedFd {
+    open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()).unwrap()
+}
+
+/// Everything that is no memory, and what it is called.
+fn others() -> Vec<(OwnedFd, &'static str)> {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(SIZE).unwrap();
+    vec![
+        (file.into(), "a regular file"),
+        (File::open("/").unwrap().into(), "a folder"),
+        (pipe().unwrap().0, "a pipe"),
+        (UnixStream::pair().unwrap().0.into(), "a socket"),
+        (File::open("/dev/null").unwrap().into(), "the character device 1:3"),
+        (EventFd::new().unwrap().into(), "a file without a type, such as an eventfd"),
+        (by_path("/dev/null"), "a path (O_PATH)"),
+    ]
+}
+
+#[test]
+fn host_memory_is_accepted_as_the_host_backend_demands_it() {
+    let fit = |fd: &OwnedFd, size| inspect(fd.as_fd(), Backend::Host, size, false).map_err(|error| error.to_string());
+    let final_seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
+    assert_eq!(fit(&good(), SIZE), Ok(()));
+    assert_eq!(fit(&memory(SIZE, final_seals | SealFlag::F_SEAL_WRITE), SIZE), Ok(()));
+    let refused = |fd: &OwnedFd, size, reason: &str| assert_eq!(fit(fd, size), Err(reason.to_owned()));
+    refused(&good(), SIZE + 1, "the memory has 131072 bytes where 131073 were claimed");
+    refused(&good(), SIZE - 1, "the memory has 131072 bytes where 131071 were claimed");
+    refused(&good(), 0, "0 bytes are claimed: memory has at least 1");
+    let shrinks = "the memory is not sealed against shrinking: its owner could take it away under this process";
+    refused(&memory(SIZE, SealFlag::F_SEAL_SEAL), SIZE, shrinks);
+    let open = "the memory's seals are not final (F_SEAL_SEAL): one that is added later could make mapping it fail";
+    refused(&memory(SIZE, SealFlag::F_SEAL_SHRINK), SIZE, open);
+    let missing = "65536 of the memory's 131072 bytes are not committed: call fallocate";
+    refused(&memory(SIZE / 2, final_seals), SIZE, missing);
+    for (other, _) in others() {
+        refused(&other, SIZE, "the descriptor is not of a memfd");
+    }
+}
+
+#[test]
+fn what_is_no_device_of_nvidia_is_refused_as_memory_of_a_gpu() {
+    let refused = |fd: &OwnedFd, emulated, what: &str| {
+        let want = format!(
+            "the descriptor is of {what}, where a GPU's memory is a character device of NVIDIA's (major number 195)"
+        );
+        assert_eq!(inspect(fd.as_fd(), Backend::Cuda, SIZE, emulated).unwrap_err().to_string(), want);
+    };
+    for (other, what) in others() {
+        refused(&other, false, what);
+        refused(&other, true, what);
+    }
+    refused(&good(), false, "a memfd");
+    let empty = inspect(good().as_fd(), Backend::Cuda, 0, true).unwrap_err();
+    assert!(matches!(empty, Unfit::Empty), "{empty:?}");
+}
+
+#[test]
+fn emulated_memory_of_a_gpu_is_a_memfd_as_the_host_backend_demands_it() {
+    let fit = |fd: &OwnedFd| inspect(fd.as_fd(), Backend::Cuda, SIZE, true);
+    assert!(fit(&good()).is_ok());
+    let error = fit(&memory(SIZE, SealFlag::F_SEAL_SHRINK)).unwrap_err();
+    assert!(matches!(error, Unfit::Memory(_)), "{error:?}");
+}
+
+#[test]
+fn of_these_shared_memory_alone_is_closed_without_a_wait() {
+    assert_eq!(kind(good().as_fd()), Kind::Memory);
+    assert_eq!(kind(memory(SIZE / 2, SealFlag::empty()).as_fd()), Kind::Memory);
+    for (other, what) in others() {
+        assert_eq!(kind(other.as_fd()), Kind::Foreign, "{what}");
+    }
+}
+
+#[test]
+fn a_device_that_was_opened_by_its_path_alone_is_none() {
+    if !geteuid().is_root() {
+        // Only root makes device nodes. What such a descriptor of another device is called is tested above for each user.
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let node = folder.path().join("nvidiactl");
+    mknod(&node, SFlag::S_IFCHR, Mode::from_bits_retain(0o600), makedev(195, 255)).unwrap();
+    let fd = by_path(node.to_str().unwrap());
+    assert!(is_nvidia(&remembered(fd.as_fd()).unwrap()));
+    assert_eq!(kind(fd.as_fd()), Kind::Foreign);
+    assert!(inspect(fd.as_fd(), Backend::Cuda, SIZE, true).is_err());
+    fs::remove_file(node).unwrap();
+}

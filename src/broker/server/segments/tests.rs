@@ -1,0 +1,169 @@
+use std::{
+    fs::{File, OpenOptions},
+    os::fd::AsRawFd,
+};
+
+use nix::libc;
+
+use super::*;
+use crate::{driver::host::memfd, sys::without_kcmp};
+
+/// Of one inode, as those of GPUs' memory are.
+fn devices(count: usize) -> Vec<OwnedFd> {
+    (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()
+}
+
+fn memory() -> OwnedFd {
+    memfd::empty(c"test").unwrap()
+}
+
+fn duplicate(fd: &OwnedFd) -> OwnedFd {
+    fd.try_clone().unwrap()
+}
+
+fn same(a: BorrowedFd<'_>, b: &OwnedFd) -> bool {
+    sys::kcmp(a, b.as_fd()).unwrap().is_eq()
+}
+
+#[test]
+fn a_descriptor_that_comes_again_is_the_same_segment_and_its_duplicate_goes_back() {
+    for fd in [memory(), devices(1).remove(0)] {
+        let mut segments = Segments::default();
+        let (id, back) = segments.add(duplicate(&fd), 100).unwrap();
+        assert!(back.is_none());
+        let first = segments.get(id).as_raw_fd();
+        for _ in 0..3 {
+            let added = duplicate(&fd);
+            let number = added.as_raw_fd();
+            let (again, back) = segments.add(added, 100).unwrap();
+            assert_eq!((again, back.unwrap().as_raw_fd()), (id, number));
+        }
+        assert_eq!((segments.len(), segments.size(id), segments.get(id).as_raw_fd()), (1, 100, first));
+        assert!(same(segments.get(id), &fd));
+        // Four were added.
+        for _ in 0..3 {
+            assert!(segments.release(id).is_none());
+        }
+        assert_eq!(segments.release(id).unwrap().as_raw_fd(), first);
+        assert_eq!(segments.len(), 0);
+    }
+}
+
+#[test]
+fn another_reference_keeps_a_segment_as_another_descriptor_does() {
+    let mut segments = Segments::default();
+    let (id, _) = segments.add(memory(), 1).unwrap();
+    segments.retain(id);
+    assert!(segments.release(id).is_none());
+    assert!(segments.release(id).is_some());
+}
+
+#[test]
+fn each_of_many_open_files_of_one_inode_is_found_again_while_others_come_and_go() {
+    let files = devices(300);
+    let mut segments = Segments::default();
+    let mut ids = Vec::new();
+    for (index, file) in files.iter().enumerate() {
+        let (id, back) = segments.add(duplicate(file), index as u64).unwrap();
+        assert!(back.is_none(), "{index}");
+        ids.push(id);
+    }
+    assert_eq!(segments.len(), 300);
+    // Each third goes.
+    for &id in ids.iter().step_by(3) {
+        assert!(segments.release(id).is_some());
+    }
+    assert_eq!(segments.len(), 200);
+    for (index, file) in files.iter().enumerate() {
+        let (id, back) = segments.add(duplicate(file), index as u64).unwrap();
+        assert_eq!(back.is_some(), index % 3 != 0, "{index}");
+        assert!(index % 3 == 0 || id == ids[index]);
+        assert!(same(segments.get(id), file));
+        assert_eq!(segments.size(id), index as u64);
+    }
+    assert_eq!(segments.len(), 300);
+    let listed: Vec<SegmentId> = segments.iter().map(|(id, _, _)| id).collect();
+    assert!(listed.is_sorted() && listed.len() == 300);
+    assert!(segments.iter().all(|(id, fd, size)| same(fd, &files[size as usize]) && segments.size(id) == size));
+}
+
+#[test]
+fn memory_that_was_opened_again_is_another_segment() {
+    // A client that gets the one must not get the other, with which memory is written.
+    let written = memory();
+    let path = format!("/proc/self/fd/{}", written.as_raw_fd());
+    let read_only: OwnedFd = OpenOptions::new().read(true).open(path).unwrap().into();
+    assert_eq!(inode(written.as_fd()).unwrap(), inode(read_only.as_fd()).unwrap());
+    let mut segments = Segments::default();
+    let (first, _) = segments.add(duplicate(&written), 5).unwrap();
+    let (second, back) = segments.add(duplicate(&read_only), 5).unwrap();
+    assert!(back.is_none() && first != second);
+    assert_eq!(segments.add(duplicate(&written), 5).unwrap().0, first);
+    assert_eq!(segments.add(duplicate(&read_only), 5).unwrap().0, second);
+}
+
+#[test]
+fn two_sizes_of_one_open_file_are_a_contradiction_and_nothing_is_kept() {
+    let device = devices(1).remove(0);
+    let mut segments = Segments::default();
+    let (id, _) = segments.add(duplicate(&device), 2 << 20).unwrap();
+    let added = duplicate(&device);
+    let number = added.as_raw_fd();
+    let NotKept { fd, reason } = segments.add(added, 4 << 20).unwrap_err();
+    assert_eq!(fd.as_raw_fd(), number);
+    assert_eq!(reason.to_string(), "4194304 bytes are claimed for memory that is kept here as 2097152 bytes");
+    assert_eq!((segments.len(), segments.size(id)), (1, 2 << 20));
+    // No reference was counted.
+    assert!(segments.release(id).is_some());
+    // The other claim is as good once the first has gone.
+    assert_eq!(segments.add(duplicate(&device), 4 << 20).unwrap().0, id);
+}
+
+#[test]
+fn a_number_is_used_again_only_after_its_segment_was_released() {
+    let mut segments = Segments::default();
+    let ids: Vec<SegmentId> = (0..4).map(|_| segments.add(memory(), 1).unwrap().0).collect();
+    assert_eq!(ids.iter().map(|id| id.index()).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    segments.release(ids[1]);
+    segments.release(ids[2]);
+    let mut next: Vec<usize> = (0..3).map(|_| segments.add(memory(), 1).unwrap().0.index()).collect();
+    next.sort_unstable();
+    assert_eq!(next, [1, 2, 4]);
+}
+
+#[test]
+fn where_the_kernel_does_not_compare_each_descriptor_is_a_segment_of_its_own() {
+    for errno in [libc::EPERM, libc::ENOSYS] {
+        without_kcmp(errno, || {
+            let mut segments = Segments::default();
+            let file = memory();
+            let ids: Vec<SegmentId> = (0..3)
+                .map(|size| {
+                    let (id, back) = segments.add(duplicate(&file), size).unwrap();
+                    assert!(back.is_none());
+                    id
+                })
+                .collect();
+            assert_eq!(segments.len(), 3);
+            for id in ids {
+                assert!(segments.release(id).is_some());
+            }
+            assert_eq!(segments.len(), 0);
+            assert!(segments.files.is_empty());
+        });
+    }
+}
+
+#[test]
+fn nothing_is_left_of_what_was_released() {
+    let mut segments = Segments::default();
+    for fd in devices(10).into_iter().chain((0..10).map(|_| memory())) {
+        segments.add(fd, 1).unwrap();
+    }
+    let ids: Vec<SegmentId> = segments.iter().map(|(id, _, _)| id).collect();
+    for id in ids {
+        segments.release(id).unwrap();
+    }
+    assert!(segments.files.is_empty());
+    assert_eq!((segments.len(), segments.slots.len()), (0, 20));
+}

@@ -1,0 +1,58 @@
+//! Descriptors of files whose daemon may never answer: what the broker's server does with one must not wait for it.
+
+use std::{
+    fs::OpenOptions,
+    os::{
+        fd::AsFd,
+        unix::fs::{MetadataExt, OpenOptionsExt},
+    },
+    thread,
+};
+
+use nix::libc;
+use vmmfd::{driver::Backend, internals::inspect_descriptor};
+
+use crate::support::fuse::{FLUSH, Fuse, GETATTR};
+
+const SIZE: u64 = 2 << 20;
+
+mod mounts {
+    use super::*;
+
+    #[test]
+    #[ignore = "mounts a file system: make test runs it where it may"]
+    fn a_file_whose_daemon_does_not_answer_is_refused_without_a_request_to_it() {
+        let fuse = Fuse::mount(SIZE);
+        let file = OpenOptions::new().read(true).write(true).open(fuse.file()).unwrap();
+        let path = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(fuse.file()).unwrap();
+        let refuse = || {
+            for (fd, what) in [(file.as_fd(), "a regular file"), (path.as_fd(), "a path (O_PATH)")] {
+                for emulated in [false, true] {
+                    let (result, foreign) = inspect_descriptor(fd, Backend::Host, SIZE, emulated);
+                    assert_eq!(result.unwrap_err(), "the descriptor is not of a memfd");
+                    assert!(foreign);
+                    let (result, foreign) = inspect_descriptor(fd, Backend::Cuda, SIZE, emulated);
+                    let error = result.unwrap_err();
+                    assert!(error.starts_with(&format!("the descriptor is of {what}, where ")), "{error}");
+                    assert!(foreign);
+                }
+            }
+        };
+        fuse.requests();
+        // While it answers, so that a request fails the test and does not stop it.
+        refuse();
+        assert_eq!(fuse.requests(), Vec::<u32>::new());
+        // A request is one that is seen here.
+        assert_eq!(file.metadata().unwrap().size(), SIZE);
+        assert!(fuse.requests().contains(&GETATTR));
+
+        fuse.answer(false);
+        refuse();
+        let closing = thread::spawn(move || drop(file));
+        // To close it blocks, which is why such a file goes to a thread of its own.
+        assert_eq!(fuse.next_request(), FLUSH);
+        assert!(!closing.is_finished());
+        fuse.answer(true);
+        closing.join().unwrap();
+    }
+}
