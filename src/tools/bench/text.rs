@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::{
     plan::Bench,
-    report::{BenchReport, Series},
+    report::{BenchReport, Figure, Series},
 };
 use crate::{driver::Backend, tools::units::about};
 
@@ -24,6 +24,7 @@ pub fn render(report: &BenchReport) -> String {
     for (bench, size, block) in &blocks {
         table(&mut text, *bench, *size, block);
     }
+    figures(&mut text, &report.figures);
     text + &foot(report)
 }
 
@@ -85,6 +86,28 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
     }
 }
 
+/// The figures, each with what it is to be.
+fn figures(text: &mut String, figures: &[Figure]) {
+    if figures.is_empty() {
+        return;
+    }
+    text.push('\n');
+    let name = |figure: &Figure| match figure.size {
+        0 => figure.name.clone(),
+        size => format!("{}, {}", figure.name, about(size)),
+    };
+    let width = figures.iter().map(|figure| name(figure).len()).max().unwrap_or(0);
+    for each in figures {
+        let wanted = match (each.at_most, each.at_least) {
+            (Some(most), _) => format!("at most {most}: {}", if each.value <= most { "yes" } else { "NO" }),
+            (None, Some(least)) => format!("at least {least}: {}", if each.value >= least { "yes" } else { "NO" }),
+            (None, None) => String::new(),
+        };
+        let row = format!("{:width$}  {:>9} {:3}  {wanted}", name(each), figure(each.value), each.unit);
+        let _ = writeln!(text, "{}", row.trim_end());
+    }
+}
+
 fn foot(report: &BenchReport) -> String {
     let mut text = String::from("\n");
     let noises = || report.series.iter().filter_map(|series| series.summary.noise);
@@ -115,9 +138,9 @@ fn foot(report: &BenchReport) -> String {
 
 /// A time, with three significant digits.
 pub(super) fn figure(time: f64) -> String {
-    match time {
-        _ if time < 10.0 => format!("{time:.2}"),
-        _ if time < 100.0 => format!("{time:.1}"),
+    match time.abs() {
+        abs if abs < 10.0 => format!("{time:.2}"),
+        abs if abs < 100.0 => format!("{time:.1}"),
         _ => format!("{time:.0}"),
     }
 }
