@@ -154,11 +154,11 @@ fn what_could_not_be_compared_does_not_keep_the_others_from_being_found() {
     let ids: Vec<SegmentId> = files.iter().map(|fd| add(fd).0).collect();
     let others = Arc::clone(&segments);
     without_kcmp(libc::EPERM, move || {
-        for fd in devices(40) {
+        for fd in devices(200) {
             others.lock().unwrap().add(fd, 1).unwrap();
         }
     });
-    assert_eq!(segments.lock().unwrap().len(), 80);
+    assert_eq!(segments.lock().unwrap().len(), 240);
     for (fd, id) in files.iter().zip(ids) {
         let (again, back) = add(fd);
         assert!(again == id && back.is_some());
