@@ -49,8 +49,7 @@
 //! # The library alone
 //!
 //! The feature `tools`, on by default, is what the commands are made of; `broker`, also on by default, is [`broker`]. A program takes
-//! the library without `tools`, and names the
-//! version of CUDA whose bindings cudarc is to have, which need not be the driver's:
+//! the library without `tools`, and names the version of CUDA whose bindings cudarc is to have, which need not be the driver's:
 //!
 //! ```toml
 //! vmmfd = { version = "0.1", default-features = false }
