@@ -117,7 +117,7 @@ fn byte(client: &Client, driver: &Driver, get: &Get) -> u8 {
 }
 
 #[track_caller]
-fn refused<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> (RefusalCode, String) {
+pub(crate) fn refused<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> (RefusalCode, String) {
     match result {
         Err(Error::Broker(refusal)) => (refusal.code, refusal.message),
         other => panic!("{other:?}"),
