@@ -415,7 +415,7 @@ fn every_object_is_as_its_schema_says() {
         ("probes", &["doctor", "--json", "--list"]),
         ("devices", &["devices", "--json", "--backend", "cuda"]),
         ("devices", &["devices", "--json", "--backend", "host"]),
-        ("bench", &["bench", "--json", "--count", "2", "--size", "2MiB,1PiB"]),
+        ("bench", &["bench", "--json", "--count", "2", "--size", "2MiB,1PiB", "--clients", "2"]),
         ("cases", &["conform", "--json", "--list", "--as", "producer"]),
         ("conform", &["conform", "--json", "--as", "consumer", "--wait", "50ms", "/tmp/no-such-socket.sock"]),
         ("completions", &["completions", "--json", "fish"]),

@@ -173,8 +173,39 @@ mod tests {
     }
 
     #[test]
+    fn a_figure_says_whether_it_is_as_it_is_to_be() {
+        let figure = |name: &str, size, value, at_most, at_least| {
+            let name = name.to_owned();
+            Figure { bench: Bench::Broker, name, size, value, unit: "us", at_most, at_least }
+        };
+        let mut text = String::new();
+        figures(
+            &mut text,
+            &[
+                figure("get", 2 << 20, 15.0, Some(15.0), None),
+                figure("longer", 0, 15.1, Some(15.0), None),
+                figure("rate", 0, 9.0, None, Some(10.0)),
+                figure("rate", 0, 10.0, None, Some(10.0)),
+                figure("alone", 0, -1.5, None, None),
+            ],
+        );
+        let want = "
+get, 2 MiB       15.0 us   at most 15: yes
+longer           15.1 us   at most 15: NO
+rate             9.00 us   at least 10: NO
+rate             10.0 us   at least 10: yes
+alone           -1.50 us
+";
+        assert_eq!(text, want);
+        text.clear();
+        figures(&mut text, &[]);
+        assert_eq!(text, "");
+    }
+
+    #[test]
     fn figures_have_three_digits() {
         assert_eq!([figure(2.3456), figure(23.456), figure(234.56)], ["2.35", "23.5", "235"]);
+        assert_eq!([figure(-2.3456), figure(-234.56)], ["-2.35", "-235"]);
         assert_eq!([speed(4.5e12), speed(5e9)], ["4.50 TB/s", "5.0 GB/s"]);
     }
 }

@@ -117,9 +117,9 @@ fn burst(
         (" in the program", after.user_us - before.user_us),
         (" in the kernel", after.system_us - before.system_us),
     ] {
-        figure(run, format!("{what}: the broker's CPU time{part}, each"), 0, us / gets, "us", None);
+        figure(run, format!("{what}: CPU time of the broker{part}, each"), 0, us / gets, "us", None);
     }
-    figure(run, format!("{what}: the broker's use of one CPU"), 0, total_us / seconds / 1e4, "%", None);
+    figure(run, format!("{what}: use of one CPU by the broker"), 0, total_us / seconds / 1e4, "%", None);
     run.add(Bench::Broker, 0, vec![(what.to_owned(), samples)], "");
     Ok(())
 }
@@ -158,8 +158,8 @@ fn held(run: &mut BenchRun<'_>, folder: &Path) -> Result<()> {
     many.ready()?;
     many.connect(&broker, HELD)?;
     let resident = broker.resident()?;
-    figure(run, "the broker's resident memory, idle".to_owned(), 0, idle / 1e6, "MB", None);
-    let what = format!("the broker's resident memory, {HELD} objects and {HELD} connections");
+    figure(run, "resident memory of the broker, idle".to_owned(), 0, idle / 1e6, "MB", None);
+    let what = format!("resident memory of the broker, {HELD} objects and {HELD} connections");
     figure(run, what, 0, resident / 1e6, "MB", Some(HELD_AT_MOST));
     Ok(())
 }

@@ -147,11 +147,11 @@ fn puts(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64) -> Result<()
     let methods = [Method::Send, Method::Put, Method::SendSegments, Method::PutSegments];
     let samples = take_turns(run, producer, "putting", size, None, &methods)?;
     let [send, put, _, put_segments] = [0, 1, 2, 3].map(|number| median(&samples[number]));
-    figure(run, "put, more than a handoff's send".to_owned(), 0, put - send, "us", Some(PUT_AT_MOST));
+    figure(run, "put, more than the send of a handoff".to_owned(), 0, put - send, "us", Some(PUT_AT_MOST));
     let each = (put_segments - put) / (SEGMENTS - 1) as f64;
     figure(run, "put, each further segment".to_owned(), 0, each, "us", Some(SEGMENT_AT_MOST));
     let several = |what: &str| format!("{what} of {SEGMENTS} segments");
-    let names = ["a handoff's send".to_owned(), "put".to_owned(), several("a handoff's send"), several("put")];
+    let names = ["send".to_owned(), "put".to_owned(), several("send"), several("put")];
     run.add(Bench::Broker, 0, names.into_iter().zip(samples).collect(), "");
     Ok(())
 }
