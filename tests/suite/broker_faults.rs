@@ -207,12 +207,14 @@ fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
     };
     let table = |text: &str| {
         let file = memfd(text);
-        let part = broker::PutPart { arrays: Some(Table::Length(text.len() as u64)), ..small.put("made").parts.remove(0) };
+        let part =
+            broker::PutPart { arrays: Some(Table::Length(text.len() as u64)), ..small.put("made").parts.remove(0) };
         let put = broker::Put { parts: vec![part], ..small.put("made") };
         let fds: Vec<BorrowedFd<'_>> = std::iter::once(file.as_fd()).chain(small.fds()).collect();
         raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
     };
-    let published = |answer: Option<(Message, Vec<_>)>| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+    let published =
+        |answer: Option<(Message, Vec<_>)>| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
     match step {
         "greeted" => {}
         "put-sent" => put_first(small.put("made")),

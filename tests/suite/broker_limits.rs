@@ -158,40 +158,46 @@ fn puts_and_connections_beyond_the_descriptors_are_refused_before_anything_is_ta
 /// Connections, as many as this machine lets one process have: 10,000 of them if it does.
 #[test]
 fn ten_thousand_connections_are_served_at_once() {
-    let told = in_child("broker_limits::ten_thousand_connections_are_served_at_once", |_| {}, || {
-        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
-        let wanted = 10_000.min(hard.saturating_sub(1000)) as usize;
-        let subject = Subject::host();
-        let server = Process::start(Setup { timeout_ms: 600_000, ..Setup::of(&subject) });
-        let client = server.client();
-        put_segments(&client, &subject.driver, "a", 1);
-        let connections: Vec<Raw> = (0..wanted).map(|_| Raw::greeted(&server.path).unwrap()).collect();
-        let totals = client.who("").unwrap().totals;
-        assert_eq!(totals[0].connections as usize, wanted + 1);
-        // Each of them, the last first.
-        for raw in connections.iter().rev() {
-            let answer = raw.ask(&Message::Get(Box::new(get("a"))), &[]).unwrap();
-            assert!(matches!(answer, Some((Message::Lease(_), _))), "{answer:?}");
-        }
-        assert_eq!(client.list("").unwrap()[0].leases as usize, wanted);
-        assert_eq!(client.who("").unwrap().leases.len(), wanted);
-        let resident = server.resident();
-        // All wait for one object, and get it.
-        for raw in &connections {
-            let get = broker::Get { wait_ms: Some(600_000), ..get("b") };
-            raw.send(&Message::Get(Box::new(get)), &[]).unwrap();
-        }
-        put_segments(&client, &subject.driver, "b", 1);
-        for raw in &connections {
-            let answer = raw.receive().unwrap();
-            assert!(matches!(answer, Some((Message::Lease(_), _))), "{answer:?}");
-        }
-        drop(connections);
-        server.wait_for_ends(&client);
-        assert!(client.who("").unwrap().leases.is_empty());
-        format!("{wanted} connections, {resident} KiB resident with a lease each; the limit of open files is {hard}")
-    });
+    let told = in_child(
+        "broker_limits::ten_thousand_connections_are_served_at_once",
+        |_| {},
+        || {
+            let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+            setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+            let wanted = 10_000.min(hard.saturating_sub(1000)) as usize;
+            let subject = Subject::host();
+            let server = Process::start(Setup { timeout_ms: 600_000, ..Setup::of(&subject) });
+            let client = server.client();
+            put_segments(&client, &subject.driver, "a", 1);
+            let connections: Vec<Raw> = (0..wanted).map(|_| Raw::greeted(&server.path).unwrap()).collect();
+            let totals = client.who("").unwrap().totals;
+            assert_eq!(totals[0].connections as usize, wanted + 1);
+            // Each of them, the last first.
+            for raw in connections.iter().rev() {
+                let answer = raw.ask(&Message::Get(Box::new(get("a"))), &[]).unwrap();
+                assert!(matches!(answer, Some((Message::Lease(_), _))), "{answer:?}");
+            }
+            assert_eq!(client.list("").unwrap()[0].leases as usize, wanted);
+            assert_eq!(client.who("").unwrap().leases.len(), wanted);
+            let resident = server.resident();
+            // All wait for one object, and get it.
+            for raw in &connections {
+                let get = broker::Get { wait_ms: Some(600_000), ..get("b") };
+                raw.send(&Message::Get(Box::new(get)), &[]).unwrap();
+            }
+            put_segments(&client, &subject.driver, "b", 1);
+            for raw in &connections {
+                let answer = raw.receive().unwrap();
+                assert!(matches!(answer, Some((Message::Lease(_), _))), "{answer:?}");
+            }
+            drop(connections);
+            server.wait_for_ends(&client);
+            assert!(client.who("").unwrap().leases.is_empty());
+            format!(
+                "{wanted} connections, {resident} KiB resident with a lease each; the limit of open files is {hard}"
+            )
+        },
+    );
     eprintln!("{told}");
 }
 
@@ -232,7 +238,13 @@ fn parts_that_wait_for_others_are_bounded_as_one_version() {
     }
     let put = Put::new("z").condition(Condition::New).part(PutPart::of("all", &shared).unwrap());
     client.put(&put).unwrap();
-    assert_eq!(refused(client.put(&Put::new("zz").part(PutPart::of("all", &filled(&subject.driver, 4 * MIB, None, 1)).unwrap()))).0, RefusalCode::Quota);
+    assert_eq!(
+        refused(
+            client.put(&Put::new("zz").part(PutPart::of("all", &filled(&subject.driver, 4 * MIB, None, 1)).unwrap()))
+        )
+        .0,
+        RefusalCode::Quota
+    );
 }
 
 /// Waits until a connection that was closed is one no more: of three two are left.
@@ -256,7 +268,8 @@ mod root {
         let subject = Subject::host();
         let allow_uids = vec![HOSTILE, OTHER, 0];
         // Long: so that the others are not saved by the end of those.
-        let server = Process::start(Setup { files: 2000, user: SERVER, timeout_ms: 600_000, allow_uids, ..Setup::of(&subject) });
+        let server =
+            Process::start(Setup { files: 2000, user: SERVER, timeout_ms: 600_000, allow_uids, ..Setup::of(&subject) });
         let client = server.client();
         put_segments(&client, &subject.driver, "a", 200);
         let path = server.path.clone();

@@ -119,8 +119,7 @@ fn eight_processes_put_a_part_on_a_device_each_and_readers_see_one_version() {
     let server = Process::start(Setup::of(&subject));
     let client = server.client();
     let done = AtomicBool::new(false);
-    let ranks: Vec<Actor> =
-        (0..RANKS).map(|rank| Actor::start(TEST, &format!("rank-{rank}"), &server.path)).collect();
+    let ranks: Vec<Actor> = (0..RANKS).map(|rank| Actor::start(TEST, &format!("rank-{rank}"), &server.path)).collect();
     let seen = thread::scope(|scope| {
         let readers: Vec<_> = (0..3)
             .map(|_| {
@@ -160,7 +159,10 @@ fn eight_processes_put_a_part_on_a_device_each_and_readers_see_one_version() {
         (0..RANKS - 1).map(|rank| Actor::start(TEST, &format!("waits-{rank}"), &server.path)).collect();
     let mut last = Actor::start(TEST, &format!("connects-{}", RANKS - 1), &server.path);
     waiting.iter_mut().chain([&mut last]).for_each(|actor| drop(actor.until_there()));
-    assert_eq!(server.memory_files(), before.iter().filter(|(name, _)| name.contains("memfd")).map(|(_, n)| n).sum::<usize>() + 7);
+    assert_eq!(
+        server.memory_files(),
+        before.iter().filter(|(name, _)| name.contains("memfd")).map(|(_, n)| n).sum::<usize>() + 7
+    );
     last.kill();
     assert_eq!(read(&client, &subject), VERSIONS);
     // One of those who wait dies; its part goes, and the others' stay until they go.

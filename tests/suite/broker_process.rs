@@ -20,7 +20,9 @@ use nix::{
     sys::resource::{Resource, setrlimit},
     unistd::{Gid, Uid, alarm, setgid, setgroups, setuid},
 };
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix, connect};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix, connect,
+};
 use sendfd::SendWithFd;
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;

@@ -28,7 +28,7 @@ use vmmfd::{
     broker::{ClaimOf, Client, Condition, Found, Get, Lease, Put, PutPart},
     driver::Backend,
     error::RefusalCode,
-    memory::{Description, Sharing, Shared, Spec},
+    memory::{Description, Shared, Sharing, Spec},
     session::Config,
     wire::{
         Memory, Received, Segments,
@@ -96,7 +96,9 @@ impl Template {
         let segments = pages.iter().map(|page| (PAGE, page.as_fd()));
         let part = PutPart::of_segments("all", Backend::Host, self.of(pages.len() as u64), segments)?;
         let metadata = json!({"nonce": nonce}).as_object().unwrap().clone();
-        client.put(&Put::new(name).condition(condition).metadata(metadata).part(part)).map(|published| published.version)
+        client
+            .put(&Put::new(name).condition(condition).metadata(metadata).part(part))
+            .map(|published| published.version)
     }
 
     /// The same, as a record, with its descriptors.
@@ -401,7 +403,8 @@ impl Actor<'_> {
             }
             7 => {
                 // Memory that its maker can take away.
-                let file = File::from(memfd_create(c"open", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
+                let file =
+                    File::from(memfd_create(c"open", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
                 file.set_len(PAGE).unwrap();
                 let foreign = vec![file.as_fd(); fds.len()];
                 raw.send(&of(put), &foreign).unwrap();
@@ -503,7 +506,9 @@ impl Actor<'_> {
             1 => {
                 raw.send(&get, &[]).unwrap();
                 thread::sleep(Duration::from_millis(self.dice.of(5)));
-                while let Ok(Some(_)) = raw.ask(&Message::Stat(Stat { name: "shared/0".to_owned(), version: None }), &[]) {
+                while let Ok(Some(_)) =
+                    raw.ask(&Message::Stat(Stat { name: "shared/0".to_owned(), version: None }), &[])
+                {
                     if self.dice.of(4) == 0 || !self.field.count() {
                         break;
                     }
@@ -604,14 +609,8 @@ fn the_catalogue_is_a_plain_map_however_clients_behave() {
     };
     let begun = std::time::Instant::now();
     let models: Vec<Model> = thread::scope(|scope| {
-        let actor = |number| Actor {
-            field: &field,
-            number,
-            dice: Dice(number),
-            model: Model::new(),
-            nonce: 0,
-            lives: 0,
-        };
+        let actor =
+            |number| Actor { field: &field, number, dice: Dice(number), model: Model::new(), nonce: 0, lives: 0 };
         let clients: Vec<_> = (0..CLIENTS)
             .map(|number| {
                 let actor = actor(number);
@@ -641,7 +640,10 @@ fn the_catalogue_is_a_plain_map_however_clients_behave() {
     for name in races.keys().map(|(name, _)| name).collect::<BTreeSet<_>>() {
         let versions: Vec<(u64, u64)> =
             races.iter().filter(|((of, _), _)| of == name).map(|((_, version), nonce)| (*version, *nonce)).collect();
-        assert!(versions.iter().zip(1..).all(|((version, _), at)| *version == at), "each version of {name} was put once");
+        assert!(
+            versions.iter().zip(1..).all(|((version, _), at)| *version == at),
+            "each version of {name} was put once"
+        );
         model.insert(name.clone(), *versions.last().unwrap());
     }
     let listed: Vec<(String, u64)> = watcher.list("").unwrap().into_iter().map(|of| (of.name, of.version)).collect();
@@ -715,7 +717,9 @@ fn readers_of_a_name_that_is_replaced_see_whole_versions_and_memory_stays_flat()
         (middle, (server.resident(), most))
     });
     let reads = reads.into_inner();
-    eprintln!("{replacements} versions, {reads} reads; KiB resident and descriptors of memory, in the middle {middle:?}, at the end {end:?}");
+    eprintln!(
+        "{replacements} versions, {reads} reads; KiB resident and descriptors of memory, in the middle {middle:?}, at the end {end:?}"
+    );
     assert!(reads >= READERS as u64);
     // The leases of the readers, each of another version, the current one, two that are being closed, and the catalogue.
     assert!(end.1 <= (READERS + 8) * 3, "{} descriptors of memory", end.1);

@@ -25,8 +25,8 @@ use crate::{
     wire::{
         Check, Mechanism, Segments,
         broker::{
-            ArrayEntry, Attached, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS,
-            MAX_TABLE, Maker, Message, Put, Send, Table,
+            MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS, MAX_TABLE, Maker, Message,
+            Put, Send, Table, read_arrays,
         },
     },
 };
@@ -35,7 +35,7 @@ use crate::{
 const ADDRESSES: u64 = 1 << 47;
 
 /// How many segments are looked at on the event loop: more are the worker's.
-const FEW: usize = 32;
+const FEW: usize = 128;
 
 /// A put whose segments are still to come, or all there.
 #[derive(Debug)]
@@ -225,16 +225,15 @@ fn examine(upload: &Upload, emulated: bool) -> Result<Vec<u64>, BrokerError> {
     let Upload { put, terms, tables, segments, .. } = upload;
     let mut tables = tables.iter();
     let mut text = |table: &Table, most: u64| match table {
-        Table::Inline(text) => Ok(text.clone()),
+        Table::Inline(text) => Ok(text.as_str().to_owned()),
         Table::Length(length) => {
             let fd = tables.next().ok_or_else(|| "a table came without its descriptor".to_owned())?;
-            let text = table::read(fd.as_fd(), *length, most)?;
-            Attached::from_text(text).map_err(|error| format!("a table is not JSON: {error}"))
+            table::read(fd.as_fd(), *length, most)
         }
     };
     if let Some(metadata) = &put.metadata {
         let text = text(metadata, MAX_METADATA).or_else(|problem| invalid(format!("the metadata: {problem}")))?;
-        if let Err(error) = text.read::<Check>() {
+        if let Err(error) = serde_json::from_str::<Check>(&text) {
             return invalid(format!("the metadata is not a JSON object: {error}"));
         }
     }
@@ -264,8 +263,8 @@ fn examine(upload: &Upload, emulated: bool) -> Result<Vec<u64>, BrokerError> {
 }
 
 /// Checks a table of arrays. Returns how many they are.
-fn check_arrays(part: &str, text: &Attached, size: u64) -> Result<u64, BrokerError> {
-    let arrays: Vec<ArrayEntry> = match text.read() {
+fn check_arrays(part: &str, text: &str, size: u64) -> Result<u64, BrokerError> {
+    let arrays = match read_arrays(text) {
         Ok(arrays) => arrays,
         Err(error) => return invalid(format!("the table of part `{part}` is not one of arrays: {error}")),
     };

@@ -1,10 +1,12 @@
 #![doc = include_str!("../../../docs/broker-protocol.md")]
 
+mod arrays;
 mod messages;
 mod table;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use self::arrays::read_arrays;
 pub use self::{
     messages::{
         ArrayEntry, Claim, Claimed, Delete, DeviceBytes, Done, Get, GetObject, HeldLease, LeaseHeader, LeasePart,

@@ -18,7 +18,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         Check, Part as Run,
-        broker::{ArrayEntry, Attached, GetObject, LeaseHeader, LeasePart, MAX_METADATA, MAX_TABLE, Token},
+        broker::{Attached, GetObject, LeaseHeader, LeasePart, MAX_METADATA, MAX_TABLE, Token, read_arrays},
     },
 };
 
@@ -46,13 +46,10 @@ impl Source {
         matches!(self, Self::Inline(_))
     }
 
-    fn read(self) -> Result<Attached, String> {
+    fn read(self) -> Result<String, String> {
         match self {
-            Self::Inline(text) => Ok(text),
-            Self::Memfd { fd, length, most } => {
-                let text = table::read(fd.as_fd(), length, most)?;
-                Attached::from_text(text).map_err(|error| error.to_string())
-            }
+            Self::Inline(text) => Ok(text.as_str().to_owned()),
+            Self::Memfd { fd, length, most } => table::read(fd.as_fd(), length, most),
         }
     }
 }
@@ -79,7 +76,7 @@ impl Question {
         if let Some((expect, source)) = expect {
             let metadata = source.map(Source::read).transpose().map_err(failed)?;
             let metadata: Check = metadata
-                .map(|text| text.read())
+                .map(|text| serde_json::from_str(&text))
                 .transpose()
                 .map_err(|error| failed(error.to_string()))?
                 .unwrap_or_default();
@@ -97,7 +94,7 @@ impl Question {
         if let Some((mut wanted, sources)) = arrays {
             for (part, source) in sources {
                 let text = source.read().map_err(failed)?;
-                let entries: Vec<ArrayEntry> = text.read().map_err(|error| failed(error.to_string()))?;
+                let entries = read_arrays(&text).map_err(|error| failed(error.to_string()))?;
                 let mut found = Vec::new();
                 for entry in entries {
                     if let Some(at) = wanted.iter().position(|name| *name == entry.name) {
