@@ -72,7 +72,8 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new("second-request", &["B8"], second_request),
     ];
     cases.extend(objects::cases().into_iter().chain(content::cases()).chain(parts::cases()));
-    let before_hello: [(&str, fn() -> Message); 2] = [
+    type Early = (&'static str, fn() -> Message);
+    let before_hello: [Early; 2] = [
         ("request-before-hello", || Message::List(List::default())),
         ("release-before-hello", || Message::Release(Release { token: Token([0; 16]) })),
     ];
@@ -83,7 +84,8 @@ pub(super) fn cases() -> Vec<Case> {
             broker.ends_with("R2", ErrorCode::Protocol, "what is no hello comes first")
         }));
     }
-    let misplaced: [(&str, &'static [&'static str], fn(&Broker<'_>) -> Message); 5] = [
+    type Misplaced = (&'static str, &'static [&'static str], fn(&Broker<'_>) -> Message);
+    let misplaced: [Misplaced; 5] = [
         ("second-hello", &["H2", "R2"], |broker| Message::Hello(broker.own_hello())),
         ("answer-as-request", &["R2"], |_| Message::Done(Done {})),
         ("claimed-as-request", &["R2"], |_| Message::Claimed(Claimed { token: Token([0; 16]) })),
