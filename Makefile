@@ -26,17 +26,19 @@ install: ## vmmfd with its man pages and completions, below DESTDIR and PREFIX (
 	$(CARGO) build --locked --release --bin vmmfd
 	scripts/install $(or $(CARGO_TARGET_DIR),target)/release/vmmfd "$(DESTDIR)$(PREFIX)"
 
-demo: build ## a producer and a consumer, both ways; on host memory where there is no GPU
+demo: build ## a producer and a consumer, both ways, then a broker; on host memory where there is no GPU
 	scripts/demo $(BIN)
+	scripts/demo-broker $(BIN)
 
 smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails where there is no GPU
 	scripts/smoke $(BIN)
 
-test: ## every test that needs no GPU, then the round trip of the two commands: on the GPU, if there is one
+test: ## every test that needs no GPU, then the round trip of the two commands and the broker: on the GPU, if there is one
 	$(CARGO) test --locked --workspace --features launch
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
 	scripts/test-python $(BIN) $(STRICT)
 	scripts/demo $(BIN) --backend auto
+	scripts/demo-broker $(BIN) --backend auto
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
 	$(CARGO) build --locked --features launch --bins --examples

@@ -70,7 +70,7 @@ pub enum SocketError {
     },
 
     /// A process serves the socket and did not accept this connection in time: its backlog is full.
-    #[error("the producer on {path} accepted no connection within {waited:?}", path = path.display())]
+    #[error("the process that listens on {path} accepted no connection within {waited:?}", path = path.display())]
     NotAccepted {
         /// The socket.
         path: PathBuf,
@@ -79,7 +79,7 @@ pub enum SocketError {
     },
 
     /// The socket is not for this user.
-    #[error("the producer on {path} does not let this user connect", path = path.display())]
+    #[error("the process that listens on {path} does not let this user connect", path = path.display())]
     Denied {
         /// The socket.
         path: PathBuf,

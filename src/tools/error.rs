@@ -2,7 +2,10 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use crate::error::{DeviceError, Error, ErrorCode, ErrorKind, LoadError, MemoryError, PeerError, SocketError, code};
+use crate::error::{
+    BrokerError, DeviceError, Error, ErrorCode, ErrorKind, LoadError, MemoryError, PeerError, RefusalCode, SocketError,
+    code,
+};
 
 /// An error of the tools. As the library's [`Error`] it is in [`Error::Caller`].
 #[derive(Debug, thiserror::Error)]
@@ -111,13 +114,15 @@ pub fn hint(error: &Error) -> Option<&str> {
         }
         Error::Socket(SocketError::DefaultFolder { .. }) => "look at XDG_RUNTIME_DIR, or name a socket with --socket",
         Error::Socket(SocketError::NotAccepted { .. }) => {
-            "look at the producer: it may be stopped, or have too many connections"
+            "look at the process that listens there: it may be stopped, or have too many connections"
         }
         Error::Socket(SocketError::Path { .. }) => "name another path with --socket",
         Error::Socket(SocketError::AlreadyServed { .. }) => "stop that process, or use another --socket",
         Error::Socket(SocketError::Absent { .. }) => {
             "start a producer on the same --socket, or wait longer with --timeout"
         }
+        Error::Socket(SocketError::NoBroker { .. }) => "start one with `vmmfd serve`, or name its socket with --socket",
+        Error::Broker(BrokerError { code, .. }) => return refusal_hint(*code),
         Error::Peer(PeerError::NoConsumer { .. }) => {
             "start a consumer on the same --socket, or wait longer with --timeout"
         }
@@ -134,6 +139,26 @@ pub fn hint(error: &Error) -> Option<&str> {
             "the driver library and the kernel module differ in version: reboot, or rebuild the container"
         }
         Error::Driver { call: "cuInit", .. } => "look at nvidia-smi and the kernel log: the driver is there and fails",
+        _ => return None,
+    })
+}
+
+/// What the user can do about a broker's refusal, if there is a general answer.
+fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
+    Some(match code {
+        RefusalCode::Absent => "`vmmfd ls` lists the objects that this user may read; `vmmfd get --wait` waits for one",
+        RefusalCode::Exists => "replace it with --replace, or take another name",
+        RefusalCode::Version => {
+            "another process has replaced it: `vmmfd stat` shows its version, with which to try again"
+        }
+        RefusalCode::Differs => "`vmmfd stat` shows its sizes, metadata and digests",
+        RefusalCode::Denied => {
+            "its owner and the broker's user delete it; the --mode of its first put says who reads and replaces it"
+        }
+        RefusalCode::Quota => "delete what is not needed, or raise the limit with `vmmfd serve --quota`",
+        RefusalCode::Full => "raise ulimit -n for the broker, or put memory in larger chunks",
+        RefusalCode::Timeout => "wait longer, or look for the process that was to put it",
+        RefusalCode::Failed => "look at the broker's log",
         _ => return None,
     })
 }

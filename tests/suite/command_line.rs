@@ -44,10 +44,17 @@ fn produce_and_consume_are_the_programs_of_their_own() {
 #[test]
 fn help_has_the_same_groups_and_exit_codes_everywhere() {
     let meeting = Meeting::host();
-    const GROUPS: [&str; 6] = ["Buffer:", "Array:", "Probes:", "Sharing:", "Meeting:", "Output:"];
+    const GROUPS: [&str; 7] = ["Object:", "Buffer:", "Array:", "Probes:", "Sharing:", "Meeting:", "Output:"];
     for arguments in [
         &["produce"][..],
         &["consume"],
+        &["serve"],
+        &["put"],
+        &["get"],
+        &["ls"],
+        &["stat"],
+        &["rm"],
+        &["who"],
         &["doctor"],
         &["doctor", "serve"],
         &["doctor", "join"],
@@ -75,7 +82,7 @@ fn help_has_the_same_groups_and_exit_codes_everywhere() {
 
 /// A JSON object, whole and alone on standard output.
 #[track_caller]
-fn object(ended: &Ended) -> Value {
+pub(crate) fn object(ended: &Ended) -> Value {
     let mut lines = ended.stdout.lines();
     let value: Value = serde_json::from_str(lines.next().unwrap_or_default())
         .unwrap_or_else(|error| panic!("{error}: {:?} {}", ended.stdout, ended.stderr));
@@ -101,6 +108,17 @@ fn json_prints_one_object_whatever_happens() {
         (&["doctor", "--json", "--device", "9"], 3, "unsupported"),
         (&["doctor", "join", "--json", "--wait", "100ms", "--socket", socket], 4, "peer"),
         (&["devices", "--json", "stray"], 2, "usage"),
+        (&["serve", "--json", "--quota", "nope"], 2, "usage"),
+        (&["serve", "--json", "--socket", "/nonexistent/s.sock"], 2, "usage"),
+        (&["put", "--json", "--from", "/nonexistent"], 2, "usage"),
+        (&["put", "--json", "a", "--from", "/nonexistent"], 2, "usage"),
+        (&["get", "--json", "a", "--range", "1"], 2, "usage"),
+        (&["get", "--json", "a", "--socket", socket], 4, "peer"),
+        (&["ls", "--json", "--socket", socket], 4, "peer"),
+        (&["stat", "--json", "a", "--socket", socket], 4, "peer"),
+        (&["rm", "--json"], 2, "usage"),
+        (&["rm", "--json", "a", "--socket", socket], 4, "peer"),
+        (&["who", "--json", "--socket", socket], 4, "peer"),
         (&["bench", "--json", "nope"], 2, "usage"),
         (&["bench", "--json", "stages", "--device", "9"], 3, "unsupported"),
         (&["conform", "--json", "--as", "nobody"], 2, "usage"),
@@ -276,7 +294,7 @@ fn devices_lists_what_can_be_shared_of_each() {
 fn completions_know_the_values_of_options() {
     let meeting = Meeting::host();
     for (shell, words) in [
-        ("bash", &["--mechanism", "vmm pool legacy", "bfloat16", "doctor"][..]),
+        ("bash", &["--mechanism", "vmm pool legacy", "bfloat16", "doctor", "--if-version"][..]),
         ("zsh", &["#compdef vmmfd", "legacy", "read-only-store"]),
         ("fish", &["complete -c vmmfd", "bfloat16"]),
     ] {
@@ -303,7 +321,17 @@ fn man_pages_are_written_for_every_command() {
     let mut names: Vec<String> =
         fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
-    for name in ["vmmfd.1", "vmmfd-produce.1", "vmmfd-doctor.1", "vmmfd-doctor-serve.1", "producer.1", "consumer.1"] {
+    for name in [
+        "vmmfd.1",
+        "vmmfd-serve.1",
+        "vmmfd-put.1",
+        "vmmfd-who.1",
+        "vmmfd-produce.1",
+        "vmmfd-doctor.1",
+        "vmmfd-doctor-serve.1",
+        "producer.1",
+        "consumer.1",
+    ] {
         assert!(names.iter().any(|known| known == name) && listed.contains(name), "{name} in {names:?}");
     }
     assert!(!names.iter().any(|name| name.contains("child") || name.contains("help")), "{names:?}");
@@ -343,7 +371,7 @@ fn a_machine_of_eight_gpus_is_reported_whole_and_in_order() {
 
 /// Checks an output against the schema of that name in docs/schemas/commands.
 #[track_caller]
-fn fits(name: &str, value: &Value) {
+pub(crate) fn fits(name: &str, value: &Value) {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/schemas/commands/");
     let schema: Value = serde_json::from_str(&fs::read_to_string(format!("{path}{name}.json")).unwrap()).unwrap();
     if let Some(what) = mismatch(&schema, &schema, value) {

@@ -5,6 +5,7 @@ mod cases;
 
 mod bench;
 mod broker;
+mod broker_commands;
 mod command_line;
 mod commands;
 mod conform;

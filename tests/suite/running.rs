@@ -193,7 +193,7 @@ pub(crate) struct Run {
 impl Run {
     fn new(name: &'static str, path: Option<PathBuf>) -> Self {
         let mut command = Command::new(path.unwrap_or_else(|| binary(name)));
-        for variable in ["VMMFD_SOCKET", "VMMFD_BACKEND", "XDG_RUNTIME_DIR", "NO_COLOR"] {
+        for variable in ["VMMFD_SOCKET", "VMMFD_BROKER_SOCKET", "VMMFD_BACKEND", "XDG_RUNTIME_DIR", "NO_COLOR"] {
             command.env_remove(variable);
         }
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -20,7 +20,7 @@ use crate::running::{Meeting, Run, wait_for};
 const SLOW: &str = "cuMemcpyHtoD_v2:60";
 
 /// A command on a terminal of its own.
-struct OnTerminal {
+pub(crate) struct OnTerminal {
     child: Child,
     reader: JoinHandle<Vec<u8>>,
     seen: std::sync::Arc<std::sync::Mutex<Vec<u8>>>,
@@ -28,16 +28,16 @@ struct OnTerminal {
 }
 
 /// What a command wrote to its terminal, and how it ended.
-struct Shown {
+pub(crate) struct Shown {
     bytes: Vec<u8>,
-    code: Option<i32>,
+    pub(crate) code: Option<i32>,
     size: (u16, u16),
 }
 
 const ROWS: u16 = 200;
 
 /// Starts a command whose standard output and standard error are a terminal this wide.
-fn on_terminal(mut run: Run, columns: u16) -> OnTerminal {
+pub(crate) fn on_terminal(mut run: Run, columns: u16) -> OnTerminal {
     let size = Winsize { ws_row: ROWS, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
     let pty = openpty(Some(&size), None).unwrap();
     let end = || Stdio::from(pty.slave.try_clone().unwrap());
@@ -89,19 +89,19 @@ impl OnTerminal {
         signal::kill(Pid::from_raw(self.child.id() as i32), Signal::SIGINT).unwrap();
     }
 
-    fn end(mut self) -> Shown {
+    pub(crate) fn end(mut self) -> Shown {
         let code = self.child.wait().unwrap().code();
         Shown { bytes: self.reader.join().unwrap(), code, size: self.size }
     }
 }
 
 impl Shown {
-    fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.bytes).into_owned()
     }
 
     /// The rows of the screen at the end that are not empty.
-    fn screen(&self) -> Vec<String> {
+    pub(crate) fn screen(&self) -> Vec<String> {
         self.screen_after(self.bytes.len())
     }
 

@@ -126,8 +126,7 @@ impl Server {
     /// # Errors
     /// [`Error::System`] if the event loop fails.
     pub fn run(mut self) -> Result<ServerReport> {
-        self.reactor.run()?;
-        let (objects, versions, leases, bytes) = self.reactor.sums();
+        let (objects, versions, leases, bytes) = self.reactor.run()?;
         Ok(ServerReport { objects, versions, leases, bytes })
     }
 }

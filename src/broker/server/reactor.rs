@@ -135,7 +135,7 @@ impl Reactor {
     }
 
     /// Serves until it is cancelled.
-    pub(super) fn run(&mut self) -> Result<()> {
+    pub(super) fn run(&mut self) -> Result<(u64, u64, u64, u64)> {
         let mut events = Events::with_capacity(1024);
         while self.cancel.check().is_ok() {
             match self.poll.poll(&mut events, self.patience()) {
@@ -164,19 +164,16 @@ impl Reactor {
             self.serve();
             self.tidy();
         }
+        // Before the connections end, and their leases with them.
+        let sums = self.objects.sums();
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
             self.end(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs", "the broker stops");
         }
-        Ok(())
+        Ok(sums)
     }
 
     pub(super) fn timeout(&self) -> Duration {
         self.config.timeout
-    }
-
-    /// What is still held, for the last words: names, versions, leases, bytes.
-    pub(super) fn sums(&self) -> (u64, u64, u64, u64) {
-        self.objects.sums()
     }
 
     /// How long the loop may sleep.

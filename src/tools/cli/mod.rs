@@ -3,6 +3,7 @@
 //! The commands are parts of this package and not of its interface: nothing here is kept stable for other programs.
 
 mod bench;
+mod broker;
 mod conform;
 mod console;
 mod consume;

@@ -44,7 +44,7 @@ impl Meet {
 #[command(next_help_heading = "Buffer")]
 pub(super) struct Extent {
     /// Size of the buffer: bytes, or with a unit of powers of 1024, as 64MiB, 64M or 1.5GiB [default: 1MiB]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "shape")]
     size: Option<u64>,
 
     /// Size of the buffer in 32-bit words
@@ -66,7 +66,7 @@ pub(super) struct ArrayOptions {
     dtype: Option<ElementType>,
 
     /// Lengths of the array's dimensions, as 1024x768 or 1024,768 [default with --dtype: as many elements as there is room for]
-    #[arg(long, value_name = "N[xM...]", value_parser = parse_shape, conflicts_with = "size")]
+    #[arg(long, value_name = "N[xM...]", value_parser = parse_shape)]
     shape: Option<Shape>,
 
     /// Order of the array's elements [default: C]
@@ -132,30 +132,42 @@ impl Extent {
     ) -> Result<(Option<Source>, u64, Option<ArrayDescriptor>), Error> {
         let source = self.from.as_deref().map(Source::open).transpose()?;
         let size = source.as_ref().map(Source::size).or(self.size).or(self.elements);
-        let array = match (&array.shape, array.dtype) {
-            (None, None) => None,
+        let array = array.resolve(size)?;
+        let bytes = array.as_ref().map(ArrayDescriptor::bytes).transpose()?;
+        Ok((source, size.or(bytes).unwrap_or(DEFAULT_SIZE), array))
+    }
+}
+
+impl ArrayOptions {
+    /// The array that the options name, of data of this size in bytes, where it is known.
+    ///
+    /// # Errors
+    /// Those of [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the data.
+    pub(super) fn resolve(&self, size: Option<u64>) -> Result<Option<ArrayDescriptor>, Error> {
+        let array = match (&self.shape, self.dtype) {
+            (None, None) => return Ok(None),
             (Some(shape), dtype) => {
                 let dtype = dtype.unwrap_or(ElementType::U32);
-                Some(ArrayDescriptor::new(dtype, &shape[..], array.order.unwrap_or(Order::C))?)
+                ArrayDescriptor::new(dtype, &shape[..], self.order.unwrap_or(Order::C))?
             }
             (None, Some(dtype)) => {
                 let size = size.unwrap_or(DEFAULT_SIZE);
-                Some(ArrayDescriptor::new(dtype, [size / dtype.size()], Order::C)?)
+                ArrayDescriptor::new(dtype, [size / dtype.size()], Order::C)?
             }
         };
-        let Some(array) = array else { return Ok((source, size.unwrap_or(DEFAULT_SIZE), None)) };
         let bytes = array.bytes()?;
-        let size = size.unwrap_or(bytes);
-        if bytes != size {
-            let problem = format!("an array {array} has {bytes} bytes, and there are {size}");
-            return Err(Error::Memory(MemoryError::Array { problem }));
+        match size {
+            Some(size) if bytes != size => {
+                let problem = format!("an array {array} has {bytes} bytes, and there are {size}");
+                Err(Error::Memory(MemoryError::Array { problem }))
+            }
+            _ => Ok(Some(array)),
         }
-        Ok((source, size, Some(array)))
     }
 }
 
 /// Parses the path of a file to read.
-fn parse_source(text: &str) -> Result<PathBuf, String> {
+pub(super) fn parse_source(text: &str) -> Result<PathBuf, String> {
     path(
         text,
         "the size of a buffer is fixed before it is filled, and that of standard input is not known: save it to a file",

@@ -7,6 +7,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use super::{
     Consume, Produce, Session,
     bench::BenchOptions,
+    broker::{GetOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions, WhoOptions},
     conform::ConformOptions,
     devices::DevicesOptions,
     doctor::DoctorOptions,
@@ -15,7 +16,7 @@ use super::{
 };
 use crate::tools::{self, cli::EXIT_CODES};
 
-/// Shares GPU memory between processes: hands it over, diagnoses and measures.
+/// Shares GPU memory between processes: hands it over, keeps it under names, diagnoses and measures.
 #[derive(Debug, Parser)]
 #[command(
     name = "vmmfd",
@@ -36,6 +37,20 @@ enum Command {
     #[command(after_help = EXIT_CODES, disable_help_flag = true)]
     Consume(Box<Consume>),
     #[command(disable_help_flag = true)]
+    Serve(ServeOptions),
+    #[command(disable_help_flag = true)]
+    Put(Box<PutOptions>),
+    #[command(disable_help_flag = true)]
+    Get(Box<GetOptions>),
+    #[command(disable_help_flag = true)]
+    Ls(LsOptions),
+    #[command(disable_help_flag = true)]
+    Stat(StatOptions),
+    #[command(disable_help_flag = true)]
+    Rm(RmOptions),
+    #[command(disable_help_flag = true)]
+    Who(WhoOptions),
+    #[command(disable_help_flag = true)]
     Doctor(DoctorOptions),
     #[command(disable_help_flag = true)]
     Devices(DevicesOptions),
@@ -53,9 +68,16 @@ enum Command {
 }
 
 /// The commands, for the JSON of bad usage.
-const NAMES: [&str; 8] = [
+const NAMES: [&str; 15] = [
     "produce",
     "consume",
+    ServeOptions::NAME,
+    PutOptions::NAME,
+    GetOptions::NAME,
+    LsOptions::NAME,
+    StatOptions::NAME,
+    RmOptions::NAME,
+    WhoOptions::NAME,
     DoctorOptions::NAME,
     DevicesOptions::NAME,
     BenchOptions::NAME,
@@ -90,6 +112,13 @@ pub fn main() -> ExitCode {
         Ok(Options { command }) => match command {
             Command::Produce(produce) => run_session(*produce),
             Command::Consume(consume) => run_session(*consume),
+            Command::Serve(serve) => run_tool(serve),
+            Command::Put(put) => run_tool(*put),
+            Command::Get(get) => run_tool(*get),
+            Command::Ls(ls) => run_tool(ls),
+            Command::Stat(stat) => run_tool(stat),
+            Command::Rm(rm) => run_tool(rm),
+            Command::Who(who) => run_tool(who),
             Command::Doctor(doctor) => run_tool(doctor),
             Command::Devices(devices) => run_tool(devices),
             Command::Bench(bench) => run_tool(bench),

@@ -1,0 +1,145 @@
+//! The broker's commands: `serve`, and what a client does with objects.
+
+mod get;
+mod ls;
+mod put;
+mod rm;
+mod serve;
+mod stat;
+mod table;
+mod values;
+mod who;
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::Args;
+use serde::Serialize;
+
+pub(super) use self::{
+    get::GetOptions, ls::LsOptions, put::PutOptions, rm::RmOptions, serve::ServeOptions, stat::StatOptions,
+    who::WhoOptions,
+};
+use super::{
+    Output,
+    options::{parse_timeout, parse_uid},
+    output::complain,
+    report::Step,
+};
+use crate::{
+    broker::{Client, DeviceBytes},
+    channel::{Cancel, Trust, broker_socket_path, connect_socket},
+    driver::{Backend, Opened, host},
+    error::{Error, Result, SocketError},
+    session::Config,
+    wire,
+};
+
+/// The version of the commands' JSON objects.
+const SCHEMA: u32 = 1;
+
+/// How long a command waits for a broker to listen. A broker that was started just before needs a moment; where there is none, a
+/// command fails after this and does not wait for its `--timeout`.
+const APPEARS: Duration = Duration::from_secs(1);
+
+/// Where the broker is.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Meeting")]
+struct MeetBroker {
+    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock]
+    #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET")]
+    socket: Option<PathBuf>,
+
+    /// User that the broker may belong to, besides one's own and root; may be given several times
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid)]
+    allow_uids: Vec<u32>,
+
+    /// Longest wait for each answer of the broker: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
+    timeout: Duration,
+}
+
+impl MeetBroker {
+    /// Connects to the broker. Waits for one to listen for at most [`APPEARS`], and for the timeout where it listens and accepts no
+    /// connection.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    fn connect(&self, cancel: &Cancel) -> Result<Client> {
+        let path = broker_socket_path(self.socket.as_deref())?;
+        let trust = Trust { uids: self.allow_uids.clone() };
+        let config = Config::default().with_timeout(self.timeout).with_trust(trust).with_cancel(cancel);
+        let connect = |wait| connect_socket(&path, wait, &config.trust, cancel);
+        let socket = match connect(self.timeout.min(APPEARS)) {
+            Err(Error::Socket(SocketError::Absent { path, waited })) => {
+                return Err(Error::Socket(SocketError::NoBroker { path, waited }));
+            }
+            Err(Error::Socket(SocketError::NotAccepted { .. })) => connect(self.timeout)?.0,
+            connected => connected?.0,
+        };
+        Client::over(socket, &config)
+    }
+}
+
+/// The steps of a command with their times.
+#[derive(Debug, Default)]
+struct Steps(Vec<Step>);
+
+impl Steps {
+    /// Does a step.
+    fn time<T>(&mut self, name: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let begun = std::time::Instant::now();
+        let result = work()?;
+        self.0.push(Step { name, us: u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX), by: None });
+        Ok(result)
+    }
+}
+
+/// Memory of a device, as claimed, for the JSON objects.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct DeviceSize {
+    uuid: String,
+    name: String,
+    size: u64,
+}
+
+impl DeviceSize {
+    fn of(device: &wire::Device, size: u64) -> Self {
+        // A total of the broker's names no backend: the host's device has a name of its own.
+        let backend = if device.name == host::DEVICE_NAME { Backend::Host } else { Backend::Cuda };
+        Self { uuid: device.uuid.prefixed(backend), name: device.name.clone(), size }
+    }
+
+    /// The UUID, cut short as far as options still accept it.
+    fn short(&self) -> &str {
+        self.uuid.get(..self.uuid.len() - 28).unwrap_or(&self.uuid)
+    }
+}
+
+impl From<&DeviceBytes> for DeviceSize {
+    fn from(bytes: &DeviceBytes) -> Self {
+        Self::of(&bytes.device, bytes.bytes)
+    }
+}
+
+/// Devices in short: the one, or how many they are.
+fn devices_in_short(devices: &[DeviceSize]) -> String {
+    match devices {
+        [] => "-".to_owned(),
+        [one] => one.short().to_owned(),
+        several => format!("{} devices", several.len()),
+    }
+}
+
+/// Notices that no GPU is used, unless the host backend was asked for, and returns why.
+fn no_gpu(opened: &Opened, output: &Output) -> Option<String> {
+    let reason = opened.fallback.as_ref().map(Error::in_full)?;
+    if !output.json {
+        complain(&format!("notice: no GPU is used: {reason}; ordinary host memory is used instead"));
+    }
+    Some(reason)
+}
+
+/// A number and its noun.
+fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}

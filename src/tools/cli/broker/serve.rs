@@ -1,0 +1,146 @@
+//! `serve`: the broker itself.
+
+use std::{
+    io::{self, Write},
+    path::PathBuf,
+    process,
+    time::Duration,
+};
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    SCHEMA, count,
+    values::{Limit, parse_limit, quota},
+};
+use crate::{
+    broker::{Server, ServerConfig},
+    channel::{Cancel, broker_socket_path},
+    tools::{
+        cli::{
+            Exit, Output, Tool, ToolOutput,
+            exit::exit_codes,
+            options::{parse_timeout, parse_uid},
+            output::{Progress, complain, json_line},
+            raise_file_limit,
+        },
+        stamp,
+        units::bytes,
+    },
+    wire::clean,
+};
+
+/// Keeps GPU memory under names for processes that come and go: the broker
+///
+/// It needs no GPU and loads no driver: it keeps the descriptors of memory that clients put, and hands them out. What it keeps lives
+/// until it is deleted, or until the broker ends. It runs until SIGTERM or SIGINT, and then exits with 0.
+///
+/// Once it accepts connections it prints one line, `broker    listening  PATH ...`, on stdout, or with --json on stderr: wait for that
+/// line.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("a signal ended it"))]
+pub(in super::super) struct ServeOptions {
+    /// Unix socket to listen on [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock]
+    #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
+    socket: Option<PathBuf>,
+
+    /// User whose processes may connect, besides one's own and root; may be given several times
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
+    allow_uids: Vec<u32>,
+
+    /// Group whose users' processes may connect; may be given several times
+    #[arg(long = "allow-gid", value_name = "GID", value_parser = parse_gid, help_heading = "Meeting")]
+    allow_gids: Vec<u32>,
+
+    /// What each user may have: bytes (as claimed, with units), objects, leases, connections [default: no limits]
+    #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = parse_limit, help_heading = "Meeting")]
+    quota: Vec<Limit>,
+
+    /// Longest silence of a client in the middle of a request: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout, help_heading = "Meeting")]
+    timeout: Duration,
+
+    /// Takes memory of the host for that of a GPU: for tests with the emulated driver
+    #[arg(long, hide = true, help_heading = "Meeting")]
+    emulated: bool,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+fn parse_gid(text: &str) -> Result<u32, String> {
+    text.parse()
+        .map_err(|_| format!("`{text}` is not a group's number: write it as `id -g` prints it, 0 to 4294967295"))
+}
+
+#[derive(Debug, Serialize)]
+struct ServeReport {
+    schema: u32,
+    tool: String,
+    socket: String,
+    pid: u32,
+    /// What went with it.
+    objects: u64,
+    versions: u64,
+    leases: u64,
+    size: u64,
+}
+
+impl ServeOptions {
+    /// Prints that clients can connect. A closed pipe is not an error.
+    fn announce(&self, server: &Server) -> io::Result<()> {
+        let mut line = format!("broker    listening  {} as pid {}", server.path().display(), process::id());
+        clean(&mut line);
+        if self.output.json {
+            complain(&line);
+            return Ok(());
+        }
+        let mut stdout = io::stdout().lock();
+        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Tool for ServeOptions {
+    const NAME: &'static str = "serve";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        raise_file_limit();
+        let path = broker_socket_path(self.socket.as_deref())?;
+        let config = ServerConfig {
+            allow_uids: self.allow_uids.clone(),
+            allow_gids: self.allow_gids.clone(),
+            quota: quota(&self.quota),
+            emulated: self.emulated,
+            timeout: self.timeout,
+        };
+        let server = Server::bind(&path, config, cancel)?;
+        self.announce(&server)?;
+        let ended = server.run()?;
+        let report = ServeReport {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            socket: path.display().to_string(),
+            pid: process::id(),
+            objects: ended.objects,
+            versions: ended.versions,
+            leases: ended.leases,
+            size: ended.bytes,
+        };
+        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+fn render(report: &ServeReport) -> String {
+    let (objects, versions) = (count(report.objects, "object"), count(report.versions, "version"));
+    let (size, leases) = (bytes(report.size), count(report.leases, "lease"));
+    format!("broker    ended      with {objects}, {versions}, {size} as claimed, {leases}\n")
+}
