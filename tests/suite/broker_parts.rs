@@ -17,7 +17,7 @@ use vmmfd::{
 use crate::{
     broker::{refused, until},
     broker_process::{Actor, Process, Setup},
-    support::Subject,
+    support::{Copy, Subject},
 };
 
 const RANKS: u8 = 8;
@@ -32,9 +32,10 @@ fn names() -> Vec<String> {
 
 /// An emulated driver of eight devices.
 fn eight() -> Subject {
-    let subject = Subject::fake();
-    subject.fake.as_ref().unwrap().set("FAKECUDA_DEVICES", "8");
-    subject
+    let copy = Copy::new();
+    let fake = copy.load();
+    fake.set("FAKECUDA_DEVICES", "8");
+    Subject::of(fake)
 }
 
 fn memory(subject: &Subject, rank: u8, value: u8) -> Shared {
@@ -56,7 +57,7 @@ fn put(client: &Client, subject: &Subject, rank: u8, version: u8, wait: Duration
     client.put(&put).map(|published| published.version)
 }
 
-const LONG: Duration = Duration::from_secs(300);
+const LONG: Duration = Duration::from_secs(100);
 
 /// What a child does: `rank R` puts its part of each version, `dies R` sends its part and stays, waiting for the others.
 fn play(step: &str, path: &Path) -> ! {

@@ -20,16 +20,14 @@ use nix::{
     sys::resource::{Resource, setrlimit},
     unistd::{Gid, Uid, alarm, setgid, setgroups, setuid},
 };
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix, connect,
-};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix};
 use sendfd::SendWithFd;
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     broker::{Client, Quota, Server, ServerConfig},
-    channel::Cancel,
+    channel::{Cancel, Trust},
     session::Config,
     wire::{
         HEADER_LENGTH, Hello, MAX_BODY, MAX_FDS,
@@ -68,7 +66,7 @@ pub(crate) struct Setup {
     pub(crate) quota: [Option<u64>; 4],
     /// Whether it runs in a user namespace that knows no other users.
     pub(crate) alone: bool,
-    path: PathBuf,
+    pub(crate) path: PathBuf,
 }
 
 impl Setup {
@@ -95,6 +93,12 @@ pub(crate) struct Process {
     folder: TempDir,
     pub(crate) path: PathBuf,
     child: Child,
+    user: u32,
+}
+
+/// A client of a broker that runs as this process's user, or as another.
+pub(crate) fn connect(path: &Path, user: u32) -> vmmfd::Result<Client> {
+    Client::connect(path, &Config::default().with_trust(Trust { uids: vec![user] }))
 }
 
 impl Process {
@@ -116,13 +120,13 @@ impl Process {
         // It ends when its standard input does: with this process, too.
         command.stdin(Stdio::piped()).stdout(Stdio::null()).current_dir("/");
         let child = command.spawn().unwrap();
-        let process = Self { folder, path, child };
+        let process = Self { folder, path, child, user: setup.user };
         crate::broker::until(|| process.path.exists());
         process
     }
 
     pub(crate) fn client(&self) -> Client {
-        Client::connect(&self.path, &Config::default()).unwrap()
+        connect(&self.path, self.user).unwrap()
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -294,7 +298,7 @@ impl Raw {
     /// A connection that has said nothing.
     pub(crate) fn dial(path: &Path) -> io::Result<Self> {
         let socket = seqpacket();
-        connect(&socket, &SocketAddrUnix::new(path)?)?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
         let socket = UnixStream::from(socket);
         socket.set_read_timeout(Some(PATIENCE))?;
         socket.set_write_timeout(Some(PATIENCE))?;

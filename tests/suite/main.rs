@@ -12,6 +12,7 @@ mod broker_limits;
 mod broker_parts;
 mod broker_process;
 mod broker_stress;
+mod broker_users;
 mod command_line;
 mod commands;
 mod conform;

@@ -106,6 +106,11 @@ impl Draft {
     }
 }
 
+/// How many bytes of memory they are, as claimed.
+fn bytes_of(parts: &[NewPart]) -> u64 {
+    parts.iter().map(|part| part.memory.mapped_size).sum()
+}
+
 fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
     Err(BrokerError::new(code, message))
 }
@@ -319,7 +324,7 @@ impl Reactor {
                 self.uploading += upload.descriptors();
                 if upload.segments.len() < total {
                     self.set_request(id, Request::Upload(Box::new(upload)));
-                    self.reply(id, &Message::Send(Send {}), Vec::new());
+                    self.reply(id, &Message::Send(Send {}));
                 } else {
                     self.uploaded(id, upload);
                 }
@@ -408,7 +413,7 @@ impl Reactor {
             let result = self.publish(&caller, &terms, metadata, parts);
             return match result {
                 Ok(published) => {
-                    self.reply(id, &Message::Published(published), Vec::new());
+                    self.reply(id, &Message::Published(published));
                     self.published(&terms.name);
                 }
                 Err(refusal) => self.refuse(id, refusal),
@@ -439,6 +444,7 @@ impl Reactor {
         parts: Vec<NewPart>,
     ) -> Result<(), BrokerError> {
         let announced: HashSet<String> = announced.iter().cloned().collect();
+        let count = |parts: &[NewPart]| parts.iter().map(|part| part.segments.len()).sum::<usize>();
         let problem = self.drafts.get(key).and_then(|draft| {
             let Draft { uid, .. } = draft;
             let twice = parts.iter().find(|part| draft.has(&part.name));
@@ -453,6 +459,10 @@ impl Reactor {
                 Some((RefusalCode::Invalid, format!("others of group `{}` replace another version", key.group)))
             } else if draft.terms.backend != terms.backend {
                 Some((RefusalCode::Invalid, format!("others of group `{}` put memory of another backend", key.group)))
+            } else if draft.puts.iter().map(|(_, parts)| count(parts)).sum::<usize>() + count(&parts) > MAX_SEGMENTS {
+                let message =
+                    format!("the parts have more than {MAX_SEGMENTS} segments together: an object has at most as many");
+                Some((RefusalCode::Invalid, message))
             } else if metadata.is_some() && draft.metadata.is_some() {
                 Some((RefusalCode::Invalid, format!("another put of group `{}` brings metadata already", key.group)))
             } else {
@@ -463,6 +473,13 @@ impl Reactor {
             self.objects.discard(metadata, parts);
             return refuse(code, message);
         }
+        let bytes = bytes_of(&parts);
+        // Others may have come while this was looked at.
+        if let Err(refusal) = self.objects.users().check_bytes(caller.uid, bytes) {
+            self.objects.discard(metadata, parts);
+            return Err(refusal);
+        }
+        self.objects.users().add_waiting(caller.uid, bytes);
         let fresh = || Draft { uid: caller.uid, announced, terms: terms.clone(), metadata: None, puts: Vec::new() };
         let draft = self.drafts.entry(key.clone()).or_insert_with(fresh);
         if let Some(metadata) = metadata {
@@ -475,7 +492,8 @@ impl Reactor {
     /// All parts of a version are there.
     fn complete(&mut self, key: &DraftKey) {
         let Some(draft) = self.drafts.remove(key) else { return };
-        let Draft { terms, metadata, puts, .. } = draft;
+        let Draft { uid, terms, metadata, puts, .. } = draft;
+        self.objects.users().remove_waiting(uid, puts.iter().map(|(_, parts)| bytes_of(parts)).sum());
         let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
         let parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
         let first = makers.iter().find_map(|id| self.connections.get(id)).map(|connection| connection.caller.clone());
@@ -485,7 +503,7 @@ impl Reactor {
         for id in makers {
             self.set_request(id, Request::None);
             match &result {
-                Ok(published) => self.reply(id, &Message::Published(published.clone()), Vec::new()),
+                Ok(published) => self.reply(id, &Message::Published(published.clone())),
                 Err(refusal) => self.refuse(id, refusal.clone()),
             }
             self.listen_again(id);
@@ -523,6 +541,7 @@ impl Reactor {
         let Some(draft) = self.drafts.get_mut(key) else { return };
         let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut draft.puts).into_iter().partition(|(of, _)| *of == id);
         draft.puts = stay;
+        self.objects.users().remove_waiting(draft.uid, gone.iter().map(|(_, parts)| bytes_of(parts)).sum());
         let metadata = draft.metadata.take_if(|(of, _)| *of == id).map(|(_, table)| table);
         let empty = draft.puts.is_empty();
         let rest = if empty { self.drafts.remove(key) } else { None };

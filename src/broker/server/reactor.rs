@@ -23,7 +23,6 @@ use super::{
     worker::Worker,
 };
 use crate::{
-    broker::catalogue::SegmentId,
     channel::{
         Cancel, Listener, deadline_after,
         record::{Raw, is_gone, receive_raw},
@@ -53,6 +52,12 @@ const SPARE: usize = MAX_FDS + 64;
 
 /// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
+
+/// How long to wait until a user's processes have read some of the descriptors that were sent to them.
+const ROOM_PAUSE: Duration = Duration::from_millis(20);
+
+/// How long a client may leave descriptors unread while another of its user waits for room for some.
+const GRACE: Duration = Duration::from_millis(250);
 
 /// How often connections are looked at that do not read.
 const SWEEP: Duration = Duration::from_secs(1);
@@ -217,8 +222,10 @@ impl Reactor {
         let Caller { uid, pid, .. } = connection.caller;
         if let Err((code, message)) = self.check_admission(&connection) {
             tracing::info!(uid, pid, message, "a connection is refused");
-            if let Ok(error) = Outgoing::of(&Message::Error(Failure { code, message }), Vec::new()) {
-                connection.send(&self.objects, error);
+            if let Ok(error) = Outgoing::of(&Message::Error(Failure { code, message }), Vec::new())
+                && connection.push(error).is_ok()
+            {
+                connection.flush(&self.objects);
             }
             return Ok(());
         }
@@ -288,30 +295,36 @@ impl Reactor {
         unread == 0
     }
 
-    /// Refuses to send more descriptors to a user whose processes have not read those before.
-    pub(super) fn require_in_flight(&mut self, id: ConnectionId, more: usize) -> Result<(), BrokerError> {
-        let Some(uid) = self.connections.get(&id).map(|connection| connection.caller.uid) else { return Ok(()) };
-        if self.unread.is_empty() {
-            return Ok(());
-        }
-        // The kernel's bound is the limit of open files, for all sockets of this user together.
-        let most = (self.limit / 2).max(2 * MAX_FDS);
-        let of_user = |connections: &HashMap<ConnectionId, Connection>, id: &ConnectionId| {
-            connections.get(id).filter(|of| of.caller.uid == uid).map_or(0, Connection::counted_unread)
-        };
-        let counted: usize = self.unread.iter().map(|id| of_user(&self.connections, id)).sum();
-        if counted + more <= most {
-            return Ok(());
+    /// Whether so many descriptors more may be sent to a user: at most half of what the kernel allows in flight and other users leave,
+    /// so that there is some left for each. Where there is no room, connections of that user are ended that have left theirs unread
+    /// for a while.
+    fn make_room(&mut self, id: ConnectionId, more: usize) -> bool {
+        let Some(uid) = self.connections.get(&id).map(|connection| connection.caller.uid) else { return true };
+        if self.unread.is_empty() || self.has_room(uid, more) {
+            return true;
         }
         self.count_unread();
-        let counted: usize = self.unread.iter().map(|id| of_user(&self.connections, id)).sum();
-        if counted + more <= most {
-            return Ok(());
+        let now = Instant::now();
+        while !self.has_room(uid, more) {
+            let of_user = self.unread.iter().filter_map(|other| self.connections.get_key_value(other));
+            let of_user = of_user.filter(|(other, of)| **other != id && of.caller.uid == uid);
+            let longest = of_user.filter_map(|(other, of)| Some((of.unread_since?, *other))).min();
+            match longest {
+                Some((since, other)) if now.saturating_duration_since(since) > GRACE => self.stalled(other),
+                _ => return false,
+            }
         }
-        let message = format!(
-            "{counted} descriptors that were sent to uid {uid} are unread, and {more} more would exceed {most}: read them first"
-        );
-        Err(BrokerError::new(RefusalCode::Full, message))
+        true
+    }
+
+    fn has_room(&self, uid: u32, more: usize) -> bool {
+        let (mut own, mut others) = (0, 0);
+        for connection in self.unread.iter().filter_map(|id| self.connections.get(id)) {
+            let sum = if connection.caller.uid == uid { &mut own } else { &mut others };
+            *sum += connection.counted_unread();
+        }
+        // The kernel's bound is the limit of open files, for all that processes of the server's user have sent.
+        own + more <= (self.limit.saturating_sub(others) / 2).max(MAX_FDS)
     }
 
     /// Asks the kernel which connections have read what was sent.
@@ -415,7 +428,12 @@ impl Reactor {
     }
 
     /// Sends what answers a request.
-    pub(super) fn reply(&mut self, id: ConnectionId, message: &Message, fds: Vec<SegmentId>) {
+    pub(super) fn reply(&mut self, id: ConnectionId, message: &Message) {
+        self.reply_with(id, message, None);
+    }
+
+    /// Sends what answers a request, with a descriptor.
+    pub(super) fn reply_with(&mut self, id: ConnectionId, message: &Message, fd: Option<OwnedFd>) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         if !matches!(connection.request, Request::Upload(_)) {
             connection.request = Request::None;
@@ -423,10 +441,10 @@ impl Reactor {
                 connection.deadline = None;
             }
         }
-        match Outgoing::of(message, fds) {
+        match Outgoing::of(message, Vec::new()) {
             Ok(record) => {
-                let sent = connection.send(&self.objects, record);
-                self.sent(id, sent);
+                let pushed = connection.push(record.with(fd));
+                self.pushed(id, pushed);
             }
             Err(error) => {
                 tracing::error!(error = error.in_full(), kind = message.name(), "a reply can't be written");
@@ -447,11 +465,30 @@ impl Reactor {
             tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
         }
         let BrokerError { code, message } = refusal;
-        self.reply(id, &Message::Refused(Refusal { code, message }), Vec::new());
+        self.reply(id, &Message::Refused(Refusal { code, message }));
+    }
+
+    /// Sends what was taken to be sent.
+    pub(super) fn pushed(&mut self, id: ConnectionId, pushed: Result<(), Sent>) {
+        match pushed {
+            Ok(()) => self.dispatch(id),
+            Err(sent) => self.sent(id, sent),
+        }
+    }
+
+    /// Sends what waits on a connection, once there is room for its descriptors.
+    fn dispatch(&mut self, id: ConnectionId) {
+        let more = self.connections.get(&id).map_or(0, Connection::queued);
+        if more > 0 && !self.make_room(id, more) {
+            return self.timer(ROOM_PAUSE, Timer::Retry(id));
+        }
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let sent = connection.flush(&self.objects);
+        self.sent(id, sent);
     }
 
     /// What became of a send.
-    pub(super) fn sent(&mut self, id: ConnectionId, sent: Sent) {
+    fn sent(&mut self, id: ConnectionId, sent: Sent) {
         if let Some(connection) = self.connections.get(&id)
             && connection.unread_since.is_some()
         {
@@ -465,20 +502,29 @@ impl Reactor {
             Sent::All => {}
             Sent::Full => self.watch(id, Interest::READABLE | Interest::WRITABLE),
             Sent::InFlight => self.timer(IN_FLIGHT_PAUSE, Timer::Retry(id)),
-            Sent::Gone(why) => self.close(id, why),
+            Sent::Stalled => self.stalled(id),
+            Sent::Gone => self.close(id, "the peer is gone"),
         }
+    }
+
+    /// Disconnects a client that does not read.
+    fn stalled(&mut self, id: ConnectionId) {
+        if let Some(connection) = self.connections.get(&id) {
+            let Caller { uid, pid, .. } = connection.caller;
+            tracing::warn!(uid, pid, "a client does not read what was sent to it: it is disconnected");
+        }
+        self.close(id, "it does not read what is sent to it");
     }
 
     /// A connection's socket may have room again.
     fn flush(&mut self, id: ConnectionId) {
-        let Some(connection) = self.connections.get_mut(&id).filter(|connection| connection.is_blocked()) else {
+        if self.connections.get(&id).is_none_or(|connection| !connection.is_blocked()) {
             return;
-        };
-        let sent = connection.flush(&self.objects);
-        if sent == Sent::All {
+        }
+        self.dispatch(id);
+        if self.connections.get(&id).is_some_and(|connection| !connection.is_blocked()) {
             self.watch(id, Interest::READABLE);
         }
-        self.sent(id, sent);
     }
 
     fn watch(&mut self, id: ConnectionId, interest: Interest) {
@@ -500,8 +546,10 @@ impl Reactor {
     pub(super) fn end(&mut self, id: ConnectionId, code: ErrorCode, message: &str, why: &'static str) {
         if let Some(connection) = self.connections.get_mut(&id) {
             let error = Message::Error(Failure { code, message: message.to_owned() });
-            if let Ok(error) = Outgoing::of(&error, Vec::new()) {
-                connection.send(&self.objects, error);
+            if let Ok(error) = Outgoing::of(&error, Vec::new())
+                && connection.push(error).is_ok()
+            {
+                connection.flush(&self.objects);
             }
             let Caller { uid, pid, .. } = connection.caller;
             tracing::info!(uid, pid, %code, message, "a connection is ended");
@@ -586,13 +634,7 @@ impl Reactor {
             since.is_some_and(|since| now.saturating_duration_since(since) > timeout)
         };
         let stuck: Vec<ConnectionId> = self.unread.iter().filter(stuck).copied().collect();
-        for id in stuck {
-            if let Some(connection) = self.connections.get(&id) {
-                let Caller { uid, pid, .. } = connection.caller;
-                tracing::warn!(uid, pid, ?timeout, "a client does not read what was sent to it: it is disconnected");
-            }
-            self.close(id, "it does not read what is sent to it");
-        }
+        stuck.into_iter().for_each(|id| self.stalled(id));
         self.sweeping = !self.unread.is_empty();
         if self.sweeping {
             self.timer(SWEEP, Timer::Sweep);
