@@ -85,7 +85,8 @@ pub(super) struct DraftKey {
 #[derive(Debug)]
 pub(super) struct Draft {
     uid: u32,
-    announced: HashSet<String>,
+    /// In the order in which the first put names them, which is that of the version's parts.
+    announced: Vec<String>,
     terms: Terms,
     metadata: Option<(ConnectionId, NewTable)>,
     puts: Vec<(ConnectionId, Vec<NewPart>)>,
@@ -109,6 +110,11 @@ impl Draft {
 /// How many bytes of memory they are, as claimed.
 fn bytes_of(parts: &[NewPart]) -> u64 {
     parts.iter().map(|part| part.memory.mapped_size).sum()
+}
+
+/// Whether two lists name the same parts, in any order; neither names one twice.
+fn same(some: &[String], others: &[String]) -> bool {
+    some.len() == others.len() && some.iter().all(|name| others.contains(name))
 }
 
 fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
@@ -443,7 +449,6 @@ impl Reactor {
         metadata: Option<NewTable>,
         parts: Vec<NewPart>,
     ) -> Result<(), BrokerError> {
-        let announced: HashSet<String> = announced.iter().cloned().collect();
         let count = |parts: &[NewPart]| parts.iter().map(|part| part.segments.len()).sum::<usize>();
         let problem = self.drafts.get(key).and_then(|draft| {
             let Draft { uid, .. } = draft;
@@ -453,7 +458,7 @@ impl Reactor {
                     RefusalCode::Denied,
                     format!("uid {uid} makes this version of `{}`, and not {}", key.name, caller.uid),
                 ))
-            } else if draft.announced != announced {
+            } else if !same(&draft.announced, announced) {
                 Some((RefusalCode::Invalid, format!("others of group `{}` announced other parts", key.group)))
             } else if (draft.terms.replace, draft.terms.if_version) != (terms.replace, terms.if_version) {
                 Some((RefusalCode::Invalid, format!("others of group `{}` replace another version", key.group)))
@@ -480,7 +485,13 @@ impl Reactor {
             return Err(refusal);
         }
         self.objects.users().add_waiting(caller.uid, bytes);
-        let fresh = || Draft { uid: caller.uid, announced, terms: terms.clone(), metadata: None, puts: Vec::new() };
+        let fresh = || Draft {
+            uid: caller.uid,
+            announced: announced.to_vec(),
+            terms: terms.clone(),
+            metadata: None,
+            puts: Vec::new(),
+        };
         let draft = self.drafts.entry(key.clone()).or_insert_with(fresh);
         if let Some(metadata) = metadata {
             draft.metadata = Some((caller.connection, metadata));
@@ -492,10 +503,11 @@ impl Reactor {
     /// All parts of a version are there.
     fn complete(&mut self, key: &DraftKey) {
         let Some(draft) = self.drafts.remove(key) else { return };
-        let Draft { uid, terms, metadata, puts, .. } = draft;
+        let Draft { uid, announced, terms, metadata, puts } = draft;
         self.objects.users().remove_waiting(uid, puts.iter().map(|(_, parts)| bytes_of(parts)).sum());
         let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
-        let parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
+        let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
+        parts.sort_by_key(|part| announced.iter().position(|name| *name == part.name));
         let first = makers.iter().find_map(|id| self.connections.get(id)).map(|connection| connection.caller.clone());
         let metadata = metadata.map(|(_, table)| table);
         let Some(caller) = first else { return self.objects.discard(metadata, parts) };
