@@ -170,9 +170,15 @@ impl Process {
     /// Waits until it has no connection but this client's.
     #[track_caller]
     pub(crate) fn wait_for_ends(&self, client: &Client) {
+        self.wait_for_others(client, 0);
+    }
+
+    /// Waits until it has so many connections besides this client's.
+    #[track_caller]
+    pub(crate) fn wait_for_others(&self, client: &Client, others: u64) {
         crate::broker::until(|| {
             let totals = client.who("").unwrap().totals;
-            totals.iter().map(|user| user.connections).sum::<u64>() == 1
+            totals.iter().map(|user| user.connections).sum::<u64>() == others + 1
         });
     }
 }

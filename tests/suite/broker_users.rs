@@ -5,6 +5,7 @@ use std::{
     os::{fd::AsFd, unix::fs::MetadataExt},
     path::Path,
     sync::Arc,
+    time::Duration,
 };
 
 use vmmfd::{
@@ -13,6 +14,7 @@ use vmmfd::{
     driver::Backend,
     error::{ErrorCode, PeerError, RefusalCode},
     memory::{Chunk, Description},
+    session::Config,
 };
 
 use crate::{
@@ -282,7 +284,9 @@ mod root {
         }
         let path = alone.path.clone();
         as_user(OTHER, OTHER, &[], || {
-            let error = try_connect(&path).unwrap_err();
+            // It waits as long as it may for the socket to become another.
+            let config = Config::default().with_timeout(Duration::from_millis(100));
+            let error = Client::connect(&path, &config).unwrap_err();
             assert!(matches!(error, Error::Socket(_)), "{error:?}");
         });
     }

@@ -104,8 +104,16 @@ impl Connection {
         self.check_fork()?;
         let incoming = self.incoming.lock().unwrap_or_else(PoisonError::into_inner);
         let patience = self.socket.timeout().saturating_add(wait);
-        self.send(message, fds)?;
-        Ok(Exchange { connection: self, incoming, patience, finished: false })
+        let mut exchange = Exchange { connection: self, incoming, patience, finished: false };
+        match self.send(message, fds) {
+            Ok(()) => Ok(exchange),
+            Err(gone @ Error::Peer(PeerError::Gone { .. })) => match exchange.receive("for the reason") {
+                // The broker has said why before it closed the connection.
+                Err(reported @ Error::Peer(PeerError::Reported { .. })) => Err(reported),
+                _ => Err(gone),
+            },
+            Err(error) => Err(error),
+        }
     }
 
     /// Sends a message that has no answer, or a further record of a request.

@@ -12,7 +12,7 @@ use crate::{
     broker::table,
     driver::{Access, Driver},
     error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result},
-    memory::{Array, Description, Device, Imported, Importing, Part, Region, Selector},
+    memory::{Array, Description, Device, Imported, Importing, Part, Region, Remains, Selector},
     wire::{
         Check,
         broker::{
@@ -228,14 +228,16 @@ impl LeasedPart {
 
     fn map(self, device: &Device) -> Result<ObjectPart> {
         let Self { name, description, digest, arrays, runs } = self;
-        let mut memory = Vec::with_capacity(runs.len());
+        let (mut memory, mut remains) = (Vec::with_capacity(runs.len()), Vec::with_capacity(runs.len()));
         for Run { part, segments } in runs {
             let mut importing = Importing::begin(device, &description, &part, Access::ReadOnly)?;
             let (sizes, fds): (Vec<u64>, Vec<OwnedFd>) = segments.into_iter().unzip();
             importing.take(&sizes, fds)?;
-            memory.push(Arc::new(importing.finish()?.0));
+            let (imported, rest) = importing.finish()?;
+            memory.push(Arc::new(imported));
+            remains.push(rest);
         }
-        Ok(ObjectPart { name, description, digest, arrays, memory, index: OnceLock::new() })
+        Ok(ObjectPart { name, description, digest, arrays, memory, _remains: remains, index: OnceLock::new() })
     }
 }
 
@@ -318,6 +320,8 @@ pub struct ObjectPart {
     digest: Option<String>,
     arrays: Arc<Vec<ArrayEntry>>,
     memory: Vec<Arc<Imported>>,
+    /// The handles and descriptors of the segments. The memory does not need them, but to give them back takes as long as to map.
+    _remains: Vec<Remains>,
     /// Where each array is in the table, from the first look for one on.
     index: OnceLock<HashMap<String, usize>>,
 }

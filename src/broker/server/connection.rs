@@ -55,7 +55,9 @@ pub(super) struct Connection {
     /// Records of the answer behind the next acknowledgement.
     rest: VecDeque<Outgoing>,
     /// How many descriptors the peer has not read yet, as far as is known.
-    unread: usize,
+    pub(super) unread: usize,
+    /// Since when an answer waits for room for its descriptors.
+    pub(super) wants_room_since: Option<Instant>,
     /// Since when the peer has not read what was sent.
     pub(super) unread_since: Option<Instant>,
     /// Whether it is in the list of those that may have something to read.
@@ -138,6 +140,7 @@ impl Connection {
             queue: VecDeque::new(),
             rest: VecDeque::new(),
             unread: 0,
+            wants_room_since: None,
             unread_since: None,
             listed: false,
         })
@@ -180,6 +183,15 @@ impl Connection {
     /// Whether a lease is one of which records are still to be sent.
     pub(super) fn is_sending(&self, token: Token) -> bool {
         (self.is_blocked() || !self.rest.is_empty()) && self.sending.contains(&token)
+    }
+
+    /// Takes an answer back that is not sent whole. Returns its leases.
+    pub(super) fn take_back(&mut self) -> Vec<Token> {
+        self.queue.retain(|record| record.descriptors() == 0);
+        self.rest.clear();
+        let tokens = std::mem::take(&mut self.sending);
+        self.leases.retain(|token| !tokens.contains(token));
+        tokens
     }
 
     /// How many descriptors wait for the socket.

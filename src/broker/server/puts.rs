@@ -330,6 +330,7 @@ impl Reactor {
                 self.uploading += upload.descriptors();
                 if upload.segments.len() < total {
                     self.set_request(id, Request::Upload(Box::new(upload)));
+                    self.set_deadline(id, deadline_after(self.timeout()));
                     self.reply(id, &Message::Send(Send {}));
                 } else {
                     self.uploaded(id, upload);

@@ -4,7 +4,10 @@ use std::{
     cmp::Reverse,
     collections::{BinaryHeap, HashMap, HashSet},
     io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -28,6 +31,7 @@ use crate::{
         record::{Raw, is_gone, receive_raw},
     },
     error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
+    sys,
     wire::{
         Failure, HEADER_LENGTH, MAX_BODY, MAX_FDS,
         broker::{Message, Refusal},
@@ -53,11 +57,11 @@ const SPARE: usize = MAX_FDS + 64;
 /// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
-/// How long to wait until a user's processes have read some of the descriptors that were sent to them.
+/// How often a reply is tried again that waits until its user's processes have read some of the descriptors that were sent to them.
 const ROOM_PAUSE: Duration = Duration::from_millis(20);
 
-/// How long a client may leave descriptors unread while another of its user waits for room for some.
-const GRACE: Duration = Duration::from_millis(250);
+/// How long such a reply waits.
+const ROOM_WAIT: Duration = Duration::from_secs(2);
 
 /// How often connections are looked at that do not read.
 const SWEEP: Duration = Duration::from_secs(1);
@@ -73,6 +77,13 @@ enum Timer {
     Name(String),
     /// To look at connections that do not read.
     Sweep,
+}
+
+/// A connection that was ended while its peer had not read all descriptors: they are in flight until it has, or has closed it.
+struct Abandoned {
+    socket: UnixStream,
+    uid: u32,
+    descriptors: usize,
 }
 
 /// The server's state.
@@ -97,6 +108,7 @@ pub(super) struct Reactor {
     readable: Vec<ConnectionId>,
     /// Connections that have not read all that was sent with descriptors.
     unread: HashSet<ConnectionId>,
+    abandoned: Vec<Abandoned>,
     sweeping: bool,
     acceptable: bool,
     /// The most descriptors that this process may have.
@@ -132,6 +144,7 @@ impl Reactor {
             timers: BinaryHeap::new(),
             readable: Vec::new(),
             unread: HashSet::new(),
+            abandoned: Vec::new(),
             sweeping: false,
             acceptable: true,
             limit: raise_limit(),
@@ -266,7 +279,7 @@ impl Reactor {
     /// Refuses what would need more descriptors than this process may have.
     pub(super) fn require_descriptors(&self, more: usize) -> Result<(), BrokerError> {
         let kept = self.objects.descriptors() + self.worker.closing();
-        let used = self.connections.len() + kept + self.uploading + self.held_back();
+        let used = self.connections.len() + self.abandoned.len() + kept + self.uploading + self.held_back();
         if used + more + SPARE <= self.limit {
             return Ok(());
         }
@@ -296,35 +309,28 @@ impl Reactor {
     }
 
     /// Whether so many descriptors more may be sent to a user: at most half of what the kernel allows in flight and other users leave,
-    /// so that there is some left for each. Where there is no room, connections of that user are ended that have left theirs unread
-    /// for a while.
-    fn make_room(&mut self, id: ConnectionId, more: usize) -> bool {
-        let Some(uid) = self.connections.get(&id).map(|connection| connection.caller.uid) else { return true };
-        if self.unread.is_empty() || self.has_room(uid, more) {
+    /// so that there is some left for each. To end a connection makes no room: what its peer has not read stays in flight.
+    fn has_room(&mut self, uid: u32, more: usize) -> bool {
+        if self.unread.is_empty() && self.abandoned.is_empty() {
+            return true;
+        }
+        if more <= self.room(uid) {
             return true;
         }
         self.count_unread();
-        let now = Instant::now();
-        while !self.has_room(uid, more) {
-            let of_user = self.unread.iter().filter_map(|other| self.connections.get_key_value(other));
-            let of_user = of_user.filter(|(other, of)| **other != id && of.caller.uid == uid);
-            let longest = of_user.filter_map(|(other, of)| Some((of.unread_since?, *other))).min();
-            match longest {
-                Some((since, other)) if now.saturating_duration_since(since) > GRACE => self.stalled(other),
-                _ => return false,
-            }
-        }
-        true
+        more <= self.room(uid)
     }
 
-    fn has_room(&self, uid: u32, more: usize) -> bool {
+    /// How many descriptors may be sent to a user, as counted last.
+    fn room(&self, uid: u32) -> usize {
         let (mut own, mut others) = (0, 0);
-        for connection in self.unread.iter().filter_map(|id| self.connections.get(id)) {
-            let sum = if connection.caller.uid == uid { &mut own } else { &mut others };
-            *sum += connection.counted_unread();
+        let connections = self.unread.iter().filter_map(|id| self.connections.get(id));
+        let connected = connections.map(|connection| (connection.caller.uid, connection.counted_unread()));
+        for (of, count) in connected.chain(self.abandoned.iter().map(|of| (of.uid, of.descriptors))) {
+            *if of == uid { &mut own } else { &mut others } += count;
         }
         // The kernel's bound is the limit of open files, for all that processes of the server's user have sent.
-        own + more <= (self.limit.saturating_sub(others) / 2).max(MAX_FDS)
+        (self.limit.saturating_sub(others) / 2).max(MAX_FDS).saturating_sub(own)
     }
 
     /// Asks the kernel which connections have read what was sent.
@@ -336,6 +342,7 @@ impl Reactor {
                 connection.unread_since.is_some()
             })
         });
+        self.abandoned.retain(|of| is_unread(of.socket.as_fd()));
     }
 
     /// Notes that a connection may have something to read.
@@ -478,13 +485,35 @@ impl Reactor {
 
     /// Sends what waits on a connection, once there is room for its descriptors.
     fn dispatch(&mut self, id: ConnectionId) {
-        let more = self.connections.get(&id).map_or(0, Connection::queued);
-        if more > 0 && !self.make_room(id, more) {
-            return self.timer(ROOM_PAUSE, Timer::Retry(id));
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let (more, uid) = (connection.queued(), connection.caller.uid);
+        if more > 0 && !self.has_room(uid, more) {
+            return self.wait_for_room(id, uid);
         }
         let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.wants_room_since = None;
         let sent = connection.flush(&self.objects);
         self.sent(id, sent);
+    }
+
+    /// Tries a reply again later, or takes it back.
+    fn wait_for_room(&mut self, id: ConnectionId, uid: u32) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let since = *connection.wants_room_since.get_or_insert_with(Instant::now);
+        if since.elapsed() < ROOM_WAIT {
+            return self.timer(ROOM_PAUSE, Timer::Retry(id));
+        }
+        connection.wants_room_since = None;
+        let more = connection.queued();
+        for token in connection.take_back() {
+            self.objects.end_lease(token);
+        }
+        let room = self.room(uid);
+        let message = format!(
+            "{more} descriptors are more than the {room} that uid {uid} may be sent while others are unread: its processes must read, \
+             or close, what they were sent before"
+        );
+        self.refuse(id, BrokerError::new(RefusalCode::Full, message));
     }
 
     /// What became of a send.
@@ -493,10 +522,7 @@ impl Reactor {
             && connection.unread_since.is_some()
         {
             self.unread.insert(id);
-            if !self.sweeping {
-                self.sweeping = true;
-                self.timer(SWEEP, Timer::Sweep);
-            }
+            self.sweep_later();
         }
         match sent {
             Sent::All => {}
@@ -504,6 +530,13 @@ impl Reactor {
             Sent::InFlight => self.timer(IN_FLIGHT_PAUSE, Timer::Retry(id)),
             Sent::Stalled => self.stalled(id),
             Sent::Gone => self.close(id, "the peer is gone"),
+        }
+    }
+
+    fn sweep_later(&mut self) {
+        if !self.sweeping {
+            self.sweeping = true;
+            self.timer(SWEEP, Timer::Sweep);
         }
     }
 
@@ -578,7 +611,16 @@ impl Reactor {
         }
         self.objects.maker_gone(id, connection.names);
         // The socket is closed before others are answered in its place.
-        drop(connection.socket);
+        let (socket, descriptors) = (connection.socket, connection.unread);
+        if descriptors > 0 && is_unread(socket.as_fd()) {
+            // Kept to see when they are no more in flight.
+            let _ = self.poll.registry().deregister(&mut SourceFd(&socket.as_raw_fd()));
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+            self.abandoned.push(Abandoned { socket, uid, descriptors });
+            self.sweep_later();
+        } else {
+            drop(socket);
+        }
         self.end_claims(id);
     }
 
@@ -635,9 +677,9 @@ impl Reactor {
         };
         let stuck: Vec<ConnectionId> = self.unread.iter().filter(stuck).copied().collect();
         stuck.into_iter().for_each(|id| self.stalled(id));
-        self.sweeping = !self.unread.is_empty();
-        if self.sweeping {
-            self.timer(SWEEP, Timer::Sweep);
+        self.sweeping = false;
+        if !self.unread.is_empty() || !self.abandoned.is_empty() {
+            self.sweep_later();
         }
     }
 
@@ -654,6 +696,10 @@ impl Reactor {
             let message = format!("no hello came within {:?}", self.config.timeout);
             return self.end(id, ErrorCode::Timeout, &message, "it said no hello");
         }
+        if matches!(connection.request, Request::Upload(_)) {
+            let message = format!("the segments of a put did not come within {:?}", self.config.timeout);
+            return self.end(id, ErrorCode::Timeout, &message, "the segments of its put did not come");
+        }
         self.end_wait(id, RefusalCode::Timeout, now);
     }
 
@@ -666,6 +712,11 @@ impl Reactor {
             other => connection.request = other,
         }
     }
+}
+
+/// Whether the peer has not read all that was sent on a socket.
+fn is_unread(socket: BorrowedFd<'_>) -> bool {
+    sys::unread(socket).is_ok_and(|bytes| bytes > 0)
 }
 
 /// Raises the limit of open files as far as this process may, and returns it.
