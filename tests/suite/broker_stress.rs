@@ -569,7 +569,7 @@ impl Actor<'_> {
 
     fn run(mut self) -> Model {
         // A third of them is bad, half of the time.
-        let bad = self.number % 3 == 0;
+        let bad = self.number.is_multiple_of(3);
         let mut held = Vec::new();
         let mut client = self.client();
         while self.field.count() {

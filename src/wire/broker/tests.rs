@@ -405,7 +405,8 @@ fn what_is_longer_or_more_than_the_protocol_allows_is_refused_at_both_ends() {
         change(&mut put, length);
         Message::Put(Box::new(put))
     };
-    let cases: Vec<(&str, usize, Box<dyn Fn(usize) -> Message>)> = vec![
+    type Case = (&'static str, usize, Box<dyn Fn(usize) -> Message>);
+    let cases: Vec<Case> = vec![
         ("name", MAX_NAME, Box::new(move |n| with(|put, n| put.name = "n".repeat(n), n))),
         ("backend", MAX_NAME, Box::new(move |n| with(|put, n| put.backend = "n".repeat(n), n))),
         ("group", MAX_NAME, Box::new(move |n| with(|put, n| put.group = Some("n".repeat(n)), n))),
