@@ -13,6 +13,8 @@ cases! {
     json_is_one_object_and_the_picture_names_every_series,
     several_consumers_at_once_have_rows_of_their_own,
     sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured,
+    a_broker_is_measured_beside_a_handoff,
+    the_figures_of_a_broker_are_printed_with_what_they_are_to_be,
     a_picture_that_cannot_be_drawn_there_is_refused_before_anything_is_measured,
     a_device_that_does_not_exist_is_not_supported,
     ]
@@ -22,7 +24,7 @@ cases! {
 fn bench(meeting: &Meeting, options: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
     run.command.arg("bench").args(options).args(["--backend", meeting.backend()]);
-    for (option, value) in [("--count", "5"), ("--size", "2MiB")] {
+    for (option, value) in [("--count", "5"), ("--size", "2MiB"), ("--clients", "2")] {
         if !options.contains(&option) {
             run.command.args([option, value]);
         }
@@ -116,7 +118,7 @@ fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
     let report = ended.json();
     let fields: Vec<&str> = report.as_object().unwrap().keys().map(String::as_str).collect();
     let mut expected =
-        ["schema", "tool", "made", "backend", "machine", "count", "warm_up", "series", "left_out"].to_vec();
+        ["schema", "tool", "made", "backend", "machine", "count", "warm_up", "series", "figures", "left_out"].to_vec();
     expected.sort_unstable();
     assert_eq!(fields, expected);
     assert_eq!((&report["schema"], &report["count"]), (&json!(1), &json!(5)));
@@ -141,7 +143,9 @@ fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
         let found: Vec<&str> = found.map(|series| series["name"].as_str().unwrap()).collect();
         assert_eq!(found, names, "{bench}");
     }
-    for series in series {
+    let of_the_broker = |series: &&Value| series["bench"] == "broker";
+    assert!(series.iter().any(|series| of_the_broker(&series)), "{report}");
+    for series in series.iter().filter(|series| !of_the_broker(series)) {
         let us = ["min_us", "p50_us", "p90_us", "p99_us", "max_us"].map(|figure| series[figure].as_f64().unwrap());
         assert!(us.is_sorted() && us[0] >= 0.0, "{series}");
         assert_eq!(series["count"], 5, "{series}");
@@ -173,7 +177,7 @@ fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
     for series in series {
         assert!(texts.iter().any(|text| text == series["name"].as_str().unwrap()), "{series}: {texts:?}");
     }
-    for title in ["handoff, 2 MiB (microseconds)", "startup (microseconds)"] {
+    for title in ["handoff, 2 MiB (microseconds)", "startup (microseconds)", "broker (microseconds)"] {
         assert!(texts.iter().any(|text| text == title), "{title}: {texts:?}");
     }
     assert_eq!(meeting.files(), ["bench.svg"]);
@@ -233,6 +237,140 @@ fn sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured(meeting: Meeting)
     }
 }
 
+/// What is compared at each size.
+const COMPARED: [&str; 4] = ["floor", "handoff", "handoff, with description", "get"];
+const EXPORTS: [&str; 4] = [
+    "export, the broker holds memory",
+    "create to release, the broker holds memory",
+    "export, no process holds any",
+    "create to release, no process holds any",
+];
+
+/// Room for processes with a context of their own.
+const ROOMY: &str = "8589934592";
+
+fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
+    let run = bench(&meeting, &["broker", "--size", "2MiB,8MiB,1PiB", "--clients", "3", "--json"]);
+    let report = if meeting.is_fake() { run.env("FAKECUDA_FREE", ROOMY) } else { run }.end().code(0).json();
+    let series = report["series"].as_array().unwrap();
+    let segmented = COMPARED.map(|name| format!("{name}, in segments of 2 MiB"));
+    let mut expected: Vec<(&str, u64)> = COMPARED.map(|name| (name, 2 << 20)).to_vec();
+    expected.extend(COMPARED.map(|name| (name, 8 << 20)));
+    expected.extend(segmented.iter().map(|name| (name.as_str(), 8 << 20)));
+    let others =
+        ["get of one array", "get of 10000 arrays", "send", "put", "send of 65 segments", "put of 65 segments"];
+    expected.extend(others.map(|name| (name, 0)));
+    let bursts = [
+        ("get by 3 clients at once", 150),
+        ("get by 3 clients at once, mapped", 15),
+        ("get of host memory by 4 clients at once", 200),
+    ];
+    expected.extend(bursts.map(|(name, _)| (name, 0)));
+    let host = meeting.backend() == "host";
+    expected.extend(EXPORTS.iter().filter(|_| !host).map(|name| (*name, 0)));
+    let named = |series: &'_ Value| (series["name"].as_str().unwrap().to_owned(), series["size"].as_u64().unwrap());
+    let found: Vec<(String, u64)> = series.iter().map(named).collect();
+    let expected: Vec<(String, u64)> = expected.into_iter().map(|(name, size)| (name.to_owned(), size)).collect();
+    assert_eq!(found, expected);
+    for series in series {
+        let name = series["name"].as_str().unwrap();
+        let burst = bursts.iter().find(|(burst, _)| *burst == name);
+        assert_eq!(series["count"], burst.map_or(5, |(_, count)| *count), "every sample of every client: {series}");
+        assert_eq!((&series["bench"], &series["rate"]), (&json!("broker"), &Value::Null), "{series}");
+        assert!(series["min_us"].as_f64().unwrap() > 0.0, "{series}");
+        assert_eq!(series["ratio"].is_f64(), series["size"] != 0, "{series}");
+    }
+    let median = |name: &str, size: u64| {
+        let one = series.iter().find(|series| named(series) == (name.to_owned(), size));
+        one.unwrap()["p50_us"].as_f64().unwrap()
+    };
+    let figure = |name: &str, size: u64| {
+        let all = report["figures"].as_array().unwrap();
+        let one = all.iter().find(|figure| named(figure) == (name.to_owned(), size));
+        one.unwrap_or_else(|| panic!("{name}, {size}: {all:?}"))
+    };
+    let is = |name: &str, size: u64, value: f64, unit: &str, at_most: Option<f64>| {
+        let figure = figure(name, size);
+        assert!((figure["value"].as_f64().unwrap() - value).abs() < 1e-6, "{figure} is not {value}");
+        assert_eq!((&figure["unit"], &figure["at_most"]), (&json!(unit), &json!(at_most)));
+    };
+    for size in [2 << 20, 8 << 20] {
+        let get = median("get", size);
+        is("get, more than a handoff", size, get - median("handoff", size), "us", Some(15.0));
+        let described = get - median("handoff, with description", size);
+        is("get, more than a handoff with description", size, described, "us", None);
+    }
+    let more = median(&segmented[3], 8 << 20) - median(&segmented[1], 8 << 20);
+    is("get, in segments of 2 MiB, more than a handoff", 8 << 20, more, "us", Some(15.0));
+    let more = (median(others[1], 0) - median(others[0], 0)) / 1e3;
+    is("get of 10000 arrays, more than of one", 0, more, "ms", Some(3.0));
+    is("put, more than the send of a handoff", 0, median("put", 0) - median("send", 0), "us", Some(60.0));
+    let each = (median(others[5], 0) - median("put", 0)) / 64.0;
+    is("put, each further segment", 0, each, "us", Some(5.0));
+    for (what, _) in bursts {
+        let rate = figure(&format!("{what}, all together"), 0);
+        let at_least = if what.contains("host") { json!(10_000.0) } else { Value::Null };
+        assert_eq!((&rate["unit"], &rate["at_least"]), (&json!("/s"), &at_least));
+        assert!(rate["value"].as_f64().unwrap() > 1.0, "{rate}");
+        let used = figure(&format!("{what}: CPU time of the broker, each"), 0)["value"].as_f64().unwrap();
+        assert!(used > 0.1, "{what}: {used} us");
+    }
+    let held = figure("resident memory of the broker, 1000 objects and 1000 connections", 0);
+    let [idle, held_value] =
+        [figure("resident memory of the broker, idle", 0), held].map(|of| of["value"].as_f64().unwrap());
+    assert!(1.0 < idle && idle < held_value, "{idle} and {held_value} MB");
+    assert_eq!((&held["unit"], &held["at_most"]), (&json!("MB"), &json!(30.0)));
+    assert_eq!(report["left_out"].as_array().unwrap().len(), 1, "{report}");
+    assert!(report["left_out"][0].as_str().unwrap().starts_with("broker get at 1 PiB: there are "), "{report}");
+    assert_ended(&meeting);
+}
+
+fn the_figures_of_a_broker_are_printed_with_what_they_are_to_be(meeting: Meeting) {
+    let ended = bench(&meeting, &["broker"]).end();
+    assert_eq!(ended.code(0).stderr, "");
+    let line = |start: &str| {
+        let line = ended.stdout.lines().find(|line| line.starts_with(start));
+        line.unwrap_or_else(|| panic!("{start}: {}", ended.stdout)).split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let line_of_put = line("put, more than the send of a handoff ");
+    assert!(line_of_put.contains(" us at most 60: "), "{line_of_put}");
+    assert!(["yes", "NO"].iter().any(|word| line_of_put.ends_with(word)), "{line_of_put}");
+    assert!(line("get, more than a handoff, 2 MiB ").contains(" us at most 15: "), "{}", ended.stdout);
+    let rate = line("get of host memory by 4 clients at once, all together ");
+    assert!(rate.contains(" /s at least 10000: "), "{rate}");
+    // A GPU's memory has no room for the contexts here.
+    let left_out = "\nleft out: broker mapped by 2 clients at once: they need 1920 MiB, and there are 972.7 MiB\n";
+    assert_eq!(ended.stdout.contains(left_out), meeting.is_fake(), "{}", ended.stdout);
+    assert_eq!(ended.stdout.contains("\nget by 2 clients at once, mapped "), !meeting.is_fake(), "{}", ended.stdout);
+}
+
+#[test]
+fn a_broker_that_dies_or_stops_ends_its_bench() {
+    for signal in [Signal::SIGKILL, Signal::SIGSTOP] {
+        let meeting = Meeting::fake();
+        // Slow enough that the broker is needed for longer than it takes to find it.
+        let run = bench(&meeting, &["broker", "--count", "1000", "--timeout", "1s"]);
+        let running = run.env("FAKECUDA_SLOW", "cuMemImportFromShareableHandle:50").start();
+        let mut broker = None;
+        wait_for("the broker", || {
+            let is_broker = |process: &PathBuf| {
+                let words = fs::read_to_string(process.join("cmdline")).unwrap_or_default();
+                words.contains("broker_server") && fs::read_dir(process.join("task")).is_ok()
+            };
+            broker = meeting.processes().into_iter().find(is_broker);
+            broker.is_some()
+        });
+        let number = broker.unwrap().file_name().unwrap().to_str().unwrap().parse().unwrap();
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(number), signal).unwrap();
+        let ended = running.end();
+        let said = sentence(ended.code(5));
+        let names = ["the broker ", "the producer ", "a consumer "];
+        assert!(names.iter().any(|name| said.starts_with(name)), "{said}");
+        assert_eq!(ended.stdout, "");
+        assert_ended(&meeting);
+    }
+}
+
 #[test]
 fn what_there_is_no_memory_for_is_left_out_one_by_one() {
     let meeting = Meeting::fake();
@@ -285,7 +423,7 @@ fn a_picture_that_was_there_stays_if_the_bench_fails() {
 }
 
 fn a_device_that_does_not_exist_is_not_supported(meeting: Meeting) {
-    for name in ["handoff", "verify", "stages", "startup"] {
+    for name in ["handoff", "verify", "stages", "startup", "broker"] {
         let ended = bench(&meeting, &[name, "--device", "99"]).end();
         assert!(sentence(ended.code(3)).contains("device 99: 0 is "), "{}", ended.stderr);
         assert_eq!(ended.stdout, "");
@@ -295,8 +433,8 @@ fn a_device_that_does_not_exist_is_not_supported(meeting: Meeting) {
 #[test]
 fn bad_usage_is_told_in_a_sentence() {
     let meeting = Meeting::host();
-    let wrong: [(&[&str], &str); 13] = [
-        (&["everything"], "[possible values: handoff, repeat, verify, stages, startup, all]"),
+    let wrong: [(&[&str], &str); 14] = [
+        (&["everything"], "[possible values: handoff, repeat, verify, stages, startup, broker, all]"),
         (&["--size", "big"], "`big` is not a size"),
         (&["--size", "2MiB,0"], "`0` is no memory"),
         (&["--size", "64MB"], "write 64MiB"),
@@ -304,6 +442,7 @@ fn bad_usage_is_told_in_a_sentence() {
         (&["--count", "many"], "invalid digit"),
         (&["--consumers", "0"], "0 is not in 1..=256"),
         (&["--consumers", "1,10000"], "10000 is not in 1..=256"),
+        (&["--clients", "0"], "0 is not in 1..=1024"),
         (&["--device", "the first"], "`the first` is not a device: write an ordinal"),
         (&["--backend", "auto"], "[possible values: cuda, host]"),
         (&["--svg", "-"], "`-` is not supported"),
@@ -327,7 +466,7 @@ fn without_a_driver_or_a_device_there_is_nothing_to_measure() {
     for name in ["libcuda.so.1", "libcuda.so"] {
         fs::write(broken.path().join(name), "no library").unwrap();
     }
-    for name in ["handoff", "verify", "stages", "startup"] {
+    for name in ["handoff", "verify", "stages", "startup", "broker"] {
         let ended = bench(&meeting, &[name]).env("LD_LIBRARY_PATH", broken.path()).end();
         assert!(sentence(ended.code(3)).starts_with("no CUDA driver library loads"), "{}", ended.stderr);
         ended.says("  hint: ").says("--backend host");
@@ -360,11 +499,19 @@ fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
         ("handoff", "cuIpcOpenMemHandle_v2", 1, "a consumer"),
         ("handoff", "cuMemPoolImportPointer", 1, "a consumer"),
         ("repeat", "cuMemMap", 1, "the producer"),
+        ("broker", "cuMemExportToShareableHandle", 2, "the producer"),
+        ("broker", "cuMemImportFromShareableHandle", 1, "a consumer"),
+        ("broker", "cuMemExportToShareableHandle", 11, "a client of the broker"),
     ] {
         let ended = bench(&meeting, &[name]).env("FAKECUDA_FAIL", format!("{call}:{nth}:999")).end();
         assert_eq!(sentence(ended.code(5)), format!("{who} failed: {call} failed: CUDA_ERROR_UNKNOWN (999)"));
         assert_eq!(ended.stdout, "");
     }
+    // Those before are the floor's and the two handoffs'.
+    let ended = bench(&meeting, &["broker"]).env("FAKECUDA_FAIL", "cuMemImportFromShareableHandle:4:999").end();
+    let said = sentence(ended.code(5));
+    let call = "cuMemImportFromShareableHandle failed: CUDA_ERROR_UNKNOWN (999)";
+    assert!(said.starts_with("a consumer failed: ") && said.ends_with(call), "{said}");
     let ended = bench(&meeting, &["stages"]).env("FAKECUDA_FAIL", "cuMemCreate:2:2").end();
     ended.code(5).says("  hint: free memory first");
     assert_ended(&meeting);
@@ -433,7 +580,11 @@ fn folder_of(meeting: &Meeting) -> Option<PathBuf> {
 #[test]
 fn a_bench_that_is_stopped_or_killed_leaves_nothing_behind() {
     for (signal, code) in [(Signal::SIGINT, Some(130)), (Signal::SIGTERM, Some(143)), (Signal::SIGKILL, None)] {
-        for (name, call) in [("handoff", "cuMemImportFromShareableHandle"), ("startup", "cuMemMap")] {
+        for (name, call) in [
+            ("handoff", "cuMemImportFromShareableHandle"),
+            ("startup", "cuMemMap"),
+            ("broker", "cuMemImportFromShareableHandle"),
+        ] {
             let meeting = Meeting::fake();
             let log = meeting.folder().join("log");
             let run =

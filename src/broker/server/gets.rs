@@ -8,7 +8,7 @@ use std::{
 use super::{
     ConnectionId,
     connection::{Connection, Outgoing, Request},
-    objects::{Answer, Question, Selected, Selection, random},
+    objects::{Answer, LeaseParts, Question, Selected, Selection, random},
     reactor::Reactor,
 };
 use crate::{
@@ -323,7 +323,8 @@ impl Reactor {
     /// The records that a lease is sent in.
     fn lease_records(&self, token: Token, selection: &Selection) -> Result<Vec<Outgoing>, BrokerError> {
         let gone = || BrokerError::new(RefusalCode::Absent, "the version is gone");
-        let (mut header, tables, segments) = self.objects.describe_lease(token, selection).ok_or_else(gone)?;
+        let LeaseParts { mut header, tables, segments } =
+            self.objects.describe_lease(token, selection).ok_or_else(gone)?;
         let (first, rest) = segments.split_at(segments.len().min(MAX_FDS - tables.len()));
         header.sizes = first.iter().map(|(_, size)| *size).collect();
         let fds = tables.into_iter().chain(first.iter().map(|(id, _)| *id)).collect();

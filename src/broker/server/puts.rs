@@ -25,8 +25,8 @@ use crate::{
     wire::{
         Check, Mechanism, Segments,
         broker::{
-            ArrayEntry, Attached, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS,
-            MAX_TABLE, Maker, Message, Put, Send, Table,
+            MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS, MAX_TABLE, Maker, Message,
+            Put, Send, Table, read_arrays,
         },
     },
 };
@@ -35,7 +35,7 @@ use crate::{
 const ADDRESSES: u64 = 1 << 47;
 
 /// How many segments are looked at on the event loop: more are the worker's.
-const FEW: usize = 32;
+const FEW: usize = 128;
 
 /// A put whose segments are still to come, or all there.
 #[derive(Debug)]
@@ -85,7 +85,7 @@ pub(super) struct DraftKey {
 #[derive(Debug)]
 pub(super) struct Draft {
     uid: u32,
-    /// The names of all parts, in the order in which the first put named them: readers get them in it.
+    /// In the order in which the first put names them, which is that of the version's parts.
     announced: Vec<String>,
     terms: Terms,
     metadata: Option<(ConnectionId, NewTable)>,
@@ -110,6 +110,11 @@ impl Draft {
 /// How many bytes of memory they are, as claimed.
 fn bytes_of(parts: &[NewPart]) -> u64 {
     parts.iter().map(|part| part.memory.mapped_size).sum()
+}
+
+/// Whether two lists name the same parts, in any order; neither names one twice.
+fn same(some: &[String], others: &[String]) -> bool {
+    some.len() == others.len() && some.iter().all(|name| others.contains(name))
 }
 
 fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
@@ -231,16 +236,15 @@ fn examine(upload: &Upload, emulated: bool) -> Result<Vec<u64>, BrokerError> {
     let Upload { put, terms, tables, segments, .. } = upload;
     let mut tables = tables.iter();
     let mut text = |table: &Table, most: u64| match table {
-        Table::Inline(text) => Ok(text.clone()),
+        Table::Inline(text) => Ok(text.as_str().to_owned()),
         Table::Length(length) => {
             let fd = tables.next().ok_or_else(|| "a table came without its descriptor".to_owned())?;
-            let text = table::read(fd.as_fd(), *length, most)?;
-            Attached::from_text(text).map_err(|error| format!("a table is not JSON: {error}"))
+            table::read(fd.as_fd(), *length, most)
         }
     };
     if let Some(metadata) = &put.metadata {
         let text = text(metadata, MAX_METADATA).or_else(|problem| invalid(format!("the metadata: {problem}")))?;
-        if let Err(error) = text.read::<Check>() {
+        if let Err(error) = serde_json::from_str::<Check>(&text) {
             return invalid(format!("the metadata is not a JSON object: {error}"));
         }
     }
@@ -270,8 +274,8 @@ fn examine(upload: &Upload, emulated: bool) -> Result<Vec<u64>, BrokerError> {
 }
 
 /// Checks a table of arrays. Returns how many they are.
-fn check_arrays(part: &str, text: &Attached, size: u64) -> Result<u64, BrokerError> {
-    let arrays: Vec<ArrayEntry> = match text.read() {
+fn check_arrays(part: &str, text: &str, size: u64) -> Result<u64, BrokerError> {
+    let arrays = match read_arrays(text) {
         Ok(arrays) => arrays,
         Err(error) => return invalid(format!("the table of part `{part}` is not one of arrays: {error}")),
     };
@@ -326,6 +330,7 @@ impl Reactor {
                 self.uploading += upload.descriptors();
                 if upload.segments.len() < total {
                     self.set_request(id, Request::Upload(Box::new(upload)));
+                    self.set_deadline(id, deadline_after(self.timeout()));
                     self.reply(id, &Message::Send(Send {}));
                 } else {
                     self.uploaded(id, upload);
@@ -445,7 +450,6 @@ impl Reactor {
         metadata: Option<NewTable>,
         parts: Vec<NewPart>,
     ) -> Result<(), BrokerError> {
-        let names = |announced: &[String]| announced.iter().cloned().collect::<HashSet<String>>();
         let count = |parts: &[NewPart]| parts.iter().map(|part| part.segments.len()).sum::<usize>();
         let problem = self.drafts.get(key).and_then(|draft| {
             let Draft { uid, .. } = draft;
@@ -455,7 +459,7 @@ impl Reactor {
                     RefusalCode::Denied,
                     format!("uid {uid} makes this version of `{}`, and not {}", key.name, caller.uid),
                 ))
-            } else if names(&draft.announced) != names(announced) {
+            } else if !same(&draft.announced, announced) {
                 Some((RefusalCode::Invalid, format!("others of group `{}` announced other parts", key.group)))
             } else if (draft.terms.replace, draft.terms.if_version) != (terms.replace, terms.if_version) {
                 Some((RefusalCode::Invalid, format!("others of group `{}` replace another version", key.group)))

@@ -604,6 +604,10 @@ impl Reactor {
             let message = format!("no hello came within {:?}", self.config.timeout);
             return self.end(id, ErrorCode::Timeout, &message, "it said no hello");
         }
+        if matches!(connection.request, Request::Upload(_)) {
+            let message = format!("the segments of a put did not come within {:?}", self.config.timeout);
+            return self.end(id, ErrorCode::Timeout, &message, "the segments of its put did not come");
+        }
         self.end_wait(id, RefusalCode::Timeout, now);
     }
 

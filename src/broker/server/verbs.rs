@@ -110,6 +110,10 @@ impl Reactor {
             let message = "this is a broker, and the hello lacks the capability `broker`";
             return self.end(id, ErrorCode::Object, message, "it asks for no broker");
         }
+        if hello.version < VERSION {
+            let message = format!("the hello speaks version {}, and this broker version {VERSION}", hello.version);
+            return self.end(id, ErrorCode::Version, &message, "it speaks another version");
+        }
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.greeted = true;
         connection.deadline = None;

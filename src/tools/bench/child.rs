@@ -8,7 +8,7 @@ use std::{
 use serde::Serialize;
 
 use super::{
-    consumer, producer,
+    broker, consumer, producer,
     protocol::{ConsumerResponse, Failure, Response},
     single,
     task::{Role, Task},
@@ -39,6 +39,14 @@ pub(in crate::tools) fn run_task(child: &Entered) -> Result<()> {
         Role::Single => {
             let line = child.line()?;
             report(&line, single::serve(&task, &line), Response::Failed)
+        }
+        Role::BrokerServer { socket, emulated } => {
+            let line = child.line()?;
+            report(&line, broker::serve(&task, socket, *emulated, &line), Response::Failed)
+        }
+        Role::BrokerClient { driver } => {
+            let line = child.line()?;
+            report(&line, broker::serve_client(&task, *driver, &line), broker::ClientResponse::Failed)
         }
         // It ends with its parent.
         Role::GroupLeader => loop {

@@ -7,12 +7,14 @@ use std::{
 };
 
 use super::{
+    producer::until_asleep,
     protocol::{ConsumerRequest, ConsumerResponse, Method},
-    stats::now,
+    stats::{now, us},
     task::Task,
 };
 use crate::{
-    driver::{Driver, PoolHandle, bare::Opened},
+    broker::{Client, Get, Object},
+    driver::{Access, Driver, Handle, Location, PoolHandle, bare::Opened},
     error::{Error, PeerError, ProtocolError, Result},
     memory::{Device, Region},
     session::{Config, stream::Subscriber},
@@ -30,7 +32,19 @@ struct Consumer<'a> {
     subscriber: Option<Subscriber>,
     /// The memory opened last, until it is closed before the next request.
     opened: Option<Opened>,
+    /// The same, of several segments.
+    segments: Option<Segments>,
+    broker: Option<Client>,
+    /// The object that was got last, until the next request.
+    object: Option<Object>,
     pool: Option<PoolHandle>,
+}
+
+/// Memory of several segments that was opened by the driver's calls.
+struct Segments {
+    address: u64,
+    size: u64,
+    handles: Vec<Handle>,
 }
 
 /// Answers the requests of the producer, until that ends the connection.
@@ -38,7 +52,18 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
     let (driver, device) = task.open()?;
     device.activate()?;
     line.send(&ConsumerResponse::Ready)?;
-    let mut consumer = Consumer { task, line, driver, device, subscriber: None, opened: None, pool: None };
+    let mut consumer = Consumer {
+        task,
+        line,
+        driver,
+        device,
+        subscriber: None,
+        pool: None,
+        opened: None,
+        segments: None,
+        broker: None,
+        object: None,
+    };
     loop {
         let request = line.receive()?;
         let response = consumer.answer(&request).unwrap_or_else(|error| ConsumerResponse::Failed(error.into()));
@@ -51,6 +76,10 @@ impl Consumer<'_> {
         if let Some(opened) = self.opened.take() {
             self.driver.verbs().bare()?.close(opened)?;
         }
+        if let Some(segments) = self.segments.take() {
+            self.close_segments(segments)?;
+        }
+        self.object = None;
         match request {
             ConsumerRequest::Connect { socket } => {
                 let config = Config::default().with_timeout(self.task.timeout);
@@ -64,9 +93,25 @@ impl Consumer<'_> {
                 self.pool = Some(self.driver.verbs().pools()?.import(fd.as_fd())?);
                 Ok(ConsumerResponse::Ready)
             }
-            ConsumerRequest::Open { method, size } => {
+            ConsumerRequest::Open { method, size, segments } => {
                 self.line.send(&ConsumerResponse::Ready)?;
-                Ok(ConsumerResponse::Usable { at: self.open(*method, *size)? })
+                let at = match (method, segments) {
+                    (Method::Floor, 2..) => self.open_segments(*size)?,
+                    _ => self.open(*method, *size)?,
+                };
+                Ok(ConsumerResponse::Usable { at })
+            }
+            ConsumerRequest::Broker { socket } => {
+                let config = Config::default().with_timeout(self.task.timeout);
+                self.broker = Some(Client::connect(socket, &config)?);
+                Ok(ConsumerResponse::Ready)
+            }
+            ConsumerRequest::Get { name, array } => self.get(name, array.as_deref()),
+            ConsumerRequest::Take => {
+                self.line.send(&ConsumerResponse::Ready)?;
+                // Longer than any description.
+                self.line.receive_bare(&mut [0; 8192])?;
+                Ok(ConsumerResponse::Ready)
             }
             // It is closed before each request.
             ConsumerRequest::Close => Ok(ConsumerResponse::Ready),
@@ -129,7 +174,46 @@ impl Consumer<'_> {
                 self.line.receive_bare(&mut [0; 2])?;
                 Ok(now())
             }
+            // Of the broker.
+            _ => not_prepared(),
         }
+    }
+
+    /// Opens memory of several segments of one size by the driver's calls, side by side.
+    fn open_segments(&mut self, size: u64) -> Result<u64> {
+        let (verbs, fds) = (self.driver.verbs(), self.line.receive_bare(&mut [0; 2])?.fds);
+        let segment = size / fds.len().max(1) as u64;
+        let address = verbs.reserve(size, 0)?;
+        let mut handles = Vec::with_capacity(fds.len());
+        for (fd, at) in fds.iter().zip((address..).step_by(usize::try_from(segment).unwrap_or(usize::MAX))) {
+            let handle = verbs.import(fd.as_fd(), segment)?;
+            verbs.map(at, segment, 0, handle)?;
+            handles.push(handle);
+        }
+        verbs.set_access(address, size, Location::Device(self.device.ordinal()), Some(Access::ReadWrite))?;
+        let at = now();
+        self.segments = Some(Segments { address, size, handles });
+        Ok(at)
+    }
+
+    fn close_segments(&self, segments: Segments) -> Result<()> {
+        let verbs = self.driver.verbs();
+        verbs.unmap(segments.address, segments.size)?;
+        verbs.free(segments.address, segments.size)?;
+        segments.handles.into_iter().try_for_each(|handle| verbs.release(handle))
+    }
+
+    /// Gets an object of the broker, which stays open until the next request.
+    fn get(&mut self, name: &str, array: Option<&str>) -> Result<ConsumerResponse> {
+        let Some(client) = &self.broker else { return not_prepared() };
+        until_asleep();
+        let begun = Instant::now();
+        let object = client.get(&Get::new(name))?.open(&self.driver, None)?;
+        let array = array.map(|array| object.array(array)).transpose()?;
+        let us = us(begun.elapsed());
+        drop(array);
+        self.object = Some(object);
+        Ok(ConsumerResponse::Got { us })
     }
 
     fn descriptor(&self) -> Result<OwnedFd> {

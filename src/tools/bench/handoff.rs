@@ -139,24 +139,33 @@ fn fitting<'a>(run: &mut BenchRun<'_>, usable: u64, size: u64, candidates: &[&'a
 
 /// The samples of each candidate, in order.
 fn measure_size(
-    run: &mut BenchRun<'_>,
+    run: &BenchRun<'_>,
     process: &BenchProcess,
     size: u64,
     candidates: &[&Candidate],
 ) -> Result<Vec<Samples>> {
+    let methods: Vec<Method> = candidates.iter().map(|candidate| candidate.method).collect();
+    take_turns(run, process, &format!("handing over {}", about(size)), size, None, &methods)
+}
+
+/// The samples of each method, in order, of memory that is prepared for them together.
+pub(super) fn take_turns(
+    run: &BenchRun<'_>,
+    process: &BenchProcess,
+    what: &str,
+    size: u64,
+    segment: Option<u64>,
+    methods: &[Method],
+) -> Result<Vec<Samples>> {
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
-    let mut samples = vec![Samples::default(); candidates.len()];
-    let what = format!("handing over {}", about(size));
-    ask_done(
-        process,
-        &Request::Prepare { size, methods: candidates.iter().map(|candidate| candidate.method).collect() },
-    )?;
+    let mut samples = vec![Samples::default(); methods.len()];
+    ask_done(process, &Request::Prepare { size, segment, methods: methods.to_vec() })?;
     for round in 0..warm_up + count {
-        run.tick(&what, round, warm_up + count)?;
-        for turn in 0..candidates.len() {
-            // No candidate is always first, or always after the same one.
-            let number = (turn + round) % candidates.len();
-            match ask(process, &Request::Measure { method: candidates[number].method })? {
+        run.tick(what, round, warm_up + count)?;
+        for turn in 0..methods.len() {
+            // None is always first, or always after the same one.
+            let number = (turn + round) % methods.len();
+            match ask(process, &Request::Measure { method: methods[number] })? {
                 Response::Time { us } if round >= warm_up => samples[number].0.push(us),
                 Response::Time { .. } => {}
                 _ => return Err(unexpected()),

@@ -5,6 +5,7 @@
 //! exported descriptor (an export is far cheaper there). Measurements that are compared take turns, one sample of each after the
 //! other, so that a disturbance of the machine affects all of them.
 
+mod broker;
 mod child;
 mod consumer;
 mod handoff;
@@ -26,7 +27,7 @@ use self::run::BenchRun;
 pub(super) use self::{child::run_task, process::TOOL};
 pub use self::{
     plan::{Bench, BenchPlan, Observer, Progress},
-    report::{BenchReport, Machine, Series},
+    report::{BenchReport, Figure, Machine, Series},
     stats::Summary,
 };
 use crate::{channel::Cancel, error::Result};
@@ -58,6 +59,9 @@ pub fn run(plan: &BenchPlan, cancel: &Cancel, observer: Observer<'_>) -> Result<
     }
     if wants(Bench::Startup) {
         startup::measure(&mut run)?;
+    }
+    if wants(Bench::Broker) {
+        broker::measure(&mut run)?;
     }
     Ok(run.report)
 }

@@ -33,7 +33,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
         if !fits(run, Bench::Verify, size, capacity) {
             continue;
         }
-        ask_done(&process, &Request::Prepare { size, methods: Vec::new() })?;
+        ask_done(&process, &Request::Prepare { size, segment: None, methods: Vec::new() })?;
         for &engine in engines {
             // Only on a GPU: the host backend is far faster.
             if cuda && engine == Engine::Host && size > HOST_BYTES / HOST_COUNT as u64 {

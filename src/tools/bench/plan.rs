@@ -20,11 +20,13 @@ pub enum Bench {
     Stages,
     /// From `exec` to ready, and the whole round trip.
     Startup,
+    /// Objects of the broker, beside a handoff.
+    Broker,
 }
 
 impl Bench {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Handoff, Self::Repeat, Self::Verify, Self::Stages, Self::Startup];
+    pub const ALL: [Self; 6] = [Self::Handoff, Self::Repeat, Self::Verify, Self::Stages, Self::Startup, Self::Broker];
 
     /// Its name.
     pub fn as_str(self) -> &'static str {
@@ -34,6 +36,7 @@ impl Bench {
             Self::Verify => "verify",
             Self::Stages => "stages",
             Self::Startup => "startup",
+            Self::Broker => "broker",
         }
     }
 }
@@ -44,7 +47,7 @@ impl FromStr for Bench {
     fn from_str(text: &str) -> Result<Self, String> {
         let known = Self::ALL.into_iter().find(|bench| bench.as_str() == text);
         known.ok_or_else(|| {
-            format!("no bench is called `{text}`: write handoff, repeat, verify, stages, startup or all")
+            format!("no bench is called `{text}`: write handoff, repeat, verify, stages, startup, broker or all")
         })
     }
 }
@@ -64,6 +67,8 @@ pub struct BenchPlan {
     pub count: usize,
     /// The numbers of concurrent consumers.
     pub consumers: Vec<usize>,
+    /// The number of clients that get an object of the broker at once.
+    pub clients: usize,
     /// How long one step may take.
     pub timeout: Duration,
 }

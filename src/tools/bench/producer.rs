@@ -1,14 +1,18 @@
 //! The process that shares memory, and measures the handoffs.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     sync::{Arc, Barrier},
     thread,
     time::{Duration, Instant},
 };
 
+use nix::fcntl::{FcntlArg, fcntl};
+
 use super::{
+    broker::Maker,
     process::BenchProcess,
     protocol::{ConsumerRequest, ConsumerResponse, Method, Request, Response},
     stats::now,
@@ -16,7 +20,7 @@ use super::{
 };
 use crate::{
     channel::{Cancel, Listener},
-    driver::{Access, Bare, Driver, bare::Created},
+    driver::{Access, Backend, Bare, Driver, bare::Created},
     error::{Error, PeerError, ProtocolError, Result},
     memory::{Device, Pointer, Shared, Spec},
     session::{
@@ -35,8 +39,8 @@ struct Prepared {
     size: u64,
     /// For the floor and the session.
     shared: Option<Arc<Shared>>,
-    /// Its descriptor, for the floor.
-    fd: Option<OwnedFd>,
+    /// The descriptors of its segments, for the floor.
+    fds: Vec<OwnedFd>,
     /// Memory that is exported each time.
     created: Option<Created>,
     legacy: Option<(Shared, Pointer)>,
@@ -44,8 +48,8 @@ struct Prepared {
 }
 
 /// A consumer process, and the session with it.
-struct ConsumerHandle {
-    process: BenchProcess,
+pub(super) struct ConsumerHandle {
+    pub(super) process: BenchProcess,
     publisher: Option<Publisher>,
     /// The buffer that it holds.
     held: Option<BufferId>,
@@ -60,6 +64,7 @@ struct Producer<'a> {
     folder: &'a Path,
     consumers: Vec<ConsumerHandle>,
     prepared: Prepared,
+    maker: Option<Maker>,
 }
 
 /// Answers the requests of the measuring process, until that ends the connection.
@@ -75,10 +80,14 @@ pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -
     // They start their drivers at the same time.
     consumers.iter().try_for_each(ConsumerHandle::ready)?;
     line.send(&Response::started(&device)?)?;
-    let mut producer = Producer { task, driver, device, folder, consumers, prepared: Prepared::default() };
+    let mut producer = Producer { task, driver, device, folder, consumers, prepared: Prepared::default(), maker: None };
     loop {
         let response = match line.receive()? {
-            Request::Prepare { size, methods } => producer.prepare(size, &methods).map(|()| Response::Done),
+            Request::Prepare { size, segment, methods } => {
+                producer.prepare(size, segment, &methods).map(|()| Response::Done)
+            }
+            Request::IsEmulated => producer.is_emulated().map(Response::IsEmulated),
+            Request::Connect { socket } => producer.connect_to_broker(&socket).map(|()| Response::Done),
             Request::Measure { method } => producer.measure(method).map(|us| Response::Time { us }),
             Request::Clear => producer.clear().map(|()| Response::Done),
             _ => Err(ProtocolError::Unexpected { got: "request", want: "one for a producer" }.into()),
@@ -88,15 +97,17 @@ pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -
 }
 
 impl ConsumerHandle {
-    fn call(&self, request: &ConsumerRequest) -> Result<()> {
+    pub(super) fn call(&self, request: &ConsumerRequest) -> Result<()> {
         self.process.send(request)?;
         self.ready()
     }
 
-    fn ready(&self) -> Result<()> {
+    pub(super) fn ready(&self) -> Result<()> {
         match self.process.receive()? {
             ConsumerResponse::Ready => Ok(()),
-            ConsumerResponse::Usable { .. } => Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into()),
+            ConsumerResponse::Usable { .. } | ConsumerResponse::Got { .. } => {
+                Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into())
+            }
             ConsumerResponse::Failed(failure) => Err(failure.of(self.process.name())),
         }
     }
@@ -105,7 +116,9 @@ impl ConsumerHandle {
     fn usable(&self) -> Result<u64> {
         match self.process.receive()? {
             ConsumerResponse::Usable { at } => Ok(at),
-            ConsumerResponse::Ready => Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into()),
+            ConsumerResponse::Ready | ConsumerResponse::Got { .. } => {
+                Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into())
+            }
             ConsumerResponse::Failed(failure) => Err(failure.of(self.process.name())),
         }
     }
@@ -144,14 +157,16 @@ impl ConsumerHandle {
 }
 
 impl Producer<'_> {
-    fn prepare(&mut self, size: u64, methods: &[Method]) -> Result<()> {
+    fn prepare(&mut self, size: u64, segment: Option<u64>, methods: &[Method]) -> Result<()> {
         let wants = |method: Method| methods.contains(&method);
         let mut prepared = Prepared { size, ..Prepared::default() };
-        if [Method::Floor, Method::Fresh, Method::Described, Method::Again].into_iter().any(wants) {
-            let shared = Arc::new(Shared::create(&self.device, Spec::vmm(size))?);
+        let common = |method: &Method| !matches!(method, Method::ExportEach | Method::Legacy | Method::Pool);
+        if methods.iter().any(common) {
+            let spec = Spec::vmm(size);
+            let shared = Arc::new(Shared::create(&self.device, segment.map_or(spec, |segment| spec.chunk(segment)))?);
             let chunks = shared.chunks(0..size)?.map_or(Vec::new(), |(_, chunks)| chunks);
-            let fd = chunks.first().map(|chunk| chunk.as_fd().try_clone_to_owned()).transpose();
-            prepared.fd = fd.map_err(|error| Error::system("duplicate a descriptor", error))?;
+            let fds = chunks.iter().map(|chunk| chunk.as_fd().try_clone_to_owned()).collect::<io::Result<_>>();
+            prepared.fds = fds.map_err(|error| Error::system("duplicate a descriptor", error))?;
             prepared.shared = Some(shared);
         }
         if wants(Method::ExportEach) {
@@ -178,7 +193,10 @@ impl Producer<'_> {
         if wants(Method::Again) {
             self.hold()?;
         }
-        Ok(())
+        match (&mut self.maker, &self.prepared.shared) {
+            (Some(maker), Some(shared)) => maker.prepare(shared, methods),
+            _ => Ok(()),
+        }
     }
 
     /// Memory that is shared by a handle of 64 bytes.
@@ -187,6 +205,21 @@ impl Producer<'_> {
         let pointer = shared.describe()?.pointer();
         let pointer = pointer.ok_or(ProtocolError::Content("the description has no handle of 64 bytes".to_owned()))?;
         Ok((shared, pointer))
+    }
+
+    fn is_emulated(&self) -> Result<bool> {
+        let bare = self.driver.verbs().bare()?;
+        let created = bare.create(self.device.ordinal(), self.device.granularity()?)?;
+        let seals = bare.export(&created).map(|fd| fcntl(&fd, FcntlArg::F_GET_SEALS));
+        bare.release(created)?;
+        // A driver's descriptor is of a device, which has none.
+        Ok(self.driver.backend() == Backend::Cuda && seals?.is_ok())
+    }
+
+    fn connect_to_broker(&mut self, socket: &Path) -> Result<()> {
+        self.maker = Some(Maker::connect(self.task, socket)?);
+        let request = ConsumerRequest::Broker { socket: socket.to_owned() };
+        self.consumers.iter().try_for_each(|consumer| consumer.call(&request))
     }
 
     /// Opens a session with each consumer that has none.
@@ -210,7 +243,7 @@ impl Producer<'_> {
         let (shared, size) = self.shared()?;
         for consumer in &mut self.consumers {
             let buffer = consumer.publisher()?.add(&shared, None, Access::ReadWrite)?;
-            consumer.call(&ConsumerRequest::Open { method: Method::Fresh, size })?;
+            consumer.call(&ConsumerRequest::Open { method: Method::Fresh, size, segments: 1 })?;
             consumer.publish(buffer)?;
             consumer.end_of_turn()?;
             consumer.held = Some(buffer);
@@ -225,18 +258,21 @@ impl Producer<'_> {
 
     /// Hands over once to all consumers, and returns the time in microseconds until the last one has the memory.
     fn measure(&mut self, method: Method) -> Result<f64> {
+        if let (Some(maker), [consumer]) = (&self.maker, &self.consumers[..])
+            && let Some(us) = maker.measure(method, consumer)?
+        {
+            return Ok(us);
+        }
         let size = self.prepared.size;
         if method == Method::Fresh {
             let (shared, _) = self.shared()?;
             self.consumers.iter_mut().try_for_each(|consumer| consumer.describe(&shared))?;
         }
         for consumer in &self.consumers {
-            consumer.call(&ConsumerRequest::Open { method, size })?;
+            let segments = self.prepared.fds.len();
+            consumer.call(&ConsumerRequest::Open { method, size, segments })?;
         }
-        let asleep = Instant::now();
-        while asleep.elapsed() < ASLEEP {
-            std::hint::spin_loop();
-        }
+        until_asleep();
         let (prepared, bare) = (&self.prepared, self.driver.verbs().bare()?);
         let begun = match &mut self.consumers[..] {
             [consumer] => hand_over(method, consumer, prepared, bare)?,
@@ -282,6 +318,7 @@ impl Producer<'_> {
                 consumer.withdraw(held)?;
             }
         }
+        self.maker.iter_mut().try_for_each(Maker::clear)?;
         let prepared = std::mem::take(&mut self.prepared);
         match prepared.created {
             Some(created) => self.driver.verbs().bare()?.release(created),
@@ -302,7 +339,8 @@ fn hand_over(method: Method, consumer: &mut ConsumerHandle, prepared: &Prepared,
     let mut handoff = Begun { at: begun, _fd: None };
     match method {
         Method::Floor => {
-            consumer.process.line.send_bare(&[0], &[prepared.fd.as_ref().ok_or(not_prepared())?.as_fd()])?
+            let fds: Vec<BorrowedFd<'_>> = prepared.fds.iter().map(AsFd::as_fd).collect();
+            consumer.process.line.send_bare(&[0], &fds)?
         }
         Method::ExportEach => {
             let fd = bare.export(prepared.created.as_ref().ok_or(not_prepared())?)?;
@@ -321,10 +359,20 @@ fn hand_over(method: Method, consumer: &mut ConsumerHandle, prepared: &Prepared,
         Method::Legacy => consumer.process.line.send_bare(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, &[])?,
         Method::Pool => consumer.process.line.send_bare(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, &[])?,
         Method::Hop => consumer.process.line.send_bare(&[0], &[])?,
+        // Of the broker.
+        _ => return Err(not_prepared()),
     }
     Ok(handoff)
 }
 
-fn not_prepared() -> Error {
+/// Gives another process the time to go to sleep on its socket.
+pub(super) fn until_asleep() {
+    let begun = Instant::now();
+    while begun.elapsed() < ASLEEP {
+        std::hint::spin_loop();
+    }
+}
+
+pub(super) fn not_prepared() -> Error {
     ProtocolError::Unexpected { got: "request", want: "one that prepares it" }.into()
 }

@@ -35,14 +35,32 @@ pub(super) enum Method {
     Pool,
     /// A record of one byte.
     Hop,
+    /// A lease of an object of the broker, until the memory is usable.
+    Get,
+    /// The same, of an object that has one array.
+    GetOneArray,
+    /// The same, of an object that has very many.
+    GetManyArrays,
+    /// One record with a description and the descriptor, until it is sent.
+    Send,
+    /// The same, with the descriptors of several segments.
+    SendSegments,
+    /// A new object of the broker, until it is published.
+    Put,
+    /// The same, of memory in several segments.
+    PutSegments,
 }
 
 /// From the measuring process to the producer, or to the single process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Request {
-    /// Prepare buffers of so many bytes for these methods.
-    Prepare { size: u64, methods: Vec<Method> },
+    /// Prepare buffers of so many bytes for these methods, in segments of so many if that is given.
+    Prepare { size: u64, segment: Option<u64>, methods: Vec<Method> },
+    /// Say whether the driver is the emulated one of the tests.
+    IsEmulated,
+    /// Connect to the broker at this socket.
+    Connect { socket: PathBuf },
     /// Hand over once, to all consumers at the same time.
     Measure { method: Method },
     /// Free what was prepared.
@@ -68,6 +86,7 @@ pub(super) enum Response {
         free: u64,
     },
     Done,
+    IsEmulated(bool),
     /// The time from before the export, or the send, until the memory is usable at the other end.
     Time {
         us: f64,
@@ -178,8 +197,14 @@ pub(super) enum ConsumerRequest {
     Connect { socket: PathBuf },
     /// Import the pool whose descriptor comes with the next bare record.
     Pool,
-    /// Open what is handed over next, of so many bytes.
-    Open { method: Method, size: u64 },
+    /// Open what is handed over next, of so many bytes, in so many segments.
+    Open { method: Method, size: u64, segments: usize },
+    /// Connect to the broker at this socket.
+    Broker { socket: PathBuf },
+    /// Get an object of the broker, and one of its arrays if one is named.
+    Get { name: String, array: Option<String> },
+    /// Take a record, and close its descriptors.
+    Take,
     /// Let the session withdraw a buffer.
     Release,
     /// Close what was opened.
@@ -194,6 +219,10 @@ pub(super) enum ConsumerResponse {
     /// When the memory was usable, by the clock that all processes share, in nanoseconds.
     Usable {
         at: u64,
+    },
+    /// The time from the request until the memory was usable.
+    Got {
+        us: f64,
     },
     Failed(Failure),
 }

@@ -27,6 +27,8 @@ pub struct BenchReport {
     pub warm_up: usize,
     /// The measurements.
     pub series: Vec<Series>,
+    /// What the measurements come to: rates, differences, what a process uses.
+    pub figures: Vec<Figure>,
     /// What was not measured, and why.
     pub left_out: Vec<String>,
 }
@@ -67,4 +69,23 @@ pub struct Series {
     /// The samples, in microseconds.
     #[serde(skip)]
     pub samples: Vec<f64>,
+}
+
+/// A number that is no distribution.
+#[derive(Debug, Clone, Serialize)]
+pub struct Figure {
+    /// Its bench.
+    pub bench: Bench,
+    /// Its name.
+    pub name: String,
+    /// The size in bytes of what it is about; 0 if that has none.
+    pub size: u64,
+    /// The number.
+    pub value: f64,
+    /// Its unit.
+    pub unit: &'static str,
+    /// What it is to be at most.
+    pub at_most: Option<f64>,
+    /// What it is to be at least.
+    pub at_least: Option<f64>,
 }

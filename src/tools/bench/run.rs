@@ -6,7 +6,7 @@ use super::{
     plan::{Bench, BenchPlan, Observer, Progress},
     process::BenchProcess,
     protocol::{Request, Response},
-    report::{BenchReport, Machine, SCHEMA, Series},
+    report::{BenchReport, Figure, Machine, SCHEMA, Series},
     stats::{Samples, Summary},
     task::{Role, Task},
 };
@@ -59,6 +59,7 @@ impl<'a> BenchRun<'a> {
             count: plan.count,
             warm_up: warm_up(plan.count),
             series: Vec::new(),
+            figures: Vec::new(),
             left_out: Vec::new(),
         };
         Self { plan, cancel, observer, report }
@@ -110,6 +111,10 @@ impl<'a> BenchRun<'a> {
         self.report.left_out.push(what);
     }
 
+    pub(super) fn figure(&mut self, figure: Figure) {
+        self.report.figures.push(figure);
+    }
+
     /// Adds measurements, with their ratios to the one called `floor`.
     pub(super) fn add(&mut self, bench: Bench, size: u64, measured: Vec<(String, Samples)>, floor: &str) {
         let summaries: BTreeMap<&String, Summary> =
@@ -135,7 +140,7 @@ pub(super) fn ask(process: &BenchProcess, request: &Request) -> Result<Response>
     receive(process)
 }
 
-fn receive(process: &BenchProcess) -> Result<Response> {
+pub(super) fn receive(process: &BenchProcess) -> Result<Response> {
     match process.receive()? {
         Response::Failed(failure) => Err(failure.of(process.name())),
         answer => Ok(answer),

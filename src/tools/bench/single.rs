@@ -48,7 +48,7 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
                 drop(shared.take());
                 Ok(Response::Done)
             }
-            Request::Measure { .. } => {
+            Request::Measure { .. } | Request::IsEmulated | Request::Connect { .. } => {
                 Err(ProtocolError::Unexpected { got: "request", want: "one for a single process" }.into())
             }
         };

@@ -32,6 +32,10 @@ pub(super) enum Role {
     Single,
     /// Starts the driver, prints `ready`, and exits.
     BareStart,
+    /// Serves objects at a socket, as `vmmfd serve` does.
+    BrokerServer { socket: PathBuf, emulated: bool },
+    /// Puts and gets objects, with a driver or without.
+    BrokerClient { driver: bool },
     /// Leads a group of programs that are not children of this harness, so that they end with the bench.
     GroupLeader,
 }
@@ -44,6 +48,8 @@ impl Role {
             Self::Consumer => "a consumer",
             Self::Single => "the process that is measured",
             Self::BareStart => "a bare start",
+            Self::BrokerServer { .. } => "the broker",
+            Self::BrokerClient { .. } => "a client of the broker",
             Self::GroupLeader => "the leader of the commands",
         }
     }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::{
     plan::Bench,
-    report::{BenchReport, Series},
+    report::{BenchReport, Figure, Series},
 };
 use crate::{driver::Backend, tools::units::about};
 
@@ -24,6 +24,7 @@ pub fn render(report: &BenchReport) -> String {
     for (bench, size, block) in &blocks {
         table(&mut text, *bench, *size, block);
     }
+    figures(&mut text, &report.figures);
     text + &foot(report)
 }
 
@@ -85,6 +86,28 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
     }
 }
 
+/// The figures, each with what it is to be.
+fn figures(text: &mut String, figures: &[Figure]) {
+    if figures.is_empty() {
+        return;
+    }
+    text.push('\n');
+    let name = |figure: &Figure| match figure.size {
+        0 => figure.name.clone(),
+        size => format!("{}, {}", figure.name, about(size)),
+    };
+    let width = figures.iter().map(|figure| name(figure).len()).max().unwrap_or(0);
+    for each in figures {
+        let wanted = match (each.at_most, each.at_least) {
+            (Some(most), _) => format!("at most {most}: {}", if each.value <= most { "yes" } else { "NO" }),
+            (None, Some(least)) => format!("at least {least}: {}", if each.value >= least { "yes" } else { "NO" }),
+            (None, None) => String::new(),
+        };
+        let row = format!("{:width$}  {:>9} {:3}  {wanted}", name(each), figure(each.value), each.unit);
+        let _ = writeln!(text, "{}", row.trim_end());
+    }
+}
+
 fn foot(report: &BenchReport) -> String {
     let mut text = String::from("\n");
     let noises = || report.series.iter().filter_map(|series| series.summary.noise);
@@ -115,9 +138,9 @@ fn foot(report: &BenchReport) -> String {
 
 /// A time, with three significant digits.
 pub(super) fn figure(time: f64) -> String {
-    match time {
-        _ if time < 10.0 => format!("{time:.2}"),
-        _ if time < 100.0 => format!("{time:.1}"),
+    match time.abs() {
+        abs if abs < 10.0 => format!("{time:.2}"),
+        abs if abs < 100.0 => format!("{time:.1}"),
         _ => format!("{time:.0}"),
     }
 }
@@ -150,8 +173,39 @@ mod tests {
     }
 
     #[test]
+    fn a_figure_says_whether_it_is_as_it_is_to_be() {
+        let figure = |name: &str, size, value, at_most, at_least| {
+            let name = name.to_owned();
+            Figure { bench: Bench::Broker, name, size, value, unit: "us", at_most, at_least }
+        };
+        let mut text = String::new();
+        figures(
+            &mut text,
+            &[
+                figure("get", 2 << 20, 15.0, Some(15.0), None),
+                figure("longer", 0, 15.1, Some(15.0), None),
+                figure("rate", 0, 9.0, None, Some(10.0)),
+                figure("rate", 0, 10.0, None, Some(10.0)),
+                figure("alone", 0, -1.5, None, None),
+            ],
+        );
+        let want = "
+get, 2 MiB       15.0 us   at most 15: yes
+longer           15.1 us   at most 15: NO
+rate             9.00 us   at least 10: NO
+rate             10.0 us   at least 10: yes
+alone           -1.50 us
+";
+        assert_eq!(text, want);
+        text.clear();
+        figures(&mut text, &[]);
+        assert_eq!(text, "");
+    }
+
+    #[test]
     fn figures_have_three_digits() {
         assert_eq!([figure(2.3456), figure(23.456), figure(234.56)], ["2.35", "23.5", "235"]);
+        assert_eq!([figure(-2.3456), figure(-234.56)], ["-2.35", "-235"]);
         assert_eq!([speed(4.5e12), speed(5e9)], ["4.50 TB/s", "5.0 GB/s"]);
     }
 }

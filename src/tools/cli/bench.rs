@@ -1,4 +1,4 @@
-//! `bench`: measures handoffs between two real processes.
+//! `bench`: measures handoffs between two real processes, and the broker.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -29,7 +29,7 @@ pub(super) struct BenchOptions {
     #[arg(value_name = "BENCH", default_value = "all")]
     bench: BenchArg,
 
-    /// Sizes, separated by commas [default: 2MiB,64MiB,1GiB,8GiB; on the host backend 2MiB,64MiB, and 1GiB for verify and stages]
+    /// Sizes, separated by commas [default: 2MiB,64MiB,1GiB,8GiB, and for broker 2MiB,1GiB,8GiB,64GiB; on the host backend 2MiB,64MiB, and 1GiB for verify and stages]
     #[arg(long, value_name = "SIZE,...", value_delimiter = ',', value_parser = parse_size, help_heading = "Buffer")]
     size: Vec<u64>,
 
@@ -50,6 +50,11 @@ pub(super) struct BenchOptions {
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1",
         value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Meeting")]
     consumers: Vec<u16>,
+
+    /// Clients that get an object of the broker at once
+    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..=1024),
+        help_heading = "Meeting")]
+    clients: u16,
 
     /// How long one step may take
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_timeout, help_heading = "Meeting")]
@@ -72,12 +77,13 @@ enum BenchArg {
 
 impl ValueEnum for BenchArg {
     fn value_variants<'a>() -> &'a [Self] {
-        const ALL: [BenchArg; 6] = [
+        const ALL: [BenchArg; 7] = [
             BenchArg::One(Bench::Handoff),
             BenchArg::One(Bench::Repeat),
             BenchArg::One(Bench::Verify),
             BenchArg::One(Bench::Stages),
             BenchArg::One(Bench::Startup),
+            BenchArg::One(Bench::Broker),
             BenchArg::All,
         ];
         &ALL
@@ -92,6 +98,7 @@ impl ValueEnum for BenchArg {
                 Bench::Verify => "filling and verifying, by the GPU and by the CPUs",
                 Bench::Stages => "each driver call",
                 Bench::Startup => "from exec to ready, and a whole round trip",
+                Bench::Broker => "objects of a broker, beside a handoff; many clients and objects",
             }),
         })
     }
@@ -119,6 +126,7 @@ impl Tool for BenchOptions {
             sizes: self.size.clone(),
             count: self.count as usize,
             consumers: self.consumers.iter().map(|&consumers| consumers.into()).collect(),
+            clients: self.clients.into(),
             timeout: self.timeout,
         };
         progress.step("starting", 0, plan.benches.len());
