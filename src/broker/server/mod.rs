@@ -3,6 +3,7 @@
 //! | File | What it does |
 //! |---|---|
 //! | `reactor` | the event loop, connections, time |
+//! | `admission` | which connections and descriptors are let in |
 //! | `verbs` | which message comes when |
 //! | `puts`, `gets` | the two verbs that take more than one step |
 //! | `objects/` | names, versions, leases, quotas; the catalogue of them |
@@ -11,6 +12,7 @@
 //! | `flight` | descriptors that were sent and not read |
 //! | `worker` | what may take long |
 
+mod admission;
 mod caller;
 mod connection;
 mod flight;
