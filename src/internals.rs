@@ -2,7 +2,10 @@
 
 #![allow(unsafe_code)]
 
-use std::{os::fd::BorrowedFd, sync::Arc};
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
+};
 
 use crate::driver::{Backend, Driver};
 pub use crate::driver::{
@@ -32,6 +35,14 @@ pub fn inspect_descriptor(
     emulated: bool,
 ) -> (Result<(), String>, bool) {
     crate::broker::inspect_and_classify(fd, backend, size, emulated)
+}
+
+/// The records in a log of the broker's server, as JSON. What a killed server left of the last one is cut off.
+///
+/// # Errors
+/// One sentence on why it can't be read.
+pub fn read_catalogue(log: OwnedFd) -> Result<Vec<serde_json::Value>, String> {
+    crate::broker::read_as_json(log)
 }
 
 /// A driver of these verbs.

@@ -8,6 +8,7 @@
 //!
 //! Pages: [library](https://docs.rs/crate/vmmfd/latest/source/docs/library.md) ("I want to …", and which call blocks for how long) ·
 //! [streams](https://docs.rs/crate/vmmfd/latest/source/docs/streams.md) ·
+//! [broker](https://docs.rs/crate/vmmfd/latest/source/docs/broker.md) ·
 //! [guarantees](https://docs.rs/crate/vmmfd/latest/source/docs/guarantees.md) ·
 //! [security](https://docs.rs/crate/vmmfd/latest/source/docs/SECURITY.md) ·
 //! [performance](https://docs.rs/crate/vmmfd/latest/source/docs/performance.md) ·
@@ -23,12 +24,13 @@
 //! |---|---|
 //! | serve a buffer at a path, or receive one | [`session::handoff`] |
 //! | share the same buffers again and again | [`session::stream`] |
+//! | keep memory under a name, so that it outlives its maker | [`broker`] |
 //! | hand memory over through a channel of the program's own | [`memory::ArrayHandle`], or [`memory::Allocation`] |
 //! | make memory to share | [`memory::Shared`] with a [`memory::Spec`] |
 //! | see it as a typed array | [`memory::Array`] |
 //! | read and write it on the CPU | [`memory::Region`], [`memory::Mirror`] |
 //! | launch kernels on it | `launch`, with that feature |
-//! | write a client in another language | [`wire`], which is the protocol |
+//! | write a client in another language | [`wire`], which is the protocol; [`wire::broker`], which is the broker's |
 //! | tell errors apart | [`Error`] |
 //!
 //! # Modules
@@ -38,6 +40,7 @@
 //! | Floor | Module | What it does |
 //! |---|---|---|
 //! | tools | [`tools::doctor`], [`tools::bench`], [`tools::check`] | whether a machine can share memory, and what that costs; patterns and files |
+//! | service | [`broker`] | memory under names: a server that needs no driver, and its client |
 //! | meeting | [`session`] | the conversation between producer and consumer |
 //! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
 //! | ground | [`driver`], [`wire`], [`array`](mod@array) | a verb for each driver call; messages as bytes; typed arrays, described |
@@ -45,8 +48,8 @@
 //!
 //! # The library alone
 //!
-//! The feature `tools`, on by default, is what the commands are made of. A program takes the library without it, and names the
-//! version of CUDA whose bindings cudarc is to have, which need not be the driver's:
+//! The feature `tools`, on by default, is what the commands are made of; `broker`, also on by default, is [`broker`]. A program takes
+//! the library without `tools`, and names the version of CUDA whose bindings cudarc is to have, which need not be the driver's:
 //!
 //! ```toml
 //! vmmfd = { version = "0.1", default-features = false }
@@ -131,6 +134,9 @@ mod pages {
 
     #[doc = include_str!("../docs/streams.md")]
     struct Streams;
+
+    #[doc = include_str!("../docs/broker.md")]
+    struct Broker;
 }
 
 #[cfg(all(doctest, target_os = "linux"))]

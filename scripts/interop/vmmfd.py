@@ -196,17 +196,21 @@ def _fd_count(kind: str, body: Body) -> int:
     return 1 if kind == "pool" else 0
 
 
-def encode(kind: str, body: Body) -> bytes:
-    """A record, less its descriptors."""
+def frame(number: int, body: Body, fds: int) -> bytes:
+    """A record of a kind's number, less its descriptors."""
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > MAX_BODY:
-        raise ValueError(f"{kind} has {len(text)} bytes, and a body at most {MAX_BODY}")
-    number = _KINDS.index(kind) + 1
-    return _HEADER.pack(_MAGIC, VERSION, number, len(text), _fd_count(kind, body)) + text
+        raise ValueError(f"kind {number} has {len(text)} bytes, and a body at most {MAX_BODY}")
+    return _HEADER.pack(_MAGIC, VERSION, number, len(text), fds) + text
 
 
-def decode(record: bytes, fds: list[int]) -> Message:
-    """Reads a record that came with these descriptors. They are the caller's to close if it fails."""
+def encode(kind: str, body: Body) -> bytes:
+    """A record, less its descriptors."""
+    return frame(_KINDS.index(kind) + 1, body, _fd_count(kind, body))
+
+
+def unframe(record: bytes) -> tuple[int, int, bytes]:
+    """The kind's number, the claimed number of descriptors and the body of a record."""
     if len(record) < _HEADER.size:
         raise ProtocolError(f"a record of {len(record)} bytes has no header")
     magic, version, number, length, claimed = _HEADER.unpack_from(record)
@@ -217,6 +221,12 @@ def decode(record: bytes, fds: list[int]) -> Message:
         raise VersionError(f"a record of version {version}")
     if length != len(text) or length > MAX_BODY:
         raise ProtocolError(f"a body of {len(text)} bytes, said to be {length}")
+    return number, claimed, text
+
+
+def decode(record: bytes, fds: list[int]) -> Message:
+    """Reads a record that came with these descriptors. They are the caller's to close if it fails."""
+    number, claimed, text = unframe(record)
     if not 1 <= number <= len(_KINDS):
         raise ProtocolError(f"a message of kind {number}")
     kind = _KINDS[number - 1]
@@ -227,14 +237,20 @@ def decode(record: bytes, fds: list[int]) -> Message:
     return Message(kind, body, fds)
 
 
-def _parse(kind: str, text: bytes) -> Body:
+def read_body(kind: str, text: bytes, fields: Body) -> Body:
+    """A body, which must have these fields."""
     try:
         body = json.loads(text.decode("utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the body of {kind} is no JSON: {str(error)[:200]}") from None
     if not isinstance(body, dict):
         raise ProtocolError(f"the body of {kind} is no JSON object")
-    _check(kind, body, _BODIES[kind])
+    _check(kind, body, fields)
+    return body
+
+
+def _parse(kind: str, text: bytes) -> Body:
+    body = read_body(kind, text, _BODIES[kind])
     sizes = body.get("sizes")
     if kind == "segments" and not sizes or sizes is not None and len(sizes) > MAX_FDS:
         raise ProtocolError(f"{kind} without 1 to {MAX_FDS} sizes")
@@ -368,6 +384,10 @@ def close_all(fds: Sequence[int]) -> None:
 class Channel:
     """A connected socket. The peer is never silent for longer than `timeout` seconds without an error."""
 
+    # What its records say: another protocol over the same records has others.
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)
+
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self._socket = connected
         self._socket.settimeout(timeout)
@@ -385,7 +405,7 @@ class Channel:
     def send(self, kind: str, body: Body, fds: Sequence[int] = ()) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            self._socket.sendmsg([encode(kind, body)], rights, socket.MSG_NOSIGNAL)
+            self._socket.sendmsg([self.encode(kind, body)], rights, socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             # The reason may still be there to read: as an exception, as is the end.
             for _ in range(64):
@@ -415,7 +435,7 @@ class Channel:
                 raise ProtocolError("descriptors were cut off: this process may open no more files")
             if flags & socket.MSG_TRUNC:
                 raise ProtocolError(f"a record of more than {_HEADER.size + MAX_BODY} bytes")
-            return decode(record, fds)
+            return self.decode(record, fds)
         except BaseException:
             close_all(fds)
             raise
@@ -437,12 +457,12 @@ class Channel:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         return record, fds.tolist(), flags
 
-    def hello(self, backend: str) -> None:
+    def hello(self, backend: str, capabilities: Sequence[str] = ()) -> None:
         self.send(
             "hello",
             {
                 "version": VERSION,
-                "capabilities": [],
+                "capabilities": list(capabilities),
                 "backend": backend,
                 "pid": os.getpid(),
                 "timeout_ms": max(1, int(self._timeout * 1000)),
@@ -467,7 +487,7 @@ class Channel:
             # A peer that is gone is noticed with the next message.
             with contextlib.suppress(OSError, VmmfdError):
                 while not done.wait(self._busy_every):
-                    self._socket.sendmsg([encode("busy", {})], [], socket.MSG_NOSIGNAL)
+                    self._socket.sendmsg([self.encode("busy", {})], [], socket.MSG_NOSIGNAL)
 
         speaker = threading.Thread(target=speak, daemon=True)
         speaker.start()
@@ -481,7 +501,7 @@ class Channel:
         """Ends the conversation so that the last record arrives, which is an `error` if this side has one to tell."""
         with contextlib.closing(self._socket), contextlib.suppress(OSError):
             if error is not None and not isinstance(error, (PeerError, PeerGone)):
-                self._socket.sendmsg([encode("error", _error_body(error))], [], socket.MSG_NOSIGNAL)
+                self._socket.sendmsg([self.encode("error", _error_body(error))], [], socket.MSG_NOSIGNAL)
             self._socket.shutdown(socket.SHUT_WR)
             # To close with records unread would take ours away too.
             deadline = time.monotonic() + self._timeout
@@ -500,8 +520,6 @@ def _error_body(error: BaseException) -> Body:
     else:
         code = "timeout" if isinstance(error, (TimeoutError, socket.timeout)) else "failed"
     return {"code": code, "message": (str(error) or type(error).__name__)[:1000]}
-
-
 
 
 # The side that is given memory

@@ -106,6 +106,14 @@ impl ArrayDescriptor {
     /// [`MemoryError::Array`] as for
     /// [`ArrayDescriptor::span`].
     pub fn check(&self, extent: u64) -> Result<()> {
+        // Most arrays are contiguous and inside, which takes no list of strides to see.
+        let bytes = || self.shape.iter().try_fold(self.dtype.size(), |bytes, length| bytes.checked_mul(*length));
+        if self.strides.is_none()
+            && self.shape.len() <= MAX_DIMENSIONS
+            && bytes().and_then(|bytes| bytes.checked_add(self.offset)).is_some_and(|end| end <= extent)
+        {
+            return Ok(());
+        }
         let Range { start, end } = self.span()?;
         if end > extent {
             return Err(Error::Memory(MemoryError::OutOfRange { offset: start, length: end - start, size: extent }));

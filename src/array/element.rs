@@ -201,7 +201,7 @@ impl ElementType {
     }
 
     /// The type of this name in NumPy or ml_dtypes, little-endian.
-    pub(super) fn of_name(name: &str) -> Option<Self> {
+    pub(crate) fn of_name(name: &str) -> Option<Self> {
         if let Some(digits) = name.strip_prefix("void") {
             let bits: u64 = plain_number(digits)?;
             let size =

@@ -56,9 +56,11 @@ pub use self::client::{
     Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
     PutPart,
 };
-#[cfg(feature = "internals")]
-pub(crate) use self::server::inspect_and_classify;
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
+#[cfg(feature = "tools")]
+pub(crate) use self::table::read as read_table;
+#[cfg(feature = "internals")]
+pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
 pub use crate::wire::broker::{
     ArrayEntry, Attached, DeviceBytes, HeldLease, Lifetime, Maker, Owner, PartInfo, Published, ReportInfo, Summary,
     UserTotal, VersionInfo,

@@ -40,7 +40,7 @@ use crate::{
 
 /// How long a receiver polls its socket before it sleeps: about as long as waking up takes. A peer that answers at once, or sends
 /// one record after the other, is received without that cost.
-pub(crate) const SPIN: Duration = Duration::from_micros(20);
+const SPIN: Duration = Duration::from_micros(20);
 
 /// The pause between two attempts where no event announces the change: a socket that appears, a lock that is released, a full
 /// backlog.

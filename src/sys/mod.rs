@@ -1,6 +1,5 @@
 //! System calls that no crate here wraps, each behind a safe function. The only place outside `driver/` with `unsafe`.
 #![allow(unsafe_code)]
-#![allow(dead_code, unused_imports, reason = "the broker's server, which calls these, follows")]
 
 mod file;
 mod socket;

@@ -3,6 +3,7 @@
 use std::{
     os::fd::AsFd,
     path::PathBuf,
+    process,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -17,9 +18,9 @@ use vmmfd::{
         ServerReport,
     },
     channel::Cancel,
-    driver::Driver,
+    driver::{Backend, Driver},
     error::RefusalCode,
-    memory::{Device, Region, Selector, Shared, Spec},
+    memory::{Device, Placement, Region, Selector, Shared, Sharing, Spec},
     session::Config,
 };
 
@@ -47,6 +48,7 @@ cases! {
     gpus alone: [
     pools_and_legacy_memory_are_refused_with_the_reason,
     memory_of_a_gpu_opens_on_no_other_backend,
+    a_reader_reports_memory_that_is_not_as_claimed_and_the_version_stays,
     ]
 }
 
@@ -115,7 +117,7 @@ fn byte(client: &Client, driver: &Driver, get: &Get) -> u8 {
 }
 
 #[track_caller]
-fn refused<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> (RefusalCode, String) {
+pub(crate) fn refused<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> (RefusalCode, String) {
     match result {
         Err(Error::Broker(refusal)) => (refusal.code, refusal.message),
         other => panic!("{other:?}"),
@@ -377,7 +379,7 @@ fn an_object_of_a_thousand_segments_is_one_object(mut subject: Subject) {
     let (_, chunks) = memory.chunks(0..8 * MIB).unwrap().unwrap();
     let mut description = memory.describe().unwrap();
     (description.size, description.mapped_size) = (2000 * MIB, 2000 * MIB);
-    if let vmmfd::memory::Sharing::Vmm { segments, .. } = &mut description.sharing {
+    if let Sharing::Vmm { segments, .. } = &mut description.sharing {
         *segments = 1000;
     }
     let before = Inode::of(&*chunks[0]).open_here();
@@ -477,6 +479,27 @@ fn memory_of_a_gpu_opens_on_no_other_backend(subject: Subject) {
     let host = Subject::host();
     assert!(matches!(lease.open(&host.driver, None), Err(Error::Peer(_))));
     assert_eq!(byte(&client, &subject.driver, &Get::new("a")), 6);
+}
+
+fn a_reader_reports_memory_that_is_not_as_claimed_and_the_version_stays(subject: Subject) {
+    let broker = Broker::start(&subject);
+    let client = broker.client();
+    let memory = filled(&subject.driver, 2 * MIB, None, 6);
+    let (_, chunks) = memory.chunks(0..2 * MIB).unwrap().unwrap();
+    let mut description = memory.describe().unwrap();
+    // What the broker can't check: it is the device's own.
+    description.sharing = Sharing::Vmm { placement: Placement::Host, segments: 1 };
+    let segments = chunks.iter().map(|chunk| (chunk.size(), chunk.as_fd()));
+    let part = PutPart::of_segments("all", Backend::Cuda, description, segments).unwrap();
+    client.put(&Put::new("a").part(part)).unwrap();
+    let lease = client.get(&Get::new("a")).unwrap();
+    assert!(matches!(lease.open(&subject.driver, None), Err(Error::Peer(_))));
+    let info = client.stat("a", None).unwrap().version;
+    assert_eq!(info.reports.len(), 1);
+    let (report, maker) = (&info.reports[0], &info.parts[0].maker);
+    assert!(report.message.contains("the driver says that the memory is of device 0"), "{}", report.message);
+    assert_eq!((report.reader.pid, maker.pid), (process::id() as i32, process::id() as i32));
+    assert_eq!(client.get(&Get::new("a")).unwrap().version(), 1);
 }
 
 #[test]

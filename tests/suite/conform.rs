@@ -49,7 +49,7 @@ fn conform(meeting: &Meeting, role: &str, options: &[&str]) -> Run {
 
 /// All that was tried was kept, and nothing was left out but these.
 #[track_caller]
-fn conforms(ended: &Ended, left_out: &[&str]) {
+pub(crate) fn conforms(ended: &Ended, left_out: &[&str]) {
     let report = ended.code(0).json();
     assert_eq!((&report["conforms"], &report["schema"]), (&Value::Bool(true), &1.into()));
     let cases = report["cases"].as_array().unwrap();
@@ -60,7 +60,7 @@ fn conforms(ended: &Ended, left_out: &[&str]) {
 
 /// The rule that was broken in the one case that was tried.
 #[track_caller]
-fn breaks(ended: &Ended, rule: &str, found: &str) {
+pub(crate) fn breaks(ended: &Ended, rule: &str, found: &str) {
     let report = ended.code(1).json();
     assert_eq!(report["conforms"], false);
     let broken = report["broken"].as_array().unwrap();
@@ -197,7 +197,7 @@ fn what_makes_no_sense_is_bad_usage() {
     let ended = conform(&meeting, "broker", &[]).end();
     let report = ended.code(2).json();
     let message = report["error"]["message"].as_str().unwrap();
-    assert!(message.contains("[possible values: consumer, producer, subscriber, publisher]"), "{message}");
+    assert!(message.contains("[possible values: consumer, producer, subscriber, publisher, client]"), "{message}");
     let listed = {
         let mut run = meeting.bare("vmmfd");
         run.command.args(["conform", "--as", "publisher", "--list"]);

@@ -264,8 +264,12 @@ fn receive(socket: &OwnedFd) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
     (received.bytes > 0).then_some((record, fds))
 }
 
-/// Passes records on between two sockets until both have ended, and keeps them.
-fn relay(one: &OwnedFd, other: &OwnedFd, seen: &Mutex<Vec<Vec<u8>>>) {
+/// Passes records on between two sockets until both have ended, as `pass` has them: with whether they come from `other`.
+pub(crate) fn relay(
+    one: &OwnedFd,
+    other: &OwnedFd,
+    pass: impl Fn(bool, Vec<u8>, Vec<OwnedFd>) -> Option<(Vec<u8>, Vec<OwnedFd>)>,
+) {
     let mut open = [true, true];
     while open.contains(&true) {
         let mut polled = [one, other].map(|socket| PollFd::new(socket, PollFlags::IN));
@@ -281,11 +285,11 @@ fn relay(one: &OwnedFd, other: &OwnedFd, seen: &Mutex<Vec<Vec<u8>>>) {
                 let _ = shutdown(to, Shutdown::Write);
                 continue;
             };
+            let Some((record, fds)) = pass(index == 1, record, fds) else { continue };
             let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
             let mut ancillary = SendAncillaryBuffer::new(&mut space);
             assert!(fds.is_empty() || ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
-            seen.lock().unwrap().push(record.clone());
             // It may have left.
             let _ = sendmsg(to, &[IoSlice::new(&record)], &mut ancillary, SendFlags::NOSIGNAL);
         }
@@ -295,6 +299,10 @@ fn relay(one: &OwnedFd, other: &OwnedFd, seen: &Mutex<Vec<Vec<u8>>>) {
 #[test]
 fn what_the_program_says_fits_the_schemas() {
     let seen = Mutex::new(Vec::new());
+    let keep = |_, record: Vec<u8>, fds| {
+        seen.lock().unwrap().push(record.clone());
+        Some((record, fds))
+    };
     // The commands: in chunks, in a round trip, with a digest, refused, and with a mismatch.
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("data");
@@ -317,7 +325,7 @@ fn what_the_program_says_fits_the_schemas() {
         let theirs = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
         let ours = seqpacket();
         connect(&ours, &SocketAddrUnix::new(meeting.socket()).unwrap()).unwrap();
-        relay(&theirs, &ours, &seen);
+        relay(&theirs, &ours, keep);
         drop((theirs, ours));
         consumer.end().code(code);
         producer.end().code(code);
@@ -326,7 +334,7 @@ fn what_the_program_says_fits_the_schemas() {
     let ((publishing, left), (right, subscribing)) = (Channel::socket_pair().unwrap(), Channel::socket_pair().unwrap());
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     thread::scope(|scope| {
-        scope.spawn(|| relay(&left, &right, &seen));
+        scope.spawn(|| relay(&left, &right, keep));
         scope.spawn(|| {
             let mut subscriber = Subscriber::over(subscribing, &driver, None, 1, &Config::default()).unwrap();
             while let Ok(received) = subscriber.receive() {

@@ -9,8 +9,9 @@
 //! Numbers are little-endian. A record is appended whole behind the others; what a killed writer left of one is cut off by the next
 //! that opens it. A log that has grown long is written anew into another memfd, whose header is written last and counts one generation
 //! more: of several logs the valid one of the highest generation holds.
-#![allow(dead_code, reason = "the server's event loop, which uses these, follows")]
 
+#[cfg(any(test, feature = "internals"))]
+mod read;
 pub(in crate::broker) mod record;
 mod segment_id;
 #[cfg(test)]
@@ -19,14 +20,13 @@ mod tests;
 use std::{
     fs::File,
     io,
-    os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::fs::FileExt,
-    },
+    os::{fd::OwnedFd, unix::fs::FileExt},
 };
 
 use nix::sys::resource::{Resource, getrlimit};
 
+#[cfg(feature = "internals")]
+pub(crate) use self::read::read_as_json;
 pub(in crate::broker) use self::{record::Record, segment_id::SegmentId};
 use crate::driver::host::memfd;
 
@@ -47,33 +47,9 @@ const SLACK: u64 = 4 << 20;
 /// How much of a new log is collected before it is written, in bytes.
 const CHUNK: usize = 256 << 10;
 
-/// Why the catalogue can't be read or written.
+/// Why a record can't be written.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::broker) enum CatalogueError {
-    /// The descriptor is of something else, or of a log that was never finished.
-    #[error("the descriptor is not of a catalogue: it begins with {found}, where \"VMMFDCAT\" belongs")]
-    Foreign { found: String },
-
-    /// It has the magic, and no whole header.
-    #[error("the catalogue has {length} bytes, and its header alone has {HEADER}")]
-    Short { length: usize },
-
-    /// The header was changed by something else.
-    #[error("the catalogue's header has the checksum {found:#010x} where {want:#010x} belongs")]
-    Header { found: u32, want: u32 },
-
-    /// Written by another build.
-    #[error("the catalogue has format {found}, and this build reads only format {FORMAT}")]
-    Format { found: u32 },
-
-    /// It is whole, and this build does not know what it means: it was written by a newer one.
-    #[error("the catalogue's record at byte {offset} can't be understood")]
-    Record {
-        offset: u64,
-        #[source]
-        reason: serde_json::Error,
-    },
-
     /// No record is that long.
     #[error("a record of {length} bytes is too long for the catalogue")]
     Long { length: usize },
@@ -126,41 +102,6 @@ impl Catalogue {
         Self::write(file, 1, file_limit()?, [])
     }
 
-    /// Opens a log that another process wrote, and returns its records. What was not written whole is cut off: nothing of it was
-    /// acknowledged. Reads the whole log.
-    ///
-    /// # Errors
-    /// [`CatalogueError`]; nothing was changed.
-    pub(in crate::broker) fn open(fd: OwnedFd) -> Result<(Self, Vec<Record>), CatalogueError> {
-        let file = File::from(fd);
-        let written = file.metadata().map_err(CatalogueError::system("examine"))?.len();
-        let mut bytes = vec![0; usize::try_from(written).unwrap_or(usize::MAX)];
-        file.read_exact_at(&mut bytes, 0).map_err(CatalogueError::system("read"))?;
-        let generation = read_header(&bytes)?;
-        let mut records = Vec::new();
-        let mut at = HEADER;
-        while let Some(payload) = next_payload(&bytes[at..]) {
-            let unknown = |reason| CatalogueError::Record { offset: at as u64, reason };
-            records.push(serde_json::from_slice(payload).map_err(unknown)?);
-            at += PREFIX + payload.len();
-        }
-        let length = at as u64;
-        let mut catalogue = Self {
-            file,
-            generation,
-            length,
-            torn: written > length,
-            base: 0,
-            limit: file_limit()?,
-            buffer: Vec::new(),
-        };
-        if catalogue.torn {
-            tracing::info!(bytes = written - length, "the catalogue ends with a record that was not written whole");
-            catalogue.cut()?;
-        }
-        Ok((catalogue, records))
-    }
-
     /// Appends a record. When it returns, the record is what the next [`Catalogue::open`] finds, also if this process is killed.
     /// Does not block.
     ///
@@ -195,21 +136,6 @@ impl Catalogue {
         let file = File::from(file.map_err(CatalogueError::system("create"))?);
         let new = Self::write(file, self.generation + 1, self.limit, records)?;
         Ok(std::mem::replace(self, new).file.into())
-    }
-
-    /// How often it was written whole: of several logs that which has the highest holds.
-    pub(in crate::broker) fn generation(&self) -> u64 {
-        self.generation
-    }
-
-    /// Its length in bytes.
-    pub(in crate::broker) fn length(&self) -> u64 {
-        self.length
-    }
-
-    /// The memfd.
-    pub(in crate::broker) fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
     }
 
     /// Writes a whole log into an empty file, the header last: before that it is none.
@@ -282,27 +208,6 @@ fn header_checksum(header: &[u8; HEADER]) -> u32 {
     checksum(&header[..12], &header[16..])
 }
 
-/// Checks a header, and returns the generation.
-fn read_header(bytes: &[u8]) -> Result<u64, CatalogueError> {
-    if !bytes.starts_with(&MAGIC) {
-        let start = &bytes[..bytes.len().min(MAGIC.len())];
-        return Err(CatalogueError::Foreign { found: format!("\"{}\"", start.escape_ascii()) });
-    }
-    let Some(header) = bytes.first_chunk::<HEADER>() else {
-        return Err(CatalogueError::Short { length: bytes.len() });
-    };
-    let [.., f0, f1, f2, f3, c0, c1, c2, c3, g0, g1, g2, g3, g4, g5, g6, g7] = *header;
-    let format = u32::from_le_bytes([f0, f1, f2, f3]);
-    if format != FORMAT {
-        return Err(CatalogueError::Format { found: format });
-    }
-    let (found, want) = (u32::from_le_bytes([c0, c1, c2, c3]), header_checksum(header));
-    if found != want {
-        return Err(CatalogueError::Header { found, want });
-    }
-    Ok(u64::from_le_bytes([g0, g1, g2, g3, g4, g5, g6, g7]))
-}
-
 /// Appends a record to `buffer`; on an error that is as it was.
 fn encode(buffer: &mut Vec<u8>, record: &Record) -> Result<(), CatalogueError> {
     let start = buffer.len();
@@ -324,14 +229,6 @@ fn encode(buffer: &mut Vec<u8>, record: &Record) -> Result<(), CatalogueError> {
             Err(error)
         }
     }
-}
-
-/// The payload of the record at the start of `bytes`, if that is whole.
-fn next_payload(bytes: &[u8]) -> Option<&[u8]> {
-    let (length, rest) = bytes.split_first_chunk::<4>()?;
-    let (found, rest) = rest.split_first_chunk::<4>()?;
-    let payload = rest.get(..u32::from_le_bytes(*length) as usize)?;
-    (u32::from_le_bytes(*found) == checksum(length, payload)).then_some(payload)
 }
 
 fn checksum(first: &[u8], second: &[u8]) -> u32 {

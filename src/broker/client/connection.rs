@@ -13,13 +13,19 @@ use crate::{
         Peer, connect_socket, deadline_after,
         record::{RecordSocket, check_type},
     },
+    driver::Driver,
     error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, Result, SocketError},
+    memory::{Device, DeviceIdentity},
     session::Config,
     wire::{
         HEADER_LENGTH, Hello, MAX_BODY, VERSION,
         broker::{BROKER, Message, NO_BACKEND},
     },
 };
+
+/// How long an answer is polled for before the thread sleeps. The broker has most often to be woken for a request, and then takes
+/// some microseconds; to be woken in turn would cost as much again.
+const SPIN: Duration = Duration::from_micros(150);
 
 /// A connection over which a broker answered a hello.
 #[derive(Debug)]
@@ -28,6 +34,8 @@ pub(super) struct Connection {
     peer: Peer,
     /// The process that made it: a fork shares the socket and must not use it.
     pid: u32,
+    /// The devices that memory was opened for: looking for one asks the driver for all.
+    devices: Mutex<Vec<Device>>,
     /// The record received last. Held from a request until its whole answer has come.
     incoming: Mutex<Vec<u8>>,
 }
@@ -58,10 +66,10 @@ impl Connection {
     }
 
     fn greet(socket: OwnedFd, peer: Peer, config: &Config) -> Result<Self> {
-        let socket = RecordSocket::new(socket, config.timeout, &config.cancel()?)?.spinning(crate::channel::SPIN);
+        let socket = RecordSocket::new(socket, config.timeout, &config.cancel()?)?.spinning(SPIN);
         // A byte more than the longest record, so that a longer one shows.
         let incoming = Mutex::new(vec![0; HEADER_LENGTH + MAX_BODY + 1]);
-        let connection = Self { socket, peer, pid: process::id(), incoming };
+        let connection = Self { socket, peer, pid: process::id(), devices: Mutex::default(), incoming };
         let hello = Message::Hello(Hello {
             version: VERSION,
             capabilities: vec![BROKER.to_owned()],
@@ -96,8 +104,16 @@ impl Connection {
         self.check_fork()?;
         let incoming = self.incoming.lock().unwrap_or_else(PoisonError::into_inner);
         let patience = self.socket.timeout().saturating_add(wait);
-        self.send(message, fds)?;
-        Ok(Exchange { connection: self, incoming, patience, finished: false })
+        let mut exchange = Exchange { connection: self, incoming, patience, finished: false };
+        match self.send(message, fds) {
+            Ok(()) => Ok(exchange),
+            Err(gone @ Error::Peer(PeerError::Gone { .. })) => match exchange.receive("for the reason") {
+                // The broker has said why before it closed the connection.
+                Err(reported @ Error::Peer(PeerError::Reported { .. })) => Err(reported),
+                _ => Err(gone),
+            },
+            Err(error) => Err(error),
+        }
     }
 
     /// Sends a message that has no answer, or a further record of a request.
@@ -111,6 +127,20 @@ impl Connection {
         message.encode_into(&mut record)?;
         tracing::debug!(kind, fds = got, "to the broker");
         self.socket.send(kind, &record, fds)
+    }
+
+    /// The device of this process that is to use memory of `owner`, if none is named.
+    pub(super) fn device_of(&self, driver: &Driver, owner: &DeviceIdentity) -> Result<Device> {
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = |device: &&Device| device.uuid() == owner.uuid && device.driver() == driver;
+        if let Some(device) = devices.iter().find(known) {
+            return Ok(device.clone());
+        }
+        let device = Device::for_memory_of(driver, owner, None)?;
+        if device.uuid() == owner.uuid {
+            devices.push(device.clone());
+        }
+        Ok(device)
     }
 
     fn check_fork(&self) -> Result<()> {

@@ -12,12 +12,12 @@ use crate::{
     broker::table,
     driver::{Access, Driver},
     error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result},
-    memory::{Array, Description, Device, Imported, Importing, Part, Region, Selector},
+    memory::{Array, Description, Device, Imported, Importing, Part, Region, Remains, Selector},
     wire::{
         Check,
         broker::{
             ArrayEntry, Attached, LeaseHeader, MAX_ARRAYS, MAX_METADATA, MAX_TABLE, Message, Owner, Report, Table,
-            Token,
+            Token, read_arrays,
         },
     },
 };
@@ -80,11 +80,14 @@ impl Lease {
         let LeaseHeader { name, version, id, created_ms, owner, backend, metadata, .. } = header;
         let mut tables = tables.into_iter();
         let metadata = metadata.map(|table| text_of(table, &mut tables, MAX_METADATA)).transpose()?;
+        let metadata = metadata.map(Attached::from_text).transpose();
+        let metadata =
+            metadata.map_err(|error| ProtocolError::Content(format!("the metadata is not JSON: {error}")))?;
         let (mut parts, mut segments) = (Vec::with_capacity(header.parts.len()), segments.into_iter());
         for part in header.parts {
             let description: Description = part.memory.try_into()?;
             let arrays = part.arrays.map(|table| text_of(table, &mut tables, MAX_TABLE)).transpose()?;
-            let arrays = arrays.map(|text| read_arrays(&text, description.size)).transpose()?.unwrap_or_default();
+            let arrays = arrays.map(|text| arrays_of(&text, description.size)).transpose()?.unwrap_or_default();
             let runs = part.runs.into_iter().map(|run| {
                 let segments = segments.by_ref().take(usize::try_from(run.segments).unwrap_or(usize::MAX)).collect();
                 Run { part: run.into(), segments }
@@ -173,7 +176,11 @@ impl Lease {
         let Self { hold, name, version, id, created, owner, metadata, parts, .. } = self;
         let mut opened = Vec::with_capacity(parts.len());
         for part in parts {
-            let device = Device::for_memory_of(driver, &part.description.device, wanted.as_ref())?;
+            let owner = &part.description.device;
+            let device = match &wanted {
+                None => hold.connection.device_of(driver, owner)?,
+                wanted => Device::for_memory_of(driver, owner, wanted.as_ref())?,
+            };
             let mapped = part.map(&device).inspect_err(|error| hold.report(error))?;
             opened.push(mapped);
         }
@@ -221,14 +228,16 @@ impl LeasedPart {
 
     fn map(self, device: &Device) -> Result<ObjectPart> {
         let Self { name, description, digest, arrays, runs } = self;
-        let mut memory = Vec::with_capacity(runs.len());
+        let (mut memory, mut remains) = (Vec::with_capacity(runs.len()), Vec::with_capacity(runs.len()));
         for Run { part, segments } in runs {
             let mut importing = Importing::begin(device, &description, &part, Access::ReadOnly)?;
             let (sizes, fds): (Vec<u64>, Vec<OwnedFd>) = segments.into_iter().unzip();
             importing.take(&sizes, fds)?;
-            memory.push(Arc::new(importing.finish()?.0));
+            let (imported, rest) = importing.finish()?;
+            memory.push(Arc::new(imported));
+            remains.push(rest);
         }
-        Ok(ObjectPart { name, description, digest, arrays, memory, index: OnceLock::new() })
+        Ok(ObjectPart { name, description, digest, arrays, memory, _remains: remains, index: OnceLock::new() })
     }
 }
 
@@ -311,6 +320,8 @@ pub struct ObjectPart {
     digest: Option<String>,
     arrays: Arc<Vec<ArrayEntry>>,
     memory: Vec<Arc<Imported>>,
+    /// The handles and descriptors of the segments. The memory does not need them, but to give them back takes as long as to map.
+    _remains: Vec<Remains>,
     /// Where each array is in the table, from the first look for one on.
     index: OnceLock<HashMap<String, usize>>,
 }
@@ -388,24 +399,22 @@ fn no_array(name: &str) -> Error {
 }
 
 /// The text of a table, whichever way it came.
-fn text_of(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) -> Result<Attached> {
+fn text_of(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) -> Result<String> {
     let wrong = |message: String| Error::from(ProtocolError::Content(message));
     match table {
-        Table::Inline(text) => Ok(text),
+        Table::Inline(text) => Ok(text.as_str().to_owned()),
         Table::Length(length) => {
             use std::os::fd::AsFd;
             let fd = tables.next().ok_or_else(|| wrong("a table came without its descriptor".to_owned()))?;
-            let text = table::read(fd.as_fd(), length, most).map_err(wrong)?;
-            Attached::from_text(text).map_err(|error| wrong(format!("a table is not JSON: {error}")))
+            table::read(fd.as_fd(), length, most).map_err(wrong)
         }
     }
 }
 
 /// The arrays of a part, each inside its memory.
-fn read_arrays(text: &Attached, size: u64) -> Result<Vec<ArrayEntry>> {
+fn arrays_of(text: &str, size: u64) -> Result<Vec<ArrayEntry>> {
     let wrong = |message: String| Error::from(ProtocolError::Content(message));
-    let arrays: Vec<ArrayEntry> =
-        text.read().map_err(|error| wrong(format!("the table of arrays is wrong: {error}")))?;
+    let arrays = read_arrays(text).map_err(|error| wrong(format!("the table of arrays is wrong: {error}")))?;
     if arrays.len() > MAX_ARRAYS {
         return Err(wrong(format!("{} arrays came where at most {MAX_ARRAYS} are allowed", arrays.len())));
     }

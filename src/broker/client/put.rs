@@ -209,7 +209,7 @@ fn invalid(message: String) -> Error {
 pub(super) fn put(connection: &Connection, put: &Put<'_>) -> Result<Published> {
     check(put)?;
     let mut tables = Tables { room: MAX_INLINE_TOGETHER, attached: Vec::new() };
-    let metadata = put.metadata.as_ref().map(|metadata| Attached::of(metadata)).transpose().map_err(unwritable)?;
+    let metadata = put.metadata.as_ref().map(Attached::of).transpose().map_err(unwritable)?;
     if let Some(length) = metadata.as_ref().map(|text| text.as_str().len()).filter(|&n| n as u64 > MAX_METADATA) {
         return Err(invalid(format!("the metadata has {length} bytes, and at most {MAX_METADATA} are allowed")));
     }

@@ -46,6 +46,8 @@ pub(super) struct Connection {
     pub(super) looked_at: Option<Instant>,
     /// The leases that it holds.
     pub(super) leases: HashSet<Token>,
+    /// Those of the last answer: while it is being sent, its segments are theirs.
+    pub(super) sending: Vec<Token>,
     /// The names that it put and that go with it.
     pub(super) names: HashSet<String>,
     /// Records that the socket has not taken yet.
@@ -53,7 +55,9 @@ pub(super) struct Connection {
     /// Records of the answer behind the next acknowledgement.
     rest: VecDeque<Outgoing>,
     /// How many descriptors the peer has not read yet, as far as is known.
-    unread: usize,
+    pub(super) unread: usize,
+    /// Since when an answer waits for room for its descriptors.
+    pub(super) wants_room_since: Option<Instant>,
     /// Since when the peer has not read what was sent.
     pub(super) unread_since: Option<Instant>,
     /// Whether it is in the list of those that may have something to read.
@@ -76,11 +80,12 @@ pub(super) enum Request {
     Object(Box<Waiting>),
 }
 
-/// A record, with its descriptors.
+/// A record, with its descriptors: of segments that stay until it is sent, and of others.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     bytes: Vec<u8>,
     fds: Vec<SegmentId>,
+    own: Option<OwnedFd>,
 }
 
 impl Outgoing {
@@ -89,12 +94,17 @@ impl Outgoing {
     pub(super) fn of(message: &Message, fds: Vec<SegmentId>) -> Result<Self> {
         let mut bytes = Vec::with_capacity(512);
         message.encode_into(&mut bytes)?;
-        Ok(Self { bytes, fds })
+        Ok(Self { bytes, fds, own: None })
+    }
+
+    /// With a descriptor of its own behind the others.
+    pub(super) fn with(self, own: Option<OwnedFd>) -> Self {
+        Self { own, ..self }
     }
 
     /// How many descriptors go with it.
-    pub(super) fn descriptors(&self) -> usize {
-        self.fds.len()
+    fn descriptors(&self) -> usize {
+        self.fds.len() + usize::from(self.own.is_some())
     }
 }
 
@@ -107,8 +117,10 @@ pub(super) enum Sent {
     Full,
     /// The kernel's bound on descriptors in flight is reached: it is to be tried again soon.
     InFlight,
-    /// The connection must end: the peer is gone, or does not read.
-    Gone(&'static str),
+    /// The connection must end: the peer does not read.
+    Stalled,
+    /// The connection must end: the peer is gone.
+    Gone,
 }
 
 impl Connection {
@@ -123,10 +135,12 @@ impl Connection {
             deadline: Some(deadline),
             looked_at: None,
             leases: HashSet::new(),
+            sending: Vec::new(),
             names: HashSet::new(),
             queue: VecDeque::new(),
             rest: VecDeque::new(),
             unread: 0,
+            wants_room_since: None,
             unread_since: None,
             listed: false,
         })
@@ -142,33 +156,54 @@ impl Connection {
         !self.queue.is_empty()
     }
 
-    /// Sends an answer: the first record now, each other one when the one before is acknowledged.
-    pub(super) fn answer(&mut self, objects: &Objects, records: impl IntoIterator<Item = Outgoing>) -> Sent {
+    /// Takes an answer to be sent: the first record now, each other one when the one before is acknowledged.
+    pub(super) fn answer(&mut self, records: impl IntoIterator<Item = Outgoing>) -> Result<(), Sent> {
         let mut records = records.into_iter();
-        let Some(first) = records.next() else { return Sent::All };
+        let Some(first) = records.next() else { return Ok(()) };
         self.rest.extend(records);
-        self.send(objects, first)
+        self.push(first)
     }
 
-    /// The peer has acknowledged a record: sends the next one. `None` if there is none, so that nothing was to be acknowledged.
-    pub(super) fn acknowledged(&mut self, objects: &Objects) -> Option<Sent> {
+    /// The peer has acknowledged a record: takes the next one to be sent. `None` if there is none, so that nothing was to be
+    /// acknowledged.
+    pub(super) fn acknowledged(&mut self) -> Option<Result<(), Sent>> {
         let next = self.rest.pop_front()?;
-        Some(self.send(objects, next))
+        Some(self.push(next))
     }
 
-    /// Sends a record, or keeps it until the socket has room.
-    pub(super) fn send(&mut self, objects: &Objects, outgoing: Outgoing) -> Sent {
+    /// Takes a record to be sent.
+    pub(super) fn push(&mut self, outgoing: Outgoing) -> Result<(), Sent> {
         if self.queue.len() >= MAX_QUEUE {
-            return Sent::Gone("it does not read what is sent to it");
+            return Err(Sent::Stalled);
         }
         self.queue.push_back(outgoing);
-        self.flush(objects)
+        Ok(())
+    }
+
+    /// Whether a lease is one of which records are still to be sent.
+    pub(super) fn is_sending(&self, token: Token) -> bool {
+        (self.is_blocked() || !self.rest.is_empty()) && self.sending.contains(&token)
+    }
+
+    /// Takes an answer back that is not sent whole. Returns its leases.
+    pub(super) fn take_back(&mut self) -> Vec<Token> {
+        self.queue.retain(|record| record.descriptors() == 0);
+        self.rest.clear();
+        let tokens = std::mem::take(&mut self.sending);
+        self.leases.retain(|token| !tokens.contains(token));
+        tokens
+    }
+
+    /// How many descriptors wait for the socket.
+    pub(super) fn queued(&self) -> usize {
+        self.queue.iter().map(Outgoing::descriptors).sum()
     }
 
     /// Sends what waits.
     pub(super) fn flush(&mut self, objects: &Objects) -> Sent {
         while let Some(next) = self.queue.front() {
-            let fds: Vec<RawFd> = next.fds.iter().map(|id| objects.segment(*id).as_raw_fd()).collect();
+            let kept = next.fds.iter().map(|id| objects.segment(*id).as_raw_fd());
+            let fds: Vec<RawFd> = kept.chain(next.own.as_ref().map(AsRawFd::as_raw_fd)).collect();
             let sent = if fds.is_empty() {
                 rustix::net::send(&self.socket, &next.bytes, SendFlags::NOSIGNAL).map_err(io::Error::from)
             } else {
@@ -187,17 +222,16 @@ impl Connection {
                     self.unread_since.get_or_insert_with(Instant::now);
                     return Sent::Full;
                 }
-                Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => {
-                    self.unread_since.get_or_insert_with(Instant::now);
-                    return Sent::InFlight;
-                }
-                Err(_) => return Sent::Gone("the peer is gone"),
+                // Those who leave descriptors unread are others.
+                Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => return Sent::InFlight,
+                Err(_) => return Sent::Gone,
             }
         }
         Sent::All
     }
 
-    /// How many descriptors the peer has not read yet. It asks the kernel only if there were any.
+    /// How many descriptors the peer has not read yet, those included that wait for the socket. It asks the kernel only if there were
+    /// any.
     pub(super) fn unread(&mut self) -> usize {
         if self.unread_since.is_some()
             && self.queue.is_empty()
@@ -206,10 +240,10 @@ impl Connection {
             self.unread = 0;
             self.unread_since = None;
         }
-        self.unread
+        self.unread + self.queued()
     }
 
-    /// How many descriptors were counted last.
+    /// How many descriptors were counted last that were sent and not read.
     pub(super) fn counted_unread(&self) -> usize {
         self.unread
     }

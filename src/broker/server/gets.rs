@@ -2,13 +2,13 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
     ConnectionId,
-    connection::{Outgoing, Request},
-    objects::{Answer, Question, Selected, Selection, random},
+    connection::{Connection, Outgoing, Request},
+    objects::{Answer, LeaseParts, Question, Selected, Selection, random},
     reactor::Reactor,
 };
 use crate::{
@@ -27,6 +27,8 @@ pub(super) struct Waiting {
     get: Get,
     /// What was found in the objects' tables, by their places in the get.
     answers: HashMap<usize, Answer>,
+    /// When the wait ends, once it has begun.
+    deadline: Option<Instant>,
 }
 
 /// Who makes an object that is not there: claims of all of it, or of its parts.
@@ -117,7 +119,7 @@ impl Reactor {
         if let Err(refusal) = check(&get) {
             return self.refuse(id, refusal);
         }
-        self.try_get(id, Waiting { get, answers: HashMap::new() }, true);
+        self.try_get(id, Waiting { get, answers: HashMap::new(), deadline: None }, true);
     }
 
     /// Answers a get, or waits. `first` if it has not waited yet.
@@ -180,12 +182,12 @@ impl Reactor {
     }
 
     /// An object is not there: grants the claim, waits, or refuses.
-    fn absent(&mut self, id: ConnectionId, waiting: Waiting, name: &str, first: bool) {
+    fn absent(&mut self, id: ConnectionId, mut waiting: Waiting, name: &str, first: bool) {
         if let Some(claim) = &waiting.get.claim
             && let Some(token) = self.claims.grant(name, id, claim)
         {
             self.stop_waiting(id, &waiting.get);
-            return self.reply(id, &Message::Claimed(Claimed { token }), Vec::new());
+            return self.reply(id, &Message::Claimed(Claimed { token }));
         }
         let Some(wait) = waiting.get.wait_ms else {
             return self.refuse(id, BrokerError::new(RefusalCode::Absent, self.why_absent(&waiting, name)));
@@ -194,12 +196,11 @@ impl Reactor {
             for object in &waiting.get.objects {
                 self.waiting.entry(object.name.clone()).or_default().insert(id);
             }
-            let deadline = deadline_after(Duration::from_millis(wait));
-            self.set_request(id, Request::Object(Box::new(waiting)));
-            self.set_deadline(id, deadline);
-        } else {
-            self.set_request(id, Request::Object(Box::new(waiting)));
         }
+        // It may have passed while tables were looked into.
+        let deadline = *waiting.deadline.get_or_insert_with(|| deadline_after(Duration::from_millis(wait)));
+        self.set_request(id, Request::Object(Box::new(waiting)));
+        self.set_deadline(id, deadline);
     }
 
     fn why_absent(&self, waiting: &Waiting, name: &str) -> String {
@@ -258,7 +259,9 @@ impl Reactor {
         // In the order in which they connected.
         ids.sort_unstable();
         for id in ids {
-            let Some(connection) = self.connections.get_mut(&id) else { continue };
+            // One for which tables are being looked into goes on when that is done.
+            let idle = |connection: &&mut Connection| matches!(connection.request, Request::Object(_));
+            let Some(connection) = self.connections.get_mut(&id).filter(idle) else { continue };
             let Request::Object(waiting) = std::mem::take(&mut connection.request) else { continue };
             self.try_get(id, *waiting, false);
             self.listen_again(id);
@@ -301,8 +304,6 @@ impl Reactor {
                 break;
             }
         }
-        let descriptors = records.iter().map(Outgoing::descriptors).max().unwrap_or(0);
-        let refusal = refusal.or_else(|| self.require_in_flight(id, descriptors).err());
         if let Some(refusal) = refusal {
             for token in tokens {
                 self.objects.end_lease(token);
@@ -310,18 +311,20 @@ impl Reactor {
             return self.refuse(id, refusal);
         }
         if let Some(connection) = self.connections.get_mut(&id) {
-            connection.leases.extend(tokens);
+            connection.leases.extend(&tokens);
+            connection.sending = tokens;
             connection.deadline = None;
             connection.request = Request::None;
-            let sent = connection.answer(&self.objects, records);
-            self.sent(id, sent);
+            let pushed = connection.answer(records);
+            self.pushed(id, pushed);
         }
     }
 
     /// The records that a lease is sent in.
     fn lease_records(&self, token: Token, selection: &Selection) -> Result<Vec<Outgoing>, BrokerError> {
         let gone = || BrokerError::new(RefusalCode::Absent, "the version is gone");
-        let (mut header, tables, segments) = self.objects.describe_lease(token, selection).ok_or_else(gone)?;
+        let LeaseParts { mut header, tables, segments } =
+            self.objects.describe_lease(token, selection).ok_or_else(gone)?;
         let (first, rest) = segments.split_at(segments.len().min(MAX_FDS - tables.len()));
         header.sizes = first.iter().map(|(_, size)| *size).collect();
         let fds = tables.into_iter().chain(first.iter().map(|(id, _)| *id)).collect();

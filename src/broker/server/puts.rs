@@ -25,8 +25,8 @@ use crate::{
     wire::{
         Check, Mechanism, Segments,
         broker::{
-            ArrayEntry, Attached, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS,
-            MAX_TABLE, Maker, Message, Put, Send, Table,
+            MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS, MAX_TABLE, Maker, Message,
+            Put, Send, Table, read_arrays,
         },
     },
 };
@@ -35,7 +35,7 @@ use crate::{
 const ADDRESSES: u64 = 1 << 47;
 
 /// How many segments are looked at on the event loop: more are the worker's.
-const FEW: usize = 32;
+const FEW: usize = 128;
 
 /// A put whose segments are still to come, or all there.
 #[derive(Debug)]
@@ -85,7 +85,8 @@ pub(super) struct DraftKey {
 #[derive(Debug)]
 pub(super) struct Draft {
     uid: u32,
-    announced: HashSet<String>,
+    /// In the order in which the first put names them, which is that of the version's parts.
+    announced: Vec<String>,
     terms: Terms,
     metadata: Option<(ConnectionId, NewTable)>,
     puts: Vec<(ConnectionId, Vec<NewPart>)>,
@@ -104,6 +105,16 @@ impl Draft {
     fn is_complete(&self) -> bool {
         self.announced.iter().all(|part| self.has(part))
     }
+}
+
+/// How many bytes of memory they are, as claimed.
+fn bytes_of(parts: &[NewPart]) -> u64 {
+    parts.iter().map(|part| part.memory.mapped_size).sum()
+}
+
+/// Whether two lists name the same parts, in any order; neither names one twice.
+fn same(some: &[String], others: &[String]) -> bool {
+    some.len() == others.len() && some.iter().all(|name| others.contains(name))
 }
 
 fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
@@ -225,16 +236,15 @@ fn examine(upload: &Upload, emulated: bool) -> Result<Vec<u64>, BrokerError> {
     let Upload { put, terms, tables, segments, .. } = upload;
     let mut tables = tables.iter();
     let mut text = |table: &Table, most: u64| match table {
-        Table::Inline(text) => Ok(text.clone()),
+        Table::Inline(text) => Ok(text.as_str().to_owned()),
         Table::Length(length) => {
             let fd = tables.next().ok_or_else(|| "a table came without its descriptor".to_owned())?;
-            let text = table::read(fd.as_fd(), *length, most)?;
-            Attached::from_text(text).map_err(|error| format!("a table is not JSON: {error}"))
+            table::read(fd.as_fd(), *length, most)
         }
     };
     if let Some(metadata) = &put.metadata {
         let text = text(metadata, MAX_METADATA).or_else(|problem| invalid(format!("the metadata: {problem}")))?;
-        if let Err(error) = text.read::<Check>() {
+        if let Err(error) = serde_json::from_str::<Check>(&text) {
             return invalid(format!("the metadata is not a JSON object: {error}"));
         }
     }
@@ -264,8 +274,8 @@ fn examine(upload: &Upload, emulated: bool) -> Result<Vec<u64>, BrokerError> {
 }
 
 /// Checks a table of arrays. Returns how many they are.
-fn check_arrays(part: &str, text: &Attached, size: u64) -> Result<u64, BrokerError> {
-    let arrays: Vec<ArrayEntry> = match text.read() {
+fn check_arrays(part: &str, text: &str, size: u64) -> Result<u64, BrokerError> {
+    let arrays = match read_arrays(text) {
         Ok(arrays) => arrays,
         Err(error) => return invalid(format!("the table of part `{part}` is not one of arrays: {error}")),
     };
@@ -320,7 +330,8 @@ impl Reactor {
                 self.uploading += upload.descriptors();
                 if upload.segments.len() < total {
                     self.set_request(id, Request::Upload(Box::new(upload)));
-                    self.reply(id, &Message::Send(Send {}), Vec::new());
+                    self.set_deadline(id, deadline_after(self.timeout()));
+                    self.reply(id, &Message::Send(Send {}));
                 } else {
                     self.uploaded(id, upload);
                 }
@@ -409,7 +420,7 @@ impl Reactor {
             let result = self.publish(&caller, &terms, metadata, parts);
             return match result {
                 Ok(published) => {
-                    self.reply(id, &Message::Published(published), Vec::new());
+                    self.reply(id, &Message::Published(published));
                     self.published(&terms.name);
                 }
                 Err(refusal) => self.refuse(id, refusal),
@@ -439,7 +450,7 @@ impl Reactor {
         metadata: Option<NewTable>,
         parts: Vec<NewPart>,
     ) -> Result<(), BrokerError> {
-        let announced: HashSet<String> = announced.iter().cloned().collect();
+        let count = |parts: &[NewPart]| parts.iter().map(|part| part.segments.len()).sum::<usize>();
         let problem = self.drafts.get(key).and_then(|draft| {
             let Draft { uid, .. } = draft;
             let twice = parts.iter().find(|part| draft.has(&part.name));
@@ -448,12 +459,16 @@ impl Reactor {
                     RefusalCode::Denied,
                     format!("uid {uid} makes this version of `{}`, and not {}", key.name, caller.uid),
                 ))
-            } else if draft.announced != announced {
+            } else if !same(&draft.announced, announced) {
                 Some((RefusalCode::Invalid, format!("others of group `{}` announced other parts", key.group)))
             } else if (draft.terms.replace, draft.terms.if_version) != (terms.replace, terms.if_version) {
                 Some((RefusalCode::Invalid, format!("others of group `{}` replace another version", key.group)))
             } else if draft.terms.backend != terms.backend {
                 Some((RefusalCode::Invalid, format!("others of group `{}` put memory of another backend", key.group)))
+            } else if draft.puts.iter().map(|(_, parts)| count(parts)).sum::<usize>() + count(&parts) > MAX_SEGMENTS {
+                let message =
+                    format!("the parts have more than {MAX_SEGMENTS} segments together: an object has at most as many");
+                Some((RefusalCode::Invalid, message))
             } else if metadata.is_some() && draft.metadata.is_some() {
                 Some((RefusalCode::Invalid, format!("another put of group `{}` brings metadata already", key.group)))
             } else {
@@ -464,7 +479,20 @@ impl Reactor {
             self.objects.discard(metadata, parts);
             return refuse(code, message);
         }
-        let fresh = || Draft { uid: caller.uid, announced, terms: terms.clone(), metadata: None, puts: Vec::new() };
+        let bytes = bytes_of(&parts);
+        // Others may have come while this was looked at.
+        if let Err(refusal) = self.objects.users().check_bytes(caller.uid, bytes) {
+            self.objects.discard(metadata, parts);
+            return Err(refusal);
+        }
+        self.objects.users().add_waiting(caller.uid, bytes);
+        let fresh = || Draft {
+            uid: caller.uid,
+            announced: announced.to_vec(),
+            terms: terms.clone(),
+            metadata: None,
+            puts: Vec::new(),
+        };
         let draft = self.drafts.entry(key.clone()).or_insert_with(fresh);
         if let Some(metadata) = metadata {
             draft.metadata = Some((caller.connection, metadata));
@@ -476,9 +504,11 @@ impl Reactor {
     /// All parts of a version are there.
     fn complete(&mut self, key: &DraftKey) {
         let Some(draft) = self.drafts.remove(key) else { return };
-        let Draft { terms, metadata, puts, .. } = draft;
+        let Draft { uid, announced, terms, metadata, puts } = draft;
+        self.objects.users().remove_waiting(uid, puts.iter().map(|(_, parts)| bytes_of(parts)).sum());
         let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
-        let parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
+        let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
+        parts.sort_by_key(|part| announced.iter().position(|name| *name == part.name));
         let first = makers.iter().find_map(|id| self.connections.get(id)).map(|connection| connection.caller.clone());
         let metadata = metadata.map(|(_, table)| table);
         let Some(caller) = first else { return self.objects.discard(metadata, parts) };
@@ -486,7 +516,7 @@ impl Reactor {
         for id in makers {
             self.set_request(id, Request::None);
             match &result {
-                Ok(published) => self.reply(id, &Message::Published(published.clone()), Vec::new()),
+                Ok(published) => self.reply(id, &Message::Published(published.clone())),
                 Err(refusal) => self.refuse(id, refusal.clone()),
             }
             self.listen_again(id);
@@ -524,6 +554,7 @@ impl Reactor {
         let Some(draft) = self.drafts.get_mut(key) else { return };
         let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut draft.puts).into_iter().partition(|(of, _)| *of == id);
         draft.puts = stay;
+        self.objects.users().remove_waiting(draft.uid, gone.iter().map(|(_, parts)| bytes_of(parts)).sum());
         let metadata = draft.metadata.take_if(|(of, _)| *of == id).map(|(_, table)| table);
         let empty = draft.puts.is_empty();
         let rest = if empty { self.drafts.remove(key) } else { None };

@@ -4,7 +4,10 @@ use std::{
     cmp::Reverse,
     collections::{BinaryHeap, HashMap, HashSet},
     io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -23,12 +26,12 @@ use super::{
     worker::Worker,
 };
 use crate::{
-    broker::catalogue::SegmentId,
     channel::{
         Cancel, Listener, deadline_after,
         record::{Raw, is_gone, receive_raw},
     },
     error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
+    sys,
     wire::{
         Failure, HEADER_LENGTH, MAX_BODY, MAX_FDS,
         broker::{Message, Refusal},
@@ -54,6 +57,12 @@ const SPARE: usize = MAX_FDS + 64;
 /// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
+/// How often a reply is tried again that waits until its user's processes have read some of the descriptors that were sent to them.
+const ROOM_PAUSE: Duration = Duration::from_millis(20);
+
+/// How long such a reply waits.
+const ROOM_WAIT: Duration = Duration::from_secs(2);
+
 /// How often connections are looked at that do not read.
 const SWEEP: Duration = Duration::from_secs(1);
 
@@ -68,6 +77,13 @@ enum Timer {
     Name(String),
     /// To look at connections that do not read.
     Sweep,
+}
+
+/// A connection that was ended while its peer had not read all descriptors: they are in flight until it has, or has closed it.
+struct Abandoned {
+    socket: UnixStream,
+    uid: u32,
+    descriptors: usize,
 }
 
 /// The server's state.
@@ -92,6 +108,7 @@ pub(super) struct Reactor {
     readable: Vec<ConnectionId>,
     /// Connections that have not read all that was sent with descriptors.
     unread: HashSet<ConnectionId>,
+    abandoned: Vec<Abandoned>,
     sweeping: bool,
     acceptable: bool,
     /// The most descriptors that this process may have.
@@ -127,6 +144,7 @@ impl Reactor {
             timers: BinaryHeap::new(),
             readable: Vec::new(),
             unread: HashSet::new(),
+            abandoned: Vec::new(),
             sweeping: false,
             acceptable: true,
             limit: raise_limit(),
@@ -217,8 +235,10 @@ impl Reactor {
         let Caller { uid, pid, .. } = connection.caller;
         if let Err((code, message)) = self.check_admission(&connection) {
             tracing::info!(uid, pid, message, "a connection is refused");
-            if let Ok(error) = Outgoing::of(&Message::Error(Failure { code, message }), Vec::new()) {
-                connection.send(&self.objects, error);
+            if let Ok(error) = Outgoing::of(&Message::Error(Failure { code, message }), Vec::new())
+                && connection.push(error).is_ok()
+            {
+                connection.flush(&self.objects);
             }
             return Ok(());
         }
@@ -259,7 +279,7 @@ impl Reactor {
     /// Refuses what would need more descriptors than this process may have.
     pub(super) fn require_descriptors(&self, more: usize) -> Result<(), BrokerError> {
         let kept = self.objects.descriptors() + self.worker.closing();
-        let used = self.connections.len() + kept + self.uploading + self.held_back();
+        let used = self.connections.len() + self.abandoned.len() + kept + self.uploading + self.held_back();
         if used + more + SPARE <= self.limit {
             return Ok(());
         }
@@ -288,30 +308,29 @@ impl Reactor {
         unread == 0
     }
 
-    /// Refuses to send more descriptors to a user whose processes have not read those before.
-    pub(super) fn require_in_flight(&mut self, id: ConnectionId, more: usize) -> Result<(), BrokerError> {
-        let Some(uid) = self.connections.get(&id).map(|connection| connection.caller.uid) else { return Ok(()) };
-        if self.unread.is_empty() {
-            return Ok(());
+    /// Whether so many descriptors more may be sent to a user: at most half of what the kernel allows in flight and other users leave,
+    /// so that there is some left for each. To end a connection makes no room: what its peer has not read stays in flight.
+    fn has_room(&mut self, uid: u32, more: usize) -> bool {
+        if self.unread.is_empty() && self.abandoned.is_empty() {
+            return true;
         }
-        // The kernel's bound is the limit of open files, for all sockets of this user together.
-        let most = (self.limit / 2).max(2 * MAX_FDS);
-        let of_user = |connections: &HashMap<ConnectionId, Connection>, id: &ConnectionId| {
-            connections.get(id).filter(|of| of.caller.uid == uid).map_or(0, Connection::counted_unread)
-        };
-        let counted: usize = self.unread.iter().map(|id| of_user(&self.connections, id)).sum();
-        if counted + more <= most {
-            return Ok(());
+        if more <= self.room(uid) {
+            return true;
         }
         self.count_unread();
-        let counted: usize = self.unread.iter().map(|id| of_user(&self.connections, id)).sum();
-        if counted + more <= most {
-            return Ok(());
+        more <= self.room(uid)
+    }
+
+    /// How many descriptors may be sent to a user, as counted last.
+    fn room(&self, uid: u32) -> usize {
+        let (mut own, mut others) = (0, 0);
+        let connections = self.unread.iter().filter_map(|id| self.connections.get(id));
+        let connected = connections.map(|connection| (connection.caller.uid, connection.counted_unread()));
+        for (of, count) in connected.chain(self.abandoned.iter().map(|of| (of.uid, of.descriptors))) {
+            *if of == uid { &mut own } else { &mut others } += count;
         }
-        let message = format!(
-            "{counted} descriptors that were sent to uid {uid} are unread, and {more} more would exceed {most}: read them first"
-        );
-        Err(BrokerError::new(RefusalCode::Full, message))
+        // The kernel's bound is the limit of open files, for all that processes of the server's user have sent.
+        (self.limit.saturating_sub(others) / 2).max(MAX_FDS).saturating_sub(own)
     }
 
     /// Asks the kernel which connections have read what was sent.
@@ -323,6 +342,7 @@ impl Reactor {
                 connection.unread_since.is_some()
             })
         });
+        self.abandoned.retain(|of| is_unread(of.socket.as_fd()));
     }
 
     /// Notes that a connection may have something to read.
@@ -415,7 +435,12 @@ impl Reactor {
     }
 
     /// Sends what answers a request.
-    pub(super) fn reply(&mut self, id: ConnectionId, message: &Message, fds: Vec<SegmentId>) {
+    pub(super) fn reply(&mut self, id: ConnectionId, message: &Message) {
+        self.reply_with(id, message, None);
+    }
+
+    /// Sends what answers a request, with a descriptor.
+    pub(super) fn reply_with(&mut self, id: ConnectionId, message: &Message, fd: Option<OwnedFd>) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         if !matches!(connection.request, Request::Upload(_)) {
             connection.request = Request::None;
@@ -423,10 +448,10 @@ impl Reactor {
                 connection.deadline = None;
             }
         }
-        match Outgoing::of(message, fds) {
+        match Outgoing::of(message, Vec::new()) {
             Ok(record) => {
-                let sent = connection.send(&self.objects, record);
-                self.sent(id, sent);
+                let pushed = connection.push(record.with(fd));
+                self.pushed(id, pushed);
             }
             Err(error) => {
                 tracing::error!(error = error.in_full(), kind = message.name(), "a reply can't be written");
@@ -447,38 +472,92 @@ impl Reactor {
             tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
         }
         let BrokerError { code, message } = refusal;
-        self.reply(id, &Message::Refused(Refusal { code, message }), Vec::new());
+        self.reply(id, &Message::Refused(Refusal { code, message }));
+    }
+
+    /// Sends what was taken to be sent.
+    pub(super) fn pushed(&mut self, id: ConnectionId, pushed: Result<(), Sent>) {
+        match pushed {
+            Ok(()) => self.dispatch(id),
+            Err(sent) => self.sent(id, sent),
+        }
+    }
+
+    /// Sends what waits on a connection, once there is room for its descriptors.
+    fn dispatch(&mut self, id: ConnectionId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let (more, uid) = (connection.queued(), connection.caller.uid);
+        if more > 0 && !self.has_room(uid, more) {
+            return self.wait_for_room(id, uid);
+        }
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.wants_room_since = None;
+        let sent = connection.flush(&self.objects);
+        self.sent(id, sent);
+    }
+
+    /// Tries a reply again later, or takes it back.
+    fn wait_for_room(&mut self, id: ConnectionId, uid: u32) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let since = *connection.wants_room_since.get_or_insert_with(Instant::now);
+        if since.elapsed() < ROOM_WAIT {
+            return self.timer(ROOM_PAUSE, Timer::Retry(id));
+        }
+        connection.wants_room_since = None;
+        let more = connection.queued();
+        for token in connection.take_back() {
+            self.objects.end_lease(token);
+        }
+        let room = self.room(uid);
+        let message = format!(
+            "{more} descriptors are more than the {room} that uid {uid} may be sent while others are unread: its processes must read, \
+             or close, what they were sent before"
+        );
+        self.refuse(id, BrokerError::new(RefusalCode::Full, message));
     }
 
     /// What became of a send.
-    pub(super) fn sent(&mut self, id: ConnectionId, sent: Sent) {
+    fn sent(&mut self, id: ConnectionId, sent: Sent) {
         if let Some(connection) = self.connections.get(&id)
             && connection.unread_since.is_some()
         {
             self.unread.insert(id);
-            if !self.sweeping {
-                self.sweeping = true;
-                self.timer(SWEEP, Timer::Sweep);
-            }
+            self.sweep_later();
         }
         match sent {
             Sent::All => {}
             Sent::Full => self.watch(id, Interest::READABLE | Interest::WRITABLE),
             Sent::InFlight => self.timer(IN_FLIGHT_PAUSE, Timer::Retry(id)),
-            Sent::Gone(why) => self.close(id, why),
+            Sent::Stalled => self.stalled(id),
+            Sent::Gone => self.close(id, "the peer is gone"),
         }
+    }
+
+    fn sweep_later(&mut self) {
+        if !self.sweeping {
+            self.sweeping = true;
+            self.timer(SWEEP, Timer::Sweep);
+        }
+    }
+
+    /// Disconnects a client that does not read.
+    fn stalled(&mut self, id: ConnectionId) {
+        if let Some(connection) = self.connections.get(&id) {
+            let Caller { uid, pid, .. } = connection.caller;
+            tracing::warn!(uid, pid, "a client does not read what was sent to it: it is disconnected");
+        }
+        self.close(id, "it does not read what is sent to it");
     }
 
     /// A connection's socket may have room again.
     fn flush(&mut self, id: ConnectionId) {
-        let Some(connection) = self.connections.get_mut(&id).filter(|connection| connection.is_blocked()) else {
+        if self.connections.get(&id).is_none_or(|connection| !connection.is_blocked()) {
             return;
-        };
-        let sent = connection.flush(&self.objects);
-        if sent == Sent::All {
+        }
+        self.dispatch(id);
+        if self.connections.get(&id).is_some_and(|connection| !connection.is_blocked()) {
             self.watch(id, Interest::READABLE);
         }
-        self.sent(id, sent);
     }
 
     fn watch(&mut self, id: ConnectionId, interest: Interest) {
@@ -500,8 +579,10 @@ impl Reactor {
     pub(super) fn end(&mut self, id: ConnectionId, code: ErrorCode, message: &str, why: &'static str) {
         if let Some(connection) = self.connections.get_mut(&id) {
             let error = Message::Error(Failure { code, message: message.to_owned() });
-            if let Ok(error) = Outgoing::of(&error, Vec::new()) {
-                connection.send(&self.objects, error);
+            if let Ok(error) = Outgoing::of(&error, Vec::new())
+                && connection.push(error).is_ok()
+            {
+                connection.flush(&self.objects);
             }
             let Caller { uid, pid, .. } = connection.caller;
             tracing::info!(uid, pid, %code, message, "a connection is ended");
@@ -530,7 +611,16 @@ impl Reactor {
         }
         self.objects.maker_gone(id, connection.names);
         // The socket is closed before others are answered in its place.
-        drop(connection.socket);
+        let (socket, descriptors) = (connection.socket, connection.unread);
+        if descriptors > 0 && is_unread(socket.as_fd()) {
+            // Kept to see when they are no more in flight.
+            let _ = self.poll.registry().deregister(&mut SourceFd(&socket.as_raw_fd()));
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+            self.abandoned.push(Abandoned { socket, uid, descriptors });
+            self.sweep_later();
+        } else {
+            drop(socket);
+        }
         self.end_claims(id);
     }
 
@@ -586,16 +676,10 @@ impl Reactor {
             since.is_some_and(|since| now.saturating_duration_since(since) > timeout)
         };
         let stuck: Vec<ConnectionId> = self.unread.iter().filter(stuck).copied().collect();
-        for id in stuck {
-            if let Some(connection) = self.connections.get(&id) {
-                let Caller { uid, pid, .. } = connection.caller;
-                tracing::warn!(uid, pid, ?timeout, "a client does not read what was sent to it: it is disconnected");
-            }
-            self.close(id, "it does not read what is sent to it");
-        }
-        self.sweeping = !self.unread.is_empty();
-        if self.sweeping {
-            self.timer(SWEEP, Timer::Sweep);
+        stuck.into_iter().for_each(|id| self.stalled(id));
+        self.sweeping = false;
+        if !self.unread.is_empty() || !self.abandoned.is_empty() {
+            self.sweep_later();
         }
     }
 
@@ -612,6 +696,10 @@ impl Reactor {
             let message = format!("no hello came within {:?}", self.config.timeout);
             return self.end(id, ErrorCode::Timeout, &message, "it said no hello");
         }
+        if matches!(connection.request, Request::Upload(_)) {
+            let message = format!("the segments of a put did not come within {:?}", self.config.timeout);
+            return self.end(id, ErrorCode::Timeout, &message, "the segments of its put did not come");
+        }
         self.end_wait(id, RefusalCode::Timeout, now);
     }
 
@@ -624,6 +712,11 @@ impl Reactor {
             other => connection.request = other,
         }
     }
+}
+
+/// Whether the peer has not read all that was sent on a socket.
+fn is_unread(socket: BorrowedFd<'_>) -> bool {
+    sys::unread(socket).is_ok_and(|bytes| bytes > 0)
 }
 
 /// Raises the limit of open files as far as this process may, and returns it.

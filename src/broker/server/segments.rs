@@ -137,15 +137,6 @@ impl Segments {
         self.segment(id).size
     }
 
-    /// Counts another reference to a segment that is kept.
-    ///
-    /// # Panics
-    /// If it is not kept.
-    #[cfg(test)]
-    pub(super) fn retain(&mut self, id: SegmentId) {
-        self.segment_mut(id).references += 1;
-    }
-
     /// Takes one reference away. With the last one it returns the descriptor, which the caller closes where that may block.
     ///
     /// # Panics

@@ -5,7 +5,7 @@ use std::{os::fd::OwnedFd, process, time::Instant};
 use super::{ConnectionId, connection::Request, reactor::Reactor};
 use crate::{
     broker::name::check_name,
-    error::{ErrorCode, RefusalCode},
+    error::{BrokerError, ErrorCode, RefusalCode},
     wire::{
         Hello, VERSION,
         broker::{BROKER, Done, Message, NO_BACKEND},
@@ -30,6 +30,9 @@ impl Reactor {
                 self.break_off(id, &format!("{} came where hello belongs", other.name()));
             }
             Message::Busy(_) => {}
+            Message::Release(release) if connection.is_sending(release.token) => {
+                self.break_off(id, "a lease was released before all of it was received");
+            }
             Message::Release(release) => {
                 if connection.leases.remove(&release.token) {
                     self.objects.end_lease(release.token);
@@ -48,8 +51,8 @@ impl Reactor {
                     self.end_wait(id, RefusalCode::Stopped, Instant::now());
                 }
             }
-            Message::Received(_) => match connection.acknowledged(&self.objects) {
-                Some(sent) => self.sent(id, sent),
+            Message::Received(_) => match connection.acknowledged() {
+                Some(pushed) => self.pushed(id, pushed),
                 None => self.break_off(id, "received came where nothing is to be acknowledged"),
             },
             Message::Segments(segments) => self.segments(id, segments, fds),
@@ -61,27 +64,36 @@ impl Reactor {
             Message::Get(get) => self.get(id, *get),
             Message::List(list) => {
                 let page = self.objects.list(&connection.caller, &connection.socket, &list);
-                self.reply(id, &Message::Objects(page), Vec::new());
+                self.reply(id, &Message::Objects(page));
             }
             Message::Stat(stat) => {
                 let checked = check_name(&stat.name);
                 let found = checked.and_then(|()| self.objects.stat(&connection.caller, &connection.socket, &stat));
+                // A descriptor of its own: the name may be deleted before the reply can be sent.
+                let found = found.and_then(|(info, segment)| match segment {
+                    None => Ok((info, None)),
+                    Some(segment) => match self.objects.segment(segment).try_clone_to_owned() {
+                        Ok(fd) => Ok((info, Some(fd))),
+                        Err(error) => Err(BrokerError::new(
+                            RefusalCode::Full,
+                            format!("the broker has no descriptor for the metadata: {error}"),
+                        )),
+                    },
+                });
                 match found {
-                    Ok((info, segment)) => {
-                        self.reply(id, &Message::Version(Box::new(info)), segment.into_iter().collect());
-                    }
+                    Ok((info, fd)) => self.reply_with(id, &Message::Version(Box::new(info)), fd),
                     Err(refusal) => self.refuse(id, refusal),
                 }
             }
             Message::Who(who) => {
                 let page = self.objects.who(&connection.caller, &connection.socket, &who);
-                self.reply(id, &Message::Leases(page), Vec::new());
+                self.reply(id, &Message::Leases(page));
             }
             Message::Delete(delete) => {
                 let caller = connection.caller.clone();
                 let deleted = check_name(&delete.name).and_then(|()| self.objects.delete(&caller, &delete.name));
                 match deleted {
-                    Ok(()) => self.reply(id, &Message::Done(Done {}), Vec::new()),
+                    Ok(()) => self.reply(id, &Message::Done(Done {})),
                     Err(refusal) => self.refuse(id, refusal),
                 }
             }
@@ -98,6 +110,10 @@ impl Reactor {
             let message = "this is a broker, and the hello lacks the capability `broker`";
             return self.end(id, ErrorCode::Object, message, "it asks for no broker");
         }
+        if hello.version < VERSION {
+            let message = format!("the hello speaks version {}, and this broker version {VERSION}", hello.version);
+            return self.end(id, ErrorCode::Version, &message, "it speaks another version");
+        }
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.greeted = true;
         connection.deadline = None;
@@ -109,6 +125,6 @@ impl Reactor {
             pid: process::id(),
             timeout_ms,
         };
-        self.reply(id, &Message::Hello(answer), Vec::new());
+        self.reply(id, &Message::Hello(answer));
     }
 }

@@ -15,11 +15,12 @@ use crate::{
     tools::conform::{self, CaseReport, ConformPlan, Role},
 };
 
-/// Meets an implementation of the protocol as its peer, and reports which rules of docs/protocol.md it breaks
+/// Meets an implementation of the protocol as its peer, and reports which rules of docs/protocol.md or, of a broker,
+/// of docs/broker-protocol.md it breaks
 ///
 /// The memory is of the host backend: no GPU is needed, and none is tested. As a producer or a publisher this side listens, and each
-/// connection is one case: start the other end again and again until this command has ended. As a consumer or a subscriber it connects
-/// for each case: let the other end serve any number of consumers. Most cases break a rule on purpose, which the other end must notice.
+/// connection is one case: start the other end again and again until this command has ended. As a consumer, a subscriber or a
+/// client it connects for each case: let the other end serve any number of them. Most cases break a rule on purpose, which the other end must notice.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("every rule that was tried was kept", "a rule was broken"))]
 pub(super) struct ConformOptions {
@@ -57,7 +58,7 @@ pub(super) struct ConformOptions {
 
 impl ValueEnum for Role {
     fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Consumer, Self::Producer, Self::Subscriber, Self::Publisher]
+        &[Self::Consumer, Self::Producer, Self::Subscriber, Self::Publisher, Self::Client]
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
@@ -66,6 +67,7 @@ impl ValueEnum for Role {
             Self::Producer => "listens for consumers of buffers",
             Self::Subscriber => "connects to a publisher of streams",
             Self::Publisher => "listens for subscribers to a stream",
+            Self::Client => "connects to a broker, and leaves nothing in it",
         }))
     }
 }

@@ -1,10 +1,11 @@
 //! Meets an implementation of the protocol, plays the other end, and reports which rules of the page it broke.
 //!
-//! The rules are those of [`crate::wire`], by their numbers. Each case is a connection of its own: sound conversations, which must
+//! The rules are those of [`crate::wire`] and [`crate::wire::broker`], by their numbers. Each case is a connection of its own: sound conversations, which must
 //! go as the page says, and ones in which this side breaks a rule, which the other must notice. It needs no GPU: the memory is of
 //! the backend `host`.
 
 mod fault;
+mod meets_broker;
 mod meets_consumer;
 mod meets_producer;
 mod meets_publisher;
@@ -40,6 +41,8 @@ pub enum Role {
     Publisher,
     /// Against a producer of streams, which listens.
     Subscriber,
+    /// Against a broker, which listens.
+    Client,
 }
 
 impl Role {
@@ -50,6 +53,7 @@ impl Role {
             Self::Producer => "producer",
             Self::Publisher => "publisher",
             Self::Subscriber => "subscriber",
+            Self::Client => "client",
         }
     }
 
@@ -63,6 +67,7 @@ impl Role {
             Self::Producer => meets_consumer::cases(),
             Self::Publisher => meets_subscriber::cases(),
             Self::Subscriber => meets_publisher::cases(),
+            Self::Client => meets_broker::cases(),
         }
     }
 }
@@ -108,6 +113,8 @@ impl Case {
 /// What all cases have.
 struct Scene<'a> {
     device: &'a Device,
+    /// Makes another connection with the other end.
+    connect: &'a dyn Fn() -> Result<Peer>,
 }
 
 /// The names of a role's cases, with the rules that each is about.
@@ -130,14 +137,15 @@ pub fn run(plan: &ConformPlan, cancel: &Cancel, progress: &dyn Fn(&CaseReport)) 
     cases.retain(|case| plan.only.is_empty() || plan.only.contains(&case.name));
     let driver = open(Choice::Only(Backend::Host))?.driver;
     let device = Device::find(&driver, Selector::default())?;
-    let scene = Scene { device: &device };
     let listener = match plan.role.listens() {
         true => Some(Listener::bind(&plan.socket, !plan.trust.uids.is_empty(), plan.timeout, cancel)?),
         false => None,
     };
+    let connect = || meet(plan, listener.as_ref(), cancel);
+    let scene = Scene { device: &device, connect: &connect };
     let mut report = ConformReport::new(plan);
     for case in &cases {
-        let attempt = || match meet(plan, listener.as_ref(), cancel) {
+        let attempt = || match connect() {
             Ok(mut peer) => {
                 let found = (case.run)(&scene, &mut peer).err();
                 let spoke = peer.spoke;

@@ -1,11 +1,11 @@
-//! The numbered rules of the protocol's page.
+//! The numbered rules of the protocols' pages.
 
-/// The page.
-const PAGE: &str = include_str!("../../../docs/protocol.md");
+/// The pages: that of handoffs and streams, and the broker's.
+const PAGES: [&str; 2] = [include_str!("../../../docs/protocol.md"), include_str!("../../../docs/broker-protocol.md")];
 
-/// The rules of the page, in its order: the number, and the text on one line.
+/// The rules of the pages, in their order: the number, and the text on one line.
 pub fn rules() -> Vec<(&'static str, String)> {
-    let paragraphs = PAGE.split("\n\n").filter_map(|paragraph| {
+    let paragraphs = PAGES.iter().flat_map(|page| page.split("\n\n")).filter_map(|paragraph| {
         let (number, text) = paragraph.strip_prefix("**")?.split_once("** ")?;
         is_number(number).then(|| (number, text.split_whitespace().collect::<Vec<_>>().join(" ")))
     });
@@ -36,7 +36,7 @@ mod tests {
         let numbers: BTreeSet<&str> = rules.iter().map(|(number, _)| *number).collect();
         assert_eq!(numbers.len(), rules.len(), "a number is given twice");
         assert!(rules.len() > 50 && rules.iter().all(|(_, text)| text.ends_with(['.', ':', ')'])), "{rules:?}");
-        for role in [Role::Consumer, Role::Producer, Role::Publisher, Role::Subscriber] {
+        for role in [Role::Consumer, Role::Producer, Role::Publisher, Role::Subscriber, Role::Client] {
             let cases = cases(role);
             let names: BTreeSet<&String> = cases.iter().map(|(name, _)| name).collect();
             assert_eq!(names.len(), cases.len(), "{role:?} has two cases of one name");

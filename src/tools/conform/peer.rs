@@ -9,7 +9,7 @@ use std::{
 use super::fault::Fault;
 use crate::{
     channel::{Cancel, Peer as Who, deadline_after, record::RecordSocket},
-    error::{Error, ErrorCode, PeerError, Result},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     wire::{Failure, HEADER_LENGTH, Hello, MAX_BODY, Message, VERSION},
 };
 
@@ -23,9 +23,12 @@ pub(super) struct Peer {
     pub(super) spoke: bool,
 }
 
+/// How a protocol reads a record that came with so many descriptors.
+type Decode<M> = fn(&[u8], usize) -> Result<M, ProtocolError>;
+
 /// What was heard.
-pub(super) enum Heard {
-    Message(Box<Message>, Vec<OwnedFd>),
+pub(super) enum Heard<M = Message> {
+    Message(Box<M>, Vec<OwnedFd>),
     /// It has shut down writing, or is gone.
     End,
     /// Nothing, for as long as this side said that it waits.
@@ -79,10 +82,15 @@ impl Peer {
 
     /// What comes next, `busy` included.
     pub(super) fn hear_all(&mut self) -> Result<Heard, Fault> {
+        self.hear_as(Message::decode)
+    }
+
+    /// What comes next, as the protocol of `decode` reads it.
+    pub(super) fn hear_as<M>(&mut self, decode: Decode<M>) -> Result<Heard<M>, Fault> {
         let received = self.socket.receive_by(&mut self.record, deadline_after(self.timeout), "for a record");
         self.spoke |= received.is_ok();
         match received {
-            Ok(record) => match Message::decode(&self.record[..record.length], record.fds.len()) {
+            Ok(record) => match decode(&self.record[..record.length], record.fds.len()) {
                 Ok(message) => Ok(Heard::Message(Box::new(message), record.fds)),
                 Err(error) => Err(Fault::of_record(&error)),
             },
@@ -91,6 +99,16 @@ impl Peer {
             Err(Error::Peer(PeerError::Protocol(error))) => Err(Fault::of_record(&error)),
             Err(error) => Err(Fault::Failed(error)),
         }
+    }
+
+    /// How long each silence may last.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// How long the other end has in all for one answer, whatever it sends.
+    pub(super) fn patience(&self) -> Duration {
+        self.timeout.saturating_mul(PATIENCE)
     }
 
     /// What comes next that is not `busy`. One that says nothing else for ten times the timeout is taken for silent.

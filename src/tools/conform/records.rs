@@ -32,15 +32,34 @@ struct Refused {
 }
 
 /// The rules that records of that kind break, as cases name them.
-const RULES: [&str; 8] = ["R1", "R2", "R3", "R4", "R6", "R7", "R8", "R9"];
+const RULES: [&str; 10] = ["R1", "R2", "R3", "R4", "R6", "R7", "R8", "R9", "M3", "M4"];
 
-/// All of them: those of the golden records, and one that is too long to be written there.
+/// The kind of `busy`, which both protocols have.
+const BUSY: [u8; 2] = [7, 0];
+
+/// All of them, for handoffs and streams: those of the golden records, and one that is too long to be written there.
 ///
 /// # Errors
 /// [`Error::Caller`] if that file is broken, which a test holds.
 pub(super) fn unreadable() -> Result<Vec<Unreadable>> {
-    let golden: Golden = serde_json::from_str(include_str!("../../../docs/golden.json"))
-        .map_err(|error| Error::Caller(Box::new(error)))?;
+    read(include_str!("../../../docs/golden.json"))
+}
+
+/// All of them, for a broker: its own golden records, and those of the others that are wrong whatever their kind means.
+///
+/// # Errors
+/// As [`unreadable`].
+pub(super) fn unreadable_of_broker() -> Result<Vec<Unreadable>> {
+    let shared = unreadable()?.into_iter().filter(|bad| bad.record.get(6..8).is_none_or(|kind| kind == BUSY));
+    let mut all = read(include_str!("../../../docs/broker-golden.json"))?;
+    // The one that is too long is among the others too.
+    all.pop();
+    all.extend(shared);
+    Ok(all)
+}
+
+fn read(golden: &str) -> Result<Vec<Unreadable>> {
+    let golden: Golden = serde_json::from_str(golden).map_err(|error| Error::Caller(Box::new(error)))?;
     let of = |refused: Refused| {
         let code = match refused.name.contains("another version") {
             true => ErrorCode::Version,

@@ -104,7 +104,7 @@ pub struct Put {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u16>,
     /// How long the name stays; `None` keeps what it has.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub lifetime: Option<Lifetime>,
     /// How many versions before the current one stay; `None` keeps what the name has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -276,6 +276,7 @@ pub struct List {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Objects {
     /// They.
+    #[serde(deserialize_with = "strict::objects")]
     pub objects: Vec<Summary>,
     /// Whether there are more behind the last one.
     pub more: bool,
@@ -293,6 +294,7 @@ pub struct Summary {
     /// Bytes of data.
     pub size: u64,
     /// Bytes of memory, for each device.
+    #[serde(deserialize_with = "strict::objects")]
     pub devices: Vec<DeviceBytes>,
     /// The backend of the memory.
     pub backend: String,
@@ -305,6 +307,7 @@ pub struct Summary {
     /// How many leases of this version are held.
     pub leases: u64,
     /// Whose it is.
+    #[serde(deserialize_with = "strict::object")]
     pub owner: Owner,
     /// The permissions of the name.
     pub mode: u16,
@@ -341,15 +344,18 @@ pub struct VersionInfo {
     /// The versions of the name that can be had by number.
     pub versions: Vec<u64>,
     /// How long the name stays.
+    #[serde(deserialize_with = "strict::object")]
     pub lifetime: Lifetime,
     /// How many versions before the current one stay.
     pub keep: u32,
     /// Its parts.
+    #[serde(deserialize_with = "strict::objects")]
     pub parts: Vec<PartInfo>,
     /// What its maker says of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Table>,
     /// What readers said of it.
+    #[serde(deserialize_with = "strict::objects")]
     pub reports: Vec<ReportInfo>,
 }
 
@@ -397,10 +403,12 @@ pub struct Who {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leases {
     /// They.
+    #[serde(deserialize_with = "strict::objects")]
     pub leases: Vec<HeldLease>,
     /// Whether there are more behind the last one.
     pub more: bool,
     /// What is held for each user, with the last answer: for the server's user of all users, for others their own.
+    #[serde(deserialize_with = "strict::objects")]
     pub totals: Vec<UserTotal>,
 }
 
@@ -438,6 +446,7 @@ pub struct UserTotal {
     /// Names that are the user's.
     pub objects: u64,
     /// Bytes of memory, as claimed, for each device: also of versions without a name.
+    #[serde(deserialize_with = "strict::objects")]
     pub devices: Vec<DeviceBytes>,
     /// Leases of the user's processes.
     pub leases: u64,

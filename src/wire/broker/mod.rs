@@ -1,10 +1,12 @@
 #![doc = include_str!("../../../docs/broker-protocol.md")]
 
+mod arrays;
 mod messages;
 mod table;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use self::arrays::read_arrays;
 pub use self::{
     messages::{
         ArrayEntry, Claim, Claimed, Delete, DeviceBytes, Done, Get, GetObject, HeldLease, LeaseHeader, LeasePart,
@@ -256,6 +258,9 @@ impl Message {
                 most("the capabilities of a hello", capabilities.len(), MAX_CAPABILITIES)?;
                 capabilities.iter().chain([backend]).try_for_each(|name| bounded(name))
             }
+            Self::Segments(segments) if segments.sizes.is_empty() => {
+                Err(ProtocolError::Content(format!("segments lists 0 sizes where 1 to {MAX_FDS} belong")))
+            }
             Self::Put(put) => {
                 most("the parts of a put", put.parts.len(), MAX_PARTS)?;
                 most("the announced parts", put.announced.len(), MAX_PARTS)?;
@@ -296,27 +301,36 @@ impl Message {
                 clean(message);
             }
             Self::Put(put) => {
-                clean(&mut put.backend);
+                [&mut put.name, &mut put.backend].into_iter().chain(&mut put.group).for_each(clean);
+                put.announced.iter_mut().for_each(clean);
                 for part in &mut put.parts {
-                    clean(&mut part.memory.device.name);
-                    part.digest.as_mut().into_iter().for_each(clean);
+                    [&mut part.name, &mut part.memory.device.name].into_iter().chain(&mut part.digest).for_each(clean);
                 }
             }
+            Self::Published(published) => clean(&mut published.id),
             Self::Lease(lease) => {
-                clean(&mut lease.name);
-                lease.parts.iter_mut().for_each(|part| clean(&mut part.memory.device.name));
+                [&mut lease.name, &mut lease.id, &mut lease.backend].into_iter().for_each(clean);
+                for part in &mut lease.parts {
+                    [&mut part.name, &mut part.memory.device.name].into_iter().chain(&mut part.digest).for_each(clean);
+                }
             }
             Self::Objects(objects) => objects.objects.iter_mut().for_each(Summary::clean),
             Self::Version(version) => {
                 version.summary.clean();
-                version.parts.iter_mut().for_each(|part| clean(&mut part.memory.device.name));
-                version.reports.iter_mut().for_each(|report| clean(&mut report.message));
+                for part in &mut version.parts {
+                    [&mut part.name, &mut part.memory.device.name].into_iter().chain(&mut part.digest).for_each(clean);
+                    part.maker.command.iter_mut().for_each(clean);
+                }
+                for report in &mut version.reports {
+                    [&mut report.message].into_iter().chain(&mut report.reader.command).for_each(clean);
+                }
             }
             Self::Leases(leases) => {
                 for lease in &mut leases.leases {
-                    clean(&mut lease.name);
-                    lease.command.as_mut().into_iter().for_each(clean);
+                    [&mut lease.name, &mut lease.id].into_iter().chain(&mut lease.command).for_each(clean);
                 }
+                let totals = leases.totals.iter_mut().flat_map(|total| &mut total.devices);
+                totals.for_each(|bytes| clean(&mut bytes.device.name));
             }
             _ => {}
         }
@@ -325,7 +339,7 @@ impl Message {
 
 impl Summary {
     fn clean(&mut self) {
-        clean(&mut self.name);
+        [&mut self.name, &mut self.id, &mut self.backend].into_iter().for_each(clean);
         self.devices.iter_mut().for_each(|bytes| clean(&mut bytes.device.name));
     }
 }

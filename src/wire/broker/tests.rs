@@ -1,1 +1,723 @@
+//! Each message of the broker as bytes and back, and what breaks the protocol.
 
+use serde_json::{Value, json};
+
+use super::*;
+use crate::{
+    array::{ArrayDescriptor, Order},
+    driver::DeviceUuid,
+    wire::{ByteRange, Check, Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory, Part},
+};
+
+fn memory() -> Memory {
+    Memory {
+        mechanism: Mechanism::Vmm,
+        device: Device { uuid: DeviceUuid::from_bytes(*b"0123456789abcdef"), name: "a device".into() },
+        location: Location::Device,
+        size: 5 << 20,
+        mapped_size: 6 << 20,
+        segments: 3,
+        pool: None,
+        pointer: None,
+        offset: 0,
+        immutable: false,
+    }
+}
+
+fn attached(text: &str) -> Attached {
+    Attached::from_text(text.to_owned()).unwrap()
+}
+
+fn put() -> Put {
+    let part =
+        |name: &str, arrays| PutPart { name: name.into(), memory: memory(), arrays, digest: Some("blake3:00".into()) };
+    let entry = ArrayEntry {
+        name: "w".into(),
+        array: ArrayDescriptor::new("<f4".parse().unwrap(), vec![5, 7], Order::C).unwrap(),
+        attributes: Some(attached(r#"{"kind":"weight"}"#)),
+    };
+    Put {
+        name: "models/llama".into(),
+        replace: true,
+        if_version: Some(u64::MAX),
+        announced: vec!["rank0".into(), "rank1".into(), "rank2".into()],
+        group: Some("epoch-3".into()),
+        wait_ms: Some(30_000),
+        backend: "cuda".into(),
+        parts: vec![
+            part("rank0", Some(Table::Inline(Attached::of(&[entry]).unwrap()))),
+            part("rank1", Some(Table::Length(70_000))),
+        ],
+        metadata: Some(Table::Length(5000)),
+        mode: Some(0o640),
+        lifetime: Some(Lifetime::Idle { ms: 60_000 }),
+        keep: Some(1),
+        sizes: vec![2 << 20; 4],
+    }
+}
+
+fn lease() -> LeaseHeader {
+    LeaseHeader {
+        token: Token([0xA5; 16]),
+        name: "models/llama".into(),
+        version: 7,
+        id: "53e9a7d2-1f0c-4b7e-9c55-0123456789ab".into(),
+        created_ms: 1_800_000_000_000,
+        owner: Owner { uid: 1000, gid: 100 },
+        backend: "host".into(),
+        metadata: Some(Table::Inline(attached(r#"{"engine":"x"}"#))),
+        parts: vec![LeasePart {
+            name: "rank0".into(),
+            memory: memory(),
+            runs: vec![Part { first: 1, segments: 2, offset: 2 << 20, size: 4 << 20 }],
+            arrays: Some(Table::Length(70_000)),
+            digest: None,
+        }],
+        sizes: vec![2 << 20, 2 << 20],
+    }
+}
+
+fn summary() -> Summary {
+    Summary {
+        name: "models/llama".into(),
+        version: 7,
+        id: "53e9a7d2-1f0c-4b7e-9c55-0123456789ab".into(),
+        size: 5 << 20,
+        devices: vec![DeviceBytes { device: memory().device, bytes: 6 << 20 }],
+        backend: "cuda".into(),
+        parts: 1,
+        segments: 3,
+        arrays: 2,
+        leases: 4,
+        owner: Owner { uid: 1000, gid: 100 },
+        mode: 0o600,
+        created_ms: 1_800_000_000_000,
+    }
+}
+
+fn maker() -> Maker {
+    Maker { pid: 4242, uid: 1000, command: Some("python3".into()) }
+}
+
+fn version() -> VersionInfo {
+    VersionInfo {
+        summary: summary(),
+        versions: vec![6, 7],
+        lifetime: Lifetime::Leased,
+        keep: 1,
+        parts: vec![PartInfo {
+            name: "rank0".into(),
+            memory: memory(),
+            arrays: 2,
+            digest: Some("blake3:00".into()),
+            maker: maker(),
+        }],
+        metadata: Some(Table::Length(5000)),
+        reports: vec![ReportInfo { reader: maker(), at_ms: 9, message: "not as claimed".into() }],
+    }
+}
+
+fn leases() -> Leases {
+    Leases {
+        leases: vec![HeldLease {
+            number: 3,
+            name: "models/llama".into(),
+            version: 7,
+            id: "53e9a7d2-1f0c-4b7e-9c55-0123456789ab".into(),
+            named: false,
+            pid: 0,
+            uid: 1000,
+            command: Some("vmmfd".into()),
+            since_ms: 1,
+            size: 6 << 20,
+        }],
+        more: false,
+        totals: vec![UserTotal { uid: 1000, objects: 1, devices: summary().devices, leases: 1, connections: 2 }],
+    }
+}
+
+fn get() -> Get {
+    let check = |value: Value| serde_json::from_value::<Check>(value).unwrap();
+    Get {
+        objects: vec![
+            GetObject {
+                name: "models/llama".into(),
+                version: Some(7),
+                newer_than: Some(6),
+                parts: Some(vec!["rank0".into()]),
+                range: Some(ByteRange { offset: 1, length: u64::MAX }),
+                arrays: Some(vec!["w".into()]),
+                expect: Some(check(json!({"engine": "x", "layout": [1, null]}))),
+                digests: Some([("rank0".to_owned(), "blake3:00".to_owned())].into()),
+            },
+            GetObject { name: "x".into(), ..GetObject::default() },
+        ],
+        wait_ms: Some(0),
+        claim: Some(Claim { part: Some("rank0".into()), group: Some("epoch-3".into()) }),
+    }
+}
+
+/// Each message with its kind.
+fn every_message() -> Vec<(u16, Message)> {
+    let (token, message) = (Token([7; 16]), "one sentence".to_owned());
+    vec![
+        (
+            1,
+            Message::Hello(Hello {
+                version: 1,
+                capabilities: vec![BROKER.into()],
+                backend: NO_BACKEND.into(),
+                pid: 7,
+                timeout_ms: 30_000,
+            }),
+        ),
+        (4, Message::Segments(Segments { first: 4, sizes: vec![2 << 20, 4 << 20] })),
+        (5, Message::Received(Received { segments: 2 })),
+        (7, Message::Busy(Busy {})),
+        (8, Message::Error(Failure { code: crate::error::ErrorCode::Protocol, message: message.clone() })),
+        (32, Message::Put(Box::new(put()))),
+        (33, Message::Send(Send {})),
+        (34, Message::Published(Published { version: 1, id: summary().id })),
+        (35, Message::Get(Box::new(get()))),
+        (36, Message::Lease(Box::new(lease()))),
+        (37, Message::Claimed(Claimed { token })),
+        (38, Message::List(List { prefix: "models/".into(), after: Some("models/a".into()) })),
+        (39, Message::Objects(Objects { objects: vec![summary()], more: true })),
+        (40, Message::Stat(Stat { name: "models/llama".into(), version: Some(6) })),
+        (41, Message::Version(Box::new(version()))),
+        (42, Message::Who(Who { prefix: String::new(), after: Some(2) })),
+        (43, Message::Leases(leases())),
+        (44, Message::Delete(Delete { name: "models/llama".into() })),
+        (45, Message::Done(Done {})),
+        (46, Message::Refused(Refusal { code: RefusalCode::Absent, message: message.clone() })),
+        (47, Message::Release(Release { token })),
+        (48, Message::Report(Report { token, message })),
+        (49, Message::Stop(Stop {})),
+    ]
+}
+
+fn encoded(message: &Message) -> Vec<u8> {
+    let mut record = b"what was there before".to_vec();
+    message.encode_into(&mut record).unwrap();
+    record
+}
+
+fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
+    let mut record = b"VMFD\x01\x00".to_vec();
+    record.extend(kind.to_le_bytes());
+    record.extend((body.len() as u32).to_le_bytes());
+    record.extend(fds.to_le_bytes());
+    record.extend(body.as_bytes());
+    record
+}
+
+fn body_of(message: &Message) -> Value {
+    serde_json::from_slice(&encoded(message)[HEADER_LENGTH..]).unwrap()
+}
+
+/// What is made of a body that is sent with as many descriptors as it calls for.
+fn decode(kind: u16, body: &Value, fds: usize) -> Result<Message, ProtocolError> {
+    Message::decode(&record(kind, &body.to_string(), fds as u32), fds)
+}
+
+#[test]
+fn every_message_comes_back_as_it_was_sent() {
+    for (kind, message) in every_message() {
+        let bytes = encoded(&message);
+        assert_eq!(u16::from_le_bytes([bytes[6], bytes[7]]), kind, "{message:?}");
+        assert_eq!(Message::decode(&bytes, message.fd_count()), Ok(message));
+    }
+}
+
+#[test]
+fn every_kind_is_here_and_all_others_are_refused() {
+    let known: Vec<u16> = every_message().iter().map(|(kind, _)| *kind).collect();
+    for kind in 0..=u16::MAX {
+        let unknown = Message::decode(&record(kind, "{}", 0), 0) == Err(ProtocolError::Kind { got: kind });
+        assert_eq!(unknown, !known.contains(&kind), "kind {kind}");
+    }
+}
+
+#[test]
+fn the_page_has_every_kind_of_message() {
+    let page = include_str!("../../../docs/broker-protocol.md");
+    for (kind, message) in every_message() {
+        assert!(page.contains(&format!("| {kind} | `{}` |", message.name())), "{kind} {}", message.name());
+    }
+}
+
+#[test]
+fn the_page_names_every_field() {
+    fn fields(value: &Value, into: &mut Vec<String>) {
+        match value {
+            // What a user says in them is the user's.
+            Value::Object(object) => {
+                for (name, value) in object {
+                    into.push(name.clone());
+                    if !["expect", "digests", "inline"].contains(&name.as_str()) {
+                        fields(value, into);
+                    }
+                }
+            }
+            Value::Array(values) => values.iter().for_each(|value| fields(value, into)),
+            _ => {}
+        }
+    }
+    let page = concat!(include_str!("../../../docs/broker-protocol.md"), include_str!("../../../docs/protocol.md"));
+    let mut names = Vec::new();
+    every_message().iter().for_each(|(_, message)| fields(&body_of(message), &mut names));
+    assert!(names.len() > 100, "{names:?}");
+    for name in names {
+        assert!(page.contains(&format!("`{name}`")), "the page has no `{name}`");
+    }
+}
+
+#[test]
+fn the_page_has_the_limits_of_the_program() {
+    let page = include_str!("../../../docs/broker-protocol.md");
+    let table = page.split("## Limits").nth(1).unwrap().split("\n## ").next().unwrap();
+    let row = |what: &str| {
+        let row = table.lines().find(|line| line.starts_with(&format!("| {what} |")));
+        let digits = |text: &str| text.replace(',', "").split_whitespace().find_map(|word| word.parse::<u64>().ok());
+        row.and_then(|row| digits(row.split('|').nth(2).unwrap())).unwrap_or_else(|| panic!("no limit of {what}"))
+    };
+    for (what, limit) in [
+        ("parts of a version", MAX_PARTS as u64),
+        ("segments of a version", MAX_SEGMENTS as u64),
+        ("arrays of a part", MAX_ARRAYS as u64),
+        ("metadata", MAX_METADATA),
+        ("attributes of an array", MAX_ATTRIBUTES as u64),
+        ("a table of arrays", MAX_TABLE),
+        ("a table in a record", MAX_INLINE as u64),
+        ("all tables in one record", MAX_INLINE_TOGETHER as u64),
+        ("objects of one `get`", MAX_OBJECTS as u64),
+        ("parts, arrays and digests that one `get` names", MAX_NAMED as u64),
+        ("a name", MAX_NAME as u64),
+        ("descriptors of one record", MAX_FDS as u64),
+    ] {
+        assert_eq!(row(what), limit, "{what}");
+    }
+}
+
+#[test]
+fn a_record_cut_anywhere_is_refused() {
+    for (_, message) in every_message() {
+        let bytes = encoded(&message);
+        for length in 0..bytes.len() {
+            assert!(Message::decode(&bytes[..length], message.fd_count()).is_err(), "{message:?} cut to {length}");
+        }
+        let longer = [bytes, b" ".to_vec()].concat();
+        assert!(matches!(Message::decode(&longer, message.fd_count()), Err(ProtocolError::BodyLength { .. })));
+    }
+}
+
+#[test]
+fn a_record_changed_in_any_byte_never_panics() {
+    for (_, message) in every_message() {
+        let bytes = encoded(&message);
+        for index in 0..bytes.len() {
+            for value in [0, 1, b'"', b'[', b'{', b'-', b'9', 0x7f, 0xff] {
+                let mut changed = bytes.clone();
+                changed[index] = value;
+                if let Ok(read) = Message::decode(&changed, message.fd_count()) {
+                    // What is taken can be sent on.
+                    read.encode_into(&mut Vec::new()).unwrap();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn each_value_replaced_by_another_type_is_read_or_refused() {
+    /// The bodies in which one value, at whatever depth, is another.
+    fn changed(value: &Value, with: &Value) -> Vec<Value> {
+        let mut all = vec![with.clone()];
+        match value {
+            Value::Object(object) => {
+                for (name, inner) in object {
+                    all.extend(changed(inner, with).into_iter().map(|inner| {
+                        let mut object = object.clone();
+                        object.insert(name.clone(), inner);
+                        Value::Object(object)
+                    }));
+                }
+            }
+            Value::Array(values) => {
+                for (at, inner) in values.iter().enumerate() {
+                    all.extend(changed(inner, with).into_iter().map(|inner| {
+                        let mut values = values.clone();
+                        values[at] = inner;
+                        Value::Array(values)
+                    }));
+                }
+            }
+            _ => {}
+        }
+        all
+    }
+    let mut refused = 0;
+    for (kind, message) in every_message() {
+        let body = body_of(&message);
+        for with in [json!(null), json!(-1), json!(1.5), json!("x"), json!([]), json!({}), json!(true)] {
+            for body in changed(&body, &with) {
+                match decode(kind, &body, message.fd_count()) {
+                    Ok(read) => read.encode_into(&mut Vec::new()).unwrap(),
+                    Err(_) => refused += 1,
+                }
+            }
+        }
+    }
+    assert!(refused > 1000, "{refused}");
+}
+
+#[test]
+fn descriptors_must_be_as_many_as_the_message_calls_for() {
+    for (_, message) in every_message() {
+        let (bytes, want) = (encoded(&message), message.fd_count());
+        for fds in [0, 1, want + 1, MAX_FDS] {
+            let decoded = Message::decode(&bytes, fds);
+            let refused = matches!(decoded, Err(ProtocolError::FdCount { got, .. }) if got == fds);
+            assert_eq!(refused, fds != want, "{message:?} with {fds}");
+        }
+    }
+    let count = |message: &Message| message.fd_count();
+    assert_eq!(count(&Message::Put(Box::new(put()))), 2 + 4, "two tables beside it, and four segments");
+    assert_eq!(count(&Message::Lease(Box::new(lease()))), 1 + 2);
+    assert_eq!(count(&Message::Version(Box::new(version()))), 1);
+    // Tables and segments together have room in one record, or the record is refused.
+    for (sizes, sound) in [(MAX_FDS - 2, true), (MAX_FDS - 1, false)] {
+        let message = Message::Put(Box::new(Put { sizes: vec![2 << 20; sizes], ..put() }));
+        assert_eq!(message.encode_into(&mut Vec::new()).is_ok(), sound, "{sizes}");
+        let body = serde_json::to_value(Put { sizes: vec![2 << 20; sizes], ..put() }).unwrap();
+        let decoded = decode(32, &body, sizes + 2);
+        assert_eq!(decoded.is_ok(), sound, "{sizes}");
+        assert!(sound || matches!(decoded, Err(ProtocolError::Content(_))));
+    }
+}
+
+#[test]
+fn what_is_longer_or_more_than_the_protocol_allows_is_refused_at_both_ends() {
+    let name = |length: usize| "n".repeat(length);
+    let object = |object: GetObject| Message::Get(Box::new(Get { objects: vec![object], wait_ms: None, claim: None }));
+    let with = |change: fn(&mut Put, usize), length| {
+        let mut put = put();
+        change(&mut put, length);
+        Message::Put(Box::new(put))
+    };
+    type Case = (&'static str, usize, Box<dyn Fn(usize) -> Message>);
+    let cases: Vec<Case> = vec![
+        ("name", MAX_NAME, Box::new(move |n| with(|put, n| put.name = "n".repeat(n), n))),
+        ("backend", MAX_NAME, Box::new(move |n| with(|put, n| put.backend = "n".repeat(n), n))),
+        ("group", MAX_NAME, Box::new(move |n| with(|put, n| put.group = Some("n".repeat(n)), n))),
+        ("announced name", MAX_NAME, Box::new(move |n| with(|put, n| put.announced = vec!["n".repeat(n)], n))),
+        ("part's name", MAX_NAME, Box::new(move |n| with(|put, n| put.parts[0].name = "n".repeat(n), n))),
+        ("digest", MAX_NAME, Box::new(move |n| with(|put, n| put.parts[0].digest = Some("n".repeat(n)), n))),
+        ("device", MAX_NAME, Box::new(move |n| with(|put, n| put.parts[1].memory.device.name = "n".repeat(n), n))),
+        ("announced", MAX_PARTS, Box::new(move |n| with(|put, n| put.announced = vec![String::new(); n], n))),
+        (
+            "parts",
+            MAX_PARTS,
+            Box::new(move |n| {
+                let inline = PutPart { arrays: None, ..put().parts[0].clone() };
+                let parts = vec![inline; n];
+                Message::Put(Box::new(Put { parts, ..put() }))
+            }),
+        ),
+        ("name of a get", MAX_NAME, Box::new(move |n| object(GetObject { name: name(n), ..GetObject::default() }))),
+        (
+            "objects of a get",
+            MAX_OBJECTS,
+            Box::new(|n| {
+                let objects = vec![GetObject::default(); n];
+                Message::Get(Box::new(Get { objects, wait_ms: None, claim: None }))
+            }),
+        ),
+        (
+            "parts and arrays of a get",
+            MAX_NAMED,
+            Box::new(move |n| {
+                let (parts, arrays) = (vec![String::new(); n / 2], vec!["x".to_owned(); n - n / 2]);
+                object(GetObject { parts: Some(parts), arrays: Some(arrays), ..GetObject::default() })
+            }),
+        ),
+        (
+            "digests of a get",
+            MAX_NAMED,
+            Box::new(move |n| {
+                let digests = (0..n).map(|n| (n.to_string(), String::new())).collect();
+                object(GetObject { digests: Some(digests), ..GetObject::default() })
+            }),
+        ),
+        (
+            "part of a claim",
+            MAX_NAME,
+            Box::new(move |n| {
+                let claim = Some(Claim { part: Some(name(n)), group: None });
+                Message::Get(Box::new(Get { claim, ..get() }))
+            }),
+        ),
+        (
+            "group of a claim",
+            MAX_NAME,
+            Box::new(move |n| {
+                let claim = Some(Claim { part: None, group: Some(name(n)) });
+                Message::Get(Box::new(Get { claim, ..get() }))
+            }),
+        ),
+        ("prefix of a list", MAX_NAME, Box::new(move |n| Message::List(List { prefix: name(n), after: None }))),
+        ("prefix of a who", MAX_NAME, Box::new(move |n| Message::Who(Who { prefix: name(n), after: None }))),
+        ("name of a stat", MAX_NAME, Box::new(move |n| Message::Stat(Stat { name: name(n), version: None }))),
+        ("name of a delete", MAX_NAME, Box::new(move |n| Message::Delete(Delete { name: name(n) }))),
+        ("segments of one record", MAX_FDS, Box::new(|n| Message::Segments(Segments { first: 0, sizes: vec![1; n] }))),
+        (
+            "capabilities",
+            MAX_CAPABILITIES,
+            Box::new(|n| {
+                let capabilities = vec![String::new(); n];
+                let backend = NO_BACKEND.to_owned();
+                Message::Hello(Hello { version: 1, capabilities, backend, pid: 1, timeout_ms: 1 })
+            }),
+        ),
+    ];
+    for (what, most, make) in cases {
+        let sound = make(most);
+        assert_eq!(Message::decode(&encoded(&sound), sound.fd_count()).as_ref(), Ok(&sound), "{what}: {most}");
+        let long = make(most + 1);
+        let refused = long.encode_into(&mut Vec::new());
+        assert!(matches!(refused, Err(ProtocolError::Content(_))), "{what}: {refused:?}");
+        // A peer that sends it nevertheless. The body of such a message is that of its type.
+        let body = unchecked(&long);
+        let decoded = decode(body.0, &body.1, long.fd_count());
+        assert!(matches!(decoded, Err(ProtocolError::Content(_))), "{what}: {decoded:?}");
+    }
+    assert!(matches!(decode(4, &json!({"first": 0, "sizes": []}), 0), Err(ProtocolError::Content(_))), "no segments");
+}
+
+/// The kind and body of a message that this side would not send.
+fn unchecked(message: &Message) -> (u16, Value) {
+    let value = match message {
+        Message::Hello(body) => (1, serde_json::to_value(body)),
+        Message::Segments(body) => (4, serde_json::to_value(body)),
+        Message::Put(body) => (32, serde_json::to_value(body)),
+        Message::Get(body) => (35, serde_json::to_value(body)),
+        Message::List(body) => (38, serde_json::to_value(body)),
+        Message::Stat(body) => (40, serde_json::to_value(body)),
+        Message::Who(body) => (42, serde_json::to_value(body)),
+        Message::Delete(body) => (44, serde_json::to_value(body)),
+        other => panic!("{other:?}"),
+    };
+    (value.0, value.1.unwrap())
+}
+
+#[test]
+fn what_does_not_fit_a_record_is_not_sent() {
+    let long = attached(&format!("\"{}\"", "x".repeat(MAX_BODY)));
+    let message = Message::Put(Box::new(Put { metadata: Some(Table::Inline(long)), ..put() }));
+    let most = HEADER_LENGTH + MAX_BODY;
+    assert_eq!(message.encode_into(&mut Vec::new()), Err(ProtocolError::LongRecord { most }));
+}
+
+#[test]
+fn an_array_is_no_object_wherever_it_is() {
+    let paths: [(u16, Message, &[&str]); 6] = [
+        (
+            32,
+            Message::Put(Box::new(put())),
+            &["", "/parts/0", "/parts/0/memory", "/parts/0/memory/device", "/lifetime"],
+        ),
+        (35, Message::Get(Box::new(get())), &["/objects/0", "/objects/0/range", "/claim"]),
+        (36, Message::Lease(Box::new(lease())), &["/owner", "/parts/0", "/parts/0/memory", "/parts/0/runs/0"]),
+        (
+            39,
+            Message::Objects(Objects { objects: vec![summary()], more: false }),
+            &["/objects/0", "/objects/0/owner", "/objects/0/devices/0", "/objects/0/devices/0/device"],
+        ),
+        (
+            41,
+            Message::Version(Box::new(version())),
+            &[
+                "/summary",
+                "/summary/owner",
+                "/lifetime",
+                "/parts/0",
+                "/parts/0/maker",
+                "/reports/0",
+                "/reports/0/reader",
+            ],
+        ),
+        (43, Message::Leases(leases()), &["/leases/0", "/totals/0", "/totals/0/devices/0"]),
+    ];
+    for (kind, message, paths) in paths {
+        let (body, text) = (body_of(&message), String::from_utf8(encoded(&message)[HEADER_LENGTH..].to_vec()).unwrap());
+        assert!(decode(kind, &body, message.fd_count()).is_ok());
+        for path in paths {
+            let mut changed = body.clone();
+            let nested = changed.pointer_mut(path).unwrap();
+            // All that it has, in the order in which it is described, which is that of the text.
+            let mut fields: Vec<(String, Value)> = nested.as_object().unwrap().clone().into_iter().collect();
+            fields.sort_by_key(|(name, value)| text.find(&format!("\"{name}\":{value}")));
+            *nested = fields.into_iter().map(|(_, value)| value).collect();
+            let decoded = decode(kind, &changed, message.fd_count());
+            assert!(matches!(decoded, Err(ProtocolError::Body { .. })), "{kind} {path}: {decoded:?}");
+        }
+    }
+}
+
+#[test]
+fn what_a_reader_would_not_see_is_checked_too() {
+    for body in [
+        r#"{"name":"x","name":"x"}"#,
+        r#"{"name":"x","version":1.0}"#,
+        r#"{"name":"x","version":-0}"#,
+        r#"{"name":"x","version":"1"}"#,
+        r#"{"name":"x","version":18446744073709551616}"#,
+        r#"{"version":1}"#,
+        r#"["x",1]"#,
+        "",
+    ] {
+        let decoded = Message::decode(&record(40, body, 0), 0);
+        assert!(matches!(decoded, Err(ProtocolError::Body { kind: "stat", .. })), "{body}: {decoded:?}");
+    }
+    let hello = json!({"version": 1, "capabilities": [BROKER], "backend": NO_BACKEND, "pid": 1, "timeout_ms": 0});
+    assert!(matches!(decode(1, &hello, 0), Err(ProtocolError::Content(_))));
+}
+
+#[test]
+fn a_token_is_32_hexadecimal_digits_and_in_no_log() {
+    for sound in ["00112233445566778899aabbccddeeff", "00112233445566778899AABBCCDDEEFF"] {
+        assert!(decode(47, &json!({"token": sound}), 0).is_ok(), "{sound}");
+    }
+    for wrong in ["", "0", &"0".repeat(31), &"0".repeat(33), &"g".repeat(32)] {
+        assert!(decode(47, &json!({"token": wrong}), 0).is_err(), "{wrong}");
+    }
+    let token = Token(*b"secret! secret! ");
+    assert_eq!(format!("{:?}", Message::Release(Release { token })), "Release(Release { token: Token(..) })");
+    assert_eq!(serde_json::to_value(token).unwrap(), json!(hex::encode(b"secret! secret! ")));
+}
+
+#[test]
+fn tables_are_in_the_record_or_beside_it() {
+    let body = |metadata: Value| {
+        let mut body = serde_json::to_value(put()).unwrap();
+        body["metadata"] = metadata;
+        body
+    };
+    let fds = put().sizes.len() + 1;
+    let inline = decode(32, &body(json!({"inline": {"b": 1, "a": [2.50]}})), fds).unwrap();
+    let Message::Put(read) = &inline else { panic!("{inline:?}") };
+    // As it was written: nothing in it is read before it is needed.
+    assert_eq!(read.metadata, Some(Table::Inline(attached(r#"{"a":[2.5],"b":1}"#))));
+    assert!(decode(32, &body(json!({"length": 10})), fds + 1).is_ok());
+    assert!(decode(32, &body(json!(null)), fds).is_ok());
+    for wrong in
+        [json!({}), json!({"length": 1, "inline": {}}), json!({"length": -1}), json!({"beside": 1}), json!("x")]
+    {
+        let decoded = decode(32, &body(wrong.clone()), fds);
+        assert!(matches!(decoded, Err(ProtocolError::Body { .. })), "{wrong}: {decoded:?}");
+    }
+    let text = "{\"a\" :  1}";
+    assert_eq!(attached(text).as_str(), text);
+    assert_eq!(attached(text).read::<Value>().unwrap(), json!({"a": 1}));
+    for wrong in ["", "{", "{} {}", "nul"] {
+        Attached::from_text(wrong.to_owned()).unwrap_err();
+    }
+}
+
+#[test]
+fn what_may_be_absent_may_be_null() {
+    let optional = |message: &Message, fields: &[&str]| {
+        let mut body = body_of(message);
+        for field in fields {
+            let (parent, name) = field.rsplit_once('/').unwrap();
+            body.pointer_mut(parent).unwrap()[name] = Value::Null;
+        }
+        body
+    };
+    let all =
+        ["/replace", "/if_version", "/announced", "/group", "/wait_ms", "/metadata", "/mode", "/lifetime", "/keep"];
+    let all = [&all[..], &["/parts/0/arrays", "/parts/0/digest", "/parts/1/arrays"]].concat();
+    let body = optional(&Message::Put(Box::new(put())), &all);
+    let Ok(Message::Put(read)) = decode(32, &body, put().sizes.len()) else { panic!("{body}") };
+    assert_eq!((read.replace, read.announced, read.lifetime), (false, Vec::new(), None));
+    let all =
+        ["version", "newer_than", "parts", "range", "arrays", "expect", "digests"].map(|f| format!("/objects/0/{f}"));
+    let all: Vec<&str> = all.iter().map(String::as_str).chain(["/wait_ms", "/claim"]).collect();
+    let body = optional(&Message::Get(Box::new(get())), &all);
+    let Ok(Message::Get(read)) = decode(35, &body, 0) else { panic!("{body}") };
+    assert_eq!(read.objects[0], GetObject { name: "models/llama".into(), ..GetObject::default() });
+    assert!(decode(35, &json!({"objects": [], "claim": {"part": null, "group": null}}), 0).is_ok());
+    let body = optional(&Message::Lease(Box::new(lease())), &["/metadata", "/parts/0/arrays", "/parts/0/digest"]);
+    assert!(decode(36, &body, 2).is_ok());
+    assert!(decode(38, &json!({"prefix": "", "after": null}), 0).is_ok());
+    assert!(decode(42, &json!({"prefix": "", "after": null}), 0).is_ok());
+}
+
+#[test]
+fn fields_and_codes_of_the_future_are_ignored() {
+    let mut body = body_of(&Message::Lease(Box::new(lease())));
+    body["colour"] = json!("red");
+    body["owner"]["name"] = json!("ada");
+    body["parts"][0]["runs"][0]["colour"] = json!([1]);
+    assert_eq!(decode(36, &body, lease().sizes.len() + 1), Ok(Message::Lease(Box::new(lease()))));
+    let Ok(Message::Refused(refusal)) = decode(46, &json!({"code": "too_warm", "message": "x"}), 0) else { panic!() };
+    assert!(matches!(refusal.code, RefusalCode::Unknown(_)));
+    assert_eq!(serde_json::to_value(refusal.code).unwrap(), "too_warm", "its name is kept");
+    // A lifetime is none of those that are known, and what it means can't be guessed.
+    let mut body = serde_json::to_value(put()).unwrap();
+    body["lifetime"] = json!({"kind": "forever"});
+    assert!(matches!(decode(32, &body, 6), Err(ProtocolError::Body { .. })));
+}
+
+#[test]
+fn long_sentences_are_cut_where_they_are_sent_and_where_they_come() {
+    let long = "é".repeat(MAX_BODY / 4);
+    let token = Token([0; 16]);
+    for message in [
+        Message::Refused(Refusal { code: RefusalCode::Failed, message: long.clone() }),
+        Message::Report(Report { token, message: long.clone() }),
+        Message::Error(Failure { code: crate::error::ErrorCode::Failed, message: long.clone() }),
+    ] {
+        let sent = body_of(&message);
+        let (sent, kind) = (sent["message"].as_str().unwrap().to_owned(), encoded(&message)[6].into());
+        assert!(sent.len() <= MAX_MESSAGE && sent.ends_with("é..."), "{} bytes", sent.len());
+        let mut body = body_of(&message);
+        body["message"] = json!(long);
+        let came = body_of(&decode(kind, &body, 0).unwrap());
+        assert_eq!(came["message"], json!(sent), "of a peer that does not cut it");
+    }
+}
+
+/// Every text of a body but the tables', which are the user's, and what has one form.
+fn texts(value: &mut Value, change: &mut impl FnMut(&mut String)) {
+    match value {
+        Value::Object(object) => {
+            for (name, value) in object {
+                let fixed = ["uuid", "token", "mechanism", "location", "kind", "inline", "expect", "digests", "dtype"];
+                if !fixed.contains(&name.as_str()) {
+                    texts(value, change);
+                }
+            }
+        }
+        Value::Array(values) => values.iter_mut().for_each(|value| texts(value, change)),
+        Value::String(text) => change(text),
+        _ => {}
+    }
+}
+
+#[test]
+fn control_characters_of_a_peer_do_not_reach_a_terminal() {
+    for (kind, message) in every_message() {
+        let mut body = body_of(&message);
+        texts(&mut body, &mut |text| *text = "\u{1b}[31m\u{202e}\n".to_owned());
+        let read = decode(kind, &body, message.fd_count()).unwrap_or_else(|error| panic!("{kind}: {error}"));
+        // What is asked of a server is checked there, name by name, and shown by none but it.
+        if matches!(message.name(), "get" | "list" | "stat" | "who" | "delete" | "hello") {
+            continue;
+        }
+        let mut body = body_of(&read);
+        texts(&mut body, &mut |text| {
+            assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{}: {text:?}", message.name());
+        });
+    }
+}

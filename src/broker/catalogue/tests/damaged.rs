@@ -8,7 +8,7 @@ fn log_and_ends(records: &[Record]) -> (Vec<u8>, Vec<usize>) {
     let mut ends = Vec::new();
     for record in records {
         catalogue.append(record).unwrap();
-        ends.push(catalogue.length() as usize);
+        ends.push(catalogue.length as usize);
     }
     (bytes_of(catalogue.as_fd()), ends)
 }
@@ -33,7 +33,7 @@ fn of_each_beginning_of_a_log_the_whole_records_are_read_and_appending_goes_on()
     }
     for length in 0..HEADER {
         let error = refusal(&bytes[..length]);
-        assert!(matches!(error, CatalogueError::Foreign { .. } | CatalogueError::Short { .. }), "{error:?}");
+        assert!(matches!(error, Unreadable::Foreign { .. } | Unreadable::Short { .. }), "{error:?}");
     }
 }
 
@@ -61,4 +61,16 @@ fn what_follows_a_log_is_never_read_as_a_record() {
         assert_eq!(found, [lease(1)]);
         assert_eq!(bytes_of(catalogue.as_fd()), bytes);
     }
+}
+
+#[test]
+fn what_could_not_be_cut_off_at_once_is_cut_off_before_the_next_record() {
+    let mut catalogue = log(&[lease(1)]);
+    let torn = [&framed(br#"{"dropped":{"key":3}}"#)[..], &[b'x'; 500]].concat();
+    catalogue.file.write_all_at(&torn, catalogue.length).unwrap();
+    catalogue.torn = true;
+    catalogue.append(&Record::Deleted { name: "a".to_owned() }).unwrap();
+    // Before it is read, which cuts too.
+    assert_eq!(bytes_of(catalogue.as_fd()).len() as u64, catalogue.length);
+    assert_eq!(read(catalogue.as_fd()), [lease(1), Record::Deleted { name: "a".to_owned() }]);
 }

@@ -3,7 +3,7 @@
 use std::{
     env,
     io::Write,
-    os::{fd::AsFd, unix::process::ExitStatusExt},
+    os::unix::process::ExitStatusExt,
     process::{Command, Output, Stdio},
 };
 
@@ -61,7 +61,7 @@ fn a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_hal
         }
         return;
     }
-    let end = log(&records()).length();
+    let end = log(&records()).length;
     let mut torn = 0;
     for bytes in HEADER as u64..=end {
         let catalogue = Catalogue::create().unwrap();
@@ -74,7 +74,7 @@ fn a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_hal
         assert_eq!(bytes_of(catalogue.as_fd()).len() as u64, bytes, "it was killed elsewhere");
         let fd = catalogue.as_fd().try_clone_to_owned().unwrap();
         let (mut again, found) = Catalogue::open(fd).unwrap();
-        torn += u32::from(again.length() < bytes);
+        torn += u32::from(again.length < bytes);
         assert!(found == records()[..acknowledged], "after {bytes} bytes: {acknowledged} of {found:?}");
         again.append(&lease(2)).unwrap();
         assert_eq!(read(again.as_fd()), [&records()[..acknowledged], &[lease(2)]].concat());
@@ -91,14 +91,14 @@ fn a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_who
         Catalogue::write(stdin().into(), 2, u64::MAX, records()).unwrap();
         return;
     }
-    let end = log(&records()).length();
+    let end = log(&records()).length;
     for bytes in 0..=end {
         let memfd = memfd_of(&[]);
         let child = child(NAME, memfd.as_fd(), bytes);
         let opened = Catalogue::open(memfd);
         if bytes < end {
             assert_eq!(child.status.signal(), Some(libc::SIGXFSZ), "of {bytes} bytes: {child:?}");
-            assert!(matches!(opened, Err(CatalogueError::Foreign { .. })), "after {bytes} bytes: {opened:?}");
+            assert!(matches!(opened, Err(Unreadable::Foreign { .. })), "after {bytes} bytes: {opened:?}");
         } else {
             assert!(child.status.success(), "{child:?}");
             assert_eq!(opened.unwrap().1, records());

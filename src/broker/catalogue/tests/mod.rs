@@ -1,10 +1,13 @@
 mod damaged;
 mod killed;
 
+use std::os::fd::{AsFd, BorrowedFd};
+
 use serde::Serialize;
 use serde_json::json;
 
 use super::{
+    read::Unreadable,
     record::{Lease, Part, Report, Table, Version},
     *,
 };
@@ -127,7 +130,7 @@ fn framed(payload: &[u8]) -> Vec<u8> {
 }
 
 /// The error of opening these bytes as a log.
-fn refusal(bytes: &[u8]) -> CatalogueError {
+fn refusal(bytes: &[u8]) -> Unreadable {
     let fd = memfd_of(bytes);
     let kept = fd.try_clone().unwrap();
     let error = Catalogue::open(fd).unwrap_err();
@@ -140,8 +143,8 @@ fn what_was_appended_is_read_in_its_order() {
     let catalogue = log(&each_kind());
     let (again, records) = Catalogue::open(catalogue.as_fd().try_clone_to_owned().unwrap()).unwrap();
     assert_eq!(records, each_kind());
-    assert_eq!((again.length(), again.generation()), (catalogue.length(), 1));
-    assert_eq!(again.length(), bytes_of(again.as_fd()).len() as u64);
+    assert_eq!((again.length, again.generation), (catalogue.length, 1));
+    assert_eq!(again.length, bytes_of(again.as_fd()).len() as u64);
     assert!(read(Catalogue::create().unwrap().as_fd()).is_empty());
 }
 
@@ -161,7 +164,7 @@ fn fields_that_a_later_build_adds_are_ignored() {
     let log = [&header(5)[..], &framed(br#"{"dropped":{"key":3,"later":[1,{}]}}"#)].concat();
     let (catalogue, records) = Catalogue::open(memfd_of(&log)).unwrap();
     assert_eq!(records, [Record::Dropped { key: 3 }]);
-    assert_eq!(catalogue.generation(), 5);
+    assert_eq!(catalogue.generation, 5);
 }
 
 #[test]
@@ -173,7 +176,7 @@ fn a_log_that_this_build_cannot_read_is_refused_and_left_as_it_is() {
     assert_eq!(error.to_string(), "the catalogue has format 2, and this build reads only format 1");
     let unknown = [&header(1)[..], &framed(br#"{"dropped":{"key":3}}"#), &framed(br#"{"later":{}}"#), b"torn"].concat();
     let error = refusal(&unknown);
-    assert!(matches!(error, CatalogueError::Record { offset: 53, .. }), "{error:?}");
+    assert!(matches!(error, Unreadable::Record { offset: 53, .. }), "{error:?}");
     assert_eq!(error.to_string(), "the catalogue's record at byte 53 can't be understood");
 }
 
@@ -205,27 +208,27 @@ fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_
     let old = catalogue.compact(live.clone()).unwrap();
     assert_eq!(read(old.as_fd()), each_kind());
     assert_eq!(read(catalogue.as_fd()), live);
-    assert_eq!(catalogue.generation(), 2);
+    assert_eq!(catalogue.generation, 2);
     catalogue.append(&lease(1)).unwrap();
     let (mut catalogue, records) = Catalogue::open(catalogue.as_fd().try_clone_to_owned().unwrap()).unwrap();
     assert_eq!(records, [live, vec![lease(1)]].concat());
     catalogue.compact([]).unwrap();
-    assert_eq!((catalogue.generation(), read(catalogue.as_fd())), (3, vec![]));
+    assert_eq!((catalogue.generation, read(catalogue.as_fd())), (3, vec![]));
 }
 
 #[test]
 fn a_log_that_cannot_be_written_anew_is_still_the_one() {
     let mut catalogue = log(&[lease(1)]);
-    catalogue.limit = catalogue.length();
+    catalogue.limit = catalogue.length;
     let error = catalogue.compact([lease(1), lease(2)]).unwrap_err();
     assert!(matches!(error, CatalogueError::Limit { .. }), "{error:?}");
-    assert_eq!((catalogue.generation(), read(catalogue.as_fd())), (1, vec![lease(1)]));
+    assert_eq!((catalogue.generation, read(catalogue.as_fd())), (1, vec![lease(1)]));
 }
 
 #[test]
 fn nothing_is_written_beyond_the_limit_of_this_process() {
     let mut catalogue = log(&[lease(1)]);
-    let needed = catalogue.length() + framed(br#"{"dropped":{"key":3}}"#).len() as u64;
+    let needed = catalogue.length + framed(br#"{"dropped":{"key":3}}"#).len() as u64;
     catalogue.limit = needed - 1;
     let error = catalogue.append(&Record::Dropped { key: 3 }).unwrap_err();
     let want = format!(
@@ -255,7 +258,7 @@ fn a_log_grows_to_twice_what_lives_and_no_further() {
             written += 1;
             assert!(!catalogue.should_compact());
         }
-        assert!(catalogue.length() < (2 << 20) + SLACK + (1 << 20), "{}", catalogue.length());
+        assert!(catalogue.length < (2 << 20) + SLACK + (1 << 20), "{}", catalogue.length);
     }
     assert!((5..=10).contains(&written), "{written}");
 }

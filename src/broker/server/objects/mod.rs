@@ -12,7 +12,7 @@ use std::{
 
 use uuid::Builder;
 
-pub(super) use self::select::{Answer, Question, Selected, Selection};
+pub(super) use self::select::{Answer, LeaseParts, Question, Selected, Selection};
 use self::usage::Users;
 use super::{
     ConnectionId, Quota,

@@ -18,7 +18,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         Check, Part as Run,
-        broker::{ArrayEntry, Attached, GetObject, LeaseHeader, LeasePart, MAX_METADATA, MAX_TABLE, Token},
+        broker::{Attached, GetObject, LeaseHeader, LeasePart, MAX_METADATA, MAX_TABLE, Token, read_arrays},
     },
 };
 
@@ -31,7 +31,14 @@ pub(in crate::broker::server) struct Question {
     key: u64,
     name: String,
     expect: Option<(Check, Option<Source>)>,
-    arrays: Option<(Vec<String>, Vec<(usize, Source)>)>,
+    arrays: Option<WantedArrays>,
+}
+
+/// Names of arrays, and the tables of the parts in which they may be.
+#[derive(Debug)]
+struct WantedArrays {
+    names: Vec<String>,
+    tables: Vec<(usize, Source)>,
 }
 
 /// A table.
@@ -46,13 +53,10 @@ impl Source {
         matches!(self, Self::Inline(_))
     }
 
-    fn read(self) -> Result<Attached, String> {
+    fn read(self) -> Result<String, String> {
         match self {
-            Self::Inline(text) => Ok(text),
-            Self::Memfd { fd, length, most } => {
-                let text = table::read(fd.as_fd(), length, most)?;
-                Attached::from_text(text).map_err(|error| error.to_string())
-            }
+            Self::Inline(text) => Ok(text.as_str().to_owned()),
+            Self::Memfd { fd, length, most } => table::read(fd.as_fd(), length, most),
         }
     }
 }
@@ -68,7 +72,7 @@ impl Question {
     /// Whether the answer takes no time.
     pub(in crate::broker::server) fn is_small(&self) -> bool {
         let metadata = self.expect.as_ref().and_then(|(_, source)| source.as_ref());
-        let arrays = self.arrays.iter().flat_map(|(_, sources)| sources).map(|(_, source)| source);
+        let arrays = self.arrays.iter().flat_map(|wanted| &wanted.tables).map(|(_, source)| source);
         metadata.into_iter().chain(arrays).all(Source::is_small)
     }
 
@@ -79,7 +83,7 @@ impl Question {
         if let Some((expect, source)) = expect {
             let metadata = source.map(Source::read).transpose().map_err(failed)?;
             let metadata: Check = metadata
-                .map(|text| text.read())
+                .map(|text| serde_json::from_str(&text))
                 .transpose()
                 .map_err(|error| failed(error.to_string()))?
                 .unwrap_or_default();
@@ -94,10 +98,10 @@ impl Question {
             }
         }
         let mut spans = Vec::new();
-        if let Some((mut wanted, sources)) = arrays {
-            for (part, source) in sources {
+        if let Some(WantedArrays { names: mut wanted, tables }) = arrays {
+            for (part, source) in tables {
                 let text = source.read().map_err(failed)?;
-                let entries: Vec<ArrayEntry> = text.read().map_err(|error| failed(error.to_string()))?;
+                let entries = read_arrays(&text).map_err(|error| failed(error.to_string()))?;
                 let mut found = Vec::new();
                 for entry in entries {
                     if let Some(at) = wanted.iter().position(|name| *name == entry.name) {
@@ -233,19 +237,14 @@ impl Objects {
             Some(names) => {
                 let tables = parts.iter().filter_map(|&index| Some((index, record.parts[index].arrays.as_ref()?)));
                 let sources = tables.map(|(index, table)| source(table, MAX_TABLE).map(|source| (index, source)));
-                Some((names.clone(), sources.collect::<Result<_, _>>()?))
+                Some(WantedArrays { names: names.clone(), tables: sources.collect::<Result<_, _>>()? })
             }
         };
         Ok(Question { key, name: object.name.clone(), expect, arrays })
     }
 
-    /// The lease of a selection as it is sent: its message without the segments' sizes, the tables' segments, and the segments with
-    /// their sizes.
-    pub(in crate::broker::server) fn describe_lease(
-        &self,
-        token: Token,
-        selection: &Selection,
-    ) -> Option<(LeaseHeader, Vec<SegmentId>, Vec<(SegmentId, u64)>)> {
+    /// The lease of a selection as it is sent.
+    pub(in crate::broker::server) fn describe_lease(&self, token: Token, selection: &Selection) -> Option<LeaseParts> {
         let record = &self.versions.get(&selection.key)?.record;
         let (mut tables, mut segments) = (Vec::new(), Vec::new());
         let (metadata, segment) = record.metadata.as_ref().map(to_wire).unzip();
@@ -279,8 +278,19 @@ impl Objects {
             parts,
             sizes: Vec::new(),
         };
-        Some((header, tables, segments))
+        Some(LeaseParts { header, tables, segments })
     }
+}
+
+/// A lease before it is sent.
+#[derive(Debug)]
+pub(in crate::broker::server) struct LeaseParts {
+    /// Its message, without the segments' sizes.
+    pub(in crate::broker::server) header: LeaseHeader,
+    /// The tables, in the order of their descriptors.
+    pub(in crate::broker::server) tables: Vec<SegmentId>,
+    /// The segments with their sizes.
+    pub(in crate::broker::server) segments: Vec<(SegmentId, u64)>,
 }
 
 impl Selection {
@@ -365,8 +375,9 @@ fn runs_of(part: &record::Part, mut spans: Vec<Range<u64>>) -> Vec<Run> {
         }
     }
     if ranges.len() > MAX_RUNS {
-        let (first, end) = (ranges[0].start, ranges[ranges.len() - 1].end);
-        ranges = vec![first..end];
+        let end = ranges[ranges.len() - 1].end;
+        ranges.truncate(1);
+        ranges[0].end = end;
     }
     let run = |range: Range<usize>| Run {
         first: range.start as u64,

@@ -15,6 +15,8 @@ use crate::{
 #[derive(Debug, Default)]
 struct Usage {
     bytes: u64,
+    /// Bytes of parts that wait for others.
+    waiting: u64,
     objects: u64,
     leases: u64,
     connections: u64,
@@ -23,7 +25,7 @@ struct Usage {
 
 impl Usage {
     fn is_empty(&self) -> bool {
-        (self.bytes, self.objects, self.leases, self.connections) == (0, 0, 0, 0)
+        (self.bytes, self.waiting, self.objects, self.leases, self.connections) == (0, 0, 0, 0, 0)
     }
 }
 
@@ -63,8 +65,9 @@ impl Users {
         }
     }
 
-    pub(super) fn check_bytes(&self, uid: u32, more: u64) -> Result<(), BrokerError> {
-        Self::check(uid, "bytes (claimed)", self.of(uid).map_or(0, |usage| usage.bytes), more, self.quota.bytes)
+    pub(in crate::broker::server) fn check_bytes(&self, uid: u32, more: u64) -> Result<(), BrokerError> {
+        let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
+        Self::check(uid, "bytes (claimed)", has, more, self.quota.bytes)
     }
 
     pub(super) fn check_object(&self, uid: u32) -> Result<(), BrokerError> {
@@ -78,6 +81,15 @@ impl Users {
     pub(in crate::broker::server) fn check_connection(&self, uid: u32) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.connections);
         Self::check(uid, "connections", has, 1, self.quota.connections)
+    }
+
+    /// Counts bytes of parts that wait for others.
+    pub(in crate::broker::server) fn add_waiting(&mut self, uid: u32, bytes: u64) {
+        self.change(uid, |usage| usage.waiting += bytes);
+    }
+
+    pub(in crate::broker::server) fn remove_waiting(&mut self, uid: u32, bytes: u64) {
+        self.change(uid, |usage| usage.waiting -= bytes);
     }
 
     pub(super) fn add_version(&mut self, uid: u32, bytes: u64, parts: &[record::Part]) {

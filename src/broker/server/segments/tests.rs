@@ -1,6 +1,7 @@
 use std::{
     fs::{File, OpenOptions},
     os::fd::AsRawFd,
+    sync::{Arc, Mutex},
 };
 
 use nix::libc;
@@ -47,15 +48,6 @@ fn a_descriptor_that_comes_again_is_the_same_segment_and_its_duplicate_goes_back
         assert_eq!(segments.release(id).unwrap().as_raw_fd(), first);
         assert_eq!(segments.len(), 0);
     }
-}
-
-#[test]
-fn another_reference_keeps_a_segment_as_another_descriptor_does() {
-    let mut segments = Segments::default();
-    let (id, _) = segments.add(memory(), 1).unwrap();
-    segments.retain(id);
-    assert!(segments.release(id).is_none());
-    assert!(segments.release(id).is_some());
 }
 
 #[test]
@@ -151,6 +143,25 @@ fn where_the_kernel_does_not_compare_each_descriptor_is_a_segment_of_its_own() {
             assert_eq!(segments.len(), 0);
             assert!(segments.files.is_empty());
         });
+    }
+}
+
+#[test]
+fn what_could_not_be_compared_does_not_keep_the_others_from_being_found() {
+    let files = devices(40);
+    let segments = Arc::new(Mutex::new(Segments::default()));
+    let add = |fd: &OwnedFd| segments.lock().unwrap().add(duplicate(fd), 1).unwrap();
+    let ids: Vec<SegmentId> = files.iter().map(|fd| add(fd).0).collect();
+    let others = Arc::clone(&segments);
+    without_kcmp(libc::EPERM, move || {
+        for fd in devices(200) {
+            others.lock().unwrap().add(fd, 1).unwrap();
+        }
+    });
+    assert_eq!(segments.lock().unwrap().len(), 240);
+    for (fd, id) in files.iter().zip(ids) {
+        let (again, back) = add(fd);
+        assert!(again == id && back.is_some());
     }
 }
 

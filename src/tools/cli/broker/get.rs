@@ -6,7 +6,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{
-    DeviceSize, MeetBroker, SCHEMA, Steps, no_gpu,
+    DeviceSize, MeetBroker, SCHEMA, Steps,
     table::{field, time},
     values::parse_object,
 };
@@ -264,7 +264,6 @@ impl Tool for GetOptions {
         };
         let opened = steps.time("driver", || start(backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
-        no_gpu(&opened, &self.output);
         let object = steps.time("open", || lease.open(&opened.driver, self.device))?;
         let (parts, to) = steps.time("read", || self.read_all(&object, target, cancel, progress))?;
         let wrong = parts.iter().find(|part| part.verified == Some(false));

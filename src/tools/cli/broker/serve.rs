@@ -23,7 +23,6 @@ use crate::{
             exit::exit_codes,
             options::{parse_timeout, parse_uid},
             output::{Progress, complain, json_line},
-            raise_file_limit,
         },
         stamp,
         units::bytes,
@@ -112,7 +111,6 @@ impl Tool for ServeOptions {
     }
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
-        raise_file_limit();
         let path = broker_socket_path(self.socket.as_deref())?;
         let config = ServerConfig {
             allow_uids: self.allow_uids.clone(),

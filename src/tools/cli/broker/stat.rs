@@ -147,7 +147,7 @@ fn render(report: &StatReport) -> String {
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
     let mapped = object.devices.iter().fold(0u64, |sum, device| sum.saturating_add(device.size));
     let mut text = field("name", &object.name);
-    text += &field("version", format!("{}, id {}; kept: {}", object.version, object.id, versions.join(", ")));
+    text += &field("version", format!("{}, id {}; available: {}", object.version, object.id, versions.join(", ")));
     text += &field("size", format!("{} of data in {} of memory, as claimed", bytes(object.size), bytes(mapped)));
     text += &field("backend", &object.backend);
     text += &field("owner", format!("uid {}, gid {}, mode {}", object.owner.uid, object.owner.gid, object.mode));

@@ -1,0 +1,487 @@
+//! Processes that are killed before, in and after each verb of a broker: what is left is what was acknowledged.
+
+use std::{
+    fs,
+    os::fd::{AsFd, BorrowedFd},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use vmmfd::{
+    broker::{ArrayEntry, Attached, ClaimOf, Client, Condition, Found, Get, Put, PutPart},
+    driver::Driver,
+    error::RefusalCode,
+    memory::{Chunk, Region, Shared},
+    session::Config,
+    wire::{
+        MAX_FDS, Memory, Received, Segments,
+        broker::{self, Claim, Delete, GetObject, List, Message, Release, Report, Stat, Stop, Table, Token, Who},
+    },
+};
+
+use crate::{
+    broker::{filled, refused, until},
+    broker_process::{Actor, Process, Raw, Setup},
+    support::{Inode, Kind, Subject},
+};
+
+cases! {
+    on crate::support::Subject; every backend: [
+    what_is_left_of_a_killed_process_is_what_was_acknowledged,
+    a_version_that_a_killed_reader_held_goes_with_it,
+    ]
+}
+
+const MIB: u64 = 1 << 20;
+
+/// Segments of the object whose put and lease take several records: three of a put and of a lease.
+const MANY: usize = 600;
+
+/// Chunks that these are made of, again and again.
+const CHUNKS: usize = 3;
+
+const CHUNK: u64 = 2 * MIB;
+
+/// Whether `made` exists after a child was killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Made {
+    /// It was acknowledged.
+    Yes,
+    /// It was not sent whole.
+    No,
+    /// It was sent whole, and not acknowledged: either is right.
+    Maybe,
+}
+
+/// Where a child is killed, and whether there is an object `made` of three chunks then. All find an object `base`.
+const STEPS: &[(&str, Made)] = &[
+    ("connected", Made::No),
+    ("hello-sent", Made::No),
+    ("greeted", Made::No),
+    ("put-sent", Made::Maybe),
+    ("put-many-sent", Made::No),
+    ("put-send-read", Made::No),
+    ("put-half-of-the-segments", Made::No),
+    ("put-all-but-the-last-segment", Made::No),
+    ("put-all-segments", Made::Maybe),
+    ("put-with-a-table-sent", Made::Maybe),
+    ("put-refused-table-sent", Made::No),
+    ("put-published", Made::Yes),
+    ("put-waits-for-parts", Made::No),
+    ("replace-sent", Made::No),
+    ("replace-half-of-the-segments", Made::No),
+    ("replace-published", Made::No),
+    ("get-sent", Made::No),
+    ("get-waits", Made::No),
+    ("get-stopped", Made::No),
+    ("get-first-record-read", Made::No),
+    ("get-acknowledged", Made::No),
+    ("get-two-records-read", Made::No),
+    ("get-two-objects-first-read", Made::No),
+    ("lease-held", Made::No),
+    ("lease-held-ten-times", Made::No),
+    ("lease-mapped", Made::No),
+    ("release-sent", Made::No),
+    ("report-sent", Made::No),
+    ("claim-sent", Made::No),
+    ("claim-held", Made::No),
+    ("claim-held-and-put-half", Made::No),
+    ("claim-held-and-published", Made::Yes),
+    ("claim-released", Made::No),
+    ("list-sent", Made::No),
+    ("stat-sent", Made::No),
+    ("who-sent", Made::No),
+    ("delete-sent", Made::No),
+    ("delete-done", Made::No),
+];
+
+/// Memory, and what a put says of it.
+pub(crate) struct Material {
+    pub(crate) memory: Memory,
+    pub(crate) segments: Vec<(u64, Arc<Chunk>)>,
+    backend: String,
+}
+
+impl Material {
+    pub(crate) fn of(shared: &Shared) -> Self {
+        let (_, chunks) = shared.chunks(0..shared.size()).unwrap().unwrap();
+        let segments: Vec<_> = chunks.into_iter().map(|chunk| (chunk.size(), chunk)).collect();
+        let memory = (&shared.describe().unwrap()).into();
+        Self { memory, segments, backend: shared.device().backend().to_string() }
+    }
+
+    /// The same segments again and again, to so many.
+    pub(crate) fn repeated(mut self, count: usize) -> Self {
+        self.segments = self.segments.into_iter().cycle().take(count).collect();
+        let size = self.segments.iter().map(|(size, _)| size).sum();
+        (self.memory.size, self.memory.mapped_size, self.memory.segments) = (size, size, count as u64);
+        self
+    }
+
+    /// A put of all of it, as far as its first record goes.
+    pub(crate) fn put(&self, name: &str) -> broker::Put {
+        let (memory, arrays, digest) = (self.memory.clone(), None, None);
+        broker::Put {
+            name: name.to_owned(),
+            replace: false,
+            if_version: None,
+            announced: Vec::new(),
+            group: None,
+            wait_ms: None,
+            backend: self.backend.clone(),
+            parts: vec![broker::PutPart { name: "all".to_owned(), memory, arrays, digest }],
+            metadata: None,
+            mode: None,
+            lifetime: None,
+            keep: None,
+            sizes: self.segments.iter().take(MAX_FDS).map(|(size, _)| *size).collect(),
+        }
+    }
+
+    pub(crate) fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.segments.iter().map(|(_, chunk)| chunk.as_fd()).collect()
+    }
+
+    /// Sends some of the segments.
+    fn send(&self, raw: &Raw, from: usize, to: usize) {
+        for at in (from..to).step_by(MAX_FDS) {
+            let some = &self.segments[at..to.min(at + MAX_FDS)];
+            let sizes = some.iter().map(|(size, _)| *size).collect();
+            let fds: Vec<BorrowedFd<'_>> = some.iter().map(|(_, chunk)| chunk.as_fd()).collect();
+            raw.send(&Message::Segments(Segments { first: at as u64, sizes }), &fds).unwrap();
+        }
+    }
+}
+
+pub(crate) fn get(name: &str) -> broker::Get {
+    let object = GetObject { name: name.to_owned(), ..GetObject::default() };
+    broker::Get { objects: vec![object], wait_ms: None, claim: None }
+}
+
+fn get_message(name: &str) -> Message {
+    Message::Get(Box::new(get(name)))
+}
+
+fn claim_message(name: &str) -> Message {
+    Message::Get(Box::new(broker::Get { claim: Some(Claim::default()), ..get(name) }))
+}
+
+#[track_caller]
+fn lease(answer: Option<(Message, Vec<std::os::fd::OwnedFd>)>) -> (Token, usize) {
+    match answer {
+        Some((Message::Lease(lease), fds)) => (lease.token, fds.len()),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What a child does: all up to the step, and no more. Memory and connections stay until it is killed.
+fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
+    let config = Config::default();
+    let shared = filled(driver, CHUNKS as u64 * CHUNK, Some(CHUNK), 7);
+    let small = Material::of(&shared);
+    let many = || Material::of(&shared).repeated(MANY);
+    if step == "connected" {
+        let _raw = Raw::dial(path).unwrap();
+        Actor::stay("");
+    }
+    if step == "hello-sent" {
+        let raw = Raw::dial(path).unwrap();
+        raw.send(&Raw::hello(), &[]).unwrap();
+        Actor::stay("");
+    }
+    let raw = Raw::greeted(path).unwrap();
+    let send = |message: Message| raw.send(&message, &[]).unwrap();
+    let ask = |message: Message| raw.ask(&message, &[]).unwrap();
+    let put_first = |put: broker::Put| {
+        let fds = small.fds();
+        raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
+    };
+    let begin_many = |replace: bool| {
+        let many = many();
+        let put = broker::Put { replace, ..many.put(if replace { "base" } else { "made" }) };
+        let fds = many.fds();
+        let answer = raw.ask(&Message::Put(Box::new(put)), &fds[..MAX_FDS]).unwrap();
+        assert!(matches!(answer, Some((Message::Send(_), _))), "{answer:?}");
+        many
+    };
+    let table = |text: &str| {
+        let file = memfd(text);
+        let part =
+            broker::PutPart { arrays: Some(Table::Length(text.len() as u64)), ..small.put("made").parts.remove(0) };
+        let put = broker::Put { parts: vec![part], ..small.put("made") };
+        let fds: Vec<BorrowedFd<'_>> = std::iter::once(file.as_fd()).chain(small.fds()).collect();
+        raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
+    };
+    let published =
+        |answer: Option<(Message, Vec<_>)>| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+    match step {
+        "greeted" => {}
+        "put-sent" => put_first(small.put("made")),
+        "put-many-sent" => {
+            let many = many();
+            raw.send(&Message::Put(Box::new(many.put("made"))), &many.fds()[..MAX_FDS]).unwrap();
+        }
+        "put-send-read" => drop(begin_many(false)),
+        "put-half-of-the-segments" => begin_many(false).send(&raw, MAX_FDS, MANY / 2),
+        "put-all-but-the-last-segment" => begin_many(false).send(&raw, MAX_FDS, MANY - 1),
+        "put-all-segments" => begin_many(false).send(&raw, MAX_FDS, MANY),
+        "put-with-a-table-sent" => table(&big_table()),
+        "put-refused-table-sent" => table(&"x".repeat(4 << 20)),
+        "put-published" => {
+            put_first(small.put("made"));
+            published(raw.receive().unwrap());
+        }
+        "put-waits-for-parts" => {
+            let announced = vec!["all".to_owned(), "other".to_owned()];
+            let group = Some("g".to_owned());
+            put_first(broker::Put { announced, group, wait_ms: Some(600_000), ..small.put("made") });
+            // The next request's refusal would end it: the broker has it once this connection's claim is there no more.
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // What it would become is of another size: an error, so that the object stays.
+        "replace-sent" => put_first(broker::Put { if_version: Some(1_000_000), ..small.put("base") }),
+        "replace-half-of-the-segments" => begin_many(true).send(&raw, MAX_FDS, MANY / 2),
+        "replace-published" => {
+            put_first(broker::Put { replace: true, ..small.put("base") });
+            published(raw.receive().unwrap());
+        }
+        "get-sent" => send(get_message("base")),
+        "get-waits" => send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") }))),
+        "get-stopped" => {
+            send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") })));
+            send(Message::Stop(Stop {}));
+        }
+        "get-first-record-read" => assert_eq!(lease(ask(get_message("many"))).1, MAX_FDS),
+        "get-acknowledged" => {
+            lease(ask(get_message("many")));
+            send(Message::Received(Received { segments: MAX_FDS as u64 }));
+        }
+        "get-two-records-read" => {
+            lease(ask(get_message("many")));
+            let answer = ask(Message::Received(Received { segments: MAX_FDS as u64 }));
+            assert!(matches!(answer, Some((Message::Segments(_), _))), "{answer:?}");
+        }
+        "get-two-objects-first-read" => {
+            let mut both = get("base");
+            both.objects.push(both.objects[0].clone());
+            lease(ask(Message::Get(Box::new(both))));
+        }
+        "lease-held" => {
+            lease(ask(get_message("base")));
+        }
+        "lease-held-ten-times" => (0..10).for_each(|_| {
+            lease(ask(get_message("base")));
+        }),
+        "lease-mapped" => {
+            let client = Client::connect(path, &config).unwrap();
+            let _object = client.get(&Get::new("base")).unwrap().open(driver, None).unwrap();
+            Actor::stay("");
+        }
+        "release-sent" => {
+            let (token, _) = lease(ask(get_message("base")));
+            send(Message::Release(Release { token }));
+        }
+        "report-sent" => {
+            let (token, _) = lease(ask(get_message("base")));
+            send(Message::Report(Report { token, message: "it is not".to_owned() }));
+        }
+        "claim-sent" => send(claim_message("made")),
+        "claim-held" | "claim-held-and-put-half" | "claim-held-and-published" | "claim-released" => {
+            let Some((Message::Claimed(claimed), _)) = ask(claim_message("made")) else { panic!() };
+            match step {
+                "claim-held-and-put-half" => begin_many(false).send(&raw, MAX_FDS, MANY / 2),
+                "claim-held-and-published" => {
+                    put_first(small.put("made"));
+                    published(raw.receive().unwrap());
+                }
+                "claim-released" => send(Message::Release(Release { token: claimed.token })),
+                _ => {}
+            }
+        }
+        "list-sent" => send(Message::List(List::default())),
+        "stat-sent" => send(Message::Stat(Stat { name: "base".to_owned(), version: None })),
+        "who-sent" => send(Message::Who(Who::default())),
+        "delete-sent" => send(Message::Delete(Delete { name: "victim".to_owned() })),
+        "delete-done" => {
+            let answer = ask(Message::Delete(Delete { name: "victim".to_owned() }));
+            assert!(matches!(answer, Some((Message::Done(_), _))), "{answer:?}");
+        }
+        "holds-until-told" => {
+            lease(ask(get_message("base")));
+        }
+        other => panic!("no step {other}"),
+    }
+    Actor::stay("");
+}
+
+/// A sealed memfd with a text, as tables are.
+pub(crate) fn memfd(text: &str) -> std::os::fd::OwnedFd {
+    use nix::{
+        fcntl::{FcntlArg, SealFlag, fcntl},
+        sys::memfd::{MFdFlags, memfd_create},
+    };
+    let file = memfd_create(c"table", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    let mut file = fs::File::from(file);
+    std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+    file.into()
+}
+
+/// A table of arrays that takes long enough to read that its maker can be killed meanwhile.
+fn big_table() -> String {
+    let entry = |at: u64| {
+        let float = "float32".parse().unwrap();
+        let array = vmmfd::array::ArrayDescriptor::new(float, [4u64], vmmfd::array::Order::C).unwrap();
+        ArrayEntry { name: format!("layers.{at}"), array, attributes: None }
+    };
+    Attached::of(&(0..20_000).map(entry).collect::<Vec<_>>()).unwrap().as_str().to_owned()
+}
+
+/// The full name of a test of a case.
+pub(crate) fn name_of(subject: &Subject, file: &str, case: &str) -> String {
+    let module = match subject.kind {
+        Kind::Host => "host",
+        Kind::Fake => "fake",
+        Kind::Cuda => "cuda",
+    };
+    format!("{file}::{module}::{case}")
+}
+
+fn value(client: &Client, driver: &Driver, name: &str) -> [u8; 2] {
+    let object = client.get(&Get::new(name)).unwrap().open(driver, None).unwrap();
+    let memory = object.parts()[0].memory().unwrap();
+    let (mut first, mut last) = ([0; 1], [0; 1]);
+    memory.copy_out(0, &mut first).unwrap();
+    memory.copy_out(memory.size() - 1, &mut last).unwrap();
+    [first[0], last[0]]
+}
+
+fn what_is_left_of_a_killed_process_is_what_was_acknowledged(mut subject: Subject) {
+    subject.alone();
+    let driver = subject.driver.clone();
+    if let Some((step, path)) = Actor::role() {
+        go_to(&step, &path, &driver);
+    }
+    let test = name_of(&subject, "broker_faults", "what_is_left_of_a_killed_process_is_what_was_acknowledged");
+    let server = Process::start(Setup::of(&subject));
+    let client = server.client();
+    let shared = filled(&driver, CHUNKS as u64 * CHUNK, Some(CHUNK), 1);
+    let file = Inode::of(&*Material::of(&shared).segments[0].1);
+    assert!(file.open_here() > 0);
+    let part = || PutPart::of("all", &shared).unwrap();
+    client.put(&Put::new("base").part(part())).unwrap();
+    let many = Material::of(&shared).repeated(MANY);
+    let mut description = shared.describe().unwrap();
+    (description.size, description.mapped_size) = (many.memory.size, many.memory.mapped_size);
+    if let vmmfd::memory::Sharing::Vmm { segments, .. } = &mut description.sharing {
+        *segments = MANY as u64;
+    }
+    let segments = many.segments.iter().map(|(size, chunk)| (*size, chunk.as_fd()));
+    let whole = PutPart::of_segments("all", driver.backend(), description, segments).unwrap();
+    client.put(&Put::new("many").part(whole)).unwrap();
+    drop(many);
+    client.put(&Put::new("victim").part(part())).unwrap();
+    // Each file is kept once, beside the catalogue; what came besides is closed elsewhere.
+    until(|| server.memory_files() == CHUNKS + 1);
+    let files = server.files();
+    // What a first child leaves in the driver, it leaves once.
+    let (mut free, mut version, mut kills) = (None, 1, 0);
+    for (step, made) in std::iter::once(&STEPS[0]).chain(STEPS) {
+        let mut actor = Actor::start(&test, step, &server.path);
+        actor.until_there();
+        actor.kill();
+        kills += 1;
+        server.wait_for_ends(&client);
+        version += u64::from(*step == "replace-published");
+        if *step == "delete-sent" || *step == "delete-done" {
+            // Sent is not done, but there is no other way: the record was whole.
+            until(|| client.list("victim").unwrap().is_empty());
+            client.put(&Put::new("victim").part(part())).unwrap();
+        }
+        let listed: Vec<(String, u64, u64)> =
+            client.list("").unwrap().into_iter().map(|of| (of.name, of.version, of.leases)).collect();
+        let exists = listed.iter().any(|(name, ..)| name == "made");
+        assert!(*made == Made::Maybe || exists == (*made == Made::Yes), "{step}: {listed:?}");
+        let names = ["base", "made", "many", "victim"].into_iter().filter(|name| exists || *name != "made");
+        let expected = names.map(|name| (name.to_owned(), if name == "base" { version } else { 1 }, 0));
+        assert_eq!(listed, expected.collect::<Vec<_>>(), "{step}");
+        let held = client.who("").unwrap();
+        assert!(held.leases.is_empty(), "{step}: {:?}", held.leases);
+        assert_eq!((held.totals.len(), held.totals[0].objects, held.totals[0].leases), (1, listed.len() as u64, 0));
+        let base = client.stat("base", None).unwrap().version;
+        assert_eq!((base.versions, base.summary.segments), (vec![version], CHUNKS as u64), "{step}");
+        assert_eq!(base.reports.len(), usize::from(kills > 1 && *step == "report-sent"), "{step}");
+        assert_eq!(value(&client, &driver, "base"), if version == 1 { [1; 2] } else { [7; 2] }, "{step}");
+        if exists {
+            assert_eq!(value(&client, &driver, "made"), [7; 2], "{step}");
+            client.delete("made").unwrap();
+        }
+        // The claim of the dead passed on, and so did its part of a version.
+        let claimed = client.get_or_claim(&Get::new("made"), &ClaimOf::whole()).unwrap();
+        assert!(matches!(claimed, Found::Claim(_)), "{step}");
+        drop(claimed);
+        let alone = Put::new("made").part(part()).together(["all", "other"], "g", Duration::from_millis(1));
+        assert_eq!(refused(client.put(&alone)).0, RefusalCode::Timeout, "{step}");
+        if *step == "report-sent" || *step == "replace-published" {
+            // As it was before.
+            client.put(&Put::new("base").condition(Condition::Any).part(part())).unwrap();
+            client.delete("base").unwrap();
+            client.put(&Put::new("base").part(part())).unwrap();
+            version = 1;
+        }
+        until(|| server.files() == files);
+        let now = subject.device().memory_info().unwrap().free;
+        match free {
+            _ if subject.kind != Kind::Cuda => {}
+            None => free = Some(now),
+            Some(free) => until(|| subject.device().memory_info().unwrap().free == free),
+        }
+    }
+    eprintln!("{test}: {kills} kills; free memory before and after: {free:?}");
+    assert_eq!(kills, STEPS.len() + 1);
+}
+
+fn a_version_that_a_killed_reader_held_goes_with_it(mut subject: Subject) {
+    subject.alone();
+    let driver = subject.driver.clone();
+    if let Some((step, path)) = Actor::role() {
+        go_to(&step, &path, &driver);
+    }
+    let test = name_of(&subject, "broker_faults", "a_version_that_a_killed_reader_held_goes_with_it");
+    let server = Process::start(Setup::of(&subject));
+    let client = server.client();
+    let put = |value: u8| {
+        let shared = filled(&driver, CHUNKS as u64 * CHUNK, Some(CHUNK), value);
+        let put = Put::new("base").condition(Condition::Any).part(PutPart::of("all", &shared).unwrap());
+        client.put(&put).unwrap().version
+    };
+    put(1);
+    let before = server.memory_files();
+    for deleted in [false, true] {
+        let mut actors: Vec<Actor> =
+            ["holds-until-told", "lease-mapped"].map(|step| Actor::start(&test, step, &server.path)).into();
+        actors.iter_mut().for_each(|actor| drop(actor.until_there()));
+        let (old, new) = (client.stat("base", None).unwrap().version.summary.version, put(2));
+        if deleted {
+            client.delete("base").unwrap();
+            put(3);
+        }
+        let held = client.who("").unwrap();
+        assert_eq!(held.leases.len(), 2);
+        assert!(held.leases.iter().all(|lease| (lease.version, lease.named) == (old, !deleted)), "{:?}", held.leases);
+        until(|| server.memory_files() == before + CHUNKS);
+        // The last of the two takes it along.
+        let last = actors.pop().unwrap();
+        last.kill();
+        until(|| client.who("").unwrap().leases.len() == 1);
+        assert_eq!(server.memory_files(), before + CHUNKS);
+        actors.pop().unwrap().kill();
+        until(|| client.who("").unwrap().leases.is_empty());
+        until(|| server.memory_files() == before);
+        let versions = client.stat("base", None).unwrap().version.versions;
+        assert_eq!(versions, if deleted { vec![1] } else { vec![new] });
+        assert_eq!(value(&client, &driver, "base"), if deleted { [3; 2] } else { [2; 2] });
+    }
+}

@@ -1,0 +1,416 @@
+//! A broker at its limits: clients that do not read, descriptors in flight, no descriptors left, thousands of connections.
+
+use std::{
+    fs::File,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::fs::FileExt,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    poll::{self, PollFd, PollFlags, PollTimeout},
+    sys::resource::{Resource, getrlimit, setrlimit},
+};
+use vmmfd::{
+    Error,
+    broker::{Client, Condition, Get, Put, PutPart},
+    driver::Driver,
+    error::{ErrorCode, PeerError, RefusalCode},
+    session::Config,
+    wire::{
+        MAX_FDS, Received,
+        broker::{self, List, Message, Release, Stat},
+    },
+};
+
+use crate::{
+    broker::{filled, refused, until},
+    broker_faults::{Material, get},
+    broker_process::{Process, Raw, Setup},
+    support::{Subject, in_child},
+};
+
+const MIB: u64 = 1 << 20;
+
+/// How long a client may leave something unread here.
+const TIMEOUT_MS: u64 = 1000;
+
+/// Puts an object of so many segments, all of one file.
+fn put_segments(client: &Client, driver: &Driver, name: &str, segments: usize) {
+    let shared = filled(driver, 2 * MIB, None, 1);
+    let material = Material::of(&shared).repeated(segments);
+    let mut description = shared.describe().unwrap();
+    (description.size, description.mapped_size) = (material.memory.size, material.memory.mapped_size);
+    if let vmmfd::memory::Sharing::Vmm { segments: count, .. } = &mut description.sharing {
+        *count = segments as u64;
+    }
+    let segments = material.segments.iter().map(|(size, chunk)| (*size, chunk.as_fd()));
+    let part = PutPart::of_segments("all", driver.backend(), description, segments).unwrap();
+    client.put(&Put::new(name).mode(0o644).part(part)).unwrap();
+}
+
+#[test]
+fn a_client_that_does_not_read_is_disconnected_and_delays_no_other() {
+    let subject = Subject::host();
+    let server = Process::start(Setup { timeout_ms: TIMEOUT_MS, ..Setup::of(&subject) });
+    let client = server.client();
+    put_segments(&client, &subject.driver, "a", 3);
+    // One that does not read a lease.
+    let leased = Raw::greeted(&server.path).unwrap();
+    leased.send(&Message::Get(Box::new(get("a"))), &[]).unwrap();
+    // Another is served meanwhile.
+    for _ in 0..20 {
+        client.get(&Get::new("a")).unwrap();
+    }
+    // One that asks and asks, until its socket takes no more.
+    let asking = Raw::greeted(&server.path).unwrap();
+    asking.0.set_nonblocking(true).unwrap();
+    let list = Message::List(List::default());
+    let asked = (0..).take_while(|_| asking.send(&list, &[]).is_ok()).count();
+    let mut served = 0;
+    let begun = Instant::now();
+    while server.log().matches("does not read what was sent to it").count() < 2 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{}", server.log());
+        client.get(&Get::new("a")).unwrap();
+        served += 1;
+    }
+    eprintln!("{asked} requests without a look at the answers; {served} gets of another client meanwhile");
+    assert!(asked > 64);
+    server_is_rid_of(&server, &client, [leased, asking]);
+    server.wait_for_ends(&client);
+    assert!(client.who("").unwrap().leases.is_empty());
+}
+
+/// Sees that connections have ended, after what came on them.
+fn server_is_rid_of(server: &Process, client: &Client, connections: [Raw; 2]) {
+    for raw in connections {
+        raw.0.set_nonblocking(false).unwrap();
+        raw.ending();
+    }
+    assert!(client.list("").is_ok(), "{}", server.log());
+}
+
+#[test]
+fn puts_and_connections_beyond_the_descriptors_are_refused_before_anything_is_taken() {
+    let subject = Subject::host();
+    let files = 600;
+    let server = Process::start(Setup { files, timeout_ms: 60_000, ..Setup::of(&subject) });
+    let client = server.client();
+    let keep = |name: &str| {
+        // Each a file of its own.
+        let memory: Vec<_> = (0..40).map(|_| filled(&subject.driver, 2 * MIB, None, 1)).collect();
+        let parts = memory.iter().zip(0..).map(|(memory, at)| PutPart::of(format!("p{at}"), memory).unwrap());
+        client.put(&parts.fold(Put::new(name), Put::part))
+    };
+    keep("one").unwrap();
+    let before = server.files();
+    // More than are left, in a put of which only the first record has come.
+    let shared = filled(&subject.driver, 2 * MIB, None, 1);
+    let material = Material::of(&shared).repeated(MAX_FDS + 1);
+    let raw = Raw::greeted(&server.path).unwrap();
+    let fds = material.fds();
+    let answer = raw.ask(&Message::Put(Box::new(material.put("many"))), &fds[..MAX_FDS]).unwrap();
+    let Some((Message::Refused(refusal), _)) = answer else { panic!("{answer:?}") };
+    assert_eq!(refusal.code, RefusalCode::Full);
+    assert!(refusal.message.contains("its limit is 600"), "{}", refusal.message);
+    assert!(refusal.message.contains("256 more are asked for"), "{}", refusal.message);
+    drop(raw);
+    until(|| server.files() == before);
+    // As many as there is room for.
+    let mut kept = 1;
+    let last = loop {
+        match keep(&format!("more/{kept}")) {
+            Ok(_) => kept += 1,
+            other => break refused(other),
+        }
+    };
+    assert_eq!(last.0, RefusalCode::Full, "{}", last.1);
+    assert!((4..8).contains(&kept), "{kept} objects");
+    // And connections.
+    let mut connections = Vec::new();
+    let refusal = loop {
+        match Client::connect(&server.path, &Config::default()) {
+            Ok(client) => connections.push(client),
+            Err(error) => break error,
+        }
+        assert!(connections.len() < files as usize, "more connections than descriptors");
+    };
+    match &refusal {
+        Error::Peer(PeerError::Reported { code: ErrorCode::Full, message }) => {
+            assert!(message.contains("1 more are asked for: its limit is 600"), "{message}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(!connections.is_empty());
+    // Those that are there are served on, with all the descriptors that a lease has.
+    for client in connections.iter().chain([&client]) {
+        assert_eq!(client.get(&Get::new("one")).unwrap().parts().len(), 40);
+    }
+    drop(connections);
+    client.delete("one").unwrap();
+    server.wait_for_ends(&client);
+    until(|| keep("again").is_ok());
+    Client::connect(&server.path, &Config::default()).unwrap().list("").unwrap();
+}
+
+#[test]
+fn a_lease_that_is_released_before_it_has_come_hands_out_nothing_more() {
+    let subject = Subject::host();
+    let server = Process::start(Setup::of(&subject));
+    let client = server.client();
+    put_segments(&client, &subject.driver, "a", MAX_FDS + 1);
+    let raw = Raw::greeted(&server.path).unwrap();
+    let Ok(Some((Message::Lease(lease), _))) = raw.ask(&Message::Get(Box::new(get("a"))), &[]) else { panic!() };
+    client.delete("a").unwrap();
+    raw.send(&Message::Release(Release { token: lease.token }), &[]).unwrap();
+    // What would be in the place of the memory that is gone.
+    until(|| server.memory_files() == 1 || raw_has_ended(&raw));
+    put_segments(&client, &subject.driver, "another", 1);
+    let acknowledged = raw.send(&Message::Received(Received { segments: MAX_FDS as u64 }), &[]);
+    match (acknowledged, raw.receive()) {
+        (_, Ok(Some((Message::Error(failure), _)))) => assert_eq!(failure.code, ErrorCode::Protocol, "{failure:?}"),
+        other => panic!("{other:?}"),
+    }
+    until(|| client.who("").unwrap().leases.is_empty());
+    assert_eq!(client.list("").unwrap().len(), 1);
+}
+
+fn raw_has_ended(raw: &Raw) -> bool {
+    let mut poll = [PollFd::new(raw.as_fd(), PollFlags::POLLIN)];
+    poll::poll(&mut poll, PollTimeout::ZERO).unwrap() > 0
+}
+
+/// The metadata of an object that is deleted while the reply about it waits for a client that does not read.
+#[test]
+fn a_stat_that_waits_for_its_reader_is_of_what_was_there() {
+    let subject = Subject::host();
+    let server = Process::start(Setup::of(&subject));
+    let client = server.client();
+    let memory = filled(&subject.driver, MIB, None, 1);
+    let put = |note: char| {
+        let metadata = serde_json::json!({"note": note.to_string().repeat(100_000)});
+        let put = Put::new("a").metadata(metadata.as_object().unwrap().clone());
+        client.put(&put.part(PutPart::of("all", &memory).unwrap())).unwrap();
+    };
+    put('x');
+    // So many names that a page of them is a full record, and few of those fill a socket.
+    for at in 0..150 {
+        let put = Put::new(format!("many/{at:0200}")).part(PutPart::of("all", &memory).unwrap());
+        client.put(&put).unwrap();
+    }
+    let raw = Raw::greeted(&server.path).unwrap();
+    let list = Message::List(List { prefix: "many/".to_owned(), after: None });
+    let lists = 12;
+    for _ in 0..lists {
+        raw.send(&list, &[]).unwrap();
+    }
+    raw.send(&Message::Stat(Stat { name: "a".to_owned(), version: None }), &[]).unwrap();
+    // Its request has been taken when one that came later is answered.
+    for _ in 0..3 {
+        server.client();
+    }
+    client.delete("a").unwrap();
+    put('y');
+    for _ in 0..lists {
+        let answer = raw.receive().unwrap();
+        assert!(matches!(answer, Some((Message::Objects(_), _))), "{answer:?}");
+    }
+    let Ok(Some((Message::Version(_), fds))) = raw.receive() else { panic!() };
+    let mut text = [0; 12];
+    File::from(fds.into_iter().next().unwrap()).read_exact_at(&mut text, 0).unwrap();
+    assert_eq!(&text, b"{\"note\":\"xxx");
+}
+
+/// Connections, as many as this machine lets one process have: 10,000 of them if it does.
+#[test]
+fn ten_thousand_connections_are_served_at_once() {
+    let told = in_child(
+        "broker_limits::ten_thousand_connections_are_served_at_once",
+        |_| {},
+        || {
+            let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+            setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+            let wanted = 10_000.min(hard.saturating_sub(1000)) as usize;
+            let subject = Subject::host();
+            let server = Process::start(Setup { timeout_ms: 600_000, ..Setup::of(&subject) });
+            let client = server.client();
+            put_segments(&client, &subject.driver, "a", 1);
+            let connections: Vec<Raw> = (0..wanted).map(|_| Raw::greeted(&server.path).unwrap()).collect();
+            let totals = client.who("").unwrap().totals;
+            assert_eq!(totals[0].connections as usize, wanted + 1);
+            // Each of them, the last first.
+            for raw in connections.iter().rev() {
+                let answer = raw.ask(&Message::Get(Box::new(get("a"))), &[]).unwrap();
+                assert!(matches!(answer, Some((Message::Lease(_), _))), "{answer:?}");
+            }
+            assert_eq!(client.list("").unwrap()[0].leases as usize, wanted);
+            assert_eq!(client.who("").unwrap().leases.len(), wanted);
+            let resident = server.resident();
+            // All wait for one object, and get it.
+            for raw in &connections {
+                let get = broker::Get { wait_ms: Some(600_000), ..get("b") };
+                raw.send(&Message::Get(Box::new(get)), &[]).unwrap();
+            }
+            put_segments(&client, &subject.driver, "b", 1);
+            for raw in &connections {
+                let answer = raw.receive().unwrap();
+                assert!(matches!(answer, Some((Message::Lease(_), _))), "{answer:?}");
+            }
+            drop(connections);
+            server.wait_for_ends(&client);
+            assert!(client.who("").unwrap().leases.is_empty());
+            format!(
+                "{wanted} connections, {resident} KiB resident with a lease each; the limit of open files is {hard}"
+            )
+        },
+    );
+    eprintln!("{told}");
+}
+
+#[test]
+fn parts_that_wait_for_others_are_bounded_as_one_version() {
+    let subject = Subject::host();
+    let server = Process::start(Setup { quota: [Some(40 * MIB), None, None, None], ..Setup::of(&subject) });
+    let client = server.client();
+    let shared = filled(&subject.driver, 2 * MIB, None, 1);
+    let waiting = |name: &str, part: &str, segments: usize| {
+        let material = Material::of(&shared).repeated(segments);
+        let raw = Raw::greeted(&server.path).unwrap();
+        let mut put = material.put(name);
+        part.clone_into(&mut put.parts[0].name);
+        put.announced = ["a", "b", "c"].map(str::to_owned).into();
+        (put.group, put.wait_ms) = (Some("g".to_owned()), Some(600_000));
+        let fds: Vec<BorrowedFd<'_>> = material.fds();
+        raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
+        raw
+    };
+    // 16 MiB and 16 MiB wait, under two names: no more than 8 are left.
+    let one = waiting("x", "a", 8);
+    let two = waiting("y", "a", 8);
+    until(|| server.memory_files() > 16);
+    let more = waiting("x", "b", 5);
+    let Ok(Some((Message::Refused(refusal), _))) = more.receive() else { panic!() };
+    assert_eq!(refusal.code, RefusalCode::Quota, "{}", refusal.message);
+    assert!(refusal.message.contains("33554432 bytes"), "{}", refusal.message);
+    assert!(refusal.message.contains("41943040"), "{}", refusal.message);
+    // What has gone counts no more.
+    drop(two);
+    server_forgets(&server, &client);
+    let more = waiting("x", "b", 5);
+    let last = waiting("x", "c", 5);
+    for raw in [one, more, last] {
+        let answer = raw.receive().unwrap();
+        assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+    }
+    let put = Put::new("z").condition(Condition::New).part(PutPart::of("all", &shared).unwrap());
+    client.put(&put).unwrap();
+    assert_eq!(
+        refused(
+            client.put(&Put::new("zz").part(PutPart::of("all", &filled(&subject.driver, 4 * MIB, None, 1)).unwrap()))
+        )
+        .0,
+        RefusalCode::Quota
+    );
+}
+
+/// Waits until a connection that was closed is one no more: of three two are left.
+fn server_forgets(_server: &Process, client: &Client) {
+    until(|| client.who("").unwrap().totals[0].connections == 3);
+}
+
+mod root {
+    use super::*;
+    use crate::{
+        broker_process::{become_user, connect},
+        support::in_fork,
+    };
+
+    const SERVER: u32 = 23456;
+    const HOSTILE: u32 = 23457;
+    const OTHER: u32 = 23458;
+
+    /// The kernel's bound on descriptors in flight is on what the server's user has sent, and not on processes with rights.
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn clients_that_never_read_leave_descriptors_in_flight_for_others() {
+        let subject = Subject::host();
+        let allow_uids = vec![HOSTILE, OTHER, 0];
+        // Long: so that the others are not saved by the end of those.
+        let server =
+            Process::start(Setup { files: 2000, user: SERVER, timeout_ms: 600_000, allow_uids, ..Setup::of(&subject) });
+        let client = server.client();
+        put_segments(&client, &subject.driver, "a", 200);
+        let path = server.path.clone();
+        let as_user = |uid: u32, body: &dyn Fn()| {
+            in_fork(|| {
+                become_user(uid, uid, &[]);
+                body();
+                true
+            });
+        };
+        let hostile = thread::spawn({
+            let path = path.clone();
+            move || {
+                let mut unread = Vec::new();
+                for _ in 0..30 {
+                    let raw = Raw::greeted(&path).unwrap();
+                    raw.send(&Message::Get(Box::new(get("a"))), &[]).unwrap();
+                    unread.push(raw);
+                }
+                unread
+            }
+        });
+        // 6,000 descriptors, three times the bound.
+        let unread = hostile.join().unwrap();
+        // Other users get theirs, again and again.
+        as_user(OTHER, &|| {
+            let client = connect(&path, SERVER).unwrap();
+            for _ in 0..20 {
+                assert_eq!(client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().len(), 200);
+            }
+        });
+        // A process of the same user hears why it gets none, and is served when those have gone.
+        let (code, message) = refused(client.get(&Get::new("a")));
+        assert_eq!(code, RefusalCode::Full);
+        assert!(message.contains("200 descriptors are more than the 0 that uid 0 may be sent"), "{message}");
+        assert!(client.who("").unwrap().leases.len() < 30);
+        drop(unread);
+        server.wait_for_ends(&client);
+        for _ in 0..20 {
+            assert_eq!(client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().len(), 200);
+        }
+    }
+
+    /// The server has let go of connections whose peers keep what they were sent: that is in flight all the same.
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn what_a_disconnected_client_has_not_read_counts_until_it_is_gone() {
+        let subject = Subject::host();
+        let allow_uids = vec![OTHER, 0];
+        let server =
+            Process::start(Setup { files: 2000, user: SERVER, timeout_ms: 300, allow_uids, ..Setup::of(&subject) });
+        let client = server.client();
+        put_segments(&client, &subject.driver, "a", 200);
+        let mut unread = Vec::new();
+        for _ in 0..30 {
+            let raw = Raw::greeted(&server.path).unwrap();
+            raw.send(&Message::Get(Box::new(get("a"))), &[]).unwrap();
+            unread.push(raw);
+        }
+        until(|| server.log().matches("does not read what was sent to it").count() == 5);
+        server.wait_for_others(&client, 25);
+        assert_eq!(refused(client.get(&Get::new("a"))).0, RefusalCode::Full);
+        let path = server.path.clone();
+        in_fork(|| {
+            become_user(OTHER, OTHER, &[]);
+            let client = connect(&path, SERVER).unwrap();
+            (0..20).all(|_| client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().len() == 200)
+        });
+        drop(unread);
+        server.wait_for_ends(&client);
+        client.get(&Get::new("a")).unwrap();
+    }
+}

@@ -1,0 +1,731 @@
+//! Many clients of one broker at once: good ones, some that die, and some that break every rule. A plain map says what must be there.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    env,
+    fs::File,
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+    path::Path,
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use nix::{
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+};
+use serde_json::json;
+use vmmfd::{
+    Error,
+    broker::{ClaimOf, Client, Condition, Found, Get, Lease, Put, PutPart},
+    driver::Backend,
+    error::RefusalCode,
+    memory::{Description, Shared, Sharing, Spec},
+    session::Config,
+    wire::{
+        Memory, Received, Segments,
+        broker::{self, Delete, GetObject, List, Message, Release, Stat, Stop, Table, Token, Who},
+    },
+};
+
+use crate::{
+    broker::until,
+    broker_process::{Process, Raw, Setup},
+    support::Subject,
+};
+
+/// One page: the broker keeps memory of any size.
+const PAGE: u64 = 4096;
+
+/// A number from the environment: more than a test does by default.
+fn number(name: &str, default: u64) -> u64 {
+    env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// Sealed memory of the host backend, a page, that says which put it is of.
+fn page(nonce: u64) -> OwnedFd {
+    let file = File::from(memfd_create(c"page", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
+    file.set_len(PAGE).unwrap();
+    fallocate(file.as_fd(), FallocateFlags::empty(), 0, PAGE as i64).unwrap();
+    file.write_all_at(&nonce.to_le_bytes(), 0).unwrap();
+    file.write_all_at(&nonce.to_le_bytes(), PAGE - 8).unwrap();
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+    file.into()
+}
+
+fn nonce_of(fd: &OwnedFd) -> u64 {
+    let file = File::from(fd.try_clone().unwrap());
+    let (mut first, mut last) = ([0; 8], [0; 8]);
+    file.read_exact_at(&mut first, 0).unwrap();
+    file.read_exact_at(&mut last, PAGE - 8).unwrap();
+    assert_eq!(first, last);
+    u64::from_le_bytes(first)
+}
+
+/// What memory of so many pages is described as.
+#[derive(Clone)]
+struct Template(Description);
+
+impl Template {
+    fn new() -> Self {
+        let subject = Subject::host();
+        let shared = Shared::create(&subject.device(), Spec::vmm(1)).unwrap();
+        Self(shared.describe().unwrap())
+    }
+
+    fn of(&self, pages: u64) -> Description {
+        let mut description = self.0.clone();
+        (description.size, description.mapped_size) = (pages * PAGE, pages * PAGE);
+        if let Sharing::Vmm { segments, .. } = &mut description.sharing {
+            *segments = pages;
+        }
+        description
+    }
+
+    fn put(&self, client: &Client, name: &str, nonce: u64, condition: Condition) -> vmmfd::Result<u64> {
+        let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
+        let segments = pages.iter().map(|page| (PAGE, page.as_fd()));
+        let part = PutPart::of_segments("all", Backend::Host, self.of(pages.len() as u64), segments)?;
+        let metadata = json!({"nonce": nonce}).as_object().unwrap().clone();
+        client
+            .put(&Put::new(name).condition(condition).metadata(metadata).part(part))
+            .map(|published| published.version)
+    }
+
+    /// The same, as a record, with its descriptors.
+    fn raw_put(&self, name: &str, nonce: u64, replace: bool) -> (broker::Put, Vec<OwnedFd>) {
+        let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
+        let memory: Memory = (&self.of(pages.len() as u64)).into();
+        let metadata = broker::Attached::of(&json!({"nonce": nonce})).unwrap();
+        let put = broker::Put {
+            name: name.to_owned(),
+            replace,
+            if_version: None,
+            announced: Vec::new(),
+            group: None,
+            wait_ms: None,
+            backend: "host".to_owned(),
+            parts: vec![broker::PutPart { name: "all".to_owned(), memory, arrays: None, digest: None }],
+            metadata: Some(Table::Inline(metadata)),
+            mode: None,
+            lifetime: None,
+            keep: None,
+            sizes: vec![PAGE; pages.len()],
+        };
+        (put, pages)
+    }
+}
+
+/// How many segments a put has: by its number, so that a reader knows.
+fn pages_of(nonce: u64) -> u64 {
+    1 + nonce % 3
+}
+
+/// What a lease is of, if it is whole.
+fn whole(lease: Lease) -> u64 {
+    let nonce = lease.metadata().unwrap()["nonce"].as_u64().unwrap();
+    let segments: Vec<(u64, OwnedFd)> = lease.into_parts().into_iter().flat_map(|part| part.into_segments()).collect();
+    assert_eq!(segments.len() as u64, pages_of(nonce));
+    for (size, fd) in &segments {
+        assert_eq!((*size, nonce_of(fd)), (PAGE, nonce));
+    }
+    nonce
+}
+
+/// Numbers that look like chance, and are the same each time. See splitmix64.
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn of(&mut self, sides: u64) -> u64 {
+        self.next() % sides
+    }
+}
+
+/// What must be there: version and number of the put, by name.
+type Model = BTreeMap<String, (u64, u64)>;
+
+/// Names that all clients replace, each version by one of them: the number of the put by name and version.
+type Races = Mutex<BTreeMap<(String, u64), u64>>;
+
+const CLIENTS: u64 = 50;
+const NAMES: u64 = 6;
+const SHARED: u64 = 3;
+
+/// What all clients have in common.
+struct Field<'a> {
+    path: &'a Path,
+    template: Template,
+    requests: AtomicU64,
+    wanted: u64,
+    races: Races,
+    deaths: AtomicU64,
+    violations: AtomicU64,
+    dawdles: AtomicU64,
+    failed: AtomicBool,
+}
+
+impl Field<'_> {
+    /// Counts a request. Whether there are to be more.
+    fn count(&self) -> bool {
+        self.requests.fetch_add(1, Ordering::Relaxed) < self.wanted && !self.failed.load(Ordering::Relaxed)
+    }
+}
+
+struct Actor<'a> {
+    field: &'a Field<'a>,
+    number: u64,
+    dice: Dice,
+    model: Model,
+    /// The last number of a put.
+    nonce: u64,
+    lives: u64,
+}
+
+fn code<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> Option<RefusalCode> {
+    match result {
+        Ok(_) => None,
+        Err(Error::Broker(refusal)) => Some(refusal.code),
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+impl Actor<'_> {
+    fn client(&self) -> Client {
+        Client::connect(self.field.path, &Config::default()).unwrap()
+    }
+
+    fn own_name(&mut self) -> String {
+        format!("c{:02}/{}", self.number, self.dice.of(NAMES))
+    }
+
+    fn next_nonce(&mut self) -> u64 {
+        self.nonce += 1;
+        self.number << 40 | self.nonce
+    }
+
+    /// Requests as they should be. The model says what the answer is.
+    fn behave(&mut self, client: &Client, held: &mut Vec<Lease>) {
+        let name = self.own_name();
+        let known = self.model.get(&name).copied();
+        match self.dice.of(16) {
+            0..=2 => {
+                let nonce = self.next_nonce();
+                let result = self.field.template.put(client, &name, nonce, Condition::New);
+                match known {
+                    None => {
+                        assert_eq!(result.unwrap(), 1);
+                        self.model.insert(name, (1, nonce));
+                    }
+                    Some(_) => assert_eq!(code(result), Some(RefusalCode::Exists)),
+                }
+            }
+            3 | 4 => {
+                let nonce = self.next_nonce();
+                let version = self.field.template.put(client, &name, nonce, Condition::Any).unwrap();
+                assert_eq!(version, known.map_or(0, |(version, _)| version) + 1);
+                self.model.insert(name, (version, nonce));
+            }
+            5 => {
+                let nonce = self.next_nonce();
+                let wanted = known.map_or(1, |(version, _)| version) + self.dice.of(2);
+                let result = self.field.template.put(client, &name, nonce, Condition::Version(wanted));
+                match known {
+                    Some((version, _)) if version == wanted => {
+                        assert_eq!(result.unwrap(), version + 1);
+                        self.model.insert(name, (version + 1, nonce));
+                    }
+                    _ => assert_eq!(code(result), Some(RefusalCode::Version)),
+                }
+            }
+            6 | 7 => {
+                let result = client.delete(&name);
+                match self.model.remove(&name) {
+                    Some(_) => result.unwrap(),
+                    None => assert_eq!(code(result), Some(RefusalCode::Absent)),
+                }
+            }
+            8 | 9 => match (client.get(&Get::new(&name)), known) {
+                (Ok(lease), Some((version, nonce))) => {
+                    assert_eq!(lease.version(), version);
+                    if self.dice.of(4) == 0 && held.len() < 8 {
+                        held.push(lease);
+                    } else {
+                        assert_eq!(whole(lease), nonce);
+                    }
+                }
+                (result, known) => assert_eq!((code(result), known), (Some(RefusalCode::Absent), None)),
+            },
+            10 => {
+                // Of any client: there or not, but whole.
+                let other = format!("c{:02}/{}", self.dice.of(CLIENTS), self.dice.of(NAMES));
+                let get = Get::new(other).wait(Duration::from_millis(self.dice.of(3)));
+                match client.get(&get) {
+                    Ok(lease) => drop(whole(lease)),
+                    other => {
+                        let code = code(other);
+                        assert!(matches!(code, Some(RefusalCode::Absent | RefusalCode::Timeout)), "{code:?}");
+                    }
+                }
+            }
+            11 => match client.stat(&name, None) {
+                Ok(info) => {
+                    let (version, nonce) = known.unwrap();
+                    assert_eq!((info.version.summary.version, &info.metadata["nonce"]), (version, &json!(nonce)));
+                }
+                other => assert_eq!((code(other), known), (Some(RefusalCode::Absent), None)),
+            },
+            12 => {
+                let listed = client.list(&format!("c{:02}/", self.number)).unwrap();
+                let listed: Vec<(String, u64)> = listed.into_iter().map(|of| (of.name, of.version)).collect();
+                let expected: Vec<(String, u64)> = self.model.iter().map(|(name, of)| (name.clone(), of.0)).collect();
+                assert_eq!(listed, expected);
+            }
+            13 => {
+                if self.dice.of(8) == 0 {
+                    client.who(&name).unwrap();
+                }
+                held.clear();
+            }
+            14 => match client.get_or_claim(&Get::new(&name), &ClaimOf::whole()).unwrap() {
+                Found::Lease(lease) => assert_eq!(whole(lease), known.unwrap().1),
+                Found::Claim(_claim) => assert_eq!(known, None),
+            },
+            _ => self.race(client),
+        }
+    }
+
+    /// Replaces a name that all replace, if it is still at the version that it was.
+    fn race(&mut self, client: &Client) {
+        let name = format!("shared/{}", self.dice.of(SHARED));
+        let nonce = self.next_nonce();
+        let result = match client.get(&Get::new(&name)) {
+            Ok(lease) => {
+                let version = lease.version();
+                let found = whole(lease);
+                // Whoever put it may not have written it down yet: then there is nothing to compare with.
+                if let Some(known) = self.field.races.lock().unwrap().get(&(name.clone(), version)) {
+                    assert_eq!(*known, found);
+                }
+                self.field.template.put(client, &name, nonce, Condition::Version(version))
+            }
+            Err(_) => self.field.template.put(client, &name, nonce, Condition::New),
+        };
+        match result {
+            Ok(version) => {
+                let before = self.field.races.lock().unwrap().insert((name, version), nonce);
+                assert_eq!(before, None, "a version that two clients put");
+            }
+            other => {
+                let code = code(other);
+                assert!(matches!(code, Some(RefusalCode::Version | RefusalCode::Exists)), "{code:?}");
+            }
+        }
+    }
+
+    /// Breaks a rule on a connection of its own, and sees that the broker ends that, or refuses.
+    fn misbehave(&mut self) {
+        self.field.violations.fetch_add(1, Ordering::Relaxed);
+        let raw = Raw::greeted(self.field.path).unwrap();
+        let name = self.own_name();
+        let nonce = self.next_nonce();
+        let (put, pages) = self.field.template.raw_put(&name, nonce, true);
+        let fds: Vec<BorrowedFd<'_>> = pages.iter().map(AsFd::as_fd).collect();
+        let of = |put: broker::Put| Message::Put(Box::new(put));
+        let encoded = |message: &Message| {
+            let mut record = Vec::new();
+            message.encode_into(&mut record).unwrap();
+            record
+        };
+        let ended = |raw: &Raw| assert!(raw.ending().is_some(), "an error, and the end");
+        let refused = |raw: &Raw| match raw.receive() {
+            Ok(Some((Message::Refused(refusal), _))) => refusal.code,
+            other => panic!("{other:?}"),
+        };
+        match self.dice.of(20) {
+            0 => {
+                let bytes: Vec<u8> = (0..self.dice.of(300) + 1).map(|_| self.dice.next() as u8).collect();
+                raw.send_bytes(&bytes, &fds).unwrap();
+                ended(&raw);
+            }
+            1 => {
+                // The right beginning, and nonsense.
+                let mut bytes = encoded(&of(put));
+                let at = self.dice.of(bytes.len() as u64) as usize;
+                bytes.truncate(at.max(1));
+                raw.send_bytes(&bytes, &fds).unwrap();
+                ended(&raw);
+            }
+            2 => {
+                let more: Vec<BorrowedFd<'_>> = fds.iter().chain(&fds).copied().collect();
+                raw.send_bytes(&encoded(&of(put)), &more).unwrap();
+                ended(&raw);
+            }
+            3 => {
+                raw.send_bytes(&encoded(&of(put)), &[]).unwrap();
+                ended(&raw);
+            }
+            4 => {
+                let mut bytes = encoded(&Message::List(List::default()));
+                bytes[6] = 99;
+                raw.send_bytes(&bytes, &[]).unwrap();
+                ended(&raw);
+            }
+            5 => {
+                // A size that the memory has not.
+                let mut put = put;
+                put.sizes[0] += PAGE;
+                put.parts[0].memory.mapped_size += PAGE;
+                raw.send(&of(put), &fds).unwrap();
+                assert_eq!(refused(&raw), RefusalCode::Memory);
+            }
+            6 => {
+                let mut put = put;
+                put.parts[0].memory.mapped_size += PAGE;
+                raw.send(&of(put), &fds).unwrap();
+                assert_eq!(refused(&raw), RefusalCode::Invalid);
+            }
+            7 => {
+                // Memory that its maker can take away.
+                let file =
+                    File::from(memfd_create(c"open", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
+                file.set_len(PAGE).unwrap();
+                let foreign = vec![file.as_fd(); fds.len()];
+                raw.send(&of(put), &foreign).unwrap();
+                assert_eq!(refused(&raw), RefusalCode::Memory);
+            }
+            8 => {
+                let (reader, _writer) = io::pipe().unwrap();
+                raw.send(&of(put), &vec![reader.as_fd(); fds.len()]).unwrap();
+                assert_eq!(refused(&raw), RefusalCode::Memory);
+            }
+            9 => {
+                let null = File::open(["/dev/null", "/proc/self/maps", "/"][self.dice.of(3) as usize]).unwrap();
+                raw.send(&of(put), &vec![null.as_fd(); fds.len()]).unwrap();
+                assert_eq!(refused(&raw), RefusalCode::Memory);
+            }
+            10 => {
+                // The broker's own socket.
+                raw.send(&of(put), &vec![raw.as_fd(); fds.len()]).unwrap();
+                assert_eq!(refused(&raw), RefusalCode::Memory);
+            }
+            11 => {
+                // Cut in the middle, by an end or by something else.
+                let mut put = put;
+                let total = 300;
+                put.parts[0].memory.segments = total;
+                (put.parts[0].memory.size, put.parts[0].memory.mapped_size) = (total * PAGE, total * PAGE);
+                raw.send(&of(put), &fds).unwrap();
+                assert!(matches!(raw.receive(), Ok(Some((Message::Send(_), _)))));
+                let first = fds.len() as u64 + self.dice.of(2);
+                let sizes = vec![PAGE; fds.len()];
+                raw.send(&Message::Segments(Segments { first, sizes }), &fds).unwrap();
+                if first > fds.len() as u64 {
+                    ended(&raw);
+                }
+            }
+            12 => {
+                raw.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
+                ended(&raw);
+            }
+            13 => {
+                // A second request before the answer to the first, which waits.
+                let object = GetObject { name: "absent".to_owned(), ..GetObject::default() };
+                let get = broker::Get { objects: vec![object], wait_ms: Some(600_000), claim: None };
+                raw.send(&Message::Get(Box::new(get)), &[]).unwrap();
+                raw.send(&Message::List(List::default()), &[]).unwrap();
+                ended(&raw);
+            }
+            14 => {
+                raw.send(&Message::Segments(Segments { first: 0, sizes: vec![PAGE; fds.len()] }), &fds).unwrap();
+                ended(&raw);
+            }
+            15 => {
+                raw.send(&Raw::hello(), &[]).unwrap();
+                ended(&raw);
+            }
+            16 => {
+                // What no one has: nothing happens, and the connection goes on.
+                raw.send(&Message::Release(Release { token: Token([7; 16]) }), &[]).unwrap();
+                raw.send(&Message::Stop(Stop {}), &[]).unwrap();
+                let answer = raw.ask(&Message::Who(Who { prefix: "absent".to_owned(), after: None }), &[]);
+                assert!(matches!(answer, Ok(Some((Message::Leases(_), _)))), "{answer:?}");
+            }
+            17 => {
+                // A table that is none.
+                let mut put = put;
+                put.parts[0].arrays = Some(Table::Length(PAGE));
+                let fds: Vec<BorrowedFd<'_>> = std::iter::once(fds[0]).chain(fds.iter().copied()).collect();
+                raw.send(&of(put), &fds).unwrap();
+                assert_eq!(refused(&raw), RefusalCode::Invalid);
+            }
+            18 => {
+                // A request before hello, on yet another connection.
+                let raw = Raw::dial(self.field.path).unwrap();
+                raw.send(&Message::List(List::default()), &[]).unwrap();
+                ended(&raw);
+            }
+            _ => {
+                // What a broker says.
+                raw.send(&Message::Done(broker::Done {}), &[]).unwrap();
+                ended(&raw);
+            }
+        }
+    }
+
+    /// Does not read what it asked for, and not what it did not ask for.
+    fn dawdle(&mut self) {
+        self.field.dawdles.fetch_add(1, Ordering::Relaxed);
+        let raw = Raw::greeted(self.field.path).unwrap();
+        let name = format!("shared/{}", self.dice.of(SHARED));
+        let object = GetObject { name, ..GetObject::default() };
+        let get = Message::Get(Box::new(broker::Get { objects: vec![object], wait_ms: None, claim: None }));
+        match self.dice.of(3) {
+            // Asks again without having read, until the broker ends it.
+            0 => {
+                raw.0.set_nonblocking(true).unwrap();
+                let list = Message::List(List { prefix: String::new(), after: None });
+                while self.field.count() && raw.send(&list, &[]).is_ok() {}
+            }
+            1 => {
+                raw.send(&get, &[]).unwrap();
+                thread::sleep(Duration::from_millis(self.dice.of(5)));
+                while let Ok(Some(_)) =
+                    raw.ask(&Message::Stat(Stat { name: "shared/0".to_owned(), version: None }), &[])
+                {
+                    if self.dice.of(4) == 0 || !self.field.count() {
+                        break;
+                    }
+                }
+            }
+            // Reads, holds the lease for a while, and goes.
+            _ => {
+                drop(raw.ask(&get, &[]).unwrap());
+                thread::sleep(Duration::from_millis(self.dice.of(5)));
+            }
+        }
+    }
+
+    /// Sends a request whole and dies. What became of it is certain once the broker has ended the connection: then it has taken every
+    /// record that was sent.
+    fn die(&mut self) {
+        self.field.deaths.fetch_add(1, Ordering::Relaxed);
+        self.lives += 1;
+        let name = self.own_name();
+        let known = self.model.get(&name).copied();
+        let tomb = format!("tombs/{}/{}", self.number, self.lives);
+        let raw = Raw::greeted(self.field.path).unwrap();
+        let object = GetObject { name: tomb.clone(), ..GetObject::default() };
+        let claim = broker::Get { objects: vec![object], wait_ms: None, claim: Some(broker::Claim::default()) };
+        let answer = raw.ask(&Message::Get(Box::new(claim)), &[]).unwrap();
+        assert!(matches!(answer, Some((Message::Claimed(_), _))), "{answer:?}");
+        let nonce = self.next_nonce();
+        let expected = match self.dice.of(3) {
+            0 => {
+                raw.send(&Message::Delete(Delete { name: name.clone() }), &[]).unwrap();
+                None
+            }
+            1 => {
+                let (put, pages) = self.field.template.raw_put(&name, nonce, true);
+                let fds: Vec<BorrowedFd<'_>> = pages.iter().map(AsFd::as_fd).collect();
+                raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
+                Some((known.map_or(0, |(version, _)| version) + 1, nonce))
+            }
+            _ => {
+                // Not whole.
+                let (mut put, pages) = self.field.template.raw_put(&name, nonce, true);
+                put.parts[0].memory.segments = 5;
+                (put.parts[0].memory.size, put.parts[0].memory.mapped_size) = (5 * PAGE, 5 * PAGE);
+                let fds: Vec<BorrowedFd<'_>> = pages.iter().map(AsFd::as_fd).collect();
+                raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
+                known
+            }
+        };
+        drop(raw);
+        let client = self.client();
+        let buried = client.get_or_claim(&Get::new(tomb).wait(Duration::from_secs(60)), &ClaimOf::whole()).unwrap();
+        assert!(matches!(buried, Found::Claim(_)));
+        match expected {
+            Some(of) => self.model.insert(name, of),
+            None => self.model.remove(&name),
+        };
+    }
+
+    fn run(mut self) -> Model {
+        // A third of them is bad, half of the time.
+        let bad = self.number.is_multiple_of(3);
+        let mut held = Vec::new();
+        let mut client = self.client();
+        while self.field.count() {
+            match self.dice.of(if bad { 12 } else { 6 }) {
+                0..=5 => self.behave(&client, &mut held),
+                6 | 7 => self.misbehave(),
+                8 => self.dawdle(),
+                9 | 10 => self.die(),
+                _ => {
+                    // Leaves with what it holds.
+                    client = self.client();
+                    held = std::mem::take(&mut held).into_iter().filter(|_| self.dice.of(2) == 0).collect();
+                }
+            }
+        }
+        self.model
+    }
+}
+
+#[test]
+fn the_catalogue_is_a_plain_map_however_clients_behave() {
+    let wanted = number("VMMFD_TEST_REQUESTS", 50_000);
+    let subject = Subject::host();
+    let server = Process::start(Setup::of(&subject));
+    let watcher = server.client();
+    let before = server.files();
+    let field = Field {
+        path: &server.path,
+        template: Template::new(),
+        requests: AtomicU64::new(0),
+        wanted,
+        races: Mutex::default(),
+        deaths: AtomicU64::new(0),
+        violations: AtomicU64::new(0),
+        dawdles: AtomicU64::new(0),
+        failed: AtomicBool::new(false),
+    };
+    let begun = std::time::Instant::now();
+    let models: Vec<Model> = thread::scope(|scope| {
+        let actor =
+            |number| Actor { field: &field, number, dice: Dice(number), model: Model::new(), nonce: 0, lives: 0 };
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|number| {
+                let actor = actor(number);
+                scope.spawn(|| {
+                    let field = actor.field;
+                    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| actor.run()));
+                    field.failed.fetch_or(result.is_err(), Ordering::Relaxed);
+                    result.unwrap()
+                })
+            })
+            .collect();
+        clients.into_iter().map(|client| client.join().unwrap()).collect()
+    });
+    let requests = field.requests.load(Ordering::Relaxed);
+    let (deaths, violations, dawdles) =
+        [&field.deaths, &field.violations, &field.dawdles].map(|count| count.load(Ordering::Relaxed)).into();
+    eprintln!(
+        "{requests} requests of {CLIENTS} clients in {:?}: {deaths} deaths, {violations} violations, {dawdles} dawdled",
+        begun.elapsed()
+    );
+    assert!(requests >= wanted && deaths > 0 && violations > 0 && dawdles > 0);
+    server.wait_for_ends(&watcher);
+
+    // What the clients know, and what the broker has.
+    let mut model: Model = models.into_iter().flatten().collect();
+    let races = field.races.into_inner().unwrap();
+    for name in races.keys().map(|(name, _)| name).collect::<BTreeSet<_>>() {
+        let versions: Vec<(u64, u64)> =
+            races.iter().filter(|((of, _), _)| of == name).map(|((_, version), nonce)| (*version, *nonce)).collect();
+        assert!(
+            versions.iter().zip(1..).all(|((version, _), at)| *version == at),
+            "each version of {name} was put once"
+        );
+        model.insert(name.clone(), *versions.last().unwrap());
+    }
+    let listed: Vec<(String, u64)> = watcher.list("").unwrap().into_iter().map(|of| (of.name, of.version)).collect();
+    let expected: Vec<(String, u64)> = model.iter().map(|(name, (version, _))| (name.clone(), *version)).collect();
+    assert_eq!(listed, expected);
+    let held = watcher.who("").unwrap();
+    assert!(held.leases.is_empty(), "{:?}", held.leases);
+    let total = &held.totals[0];
+    assert_eq!((held.totals.len(), total.objects, total.leases, total.connections), (1, model.len() as u64, 0, 1));
+    let pages: u64 = model.values().map(|(_, nonce)| pages_of(*nonce)).sum();
+    assert_eq!(total.devices.iter().map(|of| of.bytes).sum::<u64>(), pages * PAGE);
+    for (name, (version, nonce)) in &model {
+        let info = watcher.stat(name, None).unwrap();
+        assert_eq!((info.version.versions, &info.metadata["nonce"]), (vec![*version], &json!(nonce)), "{name}");
+        assert_eq!(whole(watcher.get(&Get::new(name)).unwrap()), *nonce, "{name}");
+    }
+    let files = |server: &Process| {
+        let mut files = server.files();
+        let pages = files.remove("/memfd:page (deleted)").unwrap_or(0) as u64;
+        (files, pages)
+    };
+    until(|| files(&server) == (before.clone(), pages));
+}
+
+/// Readers of a name that is replaced all the time.
+const READERS: usize = 20;
+
+#[test]
+fn readers_of_a_name_that_is_replaced_see_whole_versions_and_memory_stays_flat() {
+    let replacements = number("VMMFD_TEST_REPLACEMENTS", 2000);
+    let subject = Subject::host();
+    let server = Process::start(Setup::of(&subject));
+    let template = Template::new();
+    let writer = server.client();
+    template.put(&writer, "a", 1, Condition::New).unwrap();
+    let (done, reads) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (middle, end) = thread::scope(|scope| {
+        let readers: Vec<_> = (0..READERS)
+            .map(|_| {
+                let client = server.client();
+                let (done, reads) = (&done, &reads);
+                scope.spawn(move || {
+                    let mut last = 0;
+                    while !done.load(Ordering::Relaxed) {
+                        // Each newer version that there is, or the current one if there is none.
+                        let lease = client.get(&Get::new("a")).unwrap();
+                        let version = lease.version();
+                        assert!(version >= last, "version {version} after {last}");
+                        last = version;
+                        // The number of the put is its version, and says how many segments there are.
+                        assert_eq!(whole(lease), version);
+                        reads.fetch_add(1, Ordering::Relaxed);
+                    }
+                })
+            })
+            .collect();
+        let mut middle = (0, 0);
+        let mut most = 0;
+        for version in 2..=replacements {
+            if readers.iter().any(|reader| reader.is_finished()) {
+                break;
+            }
+            assert_eq!(template.put(&writer, "a", version, Condition::Version(version - 1)).unwrap(), version);
+            most = most.max(server.memory_files());
+            if version == replacements / 2 {
+                middle = (server.resident(), most);
+            }
+        }
+        done.store(true, Ordering::Relaxed);
+        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        (middle, (server.resident(), most))
+    });
+    let reads = reads.into_inner();
+    eprintln!(
+        "{replacements} versions, {reads} reads; KiB resident and descriptors of memory, in the middle {middle:?}, at the end {end:?}"
+    );
+    assert!(reads >= READERS as u64);
+    // The leases of the readers, each of another version, the current one, two that are being closed, and the catalogue.
+    assert!(end.1 <= (READERS + 8) * 3, "{} descriptors of memory", end.1);
+    assert!(end.0 <= middle.0 + 2048, "from {} KiB to {} KiB", middle.0, end.0);
+    server.wait_for_ends(&writer);
+    assert_eq!(writer.stat("a", None).unwrap().version.versions, [replacements]);
+    let pages = pages_of(replacements) as usize;
+    until(|| server.memory_files() == pages + 1);
+}

@@ -1,0 +1,321 @@
+//! A broker that several users share: modes, groups, quotas, admission. Only root can become them.
+
+use std::{
+    fs,
+    os::{fd::AsFd, unix::fs::MetadataExt},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use vmmfd::{
+    Error,
+    broker::{Client, Condition, Get, Put, PutPart},
+    driver::Backend,
+    error::{ErrorCode, PeerError, RefusalCode},
+    memory::{Chunk, Description},
+    session::Config,
+};
+
+use crate::{
+    broker::{filled, refused, until},
+    broker_process::{self, Process, Setup, become_user},
+    support::{Subject, in_fork},
+};
+
+const SERVER: u32 = 34560;
+const MAKER: u32 = 34561;
+const OTHER: u32 = 34562;
+/// A group of both, for one of them a supplementary one.
+const TEAM: u32 = 34570;
+
+const MIB: u64 = 1 << 20;
+
+/// Does something as another user, in a fork of this process.
+#[track_caller]
+fn as_user(uid: u32, gid: u32, groups: &[u32], body: impl FnOnce()) {
+    in_fork(|| {
+        become_user(uid, gid, groups);
+        body();
+        true
+    });
+}
+
+fn try_connect(path: &Path) -> vmmfd::Result<Client> {
+    broker_process::connect(path, SERVER)
+}
+
+fn connect(path: &Path) -> Client {
+    try_connect(path).unwrap()
+}
+
+/// Memory that a fork, which may not call the driver, can put.
+struct Piece(Description, Arc<Chunk>);
+
+impl Piece {
+    fn new(subject: &Subject, size: u64) -> Self {
+        let shared = filled(&subject.driver, size, None, 1);
+        let (_, mut chunks) = shared.chunks(0..size).unwrap().unwrap();
+        Self(shared.describe().unwrap(), chunks.remove(0))
+    }
+
+    fn part(&self) -> PutPart<'_> {
+        let segment = (self.1.size(), self.1.as_fd());
+        PutPart::of_segments("all", Backend::Host, self.0.clone(), [segment]).unwrap()
+    }
+}
+
+fn put(client: &Client, name: &str, memory: &Piece, condition: Condition) -> vmmfd::Result<u64> {
+    let put = Put::new(name).condition(condition).part(memory.part());
+    client.put(&put).map(|published| published.version)
+}
+
+fn allowing(subject: &Subject, uids: &[u32]) -> Setup {
+    Setup { user: SERVER, allow_uids: uids.to_vec(), ..Setup::of(subject) }
+}
+
+#[track_caller]
+fn assert_code<T: std::fmt::Debug>(result: vmmfd::Result<T>, code: Option<RefusalCode>, what: &str) {
+    match code {
+        Some(code) => assert_eq!(refused(result).0, code, "{what}"),
+        None => drop(result.unwrap_or_else(|error| panic!("{what}: {error}"))),
+    }
+}
+
+mod root {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn modes_decide_who_reads_and_who_replaces() {
+        let subject = Subject::host();
+        let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
+        let path = server.path.clone();
+        let memory = Piece::new(&subject, MIB);
+        let modes = [0o600, 0o640, 0o644, 0o660, 0o666, 0o606, 0o066, 0o000, 0o622];
+        as_user(MAKER, TEAM, &[], || {
+            let client = connect(&path);
+            for mode in modes {
+                let put = Put::new(format!("m{mode:03o}")).mode(mode).part(memory.part());
+                client.put(&put).unwrap();
+            }
+            // Without one it is the maker's alone.
+            put(&client, "none", &memory, Condition::New).unwrap();
+            assert_eq!(client.stat("none", None).unwrap().version.summary.mode, 0o600);
+        });
+        let denied = Some(RefusalCode::Denied);
+        let sees = |class: u32, uid: u32, gid: u32, groups: &[u32]| {
+            as_user(uid, gid, groups, || {
+                let client = connect(&path);
+                let mut readable = Vec::new();
+                for mode in modes {
+                    let (name, what) = (format!("m{mode:03o}"), format!("mode {mode:03o} as {uid}, {gid}, {groups:?}"));
+                    let bits = u32::from(mode) >> class;
+                    let (reads, writes) = (bits & 4 != 0, bits & 2 != 0);
+                    let may_read = if reads { None } else { denied };
+                    assert_code(client.get(&Get::new(&name)), may_read, &what);
+                    assert_code(client.stat(&name, None), may_read, &what);
+                    let may_write = if writes { None } else { denied };
+                    assert_code(put(&client, &name, &memory, Condition::Any), may_write, &what);
+                    // Only those who may read it are told that it exists, except by a put of a new one.
+                    assert_code(put(&client, &name, &memory, Condition::New), Some(RefusalCode::Exists), &what);
+                    if reads {
+                        readable.push(name.clone());
+                        let version = client.stat(&name, None).unwrap().version;
+                        // A replacement keeps owner, group and mode.
+                        let owner = version.summary.owner;
+                        assert_eq!((owner.uid, owner.gid, version.summary.mode), (MAKER, TEAM, mode), "{what}");
+                        assert_eq!(version.parts[0].maker.uid, if writes { uid } else { MAKER }, "{what}");
+                    }
+                    if uid != MAKER {
+                        assert_code(client.delete(&name), denied, &what);
+                    }
+                }
+                let listed: Vec<String> = client.list("m").unwrap().into_iter().map(|of| of.name).collect();
+                readable.sort();
+                assert_eq!(listed, readable, "as {uid}, {gid}, {groups:?}");
+            });
+        };
+        // Others; the group, by the main one and by a supplementary one among many; the owner.
+        sees(0, OTHER, OTHER, &[]);
+        let many: Vec<u32> = (40_000..40_300).chain([TEAM]).collect();
+        for (gid, groups) in [(TEAM, &[][..]), (OTHER, &[TEAM]), (OTHER, &many)] {
+            // What another has replaced is its maker's part.
+            sees(3, OTHER, gid, groups);
+        }
+        sees(6, MAKER, MAKER, &[]);
+        // The server's user and root may do everything, and owners may delete what they can't read.
+        for uid in [SERVER, 0] {
+            as_user(uid, uid, &[], || {
+                let client = connect(&path);
+                assert_eq!(client.list("m").unwrap().len(), modes.len());
+                client.get(&Get::new("m000")).unwrap();
+                put(&client, "m000", &memory, Condition::Any).unwrap();
+                assert_eq!(client.stat("m000", None).unwrap().version.summary.owner.uid, MAKER);
+                put(&client, "mine", &memory, Condition::New).unwrap();
+                client.delete("mine").unwrap();
+            });
+        }
+        as_user(SERVER, SERVER, &[], || connect(&path).delete("m666").unwrap());
+        as_user(MAKER, MAKER, &[], || connect(&path).delete("m000").unwrap());
+        // A mode that is asked for with a replacement, and is another.
+        as_user(MAKER, TEAM, &[], || {
+            let put = Put::new("m600").condition(Condition::Any).mode(0o666).part(memory.part());
+            let (code, message) = refused(connect(&path).put(&put));
+            assert_eq!((code, message.contains("0600") && message.contains("0666")), (RefusalCode::Invalid, true));
+        });
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn leases_are_shown_to_their_holders_and_to_those_who_may_read() {
+        let subject = Subject::host();
+        let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
+        let path = server.path.clone();
+        let memory = Piece::new(&subject, MIB);
+        as_user(MAKER, MAKER, &[], || {
+            let client = connect(&path);
+            for (name, mode) in [("secret", 0o600), ("open", 0o644)] {
+                client.put(&Put::new(name).mode(mode).part(memory.part())).unwrap();
+            }
+            let _held = [client.get(&Get::new("secret")).unwrap(), client.get(&Get::new("open")).unwrap()];
+            assert_eq!(client.who("").unwrap().leases.len(), 2);
+            let path = path.clone();
+            // This process has no rights any more: another that has them looks.
+            let other = std::process::id();
+            assert!(other > 0);
+            let held = client.who("").unwrap();
+            assert!(held.leases.iter().all(|lease| lease.uid == MAKER && lease.pid as u32 == other));
+            assert_eq!((held.totals.len(), held.totals[0].uid, held.totals[0].leases), (1, MAKER, 2));
+            drop(path);
+        });
+        let root = server.client();
+        until(|| root.who("").unwrap().leases.is_empty());
+        let _held = [root.get(&Get::new("secret")).unwrap(), root.get(&Get::new("open")).unwrap()];
+        as_user(OTHER, OTHER, &[], || {
+            let held = connect(&path).who("").unwrap();
+            let names: Vec<&str> = held.leases.iter().map(|lease| lease.name.as_str()).collect();
+            assert_eq!(names, ["open"]);
+            assert_eq!(held.totals.iter().map(|of| of.uid).collect::<Vec<_>>(), [OTHER]);
+        });
+        // All users' for those who may do everything.
+        let totals: Vec<(u32, u64)> = root.who("").unwrap().totals.iter().map(|of| (of.uid, of.objects)).collect();
+        assert!(totals.contains(&(MAKER, 2)), "{totals:?}");
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn quotas_are_each_user_s_own() {
+        let subject = Subject::host();
+        let quota = [Some(5 * MIB), Some(2), Some(1), Some(3)];
+        let server = Process::start(Setup { quota, ..allowing(&subject, &[MAKER, OTHER]) });
+        let path = server.path.clone();
+        let memory = Piece::new(&subject, 2 * MIB);
+        for uid in [MAKER, OTHER] {
+            as_user(uid, uid, &[], || {
+                let client = connect(&path);
+                let name = |at: u32| format!("{uid}/{at}");
+                put(&client, &name(0), &memory, Condition::New).unwrap();
+                put(&client, &name(1), &memory, Condition::New).unwrap();
+                let (code, message) = refused(put(&client, &name(2), &memory, Condition::New));
+                assert_eq!(code, RefusalCode::Quota);
+                assert!(
+                    message.contains(&format!("uid {uid} has 2 objects and asks for 1 more, and its quota is 2")),
+                    "{message}"
+                );
+                let (code, message) = refused(put(&client, &name(0), &memory, Condition::Any));
+                assert_eq!(code, RefusalCode::Quota);
+                let figures = "has 4194304 bytes (claimed) and asks for 2097152 more, and its quota is 5242880";
+                assert!(message.contains(figures), "{message}");
+                let _held = client.get(&Get::new(name(0))).unwrap();
+                let (code, message) = refused(client.get(&Get::new(name(1))));
+                assert_eq!(code, RefusalCode::Quota);
+                assert!(message.contains("has 1 leases and asks for 1 more, and its quota is 1"), "{message}");
+                let _others = [connect(&path), connect(&path)];
+                match try_connect(&path) {
+                    Err(Error::Peer(PeerError::Reported { code: ErrorCode::Full, message })) => {
+                        assert!(
+                            message.contains("has 3 connections and asks for 1 more, and its quota is 3"),
+                            "{message}"
+                        );
+                    }
+                    other => panic!("{other:?}"),
+                }
+                // A refused put leaves no file behind.
+                let held = client.who("").unwrap();
+                assert_eq!(held.totals[0].devices[0].bytes, 4 * MIB);
+            });
+        }
+        // What a user has replaced of another's is on the quota of the one that put it.
+        let root = server.client();
+        let totals: Vec<(u32, u64)> = root.who("").unwrap().totals.iter().map(|of| (of.uid, of.objects)).collect();
+        assert!(totals.contains(&(MAKER, 2)) && totals.contains(&(OTHER, 2)), "{totals:?}");
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn users_and_groups_come_in_only_if_they_are_allowed() {
+        let subject = Subject::host();
+        let refused_as = |path: &Path, uid: u32, gid: u32, groups: &[u32]| {
+            as_user(uid, gid, groups, || match try_connect(path) {
+                Err(Error::Peer(PeerError::Reported { code: ErrorCode::Refused, message })) => {
+                    assert!(message.contains(&format!("uid {uid} is not allowed here")), "{message}");
+                }
+                other => panic!("{other:?}"),
+            });
+        };
+        let allowed_as =
+            |path: &Path, uid: u32, gid: u32, groups: &[u32]| as_user(uid, gid, groups, || drop(connect(path)));
+        let by_uid = Process::start(allowing(&subject, &[MAKER]));
+        assert_eq!(fs::metadata(&by_uid.path).unwrap().mode() & 0o777, 0o666);
+        allowed_as(&by_uid.path, MAKER, MAKER, &[]);
+        refused_as(&by_uid.path, OTHER, MAKER, &[MAKER]);
+        let by_gid = Process::start(Setup { allow_gids: vec![TEAM], ..allowing(&subject, &[]) });
+        assert_eq!(fs::metadata(&by_gid.path).unwrap().mode() & 0o777, 0o666);
+        allowed_as(&by_gid.path, OTHER, TEAM, &[]);
+        allowed_as(&by_gid.path, OTHER, OTHER, &[1, TEAM]);
+        refused_as(&by_gid.path, OTHER, OTHER, &[1]);
+        // Its own user and root come in always; if no other may, no other can even connect.
+        let alone = Process::start(allowing(&subject, &[]));
+        assert_eq!(fs::metadata(&alone.path).unwrap().mode() & 0o777, 0o600);
+        for process in [&by_uid, &by_gid, &alone] {
+            allowed_as(&process.path, SERVER, SERVER, &[]);
+            allowed_as(&process.path, 0, 0, &[]);
+        }
+        let path = alone.path.clone();
+        as_user(OTHER, OTHER, &[], || {
+            // It waits as long as it may for the socket to become another.
+            let config = Config::default().with_timeout(Duration::from_millis(100));
+            let error = Client::connect(&path, &config).unwrap_err();
+            assert!(matches!(error, Error::Socket(_)), "{error:?}");
+        });
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn a_user_without_a_number_here_owns_nothing() {
+        let subject = Subject::host();
+        let overflow: u32 = fs::read_to_string("/proc/sys/kernel/overflowuid").unwrap().trim().parse().unwrap();
+        // In the server's namespace there is no user but root: all others look alike.
+        let server = Process::start(Setup { allow_uids: vec![overflow], alone: true, ..Setup::of(&subject) });
+        let path = server.path.clone();
+        let memory = Piece::new(&subject, MIB);
+        let root = server.client();
+        for (name, mode) in [("open", 0o644), ("writable", 0o666), ("secret", 0o600)] {
+            root.put(&Put::new(name).mode(mode).part(memory.part())).unwrap();
+        }
+        for uid in [MAKER, OTHER] {
+            as_user(uid, uid, &[], || {
+                let client = connect(&path);
+                let (code, message) = refused(put(&client, "mine", &memory, Condition::New));
+                assert_eq!((code, message.contains("owns nothing")), (RefusalCode::Denied, true), "{message}");
+                assert_code(put(&client, "writable", &memory, Condition::Any), Some(RefusalCode::Denied), "replace");
+                assert_code(client.delete("open"), Some(RefusalCode::Denied), "delete");
+                assert_code(client.get(&Get::new("secret")), Some(RefusalCode::Denied), "get");
+                assert_eq!(client.list("").unwrap().len(), 2);
+                client.get(&Get::new("open")).unwrap();
+            });
+        }
+        assert_eq!(root.list("").unwrap().len(), 3);
+    }
+}

@@ -1,0 +1,311 @@
+//! `vmmfd conform` as a client: against this crate's own broker, which keeps every rule, and against one whose records are changed on
+//! the way so that one rule is broken. What the broker and its client say fits the schemas of their messages.
+
+use std::{
+    collections::BTreeSet,
+    os::fd::{AsFd, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
+    thread,
+    time::Duration,
+};
+
+use nix::{
+    fcntl::{FcntlArg, SealFlag, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+    unistd::ftruncate,
+};
+use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, connect, listen};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use vmmfd::{
+    broker::{ClaimOf, Client, Get, Put, PutPart, Server, ServerConfig},
+    channel::Cancel,
+    driver::{Backend, Choice, GRANULARITY, open},
+    memory::{Device, Selector, Shared, Spec},
+    session::Config,
+    wire::HEADER_LENGTH,
+};
+
+use crate::{
+    broker_files,
+    conform::{breaks, conforms},
+    conversation::seqpacket,
+    protocol_files::relay,
+    running::{Ended, Meeting},
+};
+
+/// A broker on host memory, in a thread.
+struct Serving {
+    folder: TempDir,
+    cancel: Cancel,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Serving {
+    fn start() -> Self {
+        let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
+        let mut config = ServerConfig::default();
+        config.timeout = Duration::from_secs(1);
+        let server = Server::bind(&folder.path().join("broker"), config, &cancel).unwrap();
+        let thread = Some(thread::spawn(move || {
+            let report = server.run().unwrap();
+            // What is tried leaves nothing.
+            assert_eq!((report.objects, report.versions, report.leases, report.bytes), (0, 0, 0, 0));
+        }));
+        Self { folder, cancel, thread }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("broker")
+    }
+
+    fn stop(mut self) {
+        self.cancel.cancel(0);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// `vmmfd conform` against the broker at a path.
+fn conform(path: &Path, options: &[&str]) -> Ended {
+    let mut run = Meeting::host().bare("vmmfd");
+    run.command.arg("conform").arg(path).args(["--as", "client", "--json"]).args(options);
+    run.end()
+}
+
+#[test]
+fn this_broker_conforms() {
+    let serving = Serving::start();
+    conforms(&conform(&serving.path(), &["--timeout", "3s"]), &[]);
+    serving.stop();
+}
+
+/// What a broker says.
+struct Said {
+    kind: u16,
+    body: Value,
+    fds: Vec<OwnedFd>,
+}
+
+impl Said {
+    fn read(record: &[u8], fds: Vec<OwnedFd>) -> Self {
+        let kind = u16::from_le_bytes([record[6], record[7]]);
+        Self { kind, body: serde_json::from_slice(&record[HEADER_LENGTH..]).unwrap(), fds }
+    }
+
+    fn is(&self, name: &str) -> bool {
+        broker_files::name_of(self.kind) == name
+    }
+
+    fn write(self) -> (Vec<u8>, Vec<OwnedFd>) {
+        let body = self.body.to_string();
+        let mut record = b"VMFD\x01\x00".to_vec();
+        record.extend(self.kind.to_le_bytes());
+        record.extend((body.len() as u32).to_le_bytes());
+        record.extend((self.fds.len() as u32).to_le_bytes());
+        record.extend(body.as_bytes());
+        (record, self.fds)
+    }
+}
+
+/// Passes the connections at a new path on to a broker until `cancel` closes it, and what the broker says through `change`.
+fn between(
+    serving: &Serving,
+    pass: impl Fn(bool, Vec<u8>, Vec<OwnedFd>) -> Option<(Vec<u8>, Vec<OwnedFd>)> + Send + Sync + 'static,
+) -> PathBuf {
+    let (path, real, pass) = (serving.folder.path().join("between"), serving.path(), Arc::new(pass));
+    let listener = seqpacket();
+    bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    listen(&listener, 16).unwrap();
+    // It ends with this program; each connection ends with its two sockets.
+    thread::spawn(move || {
+        while let Ok(theirs) = accept_with(&listener, SocketFlags::CLOEXEC) {
+            let (real, pass) = (real.clone(), Arc::clone(&pass));
+            thread::spawn(move || {
+                let ours = seqpacket();
+                if connect(&ours, &SocketAddrUnix::new(&real).unwrap()).is_ok() {
+                    relay(&theirs, &ours, &*pass);
+                }
+            });
+        }
+    });
+    path
+}
+
+/// A memfd of a segment's size, of zeros.
+fn zeros(seals: SealFlag) -> OwnedFd {
+    let memfd = memfd_create(c"zeros", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    ftruncate(&memfd, GRANULARITY as i64).unwrap();
+    nix::fcntl::fallocate(memfd.as_fd(), nix::fcntl::FallocateFlags::empty(), 0, GRANULARITY as i64).unwrap();
+    fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+    memfd
+}
+
+/// What changes a record of the broker. One that it returns false for is not passed on.
+type Change = fn(&mut Said) -> bool;
+
+/// Sets a field of every record of a kind.
+macro_rules! set {
+    ($kind:literal, $path:literal, $value:expr) => {
+        |said| {
+            if said.is($kind)
+                && let Some(field) = said.body.pointer_mut($path)
+            {
+                *field = json!($value);
+            }
+            true
+        }
+    };
+}
+
+#[test]
+fn a_broker_that_breaks_a_rule_is_found_out() {
+    const FINAL: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_SEAL);
+    let cases: [(&str, &str, &str, Change); 24] = [
+        ("hello", "B2", "the backend `host`", set!("hello", "/backend", "host")),
+        ("hello", "R6", "capabilities", |said| {
+            said.body.as_object_mut().unwrap().remove("capabilities");
+            true
+        }),
+        ("nothing-there", "Q1", "listed 0 objects", set!("objects", "/more", true)),
+        ("nothing-there", "Q2", "got `differs`", set!("refused", "/code", "differs")),
+        ("names", "N1", "got `absent`", set!("refused", "/code", "absent")),
+        ("wait", "B12", "got `stopped`", set!("refused", "/code", "stopped")),
+        ("second-request", "B8", "hung up", |said| !said.is("error")),
+        ("no-capability", "B2", "got `protocol`", set!("error", "/code", "protocol")),
+        ("object", "N2", "as version 7", set!("published", "/version", 7)),
+        ("object", "N2", "published version 1 as `x`", set!("published", "/id", "x")),
+        ("object", "Q1", "listed", set!("objects", "/objects/0/size", 1)),
+        ("object", "G5", "otherwise than it was put", set!("lease", "/parts/0/memory/size", 1)),
+        ("object", "G5", "bytes for", set!("lease", "/parts/0/runs/0/size", 1)),
+        ("who", "L2", "one token", set!("lease", "/token", "0".repeat(32))),
+        ("object", "Q2", "described", set!("version", "/lifetime", json!({"kind": "deleted"}))),
+        ("object", "L1", "deleted name", set!("leases", "/leases/0/named", true)),
+        ("object", "V2", "seals", |said| {
+            if said.is("lease") {
+                said.fds[0] = zeros(SealFlag::F_SEAL_SEAL);
+            }
+            true
+        }),
+        ("object", "G5", "are not those that were put", |said| {
+            if said.is("lease") {
+                said.fds[0] = zeros(FINAL);
+            }
+            true
+        }),
+        ("who", "Q3", "no total", set!("leases", "/totals", [0; 0])),
+        ("many-segments", "G5", "sent segment 7", set!("segments", "/first", 7)),
+        ("range", "G3", "where 1 bytes from 0 on", |said| {
+            // The second of four in place of the first.
+            if said.is("lease") && said.fds.len() == 1 {
+                said.body["parts"][0]["runs"][0] =
+                    json!({"first": 2, "segments": 1, "offset": 2 * GRANULARITY, "size": GRANULARITY});
+                said.body["parts"][0]["memory"]["size"] = json!(4 * GRANULARITY - 5);
+                said.fds[0] = pattern_at(2 * GRANULARITY);
+            }
+            true
+        }),
+        ("expect", "G4", "got `denied`", set!("refused", "/code", "denied")),
+        ("sparse-memory", "P3", "got published", |said| {
+            if said.is("refused") {
+                (said.kind, said.body) = (34, json!({"version": 1, "id": "00000000-0000-4000-8000-000000000000"}));
+            }
+            true
+        }),
+        ("tables", "Q2", "another number of arrays", set!("version", "/parts/0/arrays", 7)),
+    ];
+    for (case, rule, found, change) in cases {
+        let serving = Serving::start();
+        let path = between(&serving, move |from_broker, record, fds| {
+            if !from_broker {
+                return Some((record, fds));
+            }
+            let mut said = Said::read(&record, fds);
+            change(&mut said).then(|| said.write())
+        });
+        breaks(&conform(&path, &["--only", case, "--timeout", "3s"]), rule, found);
+        serving.stop();
+    }
+}
+
+/// A segment with the bytes that conform's pattern has from an offset on.
+fn pattern_at(offset: u64) -> OwnedFd {
+    use std::os::unix::fs::FileExt;
+    let mut bytes = vec![0; GRANULARITY as usize];
+    // The salt of conform's memory.
+    vmmfd::tools::check::pattern::Pattern::new(0x5EED_1234).write(offset, &mut bytes);
+    let memfd = zeros(SealFlag::F_SEAL_SHRINK);
+    std::fs::File::from(memfd.try_clone().unwrap()).write_all_at(&bytes, 0).unwrap();
+    fcntl(&memfd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SEAL)).unwrap();
+    memfd
+}
+
+#[test]
+fn where_there_is_no_broker_nothing_is_found_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let ended = conform(&folder.path().join("none"), &["--wait", "50ms"]);
+    let report = ended.code(4).json();
+    assert_eq!((&report["conforms"], report["broken"].as_array().unwrap().len()), (&Value::Null, 0));
+    // A producer of buffers says what it is.
+    let meeting = Meeting::host();
+    let producer = meeting.listening(&["--consumers", "0", "--timeout", "1s"]);
+    let report = conform(&meeting.socket(), &["--only", "hello"]).code(4).json();
+    assert!(report["incomplete"].as_str().unwrap().contains("no broker"), "{report}");
+    producer.signal(nix::sys::signal::Signal::SIGTERM);
+    producer.end();
+}
+
+#[test]
+fn what_the_broker_and_its_client_say_fits_the_schemas() {
+    let (serving, seen) = (Serving::start(), Arc::new(Mutex::new(Vec::new())));
+    let kept = Arc::clone(&seen);
+    let path = between(&serving, move |_, record, fds| {
+        kept.lock().unwrap().push(record.clone());
+        Some((record, fds))
+    });
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+    let device = Device::find(&driver, Selector::default()).unwrap();
+    let memory = Shared::create(&device, Spec::vmm(300 * GRANULARITY).chunk(GRANULARITY)).unwrap();
+    let metadata = |length: usize| serde_json::from_value(json!({"engine": "x".repeat(length)})).unwrap();
+    {
+        let (client, other) =
+            (Client::connect(&path, &Config::default()).unwrap(), Client::connect(&path, &Config::default()).unwrap());
+        let part = || PutPart::of("all", &memory).unwrap().digest("blake3:00");
+        let claim = client.get_or_claim(&Get::new("a/b"), &ClaimOf::whole()).unwrap();
+        client
+            .put(&Put::new("a/b").part(part()).metadata(metadata(3)).lifetime(vmmfd::broker::Lifetime::Maker))
+            .unwrap();
+        drop(claim);
+        let later = Put::new("a/b").part(part()).metadata(metadata(10_000)).condition(vmmfd::broker::Condition::Any);
+        let first = client.get(&Get::new("a/b").expect(metadata(3))).unwrap();
+        client.put(&later).unwrap();
+        let object = client.get(&Get::new("a/b").range(0..7)).unwrap().open(&driver, None).unwrap();
+        assert_eq!(client.list("a/").unwrap()[0].leases, 1);
+        assert_eq!(client.stat("a/b", Some(1)).unwrap().metadata.len(), 1);
+        assert_eq!(other.who("").unwrap().leases.len(), 2);
+        assert!(client.get(&Get::new("none")).is_err());
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| client.get(&Get::new("none").wait(Duration::from_secs(60))));
+            while !waiting.is_finished() {
+                client.stop().unwrap();
+                thread::sleep(Duration::from_millis(5));
+            }
+            waiting.join().unwrap().unwrap_err();
+        });
+        drop((first, object));
+        other.delete("a/b").unwrap();
+    }
+    serving.stop();
+    let mut kinds = BTreeSet::new();
+    for record in seen.lock().unwrap().iter() {
+        let said = Said::read(record, Vec::new());
+        let name = broker_files::name_of(said.kind);
+        assert_eq!(broker_files::misfit(name, &said.body), None, "{name}: {}", said.body);
+        kinds.insert(name);
+    }
+    // `report` needs memory that is not as claimed, and which of the others came depends on how fast this machine is.
+    let all = "hello put send segments published get lease received claimed list objects stat version who leases delete done \
+               refused release stop";
+    let missing: Vec<&str> = all.split(' ').filter(|name| !kinds.contains(name)).collect();
+    assert!(missing.is_empty(), "{missing:?} of {kinds:?}");
+}
