@@ -501,7 +501,6 @@ fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
         ("repeat", "cuMemMap", 1, "the producer"),
         ("broker", "cuMemExportToShareableHandle", 2, "the producer"),
         ("broker", "cuMemImportFromShareableHandle", 1, "a consumer"),
-        ("broker", "cuMemExportToShareableHandle", 11, "a client of the broker"),
     ] {
         let ended = bench(&meeting, &[name]).env("FAKECUDA_FAIL", format!("{call}:{nth}:999")).end();
         assert_eq!(sentence(ended.code(5)), format!("{who} failed: {call} failed: CUDA_ERROR_UNKNOWN (999)"));
