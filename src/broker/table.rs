@@ -11,11 +11,10 @@ use std::{
 
 use nix::{
     fcntl::{FcntlArg, SealFlag, fcntl},
-    sys::{
-        memfd::{MFdFlags, memfd_create},
-        stat::fstat,
-    },
+    sys::stat::fstat,
 };
+
+use crate::driver::host::memfd;
 
 /// The seals of a table: nobody can change it any more.
 const SEALS: SealFlag =
@@ -23,7 +22,7 @@ const SEALS: SealFlag =
 
 /// A sealed memfd with a text.
 pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
-    let mut file = File::from(memfd_create(c"vmmfd-table", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
+    let mut file = File::from(memfd::empty(c"vmmfd-table")?);
     file.write_all(text.as_bytes())?;
     fcntl(&file, FcntlArg::F_ADD_SEALS(SEALS))?;
     Ok(file.into())
