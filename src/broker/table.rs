@@ -16,7 +16,7 @@ use nix::{
 
 use crate::driver::host::memfd;
 
-/// The seals of a table: nobody can change it any more.
+/// The seals of a table: no process can change it any more.
 const SEALS: SealFlag =
     SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_WRITE).union(SealFlag::F_SEAL_SEAL);
 

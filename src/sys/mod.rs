@@ -12,11 +12,14 @@ pub(crate) use self::{
 };
 
 /// The uid that the kernel shows in place of one that this user namespace does not map: `/proc/sys/kernel/overflowuid`, or the
-/// kernel's default of 65534 where that can't be read. Does not block.
+/// kernel's default of 65534 where that can't be read. It is read once. Does not block.
 ///
 /// See user_namespaces(7).
 pub(crate) fn overflow_uid() -> u32 {
     const DEFAULT: u32 = 65534;
-    let text = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
-    text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(DEFAULT)
+    static UID: std::sync::OnceLock<u32> = std::sync::OnceLock::new();
+    *UID.get_or_init(|| {
+        let text = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
+        text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(DEFAULT)
+    })
 }

@@ -16,21 +16,21 @@ use nix::{
 };
 use vmmfd::{
     Error,
-    broker::{Client, Condition, Get, Put, PutPart},
+    broker::{Client, Condition, Get, Lifetime, Put, PutPart},
     driver::Driver,
     error::{ErrorCode, PeerError, RefusalCode},
     session::Config,
     wire::{
-        MAX_FDS, Received,
+        MAX_FDS, Received, Segments,
         broker::{self, List, Message, Release, Stat},
     },
 };
 
 use crate::{
-    broker::{filled, refused, until},
+    broker::{Broker, filled, refused, until},
     broker_faults::{Material, get},
     broker_process::{Process, Raw, Setup},
-    support::{Subject, in_child},
+    support::{Inode, Subject, in_child},
 };
 
 const MIB: u64 = 1 << 20;
@@ -402,4 +402,45 @@ mod root {
         server.wait_for_ends(&client);
         client.get(&Get::new("a")).unwrap();
     }
+}
+
+#[test]
+fn segments_that_do_not_belong_leave_nothing_of_a_put_that_waits_for_others() {
+    let subject = Subject::host();
+    let broker = Broker::start(&subject);
+    let client = broker.client();
+    let shared = filled(&subject.driver, 2 * MIB, None, 5);
+    let (_, chunks) = shared.chunks(0..2 * MIB).unwrap().unwrap();
+    let file = Inode::of(&*chunks[0]);
+    let before = file.open_here();
+    let raw = Raw::greeted(&broker.path).unwrap();
+    let mut put = Material::of(&shared).put("model");
+    put.parts[0].name = "one".to_owned();
+    (put.announced, put.group) = (vec!["one".to_owned(), "two".to_owned()], Some("g".to_owned()));
+    put.wait_ms = Some(600_000);
+    raw.send(&Message::Put(Box::new(put)), &[chunks[0].as_fd()]).unwrap();
+    until(|| file.open_here() == before + 1);
+    raw.send(&Message::Segments(Segments { first: 0, sizes: vec![2 * MIB] }), &[chunks[0].as_fd()]).unwrap();
+    assert!(matches!(raw.receive().unwrap(), Some((Message::Error(_), _))));
+    until(|| file.open_here() == before);
+    let two = PutPart::of("two", &shared).unwrap();
+    let put = Put::new("model").part(two).together(["one", "two"], "g", Duration::from_millis(1));
+    assert_eq!(refused(client.put(&put)).0, RefusalCode::Timeout);
+}
+
+#[test]
+fn a_name_goes_on_a_broker_without_traffic() {
+    let subject = Subject::host();
+    let broker = Broker::start(&subject);
+    let shared = filled(&subject.driver, 2 * MIB, None, 5);
+    let (_, chunks) = shared.chunks(0..2 * MIB).unwrap().unwrap();
+    let file = Inode::of(&*chunks[0]);
+    let before = file.open_here();
+    let client = broker.client();
+    let part = PutPart::of("all", &shared).unwrap();
+    client.put(&Put::new("a").lifetime(Lifetime::Idle { ms: 300 }).part(part)).unwrap();
+    // Its time begins anew when the lease ends, before the first look at it.
+    thread::sleep(Duration::from_millis(100));
+    drop(client.get(&Get::new("a")).unwrap());
+    until(|| file.open_here() == before);
 }

@@ -11,7 +11,7 @@ use super::{connection::Connection, get::release};
 use crate::{
     broker::table,
     driver::{Access, Driver},
-    error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result},
+    error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result, code},
     memory::{Array, Description, Device, Imported, Importing, Part, Region, Remains, Selector},
     wire::{
         Check,
@@ -191,7 +191,8 @@ impl Lease {
 impl Hold {
     /// Reports memory that is not as claimed.
     fn report(&self, error: &Error) {
-        let blamed = matches!(error, Error::Peer(_) | Error::Driver { .. });
+        let lacks_memory = matches!(error, Error::Driver { code: code::OUT_OF_MEMORY, .. });
+        let blamed = matches!(error, Error::Peer(_) | Error::Driver { .. }) && !lacks_memory;
         if blamed {
             let report = Report { token: self.token, message: error.in_full() };
             // A report that does not arrive changes nothing here.

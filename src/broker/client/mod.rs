@@ -132,6 +132,7 @@ impl Client {
         loop {
             let list = Message::List(List { prefix: prefix.to_owned(), after });
             match self.ask(&list)? {
+                (Message::Objects(objects), _) if objects.objects.is_empty() && objects.more => return Err(endless()),
                 (Message::Objects(objects), _) => {
                     all.extend(objects.objects);
                     after = all.last().map(|last| last.name.clone());
@@ -178,6 +179,7 @@ impl Client {
         let (mut all, mut after) = (Vec::<HeldLease>::new(), None);
         loop {
             match self.ask(&Message::Who(Who { prefix: prefix.to_owned(), after }))? {
+                (Message::Leases(leases), _) if leases.leases.is_empty() && leases.more => return Err(endless()),
                 (Message::Leases(leases), _) => {
                     all.extend(leases.leases);
                     after = all.last().map(|last| last.number);
@@ -225,6 +227,11 @@ impl AsFd for Client {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
+}
+
+/// The broker says that there is more, and gives nothing to go on from.
+fn endless() -> Error {
+    ProtocolError::Content("a page without entries says that there are more".to_owned()).into()
 }
 
 fn milliseconds(time: Duration) -> u64 {

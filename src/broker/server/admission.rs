@@ -62,6 +62,7 @@ impl Reactor {
             {
                 connection.flush(&self.objects);
             }
+            self.worker.close_socket(connection.socket.into());
             return Ok(());
         }
         let watched = self.poll.registry().register(

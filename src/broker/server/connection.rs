@@ -227,6 +227,9 @@ impl Connection {
                 Err(_) => return Sent::Gone,
             }
         }
+        if self.rest.is_empty() {
+            self.sending.clear();
+        }
         Sent::All
     }
 

@@ -110,6 +110,8 @@ impl Reactor {
             let _ = socket.shutdown(std::net::Shutdown::Both);
             self.abandoned.push(Abandoned { socket, uid, descriptors });
             self.sweep_later();
+        } else {
+            self.worker.close_socket(socket.into());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Gets: leases of what is there, waits for what is not, and claims of what nobody makes yet.
+//! Gets: leases of what is there, waits for what is not, and claims of what no process makes yet.
 
 use std::{
     collections::{HashMap, HashSet},

@@ -95,7 +95,7 @@ pub(crate) fn inspect_and_classify(
     (result, kind(fd) == Kind::Foreign)
 }
 
-/// What tells the inode of one descriptor from that of another: of shared memory, or of a device. Does not block.
+/// What distinguishes the inode of one descriptor from that of another: of shared memory, or of a device. Does not block.
 ///
 /// # Errors
 /// See statx(2).

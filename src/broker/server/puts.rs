@@ -153,7 +153,10 @@ impl Reactor {
     /// Some more of a put's segments have come.
     pub(super) fn segments(&mut self, id: ConnectionId, segments: Segments, fds: Vec<OwnedFd>) {
         let Some(connection) = self.connections.get_mut(&id) else { return self.worker.reject(fds) };
-        let Request::Upload(mut upload) = std::mem::take(&mut connection.request) else {
+        // What else it waits for must still be found when the connection is closed.
+        let uploading = matches!(connection.request, Request::Upload(_));
+        let request = if uploading { std::mem::take(&mut connection.request) } else { Request::None };
+        let Request::Upload(mut upload) = request else {
             self.worker.reject(fds);
             return self.break_off(id, "segments came where no put waits for any");
         };

@@ -292,12 +292,8 @@ impl Reactor {
             }
             Err(error) => {
                 tracing::error!(error = error.in_full(), kind = message.name(), "a reply can't be written");
-                self.end(
-                    id,
-                    ErrorCode::Failed,
-                    "the broker's reply does not fit a record",
-                    "a reply does not fit a record",
-                );
+                let message = "what is known of it does not fit a record of the protocol: its maker gave too many and too long names";
+                self.refuse(id, BrokerError::new(RefusalCode::Failed, message));
             }
         }
     }
@@ -459,10 +455,14 @@ impl Reactor {
 
     /// Closes what is to be closed, and does what is due.
     fn tidy(&mut self) {
-        let expiries = self.objects.take_expiries();
-        self.timers.extend(expiries.into_iter().map(|(at, name)| Reverse((at, Timer::Name(name)))));
         let now = Instant::now();
-        while self.timers.peek().is_some_and(|Reverse((at, _))| *at <= now) {
+        loop {
+            // Anew each time: what is due may end leases, and so begin the end of names.
+            let expiries = self.objects.take_expiries();
+            self.timers.extend(expiries.into_iter().map(|(at, name)| Reverse((at, Timer::Name(name)))));
+            if self.timers.peek().is_none_or(|Reverse((at, _))| *at > now) {
+                break;
+            }
             let Some(Reverse((_, timer))) = self.timers.pop() else { break };
             match timer {
                 Timer::Connection(id) => self.late(id, now),

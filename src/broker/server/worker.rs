@@ -24,7 +24,7 @@ pub(super) type Outcome = Box<dyn FnOnce(&mut Reactor) + Send>;
 /// Work that returns what to do with its result.
 type Job = Box<dyn FnOnce() -> Option<Outcome> + Send>;
 
-/// The most files whose close blocks: with as many the broker takes no more connections from those who sent them.
+/// The most files whose close blocks: with as many the broker takes no more connections.
 const MOST_STUCK: usize = 256;
 
 /// Two threads: one for work that ends soon, and one that closes what other processes may keep from closing.
@@ -107,6 +107,17 @@ impl Worker {
             let _ = self.foreign.send(fd);
         }
         self.close(memory);
+    }
+
+    /// Closes a socket. Where records are queued on it that were not read, their descriptors are closed with it, and may be of any
+    /// file: then elsewhere.
+    pub(super) fn close_socket(&self, socket: OwnedFd) {
+        let unread = rustix::io::ioctl_fionread(&socket).unwrap_or(0);
+        if unread > 0 {
+            // The peer sees the end at once.
+            let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Both);
+            self.reject(vec![socket]);
+        }
     }
 
     /// Whether so many files of others can't be closed that no more may come.

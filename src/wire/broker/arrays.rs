@@ -3,7 +3,14 @@
 //! What this library writes has one form: no spaces, the fields in one order. It is read here without a parser's generality. Any
 //! other form of the same JSON, and all that is wrong, is left to serde.
 
-use super::{ArrayEntry, Attached};
+use std::fmt;
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{self, SeqAccess, Visitor},
+};
+
+use super::{ArrayEntry, Attached, MAX_ARRAYS};
 use crate::array::{ArrayDescriptor, ElementType, MAX_DIMENSIONS};
 
 /// Reads a table of arrays.
@@ -13,7 +20,37 @@ use crate::array::{ArrayDescriptor, ElementType, MAX_DIMENSIONS};
 pub(crate) fn read_arrays(text: &str) -> serde_json::Result<Vec<ArrayEntry>> {
     match Reader(text).table() {
         Some(arrays) => Ok(arrays),
-        None => serde_json::from_str(text),
+        None => serde_json::from_str::<Bounded>(text).map(|arrays| arrays.0),
+    }
+}
+
+/// A table that ends with the first entry too many, however many there are behind it.
+struct Bounded(Vec<ArrayEntry>);
+
+impl<'de> Deserialize<'de> for Bounded {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Bounded;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "a list of at most {MAX_ARRAYS} arrays")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Bounded, A::Error> {
+                let mut arrays = Vec::new();
+                while let Some(entry) = list.next_element()? {
+                    if arrays.len() == MAX_ARRAYS {
+                        return Err(de::Error::invalid_length(MAX_ARRAYS + 1, &self));
+                    }
+                    arrays.push(entry);
+                }
+                Ok(Bounded(arrays))
+            }
+        }
+
+        from.deserialize_seq(Entries)
     }
 }
 
@@ -24,12 +61,15 @@ impl<'a> Reader<'a> {
     fn table(mut self) -> Option<Vec<ArrayEntry>> {
         // An entry has at least so many bytes.
         const SHORTEST: usize = 60;
-        let mut arrays = Vec::with_capacity(self.0.len() / SHORTEST);
+        let mut arrays = Vec::with_capacity((self.0.len() / SHORTEST).min(MAX_ARRAYS));
         let mut last = None;
         self.skip("[")?;
         while self.skip("]").is_none() {
             if !arrays.is_empty() {
                 self.skip(",")?;
+            }
+            if arrays.len() == MAX_ARRAYS {
+                return None;
             }
             arrays.push(self.entry(&mut last)?);
         }

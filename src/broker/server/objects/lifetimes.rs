@@ -57,6 +57,8 @@ impl Objects {
             self.note_expiry(name);
         } else if let Err(error) = self.remove(name, "its lifetime is over") {
             tracing::error!(name, %error, "cannot take a name away");
+            // Its looking again is not noted, so that it is tried again with the next lease of it; and in a second.
+            self.expiries.push((now + Duration::from_secs(1), name.to_owned()));
         }
     }
 }

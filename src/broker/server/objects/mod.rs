@@ -49,6 +49,8 @@ pub(super) struct Objects {
     last_lease: u64,
     /// Descriptors that the caller is to close where that may block.
     garbage: Vec<OwnedFd>,
+    /// Versions that are gone, which could not be written down.
+    undropped: Vec<u64>,
     /// Names whose time may be over at a moment.
     expiries: Vec<(Instant, String)>,
 }
@@ -147,6 +149,7 @@ impl Objects {
             last_key: 0,
             last_lease: 0,
             garbage: Vec::new(),
+            undropped: Vec::new(),
             expiries: Vec::new(),
         })
     }
@@ -226,6 +229,15 @@ impl Objects {
                     return refuse(RefusalCode::Exists, message);
                 }
                 caller.require(Right::Write, name, existing.owner, existing.mode, socket)?;
+                let owns = caller.is_superuser() || caller.uid == existing.owner.uid && !caller.is_unmapped();
+                let changes = terms.lifetime.is_some_and(|lifetime| lifetime != existing.lifetime)
+                    || keep.is_some_and(|keep| keep != existing.keep);
+                if changes && !owns {
+                    let (uid, owner) = (caller.uid, existing.owner.uid);
+                    let message =
+                        format!("uid {uid} may replace `{name}`, and not say how long it stays: it is uid {owner}'s");
+                    return refuse(RefusalCode::Denied, message);
+                }
                 if let Some(wanted) = if_version.filter(|wanted| *wanted != current) {
                     let message = format!("`{name}` is at version {current}, and not at {wanted}");
                     return refuse(RefusalCode::Version, message);
@@ -431,9 +443,10 @@ impl Objects {
         if !self.versions.get(&key).is_some_and(unused) {
             return;
         }
-        // Not written down, it would come back after a crash, and go then.
+        // The numbers of its segments are used again: not before it is written down that they are no more its.
         if let Err(error) = self.catalogue.append(&Record::Dropped { key }) {
-            tracing::error!(%error, "cannot write down that a version is gone");
+            tracing::error!(%error, "cannot write down that a version is gone: its memory stays until that is possible");
+            return self.undropped.push(key);
         }
         let Some(version) = self.versions.remove(&key) else { return };
         self.users.remove_version(version.payer(), version.bytes(), &version.record.parts);
@@ -481,7 +494,7 @@ impl Objects {
         let Some(held) = self.leases.remove(&token) else { return };
         self.numbers.remove(&held.number);
         self.users.remove_lease(held.record.uid);
-        // Not written down, it would come back after a crash, and end then, for nobody has its token.
+        // Not written down, it would come back after a crash, and end then, since no process has its token.
         if let Err(error) = self.catalogue.append(&Record::Ended { token }) {
             tracing::error!(%error, "cannot write down that a lease ended");
         }
@@ -528,6 +541,9 @@ impl Objects {
 
     /// Writes the catalogue anew once most of it is history.
     fn compact(&mut self) {
+        for key in std::mem::take(&mut self.undropped) {
+            self.drop_if_unused(key);
+        }
         if !self.catalogue.should_compact() {
             return;
         }

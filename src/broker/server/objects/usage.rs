@@ -66,8 +66,10 @@ impl Users {
     }
 
     pub(in crate::broker::server) fn check_bytes(&self, uid: u32, more: u64) -> Result<(), BrokerError> {
+        // More than that can't be counted.
+        const MOST: u64 = u64::MAX / 4;
         let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
-        Self::check(uid, "bytes (claimed)", has, more, self.quota.bytes)
+        Self::check(uid, "bytes (claimed)", has, more, Some(self.quota.bytes.unwrap_or(MOST).min(MOST)))
     }
 
     pub(super) fn check_object(&self, uid: u32) -> Result<(), BrokerError> {
@@ -136,16 +138,28 @@ impl Users {
         self.change(uid, |usage| usage.connections -= 1);
     }
 
-    /// What one user has, or all: in the order of their numbers.
-    pub(super) fn totals(&self, only: Option<u32>) -> Vec<UserTotal> {
+    /// What one user has, or all: in the order of their numbers, and as many of them and of their devices as fit so many bytes of
+    /// JSON. A user may claim memory of any number of devices.
+    pub(super) fn totals(&self, only: Option<u32>, most: usize) -> Vec<UserTotal> {
         let wanted = |uid: &&u32| only.is_none_or(|only| only == **uid);
         let mut uids: Vec<&u32> = self.users.keys().filter(wanted).collect();
         uids.sort_unstable();
-        let total = |uid: &u32| {
-            let usage = &self.users[uid];
-            let Usage { objects, leases, connections, .. } = *usage;
-            UserTotal { uid: *uid, objects, devices: usage.devices.clone(), leases, connections }
+        let mut left = most;
+        let mut fits = |bytes: usize| {
+            let fits = bytes <= left;
+            left = left.saturating_sub(bytes);
+            fits
         };
-        uids.into_iter().map(total).collect()
+        let mut totals = Vec::new();
+        for uid in uids {
+            let usage = &self.users[uid];
+            if !fits(120) {
+                break;
+            }
+            let devices = usage.devices.iter().take_while(|of| fits(100 + 2 * of.device.name.len())).cloned().collect();
+            let Usage { objects, leases, connections, .. } = *usage;
+            totals.push(UserTotal { uid: *uid, objects, devices, leases, connections });
+        }
+        totals
     }
 }

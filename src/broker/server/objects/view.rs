@@ -71,8 +71,8 @@ impl Objects {
                 continue;
             }
             let summary = self.summary(of, self.current(of));
-            length += 400 + name.len() + summary.devices.iter().map(|of| 100 + 6 * of.device.name.len()).sum::<usize>();
-            if length > PAGE {
+            length += 400 + name.len() + summary.devices.iter().map(|of| 100 + 2 * of.device.name.len()).sum::<usize>();
+            if length > PAGE && !objects.is_empty() {
                 return Page { objects, more: true };
             }
             objects.push(summary);
@@ -170,11 +170,11 @@ impl Objects {
                 size: held.record.size,
             });
         }
-        let mut totals = self.users.totals((!caller.is_superuser()).then_some(caller.uid));
-        if length + totals.len() * 512 > PAGE && !leases.is_empty() {
+        // They have a page of their own if there are many leases.
+        if length > PAGE / 3 && !leases.is_empty() {
             return Leases { leases, more: true, totals: Vec::new() };
         }
-        totals.truncate(64);
+        let totals = self.users.totals((!caller.is_superuser()).then_some(caller.uid), PAGE / 2);
         Leases { leases, more: false, totals }
     }
 
