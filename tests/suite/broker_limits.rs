@@ -16,7 +16,7 @@ use nix::{
 };
 use vmmfd::{
     Error,
-    broker::{Client, Condition, Get, Lifetime, Put, PutPart},
+    broker::{Client, Condition, Get, Lifetime, Put, PutPart, ServerConfig},
     driver::Driver,
     error::{ErrorCode, PeerError, RefusalCode},
     session::Config,
@@ -431,7 +431,10 @@ fn segments_that_do_not_belong_leave_nothing_of_a_put_that_waits_for_others() {
 #[test]
 fn a_name_goes_on_a_broker_without_traffic() {
     let subject = Subject::host();
-    let broker = Broker::start(&subject);
+    // Nothing else wakes it.
+    let mut config = ServerConfig::default();
+    config.timeout = Duration::from_secs(3600);
+    let broker = Broker::with(&subject, config);
     let shared = filled(&subject.driver, 2 * MIB, None, 5);
     let (_, chunks) = shared.chunks(0..2 * MIB).unwrap().unwrap();
     let file = Inode::of(&*chunks[0]);
