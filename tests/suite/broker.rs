@@ -18,9 +18,9 @@ use vmmfd::{
         ServerReport,
     },
     channel::Cancel,
-    driver::{Backend, Driver},
+    driver::{Backend, DeviceUuid, Driver},
     error::RefusalCode,
-    memory::{Device, Placement, Region, Selector, Shared, Sharing, Spec},
+    memory::{Device, DeviceIdentity, Placement, Region, Selector, Shared, Sharing, Spec},
     session::Config,
 };
 
@@ -528,4 +528,39 @@ fn a_list_of_many_names_comes_in_pages(subject: Subject) {
     assert_eq!(client.list("o").unwrap()[0].leases, 500);
     drop(leases);
     assert!(client.who("").unwrap().leases.is_empty());
+}
+
+#[test]
+fn an_object_with_the_longest_descriptions_is_listed_and_ends_no_connection() {
+    let subject = Subject::host();
+    let broker = Broker::start(&subject);
+    let client = broker.client();
+    let shared = filled(&subject.driver, 2 << 20, None, 1);
+    let (_, chunks) = shared.chunks(0..2 << 20).unwrap().unwrap();
+    let part = |at: u8| {
+        let mut description = shared.describe().unwrap();
+        // A broker can't check what a device is called.
+        description.device = DeviceIdentity { uuid: DeviceUuid::from_bytes([at; 16]), name: "\"".repeat(255) };
+        let segments = chunks.iter().map(|chunk| (chunk.size(), chunk.as_fd()));
+        let name = format!("{at:0>255}");
+        PutPart::of_segments(name, Backend::Host, description, segments).unwrap().digest("d".repeat(255))
+    };
+    put(&client, "before", &shared, Condition::New).unwrap();
+    for name in ["large", "larger"] {
+        let large = (0..24).fold(Put::new(name), |put, at| put.part(part(at)));
+        client.put(&large).unwrap();
+    }
+    put(&client, "then", &shared, Condition::New).unwrap();
+    let names: Vec<String> = client.list("").unwrap().into_iter().map(|of| of.name).collect();
+    assert_eq!(names, ["before", "large", "larger", "then"]);
+    let lease = client.get(&Get::new("before")).unwrap();
+    let held = client.who("").unwrap();
+    assert_eq!((held.leases.len(), held.totals.len()), (1, 1));
+    // All that is known of it may not fit a record: that is an answer, and the lease stays.
+    match client.stat("large", None) {
+        Ok(info) => assert_eq!(info.version.parts.len(), 24),
+        Err(refused) => assert!(matches!(refused, Error::Broker(_)), "{refused:?}"),
+    }
+    assert_eq!(client.who("").unwrap().leases.len(), 1);
+    drop(lease);
 }
