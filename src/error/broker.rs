@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::UnknownCode;
+use super::{UnknownCode, protocol::named_codes};
 
 /// A broker refused a request. The connection goes on.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -72,36 +72,4 @@ const CODES: [(RefusalCode, &str); 12] = [
     (RefusalCode::Failed, "failed"),
 ];
 
-impl RefusalCode {
-    /// The code of a name.
-    pub fn of(name: &str) -> Self {
-        let known = CODES.iter().find(|(_, known)| *known == name);
-        known.map_or_else(|| Self::Unknown(UnknownCode::of(name)), |(code, _)| *code)
-    }
-
-    /// Its name, as it is sent.
-    pub fn as_str(&self) -> &str {
-        match self {
-            Self::Unknown(unknown) => unknown.as_str(),
-            known => CODES.iter().find(|(code, _)| code == known).map_or("", |(_, name)| name),
-        }
-    }
-}
-
-impl fmt::Display for RefusalCode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
-    }
-}
-
-impl Serialize for RefusalCode {
-    fn serialize<S: Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
-        output.serialize_str(self.as_str())
-    }
-}
-
-impl<'de> Deserialize<'de> for RefusalCode {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
-        String::deserialize(input).map(|name| Self::of(&name))
-    }
-}
+named_codes!(RefusalCode, CODES);

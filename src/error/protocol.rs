@@ -138,39 +138,48 @@ const CODES: [(ErrorCode, &str); 12] = [
     (ErrorCode::Failed, "failed"),
 ];
 
-impl ErrorCode {
-    /// The code of a name.
-    pub fn of(name: &str) -> Self {
-        let known = CODES.iter().find(|(_, known)| *known == name);
-        known.map_or_else(|| Self::Unknown(UnknownCode::of(name)), |(code, _)| *code)
-    }
+/// A code's name and back, on the wire as in a sentence: `$codes` lists each with its name, and what is not in it is `Unknown`.
+macro_rules! named_codes {
+    ($code:ident, $codes:ident) => {
+        impl $code {
+            /// The code of a name.
+            pub fn of(name: &str) -> Self {
+                let known = $codes.iter().find(|(_, known)| *known == name);
+                known.map_or_else(|| Self::Unknown(UnknownCode::of(name)), |(code, _)| *code)
+            }
 
-    /// Its name, as it is sent.
-    pub fn as_str(&self) -> &str {
-        match self {
-            Self::Unknown(unknown) => unknown.as_str(),
-            known => CODES.iter().find(|(code, _)| code == known).map_or("", |(_, name)| name),
+            /// Its name, as it is sent.
+            pub fn as_str(&self) -> &str {
+                match self {
+                    Self::Unknown(unknown) => unknown.as_str(),
+                    known => $codes.iter().find(|(code, _)| code == known).map_or("", |(_, name)| name),
+                }
+            }
         }
-    }
-}
 
-impl fmt::Display for ErrorCode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
-    }
-}
+        impl fmt::Display for $code {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.as_str())
+            }
+        }
 
-impl Serialize for ErrorCode {
-    fn serialize<S: Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
-        output.serialize_str(self.as_str())
-    }
-}
+        impl Serialize for $code {
+            fn serialize<S: Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
+                output.serialize_str(self.as_str())
+            }
+        }
 
-impl<'de> Deserialize<'de> for ErrorCode {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
-        String::deserialize(input).map(|name| Self::of(&name))
-    }
+        impl<'de> Deserialize<'de> for $code {
+            fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+                String::deserialize(input).map(|name| Self::of(&name))
+            }
+        }
+    };
 }
+#[cfg(feature = "broker")]
+pub(super) use named_codes;
+
+named_codes!(ErrorCode, CODES);
 
 /// The name of a code that this version does not know, fit to be shown: its first [`UnknownCode::LONGEST`] bytes, with `?` for
 /// whatever is no letter, digit, hyphen or underscore of ASCII.

@@ -22,6 +22,45 @@ use crate::{
     },
 };
 
+/// What a lease and the object that is opened with it both say of their version.
+macro_rules! about_its_version {
+    () => {
+        /// The object's name.
+        pub fn name(&self) -> &str {
+            &self.name
+        }
+
+        /// Its version, counted from 1.
+        pub fn version(&self) -> u64 {
+            self.version
+        }
+
+        /// The version's UUID.
+        pub fn id(&self) -> &str {
+            &self.id
+        }
+
+        /// When it was published.
+        pub fn created(&self) -> SystemTime {
+            self.created
+        }
+
+        /// Whose it is.
+        pub fn owner(&self) -> Owner {
+            self.owner
+        }
+
+        /// What its maker says of it; empty if nothing.
+        ///
+        /// # Errors
+        /// [`Error::Peer`] if it is not a JSON object.
+        pub fn metadata(&self) -> Result<Check> {
+            let Some(text) = &self.metadata else { return Ok(Check::new()) };
+            text.read().map_err(|error| ProtocolError::Content(format!("the metadata is wrong: {error}")).into())
+        }
+    };
+}
+
 /// A hold on a version of an object: the broker keeps it, and counts this process among its readers. It ends when it is dropped,
 /// and with the connection.
 ///
@@ -100,43 +139,11 @@ impl Lease {
         Ok(Self { hold, name, version, id, created, owner, backend, metadata, parts })
     }
 
-    /// The object's name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Its version, counted from 1.
-    pub fn version(&self) -> u64 {
-        self.version
-    }
-
-    /// The version's UUID.
-    pub fn id(&self) -> &str {
-        &self.id
-    }
-
-    /// When it was published.
-    pub fn created(&self) -> SystemTime {
-        self.created
-    }
-
-    /// Whose it is.
-    pub fn owner(&self) -> Owner {
-        self.owner
-    }
+    about_its_version!();
 
     /// The backend of its memory: `cuda` or `host`.
     pub fn backend(&self) -> &str {
         &self.backend
-    }
-
-    /// What its maker says of it; empty if nothing.
-    ///
-    /// # Errors
-    /// [`Error::Peer`] if it is not a JSON object.
-    pub fn metadata(&self) -> Result<Check> {
-        let Some(text) = &self.metadata else { return Ok(Check::new()) };
-        text.read().map_err(|error| ProtocolError::Content(format!("the metadata is wrong: {error}")).into())
     }
 
     /// The parts that were asked for.
@@ -259,39 +266,7 @@ pub struct Object {
 }
 
 impl Object {
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Its version, counted from 1.
-    pub fn version(&self) -> u64 {
-        self.version
-    }
-
-    /// The version's UUID.
-    pub fn id(&self) -> &str {
-        &self.id
-    }
-
-    /// When it was published.
-    pub fn created(&self) -> SystemTime {
-        self.created
-    }
-
-    /// Whose it is.
-    pub fn owner(&self) -> Owner {
-        self.owner
-    }
-
-    /// What its maker says of it; empty if nothing.
-    ///
-    /// # Errors
-    /// [`Error::Peer`] if it is not a JSON object.
-    pub fn metadata(&self) -> Result<Check> {
-        let Some(text) = &self.metadata else { return Ok(Check::new()) };
-        text.read().map_err(|error| ProtocolError::Content(format!("the metadata is wrong: {error}")).into())
-    }
+    about_its_version!();
 
     /// The parts that were asked for.
     pub fn parts(&self) -> &[ObjectPart] {

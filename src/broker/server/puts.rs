@@ -2,10 +2,7 @@
 
 mod check;
 
-use std::{
-    os::fd::OwnedFd,
-    time::{Duration, Instant},
-};
+use std::{os::fd::OwnedFd, time::Duration};
 
 use self::check::{check, prepare};
 use super::{
@@ -367,7 +364,7 @@ impl Reactor {
     }
 
     /// The wait for the parts of others is over.
-    pub(super) fn parts_late(&mut self, id: ConnectionId, key: &DraftKey, code: RefusalCode, _now: Instant) {
+    pub(super) fn parts_late(&mut self, id: ConnectionId, key: &DraftKey, code: RefusalCode) {
         let missing: Vec<String> = self.drafts.get(key).map_or(Vec::new(), |draft| {
             let mut missing: Vec<String> = draft.announced.iter().filter(|part| !draft.has(part)).cloned().collect();
             missing.sort();

@@ -508,14 +508,14 @@ impl Reactor {
             let message = format!("the segments of a put did not come within {:?}", self.config.timeout);
             return self.end(id, ErrorCode::Timeout, &message, "the segments of its put did not come");
         }
-        self.end_wait(id, RefusalCode::Timeout, now);
+        self.end_wait(id, RefusalCode::Timeout);
     }
 
     /// Ends the wait of a request.
-    pub(super) fn end_wait(&mut self, id: ConnectionId, code: RefusalCode, now: Instant) {
+    pub(super) fn end_wait(&mut self, id: ConnectionId, code: RefusalCode) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         match std::mem::take(&mut connection.request) {
-            Request::Parts(key) => self.parts_late(id, &key, code, now),
+            Request::Parts(key) => self.parts_late(id, &key, code),
             Request::Object(waiting) => self.object_late(id, &waiting, code),
             other => connection.request = other,
         }

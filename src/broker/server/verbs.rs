@@ -1,6 +1,6 @@
 //! Which message comes when, and what is done then.
 
-use std::{os::fd::OwnedFd, process, time::Instant};
+use std::{os::fd::OwnedFd, process};
 
 use super::{ConnectionId, connection::Request, reactor::Reactor};
 use crate::{
@@ -48,7 +48,7 @@ impl Reactor {
             }
             Message::Stop(_) => {
                 if matches!(connection.request, Request::Parts(_) | Request::Object(_)) {
-                    self.end_wait(id, RefusalCode::Stopped, Instant::now());
+                    self.end_wait(id, RefusalCode::Stopped);
                 }
             }
             Message::Received(_) => match connection.acknowledged() {
