@@ -61,7 +61,7 @@ impl Keeper {
 }
 
 /// A point in what was sent to the store: [`Store::has_kept`] says whether everything before it is there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(super) struct Mark(u64);
 
 /// The server's end of the store. It never blocks: what the socket does not take waits here.
@@ -271,6 +271,11 @@ impl Store {
     /// The point behind everything that was told it so far.
     pub(super) fn mark(&self) -> Mark {
         Mark(self.queued)
+    }
+
+    /// Whether everything before a point was sent.
+    pub(super) fn has_sent(&self, mark: Mark) -> bool {
+        self.keeper == Keeper::None || self.sent >= mark.0
     }
 
     /// Whether everything before a point is kept.
