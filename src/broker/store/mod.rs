@@ -6,6 +6,7 @@
 //! | 1 to 4 digits and lower-case letters | a segment or a table, by its number |
 //! | `SOCK` | the listening socket |
 //! | `CAT0`, `CAT1` | the catalogue, and the memfd that the next one is written to |
+//! | `D` and two digits | the node of a device, held open |
 //! | `LIFE` | a pipe that ends with the supervisor, or the server (never stored) |
 //! | `NTFY` | the supervisor's own end of the protocol (never stored) |
 
