@@ -263,6 +263,17 @@ unsafe impl Verbs for Faulty {
         Ok(())
     }
 
+    fn replace(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
+        self.meet("replace")?;
+        let known = self.ledger().mappings.remove(&address);
+        let answer = self.inner.replace(address, size, handle);
+        // The host backend says which mappings there are: after a failure it may be this one or none.
+        if answer.is_ok() || self.inner.extent(0, address).is_ok() {
+            self.ledger().mappings.extend(known.map(|size| (address, size)));
+        }
+        answer
+    }
+
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
         self.meet("unmap")?;
         let inside = |start: u64| start >= address && start - address < size;
