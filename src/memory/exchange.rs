@@ -9,7 +9,6 @@ use crate::error::{Error, MemoryError, Result};
 /// memory. Dropping it releases and closes them.
 #[derive(Debug)]
 pub(crate) struct Spare {
-    start: u64,
     size: u64,
     immutable: bool,
     node: Option<i32>,
@@ -23,13 +22,7 @@ impl Spare {
     /// [`Error::Driver`]; [`Error::Misuse`] for memory that is not of segments. Driver calls: `cuMemUnmap`, `cuMemAddressFree`.
     pub(crate) fn of(mut memory: Imported, segments: Remains) -> Result<Self> {
         memory.mapping()?.unmap()?;
-        let (start, size) = (memory.start(), memory.size());
-        Ok(Self { start, size, immutable: memory.immutable, node: memory.node, segments })
-    }
-
-    /// Where it begins, in bytes of the owner's.
-    pub(crate) fn start(&self) -> u64 {
-        self.start
+        Ok(Self { size: memory.size(), immutable: memory.immutable, node: memory.node, segments })
     }
 
     fn map(&self, mapping: &mut Mapping) -> Result<()> {

@@ -6,7 +6,7 @@ use std::{
     time::SystemTime,
 };
 
-use super::lease::{Hold, Lease, LeasedPart, Object, ObjectPart, about_its_version};
+use super::lease::{Hold, Lease, LeasedPart, Object, ObjectPart, about_its_version, check_backend};
 use crate::{
     error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
     memory::{Description, Device, Imported, Place, Region, Spare, exchange},
@@ -31,7 +31,6 @@ pub struct Prepared {
     owner: Owner,
     metadata: Option<Attached>,
     parts: Vec<PreparedPart>,
-    /// Before the handles and descriptors are released, which takes longer.
     hold: Option<Hold>,
     /// The layout that it was compared with.
     fits: Layout,
@@ -146,6 +145,9 @@ impl Object {
     /// Driver calls, for each piece: those of [`Imported::open`](crate::memory::Imported::open), `cuMemUnmap`, `cuMemAddressFree`.
     pub fn prepare(&self, lease: Lease) -> Result<Prepared> {
         let Lease { hold, name, version, id, created, owner, metadata, mut parts, backend } = lease;
+        if let Some(piece) = self.parts.iter().find_map(|part| part.memory.first()) {
+            check_backend(&name, &backend, piece.device().driver())?;
+        }
         let here = || format!("version {} of `{}`", self.version, self.name);
         let problems = |problems: Vec<String>| {
             let more = problems.len().saturating_sub(LISTED);
@@ -169,7 +171,7 @@ impl Object {
             // It was found above.
             let Some(at) = parts.iter().position(|next| next.name == part.name) else { continue };
             let next = parts.swap_remove(at);
-            prepared.push(PreparedPart::of(next, part, &name, &backend).inspect_err(|error| hold.report(error))?);
+            prepared.push(PreparedPart::of(next, part).inspect_err(|error| hold.report(error))?);
         }
         let (hold, fits) = (Some(hold), self.layout.clone());
         Ok(Prepared { name, version, id, created, owner, metadata, parts: prepared, hold, fits, layout })
@@ -302,12 +304,11 @@ fn only_owners<'a>(part: &str, memory: &'a mut [Arc<Imported>]) -> Result<Vec<&'
 
 impl PreparedPart {
     /// Imports a part for the device that uses the memory in whose place it is to be.
-    fn of(next: LeasedPart, part: &ObjectPart, name: &str, backend: &str) -> Result<Self> {
+    fn of(next: LeasedPart, part: &ObjectPart) -> Result<Self> {
         let LeasedPart { description, digest, arrays, runs, .. } = next;
         let mut spares = Vec::with_capacity(runs.len());
         for (run, piece) in runs.into_iter().zip(&part.memory) {
             let (driver, device) = (piece.device().driver(), piece.device());
-            super::lease::check_backend(name, backend, driver)?;
             let device = Device::for_memory_of(driver, &description.device, Some(device))?;
             let (memory, segments) = run.map(&device, &description)?;
             spares.push(Spare::of(memory, segments)?);

@@ -27,6 +27,8 @@ use super::Inode;
 pub(crate) enum Fault {
     /// The nth from now, of those that take something or work with it. What gives back does not count.
     Nth(u64),
+    /// That one and all such calls after it.
+    From(u64),
     /// Every call of this verb.
     Verb(&'static str),
 }
@@ -160,7 +162,11 @@ impl Faulty {
                 *left = left.wrapping_sub(1);
                 *left == 0
             }
-            Fault::Nth(_) => false,
+            Fault::From(left) if !GIVE_BACK.contains(&verb) => {
+                *left = left.saturating_sub(1);
+                *left == 0
+            }
+            Fault::Nth(_) | Fault::From(_) => false,
             Fault::Verb(name) => *name == verb,
         };
         if !fails {
