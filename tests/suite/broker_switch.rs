@@ -229,6 +229,8 @@ fn segments_may_be_cut_otherwise_and_data_and_arrays_added(subject: Subject) {
     put_of(&client, &subject, SIZE - 100, Some(2 * MIB), 1, vec![entry("w", 16, 0)]);
     let mut object = open(&client, &subject, &newest());
     let before = addresses(&object);
+    // From the first look for an array on it is known where they are in the table.
+    assert_eq!(value(&object), 1);
     put_of(&client, &subject, SIZE, None, 2, vec![entry("new", 4, SIZE - 4), entry("w", 16, 0)]);
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     let old = object.switch(next).unwrap();
@@ -555,6 +557,15 @@ fn no_other_reservation_gets_the_addresses_of_a_parked_object(subject: Subject) 
     assert_eq!((value(&object), addresses(&object)[0]), (2, start));
 }
 
+/// Ends another thread, also when this one panics.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// A thread that takes any of the addresses the moment they are free finds that they never are, in switches and while the object is
 /// parked.
 #[test]
@@ -582,10 +593,11 @@ fn the_addresses_are_never_free() {
                 tries.fetch_add(1, Ordering::Relaxed);
             }
         });
+        let end = End(&done);
         let mut other = object.prepare(client.get(&newest()).unwrap()).unwrap();
         let before = tries.load(Ordering::Relaxed);
         // Until it has tried often, in each of the states.
-        while tries.load(Ordering::Relaxed) < before + 2000 && !thief.is_finished() {
+        while tries.load(Ordering::Relaxed) < before + 50_000 && !thief.is_finished() {
             for _ in 0..20 {
                 other = object.switch(other).unwrap();
             }
@@ -593,7 +605,7 @@ fn the_addresses_are_never_free() {
             object.unpark(client.get(&newest()).unwrap()).unwrap();
             other = object.prepare(client.get(&newest()).unwrap()).unwrap();
         }
-        done.store(true, Ordering::Relaxed);
+        drop(end);
         thief.join().unwrap();
     });
     assert_eq!(value(&object), 2);
@@ -614,11 +626,12 @@ fn on_the_host_a_reader_by_address_finds_one_version_or_the_other() {
                 seen[usize::from(byte[0]) % 3].fetch_add(1, Ordering::Relaxed);
             }
         });
+        let end = End(&done);
         let mut other = object.prepare(client.get(&newest()).unwrap()).unwrap();
         while seen[1..].iter().any(|count| count.load(Ordering::Relaxed) < 1000) && !reader.is_finished() {
             other = object.switch(other).unwrap();
         }
-        done.store(true, Ordering::Relaxed);
+        drop(end);
         reader.join().unwrap();
     });
     assert_eq!(seen[0].load(Ordering::Relaxed), 0);

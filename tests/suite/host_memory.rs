@@ -353,13 +353,20 @@ fn memory_takes_the_place_of_other_memory_in_one_step_with_its_access() {
     assert_eq!(code(verbs.replace(address + unit, unit, two)), code::INVALID_VALUE, "a window is open");
     drop(window);
     assert_eq!((byte().unwrap(), subject.live().mappings), (1, 1));
-    // Sealed memory takes no place that can be written.
     verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadWrite)).unwrap();
+    verbs.replace(address + unit, unit, two).unwrap();
+    verbs.copy_in(0, address + unit, &[4]).unwrap();
+    verbs.replace(address + unit, unit, one).unwrap();
+    assert_eq!(byte().unwrap(), 1);
+    verbs.replace(address + unit, unit, two).unwrap();
+    assert_eq!(byte().unwrap(), 4);
+    verbs.replace(address + unit, unit, one).unwrap();
+    // Sealed memory takes no place that can be written.
     assert!(verbs.seal(two).unwrap());
     assert_eq!(code(verbs.replace(address + unit, unit, two)), code::INVALID_VALUE);
     verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadOnly)).unwrap();
     verbs.replace(address + unit, unit, two).unwrap();
-    assert_eq!(byte().unwrap(), 2);
+    assert_eq!(byte().unwrap(), 4);
     assert_eq!(code(verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadWrite))), code::INVALID_VALUE);
     verbs.release(one).unwrap();
     assert_eq!(code(verbs.replace(address + unit, unit, one)), code::INVALID_VALUE, "a handle that was released");
