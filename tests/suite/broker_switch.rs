@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "mapping over addresses that are reserved")]
 
 use std::{
+    any::Any,
     num::NonZeroUsize,
     sync::{
         Arc,
@@ -293,7 +294,8 @@ fn what_does_not_fit_is_refused_with_every_difference(subject: Subject) {
 fn memory_that_is_still_used_is_not_exchanged(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let live = subject.live();
-    let users: [fn(&Object) -> Box<dyn std::any::Any>; 3] = [
+    type User = fn(&Object) -> Box<dyn Any>;
+    let users: [User; 3] = [
         |object| Box::new(object.array("w").unwrap()),
         |object| Box::new(Arc::clone(object.parts()[0].memory().unwrap())),
         |object| Box::new(Arc::downgrade(&object.parts()[0].pieces()[0])),
