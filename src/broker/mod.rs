@@ -55,8 +55,8 @@ pub(crate) mod supervisor;
 mod table;
 
 pub use self::client::{
-    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
-    PutPart,
+    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart,
+    Prepared, Put, PutPart,
 };
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 #[cfg(feature = "internals")]

@@ -4,6 +4,7 @@ mod connection;
 mod get;
 mod lease;
 mod put;
+mod switch;
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -17,6 +18,7 @@ pub use self::{
     get::{Claim, ClaimOf, Found, Get},
     lease::{Lease, LeasedPart, Object, ObjectPart},
     put::{Condition, Put, PutPart},
+    switch::Prepared,
 };
 use super::name::check_name;
 use crate::{
