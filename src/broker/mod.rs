@@ -54,7 +54,7 @@ mod table;
 
 pub use self::client::{
     Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
-    PutPart,
+    PutPart, Watch, WatchPlace, Watched,
 };
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 #[cfg(feature = "tools")]
@@ -62,6 +62,6 @@ pub(crate) use self::table::read as read_table;
 #[cfg(feature = "internals")]
 pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
 pub use crate::wire::broker::{
-    ArrayEntry, Attached, DeviceBytes, HeldLease, Lifetime, Maker, Owner, PartInfo, Published, ReportInfo, Summary,
-    UserTotal, VersionInfo,
+    ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldLease, Lifetime, Maker, Measured as Metrics,
+    Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary, UserTotal, VersionInfo,
 };

@@ -3,7 +3,9 @@
 mod connection;
 mod get;
 mod lease;
+mod metrics;
 mod put;
+mod watch;
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -17,6 +19,7 @@ pub use self::{
     get::{Claim, ClaimOf, Found, Get},
     lease::{Lease, LeasedPart, Object, ObjectPart},
     put::{Condition, Put, PutPart},
+    watch::{Watch, WatchPlace, Watched},
 };
 use super::name::check_name;
 use crate::{
