@@ -118,7 +118,7 @@ fn measured() -> Metrics {
 
 /// The whole of what a broker with those figures is served as.
 const PLAIN: &str = "\
-# HELP vmmfd_up Whether the broker answers.
+# HELP vmmfd_up Whether the broker answers
 # TYPE vmmfd_up gauge
 vmmfd_up 1
 ";
@@ -150,9 +150,9 @@ fn figures_are_served_in_the_format_that_the_client_takes() {
         ("vmmfd_claimed_bytes{device=\"GPU-00112233-4455-6677-8899-aabbccddeeff\",uid=\"1000\"}", 1_073_741_824.0),
         ("vmmfd_descriptors{state=\"used\"}", 40.0),
         ("vmmfd_descriptors{state=\"allowed\"}", 1000.0),
-        // What would end the label early is replaced.
-        ("vmmfd_stored_descriptors{store=\"systemd__\",state=\"used\"}", 7.0),
-        ("vmmfd_stored_descriptors{store=\"systemd__\",state=\"allowed\"}", 26_000.0),
+        // What would end the label early is replaced, a line's end as in every message.
+        ("vmmfd_stored_descriptors{store=\"systemd_ \",state=\"used\"}", 7.0),
+        ("vmmfd_stored_descriptors{store=\"systemd_ \",state=\"allowed\"}", 26_000.0),
         ("vmmfd_start_time_seconds", 1_700_000_000.5),
         ("vmmfd_restarts_total", 2.0),
         ("vmmfd_requests_total{verb=\"get\",outcome=\"ok\"}", 10.0),

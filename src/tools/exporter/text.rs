@@ -133,7 +133,7 @@ impl Collector for Figures {
             MetricType::Histogram,
         )?;
         for of in &metrics.durations {
-            let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6).chain([f64::MAX]);
+            let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
             let buckets: Vec<(f64, u64)> = bounds.zip(of.counts.iter().copied()).collect();
             let count = of.counts.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
             let labels = [("verb", label(&of.verb))];
