@@ -5,7 +5,7 @@ use std::{
     path::Path,
     process,
     sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crate::{
@@ -166,8 +166,21 @@ impl AsFd for Connection {
 impl Exchange<'_> {
     /// Waits for the next message of the answer. A refusal is an error, after which the connection can be used again.
     pub(super) fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
+        self.receive_by(None, purpose)
+    }
+
+    /// The same until a deadline. With [`PeerError::Timeout`] the request stays as it is: more may be waited for.
+    pub(super) fn receive_until(
+        &mut self,
+        deadline: Instant,
+        purpose: &'static str,
+    ) -> Result<(Message, Vec<OwnedFd>)> {
+        self.receive_by(Some(deadline), purpose)
+    }
+
+    fn receive_by(&mut self, until: Option<Instant>, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
         loop {
-            let deadline = deadline_after(self.patience);
+            let deadline = until.unwrap_or_else(|| deadline_after(self.patience));
             let record = self.connection.socket.receive_by(&mut self.incoming, deadline, purpose)?;
             let message = Message::decode(&self.incoming[..record.length], record.fds.len())?;
             tracing::debug!(kind = message.name(), fds = record.fds.len(), "from the broker");

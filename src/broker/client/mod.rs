@@ -3,8 +3,10 @@
 mod connection;
 mod get;
 mod lease;
+mod metrics;
 mod put;
 mod switch;
+mod watch;
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -19,6 +21,7 @@ pub use self::{
     lease::{Lease, LeasedPart, Object, ObjectPart},
     put::{Condition, Put, PutPart},
     switch::Prepared,
+    watch::{Watch, WatchPlace, Watched},
 };
 use super::name::check_name;
 use crate::{
