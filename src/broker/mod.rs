@@ -53,8 +53,8 @@ mod server;
 mod table;
 
 pub use self::client::{
-    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
-    PutPart,
+    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, LossReason, Lost, Object, ObjectInfo,
+    ObjectPart, Put, PutPart, Restored,
 };
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 #[cfg(feature = "tools")]

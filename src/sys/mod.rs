@@ -1,12 +1,14 @@
 //! System calls that no crate here wraps, each behind a safe function. The only place outside `driver/` with `unsafe`.
 #![allow(unsafe_code)]
 
+mod descriptor;
 mod file;
 mod socket;
 
 #[cfg(test)]
 pub(crate) use self::file::tests::without_kcmp;
 pub(crate) use self::{
+    descriptor::replace,
     file::kcmp,
     socket::{peer_groups, unread},
 };
