@@ -54,8 +54,6 @@ pub(super) struct Connection {
     pub(super) handlers: Mutex<Handlers>,
     /// Whether it works, as far as is known.
     pub(super) up: AtomicBool,
-    /// How often it was made: what a request that goes on was sent on tells whether it is to be sent again.
-    pub(super) made: AtomicU64,
     /// How often a wait was to end.
     stops: AtomicU64,
     /// The thread that notices that it broke; `None` if there could be none.
@@ -106,7 +104,6 @@ impl Connection {
             holdings: Mutex::new(Holdings { instance, ..Holdings::default() }),
             handlers: Mutex::default(),
             up: AtomicBool::new(true),
-            made: AtomicU64::new(1),
             stops: AtomicU64::new(0),
             watcher: OnceLock::new(),
         }
@@ -121,7 +118,8 @@ impl Connection {
     /// thread's request has not been answered.
     ///
     /// If the connection breaks it is made again, within the timeout from then on, and `request` is called again, with what is left of
-    /// the wait. So it must be one that does nothing twice.
+    /// the wait. So it must be one that does nothing twice; one with several answers that goes on, as a watch does, keeps
+    /// what came outside of `request`, which asks for what follows.
     pub(super) fn request<T>(
         &self,
         wait: Duration,
@@ -147,48 +145,6 @@ impl Connection {
             tries += 1;
             left = wait.saturating_sub(begun.elapsed());
             stops = Some(before);
-        }
-    }
-
-    /// The next record of an answer that goes on without end, as that of `watch`; `None` if none comes within `wait`. `subscribe` is
-    /// the request that goes on behind what was received last. It is sent if it was not sent on this connection, which `sent_on`
-    /// keeps (0 at first): so also when the connection was made again.
-    ///
-    /// No other request may be made on the connection before the answer has ended.
-    #[expect(dead_code, reason = "for requests with answers that go on")]
-    pub(super) fn follow(
-        &self,
-        sent_on: &mut u64,
-        wait: Duration,
-        subscribe: impl Fn() -> Message,
-    ) -> Result<Option<Message>> {
-        self.check_fork()?;
-        let mut incoming = lock(&self.incoming);
-        let (begun, deadline, mut tries) = (Instant::now(), deadline_after(wait), 0);
-        loop {
-            let made = self.made.load(Ordering::Acquire);
-            let patience = deadline.saturating_duration_since(Instant::now());
-            let mut exchange =
-                Exchange { connection: self, incoming: &mut incoming, patience, stops: None, finished: false };
-            let sent = if *sent_on == made { Ok(()) } else { exchange.send_first(&subscribe(), &[]) };
-            let received = sent.and_then(|()| {
-                *sent_on = made;
-                exchange.receive("for what happens next")
-            });
-            let error = match received {
-                Ok((message, _)) => {
-                    exchange.finished = true;
-                    return Ok(Some(message));
-                }
-                Err(Error::Peer(PeerError::Timeout { .. })) => {
-                    exchange.finished = true;
-                    return Ok(None);
-                }
-                Err(error) => error,
-            };
-            drop(exchange);
-            self.make_again(&mut incoming, error, tries, begun, wait)?;
-            tries += 1;
         }
     }
 

@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, HashSet},
     os::fd::{AsFd, OwnedFd},
+    panic::{self, AssertUnwindSafe},
     path::{Path, PathBuf},
     process,
     sync::{Arc, atomic::Ordering},
@@ -178,7 +179,6 @@ impl Connection {
         self.socket.replace(&socket)?;
         drop(socket);
         *lock(&self.peer) = peer;
-        self.made.fetch_add(1, Ordering::AcqRel);
         let taken = self.take_up(&instance, incoming);
         match &taken {
             Ok(()) => self.up.store(true, Ordering::Release),
@@ -331,9 +331,13 @@ impl Connection {
             (std::mem::take(&mut handlers.due), handlers.lost.clone(), handlers.restored.clone())
         };
         for notice in due {
-            match notice {
-                Notice::Lost(notice) => lost.iter().for_each(|call| call(&notice)),
-                Notice::Restored(notice) => restored.iter().for_each(|call| call(&notice)),
+            // This thread has more to do.
+            let called = panic::catch_unwind(AssertUnwindSafe(|| match &notice {
+                Notice::Lost(notice) => lost.iter().for_each(|call| call(notice)),
+                Notice::Restored(notice) => restored.iter().for_each(|call| call(notice)),
+            }));
+            if called.is_err() {
+                tracing::error!("a handler of a lease's loss or return panicked");
             }
         }
     }
