@@ -181,14 +181,17 @@ impl Connection {
         *lock(&self.peer) = peer;
         let taken = self.take_up(&instance, incoming);
         match &taken {
-            Ok(()) => self.up.store(true, Ordering::Release),
+            Ok(_) => self.up.store(true, Ordering::Release),
             Err(_) => self.broke(),
         }
+        // What they are called with is so by then.
+        let taken = taken.map(|notices| lock(&self.handlers).add(notices));
         self.wake_watcher();
         taken
     }
 
-    fn take_up(&self, instance: &str, incoming: &mut Vec<u8>) -> Result<()> {
+    /// Returns what becomes of the leases.
+    fn take_up(&self, instance: &str, incoming: &mut Vec<u8>) -> Result<Vec<Notice>> {
         let (another, leases, puts) = {
             let holdings = lock(&self.holdings);
             let leases: Vec<Arc<Held>> = holdings.leases.values().cloned().collect();
@@ -235,8 +238,7 @@ impl Connection {
             // The broker ignores one that it does not know.
             self.send(&Message::Release(Release { token }), &[])?;
         }
-        lock(&self.handlers).add(notices);
-        Ok(())
+        Ok(notices)
     }
 
     /// Takes leases and puts up. Returns those that the broker does not know.
