@@ -3,6 +3,7 @@
 
 mod descriptor;
 mod file;
+mod process;
 mod socket;
 
 #[cfg(test)]
@@ -10,6 +11,7 @@ pub(crate) use self::file::tests::without_kcmp;
 pub(crate) use self::{
     descriptor::replace,
     file::kcmp,
+    process::{Program, take_passed},
     socket::{peer_groups, unread},
 };
 
