@@ -248,7 +248,7 @@ pub(crate) struct Importing {
 /// What is left of segments that are mapped: their handles and descriptors, which the memory does not need. Dropping it
 /// releases and closes them.
 #[derive(Debug, Default)]
-pub(crate) struct Remains(Vec<(Allocation, OwnedFd)>);
+pub(crate) struct Remains(Vec<(Allocation, Arc<OwnedFd>)>);
 
 #[cfg(feature = "broker")]
 impl Remains {
@@ -294,13 +294,14 @@ impl Importing {
     /// Those of [`Imported::open`].
     ///
     /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemAddressReserve` the first time, `cuMemMap`.
-    pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<OwnedFd>) -> Result<()> {
+    pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<impl Into<Arc<OwnedFd>>>) -> Result<()> {
         if sizes.len() != fds.len() {
             return nonsense(format!("{} segments came with {} descriptors", sizes.len(), fds.len()));
         }
         self.remains.0.clear();
         self.remains.0.reserve_exact(fds.len());
         for (&size, fd) in sizes.iter().zip(fds) {
+            let fd: Arc<OwnedFd> = fd.into();
             let before = self.mapping.as_ref().map_or(0, Region::size);
             let fits = before.checked_add(size).is_some_and(|end| end <= self.part.size);
             if self.taken == self.part.segments || !fits {

@@ -12,6 +12,7 @@ mod broker_limits;
 mod broker_pages;
 mod broker_parts;
 mod broker_process;
+mod broker_reconnect;
 mod broker_replace;
 mod broker_stress;
 mod broker_switch;

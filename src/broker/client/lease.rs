@@ -4,10 +4,15 @@ use std::{
     collections::HashMap,
     os::fd::OwnedFd,
     sync::{Arc, OnceLock},
+    thread,
     time::{Duration, SystemTime},
 };
 
-use super::{connection::Connection, get::release, switch::Layout};
+use super::{
+    connection::Connection,
+    holdings::{Held, Whole, WholePart},
+    switch::Layout,
+};
 use crate::{
     broker::table,
     driver::{Access, Driver},
@@ -17,7 +22,7 @@ use crate::{
         Check,
         broker::{
             ArrayEntry, Attached, LeaseHeader, MAX_ARRAYS, MAX_METADATA, MAX_TABLE, Message, Owner, Report, Table,
-            Token, read_arrays,
+            read_arrays,
         },
     },
 };
@@ -64,7 +69,7 @@ macro_rules! about_its_version {
 pub(super) use about_its_version;
 
 /// A hold on a version of an object: the broker keeps it, and counts this process among its readers. It ends when it is dropped,
-/// and with the connection.
+/// and with the connection. Where the broker is restarted it goes on: see [`Client`](super::Client).
 ///
 /// It has the descriptors of what was asked for, and maps nothing: [`Lease::open`] does.
 #[derive(Debug)]
@@ -84,12 +89,12 @@ pub struct Lease {
 #[derive(Debug)]
 pub(super) struct Hold {
     pub(super) connection: Arc<Connection>,
-    token: Token,
+    held: Arc<Held>,
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        release(&self.connection, self.token, "the lease");
+        self.connection.release(self.held.token, "the lease");
     }
 }
 
@@ -107,7 +112,8 @@ pub struct LeasedPart {
 #[derive(Debug)]
 pub(super) struct Run {
     pub(super) part: Part,
-    pub(super) segments: Vec<(u64, OwnedFd)>,
+    /// Shared with what offers the version back to a broker that has lost it.
+    pub(super) segments: Vec<(u64, Arc<OwnedFd>)>,
 }
 
 impl Lease {
@@ -117,14 +123,14 @@ impl Lease {
         tables: Vec<OwnedFd>,
         segments: Vec<(u64, OwnedFd)>,
     ) -> Result<Self> {
-        let hold = Hold { connection: Arc::clone(connection), token: header.token };
         let LeaseHeader { name, version, id, created_ms, owner, backend, metadata, .. } = header;
         let mut tables = tables.into_iter();
         let metadata = metadata.map(|table| text_of(table, &mut tables, MAX_METADATA)).transpose()?;
         let metadata = metadata.map(Attached::from_text).transpose();
         let metadata =
             metadata.map_err(|error| ProtocolError::Content(format!("the metadata is not JSON: {error}")))?;
-        let (mut parts, mut segments) = (Vec::with_capacity(header.parts.len()), segments.into_iter());
+        let segments = segments.into_iter().map(|(size, fd)| (size, Arc::new(fd)));
+        let (mut parts, mut segments) = (Vec::with_capacity(header.parts.len()), segments);
         for part in header.parts {
             let description: Description = part.memory.try_into()?;
             let arrays = part.arrays.map(|table| text_of(table, &mut tables, MAX_TABLE)).transpose()?;
@@ -136,12 +142,31 @@ impl Lease {
             let (runs, arrays) = (runs.collect(), Arc::new(arrays));
             parts.push(LeasedPart { name: part.name, description, digest: part.digest, arrays, runs });
         }
+        let whole = header.whole.then(|| Whole {
+            backend: backend.clone(),
+            created_ms,
+            owner,
+            metadata: metadata.clone(),
+            mode: header.mode,
+            lifetime: header.lifetime,
+            keep: header.keep,
+            parts: parts.iter().map(LeasedPart::whole).collect(),
+        });
+        let held = Arc::new(Held::new(header.token, name.clone(), version, id.clone(), whole));
+        connection.hold(&held);
+        let hold = Hold { connection: Arc::clone(connection), held };
         let created = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(created_ms));
         let created = created.unwrap_or(SystemTime::UNIX_EPOCH);
         Ok(Self { hold, name, version, id, created, owner, backend, metadata, parts })
     }
 
     about_its_version!();
+
+    /// Whether the broker counts this process among the readers, as far as is known: not between a break of the connection and the
+    /// moment when the lease was taken up again, not if it is [lost](super::Client::on_lost), and not in a fork. Does not block.
+    pub fn is_held(&self) -> bool {
+        self.hold.is_held()
+    }
 
     /// The backend of its memory: `cuda` or `host`.
     pub fn backend(&self) -> &str {
@@ -201,12 +226,17 @@ impl Lease {
 }
 
 impl Hold {
+    /// Whether the broker counts it, as far as is known.
+    fn is_held(&self) -> bool {
+        self.connection.counts(&self.held)
+    }
+
     /// Reports memory that is not as claimed.
     pub(super) fn report(&self, error: &Error) {
         let lacks_memory = matches!(error, Error::Driver { code: code::OUT_OF_MEMORY, .. });
         let blamed = matches!(error, Error::Peer(_) | Error::Driver { .. }) && !lacks_memory;
         if blamed {
-            let report = Report { token: self.token, message: error.in_full() };
+            let report = Report { token: self.held.token, message: error.in_full() };
             // A report that does not arrive changes nothing here.
             let _ = self.connection.send(&Message::Report(report), &[]);
         }
@@ -236,7 +266,19 @@ impl LeasedPart {
 
     /// The segments, each with its size in bytes and its descriptor, which the caller then owns: to import them by other means.
     pub fn into_segments(self) -> Vec<(u64, OwnedFd)> {
-        self.runs.into_iter().flat_map(|run| run.segments).collect()
+        self.runs.into_iter().flat_map(|run| run.segments).map(|(size, fd)| (size, owned(fd))).collect()
+    }
+
+    /// What it takes to offer it back.
+    fn whole(&self) -> WholePart {
+        let segments = self.runs.iter().flat_map(|run| &run.segments);
+        WholePart {
+            name: self.name.clone(),
+            description: self.description.clone(),
+            digest: self.digest.clone(),
+            arrays: Arc::clone(&self.arrays),
+            segments: segments.map(|(size, fd)| (*size, Arc::downgrade(fd))).collect(),
+        }
     }
 
     fn map(self, device: &Device) -> Result<ObjectPart> {
@@ -255,7 +297,7 @@ impl Run {
     /// Maps it at addresses of the driver's choice. Also returns the handles and descriptors.
     pub(super) fn map(self, device: &Device, description: &Description) -> Result<(Imported, Remains)> {
         let mut importing = Importing::begin(device, description, &self.part, Access::ReadOnly)?;
-        let (sizes, fds): (Vec<u64>, Vec<OwnedFd>) = self.segments.into_iter().unzip();
+        let (sizes, fds): (Vec<u64>, Vec<Arc<OwnedFd>>) = self.segments.into_iter().unzip();
         importing.take(&sizes, fds)?;
         importing.finish()
     }
@@ -281,6 +323,11 @@ pub struct Object {
 
 impl Object {
     about_its_version!();
+
+    /// Whether the broker counts this process among the readers: see [`Lease::is_held`].
+    pub fn is_held(&self) -> bool {
+        self.hold.as_ref().is_some_and(Hold::is_held)
+    }
 
     /// The parts that were asked for.
     pub fn parts(&self) -> &[ObjectPart] {
@@ -404,6 +451,21 @@ pub(super) fn check_backend(name: &str, backend: &str, driver: &Driver) -> Resul
     }
     let message = format!("the memory of `{name}` is on backend {backend}, and this process uses {own}");
     Err(Error::Peer(crate::error::PeerError::Mismatch { code: crate::error::ErrorCode::Backend, message }))
+}
+
+/// The descriptor, or one of its own while it is being offered back.
+fn owned(mut fd: Arc<OwnedFd>) -> OwnedFd {
+    loop {
+        fd = match Arc::try_unwrap(fd) {
+            Ok(fd) => return fd,
+            Err(shared) => match shared.try_clone() {
+                Ok(fd) => return fd,
+                // There is none left. An offer takes no longer than a put.
+                Err(_) => shared,
+            },
+        };
+        thread::yield_now();
+    }
 }
 
 fn no_array(name: &str) -> Error {

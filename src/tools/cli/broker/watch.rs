@@ -98,6 +98,7 @@ fn kind_name(kind: EventKind) -> &'static str {
         EventKind::Reported => "reported",
         EventKind::Leased => "leased",
         EventKind::Ended => "ended",
+        EventKind::Unknown => "unknown",
     }
 }
 
