@@ -62,10 +62,7 @@ pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 #[cfg(feature = "internals")]
 pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
 #[cfg(feature = "tools")]
-pub(crate) use self::{
-    store::{Keeper, Kept},
-    table::read as read_table,
-};
+pub(crate) use self::{store::Kept, table::read as read_table};
 pub use crate::wire::broker::{
     ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldLease, Lifetime, Maker, Measured as Metrics,
     Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary, UserTotal, VersionInfo,

@@ -123,12 +123,27 @@ impl Listener {
     }
 
     /// As [`Listener::from_fd`], of one that [`Listener::bind`] made at this path in another process: its own name is that of before
-    /// the file was renamed.
+    /// the file was renamed. `None` if the file does not lead to it any more. Leaves a connection to be accepted that ends at once.
+    ///
+    /// # Errors
+    /// Those of [`Listener::from_fd`] and [`Listener::check_free`].
     #[cfg(feature = "broker")]
-    pub(crate) fn take_over(socket: OwnedFd, path: &Path) -> Result<Self> {
+    pub(crate) fn take_over(socket: OwnedFd, path: &Path) -> Result<Option<Self>> {
+        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
         let mut listener = Self::from_fd(socket)?;
         path.clone_into(&mut listener.path);
-        Ok(listener)
+        match attempt(path)? {
+            Attempt::Connected(_) => {
+                let mut fds = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
+                // Clients that came in the meantime look the same: then the file leads here too.
+                if poll(&mut fds, PollTimeout::ZERO) == Ok(1) {
+                    return Ok(Some(listener));
+                }
+                Self::check_free(path).map(|()| None)
+            }
+            Attempt::Full => Ok(Some(listener)),
+            Attempt::Denied | Attempt::Absent => Ok(None),
+        }
     }
 
     /// Has the file stay when this is dropped.

@@ -131,11 +131,17 @@ impl Program {
         }
     }
 
-    /// Executes it in place of this program. Returns only if that fails; then descriptors of this process may have other numbers: the
-    /// caller must end.
-    pub(crate) fn execute(self) -> io::Error {
+    /// Executes it in place of this program; if that fails, another one in the same way. Returns only if that fails too; then
+    /// descriptors of this process have other numbers: the caller must end.
+    pub(crate) fn execute(self, or_else: &OsStr) -> io::Error {
         let mut image = Image::of(self);
-        io::Error::from_raw_os_error(image.execute())
+        let error = io::Error::from_raw_os_error(image.execute());
+        if let Ok(path) = CString::new(or_else.as_bytes()) {
+            image.program.path = path;
+            // SAFETY: as in `Image::execute`, which has made everything ready.
+            unsafe { libc::execve(image.program.path.as_ptr(), image.arguments.as_ptr(), image.environment.as_ptr()) };
+        }
+        error
     }
 }
 
@@ -214,23 +220,27 @@ impl Image {
     fn number(&mut self) -> Result<(), i32> {
         let fds = &mut self.program.fds;
         let above = FIRST + fds.len() as RawFd;
-        // SAFETY, of all calls: integers, of descriptors that this process has; no memory is read or written.
         let check = |result: RawFd| if result < 0 { Err(last_errno()) } else { Ok(result) };
         if self.report >= 0 && self.report < above {
+            // SAFETY: an integer; no memory is read or written.
             self.report = check(unsafe { libc::fcntl(self.report, libc::F_DUPFD_CLOEXEC, above) })?;
         }
         for at in 0..fds.len() {
             let number = FIRST + at as RawFd;
             if fds[at] == number {
+                // SAFETY: an integer; no memory is read or written.
                 check(unsafe { libc::fcntl(number, libc::F_SETFD, 0) })?;
                 continue;
             }
             if let Some(other) = self.holders[at].filter(|other| *other > at) {
+                // SAFETY: an integer; no memory is read or written.
                 fds[other] = check(unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, above) })?;
             }
+            // SAFETY: integers. What had this number is of no use any more, or was moved above.
             check(unsafe { libc::dup2(fds[at], number) })?;
             // One that lies in the range is another's place, which is overwritten in its turn.
             if fds[at] >= above {
+                // SAFETY: an integer. What owns the descriptor in this process is not run any more.
                 unsafe { libc::close(fds[at]) };
             }
         }

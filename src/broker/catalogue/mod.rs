@@ -125,6 +125,11 @@ impl Catalogue {
         self.length > self.base.saturating_mul(2).saturating_add(SLACK)
     }
 
+    /// Has it grow as much again before it should be written anew: that failed.
+    pub(in crate::broker) fn postpone(&mut self) {
+        self.base = self.length;
+    }
+
     /// Writes a log of these records alone into another memfd, whatever is in it, which then takes the place of the old one. Returns
     /// the old one. Takes as long as the records take to be written: milliseconds for each MB.
     ///

@@ -55,8 +55,8 @@ impl Unreadable {
 }
 
 impl Catalogue {
-    /// Opens a log that another process wrote, and returns its records. What was not written whole is cut off: nothing of it was
-    /// acknowledged. Reads the whole log.
+    /// Opens a log that another process wrote, or still writes, and returns its records. What was not written whole is left out: nothing
+    /// of it was acknowledged; the first [`Catalogue::append`] cuts it off. Reads the whole log, and changes nothing.
     ///
     /// # Errors
     /// [`Unreadable`]; nothing was changed.
@@ -78,11 +78,11 @@ impl Catalogue {
             }
         }
         let length = at as u64;
-        let mut catalogue =
+        let catalogue =
             Self { file, generation, length, torn: written > length, base, limit: file_limit()?, buffer: Vec::new() };
         if catalogue.torn {
+            // It is cut off before something is appended: a server may still be writing it.
             tracing::info!(bytes = written - length, "the catalogue ends with a record that was not written whole");
-            catalogue.cut()?;
         }
         Ok((catalogue, records))
     }

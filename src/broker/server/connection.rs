@@ -197,8 +197,8 @@ impl Connection {
     pub(super) fn take_back(&mut self) -> Vec<Token> {
         self.queue.retain(|record| record.descriptors() == 0);
         self.rest.clear();
-        let tokens = std::mem::take(&mut self.sending);
-        self.leases.retain(|token| !tokens.contains(token));
+        let mut tokens = std::mem::take(&mut self.sending);
+        tokens.retain(|token| self.leases.remove(token));
         tokens
     }
 
@@ -222,6 +222,9 @@ impl Connection {
                     if !fds.is_empty() {
                         self.unread += fds.len();
                         self.unread_since.get_or_insert_with(Instant::now);
+                    } else if self.unread == 0 {
+                        // It reads.
+                        self.unread_since = None;
                     }
                     self.queue.pop_front();
                 }

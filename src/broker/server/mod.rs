@@ -33,10 +33,7 @@ mod worker;
 
 use std::{
     collections::HashMap,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::fs::FileTypeExt,
-    },
+    os::fd::{AsFd, OwnedFd},
     path::Path,
     time::Duration,
 };
@@ -164,12 +161,12 @@ impl Server {
     pub(crate) fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
         let Kept { mut store, inherited } = kept;
         let Inherited { socket, catalogues, segments, devices, life, others, .. } = inherited;
-        let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
         // The store has it under its name, also if the file is gone.
         let in_store = socket.is_some();
         store.count(socket.as_ref().map(|_| Name::Socket));
-        let listener = match socket.filter(|_| is_socket) {
-            Some(socket) => Listener::take_over(socket, path)?,
+        let taken = socket.map(|socket| Listener::take_over(socket, path)).transpose()?.flatten();
+        let listener = match taken {
+            Some(listener) => listener,
             None => {
                 let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
                 let listener = Listener::bind(path, open_to_others, config.timeout, cancel)?.leave_file();
@@ -182,8 +179,14 @@ impl Server {
                 listener
             }
         };
-        others.iter().for_each(|(name, _)| store.remove_other(name));
-        let devices = devices::hold(&mut store, devices, config.hold_devices)?;
+        others.iter().filter(|(name, _)| Name::read(name).is_none()).for_each(|(name, _)| store.remove_other(name));
+        let goes_on = catalogues.iter().any(Option::is_some);
+        let devices = devices::hold(&mut store, devices, config.hold_devices).or_else(|error| {
+            // An option is no reason to keep from clients what is there.
+            if goes_on { Ok(Vec::new()) } else { Err(error) }.inspect(|_: &Vec<_>| {
+                tracing::error!("the devices can't be held open");
+            })
+        })?;
         let mut objects = Objects::restore(config.quota, store, catalogues, segments)?;
         objects.store_mut().say("READY=1");
         let path = listener.path().to_owned();

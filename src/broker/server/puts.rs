@@ -18,7 +18,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         Segments,
-        broker::{MAX_INLINE_TOGETHER, MAX_SEGMENTS, Message, Published, Put, Send},
+        broker::{MAX_INLINE_TOGETHER, MAX_SEGMENTS, Message, Published, Put, Resume, Send, Token},
     },
 };
 
@@ -78,6 +78,8 @@ pub(super) struct Draft {
     terms: Terms,
     metadata: Option<(ConnectionId, NewTable)>,
     puts: Vec<(ConnectionId, Vec<NewPart>)>,
+    /// What the clients call these puts.
+    requests: Vec<(ConnectionId, Token)>,
 }
 
 impl Draft {
@@ -124,7 +126,7 @@ fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
 impl Reactor {
     /// A put has come, with the descriptors of its tables and of its first segments.
     pub(super) fn put(&mut self, id: ConnectionId, put: Put, mut fds: Vec<OwnedFd>) {
-        if let Some(published) = self.published_before(id, &put) {
+        if let Some(published) = put.request.and_then(|request| self.published_before(id, request)) {
             self.worker.reject(fds);
             return self.reply(id, &Message::Published(published));
         }
@@ -150,9 +152,13 @@ impl Reactor {
     }
 
     /// What a put published that is sent again, since its answer was lost.
-    fn published_before(&self, id: ConnectionId, put: &Put) -> Option<Published> {
-        let connection = self.connections.get(&id)?;
-        self.objects.published_before(&connection.caller, put.request?)
+    fn published_before(&mut self, id: ConnectionId, request: Token) -> Option<Published> {
+        let connection = self.connections.get_mut(&id)?;
+        let published = self.objects.published_before(&connection.caller, request)?;
+        // The name goes with this connection now, if it goes with its maker.
+        let resume = Resume { leases: Vec::new(), puts: vec![request] };
+        connection.names.extend(self.objects.resume(&connection.caller, &resume).names);
+        Some(published)
     }
 
     /// Checks whether a put may come, before the rest of it does.
@@ -304,20 +310,22 @@ impl Reactor {
             terms: Terms { requests: Vec::new(), ..terms.clone() },
             metadata: None,
             puts: Vec::new(),
+            requests: Vec::new(),
         };
         let draft = self.drafts.entry(key.clone()).or_insert_with(fresh);
         if let Some(metadata) = metadata {
             draft.metadata = Some((caller.connection, metadata));
         }
         draft.puts.push((caller.connection, parts));
-        draft.terms.requests.extend(&terms.requests);
+        draft.requests.extend(terms.requests.iter().map(|request| (caller.connection, *request)));
         Ok(())
     }
 
     /// All parts of a version are there.
     fn complete(&mut self, key: &DraftKey) {
         let Some(draft) = self.drafts.remove(key) else { return };
-        let Draft { uid, announced, terms, metadata, puts } = draft;
+        let Draft { uid, announced, terms, metadata, puts, requests } = draft;
+        let terms = Terms { requests: requests.into_iter().map(|(_, request)| request).collect(), ..terms };
         self.objects.users().remove_waiting(uid, puts.iter().map(|(_, parts)| bytes_of(parts)).sum());
         let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
         let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
@@ -344,7 +352,7 @@ impl Reactor {
             Ok(staged) => {
                 makers.iter().for_each(|id| self.set_request(*id, Request::Storing));
                 self.storing.push_back(Storing { makers, terms, staged });
-                self.settle_store();
+                self.settle_store(false);
             }
             Err(refusal) => self.answer_makers(&makers, &Err(refusal)),
         }
@@ -356,13 +364,19 @@ impl Reactor {
         let first = makers.iter().find_map(|id| self.connections.get(id)).map(|connection| connection.caller.clone());
         let connection = first.as_ref().and_then(|caller| self.connections.get_mut(&caller.connection));
         let (Some(caller), Some(connection)) = (first, connection) else { return self.objects.unstage(staged) };
+        // The same request may have been under way twice, over a connection that broke too.
+        let before = terms.requests.iter().find_map(|request| self.objects.published_before(&caller, *request));
+        if let Some(published) = before {
+            self.objects.unstage(staged);
+            return self.answer_makers(&makers, &Ok(published));
+        }
         let result = self.objects.publish(&caller, connection, &terms, staged);
-        if let Ok(published) = &result {
+        if result.is_ok() {
             if self.objects.follows_maker(&terms.name) {
                 connection.names.insert(terms.name.clone());
             }
             if let Some(restore) = &terms.restore {
-                connection.leases.extend(self.objects.lease_again(&caller, &published.id, &restore.leases));
+                connection.leases.extend(self.objects.lease_again(&caller, &terms.name, &restore.leases));
             }
         }
         self.answer_makers(&makers, &result);
@@ -387,6 +401,7 @@ impl Reactor {
         let Some(draft) = self.drafts.get_mut(key) else { return };
         let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut draft.puts).into_iter().partition(|(of, _)| *of == id);
         draft.puts = stay;
+        draft.requests.retain(|(of, _)| *of != id);
         self.objects.users().remove_waiting(draft.uid, gone.iter().map(|(_, parts)| bytes_of(parts)).sum());
         let metadata = draft.metadata.take_if(|(of, _)| *of == id).map(|(_, table)| table);
         let empty = draft.puts.is_empty();

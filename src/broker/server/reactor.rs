@@ -94,6 +94,11 @@ pub(super) struct Reactor {
     /// The pipe that ends with the supervisor, and the supervisor that this process started.
     pub(super) life: Option<OwnedFd>,
     pub(super) supervisor: Option<Child>,
+    /// When the next one may be started, and how long to wait for the one after that.
+    pub(super) next_supervisor: Instant,
+    pub(super) supervisor_pause: Duration,
+    /// Whether a timer for the store is set.
+    pub(super) settles_later: bool,
     /// The nodes of devices that are held open.
     pub(super) devices: Vec<(u8, OwnedFd)>,
     /// The connections that watch, and the last event that they were told of.
@@ -149,6 +154,9 @@ impl Reactor {
             watches_barrier: false,
             life,
             supervisor: None,
+            next_supervisor: Instant::now(),
+            supervisor_pause: Duration::ZERO,
+            settles_later: false,
             devices: Vec::new(),
             watchers: HashSet::new(),
             told,
@@ -206,7 +214,7 @@ impl Reactor {
             }
             self.accept();
             self.serve();
-            self.settle_store();
+            self.settle_store(false);
             self.tidy();
             self.tell_watchers();
         }
@@ -217,7 +225,7 @@ impl Reactor {
             if !self.is_to_restart() {
                 self.objects.store_mut().say("STOPPING=1");
             }
-            self.settle_store();
+            self.settle_store(false);
             for id in self.connections.keys().copied().collect::<Vec<_>>() {
                 self.send_error(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs");
             }
@@ -558,7 +566,7 @@ impl Reactor {
                 Timer::Retry(id) => self.flush(id),
                 Timer::Name(name) => self.objects.expire(&name, now),
                 Timer::Sweep => self.sweep(now),
-                Timer::Store => self.settle_store(),
+                Timer::Store => self.settle_store(true),
                 Timer::Unclaimed => self.objects.end_unclaimed(),
             }
         }

@@ -8,7 +8,7 @@ use crate::{
     error::{BrokerError, ErrorCode, RefusalCode},
     wire::{
         Hello, VERSION,
-        broker::{BROKER, Done, Message, NO_BACKEND, Resume, Resumed},
+        broker::{BROKER, Done, Message, NO_BACKEND, Resume, Resumed, Token},
     },
 };
 
@@ -122,7 +122,15 @@ impl Reactor {
     /// Gives a connection what another one had.
     fn resume(&mut self, id: ConnectionId, resume: &Resume) {
         let Some(caller) = self.connections.get(&id).map(|connection| connection.caller.clone()) else { return };
-        let TakenUp { leases, names, before, lost } = self.objects.resume(&caller, resume);
+        // The segments of a lease that another connection is still being sent are that connection's.
+        let sending = |token: &Token| {
+            let holder = self.objects.holder(*token).and_then(|holder| self.connections.get(&holder));
+            holder.is_some_and(|holder| holder.is_sending(*token))
+        };
+        let (sending, leases) = resume.leases.iter().copied().partition(sending);
+        let (sending, puts): (Vec<Token>, _) = (sending, resume.puts.clone());
+        let TakenUp { leases, names, before, mut lost } = self.objects.resume(&caller, &Resume { leases, puts });
+        lost.extend(sending);
         for (other, token) in before {
             if let Some(other) = self.connections.get_mut(&other) {
                 other.leases.remove(&token);

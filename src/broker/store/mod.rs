@@ -7,8 +7,11 @@
 //! | `SOCK` | the listening socket |
 //! | `CAT0`, `CAT1` | the catalogue, and the memfd that the next one is written to |
 //! | `D` and two digits | the node of a device, held open |
-//! | `LIFE` | a pipe that ends with the supervisor, or the server (never stored) |
-//! | `NTFY` | the supervisor's own end of the protocol (never stored) |
+//! | `LIFE` | a pipe that ends with the supervisor |
+//! | `NTFY`, `PEER` | the supervisor's end of a pair of sockets, and the server's |
+//! | `SELF` | a pidfd of the server |
+//!
+//! The last four are passed from one process to the next and never stored.
 
 mod notice;
 mod passed;
@@ -30,7 +33,7 @@ use sendfd::SendWithFd;
 
 pub(super) use self::{
     notice::{Notice, read as read_notice},
-    passed::{Inherited, LIFE, NOTIFY, Name},
+    passed::{Inherited, LIFE, NOTIFY, Name, PEER, SERVER},
 };
 use super::catalogue::SegmentId;
 use crate::{
@@ -40,7 +43,7 @@ use crate::{
 
 /// How many bytes one variable of the environment may have, its name included (`MAX_ARG_STRLEN` of Linux): the names of all
 /// descriptors come back in one.
-const NAMES: usize = 128 * 1024 - "LISTEN_FDNAMES=".len() - 1;
+const NAMES: usize = 128 * 1024 - "LISTEN_FDNAMES=LIFE:NTFY:PEER:SELF:".len() - 1;
 
 /// Who keeps the descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,20 +98,42 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// The store that this process was started with, as the environment says: `NOTIFY_SOCKET` and `FDSTORE` name it, and what
-    /// `LISTEN_FDS` and its siblings tell of is taken. `None` if there is no store.
+    /// systemd's store, if the environment says that there is one (`NOTIFY_SOCKET` and `FDSTORE`), with what systemd passed.
     ///
     /// # Errors
     /// [`Error::System`] if it can't be reached, or if the descriptors are not there.
-    pub(crate) fn from_environment(keeper: Keeper) -> Result<Option<Self>> {
-        let allowed = std::env::var("FDSTORE").ok().and_then(|text| text.parse().ok()).filter(|most| *most > 0);
-        let (Some(path), Some(allowed)) = (std::env::var_os("NOTIFY_SOCKET"), allowed) else { return Ok(None) };
-        let passed =
-            sys::take_passed().map_err(|error| Error::system("take the descriptors that were passed", error))?;
-        let store = Store::connect(keeper, Path::new(&path), allowed)
+    pub(crate) fn by_systemd() -> Result<Option<Self>> {
+        let (Some(path), Some(allowed)) = (std::env::var_os("NOTIFY_SOCKET"), allowed()) else { return Ok(None) };
+        let store = Store::connect(Path::new(&path), allowed)
             .map_err(|error| Error::system(format!("reach the store of descriptors at {}", path.display()), error))?;
-        Ok(Some(Self { store, inherited: Inherited::of(passed) }))
+        Ok(Some(Self { store, inherited: Inherited::of(passed()?) }))
     }
+
+    /// Whether the environment says that systemd has a store for this process.
+    pub(crate) fn is_by_systemd() -> bool {
+        std::env::var_os("NOTIFY_SOCKET").is_some() && allowed().is_some()
+    }
+
+    /// The supervisor's store, with what it passed.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the descriptors are not there.
+    pub(crate) fn by_supervisor() -> Result<Self> {
+        let mut inherited = Inherited::of(passed()?);
+        let failed = |error| Error::system("reach the supervisor", error);
+        let peer = inherited.peer.take().ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
+        let store = Store::over(UnixDatagram::from(peer), allowed().unwrap_or(0)).map_err(failed)?;
+        Ok(Self { store, inherited })
+    }
+}
+
+/// How many descriptors the store may have, as it says.
+fn allowed() -> Option<usize> {
+    std::env::var("FDSTORE").ok().and_then(|text| text.parse().ok()).filter(|most| *most > 0)
+}
+
+fn passed() -> Result<Vec<(String, OwnedFd)>> {
+    sys::take_passed().map_err(|error| Error::system("take the descriptors that were passed", error))
 }
 
 /// Something to tell the store.
@@ -162,12 +187,22 @@ impl Store {
         }
     }
 
-    /// The store behind a socket, which may keep so many descriptors. `path` begins with `@` if it is no file. Does not block.
+    /// systemd's store, which may keep so many descriptors. `path` begins with `@` if it is no file. Does not block.
     ///
     /// # Errors
     /// Those of socket(2) and connect(2).
-    pub(super) fn connect(keeper: Keeper, path: &Path, allowed: usize) -> io::Result<Self> {
+    pub(super) fn connect(path: &Path, allowed: usize) -> io::Result<Self> {
+        let keeper = Keeper::Systemd;
         Ok(Self { keeper, socket: Some(connected(path)?), path: path.to_owned(), allowed, ..Self::none() })
+    }
+
+    /// The supervisor's store behind a socket that is connected with it, which may keep so many descriptors.
+    ///
+    /// # Errors
+    /// Those of fcntl(2).
+    pub(super) fn over(socket: UnixDatagram, allowed: usize) -> io::Result<Self> {
+        socket.set_nonblocking(true)?;
+        Ok(Self { keeper: Keeper::Supervisor, socket: Some(socket), allowed, ..Self::none() })
     }
 
     pub(super) fn keeper(&self) -> Keeper {
@@ -182,11 +217,6 @@ impl Store {
     /// How many descriptors are in the store, and may be.
     pub(super) fn room(&self) -> (usize, usize) {
         (self.used, self.allowed)
-    }
-
-    /// Where it is reached.
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// Counts descriptors that are in the store already.
@@ -285,19 +315,23 @@ impl Store {
     pub(super) fn has_kept(&self, mark: Mark) -> bool {
         match self.keeper {
             Keeper::None => true,
-            Keeper::Supervisor => self.sent >= mark.0,
+            // Without a supervisor there is none to wait for: all is sent to the next one.
+            Keeper::Supervisor => self.socket.is_none() || self.sent >= mark.0,
             Keeper::Systemd => self.kept >= mark.0,
         }
     }
 
-    /// Sends what waits; behind it a barrier, if some of it is to be confirmed up to `mark`.
+    /// Sends what waits; behind it a barrier, if some of it is to be confirmed up to `mark`. Once the other end is gone the socket is
+    /// forgotten.
     pub(super) fn flush<'a>(&mut self, segment: impl Fn(SegmentId) -> BorrowedFd<'a>, mark: Option<Mark>) -> Flushed {
         if let Err(error) = self.add_barrier(mark) {
             // The next flush tries again.
             tracing::error!(%error, "cannot make a pipe for a barrier");
             return Flushed::InFlight;
         }
-        let Some(socket) = &self.socket else { return Flushed::All };
+        let Some(socket) = &self.socket else {
+            return if self.keeper == Keeper::None { Flushed::All } else { Flushed::Gone };
+        };
         while let Some(item) = self.queue.front() {
             let (notice, fd) = match item {
                 Item::Keep(name, source) => (
@@ -323,12 +357,13 @@ impl Store {
                 }
                 Err(error) => match error.raw_os_error() {
                     Some(nix::libc::EINTR) => {}
-                    Some(nix::libc::EAGAIN | nix::libc::ENOBUFS) => return Flushed::Full,
-                    Some(nix::libc::ETOOMANYREFS) => return Flushed::InFlight,
-                    _ => {
-                        tracing::warn!(%error, "the store of descriptors can't be reached");
+                    Some(nix::libc::EAGAIN) => return Flushed::Full,
+                    Some(nix::libc::ECONNREFUSED | nix::libc::ECONNRESET | nix::libc::ENOTCONN | nix::libc::EPIPE) => {
+                        self.socket = None;
                         return Flushed::Gone;
                     }
+                    // ETOOMANYREFS, ENOBUFS, ENOMEM: no event says when that is over.
+                    _ => return Flushed::InFlight,
                 },
             }
         }
@@ -360,22 +395,26 @@ impl Store {
         self.barrier.take().map(|(fd, _)| fd)
     }
 
-    /// Forgets what was sent, for a new keeper behind the same path: everything is to be kept anew.
-    ///
-    /// # Errors
-    /// Those of socket(2) and connect(2).
-    pub(super) fn begin_anew(&mut self) -> io::Result<()> {
-        let socket = connected(&self.path)?;
+    /// Forgets what was sent, for a new keeper behind this socket: everything is to be kept anew.
+    pub(super) fn begin_anew(&mut self, socket: UnixDatagram) {
         self.socket = Some(socket);
         self.queue.clear();
         (self.used, self.names, self.barrier) = (0, 0, None);
         self.sent = self.queued;
-        Ok(())
     }
 
-    /// Goes on without a store.
-    pub(super) fn give_up(&mut self) {
-        *self = Self { queued: self.queued, ..Self::none() };
+    /// The keeper is gone, and there is no other yet.
+    pub(super) fn forget_keeper(&mut self) {
+        self.socket = None;
+    }
+
+    /// Connects again to a keeper that keeps what it has, and was gone.
+    ///
+    /// # Errors
+    /// Those of socket(2) and connect(2).
+    pub(super) fn connect_again(&mut self) -> io::Result<()> {
+        self.socket = Some(connected(&self.path)?);
+        Ok(())
     }
 }
 

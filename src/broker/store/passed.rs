@@ -19,8 +19,14 @@ pub(in crate::broker) enum Name {
 /// The pipe between server and supervisor.
 pub(in crate::broker) const LIFE: &str = "LIFE";
 
-/// The supervisor's socket.
+/// The supervisor's end of the pair of sockets.
 pub(in crate::broker) const NOTIFY: &str = "NTFY";
+
+/// The server's end.
+pub(in crate::broker) const PEER: &str = "PEER";
+
+/// The server, as a pidfd.
+pub(in crate::broker) const SERVER: &str = "SELF";
 
 impl Name {
     /// How many bytes it has.
@@ -32,7 +38,8 @@ impl Name {
         }
     }
 
-    fn read(text: &str) -> Option<Self> {
+    /// What a name means, if it is one of these.
+    pub(in crate::broker) fn read(text: &str) -> Option<Self> {
         match text {
             "SOCK" => Some(Self::Socket),
             "CAT0" => Some(Self::Catalogue(false)),
@@ -66,8 +73,8 @@ pub(in crate::broker) struct Inherited {
     pub(in crate::broker) devices: HashMap<u8, OwnedFd>,
     /// The pipe between server and supervisor.
     pub(in crate::broker) life: Option<OwnedFd>,
-    /// The supervisor's socket.
-    pub(in crate::broker) notify: Option<OwnedFd>,
+    /// The server's end of the pair of sockets.
+    pub(in crate::broker) peer: Option<OwnedFd>,
     /// What has a name of none of these, or one that came before.
     pub(in crate::broker) others: Vec<(String, OwnedFd)>,
 }
@@ -79,7 +86,7 @@ impl Inherited {
         for (name, fd) in passed {
             let place = match name.as_str() {
                 LIFE => &mut inherited.life,
-                NOTIFY => &mut inherited.notify,
+                PEER => &mut inherited.peer,
                 text => match Name::read(text) {
                     Some(Name::Socket) => &mut inherited.socket,
                     Some(Name::Catalogue(second)) => &mut inherited.catalogues[usize::from(second)],

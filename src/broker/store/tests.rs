@@ -25,8 +25,17 @@ impl KeeperEnd {
         Self { socket, path }
     }
 
+    fn connected(&self) -> UnixDatagram {
+        let socket = UnixDatagram::unbound().unwrap();
+        socket.connect(&self.path).unwrap();
+        socket
+    }
+
     fn store(&self, keeper: Keeper, allowed: usize) -> Store {
-        Store::connect(keeper, &self.path, allowed).unwrap()
+        match keeper {
+            Keeper::Systemd => Store::connect(&self.path, allowed).unwrap(),
+            _ => Store::over(self.connected(), allowed).unwrap(),
+        }
     }
 
     /// The next datagram, and its descriptor.
@@ -172,7 +181,8 @@ fn a_keeper_that_is_gone_is_noticed_and_a_new_one_gets_everything() {
     assert_eq!(store.flush(|_| file.as_fd(), None), Flushed::Gone);
     let keeper = KeeperEnd { socket: UnixDatagram::bind(&path).unwrap(), path };
     rustix::net::sockopt::set_socket_passcred(&keeper.socket, true).unwrap();
-    store.begin_anew().unwrap();
+    assert!(store.has_kept(store.mark()), "there is none to wait for");
+    store.begin_anew(keeper.connected());
     assert_eq!(store.room().0, 0);
     [1, 2].into_iter().for_each(|index| store.keep(id(index)));
     let mark = store.mark();
@@ -196,9 +206,9 @@ fn without_a_store_everything_is_kept_and_nothing_is_said() {
 #[test]
 fn what_a_store_gives_back_is_sorted_by_its_names() {
     let file = || -> OwnedFd { File::open("/dev/null").unwrap().into() };
-    let names = ["SOCK", "CAT1", "1z", "0", "LIFE", "D0A", "stored", "0", "CAT9", "NTFY"];
+    let names = ["SOCK", "CAT1", "1z", "0", "LIFE", "D0A", "stored", "0", "CAT9", "PEER"];
     let inherited = Inherited::of(names.into_iter().map(|name| (name.to_owned(), file())).collect());
-    assert!(inherited.socket.is_some() && inherited.life.is_some() && inherited.notify.is_some());
+    assert!(inherited.socket.is_some() && inherited.life.is_some() && inherited.peer.is_some());
     assert!(inherited.catalogues[0].is_none() && inherited.catalogues[1].is_some());
     assert_eq!(inherited.segments.len(), 2);
     assert!(inherited.segments.contains_key(&id(71)) && inherited.devices.contains_key(&10));

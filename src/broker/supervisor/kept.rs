@@ -10,8 +10,7 @@ use std::{
     },
 };
 
-use nix::unistd::geteuid;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 
 /// The longest datagram that means something here, in bytes.
 const LONGEST: usize = 4096;
@@ -34,11 +33,11 @@ impl KeptHere {
     }
 }
 
-/// Receives one datagram of this user or root, if one has come. Of other users it is ignored.
+/// Receives one datagram, if one has come.
 pub(in crate::broker) fn receive(socket: &UnixDatagram) -> io::Result<Option<(String, Vec<OwnedFd>)>> {
     loop {
         let mut text = [0; LONGEST];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253), ScmCredentials(1))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let message = match recvmsg(socket, &mut [io::IoSliceMut::new(&mut text)], &mut ancillary, flags) {
@@ -47,18 +46,17 @@ pub(in crate::broker) fn receive(socket: &UnixDatagram) -> io::Result<Option<(St
             Err(rustix::io::Errno::INTR) => continue,
             Err(errno) => return Err(errno.into()),
         };
-        let (mut fds, mut allowed) = (Vec::new(), false);
+        let mut fds = Vec::new();
         for part in ancillary.drain() {
-            match part {
-                RecvAncillaryMessage::ScmRights(some) => fds.extend(some),
-                RecvAncillaryMessage::ScmCredentials(sender) => {
-                    let uid = sender.uid.as_raw();
-                    allowed = uid == 0 || uid == geteuid().as_raw();
-                }
-                _ => {}
+            if let RecvAncillaryMessage::ScmRights(some) = part {
+                fds.extend(some);
             }
         }
-        if allowed && let Ok(text) = std::str::from_utf8(&text[..message.bytes]) {
+        if message.flags.contains(ReturnFlags::CTRUNC) {
+            let reason = "no descriptor was free for what it sent: raise the limit of open files (ulimit -n)";
+            return Err(io::Error::other(reason));
+        }
+        if let Ok(text) = std::str::from_utf8(&text[..message.bytes]) {
             return Ok(Some((text.to_owned(), fds)));
         }
     }

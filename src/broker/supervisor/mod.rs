@@ -6,11 +6,11 @@
 mod kept;
 
 use std::{
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     io,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::{ffi::OsStrExt, fs::PermissionsExt, net::UnixDatagram},
+        unix::{ffi::OsStrExt, net::UnixDatagram},
     },
     path::{Path, PathBuf},
     process,
@@ -32,7 +32,7 @@ use rustix::process::{PidfdFlags, pidfd_open};
 
 use self::kept::KeptHere;
 pub(super) use self::kept::receive;
-use super::store::{Inherited, LIFE, NOTIFY, Notice, read_notice};
+use super::store::{Inherited, LIFE, NOTIFY, Notice, PEER, SERVER, read_notice};
 use crate::{
     channel::{Cancel, Listener},
     error::{Error, Result},
@@ -47,6 +47,9 @@ const PROGRAM: &str = "VMMFD_SERVE_PROGRAM";
 
 /// How many descriptors the supervisor needs besides those that it keeps.
 const OWN: u64 = 64;
+
+/// The program that this process executes, whatever is at its path now.
+const THIS: &str = "/proc/self/exe";
 
 /// How long a server may take to end that was asked to.
 const STOP: Duration = Duration::from_secs(10);
@@ -63,8 +66,8 @@ pub(crate) enum Role {
     Server,
     /// To say whether it could go on with what the supervisor keeps.
     Check,
-    /// To be the supervisor, with what another one kept.
-    Supervisor,
+    /// To be the supervisor in place of an older build of it, whose server is to end for a newer one.
+    Upgraded(i32),
     /// To be the supervisor of a server that runs and has started this process.
     Another(i32),
 }
@@ -76,11 +79,10 @@ impl Role {
         match role.as_str() {
             "server" => Self::Server,
             "check" => Self::Check,
-            "supervisor" => Self::Supervisor,
-            other => match other.strip_prefix("another:").and_then(|pid| pid.parse().ok()) {
-                Some(pid) => Self::Another(pid),
-                None => Self::First,
-            },
+            other => {
+                let of = |word| other.strip_prefix(word).and_then(|pid| pid.parse().ok());
+                of("another:").map(Self::Another).or(of("upgraded:").map(Self::Upgraded)).unwrap_or(Self::First)
+            }
         }
     }
 
@@ -89,17 +91,10 @@ impl Role {
             Self::First => OsString::new(),
             Self::Server => "server".into(),
             Self::Check => "check".into(),
-            Self::Supervisor => "supervisor".into(),
+            Self::Upgraded(pid) => format!("upgraded:{pid}").into(),
             Self::Another(pid) => format!("another:{pid}").into(),
         }
     }
-}
-
-/// Where the supervisor of a socket is reached.
-fn notify_path(socket: &Path) -> PathBuf {
-    let mut path = socket.as_os_str().to_owned();
-    path.push(".store");
-    path.into()
 }
 
 /// The program and its arguments: to start the same again.
@@ -134,35 +129,44 @@ impl Image {
 #[derive(Debug)]
 pub(super) struct Child(i32);
 
-impl Child {
-    /// Takes its end from the kernel, if it has ended.
-    pub(super) fn reap(self) {
-        let _ = waitpid(Pid::from_raw(self.0), Some(WaitPidFlag::WNOHANG));
+impl Drop for Child {
+    /// Ends it, if it has not ended, and takes its end from the kernel.
+    fn drop(&mut self) {
+        let pid = Pid::from_raw(self.0);
+        let _ = kill(pid, Signal::SIGKILL);
+        let _ = waitpid(pid, None);
     }
 }
 
-/// Starts another supervisor for this process, which is a server: its socket is there when this returns. Returns it, and the pipe that
-/// ends with it.
-///
-/// # Errors
-/// Those of socket(2), bind(2), fork(2) and execve(2).
-pub(super) fn start_another(path: &Path) -> io::Result<(Child, OwnedFd)> {
-    let notify = bind_notify(path)?;
-    let (reader, writer) = pipe()?;
-    let fds = [(NOTIFY, notify.as_fd()), (LIFE, writer.as_fd())];
-    let role = Role::Another(process::id().cast_signed());
-    let program = Image::of_this_process()?.program(role, &[], &fds)?;
-    Ok((Child(program.spawn()?), reader))
+/// A supervisor that a server has started.
+pub(super) struct Another {
+    pub(super) child: Child,
+    /// The server's end of the sockets between them.
+    pub(super) socket: UnixDatagram,
+    /// Ends with it.
+    pub(super) life: OwnedFd,
 }
 
-/// A socket at a path that only this user can reach. What was there is replaced.
-fn bind_notify(path: &Path) -> io::Result<UnixDatagram> {
-    let _ = std::fs::remove_file(path);
-    let socket = UnixDatagram::bind(path)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-    socket.set_nonblocking(true)?;
-    rustix::net::sockopt::set_socket_passcred(&socket, true)?;
-    Ok(socket)
+/// Starts another supervisor for this process, which is a server.
+///
+/// # Errors
+/// Those of socketpair(2), pipe(2), pidfd_open(2), fork(2) and execve(2).
+pub(super) fn start_another() -> io::Result<Another> {
+    let (notify, peer) = pair()?;
+    let (reader, writer) = pipe()?;
+    let pid = process::id().cast_signed();
+    let server = pidfd_of(pid)?;
+    let socket = peer.try_clone()?;
+    let fds = [(NOTIFY, notify.as_fd()), (PEER, peer.as_fd()), (LIFE, writer.as_fd()), (SERVER, server.as_fd())];
+    let program = Image::of_this_process()?.program(Role::Another(pid), &[], &fds)?;
+    Ok(Another { child: Child(program.spawn()?), socket, life: reader })
+}
+
+/// The two ends of the protocol: the supervisor's and the server's. No other process can get at them.
+fn pair() -> io::Result<(UnixDatagram, UnixDatagram)> {
+    let (ours, theirs) = UnixDatagram::pair()?;
+    ours.set_nonblocking(true)?;
+    Ok((ours, theirs))
 }
 
 fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
@@ -177,7 +181,7 @@ struct Server {
     /// Whether this process started it, and so learns how it ended.
     own: bool,
     /// Ends with this process.
-    _life: OwnedFd,
+    life: OwnedFd,
 }
 
 /// How a server ended.
@@ -194,8 +198,9 @@ enum End {
 pub(crate) struct Supervisor {
     image: Image,
     socket: PathBuf,
-    path: PathBuf,
+    /// The two ends of the protocol: each server is passed the other one.
     notify: UnixDatagram,
+    peer: UnixDatagram,
     kept: KeptHere,
     server: Option<Server>,
     /// Whether some server of this or an earlier supervisor has served.
@@ -203,6 +208,8 @@ pub(crate) struct Supervisor {
     /// Whether the server that runs has said that it serves, and that it ends because it was asked to.
     ready: bool,
     stopping: bool,
+    /// Whether the server that runs is to end for one of this build.
+    outdated: bool,
     /// How many servers in a row ended before they served.
     failures: u32,
 }
@@ -214,36 +221,35 @@ impl Supervisor {
     /// [`Error::System`].
     pub(crate) fn new(socket: &Path, role: Role) -> Result<Self> {
         let failed = |error| Error::system("start the supervisor", error);
-        let path = notify_path(socket);
         let image = Image::of_this_process().map_err(failed)?;
         let passed = if role == Role::First { Vec::new() } else { sys::take_passed().map_err(failed)? };
-        let (mut kept, mut notify, mut life) = (KeptHere::default(), None, None);
+        let (mut kept, mut notify, mut peer, mut life, mut pidfd) = (KeptHere::default(), None, None, None, None);
         for (name, fd) in passed {
             match name.as_str() {
                 NOTIFY => notify = Some(UnixDatagram::from(fd)),
+                PEER => peer = Some(UnixDatagram::from(fd)),
                 LIFE => life = Some(fd),
+                SERVER => pidfd = Some(fd),
                 _ => kept.keep(name, fd),
             }
         }
         if role == Role::First {
-            // Another broker may serve this path: its supervisor keeps its socket then.
+            // Another broker may serve this path.
             Listener::check_free(socket)?;
         }
-        let notify = match notify {
-            Some(notify) => notify,
-            None => bind_notify(&path)
-                .map_err(|error| Error::system(format!("make the supervisor's socket {}", path.display()), error))?,
+        let (notify, peer) = match (notify, peer) {
+            (Some(notify), Some(peer)) => (notify, peer),
+            _ => pair().map_err(failed)?,
         };
-        notify.set_nonblocking(true).map_err(failed)?;
-        let server = match (role, life) {
-            (Role::Another(pid), Some(life)) => {
-                Some(Server { pid, pidfd: pidfd_of(pid).map_err(failed)?, own: false, _life: life })
-            }
+        let server = match (role, life, pidfd) {
+            (Role::Another(pid), Some(life), Some(pidfd)) => Some(Server { pid, pidfd, own: false, life }),
+            (Role::Upgraded(pid), Some(life), Some(pidfd)) => Some(Server { pid, pidfd, own: true, life }),
             _ => None,
         };
         let socket = socket.to_owned();
-        let (served, ready) = (role != Role::First, server.is_some());
-        Ok(Self { image, socket, path, notify, kept, server, served, ready, stopping: false, failures: 0 })
+        let (served, ready, outdated) = (role != Role::First, server.is_some(), matches!(role, Role::Upgraded(_)));
+        let (stopping, failures) = (false, 0);
+        Ok(Self { image, socket, notify, peer, kept, server, served, ready, stopping, outdated, failures })
     }
 
     /// Supervises until it is asked to end (SIGTERM, SIGINT) or the server ends of itself. Returns the code that the process is to
@@ -252,10 +258,24 @@ impl Supervisor {
     /// # Errors
     /// [`Error::System`].
     pub(crate) fn run(mut self) -> Result<i32> {
+        match self.supervise() {
+            Ok(code) => Ok(self.finish(code)),
+            Err(error) => {
+                self.finish(0);
+                Err(error)
+            }
+        }
+    }
+
+    fn supervise(&mut self) -> Result<i32> {
         let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
         let failed = |errno: Errno| Error::system("wait for signals", errno);
         signals.thread_block().map_err(failed)?;
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK).map_err(failed)?;
+        if std::mem::take(&mut self.outdated) {
+            self.end_server(Signal::SIGHUP);
+            (self.ready, self.stopping) = (false, false);
+        }
         let mut restart_at = self.server.is_none().then(Instant::now);
         loop {
             if restart_at.is_some_and(|at| at <= Instant::now()) {
@@ -273,7 +293,13 @@ impl Supervisor {
             while let Ok(Some(signal)) = signals.read_signal() {
                 match Signal::try_from(signal.ssi_signo.cast_signed()) {
                     Ok(Signal::SIGHUP) => self.upgrade()?,
-                    Ok(signal) => return Ok(self.stop(signal)),
+                    Ok(signal) => {
+                        return Ok(match self.end_server(Signal::SIGTERM) {
+                            Some(End::Code(code)) => code,
+                            Some(_) => 128 + signal as i32,
+                            None => 0,
+                        });
+                    }
                     Err(_) => {}
                 }
             }
@@ -282,8 +308,8 @@ impl Supervisor {
             self.read_notices();
             let ready = std::mem::take(&mut self.ready);
             match end {
-                _ if self.stopping => return Ok(self.finish(if let End::Code(code) = end { code } else { 0 })),
-                End::Code(code) if !self.served => return Ok(self.finish(code)),
+                End::Code(code) if !self.served || self.stopping || code == 0 => return Ok(code),
+                _ if self.stopping => return Ok(0),
                 End::Code(code) => complain(&format!("the server has ended with exit code {code}: another is started")),
                 End::Signal(signal) => {
                     complain(&format!("the server was killed by signal {signal}: another is started"))
@@ -320,19 +346,33 @@ impl Supervisor {
 
     fn start_server(&mut self) -> io::Result<()> {
         let (reader, writer) = pipe()?;
-        let mut fds = vec![(LIFE, reader.as_fd())];
+        let mut fds = vec![(LIFE, reader.as_fd()), (PEER, self.peer.as_fd())];
         fds.extend(self.kept.all());
-        let program = self.image.program(Role::Server, &self.variables(), &fds)?;
-        let pid = program.spawn()?;
-        let pidfd = pidfd_of(pid)?;
+        let pid = match self.image.program(Role::Server, &Self::variables(), &fds)?.spawn() {
+            Ok(pid) => pid,
+            // The file may be half replaced: this build serves meanwhile.
+            Err(error) if self.served => {
+                complain(&format!("{} can't be executed: {error}", self.image.program.display()));
+                let image = Image { program: THIS.into(), ..self.image.clone() };
+                image.program(Role::Server, &Self::variables(), &fds)?.spawn()?
+            }
+            Err(error) => return Err(error),
+        };
+        let pidfd = match pidfd_of(pid) {
+            Ok(pidfd) => pidfd,
+            Err(error) => {
+                drop(Child(pid));
+                return Err(error);
+            }
+        };
         (self.ready, self.stopping) = (false, false);
-        self.server = Some(Server { pid, pidfd, own: true, _life: writer });
+        self.server = Some(Server { pid, pidfd, own: true, life: writer });
         Ok(())
     }
 
-    fn variables(&self) -> [(&'static str, OsString); 2] {
+    fn variables() -> [(&'static str, OsString); 1] {
         let most = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft).saturating_sub(OWN);
-        [("NOTIFY_SOCKET", self.path.clone().into_os_string()), ("FDSTORE", most.to_string().into())]
+        [("FDSTORE", most.to_string().into())]
     }
 
     /// Reads all that the server has sent.
@@ -360,7 +400,7 @@ impl Supervisor {
                 complain(&format!("the server runs again, as pid {pid}"));
             }
             (self.ready, self.served, self.failures) = (true, true, 0);
-            self.tell_systemd("READY=1");
+            Self::tell_systemd("READY=1");
         }
         if text.lines().any(|line| line == "STOPPING=1") {
             self.stopping = true;
@@ -368,9 +408,8 @@ impl Supervisor {
     }
 
     /// Passes on to systemd what it waits for, where it started this process with `Type=notify` and no store.
-    fn tell_systemd(&self, text: &str) {
-        // A supervisor that a server started has the variable from that: it names its own socket.
-        let Some(path) = std::env::var_os("NOTIFY_SOCKET").filter(|path| *path != self.path) else { return };
+    pub(crate) fn tell_systemd(text: &str) {
+        let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
         let address = match path.as_bytes().strip_prefix(b"@") {
             Some(name) => rustix::net::SocketAddrUnix::new_abstract_name(name),
             None => rustix::net::SocketAddrUnix::new(Path::new(&path)),
@@ -399,22 +438,12 @@ impl Supervisor {
         Some(end)
     }
 
-    /// Ends the server, and then this process.
-    fn stop(mut self, signal: Signal) -> i32 {
-        let code = match self.end_server(Signal::SIGTERM) {
-            Some(End::Code(code)) => code,
-            Some(_) => 128 + signal as i32,
-            None => 0,
-        };
-        self.finish(code)
-    }
-
     /// Asks the server to end, and waits for it.
     fn end_server(&mut self, signal: Signal) -> Option<End> {
         let server = self.server.as_ref()?;
         let pid = Pid::from_raw(server.pid);
         let _ = kill(pid, signal);
-        let deadline = Instant::now() + STOP;
+        let (deadline, mut killed) = (Instant::now() + STOP, false);
         loop {
             self.read_notices();
             if let Some(end) = self.server_end() {
@@ -427,7 +456,7 @@ impl Supervisor {
                 PollFd::new(self.notify.as_fd(), PollFlags::POLLIN),
             ];
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() && !std::mem::replace(&mut killed, true) {
                 complain("the server does not end: it is killed");
                 let _ = kill(pid, Signal::SIGKILL);
             }
@@ -436,11 +465,10 @@ impl Supervisor {
         }
     }
 
-    /// Closes everything, and removes the files.
+    /// Closes everything, and removes the socket's file.
     fn finish(self, code: i32) -> i32 {
-        let Self { socket, path, kept, notify, .. } = self;
-        drop((kept, notify));
-        let _ = std::fs::remove_file(&path);
+        let Self { socket, kept, .. } = self;
+        drop(kept);
         let removed =
             Cancel::new().and_then(|cancel| Listener::remove_unserved(&socket, Duration::from_millis(200), &cancel));
         if let Err(error) = removed {
@@ -449,35 +477,52 @@ impl Supervisor {
         code
     }
 
-    /// Goes on with the program that is at this one's path now. If that one can't, this one and its server go on.
+    /// Goes on with the program that is at this one's path now: it is executed in place of this one, with all that is kept and the
+    /// server that runs, which it then ends for one of its own. If that program can't, this one and its server go on.
     fn upgrade(&mut self) -> Result<()> {
         if let Err(why) = self.check() {
             complain(&format!("no upgrade: {why}; the server goes on"));
             return Ok(());
         }
-        self.end_server(Signal::SIGHUP);
-        let mut fds = vec![(NOTIFY, self.notify.as_fd())];
+        let Some(server) = &self.server else { return Ok(()) };
+        let role = if server.own { Role::Upgraded(server.pid) } else { Role::Another(server.pid) };
+        let mut fds = vec![(NOTIFY, self.notify.as_fd()), (PEER, self.peer.as_fd())];
+        fds.extend([(LIFE, server.life.as_fd()), (SERVER, server.pidfd.as_fd())]);
         fds.extend(self.kept.all());
-        let error = match self.image.program(Role::Supervisor, &[], &fds) {
-            // Nothing else here is needed any more: the program finds what is passed.
-            Ok(program) => program.execute(),
-            Err(error) => error,
-        };
+        let program = self.image.program(role, &[], &fds);
+        let program = program.map_err(|error| Error::system("upgrade", error))?;
+        if !server.own {
+            // It is no child of this process, which the next one can't know otherwise: it restarts the server on its own.
+            let _ = kill(Pid::from_raw(server.pid), Signal::SIGHUP);
+        }
+        // Everything here is passed on. If the program can't be executed this build is, which is as if nothing had been asked.
+        let error = program.execute(OsStr::new(THIS));
         Err(Error::system(format!("execute {}", self.image.program.display()), error))
     }
 
     /// Asks the program at this one's path whether it could go on.
-    fn check(&self) -> std::result::Result<(), String> {
-        let path = self.image.program.display();
+    fn check(&mut self) -> std::result::Result<(), String> {
+        let path = self.image.program.display().to_string();
         let catalogues: Vec<_> = self.kept.all().filter(|(name, _)| name.starts_with("CAT")).collect();
-        let program = self.image.program(Role::Check, &self.variables(), &catalogues);
+        let program = self.image.program(Role::Check, &Self::variables(), &catalogues);
         let pid =
             program.and_then(sys::Program::spawn).map_err(|error| format!("{path} can't be executed: {error}"))?;
         let pidfd = pidfd_of(pid).map_err(|error| error.to_string())?;
-        let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
-        let limit = PollTimeout::try_from(STOP).unwrap_or(PollTimeout::MAX);
-        if !matches!(poll(&mut fds, limit), Ok(1..)) {
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        let deadline = Instant::now() + STOP;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let mut fds =
+                [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN), PollFd::new(self.notify.as_fd(), PollFlags::POLLIN)];
+            let ready = poll(&mut fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX));
+            if ready == Ok(0) {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+            let ended = fds[0].any().unwrap_or(false);
+            // Puts go on meanwhile.
+            self.read_notices();
+            if ended || ready == Ok(0) {
+                break;
+            }
         }
         match waitpid(Pid::from_raw(pid), None) {
             Ok(WaitStatus::Exited(_, 0)) => Ok(()),

@@ -198,8 +198,19 @@ impl Journal {
         self.answered.contains(&request)
     }
 
-    pub(super) fn should_compact(&self) -> bool {
-        self.log.should_compact()
+    /// Whether the log should be written anew, and can be: what it is written into must be in the store when it counts.
+    pub(super) fn should_compact(&self, store: &Store) -> bool {
+        self.log.should_compact() && store.has_kept(self.spare_mark)
+    }
+
+    /// Puts the next time off that the log is written anew.
+    pub(super) fn postpone(&mut self) {
+        self.log.postpone();
+    }
+
+    /// Where in what is sent to the store the spare was, if it is not known to be there yet and is needed soon.
+    pub(super) fn waits_for(&self, store: &Store) -> Option<Mark> {
+        (self.log.should_compact() && !store.has_kept(self.spare_mark)).then_some(self.spare_mark)
     }
 
     /// Writes the log anew: what it was before is history. Returns what is to be closed.
@@ -212,10 +223,7 @@ impl Journal {
         if self.spare.is_none() {
             self.renew_spare(store).map_err(failed)?;
         }
-        // What is written there must be in the store already when it counts. It stays the spare if this fails.
-        if !store.has_sent(self.spare_mark) {
-            return Err(failed(io::ErrorKind::WouldBlock.into()));
-        }
+        // It stays the spare if this fails.
         let spare = match &self.spare {
             Some(spare) => spare.try_clone(),
             None => catalogue::memfd(),

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Held, Objects, now_ms, random, unwritten, unwritten_kind};
+use super::{Held, Objects, Version, now_ms, random, unwritten, unwritten_kind};
 use crate::{
     broker::{
         catalogue::{Record, record},
@@ -103,10 +103,20 @@ impl Objects {
         Some(held.record.key)
     }
 
-    /// Gives the leases with these tokens of a version that was offered back.
-    pub(in crate::broker::server) fn lease_again(&mut self, caller: &Caller, id: &str, tokens: &[Token]) -> Vec<Token> {
-        let version = self.versions.values().find(|version| version.record.id == id);
-        let Some((key, size)) = version.map(|version| (version.record.key, version.bytes())) else { return Vec::new() };
+    /// The connection that has a lease.
+    pub(in crate::broker::server) fn holder(&self, token: Token) -> Option<ConnectionId> {
+        self.leases.get(&token)?.holder
+    }
+
+    /// Gives the leases with these tokens of a version that was offered back just now: the current one of a name.
+    pub(in crate::broker::server) fn lease_again(
+        &mut self,
+        caller: &Caller,
+        name: &str,
+        tokens: &[Token],
+    ) -> Vec<Token> {
+        let Some(key) = self.names.get(name).and_then(|of| of.versions.back()).copied() else { return Vec::new() };
+        let size = self.versions.get(&key).map_or(0, Version::bytes);
         let mut given = Vec::new();
         for token in tokens {
             let (uid, pid) = (caller.uid, caller.pid);

@@ -187,6 +187,7 @@ impl Objects {
 
     /// Tells the store what it was not told yet, and asks for a confirmation of what is before `mark`.
     pub(super) fn flush_store(&mut self, mark: Option<Mark>) -> Flushed {
+        let mark = mark.max(self.journal.waits_for(&self.store));
         let segments = &self.segments;
         self.store.flush(|id| segments.get(id), mark)
     }

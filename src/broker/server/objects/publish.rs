@@ -83,10 +83,6 @@ impl Objects {
         bytes: u64,
     ) -> Result<(), BrokerError> {
         let Terms { name, replace, if_version, mode, keep, .. } = terms;
-        if let Some(restore) = terms.restore.as_ref().filter(|_| !caller.is_unmapped()) {
-            self.check_restore(caller, name, restore)?;
-            return self.users.check_bytes(restore.owner.uid, bytes);
-        }
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
         if caller.is_unmapped() {
             let uid = caller.uid;
@@ -100,6 +96,10 @@ impl Objects {
                 RefusalCode::Invalid,
                 format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}"),
             );
+        }
+        if let Some(restore) = &terms.restore {
+            self.check_restore(caller, socket, name, restore)?;
+            return self.users.check_bytes(caller.uid, bytes);
         }
         match self.names.get(name) {
             None => {
@@ -253,16 +253,28 @@ impl Objects {
     }
 
     /// Checks the offer of a version that a server before this one had.
-    fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore) -> Result<(), BrokerError> {
+    fn check_restore(
+        &self,
+        caller: &Caller,
+        socket: &impl std::os::fd::AsFd,
+        name: &str,
+        restore: &Restore,
+    ) -> Result<(), BrokerError> {
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
         let Restore { version, owner, id, .. } = restore;
-        if !(caller.is_superuser() || caller.uid == owner.uid) {
-            let (uid, owner) = (caller.uid, owner.uid);
-            let message = format!("uid {uid} may not offer `{name}` back: it was uid {owner}'s");
+        if !(caller.is_superuser() || caller.uid == owner.uid && caller.is_of(owner.gid, socket)) {
+            let (uid, owner) = (caller.uid, format!("uid {}'s with group {}", owner.uid, owner.gid));
+            let message = format!("uid {uid} may not offer `{name}` back: it was {owner}");
             return refuse(RefusalCode::Denied, message);
         }
-        if !(1..=u64::MAX / 2).contains(version) || uuid::Uuid::parse_str(id).is_err() {
+        if !(1..=u64::MAX / 2).contains(version)
+            || uuid::Uuid::parse_str(id).map(|id| id.to_string()).ok().as_ref() != Some(id)
+        {
             return refuse(RefusalCode::Invalid, format!("`{name}` had no version {version} with the id `{id}`"));
+        }
+        if let Some(known) = self.versions.values().find(|known| known.record.id == *id) {
+            let message = format!("version {} of `{}` has the id {id}", known.record.version, known.record.name);
+            return refuse(RefusalCode::Exists, message);
         }
         let Some(existing) = self.names.get(name) else { return self.users.check_object(owner.uid) };
         let current = &self.current(existing).record;

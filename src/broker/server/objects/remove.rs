@@ -118,7 +118,9 @@ impl Objects {
         let version = self.versions.remove(&key)?;
         self.users.remove_version(version.payer(), version.bytes(), &version.record.parts);
         for request in &version.record.requests {
-            self.requests.remove(request);
+            if self.requests.get(request) == Some(&key) {
+                self.requests.remove(request);
+            }
         }
         Some(version)
     }
@@ -136,13 +138,16 @@ impl Objects {
         for key in std::mem::take(&mut self.undropped) {
             self.drop_if_unused(key);
         }
-        if !self.journal.should_compact() {
+        if !self.journal.should_compact(&self.store) {
             return;
         }
         let state = records(&self.names, &self.versions, &self.leases);
         match self.journal.compact(&mut self.store, state) {
             Ok(old) => self.garbage.push(old),
-            Err(error) => tracing::warn!(%error, "cannot write the catalogue anew: it goes on growing"),
+            Err(error) => {
+                tracing::warn!(%error, "cannot write the catalogue anew: it goes on growing");
+                self.journal.postpone();
+            }
         }
     }
 }

@@ -77,6 +77,7 @@ impl Objects {
                     self.forget_name(&deleted.name);
                 }
                 Record::Dropped { key } => {
+                    self.forget_leases_of(key);
                     if let Some(version) = self.forget_version(key)
                         && let Some(of) = self.names.get_mut(&version.record.name)
                     {
@@ -145,10 +146,7 @@ impl Objects {
 
     /// Takes a version away of which the store lost descriptors.
     fn lose(&mut self, key: u64) {
-        let tokens = self.leases.iter().filter(|(_, held)| held.record.key == key).map(|(token, _)| *token);
-        for token in tokens.collect::<Vec<_>>() {
-            self.forget_lease(token);
-        }
+        self.forget_leases_of(key);
         if let Err(error) = self.write(&Record::Dropped { key }) {
             tracing::error!(%error, "cannot write down that a version is lost");
         }
@@ -165,6 +163,17 @@ impl Objects {
                 // The record of the version's end is that of the name's: it has no other.
                 self.forget_name(&name);
             }
+        }
+    }
+
+    /// Forgets the leases of a version that the store lost.
+    fn forget_leases_of(&mut self, key: u64) {
+        if self.versions.get(&key).is_none_or(|version| version.leases == 0) {
+            return;
+        }
+        let tokens = self.leases.iter().filter(|(_, held)| held.record.key == key).map(|(token, _)| *token);
+        for token in tokens.collect::<Vec<_>>() {
+            self.forget_lease(token);
         }
     }
 

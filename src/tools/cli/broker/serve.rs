@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     broker::{
-        Keeper, Kept, Server, ServerConfig,
+        Kept, Server, ServerConfig,
         supervisor::{self, Role, Supervisor},
     },
     channel::{Cancel, broker_socket_path},
@@ -109,10 +109,9 @@ impl ServeOptions {
     /// Runs what this process is to be: the supervisor, or the server.
     pub(in super::super) fn start(self) -> ExitCode {
         let role = Role::from_environment();
-        let by_systemd = std::env::var_os("FDSTORE").is_some() && std::env::var_os("NOTIFY_SOCKET").is_some();
         match role {
             Role::Server => run_tool(self),
-            Role::First if self.no_supervisor || by_systemd => run_tool(self),
+            Role::First if self.no_supervisor || Kept::is_by_systemd() => run_tool(self),
             _ => {
                 self.output.start_log();
                 let done = match role {
@@ -133,9 +132,9 @@ impl ServeOptions {
     /// The store that is to keep what the server has.
     fn kept(&self) -> crate::Result<Option<Kept>> {
         match Role::from_environment() {
-            Role::Server => Kept::from_environment(Keeper::Supervisor),
+            Role::Server => Kept::by_supervisor().map(Some),
             _ if self.no_supervisor => Ok(None),
-            _ => Kept::from_environment(Keeper::Systemd),
+            _ => Kept::by_systemd(),
         }
     }
 
@@ -174,7 +173,11 @@ impl Tool for ServeOptions {
         };
         let server = match self.kept()? {
             Some(kept) => Server::resume(&path, config, kept, cancel)?,
-            None => Server::bind(&path, config, cancel)?,
+            None => {
+                let server = Server::bind(&path, config, cancel)?;
+                Supervisor::tell_systemd("READY=1");
+                server
+            }
         };
         if server.is_restarted() {
             tracing::info!(path = %server.path().display(), "serves again");
@@ -184,7 +187,7 @@ impl Tool for ServeOptions {
         let ended = server.run()?;
         let goes_on = matches!(cancel.check(), Err(Error::Interrupted { signal: libc::SIGHUP }));
         if goes_on && Role::from_environment() == Role::Server {
-            return Ok(ToolOutput { text: String::new(), exit: Exit::Verified });
+            return Ok(ToolOutput { text: String::new(), exit: Exit::Signal(libc::SIGHUP) });
         }
         let report = ServeReport {
             schema: SCHEMA,
