@@ -18,7 +18,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         Segments,
-        broker::{MAX_INLINE_TOGETHER, MAX_SEGMENTS, Message, Published, Put, Send},
+        broker::{MAX_INLINE_TOGETHER, MAX_SEGMENTS, Message, Published, Put, Restore, Send},
     },
 };
 
@@ -149,10 +149,24 @@ impl Reactor {
         }
     }
 
-    /// What a put published that is sent again, since its answer was lost.
-    fn published_before(&self, id: ConnectionId, put: &Put) -> Option<Published> {
+    /// What a put published that is sent again, since its answer was lost; or of what another reader has offered back before.
+    fn published_before(&mut self, id: ConnectionId, put: &Put) -> Option<Published> {
         let connection = self.connections.get(&id)?;
-        self.objects.published_before(&connection.caller, put.request?)
+        match &put.restore {
+            Some(restore) => self.restored_before(id, &put.name, restore),
+            None => self.objects.published_before(&connection.caller, put.request?),
+        }
+    }
+
+    /// Gives a client its leases of a version that another one has offered back, if it could have offered it.
+    fn restored_before(&mut self, id: ConnectionId, name: &str, restore: &Restore) -> Option<Published> {
+        let connection = self.connections.get_mut(&id)?;
+        let caller = connection.caller.clone();
+        if !self.objects.is_restored(&caller, name, restore) {
+            return None;
+        }
+        connection.leases.extend(self.objects.lease_again(&caller, &restore.id, &restore.leases));
+        Some(Published { version: restore.version, id: restore.id.clone() })
     }
 
     /// Checks whether a put may come, before the rest of it does.
@@ -365,10 +379,13 @@ impl Reactor {
                 connection.leases.extend(self.objects.lease_again(&caller, &published.id, &restore.leases));
             }
         }
-        self.answer_makers(&makers, &result);
         if result.is_ok() {
-            self.published(&terms.name);
+            self.answer_makers(&makers, &result);
+            return self.published(&terms.name);
         }
+        // Another reader was faster, while this one's descriptors went into the store.
+        let faster = terms.restore.as_ref().and_then(|of| self.restored_before(caller.connection, &terms.name, of));
+        self.answer_makers(&makers, &faster.map_or(result, Ok));
     }
 
     fn answer_makers(&mut self, makers: &[ConnectionId], result: &Result<Published, BrokerError>) {

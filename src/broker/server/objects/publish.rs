@@ -252,6 +252,16 @@ impl Objects {
         (version.payer() == caller.uid).then_some(published)
     }
 
+    /// Whether there is a version that a caller offers back, and could have.
+    pub(in crate::broker::server) fn is_restored(&self, caller: &Caller, name: &str, restore: &Restore) -> bool {
+        let same = |of: &record::Version| {
+            (of.name.as_str(), of.version, of.id.as_str(), of.owner.uid)
+                == (name, restore.version, restore.id.as_str(), restore.owner.uid)
+        };
+        let may = caller.is_superuser() || !caller.is_unmapped() && caller.uid == restore.owner.uid;
+        may && self.versions.values().any(|version| same(&version.record))
+    }
+
     /// Checks the offer of a version that a server before this one had.
     fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore) -> Result<(), BrokerError> {
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
