@@ -309,7 +309,21 @@ impl Exchange<'_> {
 
     /// Waits for the next message of the answer. A refusal is an error, after which the connection can be used again.
     pub(super) fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        let received = receive_on(&self.connection.socket, self.incoming, self.patience, purpose);
+        self.receive_by(None, purpose)
+    }
+
+    /// The same until a deadline. With [`PeerError::Timeout`] the request stays as it is: more may be waited for.
+    pub(super) fn receive_until(
+        &mut self,
+        deadline: Instant,
+        purpose: &'static str,
+    ) -> Result<(Message, Vec<OwnedFd>)> {
+        self.receive_by(Some(deadline), purpose)
+    }
+
+    fn receive_by(&mut self, until: Option<Instant>, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
+        let deadline = || until.unwrap_or_else(|| deadline_after(self.patience));
+        let received = receive_on(&self.connection.socket, self.incoming, deadline, purpose);
         if matches!(received, Err(Error::Broker(_))) {
             self.finished = true;
         }
@@ -352,11 +366,11 @@ pub(super) fn send_on(socket: &RecordSocket, message: &Message, fds: &[BorrowedF
 pub(super) fn receive_on(
     socket: &RecordSocket,
     incoming: &mut [u8],
-    patience: Duration,
+    deadline: impl Fn() -> Instant,
     purpose: &'static str,
 ) -> Result<(Message, Vec<OwnedFd>)> {
     loop {
-        let record = socket.receive_by(incoming, deadline_after(patience), purpose)?;
+        let record = socket.receive_by(incoming, deadline(), purpose)?;
         let message = Message::decode(&incoming[..record.length], record.fds.len())?;
         tracing::debug!(kind = message.name(), fds = record.fds.len(), "from the broker");
         match message {

@@ -4,8 +4,11 @@ mod connection;
 mod get;
 mod holdings;
 mod lease;
+mod metrics;
 mod put;
 mod reconnect;
+mod switch;
+mod watch;
 mod watcher;
 
 use std::{
@@ -21,6 +24,8 @@ pub use self::{
     holdings::{LossReason, Lost, Restored},
     lease::{Lease, LeasedPart, Object, ObjectPart},
     put::{Condition, Put, PutPart},
+    switch::Prepared,
+    watch::{Watch, WatchPlace, Watched},
 };
 use super::name::check_name;
 use crate::{

@@ -107,7 +107,7 @@ impl Dialled {
             Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => {}
             Err(error) => return Err(error),
         }
-        match receive_on(&socket, incoming, timeout, "for the broker's hello")? {
+        match receive_on(&socket, incoming, || deadline_after(timeout), "for the broker's hello")? {
             (Message::Hello(hello), _) if hello.capabilities.iter().any(|named| named == BROKER) => {}
             (Message::Hello(_), _) => {
                 let message = "the process at the other end is no broker: its hello lacks the capability `broker`";
@@ -115,7 +115,7 @@ impl Dialled {
             }
             (other, _) => return Err(unexpected(&other, "hello")),
         }
-        match receive_on(&socket, incoming, timeout, "for what the broker holds")? {
+        match receive_on(&socket, incoming, || deadline_after(timeout), "for what the broker holds")? {
             (Message::Resumed(Resumed { instance, .. }), _) => Ok(Self { socket, peer, instance }),
             (other, _) => Err(unexpected(&other, "resumed")),
         }

@@ -6,6 +6,7 @@ pub(crate) mod fuse;
 mod mapped;
 mod process;
 pub(crate) mod schema;
+pub(crate) mod stand_in;
 mod subject;
 
 pub(crate) use self::{
