@@ -150,7 +150,7 @@ fn command(place: &Meeting, arguments: &[&str]) -> Run {
     if ["put", "get"].contains(&arguments[0]) { run.env("VMMFD_BACKEND", place.backend()) } else { run }
 }
 
-fn serve(place: &Meeting, options: &[&str]) -> Run {
+pub(crate) fn serve(place: &Meeting, options: &[&str]) -> Run {
     let emulated: &[&str] = if place.is_fake() { &["--emulated"] } else { &[] };
     vmmfd(place, &[&["serve"], emulated, options].concat())
 }

@@ -1,13 +1,18 @@
-//! Clients of a broker that is restarted: what they asked for and what they hold. Here the broker is played by the test, record by record.
+//! Clients of a broker that is restarted: what they asked for and what they hold. In most of these tests the broker is played by the
+//! test, record by record.
 
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::mpsc::{self, Receiver},
     thread::{self, JoinHandle},
     time::Duration,
 };
 
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use rustix::net::{
     SocketAddrUnix, accept, bind, listen,
     sockopt::{self, Timeout},
@@ -18,8 +23,10 @@ use vmmfd::{
     Error,
     array::{ArrayDescriptor, Order},
     broker::{
-        ArrayEntry, ClaimOf, Client, Condition, Get, Lease, Lifetime, LossReason, Lost, Owner, Put, PutPart, Restored,
+        ArrayEntry, ClaimOf, Client, Condition, Get, Lease, Lifetime, LossReason, Lost, Object, Owner, Put, PutPart,
+        Restored, Server, ServerConfig,
     },
+    channel::Cancel,
     driver::Backend,
     error::{ErrorCode, PeerError, RefusalCode, SocketError},
     memory::{Region, Shared},
@@ -34,10 +41,11 @@ use vmmfd::{
 };
 
 use crate::{
-    broker::{filled, refused},
+    broker::{filled, refused, until},
     broker_process::Raw,
     conversation::{PATIENCE, seqpacket},
-    support::{Subject, in_fork},
+    running::Meeting,
+    support::{Kind, Subject, in_fork},
 };
 
 const MIB: u64 = 1 << 20;
@@ -679,4 +687,121 @@ fn a_fork_holds_nothing_and_leaves_the_connection_to_its_parent() {
     assert!(matches!(peer.next(), (Message::List(_), _)));
     peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
     assert!(listing.join().unwrap().is_empty());
+}
+
+/// A reader of the name `a`, and what it hears of its leases.
+fn reader(path: &Path) -> (Client, Receiver<Result<Restored, Lost>>) {
+    let client = Client::connect(path, &Config::default()).unwrap();
+    let (say, notices) = mpsc::channel();
+    let (lost, restored) = (say.clone(), say);
+    client.on_lost(move |notice| drop(lost.send(Err(notice.clone()))));
+    client.on_restored(move |notice| drop(restored.send(Ok(notice.clone()))));
+    (client, notices)
+}
+
+fn assert_bytes(object: &Object, byte: u8) {
+    let memory = object.part("all").unwrap().memory().unwrap();
+    let mut bytes = vec![0; memory.size() as usize];
+    memory.copy_out(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|is| *is == byte));
+}
+
+#[test]
+fn versions_come_back_from_their_readers_when_the_broker_has_lost_all() {
+    for subject in [Subject::host(), Subject::fake()] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("broker.sock");
+        let start = || {
+            let (cancel, mut config) = (Cancel::new().unwrap(), ServerConfig::default());
+            config.emulated = subject.kind == Kind::Fake;
+            let server = Server::bind(&path, config, &cancel).unwrap();
+            (cancel, meanwhile(move || server.run().unwrap()))
+        };
+        let (cancel, serving) = start();
+        {
+            let maker = Client::connect(&path, &Config::default()).unwrap();
+            for value in [1, 7] {
+                let memory = filled(&subject.driver, 4 * MIB, Some(2 * MIB), value);
+                maker.put(&weights(&memory)).unwrap();
+            }
+        }
+        let ((one, of_one), (two, of_two)) = (reader(&path), reader(&path));
+        let object = one.get(&Get::new("a")).unwrap().open(&subject.driver, None).unwrap();
+        let lease = two.get(&Get::new("a")).unwrap();
+        let before = one.stat("a", None).unwrap();
+        assert_eq!((before.version.summary.version, before.version.summary.leases), (2, 2));
+        cancel.cancel(0);
+        serving.join().unwrap();
+        let (cancel, serving) = start();
+        for notices in [&of_one, &of_two] {
+            assert!(notices.recv_timeout(PATIENCE).unwrap().unwrap().rebuilt);
+        }
+        assert!(object.is_held() && lease.is_held());
+        let mut after = one.stat("a", None).unwrap();
+        // The maker of each part is who offered it; here both are this process. Versions before it are gone.
+        assert_eq!(after.version.versions, [2]);
+        after.version.versions.clone_from(&before.version.versions);
+        assert_eq!(after, before);
+        let again = two.get(&Get::new("a")).unwrap();
+        assert_eq!(again.part("all").unwrap().arrays(), lease.part("all").unwrap().arrays());
+        assert_bytes(&again.open(&subject.driver, None).unwrap(), 7);
+        assert_bytes(&object, 7);
+        drop((object, lease));
+        until(|| one.who("").unwrap().leases.is_empty());
+        cancel.cancel(0);
+        serving.join().unwrap();
+    }
+}
+
+#[test]
+fn requests_and_leases_go_on_when_the_server_is_killed() {
+    let subject = Subject::host();
+    let place = Meeting::host();
+    let mut server = crate::broker_commands::serve(&place, &[]).start();
+    server.until("listening");
+    let (client, notices) = reader(&place.socket());
+    let memory = filled(&subject.driver, 4 * MIB, Some(2 * MIB), 7);
+    client.put(&weights(&memory)).unwrap();
+    client.put(&Put::new("mine").lifetime(Lifetime::Maker).part(PutPart::of("all", &memory).unwrap())).unwrap();
+    let object = client.get(&Get::new("a")).unwrap().open(&subject.driver, None).unwrap();
+    let waiting = meanwhile({
+        let path = place.socket();
+        move || {
+            let client = Client::connect(&path, &Config::default()).unwrap();
+            client.get(&Get::new("later").wait(Duration::from_secs(100))).unwrap().version()
+        }
+    });
+    let other = Client::connect(&place.socket(), &Config::default()).unwrap();
+    for _ in 0..3 {
+        let killed = held(&other);
+        assert_eq!(killed.len(), 1);
+        kill(server_of(&place.socket()), Signal::SIGKILL).unwrap();
+        let restored = notices.recv_timeout(PATIENCE).unwrap().unwrap();
+        assert!(!restored.rebuilt && object.is_held());
+        let now = held(&other);
+        assert_eq!(now, killed, "the same lease, and no other");
+    }
+    assert_bytes(&object, 7);
+    other.stat("mine", None).unwrap();
+    other.put(&Put::new("later").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    assert_eq!(waiting.join().unwrap(), 1);
+    // It ends as ever, and what goes with its maker does.
+    drop((object, client));
+    until(|| other.who("a").unwrap().leases.is_empty() && other.stat("mine", None).is_err());
+    server.signal(Signal::SIGTERM);
+    server.end();
+}
+
+/// The process that serves: who listened first, which `SO_PEERCRED` names, may be another one.
+fn server_of(path: &Path) -> Pid {
+    let answer = Raw::dial(path).unwrap().ask(&Raw::hello(), &[]).unwrap().unwrap().0;
+    let Message::Hello(hello) = answer else { panic!("{answer:?}") };
+    assert_ne!(hello.pid, std::process::id());
+    Pid::from_raw(hello.pid as i32)
+}
+
+/// The leases that there are: of which version, since when, and of which user.
+fn held(client: &Client) -> Vec<(String, u64, u64, u32)> {
+    let leases = client.who("a").unwrap().leases;
+    leases.into_iter().map(|lease| (lease.id, lease.version, lease.since_ms, lease.uid)).collect()
 }

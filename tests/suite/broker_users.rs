@@ -15,11 +15,13 @@ use vmmfd::{
     error::{ErrorCode, PeerError, RefusalCode},
     memory::{Chunk, Description},
     session::Config,
+    wire::broker::{self, Message, Owner, Restore, Token},
 };
 
 use crate::{
     broker::{filled, refused, until},
-    broker_process::{self, Process, Setup, become_user},
+    broker_faults::Material,
+    broker_process::{self, Process, Raw, Setup, become_user},
     support::{Subject, in_fork},
 };
 
@@ -314,5 +316,47 @@ mod root {
             });
         }
         assert_eq!(root.list("").unwrap().len(), 3);
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn only_the_owner_and_the_servers_user_offer_a_version_back() {
+        let subject = Subject::host();
+        let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
+        let path = server.path.clone();
+        let shared = filled(&subject.driver, MIB, None, 1);
+        let memory = Material::of(&shared);
+        let offer = |name: &str, uid: u32, token: u8| {
+            let restore = Restore {
+                version: 3,
+                id: "0c2b6d3a-7f0e-4f3c-9d4b-000000000001".to_owned(),
+                created_ms: 1_700_000_000_123,
+                owner: Owner { uid, gid: TEAM },
+                leases: vec![Token([token; 16])],
+            };
+            let put = broker::Put { restore: Some(restore), mode: Some(0o644), ..memory.put(name) };
+            let answer = Raw::greeted(&path).unwrap().ask(&Message::Put(Box::new(put)), &memory.fds()).unwrap();
+            match answer.unwrap().0 {
+                Message::Published(published) => Ok(published.version),
+                Message::Refused(refusal) => Err(refusal.code),
+                other => panic!("{other:?}"),
+            }
+        };
+        as_user(OTHER, OTHER, &[], || {
+            // Another's, as another's and as one's own.
+            assert_eq!(offer("a", MAKER, 1), Err(RefusalCode::Denied));
+            assert_eq!(offer("b", OTHER, 1), Ok(3));
+        });
+        as_user(MAKER, TEAM, &[], || assert_eq!(offer("a", MAKER, 2), Ok(3)));
+        as_user(OTHER, OTHER, &[], || {
+            // It is there: so are its leases for those who could have offered it, and for no others.
+            assert_eq!(offer("a", OTHER, 3), Err(RefusalCode::Exists));
+            assert_eq!(offer("a", MAKER, 3), Err(RefusalCode::Denied));
+        });
+        as_user(SERVER, SERVER, &[], || {
+            assert_eq!(offer("a", MAKER, 4), Ok(3));
+            let owner = connect(&path).stat("a", None).unwrap().version.summary.owner;
+            assert_eq!((owner.uid, owner.gid), (MAKER, TEAM));
+        });
     }
 }

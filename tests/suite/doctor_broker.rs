@@ -16,12 +16,13 @@ use std::{
 };
 
 use nix::{libc, poll};
+use rustix::net::SendFlags;
 use serde_json::Value;
 use vmmfd::{
     Error,
     channel::{Cancel, Channel, Listener, Trust, connect},
     error::{ErrorCode, SocketError},
-    wire::{self, Failure, Hello, Message},
+    wire::{self, Failure, Hello, Message, broker::Resumed},
 };
 
 use crate::{
@@ -129,6 +130,10 @@ fn without_a_broker_nothing_has_failed_and_nothing_is_made() {
 fn a_broker_that_answers_is_named() {
     let finding = Runtime::new().finding_with(|mut channel| {
         hello(&mut channel, &["broker"]);
+        let mut record = Vec::new();
+        let resumed = Resumed { instance: "00000000-0000-4000-8000-000000000000".to_owned(), lost: Vec::new() };
+        wire::broker::Message::Resumed(resumed).encode_into(&mut record).unwrap();
+        rustix::net::send(&channel, &record, SendFlags::NOSIGNAL).unwrap();
         channel.finish(Duration::from_secs(5));
     });
     assert_eq!((&finding["status"], &finding["rule"]), (&"ok".into(), &Value::Null), "{finding}");

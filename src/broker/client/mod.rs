@@ -118,7 +118,8 @@ impl Client {
         self.0.handle(|handlers| handlers.restored.push(Arc::new(call)));
     }
 
-    /// The process at the other end: of a broker that was restarted another one from then on.
+    /// The process at the other end, as the kernel names it: the one that began to listen on the socket (`SO_PEERCRED`, unix(7)). A
+    /// server that was restarted goes on with the socket of the one before, which may be named then.
     pub fn peer(&self) -> Peer {
         self.0.peer()
     }

@@ -18,7 +18,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         Segments,
-        broker::{MAX_INLINE_TOGETHER, MAX_SEGMENTS, Message, Published, Put, Resume, Send, Token},
+        broker::{MAX_INLINE_TOGETHER, MAX_SEGMENTS, Message, Published, Put, Restore, Resume, Send, Token},
     },
 };
 
@@ -126,7 +126,7 @@ fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
 impl Reactor {
     /// A put has come, with the descriptors of its tables and of its first segments.
     pub(super) fn put(&mut self, id: ConnectionId, put: Put, mut fds: Vec<OwnedFd>) {
-        if let Some(published) = put.request.and_then(|request| self.published_before(id, request)) {
+        if let Some(published) = self.published_before(id, &put) {
             self.worker.reject(fds);
             return self.reply(id, &Message::Published(published));
         }
@@ -151,14 +151,25 @@ impl Reactor {
         }
     }
 
-    /// What a put published that is sent again, since its answer was lost.
-    fn published_before(&mut self, id: ConnectionId, request: Token) -> Option<Published> {
-        let connection = self.connections.get_mut(&id)?;
+    /// What a put published that is sent again, since its answer was lost; or of what another reader has offered back before.
+    fn published_before(&mut self, id: ConnectionId, put: &Put) -> Option<Published> {
+        if let Some(restore) = &put.restore {
+            return self.restored_before(id, &put.name, restore);
+        }
+        let (connection, request) = (self.connections.get_mut(&id)?, put.request?);
         let published = self.objects.published_before(&connection.caller, request)?;
         // The name goes with this connection now, if it goes with its maker.
         let resume = Resume { leases: Vec::new(), puts: vec![request] };
         connection.names.extend(self.objects.resume(&connection.caller, &resume).names);
         Some(published)
+    }
+
+    /// Gives a client its leases of a version that another one has offered back, if it could have offered it.
+    fn restored_before(&mut self, id: ConnectionId, name: &str, restore: &Restore) -> Option<Published> {
+        let connection = self.connections.get_mut(&id)?;
+        let key = self.objects.restored(&connection.caller, name, restore)?;
+        connection.leases.extend(self.objects.lease_again(&connection.caller, key, &restore.leases));
+        Some(Published { version: restore.version, id: restore.id.clone() })
     }
 
     /// Checks whether a put may come, before the rest of it does.
@@ -376,13 +387,18 @@ impl Reactor {
                 connection.names.insert(terms.name.clone());
             }
             if let Some(restore) = &terms.restore {
-                connection.leases.extend(self.objects.lease_again(&caller, &terms.name, &restore.leases));
+                let key = self.objects.current_key(&terms.name);
+                let leases = key.map(|key| self.objects.lease_again(&caller, key, &restore.leases));
+                connection.leases.extend(leases.into_iter().flatten());
             }
         }
-        self.answer_makers(&makers, &result);
         if result.is_ok() {
-            self.published(&terms.name);
+            self.answer_makers(&makers, &result);
+            return self.published(&terms.name);
         }
+        // Another reader was faster, while this one's descriptors went into the store.
+        let faster = terms.restore.as_ref().and_then(|of| self.restored_before(caller.connection, &terms.name, of));
+        self.answer_makers(&makers, &faster.map_or(result, Ok));
     }
 
     fn answer_makers(&mut self, makers: &[ConnectionId], result: &Result<Published, BrokerError>) {

@@ -306,11 +306,6 @@ impl Store {
         Mark(self.queued)
     }
 
-    /// Whether everything before a point was sent.
-    pub(super) fn has_sent(&self, mark: Mark) -> bool {
-        self.keeper == Keeper::None || self.sent >= mark.0
-    }
-
     /// Whether everything before a point is kept.
     pub(super) fn has_kept(&self, mark: Mark) -> bool {
         match self.keeper {

@@ -8,7 +8,7 @@ use std::{
 };
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use vmmfd::wire::broker::{Message, Refusal, RefusalCode};
+use vmmfd::wire::broker::{Message, Refusal, RefusalCode, Resume, Resumed};
 
 use crate::broker_process::Raw;
 
@@ -28,6 +28,10 @@ impl StandIn {
                 let raw = Raw(UnixStream::from(rustix::net::accept(&socket).unwrap()));
                 assert!(matches!(raw.receive().unwrap(), Some((Message::Hello(_), _))));
                 raw.send(&Raw::hello(), &[]).unwrap();
+                // A client asks at once what the broker holds.
+                assert_eq!(raw.receive().unwrap().unwrap().0, Message::Resume(Resume::default()));
+                let instance = "00000000-0000-4000-8000-000000000000".to_owned();
+                raw.send(&Message::Resumed(Resumed { instance, lost: Vec::new() }), &[]).unwrap();
                 answer(raw);
             }
             std::fs::remove_file(path).unwrap();

@@ -108,14 +108,8 @@ impl Objects {
         self.leases.get(&token)?.holder
     }
 
-    /// Gives the leases with these tokens of a version that was offered back just now: the current one of a name.
-    pub(in crate::broker::server) fn lease_again(
-        &mut self,
-        caller: &Caller,
-        name: &str,
-        tokens: &[Token],
-    ) -> Vec<Token> {
-        let Some(key) = self.names.get(name).and_then(|of| of.versions.back()).copied() else { return Vec::new() };
+    /// Gives the leases with these tokens of a version that was offered back.
+    pub(in crate::broker::server) fn lease_again(&mut self, caller: &Caller, key: u64, tokens: &[Token]) -> Vec<Token> {
         let size = self.versions.get(&key).map_or(0, Version::bytes);
         let mut given = Vec::new();
         for token in tokens {

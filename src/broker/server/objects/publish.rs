@@ -252,6 +252,22 @@ impl Objects {
         (version.payer() == caller.uid).then_some(published)
     }
 
+    /// The key of a version that a caller offers back, if it is there and the caller could have offered it.
+    pub(in crate::broker::server) fn restored(&self, caller: &Caller, name: &str, restore: &Restore) -> Option<u64> {
+        let same = |of: &record::Version| {
+            (of.name.as_str(), of.version, of.id.as_str(), of.owner.uid)
+                == (name, restore.version, restore.id.as_str(), restore.owner.uid)
+        };
+        let may = caller.is_superuser() || !caller.is_unmapped() && caller.uid == restore.owner.uid;
+        let found = self.versions.iter().find(|(_, version)| same(&version.record));
+        found.filter(|_| may).map(|(key, _)| *key)
+    }
+
+    /// The key of a name's current version.
+    pub(in crate::broker::server) fn current_key(&self, name: &str) -> Option<u64> {
+        self.names.get(name)?.versions.back().copied()
+    }
+
     /// Checks the offer of a version that a server before this one had.
     fn check_restore(
         &self,
