@@ -204,7 +204,8 @@ impl Object {
     ///
     /// With `keep_lease` the broker keeps this version and counts this process among its readers, so that it can be got by its number
     /// again for as long as its name exists. Without, the lease ends, and where neither the broker nor another process has the memory,
-    /// it is free. If it is parked already, the lease ends unless it is to be kept.
+    /// it is free. If it is parked already, the lease ends unless it is to be kept. Without descriptors this process can't offer the
+    /// version back to a broker that lost it.
     ///
     /// The caller promises what [`Object::switch`] says. Waits as that does.
     ///
