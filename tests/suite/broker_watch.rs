@@ -338,3 +338,33 @@ fn a_watch_without_a_broker_fails_as_the_other_commands_do() {
     let usage = vmmfd(&place, &["watch", "--after", "17"]).end();
     usage.code(2).says("write instance and seq");
 }
+
+#[test]
+fn a_watch_goes_on_over_a_crash_of_the_server() {
+    let watching = Watching::start(&["--json"]);
+    watching.put("before");
+    wait_for("the first event", || watching.watch.so_far().contains("\"before\""));
+    let client = connect(&watching.place);
+    let (before, server) = (client.metrics().unwrap(), client.peer().pid);
+    assert_eq!(before.restarts, 0);
+    drop(client);
+    // The server alone: its supervisor starts the next one.
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(server), Signal::SIGKILL).unwrap();
+    watching.put("after");
+    wait_for("the event behind the crash", || watching.watch.so_far().contains("\"after\""));
+    let client = connect(&watching.place);
+    assert_ne!(client.peer().pid, server);
+    let after = client.metrics().unwrap();
+    assert_eq!((after.restarts, &after.instance, after.objects), (1, &before.instance, 2));
+    watching.watch.signal(Signal::SIGTERM);
+    let ended = watching.watch.end();
+    let lines: Vec<Value> = ended.code(0).stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let seen: Vec<(&str, &str)> = lines[1..]
+        .iter()
+        .map(|line| {
+            assert_eq!(line["instance"], *before.instance, "{line}");
+            (line["event"].as_str().unwrap(), line["name"].as_str().unwrap_or_default())
+        })
+        .collect();
+    assert_eq!(seen, [("published", "before"), ("published", "after")]);
+}

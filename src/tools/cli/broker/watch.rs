@@ -98,6 +98,8 @@ fn kind_name(kind: EventKind) -> &'static str {
         EventKind::Reported => "reported",
         EventKind::Leased => "leased",
         EventKind::Ended => "ended",
+        // A newer broker's.
+        EventKind::Unknown => "unknown",
     }
 }
 
