@@ -4,7 +4,7 @@ use super::{root, source};
 use crate::running::Meeting;
 
 /// Programs of others, and of the shell: of these only the files are looked at that a line names.
-const OTHERS: [&str; 12] = [
+const OTHERS: [&str; 14] = [
     "cd",
     "scp",
     "ssh",
