@@ -55,8 +55,8 @@ pub(crate) mod supervisor;
 mod table;
 
 pub use self::client::{
-    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
-    PutPart, Watch, WatchPlace, Watched,
+    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, LossReason, Lost, Object, ObjectInfo,
+    ObjectPart, Prepared, Put, PutPart, Restored, Watch, WatchPlace, Watched,
 };
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 #[cfg(feature = "internals")]

@@ -2,11 +2,13 @@
 
 use std::{
     collections::VecDeque,
-    mem,
     time::{Duration, Instant},
 };
 
-use super::{Client, connection::unexpected};
+use super::{
+    Client,
+    connection::{Exchange, unexpected},
+};
 use crate::{
     channel::deadline_after,
     error::{Error, PeerError, RefusalCode, Result},
@@ -89,22 +91,14 @@ impl Watch {
     /// again.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<Watched>> {
         let deadline = deadline_after(timeout);
-        let mut gone = false;
         loop {
             if let Some(watched) = self.take() {
                 return Ok(Some(watched));
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            match self.ask(left.min(ASK_AGAIN)) {
-                // The next request connects again.
-                Err(Error::Peer(PeerError::Gone { .. })) if !mem::replace(&mut gone, true) => {}
-                result => {
-                    result?;
-                    gone = false;
-                    if self.came.is_empty() && Instant::now() >= deadline {
-                        return Ok(self.take());
-                    }
-                }
+            self.ask(left.min(ASK_AGAIN))?;
+            if self.came.is_empty() && Instant::now() >= deadline {
+                return Ok(self.take());
             }
         }
     }
@@ -130,21 +124,25 @@ impl Watch {
         }
     }
 
-    /// Subscribes behind what is there already, waits for events, and ends the subscription: the connection is free afterwards.
+    /// Subscribes behind what is there already, waits for events, and ends the subscription: the connection is free afterwards. If
+    /// the connection breaks, it subscribes again behind what has come.
     fn ask(&mut self, wait: Duration) -> Result<()> {
-        let client = self.client.clone();
+        let (client, until) = (self.client.clone(), deadline_after(wait));
+        client.0.request(wait, |exchange, _| self.subscribe(exchange, until))
+    }
+
+    fn subscribe(&mut self, exchange: &mut Exchange<'_>, until: Instant) -> Result<()> {
         let request = Message::Watch(Request {
             prefix: self.prefix.clone(),
             after: self.seen.as_ref().map(|seen| seen.seq),
             instance: self.seen.as_ref().map(|seen| seen.instance.clone()),
         });
-        let mut exchange = client.0.request(&request, &[], Duration::ZERO)?;
+        exchange.send_first(&request, &[])?;
         // The first answer comes at once, and may have no events.
         match exchange.receive("for the broker's events")? {
             (Message::Events(events), _) => self.keep(events),
             (other, _) => return Err(unexpected(&other, "events")),
         }
-        let until = deadline_after(wait);
         while self.came.is_empty() {
             match exchange.receive_until(until, "for the broker's events") {
                 Ok((Message::Events(events), _)) => self.keep(events),

@@ -78,7 +78,7 @@ impl MeetBroker {
             Err(Error::Socket(SocketError::NotAccepted { .. })) => connect(self.timeout)?.0,
             connected => connected?.0,
         };
-        Client::over(socket, &config)
+        Client::over_at(socket, &path, &config)
     }
 }
 
