@@ -52,7 +52,7 @@ pub(crate) fn persistence(uuid: DeviceUuid) -> Result<bool, String> {
 }
 
 fn ask(library: &Library, uuid: DeviceUuid) -> Result<bool, String> {
-    // SAFETY of the six: the types are those of these functions in NVIDIA's nvml.h.
+    // SAFETY: the type is that of the function in NVIDIA's nvml.h.
     let init: Plain = unsafe { function(library, "nvmlInit_v2") }?;
     // SAFETY: as above.
     let by_uuid: ByUuid = unsafe { function(library, "nvmlDeviceGetHandleByUUID") }?;

@@ -23,11 +23,10 @@ use crate::{
     running::{Meeting, Running, wait_for},
     support::{
         Subject,
-        stand_in::{StandIn, answer, request, stopped},
+        stand_in::{INSTANCE, StandIn, answer, request, stopped},
     },
 };
 
-const INSTANCE: &str = "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f";
 const OTHER: &str = "7d2f1a90-3b5c-4e8d-9f07-a6b4c2d8e013";
 
 /// Longer than any event takes.
@@ -337,4 +336,33 @@ fn a_watch_without_a_broker_fails_as_the_other_commands_do() {
     fits("failure", &ended.code(4).json());
     let usage = vmmfd(&place, &["watch", "--after", "17"]).end();
     usage.code(2).says("write instance and seq");
+}
+
+#[test]
+fn a_watch_goes_on_over_a_crash_of_the_server() {
+    let watching = Watching::start(&["--json"]);
+    watching.put("before");
+    wait_for("the first event", || watching.watch.so_far().contains("\"before\""));
+    let client = connect(&watching.place);
+    let (before, server) = (client.metrics().unwrap(), client.peer().pid);
+    assert_eq!(before.restarts, 0);
+    drop(client);
+    // The server alone: its supervisor starts the next one.
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(server), Signal::SIGKILL).unwrap();
+    watching.put("after");
+    wait_for("the event behind the crash", || watching.watch.so_far().contains("\"after\""));
+    let client = connect(&watching.place);
+    let after = client.metrics().unwrap();
+    assert_eq!((after.restarts, &after.instance, after.objects), (1, &before.instance, 2));
+    watching.watch.signal(Signal::SIGTERM);
+    let ended = watching.watch.end();
+    let lines: Vec<Value> = ended.code(0).stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let seen: Vec<(&str, &str)> = lines[1..]
+        .iter()
+        .map(|line| {
+            assert_eq!(line["instance"], *before.instance, "{line}");
+            (line["event"].as_str().unwrap(), line["name"].as_str().unwrap_or_default())
+        })
+        .collect();
+    assert_eq!(seen, [("published", "before"), ("published", "after")]);
 }

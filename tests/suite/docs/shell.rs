@@ -4,8 +4,22 @@ use super::{root, source};
 use crate::running::Meeting;
 
 /// Programs of others, and of the shell: of these only the files are looked at that a line names.
-const OTHERS: [&str; 12] =
-    ["cd", "scp", "ssh", "git", "docker", "podman", "kubectl", "nvidia-smi", "ls", "export", "sudo", "cat"];
+const OTHERS: [&str; 14] = [
+    "cd",
+    "scp",
+    "ssh",
+    "git",
+    "docker",
+    "podman",
+    "kubectl",
+    "nvidia-smi",
+    "ls",
+    "export",
+    "sudo",
+    "cat",
+    "install",
+    "systemctl",
+];
 
 /// Checks a line: what it starts exists and has these options, and the files of the repository that it names exist.
 pub(super) fn check(line: &str) -> Result<(), String> {

@@ -8,9 +8,12 @@ use std::{
 };
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use vmmfd::wire::broker::{Message, Refusal, RefusalCode, Resume, Resumed};
+use vmmfd::wire::broker::{Message, Refusal, RefusalCode, Resumed};
 
 use crate::broker_process::Raw;
+
+/// The UUID of what it holds.
+pub(crate) const INSTANCE: &str = "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f";
 
 /// It listens at a path and answers one connection after the other.
 pub(crate) struct StandIn(JoinHandle<()>);
@@ -28,10 +31,10 @@ impl StandIn {
                 let raw = Raw(UnixStream::from(rustix::net::accept(&socket).unwrap()));
                 assert!(matches!(raw.receive().unwrap(), Some((Message::Hello(_), _))));
                 raw.send(&Raw::hello(), &[]).unwrap();
-                // A client asks at once what the broker holds.
-                assert_eq!(raw.receive().unwrap().unwrap().0, Message::Resume(Resume::default()));
-                let instance = "00000000-0000-4000-8000-000000000000".to_owned();
-                raw.send(&Message::Resumed(Resumed { instance, lost: Vec::new() }), &[]).unwrap();
+                // A client asks at once what broker this is.
+                assert!(matches!(raw.receive().unwrap(), Some((Message::Resume(_), _))));
+                let resumed = Resumed { instance: INSTANCE.to_owned(), lost: Vec::new() };
+                raw.send(&Message::Resumed(resumed), &[]).unwrap();
                 answer(raw);
             }
             std::fs::remove_file(path).unwrap();

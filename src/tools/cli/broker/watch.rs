@@ -98,6 +98,7 @@ fn kind_name(kind: EventKind) -> &'static str {
         EventKind::Reported => "reported",
         EventKind::Leased => "leased",
         EventKind::Ended => "ended",
+        // A newer broker's.
         EventKind::Unknown => "unknown",
     }
 }
@@ -156,7 +157,8 @@ impl Tool for WatchOptions {
                 return Ok(ended());
             }
         } else if !self.output.quiet {
-            complain(&format!("watch     following  the broker of pid {}", client.peer().pid));
+            let WatchPlace { instance, seq } = watch.place();
+            complain(&format!("watch     following  behind event {seq} of {instance}"));
         }
         loop {
             match watch.next(WAIT) {
