@@ -15,6 +15,7 @@ mod broker_parts;
 mod broker_process;
 mod broker_replace;
 mod broker_stress;
+mod broker_systemd;
 mod broker_users;
 mod command_line;
 mod commands;

@@ -3,6 +3,7 @@
 mod fake;
 mod faulty;
 pub(crate) mod fuse;
+pub(crate) mod manager;
 mod mapped;
 mod process;
 pub(crate) mod schema;
