@@ -135,6 +135,8 @@ impl Material {
             mode: None,
             lifetime: None,
             keep: None,
+            request: None,
+            restore: None,
             sizes: self.segments.iter().take(MAX_FDS).map(|(size, _)| *size).collect(),
         }
     }
@@ -300,9 +302,9 @@ fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
         "list-sent" => send(Message::List(List::default())),
         "stat-sent" => send(Message::Stat(Stat { name: "base".to_owned(), version: None })),
         "who-sent" => send(Message::Who(Who::default())),
-        "delete-sent" => send(Message::Delete(Delete { name: "victim".to_owned() })),
+        "delete-sent" => send(Message::Delete(Delete { name: "victim".to_owned(), request: None })),
         "delete-done" => {
-            let answer = ask(Message::Delete(Delete { name: "victim".to_owned() }));
+            let answer = ask(Message::Delete(Delete { name: "victim".to_owned(), request: None }));
             assert!(matches!(answer, Some((Message::Done(_), _))), "{answer:?}");
         }
         "holds-until-told" => {

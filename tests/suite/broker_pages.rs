@@ -103,6 +103,8 @@ impl Template {
             mode: None,
             lifetime: None,
             keep: None,
+            request: None,
+            restore: None,
             sizes: vec![PAGE; pages.len()],
         };
         (put, pages)

@@ -431,7 +431,7 @@ impl Actor<'_> {
         let nonce = self.next_nonce();
         let expected = match self.dice.of(3) {
             0 => {
-                raw.send(&Message::Delete(Delete { name: name.clone() }), &[]).unwrap();
+                raw.send(&Message::Delete(Delete { name: name.clone(), request: None }), &[]).unwrap();
                 None
             }
             1 => {

@@ -199,7 +199,7 @@ impl Client {
     /// [`Error::System`], [`Error::Interrupted`].
     pub fn delete(&self, name: &str) -> Result<()> {
         check_name(name)?;
-        match self.ask(&Message::Delete(Delete { name: name.to_owned() }))? {
+        match self.ask(&Message::Delete(Delete { name: name.to_owned(), request: None }))? {
             (Message::Done(_), _) => Ok(()),
             (other, _) => Err(unexpected(&other, "done")),
         }

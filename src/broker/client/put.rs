@@ -245,6 +245,8 @@ pub(super) fn put(connection: &Connection, put: &Put<'_>) -> Result<Published> {
         mode: put.mode,
         lifetime: put.lifetime,
         keep: put.keep,
+        request: None,
+        restore: None,
         sizes: first.iter().map(|(size, _)| *size).collect(),
     }));
     let fds: Vec<BorrowedFd<'_>> =

@@ -109,8 +109,30 @@ pub struct Put {
     /// How many versions before the current one stay; `None` keeps what the name has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<u32>,
+    /// What the client calls this request: sent again, it is answered with what it published before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request: Option<Token>,
+    /// The version is one that the server had, and lost.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
+    pub restore: Option<Restore>,
     /// The exact sizes of the first segments of all parts, one after the other.
     pub sizes: Vec<u64>,
+}
+
+/// What a version was that a client offers back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Restore {
+    /// Its number.
+    pub version: u64,
+    /// Its UUID.
+    pub id: String,
+    /// When it was published, in milliseconds since 1970.
+    pub created_ms: u64,
+    /// Whose the name was.
+    #[serde(deserialize_with = "strict::object")]
+    pub owner: Owner,
+    /// The leases of it that this client held.
+    pub leases: Vec<Token>,
 }
 
 /// A part of a version.
@@ -223,6 +245,18 @@ pub struct LeaseHeader {
     /// What its maker says of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Table>,
+    /// The permissions of the name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<u16>,
+    /// How long the name stays.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
+    pub lifetime: Option<Lifetime>,
+    /// How many versions before the current one stay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep: Option<u32>,
+    /// Whether all of the version was handed out: a client can offer it back.
+    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "std::ops::Not::not")]
+    pub whole: bool,
     /// The parts that were asked for.
     #[serde(deserialize_with = "strict::objects")]
     pub parts: Vec<LeasePart>,
@@ -459,6 +493,9 @@ pub struct UserTotal {
 pub struct Delete {
     /// Which.
     pub name: String,
+    /// What the client calls this request: sent again, it is answered as the first time, and deletes nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request: Option<Token>,
 }
 
 /// It is done.
@@ -494,7 +531,27 @@ pub struct Report {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stop {}
 
+/// Takes up what a connection held that ended.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Resume {
+    /// Leases.
+    #[serde(default, deserialize_with = "or_default")]
+    pub leases: Vec<Token>,
+    /// Puts, by their requests: names that go with their maker go with this connection then.
+    #[serde(default, deserialize_with = "or_default")]
+    pub puts: Vec<Token>,
+}
+
+/// What was taken up, and by which broker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resumed {
+    /// The UUID of what the broker holds: another one if it lost what it had.
+    pub instance: String,
+    /// What it does not know, or what is another user's.
+    pub lost: Vec<Token>,
+}
+
 /// A field that may be null, which is as if it were absent.
-fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(from: D) -> Result<T, D::Error> {
+pub(super) fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(from: D) -> Result<T, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_default())
 }

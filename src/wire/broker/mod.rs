@@ -2,6 +2,7 @@
 
 mod arrays;
 mod messages;
+mod monitoring;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -11,8 +12,9 @@ pub use self::{
     messages::{
         ArrayEntry, Claim, Claimed, Delete, DeviceBytes, Done, Get, GetObject, HeldLease, LeaseHeader, LeasePart,
         Leases, Lifetime, List, Maker, Objects, Owner, PartInfo, Published, Put, PutPart, Refusal, Release, Report,
-        ReportInfo, Send, Stat, Stop, Summary, Table, Token, UserTotal, VersionInfo, Who,
+        ReportInfo, Restore, Resume, Resumed, Send, Stat, Stop, Summary, Table, Token, UserTotal, VersionInfo, Who,
     },
+    monitoring::{Durations, Event, EventKind, Events, Measure, Measured, RequestCount, Room, StoreRoom, Watch},
     table::Attached,
 };
 use super::{
@@ -58,6 +60,9 @@ pub const MAX_OBJECTS: usize = 64;
 
 /// The most parts and arrays that a `get` names, together.
 pub const MAX_NAMED: usize = 1024;
+
+/// The most leases and puts that a `resume` names, together.
+pub const MAX_RESUMED: usize = 1024;
 
 /// One record's content.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,6 +114,18 @@ pub enum Message {
     Report(Report),
     /// Kind 49.
     Stop(Stop),
+    /// Kind 50.
+    Resume(Resume),
+    /// Kind 51.
+    Resumed(Resumed),
+    /// Kind 52.
+    Watch(Watch),
+    /// Kind 53.
+    Events(Events),
+    /// Kind 54.
+    Measure(Measure),
+    /// Kind 55.
+    Measured(Box<Measured>),
 }
 
 impl Message {
@@ -138,6 +155,12 @@ impl Message {
             Self::Release(_) => "release",
             Self::Report(_) => "report",
             Self::Stop(_) => "stop",
+            Self::Resume(_) => "resume",
+            Self::Resumed(_) => "resumed",
+            Self::Watch(_) => "watch",
+            Self::Events(_) => "events",
+            Self::Measure(_) => "measure",
+            Self::Measured(_) => "measured",
         }
     }
 
@@ -202,6 +225,12 @@ impl Message {
                 frame::write(record, 48, fds, &body)
             }
             Self::Stop(body) => frame::write(record, 49, fds, body),
+            Self::Resume(body) => frame::write(record, 50, fds, body),
+            Self::Resumed(body) => frame::write(record, 51, fds, body),
+            Self::Watch(body) => frame::write(record, 52, fds, body),
+            Self::Events(body) => frame::write(record, 53, fds, body),
+            Self::Measure(body) => frame::write(record, 54, fds, body),
+            Self::Measured(body) => frame::write(record, 55, fds, body),
         }
     }
 
@@ -235,6 +264,12 @@ impl Message {
             47 => Self::Release(parse("release", body)?),
             48 => Self::Report(parse("report", body)?),
             49 => Self::Stop(parse("stop", body)?),
+            50 => Self::Resume(parse("resume", body)?),
+            51 => Self::Resumed(parse("resumed", body)?),
+            52 => Self::Watch(parse("watch", body)?),
+            53 => Self::Events(parse("events", body)?),
+            54 => Self::Measure(parse("measure", body)?),
+            55 => Self::Measured(parse("measured", body)?),
             got => return Err(ProtocolError::Kind { got }),
         };
         message.check()?;
@@ -267,8 +302,10 @@ impl Message {
                 let parts = put.parts.iter().flat_map(|part| {
                     [Some(part.name.as_str()), Some(&part.memory.device.name), part.digest.as_deref()]
                 });
-                let names =
-                    [Some(put.name.as_str()), Some(&put.backend), put.group.as_deref()].into_iter().chain(parts);
+                let restored = put.restore.as_ref();
+                most("the leases of a restored version", restored.map_or(0, |of| of.leases.len()), MAX_RESUMED)?;
+                let names = [Some(put.name.as_str()), Some(&put.backend), put.group.as_deref()];
+                let names = names.into_iter().chain([restored.map(|of| of.id.as_str())]).chain(parts);
                 names.flatten().chain(put.announced.iter().map(String::as_str)).try_for_each(bounded)
             }
             Self::Get(get) => {
@@ -282,8 +319,13 @@ impl Message {
                 let claim = get.claim.iter().flat_map(|claim| [&claim.part, &claim.group]).flatten();
                 get.objects.iter().map(|object| &object.name).chain(claim).try_for_each(|name| bounded(name))
             }
-            Self::List(List { prefix, .. }) | Self::Who(Who { prefix, .. }) => bounded(prefix),
-            Self::Stat(Stat { name, .. }) | Self::Delete(Delete { name }) => bounded(name),
+            Self::Resume(Resume { leases, puts }) => {
+                most("the leases and puts of a resume", leases.len() + puts.len(), MAX_RESUMED)
+            }
+            Self::List(List { prefix, .. }) | Self::Who(Who { prefix, .. }) | Self::Watch(Watch { prefix, .. }) => {
+                bounded(prefix)
+            }
+            Self::Stat(Stat { name, .. }) | Self::Delete(Delete { name, .. }) => bounded(name),
             _ => Ok(()),
         }
     }
@@ -302,7 +344,7 @@ impl Message {
             }
             Self::Put(put) => {
                 [&mut put.name, &mut put.backend].into_iter().chain(&mut put.group).for_each(clean);
-                put.announced.iter_mut().for_each(clean);
+                put.announced.iter_mut().chain(put.restore.as_mut().map(|of| &mut of.id)).for_each(clean);
                 for part in &mut put.parts {
                     [&mut part.name, &mut part.memory.device.name].into_iter().chain(&mut part.digest).for_each(clean);
                 }
@@ -329,12 +371,28 @@ impl Message {
                 for lease in &mut leases.leases {
                     [&mut lease.name, &mut lease.id].into_iter().chain(&mut lease.command).for_each(clean);
                 }
-                let totals = leases.totals.iter_mut().flat_map(|total| &mut total.devices);
-                totals.for_each(|bytes| clean(&mut bytes.device.name));
+                clean_totals(&mut leases.totals);
+            }
+            Self::Resumed(resumed) => clean(&mut resumed.instance),
+            Self::Events(events) => {
+                clean(&mut events.instance);
+                for event in &mut events.events {
+                    [&mut event.name, &mut event.id].into_iter().chain(&mut event.message).for_each(clean);
+                }
+            }
+            Self::Measured(measured) => {
+                [&mut measured.instance, &mut measured.store.kind].into_iter().for_each(clean);
+                measured.requests.iter_mut().flat_map(|of| [&mut of.verb, &mut of.outcome]).for_each(clean);
+                measured.durations.iter_mut().for_each(|of| clean(&mut of.verb));
+                clean_totals(&mut measured.totals);
             }
             _ => {}
         }
     }
+}
+
+fn clean_totals(totals: &mut [UserTotal]) {
+    totals.iter_mut().flat_map(|total| &mut total.devices).for_each(|bytes| clean(&mut bytes.device.name));
 }
 
 impl Summary {

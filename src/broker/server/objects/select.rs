@@ -266,6 +266,10 @@ impl Objects {
                 digest: part.digest.clone(),
             });
         }
+        let all = |(index, runs): &(usize, Vec<Run>)| {
+            runs.iter().map(|run| run.segments).sum::<u64>() == record.parts[*index].segments.len() as u64
+        };
+        let whole = selection.parts.len() == record.parts.len() && selection.parts.iter().all(all);
         let header = LeaseHeader {
             token,
             name: record.name.clone(),
@@ -275,6 +279,10 @@ impl Objects {
             owner: record.owner,
             backend: record.backend.as_str().to_owned(),
             metadata,
+            mode: Some(record.mode),
+            lifetime: Some(record.lifetime),
+            keep: Some(record.keep),
+            whole,
             parts,
             sizes: Vec::new(),
         };

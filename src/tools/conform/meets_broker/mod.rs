@@ -155,7 +155,7 @@ fn nothing_there(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
         return Fault::broken("Q1", format!("listed {} objects where there is none", found.objects.len()));
     }
     broker.absent("Q2", &name, "where there is none")?;
-    broker.send(&Message::Delete(Delete { name: name.clone() }), &[])?;
+    broker.send(&Message::Delete(Delete { name: name.clone(), request: None }), &[])?;
     broker.refused("Q4", RefusalCode::Absent, "a delete of what is not there")?;
     broker.ask(named(&name), None)?;
     broker.refused("B12", RefusalCode::Absent, "a get that does not wait")?;
@@ -175,7 +175,7 @@ fn names(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
         broker.refused("N1", RefusalCode::Invalid, &what("stat"))?;
         broker.ask(named(name), None)?;
         broker.refused("N1", RefusalCode::Invalid, &what("get"))?;
-        broker.send(&Message::Delete(Delete { name: name.to_owned() }), &[])?;
+        broker.send(&Message::Delete(Delete { name: name.to_owned(), request: None }), &[])?;
         broker.refused("N1", RefusalCode::Invalid, &what("delete"))?;
         broker.hand_over(&put_of(name, &memory), &[], &speak::descriptors(&memory))?;
         broker.refused("N1", RefusalCode::Invalid, &what("put"))?;

@@ -151,7 +151,7 @@ fn object(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     }
     // Held until the end.
     let _again = broker.get_one(named(&name))?;
-    broker.send(&Message::Delete(Delete { name: name.clone() }), &[])?;
+    broker.send(&Message::Delete(Delete { name: name.clone(), request: None }), &[])?;
     match broker.answer("Q4", "done")? {
         (Message::Done(_), _) => {}
         (other, _) => return Fault::broken("Q4", format!("answered delete with {}", other.name())),

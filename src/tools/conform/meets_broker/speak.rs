@@ -363,6 +363,8 @@ pub(super) fn put_described(name: &str, memory: Memory, sizes: Vec<u64>) -> Put 
         mode: None,
         lifetime: Some(Lifetime::Maker),
         keep: None,
+        request: None,
+        restore: None,
         sizes,
     }
 }
