@@ -6,6 +6,7 @@ mod cases;
 mod bench;
 mod broker;
 mod broker_commands;
+mod broker_crashes;
 mod broker_faults;
 mod broker_files;
 mod broker_limits;

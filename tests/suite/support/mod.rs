@@ -7,6 +7,8 @@ pub(crate) mod manager;
 mod mapped;
 mod process;
 pub(crate) mod schema;
+pub(crate) mod served;
+pub(crate) mod stepper;
 mod subject;
 
 pub(crate) use self::{
