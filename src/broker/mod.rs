@@ -50,6 +50,8 @@ mod catalogue;
 mod client;
 mod name;
 mod server;
+mod store;
+pub(crate) mod supervisor;
 mod table;
 
 pub use self::client::{
@@ -57,10 +59,13 @@ pub use self::client::{
     PutPart,
 };
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
-#[cfg(feature = "tools")]
-pub(crate) use self::table::read as read_table;
 #[cfg(feature = "internals")]
 pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
+#[cfg(feature = "tools")]
+pub(crate) use self::{
+    store::{Keeper, Kept},
+    table::read as read_table,
+};
 pub use crate::wire::broker::{
     ArrayEntry, Attached, DeviceBytes, HeldLease, Lifetime, Maker, Owner, PartInfo, Published, ReportInfo, Summary,
     UserTotal, VersionInfo,

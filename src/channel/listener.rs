@@ -122,6 +122,40 @@ impl Listener {
         Ok(Self { socket, path: path.unwrap_or_default(), file: None })
     }
 
+    /// As [`Listener::from_fd`], of one that [`Listener::bind`] made at this path in another process: its own name is that of before
+    /// the file was renamed.
+    #[cfg(feature = "broker")]
+    pub(crate) fn take_over(socket: OwnedFd, path: &Path) -> Result<Self> {
+        let mut listener = Self::from_fd(socket)?;
+        path.clone_into(&mut listener.path);
+        Ok(listener)
+    }
+
+    /// Has the file stay when this is dropped.
+    #[cfg(feature = "broker")]
+    pub(crate) fn leave_file(self) -> Self {
+        let mut listener = self;
+        listener.file = None;
+        listener
+    }
+
+    /// Removes the file of a socket on which no process listens any more. Does nothing if there is none, or if it is served.
+    ///
+    /// # Errors
+    /// Those of [`Listener::bind`].
+    #[cfg(feature = "broker")]
+    pub(crate) fn remove_unserved(path: &Path, timeout: Duration, cancel: &Cancel) -> Result<()> {
+        let (folder_path, name) = split(path)?;
+        let folder = File::open(&folder_path)
+            .map_err(|error| Error::system(format!("open the folder {}", folder_path.display()), error))?;
+        let _locked = lock(&folder, &folder_path, timeout, cancel)?;
+        Self::check_free(path)?;
+        match unlinkat(&folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir) {
+            Ok(()) | Err(Errno::ENOENT) => Ok(()),
+            Err(errno) => Err(Error::system(format!("remove {}", path.display()), errno)),
+        }
+    }
+
     /// Checks that no process listens at a path. Does not block. To be called before expensive work is done for it;
     /// [`Listener::bind`] checks again, under the lock.
     ///

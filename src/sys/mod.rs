@@ -2,12 +2,14 @@
 #![allow(unsafe_code)]
 
 mod file;
+mod process;
 mod socket;
 
 #[cfg(test)]
 pub(crate) use self::file::tests::without_kcmp;
 pub(crate) use self::{
     file::kcmp,
+    process::{Program, take_passed},
     socket::{peer_groups, unread},
 };
 

@@ -10,7 +10,6 @@
 //! that opens it. A log that has grown long is written anew into another memfd, whose header is written last and counts one generation
 //! more: of several logs the valid one of the highest generation holds.
 
-#[cfg(any(test, feature = "internals"))]
 mod read;
 pub(in crate::broker) mod record;
 mod segment_id;
@@ -20,15 +19,17 @@ mod tests;
 use std::{
     fs::File,
     io,
-    os::{fd::OwnedFd, unix::fs::FileExt},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::FileExt,
+    },
 };
 
 use nix::sys::resource::{Resource, getrlimit};
 
 #[cfg(feature = "internals")]
 pub(crate) use self::read::read_as_json;
-pub(in crate::broker) use self::{record::Record, segment_id::SegmentId};
-use crate::driver::host::memfd;
+pub(in crate::broker) use self::{read::Unreadable, record::Record, segment_id::SegmentId};
 
 /// The layout that this build writes, and the only one that it reads.
 const FORMAT: u32 = 1;
@@ -92,14 +93,15 @@ pub(in crate::broker) struct Catalogue {
 }
 
 impl Catalogue {
-    /// An empty log in a new memfd. Does not block.
+    /// A log of these records in an empty memfd. Does not block.
     ///
     /// # Errors
-    /// [`CatalogueError::System`]. See memfd_create(2).
-    pub(in crate::broker) fn create() -> Result<Self, CatalogueError> {
-        let file = memfd::empty(c"vmmfd-catalogue").map_err(io::Error::from);
-        let file = File::from(file.map_err(CatalogueError::system("create"))?);
-        Self::write(file, 1, file_limit()?, [])
+    /// [`CatalogueError`]. See pwrite(2).
+    pub(in crate::broker) fn create(
+        memfd: OwnedFd,
+        records: impl IntoIterator<Item = Record>,
+    ) -> Result<Self, CatalogueError> {
+        Self::write(File::from(memfd), 1, file_limit()?, records)
     }
 
     /// Appends a record. When it returns, the record is what the next [`Catalogue::open`] finds, also if this process is killed.
@@ -123,28 +125,39 @@ impl Catalogue {
         self.length > self.base.saturating_mul(2).saturating_add(SLACK)
     }
 
-    /// Writes a log of these records alone into a new memfd, which then takes the place of the old one. Returns the old one, for the
-    /// caller to close. Takes as long as the records take to be written: milliseconds for each MB.
+    /// Writes a log of these records alone into another memfd, whatever is in it, which then takes the place of the old one. Returns
+    /// the old one. Takes as long as the records take to be written: milliseconds for each MB.
     ///
     /// # Errors
     /// [`CatalogueError`]: the old log is still the one.
     pub(in crate::broker) fn compact(
         &mut self,
+        memfd: OwnedFd,
         records: impl IntoIterator<Item = Record>,
     ) -> Result<OwnedFd, CatalogueError> {
-        let file = memfd::empty(c"vmmfd-catalogue").map_err(io::Error::from);
-        let file = File::from(file.map_err(CatalogueError::system("create"))?);
-        let new = Self::write(file, self.generation + 1, self.limit, records)?;
+        let new = Self::write(File::from(memfd), self.generation + 1, self.limit, records)?;
         Ok(std::mem::replace(self, new).file.into())
     }
 
-    /// Writes a whole log into an empty file, the header last: before that it is none.
+    /// The memfd.
+    pub(in crate::broker) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Counts up with each log that was written anew.
+    pub(in crate::broker) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Writes a whole log into a file, the header last: before that it is none.
     fn write(
         file: File,
         generation: u64,
         limit: u64,
         records: impl IntoIterator<Item = Record>,
     ) -> Result<Self, CatalogueError> {
+        // Of what a writer left that was killed, nothing may be taken for a record.
+        file.set_len(0).map_err(CatalogueError::system("empty"))?;
         let (length, mut buffer) = (HEADER as u64, Vec::new());
         let mut log = Self { file, generation, length, torn: false, base: 0, limit, buffer: Vec::new() };
         for record in records {
@@ -187,6 +200,14 @@ impl Catalogue {
         self.torn = false;
         Ok(())
     }
+}
+
+/// An empty memfd for a log.
+///
+/// # Errors
+/// Those of memfd_create(2).
+pub(in crate::broker) fn memfd() -> io::Result<OwnedFd> {
+    crate::driver::host::memfd::empty(c"vmmfd-catalogue").map_err(io::Error::from)
 }
 
 fn file_limit() -> Result<u64, CatalogueError> {

@@ -1,9 +1,10 @@
 //! Reading a log that another process wrote.
 
-use std::os::fd::OwnedFd;
-#[cfg(test)]
-use std::os::fd::{AsFd, BorrowedFd};
-use std::{fs::File, io, os::unix::fs::FileExt};
+use std::{
+    fs::File,
+    io,
+    os::{fd::OwnedFd, unix::fs::FileExt},
+};
 
 use super::{Catalogue, CatalogueError, FORMAT, HEADER, MAGIC, PREFIX, Record, checksum, file_limit, header_checksum};
 
@@ -66,33 +67,24 @@ impl Catalogue {
         file.read_exact_at(&mut bytes, 0).map_err(Unreadable::system("read"))?;
         let generation = read_header(&bytes)?;
         let mut records = Vec::new();
-        let mut at = HEADER;
+        let (mut at, mut base) = (HEADER, 0);
         while let Some(payload) = next_payload(&bytes[at..]) {
             let unknown = |reason| Unreadable::Record { offset: at as u64, reason };
             records.push(serde_json::from_slice(payload).map_err(unknown)?);
             at += PREFIX + payload.len();
+            // Up to here it was written whole: what is behind has come since.
+            if matches!(records.last(), Some(Record::Whole { .. })) {
+                base = at as u64;
+            }
         }
         let length = at as u64;
-        let mut catalogue = Self {
-            file,
-            generation,
-            length,
-            torn: written > length,
-            base: 0,
-            limit: file_limit()?,
-            buffer: Vec::new(),
-        };
+        let mut catalogue =
+            Self { file, generation, length, torn: written > length, base, limit: file_limit()?, buffer: Vec::new() };
         if catalogue.torn {
             tracing::info!(bytes = written - length, "the catalogue ends with a record that was not written whole");
             catalogue.cut()?;
         }
         Ok((catalogue, records))
-    }
-
-    /// The memfd.
-    #[cfg(test)]
-    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
     }
 }
 

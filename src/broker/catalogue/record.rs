@@ -7,7 +7,7 @@ use crate::{
     driver::Backend,
     wire::{
         Memory,
-        broker::{Attached, Lifetime, Maker, Owner, Token},
+        broker::{Attached, Event, Lifetime, Maker, Owner, Token},
     },
 };
 
@@ -15,18 +15,59 @@ use crate::{
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(in crate::broker) enum Record {
+    /// The first record: what the broker is.
+    Begin {
+        /// A random UUID, kept for as long as what it holds is.
+        instance: String,
+        /// How many servers have started with this log or the ones before it.
+        starts: u64,
+    },
+    /// An event that was before this log.
+    Seen(Seen),
+    /// A delete that was answered.
+    Answered { request: Token },
+    /// What was written when the log was made anew ends here: `seq` is the number of the last event before.
+    Whole { seq: u64 },
+    /// A server has started with this log.
+    Started,
     /// A version became the current one of its name.
     Published(Box<Version>),
     /// A name was taken away.
-    Deleted { name: String },
+    Deleted(Deleted),
     /// The memory of a version was given back. `key` is the version's.
     Dropped { key: u64 },
     /// A lease of a version began.
     Leased(Lease),
     /// A lease ended.
-    Ended { token: Token },
+    Ended {
+        token: Token,
+        /// In milliseconds since 1970.
+        at_ms: u64,
+    },
     /// A reader reported that a version can't be used.
     Reported(Report),
+}
+
+/// An event, and who may know of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::broker) struct Seen {
+    pub(in crate::broker) event: Event,
+    pub(in crate::broker) owner: Owner,
+    pub(in crate::broker) mode: u16,
+}
+
+/// A name that was taken away.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::broker) struct Deleted {
+    pub(in crate::broker) name: String,
+    /// In milliseconds since 1970.
+    pub(in crate::broker) at_ms: u64,
+    /// Who did it.
+    pub(in crate::broker) uid: u32,
+    pub(in crate::broker) pid: i32,
+    /// What the client calls its request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) request: Option<Token>,
 }
 
 /// A published version.
@@ -48,6 +89,9 @@ pub(in crate::broker) struct Version {
     pub(in crate::broker) backend: Backend,
     /// How many older versions of the name are kept that have no lease.
     pub(in crate::broker) keep: u32,
+    /// What the clients call the puts that it was made of.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(in crate::broker) requests: Vec<Token>,
     /// The user's own JSON object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) metadata: Option<Table>,

@@ -101,8 +101,7 @@ impl Reactor {
 
     /// Refuses what would need more descriptors than this process may have.
     pub(super) fn require_descriptors(&self, more: usize) -> Result<(), BrokerError> {
-        let kept = self.objects.descriptors() + self.worker.closing();
-        let used = self.connections.len() + self.abandoned.len() + kept + self.uploading + self.held_back();
+        let used = self.descriptors();
         if used + more + SPARE <= self.limit {
             return Ok(());
         }
@@ -114,6 +113,12 @@ impl Reactor {
                  raise it (ulimit -n, LimitNOFILE)"
             ),
         ))
+    }
+
+    /// Descriptors that this process has, about.
+    pub(super) fn descriptors(&self) -> usize {
+        let kept = self.objects.descriptors() + self.worker.closing();
+        self.connections.len() + self.abandoned.len() + kept + self.uploading + self.held_back()
     }
 
     /// Descriptors that came and are not published yet.

@@ -17,6 +17,7 @@ use super::{
     ConnectionId,
     caller::Caller,
     gets::Waiting,
+    monitoring::Watching,
     objects::Objects,
     puts::{DraftKey, Upload},
 };
@@ -40,6 +41,8 @@ pub(super) struct Connection {
     pub(super) greeted: bool,
     /// The request that is not answered yet.
     pub(super) request: Request,
+    /// Its name, and when it came.
+    pub(super) asked: Option<(&'static str, Instant)>,
     /// When something must have happened: hello, the end of a wait.
     pub(super) deadline: Option<Instant>,
     /// When its deadline is looked at next.
@@ -78,6 +81,10 @@ pub(super) enum Request {
     Parts(DraftKey),
     /// An object.
     Object(Box<Waiting>),
+    /// The store, which is to keep what it put.
+    Storing,
+    /// Events.
+    Watch(Box<Watching>),
 }
 
 /// A record, with its descriptors: of segments that stay until it is sent, and of others.
@@ -132,6 +139,7 @@ impl Connection {
             socket: socket.into(),
             greeted: false,
             request: Request::None,
+            asked: None,
             deadline: Some(deadline),
             looked_at: None,
             leases: HashSet::new(),

@@ -312,10 +312,14 @@ impl Reactor {
         }
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.leases.extend(&tokens);
+            let asked = connection.asked.take();
             connection.sending = tokens;
             connection.deadline = None;
             connection.request = Request::None;
             let pushed = connection.answer(records);
+            if let Some((verb, since)) = asked {
+                self.metrics.count(verb, "ok", since.elapsed());
+            }
             self.pushed(id, pushed);
         }
     }

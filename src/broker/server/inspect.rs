@@ -105,7 +105,7 @@ pub(super) fn inode(fd: BorrowedFd<'_>) -> io::Result<Inode> {
 }
 
 /// A file on its file system.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(super) struct Inode {
     device: (u32, u32),
     number: u64,

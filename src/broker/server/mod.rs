@@ -11,6 +11,8 @@
 //! | `caller` | users, groups and what they may do |
 //! | `flight` | descriptors that were sent and not read |
 //! | `worker` | what may take long |
+//! | `storing` | the store: what waits for it, and the end of its keeper |
+//! | `monitoring` | events and figures for those who look on |
 
 mod admission;
 mod caller;
@@ -18,18 +20,29 @@ mod connection;
 mod flight;
 mod gets;
 mod inspect;
+mod monitoring;
 mod objects;
 mod puts;
 mod reactor;
 mod segments;
+mod storing;
 mod verbs;
 mod worker;
 
-use std::{os::fd::AsFd, path::Path, time::Duration};
+use std::{
+    collections::HashMap,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::FileTypeExt,
+    },
+    path::Path,
+    time::Duration,
+};
 
 #[cfg(feature = "internals")]
 pub(crate) use self::inspect::inspect_and_classify;
-use self::reactor::Reactor;
+use self::{objects::Objects, reactor::Reactor};
+use super::store::{Inherited, Kept, Name, Store};
 use crate::{
     channel::{Cancel, Listener},
     error::{Error, Result},
@@ -38,6 +51,11 @@ use crate::{
 /// A connection: they are counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct ConnectionId(u64);
+
+impl ConnectionId {
+    /// Stands for all connections of a server before this one.
+    const BEFORE: Self = Self(0);
+}
 
 /// How a broker serves.
 #[derive(Debug, Clone)]
@@ -106,6 +124,15 @@ impl std::fmt::Debug for Server {
 /// How many connections may wait to be accepted; the kernel has a bound of its own (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
 
+/// Says whether this build could go on with these catalogues.
+///
+/// # Errors
+/// Why not.
+#[cfg(feature = "tools")]
+pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
+    objects::Journal::open(catalogues).map(drop)
+}
+
 impl Server {
     /// Listens at a path. The socket's file has mode 0600, or 0666 if other users or groups are allowed. The limit of open files
     /// of this process is raised as far as it may be.
@@ -117,7 +144,46 @@ impl Server {
         let listener = Listener::bind(path, open_to_others, config.timeout, cancel)?;
         rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
         let path = listener.path().to_owned();
-        Ok(Self { reactor: Reactor::new(listener, config, cancel)?, path })
+        let objects = Objects::restore(config.quota, Store::none(), [None, None], HashMap::new())?;
+        Ok(Self { reactor: Reactor::new(listener, objects, None, config, cancel)?, path })
+    }
+
+    /// As [`Server::bind`], with a store that keeps what is put for the next server, and with what the store kept of the one before
+    /// this. The socket's file stays when this ends. Blocks for as long as it takes to read the catalogue.
+    ///
+    /// # Errors
+    /// Those of [`Server::bind`]; [`Error::System`] if the store can't be reached, or if the catalogue was written by a newer build.
+    pub(crate) fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
+        let Kept { mut store, inherited } = kept;
+        let Inherited { socket, catalogues, segments, life, others, .. } = inherited;
+        let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
+        // The store has it under its name, also if the file is gone.
+        let in_store = socket.is_some();
+        store.count(socket.as_ref().map(|_| Name::Socket));
+        let listener = match socket.filter(|_| is_socket) {
+            Some(socket) => Listener::take_over(socket, path)?,
+            None => {
+                let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
+                let listener = Listener::bind(path, open_to_others, config.timeout, cancel)?.leave_file();
+                rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
+                if in_store {
+                    store.remove(Name::Socket);
+                }
+                let socket = listener.as_fd().try_clone_to_owned();
+                store.keep_own(Name::Socket, socket.map_err(|error| Error::system("duplicate a descriptor", error))?);
+                listener
+            }
+        };
+        others.iter().for_each(|(name, _)| store.remove_other(name));
+        let mut objects = Objects::restore(config.quota, store, catalogues, segments)?;
+        objects.store_mut().say("READY=1");
+        let path = listener.path().to_owned();
+        Ok(Self { reactor: Reactor::new(listener, objects, life, config, cancel)?, path })
+    }
+
+    /// Whether it goes on with what a server before it held.
+    pub(crate) fn is_restarted(&self) -> bool {
+        self.reactor.objects.journal().restarts() > 0
     }
 
     /// Where it listens.
@@ -125,7 +191,7 @@ impl Server {
         &self.path
     }
 
-    /// Serves until it is cancelled. Blocks. What it holds goes with it; what clients have mapped stays mapped.
+    /// Serves until it is cancelled. Blocks. What it holds goes with it, unless a store keeps it; what clients have mapped stays mapped.
     ///
     /// # Errors
     /// [`Error::System`] if the event loop fails.

@@ -9,7 +9,7 @@ use super::{
     ConnectionId,
     caller::Caller,
     connection::Request,
-    objects::{NewPart, NewTable, Terms},
+    objects::{NewPart, NewTable, Staged, Terms},
     reactor::Reactor,
 };
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         Segments,
-        broker::{MAX_INLINE_TOGETHER, MAX_SEGMENTS, Message, Put, Send},
+        broker::{MAX_INLINE_TOGETHER, MAX_SEGMENTS, Message, Published, Put, Send},
     },
 };
 
@@ -95,6 +95,14 @@ impl Draft {
     }
 }
 
+/// A version whose descriptors are on their way into the store.
+#[derive(Debug)]
+pub(super) struct Storing {
+    makers: Vec<ConnectionId>,
+    terms: Terms,
+    pub(super) staged: Staged,
+}
+
 /// How many bytes of memory they are, as claimed.
 fn bytes_of(parts: &[NewPart]) -> u64 {
     parts.iter().map(|part| part.memory.mapped_size).sum()
@@ -116,6 +124,10 @@ fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
 impl Reactor {
     /// A put has come, with the descriptors of its tables and of its first segments.
     pub(super) fn put(&mut self, id: ConnectionId, put: Put, mut fds: Vec<OwnedFd>) {
+        if let Some(published) = self.published_before(id, &put) {
+            self.worker.reject(fds);
+            return self.reply(id, &Message::Published(published));
+        }
         match self.admit_put(id, &put) {
             Err(refusal) => {
                 self.worker.reject(fds);
@@ -135,6 +147,12 @@ impl Reactor {
                 }
             }
         }
+    }
+
+    /// What a put published that is sent again, since its answer was lost.
+    fn published_before(&self, id: ConnectionId, put: &Put) -> Option<Published> {
+        let connection = self.connections.get(&id)?;
+        self.objects.published_before(&connection.caller, put.request?)
     }
 
     /// Checks whether a put may come, before the rest of it does.
@@ -218,14 +236,7 @@ impl Reactor {
         };
         let together = group.filter(|_| announced.len() > parts.len());
         let Some(group) = together else {
-            let result = self.publish(&caller, &terms, metadata, parts);
-            return match result {
-                Ok(published) => {
-                    self.reply(id, &Message::Published(published));
-                    self.published(&terms.name);
-                }
-                Err(refusal) => self.refuse(id, refusal),
-            };
+            return self.store(vec![id], terms, metadata, parts);
         };
         let key = DraftKey { name: terms.name.clone(), group };
         if let Err(refusal) = self.join(&key, &caller, &announced, &terms, metadata, parts) {
@@ -290,7 +301,7 @@ impl Reactor {
         let fresh = || Draft {
             uid: caller.uid,
             announced: announced.to_vec(),
-            terms: terms.clone(),
+            terms: Terms { requests: Vec::new(), ..terms.clone() },
             metadata: None,
             puts: Vec::new(),
         };
@@ -299,6 +310,7 @@ impl Reactor {
             draft.metadata = Some((caller.connection, metadata));
         }
         draft.puts.push((caller.connection, parts));
+        draft.terms.requests.extend(&terms.requests);
         Ok(())
     }
 
@@ -310,44 +322,64 @@ impl Reactor {
         let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
         let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
         parts.sort_by_key(|part| announced.iter().position(|name| *name == part.name));
-        let first = makers.iter().find_map(|id| self.connections.get(id)).map(|connection| connection.caller.clone());
-        let metadata = metadata.map(|(_, table)| table);
-        let Some(caller) = first else { return self.objects.discard(metadata, parts) };
-        let result = self.publish(&caller, &terms, metadata, parts);
-        for id in makers {
-            self.set_request(id, Request::None);
-            match &result {
-                Ok(published) => self.reply(id, &Message::Published(published.clone())),
-                Err(refusal) => self.refuse(id, refusal.clone()),
+        self.store(makers, terms, metadata.map(|(_, table)| table), parts);
+    }
+
+    /// Puts the descriptors of a version into the store. It is published once they are there.
+    fn store(
+        &mut self,
+        makers: Vec<ConnectionId>,
+        terms: Terms,
+        mut metadata: Option<NewTable>,
+        mut parts: Vec<NewPart>,
+    ) {
+        let staged = match fit(&mut metadata, &mut parts) {
+            Ok(()) => self.objects.stage(metadata, parts),
+            Err(error) => {
+                self.objects.discard(metadata, parts);
+                refuse(RefusalCode::Full, format!("the broker can't make a memfd for a table: {error}"))
             }
-            self.listen_again(id);
+        };
+        match staged {
+            Ok(staged) => {
+                makers.iter().for_each(|id| self.set_request(*id, Request::Storing));
+                self.storing.push_back(Storing { makers, terms, staged });
+                self.settle_store();
+            }
+            Err(refusal) => self.answer_makers(&makers, &Err(refusal)),
         }
+    }
+
+    /// The descriptors of a version are in the store.
+    pub(super) fn stored(&mut self, storing: Storing) {
+        let Storing { makers, terms, staged } = storing;
+        let first = makers.iter().find_map(|id| self.connections.get(id)).map(|connection| connection.caller.clone());
+        let connection = first.as_ref().and_then(|caller| self.connections.get_mut(&caller.connection));
+        let (Some(caller), Some(connection)) = (first, connection) else { return self.objects.unstage(staged) };
+        let result = self.objects.publish(&caller, connection, &terms, staged);
+        if let Ok(published) = &result {
+            if self.objects.follows_maker(&terms.name) {
+                connection.names.insert(terms.name.clone());
+            }
+            if let Some(restore) = &terms.restore {
+                connection.leases.extend(self.objects.lease_again(&caller, &published.id, &restore.leases));
+            }
+        }
+        self.answer_makers(&makers, &result);
         if result.is_ok() {
             self.published(&terms.name);
         }
     }
 
-    fn publish(
-        &mut self,
-        caller: &Caller,
-        terms: &Terms,
-        metadata: Option<NewTable>,
-        mut parts: Vec<NewPart>,
-    ) -> Result<crate::wire::broker::Published, BrokerError> {
-        let mut metadata = metadata;
-        if let Err(error) = fit(&mut metadata, &mut parts) {
-            self.objects.discard(metadata, parts);
-            return refuse(RefusalCode::Full, format!("the broker can't make a memfd for a table: {error}"));
+    fn answer_makers(&mut self, makers: &[ConnectionId], result: &Result<Published, BrokerError>) {
+        for id in makers {
+            self.set_request(*id, Request::None);
+            match result {
+                Ok(published) => self.reply(*id, &Message::Published(published.clone())),
+                Err(refusal) => self.refuse(*id, refusal.clone()),
+            }
+            self.listen_again(*id);
         }
-        let Some(connection) = self.connections.get_mut(&caller.connection) else {
-            self.objects.discard(metadata, parts);
-            return invalid("the connection has ended");
-        };
-        let published = self.objects.publish(caller, connection, terms, metadata, parts)?;
-        if self.objects.follows_maker(&terms.name) {
-            connection.names.insert(terms.name.clone());
-        }
-        Ok(published)
     }
 
     /// Takes a connection's parts out of a version that is not complete.

@@ -2,7 +2,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BinaryHeap, HashMap, HashSet},
+    collections::{BinaryHeap, HashMap, HashSet, VecDeque},
     io,
     os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
@@ -19,11 +19,13 @@ use super::{
     connection::{Connection, Outgoing, Request, Sent},
     flight::Abandoned,
     gets::Claims,
+    monitoring::Metrics,
     objects::Objects,
-    puts::{Draft, DraftKey},
+    puts::{Draft, DraftKey, Storing},
     worker::Worker,
 };
 use crate::{
+    broker::{store::Keeper, supervisor::Child},
     channel::{
         Cancel, Listener, deadline_after,
         record::{Raw, is_gone, receive_raw},
@@ -38,6 +40,9 @@ use crate::{
 const LISTENER: Key = Key(0);
 const WAKER: Key = Key(1);
 const CANCEL: Key = Key(2);
+pub(super) const STORE: Key = Key(3);
+pub(super) const BARRIER: Key = Key(4);
+pub(super) const LIFE: Key = Key(5);
 
 /// The first key of a connection.
 const CONNECTIONS: u64 = 16;
@@ -46,10 +51,13 @@ const CONNECTIONS: u64 = 16;
 const RECORDS_AT_ONCE: usize = 8;
 
 /// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
-const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
+pub(super) const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
 /// How often connections are looked at that do not read.
-const SWEEP: Duration = Duration::from_secs(1);
+pub(super) const SWEEP: Duration = Duration::from_secs(1);
+
+/// How long after the start clients can take up what they held of a server before this one.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// What happens at a time.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -62,6 +70,10 @@ pub(super) enum Timer {
     Name(String),
     /// To look at connections that do not read.
     Sweep,
+    /// To tell the store what it could not be told.
+    Store,
+    /// To end what no client took up of a server before this one.
+    Unclaimed,
 }
 
 /// The server's state.
@@ -76,6 +88,16 @@ pub(super) struct Reactor {
     pub(super) connections: HashMap<ConnectionId, Connection>,
     pub(super) drafts: HashMap<DraftKey, Draft>,
     pub(super) claims: Claims,
+    /// Versions whose descriptors are on their way into the store, in their order.
+    pub(super) storing: VecDeque<Storing>,
+    pub(super) watches_barrier: bool,
+    /// The pipe that ends with the supervisor, and the supervisor that this process started.
+    pub(super) life: Option<OwnedFd>,
+    pub(super) supervisor: Option<Child>,
+    /// The connections that watch, and the last event that they were told of.
+    pub(super) watchers: HashSet<ConnectionId>,
+    pub(super) told: u64,
+    pub(super) metrics: Metrics,
     /// The connections whose gets wait for a name.
     pub(super) waiting: HashMap<String, HashSet<ConnectionId>>,
     /// Descriptors of puts that were admitted and are not checked yet.
@@ -95,7 +117,13 @@ pub(super) struct Reactor {
 }
 
 impl Reactor {
-    pub(super) fn new(listener: Listener, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
+    pub(super) fn new(
+        listener: Listener,
+        objects: Objects,
+        life: Option<OwnedFd>,
+        config: ServerConfig,
+        cancel: &Cancel,
+    ) -> Result<Self> {
         let failed = |action: &'static str| move |error: io::Error| Error::system(action, error);
         let poll = Poll::new().map_err(failed("make an epoll instance"))?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("make an eventfd"))?);
@@ -103,9 +131,8 @@ impl Reactor {
             let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
             registered.map_err(failed("watch a descriptor"))?;
         }
-        let objects = Objects::new(config.quota)
-            .map_err(|error| Error::system("make the broker's catalogue", io::Error::other(error)))?;
-        Ok(Self {
+        let told = objects.journal().last_event();
+        let mut reactor = Self {
             poll,
             listener,
             cancel: cancel.clone(),
@@ -116,6 +143,13 @@ impl Reactor {
             connections: HashMap::new(),
             drafts: HashMap::new(),
             claims: Claims::default(),
+            storing: VecDeque::new(),
+            watches_barrier: false,
+            life,
+            supervisor: None,
+            watchers: HashSet::new(),
+            told,
+            metrics: Metrics::new(),
             waiting: HashMap::new(),
             uploading: 0,
             last: ConnectionId(CONNECTIONS),
@@ -127,7 +161,12 @@ impl Reactor {
             acceptable: true,
             limit: raise_limit(),
             incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
-        })
+        };
+        reactor.watch_store().and_then(|()| reactor.watch_life()).map_err(failed("watch the store"))?;
+        if reactor.objects.journal().restarts() > 0 {
+            reactor.timer(GRACE, Timer::Unclaimed);
+        }
+        Ok(reactor)
     }
 
     /// Serves until it is cancelled.
@@ -143,7 +182,8 @@ impl Reactor {
             for event in &events {
                 match event.token() {
                     LISTENER => self.acceptable = true,
-                    WAKER | CANCEL => {}
+                    WAKER | CANCEL | STORE | BARRIER => {}
+                    LIFE => self.supervisor_gone(),
                     Key(key) => {
                         let id = ConnectionId(key as u64);
                         if event.is_writable() {
@@ -158,14 +198,32 @@ impl Reactor {
             }
             self.accept();
             self.serve();
+            self.settle_store();
             self.tidy();
+            self.tell_watchers();
         }
         // Before the connections end, and their leases with them.
         let sums = self.objects.sums();
+        if self.objects.store().keeper() != Keeper::None {
+            // What they hold is the next server's: nothing of it is written down as ended.
+            if !self.is_to_restart() {
+                self.objects.store_mut().say("STOPPING=1");
+            }
+            self.settle_store();
+            for id in self.connections.keys().copied().collect::<Vec<_>>() {
+                self.send_error(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs");
+            }
+            return Ok(sums);
+        }
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
             self.end(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs", "the broker stops");
         }
         Ok(sums)
+    }
+
+    /// Whether it was asked to end for another server to go on (SIGHUP).
+    pub(super) fn is_to_restart(&self) -> bool {
+        matches!(self.cancel.check(), Err(Error::Interrupted { signal: nix::libc::SIGHUP }))
     }
 
     pub(super) fn timeout(&self) -> Duration {
@@ -278,9 +336,13 @@ impl Reactor {
 
     /// Sends what answers a request, with a descriptor.
     pub(super) fn reply_with(&mut self, id: ConnectionId, message: &Message, fd: Option<OwnedFd>) {
+        if !matches!(message, Message::Send(_)) {
+            self.count_request(id, "ok");
+        }
         let Some(connection) = self.connections.get_mut(&id) else { return };
         if !matches!(connection.request, Request::Upload(_)) {
             connection.request = Request::None;
+            self.watchers.remove(&id);
             if connection.greeted {
                 connection.deadline = None;
             }
@@ -298,8 +360,21 @@ impl Reactor {
         }
     }
 
+    /// Sends events: they answer a request, and do not end it.
+    pub(super) fn push_events(&mut self, id: ConnectionId, message: &Message) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        match Outgoing::of(message, Vec::new()) {
+            Ok(record) => {
+                let pushed = connection.push(record);
+                self.pushed(id, pushed);
+            }
+            Err(error) => tracing::error!(error = error.in_full(), "events can't be written"),
+        }
+    }
+
     /// Refuses a request.
     pub(super) fn refuse(&mut self, id: ConnectionId, refusal: BrokerError) {
+        self.count_request(id, refusal.code.as_str());
         if let Some(connection) = self.connections.get(&id) {
             let Caller { uid, pid, .. } = connection.caller;
             tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
@@ -370,6 +445,7 @@ impl Reactor {
         self.dispatch(id);
         if self.connections.get(&id).is_some_and(|connection| !connection.is_blocked()) {
             self.watch(id, Interest::READABLE);
+            self.send_events(id);
         }
     }
 
@@ -390,6 +466,11 @@ impl Reactor {
 
     /// Sends an error, and closes.
     pub(super) fn end(&mut self, id: ConnectionId, code: ErrorCode, message: &str, why: &'static str) {
+        self.send_error(id, code, message);
+        self.close(id, why);
+    }
+
+    fn send_error(&mut self, id: ConnectionId, code: ErrorCode, message: &str) {
         if let Some(connection) = self.connections.get_mut(&id) {
             let error = Message::Error(Failure { code, message: message.to_owned() });
             if let Ok(error) = Outgoing::of(&error, Vec::new())
@@ -400,7 +481,6 @@ impl Reactor {
             let Caller { uid, pid, .. } = connection.caller;
             tracing::info!(uid, pid, %code, message, "a connection is ended");
         }
-        self.close(id, why);
     }
 
     /// Closes a connection: its leases and claims end, and what it had put half goes.
@@ -409,6 +489,7 @@ impl Reactor {
         let Caller { uid, pid, .. } = connection.caller;
         tracing::debug!(uid, pid, leases = connection.leases.len(), why, "a connection is closed");
         self.unread.remove(&id);
+        self.watchers.remove(&id);
         self.objects.users().remove_connection(uid);
         match connection.request {
             Request::Upload(upload) => {
@@ -417,7 +498,7 @@ impl Reactor {
             }
             Request::Parts(key) => self.withdraw(id, &key),
             Request::Object(waiting) => self.stop_waiting_of(id, &waiting),
-            Request::None | Request::Worker => {}
+            Request::None | Request::Worker | Request::Storing | Request::Watch(_) => {}
         }
         for token in connection.leases {
             self.objects.end_lease(token);
@@ -469,6 +550,8 @@ impl Reactor {
                 Timer::Retry(id) => self.flush(id),
                 Timer::Name(name) => self.objects.expire(&name, now),
                 Timer::Sweep => self.sweep(now),
+                Timer::Store => self.settle_store(),
+                Timer::Unclaimed => self.objects.end_unclaimed(),
             }
         }
         self.worker.close(self.objects.take_garbage());
@@ -517,6 +600,7 @@ impl Reactor {
         match std::mem::take(&mut connection.request) {
             Request::Parts(key) => self.parts_late(id, &key, code),
             Request::Object(waiting) => self.object_late(id, &waiting, code),
+            Request::Watch(_) => self.refuse(id, BrokerError::new(code, "the watch was ended")),
             other => connection.request = other,
         }
     }

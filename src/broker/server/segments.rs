@@ -161,6 +161,43 @@ impl Segments {
         Some(fd)
     }
 
+    /// Takes over a descriptor that a server before this one kept under this number, with one reference to it.
+    pub(super) fn restore(&mut self, id: SegmentId, fd: OwnedFd, size: u64) {
+        if self.slots.len() <= id.index() {
+            self.slots.resize_with(id.index() + 1, || None);
+        }
+        let inode = inode(fd.as_fd());
+        let place = inode.as_ref().map_or(Place::Unknown, |inode| self.place(fd.as_fd(), *inode));
+        let inode = inode.unwrap_or_default();
+        let ordered = matches!(place, Place::New(_));
+        if let Place::New(index) = place {
+            self.files.entry(inode).or_default().insert(index, id);
+        }
+        self.slots[id.index()] = Some(Segment { fd, size, references: 1, inode, ordered });
+    }
+
+    /// Counts another reference to a segment.
+    pub(super) fn refer(&mut self, id: SegmentId) {
+        self.segment_mut(id).references += 1;
+    }
+
+    /// Finds the numbers that are free after [`Segments::restore`].
+    pub(super) fn collect_free(&mut self) {
+        let free = self.slots.iter().enumerate().rev().filter(|(_, slot)| slot.is_none());
+        self.free = free.filter_map(|(index, _)| SegmentId::at(index)).collect();
+    }
+
+    /// The numbers of all that are kept.
+    pub(super) fn ids(&self) -> impl Iterator<Item = SegmentId> {
+        self.slots.iter().enumerate().filter_map(|(index, slot)| slot.as_ref().and(SegmentId::at(index)))
+    }
+
+    /// The longest name that so many more segments may get.
+    pub(super) fn longest_name(&self, more: usize) -> usize {
+        let last = self.slots.len() + more.saturating_sub(self.free.len());
+        SegmentId::at(last).map_or(4, |id| id.name().len())
+    }
+
     /// How many descriptors are kept.
     pub(super) fn len(&self) -> usize {
         self.slots.len() - self.free.len()

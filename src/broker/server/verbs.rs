@@ -2,13 +2,13 @@
 
 use std::{os::fd::OwnedFd, process};
 
-use super::{ConnectionId, connection::Request, reactor::Reactor};
+use super::{ConnectionId, connection::Request, objects::TakenUp, reactor::Reactor};
 use crate::{
     broker::name::check_name,
     error::{BrokerError, ErrorCode, RefusalCode},
     wire::{
         Hello, VERSION,
-        broker::{BROKER, Done, Message, NO_BACKEND},
+        broker::{BROKER, Done, Message, NO_BACKEND, Resume, Resumed},
     },
 };
 
@@ -47,7 +47,7 @@ impl Reactor {
                 }
             }
             Message::Stop(_) => {
-                if matches!(connection.request, Request::Parts(_) | Request::Object(_)) {
+                if matches!(connection.request, Request::Parts(_) | Request::Object(_) | Request::Watch(_)) {
                     self.end_wait(id, RefusalCode::Stopped);
                 }
             }
@@ -60,6 +60,17 @@ impl Reactor {
                 self.worker.reject(fds);
                 self.break_off(id, &format!("{} came before the answer to the request before it", other.name()));
             }
+            other => {
+                self.begin_request(id, other.name());
+                self.request(id, other, fds);
+            }
+        }
+    }
+
+    /// A request has come.
+    fn request(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
+        let Some(connection) = self.connections.get_mut(&id) else { return self.worker.reject(fds) };
+        match message {
             Message::Put(put) => self.put(id, *put, fds),
             Message::Get(get) => self.get(id, *get),
             Message::List(list) => {
@@ -91,17 +102,38 @@ impl Reactor {
             }
             Message::Delete(delete) => {
                 let caller = connection.caller.clone();
-                let deleted = check_name(&delete.name).and_then(|()| self.objects.delete(&caller, &delete.name));
+                let deleted =
+                    check_name(&delete.name).and_then(|()| self.objects.delete(&caller, &delete.name, delete.request));
                 match deleted {
                     Ok(()) => self.reply(id, &Message::Done(Done {})),
                     Err(refusal) => self.refuse(id, refusal),
                 }
             }
+            Message::Resume(resume) => self.resume(id, &resume),
+            Message::Watch(watch) => self.watch_events(id, watch),
+            Message::Measure(_) => self.measure(id),
             other => {
                 self.worker.reject(fds);
                 self.break_off(id, &format!("{} came, which a broker sends", other.name()));
             }
         }
+    }
+
+    /// Gives a connection what another one had.
+    fn resume(&mut self, id: ConnectionId, resume: &Resume) {
+        let Some(caller) = self.connections.get(&id).map(|connection| connection.caller.clone()) else { return };
+        let TakenUp { leases, names, before, lost } = self.objects.resume(&caller, resume);
+        for (other, token) in before {
+            if let Some(other) = self.connections.get_mut(&other) {
+                other.leases.remove(&token);
+            }
+        }
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.leases.extend(leases);
+            connection.names.extend(names);
+        }
+        let instance = self.objects.journal().instance().to_owned();
+        self.reply(id, &Message::Resumed(Resumed { instance, lost }));
     }
 
     /// The first message.

@@ -112,7 +112,7 @@ pub fn main() -> ExitCode {
         Ok(Options { command }) => match command {
             Command::Produce(produce) => run_session(*produce),
             Command::Consume(consume) => run_session(*consume),
-            Command::Serve(serve) => run_tool(serve),
+            Command::Serve(serve) => serve.start(),
             Command::Put(put) => run_tool(*put),
             Command::Get(get) => run_tool(*get),
             Command::Ls(ls) => run_tool(ls),

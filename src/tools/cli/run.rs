@@ -123,6 +123,14 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     ExitCode::from(ending.finish(result).code())
 }
 
+/// Prints the error that a tool failed with before it was run, and returns how its process exits.
+pub(super) fn fail<T: Tool>(error: &Error, json: bool) -> ExitCode {
+    let (summary, exit) = (ErrorSummary::of(error), Exit::of(error));
+    summary.complain();
+    let exit = if json { print(&json_line(&Failure::new(Some(T::NAME), summary)), exit) } else { exit };
+    ExitCode::from(exit.code())
+}
+
 /// Prints the text at the end. A success that could not be printed is a failure; a broken pipe is not an error.
 fn print(text: &str, exit: Exit) -> Exit {
     match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {

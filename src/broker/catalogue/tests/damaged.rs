@@ -4,7 +4,7 @@ use super::*;
 
 /// The bytes of a log, and after how many of them each record ends.
 fn log_and_ends(records: &[Record]) -> (Vec<u8>, Vec<usize>) {
-    let mut catalogue = Catalogue::create().unwrap();
+    let mut catalogue = new();
     let mut ends = Vec::new();
     for record in records {
         catalogue.append(record).unwrap();
@@ -69,8 +69,8 @@ fn what_could_not_be_cut_off_at_once_is_cut_off_before_the_next_record() {
     let torn = [&framed(br#"{"dropped":{"key":3}}"#)[..], &[b'x'; 500]].concat();
     catalogue.file.write_all_at(&torn, catalogue.length).unwrap();
     catalogue.torn = true;
-    catalogue.append(&Record::Deleted { name: "a".to_owned() }).unwrap();
+    catalogue.append(&deleted("a")).unwrap();
     // Before it is read, which cuts too.
     assert_eq!(bytes_of(catalogue.as_fd()).len() as u64, catalogue.length);
-    assert_eq!(read(catalogue.as_fd()), [lease(1), Record::Deleted { name: "a".to_owned() }]);
+    assert_eq!(read(catalogue.as_fd()), [lease(1), deleted("a")]);
 }

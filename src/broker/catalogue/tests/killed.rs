@@ -46,7 +46,12 @@ fn stdin() -> OwnedFd {
 
 fn records() -> Vec<Record> {
     let short = Version { metadata: None, parts: Vec::new(), ..version(1) };
-    vec![lease(1), Record::Published(Box::new(short)), Record::Ended { token: token(1) }, Record::Dropped { key: 1 }]
+    vec![
+        lease(1),
+        Record::Published(Box::new(short)),
+        Record::Ended { token: token(1), at_ms: 6 },
+        Record::Dropped { key: 1 },
+    ]
 }
 
 #[test]
@@ -64,7 +69,7 @@ fn a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_hal
     let end = log(&records()).length;
     let mut torn = 0;
     for bytes in HEADER as u64..=end {
-        let catalogue = Catalogue::create().unwrap();
+        let catalogue = new();
         let child = child(NAME, catalogue.as_fd(), bytes);
         let killed = if bytes < end { Some(libc::SIGXFSZ) } else { None };
         assert_eq!(child.status.signal(), killed, "of {bytes} bytes: {child:?}");
@@ -123,7 +128,7 @@ fn after_a_write_that_failed_in_the_middle_the_log_is_as_before_and_appending_go
         catalogue.append(&Record::Dropped { key: 1 }).unwrap();
         return;
     }
-    let catalogue = Catalogue::create().unwrap();
+    let catalogue = new();
     let child = child(NAME, catalogue.as_fd(), 500);
     assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
     assert_eq!(read(catalogue.as_fd()), [lease(1), Record::Dropped { key: 1 }]);

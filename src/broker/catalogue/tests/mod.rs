@@ -8,14 +8,14 @@ use serde_json::json;
 
 use super::{
     read::Unreadable,
-    record::{Lease, Part, Report, Table, Version},
+    record::{Deleted, Lease, Part, Report, Seen, Table, Version},
     *,
 };
 use crate::{
     driver::{Backend, DeviceUuid},
     wire::{
         Device, Location, Mechanism, Memory,
-        broker::{Attached, Lifetime, Maker, Owner, Token},
+        broker::{Attached, Event, EventKind, Lifetime, Maker, Owner, Token},
     },
 };
 
@@ -59,6 +59,7 @@ fn version(key: u64) -> Version {
         mode: 0o640,
         lifetime: Lifetime::Idle { ms: 60_000 },
         keep: 2,
+        requests: vec![token(3)],
         backend: Backend::Cuda,
         metadata: Some(inline(&json!({"engine": "x", "layers": [1, 2.5, null], "nested": {"a": true}}))),
         parts: vec![
@@ -80,7 +81,23 @@ fn lease(byte: u8) -> Record {
 /// One record of each kind, and a version as short as can be.
 fn each_kind() -> Vec<Record> {
     let bare = Version { metadata: None, parts: Vec::new(), lifetime: Lifetime::Maker, ..version(u64::MAX) };
+    let event = Event {
+        seq: 4,
+        at_ms: 2,
+        kind: EventKind::Published,
+        name: "models/llama".to_owned(),
+        version: 2,
+        id: version(1).id,
+        uid: 1000,
+        pid: 7,
+        message: None,
+    };
     vec![
+        Record::Begin { instance: version(1).id, starts: 3 },
+        Record::Seen(Seen { event, owner: version(1).owner, mode: 0o640 }),
+        Record::Answered { request: token(9) },
+        Record::Whole { seq: 4 },
+        Record::Started,
         Record::Published(Box::new(version(1))),
         lease(0xA5),
         Record::Reported(Report {
@@ -89,16 +106,25 @@ fn each_kind() -> Vec<Record> {
             at_ms: 5,
             message: "another size".to_owned(),
         }),
-        Record::Ended { token: token(0xA5) },
+        Record::Ended { token: token(0xA5), at_ms: 6 },
         Record::Published(Box::new(bare)),
-        Record::Deleted { name: "models/llama".to_owned() },
+        deleted("models/llama"),
         Record::Dropped { key: 1 },
     ]
 }
 
+fn deleted(name: &str) -> Record {
+    Record::Deleted(Deleted { name: name.to_owned(), at_ms: 6, uid: 1000, pid: 7, request: None })
+}
+
+/// A log without records.
+fn new() -> Catalogue {
+    Catalogue::create(memfd().unwrap(), []).unwrap()
+}
+
 /// A log of these records.
 fn log(records: &[Record]) -> Catalogue {
-    let mut catalogue = Catalogue::create().unwrap();
+    let mut catalogue = new();
     for record in records {
         catalogue.append(record).unwrap();
     }
@@ -113,7 +139,7 @@ fn bytes_of(log: BorrowedFd<'_>) -> Vec<u8> {
 }
 
 fn memfd_of(bytes: &[u8]) -> OwnedFd {
-    let file = File::from(memfd::empty(c"test").unwrap());
+    let file = File::from(memfd().unwrap());
     file.write_all_at(bytes, 0).unwrap();
     file.into()
 }
@@ -145,14 +171,14 @@ fn what_was_appended_is_read_in_its_order() {
     assert_eq!(records, each_kind());
     assert_eq!((again.length, again.generation), (catalogue.length, 1));
     assert_eq!(again.length, bytes_of(again.as_fd()).len() as u64);
-    assert!(read(Catalogue::create().unwrap().as_fd()).is_empty());
+    assert!(read(new().as_fd()).is_empty());
 }
 
 #[test]
 fn records_are_json_in_the_documented_words() {
-    let catalogue = log(&[Record::Ended { token: token(0xA5) }, Record::Deleted { name: "models/llama".to_owned() }]);
-    let ended = br#"{"ended":{"token":"a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5"}}"#;
-    let deleted = br#"{"deleted":{"name":"models/llama"}}"#;
+    let catalogue = log(&[Record::Ended { token: token(0xA5), at_ms: 6 }, deleted("models/llama")]);
+    let ended = br#"{"ended":{"token":"a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5","at_ms":6}}"#;
+    let deleted = br#"{"deleted":{"name":"models/llama","at_ms":6,"uid":1000,"pid":7}}"#;
     let header = header(1);
     assert_eq!(header[..12], *b"VMMFDCAT\x01\0\0\0");
     assert_eq!(header[16..], 1u64.to_le_bytes());
@@ -205,14 +231,14 @@ fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_
         Record::Published(Box::new(Version { metadata, ..version(key) }))
     };
     let live: Vec<Record> = (0..8).map(long).collect();
-    let old = catalogue.compact(live.clone()).unwrap();
+    let old = catalogue.compact(memfd_of(b"what a killed writer left"), live.clone()).unwrap();
     assert_eq!(read(old.as_fd()), each_kind());
     assert_eq!(read(catalogue.as_fd()), live);
     assert_eq!(catalogue.generation, 2);
     catalogue.append(&lease(1)).unwrap();
     let (mut catalogue, records) = Catalogue::open(catalogue.as_fd().try_clone_to_owned().unwrap()).unwrap();
     assert_eq!(records, [live, vec![lease(1)]].concat());
-    catalogue.compact([]).unwrap();
+    catalogue.compact(memfd().unwrap(), []).unwrap();
     assert_eq!((catalogue.generation, read(catalogue.as_fd())), (3, vec![]));
 }
 
@@ -220,7 +246,7 @@ fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_
 fn a_log_that_cannot_be_written_anew_is_still_the_one() {
     let mut catalogue = log(&[lease(1)]);
     catalogue.limit = catalogue.length;
-    let error = catalogue.compact([lease(1), lease(2)]).unwrap_err();
+    let error = catalogue.compact(memfd().unwrap(), [lease(1), lease(2)]).unwrap_err();
     assert!(matches!(error, CatalogueError::Limit { .. }), "{error:?}");
     assert_eq!((catalogue.generation, read(catalogue.as_fd())), (1, vec![lease(1)]));
 }
@@ -248,13 +274,13 @@ fn a_log_grows_to_twice_what_lives_and_no_further() {
         let metadata = Some(inline(&"x".repeat(1 << 20)));
         Record::Published(Box::new(Version { metadata, ..version(key) }))
     };
-    let (mut catalogue, mut written) = (Catalogue::create().unwrap(), 0);
+    let (mut catalogue, mut written) = (new(), 0);
     assert!(!catalogue.should_compact());
     // Each replaces the one before: one lives.
     for key in 0..40 {
         catalogue.append(&live(key)).unwrap();
         if catalogue.should_compact() {
-            catalogue.compact([live(key)]).unwrap();
+            catalogue.compact(memfd().unwrap(), [live(key)]).unwrap();
             written += 1;
             assert!(!catalogue.should_compact());
         }

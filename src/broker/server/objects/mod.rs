@@ -1,6 +1,19 @@
-//! Names, versions and leases: what the broker holds, and the catalogue of it. No sockets, no waiting.
+//! Names, versions and leases: what the broker holds, the catalogue of it, and the store that keeps it for the next server. No
+//! sockets of clients, no waiting.
+//!
+//! | File | What it does |
+//! |---|---|
+//! | `publish`, `remove`, `leases`, `lifetimes` | changes, each written down before it holds |
+//! | `journal` | what is written down, and the events that are told of it |
+//! | `restore` | what a server before this one left |
+//! | `select`, `view`, `usage` | what is asked for, what there is, what each user has |
 
+mod journal;
+mod leases;
 mod lifetimes;
+mod publish;
+mod remove;
+mod restore;
 mod select;
 mod usage;
 mod view;
@@ -11,26 +24,24 @@ use std::{
     time::{Instant, SystemTime},
 };
 
-use uuid::Builder;
-
-pub(super) use self::select::{Answer, LeaseParts, Question, Selected, Selection};
-use self::usage::Users;
-use super::{
-    ConnectionId, Quota,
-    caller::{Caller, Right},
-    segments::{NotKept, Segments},
+pub(super) use self::{
+    journal::Journal,
+    leases::TakenUp,
+    publish::{NewPart, NewTable, Staged, Terms},
+    select::{Answer, LeaseParts, Question, Selected, Selection},
 };
+use self::{journal::event, usage::Users};
+use super::{ConnectionId, Quota, segments::Segments};
 use crate::{
-    broker::catalogue::{
-        Catalogue, CatalogueError, Record, SegmentId,
-        record::{self, Table},
+    broker::{
+        catalogue::{
+            CatalogueError, Record, SegmentId,
+            record::{self, Seen},
+        },
+        store::{Flushed, Mark, Store},
     },
-    driver::Backend,
     error::{BrokerError, RefusalCode},
-    wire::{
-        Memory,
-        broker::{Attached, Lifetime, Maker, Owner, Published, Token},
-    },
+    wire::broker::{EventKind, Lifetime, Owner, Token},
 };
 
 /// What the broker holds.
@@ -44,7 +55,10 @@ pub(super) struct Objects {
     numbers: BTreeMap<u64, Token>,
     users: Users,
     segments: Segments,
-    catalogue: Catalogue,
+    journal: Journal,
+    store: Store,
+    /// The versions by what the clients call their puts.
+    requests: HashMap<Token, u64>,
     last_key: u64,
     last_lease: u64,
     /// Descriptors that the caller is to close where that may block.
@@ -100,58 +114,87 @@ impl Version {
 struct Held {
     number: u64,
     record: record::Lease,
+    /// The connection that has it; none yet of one that a server before this one gave.
+    holder: Option<ConnectionId>,
 }
-
-/// A part that was checked and is to be published.
-#[derive(Debug)]
-pub(super) struct NewPart {
-    pub(super) name: String,
-    pub(super) memory: Memory,
-    pub(super) arrays: Option<NewTable>,
-    pub(super) array_count: u64,
-    pub(super) digest: Option<String>,
-    pub(super) maker: Maker,
-    pub(super) segments: Vec<(u64, OwnedFd)>,
-}
-
-/// A table that was checked and is to be kept.
-#[derive(Debug)]
-pub(super) enum NewTable {
-    Inline(Attached),
-    Memfd { fd: OwnedFd, length: u64 },
-}
-
-/// What a put says besides its parts.
-#[derive(Debug, Clone)]
-pub(super) struct Terms {
-    pub(super) name: String,
-    pub(super) replace: bool,
-    pub(super) if_version: Option<u64>,
-    pub(super) mode: Option<u16>,
-    pub(super) lifetime: Option<Lifetime>,
-    pub(super) keep: Option<u32>,
-    pub(super) backend: Backend,
-}
-
-/// The most earlier versions that a name keeps.
-const MAX_KEPT: u32 = 64;
 
 impl Objects {
-    pub(super) fn new(quota: Quota) -> Result<Self, CatalogueError> {
-        Ok(Self {
+    fn empty(quota: Quota, journal: Journal, store: Store) -> Self {
+        Self {
             names: BTreeMap::new(),
             versions: HashMap::new(),
             leases: HashMap::new(),
             numbers: BTreeMap::new(),
             users: Users::new(quota),
             segments: Segments::default(),
-            catalogue: Catalogue::create()?,
+            journal,
+            store,
+            requests: HashMap::new(),
             last_key: 0,
             last_lease: 0,
             garbage: Vec::new(),
             undropped: Vec::new(),
             expiries: Vec::new(),
-        })
+        }
+    }
+
+    /// Writes a change down. Then it holds, for the next server too.
+    fn write(&mut self, record: &Record) -> Result<(), CatalogueError> {
+        let seen = self.event_of(record);
+        self.journal.write(record, seen)
+    }
+
+    /// The event that a change is, which is not made yet.
+    fn event_of(&self, record: &Record) -> Option<Seen> {
+        let version = |key: &u64| self.versions.get(key).map(|version| &version.record);
+        match record {
+            Record::Published(record) => {
+                let replaces = self.names.contains_key(&record.name);
+                let kind = if replaces { EventKind::Replaced } else { EventKind::Published };
+                let (uid, pid) = record.parts.first().map_or((record.owner.uid, 0), |of| (of.maker.uid, of.maker.pid));
+                Some(event(kind, record, record.created_ms, uid, pid, None))
+            }
+            Record::Deleted(deleted) => {
+                let current = self.current(self.names.get(&deleted.name)?);
+                Some(event(EventKind::Deleted, &current.record, deleted.at_ms, deleted.uid, deleted.pid, None))
+            }
+            Record::Leased(lease) => {
+                Some(event(EventKind::Leased, version(&lease.key)?, lease.since_ms, lease.uid, lease.pid, None))
+            }
+            Record::Ended { token, at_ms } => {
+                let lease = &self.leases.get(token)?.record;
+                Some(event(EventKind::Ended, version(&lease.key)?, *at_ms, lease.uid, lease.pid, None))
+            }
+            Record::Reported(report) => {
+                let (reader, message) = (&report.reader, Some(report.message.clone()));
+                Some(event(EventKind::Reported, version(&report.key)?, report.at_ms, reader.uid, reader.pid, message))
+            }
+            _ => None,
+        }
+    }
+
+    pub(super) fn journal(&self) -> &Journal {
+        &self.journal
+    }
+
+    pub(super) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    pub(super) fn store_mut(&mut self) -> &mut Store {
+        &mut self.store
+    }
+
+    /// Tells the store what it was not told yet, and asks for a confirmation of what is before `mark`.
+    pub(super) fn flush_store(&mut self, mark: Option<Mark>) -> Flushed {
+        let segments = &self.segments;
+        self.store.flush(|id| segments.get(id), mark)
+    }
+
+    /// Has everything kept anew, by a store that has nothing yet.
+    pub(super) fn keep_anew(&mut self) -> crate::error::Result<()> {
+        self.segments.ids().for_each(|id| self.store.keep(id));
+        self.journal.keep(&mut self.store)
     }
 
     /// The descriptor of a segment that a lease is of.
@@ -161,7 +204,7 @@ impl Objects {
 
     /// How many descriptors are kept.
     pub(super) fn descriptors(&self) -> usize {
-        self.segments.len() + 1
+        self.segments.len() + self.journal.descriptors()
     }
 
     pub(super) fn users(&mut self) -> &mut Users {
@@ -191,390 +234,10 @@ impl Objects {
         }
     }
 
-    /// Checks what can be checked of a put before its memory is looked at, and again when it is published.
-    pub(super) fn check_put(
-        &self,
-        caller: &Caller,
-        socket: &impl std::os::fd::AsFd,
-        terms: &Terms,
-        bytes: u64,
-    ) -> Result<(), BrokerError> {
-        let Terms { name, replace, if_version, mode, keep, .. } = terms;
-        let refuse = |code, message: String| Err(BrokerError::new(code, message));
-        if caller.is_unmapped() {
-            let uid = caller.uid;
-            return refuse(
-                RefusalCode::Denied,
-                format!("uid {uid} stands for all users without a number here, and owns nothing: put as another user"),
-            );
-        }
-        if let Some(keep) = keep.filter(|&keep| keep > MAX_KEPT) {
-            return refuse(
-                RefusalCode::Invalid,
-                format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}"),
-            );
-        }
-        match self.names.get(name) {
-            None => {
-                if let Some(wanted) = if_version {
-                    let message = format!("`{name}` has no version {wanted}: there is no such object");
-                    return refuse(RefusalCode::Version, message);
-                }
-                self.users.check_object(caller.uid)?;
-            }
-            Some(existing) => {
-                let current = self.current(existing).record.version;
-                if !replace {
-                    let message = format!("`{name}` exists, at version {current}: replace it, or choose another name");
-                    return refuse(RefusalCode::Exists, message);
-                }
-                caller.require(Right::Write, name, existing.owner, existing.mode, socket)?;
-                let owns = caller.is_superuser() || caller.uid == existing.owner.uid && !caller.is_unmapped();
-                let changes = terms.lifetime.is_some_and(|lifetime| lifetime != existing.lifetime)
-                    || keep.is_some_and(|keep| keep != existing.keep);
-                if changes && !owns {
-                    let (uid, owner) = (caller.uid, existing.owner.uid);
-                    let message =
-                        format!("uid {uid} may replace `{name}`, and not say how long it stays: it is uid {owner}'s");
-                    return refuse(RefusalCode::Denied, message);
-                }
-                if let Some(wanted) = if_version.filter(|wanted| *wanted != current) {
-                    let message = format!("`{name}` is at version {current}, and not at {wanted}");
-                    return refuse(RefusalCode::Version, message);
-                }
-                if let Some(mode) = mode.filter(|mode| *mode != existing.mode) {
-                    let was = existing.mode;
-                    let message = format!(
-                        "`{name}` has mode {was:04o} and keeps it when it is replaced: {mode:04o} was asked for"
-                    );
-                    return refuse(RefusalCode::Invalid, message);
-                }
-            }
-        }
-        self.users.check_bytes(caller.uid, bytes)
-    }
-
-    /// Publishes a version. On failure nothing of it is kept.
-    pub(super) fn publish(
-        &mut self,
-        caller: &Caller,
-        socket: &impl std::os::fd::AsFd,
-        terms: &Terms,
-        metadata: Option<NewTable>,
-        parts: Vec<NewPart>,
-    ) -> Result<Published, BrokerError> {
-        let bytes = parts.iter().map(|part| part.memory.mapped_size).sum();
-        if let Err(refusal) = self.check_put(caller, socket, terms, bytes) {
-            self.discard(metadata, parts);
-            return Err(refusal);
-        }
-        let mut kept = Vec::new();
-        let result = self.keep(metadata, parts, &mut kept);
-        let (metadata, parts) = match result {
-            Ok(both) => both,
-            Err(refusal) => {
-                self.forget(kept);
-                return Err(refusal);
-            }
-        };
-        let existing = self.names.get(&terms.name);
-        let owner = existing.map_or(Owner { uid: caller.uid, gid: caller.gid }, |name| name.owner);
-        let mode = existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode);
-        let lifetime = terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default();
-        let keep = terms.keep.or(existing.map(|name| name.keep)).unwrap_or(0);
-        let number = existing.map_or(0, |name| self.current(name).record.version) + 1;
-        let record = record::Version {
-            key: self.last_key + 1,
-            name: terms.name.clone(),
-            version: number,
-            id: Builder::from_random_bytes(random()).into_uuid().to_string(),
-            created_ms: now_ms(),
-            owner,
-            mode,
-            lifetime,
-            backend: terms.backend,
-            keep,
-            metadata,
-            parts,
-        };
-        let published = Published { version: number, id: record.id.clone() };
-        let entry = Record::Published(Box::new(record));
-        if let Err(error) = self.catalogue.append(&entry) {
-            self.forget(kept);
-            return Err(unwritten(error));
-        }
-        let Record::Published(record) = entry else { return Err(unwritten_kind()) };
-        self.last_key += 1;
-        let version = Version { record: *record, leases: 0, named: true, reports: Vec::new() };
-        self.users.add_version(version.payer(), version.bytes(), &version.record.parts);
-        self.versions.insert(self.last_key, version);
-        let name = self.names.entry(terms.name.clone()).or_insert_with(|| {
-            self.users.add_object(owner.uid);
-            let (versions, idle_since) = (VecDeque::new(), Instant::now());
-            Name { owner, mode, lifetime, keep, versions, maker: None, idle_since, leases: 0, looked_at: None }
-        });
-        (name.lifetime, name.keep) = (lifetime, keep);
-        name.versions.push_back(self.last_key);
-        name.maker = Some(caller.connection);
-        if name.leases == 0 {
-            name.idle_since = Instant::now();
-        }
-        self.drop_old(&terms.name);
-        self.note_expiry(&terms.name);
-        tracing::info!(name = terms.name, version = number, bytes, uid = caller.uid, pid = caller.pid, "published");
-        Ok(published)
-    }
-
-    /// Puts the descriptors of parts into the store. What was kept so far is in `kept`, also after a failure.
-    fn keep(
-        &mut self,
-        metadata: Option<NewTable>,
-        parts: Vec<NewPart>,
-        kept: &mut Vec<SegmentId>,
-    ) -> Result<(Option<Table>, Vec<record::Part>), BrokerError> {
-        // The first failure. What comes behind it is closed.
-        let mut failed = None;
-        let mut add = |fd: OwnedFd, size: u64| match self.segments.add(fd, size) {
-            Ok((id, duplicate)) => {
-                self.garbage.extend(duplicate);
-                kept.push(id);
-                Some(id)
-            }
-            Err(NotKept { fd, reason }) => {
-                self.garbage.push(fd);
-                failed.get_or_insert(reason);
-                None
-            }
-        };
-        let table = |table: NewTable, add: &mut dyn FnMut(OwnedFd, u64) -> Option<SegmentId>| match table {
-            NewTable::Inline(text) => Some(Table::Inline(text)),
-            NewTable::Memfd { fd, length } => add(fd, length).map(|segment| Table::Kept { segment, length }),
-        };
-        let metadata = metadata.and_then(|metadata| table(metadata, &mut add));
-        let mut records = Vec::with_capacity(parts.len());
-        for part in parts {
-            let NewPart { name, memory, arrays, array_count, digest, maker, segments } = part;
-            let arrays = arrays.and_then(|arrays| table(arrays, &mut add));
-            let segments = segments.into_iter().filter_map(|(size, fd)| add(fd, size).map(|id| (id, size))).collect();
-            records.push(record::Part { name, memory, arrays, array_count, maker, digest, segments });
-        }
-        match failed {
-            None => Ok((metadata, records)),
-            Some(reason) => Err(BrokerError::new(RefusalCode::Memory, reason.to_string())),
-        }
-    }
-
-    /// Takes back what was kept of a put that failed.
-    fn forget(&mut self, kept: Vec<SegmentId>) {
-        for id in kept {
-            self.garbage.extend(self.segments.release(id));
-        }
-    }
-
-    /// Closes what was to be published.
-    pub(super) fn discard(&mut self, metadata: Option<NewTable>, parts: Vec<NewPart>) {
-        let mut tables = vec![metadata];
-        for part in parts {
-            tables.push(part.arrays);
-            self.garbage.extend(part.segments.into_iter().map(|(_, fd)| fd));
-        }
-        self.garbage.extend(tables.into_iter().flatten().filter_map(|table| match table {
-            NewTable::Memfd { fd, .. } => Some(fd),
-            NewTable::Inline(_) => None,
-        }));
-    }
-
-    /// Takes a name away.
-    pub(super) fn delete(&mut self, caller: &Caller, name: &str) -> Result<(), BrokerError> {
-        let Some(existing) = self.names.get(name) else {
-            return Err(BrokerError::new(RefusalCode::Absent, format!("there is no object `{name}`")));
-        };
-        let owner = existing.owner.uid;
-        if !(caller.is_superuser() || caller.uid == owner && !caller.is_unmapped()) {
-            let message = format!("uid {} may not delete `{name}`: it is uid {owner}'s", caller.uid);
-            return Err(BrokerError::new(RefusalCode::Denied, message));
-        }
-        self.remove(name, "deleted")
-    }
-
-    /// Takes a name away, and the versions of it that no lease holds.
-    fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
-        self.catalogue.append(&Record::Deleted { name: name.to_owned() }).map_err(unwritten)?;
-        let Some(gone) = self.names.remove(name) else { return Ok(()) };
-        self.users.remove_object(gone.owner.uid);
-        tracing::info!(name, leases = gone.leases, "{why}");
-        for key in gone.versions {
-            if let Some(version) = self.versions.get_mut(&key) {
-                version.named = false;
-            }
-            self.drop_if_unused(key);
-        }
-        self.compact();
-        Ok(())
-    }
-
-    /// Gives back versions before the current one that nothing keeps.
-    fn drop_old(&mut self, name: &str) {
-        let Some(of) = self.names.get_mut(name) else { return };
-        let keep = of.keep as usize + 1;
-        let mut dropped = Vec::new();
-        let beyond = of.versions.len().saturating_sub(keep);
-        let (versions, mut at) = (&self.versions, 0);
-        of.versions.retain(|key| {
-            at += 1;
-            let stays = at > beyond || versions.get(key).is_some_and(|version| version.leases > 0);
-            if !stays {
-                dropped.push(*key);
-            }
-            stays
-        });
-        for key in dropped {
-            if let Some(version) = self.versions.get_mut(&key) {
-                version.named = false;
-            }
-            self.drop_if_unused(key);
-        }
-        self.compact();
-    }
-
-    /// Gives the memory of a version back if it has no name and no lease.
-    fn drop_if_unused(&mut self, key: u64) {
-        let unused = |version: &Version| !version.named && version.leases == 0;
-        if !self.versions.get(&key).is_some_and(unused) {
-            return;
-        }
-        // The numbers of its segments are used again: not before it is written down that they are no more its.
-        if let Err(error) = self.catalogue.append(&Record::Dropped { key }) {
-            tracing::error!(%error, "cannot write down that a version is gone: its memory stays until that is possible");
-            return self.undropped.push(key);
-        }
-        let Some(version) = self.versions.remove(&key) else { return };
-        self.users.remove_version(version.payer(), version.bytes(), &version.record.parts);
-        let tables = version.record.metadata.iter().chain(version.record.parts.iter().flat_map(|part| &part.arrays));
-        let tables = tables.filter_map(|table| match table {
-            Table::Kept { segment, .. } => Some(*segment),
-            Table::Inline(_) => None,
-        });
-        let segments = version.record.parts.iter().flat_map(|part| part.segments.iter().map(|(id, _)| *id));
-        for id in tables.chain(segments) {
-            self.garbage.extend(self.segments.release(id));
-        }
-    }
-
-    /// Gives a lease of a version. `bytes` is what is handed out of it.
-    pub(super) fn lease(&mut self, caller: &Caller, key: u64, bytes: u64) -> Result<Token, BrokerError> {
-        self.users.check_lease(caller.uid)?;
-        let record = record::Lease {
-            token: Token(random()),
-            key,
-            uid: caller.uid,
-            pid: caller.pid,
-            since_ms: now_ms(),
-            size: bytes,
-        };
-        let token = record.token;
-        let entry = Record::Leased(record);
-        self.catalogue.append(&entry).map_err(unwritten)?;
-        let Record::Leased(record) = entry else { return Err(unwritten_kind()) };
-        self.last_lease += 1;
-        self.users.add_lease(caller.uid);
-        if let Some(version) = self.versions.get_mut(&key) {
-            version.leases += 1;
-            if let Some(name) = self.names.get_mut(&version.record.name).filter(|_| version.named) {
-                name.leases += 1;
-            }
-        }
-        self.numbers.insert(self.last_lease, token);
-        self.leases.insert(token, Held { number: self.last_lease, record });
-        Ok(token)
-    }
-
-    /// Ends a lease.
-    pub(super) fn end_lease(&mut self, token: Token) {
-        let Some(held) = self.leases.remove(&token) else { return };
-        self.numbers.remove(&held.number);
-        self.users.remove_lease(held.record.uid);
-        // Not written down, it would come back after a crash, and end then, since no process has its token.
-        if let Err(error) = self.catalogue.append(&Record::Ended { token }) {
-            tracing::error!(%error, "cannot write down that a lease ended");
-        }
-        let Some(version) = self.versions.get_mut(&held.record.key) else { return };
-        version.leases -= 1;
-        if version.named {
-            let name = version.record.name.clone();
-            if let Some(of) = self.names.get_mut(&name) {
-                of.leases -= 1;
-                if of.leases == 0 {
-                    of.idle_since = Instant::now();
-                }
-            }
-            if version.leases == 0 {
-                self.drop_old(&name);
-            }
-            self.note_expiry(&name);
-        } else {
-            self.drop_if_unused(held.record.key);
-        }
-        self.compact();
-    }
-
-    /// Notes what a reader said of a version that it leases.
-    pub(super) fn report(&mut self, caller: &Caller, token: Token, message: String) {
-        const MOST: usize = 16;
-        let Some(key) = self.leases.get(&token).map(|held| held.record.key) else { return };
-        let Some(version) = self.versions.get_mut(&key).filter(|version| version.reports.len() < MOST) else { return };
-        let report = record::Report { key, reader: caller.describe(), at_ms: now_ms(), message };
-        let record = &version.record;
-        tracing::warn!(
-            name = record.name,
-            version = record.version,
-            uid = caller.uid,
-            pid = caller.pid,
-            message = report.message,
-            "a reader reports that memory is not as claimed"
-        );
-        if let Err(error) = self.catalogue.append(&Record::Reported(report.clone())) {
-            tracing::error!(%error, "cannot write down a report");
-        }
-        version.reports.push(report);
-    }
-
-    /// Writes the catalogue anew once most of it is history.
-    fn compact(&mut self) {
-        for key in std::mem::take(&mut self.undropped) {
-            self.drop_if_unused(key);
-        }
-        if !self.catalogue.should_compact() {
-            return;
-        }
-        match self.catalogue.compact(records(&self.names, &self.versions, &self.leases)) {
-            Ok(old) => self.garbage.push(old),
-            Err(error) => tracing::warn!(%error, "cannot write the catalogue anew: it goes on growing"),
-        }
-    }
-
     fn current(&self, name: &Name) -> &Version {
         let key = name.versions.back().expect("a name has a current version");
         self.versions.get(key).expect("a name's versions are there")
     }
-}
-
-/// The records from which all that is held can be read again. What has no name comes first: a `Deleted` takes the name of all before
-/// it.
-fn records<'a>(
-    names: &'a BTreeMap<String, Name>,
-    versions: &'a HashMap<u64, Version>,
-    leases: &'a HashMap<Token, Held>,
-) -> impl Iterator<Item = Record> + 'a {
-    let published = |version: &Version| Record::Published(Box::new(version.record.clone()));
-    let unnamed = versions
-        .values()
-        .filter(|version| !version.named)
-        .flat_map(move |version| [published(version), Record::Deleted { name: version.record.name.clone() }]);
-    let named = names.values().flat_map(|name| &name.versions).filter_map(|key| versions.get(key)).map(published);
-    let reports = versions.values().flat_map(|version| &version.reports).cloned().map(Record::Reported);
-    let leases = leases.values().map(|held| Record::Leased(held.record.clone()));
-    unnamed.chain(named).chain(reports).chain(leases)
 }
 
 fn unwritten(error: CatalogueError) -> BrokerError {

@@ -15,8 +15,8 @@ use crate::{
     wire::{
         self, Memory,
         broker::{
-            DeviceBytes, HeldLease, Leases, List, Objects as Page, PartInfo, ReportInfo, Stat, Summary, VersionInfo,
-            Who,
+            DeviceBytes, HeldLease, Leases, List, Objects as Page, PartInfo, ReportInfo, Stat, Summary, UserTotal,
+            VersionInfo, Who,
         },
     },
 };
@@ -174,8 +174,13 @@ impl Objects {
         if length > PAGE / 3 && !leases.is_empty() {
             return Leases { leases, more: true, totals: Vec::new() };
         }
-        let totals = self.users.totals((!caller.is_superuser()).then_some(caller.uid), PAGE / 2);
+        let totals = self.totals(caller, PAGE / 2);
         Leases { leases, more: false, totals }
+    }
+
+    /// What users have: all for the superuser, else the caller.
+    pub(in crate::broker::server) fn totals(&self, caller: &Caller, most: usize) -> Vec<UserTotal> {
+        self.users.totals((!caller.is_superuser()).then_some(caller.uid), most)
     }
 
     /// What goes with the broker, for its last words.

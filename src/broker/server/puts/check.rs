@@ -84,6 +84,9 @@ pub(super) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
         total = total.saturating_add(memory.segments);
         bytes = bytes.saturating_add(mapped);
     }
+    if put.restore.is_some() && (put.announced.len() > put.parts.len() || put.if_version.is_some()) {
+        return invalid("a version that is offered back comes whole, and replaces none that is there");
+    }
     if put.announced.len() > put.parts.len() && put.group.is_none() {
         return invalid("parts of others are announced, and no group says which are of the same version");
     }
@@ -101,6 +104,8 @@ pub(super) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
         lifetime: put.lifetime,
         keep: put.keep,
         backend,
+        requests: put.request.into_iter().collect(),
+        restore: put.restore.clone(),
     };
     Ok((terms, total as usize, bytes))
 }

@@ -3,11 +3,12 @@
 use std::{
     io::{self, Write},
     path::PathBuf,
-    process,
+    process::{self, ExitCode},
     time::Duration,
 };
 
 use clap::Args;
+use nix::libc;
 use serde::Serialize;
 
 use super::{
@@ -15,14 +16,19 @@ use super::{
     values::{Limit, parse_limit, quota},
 };
 use crate::{
-    broker::{Server, ServerConfig},
+    broker::{
+        Keeper, Kept, Server, ServerConfig,
+        supervisor::{self, Role, Supervisor},
+    },
     channel::{Cancel, broker_socket_path},
+    error::Error,
     tools::{
         cli::{
             Exit, Output, Tool, ToolOutput,
             exit::exit_codes,
             options::{parse_timeout, parse_uid},
             output::{Progress, complain, json_line},
+            run::{fail, run_tool},
         },
         stamp,
         units::bytes,
@@ -34,6 +40,11 @@ use crate::{
 ///
 /// It needs no GPU and loads no driver: it keeps the descriptors of memory that clients put, and hands them out. What it keeps lives
 /// until it is deleted, or until the broker ends. It runs until SIGTERM or SIGINT, and then exits with 0.
+///
+/// Two processes do it: the server, and a supervisor that keeps the server's descriptors too and starts another server if one is
+/// killed. Nothing is lost then, and clients connect again. If the supervisor is killed, the server starts another. SIGHUP to the
+/// supervisor upgrades: it goes on with the program that is at its path then. Under systemd, with FileDescriptorStoreMax, systemd does
+/// the supervisor's work.
 ///
 /// Once it accepts connections it prints one line, `broker    listening  PATH ...`, on stdout, or with --json on stderr: wait for that
 /// line.
@@ -59,6 +70,10 @@ pub(in super::super) struct ServeOptions {
     /// Longest silence of a client in the middle of a request: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
+
+    /// Run without a supervisor: what the server holds is lost when it is killed
+    #[arg(long, help_heading = "Meeting")]
+    no_supervisor: bool,
 
     /// Takes memory of the host for that of a GPU: for tests with the emulated driver
     #[arg(long, hide = true, help_heading = "Meeting")]
@@ -87,6 +102,39 @@ struct ServeReport {
 }
 
 impl ServeOptions {
+    /// Runs what this process is to be: the supervisor, or the server.
+    pub(in super::super) fn start(self) -> ExitCode {
+        let role = Role::from_environment();
+        let by_systemd = std::env::var_os("FDSTORE").is_some() && std::env::var_os("NOTIFY_SOCKET").is_some();
+        match role {
+            Role::Server => run_tool(self),
+            Role::First if self.no_supervisor || by_systemd => run_tool(self),
+            _ => {
+                self.output.start_log();
+                let done = match role {
+                    Role::Check => supervisor::check().map(|()| 0),
+                    _ => broker_socket_path(self.socket.as_deref()).and_then(|path| {
+                        supervisor::raise_limit();
+                        Supervisor::new(&path, role)?.run()
+                    }),
+                };
+                match done {
+                    Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)),
+                    Err(error) => fail::<Self>(&error, self.output.json),
+                }
+            }
+        }
+    }
+
+    /// The store that is to keep what the server has.
+    fn kept(&self) -> crate::Result<Option<Kept>> {
+        match Role::from_environment() {
+            Role::Server => Kept::from_environment(Keeper::Supervisor),
+            _ if self.no_supervisor => Ok(None),
+            _ => Kept::from_environment(Keeper::Systemd),
+        }
+    }
+
     /// Prints that clients can connect. A closed pipe is not an error.
     fn announce(&self, server: &Server) -> io::Result<()> {
         let mut line = format!("broker    listening  {} as pid {}", server.path().display(), process::id());
@@ -119,9 +167,20 @@ impl Tool for ServeOptions {
             emulated: self.emulated,
             timeout: self.timeout,
         };
-        let server = Server::bind(&path, config, cancel)?;
-        self.announce(&server)?;
+        let server = match self.kept()? {
+            Some(kept) => Server::resume(&path, config, kept, cancel)?,
+            None => Server::bind(&path, config, cancel)?,
+        };
+        if server.is_restarted() {
+            tracing::info!(path = %server.path().display(), "serves again");
+        } else {
+            self.announce(&server)?;
+        }
         let ended = server.run()?;
+        let goes_on = matches!(cancel.check(), Err(Error::Interrupted { signal: libc::SIGHUP }));
+        if goes_on && Role::from_environment() == Role::Server {
+            return Ok(ToolOutput { text: String::new(), exit: Exit::Verified });
+        }
         let report = ServeReport {
             schema: SCHEMA,
             tool: stamp::tool(),

@@ -1,0 +1,241 @@
+//! What is written down of every change, and what is told of it to those who watch.
+
+use std::{collections::VecDeque, io, os::fd::OwnedFd};
+
+use uuid::Builder;
+
+use super::random;
+use crate::{
+    broker::{
+        catalogue::{
+            self, Catalogue, CatalogueError, Record, Unreadable,
+            record::{Seen, Version},
+        },
+        store::{Name, Store},
+    },
+    error::{Error, Result},
+    wire::broker::{Event, EventKind, Token},
+};
+
+/// How many events are known at least, if there were as many.
+const EVENTS: usize = 16 * 1024;
+
+/// How many of them are written into a new log: those who watch are seldom further behind.
+const EVENTS_KEPT: usize = 1024;
+
+/// How many deletes that were answered are known.
+const ANSWERED: usize = 1024;
+
+/// The catalogue, the events and what else is the same for the next server.
+#[derive(Debug)]
+pub(in crate::broker::server) struct Journal {
+    log: Catalogue,
+    /// Which of its two names the log has in the store.
+    second: bool,
+    /// The memfd of the other name: the next log.
+    spare: Option<OwnedFd>,
+    instance: String,
+    starts: u64,
+    events: VecDeque<Seen>,
+    /// The number of the last event.
+    last: u64,
+    answered: VecDeque<Token>,
+}
+
+impl Journal {
+    /// A new log, which is kept in the store.
+    pub(super) fn create(store: &mut Store) -> Result<Self> {
+        let instance = Builder::from_random_bytes(random()).into_uuid().to_string();
+        let records = [Record::Begin { instance: instance.clone(), starts: 1 }, Record::Whole { seq: 0 }];
+        let memfd = catalogue::memfd().map_err(|error| Error::system("make a memfd for the catalogue", error))?;
+        let log = Catalogue::create(memfd, records).map_err(unusable)?;
+        let (events, answered) = (VecDeque::new(), VecDeque::new());
+        let mut journal = Self { log, second: false, spare: None, instance, starts: 1, events, last: 0, answered };
+        journal.keep(store)?;
+        Ok(journal)
+    }
+
+    /// The newest of the logs that a server before this one left, with its records, and what it did not need. `None` if there is no
+    /// log among them.
+    ///
+    /// # Errors
+    /// If one of them was written by a newer build.
+    pub(in crate::broker::server) fn open(logs: [Option<OwnedFd>; 2]) -> Result<Option<(Self, Vec<Record>)>> {
+        let mut newest: Option<(Self, Vec<Record>)> = None;
+        let mut spare = None;
+        for (second, fd) in [false, true].into_iter().zip(logs) {
+            let Some(fd) = fd else { continue };
+            let copy = fd.try_clone().map_err(|error| Error::system("duplicate a descriptor", error))?;
+            let (log, records) = match Catalogue::open(copy) {
+                Ok(opened) => opened,
+                Err(Unreadable::Foreign { .. } | Unreadable::Short { .. }) => {
+                    spare = Some(fd);
+                    continue;
+                }
+                Err(error) => return Err(unusable(error)),
+            };
+            if newest.as_ref().is_some_and(|(known, _)| known.log.generation() > log.generation()) {
+                spare = Some(fd);
+                continue;
+            }
+            let (instance, starts) = match records.first() {
+                Some(Record::Begin { instance, starts }) => (instance.clone(), *starts),
+                _ => (String::new(), 0),
+            };
+            let (events, answered) = (VecDeque::new(), VecDeque::new());
+            let journal = Self { log, second, spare: None, instance, starts, events, last: 0, answered };
+            if let Some((older, _)) = newest.replace((journal, records)) {
+                spare = Some(
+                    older
+                        .log
+                        .as_fd()
+                        .try_clone_to_owned()
+                        .map_err(|error| Error::system("duplicate a descriptor", error))?,
+                );
+            }
+        }
+        Ok(newest.map(|(journal, records)| (Self { spare, ..journal }, records)))
+    }
+
+    /// Notes what a record of a log that was opened says of the journal itself.
+    pub(super) fn recall(&mut self, record: &Record) {
+        match record {
+            Record::Seen(seen) => self.events.push_back(seen.clone()),
+            Record::Answered { request } => self.remember(*request),
+            Record::Whole { seq } => self.last = *seq,
+            Record::Started => self.starts += 1,
+            _ => {}
+        }
+    }
+
+    /// Begins the life of another server with this log, which is in the store with its spare, if that has one.
+    pub(super) fn start(&mut self, store: &mut Store) -> Result<()> {
+        self.log.append(&Record::Started).map_err(unusable)?;
+        self.starts += 1;
+        if self.spare.is_none() {
+            self.renew_spare(store).map_err(|error| Error::system("make a memfd for the catalogue", error))?;
+        }
+        Ok(())
+    }
+
+    /// Has the log and its spare kept.
+    pub(super) fn keep(&mut self, store: &mut Store) -> Result<()> {
+        let failed = |error| Error::system("keep the catalogue", error);
+        store.keep_own(Name::Catalogue(self.second), self.log.as_fd().try_clone_to_owned().map_err(failed)?);
+        match &self.spare {
+            Some(spare) => store.keep_own(Name::Catalogue(!self.second), spare.try_clone().map_err(failed)?),
+            None => self.renew_spare(store).map_err(failed)?,
+        }
+        Ok(())
+    }
+
+    fn renew_spare(&mut self, store: &mut Store) -> io::Result<()> {
+        let memfd = catalogue::memfd()?;
+        store.keep_own(Name::Catalogue(!self.second), memfd.try_clone()?);
+        self.spare = Some(memfd);
+        Ok(())
+    }
+
+    /// Writes a change down, and then tells of it.
+    pub(super) fn write(&mut self, record: &Record, seen: Option<Seen>) -> Result<(), CatalogueError> {
+        self.log.append(record)?;
+        self.tell(seen);
+        Ok(())
+    }
+
+    /// Numbers an event and keeps it for those who watch.
+    pub(super) fn tell(&mut self, seen: Option<Seen>) {
+        let Some(mut seen) = seen else { return };
+        self.last += 1;
+        seen.event.seq = self.last;
+        if self.events.len() >= EVENTS {
+            self.events.pop_front();
+        }
+        self.events.push_back(seen);
+    }
+
+    /// Notes that a delete is answered.
+    pub(super) fn remember(&mut self, request: Token) {
+        if self.answered.len() >= ANSWERED {
+            self.answered.pop_front();
+        }
+        self.answered.push_back(request);
+    }
+
+    /// Whether a delete was answered already.
+    pub(super) fn has_answered(&self, request: Token) -> bool {
+        self.answered.contains(&request)
+    }
+
+    pub(super) fn should_compact(&self) -> bool {
+        self.log.should_compact()
+    }
+
+    /// Writes the log anew: what it was before is history. Returns what is to be closed.
+    pub(super) fn compact(
+        &mut self,
+        store: &mut Store,
+        state: impl Iterator<Item = Record>,
+    ) -> Result<OwnedFd, CatalogueError> {
+        let failed = |source| CatalogueError::System { action: "make room for", source };
+        if self.spare.is_none() {
+            self.renew_spare(store).map_err(failed)?;
+        }
+        // It stays the spare if this fails.
+        let spare = self.spare.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
+        let Some(spare) = spare else { return Err(failed(io::ErrorKind::NotFound.into())) };
+        let begin = Record::Begin { instance: self.instance.clone(), starts: self.starts };
+        let kept = self.events.len().saturating_sub(EVENTS_KEPT);
+        let seen = self.events.iter().skip(kept).cloned().map(Record::Seen);
+        let answered = self.answered.iter().map(|request| Record::Answered { request: *request });
+        let whole = Record::Whole { seq: self.last };
+        let records = std::iter::once(begin).chain(seen).chain(answered).chain(state).chain([whole]);
+        let old = self.log.compact(spare, records)?;
+        // The new log is in the store already. From here on it is the one; the old one goes, and its name is the next spare's.
+        store.remove(Name::Catalogue(self.second));
+        self.second = !self.second;
+        if let Err(error) = self.renew_spare(store) {
+            self.spare = None;
+            tracing::warn!(%error, "no memfd for the next catalogue");
+        }
+        Ok(old)
+    }
+
+    /// How many descriptors it has.
+    pub(super) fn descriptors(&self) -> usize {
+        1 + usize::from(self.spare.is_some())
+    }
+
+    pub(in crate::broker::server) fn instance(&self) -> &str {
+        &self.instance
+    }
+
+    /// How many servers have started before this one.
+    pub(in crate::broker::server) fn restarts(&self) -> u64 {
+        self.starts.saturating_sub(1)
+    }
+
+    /// The number of the last event.
+    pub(in crate::broker::server) fn last_event(&self) -> u64 {
+        self.last
+    }
+
+    /// The events behind a number, and whether some before the first of them are not known any more.
+    pub(in crate::broker::server) fn events_after(&self, after: u64) -> (bool, impl Iterator<Item = &Seen>) {
+        let first = self.last + 1 - self.events.len() as u64;
+        let skip = usize::try_from((after + 1).saturating_sub(first)).unwrap_or(usize::MAX);
+        (after + 1 < first, self.events.iter().skip(skip))
+    }
+}
+
+/// An event of a version. It has its number when it is told.
+pub(super) fn event(kind: EventKind, of: &Version, at_ms: u64, uid: u32, pid: i32, message: Option<String>) -> Seen {
+    let (name, id) = (of.name.clone(), of.id.clone());
+    let event = Event { seq: 0, at_ms, kind, name, version: of.version, id, uid, pid, message };
+    Seen { event, owner: of.owner, mode: of.mode }
+}
+
+/// Errors of a catalogue that a server can't start with.
+fn unusable(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    Error::system("use the broker's catalogue", io::Error::other(error))
+}

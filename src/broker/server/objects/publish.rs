@@ -1,0 +1,340 @@
+//! How a version comes: checked, kept, written down.
+
+use std::{collections::VecDeque, os::fd::OwnedFd, time::Instant};
+
+use uuid::Builder;
+
+use super::{Name, Objects, Version, now_ms, random, unwritten, unwritten_kind};
+use crate::{
+    broker::{
+        catalogue::{
+            Record, SegmentId,
+            record::{self, Table},
+        },
+        server::{
+            caller::{Caller, Right},
+            segments::NotKept,
+        },
+        store::Mark,
+    },
+    driver::Backend,
+    error::{BrokerError, RefusalCode},
+    wire::{
+        Memory,
+        broker::{Attached, Lifetime, Maker, Owner, Published, Restore, Token},
+    },
+};
+
+/// A part that was checked and is to be published.
+#[derive(Debug)]
+pub(in crate::broker::server) struct NewPart {
+    pub(in crate::broker::server) name: String,
+    pub(in crate::broker::server) memory: Memory,
+    pub(in crate::broker::server) arrays: Option<NewTable>,
+    pub(in crate::broker::server) array_count: u64,
+    pub(in crate::broker::server) digest: Option<String>,
+    pub(in crate::broker::server) maker: Maker,
+    pub(in crate::broker::server) segments: Vec<(u64, OwnedFd)>,
+}
+
+/// A table that was checked and is to be kept.
+#[derive(Debug)]
+pub(in crate::broker::server) enum NewTable {
+    Inline(Attached),
+    Memfd { fd: OwnedFd, length: u64 },
+}
+
+/// What a put says besides its parts.
+#[derive(Debug, Clone)]
+pub(in crate::broker::server) struct Terms {
+    pub(in crate::broker::server) name: String,
+    pub(in crate::broker::server) replace: bool,
+    pub(in crate::broker::server) if_version: Option<u64>,
+    pub(in crate::broker::server) mode: Option<u16>,
+    pub(in crate::broker::server) lifetime: Option<Lifetime>,
+    pub(in crate::broker::server) keep: Option<u32>,
+    pub(in crate::broker::server) backend: Backend,
+    /// What the clients call their puts.
+    pub(in crate::broker::server) requests: Vec<Token>,
+    /// What the version was that is offered back.
+    pub(in crate::broker::server) restore: Option<Restore>,
+}
+
+/// A version whose descriptors are on their way into the store.
+#[derive(Debug)]
+pub(in crate::broker::server) struct Staged {
+    metadata: Option<Table>,
+    parts: Vec<record::Part>,
+    kept: Vec<SegmentId>,
+    /// Once the store has kept everything up to here, it can be published.
+    pub(in crate::broker::server) mark: Mark,
+}
+
+/// The most earlier versions that a name keeps.
+const MAX_KEPT: u32 = 64;
+
+impl Objects {
+    /// Checks what can be checked of a put before its memory is looked at, and again when it is published.
+    pub(in crate::broker::server) fn check_put(
+        &self,
+        caller: &Caller,
+        socket: &impl std::os::fd::AsFd,
+        terms: &Terms,
+        bytes: u64,
+    ) -> Result<(), BrokerError> {
+        let Terms { name, replace, if_version, mode, keep, .. } = terms;
+        if let Some(restore) = terms.restore.as_ref().filter(|_| !caller.is_unmapped()) {
+            self.check_restore(caller, name, restore)?;
+            return self.users.check_bytes(restore.owner.uid, bytes);
+        }
+        let refuse = |code, message: String| Err(BrokerError::new(code, message));
+        if caller.is_unmapped() {
+            let uid = caller.uid;
+            return refuse(
+                RefusalCode::Denied,
+                format!("uid {uid} stands for all users without a number here, and owns nothing: put as another user"),
+            );
+        }
+        if let Some(keep) = keep.filter(|&keep| keep > MAX_KEPT) {
+            return refuse(
+                RefusalCode::Invalid,
+                format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}"),
+            );
+        }
+        match self.names.get(name) {
+            None => {
+                if let Some(wanted) = if_version {
+                    let message = format!("`{name}` has no version {wanted}: there is no such object");
+                    return refuse(RefusalCode::Version, message);
+                }
+                self.users.check_object(caller.uid)?;
+            }
+            Some(existing) => {
+                let current = self.current(existing).record.version;
+                if !replace {
+                    let message = format!("`{name}` exists, at version {current}: replace it, or choose another name");
+                    return refuse(RefusalCode::Exists, message);
+                }
+                caller.require(Right::Write, name, existing.owner, existing.mode, socket)?;
+                let owns = caller.is_superuser() || caller.uid == existing.owner.uid && !caller.is_unmapped();
+                let changes = terms.lifetime.is_some_and(|lifetime| lifetime != existing.lifetime)
+                    || keep.is_some_and(|keep| keep != existing.keep);
+                if changes && !owns {
+                    let (uid, owner) = (caller.uid, existing.owner.uid);
+                    let message =
+                        format!("uid {uid} may replace `{name}`, and not say how long it stays: it is uid {owner}'s");
+                    return refuse(RefusalCode::Denied, message);
+                }
+                if let Some(wanted) = if_version.filter(|wanted| *wanted != current) {
+                    let message = format!("`{name}` is at version {current}, and not at {wanted}");
+                    return refuse(RefusalCode::Version, message);
+                }
+                if let Some(mode) = mode.filter(|mode| *mode != existing.mode) {
+                    let was = existing.mode;
+                    let message = format!(
+                        "`{name}` has mode {was:04o} and keeps it when it is replaced: {mode:04o} was asked for"
+                    );
+                    return refuse(RefusalCode::Invalid, message);
+                }
+            }
+        }
+        self.users.check_bytes(caller.uid, bytes)
+    }
+
+    /// Puts the descriptors of a put into the store, before it is published. On failure nothing of it is kept.
+    pub(in crate::broker::server) fn stage(
+        &mut self,
+        metadata: Option<NewTable>,
+        parts: Vec<NewPart>,
+    ) -> Result<Staged, BrokerError> {
+        let descriptors = 1 + parts.iter().map(|part| part.segments.len() + 1).sum::<usize>();
+        if let Err(refusal) = self.store.require_room(descriptors, self.segments.longest_name(descriptors)) {
+            self.discard(metadata, parts);
+            return Err(refusal);
+        }
+        let mut kept = Vec::new();
+        match self.keep(metadata, parts, &mut kept) {
+            Ok((metadata, parts)) => Ok(Staged { metadata, parts, kept, mark: self.store.mark() }),
+            Err(refusal) => {
+                self.forget(kept);
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Takes back what was staged and is not to be published.
+    pub(in crate::broker::server) fn unstage(&mut self, staged: Staged) {
+        self.forget(staged.kept);
+    }
+
+    /// Publishes a version that was staged. On failure nothing of it is kept.
+    pub(in crate::broker::server) fn publish(
+        &mut self,
+        caller: &Caller,
+        socket: &impl std::os::fd::AsFd,
+        terms: &Terms,
+        staged: Staged,
+    ) -> Result<Published, BrokerError> {
+        let bytes = staged.parts.iter().map(|part| part.memory.mapped_size).sum();
+        let Staged { metadata, parts, kept, .. } = staged;
+        if let Err(refusal) = self.check_put(caller, socket, terms, bytes) {
+            self.forget(kept);
+            return Err(refusal);
+        }
+        let existing = self.names.get(&terms.name);
+        let restore = terms.restore.as_ref();
+        let own = Owner { uid: caller.uid, gid: caller.gid };
+        let owner = existing.map_or(restore.map_or(own, |restore| restore.owner), |name| name.owner);
+        let mode = existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode);
+        let lifetime = terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default();
+        let keep = terms.keep.or(existing.map(|name| name.keep)).unwrap_or(0);
+        let next = existing.map_or(0, |name| self.current(name).record.version) + 1;
+        let record = record::Version {
+            key: self.last_key + 1,
+            name: terms.name.clone(),
+            version: restore.map_or(next, |restore| restore.version),
+            id: restore.map_or_else(
+                || Builder::from_random_bytes(random()).into_uuid().to_string(),
+                |restore| restore.id.clone(),
+            ),
+            created_ms: restore.map_or_else(now_ms, |restore| restore.created_ms),
+            owner,
+            mode,
+            lifetime,
+            backend: terms.backend,
+            keep,
+            requests: terms.requests.clone(),
+            metadata,
+            parts,
+        };
+        let published = Published { version: record.version, id: record.id.clone() };
+        let entry = Record::Published(Box::new(record));
+        if let Err(error) = self.write(&entry) {
+            self.forget(kept);
+            return Err(unwritten(error));
+        }
+        let Record::Published(record) = entry else { return Err(unwritten_kind()) };
+        let number = record.version;
+        self.add_version(*record);
+        let Some(name) = self.names.get_mut(&terms.name) else { return Err(unwritten_kind()) };
+        name.maker = Some(caller.connection);
+        self.drop_old(&terms.name);
+        self.note_expiry(&terms.name);
+        tracing::info!(name = terms.name, version = number, bytes, uid = caller.uid, pid = caller.pid, "published");
+        Ok(published)
+    }
+
+    /// Takes a version that is written down among those that are there: it is the current one of its name then.
+    pub(super) fn add_version(&mut self, record: record::Version) {
+        let record::Version { key, owner, mode, lifetime, keep, .. } = record;
+        self.last_key = self.last_key.max(key);
+        self.requests.extend(record.requests.iter().map(|request| (*request, key)));
+        let name = self.names.entry(record.name.clone()).or_insert_with(|| {
+            self.users.add_object(owner.uid);
+            let (versions, idle_since) = (VecDeque::new(), Instant::now());
+            Name { owner, mode, lifetime, keep, versions, maker: None, idle_since, leases: 0, looked_at: None }
+        });
+        (name.lifetime, name.keep) = (lifetime, keep);
+        name.versions.push_back(key);
+        if name.leases == 0 {
+            name.idle_since = Instant::now();
+        }
+        let version = Version { record, leases: 0, named: true, reports: Vec::new() };
+        self.users.add_version(version.payer(), version.bytes(), &version.record.parts);
+        self.versions.insert(key, version);
+    }
+
+    /// What a put published that has come before.
+    pub(in crate::broker::server) fn published_before(&self, caller: &Caller, request: Token) -> Option<Published> {
+        let version = self.versions.get(self.requests.get(&request)?)?;
+        let record = &version.record;
+        let published = Published { version: record.version, id: record.id.clone() };
+        (version.payer() == caller.uid).then_some(published)
+    }
+
+    /// Checks the offer of a version that a server before this one had.
+    fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore) -> Result<(), BrokerError> {
+        let refuse = |code, message: String| Err(BrokerError::new(code, message));
+        let Restore { version, owner, id, .. } = restore;
+        if !(caller.is_superuser() || caller.uid == owner.uid) {
+            let (uid, owner) = (caller.uid, owner.uid);
+            let message = format!("uid {uid} may not offer `{name}` back: it was uid {owner}'s");
+            return refuse(RefusalCode::Denied, message);
+        }
+        if !(1..=u64::MAX / 2).contains(version) || uuid::Uuid::parse_str(id).is_err() {
+            return refuse(RefusalCode::Invalid, format!("`{name}` had no version {version} with the id `{id}`"));
+        }
+        let Some(existing) = self.names.get(name) else { return self.users.check_object(owner.uid) };
+        let current = &self.current(existing).record;
+        if current.version >= *version {
+            let message = format!("`{name}` exists, at version {} with the id {}", current.version, current.id);
+            return refuse(RefusalCode::Exists, message);
+        }
+        if existing.owner.uid != owner.uid {
+            let message =
+                format!("`{name}` is uid {}'s, and the version offered was uid {}'s", existing.owner.uid, owner.uid);
+            return refuse(RefusalCode::Denied, message);
+        }
+        Ok(())
+    }
+
+    /// Puts the descriptors of parts into the store. What was kept so far is in `kept`, also after a failure.
+    fn keep(
+        &mut self,
+        metadata: Option<NewTable>,
+        parts: Vec<NewPart>,
+        kept: &mut Vec<SegmentId>,
+    ) -> Result<(Option<Table>, Vec<record::Part>), BrokerError> {
+        // The first failure. What comes behind it is closed.
+        let mut failed = None;
+        let mut add = |fd: OwnedFd, size: u64| match self.segments.add(fd, size) {
+            Ok((id, duplicate)) => {
+                match duplicate {
+                    Some(duplicate) => self.garbage.push(duplicate),
+                    None => self.store.keep(id),
+                }
+                kept.push(id);
+                Some(id)
+            }
+            Err(NotKept { fd, reason }) => {
+                self.garbage.push(fd);
+                failed.get_or_insert(reason);
+                None
+            }
+        };
+        let table = |table: NewTable, add: &mut dyn FnMut(OwnedFd, u64) -> Option<SegmentId>| match table {
+            NewTable::Inline(text) => Some(Table::Inline(text)),
+            NewTable::Memfd { fd, length } => add(fd, length).map(|segment| Table::Kept { segment, length }),
+        };
+        let metadata = metadata.and_then(|metadata| table(metadata, &mut add));
+        let mut records = Vec::with_capacity(parts.len());
+        for part in parts {
+            let NewPart { name, memory, arrays, array_count, digest, maker, segments } = part;
+            let arrays = arrays.and_then(|arrays| table(arrays, &mut add));
+            let segments = segments.into_iter().filter_map(|(size, fd)| add(fd, size).map(|id| (id, size))).collect();
+            records.push(record::Part { name, memory, arrays, array_count, maker, digest, segments });
+        }
+        match failed {
+            None => Ok((metadata, records)),
+            Some(reason) => Err(BrokerError::new(RefusalCode::Memory, reason.to_string())),
+        }
+    }
+
+    /// Takes back what was kept of a put that failed.
+    fn forget(&mut self, kept: Vec<SegmentId>) {
+        kept.into_iter().for_each(|id| self.release(id));
+    }
+
+    /// Closes what was to be published.
+    pub(in crate::broker::server) fn discard(&mut self, metadata: Option<NewTable>, parts: Vec<NewPart>) {
+        let mut tables = vec![metadata];
+        for part in parts {
+            tables.push(part.arrays);
+            self.garbage.extend(part.segments.into_iter().map(|(_, fd)| fd));
+        }
+        self.garbage.extend(tables.into_iter().flatten().filter_map(|table| match table {
+            NewTable::Memfd { fd, .. } => Some(fd),
+            NewTable::Inline(_) => None,
+        }));
+    }
+}

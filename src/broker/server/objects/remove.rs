@@ -1,0 +1,187 @@
+//! How names and versions go, and how the catalogue is written anew without them.
+
+use std::collections::{BTreeMap, HashMap};
+
+use nix::unistd::geteuid;
+
+use super::{Held, Name, Objects, Version, now_ms, unwritten, unwritten_kind};
+use crate::{
+    broker::{
+        catalogue::{
+            Record, SegmentId,
+            record::{self, Deleted, Table},
+        },
+        server::caller::Caller,
+        store::Name as Stored,
+    },
+    error::{BrokerError, RefusalCode},
+    wire::broker::Token,
+};
+
+impl Objects {
+    /// Takes a name away.
+    pub(in crate::broker::server) fn delete(
+        &mut self,
+        caller: &Caller,
+        name: &str,
+        request: Option<Token>,
+    ) -> Result<(), BrokerError> {
+        if request.is_some_and(|request| self.journal.has_answered(request)) {
+            return Ok(());
+        }
+        let Some(existing) = self.names.get(name) else {
+            return Err(BrokerError::new(RefusalCode::Absent, format!("there is no object `{name}`")));
+        };
+        let owner = existing.owner.uid;
+        if !(caller.is_superuser() || caller.uid == owner && !caller.is_unmapped()) {
+            let message = format!("uid {} may not delete `{name}`: it is uid {owner}'s", caller.uid);
+            return Err(BrokerError::new(RefusalCode::Denied, message));
+        }
+        let (uid, pid) = (caller.uid, caller.pid);
+        let deleted = Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request };
+        self.take_away(deleted, "deleted")
+    }
+
+    /// Takes a name away for which no process asks.
+    pub(super) fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
+        let (uid, pid) = (geteuid().as_raw(), std::process::id().cast_signed());
+        self.take_away(Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request: None }, why)
+    }
+
+    /// Takes a name away, and the versions of it that no lease holds.
+    fn take_away(&mut self, deleted: Deleted, why: &'static str) -> Result<(), BrokerError> {
+        let entry = Record::Deleted(deleted);
+        self.write(&entry).map_err(unwritten)?;
+        let Record::Deleted(Deleted { name, request, .. }) = entry else { return Err(unwritten_kind()) };
+        request.into_iter().for_each(|request| self.journal.remember(request));
+        let Some(gone) = self.forget_name(&name) else { return Ok(()) };
+        tracing::info!(name, leases = gone.leases, "{why}");
+        gone.versions.into_iter().for_each(|key| self.drop_if_unused(key));
+        self.compact();
+        Ok(())
+    }
+
+    /// Takes a name from those that are there: its versions have none then.
+    pub(super) fn forget_name(&mut self, name: &str) -> Option<Name> {
+        let gone = self.names.remove(name)?;
+        self.users.remove_object(gone.owner.uid);
+        for key in &gone.versions {
+            if let Some(version) = self.versions.get_mut(key) {
+                version.named = false;
+            }
+        }
+        Some(gone)
+    }
+
+    /// Gives back versions before the current one that nothing keeps.
+    pub(super) fn drop_old(&mut self, name: &str) {
+        let Some(of) = self.names.get_mut(name) else { return };
+        let keep = of.keep as usize + 1;
+        let mut dropped = Vec::new();
+        let beyond = of.versions.len().saturating_sub(keep);
+        let (versions, mut at) = (&self.versions, 0);
+        of.versions.retain(|key| {
+            at += 1;
+            let stays = at > beyond || versions.get(key).is_some_and(|version| version.leases > 0);
+            if !stays {
+                dropped.push(*key);
+            }
+            stays
+        });
+        for key in dropped {
+            if let Some(version) = self.versions.get_mut(&key) {
+                version.named = false;
+            }
+            self.drop_if_unused(key);
+        }
+        self.compact();
+    }
+
+    /// Gives the memory of a version back if it has no name and no lease.
+    pub(super) fn drop_if_unused(&mut self, key: u64) {
+        let unused = |version: &Version| !version.named && version.leases == 0;
+        if !self.versions.get(&key).is_some_and(unused) {
+            return;
+        }
+        // The numbers of its segments are used again: not before it is written down that they are no more its.
+        if let Err(error) = self.write(&Record::Dropped { key }) {
+            tracing::error!(%error, "cannot write down that a version is gone: its memory stays until that is possible");
+            return self.undropped.push(key);
+        }
+        if let Some(version) = self.forget_version(key) {
+            segments_of(&version.record).for_each(|id| self.release(id));
+        }
+    }
+
+    /// Takes a version from those that are there. Its segments are the caller's to release.
+    pub(super) fn forget_version(&mut self, key: u64) -> Option<Version> {
+        let version = self.versions.remove(&key)?;
+        self.users.remove_version(version.payer(), version.bytes(), &version.record.parts);
+        for request in &version.record.requests {
+            self.requests.remove(request);
+        }
+        Some(version)
+    }
+
+    /// Takes one reference to a segment away. With the last one its descriptor goes, from the store too.
+    pub(super) fn release(&mut self, id: SegmentId) {
+        if let Some(fd) = self.segments.release(id) {
+            self.store.remove(Stored::Segment(id));
+            self.garbage.push(fd);
+        }
+    }
+
+    /// Writes the catalogue anew once most of it is history.
+    pub(super) fn compact(&mut self) {
+        for key in std::mem::take(&mut self.undropped) {
+            self.drop_if_unused(key);
+        }
+        if !self.journal.should_compact() {
+            return;
+        }
+        let state = records(&self.names, &self.versions, &self.leases);
+        match self.journal.compact(&mut self.store, state) {
+            Ok(old) => self.garbage.push(old),
+            Err(error) => tracing::warn!(%error, "cannot write the catalogue anew: it goes on growing"),
+        }
+    }
+}
+
+/// The segments of a version, its tables included, in no certain order: one may come more than once.
+pub(super) fn segments_of(record: &record::Version) -> impl Iterator<Item = SegmentId> {
+    sized_segments_of(record).map(|(id, _)| id)
+}
+
+/// As [`segments_of`], with the size of each.
+pub(super) fn sized_segments_of(record: &record::Version) -> impl Iterator<Item = (SegmentId, u64)> {
+    let tables = record.metadata.iter().chain(record.parts.iter().flat_map(|part| &part.arrays));
+    let tables = tables.filter_map(|table| match table {
+        Table::Kept { segment, length } => Some((*segment, *length)),
+        Table::Inline(_) => None,
+    });
+    tables.chain(record.parts.iter().flat_map(|part| part.segments.iter().copied()))
+}
+
+/// The records from which all that is held can be read again. What has no name comes first: a `Deleted` takes the name of all before
+/// it.
+fn records<'a>(
+    names: &'a BTreeMap<String, Name>,
+    versions: &'a HashMap<u64, Version>,
+    leases: &'a HashMap<Token, Held>,
+) -> impl Iterator<Item = Record> + 'a {
+    let published = |version: &Version| Record::Published(Box::new(version.record.clone()));
+    let unnamed = |version: &Version| {
+        let name = version.record.name.clone();
+        Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None })
+    };
+    let unnamed = versions
+        .values()
+        .filter(|version| !version.named)
+        .flat_map(move |version| [published(version), unnamed(version)]);
+    let named = names.values().flat_map(|name| &name.versions).filter_map(|key| versions.get(key)).map(published);
+    let reports = versions.values().flat_map(|version| &version.reports).cloned().map(Record::Reported);
+    let mut leases: Vec<&Held> = leases.values().collect();
+    leases.sort_unstable_by_key(|held| held.number);
+    let leases = leases.into_iter().map(|held| Record::Leased(held.record.clone()));
+    unnamed.chain(named).chain(reports).chain(leases)
+}
