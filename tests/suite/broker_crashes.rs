@@ -351,6 +351,7 @@ fn server_killed_in(subject: &Subject, keeper: Keeper) {
         let before = scene.kills;
         while scene.kill_in(verb, scene.kills - before) {}
         each.push(format!("{verb:?} {}", scene.kills - before));
+        eprintln!("{:?} {:?}", each.last(), std::time::SystemTime::now());
         assert!(scene.kills > before, "{verb:?}");
     }
     let (kills, longest) = (scene.kills, scene.longest);

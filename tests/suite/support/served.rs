@@ -37,6 +37,7 @@ pub(crate) enum Keeper {
 pub(crate) struct Served {
     pub(crate) path: PathBuf,
     folder: TempDir,
+    command: Vec<OsString>,
     supervisor: Option<Child>,
     pub(crate) manager: Option<Manager>,
 }
@@ -55,18 +56,9 @@ impl Served {
         if subject.kind == Kind::Fake {
             command.push("--emulated".into());
         }
-        let log = folder.path().join("log");
-        let mut served = Self { path, folder, supervisor: None, manager: None };
+        let mut served = Self { path, folder, command: command.clone(), supervisor: None, manager: None };
         match keeper {
-            Keeper::Supervisor => {
-                let mut child = Command::new(&command[0]);
-                child.args(&command[1..]).stdin(Stdio::null()).stdout(Stdio::null());
-                for name in ["NOTIFY_SOCKET", "FDSTORE", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"] {
-                    child.env_remove(name);
-                }
-                child.stderr(fs::File::create(log).unwrap());
-                served.supervisor = Some(child.spawn().unwrap());
-            }
+            Keeper::Supervisor => served.start_again(),
             Keeper::Systemd => {
                 let environment = Vec::new();
                 served.manager = Some(Manager::start(Unit { command, environment, store_max, restart: true }));
@@ -74,6 +66,17 @@ impl Served {
         }
         served.greeted();
         served
+    }
+
+    /// Starts a supervisor, where there is none.
+    pub(crate) fn start_again(&mut self) {
+        let mut child = Command::new(&self.command[0]);
+        child.args(&self.command[1..]).stdin(Stdio::null()).stdout(Stdio::null());
+        for name in ["NOTIFY_SOCKET", "FDSTORE", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"] {
+            child.env_remove(name);
+        }
+        child.stderr(fs::File::create(self.folder.path().join("log")).unwrap());
+        self.supervisor = Some(child.spawn().unwrap());
     }
 
     /// What the supervisor and its servers have written on stderr.
