@@ -160,6 +160,8 @@ fn a_version_without_a_name_stays_while_its_lease_is_taken_up(mut subject: Subje
     let (deleted, _) = lease(&raw, "a");
     let delete = Message::Delete(Delete { name: "a".to_owned(), request: None });
     assert!(matches!(raw.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
+    // A connection that ends gives back what it took up: they stay until the server has died.
+    let mut connections = vec![raw];
     for _ in 0..3 {
         let (server, _) = served.kill_server();
         let (raw, _) = served.greeted();
@@ -168,6 +170,7 @@ fn a_version_without_a_name_stays_while_its_lease_is_taken_up(mut subject: Subje
         assert_eq!(served.kept(server), (6, 6));
         // What comes now gets other numbers.
         put(&raw, &small(&subject, 3), "b", true);
+        connections.push(raw);
     }
     let (server, _) = served.kill_server();
     let (raw, _) = served.greeted();
@@ -298,6 +301,7 @@ fn a_new_program_takes_over_and_nothing_is_lost(mut subject: Subject) {
         assert_eq!(resume(&raw, &[held]), Resumed { instance: instance.clone(), lost: Vec::new() });
         assert_eq!(lease(&raw, "a").1, files);
         assert_eq!(served.kept(server), (4, 4));
+        connections.push(raw);
     }
     assert!(!is_alive(first));
     let (server, _) = served.kill_server();
