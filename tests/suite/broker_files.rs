@@ -18,8 +18,9 @@ macro_rules! schemas {
 }
 
 /// One for each message, and one for the table beside it.
-const SCHEMAS: [(&str, &str); 24] = schemas!["hello" "segments" "received" "busy" "error" "put" "send" "published" "get" "lease"
-    "claimed" "list" "objects" "stat" "version" "who" "leases" "delete" "done" "refused" "release" "report" "stop" "arrays"];
+const SCHEMAS: [(&str, &str); 30] = schemas!["hello" "segments" "received" "busy" "error" "put" "send" "published" "get" "lease"
+    "claimed" "list" "objects" "stat" "version" "who" "leases" "delete" "done" "refused" "release" "report" "stop" "resume"
+    "resumed" "watch" "events" "measure" "measured" "arrays"];
 
 const PAGE: &str = include_str!("../../docs/broker-protocol.md");
 
@@ -53,7 +54,8 @@ fn descriptors(record: &Value) -> usize {
 
 /// The name of a kind.
 pub(crate) fn name_of(kind: u16) -> &'static str {
-    let names = "put send published get lease claimed list objects stat version who leases delete done refused release report stop";
+    let names = "put send published get lease claimed list objects stat version who leases delete done refused release report stop resume \
+                 resumed watch events measure measured";
     match kind {
         1 => "hello",
         4 => "segments",
@@ -143,6 +145,11 @@ fn schemas_refuse_what_the_program_refuses() {
         ("refused", json!({"code": 7, "message": ""})),
         ("release", json!({})),
         ("report", json!({"token": token})),
+        ("resume", json!({"leases": [token, "0"]})),
+        ("resumed", json!({"instance": "x"})),
+        ("watch", json!({"prefix": "", "after": -1})),
+        ("events", json!({"instance": "x", "events": [{"seq": 1}], "next": 1})),
+        ("measured", json!({"instance": "x"})),
     ] {
         assert!(misfit(kind, &body).is_some(), "{kind}: {body}");
         let number = golden()["records"].as_array().unwrap().iter().find(|record| record["kind"] == kind).map(bytes);
@@ -181,6 +188,10 @@ fn schemas_refuse_what_the_program_refuses() {
         ("objects", "/objects/0/devices/0/device/uuid", json!("GPU-00112233-4455-6677-8899-aabbccddeeff")),
         ("version", "/parts/0/maker/uid", json!(-1)),
         ("leases", "/leases/0/number", json!(0)),
+        ("put", "/restore/leases", json!(["0"])),
+        ("delete", "/request", json!("x")),
+        ("events", "/events/0/kind", json!(7)),
+        ("measured", "/descriptors", json!([1, 2])),
     ] {
         let body = changed(kind, path, value);
         assert!(misfit(kind, &body).is_some(), "{kind} {path}: {body}");

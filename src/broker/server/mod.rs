@@ -7,6 +7,7 @@
 //! | `verbs` | which message comes when |
 //! | `puts`, `gets` | the two verbs that take more than one step |
 //! | `objects/` | names, versions, leases, quotas; the catalogue of them |
+//! | `devices` | their nodes, held open |
 //! | `segments`, `inspect` | descriptors that are kept, and whether they may be |
 //! | `caller` | users, groups and what they may do |
 //! | `flight` | descriptors that were sent and not read |
@@ -17,6 +18,7 @@
 mod admission;
 mod caller;
 mod connection;
+mod devices;
 mod flight;
 mod gets;
 mod inspect;
@@ -69,6 +71,9 @@ pub struct ServerConfig {
     pub quota: Quota,
     /// How long a connection may stay without a hello, and a client may leave unread what was sent to it: 30 s by default.
     pub timeout: Duration,
+    /// Whether to hold the nodes of NVIDIA's devices open (`/dev/nvidia0` and so on): a device's driver state then stays, and the
+    /// memory on it, also where persistence is off. A device that is held open can't be reset.
+    pub hold_devices: bool,
     /// Not for users: takes memfds for a GPU's memory, as the emulated driver of the tests makes it.
     #[doc(hidden)]
     pub emulated: bool,
@@ -77,7 +82,8 @@ pub struct ServerConfig {
 impl Default for ServerConfig {
     fn default() -> Self {
         let (allow_uids, allow_gids, quota) = (Vec::new(), Vec::new(), Quota::default());
-        Self { allow_uids, allow_gids, quota, timeout: Duration::from_secs(30), emulated: false }
+        let timeout = Duration::from_secs(30);
+        Self { allow_uids, allow_gids, quota, timeout, hold_devices: false, emulated: false }
     }
 }
 
@@ -144,8 +150,10 @@ impl Server {
         let listener = Listener::bind(path, open_to_others, config.timeout, cancel)?;
         rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
         let path = listener.path().to_owned();
-        let objects = Objects::restore(config.quota, Store::none(), [None, None], HashMap::new())?;
-        Ok(Self { reactor: Reactor::new(listener, objects, None, config, cancel)?, path })
+        let mut store = Store::none();
+        let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
+        let objects = Objects::restore(config.quota, store, [None, None], HashMap::new())?;
+        Ok(Self { reactor: Reactor::new(listener, objects, None, config, cancel)?.holding(devices), path })
     }
 
     /// As [`Server::bind`], with a store that keeps what is put for the next server, and with what the store kept of the one before
@@ -155,7 +163,7 @@ impl Server {
     /// Those of [`Server::bind`]; [`Error::System`] if the store can't be reached, or if the catalogue was written by a newer build.
     pub(crate) fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
         let Kept { mut store, inherited } = kept;
-        let Inherited { socket, catalogues, segments, life, others, .. } = inherited;
+        let Inherited { socket, catalogues, segments, devices, life, others, .. } = inherited;
         let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
         // The store has it under its name, also if the file is gone.
         let in_store = socket.is_some();
@@ -175,10 +183,11 @@ impl Server {
             }
         };
         others.iter().for_each(|(name, _)| store.remove_other(name));
+        let devices = devices::hold(&mut store, devices, config.hold_devices)?;
         let mut objects = Objects::restore(config.quota, store, catalogues, segments)?;
         objects.store_mut().say("READY=1");
         let path = listener.path().to_owned();
-        Ok(Self { reactor: Reactor::new(listener, objects, life, config, cancel)?, path })
+        Ok(Self { reactor: Reactor::new(listener, objects, life, config, cancel)?.holding(devices), path })
     }
 
     /// Whether it goes on with what a server before it held.

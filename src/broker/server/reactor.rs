@@ -94,6 +94,8 @@ pub(super) struct Reactor {
     /// The pipe that ends with the supervisor, and the supervisor that this process started.
     pub(super) life: Option<OwnedFd>,
     pub(super) supervisor: Option<Child>,
+    /// The nodes of devices that are held open.
+    pub(super) devices: Vec<(u8, OwnedFd)>,
     /// The connections that watch, and the last event that they were told of.
     pub(super) watchers: HashSet<ConnectionId>,
     pub(super) told: u64,
@@ -147,6 +149,7 @@ impl Reactor {
             watches_barrier: false,
             life,
             supervisor: None,
+            devices: Vec::new(),
             watchers: HashSet::new(),
             told,
             metrics: Metrics::new(),
@@ -167,6 +170,11 @@ impl Reactor {
             reactor.timer(GRACE, Timer::Unclaimed);
         }
         Ok(reactor)
+    }
+
+    /// Holds these nodes of devices open.
+    pub(super) fn holding(self, devices: Vec<(u8, OwnedFd)>) -> Self {
+        Self { devices, ..self }
     }
 
     /// Serves until it is cancelled.

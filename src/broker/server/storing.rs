@@ -94,6 +94,9 @@ impl Reactor {
         self.life = Some(life);
         self.watch_life()?;
         self.objects.keep_anew().map_err(io::Error::other)?;
+        for (number, fd) in &self.devices {
+            self.objects.store_mut().keep_own(Name::Device(*number), fd.try_clone()?);
+        }
         let socket = std::os::fd::AsFd::as_fd(&self.listener).try_clone_to_owned()?;
         self.objects.store_mut().keep_own(Name::Socket, socket);
         self.objects.store_mut().say("READY=1");

@@ -6,6 +6,7 @@
 //! | 1 to 4 digits and lower-case letters | a segment or a table, by its number |
 //! | `SOCK` | the listening socket |
 //! | `CAT0`, `CAT1` | the catalogue, and the memfd that the next one is written to |
+//! | `D` and two digits | the node of a device, held open |
 //! | `LIFE` | a pipe that ends with the supervisor, or the server (never stored) |
 //! | `NTFY` | the supervisor's own end of the protocol (never stored) |
 
@@ -61,7 +62,7 @@ impl Keeper {
 }
 
 /// A point in what was sent to the store: [`Store::has_kept`] says whether everything before it is there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(super) struct Mark(u64);
 
 /// The server's end of the store. It never blocks: what the socket does not take waits here.
@@ -271,6 +272,11 @@ impl Store {
     /// The point behind everything that was told it so far.
     pub(super) fn mark(&self) -> Mark {
         Mark(self.queued)
+    }
+
+    /// Whether everything before a point was sent.
+    pub(super) fn has_sent(&self, mark: Mark) -> bool {
+        self.keeper == Keeper::None || self.sent >= mark.0
     }
 
     /// Whether everything before a point is kept.

@@ -12,6 +12,8 @@ pub(in crate::broker) enum Name {
     Socket,
     /// One of the two catalogues.
     Catalogue(bool),
+    /// The node of a device that is held open.
+    Device(u8),
 }
 
 /// The pipe between server and supervisor.
@@ -25,7 +27,8 @@ impl Name {
     pub(in crate::broker) fn length(self) -> usize {
         match self {
             Self::Segment(id) => id.name().len(),
-            _ => 4,
+            Self::Device(_) => 3,
+            Self::Socket | Self::Catalogue(_) => 4,
         }
     }
 
@@ -34,7 +37,10 @@ impl Name {
             "SOCK" => Some(Self::Socket),
             "CAT0" => Some(Self::Catalogue(false)),
             "CAT1" => Some(Self::Catalogue(true)),
-            other => other.parse().ok().map(Self::Segment),
+            other => match other.strip_prefix('D').filter(|digits| digits.len() == 2) {
+                Some(digits) => u8::from_str_radix(digits, 16).ok().map(Self::Device),
+                None => other.parse().ok().map(Self::Segment),
+            },
         }
     }
 }
@@ -46,6 +52,7 @@ impl fmt::Display for Name {
             Self::Socket => f.write_str("SOCK"),
             Self::Catalogue(false) => f.write_str("CAT0"),
             Self::Catalogue(true) => f.write_str("CAT1"),
+            Self::Device(number) => write!(f, "D{number:02X}"),
         }
     }
 }
@@ -56,6 +63,7 @@ pub(in crate::broker) struct Inherited {
     pub(in crate::broker) socket: Option<OwnedFd>,
     pub(in crate::broker) catalogues: [Option<OwnedFd>; 2],
     pub(in crate::broker) segments: HashMap<SegmentId, OwnedFd>,
+    pub(in crate::broker) devices: HashMap<u8, OwnedFd>,
     /// The pipe between server and supervisor.
     pub(in crate::broker) life: Option<OwnedFd>,
     /// The supervisor's socket.
@@ -77,6 +85,10 @@ impl Inherited {
                     Some(Name::Catalogue(second)) => &mut inherited.catalogues[usize::from(second)],
                     Some(Name::Segment(id)) if !inherited.segments.contains_key(&id) => {
                         inherited.segments.insert(id, fd);
+                        continue;
+                    }
+                    Some(Name::Device(number)) if !inherited.devices.contains_key(&number) => {
+                        inherited.devices.insert(number, fd);
                         continue;
                     }
                     _ => {

@@ -74,6 +74,9 @@ pub enum EventKind {
     Leased,
     /// A lease of it ended.
     Ended,
+    /// What this build does not know.
+    #[serde(other)]
+    Unknown,
 }
 
 /// Asks how much the broker does.

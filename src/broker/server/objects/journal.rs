@@ -11,7 +11,7 @@ use crate::{
             self, Catalogue, CatalogueError, Record, Unreadable,
             record::{Seen, Version},
         },
-        store::{Name, Store},
+        store::{Keeper, Mark, Name, Store},
     },
     error::{Error, Result},
     wire::broker::{Event, EventKind, Published, Token},
@@ -34,6 +34,8 @@ pub(in crate::broker::server) struct Journal {
     second: bool,
     /// The memfd of the other name: the next log.
     spare: Option<OwnedFd>,
+    /// Where in what is sent to the store the spare was.
+    spare_mark: Mark,
     instance: String,
     starts: u64,
     events: VecDeque<Seen>,
@@ -51,7 +53,17 @@ impl Journal {
         let memfd = catalogue::memfd().map_err(|error| Error::system("make a memfd for the catalogue", error))?;
         let log = Catalogue::create(memfd, records).map_err(unusable)?;
         let (events, answered) = (VecDeque::new(), VecDeque::new());
-        let mut journal = Self { log, second: false, spare: None, instance, starts: 1, events, last: 0, answered };
+        let mut journal = Self {
+            log,
+            second: false,
+            spare: None,
+            spare_mark: Mark::default(),
+            instance,
+            starts: 1,
+            events,
+            last: 0,
+            answered,
+        };
         journal.keep(store)?;
         Ok(journal)
     }
@@ -84,7 +96,17 @@ impl Journal {
                 _ => (String::new(), 0),
             };
             let (events, answered) = (VecDeque::new(), VecDeque::new());
-            let journal = Self { log, second, spare: None, instance, starts, events, last: 0, answered };
+            let journal = Self {
+                log,
+                second,
+                spare: None,
+                spare_mark: Mark::default(),
+                instance,
+                starts,
+                events,
+                last: 0,
+                answered,
+            };
             if let Some((older, _)) = newest.replace((journal, records)) {
                 spare = Some(
                     older
@@ -124,16 +146,25 @@ impl Journal {
         let failed = |error| Error::system("keep the catalogue", error);
         store.keep_own(Name::Catalogue(self.second), self.log.as_fd().try_clone_to_owned().map_err(failed)?);
         match &self.spare {
-            Some(spare) => store.keep_own(Name::Catalogue(!self.second), spare.try_clone().map_err(failed)?),
+            Some(spare) => {
+                store.keep_own(Name::Catalogue(!self.second), spare.try_clone().map_err(failed)?);
+                self.spare_mark = store.mark();
+            }
             None => self.renew_spare(store).map_err(failed)?,
         }
         Ok(())
     }
 
+    /// Makes the next spare before it is needed, if it is to be in a store by then.
     fn renew_spare(&mut self, store: &mut Store) -> io::Result<()> {
+        self.spare = None;
+        if store.keeper() == Keeper::None {
+            return Ok(());
+        }
         let memfd = catalogue::memfd()?;
         store.keep_own(Name::Catalogue(!self.second), memfd.try_clone()?);
         self.spare = Some(memfd);
+        self.spare_mark = store.mark();
         Ok(())
     }
 
@@ -187,9 +218,15 @@ impl Journal {
         if self.spare.is_none() {
             self.renew_spare(store).map_err(failed)?;
         }
-        // It stays the spare if this fails.
-        let spare = self.spare.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
-        let Some(spare) = spare else { return Err(failed(io::ErrorKind::NotFound.into())) };
+        // What is written there must be in the store already when it counts. It stays the spare if this fails.
+        if !store.has_sent(self.spare_mark) {
+            return Err(failed(io::ErrorKind::WouldBlock.into()));
+        }
+        let spare = match &self.spare {
+            Some(spare) => spare.try_clone(),
+            None => catalogue::memfd(),
+        };
+        let spare = spare.map_err(failed)?;
         let begin = Record::Begin { instance: self.instance.clone(), starts: self.starts };
         let kept = self.events.len().saturating_sub(EVENTS_KEPT);
         let seen = self.events.iter().skip(kept).cloned().map(Record::Seen);
@@ -202,7 +239,6 @@ impl Journal {
         store.remove(Name::Catalogue(self.second));
         self.second = !self.second;
         if let Err(error) = self.renew_spare(store) {
-            self.spare = None;
             tracing::warn!(%error, "no memfd for the next catalogue");
         }
         Ok(old)

@@ -75,6 +75,10 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, help_heading = "Meeting")]
     no_supervisor: bool,
 
+    /// Hold /dev/nvidia0 and so on open, so that the driver keeps the devices' memory also where persistence is off
+    #[arg(long, help_heading = "Meeting")]
+    hold_devices: bool,
+
     /// Takes memory of the host for that of a GPU: for tests with the emulated driver
     #[arg(long, hide = true, help_heading = "Meeting")]
     emulated: bool,
@@ -164,6 +168,7 @@ impl Tool for ServeOptions {
             allow_uids: self.allow_uids.clone(),
             allow_gids: self.allow_gids.clone(),
             quota: quota(&self.quota),
+            hold_devices: self.hold_devices,
             emulated: self.emulated,
             timeout: self.timeout,
         };
