@@ -26,7 +26,7 @@ use crate::{
     support::{
         Subject,
         served::{Keeper, Served},
-        stepper::while_traced,
+        stepper::{at as at_call, while_traced},
     },
 };
 
@@ -175,6 +175,7 @@ const VERBS: [Verb; 17] = [
 struct Scene<'a> {
     served: Served,
     driver: &'a Driver,
+    /// What is put and taken away again: of other memory than what stays.
     makings: Makings,
     instance: String,
     kills: usize,
@@ -187,11 +188,12 @@ const ALWAYS: [&str; 2] = ["base", "many"];
 impl<'a> Scene<'a> {
     fn new(keeper: Keeper, subject: &'a Subject) -> Self {
         let served = Served::start(keeper, subject);
-        let makings = Makings::new(&subject.driver);
+        let stays = Makings::new(&subject.driver);
         let (raw, _) = served.greeted();
         let published = |answer: Answer| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
-        published(makings.put_small(&raw, makings.put("base", token(), false)));
-        published(makings.put_many(&raw, "many", token()));
+        published(stays.put_small(&raw, stays.put("base", token(), false)));
+        published(stays.put_many(&raw, "many", token()));
+        let makings = Makings::new(&subject.driver);
         let instance = resume(&raw, &[]).instance;
         Self { served, driver: &subject.driver, makings, instance, kills: 0, longest: Duration::ZERO }
     }
@@ -232,7 +234,7 @@ impl<'a> Scene<'a> {
         }
         let makings = &self.makings;
         let put = makings.put(&name, request, verb == Verb::Replace);
-        let (answer, traced) = while_traced(server, Some(nth), || match verb {
+        let (answer, traced) = while_traced(server, at_call(nth), || match verb {
             Verb::Put | Verb::Replace => makings.put_small(&raw, put),
             Verb::PutWithTable => makings.put_with_table(&raw, put),
             Verb::PutMany => makings.put_many(&raw, &name, request),
@@ -351,7 +353,6 @@ fn server_killed_in(subject: &Subject, keeper: Keeper) {
         let before = scene.kills;
         while scene.kill_in(verb, scene.kills - before) {}
         each.push(format!("{verb:?} {}", scene.kills - before));
-        eprintln!("{:?} {:?}", each.last(), std::time::SystemTime::now());
         assert!(scene.kills > before, "{verb:?}");
     }
     let (kills, longest) = (scene.kills, scene.longest);
@@ -386,7 +387,7 @@ fn a_supervisor_that_is_killed_at_any_step_loses_nothing(mut subject: Subject) {
                 assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
             }
             let put = scene.makings.put(name, token(), replace);
-            let (answer, traced) = while_traced(supervisor, Some(nth), || scene.makings.put_small(&raw, put));
+            let (answer, traced) = while_traced(supervisor, at_call(nth), || scene.makings.put_small(&raw, put));
             scene.served.reap();
             killed = traced.killed.is_some();
             // The server goes on, and so do its connections.
@@ -394,7 +395,7 @@ fn a_supervisor_that_is_killed_at_any_step_loses_nothing(mut subject: Subject) {
             assert_eq!(published.version, 1 + u64::from(replace));
             assert_eq!(scene.served.server(), server);
             // The next one keeps as much, and with it alone the next server has all.
-            until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));
+            until(|| scene.served.kept(server) == (2 * CHUNKS + 2, 2 * CHUNKS + 2));
             let (server, _) = scene.served.kill_server();
             assert_eq!(scene.listed(), [("base", 1), (name, 1 + u64::from(replace)), ("many", 1)].map(owned));
             let client = scene.client();
@@ -478,14 +479,13 @@ fn what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowled
             for name in names.iter().filter(|name| *name != "many") {
                 assert_eq!(value(&client, scene.driver, name), [7; 2], "{at}: {name}");
             }
-            if exists {
-                client.delete("made").unwrap();
+            for name in names.iter().filter(|name| ["made", "victim"].contains(&name.as_str())) {
+                client.delete(name).unwrap();
             }
         }
     }
     eprintln!("{kills} kills of the server with a client, the longest gap {longest:?}");
     let client = scene.client();
-    client.delete("victim").unwrap();
     // Of what the last ones leased the grace must end first.
     until(|| client.who("").unwrap().leases.is_empty());
     let server = scene.served.server();

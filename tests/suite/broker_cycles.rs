@@ -137,7 +137,8 @@ fn cycles_with_crashes_leave_descriptors_memory_and_catalogue_as_they_were() {
     eprintln!(
         "{cycles} cycles with {crashes} crashes, {reconnects} reconnects: at half of them {early:?}, at the end {late:?}"
     );
-    assert!(crashes >= 2 && reconnects >= crashes, "{crashes} crashes, {reconnects} reconnects");
+    // The last one may come after all is done.
+    assert!(crashes >= 2 && reconnects + 1 >= crashes, "{crashes} crashes, {reconnects} reconnects");
     assert_eq!(early.descriptors, late.descriptors);
     assert!(longest <= CATALOGUE, "{longest} bytes of catalogue");
     // A server begins anew with each crash, and reads a catalogue of up to some MiB.

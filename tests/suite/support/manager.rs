@@ -256,16 +256,14 @@ impl Runner {
                 child = Some(self.start());
             }
             let ended = self.wait(paused, child.as_ref().map(|(_, end)| end.as_fd()));
-            // Before the end is seen: what the process sent counts.
             if !paused {
                 self.read_all();
             }
             if ended && let Some((mut gone, _)) = child.take() {
                 // One that traces it may have taken its status.
                 let _ = gone.wait();
-                if !paused {
-                    self.read_all();
-                }
+                // What it sent before counts.
+                self.read_all();
                 let mut state = self.shared.lock();
                 state.log.push("ended".to_owned());
                 state.main = None;
@@ -290,14 +288,15 @@ impl Runner {
         fds.push(PollFd::new(&self.socket, if paused { nothing } else { PollFlags::IN }));
         fds.extend(polled.iter().map(|(_, fd)| PollFd::new(fd, nothing)));
         let last = fds.len();
-        if let Some(end) = &end {
+        // Busy, it sees neither what was sent nor who has ended: and then both, in this order.
+        if let Some(end) = end.as_ref().filter(|_| !paused) {
             fds.push(PollFd::new(end, PollFlags::IN));
         }
         let _ = poll(&mut fds, None);
         if fds[0].revents().contains(PollFlags::IN) {
             let _ = nix::unistd::read(&self.sleeper, &mut [0; 64]);
         }
-        let ended = end.is_some() && fds[last].revents().contains(PollFlags::IN);
+        let ended = fds.len() > last && fds[last].revents().contains(PollFlags::IN);
         let hung: Vec<usize> = (2..last).filter(|&at| !fds[at].revents().is_empty()).map(|at| at - 2).collect();
         let mut state = self.shared.lock();
         for (name, fd) in hung.into_iter().map(|at| &polled[at]) {

@@ -34,19 +34,29 @@ pub(crate) struct Call {
 /// What was seen of a process.
 #[derive(Debug)]
 pub(crate) struct Traced {
-    /// The system calls of its main thread, up to the one before which it was killed.
+    /// The system calls of its main thread that others can see, up to the one before which it was killed.
     pub(crate) calls: Vec<Call>,
     /// When it was killed.
     pub(crate) killed: Option<Instant>,
 }
 
-/// Whether a process sleeps in this system call when it has nothing to do.
+/// Whether a process sleeps in this system call when it has nothing to do. One that was interrupted there goes on under another number.
 fn is_wait(number: libc::c_long) -> bool {
     #[cfg(target_arch = "x86_64")]
-    let waits = [libc::SYS_epoll_wait, libc::SYS_epoll_pwait, libc::SYS_poll, libc::SYS_ppoll];
+    let waits =
+        [libc::SYS_epoll_wait, libc::SYS_epoll_pwait, libc::SYS_poll, libc::SYS_ppoll, libc::SYS_restart_syscall];
     #[cfg(not(target_arch = "x86_64"))]
-    let waits = [libc::SYS_epoll_pwait, libc::SYS_ppoll];
+    let waits = [libc::SYS_epoll_pwait, libc::SYS_ppoll, libc::SYS_restart_syscall];
     waits.contains(&number)
+}
+
+/// Whether others can see that a system call was made: messages, bytes of a file, the end of a descriptor. Before one that is none of
+/// these a kill is the same as before the next one that is.
+fn has_effect(number: libc::c_long) -> bool {
+    let messages = [libc::SYS_sendmsg, libc::SYS_sendto, libc::SYS_recvmsg, libc::SYS_accept4, libc::SYS_shutdown];
+    let bytes = [libc::SYS_write, libc::SYS_pwrite64, libc::SYS_ftruncate, libc::SYS_fallocate, libc::SYS_close];
+    let processes = [libc::SYS_execve, libc::SYS_clone, libc::SYS_clone3, libc::SYS_kill, libc::SYS_unlinkat];
+    messages.contains(&number) || bytes.contains(&number) || processes.contains(&number)
 }
 
 /// The next stop of a traced process; `None` once it is gone, or if there is none yet and this is not to block.
@@ -85,11 +95,15 @@ fn entered(pid: Pid, status: WaitStatus) -> Option<Call> {
     Some(Call { number: number.cast_signed(), file: file.to_string_lossy().into_owned() })
 }
 
-/// Does something while a process waits for events, and kills it before the `nth` system call that its main thread makes then; with
-/// `None` it is not killed. Returns what `run` returned.
+/// Does something while a process waits for events, and kills it before the first system call of its main thread that others can see
+/// and that `kills` is true of. Returns what `run` returned.
 ///
 /// The process is a descendant of this one, or this one may trace all.
-pub(crate) fn while_traced<T: Send>(pid: Pid, nth: Option<usize>, run: impl FnOnce() -> T + Send) -> (T, Traced) {
+pub(crate) fn while_traced<T: Send>(
+    pid: Pid,
+    mut kills: impl FnMut(&Call) -> bool,
+    run: impl FnOnce() -> T + Send,
+) -> (T, Traced) {
     ptrace::seize(pid, Options::PTRACE_O_TRACESYSGOOD).unwrap_or_else(|errno| panic!("cannot trace {pid}: {errno}"));
     ptrace::interrupt(pid).unwrap();
     let mut status = next_stop(pid, true).unwrap().unwrap();
@@ -130,14 +144,17 @@ pub(crate) fn while_traced<T: Send>(pid: Pid, nth: Option<usize>, run: impl FnOn
             };
             waits_since = None;
             if let Some(call) = entered(pid, stop) {
-                if nth == Some(traced.calls.len()) {
+                let seen = has_effect(call.number);
+                if seen && kills(&call) {
                     kill(pid, Signal::SIGKILL).unwrap();
                     traced.killed = Some(Instant::now());
                     while let Ok(Some(_)) = next_stop(pid, true) {}
                     break;
                 }
                 waits_since = is_wait(call.number).then(Instant::now);
-                traced.calls.push(call);
+                if seen {
+                    traced.calls.push(call);
+                }
             }
             go_on(pid, stop);
         }
@@ -147,6 +164,16 @@ pub(crate) fn while_traced<T: Send>(pid: Pid, nth: Option<usize>, run: impl FnOn
         running.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
     (result, traced)
+}
+
+/// True of the `nth` system call, counted from 0.
+pub(crate) fn at(nth: usize) -> impl FnMut(&Call) -> bool {
+    let mut left = nth;
+    move |_| {
+        let here = left == 0;
+        left = left.wrapping_sub(1);
+        here
+    }
 }
 
 /// The child processes that a process's threads have started.
