@@ -14,7 +14,7 @@ BENCH  ?=
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build install demo smoke test test-gpu bench check check-ptx bundle clean
+.PHONY: help build install demo smoke test test-gpu bench check check-ptx bundle deb test-deb clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,12 @@ check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from
 
 bundle: ## dist/: stripped programs and tests for a GPU node, glibc 2.28 or newer; TARGET=aarch64-unknown-linux-gnu for another
 	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
+
+deb: ## target/debian/: a Debian package with vmmfd, its unit of systemd, man pages and completions; by cargo-deb
+	scripts/deb $(CARGO)
+
+test-deb: deb ## install the package into a root folder of its own, run it there, and remove it
+	scripts/test-deb target/debian/vmmfd_*.deb
 
 clean: ## remove what was built
 	rm -rf target $(DIST) $(DIST)-*

@@ -57,6 +57,33 @@ struct Foreign;
 /// ```
 struct MirrorOfNothing;
 
+/// Memory that is exchanged while a mirror of it is open: the mirror borrows the object.
+///
+/// ```compile_fail,E0502
+/// use vmmfd::{broker::{Object, Prepared}, memory::Mirror};
+///
+/// fn exchange(object: &mut Object, next: Prepared) -> vmmfd::Result<()> {
+///     let mirror = Mirror::of(&**object.parts()[0].memory()?, 0, 1)?;
+///     object.switch(next)?;
+///     mirror.read(0, &mut [0])
+/// }
+/// ```
+///
+/// The same with the mirror dropped before:
+///
+/// ```
+/// use vmmfd::{broker::{Object, Prepared}, memory::Mirror};
+///
+/// fn exchange(object: &mut Object, next: Prepared) -> vmmfd::Result<()> {
+///     let mirror = Mirror::of(&**object.parts()[0].memory()?, 0, 1)?;
+///     mirror.read(0, &mut [0])?;
+///     drop(mirror);
+///     object.switch(next).map(drop)
+/// }
+/// ```
+#[cfg(feature = "broker")]
+struct MirrorOfAnother;
+
 /// Values of a type from bytes that may be none of it: `clone_dtoh` would make a `Vec<bool>` of what a peer wrote.
 ///
 /// ```compile_fail,E0277

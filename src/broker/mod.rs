@@ -55,8 +55,8 @@ pub(crate) mod supervisor;
 mod table;
 
 pub use self::client::{
-    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, Object, ObjectInfo, ObjectPart, Put,
-    PutPart,
+    Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, LossReason, Lost, Object, ObjectInfo,
+    ObjectPart, Prepared, Put, PutPart, Restored, Watch, WatchPlace, Watched,
 };
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 #[cfg(feature = "internals")]
@@ -67,6 +67,6 @@ pub(crate) use self::{
     table::read as read_table,
 };
 pub use crate::wire::broker::{
-    ArrayEntry, Attached, DeviceBytes, HeldLease, Lifetime, Maker, Owner, PartInfo, Published, ReportInfo, Summary,
-    UserTotal, VersionInfo,
+    ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldLease, Lifetime, Maker, Measured as Metrics,
+    Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary, UserTotal, VersionInfo,
 };

@@ -114,6 +114,16 @@ impl RecordSocket {
         Arc::clone(&self.socket)
     }
 
+    /// Goes on with another socket, under the same descriptor: this one's is closed. A thread that sends or receives meanwhile does it
+    /// on one of the two.
+    ///
+    /// # Errors
+    /// [`Error::System`]. See dup3(2).
+    #[cfg(feature = "broker")]
+    pub(crate) fn replace(&self, by: &Self) -> Result<()> {
+        crate::sys::replace(self.as_fd(), by.as_fd()).map_err(|error| Error::system("replace a socket", error))
+    }
+
     /// Sends one record with its descriptors, which stay the caller's. `what` names it in an error.
     ///
     /// # Errors

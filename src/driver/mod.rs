@@ -17,6 +17,8 @@ pub(crate) mod host;
 #[cfg(feature = "tools")]
 pub(crate) mod kernels;
 pub(crate) mod legacy;
+#[cfg(feature = "tools")]
+pub(crate) mod nvml;
 pub(crate) mod pool;
 pub(crate) mod types;
 pub(crate) mod verbs;

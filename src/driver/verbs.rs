@@ -99,6 +99,12 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// `cuMemMap`.
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()>;
 
+    #[cfg(feature = "broker")]
+    /// Maps a whole allocation in the place of a whole mapping of the same size, with the same access, in one step: at no moment is
+    /// another thread given the addresses, or finds them empty. Refused while a [`Window`] is open on it. CUDA has no such call and
+    /// answers `CUDA_ERROR_NOT_SUPPORTED`. After a failure the addresses hold what they held, or nothing. mmap(2), `MAP_FIXED`.
+    fn replace(&self, address: u64, size: u64, handle: Handle) -> Result<()>;
+
     /// Unmaps every mapping in the range, none of them in part, and none that a [`Window`] is open on. `cuMemUnmap`.
     fn unmap(&self, address: u64, size: u64) -> Result<()>;
 

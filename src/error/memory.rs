@@ -1,5 +1,7 @@
 //! What is wrong with memory, or with a request for it.
 
+use super::Error;
+
 /// Memory can not be had, or a range, size or array does not fit it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -61,6 +63,16 @@ pub enum MemoryError {
         size: u64,
     },
 
+    /// Other memory could not be put at the addresses of what was mapped there. `source` says why.
+    #[error("the memory was not exchanged, and {}", what_is_there(.back.as_deref()))]
+    NotExchanged {
+        /// Why what was there could not be mapped again either. Then nothing is mapped, and the addresses stay reserved. `None` if it
+        /// is mapped, as before.
+        back: Option<Box<Error>>,
+        /// Why the other memory could not be mapped.
+        source: Box<Error>,
+    },
+
     /// The description of an array contradicts itself, or leaves what 64 bits can count; or an index, slice or order of
     /// axes does not belong to it.
     #[error("{problem}")]
@@ -68,4 +80,14 @@ pub enum MemoryError {
         /// What is wrong, with the values: one sentence.
         problem: String,
     },
+}
+
+fn what_is_there(back: Option<&Error>) -> String {
+    match back {
+        None => "what was mapped before is mapped as it was".to_owned(),
+        Some(error) => format!(
+            "what was mapped before could not be mapped again ({}): nothing is mapped, and the addresses stay reserved",
+            error.in_full()
+        ),
+    }
 }

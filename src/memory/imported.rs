@@ -25,9 +25,13 @@ pub struct Imported {
     /// Where it begins, in bytes of the owner's.
     start: u64,
     /// How many bytes of data it has.
-    size: u64,
+    pub(super) size: u64,
     access: Access,
-    immutable: bool,
+    pub(super) immutable: bool,
+    /// Which NUMA node's CPUs may use it too, if it is host memory.
+    pub(super) node: Option<i32>,
+    /// Whether nothing is mapped: the addresses are kept for memory that comes back.
+    pub(super) parked: bool,
 }
 
 #[derive(Debug)]
@@ -128,7 +132,8 @@ impl Imported {
             );
             return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }));
         }
-        Ok(Self { memory: Memory::Opened { region, offset, mapped_size }, start: 0, size, access, immutable })
+        let memory = Memory::Opened { region, offset, mapped_size };
+        Ok(Self { memory, start: 0, size, access, immutable, node: None, parked: false })
     }
 
     /// Where it begins, in bytes of the owner's: 0 unless only a part was asked for.
@@ -141,6 +146,42 @@ impl Imported {
         match &self.memory {
             Memory::Vmm(mapping) => mapping.size(),
             Memory::Opened { mapped_size, .. } => *mapped_size,
+        }
+    }
+
+    /// Whether nothing is mapped at its addresses, which stay reserved: see `Object::park` of the broker's client. Its
+    /// [`Region::size`] is 0 then, so that every access to it is refused.
+    pub fn is_parked(&self) -> bool {
+        self.parked
+    }
+
+    /// How many bytes of data it has, or had when it was parked.
+    #[cfg(feature = "broker")]
+    pub(crate) fn data_size(&self) -> u64 {
+        self.size
+    }
+
+    /// What is mapped at addresses of its own.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for memory of a pool, and for legacy memory.
+    #[cfg(feature = "broker")]
+    pub(super) fn mapping(&mut self) -> Result<&mut Mapping> {
+        match &mut self.memory {
+            Memory::Vmm(mapping) => Ok(mapping),
+            Memory::Opened { .. } => {
+                let problem = "memory of a pool and legacy memory have no addresses that can be filled again";
+                Err(Error::Misuse { problem: problem.to_owned() })
+            }
+        }
+    }
+
+    /// How many bytes of addresses are reserved for it.
+    #[cfg(feature = "broker")]
+    pub(crate) fn room(&self) -> u64 {
+        match &self.memory {
+            Memory::Vmm(mapping) => mapping.room(),
+            Memory::Opened { .. } => self.mapped_size(),
         }
     }
 
@@ -173,7 +214,7 @@ impl Region for Imported {
     }
 
     fn size(&self) -> u64 {
-        self.size
+        if self.parked { 0 } else { self.size }
     }
 
     fn access(&self) -> Access {
@@ -207,7 +248,15 @@ pub(crate) struct Importing {
 /// What is left of segments that are mapped: their handles and descriptors, which the memory does not need. Dropping it
 /// releases and closes them.
 #[derive(Debug, Default)]
-pub(crate) struct Remains(Vec<(Allocation, OwnedFd)>);
+pub(crate) struct Remains(Vec<(Allocation, Arc<OwnedFd>)>);
+
+#[cfg(feature = "broker")]
+impl Remains {
+    /// The handles, in the order of the segments.
+    pub(super) fn allocations(&self) -> impl Iterator<Item = &Allocation> {
+        self.0.iter().map(|(allocation, _)| allocation)
+    }
+}
 
 /// Whose the memory is, as this process can know it.
 #[derive(Debug, Clone, Copy)]
@@ -245,13 +294,14 @@ impl Importing {
     /// Those of [`Imported::open`].
     ///
     /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemAddressReserve` the first time, `cuMemMap`.
-    pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<OwnedFd>) -> Result<()> {
+    pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<impl Into<Arc<OwnedFd>>>) -> Result<()> {
         if sizes.len() != fds.len() {
             return nonsense(format!("{} segments came with {} descriptors", sizes.len(), fds.len()));
         }
         self.remains.0.clear();
         self.remains.0.reserve_exact(fds.len());
         for (&size, fd) in sizes.iter().zip(fds) {
+            let fd: Arc<OwnedFd> = fd.into();
             let before = self.mapping.as_ref().map_or(0, Region::size);
             let fits = before.checked_add(size).is_some_and(|end| end <= self.part.size);
             if self.taken == self.part.segments || !fits {
@@ -331,8 +381,8 @@ impl Importing {
         mapping.allow(node).map_err(|error| not_as_offered(&device, &description, error))?;
         let access = mapping.access();
         let size = description.size.min(part.offset + part.size).saturating_sub(part.offset);
-        let memory = Memory::Vmm(mapping);
-        Ok((Imported { memory, start: part.offset, size, access, immutable: description.immutable }, remains))
+        let (memory, start, immutable) = (Memory::Vmm(mapping), part.offset, description.immutable);
+        Ok((Imported { memory, start, size, access, immutable, node, parked: false }, remains))
     }
 }
 

@@ -293,6 +293,26 @@ impl Mapping {
         Ok(())
     }
 
+    /// How many bytes of addresses are reserved from its first on.
+    #[cfg(feature = "broker")]
+    pub(super) fn room(&self) -> u64 {
+        self.reservation.size - (self.address - self.reservation.address)
+    }
+
+    /// Maps other allocations in the place of those that are mapped, each of which has the size of the one before it, with the same
+    /// access. After a failure some of them may be there, and some addresses may be empty.
+    #[cfg(feature = "broker")]
+    pub(super) fn replace<'a>(&mut self, allocations: impl Iterator<Item = &'a Allocation>) -> Result<()> {
+        let mut address = self.address;
+        for allocation in allocations {
+            self.device.check_driver(&allocation.device)?;
+            check_range(address - self.address, allocation.size, self.size)?;
+            self.device.verbs().replace(address, allocation.size, allocation.handle)?;
+            address += allocation.size;
+        }
+        Ok(())
+    }
+
     /// Unmaps all of it, if it can be.
     pub(super) fn unmap(&mut self) -> Result<()> {
         if self.size > 0 {

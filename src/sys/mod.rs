@@ -1,6 +1,7 @@
 //! System calls that no crate here wraps, each behind a safe function. The only place outside `driver/` with `unsafe`.
 #![allow(unsafe_code)]
 
+mod descriptor;
 mod file;
 mod process;
 mod socket;
@@ -8,6 +9,7 @@ mod socket;
 #[cfg(test)]
 pub(crate) use self::file::tests::without_kcmp;
 pub(crate) use self::{
+    descriptor::replace,
     file::kcmp,
     process::{Program, take_passed},
     socket::{peer_groups, unread},

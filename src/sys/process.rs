@@ -252,7 +252,7 @@ mod tests {
     fn read_back(fds: &[BorrowedFd<'_>]) -> String {
         let (mut reader, writer) = io::pipe().unwrap();
         let script = r#"test "$LISTEN_PID" = $$ || exit 9; i=3; while [ $i -lt $((3 + LISTEN_FDS - 1)) ]; do
-            cat <&$i >&$((3 + LISTEN_FDS - 1)); i=$((i + 1)); done"#;
+            cat /proc/self/fd/$i >&$((3 + LISTEN_FDS - 1)); i=$((i + 1)); done"#;
         let mut passed: Vec<(&str, BorrowedFd<'_>)> = fds.iter().map(|fd| ("x", *fd)).collect();
         passed.push(("out", writer.as_fd()));
         let arguments = ["sh", "-c", script].map(OsStr::new);

@@ -7,6 +7,7 @@ pub mod cli;
 pub mod conform;
 pub mod doctor;
 pub mod error;
+mod exporter;
 mod line;
 mod stamp;
 mod temporary;

@@ -246,6 +246,8 @@ const EXPORTS: [&str; 4] = [
     "create to release, no process holds any",
 ];
 
+const SWITCHED: [&str; 2] = ["unmap, map and set access", "switch"];
+
 /// Room for processes with a context of their own.
 const ROOMY: &str = "8589934592";
 
@@ -260,6 +262,7 @@ fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
     let others =
         ["get of one array", "get of 10000 arrays", "send", "put", "send of 65 segments", "put of 65 segments"];
     expected.extend(others.map(|name| (name, 0)));
+    expected.extend([2 << 20, 8 << 20].into_iter().flat_map(|size| SWITCHED.map(|name| (name, size))));
     let bursts = [
         ("get by 3 clients at once", 150),
         ("get by 3 clients at once, mapped", 15),
@@ -299,6 +302,8 @@ fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
         is("get, more than a handoff", size, get - median("handoff", size), "us", Some(15.0));
         let described = get - median("handoff, with description", size);
         is("get, more than a handoff with description", size, described, "us", None);
+        let of_the_driver = median(SWITCHED[1], size) / median(SWITCHED[0], size);
+        is("switch, of the driver's unmap, map and set access", size, of_the_driver, "x", Some(1.2));
     }
     let more = median(&segmented[3], 8 << 20) - median(&segmented[1], 8 << 20);
     is("get, in segments of 2 MiB, more than a handoff", 8 << 20, more, "us", Some(15.0));
@@ -320,8 +325,11 @@ fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
         [figure("resident memory of the broker, idle", 0), held].map(|of| of["value"].as_f64().unwrap());
     assert!(1.0 < idle && idle < held_value, "{idle} and {held_value} MB");
     assert_eq!((&held["unit"], &held["at_most"]), (&json!("MB"), &json!(30.0)));
-    assert_eq!(report["left_out"].as_array().unwrap().len(), 1, "{report}");
-    assert!(report["left_out"][0].as_str().unwrap().starts_with("broker get at 1 PiB: there are "), "{report}");
+    let left_out = report["left_out"].as_array().unwrap();
+    assert_eq!(left_out.len(), 2, "{report}");
+    for (text, start) in left_out.iter().zip(["broker get at 1 PiB: there are ", "broker switch at 1 PiB: "]) {
+        assert!(text.as_str().unwrap().starts_with(start), "{report}");
+    }
     assert_ended(&meeting);
 }
 

@@ -370,7 +370,7 @@ fn a_machine_of_eight_gpus_is_reported_whole_and_in_order() {
 }
 
 /// What each command prints with `--json`. In the program, since the tests of a GPU run where the sources are not.
-const SCHEMAS: [(&str, &str); 18] = [
+const SCHEMAS: [(&str, &str); 20] = [
     ("bench", include_str!("../../docs/schemas/commands/bench.json")),
     ("cases", include_str!("../../docs/schemas/commands/cases.json")),
     ("completions", include_str!("../../docs/schemas/commands/completions.json")),
@@ -378,6 +378,7 @@ const SCHEMAS: [(&str, &str); 18] = [
     ("consume", include_str!("../../docs/schemas/commands/consume.json")),
     ("devices", include_str!("../../docs/schemas/commands/devices.json")),
     ("doctor", include_str!("../../docs/schemas/commands/doctor.json")),
+    ("exporter", include_str!("../../docs/schemas/commands/exporter.json")),
     ("failure", include_str!("../../docs/schemas/commands/failure.json")),
     ("get", include_str!("../../docs/schemas/commands/get.json")),
     ("ls", include_str!("../../docs/schemas/commands/ls.json")),
@@ -388,6 +389,7 @@ const SCHEMAS: [(&str, &str); 18] = [
     ("rm", include_str!("../../docs/schemas/commands/rm.json")),
     ("serve", include_str!("../../docs/schemas/commands/serve.json")),
     ("stat", include_str!("../../docs/schemas/commands/stat.json")),
+    ("watch", include_str!("../../docs/schemas/commands/watch.json")),
     ("who", include_str!("../../docs/schemas/commands/who.json")),
 ];
 

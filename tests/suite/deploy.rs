@@ -25,7 +25,13 @@ fn documents(name: &str) -> Vec<Yaml> {
     YamlLoader::load_from_str(&text(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-const PODS: [&str; 3] = ["kubernetes/pod.yaml", "kubernetes/two-pods.yaml", "kubernetes/node-check.yaml"];
+const PODS: [&str; 5] = [
+    "kubernetes/pod.yaml",
+    "kubernetes/two-pods.yaml",
+    "kubernetes/node-check.yaml",
+    "kubernetes/broker.yaml",
+    "kubernetes/host-broker.yaml",
+];
 
 fn kind<'a>(documents: &'a [Yaml], kind: &str) -> Vec<&'a Yaml> {
     documents.iter().filter(|document| document["kind"].as_str() == Some(kind)).collect()
@@ -94,7 +100,7 @@ fn the_image_has_the_programs_and_asks_for_the_drivers_compute_libraries() {
     });
     let composed = services().into_iter().map(|(end, _)| end["image"].as_str().unwrap().to_owned());
     let all: Vec<String> = named.chain(composed).collect();
-    assert_eq!(all, vec![image.clone(); 8]);
+    assert_eq!(all, vec![image.clone(); 11]);
     assert!(text("podman").contains(&format!("${{2:-{image}}}")));
 }
 
@@ -216,4 +222,83 @@ fn the_node_check_passes_without_a_gpu_and_with_one_that_works_and_fails_otherwi
     let none = check(&meeting, driver).env("FAKECUDA_DEVICES", "0").end();
     none.code(0);
     assert!(none.stdout.ends_with("no GPU on this node: nothing to check\n"), "{}", none.stdout);
+}
+
+#[test]
+fn the_broker_of_a_node_has_no_gpu_and_ends_only_when_a_person_deletes_it() {
+    let set = documents("kubernetes/broker.yaml").remove(0);
+    assert_eq!(set["kind"].as_str(), Some("DaemonSet"));
+    assert_eq!(set["spec"]["updateStrategy"]["type"].as_str(), Some("OnDelete"));
+    let pod = &pods("kubernetes/broker.yaml")[0];
+    assert!(pod["resourceClaims"].is_badvalue() && pod["runtimeClassName"].is_badvalue());
+    let socket = "/run/vmmfd/broker.sock";
+    for container in containers(pod) {
+        assert!(container["resources"]["claims"].is_badvalue() && container["env"].is_badvalue());
+        assert!(container["resources"]["limits"]["nvidia.com/gpu"].is_badvalue());
+        assert!(container["livenessProbe"].is_badvalue(), "a probe that is late would take the memory with it");
+        assert_eq!(container["securityContext"]["readOnlyRootFilesystem"].as_bool(), Some(true));
+        let arguments = words(&container["args"]);
+        understood("vmmfd", &arguments);
+        assert!(arguments.windows(2).any(|pair| pair == ["--socket", socket]), "{arguments:?}");
+        let probe = words(&container["readinessProbe"]["exec"]["command"]);
+        if let Some((program, arguments)) = probe.split_first() {
+            assert_eq!(program, "vmmfd");
+            understood("vmmfd", arguments);
+        }
+    }
+    let volumes = list(&pod["volumes"]);
+    assert_eq!(volumes[0]["hostPath"]["path"].as_str(), Some("/run/vmmfd"));
+    // What uses it, or a unit of the host in its place, has the folder, its own GPU, and the same user.
+    let reader = &pods("kubernetes/host-broker.yaml")[0];
+    let [container] = list(&reader["containers"]) else { panic!("not one container") };
+    understood("vmmfd", &words(&container["args"]));
+    assert_eq!(list(&container["resources"]["claims"]).len(), 1);
+    assert_eq!(reader["securityContext"], pod["securityContext"]);
+    assert_eq!(reader["volumes"], pod["volumes"]);
+}
+
+/// The lines of a unit's section that set something, in order.
+fn section(unit: &str, name: &str) -> Vec<(String, String)> {
+    let (_, after) = unit.split_once(&format!("\n[{name}]\n")).unwrap();
+    let lines = after.lines().take_while(|line| !line.starts_with('[')).filter(|line| !line.starts_with('#'));
+    lines.filter_map(|line| line.split_once('=')).map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+}
+
+#[test]
+fn the_unit_never_gives_up_and_keeps_its_store() {
+    let unit = text("systemd/vmmfd.service");
+    let service = section(&unit, "Service");
+    let value = |key: &str| {
+        let values: Vec<&str> = service.iter().filter(|(name, _)| name == key).map(|(_, value)| &**value).collect();
+        assert_eq!(values.len(), 1, "{key}");
+        values[0]
+    };
+    assert!(section(&unit, "Unit").contains(&("StartLimitIntervalSec".to_owned(), "0".to_owned())));
+    for (key, wanted) in [
+        ("Type", "notify"),
+        ("NotifyAccess", "main"),
+        ("Restart", "always"),
+        ("RestartSec", "0"),
+        ("FileDescriptorStorePreserve", "yes"),
+        ("RuntimeDirectory", "vmmfd"),
+        ("RuntimeDirectoryPreserve", "yes"),
+        ("CapabilityBoundingSet", ""),
+    ] {
+        assert_eq!(value(key), wanted, "{key}");
+    }
+    // The names come back as one environment string, which may have 128 KiB with its zero byte: of four characters each and a
+    // colon, besides the three of four characters that are no segments.
+    let most: usize = value("FileDescriptorStoreMax").parse().unwrap();
+    assert!("LISTEN_FDNAMES=".len() + most * 5 < 128 << 10, "{most}");
+    // Each also has a number in the broker, beside its connections.
+    assert!(value("LimitNOFILE").parse::<usize>().unwrap() > 2 * most);
+    // In a user namespace or with a /proc of its own it would know no client.
+    for absent in ["PrivateUsers", "ProtectProc", "PrivatePIDs", "User", "DynamicUser"] {
+        assert!(!service.iter().any(|(key, _)| key == absent), "{absent}");
+    }
+    let command: Vec<String> = value("ExecStart").split(' ').map(str::to_owned).collect();
+    let [program, arguments @ .., options] = &command[..] else { panic!("{command:?}") };
+    assert_eq!((&**program, &**options), ("/usr/bin/vmmfd", "$VMMFD_OPTIONS"));
+    let commented = unit.split_once("VMMFD_OPTIONS=\"").unwrap().1.split_once('"').unwrap().0;
+    understood("vmmfd", &arguments.iter().cloned().chain(commented.split(' ').map(str::to_owned)).collect::<Vec<_>>());
 }

@@ -30,7 +30,7 @@ const FAULTING: &str = "read-only-store";
 
 /// Every other probe of a machine, and of a device, in order.
 const MACHINE: [&str; 4] = ["driver", "descriptors", "host-memory", "broker"];
-const DEVICE: [&str; 19] = [
+const DEVICE: [&str; 20] = [
     "attributes",
     "granularity",
     "memory",
@@ -43,6 +43,7 @@ const DEVICE: [&str; 19] = [
     "exporter-killed",
     "memory-returned",
     "held-descriptor",
+    "persistence",
     "export-cost",
     "host-numa",
     "dma-buf",

@@ -37,7 +37,7 @@ const ELSEWHERE: [&str; 19] = [
 ];
 
 /// What is tried apart from the table.
-const APART: [&str; 16] = [
+const APART: [&str; 17] = [
     "broker-folder",
     "broker-stale",
     "broker-silent",
@@ -54,6 +54,7 @@ const APART: [&str; 16] = [
     "few-descriptors",
     "killed",
     "exclusive",
+    "persistence-off",
 ];
 
 /// A failure that the driver's settings and the environment make.
@@ -247,6 +248,55 @@ fn what_an_old_driver_lacks_is_told_by_its_age() {
     copy.write("libcuda.so.1");
     let report = doctor(&meeting, "pool", &[]).env("LD_LIBRARY_PATH", copy.folder()).end().code(1).json();
     assert_explained(&report, "pool", "unsupported", "old-driver");
+}
+
+#[test]
+fn whether_a_brokers_memory_stays_is_asked_of_nvml_and_no_reason_to_fail() {
+    let meeting = Meeting::fake();
+    let copy = Copy::new();
+    copy.write("libcuda.so.1");
+    let probe = |settings: &[(&str, &str)]| {
+        let ended = doctor(&meeting, "persistence", settings).env("LD_LIBRARY_PATH", copy.folder()).end();
+        finding(&ended.json(), "persistence")
+    };
+    // A container that has the driver and not NVML.
+    if !has_driver() {
+        let found = probe(&[]);
+        assert_eq!((&found["status"], &found["rule"]), (&"skipped".into(), &Value::Null), "{found}");
+        assert!(found["meaning"].as_str().unwrap().contains("libnvidia-ml.so.1: cannot open"), "{found}");
+    }
+    copy.write("libnvidia-ml.so.1");
+    let found = probe(&[]);
+    assert_eq!((&found["status"], &found["figures"]["persistence_mode"]), (&"ok".into(), &1.into()), "{found}");
+    // Of an instance, it is the GPU's.
+    for settings in [&[("FAKECUDA_PERSISTENCE", "0")][..], &[("FAKECUDA_PERSISTENCE", "0"), ("FAKECUDA_MIG", "1")]] {
+        let run = doctor(&meeting, "persistence", settings).env("LD_LIBRARY_PATH", copy.folder());
+        let report = run.end().code(1).json();
+        assert_explained(&report, "persistence", "unsupported", "persistence-off");
+        assert_eq!(finding(&report, "persistence")["figures"]["persistence_mode"], 0);
+    }
+    for (fault, words) in [
+        ("nvmlInit_v2:1:9", "nvmlInit_v2 failed: Driver Not Loaded (9)"),
+        ("nvmlDeviceGetHandleByUUID:1:15", "nvmlDeviceGetHandleByUUID failed: Unknown Error (15)"),
+        ("nvmlDeviceGetPersistenceMode:1:3", "nvmlDeviceGetPersistenceMode failed: Unknown Error (3)"),
+    ] {
+        let found = probe(&[(FAIL, fault)]);
+        assert_eq!(found["status"], "skipped", "{found}");
+        assert!(found["meaning"].as_str().unwrap().contains(words), "{found}");
+    }
+    let old = Copy::new().without("nvmlDeviceGetPersistenceMode");
+    old.write("libcuda.so.1");
+    old.write("libnvidia-ml.so.1");
+    let ended = doctor(&meeting, "persistence", &[]).env("LD_LIBRARY_PATH", old.folder()).end();
+    let found = finding(&ended.json(), "persistence");
+    assert!(found["meaning"].as_str().unwrap().contains("has no nvmlDeviceGetPersistenceMode"), "{found}");
+    // Not asked for by name, it decides nothing.
+    let mut run = meeting.bare("vmmfd");
+    run.command.args(["doctor", "--json", "--backend", "cuda", "--device", "0"]);
+    run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder());
+    let run = run.env("LD_LIBRARY_PATH", copy.folder()).env("FAKECUDA_PERSISTENCE", "0");
+    let report = run.end().code(0).json();
+    assert_eq!(finding(&report, "persistence")["status"], "unsupported");
 }
 
 #[test]

@@ -311,6 +311,71 @@ fn memory_that_others_may_have_is_not_sealed_any_more() {
 }
 
 #[test]
+fn memory_takes_the_place_of_other_memory_in_one_step_with_its_access() {
+    let subject = Subject::host();
+    let (verbs, unit) = (&subject.verbs, GRANULARITY);
+    let make = |size: u64, value: u8| {
+        let handle = verbs.create(size, &EXPORTABLE).unwrap();
+        let address = verbs.reserve(size, 0).unwrap();
+        verbs.map(address, size, 0, handle).unwrap();
+        verbs.set_access(address, size, Location::Device(0), Some(ReadWrite)).unwrap();
+        verbs.copy_in(0, address, &vec![value; size as usize]).unwrap();
+        verbs.unmap(address, size).unwrap();
+        verbs.free(address, size).unwrap();
+        handle
+    };
+    let [one, two, large] = [(unit, 1), (unit, 2), (2 * unit, 3)].map(|(size, value)| make(size, value));
+    let address = verbs.reserve(3 * unit, 0).unwrap();
+    verbs.map(address + unit, unit, 0, one).unwrap();
+    let byte = || {
+        let mut byte = [0];
+        verbs.copy_out(0, address + unit, &mut byte).map(|()| byte[0])
+    };
+    // What can't be read can't be read afterwards either.
+    verbs.replace(address + unit, unit, two).unwrap();
+    assert_eq!(code(byte()), code::INVALID_VALUE);
+    verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadOnly)).unwrap();
+    assert_eq!(byte().unwrap(), 2);
+    verbs.replace(address + unit, unit, one).unwrap();
+    assert_eq!((byte().unwrap(), subject.live().mappings), (1, 1));
+    assert_eq!(code(verbs.copy_in(0, address + unit, &[9])), code::INVALID_VALUE, "it is read-only");
+    // Only a whole mapping, by memory of its size, which is not in use.
+    for (at, size, handle, expected) in [
+        (address, unit, two, code::INVALID_VALUE),
+        (address + unit, 2 * unit, large, code::INVALID_VALUE),
+        (address, 2 * unit, large, code::INVALID_VALUE),
+        (address + unit, unit, large, code::NOT_SUPPORTED),
+        (address + 8 * unit, unit, two, code::INVALID_VALUE),
+    ] {
+        assert_eq!(code(verbs.replace(at, size, handle)), expected, "{size} bytes at {}", at - address);
+    }
+    let window = verbs.window(address + unit, 1).unwrap();
+    assert_eq!(code(verbs.replace(address + unit, unit, two)), code::INVALID_VALUE, "a window is open");
+    drop(window);
+    assert_eq!((byte().unwrap(), subject.live().mappings), (1, 1));
+    verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadWrite)).unwrap();
+    verbs.replace(address + unit, unit, two).unwrap();
+    verbs.copy_in(0, address + unit, &[4]).unwrap();
+    verbs.replace(address + unit, unit, one).unwrap();
+    assert_eq!(byte().unwrap(), 1);
+    verbs.replace(address + unit, unit, two).unwrap();
+    assert_eq!(byte().unwrap(), 4);
+    verbs.replace(address + unit, unit, one).unwrap();
+    // Sealed memory takes no place that can be written.
+    assert!(verbs.seal(two).unwrap());
+    assert_eq!(code(verbs.replace(address + unit, unit, two)), code::INVALID_VALUE);
+    verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadOnly)).unwrap();
+    verbs.replace(address + unit, unit, two).unwrap();
+    assert_eq!(byte().unwrap(), 4);
+    assert_eq!(code(verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadWrite))), code::INVALID_VALUE);
+    verbs.release(one).unwrap();
+    assert_eq!(code(verbs.replace(address + unit, unit, one)), code::INVALID_VALUE, "a handle that was released");
+    verbs.unmap(address, 3 * unit).unwrap();
+    verbs.free(address, 3 * unit).unwrap();
+    [two, large].into_iter().for_each(|handle| verbs.release(handle).unwrap());
+}
+
+#[test]
 fn the_last_window_unmaps_what_its_driver_left() {
     let driver = HostDriver::new();
     let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();

@@ -4,8 +4,8 @@ use vmmfd::{
     Error,
     array::{ArrayDescriptor, ElementType, Interface, Order},
     broker::{
-        Claim, ClaimOf, Client, Get, Lease, LeasedPart, Object, ObjectPart, Put, PutPart, Server, ServerConfig,
-        ServerReport,
+        Claim, ClaimOf, Client, Get, Lease, LeasedPart, Lost, Object, ObjectPart, Prepared, Put, PutPart, Restored,
+        Server, ServerConfig, ServerReport,
     },
     channel::{Cancel, Channel, Listener, Peer, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened},
@@ -38,7 +38,8 @@ fn public_types_go_to_other_threads_and_most_are_used_by_several() {
     both::<(Config, Verdict, Buffer<'_>, ImportedObject, Request, ServeOptions, ServeReport, Served, Unchecked)>();
     both::<(BufferId, Publisher, Received, Subscriber)>();
     sent::<(Consumer<'_>, Mirror<'_>)>();
-    both::<(Client, Lease, LeasedPart, Object, ObjectPart, Claim)>();
+    both::<(Client, Lease, LeasedPart, Object, ObjectPart, Prepared, Claim)>();
+    both::<(Lost, Restored)>();
     both::<(Put<'_>, PutPart<'_>, Get, ClaimOf, ServerConfig, ServerReport)>();
     sent::<Server>();
 }

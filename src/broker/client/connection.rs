@@ -1,137 +1,234 @@
-//! A connection to the broker: one request at a time, and its answer.
+//! A connection to the broker: one request at a time, and its answer. One that breaks is made again: see `reconnect`.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     process,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
 };
 
+use super::{
+    holdings::{Handlers, Held, Holdings},
+    reconnect::{Dialled, Dialler},
+    watcher::Watcher,
+};
 use crate::{
     channel::{
-        Peer, connect_socket, deadline_after,
+        Peer, deadline_after,
         record::{RecordSocket, check_type},
     },
     driver::Driver,
-    error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, Result, SocketError},
+    error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, Result},
     memory::{Device, DeviceIdentity},
     session::Config,
     wire::{
-        HEADER_LENGTH, Hello, MAX_BODY, VERSION,
-        broker::{BROKER, Message, NO_BACKEND},
+        HEADER_LENGTH, MAX_BODY,
+        broker::{Message, Release, Stop, Token},
     },
 };
 
 /// How long an answer is polled for before the thread sleeps. The broker has most often to be woken for a request, and then takes
 /// some microseconds; to be woken in turn would cost as much again.
-const SPIN: Duration = Duration::from_micros(150);
+pub(super) const SPIN: Duration = Duration::from_micros(150);
 
 /// A connection over which a broker answered a hello.
 #[derive(Debug)]
 pub(super) struct Connection {
-    socket: RecordSocket,
-    peer: Peer,
+    /// Its descriptor stays the same when the connection is made again.
+    pub(super) socket: RecordSocket,
+    /// The process at the other end.
+    pub(super) peer: Mutex<Peer>,
     /// The process that made it: a fork shares the socket and must not use it.
     pid: u32,
+    /// How it is made again; `None` for one over a socket of the caller's.
+    pub(super) dialler: Option<Arc<Dialler>>,
     /// The devices that memory was opened for: looking for one asks the driver for all.
     devices: Mutex<Vec<Device>>,
-    /// The record received last. Held from a request until its whole answer has come.
-    incoming: Mutex<Vec<u8>>,
+    /// The record received last. Held from a request until its whole answer has come, and while the connection is made again.
+    pub(super) incoming: Mutex<Vec<u8>>,
+    pub(super) holdings: Mutex<Holdings>,
+    pub(super) handlers: Mutex<Handlers>,
+    /// Whether it works, as far as is known.
+    pub(super) up: AtomicBool,
+    /// How often a wait was to end.
+    stops: AtomicU64,
+    /// The thread that notices that it broke; `None` if there could be none.
+    watcher: OnceLock<Option<Watcher>>,
 }
 
-/// A request that was sent, and the right to its answers.
+/// A request, and the right to its answers.
+#[derive(Debug)]
 pub(super) struct Exchange<'a> {
     connection: &'a Connection,
-    incoming: MutexGuard<'a, Vec<u8>>,
+    incoming: &'a mut Vec<u8>,
     /// How long the first answer may take.
     patience: Duration,
+    /// Of a request that is sent again: how often waits were to end when it was sent first.
+    stops: Option<u64>,
     finished: bool,
 }
 
 impl Connection {
     /// Connects to the broker at a path. Waits up to the config's timeout for one to listen.
     pub(super) fn connect(path: &Path, config: &Config) -> Result<Self> {
-        let cancel = config.cancel()?;
-        let (socket, peer) = connect_socket(path, config.timeout, &config.trust, &cancel).map_err(no_broker)?;
-        Self::greet(socket, peer, config)
+        let (dialler, mut incoming) = (Dialler::new(path, config, config.cancel()?), buffer());
+        let deadline = deadline_after(config.timeout);
+        let dialled = dialler.dial_until(deadline, 0, &mut incoming)?;
+        Ok(Self::new(dialled, incoming, Some(Arc::new(dialler))))
     }
 
-    /// A connection over a socket that is connected.
-    pub(super) fn over(socket: OwnedFd, config: &Config) -> Result<Self> {
+    /// A connection over a socket that is connected. It can be made again if that was by a path.
+    pub(super) fn over(socket: OwnedFd, path: Option<&Path>, config: &Config) -> Result<Self> {
         check_type(&socket)?;
         let peer = Peer::of(&socket)?;
         config.trust.check(peer)?;
-        Self::greet(socket, peer, config)
+        let (cancel, mut incoming) = (config.cancel()?, buffer());
+        let dialled = Dialled::greet(socket, peer, config.timeout, &cancel, &mut incoming)?;
+        let dialler = path.map(|path| Arc::new(Dialler::new(path, config, cancel)));
+        Ok(Self::new(dialled, incoming, dialler))
     }
 
-    fn greet(socket: OwnedFd, peer: Peer, config: &Config) -> Result<Self> {
-        let socket = RecordSocket::new(socket, config.timeout, &config.cancel()?)?.spinning(SPIN);
-        // A byte more than the longest record, so that a longer one shows.
-        let incoming = Mutex::new(vec![0; HEADER_LENGTH + MAX_BODY + 1]);
-        let connection = Self { socket, peer, pid: process::id(), devices: Mutex::default(), incoming };
-        let hello = Message::Hello(Hello {
-            version: VERSION,
-            capabilities: vec![BROKER.to_owned()],
-            backend: NO_BACKEND.to_owned(),
+    fn new(dialled: Dialled, incoming: Vec<u8>, dialler: Option<Arc<Dialler>>) -> Self {
+        let Dialled { socket, peer, instance } = dialled;
+        Self {
+            socket,
+            peer: Mutex::new(peer),
             pid: process::id(),
-            timeout_ms: u64::try_from(config.timeout.as_millis()).unwrap_or(u64::MAX).max(1),
-        });
-        let mut exchange = connection.begin(&hello, &[], Duration::ZERO)?;
-        match exchange.receive("for the broker's hello")? {
-            (Message::Hello(hello), _) if hello.capabilities.iter().any(|named| named == BROKER) => {}
-            (Message::Hello(_), _) => {
-                let message = "the process at the other end is no broker: its hello lacks the capability `broker`";
-                return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message: message.to_owned() }));
-            }
-            (other, _) => return Err(unexpected(&other, "hello")),
+            dialler,
+            devices: Mutex::default(),
+            incoming: Mutex::new(incoming),
+            holdings: Mutex::new(Holdings { instance, ..Holdings::default() }),
+            handlers: Mutex::default(),
+            up: AtomicBool::new(true),
+            stops: AtomicU64::new(0),
+            watcher: OnceLock::new(),
         }
-        exchange.finish();
-        Ok(connection)
     }
 
     /// The process at the other end.
     pub(super) fn peer(&self) -> Peer {
-        self.peer
+        *lock(&self.peer)
     }
 
-    /// Sends a request. Blocks while another thread's request has not been answered.
-    pub(super) fn request(&self, message: &Message, fds: &[BorrowedFd<'_>], wait: Duration) -> Result<Exchange<'_>> {
-        self.begin(message, fds, wait)
-    }
-
-    fn begin(&self, message: &Message, fds: &[BorrowedFd<'_>], wait: Duration) -> Result<Exchange<'_>> {
+    /// Makes a request: `request` sends it and receives all of its answer, within so long after the timeout. Blocks while another
+    /// thread's request has not been answered.
+    ///
+    /// If the connection breaks it is made again, within the timeout from then on, and `request` is called again, with what is left of
+    /// the wait. So it must be one that does nothing twice; one with several answers that goes on, as a watch does, keeps
+    /// what came outside of `request`, which asks for what follows.
+    pub(super) fn request<T>(
+        &self,
+        wait: Duration,
+        mut request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
+    ) -> Result<T> {
         self.check_fork()?;
-        let incoming = self.incoming.lock().unwrap_or_else(PoisonError::into_inner);
-        let patience = self.socket.timeout().saturating_add(wait);
-        let mut exchange = Exchange { connection: self, incoming, patience, finished: false };
-        match self.send(message, fds) {
-            Ok(()) => Ok(exchange),
-            Err(gone @ Error::Peer(PeerError::Gone { .. })) => match exchange.receive("for the reason") {
-                // The broker has said why before it closed the connection.
-                Err(reported @ Error::Peer(PeerError::Reported { .. })) => Err(reported),
-                _ => Err(gone),
-            },
-            Err(error) => Err(error),
+        let mut incoming = lock(&self.incoming);
+        let begun = Instant::now();
+        let before = self.stops.load(Ordering::Acquire);
+        let (mut left, mut stops, mut tries) = (wait, None, 0);
+        loop {
+            let patience = self.socket.timeout().saturating_add(left);
+            let mut exchange = Exchange { connection: self, incoming: &mut incoming, patience, stops, finished: false };
+            let error = match request(&mut exchange, left) {
+                Ok(answer) => {
+                    exchange.finished = true;
+                    return Ok(answer);
+                }
+                Err(error) => error,
+            };
+            drop(exchange);
+            self.make_again(&mut incoming, error, tries, begun, wait)?;
+            tries += 1;
+            left = wait.saturating_sub(begun.elapsed());
+            stops = Some(before);
+        }
+    }
+
+    /// Ends the wait of the request that is not answered yet.
+    pub(super) fn stop(&self) -> Result<()> {
+        self.stops.fetch_add(1, Ordering::AcqRel);
+        match self.send(&Message::Stop(Stop {}), &[]) {
+            // It is sent again with the request.
+            Err(error) if is_broken(&error) && self.dialler.is_some() => Ok(()),
+            sent => sent,
         }
     }
 
     /// Sends a message that has no answer, or a further record of a request.
     pub(super) fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.check_fork()?;
-        let (kind, want, got) = (message.name(), message.fd_count(), fds.len());
-        if want != got {
-            return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
+        send_on(&self.socket, message, fds)
+    }
+
+    /// Takes note of a lease that came, so that it is taken up when the connection is made again.
+    pub(super) fn hold(self: &Arc<Self>, held: &Arc<Held>) {
+        lock(&self.holdings).leases.insert(held.token, Arc::clone(held));
+        self.watch();
+    }
+
+    /// Takes note of a put of a name that goes with its maker.
+    pub(super) fn hold_put(self: &Arc<Self>, name: &str, request: Token) {
+        lock(&self.holdings).puts.insert(name.to_owned(), request);
+        self.watch();
+    }
+
+    /// Forgets the put of a name.
+    pub(super) fn forget_put(&self, name: &str) {
+        lock(&self.holdings).puts.remove(name);
+    }
+
+    /// Ends a lease or a claim. Blocks only while the broker does not read.
+    pub(super) fn release(&self, token: Token, what: &str) {
+        if !self.is_own() {
+            // This is a fork, of which the lease is not. Another thread may have held the locks when it was made.
+            return;
         }
-        let mut record = Vec::with_capacity(512);
-        message.encode_into(&mut record)?;
-        tracing::debug!(kind, fds = got, "to the broker");
-        self.socket.send(kind, &record, fds)
+        // First, so that it is not taken up: while the connection is made again what was taken up is compared with what is left.
+        lock(&self.holdings).leases.remove(&token);
+        match self.send(&Message::Release(Release { token }), &[]) {
+            // The connection has broken: what is not taken up again ends.
+            Ok(()) | Err(Error::Peer(_) | Error::Misuse { .. } | Error::Interrupted { .. }) => {}
+            Err(error) => tracing::warn!(%error, "cannot end {what}"),
+        }
+    }
+
+    /// Changes the handlers. Not in a fork, where another thread may have held their lock, and there is none to call them.
+    pub(super) fn handle(&self, change: impl FnOnce(&mut Handlers)) {
+        if self.is_own() {
+            change(&mut lock(&self.handlers));
+        }
+    }
+
+    /// Whether the broker counts a lease, as far as is known.
+    pub(super) fn counts(&self, held: &Held) -> bool {
+        self.is_own() && self.up.load(Ordering::Acquire) && held.is_counted()
+    }
+
+    /// Starts the thread that notices that the connection broke, if there is none.
+    fn watch(self: &Arc<Self>) {
+        self.watcher.get_or_init(|| match Watcher::start(self) {
+            Ok(watcher) => Some(watcher),
+            Err(error) => {
+                tracing::warn!(%error, "leases are not taken up while no request is made");
+                None
+            }
+        });
+    }
+
+    /// Wakes that thread.
+    pub(super) fn wake_watcher(&self) {
+        if let Some(Some(watcher)) = self.watcher.get() {
+            watcher.wake();
+        }
     }
 
     /// The device of this process that is to use memory of `owner`, if none is named.
     pub(super) fn device_of(&self, driver: &Driver, owner: &DeviceIdentity) -> Result<Device> {
-        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut devices = lock(&self.devices);
         let known = |device: &&Device| device.uuid() == owner.uuid && device.driver() == driver;
         if let Some(device) = devices.iter().find(known) {
             return Ok(device.clone());
@@ -143,16 +240,40 @@ impl Connection {
         Ok(device)
     }
 
-    fn check_fork(&self) -> Result<()> {
-        let pid = process::id();
-        match pid == self.pid {
+    /// Whether this is the process that made it.
+    fn is_own(&self) -> bool {
+        process::id() == self.pid
+    }
+
+    pub(super) fn check_fork(&self) -> Result<()> {
+        match self.is_own() {
             true => Ok(()),
             false => Err(Error::Misuse {
                 problem: format!(
-                    "process {} made this connection to the broker, and process {pid} is a fork of it: connect again",
-                    self.pid
+                    "process {} made this connection to the broker, and process {} is a fork of it: connect again",
+                    self.pid,
+                    process::id()
                 ),
             }),
+        }
+    }
+
+    /// An exchange for what is said while the connection is made again.
+    pub(super) fn exchange<'a>(&'a self, incoming: &'a mut Vec<u8>, patience: Duration) -> Exchange<'a> {
+        Exchange { connection: self, incoming, patience, stops: None, finished: false }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let Some(Some(watcher)) = self.watcher.get() else { return };
+        if self.is_own() {
+            // The watcher has the socket too: it must not outlive this.
+            let _ = self.socket.shared().shutdown(std::net::Shutdown::Both);
+            watcher.wake();
+        } else {
+            // A fork has no watcher, which would end; so the fork's descriptor of the socket ends here.
+            watcher.bury(self.socket.as_fd());
         }
     }
 }
@@ -164,25 +285,49 @@ impl AsFd for Connection {
 }
 
 impl Exchange<'_> {
+    /// Sends the first record of the request.
+    pub(super) fn send_first(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        match self.send(message, fds) {
+            Ok(()) => {}
+            Err(gone @ Error::Peer(PeerError::Gone { .. })) => {
+                return Err(match self.receive("for the reason") {
+                    // The broker has said why before it closed the connection.
+                    Err(reported @ Error::Peer(PeerError::Reported { .. })) => reported,
+                    _ => gone,
+                });
+            }
+            Err(error) => return Err(error),
+        }
+        match self.stops {
+            // Its wait was to end when there was no connection.
+            Some(before) if before != self.connection.stops.load(Ordering::Acquire) => {
+                self.send(&Message::Stop(Stop {}), &[])
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Waits for the next message of the answer. A refusal is an error, after which the connection can be used again.
     pub(super) fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        loop {
-            let deadline = deadline_after(self.patience);
-            let record = self.connection.socket.receive_by(&mut self.incoming, deadline, purpose)?;
-            let message = Message::decode(&self.incoming[..record.length], record.fds.len())?;
-            tracing::debug!(kind = message.name(), fds = record.fds.len(), "from the broker");
-            match message {
-                Message::Busy(_) => {}
-                Message::Refused(refusal) => {
-                    self.finished = true;
-                    return Err(BrokerError { code: refusal.code, message: refusal.message }.into());
-                }
-                Message::Error(failure) => {
-                    return Err(Error::Peer(PeerError::Reported { code: failure.code, message: failure.message }));
-                }
-                message => return Ok((message, record.fds)),
-            }
+        self.receive_by(None, purpose)
+    }
+
+    /// The same until a deadline. With [`PeerError::Timeout`] the request stays as it is: more may be waited for.
+    pub(super) fn receive_until(
+        &mut self,
+        deadline: Instant,
+        purpose: &'static str,
+    ) -> Result<(Message, Vec<OwnedFd>)> {
+        self.receive_by(Some(deadline), purpose)
+    }
+
+    fn receive_by(&mut self, until: Option<Instant>, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
+        let deadline = || until.unwrap_or_else(|| deadline_after(self.patience));
+        let received = receive_on(&self.connection.socket, self.incoming, deadline, purpose);
+        if matches!(received, Err(Error::Broker(_))) {
+            self.finished = true;
         }
+        received
     }
 
     /// Sends a further record of the request, or an acknowledgement.
@@ -205,15 +350,58 @@ impl Drop for Exchange<'_> {
     }
 }
 
+/// Sends a record.
+pub(super) fn send_on(socket: &RecordSocket, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    let (kind, want, got) = (message.name(), message.fd_count(), fds.len());
+    if want != got {
+        return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
+    }
+    let mut record = Vec::with_capacity(512);
+    message.encode_into(&mut record)?;
+    tracing::debug!(kind, fds = got, "to the broker");
+    socket.send(kind, &record, fds)
+}
+
+/// Waits for a message. A refusal is an error, and so is one that the broker reports.
+pub(super) fn receive_on(
+    socket: &RecordSocket,
+    incoming: &mut [u8],
+    deadline: impl Fn() -> Instant,
+    purpose: &'static str,
+) -> Result<(Message, Vec<OwnedFd>)> {
+    loop {
+        let record = socket.receive_by(incoming, deadline(), purpose)?;
+        let message = Message::decode(&incoming[..record.length], record.fds.len())?;
+        tracing::debug!(kind = message.name(), fds = record.fds.len(), "from the broker");
+        match message {
+            Message::Busy(_) => {}
+            Message::Refused(refusal) => {
+                return Err(BrokerError { code: refusal.code, message: refusal.message }.into());
+            }
+            Message::Error(failure) => {
+                return Err(Error::Peer(PeerError::Reported { code: failure.code, message: failure.message }));
+            }
+            message => return Ok((message, record.fds)),
+        }
+    }
+}
+
+/// Room for a record: a byte more than the longest one, so that a longer one shows.
+pub(super) fn buffer() -> Vec<u8> {
+    vec![0; HEADER_LENGTH + MAX_BODY + 1]
+}
+
+/// Whether an error means that the broker has gone, or is about to: then another one may take its place.
+pub(super) fn is_broken(error: &Error) -> bool {
+    matches!(error, Error::Peer(PeerError::Gone { .. } | PeerError::Reported { code: ErrorCode::Interrupted, .. }))
+}
+
 /// What came does not belong there.
 pub(super) fn unexpected(got: &Message, want: &'static str) -> Error {
     ProtocolError::Unexpected { got: got.name(), want }.into()
 }
 
-/// The error of a socket without a listener, in words that fit a broker.
-fn no_broker(error: Error) -> Error {
-    match error {
-        Error::Socket(SocketError::Absent { path, waited }) => Error::Socket(SocketError::NoBroker { path, waited }),
-        other => other,
-    }
+/// Locks what a thread that panicked leaves as it should be.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -8,10 +8,10 @@ use super::{
 };
 use crate::{
     broker::name::{check_component, check_name},
-    error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
+    error::{BrokerError, ProtocolError, RefusalCode, Result},
     wire::{
         ByteRange, Received,
-        broker::{self, GetObject, LeaseHeader, Message, Release, Token},
+        broker::{self, GetObject, LeaseHeader, Message, Token},
     },
 };
 
@@ -107,7 +107,8 @@ pub enum Found {
 }
 
 /// The right to be the one that makes an object, or a part of it. Others wait for it. Dropping it, or the end of the connection,
-/// passes it to the next that waits; a put of the object ends it.
+/// passes it to the next that waits; a put of the object ends it. So does the end of the broker: one that takes its place knows no
+/// claims, and another process may be given it. Its put decides: of two that make the same object one is refused with `exists`.
 #[derive(Debug)]
 pub struct Claim {
     connection: Arc<Connection>,
@@ -116,32 +117,25 @@ pub struct Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        release(&self.connection, self.token, "the claim");
-    }
-}
-
-/// Ends a lease or a claim. Blocks only while the broker does not read.
-pub(super) fn release(connection: &Connection, token: Token, what: &str) {
-    match connection.send(&Message::Release(Release { token }), &[]) {
-        // The connection has ended, and the lease with it; or this is a fork, of which the lease is not.
-        Ok(()) | Err(Error::Peer(_) | Error::Misuse { .. } | Error::Interrupted { .. }) => {}
-        Err(error) => tracing::warn!(%error, "cannot end {what}"),
+        self.connection.release(self.token, "the claim");
     }
 }
 
 /// Gets leases of all objects, or none.
 pub(super) fn get_all(connection: &Arc<Connection>, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
-    let mut exchange = ask(connection, gets, wait, None)?;
-    let mut leases = Vec::with_capacity(gets.len());
-    for left in (0..gets.len()).rev() {
-        let (header, fds) = match exchange.receive("for the lease")? {
-            (Message::Lease(header), fds) => (header, fds),
-            (other, _) => return Err(unexpected(&other, "lease")),
-        };
-        leases.push(take(connection, &mut exchange, *header, fds, left > 0)?);
-    }
-    exchange.finish();
-    Ok(leases)
+    let mut question = question(gets, wait, None)?;
+    connection.request(wait.unwrap_or_default(), |exchange, left| {
+        ask(exchange, &mut question, left)?;
+        let mut leases = Vec::with_capacity(gets.len());
+        for behind in (0..gets.len()).rev() {
+            let (header, fds) = match exchange.receive("for the lease")? {
+                (Message::Lease(header), fds) => (header, fds),
+                (other, _) => return Err(unexpected(&other, "lease")),
+            };
+            leases.push(take(connection, exchange, *header, fds, behind > 0)?);
+        }
+        Ok(leases)
+    })
 }
 
 /// As [`get_all`] of one, which waits as the get says.
@@ -152,24 +146,21 @@ pub(super) fn get(connection: &Arc<Connection>, get: &Get) -> Result<Lease> {
 
 /// Gets a lease, or the claim of what does not exist.
 pub(super) fn get_or_claim(connection: &Arc<Connection>, get: &Get, claim: &ClaimOf) -> Result<Found> {
-    let mut exchange = ask(connection, std::slice::from_ref(get), get.wait, Some(claim))?;
-    let found = match exchange.receive("for the lease or the claim")? {
-        (Message::Lease(header), fds) => Found::Lease(take(connection, &mut exchange, *header, fds, false)?),
-        (Message::Claimed(claimed), _) => {
-            Found::Claim(Claim { connection: Arc::clone(connection), token: claimed.token })
+    let mut question = question(std::slice::from_ref(get), get.wait, Some(claim))?;
+    connection.request(get.wait.unwrap_or_default(), |exchange, left| {
+        ask(exchange, &mut question, left)?;
+        match exchange.receive("for the lease or the claim")? {
+            (Message::Lease(header), fds) => Ok(Found::Lease(take(connection, exchange, *header, fds, false)?)),
+            (Message::Claimed(claimed), _) => {
+                Ok(Found::Claim(Claim { connection: Arc::clone(connection), token: claimed.token }))
+            }
+            (other, _) => Err(unexpected(&other, "lease")),
         }
-        (other, _) => return Err(unexpected(&other, "lease")),
-    };
-    exchange.finish();
-    Ok(found)
+    })
 }
 
-fn ask<'a>(
-    connection: &'a Connection,
-    gets: &[Get],
-    wait: Option<Duration>,
-    claim: Option<&ClaimOf>,
-) -> Result<Exchange<'a>> {
+/// The request, once what it names is checked.
+fn question(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) -> Result<Message> {
     let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message).into());
     if gets.is_empty() {
         return invalid("a get names no object");
@@ -181,12 +172,19 @@ fn ask<'a>(
             return invalid("a get asks for a range or for arrays, not for both");
         }
     }
-    let message = Message::Get(Box::new(broker::Get {
+    Ok(Message::Get(Box::new(broker::Get {
         objects: gets.iter().map(|get| get.object.clone()).collect(),
         wait_ms: wait.map(super::milliseconds),
         claim: claim.map(|claim| claim.claim.clone()),
-    }));
-    connection.request(&message, &[], wait.unwrap_or_default())
+    })))
+}
+
+/// Sends it, with what is left of its wait.
+fn ask(exchange: &mut Exchange<'_>, question: &mut Message, left: Duration) -> Result<()> {
+    if let Message::Get(get) = question {
+        get.wait_ms = get.wait_ms.map(|_| super::milliseconds(left));
+    }
+    exchange.send_first(question, &[])
 }
 
 /// Takes a lease, whose first record came. `more` if another lease follows it, so that its last record is to be acknowledged too.

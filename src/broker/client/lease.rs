@@ -4,10 +4,15 @@ use std::{
     collections::HashMap,
     os::fd::OwnedFd,
     sync::{Arc, OnceLock},
+    thread,
     time::{Duration, SystemTime},
 };
 
-use super::{connection::Connection, get::release};
+use super::{
+    connection::Connection,
+    holdings::{Held, Whole, WholePart},
+    switch::Layout,
+};
 use crate::{
     broker::table,
     driver::{Access, Driver},
@@ -17,7 +22,7 @@ use crate::{
         Check,
         broker::{
             ArrayEntry, Attached, LeaseHeader, MAX_ARRAYS, MAX_METADATA, MAX_TABLE, Message, Owner, Report, Table,
-            Token, read_arrays,
+            read_arrays,
         },
     },
 };
@@ -61,51 +66,54 @@ macro_rules! about_its_version {
     };
 }
 
+pub(super) use about_its_version;
+
 /// A hold on a version of an object: the broker keeps it, and counts this process among its readers. It ends when it is dropped,
-/// and with the connection.
+/// and with the connection. Where the broker is restarted it goes on: see [`Client`](super::Client).
 ///
 /// It has the descriptors of what was asked for, and maps nothing: [`Lease::open`] does.
 #[derive(Debug)]
 pub struct Lease {
-    hold: Hold,
-    name: String,
-    version: u64,
-    id: String,
-    created: SystemTime,
-    owner: Owner,
-    backend: String,
-    metadata: Option<Attached>,
-    parts: Vec<LeasedPart>,
+    pub(super) hold: Hold,
+    pub(super) name: String,
+    pub(super) version: u64,
+    pub(super) id: String,
+    pub(super) created: SystemTime,
+    pub(super) owner: Owner,
+    pub(super) backend: String,
+    pub(super) metadata: Option<Attached>,
+    pub(super) parts: Vec<LeasedPart>,
 }
 
 /// What ends a lease when it is dropped.
 #[derive(Debug)]
-struct Hold {
-    connection: Arc<Connection>,
-    token: Token,
+pub(super) struct Hold {
+    pub(super) connection: Arc<Connection>,
+    held: Arc<Held>,
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        release(&self.connection, self.token, "the lease");
+        self.connection.release(self.held.token, "the lease");
     }
 }
 
 /// A part of a lease, not mapped.
 #[derive(Debug)]
 pub struct LeasedPart {
-    name: String,
-    description: Description,
-    digest: Option<String>,
-    arrays: Arc<Vec<ArrayEntry>>,
-    runs: Vec<Run>,
+    pub(super) name: String,
+    pub(super) description: Description,
+    pub(super) digest: Option<String>,
+    pub(super) arrays: Arc<Vec<ArrayEntry>>,
+    pub(super) runs: Vec<Run>,
 }
 
 /// Segments side by side.
 #[derive(Debug)]
-struct Run {
-    part: Part,
-    segments: Vec<(u64, OwnedFd)>,
+pub(super) struct Run {
+    pub(super) part: Part,
+    /// Shared with what offers the version back to a broker that has lost it.
+    pub(super) segments: Vec<(u64, Arc<OwnedFd>)>,
 }
 
 impl Lease {
@@ -115,14 +123,14 @@ impl Lease {
         tables: Vec<OwnedFd>,
         segments: Vec<(u64, OwnedFd)>,
     ) -> Result<Self> {
-        let hold = Hold { connection: Arc::clone(connection), token: header.token };
         let LeaseHeader { name, version, id, created_ms, owner, backend, metadata, .. } = header;
         let mut tables = tables.into_iter();
         let metadata = metadata.map(|table| text_of(table, &mut tables, MAX_METADATA)).transpose()?;
         let metadata = metadata.map(Attached::from_text).transpose();
         let metadata =
             metadata.map_err(|error| ProtocolError::Content(format!("the metadata is not JSON: {error}")))?;
-        let (mut parts, mut segments) = (Vec::with_capacity(header.parts.len()), segments.into_iter());
+        let segments = segments.into_iter().map(|(size, fd)| (size, Arc::new(fd)));
+        let (mut parts, mut segments) = (Vec::with_capacity(header.parts.len()), segments);
         for part in header.parts {
             let description: Description = part.memory.try_into()?;
             let arrays = part.arrays.map(|table| text_of(table, &mut tables, MAX_TABLE)).transpose()?;
@@ -134,12 +142,31 @@ impl Lease {
             let (runs, arrays) = (runs.collect(), Arc::new(arrays));
             parts.push(LeasedPart { name: part.name, description, digest: part.digest, arrays, runs });
         }
+        let whole = header.whole.then(|| Whole {
+            backend: backend.clone(),
+            created_ms,
+            owner,
+            metadata: metadata.clone(),
+            mode: header.mode,
+            lifetime: header.lifetime,
+            keep: header.keep,
+            parts: parts.iter().map(LeasedPart::whole).collect(),
+        });
+        let held = Arc::new(Held::new(header.token, name.clone(), version, id.clone(), whole));
+        connection.hold(&held);
+        let hold = Hold { connection: Arc::clone(connection), held };
         let created = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(created_ms));
         let created = created.unwrap_or(SystemTime::UNIX_EPOCH);
         Ok(Self { hold, name, version, id, created, owner, backend, metadata, parts })
     }
 
     about_its_version!();
+
+    /// Whether the broker counts this process among the readers, as far as is known: not between a break of the connection and the
+    /// moment when the lease was taken up again, not if it is [lost](super::Client::on_lost), and not in a fork. Does not block.
+    pub fn is_held(&self) -> bool {
+        self.hold.is_held()
+    }
 
     /// The backend of its memory: `cuda` or `host`.
     pub fn backend(&self) -> &str {
@@ -172,14 +199,7 @@ impl Lease {
     /// Driver calls, for each part: those of [`Imported::open`].
     pub fn open(self, driver: &Driver, device: Option<Selector>) -> Result<Object> {
         let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
-        if self.backend != driver.backend().as_str() {
-            let (theirs, own) = (&self.backend, driver.backend());
-            let message = format!("the memory of `{}` is on backend {theirs}, and this process uses {own}", self.name);
-            return Err(Error::Peer(crate::error::PeerError::Mismatch {
-                code: crate::error::ErrorCode::Backend,
-                message,
-            }));
-        }
+        check_backend(&self.name, &self.backend, driver)?;
         let Self { hold, name, version, id, created, owner, metadata, parts, .. } = self;
         let mut opened = Vec::with_capacity(parts.len());
         for part in parts {
@@ -191,17 +211,32 @@ impl Lease {
             let mapped = part.map(&device).inspect_err(|error| hold.report(error))?;
             opened.push(mapped);
         }
-        Ok(Object { parts: opened, name, version, id, created, owner, metadata, _hold: hold })
+        Ok(Object {
+            parts: opened,
+            name,
+            version,
+            id,
+            created,
+            owner,
+            metadata,
+            hold: Some(hold),
+            layout: Layout::default(),
+        })
     }
 }
 
 impl Hold {
+    /// Whether the broker counts it, as far as is known.
+    fn is_held(&self) -> bool {
+        self.connection.counts(&self.held)
+    }
+
     /// Reports memory that is not as claimed.
-    fn report(&self, error: &Error) {
+    pub(super) fn report(&self, error: &Error) {
         let lacks_memory = matches!(error, Error::Driver { code: code::OUT_OF_MEMORY, .. });
         let blamed = matches!(error, Error::Peer(_) | Error::Driver { .. }) && !lacks_memory;
         if blamed {
-            let report = Report { token: self.token, message: error.in_full() };
+            let report = Report { token: self.held.token, message: error.in_full() };
             // A report that does not arrive changes nothing here.
             let _ = self.connection.send(&Message::Report(report), &[]);
         }
@@ -231,21 +266,40 @@ impl LeasedPart {
 
     /// The segments, each with its size in bytes and its descriptor, which the caller then owns: to import them by other means.
     pub fn into_segments(self) -> Vec<(u64, OwnedFd)> {
-        self.runs.into_iter().flat_map(|run| run.segments).collect()
+        self.runs.into_iter().flat_map(|run| run.segments).map(|(size, fd)| (size, owned(fd))).collect()
+    }
+
+    /// What it takes to offer it back.
+    fn whole(&self) -> WholePart {
+        let segments = self.runs.iter().flat_map(|run| &run.segments);
+        WholePart {
+            name: self.name.clone(),
+            description: self.description.clone(),
+            digest: self.digest.clone(),
+            arrays: Arc::clone(&self.arrays),
+            segments: segments.map(|(size, fd)| (*size, Arc::downgrade(fd))).collect(),
+        }
     }
 
     fn map(self, device: &Device) -> Result<ObjectPart> {
         let Self { name, description, digest, arrays, runs } = self;
         let (mut memory, mut remains) = (Vec::with_capacity(runs.len()), Vec::with_capacity(runs.len()));
-        for Run { part, segments } in runs {
-            let mut importing = Importing::begin(device, &description, &part, Access::ReadOnly)?;
-            let (sizes, fds): (Vec<u64>, Vec<OwnedFd>) = segments.into_iter().unzip();
-            importing.take(&sizes, fds)?;
-            let (imported, rest) = importing.finish()?;
+        for run in runs {
+            let (imported, rest) = run.map(device, &description)?;
             memory.push(Arc::new(imported));
             remains.push(rest);
         }
-        Ok(ObjectPart { name, description, digest, arrays, memory, _remains: remains, index: OnceLock::new() })
+        Ok(ObjectPart { name, description, digest, arrays, memory, remains, index: OnceLock::new() })
+    }
+}
+
+impl Run {
+    /// Maps it at addresses of the driver's choice. Also returns the handles and descriptors.
+    pub(super) fn map(self, device: &Device, description: &Description) -> Result<(Imported, Remains)> {
+        let mut importing = Importing::begin(device, description, &self.part, Access::ReadOnly)?;
+        let (sizes, fds): (Vec<u64>, Vec<Arc<OwnedFd>>) = self.segments.into_iter().unzip();
+        importing.take(&sizes, fds)?;
+        importing.finish()
     }
 }
 
@@ -255,18 +309,25 @@ impl LeasedPart {
 /// is gone. The broker then no longer counts this process among the readers.
 #[derive(Debug)]
 pub struct Object {
-    parts: Vec<ObjectPart>,
-    name: String,
-    version: u64,
-    id: String,
-    created: SystemTime,
-    owner: Owner,
-    metadata: Option<Attached>,
-    _hold: Hold,
+    pub(super) parts: Vec<ObjectPart>,
+    pub(super) name: String,
+    pub(super) version: u64,
+    pub(super) id: String,
+    pub(super) created: SystemTime,
+    pub(super) owner: Owner,
+    pub(super) metadata: Option<Attached>,
+    /// None once it was parked without it.
+    pub(super) hold: Option<Hold>,
+    pub(super) layout: Layout,
 }
 
 impl Object {
     about_its_version!();
+
+    /// Whether the broker counts this process among the readers: see [`Lease::is_held`].
+    pub fn is_held(&self) -> bool {
+        self.hold.as_ref().is_some_and(Hold::is_held)
+    }
 
     /// The parts that were asked for.
     pub fn parts(&self) -> &[ObjectPart] {
@@ -281,7 +342,8 @@ impl Object {
     /// The array of a name, in whichever part it is.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for.
+    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for; [`Error::Misuse`]
+    /// while it is [parked](Object::park).
     pub fn array(&self, name: &str) -> Result<Array> {
         let part = self.parts.iter().find(|part| part.entry(name).is_some());
         part.ok_or_else(|| no_array(name))?.array(name)
@@ -291,15 +353,15 @@ impl Object {
 /// A part of an [`Object`], mapped.
 #[derive(Debug)]
 pub struct ObjectPart {
-    name: String,
-    description: Description,
-    digest: Option<String>,
-    arrays: Arc<Vec<ArrayEntry>>,
-    memory: Vec<Arc<Imported>>,
-    /// The handles and descriptors of the segments. The memory does not need them, but to give them back takes as long as to map.
-    _remains: Vec<Remains>,
+    pub(super) name: String,
+    pub(super) description: Description,
+    pub(super) digest: Option<String>,
+    pub(super) arrays: Arc<Vec<ArrayEntry>>,
+    pub(super) memory: Vec<Arc<Imported>>,
+    /// The handles and descriptors of the segments of each piece: with them it is mapped again if another version can't take its place.
+    pub(super) remains: Vec<Remains>,
     /// Where each array is in the table, from the first look for one on.
-    index: OnceLock<HashMap<String, usize>>,
+    pub(super) index: OnceLock<HashMap<String, usize>>,
 }
 
 impl ObjectPart {
@@ -321,8 +383,9 @@ impl ObjectPart {
     /// Its memory: one piece, unless arrays were asked for that lie apart.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if it is several pieces: see [`ObjectPart::pieces`].
+    /// [`Error::Misuse`] if it is several pieces: see [`ObjectPart::pieces`]; and while the object is [parked](Object::park).
     pub fn memory(&self) -> Result<&Arc<Imported>> {
+        self.check_mapped()?;
         match self.memory.as_slice() {
             [memory] => Ok(memory),
             several => {
@@ -333,7 +396,8 @@ impl ObjectPart {
         }
     }
 
-    /// The pieces of its memory, in their order: [`Imported::start`] is where each begins.
+    /// The pieces of its memory, in their order: [`Imported::start`] is where each begins. While the object is [parked](Object::park)
+    /// they are of 0 bytes.
     pub fn pieces(&self) -> &[Arc<Imported>] {
         &self.memory
     }
@@ -346,8 +410,10 @@ impl ObjectPart {
     /// The array of a name.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for.
+    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for; [`Error::Misuse`]
+    /// while the object is [parked](Object::park).
     pub fn array(&self, name: &str) -> Result<Array> {
+        self.check_mapped()?;
         let mut descriptor = self.entry(name).ok_or_else(|| no_array(name))?.array.clone();
         let span = descriptor.span()?;
         let inside = |piece: &&Arc<Imported>| {
@@ -363,10 +429,42 @@ impl ObjectPart {
         Array::new(Arc::clone(piece) as Arc<dyn Region>, descriptor)
     }
 
+    fn check_mapped(&self) -> Result<()> {
+        match self.memory.iter().any(|piece| piece.is_parked()) {
+            false => Ok(()),
+            true => Err(Error::Misuse { problem: format!("part `{}` is parked: nothing is mapped", self.name) }),
+        }
+    }
+
     fn entry(&self, name: &str) -> Option<&ArrayEntry> {
         let index =
             self.index.get_or_init(|| (0..).zip(self.arrays.iter()).map(|(at, of)| (of.name.clone(), at)).collect());
         index.get(name).map(|at| &self.arrays[*at])
+    }
+}
+
+/// Checks that the memory of an object is a driver's.
+pub(super) fn check_backend(name: &str, backend: &str, driver: &Driver) -> Result<()> {
+    let own = driver.backend();
+    if backend == own.as_str() {
+        return Ok(());
+    }
+    let message = format!("the memory of `{name}` is on backend {backend}, and this process uses {own}");
+    Err(Error::Peer(crate::error::PeerError::Mismatch { code: crate::error::ErrorCode::Backend, message }))
+}
+
+/// The descriptor, or one of its own while it is being offered back.
+fn owned(mut fd: Arc<OwnedFd>) -> OwnedFd {
+    loop {
+        fd = match Arc::try_unwrap(fd) {
+            Ok(fd) => return fd,
+            Err(shared) => match shared.try_clone() {
+                Ok(fd) => return fd,
+                // There is none left. An offer takes no longer than a put.
+                Err(_) => shared,
+            },
+        };
+        thread::yield_now();
     }
 }
 

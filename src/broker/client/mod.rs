@@ -2,8 +2,14 @@
 
 mod connection;
 mod get;
+mod holdings;
 mod lease;
+mod metrics;
 mod put;
+mod reconnect;
+mod switch;
+mod watch;
+mod watcher;
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -15,8 +21,11 @@ use std::{
 use self::connection::{Connection, unexpected};
 pub use self::{
     get::{Claim, ClaimOf, Found, Get},
+    holdings::{LossReason, Lost, Restored},
     lease::{Lease, LeasedPart, Object, ObjectPart},
     put::{Condition, Put, PutPart},
+    switch::Prepared,
+    watch::{Watch, WatchPlace, Watched},
 };
 use super::name::check_name;
 use crate::{
@@ -26,7 +35,7 @@ use crate::{
     wire::{
         Check,
         broker::{
-            Delete, HeldLease, List, MAX_METADATA, Message, Published, Stat, Stop, Summary, Table, UserTotal,
+            Delete, HeldLease, List, MAX_METADATA, Message, Published, Stat, Summary, Table, Token, UserTotal,
             VersionInfo, Who,
         },
     },
@@ -35,8 +44,17 @@ use crate::{
 /// A connection to a broker. Clones are the same connection, on which one request waits for the other; leases and claims end with
 /// it, when the last clone and the last of them is dropped.
 ///
-/// Each call blocks until the broker has answered, for at most the config's timeout and the wait that it was given; then the
-/// connection can't be used any more. A refusal ([`Error::Broker`]) leaves it as it was. A fork must connect anew.
+/// Each call blocks until the broker has answered, for at most the config's timeout and the wait that it was given. A refusal
+/// ([`Error::Broker`]) leaves the connection as it was, any other error ends it, and the next call makes another one. A fork must connect
+/// anew.
+///
+/// A connection that breaks because the broker dies or is restarted is made again, within the config's timeout, and the request
+/// that was under way is sent again: a get with what is left of its wait, and a put or delete so that it is done once. Leases are taken up
+/// by the broker that was restarted with what it had. If it has lost that, the versions of which this process has all are offered
+/// back. [`Client::on_lost`] and [`Client::on_restored`] report what becomes of leases, [`Lease::is_held`] says it. Claims end.
+///
+/// While no request is made, a thread of this process does it, which starts with the first lease, or the first put of a name that goes
+/// with its maker: it sleeps in poll(2) and has a descriptor of its own. It blocks all signals and makes no driver call.
 #[derive(Debug, Clone)]
 pub struct Client(Arc<Connection>);
 
@@ -72,15 +90,35 @@ impl Client {
         Connection::connect(path, config).map(Arc::new).map(Self)
     }
 
-    /// A client over a socket that is connected to a broker.
+    /// A client over a socket that is connected to a broker. If that connection breaks it has ended: nothing says where to connect to.
     ///
     /// # Errors
     /// As [`Client::connect`].
     pub fn over(socket: OwnedFd, config: &Config) -> Result<Self> {
-        Connection::over(socket, config).map(Arc::new).map(Self)
+        Connection::over(socket, None, config).map(Arc::new).map(Self)
     }
 
-    /// The process at the other end.
+    /// As [`Client::connect`], over a socket that is connected to the path already.
+    #[cfg(feature = "tools")]
+    pub(crate) fn over_at(socket: OwnedFd, path: &Path, config: &Config) -> Result<Self> {
+        Connection::over(socket, Some(path), config).map(Arc::new).map(Self)
+    }
+
+    /// Calls this for each lease that the broker does not count any more, although this process has not ended it. What is mapped stays
+    /// mapped and valid. Each handler that is set is called.
+    ///
+    /// It is called on a thread of the connection's own, which meanwhile notices nothing else: it should return soon, and may make
+    /// requests. If it has a clone of this client, the connection never ends. Does not block.
+    pub fn on_lost(&self, call: impl Fn(&Lost) + Send + Sync + 'static) {
+        self.0.handle(|handlers| handlers.lost.push(Arc::new(call)));
+    }
+
+    /// Calls this for each lease that the broker counts again, after the connection broke: as [`Client::on_lost`] does.
+    pub fn on_restored(&self, call: impl Fn(&Restored) + Send + Sync + 'static) {
+        self.0.handle(|handlers| handlers.restored.push(Arc::new(call)));
+    }
+
+    /// The process at the other end: of a broker that was restarted another one from then on.
     pub fn peer(&self) -> Peer {
         self.0.peer()
     }
@@ -199,8 +237,13 @@ impl Client {
     /// [`Error::System`], [`Error::Interrupted`].
     pub fn delete(&self, name: &str) -> Result<()> {
         check_name(name)?;
-        match self.ask(&Message::Delete(Delete { name: name.to_owned(), request: None }))? {
-            (Message::Done(_), _) => Ok(()),
+        // Sent again after the connection broke, it deletes nothing twice.
+        let request = Some(new_token()?);
+        match self.ask(&Message::Delete(Delete { name: name.to_owned(), request }))? {
+            (Message::Done(_), _) => {
+                self.0.forget_put(name);
+                Ok(())
+            }
             (other, _) => Err(unexpected(&other, "done")),
         }
     }
@@ -210,20 +253,21 @@ impl Client {
     /// # Errors
     /// [`Error::Peer`], [`Error::System`].
     pub fn stop(&self) -> Result<()> {
-        self.0.send(&Message::Stop(Stop {}), &[])
+        self.0.stop()
     }
 
     /// Asks for what comes in one record.
     fn ask(&self, message: &Message) -> Result<(Message, Vec<OwnedFd>)> {
-        let mut exchange = self.0.request(message, &[], Duration::ZERO)?;
-        let answer = exchange.receive("for the broker's answer")?;
-        exchange.finish();
-        Ok(answer)
+        self.0.request(Duration::ZERO, |exchange, _| {
+            exchange.send_first(message, &[])?;
+            exchange.receive("for the broker's answer")
+        })
     }
 }
 
 impl AsFd for Client {
-    /// Readable when the broker has closed the connection, while no request is under way.
+    /// Readable when the broker has closed the connection, while no request is under way. The descriptor stays the same when the
+    /// connection is made again; an epoll(7) must be given it anew then.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -232,6 +276,16 @@ impl AsFd for Client {
 /// The broker says that there is more, and gives nothing to go on from.
 fn endless() -> Error {
     ProtocolError::Content("a page without entries says that there are more".to_owned()).into()
+}
+
+/// What a request is called, so that it is done once.
+fn new_token() -> Result<Token> {
+    let mut bytes = [0; 16];
+    // Requests of up to 256 bytes are neither cut short nor interrupted once the pool is initialised. See getrandom(2).
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(_) => Ok(Token(bytes)),
+        Err(errno) => Err(Error::system("get random bytes", errno)),
+    }
 }
 
 fn milliseconds(time: Duration) -> u64 {

@@ -6,7 +6,10 @@ use std::{
     time::Duration,
 };
 
-use super::connection::{Connection, unexpected};
+use super::{
+    connection::{Connection, Exchange, unexpected},
+    holdings::{Held, Whole},
+};
 use crate::{
     broker::{
         name::{check_component, check_name},
@@ -19,7 +22,7 @@ use crate::{
         Check, MAX_FDS, Segments,
         broker::{
             self, ArrayEntry, Attached, Lifetime, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER,
-            MAX_METADATA, MAX_PARTS, MAX_SEGMENTS, Message, Published, Table,
+            MAX_METADATA, MAX_PARTS, MAX_SEGMENTS, Message, Published, Restore, Table, Token,
         },
     },
 };
@@ -206,71 +209,140 @@ fn invalid(message: String) -> Error {
 }
 
 /// Hands over what is put.
-pub(super) fn put(connection: &Connection, put: &Put<'_>) -> Result<Published> {
+pub(super) fn put(connection: &Arc<Connection>, put: &Put<'_>) -> Result<Published> {
     check(put)?;
-    let mut tables = Tables { room: MAX_INLINE_TOGETHER, attached: Vec::new() };
     let metadata = put.metadata.as_ref().map(Attached::of).transpose().map_err(unwritable)?;
-    if let Some(length) = metadata.as_ref().map(|text| text.as_str().len()).filter(|&n| n as u64 > MAX_METADATA) {
-        return Err(invalid(format!("the metadata has {length} bytes, and at most {MAX_METADATA} are allowed")));
+    let mut upload = Upload::of(put, metadata)?;
+    // Sent again after the connection broke, it publishes nothing twice.
+    let request = super::new_token()?;
+    upload.message.request = Some(request);
+    let published = connection.request(put.wait, |exchange, left| upload.send(exchange, left))?;
+    match put.lifetime {
+        Some(Lifetime::Maker | Lifetime::Leased) => connection.hold_put(&put.name, request),
+        // It has the lifetime that its name had.
+        None if put.condition != Condition::New => connection.hold_put(&put.name, request),
+        _ => connection.forget_put(&put.name),
     }
-    let metadata = metadata.map(|text| tables.add(text)).transpose()?;
-    let mut parts = Vec::with_capacity(put.parts.len());
-    for part in &put.parts {
-        let arrays = match part.arrays.as_slice() {
-            [] => None,
-            arrays => Some(tables.add(Attached::of(arrays).map_err(unwritable)?)?),
+    Ok(published)
+}
+
+/// Offers a version back that the broker has lost, with leases of it.
+pub(super) fn restore(
+    exchange: &mut Exchange<'_>,
+    held: &Held,
+    whole: &Whole,
+    segments: &[Vec<Arc<OwnedFd>>],
+    leases: &[Token],
+) -> Result<Published> {
+    let unknown = || invalid(format!("the backend `{}` is not known here", whole.backend));
+    let backends = [Backend::Cuda, Backend::Host];
+    let backend = backends.into_iter().find(|known| known.as_str() == whole.backend).ok_or_else(unknown)?;
+    let mut put = Put::new(held.name.as_str());
+    (put.mode, put.lifetime, put.keep) = (whole.mode, whole.lifetime, whole.keep);
+    for (part, fds) in whole.parts.iter().zip(segments) {
+        let segments =
+            part.segments.iter().map(|(size, _)| *size).zip(fds.iter().map(|fd| Segment::Borrowed(fd.as_fd())));
+        put.parts.push(PutPart {
+            name: part.name.clone(),
+            backend,
+            description: part.description.clone(),
+            segments: segments.collect(),
+            arrays: part.arrays.to_vec(),
+            digest: part.digest.clone(),
+        });
+    }
+    check(&put)?;
+    let mut upload = Upload::of(&put, whole.metadata.clone())?;
+    upload.message.request = Some(super::new_token()?);
+    upload.message.restore = Some(Restore {
+        version: held.version,
+        id: held.id.clone(),
+        created_ms: whole.created_ms,
+        owner: whole.owner,
+        leases: leases.to_vec(),
+    });
+    upload.send(exchange, Duration::ZERO)
+}
+
+/// What is put, as it is sent.
+struct Upload<'a> {
+    message: Box<broker::Put>,
+    tables: Vec<OwnedFd>,
+    /// Of all parts.
+    segments: Vec<(u64, &'a Segment<'a>)>,
+}
+
+impl<'a> Upload<'a> {
+    fn of(put: &'a Put<'_>, metadata: Option<Attached>) -> Result<Self> {
+        let mut tables = Tables { room: MAX_INLINE_TOGETHER, attached: Vec::new() };
+        if let Some(length) = metadata.as_ref().map(|text| text.as_str().len()).filter(|&n| n as u64 > MAX_METADATA) {
+            return Err(invalid(format!("the metadata has {length} bytes, and at most {MAX_METADATA} are allowed")));
+        }
+        let metadata = metadata.map(|text| tables.add(text)).transpose()?;
+        let mut parts = Vec::with_capacity(put.parts.len());
+        for part in &put.parts {
+            let arrays = match part.arrays.as_slice() {
+                [] => None,
+                arrays => Some(tables.add(Attached::of(arrays).map_err(unwritable)?)?),
+            };
+            let (name, digest) = (part.name.clone(), part.digest.clone());
+            parts.push(broker::PutPart { name, memory: (&part.description).into(), arrays, digest });
+        }
+        let tables = tables.attached;
+        let of_part = |part: &'a PutPart<'_>| part.segments.iter().map(|(size, segment)| (*size, segment));
+        let segments: Vec<(u64, &Segment<'_>)> = put.parts.iter().flat_map(of_part).collect();
+        let first = segments.len().min(MAX_FDS - tables.len());
+        let (replace, if_version) = match put.condition {
+            Condition::New => (false, None),
+            Condition::Any => (true, None),
+            Condition::Version(version) => (true, Some(version)),
         };
-        let (name, digest) = (part.name.clone(), part.digest.clone());
-        parts.push(broker::PutPart { name, memory: (&part.description).into(), arrays, digest });
+        let message = Box::new(broker::Put {
+            name: put.name.clone(),
+            replace,
+            if_version,
+            announced: put.announced.clone(),
+            group: put.group.clone(),
+            wait_ms: (!put.wait.is_zero()).then(|| super::milliseconds(put.wait)),
+            backend: put.parts.first().map_or(broker::NO_BACKEND, |part| part.backend.as_str()).to_owned(),
+            parts,
+            metadata,
+            mode: put.mode,
+            lifetime: put.lifetime,
+            keep: put.keep,
+            request: None,
+            restore: None,
+            sizes: segments[..first].iter().map(|(size, _)| *size).collect(),
+        });
+        Ok(Self { message, tables, segments })
     }
-    let attached = tables.attached;
-    let segments: Vec<(u64, &Segment<'_>)> =
-        put.parts.iter().flat_map(|part| part.segments.iter().map(|(size, segment)| (*size, segment))).collect();
-    let (first, rest) = segments.split_at(segments.len().min(MAX_FDS - attached.len()));
-    let (replace, if_version) = match put.condition {
-        Condition::New => (false, None),
-        Condition::Any => (true, None),
-        Condition::Version(version) => (true, Some(version)),
-    };
-    let message = Message::Put(Box::new(broker::Put {
-        name: put.name.clone(),
-        replace,
-        if_version,
-        announced: put.announced.clone(),
-        group: put.group.clone(),
-        wait_ms: (!put.wait.is_zero()).then(|| super::milliseconds(put.wait)),
-        backend: put.parts.first().map_or(broker::NO_BACKEND, |part| part.backend.as_str()).to_owned(),
-        parts,
-        metadata,
-        mode: put.mode,
-        lifetime: put.lifetime,
-        keep: put.keep,
-        request: None,
-        restore: None,
-        sizes: first.iter().map(|(size, _)| *size).collect(),
-    }));
-    let fds: Vec<BorrowedFd<'_>> =
-        attached.iter().map(AsFd::as_fd).chain(first.iter().map(|(_, segment)| segment.as_fd())).collect();
-    let mut exchange = connection.request(&message, &fds, put.wait)?;
-    if !rest.is_empty() {
-        match exchange.receive("for room for the segments")? {
-            (Message::Send(_), _) => {}
-            (other, _) => return Err(unexpected(&other, "send")),
+
+    /// Sends all of it, and waits until it is published: for other parts, if it is one of several, as long as is left.
+    fn send(&mut self, exchange: &mut Exchange<'_>, left: Duration) -> Result<Published> {
+        self.message.wait_ms = self.message.wait_ms.map(|_| super::milliseconds(left));
+        let (first, rest) = self.segments.split_at(self.message.sizes.len());
+        let fds = self.tables.iter().map(AsFd::as_fd).chain(first.iter().map(|(_, segment)| segment.as_fd()));
+        let fds: Vec<BorrowedFd<'_>> = fds.collect();
+        exchange.send_first(&Message::Put(self.message.clone()), &fds)?;
+        if !rest.is_empty() {
+            match exchange.receive("for room for the segments")? {
+                (Message::Send(_), _) => {}
+                // It was published before the connection broke.
+                (Message::Published(published), _) => return Ok(published),
+                (other, _) => return Err(unexpected(&other, "send")),
+            }
+            let mut at = first.len();
+            for some in rest.chunks(MAX_FDS) {
+                let sizes = some.iter().map(|(size, _)| *size).collect();
+                let fds: Vec<BorrowedFd<'_>> = some.iter().map(|(_, segment)| segment.as_fd()).collect();
+                exchange.send(&Message::Segments(Segments { first: at as u64, sizes }), &fds)?;
+                at += some.len();
+            }
         }
-        let mut at = first.len();
-        for some in rest.chunks(MAX_FDS) {
-            let sizes = some.iter().map(|(size, _)| *size).collect();
-            let fds: Vec<BorrowedFd<'_>> = some.iter().map(|(_, segment)| segment.as_fd()).collect();
-            exchange.send(&Message::Segments(Segments { first: at as u64, sizes }), &fds)?;
-            at += some.len();
+        match exchange.receive("for the object to be published")? {
+            (Message::Published(published), _) => Ok(published),
+            (other, _) => Err(unexpected(&other, "published")),
         }
-    }
-    match exchange.receive("for the object to be published")? {
-        (Message::Published(published), _) => {
-            exchange.finish();
-            Ok(published)
-        }
-        (other, _) => Err(unexpected(&other, "published")),
     }
 }
 

@@ -12,6 +12,8 @@
 
 mod notice;
 mod passed;
+#[cfg(test)]
+mod tests;
 
 use std::{
     collections::VecDeque,

@@ -35,7 +35,7 @@ impl KeptHere {
 }
 
 /// Receives one datagram of this user or root, if one has come. Of other users it is ignored.
-pub(super) fn receive(socket: &UnixDatagram) -> io::Result<Option<(String, Vec<OwnedFd>)>> {
+pub(in crate::broker) fn receive(socket: &UnixDatagram) -> io::Result<Option<(String, Vec<OwnedFd>)>> {
     loop {
         let mut text = [0; LONGEST];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253), ScmCredentials(1))];

@@ -31,6 +31,7 @@ use nix::{
 use rustix::process::{PidfdFlags, pidfd_open};
 
 use self::kept::KeptHere;
+pub(super) use self::kept::receive;
 use super::store::{Inherited, LIFE, NOTIFY, Notice, read_notice};
 use crate::{
     channel::{Cancel, Listener},
@@ -337,7 +338,7 @@ impl Supervisor {
     /// Reads all that the server has sent.
     fn read_notices(&mut self) {
         loop {
-            let (text, fds) = match kept::receive(&self.notify) {
+            let (text, fds) = match receive(&self.notify) {
                 Ok(Some(notice)) => notice,
                 Ok(None) => return,
                 Err(error) => return complain(&format!("the server's word can't be read: {error}")),

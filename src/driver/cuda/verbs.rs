@@ -177,6 +177,13 @@ unsafe impl Verbs for CudaDriver {
         Ok(())
     }
 
+    #[cfg(feature = "broker")]
+    fn replace(&self, _: u64, _: u64, handle: Handle) -> Result<()> {
+        const CALL: &str = "replace";
+        let _known = self.core.known(CALL, handle)?;
+        Err(failure(CALL, code::NOT_SUPPORTED))
+    }
+
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
         let mut addresses = self.own("cuMemUnmap", address, size)?;
         // SAFETY: no pointers; no copy of this object is under way, and the driver refuses to unmap in part.

@@ -105,6 +105,32 @@ impl Reserved {
         }
     }
 
+    /// Maps a memfd of the same size in the place of a mapping, with its access. If it fails, the addresses are reserved and nothing is
+    /// mapped there, or they are lost.
+    ///
+    /// # Safety
+    /// No thread accesses the mapping as something that does not change.
+    #[cfg(feature = "broker")]
+    pub(super) unsafe fn replace(&mut self, start: u64, memfd: impl AsFd, immutable: bool) -> nix::Result<()> {
+        let Some(Mapped { size, access, .. }) = self.mapped.remove(&start) else { return Err(Errno::EINVAL) };
+        let sharing = if immutable { MapFlags::MAP_PRIVATE } else { MapFlags::MAP_SHARED };
+        let over = |start, length| {
+            // SAFETY: it was a whole mapping of this object, and the caller's promise.
+            unsafe { mmap(Some(start), length, protection(access), sharing | MapFlags::MAP_FIXED, &memfd, 0) }
+        };
+        match replace(start, size, over) {
+            Replaced::Done => {
+                self.mapped.insert(start, Mapped { size, access, immutable });
+                Ok(())
+            }
+            Replaced::Reserved(errno) => Err(errno),
+            Replaced::Lost(errno) => {
+                self.lose(start..start + size);
+                Err(errno)
+            }
+        }
+    }
+
     /// Turns the addresses of a mapping back into reserved ones. If it fails, they are lost, with the memory mapped or not.
     ///
     /// # Safety

@@ -152,6 +152,29 @@ unsafe impl Verbs for HostDriver {
         reserved.map(address, size, &memory.memfd, memory.immutable).map_err(|errno| from_errno(CALL, errno))
     }
 
+    #[cfg(feature = "broker")]
+    fn replace(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
+        const CALL: &str = "host replace";
+        self.origin.check()?;
+        let invalid = || failure(CALL, code::INVALID_VALUE);
+        let mut state = self.write();
+        let State { handles, reservations, .. } = &mut *state;
+        let memory = handles.get(&handle).ok_or_else(invalid)?;
+        let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
+        let mapped = reserved.mapped.get(&address).filter(|mapped| mapped.size == size).ok_or_else(invalid)?;
+        if size != memory.size {
+            return Err(failure(CALL, code::NOT_SUPPORTED));
+        }
+        // The kernel would allow it, on pages of this process's own.
+        let written = memory.immutable && mapped.access == Some(Access::ReadWrite);
+        if written || self.space.windows.touch(address, size) {
+            return Err(invalid());
+        }
+        // SAFETY: copies of all threads hold the lock for reading and look it up there, so none is under way. No window is open on it,
+        // nor opened without the lock.
+        unsafe { reserved.replace(address, &memory.memfd, memory.immutable) }.map_err(|errno| from_errno(CALL, errno))
+    }
+
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
         const CALL: &str = "host unmap";
         self.origin.check()?;

@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::{
+    broker::Switching,
     producer::until_asleep,
     protocol::{ConsumerRequest, ConsumerResponse, Method},
     stats::{now, us},
@@ -38,6 +39,8 @@ struct Consumer<'a> {
     /// The object that was got last, until the next request.
     object: Option<Object>,
     pool: Option<PoolHandle>,
+    /// Two objects at the same addresses, until a request closes them.
+    switching: Option<Switching>,
 }
 
 /// Memory of several segments that was opened by the driver's calls.
@@ -63,6 +66,7 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
         segments: None,
         broker: None,
         object: None,
+        switching: None,
     };
     loop {
         let request = line.receive()?;
@@ -113,8 +117,19 @@ impl Consumer<'_> {
                 self.line.receive_bare(&mut [0; 8192])?;
                 Ok(ConsumerResponse::Ready)
             }
-            // It is closed before each request.
-            ConsumerRequest::Close => Ok(ConsumerResponse::Ready),
+            ConsumerRequest::Switch { method } => {
+                let switching = match (&mut self.switching, &self.broker) {
+                    (Some(switching), _) => switching,
+                    (empty, Some(client)) => empty.insert(Switching::open(client, &self.driver, &self.device)?),
+                    (None, None) => return not_prepared(),
+                };
+                Ok(ConsumerResponse::Got { us: switching.measure(*method)? })
+            }
+            // All else is closed before each request.
+            ConsumerRequest::Close => {
+                self.switching.take().map_or(Ok(()), Switching::close)?;
+                Ok(ConsumerResponse::Ready)
+            }
             ConsumerRequest::Release => {
                 let Some(subscriber) = &mut self.subscriber else { return Ok(ConsumerResponse::Ready) };
                 self.line.send(&ConsumerResponse::Ready)?;

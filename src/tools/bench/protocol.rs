@@ -49,6 +49,10 @@ pub(super) enum Method {
     Put,
     /// The same, of memory in several segments.
     PutSegments,
+    /// Other memory at the same addresses, by the driver's calls.
+    SwitchBare,
+    /// The same, by an object of the broker.
+    Switch,
 }
 
 /// From the measuring process to the producer, or to the single process.
@@ -203,6 +207,8 @@ pub(super) enum ConsumerRequest {
     Broker { socket: PathBuf },
     /// Get an object of the broker, and one of its arrays if one is named.
     Get { name: String, array: Option<String> },
+    /// Put the other of two objects at the addresses of the one that is mapped there.
+    Switch { method: Method },
     /// Take a record, and close its descriptors.
     Take,
     /// Let the session withdraw a buffer.

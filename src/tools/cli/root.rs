@@ -7,7 +7,10 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use super::{
     Consume, Produce, Session,
     bench::BenchOptions,
-    broker::{GetOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions, WhoOptions},
+    broker::{
+        ExporterOptions, GetOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions, WatchOptions,
+        WhoOptions,
+    },
     conform::ConformOptions,
     devices::DevicesOptions,
     doctor::DoctorOptions,
@@ -51,6 +54,10 @@ enum Command {
     #[command(disable_help_flag = true)]
     Who(WhoOptions),
     #[command(disable_help_flag = true)]
+    Watch(WatchOptions),
+    #[command(disable_help_flag = true)]
+    Exporter(ExporterOptions),
+    #[command(disable_help_flag = true)]
     Doctor(DoctorOptions),
     #[command(disable_help_flag = true)]
     Devices(DevicesOptions),
@@ -68,7 +75,7 @@ enum Command {
 }
 
 /// The commands, for the JSON of bad usage.
-const NAMES: [&str; 15] = [
+const NAMES: [&str; 17] = [
     "produce",
     "consume",
     ServeOptions::NAME,
@@ -78,6 +85,8 @@ const NAMES: [&str; 15] = [
     StatOptions::NAME,
     RmOptions::NAME,
     WhoOptions::NAME,
+    WatchOptions::NAME,
+    ExporterOptions::NAME,
     DoctorOptions::NAME,
     DevicesOptions::NAME,
     BenchOptions::NAME,
@@ -119,6 +128,8 @@ pub fn main() -> ExitCode {
             Command::Stat(stat) => run_tool(stat),
             Command::Rm(rm) => run_tool(rm),
             Command::Who(who) => run_tool(who),
+            Command::Watch(watch) => run_tool(watch),
+            Command::Exporter(exporter) => run_tool(exporter),
             Command::Doctor(doctor) => run_tool(doctor),
             Command::Devices(devices) => run_tool(devices),
             Command::Bench(bench) => run_tool(bench),

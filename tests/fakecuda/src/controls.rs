@@ -11,7 +11,9 @@
 //! | `FAKECUDA_FABRIC=1` | memory for fabric handles is made, and exported; 0, the default, is that there is no IMEX channel |
 //! | `FAKECUDA_FREE=4194304` | how many bytes each device has free while nothing is allocated |
 //! | `FAKECUDA_GRANULARITY=4194304` | the granularity in bytes, from `cuInit` on: a power of two, at least 4096 |
+//! | `FAKECUDA_MIG=1` | NVML knows each device as a MIG instance of a GPU; 0, the default, as a GPU |
 //! | `FAKECUDA_PEERS=0` | no device can access another; 1, the default, is that all can |
+//! | `FAKECUDA_PERSISTENCE=0` | NVML reports persistence mode as off; 1, the default, is on |
 //! | `FAKECUDA_RDMA=0` | memory is made without `gpuDirectRDMACapable` where that is asked for; 1, the default, is with it |
 //! | `FAKECUDA_LOG=path` | every call is appended to that file, as `pid name`, before it is done |
 //!
@@ -47,6 +49,8 @@ pub(crate) struct Settings {
     pub(crate) granularity: u64,
     pub(crate) peers: bool,
     pub(crate) fabric: bool,
+    pub(crate) mig: bool,
+    pub(crate) persistence: bool,
     pub(crate) rdma: bool,
     pub(crate) events_fail: bool,
 }
@@ -71,6 +75,8 @@ static SETTINGS: LazyLock<Mutex<Settings>> = LazyLock::new(|| {
         granularity: vmmfd::driver::GRANULARITY,
         peers: true,
         fabric: false,
+        mig: false,
+        persistence: true,
         rdma: true,
         events_fail: false,
     };
@@ -153,6 +159,8 @@ impl Settings {
             }
             "FAKECUDA_PEERS" => switch(value).map(|on| self.peers = on),
             "FAKECUDA_FABRIC" => switch(value).map(|on| self.fabric = on),
+            "FAKECUDA_MIG" => switch(value).map(|on| self.mig = on),
+            "FAKECUDA_PERSISTENCE" => switch(value).map(|on| self.persistence = on),
             "FAKECUDA_RDMA" => switch(value).map(|on| self.rdma = on),
             "FAKECUDA_EVENTS_FAIL" => switch(value).map(|on| self.events_fail = on),
             "FAKECUDA_LOG" => {

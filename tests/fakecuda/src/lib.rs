@@ -103,16 +103,18 @@ macro_rules! exports {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $type),*) -> c_uint {
             let answer = move || -> Answer { $body };
-            match controls::before(stringify!($name)).and_then(|()| answer()) {
+            match $crate::controls::before(stringify!($name)).and_then(|()| answer()) {
                 Ok(()) => 0,
                 Err(code) => {
-                    emulated::failed(stringify!($name));
+                    $crate::emulated::failed(stringify!($name));
                     code
                 }
             }
         }
     )*};
 }
+// Behind the macro, which it uses.
+mod nvml;
 
 // SAFETY of every block below: a caller of the driver API promises that a pointer is null or good for what the function
 // of this name reads or writes, and null was refused before.

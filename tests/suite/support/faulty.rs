@@ -27,6 +27,8 @@ use super::Inode;
 pub(crate) enum Fault {
     /// The nth from now, of those that take something or work with it. What gives back does not count.
     Nth(u64),
+    /// That one and all such calls after it.
+    From(u64),
     /// Every call of this verb.
     Verb(&'static str),
 }
@@ -160,7 +162,11 @@ impl Faulty {
                 *left = left.wrapping_sub(1);
                 *left == 0
             }
-            Fault::Nth(_) => false,
+            Fault::From(left) if !GIVE_BACK.contains(&verb) => {
+                *left = left.saturating_sub(1);
+                *left == 0
+            }
+            Fault::Nth(_) | Fault::From(_) => false,
             Fault::Verb(name) => *name == verb,
         };
         if !fails {
@@ -261,6 +267,17 @@ unsafe impl Verbs for Faulty {
         self.inner.map(address, size, offset, handle)?;
         self.ledger().mappings.insert(address, size);
         Ok(())
+    }
+
+    fn replace(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
+        self.meet("replace")?;
+        let known = self.ledger().mappings.remove(&address);
+        let answer = self.inner.replace(address, size, handle);
+        // The host backend says which mappings there are: after a failure it may be this one or none.
+        if answer.is_ok() || self.inner.extent(0, address).is_ok() {
+            self.ledger().mappings.extend(known.map(|size| (address, size)));
+        }
+        answer
     }
 
     fn unmap(&self, address: u64, size: u64) -> Result<()> {

@@ -2,6 +2,7 @@
 
 use std::{os::fd::AsFd, path::Path, sync::Arc, time::Instant};
 
+use super::switching::OBJECTS;
 use crate::{
     array::{ArrayDescriptor, ElementType, Order},
     broker::{ArrayEntry, Client, Put, PutPart},
@@ -57,6 +58,15 @@ impl Maker {
                 Method::Get => (PLAIN, 0),
                 Method::GetOneArray => (ONE_ARRAY, 1),
                 Method::GetManyArrays => (MANY_ARRAYS, ARRAYS),
+                Method::Switch => {
+                    // The second goes on in the broker alone.
+                    let other = Shared::create(shared.device(), Spec::vmm(shared.size()))?;
+                    for (name, memory) in OBJECTS.into_iter().zip([&**shared, &other]) {
+                        self.client.put(&Put::new(name).part(PutPart::of(PART, memory)?))?;
+                        self.objects.push(name);
+                    }
+                    continue;
+                }
                 Method::SendSegments | Method::PutSegments if self.segments.is_none() => {
                     let (device, unit) = (shared.device(), shared.device().granularity()?);
                     self.segments = Some(Shared::create(device, Spec::vmm(SEGMENTS * unit).chunk(unit))?);
@@ -82,6 +92,7 @@ impl Maker {
             Method::SendSegments => send(consumer, self.segments()?),
             Method::Put => self.put(self.shared()?),
             Method::PutSegments => self.put(self.segments()?),
+            Method::SwitchBare | Method::Switch => got(consumer, &ConsumerRequest::Switch { method }),
             _ => return Ok(None),
         }
         .map(Some)
@@ -112,7 +123,12 @@ impl Maker {
 }
 
 fn get(consumer: &ConsumerHandle, name: &str, array: Option<String>) -> Result<f64> {
-    consumer.process.send(&ConsumerRequest::Get { name: name.to_owned(), array })?;
+    got(consumer, &ConsumerRequest::Get { name: name.to_owned(), array })
+}
+
+/// The time that a request took the consumer.
+fn got(consumer: &ConsumerHandle, request: &ConsumerRequest) -> Result<f64> {
+    consumer.process.send(request)?;
     match consumer.process.receive()? {
         ConsumerResponse::Got { us } => Ok(us),
         ConsumerResponse::Failed(failure) => Err(failure.of(consumer.process.name())),

@@ -8,6 +8,7 @@ mod exports;
 mod load;
 mod maker;
 mod server;
+mod switching;
 
 use std::path::Path;
 
@@ -20,6 +21,7 @@ pub(super) use self::{
     client::{ClientResponse, serve_client},
     maker::Maker,
     server::serve,
+    switching::Switching,
 };
 use super::{
     handoff::take_turns,
@@ -64,6 +66,12 @@ const ARRAYS_AT_MOST: f64 = 3.0;
 const PUT_AT_MOST: f64 = 60.0;
 const SEGMENT_AT_MOST: f64 = 5.0;
 
+/// Sizes of memory that other memory takes the addresses of.
+const SWITCH_SIZES: [u64; 3] = [2 << 20, 1 << 30, 8 << 30];
+
+/// How much longer a switch may take than the driver's calls for it.
+const SWITCH_AT_MOST: f64 = 1.2;
+
 pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
     let folder = temporary_folder(FOLDER)?;
     let (emulated, capacity) = compare(run, folder.path())?;
@@ -105,6 +113,19 @@ fn compare(run: &mut BenchRun<'_>, folder: &Path) -> Result<(bool, Capacity)> {
     if fits(run, "arrays and put", small + SEGMENTS * unit, capacity) {
         arrays(run, &producer, small)?;
         puts(run, &producer, small)?;
+    }
+    let default = match run.plan.backend {
+        Backend::Cuda => &SWITCH_SIZES[..],
+        Backend::Host => &HOST_SIZES[..],
+    };
+    for size in run.sizes(default, capacity) {
+        if size > capacity.usable / 2 {
+            let usable = about(capacity.usable);
+            run.leave_out(format!("broker switch at {}: it takes as much again, and there are {usable}", about(size)));
+            continue;
+        }
+        switches(run, &producer, size)?;
+        broker.wait_for_descriptors(run, idle)?;
     }
     Ok((emulated, capacity))
 }
@@ -153,6 +174,17 @@ fn puts(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64) -> Result<()
     let several = |what: &str| format!("{what} of {SEGMENTS} segments");
     let names = ["send".to_owned(), "put".to_owned(), several("send"), several("put")];
     run.add(Bench::Broker, 0, names.into_iter().zip(samples).collect(), "");
+    Ok(())
+}
+
+fn switches(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64) -> Result<()> {
+    let methods = [Method::SwitchBare, Method::Switch];
+    let samples = take_turns(run, producer, &format!("switching {}", about(size)), size, None, &methods)?;
+    let ratio = median(&samples[1]) / median(&samples[0]);
+    let name = "switch, of the driver's unmap, map and set access".to_owned();
+    figure(run, name, size, ratio, "x", Some(SWITCH_AT_MOST));
+    let names = ["unmap, map and set access", "switch"];
+    run.add(Bench::Broker, size, names.into_iter().map(str::to_owned).zip(samples).collect(), names[0]);
     Ok(())
 }
 

@@ -1,5 +1,6 @@
 //! The broker's commands: `serve`, and what a client does with objects.
 
+mod exporter;
 mod get;
 mod ls;
 mod put;
@@ -8,6 +9,7 @@ mod serve;
 mod stat;
 mod table;
 mod values;
+mod watch;
 mod who;
 
 use std::{path::PathBuf, time::Duration};
@@ -16,8 +18,8 @@ use clap::Args;
 use serde::Serialize;
 
 pub(super) use self::{
-    get::GetOptions, ls::LsOptions, put::PutOptions, rm::RmOptions, serve::ServeOptions, stat::StatOptions,
-    who::WhoOptions,
+    exporter::ExporterOptions, get::GetOptions, ls::LsOptions, put::PutOptions, rm::RmOptions, serve::ServeOptions,
+    stat::StatOptions, watch::WatchOptions, who::WhoOptions,
 };
 use super::{
     Output,
@@ -76,7 +78,7 @@ impl MeetBroker {
             Err(Error::Socket(SocketError::NotAccepted { .. })) => connect(self.timeout)?.0,
             connected => connected?.0,
         };
-        Client::over(socket, &config)
+        Client::over_at(socket, &path, &config)
     }
 }
 

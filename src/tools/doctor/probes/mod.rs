@@ -5,6 +5,7 @@ mod held_descriptor;
 mod killed_owner;
 mod machine;
 mod one_process;
+mod persistence;
 mod two_devices;
 mod two_processes;
 
@@ -156,6 +157,12 @@ pub static PROBES: &[Probe] = &[
         "A descriptor alone does not keep memory: a broker can't.",
     )
     .whether("a descriptor alone keeps memory", &["cuMemImportFromShareableHandle", "cuMemMap"]),
+    probe(
+        "persistence",
+        ProbeFn::Device(persistence::persistence),
+        "the driver keeps the device's state, and so a broker's memory, while no process uses the device",
+        "It can't be found out whether the driver keeps the device's state.",
+    ),
     probe(
         "export-cost",
         ProbeFn::Device(one_process::export_cost),

@@ -60,17 +60,28 @@ pub(super) const SOCKET: &[Rule] = &[
 ];
 
 /// The rules of its memory, of errors that no other rule explains.
-pub(super) const MEMORY: &[Rule] = &[Rule {
-    name: "descriptor-not-kept",
-    symptom: "`held-descriptor` fails at `cuMemImportFromShareableHandle`, `cuMemMap`, or as the bytes changed",
-    cause: "The driver freed memory with the process that made it, although another process held its descriptor.",
-    remedy: "Do not rely on a broker here: let the memory's maker live, or a process that has imported it, and see \
-                 whether a newer driver, or the machine outside of this container or sandbox, keeps it.",
-    matches: |finding, _, _| {
-        let lost = ["cuMemImportFromShareableHandle", "cuMemMap"].iter().any(|call| is_call(finding, call));
-        is_of(finding, &["held-descriptor"]) && finding.status == Status::Failed && (lost || !has_error(finding))
+pub(super) const MEMORY: &[Rule] = &[
+    Rule {
+        name: "persistence-off",
+        symptom: "`persistence` is not offered: persistence mode is off",
+        cause: "Persistence mode is off, so the driver drops the device's state, with memory that only descriptors hold, when \
+                the last process that has the device open ends.",
+        remedy: "On the machine itself run `nvidia-persistenced`, or `nvidia-smi -pm 1` as root, where a broker keeps memory: \
+                 until then it stays only while some process has the device open.",
+        matches: |finding, _, _| is_of(finding, &["persistence"]) && finding.status == Status::Unsupported,
     },
-}];
+    Rule {
+        name: "descriptor-not-kept",
+        symptom: "`held-descriptor` fails at `cuMemImportFromShareableHandle`, `cuMemMap`, or as the bytes changed",
+        cause: "The driver freed memory with the process that made it, although another process held its descriptor.",
+        remedy: "Do not rely on a broker here: let the memory's maker live, or a process that has imported it, and see \
+                     whether a newer driver, or the machine outside of this container or sandbox, keeps it.",
+        matches: |finding, _, _| {
+            let lost = ["cuMemImportFromShareableHandle", "cuMemMap"].iter().any(|call| is_call(finding, call));
+            is_of(finding, &["held-descriptor"]) && finding.status == Status::Failed && (lost || !has_error(finding))
+        },
+    },
+];
 
 /// Whether the probe found this problem with the broker's socket.
 fn has(finding: &Finding, problem: &str) -> bool {

@@ -340,6 +340,16 @@ fn cases() -> Vec<(&'static str, Input, Input)> {
             (finding("memory-returned", Status::Failed, None), plain()),
         ),
         (
+            "persistence-off",
+            (finding("persistence", Status::Unsupported, None), plain()),
+            (finding("held-descriptor", Status::Unsupported, None), plain()),
+        ),
+        (
+            "persistence-off",
+            (finding("persistence", Status::Unsupported, None), plain()),
+            (finding("persistence", Status::Failed, None), plain()),
+        ),
+        (
             "killed",
             (said("memory", "signal", "ended by SIGKILL"), plain()),
             (said("memory", "system", "SIGKILL failed"), plain()),

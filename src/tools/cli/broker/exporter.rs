@@ -1,0 +1,181 @@
+//! `exporter`: the broker's figures for Prometheus.
+
+use std::{
+    io::{self, Write},
+    net::{SocketAddr, TcpListener},
+    path::PathBuf,
+    time::Duration,
+};
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{MeetBroker, SCHEMA};
+use crate::{
+    broker::{Client, Metrics},
+    channel::{Cancel, broker_socket_path},
+    error::{Error, Result},
+    tools::{
+        cli::{
+            Exit, Output, Tool, ToolOutput,
+            exit::exit_codes,
+            options::{parse_timeout, parse_uid},
+            output::{Progress, complain, json_line},
+        },
+        exporter::{
+            http::{Request, Response, Status, serve},
+            text::{Format, render},
+        },
+        stamp,
+    },
+};
+
+/// Serves the figures of a broker over HTTP, for Prometheus
+///
+/// GET /metrics has them as text; while the broker does not answer, only `vmmfd_up 0`. GET /healthz is 200 while the broker answers,
+/// and else 503 with the reason. It connects again when the broker restarts, and runs until SIGTERM or SIGINT. Memory by user and
+/// device is complete where it runs as the broker's user or root.
+///
+/// Once it accepts connections it prints one line, `exporter  listening  http://ADDRESS/metrics`, on stdout, or with --json on stderr.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("a signal ended it"))]
+pub(in super::super) struct ExporterOptions {
+    /// Address to listen on; port 0 is any free one
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:9464", help_heading = "HTTP")]
+    listen: SocketAddr,
+
+    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock]
+    #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
+    socket: Option<PathBuf>,
+
+    /// User that the broker may belong to, besides one's own and root; may be given several times
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
+    allow_uids: Vec<u32>,
+
+    /// Longest wait for each answer of the broker: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = parse_timeout, help_heading = "Meeting")]
+    timeout: Duration,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct ExporterReport {
+    schema: u32,
+    tool: String,
+    listen: String,
+    socket: String,
+    /// Requests that were answered, and those of them that the broker did not answer.
+    requests: u64,
+    unanswered: u64,
+}
+
+/// The connection to the broker, made when it is needed.
+struct Source<'a> {
+    meet: MeetBroker,
+    cancel: &'a Cancel,
+    client: Option<Client>,
+}
+
+impl Source<'_> {
+    /// Asks over the connection that there is, and if that is gone over a new one.
+    fn ask(&mut self) -> Result<Metrics> {
+        if let Some(client) = &self.client {
+            match client.metrics() {
+                Ok(metrics) => return Ok(metrics),
+                Err(error) => {
+                    self.client = None;
+                    // A broker that does not answer has had its time.
+                    if matches!(error, Error::Peer(crate::error::PeerError::Timeout { .. }) | Error::Interrupted { .. })
+                    {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        let client = self.meet.connect(self.cancel)?;
+        let metrics = client.metrics()?;
+        self.client = Some(client);
+        Ok(metrics)
+    }
+}
+
+impl Tool for ExporterOptions {
+    const NAME: &'static str = "exporter";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let path = broker_socket_path(self.socket.as_deref())?;
+        let failed = |error| Error::system(format!("listen on {}", self.listen), error);
+        let listener = TcpListener::bind(self.listen).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        self.announce(address)?;
+        let meet =
+            MeetBroker { socket: Some(path.clone()), allow_uids: self.allow_uids.clone(), timeout: self.timeout };
+        let mut source = Source { meet, cancel, client: None };
+        let (mut requests, mut unanswered) = (0, 0);
+        let ended = serve(&listener, cancel, |request| {
+            requests += 1;
+            let (response, answered) = answer(request, || source.ask());
+            unanswered += u64::from(!answered);
+            response
+        });
+        match ended {
+            Err(Error::Interrupted { .. }) => {}
+            ended => ended?,
+        }
+        let report = ExporterReport {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            listen: address.to_string(),
+            socket: path.display().to_string(),
+            requests,
+            unanswered,
+        };
+        let text = if self.output.json { json_line(&report) } else { String::new() };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+impl ExporterOptions {
+    /// Prints that clients can connect. A closed pipe is not an error.
+    fn announce(&self, address: SocketAddr) -> io::Result<()> {
+        let line = format!("exporter  listening  http://{address}/metrics");
+        if self.output.json {
+            complain(&line);
+            return Ok(());
+        }
+        let mut stdout = io::stdout().lock();
+        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The answer to a request, and whether the broker had one where it was asked.
+fn answer(request: &Request, ask: impl FnOnce() -> Result<Metrics>) -> (Response, bool) {
+    match request.path.as_str() {
+        "/metrics" => {
+            let metrics = ask();
+            if let Err(error) = &metrics {
+                tracing::warn!(error = error.in_full(), "the broker does not answer");
+            }
+            let (answered, format) = (metrics.is_ok(), Format::asked(&request.accept));
+            let body = render(metrics.ok(), format);
+            (Response { status: Status::Ok, content_type: format.content_type(), body }, answered)
+        }
+        "/healthz" => match ask() {
+            Ok(_) => (Response::sentence(Status::Ok, "the broker answers"), true),
+            Err(error) => {
+                let sentence = format!("the broker does not answer: {}", error.in_full());
+                (Response::sentence(Status::Unavailable, &sentence), false)
+            }
+        },
+        _ => (Response::sentence(Status::NotFound, "here are /metrics and /healthz"), true),
+    }
+}

@@ -1,0 +1,172 @@
+//! The broker's figures in the text formats of Prometheus and of OpenMetrics.
+
+use std::{fmt, sync::Arc};
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text::encode},
+    metrics::MetricType,
+    registry::Registry,
+};
+
+use crate::{
+    broker::{Metrics, Room},
+    driver::{Backend, host},
+};
+
+/// A text format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::tools) enum Format {
+    /// Prometheus's own, version 0.0.4.
+    Plain,
+    /// OpenMetrics 1.0.0.
+    OpenMetrics,
+}
+
+impl Format {
+    /// The one that a client asks for by its `Accept`.
+    pub(in crate::tools) fn asked(accept: &str) -> Self {
+        let open = accept.split(',').any(|kind| kind.trim().starts_with("application/openmetrics-text"));
+        if open { Self::OpenMetrics } else { Self::Plain }
+    }
+
+    pub(in crate::tools) fn content_type(self) -> &'static str {
+        match self {
+            Self::Plain => "text/plain; version=0.0.4; charset=utf-8",
+            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        }
+    }
+}
+
+/// The figures as text: of a broker that does not answer, only that it does not.
+pub(in crate::tools) fn render(metrics: Option<Metrics>, format: Format) -> String {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Arc::new(Figures(metrics))));
+    let mut text = String::new();
+    // A String takes everything.
+    let _ = encode(&mut text, &registry);
+    match format {
+        Format::OpenMetrics => text,
+        Format::Plain => plain(&text),
+    }
+}
+
+/// The counters' names are other in the older format, whose types are those of the samples, and its end has no mark.
+fn plain(text: &str) -> String {
+    let mut out = String::with_capacity(text.len() + 64);
+    let counters: Vec<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter")).collect();
+    for line in text.lines().filter(|line| *line != "# EOF") {
+        let named = ["# HELP ", "# TYPE "].iter().find_map(|word| {
+            let (name, rest) = line.strip_prefix(word)?.split_once(' ')?;
+            counters.contains(&name).then(|| format!("{word}{name}_total {rest}"))
+        });
+        out.push_str(named.as_deref().unwrap_or(line));
+        out.push('\n');
+    }
+    out
+}
+
+#[derive(Debug)]
+struct Figures(Option<Metrics>);
+
+impl Collector for Figures {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut begin = Begin(&mut encoder);
+        begin.gauge("vmmfd_up", "Whether the broker answers")?.encode_gauge(&u32::from(self.0.is_some()))?;
+        let Some(metrics) = &self.0 else { return Ok(()) };
+        for (name, help, value) in [
+            ("vmmfd_objects", "Names that the broker has", metrics.objects),
+            ("vmmfd_versions", "Versions that the broker keeps, also without a name", metrics.versions),
+            ("vmmfd_leases", "Leases that are held", metrics.leases),
+            ("vmmfd_connections", "Connections to the broker, the exporter's own included", metrics.connections),
+            ("vmmfd_watchers", "Connections that wait for events", metrics.watchers),
+        ] {
+            begin.gauge(name, help)?.encode_gauge(&value)?;
+        }
+        let mut claimed = begin.gauge(
+            "vmmfd_claimed_bytes",
+            "Memory that the broker keeps, as its makers claim it, by device and by user of the name",
+        )?;
+        for total in &metrics.totals {
+            let uid = total.uid.to_string();
+            for of in &total.devices {
+                let backend = if of.device.name == host::DEVICE_NAME { Backend::Host } else { Backend::Cuda };
+                let device = of.device.uuid.prefixed(backend);
+                claimed
+                    .encode_family(&[("device", device.as_str()), ("uid", uid.as_str())])?
+                    .encode_gauge(&of.bytes)?;
+            }
+        }
+        room(
+            &mut begin.gauge("vmmfd_descriptors", "Open descriptors of the broker, and how many it may have")?,
+            &[],
+            metrics.descriptors,
+        )?;
+        let store = &metrics.store;
+        let kind = label(&store.kind);
+        room(
+            &mut begin
+                .gauge("vmmfd_stored_descriptors", "Descriptors in the store that outlives the broker's process")?,
+            &[("store", kind.as_str())],
+            Room { used: store.used, allowed: store.allowed },
+        )?;
+        let started = metrics.started_ms as f64 / 1e3;
+        begin
+            .gauge("vmmfd_start_time_seconds", "When the broker's process started, in seconds since 1970")?
+            .encode_gauge(&started)?;
+        begin
+            .begin("vmmfd_restarts", "Starts of a server with what another one had held", MetricType::Counter)?
+            .encode_counter::<NoLabelSet, _, f64>(&metrics.restarts, None)?;
+        let mut requests = begin.begin(
+            "vmmfd_requests",
+            "Requests that this process of the broker has answered",
+            MetricType::Counter,
+        )?;
+        for of in &metrics.requests {
+            let labels = [("verb", label(&of.verb)), ("outcome", label(&of.outcome))];
+            requests.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&of.count, None)?;
+        }
+        let mut seconds = begin.begin(
+            "vmmfd_request_seconds",
+            "How long the broker took to answer, waits that were asked for included",
+            MetricType::Histogram,
+        )?;
+        for of in &metrics.durations {
+            let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
+            let buckets: Vec<(f64, u64)> = bounds.zip(of.counts.iter().copied()).collect();
+            let count = of.counts.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
+            let labels = [("verb", label(&of.verb))];
+            let sum = of.sum_us as f64 / 1e6;
+            seconds.encode_family(&labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)?;
+        }
+        Ok(())
+    }
+}
+
+/// Begins metrics.
+struct Begin<'a, 'b>(&'a mut DescriptorEncoder<'b>);
+
+impl Begin<'_, '_> {
+    fn gauge<'s>(&'s mut self, name: &'s str, help: &str) -> Result<MetricEncoder<'s>, fmt::Error> {
+        self.begin(name, help, MetricType::Gauge)
+    }
+
+    fn begin<'s>(&'s mut self, name: &'s str, help: &str, kind: MetricType) -> Result<MetricEncoder<'s>, fmt::Error> {
+        self.0.encode_descriptor(name, help, None, kind)
+    }
+}
+
+/// How much of something is used and may be, as one gauge with a label.
+fn room(gauge: &mut MetricEncoder<'_>, labels: &[(&str, &str)], of: Room) -> fmt::Result {
+    for (state, value) in [("used", of.used), ("allowed", of.allowed)] {
+        let labels: Vec<(&str, &str)> = labels.iter().copied().chain([("state", state)]).collect();
+        gauge.encode_family(&labels)?.encode_gauge(&value)?;
+    }
+    Ok(())
+}
+
+/// A label's value from what the broker sent: the encoder escapes nothing.
+fn label(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() || matches!(c, '"' | '\\') { '_' } else { c }).collect()
+}

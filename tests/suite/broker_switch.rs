@@ -1,0 +1,640 @@
+//! Another version of an object at the same addresses, and addresses without memory.
+
+#![allow(unsafe_code, reason = "mapping over addresses that are reserved")]
+
+use std::{
+    any::Any,
+    num::NonZeroUsize,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+};
+
+use nix::{
+    errno::Errno,
+    sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap},
+};
+use serde_json::json;
+use vmmfd::{
+    Error,
+    array::{ArrayDescriptor, ElementType, Order},
+    broker::{ArrayEntry, Client, Condition, Get, Object, Put, PutPart},
+    error::{ErrorKind, MemoryError, RefusalCode},
+    memory::{Array, Device, Region, Selector, Shared, Spec},
+};
+
+use crate::{
+    broker::{Broker, filled, refused, until},
+    support::{Fault, Kind, Subject},
+};
+
+cases! {
+    on crate::support::Subject; every backend: [
+    a_switch_keeps_the_addresses_and_shows_the_next_version,
+    an_old_version_is_switched_back_to,
+    each_piece_is_mapped_and_its_access_set_once,
+    parts_and_pieces_are_switched_together,
+    segments_may_be_cut_otherwise_and_data_and_arrays_added,
+    what_does_not_fit_is_refused_with_every_difference,
+    memory_that_is_still_used_is_not_exchanged,
+    a_version_prepared_for_another_layout_is_refused,
+    a_prepare_that_fails_at_any_call_leaves_nothing,
+    a_switch_that_fails_at_any_call_leaves_the_old_version,
+    where_neither_version_can_be_mapped_the_object_is_parked_and_the_error_has_both_reasons,
+    memory_that_can_not_be_unmapped_stays_as_it_is,
+    parked_memory_is_given_back_and_comes_back_at_the_same_addresses,
+    a_parked_object_can_not_be_read,
+    a_lease_that_is_kept_keeps_the_version,
+    an_unpark_that_fails_at_any_call_leaves_it_parked,
+    no_other_reservation_gets_the_addresses_of_a_parked_object,
+    ]
+}
+
+const MIB: u64 = 1 << 20;
+
+/// The memory of each version: three segments.
+const SIZE: u64 = 6 * MIB;
+
+fn entry(name: &str, length: u64, offset: u64) -> ArrayEntry {
+    let mut array = ArrayDescriptor::new(ElementType::U8, [length], Order::C).unwrap();
+    array.offset = offset;
+    ArrayEntry { name: name.to_owned(), array, attributes: None }
+}
+
+/// Puts a version of `a` whose bytes all have one value, in segments of 2 MiB.
+fn put(client: &Client, subject: &Subject, value: u8) {
+    put_of(client, subject, SIZE, Some(2 * MIB), value, vec![entry("w", 16, 3 * MIB)]);
+}
+
+fn put_of(client: &Client, subject: &Subject, size: u64, chunk: Option<u64>, value: u8, arrays: Vec<ArrayEntry>) {
+    let memory = filled(&subject.driver, size, chunk, value);
+    let part = PutPart::of("all", &memory).unwrap().arrays(arrays).digest(format!("sum:{value}"));
+    let metadata = json!({"value": value}).as_object().unwrap().clone();
+    client.put(&Put::new("a").condition(Condition::Any).metadata(metadata).part(part)).unwrap();
+}
+
+fn open(client: &Client, subject: &Subject, get: &Get) -> Object {
+    client.get(get).unwrap().open(&subject.driver, None).unwrap()
+}
+
+/// Version 1 of an object mapped, and version 2 there.
+fn one_and_two(subject: &Subject) -> (Broker, Client, Object) {
+    let broker = Broker::start(subject);
+    let client = broker.client();
+    put(&client, subject, 1);
+    let object = open(&client, subject, &Get::new("a"));
+    put(&client, subject, 2);
+    (broker, client, object)
+}
+
+fn newest() -> Get {
+    Get::new("a")
+}
+
+/// The addresses of all pieces.
+fn addresses(object: &Object) -> Vec<u64> {
+    object.parts().iter().flat_map(|part| part.pieces()).map(|piece| piece.address()).collect()
+}
+
+/// The value that all bytes of an object have, at the beginning and the end of each segment, and by the array.
+#[track_caller]
+fn value(object: &Object) -> u8 {
+    let mut values = object.array("w").unwrap().element(&[15]).unwrap();
+    for piece in object.parts().iter().flat_map(|part| part.pieces()) {
+        let mut at = 0;
+        while at < piece.size() {
+            for offset in [at, (at + 2 * MIB).min(piece.size()) - 1] {
+                let mut byte = [0];
+                piece.copy_out(offset, &mut byte).unwrap();
+                values.push(byte[0]);
+            }
+            at += 2 * MIB;
+        }
+    }
+    values.dedup();
+    assert_eq!(values.len(), 1, "bytes of several versions: {values:?}");
+    values[0]
+}
+
+fn misuse<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> String {
+    match result {
+        Err(Error::Misuse { problem }) => problem,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn a_switch_keeps_the_addresses_and_shows_the_next_version(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let (before, id) = (addresses(&object), object.id().to_owned());
+    assert_eq!((value(&object), object.version()), (1, 1));
+    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    assert_eq!((next.name(), next.version()), ("a", 2));
+    // The old one is in use meanwhile.
+    assert_eq!(value(&object), 1);
+    let old = object.switch(next).unwrap();
+    assert_eq!((addresses(&object), value(&object)), (before, 2));
+    assert_eq!((object.name(), object.version(), old.version()), ("a", 2, 1));
+    assert_eq!((object.id() != id, old.id()), (true, id.as_str()));
+    assert_eq!((&object.metadata().unwrap()["value"], &old.metadata().unwrap()["value"]), (&json!(2), &json!(1)));
+    assert_eq!(object.parts()[0].digest(), Some("sum:2"));
+    // The lease of the old one lasts as long as what was returned.
+    let held = |client: &Client| client.who("").unwrap().leases.iter().map(|held| held.version).collect::<Vec<_>>();
+    assert_eq!(held(&client), [1, 2]);
+    drop(old);
+    assert_eq!(held(&client), [2]);
+    assert_eq!(client.stat("a", None).unwrap().version.versions, [2]);
+    assert_eq!(value(&object), 2);
+    drop(object);
+    assert!(held(&client).is_empty());
+}
+
+fn an_old_version_is_switched_back_to(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let before = addresses(&object);
+    let mut other = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    let live = subject.live();
+    for turn in 0..10 {
+        other = object.switch(other).unwrap();
+        let expected = if turn % 2 == 0 { (2, 1) } else { (1, 2) };
+        assert_eq!((object.version(), other.version()), expected);
+        assert_eq!((u64::from(value(&object)), addresses(&object)), (expected.0, before.clone()));
+        assert_eq!(subject.live(), live);
+    }
+    drop(other);
+    let live = subject.live();
+    assert_eq!((live.handles, live.reservations, live.mappings), (3, 1, 3));
+}
+
+fn each_piece_is_mapped_and_its_access_set_once(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    subject.faulty.take_verbs();
+    let old = object.switch(next).unwrap();
+    let verbs = subject.faulty.take_verbs();
+    match subject.kind {
+        Kind::Host => assert_eq!(verbs, ["synchronize", "replace", "replace", "replace"]),
+        _ => assert_eq!(verbs, ["synchronize", "unmap", "map", "map", "map", "set_access"]),
+    }
+    drop(old);
+    // What takes no part in the exchange comes after it.
+    assert_eq!(subject.faulty.take_verbs(), ["release"; 3]);
+}
+
+fn parts_and_pieces_are_switched_together(subject: Subject) {
+    let broker = Broker::start(&subject);
+    let client = broker.client();
+    let put = |value: u8| {
+        let (left, right) =
+            (filled(&subject.driver, 4 * MIB, None, value), filled(&subject.driver, 8 * MIB, Some(2 * MIB), value));
+        let right = PutPart::of("right", &right).unwrap().arrays([
+            entry("w", 16, 0),
+            entry("middle", 8, 3 * MIB),
+            entry("end", 8, 7 * MIB),
+        ]);
+        let parts = Put::new("a").condition(Condition::Any).part(PutPart::of("left", &left).unwrap());
+        client.put(&parts.part(right)).unwrap();
+    };
+    put(1);
+    let mut whole = open(&client, &subject, &newest());
+    let mut pieces = open(&client, &subject, &Get::new("a").arrays(["w", "end"]));
+    assert_eq!(pieces.parts()[0].pieces().len(), 2);
+    put(2);
+    for (object, get) in [(&mut whole, Get::new("a")), (&mut pieces, Get::new("a").arrays(["w", "end"]))] {
+        let before = addresses(object);
+        let next = object.prepare(client.get(&get).unwrap()).unwrap();
+        drop(object.switch(next).unwrap());
+        assert_eq!((value(object), addresses(object)), (2, before));
+        assert_eq!(object.array("end").unwrap().element(&[7]).unwrap(), [2]);
+    }
+    // What fails in the last part is taken back in the first.
+    put(3);
+    for nth in 1.. {
+        let next = whole.prepare(client.get(&newest()).unwrap()).unwrap();
+        subject.faulty.fail(Fault::Nth(nth), 4242);
+        let result = whole.switch(next);
+        if subject.faulty.mend().is_none() {
+            result.unwrap();
+            break;
+        }
+        assert!(result.is_err());
+        assert_eq!((value(&whole), whole.version()), (2, 2));
+    }
+    assert_eq!(value(&whole), 3);
+}
+
+fn segments_may_be_cut_otherwise_and_data_and_arrays_added(subject: Subject) {
+    let broker = Broker::start(&subject);
+    let client = broker.client();
+    put_of(&client, &subject, SIZE - 100, Some(2 * MIB), 1, vec![entry("w", 16, 0)]);
+    let mut object = open(&client, &subject, &newest());
+    let before = addresses(&object);
+    // From the first look for an array on it is known where they are in the table.
+    assert_eq!(value(&object), 1);
+    put_of(&client, &subject, SIZE, None, 2, vec![entry("new", 4, SIZE - 4), entry("w", 16, 0)]);
+    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    let old = object.switch(next).unwrap();
+    assert_eq!((value(&object), addresses(&object)), (2, before));
+    assert_eq!(object.parts()[0].memory().unwrap().size(), SIZE);
+    assert_eq!(object.array("new").unwrap().element(&[3]).unwrap(), [2]);
+    // The old one has less than there is now.
+    let problem = misuse(object.switch(old));
+    assert!(problem.contains("version 1 of `a` was prepared for another layout"), "{problem}");
+    assert_eq!(value(&object), 2);
+}
+
+fn what_does_not_fit_is_refused_with_every_difference(subject: Subject) {
+    let broker = Broker::start(&subject);
+    let client = broker.client();
+    let arrays = vec![entry("w", 16, 0), entry("moved", 4, 100), entry("gone", 4, 200)];
+    put_of(&client, &subject, SIZE, Some(2 * MIB), 1, arrays);
+    let object = open(&client, &subject, &newest());
+    let live = subject.live();
+    let differences = |get: &Get| {
+        let (code, message) = refused(object.prepare(client.get(get).unwrap()));
+        assert_eq!(code, RefusalCode::Differs);
+        assert_eq!(subject.live(), live);
+        let (start, list) = message.split_once(": ").unwrap();
+        assert!(start.ends_with("does not fit at the addresses of version 1 of `a`"), "{message}");
+        list.split("; ").map(str::to_owned).collect::<Vec<_>>()
+    };
+    put_of(&client, &subject, SIZE, None, 2, vec![entry("moved", 4, 104), entry("w", 8, 0)]);
+    let expected = [
+        "array `w` is uint8 8 at byte 0 and not uint8 16 at byte 0",
+        "array `moved` is uint8 4 at byte 104 and not uint8 4 at byte 100",
+        "array `gone` is missing",
+    ];
+    assert_eq!(differences(&newest()), expected);
+    let all = || vec![entry("w", 16, 0), entry("moved", 4, 100), entry("gone", 4, 200)];
+    put_of(&client, &subject, 4 * MIB, None, 3, all());
+    let smaller = format!("part `all` has {} bytes from byte 0 on and not {SIZE}", 4 * MIB);
+    assert_eq!(differences(&newest()), [smaller]);
+    put_of(&client, &subject, 8 * MIB, None, 4, all());
+    let larger = format!("part `all` has {} bytes of memory where {SIZE} bytes of addresses are reserved", 8 * MIB);
+    assert_eq!(differences(&newest()), [larger]);
+    put_of(&client, &subject, SIZE, Some(2 * MIB), 5, all());
+    let other = Get::new("a").range(3 * MIB..5 * MIB);
+    assert!(differences(&other)[0].starts_with("a piece of part `all` begins at byte 2097152 and not 0"));
+    let memory = filled(&subject.driver, SIZE, None, 6);
+    client.put(&Put::new("a").condition(Condition::Any).part(PutPart::of("other", &memory).unwrap())).unwrap();
+    drop(memory);
+    assert_eq!(differences(&newest()), ["part `all` is missing", "part `other` is new"]);
+    let many = (0..20).map(|at| entry(&format!("x{at}"), 4, at * 8)).collect();
+    put_of(&client, &subject, SIZE, None, 7, many);
+    let many = open(&client, &subject, &newest());
+    put_of(&client, &subject, SIZE, None, 8, vec![]);
+    let (_, message) = refused(many.prepare(client.get(&newest()).unwrap()));
+    assert!(message.ends_with("array `x7` is missing; and 12 more"), "{message}");
+    drop(many);
+    // It is as it was.
+    assert_eq!(value(&object), 1);
+}
+
+fn memory_that_is_still_used_is_not_exchanged(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let live = subject.live();
+    type User = fn(&Object) -> Box<dyn Any>;
+    let users: [User; 3] = [
+        |object| Box::new(object.array("w").unwrap()),
+        |object| Box::new(Arc::clone(object.parts()[0].memory().unwrap())),
+        |object| Box::new(Arc::downgrade(&object.parts()[0].pieces()[0])),
+    ];
+    for user in users {
+        let user = user(&object);
+        let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+        let problem = misuse(object.switch(next));
+        assert!(problem.contains("the memory of part `all` is still used, by 1 arrays or other owners"), "{problem}");
+        assert_eq!(misuse(object.park(false)), problem);
+        assert_eq!((value(&object), object.version(), object.is_parked()), (1, 1, false));
+        drop(user);
+        assert_eq!(subject.live(), live);
+    }
+    object.park(true).unwrap();
+    let piece = Arc::clone(&object.parts()[0].pieces()[0]);
+    misuse(object.unpark(client.get(&newest()).unwrap()));
+    drop(piece);
+    object.unpark(client.get(&newest()).unwrap()).unwrap();
+    assert_eq!(value(&object), 2);
+}
+
+fn a_version_prepared_for_another_layout_is_refused(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let mut other = open(&client, &subject, &newest());
+    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    assert!(misuse(other.switch(next)).contains("prepared for another layout"));
+    // Prepared for the first version, of which the second has the same layout, and the third more.
+    let prepare = |object: &Object| object.prepare(client.get(&newest()).unwrap()).unwrap();
+    let (first, second) = (prepare(&object), prepare(&object));
+    drop(object.switch(first).unwrap());
+    put_of(&client, &subject, SIZE, None, 3, vec![entry("w", 16, 3 * MIB), entry("more", 1, 0)]);
+    let third = prepare(&object);
+    drop(object.switch(second).unwrap());
+    let late = object.prepare(client.get(&Get::new("a").version(2)).unwrap()).unwrap();
+    drop(object.switch(third).unwrap());
+    assert!(misuse(object.switch(late)).contains("prepared for another layout"));
+    assert_eq!((value(&object), object.version()), (3, 3));
+    assert!(misuse(object.unpark(client.get(&newest()).unwrap())).contains("not parked"));
+}
+
+fn a_prepare_that_fails_at_any_call_leaves_nothing(subject: Subject) {
+    let (_broker, client, object) = one_and_two(&subject);
+    let live = subject.live();
+    let mut failed = Vec::new();
+    for nth in 1.. {
+        let lease = client.get(&newest()).unwrap();
+        subject.faulty.fail(Fault::Nth(nth), 4242);
+        let result = object.prepare(lease);
+        let Some(verb) = subject.faulty.mend() else {
+            let prepared = result.unwrap();
+            let (now, handles) = (subject.live(), live.handles + 3);
+            assert_eq!((now.handles, now.reservations, now.mappings), (handles, live.reservations, live.mappings));
+            drop(prepared);
+            break;
+        };
+        assert!(result.is_err(), "{verb}, call {nth}, is of no consequence");
+        assert_eq!(subject.live(), live, "{verb}, call {nth}");
+        failed.push(verb);
+    }
+    for verb in ["import", "reserve", "map", "set_access"] {
+        assert!(failed.contains(&verb), "{failed:?}");
+    }
+    assert_eq!((value(&object), subject.live()), (1, live));
+}
+
+fn a_switch_that_fails_at_any_call_leaves_the_old_version(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let (live, before) = (subject.live(), addresses(&object));
+    let mut failed = Vec::new();
+    for nth in 1.. {
+        let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+        subject.faulty.fail(Fault::Nth(nth), 4242);
+        let result = object.switch(next);
+        let Some(verb) = subject.faulty.mend() else {
+            drop(result.unwrap());
+            break;
+        };
+        match result {
+            Err(Error::Memory(MemoryError::NotExchanged { back: None, source })) if verb != "synchronize" => {
+                assert!(matches!(*source, Error::Driver { code: 4242, .. }), "{source}");
+            }
+            Err(Error::Driver { call: "synchronize", code: 4242, .. }) => {}
+            other => panic!("{verb}, call {nth}: {other:?}"),
+        }
+        assert_eq!(
+            (value(&object), object.version(), addresses(&object)),
+            (1, 1, before.clone()),
+            "{verb}, call {nth}"
+        );
+        assert_eq!((subject.live(), object.is_parked()), (live, false), "{verb}, call {nth}");
+        failed.push(verb);
+    }
+    match subject.kind {
+        Kind::Host => assert_eq!(failed, ["synchronize", "replace", "replace", "replace"]),
+        _ => assert_eq!(failed, ["synchronize", "map", "map", "map", "set_access"]),
+    }
+    assert_eq!((value(&object), subject.live()), (2, live));
+}
+
+fn where_neither_version_can_be_mapped_the_object_is_parked_and_the_error_has_both_reasons(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let before = addresses(&object);
+    // The first call waits for work.
+    for nth in 2.. {
+        let (get, version) = (newest(), object.version());
+        let next = object.prepare(client.get(&get).unwrap()).unwrap();
+        subject.faulty.fail(Fault::From(nth), 4242);
+        let result = object.switch(next);
+        if subject.faulty.mend().is_none() {
+            drop(result.unwrap());
+            break;
+        }
+        let error = result.unwrap_err();
+        let text = error.in_full();
+        assert!(
+            text.starts_with(
+                "the memory was not exchanged, and what was mapped before could not be mapped again (map failed: an injected fault (4242)): nothing is mapped, and the addresses stay reserved: "
+            ) && text.ends_with("failed: an injected fault (4242)"),
+            "{text}"
+        );
+        assert_eq!(error.kind(), ErrorKind::System);
+        assert_eq!((object.is_parked(), object.version(), addresses(&object)), (true, version, before.clone()));
+        let live = subject.live();
+        assert_eq!((live.handles, live.reservations, live.mappings), (0, 1, 0), "call {nth}");
+        misuse(object.parts()[0].memory().map(drop));
+        // Its lease is held, so that the version is there.
+        assert_eq!(client.who("").unwrap().leases.iter().filter(|held| held.version == version).count(), 1);
+        object.unpark(client.get(&Get::new("a").version(version)).unwrap()).unwrap();
+        assert_eq!((u64::from(value(&object)), addresses(&object)), (version, before.clone()));
+    }
+    assert_eq!(value(&object), 2);
+}
+
+fn memory_that_can_not_be_unmapped_stays_as_it_is(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let live = subject.live();
+    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    subject.faulty.fail(Fault::Verb("unmap"), 4242);
+    let (switched, parked) = (object.switch(next).map(drop), object.park(false));
+    subject.faulty.mend();
+    // On the host backend nothing need be unmapped to be replaced.
+    assert_eq!(switched.is_ok(), subject.kind == Kind::Host, "{switched:?}");
+    for failed in [switched, parked].into_iter().filter(Result::is_err) {
+        let error = failed.unwrap_err();
+        assert!(matches!(error, Error::Memory(MemoryError::NotExchanged { back: None, .. })), "{error:?}");
+    }
+    let version = if subject.kind == Kind::Host { 2 } else { 1 };
+    assert_eq!((value(&object), object.version(), object.is_parked()), (version, version.into(), false));
+    assert_eq!(subject.live(), live);
+}
+
+fn parked_memory_is_given_back_and_comes_back_at_the_same_addresses(mut subject: Subject) {
+    subject.alone();
+    let broker = Broker::start(&subject);
+    let client = broker.client();
+    put(&client, &subject, 1);
+    let file = *subject.faulty.exported().last().unwrap();
+    let counts = |subject: &Subject| {
+        let live = subject.live();
+        (live.handles, live.reservations, live.mappings)
+    };
+    // The broker's.
+    until(|| subject.kind == Kind::Cuda || file.open_here() == 1);
+    let mut object = open(&client, &subject, &newest());
+    let before = addresses(&object);
+    assert_eq!(counts(&subject), (3, 1, 3));
+    object.park(false).unwrap();
+    assert_eq!((object.is_parked(), addresses(&object), counts(&subject)), (true, before.clone(), (0, 1, 0)));
+    if subject.kind != Kind::Cuda {
+        assert_eq!((file.open_here(), file.mapped_here()), (1, false), "a descriptor or a mapping of it is left");
+    }
+    assert!(client.who("").unwrap().leases.is_empty());
+    // The same version: the name has it.
+    object.unpark(client.get(&newest()).unwrap()).unwrap();
+    assert_eq!((value(&object), object.version(), addresses(&object)), (1, 1, before.clone()));
+    assert_eq!((object.is_parked(), counts(&subject)), (false, (3, 1, 3)));
+    object.park(false).unwrap();
+    object.park(true).unwrap();
+    // The newest.
+    put(&client, &subject, 2);
+    until(|| subject.kind == Kind::Cuda || file.open_here() == 0);
+    object.unpark(client.get(&newest()).unwrap()).unwrap();
+    assert_eq!((value(&object), object.version(), addresses(&object)), (2, 2, before.clone()));
+    // And on from there.
+    put(&client, &subject, 3);
+    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    drop(object.switch(next).unwrap());
+    assert_eq!((value(&object), object.version(), addresses(&object)), (3, 3, before));
+    object.park(false).unwrap();
+    drop(object);
+    subject.assert_empty();
+}
+
+fn a_parked_object_can_not_be_read(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    object.park(true).unwrap();
+    let problem = misuse(object.parts()[0].memory().map(drop));
+    assert_eq!(problem, "part `all` is parked: nothing is mapped");
+    assert_eq!(misuse(object.array("w")), problem);
+    assert_eq!(misuse(object.parts()[0].array("w")), problem);
+    let piece = Arc::clone(&object.parts()[0].pieces()[0]);
+    assert_eq!((piece.size(), piece.mapped_size(), piece.is_parked()), (0, 0, true));
+    let out_of_range = |error: Error| matches!(error, Error::Memory(MemoryError::OutOfRange { size: 0, .. }));
+    assert!(out_of_range(piece.copy_out(0, &mut [0]).unwrap_err()));
+    assert!(out_of_range(vmmfd::memory::Mirror::of(&*piece, 0, 1).unwrap_err()));
+    let array = entry("w", 16, 0).array;
+    assert!(Array::new(piece, array).is_err());
+    // Neither is what was prepared before put there but by `unpark`.
+    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    assert!(misuse(object.switch(next)).contains("is parked"));
+    assert!(object.is_parked());
+}
+
+fn a_lease_that_is_kept_keeps_the_version(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let held = |client: &Client| client.who("").unwrap().leases.iter().map(|held| held.version).collect::<Vec<_>>();
+    object.park(true).unwrap();
+    assert_eq!((held(&client), client.stat("a", None).unwrap().version.versions), (vec![1], vec![1, 2]));
+    object.unpark(client.get(&Get::new("a").version(object.version())).unwrap()).unwrap();
+    assert_eq!((value(&object), object.version(), held(&client)), (1, 1, vec![1]));
+    object.park(true).unwrap();
+    // It ends when it is parked again without.
+    object.park(false).unwrap();
+    assert_eq!((held(&client), client.stat("a", None).unwrap().version.versions), (vec![], vec![2]));
+    assert_eq!(refused(client.get(&Get::new("a").version(1))).0, RefusalCode::Absent);
+    object.unpark(client.get(&newest()).unwrap()).unwrap();
+    assert_eq!((value(&object), held(&client)), (2, vec![2]));
+}
+
+fn an_unpark_that_fails_at_any_call_leaves_it_parked(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let before = addresses(&object);
+    object.park(true).unwrap();
+    let live = subject.live();
+    for nth in 1.. {
+        let lease = client.get(&newest()).unwrap();
+        subject.faulty.fail(Fault::Nth(nth), 4242);
+        let result = object.unpark(lease);
+        let Some(verb) = subject.faulty.mend() else {
+            result.unwrap();
+            assert!(nth > 10, "{nth} calls");
+            break;
+        };
+        assert!(result.is_err(), "{verb}, call {nth}, is of no consequence");
+        assert_eq!((object.is_parked(), object.version(), subject.live()), (true, 1, live), "{verb}, call {nth}");
+    }
+    assert_eq!((value(&object), addresses(&object)), (2, before));
+}
+
+fn no_other_reservation_gets_the_addresses_of_a_parked_object(subject: Subject) {
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let (start, device) = (addresses(&object)[0], Device::find(&subject.driver, Selector::default()).unwrap());
+    object.park(false).unwrap();
+    let others: Vec<Shared> = (0..32).map(|_| Shared::create(&device, Spec::vmm(2 * MIB)).unwrap()).collect();
+    for other in &others {
+        let apart = other.address() + 2 * MIB <= start || start + SIZE <= other.address();
+        assert!(apart, "{:x} is among the addresses from {start:x} on", other.address());
+    }
+    object.unpark(client.get(&newest()).unwrap()).unwrap();
+    assert_eq!((value(&object), addresses(&object)[0]), (2, start));
+}
+
+/// Ends another thread, also when this one panics.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A thread that takes any of the addresses the moment they are free finds that they never are, in switches and while the object is
+/// parked.
+#[test]
+fn the_addresses_are_never_free() {
+    let subject = Subject::host();
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let (start, done, tries) = (addresses(&object)[0], AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        let thief = scope.spawn(|| {
+            let length = NonZeroUsize::new(4096).unwrap();
+            let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED_NOREPLACE;
+            while !done.load(Ordering::Relaxed) {
+                for at in [start, start + 2 * MIB, start + SIZE - 4096] {
+                    let at = NonZeroUsize::new(at as usize);
+                    // SAFETY: new anonymous memory that replaces nothing.
+                    match unsafe { mmap_anonymous(at, length, ProtFlags::PROT_NONE, flags) } {
+                        Err(errno) => assert_eq!(errno, Errno::EEXIST),
+                        Ok(found) => {
+                            // SAFETY: it was mapped just now, and nothing has it.
+                            unsafe { munmap(found, 4096) }.unwrap();
+                            panic!("{at:x?} was free");
+                        }
+                    }
+                }
+                tries.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let end = End(&done);
+        let mut other = object.prepare(client.get(&newest()).unwrap()).unwrap();
+        let before = tries.load(Ordering::Relaxed);
+        // Until it has tried often, in each of the states.
+        while tries.load(Ordering::Relaxed) < before + 50_000 && !thief.is_finished() {
+            for _ in 0..20 {
+                other = object.switch(other).unwrap();
+            }
+            object.park(false).unwrap();
+            object.unpark(client.get(&newest()).unwrap()).unwrap();
+            other = object.prepare(client.get(&newest()).unwrap()).unwrap();
+        }
+        drop(end);
+        thief.join().unwrap();
+    });
+    assert_eq!(value(&object), 2);
+}
+
+/// What a thread reads meanwhile, by the address, is of one version or the other: the host backend has no moment without either.
+#[test]
+fn on_the_host_a_reader_by_address_finds_one_version_or_the_other() {
+    let subject = Subject::host();
+    let (_broker, client, mut object) = one_and_two(&subject);
+    let (start, done, seen) = (addresses(&object)[0], AtomicBool::new(false), [const { AtomicU64::new(0) }; 3]);
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                let mut byte = [0];
+                // SAFETY: it is mapped for reading as long as the object is not parked, which outlives this thread.
+                unsafe { vmmfd::internals::copy::read((start + 3 * MIB) as *const u8, &mut byte) };
+                seen[usize::from(byte[0]) % 3].fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let end = End(&done);
+        let mut other = object.prepare(client.get(&newest()).unwrap()).unwrap();
+        while seen[1..].iter().any(|count| count.load(Ordering::Relaxed) < 1000) && !reader.is_finished() {
+            other = object.switch(other).unwrap();
+        }
+        drop(end);
+        reader.join().unwrap();
+    });
+    assert_eq!(seen[0].load(Ordering::Relaxed), 0);
+}

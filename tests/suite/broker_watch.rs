@@ -1,0 +1,340 @@
+//! Following what happens to a broker's objects: in the library, and by `vmmfd watch`.
+
+use std::{
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sys::signal::Signal;
+use serde_json::Value;
+use vmmfd::{
+    Error,
+    broker::{Client, Condition, Event, EventKind, WatchPlace, Watched},
+    error::{PeerError, RefusalCode},
+    session::Config,
+    wire::broker::{self as wire, Events, Message, Watch},
+};
+
+use crate::{
+    broker_pages::Template,
+    broker_process::{Process, Raw, Setup},
+    command_line::fits,
+    running::{Meeting, Running, wait_for},
+    support::{
+        Subject,
+        stand_in::{StandIn, answer, request, stopped},
+    },
+};
+
+const INSTANCE: &str = "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f";
+const OTHER: &str = "7d2f1a90-3b5c-4e8d-9f07-a6b4c2d8e013";
+
+/// Longer than any event takes.
+const LONG: Duration = Duration::from_secs(600);
+
+fn event(seq: u64, kind: EventKind) -> Event {
+    let (name, id) = ("models/tiny".to_owned(), OTHER.to_owned());
+    Event { seq, at_ms: 1_000, kind, name, version: 1, id, uid: 7, pid: 9, message: None }
+}
+
+fn events(instance: &str, lost: bool, events: Vec<Event>, next: u64) -> Message {
+    Message::Events(Events { instance: instance.to_owned(), lost, events, next })
+}
+
+fn at(instance: &str, seq: u64) -> WatchPlace {
+    WatchPlace { instance: instance.to_owned(), seq }
+}
+
+/// Receives a subscription, and asserts where it begins.
+#[track_caller]
+fn subscribed(raw: &Raw, after: Option<(&str, u64)>) {
+    let Message::Watch(Watch { prefix, after: seq, instance }) = request(raw) else { panic!("another request") };
+    assert_eq!(prefix, "models/");
+    assert_eq!((instance.as_deref(), seq), (after.map(|(instance, _)| instance), after.map(|(_, seq)| seq)));
+}
+
+#[track_caller]
+fn unsubscribed(raw: &Raw, meanwhile: Option<Message>) {
+    assert!(matches!(request(raw), Message::Stop(_)));
+    if let Some(message) = meanwhile {
+        answer(raw, message).unwrap();
+    }
+    answer(raw, stopped()).unwrap();
+}
+
+fn connect(meeting: &Meeting) -> Client {
+    Client::connect(&meeting.socket(), &Config::default().with_timeout(LONG)).unwrap()
+}
+
+#[test]
+fn each_wait_goes_on_where_the_one_before_ended() {
+    let meeting = Meeting::host();
+    let broker = StandIn::start(
+        &meeting.socket(),
+        vec![Box::new(|raw| {
+            subscribed(&raw, None);
+            answer(&raw, events(INSTANCE, false, vec![], 7)).unwrap();
+            unsubscribed(&raw, None);
+            subscribed(&raw, Some((INSTANCE, 7)));
+            answer(&raw, events(INSTANCE, false, vec![], 7)).unwrap();
+            let two = vec![event(8, EventKind::Published), event(10, EventKind::Leased)];
+            answer(&raw, events(INSTANCE, false, two, 12)).unwrap();
+            // What came before the broker saw the end is not lost.
+            unsubscribed(&raw, Some(events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 13)));
+            subscribed(&raw, Some((INSTANCE, 13)));
+            answer(&raw, events(INSTANCE, false, vec![], 15)).unwrap();
+            unsubscribed(&raw, None);
+            // Another watch, that begins where this one was.
+            subscribed(&raw, Some((INSTANCE, 10)));
+            answer(&raw, events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 15)).unwrap();
+            unsubscribed(&raw, None);
+        })],
+    );
+    let client = connect(&meeting);
+    let mut watch = client.watch("models/", None).unwrap();
+    assert_eq!(watch.place(), &at(INSTANCE, 7));
+    assert_eq!(watch.next(LONG).unwrap(), Some(Watched::Event(event(8, EventKind::Published))));
+    assert_eq!(watch.place(), &at(INSTANCE, 8));
+    // These are here already, and take no request.
+    assert_eq!(watch.next(Duration::ZERO).unwrap(), Some(Watched::Event(event(10, EventKind::Leased))));
+    let place = watch.place().clone();
+    assert_eq!(watch.next(LONG).unwrap(), Some(Watched::Event(event(13, EventKind::Replaced))));
+    assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
+    assert_eq!(watch.place(), &at(INSTANCE, 15), "events of other names are behind it too");
+    let mut again = client.watch("models/", Some(&place)).unwrap();
+    assert_eq!(again.place(), &place);
+    assert_eq!(again.next(LONG).unwrap(), Some(Watched::Event(event(13, EventKind::Replaced))));
+    broker.end();
+}
+
+#[test]
+fn lost_events_are_a_word_before_those_that_are_left() {
+    let meeting = Meeting::host();
+    let broker = StandIn::start(
+        &meeting.socket(),
+        vec![Box::new(|raw| {
+            subscribed(&raw, Some((INSTANCE, 3)));
+            answer(&raw, events(INSTANCE, true, vec![event(90, EventKind::Deleted)], 95)).unwrap();
+            unsubscribed(&raw, None);
+            // Another store: its numbers begin anew.
+            subscribed(&raw, Some((INSTANCE, 95)));
+            answer(&raw, events(OTHER, false, vec![event(1, EventKind::Published)], 1)).unwrap();
+            unsubscribed(&raw, Some(events(OTHER, true, vec![], 40)));
+            subscribed(&raw, Some((OTHER, 40)));
+            answer(&raw, events(OTHER, false, vec![], 40)).unwrap();
+            unsubscribed(&raw, None);
+        })],
+    );
+    let client = connect(&meeting);
+    let mut watch = client.watch("models/", Some(&at(INSTANCE, 3))).unwrap();
+    let mut next = || {
+        let watched = watch.next(Duration::ZERO).unwrap();
+        (watched, watch.place().clone())
+    };
+    assert_eq!(next(), (Some(Watched::Lost), at(INSTANCE, 89)));
+    assert_eq!(next(), (Some(Watched::Event(event(90, EventKind::Deleted))), at(INSTANCE, 90)));
+    assert_eq!(next(), (Some(Watched::Lost), at(OTHER, 0)));
+    assert_eq!(next(), (Some(Watched::Event(event(1, EventKind::Published))), at(OTHER, 1)));
+    assert_eq!(next(), (Some(Watched::Lost), at(OTHER, 40)));
+    assert_eq!(next(), (None, at(OTHER, 40)));
+    broker.end();
+}
+
+#[test]
+fn a_broker_that_falls_silent_is_found_out() {
+    let meeting = Meeting::host();
+    let (ended, end) = mpsc::channel::<()>();
+    let broker = StandIn::start(
+        &meeting.socket(),
+        vec![Box::new(move |raw| {
+            subscribed(&raw, None);
+            answer(&raw, events(INSTANCE, false, vec![], 7)).unwrap();
+            unsubscribed(&raw, None);
+            subscribed(&raw, Some((INSTANCE, 7)));
+            let _ = end.recv();
+        })],
+    );
+    let client =
+        Client::connect(&meeting.socket(), &Config::default().with_timeout(Duration::from_millis(200))).unwrap();
+    let mut watch = client.watch("models/", None).unwrap();
+    let error = watch.next(LONG).unwrap_err();
+    assert!(matches!(error, Error::Peer(PeerError::Timeout { .. })), "{error}");
+    assert_eq!(watch.place(), &at(INSTANCE, 7));
+    drop(ended);
+    broker.end();
+}
+
+/// What happened since, of this kind of watch: kinds, names and versions.
+#[track_caller]
+fn happened(watch: &mut vmmfd::broker::Watch, count: usize) -> Vec<(EventKind, String, u64)> {
+    let mut last = watch.place().seq;
+    let seen = (0..count).map(|_| match watch.next(LONG).unwrap() {
+        Some(Watched::Event(event)) => {
+            assert!(event.seq > last, "{event:?} after {last}");
+            last = event.seq;
+            assert_eq!((event.uid, event.pid), (nix::unistd::geteuid().as_raw(), std::process::id() as i32));
+            assert!(event.at_ms > 1_700_000_000_000, "{event:?}");
+            (event.kind, event.name, event.version)
+        }
+        other => panic!("{other:?}"),
+    });
+    seen.collect()
+}
+
+#[test]
+fn a_watch_sees_what_happens_to_names_of_its_prefix_in_order() {
+    let server = Process::start(Setup::of(&Subject::host()));
+    let (client, template) = (server.client(), Template::new());
+    let put = |name: &str, nonce, condition| template.put(&client, name, nonce, condition).unwrap();
+    put("models/before", 1, Condition::New);
+    let watcher = server.client();
+    let mut watch = watcher.watch("models/", None).unwrap();
+    assert_eq!(watch.next(Duration::ZERO).unwrap(), None, "what was before is no event");
+    put("models/a", 1, Condition::New);
+    put("data/a", 1, Condition::New);
+    put("models/a", 2, Condition::Any);
+    let reader = Raw::greeted(&server.path).unwrap();
+    let get = wire::Get {
+        objects: vec![wire::GetObject { name: "models/a".to_owned(), ..wire::GetObject::default() }],
+        wait_ms: None,
+        claim: None,
+    };
+    let Some((Message::Lease(lease), _)) = reader.ask(&Message::Get(Box::new(get)), &[]).unwrap() else {
+        panic!("no lease")
+    };
+    let message = "it is not as claimed".to_owned();
+    reader.send(&Message::Report(wire::Report { token: lease.token, message }), &[]).unwrap();
+    reader.send(&Message::Release(wire::Release { token: lease.token }), &[]).unwrap();
+    client.delete("models/a").unwrap();
+    let place = watch.place().clone();
+    let a = |kind, version| (kind, "models/a".to_owned(), version);
+    let all = vec![
+        a(EventKind::Published, 1),
+        a(EventKind::Replaced, 2),
+        a(EventKind::Leased, 2),
+        a(EventKind::Reported, 2),
+        a(EventKind::Ended, 2),
+        a(EventKind::Deleted, 2),
+    ];
+    assert_eq!(happened(&mut watch, 6), all);
+    assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
+    // Another one, from where the first was.
+    let mut again = watcher.watch("models/", Some(&place)).unwrap();
+    assert_eq!(happened(&mut again, 6), all);
+    // With another prefix, what is not seen is no loss.
+    let mut data = watcher.watch("data/", Some(&place)).unwrap();
+    assert_eq!(happened(&mut data, 1), [(EventKind::Published, "data/a".to_owned(), 1)]);
+    // It wakes up for what happens while it waits.
+    let waiting = thread::spawn(move || happened(&mut watch, 1));
+    put("models/late", 1, Condition::New);
+    assert_eq!(waiting.join().unwrap(), [(EventKind::Published, "models/late".to_owned(), 1)]);
+}
+
+#[test]
+fn a_watch_of_another_broker_has_lost_events_and_a_wait_can_be_stopped() {
+    let server = Process::start(Setup::of(&Subject::host()));
+    let client = server.client();
+    let mut watch = client.watch("", Some(&at(INSTANCE, 12))).unwrap();
+    assert_eq!(watch.next(LONG).unwrap(), Some(Watched::Lost));
+    assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
+    assert_ne!(watch.place().instance, INSTANCE);
+    let (stopper, waiting) = (client.clone(), thread::spawn(move || watch.next(LONG)));
+    let begun = Instant::now();
+    // A stop that comes before the request is none.
+    while !waiting.is_finished() {
+        assert!(begun.elapsed() < LONG, "the wait does not end");
+        stopper.stop().unwrap();
+        thread::sleep(Duration::from_millis(5));
+    }
+    let error = waiting.join().unwrap().unwrap_err();
+    assert!(matches!(&error, Error::Broker(refusal) if refusal.code == RefusalCode::Stopped), "{error}");
+    // The connection is as before.
+    assert_eq!(client.list("").unwrap(), []);
+}
+
+/// A broker and a watch of it as processes.
+struct Watching {
+    place: Meeting,
+    _server: Running,
+    watch: Running,
+}
+
+fn vmmfd(place: &Meeting, arguments: &[&str]) -> crate::running::Run {
+    let mut run = place.bare("vmmfd");
+    run.command.args(arguments).env("VMMFD_BROKER_SOCKET", place.socket());
+    run
+}
+
+impl Watching {
+    fn start(options: &[&str]) -> Self {
+        let place = Meeting::host();
+        let mut server = vmmfd(&place, &["serve"]).start();
+        server.until("listening");
+        let watch = vmmfd(&place, &[&["watch"], options].concat()).start();
+        wait_for("the watch", || watch.so_far().contains("following"));
+        Self { place, _server: server, watch }
+    }
+
+    fn put(&self, name: &str) {
+        let file = self.place.folder().join("input");
+        std::fs::write(&file, b"bytes").unwrap();
+        let put = vmmfd(&self.place, &["put", name, "--backend", "host", "--from", file.to_str().unwrap()]);
+        put.end().code(0);
+    }
+}
+
+#[test]
+fn each_event_is_a_line_that_comes_at_once() {
+    let watching = Watching::start(&["models/", "--json"]);
+    watching.put("models/a");
+    watching.put("data/a");
+    watching.put("models/b");
+    wait_for("the second event", || watching.watch.so_far().contains("models/b"));
+    watching.watch.signal(Signal::SIGTERM);
+    let place = watching.place;
+    let ended = watching.watch.end();
+    assert_eq!(ended.code(0).stderr, "");
+    let lines: Vec<Value> = ended.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    lines.iter().for_each(|line| fits("watch", line));
+    let seen: Vec<(&str, Option<&str>)> =
+        lines.iter().map(|line| (line["event"].as_str().unwrap(), line["name"].as_str())).collect();
+    assert_eq!(seen, [("following", None), ("published", Some("models/a")), ("published", Some("models/b"))]);
+    // From the first event on, as text.
+    let after = format!("{}:{}", lines[1]["instance"].as_str().unwrap(), lines[1]["seq"]);
+    let again = vmmfd(&place, &["watch", "models/", "--after", &after]).start();
+    wait_for("the event after", || again.so_far().contains("models/b version 1, uid "));
+    again.signal(Signal::SIGINT);
+    let again = again.end();
+    assert_eq!(again.code(0).stdout.lines().count(), 1, "{}", again.stdout);
+    assert!(again.stdout.starts_with("published  20"), "{}", again.stdout);
+    // From a broker that this one knows nothing of.
+    let lost = vmmfd(&place, &["watch", "--quiet", "--after", &format!("{INSTANCE}:3")]).start();
+    wait_for("the word", || lost.so_far().starts_with("lost       events before"));
+    lost.signal(Signal::SIGHUP);
+    assert_eq!(lost.end().code(0).stderr, "");
+}
+
+#[test]
+fn a_watch_ends_with_the_reader_of_its_output_also_when_nothing_happens() {
+    let place = Meeting::host();
+    let mut server = vmmfd(&place, &["serve"]).start();
+    server.until("listening");
+    let watch = vmmfd(&place, &["watch", "--json"]);
+    let mut command = std::process::Command::new("sh");
+    let program = watch.command.get_program().to_owned();
+    // `head` ends after the first line, and then the pipe has no reader.
+    command.args(["-c", "{ \"$0\" watch --json; echo \"ended with $?\" >&2; } | head -n 1"]).arg(program);
+    let ended = watch.instead(command).env("VMMFD_BROKER_SOCKET", place.socket()).end();
+    assert_eq!(ended.code(0).stderr, "ended with 0\n");
+    fits("watch", &ended.json());
+}
+
+#[test]
+fn a_watch_without_a_broker_fails_as_the_other_commands_do() {
+    let place = Meeting::host();
+    let ended = vmmfd(&place, &["watch", "--json"]).end();
+    fits("failure", &ended.code(4).json());
+    let usage = vmmfd(&place, &["watch", "--after", "17"]).end();
+    usage.code(2).says("write instance and seq");
+}

@@ -1,0 +1,316 @@
+//! `vmmfd exporter`, asked over plain HTTP.
+
+use std::{
+    fs,
+    io::{Read, Write},
+    net::{SocketAddr, TcpStream},
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use nix::sys::signal::Signal;
+use vmmfd::{
+    broker::{DeviceBytes, Durations, Metrics, RequestCount, Room, StoreRoom, UserTotal},
+    wire::{Device, broker::Message},
+};
+
+use crate::{
+    command_line::{fits, object},
+    running::{Meeting, Run, Running, wait_for},
+    support::stand_in::{StandIn, answer, request},
+};
+
+/// An exporter, and where it listens.
+struct Exporter {
+    running: Running,
+    address: SocketAddr,
+}
+
+/// What came back.
+struct Answer {
+    status: String,
+    head: String,
+    body: String,
+}
+
+fn vmmfd(place: &Meeting, arguments: &[&str]) -> Run {
+    let mut run = place.bare("vmmfd");
+    run.command.args(arguments).env("VMMFD_BROKER_SOCKET", place.socket());
+    run
+}
+
+impl Exporter {
+    fn start(place: &Meeting, options: &[&str]) -> Self {
+        let mut running = vmmfd(place, &[&["exporter", "--listen", "127.0.0.1:0"], options].concat()).start();
+        running.until("listening");
+        let line = running.so_far();
+        let address = line.split_once("http://").unwrap().1.split_once('/').unwrap().0.parse().unwrap();
+        Self { running, address }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(600))).unwrap();
+        stream
+    }
+
+    /// Sends these bytes, and reads to the end.
+    fn send(&self, request: &str) -> Answer {
+        let mut stream = self.connect();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{text:?}"));
+        let status = head.lines().next().unwrap().strip_prefix("HTTP/1.1 ").unwrap().to_owned();
+        Answer { status, head: head.to_owned(), body: body.to_owned() }
+    }
+
+    fn get(&self, path: &str) -> Answer {
+        self.send(&format!("GET {path} HTTP/1.1\r\nHost: {}\r\n\r\n", self.address))
+    }
+
+    fn end(self) -> crate::running::Ended {
+        self.running.signal(Signal::SIGTERM);
+        self.running.end()
+    }
+}
+
+/// A metric's line.
+#[track_caller]
+fn value(body: &str, metric: &str) -> f64 {
+    let line = body.lines().find_map(|line| line.strip_prefix(metric)?.strip_prefix(' '));
+    line.unwrap_or_else(|| panic!("no {metric} in {body}")).parse().unwrap()
+}
+
+fn measured() -> Metrics {
+    let device =
+        |name: &str| Device { uuid: "00112233-4455-6677-8899-aabbccddeeff".parse().unwrap(), name: name.to_owned() };
+    Metrics {
+        instance: "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f".to_owned(),
+        started_ms: 1_700_000_000_500,
+        restarts: 2,
+        objects: 3,
+        versions: 4,
+        leases: 5,
+        connections: 6,
+        watchers: 1,
+        descriptors: Room { used: 40, allowed: 1000 },
+        store: StoreRoom { kind: "systemd\"\n".to_owned(), used: 7, allowed: 26_000 },
+        requests: vec![
+            RequestCount { verb: "get".to_owned(), outcome: "ok".to_owned(), count: 10 },
+            RequestCount { verb: "get".to_owned(), outcome: "absent".to_owned(), count: 2 },
+        ],
+        durations: vec![Durations {
+            verb: "get".to_owned(),
+            bounds_us: vec![10, 100, 1_000_000],
+            counts: vec![1, 4, 6, 1],
+            sum_us: 2_500_000,
+        }],
+        totals: vec![UserTotal {
+            uid: 1000,
+            objects: 3,
+            devices: vec![DeviceBytes { device: device("a GPU"), bytes: 1 << 30 }],
+            leases: 5,
+            connections: 2,
+        }],
+    }
+}
+
+/// The whole of what a broker with those figures is served as.
+const PLAIN: &str = "\
+# HELP vmmfd_up Whether the broker answers
+# TYPE vmmfd_up gauge
+vmmfd_up 1
+";
+
+#[test]
+fn figures_are_served_in_the_format_that_the_client_takes() {
+    let place = Meeting::host();
+    let broker = StandIn::start(
+        &place.socket(),
+        vec![Box::new(|raw| {
+            for _ in 0..4 {
+                assert!(matches!(request(&raw), Message::Measure(_)));
+                answer(&raw, Message::Measured(Box::new(measured()))).unwrap();
+            }
+        })],
+    );
+    let exporter = Exporter::start(&place, &[]);
+    let plain = exporter.get("/metrics?whatever=1");
+    assert_eq!(plain.status, "200 OK");
+    assert!(plain.head.contains("Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"), "{}", plain.head);
+    let body = &plain.body;
+    assert!(body.starts_with(PLAIN), "{body}");
+    for (metric, want) in [
+        ("vmmfd_objects", 3.0),
+        ("vmmfd_versions", 4.0),
+        ("vmmfd_leases", 5.0),
+        ("vmmfd_connections", 6.0),
+        ("vmmfd_watchers", 1.0),
+        ("vmmfd_claimed_bytes{device=\"GPU-00112233-4455-6677-8899-aabbccddeeff\",uid=\"1000\"}", 1_073_741_824.0),
+        ("vmmfd_descriptors{state=\"used\"}", 40.0),
+        ("vmmfd_descriptors{state=\"allowed\"}", 1000.0),
+        // What would end the label early is replaced, a line's end as in every message.
+        ("vmmfd_stored_descriptors{store=\"systemd_ \",state=\"used\"}", 7.0),
+        ("vmmfd_stored_descriptors{store=\"systemd_ \",state=\"allowed\"}", 26_000.0),
+        ("vmmfd_start_time_seconds", 1_700_000_000.5),
+        ("vmmfd_restarts_total", 2.0),
+        ("vmmfd_requests_total{verb=\"get\",outcome=\"ok\"}", 10.0),
+        ("vmmfd_requests_total{verb=\"get\",outcome=\"absent\"}", 2.0),
+        // Each bucket counts those below it too.
+        ("vmmfd_request_seconds_bucket{le=\"0.00001\",verb=\"get\"}", 1.0),
+        ("vmmfd_request_seconds_bucket{le=\"0.0001\",verb=\"get\"}", 5.0),
+        ("vmmfd_request_seconds_bucket{le=\"1.0\",verb=\"get\"}", 11.0),
+        ("vmmfd_request_seconds_bucket{le=\"+Inf\",verb=\"get\"}", 12.0),
+        ("vmmfd_request_seconds_count{verb=\"get\"}", 12.0),
+        ("vmmfd_request_seconds_sum{verb=\"get\"}", 2.5),
+    ] {
+        assert_eq!(value(body, metric), want, "{metric}");
+    }
+    // Each sample is of a metric that has a type of that name, and a help.
+    for line in body.lines().filter(|line| !line.starts_with('#')) {
+        let name = line.split(['{', ' ']).next().unwrap();
+        let family = ["_bucket", "_count", "_sum"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
+        assert!(body.contains(&format!("# TYPE {family} ")) && body.contains(&format!("# HELP {family} ")), "{line}");
+    }
+    assert!(body.contains("# TYPE vmmfd_requests_total counter\n") && !body.contains("# EOF"), "{body}");
+    checked_by_promtool(body);
+
+    let request =
+        "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n\r\n";
+    let open = exporter.send(request);
+    assert!(open.head.contains("Content-Type: application/openmetrics-text; version=1.0.0; charset=utf-8\r\n"));
+    assert!(open.body.contains("# TYPE vmmfd_requests counter\n") && open.body.ends_with("# EOF\n"), "{}", open.body);
+    let head = exporter.send("HEAD /metrics HTTP/1.0\r\n\r\n");
+    assert_eq!((&*head.status, &*head.body), ("200 OK", ""));
+    assert!(head.head.contains(&format!("Content-Length: {}\r\n", body.len())), "{}", head.head);
+    let health = exporter.get("/healthz");
+    assert_eq!((&*health.status, &*health.body), ("200 OK", "the broker answers\n"));
+    broker.end();
+    exporter.end().code(0);
+}
+
+/// Prometheus's own reader of the format, where it is installed.
+fn checked_by_promtool(body: &str) {
+    let tool = Command::new("promtool").args(["check", "metrics"]).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let Ok(mut tool) = tool else { return };
+    tool.stdin.take().unwrap().write_all(body.as_bytes()).unwrap();
+    let ended = tool.wait_with_output().unwrap();
+    assert!(ended.status.success() && ended.stderr.is_empty(), "{}", String::from_utf8_lossy(&ended.stderr));
+}
+
+#[test]
+fn without_a_broker_it_says_so_and_with_the_next_one_it_goes_on() {
+    let place = Meeting::host();
+    let exporter = Exporter::start(&place, &["--timeout", "200ms"]);
+    let down = |exporter: &Exporter| {
+        let metrics = exporter.get("/metrics");
+        assert_eq!(metrics.status, "200 OK");
+        assert_eq!(metrics.body, PLAIN.replace("vmmfd_up 1", "vmmfd_up 0"));
+        let health = exporter.get("/healthz");
+        assert_eq!(health.status, "503 Service Unavailable");
+        assert!(
+            health.body.starts_with("the broker does not answer: ") && health.body.lines().count() == 1,
+            "{}",
+            health.body
+        );
+    };
+    down(&exporter);
+    for _ in 0..2 {
+        let mut server = vmmfd(&place, &["serve"]).start();
+        server.until("listening");
+        wait_for("the broker's figures", || value(&exporter.get("/metrics").body, "vmmfd_up") == 1.0);
+        assert_eq!(exporter.get("/healthz").status, "200 OK");
+        server.signal(Signal::SIGTERM);
+        server.end().code(0);
+        down(&exporter);
+    }
+    exporter.end().code(0);
+}
+
+#[test]
+fn a_brokers_own_figures_are_those_of_what_it_did() {
+    let place = Meeting::host();
+    let mut server = vmmfd(&place, &["serve"]).start();
+    server.until("listening");
+    let exporter = Exporter::start(&place, &[]);
+    let before = exporter.get("/metrics").body;
+    assert_eq!((value(&before, "vmmfd_up"), value(&before, "vmmfd_objects")), (1.0, 0.0));
+    let file = place.folder().join("input");
+    fs::write(&file, vec![7; 100_000]).unwrap();
+    for name in ["a", "b"] {
+        vmmfd(&place, &["put", name, "--backend", "host", "--from", file.to_str().unwrap()]).end().code(0);
+    }
+    vmmfd(&place, &["get", "a", "--backend", "host"]).end().code(0);
+    vmmfd(&place, &["get", "nothing", "--backend", "host"]).end().code(1);
+    let after = exporter.get("/metrics").body;
+    assert_eq!(value(&after, "vmmfd_objects"), 2.0);
+    assert_eq!(value(&after, "vmmfd_requests_total{verb=\"put\",outcome=\"ok\"}"), 2.0);
+    assert_eq!(value(&after, "vmmfd_requests_total{verb=\"get\",outcome=\"ok\"}"), 1.0);
+    assert_eq!(value(&after, "vmmfd_requests_total{verb=\"get\",outcome=\"absent\"}"), 1.0);
+    assert_eq!(value(&after, "vmmfd_request_seconds_count{verb=\"put\"}"), 2.0);
+    assert!(value(&after, "vmmfd_request_seconds_sum{verb=\"put\"}") > 0.0);
+    let used = |body: &str| value(body, "vmmfd_descriptors{state=\"used\"}");
+    assert!(used(&after) >= used(&before) + 2.0, "{after}");
+    let claimed = after.lines().find(|line| line.starts_with("vmmfd_claimed_bytes{")).unwrap();
+    assert!(claimed.contains("device=\"HOST-") && claimed.contains(&format!("uid=\"{}\"", nix::unistd::geteuid())));
+    assert!(value(&after, "vmmfd_start_time_seconds") > 1.7e9);
+    checked_by_promtool(&after);
+    exporter.end().code(0);
+}
+
+#[test]
+fn other_requests_have_other_answers_and_slow_clients_hold_up_none() {
+    let place = Meeting::host();
+    let exporter = Exporter::start(&place, &[]);
+    for (request, status) in [
+        ("GET / HTTP/1.1\r\n\r\n", "404 Not Found"),
+        ("POST /metrics HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody", "405 Method Not Allowed"),
+        ("nonsense\r\n\r\n", "400 Bad Request"),
+        (&format!("GET /{} HTTP/1.1\r\n", "x".repeat(9000)), "431 Request Header Fields Too Large"),
+    ] {
+        assert_eq!(exporter.send(request).status, status, "{request}");
+    }
+    // More than there are places, each with half a request.
+    let slow: Vec<TcpStream> = (0..40)
+        .map(|_| {
+            let mut stream = exporter.connect();
+            stream.write_all(b"GET /healthz HTT").unwrap();
+            stream
+        })
+        .collect();
+    assert_eq!(exporter.get("/").status, "404 Not Found");
+    for mut stream in slow {
+        let mut rest = Vec::new();
+        // It ends without an answer: it is closed, or reset.
+        assert!(stream.read_to_end(&mut rest).is_err() || rest.is_empty());
+    }
+    exporter.end().code(0);
+}
+
+#[test]
+fn it_ends_in_order_and_binds_what_was_asked_and_nothing_else() {
+    let place = Meeting::host();
+    let exporter = Exporter::start(&place, &[]);
+    let sockets = fs::read_to_string(format!("/proc/{}/net/tcp", exporter.running.pid())).unwrap();
+    let port = format!("{:04X}", exporter.address.port());
+    let listening =
+        |line: &&str| line.split_whitespace().nth(1).is_some_and(|local| local.ends_with(&format!(":{port}")));
+    let of_it: Vec<&str> = sockets.lines().filter(listening).collect();
+    assert!(of_it.iter().all(|line| line.contains(" 0100007F:")) && !of_it.is_empty(), "{of_it:?}");
+    let other = format!("{}", exporter.address);
+    let taken = vmmfd(&place, &["exporter", "--listen", &other, "--json"]).end();
+    let value = object(taken.code(5));
+    fits("failure", &value);
+    assert!(value["error"]["message"].as_str().unwrap().contains(&format!("listen on {other}")), "{value}");
+    let json = vmmfd(&place, &["exporter", "--listen", "127.0.0.1:0", "--json", "--timeout", "100ms"]).start();
+    wait_for("the line", || json.so_far().contains("http://"));
+    let address = json.so_far().split_once("http://").unwrap().1.split_once('/').unwrap().0.parse().unwrap();
+    let json = Exporter { running: json, address };
+    assert_eq!(json.get("/healthz").status, "503 Service Unavailable");
+    let report = object(json.end().code(0));
+    fits("exporter", &report);
+    assert_eq!((&report["requests"], &report["unanswered"]), (&1.into(), &1.into()));
+    exporter.end().code(0);
+    vmmfd(&place, &["exporter", "--listen", "localhost"]).end().code(2);
+}
