@@ -4,6 +4,7 @@
 //! two users, two kills of the server or its supervisor, one of a client, one compaction. What is changed in order or left out
 //! (`Flaw`) must be found, or the search looks at nothing.
 
+mod replay;
 mod search;
 mod steps;
 mod world;

@@ -413,9 +413,10 @@ impl Model {
         match (verb, current) {
             (Verb::Put, Some(_)) | (Verb::Delete | Verb::Get, None) => self.push(world, [Step::Refuse(request)]),
             (Verb::Put | Verb::Replace, _) => {
-                let segments = [client as File, COMMON].map(|file| server.take(file));
-                server.waiting.push((request, segments));
-                let send = segments.map(Step::Send);
+                let taken = [client as File, COMMON].map(|file| server.take(file));
+                server.waiting.push((request, taken.map(|(segment, _)| segment)));
+                let new = taken.into_iter().filter(|(_, new)| *new);
+                let send: Vec<Step> = new.map(|(segment, _)| Step::Send(segment)).collect();
                 let publish = match self.keeper {
                     Keeper::Systemd if !self.has(Flaw::NoBarrier) => Step::Barrier(request),
                     _ => Step::Publish(request),
@@ -467,8 +468,8 @@ impl Model {
         // Others may have come meanwhile.
         if verb == Verb::Put && before.is_some() {
             let removed = segments.into_iter().filter_map(|segment| self.release(server, segment)).map(Step::Remove);
-            let steps: Vec<Step> = removed.chain([Step::Refuse(request)]).collect();
-            return self.push_front(world, steps);
+            let steps: Vec<Step> = [Step::Refuse(request)].into_iter().chain(removed).collect();
+            return self.push(world, steps);
         }
         world.record(|content| {
             content.versions[request] = Some(Version { segments, named: true });
@@ -515,7 +516,8 @@ impl Model {
             gone.segments.into_iter().filter_map(|segment| self.release(server, segment)).collect();
         match self.has(Flaw::RemovalAfterReuse) {
             true => server.late.extend(removed),
-            false => self.push_front(world, removed.into_iter().map(Step::Remove)),
+            // Once the request is answered.
+            false => self.push(world, removed.into_iter().map(Step::Remove)),
         }
     }
 
@@ -601,12 +603,12 @@ impl Model {
 }
 
 impl Server {
-    /// The number of an open file that is kept, or a new one.
-    fn take(&mut self, file: File) -> Segment {
+    /// The number of an open file that is kept, or a new one, and whether it is that.
+    fn take(&mut self, file: File) -> (Segment, bool) {
         let known = self.kept.iter().position(|kept| kept.as_ref().is_some_and(|kept| kept.file == file));
         let segment = known.or_else(|| self.kept.iter().position(Option::is_none)).expect("a number");
         self.kept[segment].get_or_insert(Kept { file, references: 0 }).references += 1;
-        segment
+        (segment, known.is_none())
     }
 }
 
