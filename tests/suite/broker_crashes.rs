@@ -177,6 +177,8 @@ struct Scene<'a> {
     driver: &'a Driver,
     /// What is put and taken away again: of other memory than what stays.
     makings: Makings,
+    /// What that replaces.
+    before: Makings,
     instance: String,
     kills: usize,
     longest: Duration,
@@ -193,9 +195,9 @@ impl<'a> Scene<'a> {
         let published = |answer: Answer| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
         published(stays.put_small(&raw, stays.put("base", token(), false)));
         published(stays.put_many(&raw, "many", token()));
-        let makings = Makings::new(&subject.driver);
+        let [makings, before] = [Makings::new(&subject.driver), Makings::new(&subject.driver)];
         let instance = resume(&raw, &[]).instance;
-        Self { served, driver: &subject.driver, makings, instance, kills: 0, longest: Duration::ZERO }
+        Self { served, driver: &subject.driver, makings, before, instance, kills: 0, longest: Duration::ZERO }
     }
 
     fn client(&self) -> Client {
@@ -218,7 +220,7 @@ impl<'a> Scene<'a> {
         let name = format!("made/{verb:?}");
         // What is there before.
         if matches!(verb, Verb::Replace | Verb::Delete) {
-            let answer = self.makings.put_small(&raw, self.makings.put(&name, token(), false));
+            let answer = self.before.put_small(&raw, self.before.put(&name, token(), false));
             assert!(matches!(answer, Some((Message::Published(_), _))), "{verb:?} {nth}: {answer:?}");
         }
         let mut held = None;
@@ -383,7 +385,7 @@ fn a_supervisor_that_is_killed_at_any_step_loses_nothing(mut subject: Subject) {
             let (raw, server) = scene.served.greeted();
             let supervisor = scene.served.supervisor();
             if replace {
-                let answer = scene.makings.put_small(&raw, scene.makings.put(name, token(), false));
+                let answer = scene.before.put_small(&raw, scene.before.put(name, token(), false));
                 assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
             }
             let put = scene.makings.put(name, token(), replace);

@@ -182,13 +182,6 @@ impl Manager {
         names
     }
 
-    /// The descriptors of a name.
-    pub(crate) fn stored(&self, name: &str) -> Vec<OwnedFd> {
-        let state = self.shared.lock();
-        let of = state.store.iter().filter(|stored| stored.name == name);
-        of.map(|stored| stored.fd.try_clone().unwrap()).collect()
-    }
-
     /// Leaves what comes in the queue, or reads it again.
     pub(crate) fn pause(&self, paused: bool) {
         self.shared.lock().paused = paused;
@@ -211,15 +204,6 @@ impl Manager {
     /// What was said so far, and what became of it.
     pub(crate) fn log(&self) -> Vec<String> {
         self.shared.lock().log.clone()
-    }
-
-    /// Waits until the log has this line, and returns how often.
-    #[track_caller]
-    pub(crate) fn wait_for_log(&self, line: &str) -> usize {
-        self.wait(line, |state| match state.log.iter().filter(|known| *known == line).count() {
-            0 => None,
-            count => Some(count),
-        })
     }
 }
 

@@ -135,7 +135,7 @@ pub(crate) fn while_traced<T: Send>(
                 Ok(stop) => stop,
             };
             let Some(stop) = stop else {
-                let quiet = waits_since.is_some_and(|since: Instant| since.elapsed() > QUIET);
+                let quiet = waits_since.is_none_or(|since: Instant| since.elapsed() > QUIET);
                 if quiet && (done.load(Ordering::Acquire) || running.is_finished()) {
                     break;
                 }
