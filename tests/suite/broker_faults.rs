@@ -36,16 +36,16 @@ cases! {
 const MIB: u64 = 1 << 20;
 
 /// Segments of the object whose put and lease take several records: three of a put and of a lease.
-const MANY: usize = 600;
+pub(crate) const MANY: usize = 600;
 
 /// Chunks that these are made of, again and again.
-const CHUNKS: usize = 3;
+pub(crate) const CHUNKS: usize = 3;
 
-const CHUNK: u64 = 2 * MIB;
+pub(crate) const CHUNK: u64 = 2 * MIB;
 
 /// Whether `made` exists after a child was killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Made {
+pub(crate) enum Made {
     /// It was acknowledged.
     Yes,
     /// It was not sent whole.
@@ -55,7 +55,7 @@ enum Made {
 }
 
 /// Where a child is killed, and whether there is an object `made` of three chunks then. All find an object `base`.
-const STEPS: &[(&str, Made)] = &[
+pub(crate) const STEPS: &[(&str, Made)] = &[
     ("connected", Made::No),
     ("hello-sent", Made::No),
     ("greeted", Made::No),
@@ -146,7 +146,7 @@ impl Material {
     }
 
     /// Sends some of the segments.
-    fn send(&self, raw: &Raw, from: usize, to: usize) {
+    pub(crate) fn send(&self, raw: &Raw, from: usize, to: usize) {
         for at in (from..to).step_by(MAX_FDS) {
             let some = &self.segments[at..to.min(at + MAX_FDS)];
             let sizes = some.iter().map(|(size, _)| *size).collect();
@@ -161,7 +161,7 @@ pub(crate) fn get(name: &str) -> broker::Get {
     broker::Get { objects: vec![object], wait_ms: None, claim: None }
 }
 
-fn get_message(name: &str) -> Message {
+pub(crate) fn get_message(name: &str) -> Message {
     Message::Get(Box::new(get(name)))
 }
 
@@ -178,7 +178,7 @@ fn lease(answer: Option<(Message, Vec<std::os::fd::OwnedFd>)>) -> (Token, usize)
 }
 
 /// What a child does: all up to the step, and no more. Memory and connections stay until it is killed.
-fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
+pub(crate) fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
     let config = Config::default();
     let shared = filled(driver, CHUNKS as u64 * CHUNK, Some(CHUNK), 7);
     let small = Material::of(&shared);
@@ -349,7 +349,7 @@ pub(crate) fn name_of(subject: &Subject, file: &str, case: &str) -> String {
     format!("{file}::{module}::{case}")
 }
 
-fn value(client: &Client, driver: &Driver, name: &str) -> [u8; 2] {
+pub(crate) fn value(client: &Client, driver: &Driver, name: &str) -> [u8; 2] {
     let object = client.get(&Get::new(name)).unwrap().open(driver, None).unwrap();
     let memory = object.parts()[0].memory().unwrap();
     let (mut first, mut last) = ([0; 1], [0; 1]);

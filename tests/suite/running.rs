@@ -254,7 +254,7 @@ impl Run {
 }
 
 /// Where the commands are: as told, beside the test program, or one folder up, where cargo puts them.
-fn binary(name: &str) -> PathBuf {
+pub(crate) fn binary(name: &str) -> PathBuf {
     let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
     let folders =
         [env::var_os("VMMFD_BIN").map(PathBuf::from), Some(beside.clone()), beside.parent().map(Path::to_owned)];

@@ -7,7 +7,7 @@ use crate::{
     driver::Backend,
     wire::{
         Memory,
-        broker::{Attached, Event, Lifetime, Maker, Owner, Token},
+        broker::{Attached, Event, Lifetime, Maker, Owner, Published, Token},
     },
 };
 
@@ -24,8 +24,12 @@ pub(in crate::broker) enum Record {
     },
     /// An event that was before this log.
     Seen(Seen),
-    /// A delete that was answered.
-    Answered { request: Token },
+    /// A request that was done before this log and has left nothing in it: a delete, or a put, with what it published.
+    Answered {
+        request: Token,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        published: Option<Published>,
+    },
     /// What was written when the log was made anew ends here: `seq` is the number of the last event before.
     Whole { seq: u64 },
     /// A server has started with this log.

@@ -3,10 +3,13 @@
 mod fake;
 mod faulty;
 pub(crate) mod fuse;
+pub(crate) mod manager;
 mod mapped;
 mod process;
 pub(crate) mod schema;
+pub(crate) mod served;
 pub(crate) mod stand_in;
+pub(crate) mod stepper;
 mod subject;
 
 pub(crate) use self::{

@@ -14,7 +14,7 @@ use crate::{
         store::{Keeper, Mark, Name, Store},
     },
     error::{Error, Result},
-    wire::broker::{Event, EventKind, Token},
+    wire::broker::{Event, EventKind, Published, Token},
 };
 
 /// How many events are known at least, if there were as many.
@@ -23,7 +23,7 @@ const EVENTS: usize = 16 * 1024;
 /// How many of them are written into a new log: those who watch are seldom further behind.
 const EVENTS_KEPT: usize = 1024;
 
-/// How many deletes that were answered are known.
+/// How many requests are known that were done and have left nothing: deletes, and puts of versions that are gone.
 const ANSWERED: usize = 1024;
 
 /// The catalogue, the events and what else is the same for the next server.
@@ -41,7 +41,8 @@ pub(in crate::broker::server) struct Journal {
     events: VecDeque<Seen>,
     /// The number of the last event.
     last: u64,
-    answered: VecDeque<Token>,
+    /// With what was published, if it was a put.
+    answered: VecDeque<(Token, Option<Published>)>,
 }
 
 impl Journal {
@@ -123,7 +124,7 @@ impl Journal {
     pub(super) fn recall(&mut self, record: &Record) {
         match record {
             Record::Seen(seen) => self.events.push_back(seen.clone()),
-            Record::Answered { request } => self.remember(*request),
+            Record::Answered { request, published } => self.remember(*request, published.clone()),
             Record::Whole { seq } => self.last = *seq,
             Record::Started => self.starts += 1,
             _ => {}
@@ -185,17 +186,22 @@ impl Journal {
         self.events.push_back(seen);
     }
 
-    /// Notes that a delete is answered.
-    pub(super) fn remember(&mut self, request: Token) {
+    /// Notes that a request was done that has left nothing: a delete, or the put of a version that is gone.
+    pub(super) fn remember(&mut self, request: Token, published: Option<Published>) {
         if self.answered.len() >= ANSWERED {
             self.answered.pop_front();
         }
-        self.answered.push_back(request);
+        self.answered.push_back((request, published));
     }
 
     /// Whether a delete was answered already.
     pub(super) fn has_answered(&self, request: Token) -> bool {
-        self.answered.contains(&request)
+        self.answered.iter().any(|(known, published)| *known == request && published.is_none())
+    }
+
+    /// What a put published whose version is gone.
+    pub(super) fn published_before(&self, request: Token) -> Option<Published> {
+        self.answered.iter().find(|(known, _)| *known == request)?.1.clone()
     }
 
     /// Whether the log should be written anew, and can be: what it is written into must be in the store when it counts.
@@ -232,7 +238,8 @@ impl Journal {
         let begin = Record::Begin { instance: self.instance.clone(), starts: self.starts };
         let kept = self.events.len().saturating_sub(EVENTS_KEPT);
         let seen = self.events.iter().skip(kept).cloned().map(Record::Seen);
-        let answered = self.answered.iter().map(|request| Record::Answered { request: *request });
+        let answered = self.answered.iter().cloned();
+        let answered = answered.map(|(request, published)| Record::Answered { request, published });
         let whole = Record::Whole { seq: self.last };
         let records = std::iter::once(begin).chain(seen).chain(answered).chain(state).chain([whole]);
         let old = self.log.compact(spare, records)?;

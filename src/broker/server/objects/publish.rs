@@ -246,7 +246,9 @@ impl Objects {
 
     /// What a put published that has come before.
     pub(in crate::broker::server) fn published_before(&self, caller: &Caller, request: Token) -> Option<Published> {
-        let version = self.versions.get(self.requests.get(&request)?)?;
+        let Some(version) = self.requests.get(&request).and_then(|key| self.versions.get(key)) else {
+            return self.journal.published_before(request);
+        };
         let record = &version.record;
         let published = Published { version: record.version, id: record.id.clone() };
         (version.payer() == caller.uid).then_some(published)

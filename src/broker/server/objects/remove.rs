@@ -15,7 +15,7 @@ use crate::{
         store::Name as Stored,
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::Token,
+    wire::broker::{Published, Token},
 };
 
 impl Objects {
@@ -53,7 +53,7 @@ impl Objects {
         let entry = Record::Deleted(deleted);
         self.write(&entry).map_err(unwritten)?;
         let Record::Deleted(Deleted { name, request, .. }) = entry else { return Err(unwritten_kind()) };
-        request.into_iter().for_each(|request| self.journal.remember(request));
+        request.into_iter().for_each(|request| self.journal.remember(request, None));
         let Some(gone) = self.forget_name(&name) else { return Ok(()) };
         tracing::info!(name, leases = gone.leases, "{why}");
         gone.versions.into_iter().for_each(|key| self.drop_if_unused(key));
@@ -117,9 +117,12 @@ impl Objects {
     pub(super) fn forget_version(&mut self, key: u64) -> Option<Version> {
         let version = self.versions.remove(&key)?;
         self.users.remove_version(version.payer(), version.bytes(), &version.record.parts);
+        // They may still be sent again: not to be done again then, over what came between.
         for request in &version.record.requests {
             if self.requests.get(request) == Some(&key) {
                 self.requests.remove(request);
+                let published = Published { version: version.record.version, id: version.record.id.clone() };
+                self.journal.remember(*request, Some(published));
             }
         }
         Some(version)

@@ -73,7 +73,7 @@ impl Objects {
                 Record::Whole { .. } => old = false,
                 Record::Published(version) => self.add_version(*version),
                 Record::Deleted(deleted) => {
-                    deleted.request.into_iter().for_each(|request| self.journal.remember(request));
+                    deleted.request.into_iter().for_each(|request| self.journal.remember(request, None));
                     self.forget_name(&deleted.name);
                 }
                 Record::Dropped { key } => {

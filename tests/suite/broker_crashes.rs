@@ -1,0 +1,496 @@
+//! The server and its supervisor, killed before each system call of each verb: what was acknowledged is there, and nothing half.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::{Duration, Instant},
+};
+
+use nix::sys::signal::{Signal, kill};
+use vmmfd::{
+    broker::Client,
+    driver::Driver,
+    session::Config,
+    wire::{
+        MAX_FDS, Received, Segments,
+        broker::{
+            self, Claim, Delete, List, Measure, Message, Release, Report, Resume, Resumed, Stat, Table, Token, Watch,
+            Who,
+        },
+    },
+};
+
+use crate::{
+    broker::{filled, until},
+    broker_faults::{CHUNK, CHUNKS, MANY, Made, Material, STEPS, get, get_message, go_to, memfd, name_of, value},
+    broker_process::{Actor, Raw},
+    support::{
+        Subject,
+        served::{Keeper, Served},
+        stepper::{at as at_call, while_traced},
+    },
+};
+
+cases! {
+    on crate::support::Subject; every backend: [
+    a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing,
+    a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing_under_systemd,
+    a_supervisor_that_is_killed_at_any_step_loses_nothing,
+    what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged,
+    ]
+}
+
+/// What a request came to: its answer, unless the connection ended before.
+type Answer = Option<(Message, Vec<OwnedFd>)>;
+
+/// A token that no other request has.
+pub(crate) fn token() -> Token {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    let mut bytes = [0; 16];
+    bytes[..4].copy_from_slice(&std::process::id().to_le_bytes());
+    bytes[8..].copy_from_slice(&LAST.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+    Token(bytes)
+}
+
+/// A request that may be cut off.
+fn ask(raw: &Raw, message: &Message, fds: &[BorrowedFd<'_>]) -> Answer {
+    raw.ask(message, fds).ok().flatten()
+}
+
+#[track_caller]
+fn resume(raw: &Raw, leases: &[Token]) -> Resumed {
+    let resume = Message::Resume(Resume { leases: leases.to_vec(), puts: Vec::new() });
+    match ask(raw, &resume, &[]) {
+        Some((Message::Resumed(resumed), _)) => resumed,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Memory to put, and how it is put.
+struct Makings {
+    small: Material,
+    many: Material,
+    table: (OwnedFd, usize),
+}
+
+impl Makings {
+    fn new(driver: &Driver) -> Self {
+        let shared = filled(driver, CHUNKS as u64 * CHUNK, Some(CHUNK), 7);
+        let text = format!("{{\"words\": \"{}\"}}", "x".repeat(5000));
+        let table = (memfd(&text), text.len());
+        Self { small: Material::of(&shared), many: Material::of(&shared).repeated(MANY), table }
+    }
+
+    /// A put of a few segments.
+    fn put(&self, name: &str, request: Token, replace: bool) -> broker::Put {
+        broker::Put { request: Some(request), replace, ..self.small.put(name) }
+    }
+
+    fn put_small(&self, raw: &Raw, put: broker::Put) -> Answer {
+        ask(raw, &Message::Put(Box::new(put)), &self.small.fds())
+    }
+
+    /// A put whose metadata come in a memfd.
+    fn put_with_table(&self, raw: &Raw, put: broker::Put) -> Answer {
+        let put = broker::Put { metadata: Some(Table::Length(self.table.1 as u64)), ..put };
+        let fds: Vec<_> = [self.table.0.as_fd()].into_iter().chain(self.small.fds()).collect();
+        ask(raw, &Message::Put(Box::new(put)), &fds)
+    }
+
+    /// A put that takes several records.
+    fn put_many(&self, raw: &Raw, name: &str, request: Token) -> Answer {
+        let put = broker::Put { request: Some(request), ..self.many.put(name) };
+        let (fds, sizes) = (self.many.fds(), &self.many.segments);
+        match ask(raw, &Message::Put(Box::new(put)), &fds[..MAX_FDS]) {
+            Some((Message::Send(_), _)) => {}
+            other => return other,
+        }
+        for at in (MAX_FDS..MANY).step_by(MAX_FDS) {
+            let some = at..MANY.min(at + MAX_FDS);
+            let sizes = sizes[some.clone()].iter().map(|(size, _)| *size).collect();
+            raw.send(&Message::Segments(Segments { first: at as u64, sizes }), &fds[some]).ok()?;
+        }
+        raw.receive().ok().flatten()
+    }
+}
+
+/// Takes all records of a lease. Returns its token once the first has come.
+fn get_whole(raw: &Raw, name: &str, segments: usize) -> (Option<Token>, bool) {
+    let Some((Message::Lease(lease), fds)) = ask(raw, &get_message(name), &[]) else { return (None, false) };
+    let mut have = fds.len();
+    while have < segments {
+        let received = Message::Received(Received { segments: have as u64 });
+        match ask(raw, &received, &[]) {
+            Some((Message::Segments(_), fds)) => have += fds.len(),
+            _ => return (Some(lease.token), false),
+        }
+    }
+    (Some(lease.token), true)
+}
+
+/// What is done while the server is traced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verb {
+    Put,
+    PutWithTable,
+    PutMany,
+    Replace,
+    Delete,
+    Get,
+    GetMany,
+    Release,
+    Report,
+    Claim,
+    Resume,
+    List,
+    Stat,
+    Who,
+    Watch,
+    Measure,
+    /// To close a connection that leases.
+    Close,
+}
+
+const VERBS: [Verb; 17] = [
+    Verb::Put,
+    Verb::PutWithTable,
+    Verb::PutMany,
+    Verb::Replace,
+    Verb::Delete,
+    Verb::Get,
+    Verb::GetMany,
+    Verb::Release,
+    Verb::Report,
+    Verb::Claim,
+    Verb::Resume,
+    Verb::List,
+    Verb::Stat,
+    Verb::Who,
+    Verb::Watch,
+    Verb::Measure,
+    Verb::Close,
+];
+
+/// A broker that is killed, and what must be in it.
+struct Scene<'a> {
+    served: Served,
+    driver: &'a Driver,
+    /// What is put and taken away again: of other memory than what stays.
+    makings: Makings,
+    /// What that replaces.
+    before: Makings,
+    instance: String,
+    kills: usize,
+    longest: Duration,
+}
+
+/// What is there from the start: name, version, value of the bytes.
+const ALWAYS: [&str; 2] = ["base", "many"];
+
+impl<'a> Scene<'a> {
+    fn new(keeper: Keeper, subject: &'a Subject) -> Self {
+        let served = Served::start(keeper, subject);
+        let stays = Makings::new(&subject.driver);
+        let (raw, _) = served.greeted();
+        let published = |answer: Answer| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+        published(stays.put_small(&raw, stays.put("base", token(), false)));
+        published(stays.put_many(&raw, "many", token()));
+        let [makings, before] = [Makings::new(&subject.driver), Makings::new(&subject.driver)];
+        let instance = resume(&raw, &[]).instance;
+        Self { served, driver: &subject.driver, makings, before, instance, kills: 0, longest: Duration::ZERO }
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&self.served.path, &Config::default()).unwrap()
+    }
+
+    /// Names and versions.
+    fn listed(&self) -> Vec<(String, u64)> {
+        let (raw, _) = self.served.greeted();
+        match ask(&raw, &Message::List(List::default()), &[]) {
+            Some((Message::Objects(page), _)) => page.objects.into_iter().map(|of| (of.name, of.version)).collect(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Does a verb, with the server killed before its `nth` system call from there on. Whether it came so far.
+    fn kill_in(&mut self, verb: Verb, nth: usize) -> bool {
+        let (raw, server) = self.served.greeted();
+        let request = token();
+        let name = format!("made/{verb:?}");
+        // What is there before.
+        if matches!(verb, Verb::Replace | Verb::Delete) {
+            let answer = self.before.put_small(&raw, self.before.put(&name, token(), false));
+            assert!(matches!(answer, Some((Message::Published(_), _))), "{verb:?} {nth}: {answer:?}");
+        }
+        let mut held = None;
+        if matches!(verb, Verb::Release | Verb::Report | Verb::Resume | Verb::Close) {
+            held = get_whole(&raw, "base", CHUNKS).0;
+        }
+        let (mut raw, mut server) = (raw, server);
+        if verb == Verb::Resume {
+            let begun = Instant::now();
+            kill(server, Signal::SIGKILL).unwrap();
+            self.served.wait_for_another(server, begun);
+            (raw, server) = self.served.greeted();
+        }
+        let makings = &self.makings;
+        let put = makings.put(&name, request, verb == Verb::Replace);
+        let (answer, traced) = while_traced(server, at_call(nth), || match verb {
+            Verb::Put | Verb::Replace => makings.put_small(&raw, put),
+            Verb::PutWithTable => makings.put_with_table(&raw, put),
+            Verb::PutMany => makings.put_many(&raw, &name, request),
+            Verb::Delete => ask(&raw, &Message::Delete(Delete { name: name.clone(), request: Some(request) }), &[]),
+            Verb::Get => ask(&raw, &get_message("base"), &[]),
+            Verb::GetMany => {
+                held = get_whole(&raw, "many", MANY).0;
+                None
+            }
+            Verb::Release | Verb::Report | Verb::Close => {
+                let token = held.unwrap();
+                match verb {
+                    Verb::Release => raw.send(&Message::Release(Release { token }), &[]).unwrap(),
+                    Verb::Report => {
+                        let message = "it is not".to_owned();
+                        raw.send(&Message::Report(Report { token, message }), &[]).unwrap();
+                    }
+                    _ => rustix::net::shutdown(&raw, rustix::net::Shutdown::Both).unwrap(),
+                }
+                None
+            }
+            Verb::Claim => {
+                let claim = broker::Get { claim: Some(Claim::default()), ..get(&name) };
+                ask(&raw, &Message::Get(Box::new(claim)), &[])
+            }
+            Verb::Resume => {
+                let leases = held.into_iter().collect();
+                ask(&raw, &Message::Resume(Resume { leases, puts: Vec::new() }), &[])
+            }
+            Verb::List => ask(&raw, &Message::List(List::default()), &[]),
+            Verb::Stat => ask(&raw, &Message::Stat(Stat { name: "base".to_owned(), version: None }), &[]),
+            Verb::Who => ask(&raw, &Message::Who(Who::default()), &[]),
+            Verb::Watch => {
+                let watch = Watch { prefix: String::new(), after: Some(0), instance: Some(self.instance.clone()) };
+                ask(&raw, &Message::Watch(watch), &[])
+            }
+            Verb::Measure => ask(&raw, &Message::Measure(Measure {}), &[]),
+        });
+        let at = format!("{verb:?}, killed before system call {nth}: {answer:?}");
+        if let Some(killed) = traced.killed {
+            self.kills += 1;
+            let (_, gap) = self.served.wait_for_another(server, killed);
+            self.longest = self.longest.max(gap);
+        }
+        if let Some((Message::Lease(lease), _)) = &answer {
+            held = Some(lease.token);
+        }
+        assert!(!matches!(answer, Some((Message::Refused(_) | Message::Error(_), _))), "{at}");
+        let held = held.filter(|_| traced.killed.is_some());
+        self.check(verb, &name, request, &answer, &at);
+        if let Some(token) = held {
+            let lost = resume(&self.served.greeted().0, &[token]).lost;
+            // Those that were released ended, or no client has them.
+            assert!(lost.is_empty() || matches!(verb, Verb::Release | Verb::Close), "{at}: a lease is lost");
+        }
+        traced.killed.is_some()
+    }
+
+    /// Checks what is there after a kill, and takes away what was made.
+    fn check(&self, verb: Verb, name: &str, request: Token, answer: &Answer, at: &str) {
+        let (raw, _) = self.served.greeted();
+        assert_eq!(resume(&raw, &[]).instance, self.instance, "{at}");
+        let listed = self.listed();
+        let version = listed.iter().find(|(of, _)| of == name).map(|(_, version)| *version);
+        let others: Vec<_> = listed.iter().filter(|(of, _)| of != name).map(|(of, _)| of.as_str()).collect();
+        assert_eq!(others, ALWAYS, "{at}");
+        let client = self.client();
+        assert_eq!(value(&client, self.driver, "base"), [7; 2], "{at}");
+        let puts = matches!(verb, Verb::Put | Verb::PutWithTable | Verb::PutMany | Verb::Replace);
+        if puts {
+            let first = u64::from(verb == Verb::Replace);
+            match answer {
+                Some((Message::Published(published), _)) => assert_eq!(version, Some(published.version), "{at}"),
+                Some(other) => panic!("{at}: {other:?}"),
+                None => assert!(version.unwrap_or(0) == first || version == Some(first + 1), "{at}: {version:?}"),
+            }
+            // Sent again it is done once.
+            let again = match verb {
+                Verb::PutMany => self.makings.put_many(&raw, name, request),
+                Verb::PutWithTable => self.makings.put_with_table(&raw, self.makings.put(name, request, false)),
+                _ => self.makings.put_small(&raw, self.makings.put(name, request, verb == Verb::Replace)),
+            };
+            match (again, answer) {
+                (Some((Message::Published(again), _)), Some((Message::Published(before), _))) => {
+                    assert_eq!((again.version, &again.id), (before.version, &before.id), "{at}");
+                }
+                (Some((Message::Published(again), _)), None) => assert_eq!(again.version, first + 1, "{at}"),
+                other => panic!("{at}: {other:?}"),
+            }
+            let info = client.stat(name, None).unwrap().version;
+            let segments = if verb == Verb::PutMany { MANY } else { CHUNKS };
+            assert_eq!((info.summary.segments, info.summary.version), (segments as u64, first + 1), "{at}");
+            assert_eq!(value(&client, self.driver, name), [7; 2], "{at}");
+        }
+        if verb == Verb::Delete {
+            match answer {
+                Some((Message::Done(_), _)) => assert_eq!(version, None, "{at}"),
+                Some(other) => panic!("{at}: {other:?}"),
+                None => assert!(version.is_none_or(|version| version == 1), "{at}"),
+            }
+            let delete = Message::Delete(Delete { name: name.to_owned(), request: Some(request) });
+            let again = ask(&raw, &delete, &[]);
+            assert!(matches!(again, Some((Message::Done(_), _))), "{at}: {again:?}");
+            assert!(self.listed().iter().all(|(of, _)| of != name), "{at}");
+        }
+        if puts {
+            client.delete(name).unwrap();
+        }
+    }
+}
+
+fn server_killed_in(subject: &Subject, keeper: Keeper) {
+    let mut scene = Scene::new(keeper, subject);
+    let mut each = Vec::new();
+    for verb in VERBS {
+        let before = scene.kills;
+        while scene.kill_in(verb, scene.kills - before) {}
+        each.push(format!("{verb:?} {}", scene.kills - before));
+        assert!(scene.kills > before, "{verb:?}");
+    }
+    let (kills, longest) = (scene.kills, scene.longest);
+    eprintln!("{keeper:?}: {kills} kills of the server ({}), the longest gap {longest:?}", each.join(", "));
+    // Three segments, kept once, and two catalogues.
+    let server = scene.served.server();
+    until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));
+}
+
+fn a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing(mut subject: Subject) {
+    subject.alone();
+    server_killed_in(&subject, Keeper::Supervisor);
+}
+
+fn a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing_under_systemd(mut subject: Subject) {
+    subject.alone();
+    server_killed_in(&subject, Keeper::Systemd);
+}
+
+fn a_supervisor_that_is_killed_at_any_step_loses_nothing(mut subject: Subject) {
+    subject.alone();
+    let mut scene = Scene::new(Keeper::Supervisor, &subject);
+    let mut kills = 0;
+    for replace in [false, true] {
+        let (mut nth, mut killed) = (0, true);
+        while killed {
+            let name = "made/it";
+            let (raw, server) = scene.served.greeted();
+            let supervisor = scene.served.supervisor();
+            if replace {
+                let answer = scene.before.put_small(&raw, scene.before.put(name, token(), false));
+                assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+            }
+            let put = scene.makings.put(name, token(), replace);
+            let (answer, traced) = while_traced(supervisor, at_call(nth), || scene.makings.put_small(&raw, put));
+            scene.served.reap();
+            killed = traced.killed.is_some();
+            // The server goes on, and so do its connections.
+            let Some((Message::Published(published), _)) = &answer else { panic!("{nth}: {answer:?}") };
+            assert_eq!(published.version, 1 + u64::from(replace));
+            assert_eq!(scene.served.server(), server);
+            // The next one keeps as much, and with it alone the next server has all.
+            until(|| scene.served.kept(server) == (2 * CHUNKS + 2, 2 * CHUNKS + 2));
+            let (server, _) = scene.served.kill_server();
+            assert_eq!(scene.listed(), [("base", 1), (name, 1 + u64::from(replace)), ("many", 1)].map(owned));
+            let client = scene.client();
+            assert_eq!(value(&client, scene.driver, name), [7; 2]);
+            client.delete(name).unwrap();
+            drop(client);
+            until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));
+            (nth, kills) = (nth + 1, kills + usize::from(killed));
+        }
+    }
+    eprintln!("{kills} kills of the supervisor");
+    assert!(kills > 4);
+    let (raw, _) = scene.served.greeted();
+    assert_eq!(resume(&raw, &[]).instance, scene.instance);
+    drop(raw);
+    // Also one that the server started is asked to end as the first one is.
+    scene.served.stop();
+}
+
+fn owned((name, version): (&str, u64)) -> (String, u64) {
+    (name.to_owned(), version)
+}
+
+/// Who is killed, in which order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    ClientFirst,
+    ServerFirst,
+}
+
+fn what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged(mut subject: Subject) {
+    subject.alone();
+    if let Some((step, path)) = Actor::role() {
+        go_to(&step, &path, &subject.driver);
+    }
+    let case = "what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged";
+    let test = name_of(&subject, "broker_crashes", case);
+    let scene = Scene::new(Keeper::Supervisor, &subject);
+    let (mut kills, mut longest) = (0, Duration::ZERO);
+    for order in [Order::ClientFirst, Order::ServerFirst] {
+        for (step, made) in STEPS {
+            let (raw, server) = scene.served.greeted();
+            let answer = scene.makings.put_small(&raw, scene.makings.put("victim", token(), true));
+            assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+            let mut actor = Actor::start(&test, step, &scene.served.path);
+            actor.until_there();
+            let begun = Instant::now();
+            match order {
+                Order::ClientFirst => {
+                    actor.kill();
+                    kill(server, Signal::SIGKILL).unwrap();
+                }
+                Order::ServerFirst => {
+                    kill(server, Signal::SIGKILL).unwrap();
+                    actor.kill();
+                }
+            }
+            kills += 1;
+            let (_, gap) = scene.served.wait_for_another(server, begun);
+            longest = longest.max(gap);
+            let at = format!("{order:?} {step}");
+            let names: Vec<String> = scene.listed().into_iter().map(|(name, _)| name).collect();
+            let exists = names.iter().any(|name| name == "made");
+            match made {
+                Made::Yes => assert!(exists, "{at}"),
+                Made::No => assert!(!exists, "{at}"),
+                Made::Maybe => {}
+            }
+            if *step == "delete-done" {
+                assert!(!names.iter().any(|name| name == "victim"), "{at}");
+            }
+            let may_delete = step.starts_with("delete");
+            let rest: Vec<&str> = names
+                .iter()
+                .map(String::as_str)
+                .filter(|&name| name != "made" && !(may_delete && name == "victim"))
+                .collect();
+            let expected: &[&str] = if may_delete { &["base", "many"] } else { &["base", "many", "victim"] };
+            assert_eq!(rest, expected, "{at}");
+            let client = scene.client();
+            for name in names.iter().filter(|name| *name != "many") {
+                assert_eq!(value(&client, scene.driver, name), [7; 2], "{at}: {name}");
+            }
+            for name in names.iter().filter(|name| ["made", "victim"].contains(&name.as_str())) {
+                client.delete(name).unwrap();
+            }
+        }
+    }
+    eprintln!("{kills} kills of the server with a client, the longest gap {longest:?}");
+    let client = scene.client();
+    // Of what the last ones leased the grace must end first.
+    until(|| client.who("").unwrap().leases.is_empty());
+    let server = scene.served.server();
+    // What `base` was replaced with has files of its own.
+    until(|| scene.served.kept(server) == (2 * CHUNKS + 2, 2 * CHUNKS + 2));
+}

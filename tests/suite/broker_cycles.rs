@@ -1,0 +1,231 @@
+//! Brokers that die again and again under load: nothing is lost, and nothing grows.
+
+use std::{
+    fs,
+    os::fd::AsFd,
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use vmmfd::{
+    broker::{Client, Condition, Get},
+    session::Config,
+    wire::broker::{self, Delete, Message},
+};
+
+use crate::{
+    broker::until,
+    broker_crashes::token,
+    broker_pages::{Template, number, pages_of, whole},
+    broker_process::Raw,
+    support::{
+        Subject,
+        served::{Keeper, Served, stored},
+    },
+};
+
+/// How many cycles there are from one crash to the next.
+const CRASH_EVERY: u64 = 500;
+
+/// The longest catalogue: as long as what is in it twice, and 4 MiB of history; and what is written until that is seen.
+const CATALOGUE: u64 = 5 << 20;
+
+/// A client that connects again and asks again until it is answered.
+struct Persistent<'a> {
+    served: &'a Served,
+    raw: Raw,
+    reconnects: u64,
+}
+
+impl Persistent<'_> {
+    /// The answer to a request, sent as often as it takes.
+    fn ask(&mut self, message: &Message, fds: &[std::os::fd::OwnedFd]) -> Message {
+        loop {
+            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            if let Ok(Some((answer, _))) = self.raw.ask(message, &fds) {
+                return answer;
+            }
+            self.raw = self.served.greeted().0;
+            self.reconnects += 1;
+        }
+    }
+
+    fn put(&mut self, template: &Template, name: &str, nonce: u64, replace: bool) -> u64 {
+        let (put, pages) = template.raw_put(name, nonce, replace);
+        let put = broker::Put { request: Some(token()), ..put };
+        match self.ask(&Message::Put(Box::new(put)), &pages) {
+            Message::Published(published) => published.version,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// The length of the longest catalogue of a process.
+fn catalogue(pid: Pid) -> u64 {
+    let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().filter_map(|entry| Some(entry.ok()?.path()));
+    let is = |path: &std::path::PathBuf| {
+        fs::read_link(path).is_ok_and(|link| link.to_string_lossy().starts_with("/memfd:vmmfd-catalogue"))
+    };
+    fds.filter(is).filter_map(|path| Some(fs::metadata(path).ok()?.len())).max().unwrap_or(0)
+}
+
+/// What is not to grow: descriptors of memory, KiB of the server and the supervisor, bytes of the catalogue.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sizes {
+    descriptors: usize,
+    server: u64,
+    supervisor: u64,
+    catalogue: u64,
+}
+
+/// 100,000 with VMMFD_TEST_CYCLES.
+#[test]
+fn cycles_with_crashes_leave_descriptors_memory_and_catalogue_as_they_were() {
+    let cycles = number("VMMFD_TEST_CYCLES", 2000);
+    let subject = Subject::host();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let template = Template::new();
+    let mut client = Persistent { served: &served, raw: served.greeted().0, reconnects: 0 };
+    // What stays all the time.
+    assert_eq!(client.put(&template, "base", 2, false), 1);
+    let base = pages_of(2) as usize;
+    let (mut crashes, mut early, mut late) = (0, Sizes::default(), Sizes::default());
+    let mut longest = 0;
+    for cycle in 1..=cycles {
+        let killer = (cycle % CRASH_EVERY == 0).then(|| {
+            let server = served.server();
+            // At some moment of the cycles that follow.
+            thread::spawn(move || {
+                thread::sleep(Duration::from_micros(cycle * 7919 % 5000));
+                kill(server, Signal::SIGKILL).unwrap();
+                server
+            })
+        });
+        let name = format!("cycle/{}", cycle % 7);
+        assert_eq!(client.put(&template, &name, 3 * cycle, false), 1, "cycle {cycle}");
+        assert_eq!(client.put(&template, &name, 3 * cycle + 1, true), 2, "cycle {cycle}");
+        let delete = Message::Delete(Delete { name, request: Some(token()) });
+        let answer = client.ask(&delete, &[]);
+        assert!(matches!(answer, Message::Done(_)), "cycle {cycle}: {answer:?}");
+        if let Some(killer) = killer {
+            let killed = killer.join().unwrap();
+            crashes += 1;
+            let (server, _) = served.wait_for_another(killed, Instant::now());
+            // What the last cycle left is being closed.
+            until(|| served.kept(server) == (base + 2, base + 2));
+            let supervisor = served.supervisor();
+            let sizes = Sizes {
+                descriptors: stored(server) + stored(supervisor),
+                server: served.resident(server),
+                supervisor: served.resident(supervisor),
+                catalogue: catalogue(server),
+            };
+            longest = longest.max(sizes.catalogue);
+            let half = crashes * 2 * CRASH_EVERY <= cycles;
+            *(if half { &mut early } else { &mut late }) = sizes;
+        }
+    }
+    let reconnects = client.reconnects;
+    eprintln!(
+        "{cycles} cycles with {crashes} crashes, {reconnects} reconnects: at half of them {early:?}, at the end {late:?}"
+    );
+    // The last one may come after all is done.
+    assert!(crashes >= 2 && reconnects + 1 >= crashes, "{crashes} crashes, {reconnects} reconnects");
+    assert_eq!(early.descriptors, late.descriptors);
+    assert!(longest <= CATALOGUE, "{longest} bytes of catalogue");
+    // A server begins anew with each crash, and reads a catalogue of up to some MiB.
+    assert!(late.server <= early.server + 16 * 1024, "{early:?} {late:?}");
+    assert!(late.supervisor <= early.supervisor + 1024, "{early:?} {late:?}");
+}
+
+/// Clients that get, and those that put.
+const READERS: u64 = 90;
+const WRITERS: u64 = 10;
+
+/// A client's timeout.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_hundred_clients_see_whole_objects_through_many_restarts() {
+    let restarts = number("VMMFD_TEST_RESTARTS", 10);
+    let subject = Subject::host();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let template = Template::new();
+    let connect = || Client::connect(&served.path, &Config::default().with_timeout(TIMEOUT)).unwrap();
+    let first = connect();
+    for writer in 0..WRITERS {
+        template.put(&first, &format!("n{writer}"), writer, Condition::New).unwrap();
+    }
+    let (done, gets, puts) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let (slowest, longest) = (Mutex::new(Duration::ZERO), Mutex::new(Duration::ZERO));
+    thread::scope(|scope| {
+        let mut clients = Vec::new();
+        for reader in 0..READERS {
+            let (done, gets, slowest, connect) = (&done, &gets, &slowest, &connect);
+            clients.push(scope.spawn(move || {
+                let client = connect();
+                let name = format!("n{}", reader % WRITERS);
+                let mut last = 0;
+                while !done.load(Ordering::Relaxed) {
+                    let begun = Instant::now();
+                    let lease = client.get(&Get::new(&name)).unwrap();
+                    let version = lease.version();
+                    assert!(version >= last, "version {version} of {name} after {last}");
+                    last = version;
+                    whole(lease);
+                    let mut slowest = slowest.lock().unwrap();
+                    *slowest = (*slowest).max(begun.elapsed());
+                    gets.fetch_add(1, Ordering::Relaxed);
+                }
+            }));
+        }
+        for writer in 0..WRITERS {
+            let (done, puts, template, connect) = (&done, &puts, &template, &connect);
+            clients.push(scope.spawn(move || {
+                let client = connect();
+                let name = format!("n{writer}");
+                let mut version = 1;
+                while !done.load(Ordering::Relaxed) {
+                    let nonce = version * WRITERS + writer;
+                    // Each is done once: the next one replaces it, and no other.
+                    let published = template.put(&client, &name, nonce, Condition::Version(version)).unwrap();
+                    assert_eq!(published, version + 1);
+                    version = published;
+                    puts.fetch_add(1, Ordering::Relaxed);
+                }
+            }));
+        }
+        for _ in 0..restarts {
+            let (gets_before, puts_before) = (gets.load(Ordering::Relaxed), puts.load(Ordering::Relaxed));
+            let (_, gap) = served.kill_server();
+            let mut longest = longest.lock().unwrap();
+            *longest = (*longest).max(gap);
+            // Some of each come through before the next.
+            until(|| {
+                let enough = gets.load(Ordering::Relaxed) >= gets_before + READERS
+                    && puts.load(Ordering::Relaxed) >= puts_before + WRITERS;
+                enough || clients.iter().any(|client| client.is_finished())
+            });
+            if clients.iter().any(|client| client.is_finished()) {
+                break;
+            }
+        }
+        done.store(true, Ordering::Relaxed);
+        clients.into_iter().for_each(|client| client.join().unwrap());
+    });
+    let (slowest, longest) = (slowest.into_inner().unwrap(), longest.into_inner().unwrap());
+    eprintln!(
+        "{} gets and {} puts of 100 clients through {restarts} restarts: the slowest get {slowest:?}, the longest gap {longest:?}",
+        gets.into_inner(),
+        puts.into_inner(),
+    );
+    assert!(slowest < TIMEOUT);
+}

@@ -1,0 +1,400 @@
+//! A broker that goes on after the death of its server, of its supervisor, and with a new program in its place.
+
+use std::{
+    fs,
+    io::Write,
+    os::unix::fs::{FileExt, PermissionsExt},
+    path::Path,
+    time::Instant,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use vmmfd::wire::broker::{self, Delete, List, Message, Published, Release, Resume, Resumed, Token, Watch, Who};
+
+use crate::{
+    broker::{filled, until},
+    broker_crashes::token,
+    broker_faults::{Material, get, get_message},
+    broker_process::{Raw, become_user},
+    running::binary,
+    support::{
+        Inode, Subject, in_fork,
+        served::{Keeper, Served, is_alive},
+    },
+};
+
+cases! {
+    on crate::support::Subject; every backend: [
+    connections_of_the_gap_wait_and_are_served,
+    leases_are_taken_up_and_what_no_client_takes_up_ends,
+    a_version_without_a_name_stays_while_its_lease_is_taken_up,
+    what_is_sent_again_is_done_once_whatever_came_between,
+    events_go_on_across_a_restart,
+    a_new_program_takes_over_and_nothing_is_lost,
+    a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on,
+    a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on,
+    both_at_once_is_a_new_broker_and_says_so,
+    ]
+}
+
+const MIB: u64 = 1 << 20;
+
+fn small(subject: &Subject, value: u8) -> Material {
+    Material::of(&filled(&subject.driver, 4 * MIB, Some(2 * MIB), value))
+}
+
+#[track_caller]
+fn put(raw: &Raw, material: &Material, name: &str, replace: bool) -> Published {
+    let put = broker::Put { replace, request: Some(token()), ..material.put(name) };
+    match raw.ask(&Message::Put(Box::new(put)), &material.fds()).unwrap() {
+        Some((Message::Published(published), _)) => published,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+fn lease(raw: &Raw, name: &str) -> (Token, Vec<Inode>) {
+    match raw.ask(&get_message(name), &[]).unwrap() {
+        Some((Message::Lease(lease), fds)) => (lease.token, fds.iter().map(Inode::of).collect()),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+fn resume(raw: &Raw, leases: &[Token]) -> Resumed {
+    match raw.ask(&Message::Resume(Resume { leases: leases.to_vec(), puts: Vec::new() }), &[]).unwrap() {
+        Some((Message::Resumed(resumed), _)) => resumed,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The names, with their versions and leases.
+#[track_caller]
+fn listed(raw: &Raw) -> Vec<(String, u64, u64)> {
+    match raw.ask(&Message::List(List::default()), &[]).unwrap() {
+        Some((Message::Objects(page), _)) => {
+            page.objects.into_iter().map(|of| (of.name, of.version, of.leases)).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn leases(raw: &Raw) -> usize {
+    match raw.ask(&Message::Who(Who::default()), &[]).unwrap() {
+        Some((Message::Leases(page), _)) => page.leases.len(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn connections_of_the_gap_wait_and_are_served(mut subject: Subject) {
+    subject.alone();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let material = small(&subject, 1);
+    let (raw, server) = served.greeted();
+    put(&raw, &material, "a", false);
+    let supervisor = served.supervisor();
+    // No other is started meanwhile.
+    kill(supervisor, Signal::SIGSTOP).unwrap();
+    kill(server, Signal::SIGKILL).unwrap();
+    until(|| !is_alive(server));
+    let waiting: Vec<Raw> = (0..100)
+        .map(|_| {
+            let raw = Raw::dial(&served.path).unwrap();
+            raw.send(&Raw::hello(), &[]).unwrap();
+            raw.send(&get_message("a"), &[]).unwrap();
+            raw
+        })
+        .collect();
+    kill(supervisor, Signal::SIGCONT).unwrap();
+    for raw in waiting {
+        assert!(matches!(raw.receive().unwrap(), Some((Message::Hello(_), _))));
+        let Some((Message::Lease(lease), fds)) = raw.receive().unwrap() else { panic!() };
+        assert_eq!((lease.version, fds.len()), (1, 2));
+    }
+}
+
+fn leases_are_taken_up_and_what_no_client_takes_up_ends(mut subject: Subject) {
+    subject.alone();
+    let served = Served::with(Keeper::Supervisor, &subject, &binary("vmmfd"), 0, &["--allow-uid", "34561"]);
+    fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
+    let (first, _) = served.greeted();
+    put(&first, &small(&subject, 1), "a", false);
+    let (taken, _) = lease(&first, "a");
+    let (left, _) = lease(&first, "a");
+    let (other, _) = served.greeted();
+    let (others, _) = lease(&other, "a");
+    served.kill_server();
+    drop((first, other));
+    let (raw, _) = served.greeted();
+    // Another user has no say, whatever it knows.
+    if nix::unistd::geteuid().is_root() {
+        in_fork(|| {
+            become_user(34561, 34561, &[]);
+            resume(&Raw::greeted(&served.path).unwrap(), &[taken, left]).lost == [taken, left]
+        });
+    }
+    let unknown = token();
+    assert_eq!(resume(&raw, &[taken, unknown]).lost, [unknown]);
+    let (second, _) = served.greeted();
+    assert!(resume(&second, &[others]).lost.is_empty());
+    assert_eq!(leases(&raw), 3);
+    // The time that `left` has.
+    until(|| leases(&raw) == 2);
+    assert_eq!(resume(&raw, &[left]).lost, [left]);
+    assert_eq!(listed(&raw), [("a".to_owned(), 1, 2)]);
+    raw.send(&Message::Release(Release { token: taken }), &[]).unwrap();
+    drop(second);
+    until(|| leases(&raw) == 0);
+}
+
+fn a_version_without_a_name_stays_while_its_lease_is_taken_up(mut subject: Subject) {
+    subject.alone();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let (raw, _) = served.greeted();
+    put(&raw, &small(&subject, 1), "a", false);
+    let (old, _) = lease(&raw, "a");
+    put(&raw, &small(&subject, 2), "a", true);
+    let (deleted, _) = lease(&raw, "a");
+    let delete = Message::Delete(Delete { name: "a".to_owned(), request: None });
+    assert!(matches!(raw.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
+    // A connection that ends gives back what it took up: they stay until the server has died.
+    let mut connections = vec![raw];
+    for _ in 0..3 {
+        let (server, _) = served.kill_server();
+        let (raw, _) = served.greeted();
+        assert!(resume(&raw, &[old, deleted]).lost.is_empty());
+        assert!(listed(&raw).iter().all(|(name, ..)| name == "b"));
+        // What comes now gets other numbers.
+        put(&raw, &small(&subject, 3), "b", true);
+        until(|| served.kept(server) == (8, 8));
+        connections.push(raw);
+    }
+    let (server, _) = served.kill_server();
+    let (raw, _) = served.greeted();
+    assert!(resume(&raw, &[deleted]).lost.is_empty());
+    raw.send(&Message::Release(Release { token: deleted }), &[]).unwrap();
+    // The other one ends with the time to take it up.
+    until(|| served.kept(server) == (4, 4));
+    assert_eq!(listed(&raw), [("b".to_owned(), 3, 0)]);
+}
+
+/// Found by the model: a client whose answer was lost asks again after another has done the next thing.
+fn what_is_sent_again_is_done_once_whatever_came_between(mut subject: Subject) {
+    subject.alone();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let material = small(&subject, 1);
+    let send = |raw: &Raw, name: &str, request: Token| {
+        let put = broker::Put { replace: true, request: Some(request), ..material.put(name) };
+        match raw.ask(&Message::Put(Box::new(put)), &material.fds()).unwrap() {
+            Some((Message::Published(published), _)) => published,
+            other => panic!("{other:?}"),
+        }
+    };
+    let delete = |raw: &Raw, name: &str, request: Token| {
+        let delete = Message::Delete(Delete { name: name.to_owned(), request: Some(request) });
+        assert!(matches!(raw.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
+    };
+    for killed in [false, true] {
+        let (raw, _) = served.greeted();
+        let [replaced, deleted, deletion] = [token(), token(), token()];
+        let (first, second) = (send(&raw, "replaced", replaced), send(&raw, "deleted", deleted));
+        let newest = put(&raw, &material, "replaced", true);
+        delete(&raw, "deleted", deletion);
+        if killed {
+            served.kill_server();
+        }
+        let (raw, _) = served.greeted();
+        // As if their answers had not come.
+        assert_eq!(send(&raw, "replaced", replaced), first);
+        assert_eq!(send(&raw, "deleted", deleted), second);
+        assert_eq!(listed(&raw), [("replaced".to_owned(), newest.version, 0)]);
+        put(&raw, &material, "deleted", false);
+        delete(&raw, "deleted", deletion);
+        assert_eq!(listed(&raw).len(), 2);
+        delete(&raw, "deleted", token());
+    }
+}
+
+fn events_go_on_across_a_restart(mut subject: Subject) {
+    subject.alone();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let material = small(&subject, 1);
+    let (raw, _) = served.greeted();
+    let watch = |after: Option<(u64, String)>| {
+        let (after, instance) = after.map_or((None, None), |(after, instance)| (Some(after), Some(instance)));
+        let (raw, _) = served.greeted();
+        raw.send(&Message::Watch(Watch { prefix: String::new(), after, instance }), &[]).unwrap();
+        raw
+    };
+    let (mut watcher, mut seen, mut at) = (watch(None), Vec::new(), None);
+    let mut read = |watcher: &Raw, count: usize, at: &mut Option<(u64, String)>| {
+        while seen.len() < count {
+            let Some((Message::Events(events), _)) = watcher.receive().unwrap() else { panic!() };
+            assert!(!events.lost, "{events:?}");
+            seen.extend(events.events.iter().map(|event| (event.seq, event.name.clone(), event.version)));
+            *at = Some((events.next, events.instance));
+        }
+    };
+    // That it watches, before anything happens.
+    let mut expected = 0;
+    for round in 1..=5 {
+        let raw = if round == 1 { Raw::greeted(&served.path).unwrap() } else { served.greeted().0 };
+        if round == 1 {
+            let begun = Instant::now();
+            // The answer that says from where on.
+            let Some((Message::Events(events), _)) = watcher.receive().unwrap() else { panic!() };
+            assert!(events.events.is_empty(), "{events:?} after {:?}", begun.elapsed());
+            at = Some((events.next, events.instance));
+        }
+        for name in ["x", "y"] {
+            put(&raw, &material, name, true);
+            expected += 1;
+        }
+        if round % 2 == 1 {
+            read(&watcher, expected, &mut at);
+        }
+        served.kill_server();
+        watcher = watch(at.clone());
+    }
+    let names: Vec<(String, u64)> = seen.iter().map(|(_, name, version)| (name.clone(), *version)).collect();
+    let wanted = (1..=5).flat_map(|round| ["x", "y"].map(|name| (name.to_owned(), round)));
+    assert_eq!(names, wanted.collect::<Vec<_>>());
+    assert!(seen.windows(2).all(|pair| pair[0].0 < pair[1].0), "{seen:?}");
+    drop(raw);
+}
+
+/// A copy of the program in a folder, to be replaced.
+fn copied(to: &Path) {
+    let beside = to.with_extension("new");
+    fs::copy(binary("vmmfd"), &beside).unwrap();
+    fs::rename(beside, to).unwrap();
+}
+
+fn a_new_program_takes_over_and_nothing_is_lost(mut subject: Subject) {
+    subject.alone();
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("vmmfd");
+    copied(&program);
+    let served = Served::with(Keeper::Supervisor, &subject, &program, 0, &[]);
+    let (raw, first) = served.greeted();
+    put(&raw, &small(&subject, 1), "a", false);
+    let (held, files) = lease(&raw, "a");
+    let instance = resume(&raw, &[]).instance;
+    let mut connections = vec![raw];
+    let supervisor = served.supervisor();
+    let image =
+        |pid: Pid| fs::metadata(format!("/proc/{pid}/exe")).map(|file| std::os::unix::fs::MetadataExt::ino(&file));
+    for _ in 0..3 {
+        let before = served.server();
+        copied(&program);
+        let new = fs::metadata(&program).map(|file| std::os::unix::fs::MetadataExt::ino(&file)).unwrap();
+        kill(supervisor, Signal::SIGHUP).unwrap();
+        let (server, gap) = served.wait_for_another(before, Instant::now());
+        eprintln!("an upgrade took {gap:?}");
+        // The same process, another program; and so its server.
+        assert_eq!(served.supervisor(), supervisor);
+        assert_eq!((image(supervisor).unwrap(), image(server).unwrap()), (new, new));
+        let (raw, _) = served.greeted();
+        assert_eq!(resume(&raw, &[held]), Resumed { instance: instance.clone(), lost: Vec::new() });
+        assert_eq!(lease(&raw, "a").1, files);
+        assert_eq!(served.kept(server), (4, 4));
+        connections.push(raw);
+    }
+    assert!(!is_alive(first));
+    let (server, _) = served.kill_server();
+    assert_eq!(served.kept(server), (4, 4));
+}
+
+fn a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on(mut subject: Subject) {
+    subject.alone();
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("vmmfd");
+    copied(&program);
+    let served = Served::with(Keeper::Supervisor, &subject, &program, 0, &[]);
+    let (raw, server) = served.greeted();
+    put(&raw, &small(&subject, 1), "a", false);
+    let supervisor = served.supervisor();
+    let mut refusals = 0;
+    for (text, mode) in [("#!/bin/sh\nexit 3\n", 0o755), ("no program\n", 0o755), ("#!/bin/sh\nexit 0\n", 0o644)] {
+        let beside = folder.path().join("other");
+        fs::File::create(&beside).unwrap().write_all(text.as_bytes()).unwrap();
+        fs::set_permissions(&beside, fs::Permissions::from_mode(mode)).unwrap();
+        fs::rename(&beside, &program).unwrap();
+        kill(supervisor, Signal::SIGHUP).unwrap();
+        refusals += 1;
+        until(|| served.log().matches("no upgrade").count() == refusals);
+        // On the connection that was there before.
+        assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
+        assert_eq!((served.server(), served.supervisor()), (server, supervisor));
+    }
+    // One that was removed.
+    fs::remove_file(&program).unwrap();
+    kill(supervisor, Signal::SIGHUP).unwrap();
+    until(|| served.log().matches("no upgrade").count() == refusals + 1);
+    assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
+    // And then one that can.
+    copied(&program);
+    kill(supervisor, Signal::SIGHUP).unwrap();
+    served.wait_for_another(server, Instant::now());
+    assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 1, 0)]);
+}
+
+fn a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on(mut subject: Subject) {
+    subject.alone();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let (raw, server) = served.greeted();
+    put(&raw, &small(&subject, 1), "a", false);
+    let catalogues: Vec<fs::File> = fs::read_dir(format!("/proc/{server}/fd"))
+        .unwrap()
+        .filter_map(|entry| {
+            let path = entry.unwrap().path();
+            let link = fs::read_link(&path).ok()?;
+            let is = link.to_string_lossy().starts_with("/memfd:vmmfd-catalogue");
+            is.then(|| fs::OpenOptions::new().read(true).write(true).open(path).unwrap())
+        })
+        .collect();
+    let header = |file: &fs::File| {
+        let mut header = [0; 12];
+        file.read_exact_at(&mut header, 0).ok().filter(|()| header.starts_with(b"VMMFDCAT")).map(|()| header)
+    };
+    let used: Vec<&fs::File> = catalogues.iter().filter(|file| header(file).is_some()).collect();
+    assert_eq!((catalogues.len(), used.len()), (2, 1));
+    let format = header(used[0]).unwrap()[8..].to_vec();
+    used[0].write_all_at(&4711u32.to_le_bytes(), 8).unwrap();
+    kill(served.supervisor(), Signal::SIGHUP).unwrap();
+    until(|| served.log().contains("no upgrade"));
+    assert!(served.log().contains("4711"), "{}", served.log());
+    assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
+    assert_eq!(served.server(), server);
+    used[0].write_all_at(&format, 8).unwrap();
+    put(&raw, &small(&subject, 2), "a", true);
+    kill(served.supervisor(), Signal::SIGHUP).unwrap();
+    served.wait_for_another(server, Instant::now());
+    assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 2, 0)]);
+}
+
+fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
+    subject.alone();
+    let mut served = Served::start(Keeper::Supervisor, &subject);
+    let (raw, server) = served.greeted();
+    put(&raw, &small(&subject, 1), "a", false);
+    let (held, _) = lease(&raw, "a");
+    let instance = resume(&raw, &[]).instance;
+    let supervisor = served.supervisor();
+    kill(server, Signal::SIGSTOP).unwrap();
+    kill(supervisor, Signal::SIGKILL).unwrap();
+    kill(server, Signal::SIGKILL).unwrap();
+    served.reap();
+    until(|| !is_alive(server) && !is_alive(supervisor));
+    served.start_again();
+    let (raw, _) = served.greeted();
+    let resumed = resume(&raw, &[held]);
+    assert_ne!(resumed.instance, instance);
+    assert_eq!(resumed.lost, [held]);
+    assert!(listed(&raw).is_empty());
+    let object = broker::Get { wait_ms: None, ..get("a") };
+    assert!(matches!(raw.ask(&Message::Get(Box::new(object)), &[]).unwrap(), Some((Message::Refused(_), _))));
+}

@@ -1,0 +1,186 @@
+//! A process that is killed before a system call: the only steps of it that others can see.
+
+use std::{
+    path::PathBuf,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    libc,
+    sys::{
+        ptrace::{self, Options},
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
+    },
+    unistd::Pid,
+};
+
+/// For how long a process must wait for events, after the answer to a request, to be done with it.
+const QUIET: Duration = Duration::from_millis(4);
+
+/// After how long a process that does not come to a step fails its test.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A system call: its number, and what file its first argument is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Call {
+    pub(crate) number: libc::c_long,
+    pub(crate) file: String,
+}
+
+/// What was seen of a process.
+#[derive(Debug)]
+pub(crate) struct Traced {
+    /// The system calls of its main thread that others can see, up to the one before which it was killed.
+    pub(crate) calls: Vec<Call>,
+    /// When it was killed.
+    pub(crate) killed: Option<Instant>,
+}
+
+/// Whether a process sleeps in this system call when it has nothing to do. One that was interrupted there goes on under another number.
+fn is_wait(number: libc::c_long) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let waits =
+        [libc::SYS_epoll_wait, libc::SYS_epoll_pwait, libc::SYS_poll, libc::SYS_ppoll, libc::SYS_restart_syscall];
+    #[cfg(not(target_arch = "x86_64"))]
+    let waits = [libc::SYS_epoll_pwait, libc::SYS_ppoll, libc::SYS_restart_syscall];
+    waits.contains(&number)
+}
+
+/// Whether others can see that a system call was made: messages, bytes of a file, the end of a descriptor. Before one that is none of
+/// these a kill is the same as before the next one that is.
+fn has_effect(number: libc::c_long) -> bool {
+    let messages = [libc::SYS_sendmsg, libc::SYS_sendto, libc::SYS_recvmsg, libc::SYS_accept4, libc::SYS_shutdown];
+    let bytes = [libc::SYS_write, libc::SYS_pwrite64, libc::SYS_ftruncate, libc::SYS_fallocate, libc::SYS_close];
+    let processes = [libc::SYS_execve, libc::SYS_clone, libc::SYS_clone3, libc::SYS_kill, libc::SYS_unlinkat];
+    messages.contains(&number) || bytes.contains(&number) || processes.contains(&number)
+}
+
+/// The next stop of a traced process; `None` once it is gone, or if there is none yet and this is not to block.
+fn next_stop(pid: Pid, block: bool) -> Result<Option<WaitStatus>, ()> {
+    let flags = if block { WaitPidFlag::__WALL } else { WaitPidFlag::__WALL | WaitPidFlag::WNOHANG };
+    loop {
+        return match waitpid(pid, Some(flags)) {
+            Ok(WaitStatus::StillAlive) => Ok(None),
+            Ok(WaitStatus::Exited(..) | WaitStatus::Signaled(..)) | Err(Errno::ECHILD) => Err(()),
+            Err(Errno::EINTR) => continue,
+            Ok(status) => Ok(Some(status)),
+            Err(errno) => panic!("waitpid: {errno}"),
+        };
+    }
+}
+
+/// Lets a process go on from a stop to the next system call.
+fn go_on(pid: Pid, status: WaitStatus) {
+    let signal = match status {
+        WaitStatus::Stopped(_, signal) if signal != Signal::SIGTRAP => Some(signal),
+        _ => None,
+    };
+    // It may have been killed meanwhile.
+    let _ = ptrace::syscall(pid, signal);
+}
+
+/// The system call that a process is about to make, if it is stopped before one.
+fn entered(pid: Pid, status: WaitStatus) -> Option<Call> {
+    const ENTRY: u8 = 1;
+    let WaitStatus::PtraceSyscall(_) = status else { return None };
+    let info = ptrace::syscall_info(pid).ok().filter(|info| info.op == ENTRY)?;
+    #[allow(unsafe_code, reason = "the kernel says which of a union's fields it wrote")]
+    // SAFETY: `op` says that the kernel wrote this field, which is made of integers.
+    let (number, first) = unsafe { (info.u.entry.nr, info.u.entry.args[0]) };
+    let file = std::fs::read_link(format!("/proc/{pid}/fd/{first}")).unwrap_or_default();
+    Some(Call { number: number.cast_signed(), file: file.to_string_lossy().into_owned() })
+}
+
+/// Does something while a process waits for events, and kills it before the first system call of its main thread that others can see
+/// and that `kills` is true of. Returns what `run` returned.
+///
+/// The process is a descendant of this one, or this one may trace all.
+pub(crate) fn while_traced<T: Send>(
+    pid: Pid,
+    mut kills: impl FnMut(&Call) -> bool,
+    run: impl FnOnce() -> T + Send,
+) -> (T, Traced) {
+    ptrace::seize(pid, Options::PTRACE_O_TRACESYSGOOD).unwrap_or_else(|errno| panic!("cannot trace {pid}: {errno}"));
+    ptrace::interrupt(pid).unwrap();
+    let mut status = next_stop(pid, true).unwrap().unwrap();
+    // To where it waits.
+    while !entered(pid, status).is_some_and(|call| is_wait(call.number)) {
+        go_on(pid, status);
+        status = next_stop(pid, true).unwrap().unwrap();
+    }
+    let mut traced = Traced { calls: Vec::new(), killed: None };
+    let done = AtomicBool::new(false);
+    let result = thread::scope(|scope| {
+        let running = scope.spawn(|| {
+            let result = run();
+            done.store(true, Ordering::Release);
+            result
+        });
+        go_on(pid, status);
+        let begun = Instant::now();
+        let mut waits_since = None;
+        loop {
+            if begun.elapsed() > PATIENCE {
+                // Before the wait for what it is to answer.
+                eprintln!("nothing comes of it: {:#?}", traced.calls);
+                kill(pid, Signal::SIGKILL).unwrap();
+                panic!("nothing comes of it");
+            }
+            let stop = match next_stop(pid, false) {
+                Err(()) => break,
+                Ok(stop) => stop,
+            };
+            let Some(stop) = stop else {
+                let quiet = waits_since.is_none_or(|since: Instant| since.elapsed() > QUIET);
+                if quiet && (done.load(Ordering::Acquire) || running.is_finished()) {
+                    break;
+                }
+                thread::sleep(Duration::from_micros(50));
+                continue;
+            };
+            waits_since = None;
+            if let Some(call) = entered(pid, stop) {
+                let seen = has_effect(call.number);
+                if seen && kills(&call) {
+                    kill(pid, Signal::SIGKILL).unwrap();
+                    traced.killed = Some(Instant::now());
+                    while let Ok(Some(_)) = next_stop(pid, true) {}
+                    break;
+                }
+                waits_since = is_wait(call.number).then(Instant::now);
+                if seen {
+                    traced.calls.push(call);
+                }
+            }
+            go_on(pid, stop);
+        }
+        if traced.killed.is_none() && ptrace::interrupt(pid).is_ok() && next_stop(pid, true).is_ok() {
+            let _ = ptrace::detach(pid, None);
+        }
+        running.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    });
+    (result, traced)
+}
+
+/// True of the `nth` system call, counted from 0.
+pub(crate) fn at(nth: usize) -> impl FnMut(&Call) -> bool {
+    let mut left = nth;
+    move |_| {
+        let here = left == 0;
+        left = left.wrapping_sub(1);
+        here
+    }
+}
+
+/// The child processes that a process's threads have started.
+pub(crate) fn children(pid: Pid) -> Vec<Pid> {
+    let Ok(threads) = std::fs::read_dir(PathBuf::from(format!("/proc/{pid}/task"))) else { return Vec::new() };
+    let of =
+        |thread: std::io::Result<std::fs::DirEntry>| std::fs::read_to_string(thread.ok()?.path().join("children")).ok();
+    let lists: Vec<String> = threads.filter_map(of).collect();
+    lists.iter().flat_map(|list| list.split_whitespace()).map(|pid| Pid::from_raw(pid.parse().unwrap())).collect()
+}
