@@ -4,7 +4,7 @@ use super::{root, source};
 use crate::running::Meeting;
 
 /// Programs of others, and of the shell: of these only the files are looked at that a line names.
-const OTHERS: [&str; 14] = [
+const OTHERS: [&str; 15] = [
     "cd",
     "scp",
     "ssh",
@@ -19,6 +19,7 @@ const OTHERS: [&str; 14] = [
     "cat",
     "install",
     "systemctl",
+    "install",
 ];
 
 /// Checks a line: what it starts exists and has these options, and the files of the repository that it names exist.

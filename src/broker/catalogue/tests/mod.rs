@@ -95,7 +95,7 @@ fn each_kind() -> Vec<Record> {
     vec![
         Record::Begin { instance: version(1).id, starts: 3 },
         Record::Seen(Seen { event, owner: version(1).owner, mode: 0o640 }),
-        Record::Answered { request: token(9) },
+        Record::Answered { request: token(9), published: None },
         Record::Whole { seq: 4 },
         Record::Started,
         Record::Published(Box::new(version(1))),
