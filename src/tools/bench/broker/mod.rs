@@ -15,7 +15,7 @@ use std::path::Path;
 use self::{
     client::ClientRequest,
     maker::{ARRAYS, SEGMENTS},
-    server::Broker,
+    server::{Broker, Supervised},
 };
 pub(super) use self::{
     client::{ClientResponse, serve_client},
@@ -112,7 +112,11 @@ fn compare(run: &mut BenchRun<'_>, folder: &Path) -> Result<(bool, Capacity)> {
     let (small, unit) = (SMALL.next_multiple_of(capacity.granularity), capacity.granularity);
     if fits(run, "arrays and put", small + SEGMENTS * unit, capacity) {
         arrays(run, &producer, small)?;
-        puts(run, &producer, small)?;
+        puts(run, &producer, small, "")?;
+        let supervised = Supervised::start(folder.join("supervised.sock"), emulated)?;
+        ask_done(&producer, &Request::Connect { socket: supervised.socket.clone() })?;
+        puts(run, &producer, small, ", under the supervisor")?;
+        ask_done(&producer, &Request::Connect { socket: broker.socket.clone() })?;
     }
     let default = match run.plan.backend {
         Backend::Cuda => &SWITCH_SIZES[..],
@@ -164,15 +168,16 @@ fn arrays(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64) -> Result<
     Ok(())
 }
 
-fn puts(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64) -> Result<()> {
+fn puts(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64, suffix: &str) -> Result<()> {
     let methods = [Method::Send, Method::Put, Method::SendSegments, Method::PutSegments];
-    let samples = take_turns(run, producer, "putting", size, None, &methods)?;
+    let samples = take_turns(run, producer, &format!("putting{suffix}"), size, None, &methods)?;
     let [send, put, _, put_segments] = [0, 1, 2, 3].map(|number| median(&samples[number]));
-    figure(run, "put, more than the send of a handoff".to_owned(), 0, put - send, "us", Some(PUT_AT_MOST));
+    figure(run, format!("put, more than the send of a handoff{suffix}"), 0, put - send, "us", Some(PUT_AT_MOST));
     let each = (put_segments - put) / (SEGMENTS - 1) as f64;
-    figure(run, "put, each further segment".to_owned(), 0, each, "us", Some(SEGMENT_AT_MOST));
+    figure(run, format!("put, each further segment{suffix}"), 0, each, "us", Some(SEGMENT_AT_MOST));
     let several = |what: &str| format!("{what} of {SEGMENTS} segments");
     let names = ["send".to_owned(), "put".to_owned(), several("send"), several("put")];
+    let names = names.map(|name| format!("{name}{suffix}"));
     run.add(Bench::Broker, 0, names.into_iter().zip(samples).collect(), "");
     Ok(())
 }

@@ -2,9 +2,16 @@
 
 use std::{
     fs,
+    io::{BufRead, BufReader},
     path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
 };
 
 use crate::{
@@ -41,6 +48,39 @@ pub(in crate::tools::bench) fn serve(task: &Task, socket: &Path, emulated: bool,
 pub(super) struct Broker {
     process: BenchProcess,
     pub(super) socket: PathBuf,
+}
+
+/// `vmmfd serve` as users run it: a server under its supervisor. Dropping it ends both.
+pub(super) struct Supervised {
+    supervisor: Child,
+    pub(super) socket: PathBuf,
+}
+
+impl Supervised {
+    /// Starts it, and waits until it listens.
+    pub(super) fn start(socket: PathBuf, emulated: bool) -> Result<Self> {
+        let failed = |error| Error::system("start vmmfd serve", error);
+        let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+        command.args(["serve", "--socket"]).arg(&socket).args(emulated.then_some("--emulated"));
+        let mut supervisor = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+        let mut line = String::new();
+        // It ends with the process, which has a deadline of its own for what it waits for.
+        let read = supervisor.stdout.take().map(|stdout| BufReader::new(stdout).read_line(&mut line));
+        let started = Self { supervisor, socket };
+        match read {
+            Some(Ok(1..)) => Ok(started),
+            _ => Err(failed(std::io::ErrorKind::UnexpectedEof.into())),
+        }
+    }
+}
+
+impl Drop for Supervised {
+    fn drop(&mut self) {
+        let pid = Pid::from_raw(self.supervisor.id().cast_signed());
+        if kill(pid, Signal::SIGTERM).is_err() || self.supervisor.wait().is_err() {
+            tracing::warn!(%pid, "the broker's supervisor can't be ended");
+        }
+    }
 }
 
 /// The CPU time of a process, in microseconds.
