@@ -388,7 +388,8 @@ fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
     kill(supervisor, Signal::SIGKILL).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
     served.reap();
-    until(|| !is_alive(server) && !is_alive(supervisor));
+    // All of it: the threads of a process end one after the other, and its descriptors with the last.
+    until(|| Raw::dial(&served.path).is_err());
     served.start_again();
     let (raw, _) = served.greeted();
     let resumed = resume(&raw, &[held]);

@@ -21,6 +21,9 @@ use nix::{
 /// For how long a process must wait for events, after the answer to a request, to be done with it.
 const QUIET: Duration = Duration::from_millis(4);
 
+/// For how long a process must have done nothing at all to be done with it.
+const ASLEEP: Duration = Duration::from_secs(1);
+
 /// After how long a process that does not come to a step fails its test.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -135,7 +138,11 @@ pub(crate) fn while_traced<T: Send>(
                 Ok(stop) => stop,
             };
             let Some(stop) = stop else {
-                let quiet = waits_since.is_none_or(|since: Instant| since.elapsed() > QUIET);
+                let quiet = match waits_since {
+                    Some(since) => Instant::elapsed(&since) > QUIET,
+                    // It was never woken.
+                    None => traced.calls.is_empty() && begun.elapsed() > ASLEEP,
+                };
                 if quiet && (done.load(Ordering::Acquire) || running.is_finished()) {
                     break;
                 }
