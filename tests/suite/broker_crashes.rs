@@ -1,6 +1,7 @@
 //! The server and its supervisor, killed before each system call of each verb: what was acknowledged is there, and nothing half.
 
 use std::{
+    fs,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::{Duration, Instant},
 };
@@ -25,8 +26,8 @@ use crate::{
     broker_process::{Actor, Raw},
     support::{
         Subject,
-        served::{Keeper, Served},
-        stepper::{at as at_call, while_traced},
+        served::{Keeper, Served, is_stopped},
+        stepper::{From, at as at_call, trace, while_traced},
     },
 };
 
@@ -34,6 +35,7 @@ cases! {
     on crate::support::Subject; every backend: [
     a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing,
     a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing_under_systemd,
+    a_server_that_is_killed_at_any_step_of_its_start_loses_nothing,
     a_supervisor_that_is_killed_at_any_step_loses_nothing,
     what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged,
     ]
@@ -372,6 +374,53 @@ fn a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing(mut subject: Subj
 fn a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing_under_systemd(mut subject: Subject) {
     subject.alone();
     server_killed_in(&subject, Keeper::Systemd);
+}
+
+/// Of the program's start: what the loader does before comes with it.
+fn a_server_that_is_killed_at_any_step_of_its_start_loses_nothing(mut subject: Subject) {
+    subject.alone();
+    let scene = Scene::new(Keeper::Systemd, &subject);
+    let manager = scene.served.manager.as_ref().unwrap();
+    let flag = scene.served.stop_flag();
+    let (mut nth, mut killed) = (0, true);
+    while killed {
+        let (raw, server) = scene.served.greeted();
+        // Something to finish: a version that only a lease keeps, which no client takes up.
+        let answer = scene.makings.put_small(&raw, scene.makings.put("gone", token(), false));
+        assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+        get_whole(&raw, "gone", CHUNKS).0.unwrap();
+        let delete = Message::Delete(Delete { name: "gone".to_owned(), request: None });
+        assert!(matches!(ask(&raw, &delete, &[]), Some((Message::Done(_), _))));
+        // And a put that is under way.
+        let put = scene.before.put("half", token(), false);
+        raw.send(&Message::Put(Box::new(put)), &scene.before.small.fds()).unwrap();
+        fs::write(&flag, "").unwrap();
+        let starts = manager.starts();
+        kill(server, Signal::SIGKILL).unwrap();
+        let next = manager.main(starts + 1);
+        until(|| is_stopped(next));
+        fs::remove_file(&flag).unwrap();
+        let (_, traced) = trace(next, From::Stopped, at_call(nth), || {
+            // It serves, or another does.
+            scene.served.greeted()
+        });
+        killed = traced.killed.is_some();
+        nth += 1;
+        let client = scene.client();
+        assert_eq!(value(&client, scene.driver, "base"), [7; 2], "killed before call {nth}");
+        let names: Vec<String> = scene.listed().into_iter().map(|(name, _)| name).collect();
+        assert!(names == ["base", "half", "many"] || names == ALWAYS, "killed before call {nth}: {names:?}");
+        if names.len() > ALWAYS.len() {
+            client.delete("half").unwrap();
+        }
+    }
+    eprintln!("{} kills of the server while it starts", nth - 1);
+    assert!(nth > 10);
+    let server = scene.served.server();
+    // The leases end with the time to take them up.
+    until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));
+    let (raw, _) = scene.served.greeted();
+    assert_eq!(resume(&raw, &[]).instance, scene.instance);
 }
 
 fn a_supervisor_that_is_killed_at_any_step_loses_nothing(mut subject: Subject) {

@@ -5,19 +5,24 @@ use std::{
     io::Write,
     os::unix::fs::{FileExt, PermissionsExt},
     path::Path,
-    time::Instant,
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use vmmfd::wire::broker::{self, Delete, List, Message, Published, Release, Resume, Resumed, Token, Watch, Who};
+use vmmfd::{
+    broker::{Client, Get},
+    session::Config,
+    wire::broker::{self, Delete, List, Message, Published, Release, Resume, Resumed, Token, Watch, Who},
+};
 
 use crate::{
     broker::{filled, until},
     broker_crashes::token,
-    broker_faults::{Material, get, get_message},
+    broker_faults::{Material, get, get_message, value},
     broker_process::{Raw, become_user},
     running::binary,
     support::{
@@ -37,6 +42,8 @@ cases! {
     a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on,
     a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on,
     both_at_once_is_a_new_broker_and_says_so,
+    what_both_took_with_them_comes_back_from_a_reader,
+    a_get_that_waits_goes_on_over_restarts,
     ]
 }
 
@@ -388,7 +395,8 @@ fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
     kill(supervisor, Signal::SIGKILL).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
     served.reap();
-    until(|| !is_alive(server) && !is_alive(supervisor));
+    // All of it: the threads of a process end one after the other, and its descriptors with the last.
+    until(|| Raw::dial(&served.path).is_err());
     served.start_again();
     let (raw, _) = served.greeted();
     let resumed = resume(&raw, &[held]);
@@ -397,4 +405,53 @@ fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
     assert!(listed(&raw).is_empty());
     let object = broker::Get { wait_ms: None, ..get("a") };
     assert!(matches!(raw.ask(&Message::Get(Box::new(object)), &[]).unwrap(), Some((Message::Refused(_), _))));
+}
+
+fn what_both_took_with_them_comes_back_from_a_reader(mut subject: Subject) {
+    subject.alone();
+    let mut served = Served::start(Keeper::Supervisor, &subject);
+    let material = small(&subject, 5);
+    let (raw, server) = served.greeted();
+    let published = put(&raw, &material, "a", false);
+    put(&raw, &material, "unread", false);
+    let instance = resume(&raw, &[]).instance;
+    let client = Client::connect(&served.path, &Config::default()).unwrap();
+    let lease = client.get(&Get::new("a")).unwrap();
+    let supervisor = served.supervisor();
+    kill(server, Signal::SIGSTOP).unwrap();
+    kill(supervisor, Signal::SIGKILL).unwrap();
+    kill(server, Signal::SIGKILL).unwrap();
+    served.reap();
+    until(|| Raw::dial(&served.path).is_err());
+    served.start_again();
+    // It makes no request: it connects again because it holds a lease.
+    let (raw, server) = served.greeted();
+    until(|| listed(&raw).len() == 1);
+    assert_ne!(resume(&raw, &[]).instance, instance);
+    let info = client.stat("a", None).unwrap().version.summary;
+    assert_eq!((info.version, &info.id), (published.version, &published.id));
+    assert_eq!(value(&client, &subject.driver, "a"), [5; 2]);
+    until(|| lease.is_held());
+    assert_eq!(listed(&raw), [("a".to_owned(), 1, 1)]);
+    until(|| served.kept(server) == (4, 4));
+    drop(lease);
+    until(|| listed(&raw) == [("a".to_owned(), 1, 0)]);
+}
+
+fn a_get_that_waits_goes_on_over_restarts(mut subject: Subject) {
+    subject.alone();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let config = Config::default().with_timeout(Duration::from_secs(60));
+    let client = Client::connect(&served.path, &config).unwrap();
+    let waiting = thread::spawn(move || {
+        let lease = client.get(&Get::new("late").wait(Duration::from_secs(500))).unwrap();
+        lease.version()
+    });
+    for _ in 0..5 {
+        served.kill_server();
+    }
+    assert!(!waiting.is_finished());
+    let (raw, _) = served.greeted();
+    put(&raw, &small(&subject, 1), "late", false);
+    assert_eq!(waiting.join().unwrap(), 1);
 }

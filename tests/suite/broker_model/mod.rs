@@ -4,6 +4,7 @@
 //! two users, two kills of the server or its supervisor, one of a client, one compaction. What is changed in order or left out
 //! (`Flaw`) must be found, or the search looks at nothing.
 
+mod flaws;
 mod replay;
 mod search;
 mod steps;
@@ -12,8 +13,9 @@ mod world;
 use std::collections::BTreeSet;
 
 use self::{
+    flaws::{FLAWS, Flaw},
     search::{Searched, search},
-    steps::{Action, Flaw, Model},
+    steps::{Action, Model},
     world::{Keeper, World},
 };
 use crate::broker_pages::number;
@@ -112,7 +114,7 @@ fn each_change_of_an_order_is_found() {
         (Flaw::NoReferences, both, small, "is None, not"),
     ];
     let tried: BTreeSet<String> = flaws.iter().map(|(flaw, ..)| format!("{flaw:?}")).collect();
-    assert_eq!(tried, steps::FLAWS.iter().map(|flaw| format!("{flaw:?}")).collect());
+    assert_eq!(tried, FLAWS.iter().map(|flaw| format!("{flaw:?}")).collect());
     for &(flaw, keepers, bounds, what) in flaws {
         for &keeper in keepers {
             match search(Model { keeper, flaw }, world(bounds), |_, _| {}) {

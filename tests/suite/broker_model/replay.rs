@@ -18,7 +18,8 @@ use vmmfd::wire::{
 };
 
 use super::{
-    steps::{Action, Flaw, Model},
+    flaws::Flaw,
+    steps::{Action, Model},
     world::{CLIENTS, COMMON, Keeper as Kept, NAMES, Request, Step, Verb, World},
 };
 use crate::{

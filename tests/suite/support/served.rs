@@ -61,11 +61,20 @@ impl Served {
             Keeper::Supervisor => served.start_again(),
             Keeper::Systemd => {
                 let environment = Vec::new();
+                // Before it begins it stops, if a test asks for it.
+                let stop = format!("[ ! -e {} ] || kill -STOP $$; exec \"$0\" \"$@\"", served.stop_flag().display());
+                let shell = ["/bin/sh".into(), "-c".into(), stop.into()];
+                let command = shell.into_iter().chain(command).collect();
                 served.manager = Some(Manager::start(Unit { command, environment, store_max, restart: true }));
             }
         }
         served.greeted();
         served
+    }
+
+    /// While this file is there, a server under systemd stops before it executes its program.
+    pub(crate) fn stop_flag(&self) -> PathBuf {
+        self.folder.path().join("stop")
     }
 
     /// Starts a supervisor, where there is none.
@@ -245,6 +254,12 @@ fn with_argument(path: &Path) -> Vec<Pid> {
         line.split(|&byte| byte == 0).any(|argument| argument == wanted)
     };
     pids.filter(serves).map(Pid::from_raw).collect()
+}
+
+/// Whether a process has been stopped.
+pub(crate) fn is_stopped(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['T', 't']))
 }
 
 /// Whether a process runs: a zombie does not.

@@ -21,6 +21,9 @@ use nix::{
 /// For how long a process must wait for events, after the answer to a request, to be done with it.
 const QUIET: Duration = Duration::from_millis(4);
 
+/// For how long a process must have done nothing at all to be done with it.
+const ASLEEP: Duration = Duration::from_secs(1);
+
 /// After how long a process that does not come to a step fails its test.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -95,12 +98,31 @@ fn entered(pid: Pid, status: WaitStatus) -> Option<Call> {
     Some(Call { number: number.cast_signed(), file: file.to_string_lossy().into_owned() })
 }
 
-/// Does something while a process waits for events, and kills it before the first system call of its main thread that others can see
-/// and that `kills` is true of. Returns what `run` returned.
+/// Where a process is when it begins to be traced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum From {
+    /// It waits for events, or soon does.
+    Idle,
+    /// It has stopped itself.
+    Stopped,
+}
+
+/// Does something while a process that waits for events is traced, and kills it before the first system call of its main thread that
+/// others can see and that `kills` is true of. Returns what `run` returned.
 ///
 /// The process is a descendant of this one, or this one may trace all.
 pub(crate) fn while_traced<T: Send>(
     pid: Pid,
+    kills: impl FnMut(&Call) -> bool,
+    run: impl FnOnce() -> T + Send,
+) -> (T, Traced) {
+    trace(pid, From::Idle, kills, run)
+}
+
+/// The same, from wherever the process is.
+pub(crate) fn trace<T: Send>(
+    pid: Pid,
+    from: From,
     mut kills: impl FnMut(&Call) -> bool,
     run: impl FnOnce() -> T + Send,
 ) -> (T, Traced) {
@@ -108,7 +130,7 @@ pub(crate) fn while_traced<T: Send>(
     ptrace::interrupt(pid).unwrap();
     let mut status = next_stop(pid, true).unwrap().unwrap();
     // To where it waits.
-    while !entered(pid, status).is_some_and(|call| is_wait(call.number)) {
+    while from == From::Idle && !entered(pid, status).is_some_and(|call| is_wait(call.number)) {
         go_on(pid, status);
         status = next_stop(pid, true).unwrap().unwrap();
     }
@@ -121,6 +143,9 @@ pub(crate) fn while_traced<T: Send>(
             result
         });
         go_on(pid, status);
+        if from == From::Stopped {
+            kill(pid, Signal::SIGCONT).unwrap();
+        }
         let begun = Instant::now();
         let mut waits_since = None;
         loop {
@@ -135,7 +160,11 @@ pub(crate) fn while_traced<T: Send>(
                 Ok(stop) => stop,
             };
             let Some(stop) = stop else {
-                let quiet = waits_since.is_none_or(|since: Instant| since.elapsed() > QUIET);
+                let quiet = match waits_since {
+                    Some(since) => Instant::elapsed(&since) > QUIET,
+                    // It was never woken.
+                    None => traced.calls.is_empty() && begun.elapsed() > ASLEEP,
+                };
                 if quiet && (done.load(Ordering::Acquire) || running.is_finished()) {
                     break;
                 }
