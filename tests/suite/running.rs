@@ -347,6 +347,15 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
+        // A broker is asked to end: if its supervisor were killed, the server would start another.
+        let command = fs::read(format!("/proc/{}/cmdline", self.child.id())).unwrap_or_default();
+        if command.split(|byte| *byte == 0).nth(1) == Some(b"serve") {
+            let _ = signal::kill(Pid::from_raw(self.pid().cast_signed()), Signal::SIGTERM);
+            let begun = Instant::now();
+            while begun.elapsed() < Duration::from_secs(10) && matches!(self.child.try_wait(), Ok(None)) {
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
         // Both fail where it has ended, and was waited for: that is as it should be.
         let _ = self.child.kill();
         let _ = self.child.wait();

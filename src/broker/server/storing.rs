@@ -104,7 +104,7 @@ impl Reactor {
         // One that lived for long is replaced at once, and the next one after a pause.
         let lived = now.saturating_duration_since(self.next_supervisor);
         self.supervisor_pause =
-            if lived > LONGEST_PAUSE { PAUSE } else { (self.supervisor_pause * 2).min(LONGEST_PAUSE) };
+            if lived > LONGEST_PAUSE { PAUSE } else { (self.supervisor_pause * 2).clamp(PAUSE, LONGEST_PAUSE) };
         self.next_supervisor = now + self.supervisor_pause;
         tracing::warn!("the supervisor is gone: another is started");
         match self.begin_anew() {

@@ -116,7 +116,7 @@ impl ServeOptions {
                 self.output.start_log();
                 let done = match role {
                     Role::Check => supervisor::check().map(|()| 0),
-                    _ => broker_socket_path(self.socket.as_deref()).and_then(|path| {
+                    _ => self.path(role).and_then(|path| {
                         supervisor::raise_limit();
                         Supervisor::new(&path, role)?.run()
                     }),
@@ -126,6 +126,14 @@ impl ServeOptions {
                     Err(error) => fail::<Self>(&error, self.output.json),
                 }
             }
+        }
+    }
+
+    /// Where the broker listens. Once it does, nothing depends on the folder being there: it may have been removed.
+    fn path(&self, role: Role) -> crate::Result<PathBuf> {
+        match &self.socket {
+            Some(path) if role != Role::First => Ok(path.clone()),
+            given => broker_socket_path(given.as_deref()),
         }
     }
 

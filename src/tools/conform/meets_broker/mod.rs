@@ -3,6 +3,7 @@
 mod content;
 mod objects;
 mod parts;
+mod restart;
 mod speak;
 
 use std::os::fd::AsFd;
@@ -72,6 +73,7 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new("second-request", &["B8"], second_request),
     ];
     cases.extend(objects::cases().into_iter().chain(content::cases()).chain(parts::cases()));
+    cases.extend(restart::cases());
     type Early = (&'static str, fn() -> Message);
     let before_hello: [Early; 2] = [
         ("request-before-hello", || Message::List(List::default())),
