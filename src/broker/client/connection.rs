@@ -31,6 +31,9 @@ use crate::{
     },
 };
 
+/// The most puts that are noted to be taken up.
+const MAX_PUTS: usize = 4096;
+
 /// How long an answer is polled for before the thread sleeps. The broker has most often to be woken for a request, and then takes
 /// some microseconds; to be woken in turn would cost as much again.
 pub(super) const SPIN: Duration = Duration::from_micros(150);
@@ -57,7 +60,7 @@ pub(super) struct Connection {
     /// How often a wait was to end.
     stops: AtomicU64,
     /// The thread that notices that it broke; `None` if there could be none.
-    watcher: OnceLock<Option<Watcher>>,
+    watcher: OnceLock<Watcher>,
 }
 
 /// A request, and the right to its answers.
@@ -148,6 +151,11 @@ impl Connection {
         }
     }
 
+    /// How often [`Connection::stop`] was called.
+    pub(super) fn stops(&self) -> u64 {
+        self.stops.load(Ordering::Acquire)
+    }
+
     /// Ends the wait of the request that is not answered yet.
     pub(super) fn stop(&self) -> Result<()> {
         self.stops.fetch_add(1, Ordering::AcqRel);
@@ -168,12 +176,20 @@ impl Connection {
     pub(super) fn hold(self: &Arc<Self>, held: &Arc<Held>) {
         lock(&self.holdings).leases.insert(held.token, Arc::clone(held));
         self.watch();
+        self.wake_if_broken();
     }
 
     /// Takes note of a put of a name that goes with its maker.
     pub(super) fn hold_put(self: &Arc<Self>, name: &str, request: Token) {
-        lock(&self.holdings).puts.insert(name.to_owned(), request);
+        let mut holdings = lock(&self.holdings);
+        if holdings.puts.len() >= MAX_PUTS {
+            // Of most of them the name is long gone: only their makers' deletes are seen here.
+            holdings.puts.clear();
+        }
+        holdings.puts.insert(name.to_owned(), request);
+        drop(holdings);
         self.watch();
+        self.wake_if_broken();
     }
 
     /// Forgets the put of a name.
@@ -210,19 +226,28 @@ impl Connection {
 
     /// Starts the thread that notices that the connection broke, if there is none.
     fn watch(self: &Arc<Self>) {
-        self.watcher.get_or_init(|| match Watcher::start(self) {
-            Ok(watcher) => Some(watcher),
-            Err(error) => {
-                tracing::warn!(%error, "leases are not taken up while no request is made");
-                None
-            }
-        });
+        if self.watcher.get().is_some() {
+            return;
+        }
+        match Watcher::start(self) {
+            // One that another thread has started meanwhile stays; this one ends.
+            Ok(watcher) => drop(self.watcher.set(watcher)),
+            // The next lease tries again.
+            Err(error) => tracing::warn!(%error, "leases are not taken up while no request is made"),
+        }
     }
 
     /// Wakes that thread.
     pub(super) fn wake_watcher(&self) {
-        if let Some(Some(watcher)) = self.watcher.get() {
+        if let Some(watcher) = self.watcher.get() {
             watcher.wake();
+        }
+    }
+
+    /// Wakes that thread if the connection has broken already, when there was nothing yet to take up.
+    fn wake_if_broken(&self) {
+        if self.is_hung_up() {
+            self.wake_watcher();
         }
     }
 
@@ -266,7 +291,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        let Some(Some(watcher)) = self.watcher.get() else { return };
+        let Some(watcher) = self.watcher.get() else { return };
         if self.is_own() {
             // The watcher has the socket too: it must not outlive this.
             let _ = self.socket.shared().shutdown(std::net::Shutdown::Both);

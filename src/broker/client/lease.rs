@@ -464,7 +464,7 @@ fn owned(mut fd: Arc<OwnedFd>) -> OwnedFd {
                 Err(_) => shared,
             },
         };
-        thread::yield_now();
+        thread::sleep(Duration::from_millis(1));
     }
 }
 

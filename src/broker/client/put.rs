@@ -216,23 +216,26 @@ pub(super) fn put(connection: &Arc<Connection>, put: &Put<'_>) -> Result<Publish
     // Sent again after the connection broke, it publishes nothing twice.
     let request = super::new_token()?;
     upload.message.request = Some(request);
-    let published = connection.request(put.wait, |exchange, left| upload.send(exchange, left))?;
-    match put.lifetime {
-        Some(Lifetime::Maker | Lifetime::Leased) => connection.hold_put(&put.name, request),
-        // It has the lifetime that its name had.
-        None if put.condition != Condition::New => connection.hold_put(&put.name, request),
-        _ => connection.forget_put(&put.name),
-    }
-    Ok(published)
+    connection.request(put.wait, |exchange, left| {
+        let published = upload.send(exchange, left)?;
+        // While no other request can be made: the connection may break at once, and what it had is taken up then.
+        match put.lifetime {
+            Some(Lifetime::Maker | Lifetime::Leased) => connection.hold_put(&put.name, request),
+            // It has the lifetime that its name had.
+            None if put.condition != Condition::New => connection.hold_put(&put.name, request),
+            _ => connection.forget_put(&put.name),
+        }
+        Ok(published)
+    })
 }
 
-/// Offers a version back that the broker has lost, with leases of it.
+/// Makes ready to offer a version back that the broker has lost, with leases of it, and has `send` send it.
 pub(super) fn restore(
-    exchange: &mut Exchange<'_>,
     held: &Held,
     whole: &Whole,
     segments: &[Vec<Arc<OwnedFd>>],
     leases: &[Token],
+    send: impl FnOnce(&mut Upload<'_>) -> Result<Published>,
 ) -> Result<Published> {
     let unknown = || invalid(format!("the backend `{}` is not known here", whole.backend));
     let backends = [Backend::Cuda, Backend::Host];
@@ -261,11 +264,11 @@ pub(super) fn restore(
         owner: whole.owner,
         leases: leases.to_vec(),
     });
-    upload.send(exchange, Duration::ZERO)
+    send(&mut upload)
 }
 
 /// What is put, as it is sent.
-struct Upload<'a> {
+pub(super) struct Upload<'a> {
     message: Box<broker::Put>,
     tables: Vec<OwnedFd>,
     /// Of all parts.
@@ -318,7 +321,7 @@ impl<'a> Upload<'a> {
     }
 
     /// Sends all of it, and waits until it is published: for other parts, if it is one of several, as long as is left.
-    fn send(&mut self, exchange: &mut Exchange<'_>, left: Duration) -> Result<Published> {
+    pub(super) fn send(&mut self, exchange: &mut Exchange<'_>, left: Duration) -> Result<Published> {
         self.message.wait_ms = self.message.wait_ms.map(|_| super::milliseconds(left));
         let (first, rest) = self.segments.split_at(self.message.sizes.len());
         let fds = self.tables.iter().map(AsFd::as_fd).chain(first.iter().map(|(_, segment)| segment.as_fd()));

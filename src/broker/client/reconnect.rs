@@ -273,9 +273,14 @@ impl Connection {
                 Some((held, (whole, segments))) => {
                     let mut problem = None;
                     for tokens in tokens.chunks(LEASES_OF_AN_OFFER) {
-                        let mut exchange = self.exchange(incoming, self.socket.timeout());
-                        match put::restore(&mut exchange, held, whole, &segments, tokens) {
-                            Ok(_) => exchange.finish(),
+                        let offered = put::restore(held, whole, &segments, tokens, |upload| {
+                            let mut exchange = self.exchange(incoming, self.socket.timeout());
+                            let published = upload.send(&mut exchange, Duration::ZERO)?;
+                            exchange.finish();
+                            Ok(published)
+                        });
+                        match offered {
+                            Ok(_) => {}
                             Err(error) if ends_all(&error) => return Err(error),
                             Err(error) => {
                                 tracing::debug!(%error, name = held.name, "a version is not taken back");
@@ -290,13 +295,11 @@ impl Connection {
                     problem
                 }
             };
-            // Another reader may have been faster.
-            let unknown = match problem {
-                None => HashSet::new(),
-                Some(_) => self.resume(&tokens, &[], incoming)?,
-            };
+            // Another reader may have been faster; and not all that were offered need be given.
+            let unknown = self.resume(&tokens, &[], incoming)?;
+            let problem = problem.unwrap_or_else(|| "the broker has no lease of it for this process".to_owned());
             outcomes.extend(leases.into_iter().map(|held| {
-                let why = problem.clone().filter(|_| unknown.contains(&held.token));
+                let why = unknown.contains(&held.token).then(|| problem.clone());
                 (held, why)
             }));
         }

@@ -171,7 +171,13 @@ impl Object {
             // It was found above.
             let Some(at) = parts.iter().position(|next| next.name == part.name) else { continue };
             let next = parts.swap_remove(at);
-            prepared.push(PreparedPart::of(next, part).inspect_err(|error| hold.report(error))?);
+            let part = PreparedPart::of(next, part).inspect_err(|error| {
+                // A driver that fails here may fail for reasons of this process.
+                if matches!(error, Error::Peer(_)) {
+                    hold.report(error);
+                }
+            });
+            prepared.push(part?);
         }
         let (hold, fits) = (Some(hold), self.layout.clone());
         Ok(Prepared { name, version, id, created, owner, metadata, parts: prepared, hold, fits, layout })

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     channel::deadline_after,
-    error::{Error, PeerError, RefusalCode, Result},
+    error::{BrokerError, Error, PeerError, RefusalCode, Result},
     wire::broker::{Event, Events, Message, Stop, Watch as Request},
 };
 
@@ -91,12 +91,17 @@ impl Watch {
     /// again.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<Watched>> {
         let deadline = deadline_after(timeout);
+        let stops = self.client.0.stops();
         loop {
             if let Some(watched) = self.take() {
                 return Ok(Some(watched));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             self.ask(left.min(ASK_AGAIN))?;
+            if self.came.is_empty() && stops != self.client.0.stops() {
+                // It may have come when the subscription was ended in any case.
+                return Err(BrokerError::new(RefusalCode::Stopped, "the watch was ended").into());
+            }
             if self.came.is_empty() && Instant::now() >= deadline {
                 return Ok(self.take());
             }

@@ -199,6 +199,9 @@ impl Connection {
     }
 }
 
+/// How long no connection is accepted after that has failed.
+const PAUSE: Duration = Duration::from_millis(100);
+
 /// Answers requests until it is cancelled. `answer` may block: no other connection goes on meanwhile.
 ///
 /// # Errors
@@ -213,12 +216,16 @@ pub(in crate::tools) fn serve(
     loop {
         cancel.check()?;
         let now = Instant::now();
-        connections.retain(|connection| connection.deadline > now);
         let ready = wait(listener, cancel, &connections, now)?;
         let mut at = 0;
         for ready in ready {
             if !ready {
-                at += 1;
+                // Those that have something are looked at first: the answer to another one may have taken long.
+                if connections[at].deadline > now {
+                    at += 1;
+                } else {
+                    drop(connections.remove(at));
+                }
                 continue;
             }
             match connections[at].go_on(&mut answer) {
@@ -240,6 +247,10 @@ pub(in crate::tools) fn serve(
                 // The client is gone already, or this process has no descriptor left: the next turn tries again.
                 Err(error) => {
                     tracing::debug!(%error, "cannot accept a connection");
+                    if error.kind() != io::ErrorKind::ConnectionAborted {
+                        // It waits there still: without a pause this would go round and round.
+                        cancel.pause(PAUSE)?;
+                    }
                     break;
                 }
             }

@@ -98,7 +98,7 @@ impl Objects {
             );
         }
         if let Some(restore) = &terms.restore {
-            self.check_restore(caller, socket, name, restore)?;
+            self.check_restore(caller, name, restore)?;
             return self.users.check_bytes(caller.uid, bytes);
         }
         match self.names.get(name) {
@@ -183,8 +183,11 @@ impl Objects {
         }
         let existing = self.names.get(&terms.name);
         let restore = terms.restore.as_ref();
-        let own = Owner { uid: caller.uid, gid: caller.gid };
-        let owner = existing.map_or(restore.map_or(own, |restore| restore.owner), |name| name.owner);
+        // Of a version that is offered back the group counts if it is one of the caller's.
+        let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
+        let offered = restore.map(|restore| restore.owner);
+        let offered = offered.filter(|owner| caller.is_superuser() || caller.is_of(owner.gid, socket));
+        let owner = existing.map_or(offered.unwrap_or(own), |name| name.owner);
         let mode = existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode);
         let lifetime = terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default();
         let keep = terms.keep.or(existing.map(|name| name.keep)).unwrap_or(0);
@@ -271,18 +274,12 @@ impl Objects {
     }
 
     /// Checks the offer of a version that a server before this one had.
-    fn check_restore(
-        &self,
-        caller: &Caller,
-        socket: &impl std::os::fd::AsFd,
-        name: &str,
-        restore: &Restore,
-    ) -> Result<(), BrokerError> {
+    fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore) -> Result<(), BrokerError> {
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
         let Restore { version, owner, id, .. } = restore;
-        if !(caller.is_superuser() || caller.uid == owner.uid && caller.is_of(owner.gid, socket)) {
-            let (uid, owner) = (caller.uid, format!("uid {}'s with group {}", owner.uid, owner.gid));
-            let message = format!("uid {uid} may not offer `{name}` back: it was {owner}");
+        if !(caller.is_superuser() || caller.uid == owner.uid) {
+            let (uid, owner) = (caller.uid, owner.uid);
+            let message = format!("uid {uid} may not offer `{name}` back: it was uid {owner}'s");
             return refuse(RefusalCode::Denied, message);
         }
         if !(1..=u64::MAX / 2).contains(version)

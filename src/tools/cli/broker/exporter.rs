@@ -87,8 +87,13 @@ impl Source<'_> {
                 Err(error) => {
                     self.client = None;
                     // A broker that does not answer has had its time.
-                    if matches!(error, Error::Peer(crate::error::PeerError::Timeout { .. }) | Error::Interrupted { .. })
-                    {
+                    let waited = matches!(
+                        error,
+                        Error::Peer(crate::error::PeerError::Timeout { .. })
+                            | Error::Socket(crate::error::SocketError::NoBroker { .. })
+                            | Error::Interrupted { .. }
+                    );
+                    if waited {
                         return Err(error);
                     }
                 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 use super::{MeetBroker, SCHEMA, table::time};
 use crate::{
     broker::{Event, EventKind, WatchPlace, Watched},
-    channel::Cancel,
+    channel::{Cancel, deadline_after},
     error::Error,
     tools::cli::{
         Exit, Output, Tool, ToolOutput,
@@ -57,13 +57,17 @@ pub(in super::super) struct WatchOptions {
 fn parse_place(text: &str) -> Result<WatchPlace, String> {
     let place = text.rsplit_once(':').and_then(|(instance, seq)| {
         let seq = seq.parse().ok()?;
-        uuid::Uuid::from_str(instance).ok()?;
-        Some(WatchPlace { instance: instance.to_owned(), seq })
+        // As the broker writes it, however it was written here.
+        let instance = uuid::Uuid::from_str(instance).ok()?.to_string();
+        Some(WatchPlace { instance, seq })
     });
     place.ok_or_else(|| {
         format!("`{text}` is not the place of an event: write instance and seq of a line of --json, with a colon between them")
     })
 }
+
+/// What a pipe takes whole once it has room, in bytes: `PIPE_BUF`, which POSIX lets no system have less of.
+const PIECE: usize = 512;
 
 /// A line of `--json`.
 #[derive(Debug, Serialize)]
@@ -153,7 +157,7 @@ impl Tool for WatchOptions {
         let mut watch = client.watch(&self.prefix, self.after.as_ref())?;
         end_with_output(cancel)?;
         if self.output.json {
-            if !print(&self.line(None, watch.place()))? {
+            if !print(&self.line(None, watch.place()), cancel)? {
                 return Ok(ended());
             }
         } else if !self.output.quiet {
@@ -163,7 +167,7 @@ impl Tool for WatchOptions {
         loop {
             match watch.next(WAIT) {
                 Ok(Some(watched)) => {
-                    if !print(&self.line(Some(&watched), watch.place()))? {
+                    if !print(&self.line(Some(&watched), watch.place()), cancel)? {
                         return Ok(ended());
                     }
                 }
@@ -179,10 +183,21 @@ fn ended() -> ToolOutput {
     ToolOutput { text: String::new(), exit: Exit::Verified }
 }
 
-/// Prints a line at once. False if the output is closed.
-fn print(line: &str) -> io::Result<bool> {
+/// Prints a line at once. False if the output is closed, or if the command is to end while its reader does not read.
+fn print(line: &str, cancel: &Cancel) -> io::Result<bool> {
     let mut stdout = io::stdout().lock();
-    match stdout.write_all(line.as_bytes()).and_then(|()| stdout.flush()) {
+    for piece in line.as_bytes().chunks(PIECE) {
+        let room = cancel.wait(stdout.as_fd(), PollFlags::POLLOUT, deadline_after(Duration::MAX));
+        if matches!(room, Err(Error::Interrupted { .. })) {
+            return Ok(false);
+        }
+        match stdout.write_all(piece) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(false),
+            Err(error) => return Err(error),
+        }
+    }
+    match stdout.flush() {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
         Err(error) => Err(error),
