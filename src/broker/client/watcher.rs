@@ -157,17 +157,18 @@ impl Watch {
                 }
                 Err(error) => {
                     tracing::debug!(%error, "cannot make a connection to the broker again");
-                    if since.elapsed() >= dialler.timeout && !said {
-                        if let Some(connection) = self.connection.upgrade() {
-                            // A request may have made it again since.
-                            let making = connection.incoming.try_lock();
-                            if making.is_ok() && connection.is_hung_up() {
-                                said = true;
-                                connection.give_up(false);
-                            }
-                            drop(making);
-                            connection.call_handlers();
+                    if since.elapsed() >= dialler.timeout
+                        && !said
+                        && let Some(connection) = self.connection.upgrade()
+                    {
+                        // A request may have made it again since.
+                        let making = connection.incoming.try_lock();
+                        if making.is_ok() && connection.is_hung_up() {
+                            said = true;
+                            connection.give_up(false);
                         }
+                        drop(making);
+                        connection.call_handlers();
                     }
                 }
             }
