@@ -34,6 +34,7 @@ use crate::{
 cases! {
     on crate::support::Subject; every backend: [
     connections_of_the_gap_wait_and_are_served,
+    supervisors_that_are_killed_one_after_the_other_are_replaced,
     leases_are_taken_up_and_what_no_client_takes_up_ends,
     a_version_without_a_name_stays_while_its_lease_is_taken_up,
     what_is_sent_again_is_done_once_whatever_came_between,
@@ -94,6 +95,22 @@ fn leases(raw: &Raw) -> usize {
         Some((Message::Leases(page), _)) => page.leases.len(),
         other => panic!("{other:?}"),
     }
+}
+
+fn supervisors_that_are_killed_one_after_the_other_are_replaced(mut subject: Subject) {
+    subject.alone();
+    let mut served = Served::start(Keeper::Supervisor, &subject);
+    let material = small(&subject, 1);
+    let (raw, server) = served.greeted();
+    put(&raw, &material, "a", false);
+    // Faster than the server starts them: it pauses then, and asks nothing of the store meanwhile.
+    for _ in 0..8 {
+        served.kill_supervisor();
+    }
+    assert_eq!(served.server(), server);
+    let (next, _) = served.kill_server();
+    assert_ne!(next, server);
+    assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 1, 0)]);
 }
 
 fn connections_of_the_gap_wait_and_are_served(mut subject: Subject) {

@@ -96,8 +96,9 @@ impl Reactor {
         if self.objects.store().keeper() != Keeper::Supervisor {
             return;
         }
-        // Watched no longer, with its end closed.
+        // Watched no longer, with its end closed. Without a socket the next look at the store comes back here.
         self.life = None;
+        self.objects.store_mut().forget_keeper();
         if now < self.next_supervisor {
             return self.settle_store_later(self.next_supervisor.saturating_duration_since(now));
         }
