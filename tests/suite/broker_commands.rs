@@ -556,8 +556,11 @@ mod demo {
     use super::*;
 
     fn run(place: &Meeting, options: &[&str]) -> Ended {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo-broker");
         let programs = PathBuf::from(place.bare("vmmfd").command.get_program());
+        // In a bundle it lies beside the programs.
+        let bundled = programs.with_file_name("demo-broker");
+        let script = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo-broker"));
+        let script = if script.exists() { script } else { bundled };
         let mut demo = Command::new(script);
         demo.arg(programs.parent().unwrap()).args(["--backend", place.backend()]).args(options);
         demo.env("TMPDIR", place.folder());

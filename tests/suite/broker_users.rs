@@ -329,7 +329,8 @@ mod root {
         let offer = |name: &str, uid: u32, token: u8| {
             let restore = Restore {
                 version: 3,
-                id: "0c2b6d3a-7f0e-4f3c-9d4b-000000000001".to_owned(),
+                // A version's own: one that is another's is refused.
+                id: format!("0c2b6d3a-7f0e-4f3c-9d4b-0000000000{:02x}", name.as_bytes()[0]),
                 created_ms: 1_700_000_000_123,
                 owner: Owner { uid, gid: TEAM },
                 leases: vec![Token([token; 16])],
