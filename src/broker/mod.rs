@@ -50,7 +50,10 @@ mod catalogue;
 mod client;
 mod name;
 mod server;
+// Of these the command `serve` alone uses all.
+#[cfg_attr(not(feature = "tools"), allow(dead_code))]
 mod store;
+#[cfg_attr(not(feature = "tools"), allow(dead_code))]
 pub(crate) mod supervisor;
 mod table;
 

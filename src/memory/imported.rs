@@ -28,7 +28,8 @@ pub struct Imported {
     pub(super) size: u64,
     access: Access,
     pub(super) immutable: bool,
-    /// Which NUMA node's CPUs may use it too, if it is host memory.
+    /// Which NUMA node's CPUs may use it too, if it is host memory: for other memory that comes in its place.
+    #[cfg_attr(not(feature = "broker"), allow(dead_code))]
     pub(super) node: Option<i32>,
     /// Whether nothing is mapped: the addresses are kept for memory that comes back.
     pub(super) parked: bool,

@@ -131,7 +131,6 @@ const BACKLOG: i32 = 4096;
 ///
 /// # Errors
 /// Why not.
-#[cfg(feature = "tools")]
 pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
     objects::Journal::open(catalogues).map(drop)
 }
@@ -158,6 +157,7 @@ impl Server {
     ///
     /// # Errors
     /// Those of [`Server::bind`]; [`Error::System`] if the store can't be reached, or if the catalogue was written by a newer build.
+    #[cfg_attr(not(feature = "tools"), allow(dead_code))]
     pub(crate) fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
         let Kept { mut store, inherited } = kept;
         let Inherited { socket, catalogues, segments, devices, life, others, .. } = inherited;
@@ -194,6 +194,7 @@ impl Server {
     }
 
     /// Whether it goes on with what a server before it held.
+    #[cfg_attr(not(feature = "tools"), allow(dead_code))]
     pub(crate) fn is_restarted(&self) -> bool {
         self.reactor.objects.journal().restarts() > 0
     }
