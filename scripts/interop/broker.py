@@ -32,7 +32,8 @@ MAX_TABLE = 256 << 20
 _KINDS = {1: "hello", 4: "segments", 5: "received", 7: "busy", 8: "error"} | dict(
     enumerate(
         ("put", "send", "published", "get", "lease", "claimed", "list", "objects", "stat", "version", "who", "leases")
-        + ("delete", "done", "refused", "release", "report", "stop"),
+        + ("delete", "done", "refused", "release", "report", "stop", "resume", "resumed", "watch", "events", "measure")
+        + ("measured",),
         32,
     )
 )
@@ -100,12 +101,20 @@ _OBJECT = {
     "name": _NAME, "version?": _U64, "newer_than?": _U64, "parts?": _NAMES, "range?": {"offset": _U64, "length": _U64},
     "arrays?": vmmfd._list_of(_TEXT), "expect?": {}, "digests?": {},
 }
+_TOKENS = vmmfd._list_of(_token)
+_RESTORE = {"version": _U64, "id": vmmfd._uuid, "created_ms": _U64, "owner": _OWNER, "leases": _TOKENS}
+_EVENT = {
+    "seq": _U64, "at_ms": _U64, "kind": _TEXT, "name": _NAME, "version": _U64, "id": vmmfd._uuid, "uid": _U32,
+    "pid": _i32, "message?": _TEXT,
+}
+_ROOM = {"used": _U64, "allowed": _U64}
+_TOTAL = {"uid": _U32, "objects": _U64, "devices": _objects(_BYTES), "leases": _U64, "connections": _U64}
 _BODIES: dict[str, Body] = {
     **{kind: vmmfd._BODIES[kind] for kind in ("hello", "segments", "received", "busy", "error")},
     "put": {
         "name": _NAME, "replace?": vmmfd._flag, "if_version?": _U64, "announced?": _NAMES, "group?": _NAME,
         "wait_ms?": _U64, "backend": _NAME, "metadata?": _table, "mode?": vmmfd._u(16), "lifetime?": _lifetime,
-        "keep?": _U32, "sizes": _SIZES,
+        "keep?": _U32, "request?": _token, "restore?": _RESTORE, "sizes": _SIZES,
         "parts": _objects({"name": _NAME, "memory": vmmfd._MEMORY, "arrays?": _table, "digest?": _NAME}),
     },
     "send": {},
@@ -113,7 +122,8 @@ _BODIES: dict[str, Body] = {
     "get": {"objects": _objects(_OBJECT), "wait_ms?": _U64, "claim?": {"part?": _NAME, "group?": _NAME}},
     "lease": {
         "token": _token, "name": _NAME, "version": _U64, "id": vmmfd._uuid, "created_ms": _U64, "owner": _OWNER,
-        "backend": _NAME, "metadata?": _table, "sizes": _SIZES,
+        "backend": _NAME, "metadata?": _table, "mode?": vmmfd._u(16), "lifetime?": _lifetime, "keep?": _U32,
+        "whole?": vmmfd._flag, "sizes": _SIZES,
         "parts": _objects(
             {"name": _NAME, "memory": vmmfd._MEMORY, "runs": _objects(vmmfd._PART), "arrays?": _table, "digest?": _NAME}
         ),
@@ -136,16 +146,26 @@ _BODIES: dict[str, Body] = {
             }
         ),
         "more": vmmfd._flag,
-        "totals": _objects(
-            {"uid": _U32, "objects": _U64, "devices": _objects(_BYTES), "leases": _U64, "connections": _U64}
-        ),
+        "totals": _objects(_TOTAL),
     },
-    "delete": {"name": _NAME},
+    "delete": {"name": _NAME, "request?": _token},
     "done": {},
     "refused": {"code": _TEXT, "message": _TEXT},
     "release": {"token": _token},
     "report": {"token": _token, "message": _TEXT},
     "stop": {},
+    "resume": {"leases?": _TOKENS, "puts?": _TOKENS},
+    "resumed": {"instance": vmmfd._uuid, "lost": _TOKENS},
+    "watch": {"prefix": _NAME, "after?": _U64, "instance?": _TEXT},
+    "events": {"instance": vmmfd._uuid, "lost?": vmmfd._flag, "events": _objects(_EVENT), "next": _U64},
+    "measure": {},
+    "measured": {
+        "instance": vmmfd._uuid, "started_ms": _U64, "restarts": _U64, "objects": _U64, "versions": _U64,
+        "leases": _U64, "connections": _U64, "watchers": _U64, "descriptors": _ROOM, "store": {"kind": _TEXT, **_ROOM},
+        "requests": _objects({"verb": _TEXT, "outcome": _TEXT, "count": _U64}),
+        "durations": _objects({"verb": _TEXT, "bounds_us": _SIZES, "counts": _SIZES, "sum_us": _U64}),
+        "totals": _objects(_TOTAL),
+    },
 }
 
 
