@@ -127,6 +127,14 @@ impl std::fmt::Debug for Server {
 /// How many connections may wait to be accepted; the kernel has a bound of its own (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
 
+/// Listens at a path, for the users that the config allows.
+fn listen(path: &Path, config: &ServerConfig, cancel: &Cancel) -> Result<Listener> {
+    let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
+    let listener = Listener::bind(path, open_to_others, config.timeout, cancel)?;
+    rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
+    Ok(listener)
+}
+
 /// Says whether this build could go on with these catalogues.
 ///
 /// # Errors
@@ -142,9 +150,7 @@ impl Server {
     /// # Errors
     /// [`Error::Socket`] if the path is served already or can't be used; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
-        let listener = Listener::bind(path, open_to_others, config.timeout, cancel)?;
-        rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
+        let listener = listen(path, &config, cancel)?;
         let path = listener.path().to_owned();
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
@@ -168,9 +174,7 @@ impl Server {
         let listener = match taken {
             Some(listener) => listener,
             None => {
-                let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
-                let listener = Listener::bind(path, open_to_others, config.timeout, cancel)?.leave_file();
-                rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
+                let listener = listen(path, &config, cancel)?.leave_file();
                 if in_store {
                     store.remove(Name::Socket);
                 }

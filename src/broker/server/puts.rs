@@ -363,7 +363,7 @@ impl Reactor {
             Ok(staged) => {
                 makers.iter().for_each(|id| self.set_request(*id, Request::Storing));
                 self.storing.push_back(Storing { makers, terms, staged });
-                self.settle_store(false);
+                self.settle_store();
             }
             Err(refusal) => self.answer_makers(&makers, &Err(refusal)),
         }

@@ -214,7 +214,7 @@ impl Reactor {
             }
             self.accept();
             self.serve();
-            self.settle_store(false);
+            self.settle_store();
             self.tidy();
             self.tell_watchers();
         }
@@ -225,7 +225,7 @@ impl Reactor {
             if !self.is_to_restart() {
                 self.objects.store_mut().say("STOPPING=1");
             }
-            self.settle_store(false);
+            self.settle_store();
             for id in self.connections.keys().copied().collect::<Vec<_>>() {
                 self.send_error(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs");
             }
@@ -566,7 +566,10 @@ impl Reactor {
                 Timer::Retry(id) => self.flush(id),
                 Timer::Name(name) => self.objects.expire(&name, now),
                 Timer::Sweep => self.sweep(now),
-                Timer::Store => self.settle_store(true),
+                Timer::Store => {
+                    self.settles_later = false;
+                    self.settle_store();
+                }
                 Timer::Unclaimed => self.objects.end_unclaimed(),
             }
         }

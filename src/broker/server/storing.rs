@@ -20,8 +20,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 impl Reactor {
     /// Sends the store what waits for it, and publishes what it has kept.
-    pub(super) fn settle_store(&mut self, from_timer: bool) {
-        self.settles_later &= !from_timer;
+    pub(super) fn settle_store(&mut self) {
         if self.objects.store().keeper() == Keeper::None && self.storing.is_empty() {
             return;
         }

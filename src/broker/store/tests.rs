@@ -21,7 +21,6 @@ impl KeeperEnd {
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("vmmfd-store-{}-{count}", std::process::id()));
         let socket = UnixDatagram::bind(&path).unwrap();
-        rustix::net::sockopt::set_socket_passcred(&socket, true).unwrap();
         Self { socket, path }
     }
 
@@ -180,7 +179,6 @@ fn a_keeper_that_is_gone_is_noticed_and_a_new_one_gets_everything() {
     store.keep(id(2));
     assert_eq!(store.flush(|_| file.as_fd(), None), Flushed::Gone);
     let keeper = KeeperEnd { socket: UnixDatagram::bind(&path).unwrap(), path };
-    rustix::net::sockopt::set_socket_passcred(&keeper.socket, true).unwrap();
     assert!(store.has_kept(store.mark()), "there is none to wait for");
     store.begin_anew(keeper.connected());
     assert_eq!(store.room().0, 0);

@@ -21,7 +21,7 @@ use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
-        resource::{Resource, getrlimit, setrlimit},
+        resource::{Resource, getrlimit},
         signal::{SigSet, Signal, kill},
         signalfd::{SfdFlags, SignalFd},
         wait::{WaitPidFlag, WaitStatus, waitpid},
@@ -539,16 +539,6 @@ impl Supervisor {
 pub(crate) fn check() -> Result<()> {
     let passed = sys::take_passed().map_err(|error| Error::system("take the descriptors that were passed", error))?;
     super::server::check_catalogues(Inherited::of(passed).catalogues)
-}
-
-/// Raises the limit of open files as far as it may be: what is kept has a descriptor each.
-pub(crate) fn raise_limit() {
-    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
-        && soft < hard
-        && let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
-    {
-        tracing::warn!(%errno, soft, hard, "cannot raise the limit of open files");
-    }
 }
 
 fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {

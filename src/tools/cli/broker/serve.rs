@@ -28,7 +28,7 @@ use crate::{
             exit::exit_codes,
             options::{parse_timeout, parse_uid},
             output::{Progress, complain, json_line},
-            run::{fail, run_tool},
+            run::{fail, raise_file_limit, run_tool},
         },
         stamp,
         units::bytes,
@@ -117,7 +117,8 @@ impl ServeOptions {
                 let done = match role {
                     Role::Check => supervisor::check().map(|()| 0),
                     _ => self.path(role).and_then(|path| {
-                        supervisor::raise_limit();
+                        // What it keeps has a descriptor each.
+                        raise_file_limit();
                         Supervisor::new(&path, role)?.run()
                     }),
                 };
