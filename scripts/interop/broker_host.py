@@ -41,8 +41,11 @@ def serving(meeting: Meeting) -> Iterator[None]:
         while not os.path.exists(meeting.path):
             server.must_run()
             time.sleep(0.005)
-        yield
-        server.must_run()
+        try:
+            yield
+            server.must_run()
+        finally:
+            server.stop()
 
 
 def done(meeting: Meeting, *arguments: str, code: int = 0) -> str:

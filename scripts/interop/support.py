@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,6 +62,12 @@ class Child:
             raise Unexpected(f"{self._name}: expected to end within {self._deadline} s, and it runs") from None
         expect(f"exit code of {self._name}", found, code)
         return self._printed()
+
+    def stop(self) -> None:
+        """Asks it to end, and waits for that. A broker must not be killed: its server would start another supervisor."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._deadline)
 
     def _printed(self) -> str:
         self._output.seek(0)
