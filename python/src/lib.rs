@@ -1,0 +1,15 @@
+//! The native half of the Python package `vmmfd`: memory, arrays and the broker's client as Python classes.
+//!
+//! Each file is one class or one job. Below them all is `memory`: what keeps an array's bytes, owned by Rust alone, so that it can be
+//! let go of on any thread, with or without the GIL, and while the interpreter ends.
+
+mod error;
+mod memory;
+
+use pyo3::prelude::*;
+
+#[pymodule(name = "_native")]
+fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    Ok(())
+}

@@ -1,0 +1,82 @@
+//! What keeps an array's bytes: owned by Rust alone, and let go of without Python.
+
+use std::sync::Arc;
+
+use vmmfd::{
+    Result,
+    driver::Access,
+    memory::{Device, Region},
+};
+
+/// Memory that arrays are in. Arrays, the managed tensors of DLPack and views of the buffer protocol hold it by `Arc<dyn Memory>`, and it
+/// goes with the last of them.
+pub(crate) trait Memory: Send + Sync {
+    /// The device that uses it.
+    fn device(&self) -> &Device;
+
+    /// Its first address, the same for all its life.
+    fn address(&self) -> u64;
+
+    /// Its size in bytes.
+    fn size(&self) -> u64;
+
+    /// Whether this process may only read it. On CUDA a kernel's write then ends the context; on host memory it is a fault.
+    fn is_read_only(&self) -> bool;
+
+    /// Fails while there is nothing at its addresses.
+    fn check_mapped(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Stands for one export to another library, until it is dropped: what is mapped must not change under it unasked.
+    fn export(&self) -> Export {
+        Export::default()
+    }
+
+    /// Copies bytes out of it.
+    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()>;
+
+    /// Copies bytes into it.
+    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()>;
+}
+
+/// An export to another library, counted where that matters.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Export(#[allow(dead_code, reason = "counted by its owner")] Option<Arc<()>>);
+
+impl Export {
+    /// One more that `of` counts.
+    pub(crate) fn counted(of: &Arc<()>) -> Self {
+        Self(Some(Arc::clone(of)))
+    }
+}
+
+/// Memory of a region of the library: memory of this process's own, or imported once and for all.
+#[derive(Debug)]
+pub(crate) struct Whole(pub(crate) Arc<dyn Region>);
+
+impl Memory for Whole {
+    fn device(&self) -> &Device {
+        self.0.device()
+    }
+
+    fn address(&self) -> u64 {
+        self.0.address()
+    }
+
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.0.access() == Access::ReadOnly
+    }
+
+    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        self.0.copy_out(offset, to)
+    }
+
+    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.0.copy_in(offset, from)
+    }
+}

@@ -1,0 +1,33 @@
+"""GPU memory shared between processes, without copies: arrays, a broker, and model weights that are loaded once."""
+
+from ._errors import (
+    Denied,
+    Differs,
+    Disconnected,
+    Error,
+    Exists,
+    ExportError,
+    Interrupted,
+    Invalid,
+    NotFound,
+    OutOfMemory,
+    Timeout,
+    Unsupported,
+)
+from ._native import __version__
+
+__all__ = [
+    "Denied",
+    "Differs",
+    "Disconnected",
+    "Error",
+    "Exists",
+    "ExportError",
+    "Interrupted",
+    "Invalid",
+    "NotFound",
+    "OutOfMemory",
+    "Timeout",
+    "Unsupported",
+    "__version__",
+]
