@@ -4,13 +4,19 @@
 //! let go of on any thread, with or without the GIL, and while the interpreter ends.
 
 mod array;
+mod client;
+mod client_put;
 mod copy;
 mod device;
 mod driver;
 mod error;
+mod json;
+mod lease;
 mod memory;
 mod reaper;
 mod shared;
+mod signals;
+mod watch;
 
 use pyo3::prelude::*;
 
@@ -22,6 +28,11 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<device::PyDevice>()?;
     module.add_class::<shared::Buffer>()?;
     // Broker
+    module.add_class::<client::Client>()?;
+    module.add_class::<lease::Lease>()?;
+    module.add_class::<lease::Prepared>()?;
+    module.add_class::<lease::Claim>()?;
+    module.add_class::<watch::Watch>()?;
     // PyTorch
     // Weights
     Ok(())
