@@ -105,7 +105,9 @@ impl Drop for Taken {
                 let busy = table.busy.remove(&self.number);
                 let idle = &mut table.idle[self.purpose as usize];
                 match client {
-                    Some(client) if !self.of.ended.is_ended() && (idle.len() < IDLE || self.purpose == Purpose::Make) => {
+                    Some(client)
+                        if !self.of.ended.is_ended() && (idle.len() < IDLE || self.purpose == Purpose::Make) =>
+                    {
                         idle.push(client);
                         (busy, None)
                     }
@@ -243,7 +245,8 @@ impl Client {
         let timeout = seconds(timeout, "timeout")?
             .filter(|timeout| !timeout.is_zero())
             .ok_or_else(|| Failure::invalid("timeout=0 leaves the broker no time to answer: give some seconds"))?;
-        let path = path.or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
+        let path =
+            path.or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
         let path = broker_socket_path(path.as_deref())?;
         let config = Config::default().with_timeout(timeout).with_cancel(&signals::cancel()?);
         let connections = Arc::new(Connections {
@@ -324,7 +327,9 @@ impl Client {
             _ => Purpose::Any,
         };
         if announced.is_some() != group.is_some() {
-            return Err(Failure::invalid("parts names all parts of the version, and group what its puts have in common: give both"));
+            return Err(Failure::invalid(
+                "parts names all parts of the version, and group what its puts have in common: give both",
+            ));
         }
         let parts: Vec<client_put::Part> = parts.into_iter().map(client_put::Part::of).collect::<Outcome<_>>()?;
         let published = self.0.call(py, purpose, |client| {
@@ -434,7 +439,11 @@ impl Client {
         let of = match (part, group) {
             (None, None) => ClaimOf::whole(),
             (Some(part), Some(group)) => ClaimOf::part(part, group),
-            _ => return Err(Failure::invalid("part names what is to be made, and group the version that it belongs to: give both")),
+            _ => {
+                return Err(Failure::invalid(
+                    "part names what is to be made, and group the version that it belongs to: give both",
+                ));
+            }
         };
         let selection = Selection { parts, arrays };
         let get = waiting(request(name, None, None, &selection, expect, digest)?, wait)?;

@@ -142,11 +142,16 @@ fn side_by_side(part: &str, mut one: Description, other: Description) -> Outcome
         )));
     }
     match (&mut one.sharing, other.sharing) {
-        (
-            Sharing::Vmm { placement, segments },
-            Sharing::Vmm { placement: of_other, segments: more },
-        ) if *placement == of_other => *segments += more,
-        _ => return Err(Failure::invalid(format!("part {part:?} has memory of a device and of its host: put two parts"))),
+        (Sharing::Vmm { placement, segments }, Sharing::Vmm { placement: of_other, segments: more })
+            if *placement == of_other =>
+        {
+            *segments += more
+        }
+        _ => {
+            return Err(Failure::invalid(format!(
+                "part {part:?} has memory of a device and of its host: put two parts"
+            )));
+        }
     }
     one.size += other.size;
     one.mapped_size += other.mapped_size;
@@ -228,7 +233,8 @@ fn laid_out(
                 let array = ArrayDescriptor { dtype, shape, strides: None, offset: room };
                 let bytes = array.bytes()?;
                 let end = room.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(ALIGNMENT));
-                room = end.ok_or_else(|| Failure::invalid(format!("array {name:?} has {bytes} bytes, which is too many")))?;
+                room = end
+                    .ok_or_else(|| Failure::invalid(format!("array {name:?} has {bytes} bytes, which is too many")))?;
                 (array, None)
             }
         };

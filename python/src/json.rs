@@ -86,7 +86,10 @@ fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Valu
         for item in mapping.items()?.iter() {
             let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
             if !key.is_instance_of::<PyString>() {
-                return Err(Failure::invalid(format!("{at} has the key {key}, of type {}: keys are str", type_of(&key))));
+                return Err(Failure::invalid(format!(
+                    "{at} has the key {key}, of type {}: keys are str",
+                    type_of(&key)
+                )));
             }
             let key = text_of(&key, at)?;
             let value = from_python(&value, &format!("{at}[{key:?}]"), depth + 1)?;
@@ -101,7 +104,9 @@ fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Valu
 }
 
 fn text_of(value: &Bound<'_, PyAny>, at: &str) -> Outcome<String> {
-    value.extract().map_err(|_| Failure::invalid(format!("a str in {at} has half a surrogate pair, which is no Unicode text")))
+    value
+        .extract()
+        .map_err(|_| Failure::invalid(format!("a str in {at} has half a surrogate pair, which is no Unicode text")))
 }
 
 /// The name of a value's type.

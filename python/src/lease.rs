@@ -192,7 +192,10 @@ impl Leased {
         let here = || format!("version {} of {:?}", object.version(), object.name());
         if let Some(part) = part {
             if object.part(part).is_none() {
-                return Err(Failure::Caller(Class::NoArray, format!("{} has no part {part:?}, or it was not asked for", here())));
+                return Err(Failure::Caller(
+                    Class::NoArray,
+                    format!("{} has no part {part:?}, or it was not asked for", here()),
+                ));
             }
             found.retain(|(at, _)| object.parts()[*at].name() == part);
         }
@@ -209,7 +212,9 @@ impl Leased {
             ref several => {
                 let parts: Vec<&str> = several.iter().map(|(part, _)| object.parts()[*part].name()).collect();
                 let parts = parts.join(", ");
-                Err(Failure::invalid(format!("array {name:?} is in the parts {parts}: name one, with array({name:?}, part=...)")))
+                Err(Failure::invalid(format!(
+                    "array {name:?} is in the parts {parts}: name one, with array({name:?}, part=...)"
+                )))
             }
         }
     }
@@ -222,7 +227,12 @@ impl Leased {
     }
 
     /// The piece of memory in which an array is, and the array in it.
-    fn piece(self: &Arc<Self>, object: &Object, part: usize, entry: &ArrayEntry) -> Outcome<(Arc<LeasedPiece>, ArrayDescriptor)> {
+    fn piece(
+        self: &Arc<Self>,
+        object: &Object,
+        part: usize,
+        entry: &ArrayEntry,
+    ) -> Outcome<(Arc<LeasedPiece>, ArrayDescriptor)> {
         let mut array = entry.array.clone();
         let pieces = object.parts()[part].pieces();
         let at = place(pieces, &array)?.ok_or_else(|| {
@@ -445,7 +455,10 @@ impl Lease {
     fn keys(&self, py: Python<'_>) -> Outcome<Vec<String>> {
         self.with(py, |object| {
             let mut seen = std::collections::HashSet::new();
-            mapped(object).filter(|(_, _, entry)| seen.insert(&entry.name)).map(|(_, _, entry)| entry.name.clone()).collect()
+            mapped(object)
+                .filter(|(_, _, entry)| seen.insert(&entry.name))
+                .map(|(_, _, entry)| entry.name.clone())
+                .collect()
         })
     }
 
@@ -524,7 +537,10 @@ impl Lease {
                     return Err(Failure::invalid(format!("the object has the parts {}: name one", names.join(", "))));
                 }
                 (Some(part), parts) => parts.iter().position(|of| of.name() == part).ok_or_else(|| {
-                    Failure::Caller(Class::NoArray, format!("{:?} has no part {part:?}, or it was not asked for", object.name()))
+                    Failure::Caller(
+                        Class::NoArray,
+                        format!("{:?} has no part {part:?}, or it was not asked for", object.name()),
+                    )
                 })?,
             };
             let pieces = object.parts()[number].pieces().iter().enumerate();

@@ -83,7 +83,9 @@ pub(crate) fn run<T: Send>(py: Python<'_>, ended: &[&Ended], work: impl FnOnce()
             py.detach(|| drop(done));
             Err(Failure::Python(raised))
         }
-        (None, Err(Failure::Library(error))) if call.ended.iter().any(Ended::is_ended) && is_end(&error) => Err(closed()),
+        (None, Err(Failure::Library(error))) if call.ended.iter().any(Ended::is_ended) && is_end(&error) => {
+            Err(closed())
+        }
         (None, done) => done,
     }
 }

@@ -1,5 +1,29 @@
 """GPU memory shared between processes, without copies: arrays, a broker, and model weights that are loaded once."""
 
+# Broker
+from ._broker import (
+    Broker,
+    Claim,
+    DeviceBytes,
+    Event,
+    HeldLease,
+    Holders,
+    Lease,
+    LeasedPart,
+    Lost,
+    Maker,
+    Owner,
+    PartInfo,
+    Prepared,
+    Published,
+    Report,
+    Restored,
+    Stat,
+    Summary,
+    UserTotal,
+    Watch,
+    connect,
+)
 from ._errors import (
     Denied,
     Differs,
@@ -9,6 +33,7 @@ from ._errors import (
     ExportError,
     Interrupted,
     Invalid,
+    NoArray,
     NotFound,
     OutOfMemory,
     Timeout,
@@ -17,6 +42,29 @@ from ._errors import (
 from ._native import __version__
 
 __all__ = [
+    # Broker
+    "Broker",
+    "Claim",
+    "DeviceBytes",
+    "Event",
+    "HeldLease",
+    "Holders",
+    "Lease",
+    "LeasedPart",
+    "Lost",
+    "Maker",
+    "Owner",
+    "PartInfo",
+    "Prepared",
+    "Published",
+    "Report",
+    "Restored",
+    "Stat",
+    "Summary",
+    "UserTotal",
+    "Watch",
+    "connect",
+    # Errors
     "Denied",
     "Differs",
     "Disconnected",
@@ -25,6 +73,7 @@ __all__ = [
     "ExportError",
     "Interrupted",
     "Invalid",
+    "NoArray",
     "NotFound",
     "OutOfMemory",
     "Timeout",
