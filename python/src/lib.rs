@@ -11,9 +11,13 @@ mod dlpack;
 mod driver;
 mod dtype;
 mod error;
+mod handoff;
+mod legacy;
 mod memory;
+mod pool;
 mod reaper;
 mod shared;
+mod waiting;
 
 use std::time::Duration;
 
@@ -39,6 +43,13 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::device_uuid, module)?)?;
     module.add_function(wrap_pyfunction!(device::same_device, module)?)?;
     module.add_function(wrap_pyfunction!(settle, module)?)?;
+    module.add_function(wrap_pyfunction!(handoff::serve, module)?)?;
+    module.add_function(wrap_pyfunction!(handoff::take, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::empty, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::handle, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::open, module)?)?;
+    module.add_class::<legacy::Opened>()?;
+    module.add_class::<pool::PyPool>()?;
     // Broker
     // PyTorch
     // Weights

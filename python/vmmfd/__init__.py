@@ -14,6 +14,7 @@ from ._errors import (
     Timeout,
     Unsupported,
 )
+from ._handoff import Served, serve, take
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 
 __all__ = [
@@ -33,9 +34,12 @@ __all__ = [
     # Arrays
     "Array",
     "Device",
+    "Served",
     "asarray",
     "device_uuid",
     "devices",
     "empty",
     "same_device",
+    "serve",
+    "take",
 ]
