@@ -574,10 +574,8 @@ impl Lease {
     fn close(&self, py: Python<'_>) {
         let leased = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| {
-            let Some(leased) = leased.and_then(Arc::into_inner) else { return };
-            if process::id() == leased.pid && !leased.is_parked() {
-                // Synchronises, unmaps and ends the lease at once; if that fails, what is left goes by the reaper.
-                let _ = leased.park(false, true);
+            if let Some(leased) = leased.and_then(Arc::into_inner) {
+                leased.object.let_go_now();
             }
         });
     }

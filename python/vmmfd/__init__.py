@@ -39,7 +39,8 @@ from ._errors import (
     Timeout,
     Unsupported,
 )
-from ._native import __version__
+from ._handoff import Served, serve, take
+from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 
 __all__ = [
     # Broker
@@ -79,4 +80,15 @@ __all__ = [
     "Timeout",
     "Unsupported",
     "__version__",
+    # Arrays
+    "Array",
+    "Device",
+    "Served",
+    "asarray",
+    "device_uuid",
+    "devices",
+    "empty",
+    "same_device",
+    "serve",
+    "take",
 ]
