@@ -36,7 +36,7 @@ smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the ro
 test: ## every test that needs no GPU, then the round trip of the two commands and the broker: on the GPU, if there is one
 	$(CARGO) test --locked --workspace --features launch
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
-	scripts/test-python $(BIN) $(STRICT)
+	scripts/test-protocol $(BIN) $(STRICT)
 	scripts/demo $(BIN) --backend auto
 	scripts/demo-broker $(BIN) --backend auto
 
