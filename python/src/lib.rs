@@ -11,6 +11,7 @@ mod error;
 mod memory;
 mod reaper;
 mod shared;
+mod weights;
 
 use pyo3::prelude::*;
 
@@ -24,5 +25,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Broker
     // PyTorch
     // Weights
+    module.add_class::<weights::Weights>()?;
+    module.add_function(wrap_pyfunction!(weights::load_safetensors, module)?)?;
     Ok(())
 }
