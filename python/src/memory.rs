@@ -8,8 +8,13 @@ use vmmfd::{
     memory::{Device, Region},
 };
 
+use crate::{reaper::Kept, shared::Owned};
+
 /// Memory that arrays are in. Arrays, the managed tensors of DLPack and views of the buffer protocol hold it by `Arc<dyn Memory>`, and it
 /// goes with the last of them.
+///
+/// Whoever holds a GPU's memory itself keeps it in a [`Kept`], as [`Whole`] does: a view may be dropped on any
+/// thread, and while kernels still use it.
 pub(crate) trait Memory: Send + Sync {
     /// The device that uses it.
     fn device(&self) -> &Device;
@@ -38,6 +43,11 @@ pub(crate) trait Memory: Send + Sync {
 
     /// Copies bytes into it.
     fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()>;
+
+    /// It, if this process made it and can publish it.
+    fn owner(self: Arc<Self>) -> Option<Arc<Owned>> {
+        None
+    }
 }
 
 /// An export to another library, counted where that matters.
@@ -53,7 +63,14 @@ impl Export {
 
 /// Memory of a region of the library: memory of this process's own, or imported once and for all.
 #[derive(Debug)]
-pub(crate) struct Whole(pub(crate) Arc<dyn Region>);
+pub(crate) struct Whole(Kept<Arc<dyn Region>>);
+
+impl Whole {
+    pub(crate) fn new(region: Arc<dyn Region>) -> Arc<Self> {
+        let device = region.device().clone();
+        Arc::new(Self(Kept::new(&device, region)))
+    }
+}
 
 impl Memory for Whole {
     fn device(&self) -> &Device {

@@ -16,6 +16,9 @@ from ._errors import (
 )
 from ._native import __version__
 
+# Weights
+from ._weights import Weights, load_safetensors
+
 __all__ = [
     "Denied",
     "Differs",
@@ -30,4 +33,7 @@ __all__ = [
     "Timeout",
     "Unsupported",
     "__version__",
+    # Weights
+    "Weights",
+    "load_safetensors",
 ]

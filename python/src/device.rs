@@ -1,0 +1,87 @@
+//! Devices as Python sees them, and how a caller names one.
+
+use std::{
+    collections::hash_map::DefaultHasher,
+    hash::{Hash, Hasher},
+};
+
+use pyo3::{prelude::*, types::PyBool};
+use vmmfd::memory::{Device, Selector};
+
+use crate::error::{Failure, Outcome};
+
+/// A device: of CUDA, or this machine's memory.
+#[pyclass(name = "Device", module = "vmmfd", frozen, weakref)]
+#[derive(Debug, Clone)]
+pub(crate) struct PyDevice(pub(crate) Device);
+
+#[pymethods]
+impl PyDevice {
+    /// Its UUID with its prefix, as `nvidia-smi -L` prints it and `CUDA_VISIBLE_DEVICES` takes it; the same in every process.
+    #[getter]
+    fn uuid(&self) -> String {
+        self.0.prefixed_uuid()
+    }
+
+    /// Its number in this process, which may be another in another one.
+    #[getter]
+    fn ordinal(&self) -> i32 {
+        self.0.ordinal()
+    }
+
+    /// Its name, such as `NVIDIA H200`.
+    #[getter]
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    /// `cuda` or `host`.
+    #[getter]
+    fn backend(&self) -> &'static str {
+        self.0.backend().as_str()
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| {
+            let (this, other) = (&self.0, &other.get().0);
+            this.backend() == other.backend() && this.uuid() == other.uuid()
+        })
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (self.0.backend().as_str(), self.0.uuid()).hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn __str__(&self) -> String {
+        self.0.to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<vmmfd.Device {}: {}>", self.0.ordinal(), self.0)
+    }
+}
+
+/// The device that a caller names: by its number in this process, by its UUID or the beginning of one, or by a [`PyDevice`].
+///
+/// # Errors
+/// `ValueError` for what names none.
+pub(crate) fn selector(wanted: &Bound<'_, PyAny>) -> Outcome<Selector> {
+    if let Ok(device) = wanted.cast::<PyDevice>() {
+        return Ok(Selector::Uuid(device.get().0.uuid()));
+    }
+    let bad = || {
+        let shown = wanted.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
+        Failure::invalid(format!(
+            "device={shown} is no device: give its number, its UUID or the beginning of one, or a vmmfd.Device"
+        ))
+    };
+    if wanted.is_instance_of::<PyBool>() {
+        return Err(bad());
+    }
+    if let Ok(ordinal) = wanted.extract::<u32>() {
+        return Ok(Selector::Ordinal(ordinal));
+    }
+    wanted.extract::<String>().ok().and_then(|text| text.parse().ok()).ok_or_else(bad)
+}

@@ -1,0 +1,122 @@
+//! Memory of this process's own, to be shared: what arrays are made in, and what objects of the broker are made of.
+
+use std::{ops::Deref, sync::Arc};
+
+use pyo3::prelude::*;
+use vmmfd::{
+    Result,
+    driver::Access,
+    memory::{Device, Region, Selector, Shared, Spec},
+};
+
+use crate::{device, driver, error::Outcome, memory::Memory, reaper::Kept};
+
+/// Memory that this process made, let go of by the reaper whichever thread drops it.
+#[derive(Debug)]
+pub(crate) struct Owned(Kept<Arc<Shared>>);
+
+impl Owned {
+    /// Takes memory over.
+    pub(crate) fn new(shared: Arc<Shared>) -> Arc<Self> {
+        let device = shared.device().clone();
+        Arc::new(Self(Kept::new(&device, shared)))
+    }
+
+    /// Memory of `size` bytes, at least 1, of one allocation. Blocks for as long as the driver takes: release the GIL.
+    ///
+    /// # Errors
+    /// Those of [`Shared::create`].
+    pub(crate) fn create(device: &Device, size: u64) -> Outcome<Arc<Self>> {
+        Ok(Self::new(Arc::new(Shared::create(device, Spec::vmm(size.max(1)))?)))
+    }
+
+    /// The memory. Clones are not let go of by the reaper: keep this object for as long as the device may use them.
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.0
+    }
+}
+
+impl Deref for Owned {
+    type Target = Shared;
+
+    fn deref(&self) -> &Shared {
+        &self.0
+    }
+}
+
+impl Memory for Owned {
+    fn device(&self) -> &Device {
+        self.0.device()
+    }
+
+    fn address(&self) -> u64 {
+        self.0.address()
+    }
+
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.0.access() == Access::ReadOnly
+    }
+
+    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        self.0.copy_out(offset, to)
+    }
+
+    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.0.copy_in(offset, from)
+    }
+
+    fn owner(self: Arc<Self>) -> Option<Arc<Owned>> {
+        Some(self)
+    }
+}
+
+/// Memory of this process's own, that the broker can be given.
+#[pyclass(name = "Memory", module = "vmmfd._native", frozen, weakref)]
+#[derive(Debug)]
+pub(crate) struct Buffer(pub(crate) Arc<Owned>);
+
+#[pymethods]
+impl Buffer {
+    /// Allocates memory, in bytes.
+    #[new]
+    #[pyo3(signature = (size, *, device=None, backend="auto"))]
+    fn new(py: Python<'_>, size: u64, device: Option<&Bound<'_, PyAny>>, backend: &str) -> Outcome<Self> {
+        let wanted: Option<Selector> = device.map(device::selector).transpose()?;
+        py.detach(|| {
+            let device = driver::device(&driver::driver(backend)?, wanted)?;
+            Owned::create(&device, size).map(Self)
+        })
+    }
+
+    /// Its first address.
+    #[getter]
+    fn address(&self) -> u64 {
+        self.0.address()
+    }
+
+    /// Its size in bytes.
+    #[getter]
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    /// How many bytes a receiver maps: its size, rounded up.
+    #[getter]
+    fn mapped_size(&self) -> u64 {
+        self.0.mapped_size()
+    }
+
+    /// The device that uses it.
+    #[getter]
+    fn device(&self) -> device::PyDevice {
+        device::PyDevice(self.0.device().clone())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<vmmfd memory: {} bytes at {:#x} on {}>", self.0.size(), self.0.address(), self.0.device())
+    }
+}
