@@ -2,7 +2,10 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use super::{Device, Region, Shared, Spec, round_up};
@@ -20,7 +23,7 @@ use crate::error::{Error, Result};
 pub struct Arenas {
     device: Device,
     granularity: u64,
-    arena: u64,
+    arena: AtomicU64,
     state: Mutex<Vec<Arena>>,
 }
 
@@ -87,7 +90,7 @@ impl Arenas {
     pub fn new(device: &Device, arena: u64) -> Result<Self> {
         device.require_sharing()?;
         let granularity = device.granularity()?;
-        let arena = round_up(arena, granularity)?;
+        let arena = AtomicU64::new(round_up(arena, granularity)?);
         Ok(Self { device: device.clone(), granularity, arena, state: Mutex::default() })
     }
 
@@ -98,7 +101,16 @@ impl Arenas {
 
     /// The size of an arena in bytes: a multiple of the granularity.
     pub fn arena_size(&self) -> u64 {
-        self.arena
+        self.arena.load(Ordering::Relaxed)
+    }
+
+    /// Makes later arenas of another size, rounded up to the granularity. Those that there are stay as they are.
+    ///
+    /// # Errors
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for no bytes.
+    pub fn set_arena_size(&self, arena: u64) -> Result<()> {
+        self.arena.store(round_up(arena, self.granularity)?, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Cuts a block of at least `size` bytes, a multiple of the granularity, and returns its address. It is mapped for the device; its
@@ -117,7 +129,7 @@ impl Arenas {
             return Ok(address);
         }
         // Without the lock, which `free` and `find` need: two threads may make one arena more than they need.
-        let bytes = (self.arena / size).max(1) * size;
+        let bytes = (self.arena_size() / size).max(1) * size;
         let made = Shared::create(&self.device, Spec::vmm(bytes)).or_else(|error| match error {
             // Arenas that could not be given back before, or a smaller one.
             _ if self.sweep() => Shared::create(&self.device, Spec::vmm(bytes)),

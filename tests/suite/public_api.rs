@@ -11,8 +11,8 @@ use vmmfd::{
     driver::{Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened},
     error::{DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError},
     memory::{
-        Allocation, Arenas, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping, Mirror, Pool,
-        PoolBuffer, Region, Reservation, Selector, Shared, Spec,
+        Allocation, Arenas, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping, Mirror,
+        Pool, PoolBuffer, Region, Reservation, Selector, Shared, Spec,
     },
     session::{
         Config, Verdict,
