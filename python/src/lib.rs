@@ -11,6 +11,7 @@ mod error;
 mod memory;
 mod reaper;
 mod shared;
+mod torch_pool;
 mod weights;
 
 use pyo3::prelude::*;
@@ -24,6 +25,13 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<shared::Buffer>()?;
     // Broker
     // PyTorch
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_open, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_find, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_close, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_figures, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_trouble, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_descriptor, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
     // Weights
     module.add_class::<weights::Weights>()?;
     module.add_function(wrap_pyfunction!(weights::load_safetensors, module)?)?;
