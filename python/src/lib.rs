@@ -4,17 +4,39 @@
 //! let go of on any thread, with or without the GIL, and while the interpreter ends.
 
 mod array;
+mod buffer;
+mod client;
+mod client_put;
 mod copy;
 mod device;
+mod dlpack;
 mod driver;
+mod dtype;
 mod error;
+mod handoff;
+mod json;
+mod lease;
+mod legacy;
 mod memory;
+mod pool;
 mod reaper;
 mod shared;
+mod signals;
 mod torch_pool;
+mod waiting;
+mod watch;
 mod weights;
 
+use std::time::Duration;
+
 use pyo3::prelude::*;
+
+/// Waits until the memory that was dropped is given back. False if that took longer than `timeout` seconds.
+#[pyfunction(name = "_settle")]
+fn settle(py: Python<'_>, timeout: f64) -> bool {
+    let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
+    py.detach(|| reaper::settle(timeout))
+}
 
 #[pymodule(name = "_native")]
 fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -23,7 +45,25 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<array::Array>()?;
     module.add_class::<device::PyDevice>()?;
     module.add_class::<shared::Buffer>()?;
+    module.add_function(wrap_pyfunction!(array::empty, module)?)?;
+    module.add_function(wrap_pyfunction!(array::asarray, module)?)?;
+    module.add_function(wrap_pyfunction!(device::devices, module)?)?;
+    module.add_function(wrap_pyfunction!(device::device_uuid, module)?)?;
+    module.add_function(wrap_pyfunction!(device::same_device, module)?)?;
+    module.add_function(wrap_pyfunction!(settle, module)?)?;
+    module.add_function(wrap_pyfunction!(handoff::serve, module)?)?;
+    module.add_function(wrap_pyfunction!(handoff::take, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::empty, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::handle, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::open, module)?)?;
+    module.add_class::<legacy::Opened>()?;
+    module.add_class::<pool::PyPool>()?;
     // Broker
+    module.add_class::<client::Client>()?;
+    module.add_class::<lease::Lease>()?;
+    module.add_class::<lease::Prepared>()?;
+    module.add_class::<lease::Claim>()?;
+    module.add_class::<watch::Watch>()?;
     // PyTorch
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_open, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_find, module)?)?;
