@@ -1,6 +1,7 @@
 """The native half, internal but for `Array` and `Device`."""
 
 __version__: str
+__file__: str
 
 # Arrays
 
