@@ -14,7 +14,7 @@ from ._errors import (
     Timeout,
     Unsupported,
 )
-from ._native import __version__
+from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 
 __all__ = [
     "Denied",
@@ -30,4 +30,12 @@ __all__ = [
     "Timeout",
     "Unsupported",
     "__version__",
+    # Arrays
+    "Array",
+    "Device",
+    "asarray",
+    "device_uuid",
+    "devices",
+    "empty",
+    "same_device",
 ]
