@@ -566,7 +566,7 @@ def main() -> int:
                 answer["ok"] = False
                 answer["failed"] = [*answer["failed"], f"ended with {ended.returncode}"]
             if not answer["ok"]:
-                answer["stderr"] = ended.stderr[-1500:]
+                answer["stderr"] = ended.stderr[:1200] + " ... " + ended.stderr[-800:]
         except subprocess.TimeoutExpired:
             answer = {"case": name, "ok": False, "facts": {}, "failed": ["no answer in 180 s"]}
         answer["seconds"] = round(time.monotonic() - begun, 1)
