@@ -1,5 +1,29 @@
 """GPU memory shared between processes, without copies: arrays, a broker, and model weights that are loaded once."""
 
+# Broker
+from ._broker import (
+    Broker,
+    Claim,
+    DeviceBytes,
+    Event,
+    HeldLease,
+    Holders,
+    Lease,
+    LeasedPart,
+    Lost,
+    Maker,
+    Owner,
+    PartInfo,
+    Prepared,
+    Published,
+    Report,
+    Restored,
+    Stat,
+    Summary,
+    UserTotal,
+    Watch,
+    connect,
+)
 from ._errors import (
     Denied,
     Differs,
@@ -9,14 +33,39 @@ from ._errors import (
     ExportError,
     Interrupted,
     Invalid,
+    NoArray,
     NotFound,
     OutOfMemory,
     Timeout,
     Unsupported,
 )
+from ._handoff import Served, serve, take
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 
 __all__ = [
+    # Broker
+    "Broker",
+    "Claim",
+    "DeviceBytes",
+    "Event",
+    "HeldLease",
+    "Holders",
+    "Lease",
+    "LeasedPart",
+    "Lost",
+    "Maker",
+    "Owner",
+    "PartInfo",
+    "Prepared",
+    "Published",
+    "Report",
+    "Restored",
+    "Stat",
+    "Summary",
+    "UserTotal",
+    "Watch",
+    "connect",
+    # Errors
     "Denied",
     "Differs",
     "Disconnected",
@@ -25,6 +74,7 @@ __all__ = [
     "ExportError",
     "Interrupted",
     "Invalid",
+    "NoArray",
     "NotFound",
     "OutOfMemory",
     "Timeout",
@@ -33,9 +83,12 @@ __all__ = [
     # Arrays
     "Array",
     "Device",
+    "Served",
     "asarray",
     "device_uuid",
     "devices",
     "empty",
     "same_device",
+    "serve",
+    "take",
 ]
