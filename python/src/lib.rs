@@ -26,6 +26,7 @@ mod torch_pool;
 mod waiting;
 mod watch;
 mod weights;
+mod torch_pool;
 
 use std::time::Duration;
 
