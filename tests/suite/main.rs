@@ -65,3 +65,4 @@ mod stream;
 mod support;
 mod terminal;
 mod users;
+mod weights;
