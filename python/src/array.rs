@@ -1,17 +1,46 @@
 //! `vmmfd.Array`: a typed, strided view of memory that is shared.
 
-use std::sync::Arc;
+#![allow(unsafe_code)]
 
-use pyo3::prelude::*;
-use vmmfd::array::ArrayDescriptor;
+use std::{
+    ffi::c_int,
+    process,
+    sync::{Arc, OnceLock},
+};
 
-use crate::{error::Outcome, memory::Memory, shared::Owned};
+use pyo3::{
+    exceptions::{PyAttributeError, PyIndexError, PyTypeError},
+    ffi,
+    prelude::*,
+    types::{PyBool, PyBytes, PyDict, PyEllipsis, PySlice, PyTuple},
+};
+use vmmfd::{
+    Error,
+    array::{ArrayDescriptor, Order},
+    error::MemoryError,
+};
+
+use crate::{
+    buffer, copy,
+    device::{self, PyDevice},
+    dlpack::{self, Wanted},
+    driver, dtype,
+    error::{Failure, Outcome},
+    memory::{Export, Memory},
+    shared::{Buffer, Owned},
+};
 
 /// A typed array in shared memory.
 #[pyclass(name = "Array", module = "vmmfd", frozen, weakref)]
 pub(crate) struct Array {
     memory: Arc<dyn Memory>,
     descriptor: ArrayDescriptor,
+    /// Whether it says to other libraries that it may be written although it may not: the caller's promise that nothing writes.
+    promised: bool,
+    /// An array interface was read, and its reader holds this array and no export of its own.
+    exported: OnceLock<Export>,
+    /// The process that made it.
+    by: u32,
 }
 
 impl Array {
@@ -21,7 +50,7 @@ impl Array {
     /// [`vmmfd::error::MemoryError::Array`] and [`vmmfd::error::MemoryError::OutOfRange`] if it is not inside the memory.
     pub(crate) fn new(memory: Arc<dyn Memory>, descriptor: ArrayDescriptor) -> Outcome<Self> {
         descriptor.check(memory.size())?;
-        Ok(Self { memory, descriptor })
+        Ok(Self { memory, descriptor, promised: false, exported: OnceLock::new(), by: process::id() })
     }
 
     /// The memory of this process's own that it is in, which can be published without a copy. The descriptor's offset counts from
@@ -39,4 +68,482 @@ impl Array {
     pub(crate) fn descriptor(&self) -> &ArrayDescriptor {
         &self.descriptor
     }
+
+    /// Whether other libraries are told that they may only read it.
+    pub(crate) fn exports_read_only(&self) -> bool {
+        self.memory.is_read_only() && !self.promised
+    }
+
+    /// Fails in a fork of the process that made it, and while there is nothing at its addresses.
+    pub(crate) fn check(&self) -> Outcome<()> {
+        let pid = process::id();
+        if pid != self.by {
+            return Err(Error::Forked { initialised_by: self.by, pid }.into());
+        }
+        Ok(self.memory.check_mapped()?)
+    }
+
+    /// The address of the element with all indices 0.
+    pub(crate) fn first(&self) -> u64 {
+        self.memory.address() + self.descriptor.offset
+    }
+
+    fn view(&self, descriptor: ArrayDescriptor) -> Outcome<Self> {
+        let promised = self.promised;
+        Ok(Self { promised, by: self.by, ..Self::new(Arc::clone(&self.memory), descriptor)? })
+    }
+
+    fn is_host(&self) -> bool {
+        self.memory.device().is_host()
+    }
+
+    /// What its dictionary for an array interface says.
+    fn interface<'py>(&self, py: Python<'py>, called: &str) -> PyResult<Bound<'py, PyDict>> {
+        self.check()?;
+        if self.descriptor.dtype.typestr().is_none() {
+            return Err(PyAttributeError::new_err(format!(
+                "{called}: elements of type {} have no typestr: use DLPack, or reinterpret(\"uint{}\")",
+                self.descriptor.dtype,
+                8 * self.descriptor.dtype.size()
+            )));
+        }
+        let interface = self.descriptor.interface(self.memory.address(), self.exports_read_only());
+        let interface = interface.map_err(Failure::from)?;
+        self.exported.get_or_init(|| self.memory.export());
+        let dictionary = PyDict::new(py);
+        dictionary.set_item("shape", PyTuple::new(py, &interface.shape)?)?;
+        dictionary.set_item("typestr", interface.typestr)?;
+        dictionary.set_item("data", interface.data)?;
+        dictionary.set_item("strides", interface.strides.map(|strides| PyTuple::new(py, strides)).transpose()?)?;
+        dictionary.set_item("version", 3)?;
+        Ok(dictionary)
+    }
+
+    /// The part of it that an index selects.
+    fn select(&self, index: &Bound<'_, PyAny>) -> PyResult<ArrayDescriptor> {
+        let items: Vec<Bound<'_, PyAny>> = match index.cast::<PyTuple>() {
+            Ok(items) => items.iter().collect(),
+            Err(_) => vec![index.clone()],
+        };
+        let dimensions = self.descriptor.shape.len();
+        let named = items.iter().filter(|item| !item.is_instance_of::<PyEllipsis>()).count();
+        if items.len() - named > 1 {
+            return Err(PyIndexError::new_err("an index can have one ellipsis (...)"));
+        }
+        if named > dimensions {
+            return Err(PyIndexError::new_err(format!("{named} indices are too many for {dimensions} dimensions")));
+        }
+        let mut array = self.descriptor.clone();
+        let mut axis = 0;
+        for item in &items {
+            if item.is_instance_of::<PyEllipsis>() {
+                axis += dimensions - named;
+            } else if let Ok(slice) = item.cast::<PySlice>() {
+                let found = slice.indices(isize::try_from(array.shape[axis]).unwrap_or(isize::MAX))?;
+                let (start, step, count) = (found.start as i64, found.step as i64, found.slicelength as i64);
+                let range = match count {
+                    0 => 0..0,
+                    _ if step > 0 => start as u64..(start + (count - 1) * step + 1) as u64,
+                    _ => (start + (count - 1) * step) as u64..start as u64 + 1,
+                };
+                array = array.slice(axis, range, step).map_err(Failure::from)?;
+                axis += 1;
+            } else {
+                let length = array.shape[axis];
+                let at = integer(item)?;
+                let inside = if at < 0 { at + i128::from(length) } else { at };
+                match u64::try_from(inside) {
+                    Ok(inside) if inside < length => array = array.index(axis, inside).map_err(Failure::from)?,
+                    _ => {
+                        return Err(PyIndexError::new_err(format!(
+                            "index {at} is not inside dimension of length {length}"
+                        )));
+                    }
+                }
+            }
+        }
+        Ok(array)
+    }
+}
+
+/// A whole number as an index.
+fn integer(item: &Bound<'_, PyAny>) -> PyResult<i128> {
+    let bad = || {
+        let shown = item.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
+        PyTypeError::new_err(format!(
+            "{shown} is no index: vmmfd takes whole numbers, slices and one ellipsis (...); for others use a view of NumPy's or PyTorch's"
+        ))
+    };
+    if item.is_instance_of::<PyBool>() {
+        return Err(bad());
+    }
+    item.extract::<i64>().map(i128::from).map_err(|_| bad())
+}
+
+/// A shape as a caller gives it: a number or a sequence of them.
+pub(crate) fn shape(given: &Bound<'_, PyAny>) -> Outcome<Vec<u64>> {
+    let bad = || {
+        let shown = given.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
+        Failure::invalid(format!("shape={shown} is no shape: give a whole number or a tuple of them, none negative"))
+    };
+    if let Ok(length) = given.extract::<u64>() {
+        return Ok(vec![length]);
+    }
+    given.extract::<Vec<u64>>().map_err(|_| bad())
+}
+
+#[pymethods]
+impl Array {
+    /// The length of each dimension, in elements.
+    #[getter(shape)]
+    fn py_shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.descriptor.shape)
+    }
+
+    /// The type of each element by its name in NumPy or ml_dtypes, behind `>` if the elements are big-endian.
+    #[getter]
+    fn dtype(&self) -> String {
+        self.descriptor.dtype.to_string()
+    }
+
+    /// The step from an element to the next along each dimension, in bytes.
+    #[getter]
+    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.descriptor.strides_in_bytes().map_err(Failure::from)?)
+    }
+
+    /// The size of an element, in bytes.
+    #[getter]
+    fn itemsize(&self) -> u64 {
+        self.descriptor.dtype.size()
+    }
+
+    /// How many dimensions it has.
+    #[getter]
+    fn ndim(&self) -> usize {
+        self.descriptor.shape.len()
+    }
+
+    /// How many elements it has.
+    #[getter]
+    fn size(&self) -> Outcome<u64> {
+        Ok(self.descriptor.elements()?)
+    }
+
+    /// The size of all its elements together, in bytes.
+    #[getter]
+    fn nbytes(&self) -> Outcome<u64> {
+        Ok(self.descriptor.bytes()?)
+    }
+
+    /// Whether this process may only read it.
+    #[getter]
+    fn readonly(&self) -> bool {
+        self.memory.is_read_only()
+    }
+
+    /// The device that uses it here.
+    #[getter]
+    fn device(&self) -> PyDevice {
+        PyDevice(self.memory.device().clone())
+    }
+
+    /// The memory of this process's own that it is in, which a broker can be given without a copy.
+    #[getter(_memory)]
+    fn py_memory(&self) -> Option<Buffer> {
+        self.owner().map(Buffer)
+    }
+
+    /// Where its element with all indices 0 begins, in bytes of its memory.
+    #[getter(_offset)]
+    fn py_offset(&self) -> u64 {
+        self.descriptor.offset
+    }
+
+    /// The address of its first element: a `CUdeviceptr`, or on the host backend an address of this process.
+    #[getter]
+    fn address(&self) -> Outcome<u64> {
+        self.check()?;
+        Ok(self.first())
+    }
+
+    /// The same elements with the axes in reverse order.
+    #[getter(T)]
+    fn transposed(&self) -> Outcome<Self> {
+        self.view(self.descriptor.transpose()?)
+    }
+
+    /// The same elements with the axes in this order; without any, in reverse order.
+    #[pyo3(signature = (*axes))]
+    fn transpose(&self, axes: &Bound<'_, PyTuple>) -> Outcome<Self> {
+        if axes.is_empty() {
+            return self.transposed();
+        }
+        let listed = if axes.len() == 1 { axes.get_item(0)?.extract::<Vec<i64>>().ok() } else { None };
+        let listed = match listed {
+            Some(listed) => listed,
+            None => axes.extract::<Vec<i64>>()?,
+        };
+        let dimensions = self.descriptor.shape.len() as i64;
+        let axes = listed.iter().map(|axis| usize::try_from(if *axis < 0 { axis + dimensions } else { *axis }));
+        let axes: Result<Vec<usize>, _> = axes.collect();
+        let axes =
+            axes.map_err(|_| Failure::invalid(format!("{listed:?} does not name each of {dimensions} axes once")))?;
+        self.view(self.descriptor.permute(&axes)?)
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        match self.descriptor.shape.first() {
+            Some(length) => Ok(*length as usize),
+            None => Err(PyTypeError::new_err("an array of no dimensions has no length")),
+        }
+    }
+
+    fn __getitem__(&self, index: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Ok(self.view(self.select(index)?)?)
+    }
+
+    /// The same bytes as elements of another type.
+    #[pyo3(signature = (dtype, shape=None))]
+    fn reinterpret(&self, dtype: &Bound<'_, PyAny>, shape: Option<&Bound<'_, PyAny>>) -> Outcome<Self> {
+        let (from, to) = (&self.descriptor, dtype::extract(dtype)?);
+        let shape = shape.map(self::shape).transpose()?;
+        if shape.is_none() && from.dtype.size() == to.size() {
+            return self.view(ArrayDescriptor { dtype: to, ..from.clone() });
+        }
+        if !buffer::contiguous(from)?.0 {
+            return Err(Failure::invalid(
+                "only an array that is contiguous in C order can be seen with another shape or size of elements",
+            ));
+        }
+        let shape = match (shape, from.shape.split_last()) {
+            (Some(shape), _) => shape,
+            (None, None) => return Err(Failure::invalid("an array of no dimensions needs a shape to be seen in")),
+            (None, Some((last, rest))) => {
+                let bytes = last.saturating_mul(from.dtype.size());
+                if !bytes.is_multiple_of(to.size()) {
+                    let text = format!("the {bytes} bytes of its last dimension are no whole number of {to}");
+                    return Err(Failure::invalid(text));
+                }
+                rest.iter().copied().chain([bytes / to.size()]).collect()
+            }
+        };
+        let mut seen = ArrayDescriptor::new(to, shape, Order::C)?;
+        if seen.bytes()? != from.bytes()? {
+            let text =
+                format!("{to} of shape {:?} has {} bytes, and the array {}", seen.shape, seen.bytes()?, from.bytes()?);
+            return Err(Failure::invalid(text));
+        }
+        seen.offset = from.offset;
+        self.view(seen)
+    }
+
+    /// The same array, that other libraries are told they may write to, although this process may only read it.
+    fn writable(&self, by: &str) -> Outcome<Self> {
+        if by != "promise" {
+            let text = "write writable(\"promise\"): you promise that nothing writes to it. On a GPU a write ends the context, on the host \
+                        the process";
+            return Err(Failure::invalid(text));
+        }
+        Ok(Self { promised: true, ..self.view(self.descriptor.clone())? })
+    }
+
+    /// Copies the elements of another array of this shape and type into it.
+    fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> Outcome<()> {
+        self.check()?;
+        if self.memory.is_read_only() {
+            return Err(Error::Memory(MemoryError::ReadOnly).into());
+        }
+        let source = copy::source(source)?;
+        source.check(&self.descriptor)?;
+        py.detach(|| source.copy_into(&*self.memory, &self.descriptor))
+    }
+
+    /// Copies its elements into another array of this shape and type.
+    fn copy_to(&self, py: Python<'_>, destination: &Bound<'_, PyAny>) -> Outcome<()> {
+        self.check()?;
+        let destination = copy::source(destination)?;
+        destination.check(&self.descriptor)?;
+        py.detach(|| destination.fill_from(&*self.memory, &self.descriptor))
+    }
+
+    /// Its elements as bytes, in C order.
+    fn tobytes<'py>(&self, py: Python<'py>) -> Outcome<Bound<'py, PyBytes>> {
+        self.check()?;
+        let size = usize::try_from(self.descriptor.bytes()?).unwrap_or(usize::MAX);
+        if isize::try_from(size).is_err() {
+            return Err(Failure::invalid(format!("{size} bytes are more than a bytes object can have")));
+        }
+        Ok(PyBytes::new_with(py, size, |to| {
+            py.detach(|| copy::read(&*self.memory, &self.descriptor, to)).map_err(PyErr::from)
+        })?)
+    }
+
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'_, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> Outcome<Bound<'py, PyAny>> {
+        self.check()?;
+        self.check_stream(stream)?;
+        let here = dlpack::device(self.memory.device());
+        if let Some((kind, id)) = dl_device
+            && (kind, id) != (here.kind, here.id)
+        {
+            return Err(Failure::export(format!(
+                "the array is on DLPack's device ({}, {}), and dl_device=({kind}, {id}) would need a copy to there: copy it yourself",
+                here.kind, here.id
+            )));
+        }
+        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
+        if copy == Some(true) {
+            let (memory, array) = py.detach(|| copy::copied(&*self.memory, &self.descriptor))?;
+            return dlpack::capsule(py, &memory, &array, Wanted { versioned, read_only: false, copied: true });
+        }
+        let read_only = self.exports_read_only();
+        if read_only && !versioned {
+            let harm =
+                if self.is_host() { "the process" } else { "the CUDA context of this process, with all that is in it" };
+            return Err(Failure::export(format!(
+                "this process may only read the array, and a consumer that asks for DLPack before version 1.0 can't be told: call \
+                 writable(\"promise\") and give it that array, if nothing will write to it; a write would end {harm}"
+            )));
+        }
+        dlpack::capsule(py, &self.memory, &self.descriptor, Wanted { versioned, read_only, copied: false })
+    }
+
+    /// DLPack's type of device, and its number in this process.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        let device = dlpack::device(self.memory.device());
+        (device.kind, device.id)
+    }
+
+    /// The CUDA array interface, version 3.
+    #[getter(__cuda_array_interface__)]
+    fn cuda_array_interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if self.is_host() {
+            return Err(PyAttributeError::new_err("__cuda_array_interface__: the array is in memory of the host"));
+        }
+        let dictionary = self.interface(py, "__cuda_array_interface__")?;
+        // All work of ours is done: there is no stream to wait for.
+        dictionary.set_item("stream", py.None())?;
+        Ok(dictionary)
+    }
+
+    /// NumPy's array interface, version 3.
+    #[getter(__array_interface__)]
+    fn array_interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if !self.is_host() {
+            return Err(PyAttributeError::new_err("__array_interface__: the array is in memory of a GPU"));
+        }
+        self.interface(py, "__array_interface__")
+    }
+
+    /// NumPy calls it for what it can't see otherwise, before it would try the elements one by one.
+    #[pyo3(signature = (*_arguments, **_options))]
+    fn __array__(&self, _arguments: &Bound<'_, PyTuple>, _options: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+        let device = self.memory.device();
+        Err(PyTypeError::new_err(if self.is_host() {
+            let size = 8 * self.descriptor.dtype.size().min(2);
+            format!("NumPy has no type for {}: use reinterpret(\"uint{size}\")", self.descriptor.dtype)
+        } else {
+            format!("the array is on {device}: take a copy with tobytes(), or give it to a library of that device")
+        }))
+    }
+
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        // SAFETY: Python calls it with a view to fill.
+        Ok(unsafe { buffer::fill(&slf, view, flags) }?)
+    }
+
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: Python calls it once for a view that was filled.
+        unsafe { buffer::release(view) }
+    }
+
+    fn __repr__(&self) -> String {
+        let device = self.memory.device();
+        let access = match (self.memory.is_read_only(), self.promised) {
+            (false, _) => "",
+            (true, false) => ", read-only",
+            (true, true) => ", read-only, exported as writable",
+        };
+        let shape: Vec<String> = self.descriptor.shape.iter().map(u64::to_string).collect();
+        let comma = if shape.len() == 1 { "," } else { "" };
+        format!("<vmmfd.Array {} ({}{comma}) on {device}{access}>", self.descriptor.dtype, shape.join(", "))
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        Err(PyTypeError::new_err(
+            "an array is memory of this process and can't be pickled: put it into a broker and send its name, or serve it; \
+             vmmfd.register_reducer() does the former for what came from a broker",
+        ))
+    }
+}
+
+impl Array {
+    /// Whether a consumer's stream is one. All that this process copied is there: no stream has to wait for it.
+    fn check_stream(&self, stream: Option<&Bound<'_, PyAny>>) -> Outcome<()> {
+        let Some(stream) = stream else { return Ok(()) };
+        let shown = stream.repr()?;
+        if self.is_host() {
+            let text = format!("stream={shown} means nothing for memory of the host: leave it out");
+            return Err(Failure::invalid(text));
+        }
+        match stream.extract::<i64>() {
+            Ok(0) => Err(Failure::invalid(
+                "stream=0 may be either default stream: write 1 for the legacy one or 2 for the one of each thread",
+            )),
+            Ok(-1 | 1..) if !stream.is_instance_of::<PyBool>() => Ok(()),
+            _ => Err(Failure::invalid(format!(
+                "stream={shown} is no stream: give -1, 1, 2 or a cudaStream_t as a number"
+            ))),
+        }
+    }
+}
+
+/// Makes an array in new shared memory.
+#[pyfunction]
+#[pyo3(signature = (shape, dtype, *, device=None, backend="auto"))]
+pub(crate) fn empty(
+    py: Python<'_>,
+    shape: &Bound<'_, PyAny>,
+    dtype: &Bound<'_, PyAny>,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+) -> Outcome<Array> {
+    let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, self::shape(shape)?, Order::C)?;
+    let wanted = device.map(device::selector).transpose()?;
+    let size = descriptor.bytes()?;
+    py.detach(|| {
+        let device = driver::device(&driver::driver(backend)?, wanted)?;
+        Array::new(Owned::create(&device, size)?, descriptor)
+    })
+}
+
+/// Copies another library's array into new shared memory.
+#[pyfunction]
+#[pyo3(signature = (object, *, device=None, backend="auto"))]
+pub(crate) fn asarray(
+    py: Python<'_>,
+    object: &Bound<'_, PyAny>,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+) -> Outcome<Array> {
+    let source = copy::source(object)?;
+    let wanted = device.map(device::selector).transpose()?;
+    let made = py.detach(|| {
+        let driver = driver::driver(backend)?;
+        let wanted = wanted.or(source.selector(&driver));
+        let descriptor = source.descriptor()?;
+        let memory = Owned::create(&driver::device(&driver, wanted)?, descriptor.bytes()?)?;
+        source.copy_into(&*memory, &descriptor)?;
+        Array::new(memory, descriptor)
+    });
+    drop(source);
+    made
 }

@@ -1,24 +1,57 @@
 //! Arrays of other libraries, as sources and destinations of copies.
 
-use pyo3::prelude::*;
-use vmmfd::array::ElementType;
+#![allow(unsafe_code)]
+
+use std::{ffi::c_int, ptr, slice, sync::Arc};
+
+use pyo3::{buffer::PyUntypedBuffer, exceptions::PyTypeError, ffi, prelude::*, types::PyDict};
+use vmmfd::{
+    Error,
+    array::{ArrayDescriptor, ElementType, Order},
+    driver::{Backend, Driver},
+    error::MemoryError,
+    memory::Selector,
+};
 
 use crate::{
+    array::Array,
+    dlpack::{self, Taken},
+    dtype,
     error::{Failure, Outcome},
     memory::Memory,
+    shared::Owned,
 };
+
+/// Shorter runs of bytes are gathered before they are copied.
+const SHORT: u64 = 64 << 10;
+
+/// How many bytes are gathered at a time.
+const GATHERED: usize = 4 << 20;
+
+/// How many ranges the driver is given at a time.
+const RANGES: usize = 4096;
 
 /// Where another library's array is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// In memory that the CPU reads.
     Host,
-    /// On a device of CUDA, by its number in this process.
+    /// On a device of CUDA, by its number in this process; negative where its library does not say.
     Cuda(i32),
 }
 
-/// Another library's array: it speaks DLPack, one of the array interfaces, or the buffer protocol. Its memory stays as long as this
-/// lives. Dropping it needs the GIL.
+/// What keeps an array's memory.
+enum Keep {
+    /// An array of ours: it is read by the driver's calls, and not by its address.
+    Ours(Arc<dyn Memory>),
+    /// Dropped with the GIL, or later.
+    Object(#[allow(dead_code, reason = "held")] Py<PyAny>),
+    View(#[allow(dead_code, reason = "held")] PyUntypedBuffer),
+    Tensor(#[allow(dead_code, reason = "held")] Taken),
+}
+
+/// Another library's array, or one of ours: it speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array
+/// interface. Its memory stays as long as this lives.
 pub(crate) struct Source {
     pub(crate) dtype: ElementType,
     /// The length of each dimension, in elements.
@@ -30,31 +63,463 @@ pub(crate) struct Source {
     pub(crate) place: Place,
     /// Whether its owner forbids to write to it.
     pub(crate) read_only: bool,
-    #[allow(dead_code, reason = "held")]
-    keep: Py<PyAny>,
+    /// Whether the device has to be waited for first.
+    wait: bool,
+    keep: Keep,
 }
 
 impl Source {
     /// Its elements together, in bytes: what a copy of it takes.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.shape.iter().product::<u64>() * self.dtype.size()
+    ///
+    /// # Errors
+    /// [`MemoryError::Array`] if 64 bits can't count them.
+    pub(crate) fn bytes(&self) -> Outcome<u64> {
+        Ok(self.descriptor()?.bytes()?)
+    }
+
+    /// A contiguous array of its type and shape, at the start of some memory.
+    ///
+    /// # Errors
+    /// [`MemoryError::Array`] if there can be none.
+    pub(crate) fn descriptor(&self) -> Outcome<ArrayDescriptor> {
+        Ok(ArrayDescriptor::new(self.dtype, self.shape.clone(), Order::C)?)
+    }
+
+    /// The device that it is on, if a driver is of CUDA and it is on one.
+    pub(crate) fn selector(&self, driver: &Driver) -> Option<Selector> {
+        match self.place {
+            Place::Cuda(ordinal) if driver.backend() == Backend::Cuda => {
+                u32::try_from(ordinal).ok().map(Selector::Ordinal)
+            }
+            _ => None,
+        }
+    }
+
+    /// Checks that an array has its type and shape.
+    ///
+    /// # Errors
+    /// `ValueError`.
+    pub(crate) fn check(&self, array: &ArrayDescriptor) -> Outcome<()> {
+        if (self.dtype, &self.shape) == (array.dtype, &array.shape) {
+            return Ok(());
+        }
+        Err(Failure::invalid(format!(
+            "the other array is {} of shape {:?}, and this one {} of shape {:?}",
+            self.dtype, self.shape, array.dtype, array.shape
+        )))
     }
 
     /// Copies its elements, in C order, to `offset` of memory. They are there when it returns. Blocks: call it with the GIL released.
     ///
     /// # Errors
-    /// Those of [`Memory::copy_in`].
+    /// Those of [`Source::copy_into`].
     pub(crate) fn copy_to(&self, memory: &dyn Memory, offset: u64) -> Outcome<()> {
-        let _ = (memory, offset);
-        Err(Failure::invalid("not yet"))
+        self.copy_into(memory, &ArrayDescriptor { offset, ..self.descriptor()? })
+    }
+
+    /// Copies its elements into an array of its shape and type in memory. They are there when it returns. Blocks: call it with the
+    /// GIL released.
+    ///
+    /// # Errors
+    /// [`MemoryError::ReadOnly`]; [`MemoryError::OutOfRange`]; `NotImplementedError` for an array of a GPU and memory of the host
+    /// backend; [`Error::Driver`].
+    pub(crate) fn copy_into(&self, memory: &dyn Memory, to: &ArrayDescriptor) -> Outcome<()> {
+        if memory.is_read_only() {
+            return Err(Error::Memory(MemoryError::ReadOnly).into());
+        }
+        to.check(memory.size())?;
+        let steps = self.steps()?;
+        let walk = Walk::new(&self.shape, self.dtype.size(), &steps, &to.strides_in_bytes()?);
+        if walk.is_empty() {
+            return Ok(());
+        }
+        if let Place::Cuda(_) = self.place {
+            self.meet(memory)?;
+            let (from, base) = (self.address, memory.address() + to.offset);
+            return on_device(memory, &walk, |a, b| (moved(base, b), moved(from, a)));
+        }
+        let whole = buffer_is_contiguous(to)?;
+        if walk.bytes < SHORT && whole {
+            // The elements follow one another where they go: gather them.
+            let mut gathered = Vec::with_capacity(GATHERED.min(usize::try_from(self.bytes()?).unwrap_or(GATHERED)));
+            let mut at = to.offset;
+            walk.each(|a, _| {
+                if gathered.len() + walk.bytes as usize > gathered.capacity() {
+                    memory.copy_in(at, &gathered)?;
+                    at += gathered.len() as u64;
+                    gathered.clear();
+                }
+                self.read_run(a, walk.bytes, &mut |bytes| {
+                    gathered.extend_from_slice(bytes);
+                    Ok(())
+                })
+            })?;
+            return Ok(memory.copy_in(at, &gathered)?);
+        }
+        walk.each(|a, b| {
+            let mut at = moved(to.offset, b);
+            self.read_run(a, walk.bytes, &mut |bytes| {
+                memory.copy_in(at, bytes)?;
+                at += bytes.len() as u64;
+                Ok(())
+            })
+        })
+    }
+
+    /// Copies the elements of an array in memory into this one, of the same shape and type. Blocks: call it with the GIL released.
+    ///
+    /// # Errors
+    /// `ValueError` if its owner forbids it, and those of [`Source::copy_into`].
+    pub(crate) fn fill_from(&self, memory: &dyn Memory, from: &ArrayDescriptor) -> Outcome<()> {
+        if self.read_only {
+            return Err(Failure::invalid("the other array may only be read: its library says so"));
+        }
+        let walk = Walk::new(&self.shape, self.dtype.size(), &self.steps()?, &from.strides_in_bytes()?);
+        if walk.is_empty() {
+            return Ok(());
+        }
+        if let Keep::Ours(ours) = &self.keep {
+            let to =
+                ArrayDescriptor { offset: self.address - ours.address(), strides: Some(self.steps()?), ..from.clone() };
+            return between(memory, from, &**ours, &to);
+        }
+        if let Place::Cuda(_) = self.place {
+            self.meet(memory)?;
+            let (to, base) = (self.address, memory.address() + from.offset);
+            return on_device(memory, &walk, |a, b| (moved(to, a), moved(base, b)));
+        }
+        walk.each(|a, b| {
+            // SAFETY: the other library says that the array is there, and keeps it as long as this lives; it may be written.
+            let to = unsafe { slice::from_raw_parts_mut(pointer(moved(self.address, a)), walk.bytes as usize) };
+            Ok(memory.copy_out(moved(from.offset, b), to)?)
+        })
+    }
+
+    /// Makes ready for a copy on a device.
+    fn meet(&self, memory: &dyn Memory) -> Outcome<()> {
+        let device = memory.device();
+        if device.is_host() {
+            let text = "one array is on a GPU and the other in memory of the host backend: copy it to the CPU with its own library first";
+            return Err(Failure::invalid(text));
+        }
+        if self.wait {
+            device.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// Gives bytes of it to a function, some at a time.
+    fn read_run(&self, at: i64, size: u64, give: &mut dyn FnMut(&[u8]) -> Outcome<()>) -> Outcome<()> {
+        let from = moved(self.address, at);
+        let Keep::Ours(memory) = &self.keep else {
+            // SAFETY: its library says that the array is there, and keeps it as long as this lives.
+            return give(unsafe { slice::from_raw_parts(pointer(from), size as usize) });
+        };
+        let (mut offset, mut left) = (from - memory.address(), size);
+        let mut bytes = vec![0; left.min(GATHERED as u64) as usize];
+        while left > 0 {
+            let part = &mut bytes[..left.min(GATHERED as u64) as usize];
+            memory.copy_out(offset, part)?;
+            give(part)?;
+            offset += part.len() as u64;
+            left -= part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Its strides in bytes.
+    fn steps(&self) -> Outcome<Vec<i64>> {
+        let array =
+            ArrayDescriptor { dtype: self.dtype, shape: self.shape.clone(), strides: self.strides.clone(), offset: 0 };
+        Ok(array.strides_in_bytes()?)
     }
 }
 
-/// A view of another library's array, or of one of ours, with all work on it ordered before what this process does with the
-/// default stream.
+fn pointer(address: u64) -> *mut u8 {
+    ptr::with_exposed_provenance_mut(address as usize)
+}
+
+fn moved(address: u64, by: i64) -> u64 {
+    address.wrapping_add_signed(by)
+}
+
+fn buffer_is_contiguous(array: &ArrayDescriptor) -> Outcome<bool> {
+    Ok(crate::buffer::contiguous(array)?.0)
+}
+
+/// Two arrays of one shape, walked together: the longest runs of bytes that follow one another in both.
+struct Walk {
+    /// The length of a run, in bytes.
+    bytes: u64,
+    /// For each dimension that is left, from the outermost: its length, and the steps in both.
+    outer: Vec<(u64, i64, i64)>,
+}
+
+impl Walk {
+    fn new(shape: &[u64], item: u64, a: &[i64], b: &[i64]) -> Self {
+        if shape.contains(&0) {
+            return Self { bytes: 0, outer: Vec::new() };
+        }
+        let (mut bytes, mut outer) = (item, Vec::new());
+        for ((length, a), b) in shape.iter().zip(a).zip(b).rev() {
+            match *length {
+                1 => {}
+                length if outer.is_empty() && *a == bytes as i64 && *b == bytes as i64 => bytes *= length,
+                length => outer.push((length, *a, *b)),
+            }
+        }
+        outer.reverse();
+        Self { bytes, outer }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Calls a function with where each run begins in both, relative to the element with all indices 0, in C order.
+    fn each(&self, mut call: impl FnMut(i64, i64) -> Outcome<()>) -> Outcome<()> {
+        let mut index = vec![0; self.outer.len()];
+        let (mut a, mut b) = (0i64, 0i64);
+        loop {
+            call(a, b)?;
+            let mut axis = self.outer.len();
+            loop {
+                if axis == 0 {
+                    return Ok(());
+                }
+                axis -= 1;
+                let (length, step_a, step_b) = self.outer[axis];
+                index[axis] += 1;
+                if index[axis] < length {
+                    (a, b) = (a + step_a, b + step_b);
+                    break;
+                }
+                let back = length as i64 - 1;
+                (a, b) = (a - back * step_a, b - back * step_b);
+                index[axis] = 0;
+            }
+        }
+    }
+}
+
+/// Copies on a device. `range` returns where to and where from.
+fn on_device(memory: &dyn Memory, walk: &Walk, range: impl Fn(i64, i64) -> (u64, u64)) -> Outcome<()> {
+    let device = memory.device();
+    let mut ranges = Vec::new();
+    let flush = |ranges: &mut Vec<(u64, u64, u64)>| {
+        // SAFETY: one end is in `memory`, which was checked and is kept; of the other one its library says that it is there, and it
+        // keeps it meanwhile. Where it goes may be written, and is no memory of Rust's.
+        let result = unsafe { device.driver().copy_device(device.ordinal(), ranges) };
+        ranges.clear();
+        result
+    };
+    walk.each(|a, b| {
+        let (to, from) = range(a, b);
+        ranges.push((to, from, walk.bytes));
+        if ranges.len() == RANGES { Ok(flush(&mut ranges)?) } else { Ok(()) }
+    })?;
+    Ok(flush(&mut ranges)?)
+}
+
+/// Copies from memory of ours to other memory of ours, of the same shape and type.
+fn between(from: &dyn Memory, source: &ArrayDescriptor, to: &dyn Memory, target: &ArrayDescriptor) -> Outcome<()> {
+    if to.is_read_only() {
+        return Err(Error::Memory(MemoryError::ReadOnly).into());
+    }
+    source.check(from.size())?;
+    target.check(to.size())?;
+    let walk = Walk::new(&source.shape, source.dtype.size(), &source.strides_in_bytes()?, &target.strides_in_bytes()?);
+    if walk.is_empty() {
+        return Ok(());
+    }
+    if !from.device().is_host() && from.device().driver() == to.device().driver() {
+        let (a, b) = (from.address() + source.offset, to.address() + target.offset);
+        return on_device(to, &walk, |from, to| (moved(b, to), moved(a, from)));
+    }
+    let mut bytes = vec![0; walk.bytes.min(GATHERED as u64) as usize];
+    walk.each(|a, b| {
+        let (mut at, mut to_at, mut left) = (moved(source.offset, a), moved(target.offset, b), walk.bytes);
+        while left > 0 {
+            let part = &mut bytes[..left.min(GATHERED as u64) as usize];
+            from.copy_out(at, part)?;
+            to.copy_in(to_at, part)?;
+            let done = part.len() as u64;
+            (at, to_at, left) = (at + done, to_at + done, left - done);
+        }
+        Ok(())
+    })
+}
+
+/// Copies an array's elements, in C order, into bytes. Blocks: call it with the GIL released.
 ///
 /// # Errors
-/// `ValueError` for what speaks none of the protocols, `BufferError` for what its library refuses to give.
+/// [`Error::Driver`].
+pub(crate) fn read(memory: &dyn Memory, array: &ArrayDescriptor, to: &mut [u8]) -> Outcome<()> {
+    let straight = ArrayDescriptor::new(array.dtype, array.shape.clone(), Order::C)?;
+    let walk = Walk::new(&array.shape, array.dtype.size(), &array.strides_in_bytes()?, &straight.strides_in_bytes()?);
+    if walk.is_empty() {
+        return Ok(());
+    }
+    walk.each(|a, b| {
+        let part = &mut to[b as usize..][..walk.bytes as usize];
+        Ok(memory.copy_out(moved(array.offset, a), part)?)
+    })
+}
+
+/// A copy of an array in new memory of the same device, contiguous. Blocks: call it with the GIL released.
+///
+/// # Errors
+/// Those of [`Owned::create`] and [`Error::Driver`].
+pub(crate) fn copied(memory: &dyn Memory, array: &ArrayDescriptor) -> Outcome<(Arc<dyn Memory>, ArrayDescriptor)> {
+    let descriptor = ArrayDescriptor::new(array.dtype, array.shape.clone(), Order::C)?;
+    let copy = Owned::create(memory.device(), descriptor.bytes()?)?;
+    between(memory, array, &*copy, &descriptor)?;
+    Ok((copy, descriptor))
+}
+
+/// A view of another library's array, or of one of ours, with all work on it ordered before what this process does on the default
+/// stream.
+///
+/// # Errors
+/// `ValueError` for what speaks none of the protocols or has elements of an unknown type, `BufferError` for what its library refuses
+/// to give; and what its methods raise.
 pub(crate) fn source(object: &Bound<'_, PyAny>) -> Outcome<Source> {
-    Err(Failure::invalid(format!("{object:?}: not yet")))
+    if let Ok(array) = object.cast::<Array>() {
+        return ours(array.get());
+    }
+    // SAFETY: it takes any object.
+    if unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1
+        && let Some(source) = of_buffer(object)?
+    {
+        return Ok(source);
+    }
+    if let Some(source) = of_array_interface(object)? {
+        return Ok(source);
+    }
+    if object.hasattr("__dlpack__")? {
+        return of_dlpack(object);
+    }
+    if let Some(interface) = optional(object, "__cuda_array_interface__")? {
+        return of_interface(object, interface.cast::<PyDict>().map_err(PyErr::from)?, true);
+    }
+    let kind = object.get_type().name()?;
+    Err(Failure::invalid(format!(
+        "a {kind} is no array: it has no buffer, no __dlpack__, no __array_interface__ and no __cuda_array_interface__; make it one with \
+         numpy.asarray()"
+    )))
+}
+
+fn optional<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    object.getattr_opt(name)
+}
+
+fn ours(array: &Array) -> Outcome<Source> {
+    array.check()?;
+    let (memory, descriptor) = (array.memory(), array.descriptor());
+    let device = memory.device();
+    Ok(Source {
+        dtype: descriptor.dtype,
+        shape: descriptor.shape.clone(),
+        strides: descriptor.strides.clone(),
+        address: array.first(),
+        place: if device.is_host() { Place::Host } else { Place::Cuda(device.ordinal()) },
+        read_only: memory.is_read_only(),
+        wait: false,
+        keep: Keep::Ours(Arc::clone(memory)),
+    })
+}
+
+/// What the buffer protocol gives, unless it gives nothing, or elements without a type.
+fn of_buffer(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
+    let Ok(view) = PyUntypedBuffer::get(object) else { return Ok(None) };
+    let format = view.format().to_string_lossy().into_owned();
+    let Some(dtype) = dtype::of_format(&format, view.item_size() as u64) else { return Ok(None) };
+    if view.suboffsets().is_some() {
+        return Ok(None);
+    }
+    let shape = view.shape().iter().map(|length| *length as u64).collect();
+    let strides = view.strides().iter().map(|stride| *stride as i64).collect();
+    Ok(Some(Source {
+        dtype,
+        shape,
+        strides: Some(strides),
+        address: view.buf_ptr() as u64,
+        place: Place::Host,
+        read_only: view.readonly(),
+        wait: false,
+        keep: Keep::View(view),
+    }))
+}
+
+/// NumPy's array interface, of what has elements of its own: a scalar's address is gone at once.
+fn of_array_interface(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
+    if !object.hasattr("__setitem__")? {
+        return Ok(None);
+    }
+    let Some(interface) = optional(object, "__array_interface__")? else { return Ok(None) };
+    let Ok(interface) = interface.cast::<PyDict>() else { return Ok(None) };
+    if !matches!(interface.get_item("data")?, Some(data) if !data.is_none()) {
+        return Ok(None);
+    }
+    of_interface(object, interface, false).map(Some)
+}
+
+fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: bool) -> Outcome<Source> {
+    let item = |name: &str| interface.get_item(name).map(|item| item.filter(|item| !item.is_none()));
+    let missing = |name: &str| Failure::invalid(format!("the array interface has no {name:?}"));
+    let (address, read_only): (u64, bool) = item("data")?.ok_or_else(|| missing("data"))?.extract()?;
+    let shape: Vec<u64> = item("shape")?.ok_or_else(|| missing("shape"))?.extract()?;
+    let strides: Option<Vec<i64>> = item("strides")?.map(|strides| strides.extract()).transpose()?;
+    if item("mask")?.is_some() {
+        return Err(Failure::invalid("an array with a mask can't be shared: fill it first"));
+    }
+    // The typestr says nothing of the types that ml_dtypes adds; the dtype does.
+    let dtype = match optional(object, "dtype")? {
+        Some(dtype) => dtype::extract(&dtype)?,
+        None => dtype::parse(&item("typestr")?.ok_or_else(|| missing("typestr"))?.extract::<String>()?)?,
+    };
+    let wait = cuda
+        && (item("stream")?.is_some()
+            || item("version")?.map(|version| version.extract::<u32>()).transpose()? < Some(3));
+    let place = if cuda { Place::Cuda(-1) } else { Place::Host };
+    Ok(Source { dtype, shape, strides, address, place, read_only, wait, keep: Keep::Object(object.clone().unbind()) })
+}
+
+fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
+    let py = object.py();
+    let (kind, _): (c_int, i64) = object.call_method0("__dlpack_device__")?.extract()?;
+    let place = |id: i32| match kind {
+        dlpack::CPU | dlpack::CUDA_HOST => Ok(Place::Host),
+        dlpack::CUDA | dlpack::CUDA_MANAGED => Ok(Place::Cuda(id)),
+        _ => {
+            Err(Failure::invalid(format!("the array is on a device of DLPack's type {kind}, which vmmfd can't share")))
+        }
+    };
+    let options = PyDict::new(py);
+    if let Place::Cuda(_) = place(0)? {
+        // The legacy default stream: that is where the copy is.
+        options.set_item("stream", 1)?;
+    }
+    options.set_item("max_version", dlpack::VERSION)?;
+    let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+            // A library that is older than version 1.
+            options.del_item("max_version")?;
+            object.call_method("__dlpack__", (), Some(&options))?
+        }
+        capsule => capsule?,
+    };
+    let taken = Taken::from(&capsule)?;
+    let (shape, steps) = taken.layout()?;
+    let tensor = taken.tensor();
+    let types = tensor.dtype;
+    let dtype = dtype::of_code(types.code, types.bits, types.lanes).ok_or_else(|| {
+        let (code, bits, lanes) = (types.code, types.bits, types.lanes);
+        Failure::invalid(format!("vmmfd knows no elements of DLPack's code {code} with {bits} bits and {lanes} lanes"))
+    })?;
+    let size = dtype.size() as i64;
+    let strides = steps.map(|steps| steps.into_iter().map(|step| step.saturating_mul(size)).collect());
+    let address = (tensor.data as u64).wrapping_add(tensor.byte_offset);
+    let (place, read_only) = (place(tensor.device.id)?, taken.is_read_only());
+    Ok(Source { dtype, shape, strides, address, place, read_only, wait: false, keep: Keep::Tensor(taken) })
 }

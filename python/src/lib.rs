@@ -4,16 +4,28 @@
 //! let go of on any thread, with or without the GIL, and while the interpreter ends.
 
 mod array;
+mod buffer;
 mod copy;
 mod device;
+mod dlpack;
 mod driver;
+mod dtype;
 mod error;
 mod memory;
 mod reaper;
 mod shared;
 mod weights;
 
+use std::time::Duration;
+
 use pyo3::prelude::*;
+
+/// Waits until the memory that was dropped is given back. False if that took longer than `timeout` seconds.
+#[pyfunction(name = "_settle")]
+fn settle(py: Python<'_>, timeout: f64) -> bool {
+    let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
+    py.detach(|| reaper::settle(timeout))
+}
 
 #[pymodule(name = "_native")]
 fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -22,6 +34,12 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<array::Array>()?;
     module.add_class::<device::PyDevice>()?;
     module.add_class::<shared::Buffer>()?;
+    module.add_function(wrap_pyfunction!(array::empty, module)?)?;
+    module.add_function(wrap_pyfunction!(array::asarray, module)?)?;
+    module.add_function(wrap_pyfunction!(device::devices, module)?)?;
+    module.add_function(wrap_pyfunction!(device::device_uuid, module)?)?;
+    module.add_function(wrap_pyfunction!(device::same_device, module)?)?;
+    module.add_function(wrap_pyfunction!(settle, module)?)?;
     // Broker
     // PyTorch
     // Weights

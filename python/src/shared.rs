@@ -5,11 +5,18 @@ use std::{ops::Deref, sync::Arc};
 use pyo3::prelude::*;
 use vmmfd::{
     Result,
+    array::ArrayDescriptor,
     driver::Access,
     memory::{Device, Region, Selector, Shared, Spec},
 };
 
-use crate::{device, driver, error::Outcome, memory::Memory, reaper::Kept};
+use crate::{
+    array::{self, Array},
+    copy, device, driver, dtype,
+    error::Outcome,
+    memory::Memory,
+    reaper::Kept,
+};
 
 /// Memory that this process made, let go of by the reaper whichever thread drops it.
 #[derive(Debug)]
@@ -114,6 +121,26 @@ impl Buffer {
     #[getter]
     fn device(&self) -> device::PyDevice {
         device::PyDevice(self.0.device().clone())
+    }
+
+    /// An array in it, `offset` bytes from its beginning.
+    #[pyo3(signature = (dtype, shape, strides=None, offset=0))]
+    fn array(
+        &self,
+        dtype: &Bound<'_, PyAny>,
+        shape: &Bound<'_, PyAny>,
+        strides: Option<Vec<i64>>,
+        offset: u64,
+    ) -> Outcome<Array> {
+        let (dtype, shape) = (dtype::extract(dtype)?, array::shape(shape)?);
+        Array::new(Arc::clone(&self.0) as Arc<dyn Memory>, ArrayDescriptor { dtype, shape, strides, offset })
+    }
+
+    /// Copies another library's array to `offset`, in C order. Returns how many bytes that were.
+    fn write(&self, py: Python<'_>, offset: u64, object: &Bound<'_, PyAny>) -> Outcome<u64> {
+        let source = copy::source(object)?;
+        py.detach(|| source.copy_to(&*self.0, offset))?;
+        source.bytes()
     }
 
     fn __repr__(&self) -> String {

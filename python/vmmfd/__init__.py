@@ -14,7 +14,7 @@ from ._errors import (
     Timeout,
     Unsupported,
 )
-from ._native import __version__
+from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 
 # Weights
 from ._weights import Weights, load_safetensors
@@ -33,6 +33,14 @@ __all__ = [
     "Timeout",
     "Unsupported",
     "__version__",
+    # Arrays
+    "Array",
+    "Device",
+    "asarray",
+    "device_uuid",
+    "devices",
+    "empty",
+    "same_device",
     # Weights
     "Weights",
     "load_safetensors",

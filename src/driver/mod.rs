@@ -74,6 +74,24 @@ impl Driver {
         self.verbs().backend()
     }
 
+    /// Copies ranges between memory of a device and other memory of a device: another library's, say. Each is where to, where from and
+    /// how many bytes. Blocks until the bytes are there; the copies are ordered behind what is on the default stream.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` if neither end of a range is memory of this crate's owners, and with
+    /// `CUDA_ERROR_NOT_SUPPORTED` on the host backend; [`Error::Forked`].
+    ///
+    /// Driver calls: `cuMemcpyDtoD` for each range, `cuStreamSynchronize`.
+    ///
+    /// # Safety
+    /// Both ends of each range are valid for as many bytes until this returns. Where the range goes to may be written by this process,
+    /// and nothing of Rust's lies there.
+    #[allow(unsafe_code)]
+    pub unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.verbs().copy_device(ordinal, ranges) }
+    }
+
     /// The newest CUDA that the driver supports, as 1000 * major + 10 * minor; 0 on the host backend. Does not block.
     ///
     /// # Errors

@@ -246,6 +246,27 @@ impl Device {
         self.verbs().activate(self.ordinal())
     }
 
+    /// Waits until all work of its primary context is done, whoever queued it. Blocks for as long as that takes.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also for an earlier asynchronous failure, and while a stream is being captured.
+    ///
+    /// Driver call: `cuCtxSynchronize`.
+    pub fn synchronize(&self) -> Result<()> {
+        self.verbs().synchronize(self.ordinal())
+    }
+
+    /// Allows this thread, from now on, to synchronise and free while another one captures a stream into a graph, and returns whether a
+    /// capture is known to be under way: to wait for a device now would end it. Does not block.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]; [`LoadError::MissingSymbol`](crate::error::LoadError::MissingSymbol) with a driver before CUDA 10.1.
+    ///
+    /// Driver calls: `cuThreadExchangeStreamCaptureMode`, `cuStreamIsCapturing`.
+    pub fn relax_captures(&self) -> Result<bool> {
+        self.verbs().relax_captures(self.ordinal())
+    }
+
     /// Whether this device can reach another's memory: a claim, like all attributes.
     ///
     /// # Errors

@@ -264,6 +264,43 @@ unsafe impl Verbs for CudaDriver {
         })
     }
 
+    unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
+        const CALL: &str = "cuMemcpyDtoD_v2";
+        self.core.origin.check()?;
+        let addresses = self.core.known_addresses();
+        if !ranges.iter().all(|&(to, from, size)| addresses.cover(to, size) || addresses.cover(from, size)) {
+            return Err(failure(CALL, code::INVALID_VALUE));
+        }
+        self.core.within(ordinal, || {
+            let copied = ranges.iter().try_for_each(|&(to, from, size)| {
+                // SAFETY: the caller's promise; what is mapped here stays so while the addresses are held.
+                unsafe { self.core.functions.memcpy_dtod(to, from, size as usize) }
+            });
+            // The calls return while the copies are under way: nothing may be on its way when this returns, whatever it returns.
+            // SAFETY: null is the default stream, on which the copies are.
+            let done = unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) };
+            copied.and(done)
+        })
+    }
+
+    fn relax_captures(&self, ordinal: i32) -> Result<bool> {
+        const RELAXED: c_uint = 2;
+        const ACTIVE: c_int = 1;
+        const IMPLICIT: u32 = 906;
+        self.core.within(ordinal, || {
+            let mut mode = RELAXED;
+            // SAFETY: the pointer is valid for the one write.
+            unsafe { self.core.functions.thread_exchange_capture_mode(&mut mode) }?;
+            let mut status = 0;
+            // SAFETY: null is the default stream; the pointer is valid for the one write.
+            match unsafe { self.core.functions.stream_is_capturing(ptr::null_mut(), &mut status) } {
+                Ok(()) => Ok(status == ACTIVE),
+                Err(crate::Error::Driver { code: IMPLICIT, .. }) => Ok(true),
+                Err(error) => Err(error),
+            }
+        })
+    }
+
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.core.within(ordinal, || {
             // SAFETY: no pointers.

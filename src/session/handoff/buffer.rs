@@ -3,7 +3,10 @@
 use std::{
     ops::Range,
     os::fd::{AsFd, AsRawFd},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Instant,
 };
 
@@ -23,7 +26,7 @@ use crate::{
 /// Memory to share, with its content.
 #[derive(Debug)]
 pub struct Buffer<'a> {
-    shared: Shared,
+    shared: Arc<Shared>,
     content: Boxed<'a>,
     array: Option<ArrayDescriptor>,
     /// Whether it is sealed once it is filled.
@@ -34,12 +37,17 @@ pub struct Buffer<'a> {
 }
 
 impl<'a> Buffer<'a> {
-    /// A buffer in memory that exists already.
+    /// A buffer in memory that exists already, and that others of this process may hold too.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or
     /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory.
-    pub fn new(shared: Shared, content: impl Content + 'a, array: Option<ArrayDescriptor>) -> Result<Self> {
+    pub fn new(
+        shared: impl Into<Arc<Shared>>,
+        content: impl Content + 'a,
+        array: Option<ArrayDescriptor>,
+    ) -> Result<Self> {
+        let shared = shared.into();
         if let Some(array) = &array {
             array.check(shared.size())?;
         }

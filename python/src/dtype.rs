@@ -1,0 +1,161 @@
+//! Element types: as a caller names them, as DLPack codes, and as formats of the buffer protocol.
+
+use std::{borrow::Cow, str::FromStr};
+
+use pyo3::{prelude::*, types::PyString};
+use vmmfd::array::ElementType;
+
+use crate::error::{Failure, Outcome};
+
+/// DLPack's codes of the types that it shares with us: `kDLInt` and so on.
+const CODES: [(ElementType, u8); 23] = [
+    (ElementType::I8, 0),
+    (ElementType::I16, 0),
+    (ElementType::I32, 0),
+    (ElementType::I64, 0),
+    (ElementType::U8, 1),
+    (ElementType::U16, 1),
+    (ElementType::U32, 1),
+    (ElementType::U64, 1),
+    (ElementType::F16, 2),
+    (ElementType::F32, 2),
+    (ElementType::F64, 2),
+    (ElementType::BF16, 4),
+    (ElementType::C64, 5),
+    (ElementType::C128, 5),
+    (ElementType::BOOL, 6),
+    (ElementType::F8E3M4, 7),
+    (ElementType::F8E4M3, 8),
+    (ElementType::F8E4M3B11FNUZ, 9),
+    (ElementType::F8E4M3FN, 10),
+    (ElementType::F8E4M3FNUZ, 11),
+    (ElementType::F8E5M2, 12),
+    (ElementType::F8E5M2FNUZ, 13),
+    (ElementType::F8E8M0FNU, 14),
+];
+
+/// DLPack's code and the bits of a type; `None` for big-endian and raw elements, which it has no code for.
+pub(crate) fn code(dtype: ElementType) -> Option<(u8, u8)> {
+    let (_, code) = CODES.iter().find(|(known, _)| *known == dtype)?;
+    Some((*code, (8 * dtype.size()) as u8))
+}
+
+/// The type of a code of DLPack's.
+pub(crate) fn of_code(code: u8, bits: u8, lanes: u16) -> Option<ElementType> {
+    if lanes != 1 {
+        return None;
+    }
+    let fits = |(known, of): &&(ElementType, u8)| *of == code && 8 * known.size() == u64::from(bits);
+    CODES.iter().find(fits).map(|(known, _)| *known)
+}
+
+/// The format of the buffer protocol (PEP 3118); `None` for types that have none.
+pub(crate) fn format(dtype: ElementType) -> Option<String> {
+    let letter = match dtype.typestr()?.get(1..)? {
+        "b1" => "?",
+        "i1" => "b",
+        "i2" => "h",
+        "i4" => "i",
+        "i8" => "q",
+        "u1" => "B",
+        "u2" => "H",
+        "u4" => "I",
+        "u8" => "Q",
+        "f2" => "e",
+        "f4" => "f",
+        "f8" => "d",
+        "c8" => "Zf",
+        "c16" => "Zd",
+        _ => return None,
+    };
+    Some(format!("{}{letter}", if dtype.is_big_endian() { ">" } else { "" }))
+}
+
+/// The type of a format of the buffer protocol, whose elements have so many bytes.
+pub(crate) fn of_format(format: &str, size: u64) -> Option<ElementType> {
+    let (order, letters) = match format.as_bytes().first()? {
+        b'@' | b'=' | b'<' => ("<", &format[1..]),
+        b'>' | b'!' => (">", &format[1..]),
+        _ => ("<", format),
+    };
+    let kind = match letters {
+        "?" => "b",
+        "b" | "h" | "i" | "l" | "q" | "n" => "i",
+        "B" | "c" | "H" | "I" | "L" | "Q" | "N" => "u",
+        "e" | "f" | "d" => "f",
+        "Zf" | "Zd" => "c",
+        _ => return None,
+    };
+    let order = if size == 1 { "|" } else { order };
+    ElementType::from_str(&format!("{order}{kind}{size}")).ok()
+}
+
+/// The type that a text names: our names (`float32`, `bfloat16`, `float8_e4m3fn`, `f32`), a typestr (`<f4`), or NumPy's short form
+/// (`f4`). What NumPy and Rust, or Python and C, call by one name and mean two types is refused.
+///
+/// # Errors
+/// `ValueError`.
+pub(crate) fn parse(text: &str) -> Outcome<ElementType> {
+    let ambiguous = match text {
+        "i8" => Some("int64 for NumPy and int8 for others: write int64 or int8"),
+        "u8" => Some("uint64 for NumPy and uint8 for others: write uint64 or uint8"),
+        "float" => Some("float64 for Python and float32 for C: write float64 or float32"),
+        "int" => Some("int64 for NumPy and int32 for C: write int64 or int32"),
+        _ => None,
+    };
+    if let Some(means) = ambiguous {
+        return Err(Failure::invalid(format!("dtype={text:?} means {means}")));
+    }
+    let short = ["f2", "f4", "f8", "i1", "i2", "i4", "u1", "u2", "u4", "c8", "c16", "b1"].contains(&text);
+    let named =
+        if short { Cow::Owned(format!("{}{text}", if text.ends_with('1') { "|" } else { "<" })) } else { text.into() };
+    let named = named.strip_prefix('=').map_or(named.as_ref(), |rest| rest).to_owned();
+    ElementType::from_str(&named).map_err(|_| {
+        Failure::invalid(format!(
+            "dtype={text:?} is no type of elements: write a name such as float32, bfloat16 or float8_e4m3fn, or a typestr such as <f4"
+        ))
+    })
+}
+
+/// The type that a caller names: by a text, or by a dtype of NumPy, ml_dtypes, JAX or PyTorch.
+///
+/// # Errors
+/// `ValueError` for what names none.
+pub(crate) fn extract(named: &Bound<'_, PyAny>) -> Outcome<ElementType> {
+    if let Ok(text) = named.cast::<PyString>() {
+        return parse(&text.to_cow()?);
+    }
+    if let Some(dtype) = of_object(named)? {
+        return Ok(dtype);
+    }
+    let shown = named.repr()?;
+    Err(Failure::invalid(format!(
+        "dtype={shown} is no type of elements that vmmfd knows: write its name, such as \"float32\""
+    )))
+}
+
+/// The type that an object of another library is.
+fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
+    let text = |of: &Bound<'_, PyAny>, name: &str| -> Option<String> { of.getattr(name).ok()?.extract().ok() };
+    // A dtype of NumPy, also of types that ml_dtypes adds, whose typestr says nothing.
+    if let (Some(name), Some(typestr)) = (text(named, "name"), text(named, "str")) {
+        let order = if typestr.starts_with('>') { ">" } else { "" };
+        return Ok(ElementType::from_str(&format!("{order}{name}")).or_else(|_| ElementType::from_str(&typestr)).ok());
+    }
+    // The scalars of JAX have a dtype.
+    if let Ok(dtype) = named.getattr("dtype")
+        && !named.hasattr("__mro__")?
+    {
+        return of_object(&dtype);
+    }
+    // NumPy's scalar types, and PyTorch's `torch.float32`.
+    if let Some(name) = text(named, "__name__") {
+        return if matches!(name.as_str(), "float" | "int" | "complex") {
+            Ok(None)
+        } else {
+            Ok(ElementType::from_str(&name).ok())
+        };
+    }
+    let shown = named.str()?.to_string();
+    Ok(shown.strip_prefix("torch.").and_then(|name| ElementType::from_str(name).ok()))
+}
