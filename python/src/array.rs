@@ -109,7 +109,7 @@ impl Array {
         }
         let interface = self.descriptor.interface(self.memory.address(), self.exports_read_only());
         let interface = interface.map_err(Failure::from)?;
-        self.exported.get_or_init(|| self.memory.export());
+        self.exported.get_or_init(|| self.memory.export_by_interface());
         let dictionary = PyDict::new(py);
         dictionary.set_item("shape", PyTuple::new(py, &interface.shape)?)?;
         dictionary.set_item("typestr", interface.typestr)?;
@@ -240,6 +240,12 @@ impl Array {
     #[getter]
     fn readonly(&self) -> bool {
         self.memory.is_read_only()
+    }
+
+    /// Whether another process made its memory.
+    #[getter]
+    fn is_mapped(&self) -> bool {
+        self.owner().is_none()
     }
 
     /// The device that uses it here.

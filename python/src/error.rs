@@ -41,6 +41,19 @@ impl Failure {
         Self::Caller(Class::Invalid, message.into())
     }
 
+    /// What an object can't do in the state that it is in: `ValueError`.
+    pub(crate) fn unusable(message: impl Into<String>) -> Self {
+        Self::Caller(Class::Invalid, message.into())
+    }
+
+    /// The same failure, which says of what it is.
+    pub(crate) fn about(self, what: &str) -> Self {
+        match self {
+            Self::Caller(class, message) => Self::Caller(class, format!("{what}: {message}")),
+            other => other,
+        }
+    }
+
     /// What can't be exported as asked: `BufferError`.
     pub(crate) fn export(message: impl Into<String>) -> Self {
         Self::Caller(Class::Export, message.into())
@@ -53,6 +66,7 @@ pub(crate) enum Class {
     Error,
     Invalid,
     NotFound,
+    NoArray,
     Exists,
     Differs,
     Denied,
@@ -70,6 +84,7 @@ impl Class {
             Self::Error => "Error",
             Self::Invalid => "Invalid",
             Self::NotFound => "NotFound",
+            Self::NoArray => "NoArray",
             Self::Exists => "Exists",
             Self::Differs => "Differs",
             Self::Denied => "Denied",

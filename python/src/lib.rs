@@ -5,15 +5,25 @@
 
 mod array;
 mod buffer;
+mod client;
+mod client_put;
 mod copy;
 mod device;
 mod dlpack;
 mod driver;
 mod dtype;
 mod error;
+mod handoff;
+mod json;
+mod lease;
+mod legacy;
 mod memory;
+mod pool;
 mod reaper;
 mod shared;
+mod signals;
+mod watch;
+mod waiting;
 mod weights;
 
 use std::time::Duration;
@@ -40,7 +50,19 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::device_uuid, module)?)?;
     module.add_function(wrap_pyfunction!(device::same_device, module)?)?;
     module.add_function(wrap_pyfunction!(settle, module)?)?;
+    module.add_function(wrap_pyfunction!(handoff::serve, module)?)?;
+    module.add_function(wrap_pyfunction!(handoff::take, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::empty, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::handle, module)?)?;
+    module.add_function(wrap_pyfunction!(legacy::open, module)?)?;
+    module.add_class::<legacy::Opened>()?;
+    module.add_class::<pool::PyPool>()?;
     // Broker
+    module.add_class::<client::Client>()?;
+    module.add_class::<lease::Lease>()?;
+    module.add_class::<lease::Prepared>()?;
+    module.add_class::<lease::Claim>()?;
+    module.add_class::<watch::Watch>()?;
     // PyTorch
     // Weights
     module.add_class::<weights::Weights>()?;

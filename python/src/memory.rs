@@ -38,6 +38,11 @@ pub(crate) trait Memory: Send + Sync {
         Export::default()
     }
 
+    /// As [`Memory::export`], to a reader of an array interface, which holds the array and says nothing when it is done.
+    fn export_by_interface(&self) -> Export {
+        self.export()
+    }
+
     /// Copies bytes out of it.
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()>;
 

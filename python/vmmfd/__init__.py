@@ -1,5 +1,29 @@
 """GPU memory shared between processes, without copies: arrays, a broker, and model weights that are loaded once."""
 
+# Broker
+from ._broker import (
+    Broker,
+    Claim,
+    DeviceBytes,
+    Event,
+    HeldLease,
+    Holders,
+    Lease,
+    LeasedPart,
+    Lost,
+    Maker,
+    Owner,
+    PartInfo,
+    Prepared,
+    Published,
+    Report,
+    Restored,
+    Stat,
+    Summary,
+    UserTotal,
+    Watch,
+    connect,
+)
 from ._errors import (
     Denied,
     Differs,
@@ -9,17 +33,42 @@ from ._errors import (
     ExportError,
     Interrupted,
     Invalid,
+    NoArray,
     NotFound,
     OutOfMemory,
     Timeout,
     Unsupported,
 )
+from ._handoff import Served, serve, take
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 
 # Weights
 from ._weights import Weights, load_safetensors
 
 __all__ = [
+    # Broker
+    "Broker",
+    "Claim",
+    "DeviceBytes",
+    "Event",
+    "HeldLease",
+    "Holders",
+    "Lease",
+    "LeasedPart",
+    "Lost",
+    "Maker",
+    "Owner",
+    "PartInfo",
+    "Prepared",
+    "Published",
+    "Report",
+    "Restored",
+    "Stat",
+    "Summary",
+    "UserTotal",
+    "Watch",
+    "connect",
+    # Errors
     "Denied",
     "Differs",
     "Disconnected",
@@ -28,6 +77,7 @@ __all__ = [
     "ExportError",
     "Interrupted",
     "Invalid",
+    "NoArray",
     "NotFound",
     "OutOfMemory",
     "Timeout",
@@ -36,11 +86,14 @@ __all__ = [
     # Arrays
     "Array",
     "Device",
+    "Served",
     "asarray",
     "device_uuid",
     "devices",
     "empty",
     "same_device",
+    "serve",
+    "take",
     # Weights
     "Weights",
     "load_safetensors",

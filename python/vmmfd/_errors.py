@@ -32,6 +32,10 @@ class NotFound(Error, FileNotFoundError):
     """There is no such object, or no broker at the path."""
 
 
+class NoArray(NotFound, KeyError):
+    """The object has no such array or part, or it was not asked for."""
+
+
 class Exists(Error, FileExistsError):
     """There is an object of this name already."""
 

@@ -1,7 +1,7 @@
 //! A request to stop, which ends every wait of this crate at once.
 
 use std::{
-    array,
+    array, fmt,
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
@@ -25,8 +25,14 @@ pub(crate) fn eventfd() -> Result<EventFd> {
 }
 
 /// Cancels the calls that it was passed to: their waits end with [`Error::Interrupted`]. Clones are the same request.
-#[derive(Debug, Clone)]
-pub struct Cancel(Arc<Inner>);
+#[derive(Clone)]
+pub struct Cancel {
+    inner: Arc<Inner>,
+    check: Option<Check>,
+}
+
+/// What a waiting thread asks of its program: see [`Cancel::with_check`].
+type Check = Arc<dyn Fn() -> bool + Send + Sync>;
 
 #[derive(Debug)]
 struct Inner {
@@ -35,6 +41,9 @@ struct Inner {
 }
 
 const NOT_CANCELLED: i32 = -1;
+
+/// How often a waiting thread calls its program's check.
+const CHECK_EVERY: Duration = Duration::from_millis(25);
 
 /// How many descriptors can be waited for without an allocation, with the request's own.
 const MOST_AT_ONCE: usize = 4;
@@ -45,13 +54,25 @@ impl Cancel {
     /// # Errors
     /// [`Error::System`]. See eventfd(2).
     pub fn new() -> Result<Self> {
-        Ok(Self(Arc::new(Inner { event: eventfd()?, signal: AtomicI32::new(NOT_CANCELLED) })))
+        let inner = Arc::new(Inner { event: eventfd()?, signal: AtomicI32::new(NOT_CANCELLED) });
+        Ok(Self { inner, check: None })
+    }
+
+    /// The same request, with a check for waits that it or a clone of it is passed to. A waiting thread calls it at the beginning, when a
+    /// signal's handler has run on it (`EINTR`), and at least every 40 ms. If it returns true that wait ends with
+    /// [`Error::Interrupted`] and the signal 0, and no other: the request is not made.
+    ///
+    /// It is for a program whose signal handlers only set a flag that a thread has to look at, an interpreter say, and should return
+    /// soon. It runs while the wait's connection is in use: it must not wait for another request on it.
+    #[must_use]
+    pub fn with_check(self, check: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self { check: Some(Arc::new(check)), ..self }
     }
 
     /// Makes the request, permanently: because of this signal, or 0 if the program decided to. The first call counts.
     pub fn cancel(&self, signal: i32) {
-        let first = self.0.signal.compare_exchange(NOT_CANCELLED, signal, Ordering::AcqRel, Ordering::Acquire);
-        if first.is_ok() && self.0.event.write(1).is_err() {
+        let first = self.inner.signal.compare_exchange(NOT_CANCELLED, signal, Ordering::AcqRel, Ordering::Acquire);
+        if first.is_ok() && self.inner.event.write(1).is_err() {
             tracing::error!("cannot write to an eventfd: a wait may last until its deadline");
         }
     }
@@ -61,7 +82,7 @@ impl Cancel {
     /// # Errors
     /// [`Error::Interrupted`] if it was.
     pub fn check(&self) -> Result<()> {
-        match self.0.signal.load(Ordering::Acquire) {
+        match self.inner.signal.load(Ordering::Acquire) {
             NOT_CANCELLED => Ok(()),
             signal => Err(Error::Interrupted { signal }),
         }
@@ -70,7 +91,7 @@ impl Cancel {
     /// Readable once the request was made.
     #[cfg(feature = "broker")]
     pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.event.as_fd()
+        self.inner.event.as_fd()
     }
 
     /// Waits until `fd` is ready for one of `events` (true), or until the deadline (false).
@@ -114,17 +135,21 @@ impl Cancel {
 
     /// This request, as poll(2) waits for it.
     fn polled(&self) -> PollFd<'_> {
-        PollFd::new(self.0.event.as_fd(), PollFlags::POLLIN)
+        PollFd::new(self.inner.event.as_fd(), PollFlags::POLLIN)
     }
 
     /// Waits for any of these, the last of which is this request.
     fn wait_for(&self, fds: &mut [PollFd<'_>], deadline: Instant) -> Result<Option<usize>> {
         let others = fds.len() - 1;
+        let longest = if self.check.is_some() { CHECK_EVERY } else { Duration::from_secs(3600) };
         loop {
             self.check()?;
+            if self.check.as_ref().is_some_and(|check| check()) {
+                return Err(Error::Interrupted { signal: 0 });
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             // Rounded up, so that the last wait does not end early and spin; long waits are split.
-            let left = (left + Duration::from_micros(999)).min(Duration::from_secs(3600));
+            let left = (left + Duration::from_micros(999)).min(longest);
             match poll(fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
                 Ok(_) => {}
                 Err(Errno::EINTR) => continue,
@@ -142,13 +167,56 @@ impl Cancel {
     /// # Errors
     /// As [`Cancel::wait`].
     pub(crate) fn pause(&self, time: Duration) -> Result<()> {
-        self.wait(self.0.event.as_fd(), PollFlags::empty(), Instant::now() + time).map(drop)
+        self.wait(self.inner.event.as_fd(), PollFlags::empty(), Instant::now() + time).map(drop)
+    }
+}
+
+impl fmt::Debug for Cancel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cancel").field("inner", &self.inner).field("check", &self.check.is_some()).finish()
     }
 }
 
 impl AsFd for Cancel {
     /// Readable once the request is made.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.event.as_fd()
+        self.inner.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    #[test]
+    fn a_check_ends_one_wait_and_does_not_make_the_request() {
+        let cancel = Cancel::new().unwrap();
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&calls);
+        let checked = cancel.clone().with_check(move || counted.fetch_add(1, Ordering::AcqRel) == 3);
+        let begun = Instant::now();
+        let ended = checked.pause(Duration::from_secs(30));
+        assert!(matches!(ended, Err(Error::Interrupted { signal: 0 })), "{ended:?}");
+        // At the beginning, and then three times.
+        assert!(
+            begun.elapsed() >= CHECK_EVERY * 3 && begun.elapsed() < Duration::from_secs(10),
+            "{:?}",
+            begun.elapsed()
+        );
+        checked.pause(Duration::from_millis(1)).unwrap();
+        checked.check().unwrap();
+        cancel.check().unwrap();
+        cancel.cancel(15);
+        assert!(matches!(checked.pause(Duration::from_secs(30)), Err(Error::Interrupted { signal: 15 })));
+    }
+
+    #[test]
+    fn a_check_that_finds_nothing_lets_a_wait_last() {
+        let checked = Cancel::new().unwrap().with_check(|| false);
+        let begun = Instant::now();
+        checked.pause(CHECK_EVERY * 2).unwrap();
+        assert!(begun.elapsed() >= CHECK_EVERY * 2);
     }
 }

@@ -1,0 +1,105 @@
+//! An array handed from one process to others at a path, as the commands `produce` and `consume` do it.
+
+use std::{path::PathBuf, sync::Arc};
+
+use pyo3::prelude::*;
+use vmmfd::{
+    channel::{Listener, socket_path},
+    driver::Access,
+    error::Error,
+    memory::Region,
+    session::{
+        Config, Verdict,
+        handoff::{self, Consumer, Request, ServeOptions, Unchecked},
+    },
+};
+
+use crate::{
+    array::Array,
+    device, driver,
+    error::{Failure, Outcome},
+    memory::{Memory, Whole},
+    waiting::{interruptibly, seconds},
+};
+
+/// A consumer that was served: its process, its user, and what went wrong.
+type Served = (i32, u32, Option<String>);
+
+/// Serves an array in memory of this process's own.
+#[pyfunction]
+#[pyo3(name = "_serve", signature = (path, array, consumers, timeout))]
+pub(crate) fn serve(
+    py: Python<'_>,
+    path: Option<PathBuf>,
+    array: &Bound<'_, Array>,
+    consumers: u64,
+    timeout: &Bound<'_, PyAny>,
+) -> Outcome<Vec<Served>> {
+    let timeout = seconds(timeout, "timeout")?;
+    let array = array.get();
+    array.check()?;
+    let owner = array.owner();
+    let owner = owner
+        .ok_or_else(|| Failure::invalid("another process made this memory: only the one that made it can serve it"))?;
+    let descriptor = array.descriptor().clone();
+    interruptibly(py, |cancel| {
+        let path = socket_path(path.as_deref())?;
+        // What other libraries queued is to be done before a consumer looks.
+        owner.device().synchronize()?;
+        let buffer = handoff::Buffer::new(Arc::clone(owner.shared()), Unchecked, Some(descriptor))?;
+        let listener = Listener::bind(&path, false, timeout, cancel)?;
+        let config = Config::default().with_timeout(timeout).with_cancel(cancel);
+        let options = ServeOptions::default().with_consumers(consumers);
+        let served = handoff::serve(listener, &buffer, &options, &config, &|_| {}).into_result()?;
+        Ok(served
+            .into_iter()
+            .map(|one| {
+                let wrong = one.mismatched().then(|| "it found the data wrong".to_owned());
+                (one.peer.pid, one.peer.uid, one.error.map(|error| error.in_full()).or(wrong))
+            })
+            .collect())
+    })
+}
+
+/// Takes an array that another process serves.
+#[pyfunction]
+#[pyo3(name = "_take", signature = (path, device, backend, readonly, wait))]
+pub(crate) fn take(
+    py: Python<'_>,
+    path: Option<PathBuf>,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+    readonly: bool,
+    wait: &Bound<'_, PyAny>,
+) -> Outcome<Array> {
+    let wait = seconds(wait, "wait")?;
+    let device = device.map(device::selector).transpose()?;
+    interruptibly(py, |cancel| {
+        let path = socket_path(path.as_deref())?;
+        let driver = driver::driver(backend)?;
+        let config = Config::default().with_timeout(wait).with_cancel(cancel);
+        let mut consumer = Consumer::connect(&driver, device, &path, &config, &|_| {})?;
+        let access = if readonly { Access::ReadOnly } else { Access::ReadWrite };
+        let object = consumer.request(&Request::default().with_access(access))?;
+        let answer = consumer.report(&object, &Verdict::unchecked(true))?;
+        if !answer.verified {
+            return Err(Failure::Library(Error::Peer(vmmfd::error::PeerError::Mismatch {
+                code: vmmfd::error::ErrorCode::Failed,
+                message: "the producer says that its data is wrong".to_owned(),
+            })));
+        }
+        consumer.close();
+        let size = object.size();
+        let (region, descriptor): (Arc<dyn Region>, _) = match object.array().cloned() {
+            Some(descriptor) => (Arc::new(object), descriptor),
+            None => (Arc::new(object), bytes(size)?),
+        };
+        Array::new(Whole::new(region) as Arc<dyn Memory>, descriptor)
+    })
+}
+
+/// Memory without a type: so many bytes.
+fn bytes(size: u64) -> Outcome<vmmfd::array::ArrayDescriptor> {
+    use vmmfd::array::{ArrayDescriptor, ElementType, Order};
+    Ok(ArrayDescriptor::new(ElementType::U8, [size], Order::C)?)
+}

@@ -1,0 +1,115 @@
+//! JSON values as Python's objects, and back.
+
+use pyo3::{
+    IntoPyObjectExt,
+    prelude::*,
+    types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyMapping, PyString, PyTuple},
+};
+use serde_json::{Map, Number, Value};
+
+use crate::error::{Failure, Outcome};
+
+/// How deep lists and mappings may be in each other.
+const DEEPEST: usize = 64;
+
+/// A value as a dict, list, str, int, float, bool or None.
+pub(crate) fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    match value {
+        Value::Null => Ok(py.None().into_bound(py)),
+        Value::Bool(value) => value.into_bound_py_any(py),
+        Value::Number(number) => match (number.as_u64(), number.as_i64()) {
+            (Some(number), _) => number.into_bound_py_any(py),
+            (None, Some(number)) => number.into_bound_py_any(py),
+            (None, None) => number.as_f64().into_bound_py_any(py),
+        },
+        Value::String(text) => text.into_bound_py_any(py),
+        Value::Array(values) => {
+            let values: PyResult<Vec<_>> = values.iter().map(|value| to_python(py, value)).collect();
+            PyList::new(py, values?).map(Bound::into_any)
+        }
+        Value::Object(fields) => to_dict(py, fields).map(Bound::into_any),
+    }
+}
+
+/// An object as a dict.
+pub(crate) fn to_dict<'py>(py: Python<'py>, fields: &Map<String, Value>) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (name, value) in fields {
+        dict.set_item(name, to_python(py, value)?)?;
+    }
+    Ok(dict)
+}
+
+/// A mapping as an object. `what` names it in an error.
+///
+/// # Errors
+/// `ValueError` for what JSON has no word for, with where it is.
+pub(crate) fn from_mapping(value: &Bound<'_, PyAny>, what: &str) -> Outcome<Map<String, Value>> {
+    match from_python(value, what, 0)? {
+        Value::Object(fields) => Ok(fields),
+        _ => Err(Failure::invalid(format!("{what} is of type {}: give a mapping", type_of(value)))),
+    }
+}
+
+fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Value> {
+    if depth > DEEPEST {
+        return Err(Failure::invalid(format!("{at} is more than {DEEPEST} lists and mappings deep: make it flatter")));
+    }
+    if value.is_none() {
+        return Ok(Value::Null);
+    }
+    if let Ok(value) = value.cast::<PyBool>() {
+        return Ok(Value::Bool(value.is_true()));
+    }
+    if value.is_instance_of::<PyString>() {
+        return text_of(value, at).map(Value::String);
+    }
+    if value.is_instance_of::<PyInt>() {
+        let number = value.extract::<u64>().map(Number::from).or_else(|_| value.extract::<i64>().map(Number::from));
+        let bad = |_| Failure::invalid(format!("{at} is {value}, which has more than 64 bits: give it as a str"));
+        return number.map(Value::Number).map_err(bad);
+    }
+    if let Ok(value) = value.cast::<PyFloat>() {
+        let number = value.extract::<f64>()?;
+        let bad = || Failure::invalid(format!("{at} is {number}, which JSON can't express: give it as a str"));
+        return Number::from_f64(number).map(Value::Number).ok_or_else(bad);
+    }
+    if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
+        let mut values = Vec::new();
+        for (index, value) in value.try_iter()?.enumerate() {
+            values.push(from_python(&value?, &format!("{at}[{index}]"), depth + 1)?);
+        }
+        return Ok(Value::Array(values));
+    }
+    if let Ok(mapping) = value.cast::<PyMapping>() {
+        let mut fields = Map::new();
+        for item in mapping.items()?.iter() {
+            let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
+            if !key.is_instance_of::<PyString>() {
+                return Err(Failure::invalid(format!(
+                    "{at} has the key {key}, of type {}: keys are str",
+                    type_of(&key)
+                )));
+            }
+            let key = text_of(&key, at)?;
+            let value = from_python(&value, &format!("{at}[{key:?}]"), depth + 1)?;
+            fields.insert(key, value);
+        }
+        return Ok(Value::Object(fields));
+    }
+    Err(Failure::invalid(format!(
+        "{at} is of type {}: give a str, int, float, bool, None, or lists and mappings of them",
+        type_of(value)
+    )))
+}
+
+fn text_of(value: &Bound<'_, PyAny>, at: &str) -> Outcome<String> {
+    value
+        .extract()
+        .map_err(|_| Failure::invalid(format!("a str in {at} has half a surrogate pair, which is no Unicode text")))
+}
+
+/// The name of a value's type.
+pub(crate) fn type_of(value: &Bound<'_, PyAny>) -> String {
+    value.get_type().fully_qualified_name().map_or_else(|_| "unknown".to_owned(), |name| name.to_string())
+}

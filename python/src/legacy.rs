@@ -1,0 +1,187 @@
+//! Arrays by legacy handles (`CUipcMemHandle`), as Numba's `get_ipc_handle` and `open_ipc_array` have them.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use pyo3::prelude::*;
+use vmmfd::{
+    Error, Result,
+    array::{ArrayDescriptor, Order},
+    memory::{Device, LegacyMemory, Pointer, Region, Shared, Sharing, Spec},
+};
+
+use crate::{
+    array::{self, Array},
+    device, driver, dtype,
+    error::{Failure, Outcome},
+    memory::{Export, Memory},
+    reaper::Kept,
+    shared::Owned,
+};
+
+/// Memory that was opened and can be closed while arrays of it are about: they are then arrays of nothing.
+struct Closable {
+    memory: RwLock<Option<Kept<Arc<LegacyMemory>>>>,
+    device: Device,
+    address: u64,
+    size: u64,
+    /// Held by each managed tensor and each view.
+    exports: Arc<()>,
+}
+
+impl Closable {
+    fn with<T>(&self, call: impl FnOnce(&LegacyMemory) -> Result<T>) -> Result<T> {
+        let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
+        match memory.as_ref() {
+            Some(memory) => call(memory),
+            None => Err(closed()),
+        }
+    }
+}
+
+fn closed() -> Error {
+    Error::Misuse { problem: "the handle was closed: its memory is not open here any more".to_owned() }
+}
+
+impl Memory for Closable {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn is_read_only(&self) -> bool {
+        false
+    }
+
+    fn check_mapped(&self) -> Result<()> {
+        self.with(|_| Ok(()))
+    }
+
+    fn export(&self) -> Export {
+        Export::counted(&self.exports)
+    }
+
+    fn export_by_interface(&self) -> Export {
+        // As with Numba, who reads the interface has to know when the handle is closed.
+        Export::default()
+    }
+
+    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        self.with(|memory| memory.copy_out(offset, to))
+    }
+
+    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.with(|memory| memory.copy_in(offset, from))
+    }
+}
+
+/// A legacy handle that was opened.
+#[pyclass(name = "_OpenedHandle", module = "vmmfd._native", frozen)]
+pub(crate) struct Opened {
+    memory: Arc<Closable>,
+    descriptor: ArrayDescriptor,
+}
+
+#[pymethods]
+impl Opened {
+    /// The array.
+    #[getter]
+    fn array(&self) -> Outcome<Array> {
+        Array::new(Arc::clone(&self.memory) as Arc<dyn Memory>, self.descriptor.clone())
+    }
+
+    /// Closes the handle.
+    fn close(&self, py: Python<'_>, force: bool) -> Outcome<()> {
+        let exports = Arc::strong_count(&self.memory.exports) - 1;
+        if exports > 0 && !force {
+            return Err(Failure::export(format!(
+                "other libraries have {exports} views of the array: drop them first, or say exported=\"valid\" if none is used any more"
+            )));
+        }
+        py.detach(|| {
+            let mut held = self.memory.memory.write().unwrap_or_else(PoisonError::into_inner);
+            let Some(memory) = held.take() else { return Ok(()) };
+            // Its owner may free it as soon as this returns.
+            memory.device().synchronize()?;
+            drop(held);
+            memory.let_go_now();
+            Ok(())
+        })
+    }
+}
+
+/// Makes an array in memory that is shared by a legacy handle.
+#[pyfunction]
+#[pyo3(name = "_legacy_empty", signature = (shape, dtype, device, backend))]
+pub(crate) fn empty(
+    py: Python<'_>,
+    shape: &Bound<'_, PyAny>,
+    dtype: &Bound<'_, PyAny>,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+) -> Outcome<Array> {
+    let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, array::shape(shape)?, Order::C)?;
+    let wanted = device.map(device::selector).transpose()?;
+    let size = descriptor.bytes()?.max(1);
+    py.detach(|| {
+        let device = driver::device(&driver::driver(backend)?, wanted)?;
+        let shared = Shared::create(&device, Spec::legacy(size))?;
+        Array::new(Owned::new(Arc::new(shared)), descriptor)
+    })
+}
+
+/// The handle of an array that [`empty`] made, and where the array begins behind what it opens.
+#[pyfunction]
+#[pyo3(name = "_legacy_handle")]
+pub(crate) fn handle(py: Python<'_>, array: &Bound<'_, Array>) -> Outcome<([u8; 64], u64)> {
+    let array = array.get();
+    array.check()?;
+    let wrong = || {
+        Failure::invalid(
+            "only arrays of vmmfd.legacy.empty() have a legacy handle: serve others, or put them into a broker",
+        )
+    };
+    let owner = array.owner().ok_or_else(wrong)?;
+    py.detach(|| {
+        let description = owner.describe()?;
+        let Sharing::Legacy { pointer, offset } = description.sharing else { return Err(wrong()) };
+        owner.device().synchronize()?;
+        Ok((pointer.0, offset + array.descriptor().offset))
+    })
+}
+
+/// Opens a handle of another process.
+#[pyfunction]
+#[pyo3(name = "_legacy_open", signature = (handle, shape, dtype, strides, offset, device, backend))]
+#[allow(clippy::too_many_arguments, reason = "as Numba's has them")]
+pub(crate) fn open(
+    py: Python<'_>,
+    handle: &[u8],
+    shape: &Bound<'_, PyAny>,
+    dtype: &Bound<'_, PyAny>,
+    strides: Option<Vec<i64>>,
+    offset: u64,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+) -> Outcome<Opened> {
+    let pointer: [u8; 64] = handle
+        .try_into()
+        .map_err(|_| Failure::invalid(format!("a legacy handle has 64 bytes, and this one {}", handle.len())))?;
+    let descriptor = ArrayDescriptor { dtype: dtype::extract(dtype)?, shape: array::shape(shape)?, strides, offset };
+    let wanted = device.map(device::selector).transpose()?;
+    py.detach(|| {
+        let device = driver::device(&driver::driver(backend)?, wanted)?;
+        let memory = LegacyMemory::open(&device, &Pointer(pointer))?;
+        let (address, size) = (memory.address(), memory.size());
+        let kept = Kept::new(&device, memory);
+        descriptor.check(size)?;
+        let memory = Closable { memory: RwLock::new(Some(kept)), device, address, size, exports: Arc::default() };
+        Ok(Opened { memory: Arc::new(memory), descriptor })
+    })
+}

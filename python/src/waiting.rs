@@ -1,0 +1,68 @@
+//! Waits that Ctrl-C ends.
+
+use std::{
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::Duration,
+};
+
+use pyo3::prelude::*;
+use vmmfd::{Error, channel::Cancel};
+
+use crate::error::{Failure, Outcome};
+
+/// How often the waiting thread looks for signals.
+const TICK: Duration = Duration::from_millis(20);
+
+/// A wait in seconds, as a number or a `timedelta`.
+///
+/// # Errors
+/// `ValueError` unless it is a number of seconds that is not negative.
+pub(crate) fn seconds(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Duration> {
+    let number = match given.call_method0("total_seconds") {
+        Ok(total) => total.extract::<f64>(),
+        Err(_) => given.extract::<f64>(),
+    };
+    let bad = || {
+        let shown = given.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
+        Failure::invalid(format!("{name}={shown} is no time: give seconds, or a timedelta, that are not negative"))
+    };
+    // A year is for ever.
+    let capped = number.map_err(|_| bad())?;
+    let capped = if capped > 31_536_000.0 { 31_536_000.0 } else { capped };
+    Duration::try_from_secs_f64(capped).map_err(|_| bad())
+}
+
+/// Runs what waits in a thread of its own, with the GIL released, while this one looks for signals: an exception that a handler raises
+/// ends the wait, and is what this raises.
+///
+/// # Errors
+/// Those of `work`; what a handler raises; [`Error::System`] if there can be no thread.
+pub(crate) fn interruptibly<T: Send>(py: Python<'_>, work: impl FnOnce(&Cancel) -> Outcome<T> + Send) -> Outcome<T> {
+    let cancel = Cancel::new()?;
+    py.detach(|| {
+        thread::scope(|scope| {
+            let (sender, receiver) = mpsc::channel();
+            let cancel = &cancel;
+            let spawned = thread::Builder::new().name("vmmfd-wait".to_owned()).spawn_scoped(scope, move || {
+                // The other end is there until this has ended.
+                let _ = sender.send(work(cancel));
+            });
+            spawned.map_err(|error| Failure::from(Error::System { action: "start a thread".into(), source: error }))?;
+            loop {
+                match receiver.recv_timeout(TICK) {
+                    Ok(result) => return result,
+                    Err(RecvTimeoutError::Timeout) => {
+                        if let Err(raised) = Python::attach(|py| py.check_signals()) {
+                            cancel.cancel(0);
+                            return Err(raised.into());
+                        }
+                    }
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return Err(Failure::invalid("the thread that waits has panicked"));
+                    }
+                }
+            }
+        })
+    })
+}

@@ -1,0 +1,178 @@
+"""What the tests share: a broker's server, child processes, and which tests this machine can run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# How long a child process may take, in seconds. Each has a limit.
+LIMIT = 60.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: needs a GPU")
+    config.addinivalue_line("markers", "fake: over the emulated driver, where libcuda.so.1 is it")
+
+
+def _driver() -> str:
+    """`cuda`, `fake` or `none`: which driver loads here."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "none"
+    return "fake" if "FAKECUDA_DEVICES" in os.environ else ("cuda" if library.cuInit(0) == 0 else "none")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    driver = None
+    for item in items:
+        for marker in ("cuda", "fake"):
+            if item.get_closest_marker(marker):
+                driver = driver or _driver()
+                if driver != marker:
+                    item.add_marker(pytest.mark.skip(reason=f"needs a driver that is {marker}, and here it is {driver}"))
+
+
+def command() -> list[str]:
+    """The `vmmfd` command: that of `VMMFD_BIN`, or the installed package's."""
+    given = os.environ.get("VMMFD_BIN")
+    return [given] if given else [sys.executable, "-m", "vmmfd._command"]
+
+
+class Server:
+    """A broker's server, as a child process."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.path = str(folder / "broker.sock")
+        self.options = options
+        self.process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [*command(), "serve", "--socket", self.path, "--no-supervisor", *self.options],
+            stdout=subprocess.PIPE,
+            stderr=(self.folder / "server.log").open("a"),
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert "listening" in line, (line, (self.folder / "server.log").read_text())
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def pause(self) -> None:
+        """Stops it, so that it answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        if self.process is None:
+            return
+        process, self.process = self.process, None
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        process, self.process = self.process, None
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server of this test's own."""
+    server = Server(tmp_path)
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="session")
+def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The socket of a server that all tests share: use names of your own."""
+    server = Server(tmp_path_factory.mktemp("broker"))
+    yield server.path
+    server.end()
+
+
+class Child:
+    """A Python program in a process of its own. It can say `ready`, on a line of its own, and ends within the limit."""
+
+    def __init__(self, code: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        self.pid = self.process.pid
+
+    def wait_for(self, line: str = "ready") -> None:
+        """Waits for a line that it prints."""
+        assert self.process.stdout is not None
+        while True:
+            came = self.process.stdout.readline()
+            if came.strip() == line:
+                return
+            if not came:
+                raise AssertionError(f"it ended before it said {line}: {self.process.communicate(timeout=LIMIT)}")
+
+    def signal(self, number: int) -> float:
+        """Sends a signal, and returns when."""
+        self.process.send_signal(number)
+        return time.monotonic()
+
+    def end(self, expected: int | None = 0) -> str:
+        """Waits for its end and returns what it printed. Fails for another exit code, and for what it wrote to stderr, if 0 is expected."""
+        try:
+            output, errors = self.process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            output, errors = self.process.communicate()
+            raise AssertionError(f"it did not end in {LIMIT} s: {output}\n{errors}") from None
+        if expected is not None:
+            assert self.process.returncode == expected, f"exit code {self.process.returncode}: {output}\n{errors}"
+        if expected == 0:
+            assert not errors, errors
+        return output
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    """Starts children, and ends those that are left."""
+    children: list[Child] = []
+
+    def start(code: str, *arguments: str, env: dict[str, str] | None = None) -> Child:
+        children.append(Child(code, *arguments, env=env))
+        return children[-1]
+
+    yield start
+    for one in children:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.communicate()

@@ -1,0 +1,74 @@
+"""An array handed from one process to others at a path: with `produce` and `consume`, with Rust programs, and with each other."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import _native
+
+if TYPE_CHECKING:
+    import datetime
+
+    from ._native import Array, Device
+
+    Seconds = float | datetime.timedelta
+    Path = str | os.PathLike[str]
+
+
+class Served(NamedTuple):
+    """A consumer that was served, or refused."""
+
+    pid: int
+    """Its process, as the kernel says."""
+    uid: int
+    """Its user, as the kernel says."""
+    error: str | None
+    """What went wrong with it, or `None`."""
+
+
+def serve(
+    path: Path | None,
+    array: Any,
+    *,
+    consumers: int = 1,
+    timeout: Seconds = 30.0,
+    device: int | str | Device | None = None,
+    backend: str = "auto",
+) -> list[Served]:
+    """Serves an array at a socket, to processes that `take` it, to `vmmfd consume` and to Rust programs.
+
+    Blocks, with the GIL released, until so many `consumers` were served; 0 serves until Ctrl-C. All work that is queued on the array's
+    device is waited for first. Each consumer maps the memory itself: it stays valid there when this process ends, but for memory of a
+    pool and legacy memory, which consumers must close first.
+
+    `path` is the socket's; `None` is this user's default. `array` is a `vmmfd.Array` in memory that this process made; anything else is
+    copied into such memory, on `device` of `backend`, as by `vmmfd.asarray`. Not only the array: all of the memory that it is in can be
+    reached by a consumer. `timeout`, in seconds, is how long to wait for a consumer, and for a silent one.
+
+    Returns the consumers, in the order in which they ended. Raises `Timeout` or `Disconnected` if none came, `FileExistsError` or
+    `Error` if another process listens there.
+    """
+    if isinstance(array, _native.Array):
+        return [Served(*one) for one in _native._serve(path, array, consumers, timeout)]
+    copied = _native.asarray(array, device=device, backend=backend)
+    return [Served(*one) for one in _native._serve(path, copied, consumers, timeout)]
+
+
+def take(
+    path: Path | None = None,
+    *,
+    device: int | str | Device | None = None,
+    readonly: bool = True,
+    wait: Seconds = 30.0,
+    backend: str = "auto",
+) -> Array:
+    """Takes the array that another process serves at a socket: with `serve`, with `vmmfd produce`, or from Rust.
+
+    Blocks, with the GIL released, until the producer is there and has handed the memory over, for at most `wait` seconds. `path` is
+    the socket's; `None` is this user's default. `device` is the one that is to use the memory, by default the one that it is on.
+    `readonly=False` maps it for writing too: both processes then see what either writes.
+
+    Memory without a described array comes as `uint8`. Contents are not checked. Raises `Timeout`, `Denied`, `Disconnected`, `Invalid`.
+    """
+    return _native._take(path, device, backend, readonly, wait)
