@@ -27,6 +27,7 @@ mod waiting;
 mod watch;
 mod weights;
 mod torch_pool;
+mod weights;
 
 use std::time::Duration;
 

@@ -97,4 +97,7 @@ __all__ = [
     "same_device",
     "serve",
     "take",
+    # Weights
+    "Weights",
+    "load_safetensors",
 ]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 from . import _native
 
+# Importing `typing` takes longer than this package may.
+TYPE_CHECKING = False
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from typing import Any
 
     from ._native import Array, Device
 
@@ -32,6 +34,8 @@ class Weights(Mapping[str, "Array"]):
     __slots__ = ("__weakref__", "_metadata", "_weights")
 
     def __init__(self, weights: _native.Weights) -> None:
+        import json
+
         self._weights = weights
         self._metadata: dict[str, Any] = json.loads(weights.metadata)
 

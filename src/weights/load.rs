@@ -240,11 +240,15 @@ impl Work<'_> {
         self.state().error.get_or_insert(error);
     }
 
-    /// Waits until all threads have ended.
+    /// Waits until all threads have ended, and reports progress, also once at the end.
     fn wait(&self, progress: &mut dyn FnMut(u64) -> Result<()>) {
-        let mut state = self.state();
-        while state.running > 0 {
-            state = self.ended.wait_timeout(state, TICK).unwrap_or_else(PoisonError::into_inner).0;
+        loop {
+            let state = self.state();
+            let (state, _) = self
+                .ended
+                .wait_timeout_while(state, TICK, |state| state.running > 0)
+                .unwrap_or_else(PoisonError::into_inner);
+            let ended = state.running == 0;
             // It may take as long as it likes.
             drop(state);
             if !self.is_stopped()
@@ -252,7 +256,9 @@ impl Work<'_> {
             {
                 self.stop(error);
             }
-            state = self.state();
+            if ended {
+                return;
+            }
         }
     }
 

@@ -37,8 +37,6 @@ mod digest;
 mod header;
 mod layout;
 mod load;
-#[cfg(test)]
-mod tests;
 
 pub use self::{
     checkpoint::{ALIGNMENT, Checkpoint, Tensor},
