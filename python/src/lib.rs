@@ -26,8 +26,6 @@ mod torch_pool;
 mod waiting;
 mod watch;
 mod weights;
-mod torch_pool;
-mod weights;
 
 use std::time::Duration;
 

@@ -97,7 +97,4 @@ __all__ = [
     "same_device",
     "serve",
     "take",
-    # Weights
-    "Weights",
-    "load_safetensors",
 ]
