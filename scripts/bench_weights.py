@@ -305,7 +305,7 @@ def switch(broker: str, path: Path, repeats: int, link: Connection) -> None:
 def serving(folder: Path) -> Iterator[str]:
     """A broker of the wheel's command."""
     path = str(folder / "broker.sock")
-    server = subprocess.Popen([sys.executable, "-m", "vmmfd._command", "serve", "--listen", path], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen([sys.executable, "-m", "vmmfd._command", "serve", "--socket", path], stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
         while not os.path.exists(path):

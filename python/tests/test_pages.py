@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from conftest import Server
+
 ROOT = Path(__file__).resolve().parents[2]
 SOCKET = "/run/vmmfd/broker.sock"
 
@@ -37,16 +39,17 @@ def run(page: str, needs_torch: bool, broker: str) -> int:
     return ran
 
 
-def test_the_ten_lines_of_the_readme(broker: str) -> None:
+def test_the_ten_lines_of_the_readme(server: Server) -> None:
     pytest.importorskip("numpy")
-    assert run("README.md", False, broker) == 1
+    assert run("README.md", False, server.path) == 1
 
 
-def test_the_page_on_python(broker: str) -> None:
+def test_the_page_on_python(server: Server) -> None:
     pytest.importorskip("numpy")
-    assert run("docs/python.md", False, broker) >= 5
+    assert run("docs/python.md", False, server.path) >= 5
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="there is no PyTorch")
-def test_the_page_on_python_with_torch(broker: str) -> None:
-    assert run("docs/python.md", True, broker) >= 3
+def test_the_page_on_python_with_torch(server: Server) -> None:
+    assert run("docs/python.md", True, server.path) >= 3
