@@ -22,8 +22,10 @@ mod pool;
 mod reaper;
 mod shared;
 mod signals;
+mod torch_pool;
 mod waiting;
 mod watch;
+mod weights;
 
 use std::time::Duration;
 
@@ -64,6 +66,15 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<watch::Watch>()?;
     module.add_function(wrap_pyfunction!(lease::origin, module)?)?;
     // PyTorch
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_open, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_find, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_close, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_figures, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_trouble, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_descriptor, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
     // Weights
+    module.add_class::<weights::Weights>()?;
+    module.add_function(wrap_pyfunction!(weights::load_safetensors, module)?)?;
     Ok(())
 }

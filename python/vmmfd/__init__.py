@@ -43,6 +43,9 @@ from ._handoff import Served, serve, take
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 from ._reduce import register_reducer
 
+# Weights
+from ._weights import Weights, load_safetensors
+
 __all__ = [
     # Broker
     "Broker",
@@ -82,6 +85,9 @@ __all__ = [
     "Timeout",
     "Unsupported",
     "__version__",
+    # Weights
+    "Weights",
+    "load_safetensors",
     # Arrays
     "Array",
     "Device",

@@ -385,6 +385,8 @@ class Broker:
         user's, `ExportError` (a `BufferError`) for what `copy=False` forbids, `Invalid` for what makes no sense, `OutOfMemory`, `Timeout`
         if the other parts did not come, and `Error` if a quota or the broker is full.
         """
+        if wait is not None and parts is None:
+            raise Invalid(f"wait={wait!r} is how long the other parts are waited for: give part, parts and group too, or no wait")
         plans, additions, keep_alive = self._plan(value, part or _PART, copy, seal, device)
         if digest is not None:
             if len(plans) != 1:

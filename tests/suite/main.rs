@@ -3,6 +3,7 @@
 #[macro_use]
 mod cases;
 
+mod arena;
 mod bench;
 mod broker;
 mod broker_commands;
@@ -65,3 +66,4 @@ mod stream;
 mod support;
 mod terminal;
 mod users;
+mod weights;
