@@ -99,9 +99,9 @@ impl Opened {
     /// Closes the handle.
     fn close(&self, py: Python<'_>, force: bool) -> Outcome<()> {
         let exports = Arc::strong_count(&self.memory.exports) - 1;
-        if exports > 0 && !force {
+        if exports > 0 && !force && self.memory.check_mapped().is_ok() {
             return Err(Failure::export(format!(
-                "other libraries have {exports} views of the array: drop them first, or say exported=\"valid\" if none is used any more"
+                "other libraries have views of the array ({exports}): drop them first, or say exported=\"valid\" if none is used any more"
             )));
         }
         py.detach(|| {
