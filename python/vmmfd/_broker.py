@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 
 from . import _native
-from ._errors import Invalid
+from ._errors import Invalid, NoArray
 
 # Without the module `typing`, whose import takes longer than all of this package's.
 TYPE_CHECKING = False
@@ -630,9 +630,15 @@ class Broker:
             ),
         )
 
-    def bytes_of(self, name: str, version: int | None = None) -> int:
-        """How many bytes of memory a get of all of an object maps. Maps nothing. Raises `NotFound` if there is none."""
-        return sum(part.mapped_size for part in self.stat(name, version).parts)
+    def bytes_of(self, name: str, version: int | None = None, *, parts: Iterable[str] | None = None) -> int:
+        """How many bytes of memory a get of an object, or of these parts of it, maps. Maps nothing. Raises `NotFound` if there is none,
+        `NoArray` (a `KeyError`) if it has no such part."""
+        sizes = {part.name: part.mapped_size for part in self.stat(name, version).parts}
+        wanted = sizes if parts is None else dict.fromkeys(_names(parts, "parts"))
+        for part in wanted:
+            if part not in sizes:
+                raise NoArray(f"{name!r} has no part {part!r}; it has {', '.join(sizes)}", kind="object")
+        return sum(sizes[part] for part in wanted)
 
     def who(self, prefix: str = "") -> Holders:
         """The leases that are held of objects whose names begin with `prefix` and that this user may read, and what the broker holds for

@@ -7,7 +7,6 @@ from os import PathLike
 from typing import Any, final
 
 __version__: str
-__file__: str
 
 # Arrays
 
@@ -486,7 +485,7 @@ class Weights:
     @property
     def metadata(self) -> str: ...
     @property
-    def files(self) -> list[Path]: ...
+    def files(self) -> list[str | os.PathLike[str]]: ...
     @property
     def digest(self) -> str | None: ...
     def entries(self) -> list[tuple[str, str, list[int], list[int] | None, int, int, str | None]]: ...
