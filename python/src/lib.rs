@@ -22,9 +22,9 @@ mod pool;
 mod reaper;
 mod shared;
 mod signals;
-mod watch;
-mod waiting;
 mod torch_pool;
+mod waiting;
+mod watch;
 
 use std::time::Duration;
 

@@ -92,3 +92,12 @@ __all__ = [
     "serve",
     "take",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # PyTorch's half is not loaded before it is used.
+    if name == "torch":
+        from importlib import import_module
+
+        return import_module("vmmfd.torch")
+    raise AttributeError(f"module 'vmmfd' has no attribute {name!r}")

@@ -208,21 +208,6 @@ class _Storage:
         self.offset = 0
 
 
-class _Done:
-    """Keeps what a put is made of until it is through."""
-
-    def __init__(self, storages: list[Any], sealed: list[_native.Memory]) -> None:
-        self._storages = storages
-        self._sealed = sealed
-
-    def published(self) -> None:
-        """The put succeeded: takes this process's own right to write, if that was asked for."""
-        for memory in self._sealed:
-            _native.make_read_only(memory)
-        self._sealed = []
-        self._storages = []
-
-
 def _items(value: Any) -> list[_Item]:
     """The tensors of a module, by the names of its parameters, buffers and attributes, or of a mapping."""
     torch = _torch()
@@ -321,9 +306,9 @@ def _plan(
     device: Any = None,
     copy: bool | None = None,
     seal: bool = False,
-) -> tuple[list[PartPlan], dict[str, Any], _Done]:
+) -> tuple[list[PartPlan], dict[str, Any], object]:
     """What a put of a module or of a mapping of names to tensors is made of: parts, one for each device, what comes into the metadata, and
-    what has to live until it is put, whose `published` is to be called then.
+    what has to live until it is put. With `seal` checks that this process's right to write that memory can be taken then.
 
     Storages in arenas of `pool` are handed over as they are. Others are copied, to a multiple of 256 bytes each, in the order of their
     names' appearance; with `copy=True` all are, with `copy=False` none may be. From here on nothing is allocated in these arenas.
@@ -407,12 +392,11 @@ def _plan(
             "copy=False, and these tensors lie in no memory that can be handed over (allocate them in vmmfd.torch.pool()):"
             + _listed(elsewhere)
         )
-    sealed = list(in_place.values()) if seal else []
-    if sealed:
-        _check_sealable(sealed, kept)
+    if in_place and seal:
+        _check_sealable(list(in_place.values()), kept)
     if in_place:
         _close(in_place, kept)
-    return parts, {}, _Done(kept, sealed)
+    return parts, {}, kept
 
 
 def _entry(item: _Item, storage: _Storage | None) -> Entry:
@@ -502,7 +486,7 @@ class _Mapped:
         # Private copies, and what they are of.
         self.private: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self.rows: list[_Row] = []
-        for part, name, array, attributes in lease.arrays():
+        for part, name, array, attributes in lease._native.arrays():
             attributes = attributes or {}
             identity = (part, attributes.get("storage", name), array.address, array.dtype, array.shape, array.strides)
             self.rows.append(_Row(name, part, array, attributes, identity))
@@ -525,7 +509,7 @@ class _Mapped:
             if identity in self._storages:
                 return identity, self._storages[identity], inside
             if row.part not in self._pieces:
-                self._pieces[row.part] = [(piece.address, piece) for _, piece in self._lease.memory(row.part)]
+                self._pieces[row.part] = [(piece.address, piece) for piece in self._lease.memory(row.part)]
             begin = row.array.address - inside
             for address, piece in self._pieces[row.part]:
                 if address <= begin and begin + size <= address + piece.nbytes and 0 <= inside:
@@ -542,7 +526,7 @@ class _Mapped:
             if low:
                 raise Differs(f"array {row.name!r} has negative strides, which PyTorch has not: copy it with NumPy or CuPy")
             found = None
-            for _, piece in self._lease.memory(row.part):
+            for piece in self._lease.memory(row.part):
                 begin = array.address - piece.address
                 if 0 <= begin and begin + length <= piece.nbytes:
                     found = self._import(piece[begin : begin + length])
@@ -633,7 +617,7 @@ def _owner(module: Any, name: str) -> tuple[Any, str]:
     return (module.get_submodule(path) if path else module), leaf
 
 
-def _load(lease: Any, native: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
+def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
     """Makes the tensors of a lease those of a module, and returns what it takes to switch them.
 
     All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
@@ -641,7 +625,7 @@ def _load(lease: Any, native: Any, module: Any, *, strict: bool = True, writable
     torch = _torch()
     if not isinstance(module, torch.nn.Module):
         raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
-    mapped = _Mapped(native)
+    mapped = _Mapped(lease)
     targets: dict[str, tuple[str, Any, bool]] = {}
     for item in _items(module):
         targets[item.name] = (item.kind, item.tensor, item.persistent)
@@ -692,7 +676,7 @@ def _load(lease: Any, native: Any, module: Any, *, strict: bool = True, writable
         elif tensor.device.type == "meta":
             problems.append(f"{name}: it is on the meta device, and the object has not got it ({kind})")
     if problems:
-        of = f"version {native.version} of {native.name!r}"
+        of = f"version {lease.version} of {lease.name!r}"
         raise Differs(f"{of} does not fit into the {type(module).__name__}:" + _listed(problems))
     made: dict[str, Any] = {}
     parameters: dict[tuple[Any, ...], Any] = {}
