@@ -7,7 +7,6 @@ from os import PathLike
 from typing import Any, final
 
 __version__: str
-__file__: str
 
 # Arrays
 

@@ -617,21 +617,23 @@ def _owner(module: Any, name: str) -> tuple[Any, str]:
     return (module.get_submodule(path) if path else module), leaf
 
 
-def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
-    """Makes the tensors of a lease those of a module, and returns what it takes to switch them.
+class _Fit(NamedTuple):
+    # What the module has: of each name its kind, the tensor, and whether it is persistent.
+    targets: dict[str, tuple[str, Any, bool]]
+    # Which array comes to which name, and as what.
+    chosen: dict[str, tuple[_Row, str]]
+    # Names of the module that are tied to another one, which comes.
+    follows: dict[str, str]
+    problems: list[str]
 
-    All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
-    """
+
+def _fit(rows: list[_Row], module: Any, strict: bool) -> _Fit:
+    """Compares an object with a module."""
     torch = _torch()
-    if not isinstance(module, torch.nn.Module):
-        raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
-    mapped = _Mapped(lease)
-    targets: dict[str, tuple[str, Any, bool]] = {}
-    for item in _items(module):
-        targets[item.name] = (item.kind, item.tensor, item.persistent)
-    problems: list[str] = []
+    targets = {item.name: (item.kind, item.tensor, item.persistent) for item in _items(module)}
     chosen: dict[str, tuple[_Row, str]] = {}
-    for row in mapped.rows:
+    problems: list[str] = []
+    for row in rows:
         target = targets.get(row.name)
         if target is None:
             try:
@@ -651,17 +653,13 @@ def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: boo
         chosen[row.name] = (row, kind)
         if row.dtype is None:
             problems.append(f"{row.name}: its type {row.array.dtype} is none of PyTorch's")
-        elif row.kind == "attribute":
-            continue
-        elif torch.nn.parameter.is_lazy(tensor):
-            continue
-        else:
+        elif row.kind != "attribute" and not torch.nn.parameter.is_lazy(tensor):
             if tuple(tensor.shape) != tuple(row.array.shape):
                 problems.append(f"{row.name}: shape {tuple(row.array.shape)}, and {tuple(tensor.shape)} in the module")
             if tensor.dtype != row.dtype:
                 problems.append(f"{row.name}: type {row.dtype}, and {tensor.dtype} in the module")
     tied: dict[int, list[str]] = {}
-    for name, (kind, tensor, _) in targets.items():
+    for name, (_, tensor, _) in targets.items():
         tied.setdefault(id(tensor), []).append(name)
     follows: dict[str, str] = {}
     for name, (kind, tensor, persistent) in targets.items():
@@ -670,18 +668,33 @@ def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: boo
         leader = next((other for other in tied[id(tensor)] if other in chosen), None)
         if leader is not None:
             follows[name] = leader
-        elif kind == "parameter" or (kind == "buffer" and persistent):
-            if strict:
-                problems.append(f"{name}: the module has it ({kind}), and the object has not")
-        elif tensor.device.type == "meta":
+        elif tensor.device.type == "meta" and not (strict and persistent):
             problems.append(f"{name}: it is on the meta device, and the object has not got it ({kind})")
-    if problems:
+        elif strict and persistent:
+            problems.append(f"{name}: the module has it ({kind}), and the object has not")
+    return _Fit(targets, chosen, follows, problems)
+
+
+def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
+    """Makes the tensors of a lease those of a module, and returns what it takes to switch them.
+
+    All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
+    """
+    torch = _torch()
+    if not isinstance(module, torch.nn.Module):
+        raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
+    mapped = _Mapped(lease)
+    fit = _fit(mapped.rows, module, strict)
+    if fit.problems:
         of = f"version {lease.version} of {lease.name!r}"
-        raise Differs(f"{of} does not fit into the {type(module).__name__}:" + _listed(problems))
+        problems = _listed(fit.problems)
+        # The exception has this frame, and should not hold the lease.
+        del mapped, fit
+        raise Differs(f"{of} does not fit into the {type(module).__name__}:{problems}")
     made: dict[str, Any] = {}
     parameters: dict[tuple[Any, ...], Any] = {}
     private: list[str] = []
-    for name, (row, kind) in chosen.items():
+    for name, (row, kind) in fit.chosen.items():
         if kind != "parameter":
             copied = writable_buffers
             made[name] = mapped.tensor(row, copied)
@@ -689,12 +702,12 @@ def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: boo
                 private.append(name)
             continue
         if row.identity not in parameters or 0 in row.array.shape:
-            old = targets[name][1]
+            old = fit.targets[name][1]
             parameter = torch.nn.Parameter(mapped.tensor(row, False), requires_grad=False)
             parameter.__dict__.update(old.__dict__)
             parameters[row.identity] = parameter
         made[name] = parameters[row.identity]
-    made |= {name: made[leader] for name, leader in follows.items()}
+    made |= {name: made[leader] for name, leader in fit.follows.items()}
     for name, tensor in made.items():
         owner, leaf = _owner(module, name)
         setattr(owner, leaf, tensor)
