@@ -346,7 +346,7 @@ def _plan(
         for count, storage in enumerate(storages.values()):
             storage.number = count
             found = None
-            if place != "cpu" and copy is not True and client.backend != "host":
+            if copy is not True and client.backend != "host":
                 found = _native.torch_pool_find(storage.storage.data_ptr())
             if found is None:
                 spans = [_span(item.tensor) for item in storage.items]
