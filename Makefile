@@ -14,10 +14,10 @@ BENCH  ?=
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build install demo smoke test test-gpu bench check check-ptx bundle deb test-deb clean
+.PHONY: help build install demo smoke test test-gpu test-python bench check check-ptx bundle wheel deb test-deb clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## build the commands into target/debug
 	$(CARGO) build --locked
@@ -36,7 +36,8 @@ smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the ro
 test: ## every test that needs no GPU, then the round trip of the two commands and the broker: on the GPU, if there is one
 	$(CARGO) test --locked --workspace --features launch
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
-	scripts/test-python $(BIN) $(STRICT)
+	scripts/test-protocol $(BIN) $(STRICT)
+	scripts/test-python $(CARGO) $(BIN) $(STRICT)
 	scripts/demo $(BIN) --backend auto
 	scripts/demo-broker $(BIN) --backend auto
 
@@ -44,13 +45,19 @@ test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
 	$(CARGO) build --locked --features launch --bins --examples
 	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
+test-python: ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
+	$(CARGO) build --locked --workspace
+	scripts/test-python $(CARGO) $(BIN) $(STRICT)
+
 bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say
 	$(CARGO) build --locked --release
 	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
 check: ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that take the library alone
 	$(CARGO) fmt --all --check
+	$(CARGO) fmt --all --check --manifest-path python/Cargo.toml
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
+	PYO3_NO_PYTHON=1 CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/python $(CARGO) clippy --locked --manifest-path python/Cargo.toml -- -D warnings
 	$(CARGO) build --locked --workspace --features launch
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
@@ -64,6 +71,9 @@ check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from
 
 bundle: ## dist/: stripped programs and tests for a GPU node, glibc 2.28 or newer; TARGET=aarch64-unknown-linux-gnu for another
 	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
+
+wheel: ## dist/: the Python package, for glibc 2.28 or newer, by maturin; TARGET=aarch64-unknown-linux-gnu for another machine
+	scripts/wheel $(CARGO) $(DIST) $(TARGET)
 
 deb: ## target/debian/: a Debian package with vmmfd, its unit of systemd, man pages and completions; by cargo-deb
 	scripts/deb $(CARGO)

@@ -25,6 +25,7 @@
 //! | serve a buffer at a path, or receive one | [`session::handoff`] |
 //! | share the same buffers again and again | [`session::stream`] |
 //! | keep memory under a name, so that it outlives its maker | [`broker`] |
+//! | load a model's weights into memory to share | [`weights::Checkpoint`] |
 //! | hand memory over through a channel of the program's own | [`memory::ArrayHandle`], or [`memory::Allocation`] |
 //! | make memory to share | [`memory::Shared`] with a [`memory::Spec`] |
 //! | see it as a typed array | [`memory::Array`] |
@@ -40,6 +41,7 @@
 //! | Floor | Module | What it does |
 //! |---|---|---|
 //! | tools | [`tools::doctor`], [`tools::bench`], [`tools::check`] | whether a machine can share memory, and what that costs; patterns and files |
+//! | service | [`weights`] | the tensors of safetensors files, read into memory that is shared |
 //! | service | [`broker`] | memory under names: a server that needs no driver, and its client |
 //! | meeting | [`session`] | the conversation between producer and consumer |
 //! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
@@ -48,7 +50,8 @@
 //!
 //! # The library alone
 //!
-//! The feature `tools`, on by default, is what the commands are made of; `broker`, also on by default, is [`broker`]. A program takes
+//! The feature `tools`, on by default, is what the commands are made of; `broker`, also on by default, is [`broker`], and `weights`,
+//! on by default too, is [`weights`]. A program takes
 //! the library without `tools`, and names the version of CUDA whose bindings cudarc is to have, which need not be the driver's:
 //!
 //! ```toml
@@ -117,6 +120,8 @@ pub mod session;
 pub(crate) mod sys;
 #[cfg(all(target_os = "linux", feature = "tools"))]
 pub mod tools;
+#[cfg(all(target_os = "linux", feature = "weights"))]
+pub mod weights;
 #[cfg(target_os = "linux")]
 pub mod wire;
 

@@ -8,7 +8,7 @@ use pyo3::{
 };
 use vmmfd::{
     Error,
-    error::{BrokerError, LoadError, MemoryError, PeerError, RefusalCode, SocketError},
+    error::{BrokerError, LoadError, MemoryError, PeerError, RefusalCode, SocketError, WeightsError},
 };
 
 /// An error of the library, or the exception that a callback raised.
@@ -115,6 +115,8 @@ impl Class {
             Error::Socket(SocketError::Denied { .. }) => Self::Denied,
             Error::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => Self::NotFound,
             Error::Peer(PeerError::Timeout { .. }) => Self::Timeout,
+            Error::Weights(WeightsError::Absent { .. }) => Self::NotFound,
+            Error::Weights(WeightsError::Denied { .. }) => Self::Denied,
             Error::Load(LoadError::MissingSymbol { .. }) => Self::Unsupported,
             _ => match error.kind() {
                 ErrorKind::Usage => Self::Invalid,

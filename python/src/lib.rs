@@ -25,6 +25,7 @@ mod signals;
 mod torch_pool;
 mod waiting;
 mod watch;
+mod weights;
 
 use std::time::Duration;
 
@@ -72,5 +73,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_descriptor, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
     // Weights
+    module.add_class::<weights::Weights>()?;
+    module.add_function(wrap_pyfunction!(weights::load_safetensors, module)?)?;
     Ok(())
 }

@@ -42,6 +42,9 @@ from ._errors import (
 from ._handoff import Served, serve, take
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 
+# Weights
+from ._weights import Weights, load_safetensors
+
 __all__ = [
     # Broker
     "Broker",
@@ -80,6 +83,9 @@ __all__ = [
     "Timeout",
     "Unsupported",
     "__version__",
+    # Weights
+    "Weights",
+    "load_safetensors",
     # Arrays
     "Array",
     "Device",
@@ -92,6 +98,12 @@ __all__ = [
     "serve",
     "take",
 ]
+
+# `typing` has it, and takes longer to import than this package may.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from . import torch as torch
 
 
 def __getattr__(name: str) -> object:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import vmmfd
-from vmmfd import Body, ProtocolError, Segment, VmmfdError
+import protocol
+from protocol import Body, ProtocolError, Segment, VmmfdError
 
 BROKER = "broker"
 NO_BACKEND = "none"
@@ -58,31 +58,31 @@ def _objects(fields: Body) -> Callable[[Any], bool]:
         if not isinstance(value, list):
             return False
         for item in value:
-            vmmfd._check("an item", item, fields)
+            protocol._check("an item", item, fields)
         return True
 
     return fits
 
 
 def _token(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 32 and vmmfd._hexadecimal(value)
+    return isinstance(value, str) and len(value) == 32 and protocol._hexadecimal(value)
 
 
 def _table(value: Any) -> bool:
     if not isinstance(value, dict) or len([name for name in ("inline", "length") if name in value]) != 1:
         return False
-    return "inline" in value or vmmfd._U64(value["length"]) and value["length"] > 0
+    return "inline" in value or protocol._U64(value["length"]) and value["length"] > 0
 
 
 def _lifetime(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return value.get("kind") in ("deleted", "maker", "leased") or value.get("kind") == "idle" and vmmfd._U64(value.get("ms"))
+    return value.get("kind") in ("deleted", "maker", "leased") or value.get("kind") == "idle" and protocol._U64(value.get("ms"))
 
 
-_U32, _U64, _NAME, _TEXT = vmmfd._u(32), vmmfd._U64, vmmfd._name, vmmfd._text
-_NAMES = vmmfd._list_of(_NAME)
-_SIZES = vmmfd._list_of(_U64)
+_U32, _U64, _NAME, _TEXT = protocol._u(32), protocol._U64, protocol._name, protocol._text
+_NAMES = protocol._list_of(_NAME)
+_SIZES = protocol._list_of(_U64)
 _OWNER = {"uid": _U32, "gid": _U32}
 
 
@@ -91,61 +91,61 @@ def _i32(value: Any) -> bool:
 
 
 _PROCESS = {"pid": _i32, "uid": _U32, "command?": _TEXT}
-_BYTES = {"device": {"uuid": vmmfd._uuid, "name": _NAME}, "bytes": _U64}
+_BYTES = {"device": {"uuid": protocol._uuid, "name": _NAME}, "bytes": _U64}
 _SUMMARY = {
-    "name": _NAME, "version": _U64, "id": vmmfd._uuid, "size": _U64, "devices": _objects(_BYTES), "backend": _NAME,
-    "parts": _U64, "segments": _U64, "arrays": _U64, "leases": _U64, "owner": _OWNER, "mode": vmmfd._u(16),
+    "name": _NAME, "version": _U64, "id": protocol._uuid, "size": _U64, "devices": _objects(_BYTES), "backend": _NAME,
+    "parts": _U64, "segments": _U64, "arrays": _U64, "leases": _U64, "owner": _OWNER, "mode": protocol._u(16),
     "created_ms": _U64,
 }
 _OBJECT = {
     "name": _NAME, "version?": _U64, "newer_than?": _U64, "parts?": _NAMES, "range?": {"offset": _U64, "length": _U64},
-    "arrays?": vmmfd._list_of(_TEXT), "expect?": {}, "digests?": {},
+    "arrays?": protocol._list_of(_TEXT), "expect?": {}, "digests?": {},
 }
-_TOKENS = vmmfd._list_of(_token)
-_RESTORE = {"version": _U64, "id": vmmfd._uuid, "created_ms": _U64, "owner": _OWNER, "leases": _TOKENS}
+_TOKENS = protocol._list_of(_token)
+_RESTORE = {"version": _U64, "id": protocol._uuid, "created_ms": _U64, "owner": _OWNER, "leases": _TOKENS}
 _EVENT = {
-    "seq": _U64, "at_ms": _U64, "kind": _TEXT, "name": _NAME, "version": _U64, "id": vmmfd._uuid, "uid": _U32,
+    "seq": _U64, "at_ms": _U64, "kind": _TEXT, "name": _NAME, "version": _U64, "id": protocol._uuid, "uid": _U32,
     "pid": _i32, "message?": _TEXT,
 }
 _ROOM = {"used": _U64, "allowed": _U64}
 _TOTAL = {"uid": _U32, "objects": _U64, "devices": _objects(_BYTES), "leases": _U64, "connections": _U64}
 _BODIES: dict[str, Body] = {
-    **{kind: vmmfd._BODIES[kind] for kind in ("hello", "segments", "received", "busy", "error")},
+    **{kind: protocol._BODIES[kind] for kind in ("hello", "segments", "received", "busy", "error")},
     "put": {
-        "name": _NAME, "replace?": vmmfd._flag, "if_version?": _U64, "announced?": _NAMES, "group?": _NAME,
-        "wait_ms?": _U64, "backend": _NAME, "metadata?": _table, "mode?": vmmfd._u(16), "lifetime?": _lifetime,
+        "name": _NAME, "replace?": protocol._flag, "if_version?": _U64, "announced?": _NAMES, "group?": _NAME,
+        "wait_ms?": _U64, "backend": _NAME, "metadata?": _table, "mode?": protocol._u(16), "lifetime?": _lifetime,
         "keep?": _U32, "request?": _token, "restore?": _RESTORE, "sizes": _SIZES,
-        "parts": _objects({"name": _NAME, "memory": vmmfd._MEMORY, "arrays?": _table, "digest?": _NAME}),
+        "parts": _objects({"name": _NAME, "memory": protocol._MEMORY, "arrays?": _table, "digest?": _NAME}),
     },
     "send": {},
-    "published": {"version": _U64, "id": vmmfd._uuid},
+    "published": {"version": _U64, "id": protocol._uuid},
     "get": {"objects": _objects(_OBJECT), "wait_ms?": _U64, "claim?": {"part?": _NAME, "group?": _NAME}},
     "lease": {
-        "token": _token, "name": _NAME, "version": _U64, "id": vmmfd._uuid, "created_ms": _U64, "owner": _OWNER,
-        "backend": _NAME, "metadata?": _table, "mode?": vmmfd._u(16), "lifetime?": _lifetime, "keep?": _U32,
-        "whole?": vmmfd._flag, "sizes": _SIZES,
+        "token": _token, "name": _NAME, "version": _U64, "id": protocol._uuid, "created_ms": _U64, "owner": _OWNER,
+        "backend": _NAME, "metadata?": _table, "mode?": protocol._u(16), "lifetime?": _lifetime, "keep?": _U32,
+        "whole?": protocol._flag, "sizes": _SIZES,
         "parts": _objects(
-            {"name": _NAME, "memory": vmmfd._MEMORY, "runs": _objects(vmmfd._PART), "arrays?": _table, "digest?": _NAME}
+            {"name": _NAME, "memory": protocol._MEMORY, "runs": _objects(protocol._PART), "arrays?": _table, "digest?": _NAME}
         ),
     },
     "claimed": {"token": _token},
     "list": {"prefix": _NAME, "after?": _NAME},
-    "objects": {"objects": _objects(_SUMMARY), "more": vmmfd._flag},
+    "objects": {"objects": _objects(_SUMMARY), "more": protocol._flag},
     "stat": {"name": _NAME, "version?": _U64},
     "version": {
         "summary": _SUMMARY, "versions": _SIZES, "lifetime": _lifetime, "keep": _U32, "metadata?": _table,
-        "parts": _objects({"name": _NAME, "memory": vmmfd._MEMORY, "arrays": _U64, "digest?": _NAME, "maker": _PROCESS}),
+        "parts": _objects({"name": _NAME, "memory": protocol._MEMORY, "arrays": _U64, "digest?": _NAME, "maker": _PROCESS}),
         "reports": _objects({"reader": _PROCESS, "at_ms": _U64, "message": _TEXT}),
     },
     "who": {"prefix": _NAME, "after?": _U64},
     "leases": {
         "leases": _objects(
             {
-                "number": _U64, "name": _NAME, "version": _U64, "id": vmmfd._uuid, "named": vmmfd._flag,
+                "number": _U64, "name": _NAME, "version": _U64, "id": protocol._uuid, "named": protocol._flag,
                 "since_ms": _U64, "size": _U64, **_PROCESS,
             }
         ),
-        "more": vmmfd._flag,
+        "more": protocol._flag,
         "totals": _objects(_TOTAL),
     },
     "delete": {"name": _NAME, "request?": _token},
@@ -155,12 +155,12 @@ _BODIES: dict[str, Body] = {
     "report": {"token": _token, "message": _TEXT},
     "stop": {},
     "resume": {"leases?": _TOKENS, "puts?": _TOKENS},
-    "resumed": {"instance": vmmfd._uuid, "lost": _TOKENS},
+    "resumed": {"instance": protocol._uuid, "lost": _TOKENS},
     "watch": {"prefix": _NAME, "after?": _U64, "instance?": _TEXT},
-    "events": {"instance": vmmfd._uuid, "lost?": vmmfd._flag, "events": _objects(_EVENT), "next": _U64},
+    "events": {"instance": protocol._uuid, "lost?": protocol._flag, "events": _objects(_EVENT), "next": _U64},
     "measure": {},
     "measured": {
-        "instance": vmmfd._uuid, "started_ms": _U64, "restarts": _U64, "objects": _U64, "versions": _U64,
+        "instance": protocol._uuid, "started_ms": _U64, "restarts": _U64, "objects": _U64, "versions": _U64,
         "leases": _U64, "connections": _U64, "watchers": _U64, "descriptors": _ROOM, "store": {"kind": _TEXT, **_ROOM},
         "requests": _objects({"verb": _TEXT, "outcome": _TEXT, "count": _U64}),
         "durations": _objects({"verb": _TEXT, "bounds_us": _SIZES, "counts": _SIZES, "sum_us": _U64}),
@@ -182,28 +182,28 @@ def _fd_count(kind: str, body: Body) -> int:
 
 def encode(kind: str, body: Body) -> bytes:
     """A record, less its descriptors."""
-    return vmmfd.frame(_NUMBERS[kind], body, _fd_count(kind, body))
+    return protocol.frame(_NUMBERS[kind], body, _fd_count(kind, body))
 
 
-def decode(record: bytes, fds: list[int]) -> vmmfd.Message:
+def decode(record: bytes, fds: list[int]) -> protocol.Message:
     """Reads a record that came with these descriptors. They are the caller's to close if it fails."""
-    number, claimed, text = vmmfd.unframe(record)
+    number, claimed, text = protocol.unframe(record)
     kind = _KINDS.get(number)
     if kind is None:
         raise ProtocolError(f"a message of kind {number}")
-    body = vmmfd.read_body(kind, text, _BODIES[kind])
+    body = protocol.read_body(kind, text, _BODIES[kind])
     if kind == "segments" and not body["sizes"]:
         raise ProtocolError("segments without sizes")
     most = {"announced": 64, "parts": 64, "objects": 64}
     if kind in ("put", "get") and any(len(body.get(name) or ()) > limit for name, limit in most.items()):
         raise ProtocolError(f"{kind} names more than a record may")
     want = _fd_count(kind, body)
-    if not claimed == len(fds) == want <= vmmfd.MAX_FDS:
+    if not claimed == len(fds) == want <= protocol.MAX_FDS:
         raise ProtocolError(f"{kind} came with {len(fds)} descriptors, claims {claimed} and calls for {want}")
-    return vmmfd.Message(kind, body, fds)
+    return protocol.Message(kind, body, fds)
 
 
-class _Channel(vmmfd.Channel):
+class _Channel(protocol.Channel):
     encode = staticmethod(encode)
     decode = staticmethod(decode)
 
@@ -276,7 +276,7 @@ class Lease:
 
     def close(self) -> None:
         parts, self.parts = self.parts, []
-        vmmfd.close_all([segment.fd for part in parts for _, segments in part.runs for segment in segments])
+        protocol.close_all([segment.fd for part in parts for _, segments in part.runs for segment in segments])
         if parts:
             self.client.send("release", {"token": self.body["token"]})
 
@@ -292,12 +292,12 @@ class Client:
 
     def __init__(self, path: str, timeout: float = 30.0) -> None:
         self._timeout = timeout
-        self._channel = _Channel(vmmfd._connect(path, timeout), timeout)
+        self._channel = _Channel(protocol._connect(path, timeout), timeout)
         try:
             self._channel.check_user()
             self._channel.hello(NO_BACKEND, [BROKER])
             if BROKER not in self._channel.greeted()["capabilities"]:
-                raise vmmfd.Refusal("object", "the process at the other end is no broker")
+                raise protocol.Refusal("object", "the process at the other end is no broker")
         except BaseException as error:
             self._channel.end(error)
             raise
@@ -306,7 +306,7 @@ class Client:
         """A message as it is."""
         self._channel.send(kind, body, fds)
 
-    def answer(self, *kinds: str) -> vmmfd.Message:
+    def answer(self, *kinds: str) -> protocol.Message:
         """What comes next, which must be one of these kinds."""
         message = self._channel.receive(*kinds, "refused")
         if message.kind == "refused":
@@ -347,15 +347,15 @@ class Client:
                     entry["arrays"] = table(part.arrays)
                 body["parts"].append(entry)
             segments = [segment for part in parts for segment in part.segments]
-            at = vmmfd.MAX_FDS - len(tables)
+            at = protocol.MAX_FDS - len(tables)
             body["sizes"] = [segment.size for segment in segments[:at]]
             self.send("put", body, tables + [segment.fd for segment in segments[:at]])
         finally:
-            vmmfd.close_all(tables)
+            protocol.close_all(tables)
         if at < len(segments):
             self.answer("send")
         while at < len(segments):
-            some = segments[at : at + vmmfd.MAX_FDS]
+            some = segments[at : at + protocol.MAX_FDS]
             sizes = [segment.size for segment in some]
             self.send("segments", {"first": at, "sizes": sizes}, [segment.fd for segment in some])
             at += len(some)
@@ -384,7 +384,7 @@ class Client:
                 self.send("received", {"segments": len(segments)})
                 _, some, fds = self.answer("segments")
                 if some["first"] != len(segments):
-                    vmmfd.close_all(fds)
+                    protocol.close_all(fds)
                     raise ProtocolError(f"segment {some['first']} came where {len(segments)} belongs")
                 segments += fds
                 sizes += some["sizes"]
@@ -395,7 +395,7 @@ class Client:
             metadata = _read_table(body.get("metadata"), tables, MAX_METADATA) or {}
             arrays = [_read_table(part.get("arrays"), tables, MAX_TABLE) or [] for part in body["parts"]]
         except BaseException:
-            vmmfd.close_all(tables + segments)
+            protocol.close_all(tables + segments)
             raise
         parts, came = [], iter(map(Segment, segments, sizes))
         for part, of in zip(body["parts"], arrays):

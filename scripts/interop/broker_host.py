@@ -18,10 +18,10 @@ from pathlib import Path
 import broker
 import host
 import support
-import vmmfd
+import protocol
 from broker import Client, Lease, Part, Refused
 from support import Child, Meeting, expect
-from vmmfd import Segment
+from protocol import Segment
 
 MIB = 1 << 20
 GRANULARITY = 2 * MIB
@@ -54,12 +54,12 @@ def done(meeting: Meeting, *arguments: str, code: int = 0) -> str:
         return command.ends(code)
 
 
-def memory(sizes: Sequence[int], size: int) -> vmmfd.Body:
+def memory(sizes: Sequence[int], size: int) -> protocol.Body:
     """The description of segments of the one device that host memory has."""
     name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").rstrip("\n")
     # V5 of the protocol.
     device = {"uuid": str(uuid.uuid5(uuid.UUID("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21"), name)), "name": "host memory"}
-    return vmmfd.description("vmm", device, size, sum(sizes), segments=len(sizes))
+    return protocol.description("vmm", device, size, sum(sizes), segments=len(sizes))
 
 
 def bytes_of(lease: Lease, part: int = 0) -> bytes:
@@ -92,7 +92,7 @@ def golden(_: Meeting) -> None:
     for record in records["refused"]:
         given = bytes.fromhex(record["hex"]), [0] * record["descriptors"]
         error = host.error_of(lambda given=given: broker.decode(*given))
-        expect(f"{record['name']} is refused", isinstance(error, vmmfd.ProtocolError), True)
+        expect(f"{record['name']} is refused", isinstance(error, protocol.ProtocolError), True)
 
 
 def puts(meeting: Meeting) -> None:

@@ -22,43 +22,43 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import support
-import vmmfd
+import protocol
 from support import Meeting, Unexpected, expect
 
 MIB = 1 << 20
 GRANULARITY = 2 * MIB
 
 
-def content(segment: vmmfd.Segment, immutable: bool = False) -> bytes:
+def content(segment: protocol.Segment, immutable: bool = False) -> bytes:
     """All of a memfd. Kernels before 6.7 map what is sealed against writing only privately."""
-    vmmfd.check_host_segment(segment.fd, segment.size, immutable)
+    protocol.check_host_segment(segment.fd, segment.size, immutable)
     flags = mmap.MAP_PRIVATE if immutable else mmap.MAP_SHARED
     with mmap.mmap(segment.fd, segment.size, flags, mmap.PROT_READ) as view:
         return bytes(view)
 
 
-def bytes_of(offered: vmmfd.Offered) -> bytes:
+def bytes_of(offered: protocol.Offered) -> bytes:
     """The bytes of all segments that came with a offered."""
     return b"".join(content(segment, offered.memory.get("immutable", False)) for segment in offered.segments)
 
 
-def asked_of(offered: vmmfd.Offered) -> bytes:
+def asked_of(offered: protocol.Offered) -> bytes:
     """The bytes of the range that was asked for."""
     begin = offered.range[0] - offered.offer["part"]["offset"]
     return bytes_of(offered)[begin : begin + offered.range[1]]
 
 
-def found_in(offered: vmmfd.Offered) -> vmmfd.Body:
+def found_in(offered: protocol.Offered) -> protocol.Body:
     """What a check of the range that was asked for finds."""
-    return vmmfd.check(asked_of(offered), offered.check["salt"], offered.range[0])
+    return protocol.check(asked_of(offered), offered.check["salt"], offered.range[0])
 
 
-def result(words: int, mismatches: int = 0) -> vmmfd.Body:
+def result(words: int, mismatches: int = 0) -> protocol.Body:
     """What should be found, but for the first mismatch."""
-    return vmmfd.result(words, mismatches)
+    return protocol.result(words, mismatches)
 
 
-def expect_result(what: str, found: vmmfd.Body, expected: vmmfd.Body) -> None:
+def expect_result(what: str, found: protocol.Body, expected: protocol.Body) -> None:
     figures = {**found.get("check", {}), "first_mismatch": None}
     expect(what, {**found, "check": figures} if "check" in found else found, expected)
 
@@ -76,7 +76,7 @@ def plain(meeting: Meeting) -> None:
             expect("bytes behind the data that are not zero", len(data[1000001:].strip(b"\0")), 0)
             found = found_in(offered)
             expect_result("what is found", found, result(250001))
-            expect_result("the producer's result", consumer.report(found), vmmfd.unchecked(True))
+            expect_result("the producer's result", consumer.report(found), protocol.unchecked(True))
         producer.ends(0)
 
 
@@ -88,7 +88,7 @@ def round_trip(meeting: Meeting) -> None:
             found = found_in(offered)
             expect_result("what is found", found, result(MIB // 4))
             with mmap.mmap(offered.segments[0].fd, offered.segments[0].size) as view:
-                view[:MIB] = vmmfd.pattern(offered.check["reply_salt"], 0, MIB // 4)
+                view[:MIB] = protocol.pattern(offered.check["reply_salt"], 0, MIB // 4)
             expect_result("what the producer finds", consumer.report(found), result(MIB // 4))
         producer.ends(0)
 
@@ -99,18 +99,18 @@ def ignores(meeting: Meeting) -> None:
         with meeting.producer("--size", "1MiB", *options) as producer:
             with meeting.consume() as consumer, consumer.request() as offered:
                 expect("the file is there", len(bytes_of(offered)) >= MIB, True)
-                expect_result("the producer's result", consumer.report(vmmfd.unchecked(True)), vmmfd.unchecked(True))
+                expect_result("the producer's result", consumer.report(protocol.unchecked(True)), protocol.unchecked(True))
             producer.ends(0)
     with meeting.producer("--size", "1MiB") as producer:
         with meeting.consume() as consumer, consumer.request():
-            expect_result("the producer's result", consumer.report(vmmfd.unchecked(False)), vmmfd.unchecked(False))
+            expect_result("the producer's result", consumer.report(protocol.unchecked(False)), protocol.unchecked(False))
         producer.ends(1)
 
 
 def impatient(meeting: Meeting) -> None:
     """a real consumer receives `busy` as often as its own short timeout needs, from a producer whose timeout is long"""
     device = host_device(meeting)
-    with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
+    with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
         patient = shared(device, segments, fill=lambda: time.sleep(2))
         with meeting.produce(30) as producer, meeting.consumer("--timeout", "500ms") as consumer:
             expect_result("what it finds", producer.serve(patient)[0], result(DATA_SIZE // 4 + 1))
@@ -134,9 +134,9 @@ def corrupt(meeting: Meeting) -> None:
             expect_result("what is found", found, result(MIB // 4, 1))
             first = found["check"]["first_mismatch"]
             expect("the first wrong word", first["index"], MIB // 8)
-            expect("what belongs there", first["expected"], vmmfd.word(offered.check["salt"], MIB // 8))
+            expect("what belongs there", first["expected"], protocol.word(offered.check["salt"], MIB // 8))
             expect("the bits that differ", first["expected"] ^ first["found"], 1)
-            expect_result("the producer's result", consumer.report(found), vmmfd.unchecked(False))
+            expect_result("the producer's result", consumer.report(found), protocol.unchecked(False))
         producer.ends(1)
 
 
@@ -154,7 +154,7 @@ def chunks(meeting: Meeting) -> None:
                 expect("the part that follows", offered.offer["part"], part)
                 expect("how many segments follow", len(offered.segments), 3)
                 expect_result("what is found in a part", found := found_in(offered), result(3 * MIB // 4 + 1))
-                expect_result("the producer's result", consumer.report(found), vmmfd.unchecked(True))
+                expect_result("the producer's result", consumer.report(found), protocol.unchecked(True))
         producer.ends(0)
 
 
@@ -167,10 +167,10 @@ def range_outside(meeting: Meeting) -> None:
 
 def refused(meeting: Meeting, **ask: object) -> str:
     """The code with which a request is refused."""
-    with contextlib.suppress(vmmfd.PeerError), meeting.consume() as consumer:
+    with contextlib.suppress(protocol.PeerError), meeting.consume() as consumer:
         try:
             consumer.request(**ask).close()
-        except vmmfd.PeerError as error:
+        except protocol.PeerError as error:
             code = error.code
             raise
         raise Unexpected(f"{ask} was expected to be refused, and was not")
@@ -244,13 +244,13 @@ def take_turn(meeting: Meeting) -> bool:
         return reply(consumer, offered)
 
 
-def reply(consumer: vmmfd.Consumer, offered: vmmfd.Offered) -> bool:
+def reply(consumer: protocol.Consumer, offered: protocol.Offered) -> bool:
     """Checks and replies. Whether both sides are content."""
     # Plain Python is slow where other programs run too.
     with consumer.working():
         found, size = found_in(offered), offered.memory["size"]
         with mmap.mmap(offered.segments[0].fd, offered.segments[0].size) as view:
-            view[:size] = vmmfd.pattern_bytes(offered.check["reply_salt"], 0, size)
+            view[:size] = protocol.pattern_bytes(offered.check["reply_salt"], 0, size)
     return consumer.report(found)["verified"]
 
 
@@ -276,7 +276,7 @@ def page(meeting: Meeting) -> None:
 # As a producer, to a real consumer
 
 
-def host_device(meeting: Meeting) -> vmmfd.Body:
+def host_device(meeting: Meeting) -> protocol.Body:
     """The device of host memory: as a real producer names it."""
     with meeting.producer() as producer:
         with meeting.consume() as consumer, consumer.request() as offered:
@@ -287,13 +287,13 @@ def host_device(meeting: Meeting) -> vmmfd.Body:
 
 
 @contextlib.contextmanager
-def memfds(sizes: list[int], data: bytes) -> Iterator[list[vmmfd.Segment]]:
+def memfds(sizes: list[int], data: bytes) -> Iterator[list[protocol.Segment]]:
     """Memory that a consumer takes: all of it is committed, it can't shrink, and its seals are final. It holds `data`, and
     zeros behind it."""
     segments = []
     try:
         for size in sizes:
-            segments.append(vmmfd.Segment(os.memfd_create("interop", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), size))
+            segments.append(protocol.Segment(os.memfd_create("interop", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), size))
             os.posix_fallocate(segments[-1].fd, 0, size)
             os.pwrite(segments[-1].fd, data[:size], 0)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -301,7 +301,7 @@ def memfds(sizes: list[int], data: bytes) -> Iterator[list[vmmfd.Segment]]:
             data = data[size:]
         yield segments
     finally:
-        vmmfd.close_all([segment.fd for segment in segments])
+        protocol.close_all([segment.fd for segment in segments])
 
 
 SALT = 0x12345678
@@ -309,15 +309,15 @@ SIZES = [GRANULARITY, 2 * GRANULARITY, GRANULARITY]
 DATA_SIZE = 7 * MIB + 3
 
 
-def shared(device: vmmfd.Body, segments: list[vmmfd.Segment], **more: object) -> vmmfd.Shared:
-    memory = vmmfd.description("vmm", device, DATA_SIZE, sum(SIZES), segments=len(segments))
-    return vmmfd.Shared(memory, segments, salt=SALT, **more)
+def shared(device: protocol.Body, segments: list[protocol.Segment], **more: object) -> protocol.Shared:
+    memory = protocol.description("vmm", device, DATA_SIZE, sum(SIZES), segments=len(segments))
+    return protocol.Shared(memory, segments, salt=SALT, **more)
 
 
 def serves(meeting: Meeting) -> None:
     """a real consumer verifies a buffer of several segments of this side's, and a part of it"""
     device = host_device(meeting)
-    with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
+    with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
         for options, words in [((), DATA_SIZE // 4 + 1), (("--range", "3MiB:1"), 1)]:
             with meeting.produce() as producer, meeting.consumer("--json", *options) as consumer:
                 (found,) = producer.serve(shared(device, segments))
@@ -330,7 +330,7 @@ def serves(meeting: Meeting) -> None:
 def serves_typed(meeting: Meeting) -> None:
     """a real consumer shows typed arrays of this side's, and refuses a type that it does not know"""
     device = host_device(meeting)
-    with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
+    with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
         for array, shown in [
             ({"dtype": "bfloat16", "shape": [2, 3]}, "array    bfloat16 2x3, strides 6x2: "),
             ({"dtype": "float32", "byte_order": "big", "shape": [5]}, "array    >float32 5, strides 4: "),
@@ -347,7 +347,7 @@ def serves_typed(meeting: Meeting) -> None:
             with meeting.produce() as producer, meeting.consumer() as consumer:
                 try:
                     producer.serve(shared(device, segments, array={"shape": [5], **fields}))
-                except vmmfd.PeerError as error:
+                except protocol.PeerError as error:
                     expect("code of the error", error.code, "protocol")
                 else:
                     raise Unexpected(f"{fields} was expected to be refused, and was not")
@@ -357,7 +357,7 @@ def serves_typed(meeting: Meeting) -> None:
 def serves_wrong_byte(meeting: Meeting) -> None:
     """a real consumer finds a wrong byte of this side's, and exits with 1"""
     device = host_device(meeting)
-    data = bytearray(vmmfd.pattern_bytes(SALT, 0, DATA_SIZE))
+    data = bytearray(protocol.pattern_bytes(SALT, 0, DATA_SIZE))
     data[5 * MIB] ^= 0x80
     with memfds(SIZES, bytes(data)) as segments, meeting.produce() as producer, meeting.consumer() as consumer:
         (found,) = producer.serve(shared(device, segments))
@@ -369,7 +369,7 @@ def serves_wrong_byte(meeting: Meeting) -> None:
 def asks_for_reply(meeting: Meeting) -> None:
     """a real consumer replies, and this side verifies it; it receives `busy` while this side works for long"""
     device = host_device(meeting)
-    with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
+    with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
 
         def read(offset: int, length: int) -> bytes:
             return b"".join(map(content, segments))[offset : offset + length]
@@ -386,11 +386,11 @@ def lies(meeting: Meeting) -> None:
     device = host_device(meeting)
     with memfds(SIZES, b"") as segments:
         for fd, said in [(segments[0].fd, segments[1].size), (segments[1].fd, segments[0].size)]:
-            memory = vmmfd.description("vmm", device, said, said, segments=1)
+            memory = protocol.description("vmm", device, said, said, segments=1)
             with meeting.produce() as producer, meeting.consumer() as consumer:
                 try:
-                    producer.serve(vmmfd.Shared(memory, [(fd, said)], salt=SALT))
-                except vmmfd.PeerError as error:
+                    producer.serve(protocol.Shared(memory, [(fd, said)], salt=SALT))
+                except protocol.PeerError as error:
                     expect("code of the error", error.code, "protocol")
                 else:
                     raise Unexpected(f"{said} bytes were expected to be refused, and were not")
@@ -403,7 +403,7 @@ def refuses(meeting: Meeting) -> None:
     with memfds(SIZES, b"") as segments, meeting.produce() as producer, meeting.consumer("--access", "rw") as consumer:
         try:
             producer.serve(shared(device, segments))
-        except vmmfd.Refusal as refusal:
+        except protocol.Refusal as refusal:
             expect("code of the error", refusal.code, "access")
         else:
             raise Unexpected("rw was expected to be refused, and was not")
@@ -430,13 +430,13 @@ def conform(meeting: Meeting, role: str, left_out: list[str]) -> None:
 def producer_conforms(meeting: Meeting) -> None:
     """this side's producer keeps every rule of the page: vmmfd conform"""
     device, through = host_device(meeting), threading.Event()
-    with memfds(SIZES, vmmfd.pattern_bytes(SALT, 0, DATA_SIZE)) as segments, ThreadPoolExecutor(1) as pool:
+    with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments, ThreadPoolExecutor(1) as pool:
         offering = shared(device, segments)
-        with vmmfd.Producer(meeting.path, "host", 1.0) as producer:
+        with protocol.Producer(meeting.path, "host", 1.0) as producer:
 
             def serve() -> None:
                 while not through.is_set():
-                    with contextlib.suppress(vmmfd.VmmfdError, OSError):
+                    with contextlib.suppress(protocol.VmmfdError, OSError):
                         producer.serve(offering)
 
             served = pool.submit(serve)
@@ -453,15 +453,15 @@ def consumer_conforms(meeting: Meeting) -> None:
 
     def consume() -> None:
         while not through.is_set():
-            with contextlib.suppress(vmmfd.VmmfdError, OSError), vmmfd.Consumer(meeting.path, "host", 1.0) as consumer:
+            with contextlib.suppress(protocol.VmmfdError, OSError), protocol.Consumer(meeting.path, "host", 1.0) as consumer:
                 with consumer.request(access="ro") as offered:
                     with consumer.working():
                         data, salt = asked_of(offered), offered.check.get("salt")
-                        found = vmmfd.unchecked(True) if salt is None else vmmfd.check(data, salt)
+                        found = protocol.unchecked(True) if salt is None else protocol.check(data, salt)
                     answer = consumer.report(found)
                     figures = answer.get("check") or {}
                     if answer["verified"] and figures.get("mismatches"):
-                        raise vmmfd.ProtocolError("a result is verified, and has mismatches")
+                        raise protocol.ProtocolError("a result is verified, and has mismatches")
 
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(consume)
@@ -480,15 +480,15 @@ def golden(_: Meeting) -> None:
         return
     records = json.loads(path.read_text(encoding="utf-8"))
     for record in records["records"]:
-        message = vmmfd.decode(bytes.fromhex(record["hex"]), [0] * record["descriptors"])
+        message = protocol.decode(bytes.fromhex(record["hex"]), [0] * record["descriptors"])
         expect(record["name"], (message.kind, message.body), (record["kind"], record["body"]))
     for record in records["refused"]:
-        error = error_of(lambda record=record: vmmfd.decode(bytes.fromhex(record["hex"]), [0] * record["descriptors"]))
-        expect(f"{record['name']} is refused", isinstance(error, (vmmfd.ProtocolError, vmmfd.VersionError)), True)
+        error = error_of(lambda record=record: protocol.decode(bytes.fromhex(record["hex"]), [0] * record["descriptors"]))
+        expect(f"{record['name']} is refused", isinstance(error, (protocol.ProtocolError, protocol.VersionError)), True)
     for value in records["words"]:
-        expect(f"word {value['index']}", vmmfd.word(value["salt"], value["index"]), value["word"])
+        expect(f"word {value['index']}", protocol.word(value["salt"], value["index"]), value["word"])
     for value in records["bytes"]:
-        found = vmmfd.pattern_bytes(value["salt"], value["offset"], value["size"])
+        found = protocol.pattern_bytes(value["salt"], value["offset"], value["size"])
         expect(f"bytes from {value['offset']} on", found.hex(), value["hex"])
 
 
@@ -500,21 +500,21 @@ def many(meeting: Meeting) -> None:
     device = {"uuid": "00000000-0000-0000-0000-000000000000", "name": ""}
     with open(os.devnull, "rb") as null, ThreadPoolExecutor(1) as pool:
         segments = [(null.fileno(), 3)] * 300
-        offering = vmmfd.Shared(vmmfd.description("vmm", device, 900, 900, segments=300), segments)
+        offering = protocol.Shared(protocol.description("vmm", device, 900, 900, segments=300), segments)
         with meeting.produce() as producer:
             served = pool.submit(producer.serve, offering)
             with meeting.consume() as consumer, consumer.request(range=(6, 890)) as offered:
                 expect("how many segments came", len(offered.segments), 297)
-                consumer.report(vmmfd.unchecked(True))
+                consumer.report(protocol.unchecked(True))
             expect("how many results", len(served.result(10)), 1)
-        memory = vmmfd.description("pool", device, 5, 5, pool=7, pointer=bytes(range(64)))
+        memory = protocol.description("pool", device, 5, 5, pool=7, pointer=bytes(range(64)))
         with meeting.produce() as producer:
-            served = pool.submit(producer.serve, vmmfd.Shared(memory, pool_fd=null.fileno()))
+            served = pool.submit(producer.serve, protocol.Shared(memory, pool_fd=null.fileno()))
             with meeting.consume() as consumer:
                 offers = []
                 for _ in range(2):
                     offers.append(consumer.request())
-                    consumer.report(vmmfd.unchecked(True))
+                    consumer.report(protocol.unchecked(True))
                 expect("the pointer", offers[0].pointer, bytes(range(64)))
                 expect("the pool is the same", offers[0].pool_fd, offers[1].pool_fd)
             expect("how many results", len(served.result(10)), 2)
@@ -522,8 +522,8 @@ def many(meeting: Meeting) -> None:
 
 def broken(_: Meeting) -> None:
     """a record that breaks the protocol is refused, and every descriptor that came is closed"""
-    good = vmmfd.encode("segments", {"first": 0, "sizes": [1]})
-    busy = vmmfd.encode("busy", {})
+    good = protocol.encode("segments", {"first": 0, "sizes": [1]})
+    busy = protocol.encode("busy", {})
     # Nothing but what is named is wrong with each.
     for name, record, fds in [
         ("magic", b"X" + good[1:], 1),
@@ -537,21 +537,21 @@ def broken(_: Meeting) -> None:
         ("none", good, 0),
         ("with busy", busy, 1),
         ("claimed with busy", busy[:12] + b"\1" + busy[13:], 1),
-        ("sizes", vmmfd.encode("segments", {"first": 0, "sizes": [-1]}), 1),
+        ("sizes", protocol.encode("segments", {"first": 0, "sizes": [-1]}), 1),
         ("no object", busy.replace(b"{}", b"[]"), 0),
         ("no JSON", busy.replace(b"{}", b"{]"), 0),
         ("too long", struct.pack("<4sHHII", b"VMFD", 1, 7, 65538, 0) + b"{}".ljust(65538), 0),
     ]:
         error, left_open = on_receiving(record, fds)
-        kind = vmmfd.VersionError if name == "version" else vmmfd.ProtocolError
+        kind = protocol.VersionError if name == "version" else protocol.ProtocolError
         expect(f"{name}: refused, and descriptors left open", (type(error), left_open), (kind, 0))
     error, left_open = on_receiving(b"", 1)
-    expect("nothing: hung up, and descriptors left open", (type(error), left_open), (vmmfd.PeerGone, 0))
+    expect("nothing: hung up, and descriptors left open", (type(error), left_open), (protocol.PeerGone, 0))
 
 
 def cut_off(_: Meeting) -> None:
     """descriptors that this process may not open are missed, and those that came are closed"""
-    record = vmmfd.encode("segments", {"first": 0, "sizes": [1] * 50})
+    record = protocol.encode("segments", {"first": 0, "sizes": [1] * 50})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         # Room for the two sockets, and for some of fifty: numbers above the lowest free one may be taken.
@@ -576,7 +576,7 @@ def on_receiving(record: bytes, fds: int) -> tuple[BaseException | None, int]:
     with ours, theirs:
         socket.send_fds(theirs, [record], [theirs.fileno()] * fds)
         before = open_fds()
-        found = error_of(vmmfd.Channel(ours, 1.0).receive)
+        found = error_of(protocol.Channel(ours, 1.0).receive)
         return found, len(open_fds() - before)
 
 
@@ -591,20 +591,20 @@ def close_on_exec(meeting: Meeting) -> None:
 
 def patterns(_: Meeting) -> None:
     """the pattern has the values that it always had, with numpy and without"""
-    expect("the classic pattern", vmmfd.pattern(0, 0, 2), struct.pack("<2I", 1337 ^ 0xDEADBEEF, 1339 ^ 0xDEADBEEF))
+    expect("the classic pattern", protocol.pattern(0, 0, 2), struct.pack("<2I", 1337 ^ 0xDEADBEEF, 1339 ^ 0xDEADBEEF))
     # Where i * 2 has wrapped, mix makes the difference: mix(1) is the finalizer's value of 1.
-    expect("behind 8 GiB", vmmfd.word(SALT, 1 << 31), 1337 ^ 0xDEADBEEF ^ SALT ^ 0x514E28B7)
+    expect("behind 8 GiB", protocol.word(SALT, 1 << 31), 1337 ^ 0xDEADBEEF ^ SALT ^ 0x514E28B7)
     try:
         import numpy
     except ModuleNotFoundError:
         print("left out, as there is no numpy: its pattern")
         return
     for first in (0, 12345, (1 << 31) - 50, (1 << 62) - 50):
-        expect(f"from {first} on", vmmfd.numpy_pattern(SALT, first, 100).tobytes(), vmmfd.pattern(SALT, first, 100))
+        expect(f"from {first} on", protocol.numpy_pattern(SALT, first, 100).tobytes(), protocol.pattern(SALT, first, 100))
     for wrong in ([], [7], [0, 99]):
-        words = vmmfd.numpy_pattern(SALT, 0, 100)
+        words = protocol.numpy_pattern(SALT, 0, 100)
         words[numpy.array(wrong, int)] ^= numpy.uint32(1)
-        expect(f"{wrong} wrong", vmmfd.numpy_check(words, SALT), vmmfd.check(words.tobytes(), SALT))
+        expect(f"{wrong} wrong", protocol.numpy_check(words, SALT), protocol.check(words.tobytes(), SALT))
 
 
 CHECKS = [

@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError as missing:
     support.not_run(f"no module named {missing.name}")
 
-import vmmfd
+import protocol
 
 # A multiple of 2 MiB lies in a block of its own: the handle opens nothing else.
 SIZE = 4 << 20
@@ -40,7 +40,7 @@ def consume(meeting: Meeting) -> None:
     take(meeting)
 
 
-def take(meeting: Meeting) -> vmmfd.Body:
+def take(meeting: Meeting) -> protocol.Body:
     """Returns the device, as the producer names it."""
     options = "--mechanism", "legacy", "--size", str(SIZE), "--seed", str(SALT), "--round-trip"
     with meeting.producer(*options) as producer:
@@ -51,8 +51,8 @@ def take(meeting: Meeting) -> vmmfd.Body:
                 base = runtime.ipcOpenMemHandle(offered.pointer)
                 try:
                     address = base + offered.memory.get("offset", 0)
-                    found = vmmfd.numpy_check(cupy.asnumpy(words_at(address, SIZE)), SALT)
-                    put(address, vmmfd.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4))
+                    found = protocol.numpy_check(cupy.asnumpy(words_at(address, SIZE)), SALT)
+                    put(address, protocol.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4))
                 finally:
                     runtime.ipcCloseMemHandle(base)
             support.expect_verified("what CuPy finds", found, SIZE // 4)
@@ -69,11 +69,11 @@ def produce(meeting: Meeting) -> None:
     block = runtime.malloc(2 * SIZE)
     try:
         put(block, numpy.zeros(SIZE // 4, numpy.uint32))
-        put(block + SIZE, vmmfd.numpy_pattern(SALT, 0, SIZE // 4))
+        put(block + SIZE, protocol.numpy_pattern(SALT, 0, SIZE // 4))
         handle = runtime.ipcGetMemHandle(block)
-        memory = vmmfd.description("legacy", device, SIZE, SIZE, pointer=handle, offset=SIZE)
+        memory = protocol.description("legacy", device, SIZE, SIZE, pointer=handle, offset=SIZE)
         with meeting.produce() as producer, meeting.consumer() as consumer:
-            (found,) = producer.serve(vmmfd.Shared(memory, salt=SALT))
+            (found,) = producer.serve(protocol.Shared(memory, salt=SALT))
             support.expect_verified("what the consumer finds", found, SIZE // 4)
             consumer.ends(0)
     finally:

@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as missing:
     support.not_run(f"no module named {missing.name}")
 
-import vmmfd
+import protocol
 
 # A multiple of 2 MiB lies in a block of its own: the handle opens nothing else.
 SIZE = 4 << 20
@@ -26,7 +26,7 @@ def consume(meeting: Meeting) -> None:
     take(meeting)
 
 
-def take(meeting: Meeting) -> vmmfd.Body:
+def take(meeting: Meeting) -> protocol.Body:
     """Returns the device, as the producer names it."""
     options = "--mechanism", "legacy", "--size", str(SIZE), "--seed", str(SALT), "--round-trip"
     with meeting.producer(*options) as producer:
@@ -37,8 +37,8 @@ def take(meeting: Meeting) -> vmmfd.Body:
             with consumer.working():
                 # The bytes as they are: all else that the handle needs is known here.
                 with cuda.open_ipc_array(offered.pointer, (SIZE // 4,), numpy.uint32, offset=offset) as words:
-                    found = vmmfd.numpy_check(words.copy_to_host(), SALT)
-                    words.copy_to_device(vmmfd.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4))
+                    found = protocol.numpy_check(words.copy_to_host(), SALT)
+                    words.copy_to_device(protocol.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4))
                     cuda.synchronize()
             support.expect_verified("what Numba finds", found, SIZE // 4)
             support.expect_verified("what the producer finds", consumer.report(found), SIZE // 4)
@@ -50,14 +50,14 @@ def produce(meeting: Meeting) -> None:
     """a real consumer opens the IPC handle of a device array of Numba's"""
     device = take(meeting)
     words = cuda.device_array((SIZE // 4,), numpy.uint32)
-    words.copy_to_device(vmmfd.numpy_pattern(SALT, 0, SIZE // 4))
+    words.copy_to_device(protocol.numpy_pattern(SALT, 0, SIZE // 4))
     cuda.synchronize()
     # What words.get_ipc_handle() wraps for Numba at the other end: from the context it comes with names.
     handle = cuda.current_context().get_ipc_handle(words.gpu_data)
     pointer = bytes(handle.handle.reserved)
-    memory = vmmfd.description("legacy", device, SIZE, SIZE, pointer=pointer, offset=handle.offset)
+    memory = protocol.description("legacy", device, SIZE, SIZE, pointer=pointer, offset=handle.offset)
     with meeting.produce() as producer, meeting.consumer() as consumer:
-        (found,) = producer.serve(vmmfd.Shared(memory, salt=SALT))
+        (found,) = producer.serve(protocol.Shared(memory, salt=SALT))
         support.expect_verified("what the consumer finds", found, SIZE // 4)
         consumer.ends(0)
 

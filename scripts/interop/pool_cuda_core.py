@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as missing:
     support.not_run(f"no module named {missing.name}")
 
-import vmmfd
+import protocol
 
 SIZE = 4 << 20
 SALT = 0x5EED
@@ -59,7 +59,7 @@ def consume(meeting: Meeting) -> None:
     take(meeting)
 
 
-def take(meeting: Meeting) -> vmmfd.Body:
+def take(meeting: Meeting) -> protocol.Body:
     """Returns the device, as the producer names it."""
     device = Device(0)
     device.set_current()
@@ -78,8 +78,8 @@ def take(meeting: Meeting) -> vmmfd.Body:
                 try:
                     stream.sync()
                     address = int(buffer.handle) + offset
-                    found = vmmfd.numpy_check(cuda_driver.words_from(address, SIZE // 4), SALT)
-                    reply = vmmfd.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4)
+                    found = protocol.numpy_check(cuda_driver.words_from(address, SIZE // 4), SALT)
+                    reply = protocol.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4)
                     cuda_driver.put_words(address, reply)
                 finally:
                     buffer.close(stream)
@@ -98,9 +98,9 @@ def produce(meeting: Meeting) -> None:
     device.set_current()
     stream = device.create_stream()
     with pool_buffer(device, stream, SIZE) as (pool, buffer):
-        cuda_driver.put_words(int(buffer.handle), vmmfd.numpy_pattern(SALT, 0, SIZE // 4))
-        memory = vmmfd.description("pool", named, SIZE, SIZE, pool=0, pointer=payload_of(buffer))
-        shared = vmmfd.Shared(memory, pool_fd=int(pool.allocation_handle), salt=SALT)
+        cuda_driver.put_words(int(buffer.handle), protocol.numpy_pattern(SALT, 0, SIZE // 4))
+        memory = protocol.description("pool", named, SIZE, SIZE, pool=0, pointer=payload_of(buffer))
+        shared = protocol.Shared(memory, pool_fd=int(pool.allocation_handle), salt=SALT)
         with meeting.produce() as producer, meeting.consumer() as consumer:
             (found,) = producer.serve(shared)
             support.expect_verified("what the consumer finds", found, SIZE // 4)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import vmmfd
+import protocol
 
 NOT_RUN = 77
 """The exit code of a script that lacks what it is about."""
@@ -29,9 +29,9 @@ def expect(what: str, found: object, expected: object) -> None:
         raise Unexpected(f"{what}: expected {expected!r}, found {found!r}")
 
 
-def expect_verified(what: str, result: vmmfd.Body, words: int) -> None:
+def expect_verified(what: str, result: protocol.Body, words: int) -> None:
     """A `result` must say that all was right, and that so many words were checked, if any."""
-    expect(what, result, vmmfd.result(words) if words else vmmfd.unchecked(True))
+    expect(what, result, protocol.result(words) if words else protocol.unchecked(True))
 
 
 def not_run(reason: str) -> NoReturn:
@@ -108,9 +108,9 @@ class Meeting:
     def consumer(self, *options: str) -> Child:
         return self._child("consumer", options)
 
-    def consume(self, timeout: float | None = None) -> vmmfd.Consumer:
+    def consume(self, timeout: float | None = None) -> protocol.Consumer:
         self.wait_for_socket()
-        return vmmfd.Consumer(self.path, self._backend, timeout or self._timeout)
+        return protocol.Consumer(self.path, self._backend, timeout or self._timeout)
 
     def wait_for_socket(self) -> None:
         """Waits for the producer that was started to listen, unless it could not begin."""
@@ -118,8 +118,8 @@ class Meeting:
             self._latest.must_run()
             time.sleep(0.005)
 
-    def produce(self, timeout: float | None = None) -> vmmfd.Producer:
-        return vmmfd.Producer(self.path, self._backend, timeout or self._timeout)
+    def produce(self, timeout: float | None = None) -> protocol.Producer:
+        return protocol.Producer(self.path, self._backend, timeout or self._timeout)
 
 
 Check = Callable[[Meeting], None]
@@ -146,7 +146,7 @@ def _passes(check: Check, commands: Path, backend: str, timeout: float) -> bool:
         try:
             check(Meeting(commands, folder, backend, timeout))
         except Exception as error:
-            if not isinstance(error, (Unexpected, vmmfd.VmmfdError)):
+            if not isinstance(error, (Unexpected, protocol.VmmfdError)):
                 traceback.print_exc()
             print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
             return False

@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as missing:
     support.not_run(f"no module named {missing.name}")
 
-import vmmfd
+import protocol
 
 SHAPE = (1024, 1024)
 COUNT = SHAPE[0] * SHAPE[1]
@@ -59,7 +59,7 @@ def primary_context(ordinal: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mapped(offered: vmmfd.Offered, ordinal: int) -> Iterator[int]:
+def mapped(offered: protocol.Offered, ordinal: int) -> Iterator[int]:
     """The address at which the segments lie side by side. Closes their descriptors: the handles keep the memory."""
     total = sum(segment.size for segment in offered.segments)
     with contextlib.ExitStack() as undo:
@@ -89,7 +89,7 @@ def access_of(ordinal: int, access: str) -> driver.CUmemAccessDesc:
     return description
 
 
-def look(address: int, ordinal: int, reply_salt: int | None) -> vmmfd.Body:
+def look(address: int, ordinal: int, reply_salt: int | None) -> protocol.Body:
     """Views the memory, verifies it with both libraries and writes the reply, half with each. No view outlives this."""
     memory = cupy.cuda.UnownedMemory(address, SIZE, None, ordinal)
     array = cupy.ndarray(SHAPE, cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
@@ -101,12 +101,12 @@ def look(address: int, ordinal: int, reply_salt: int | None) -> vmmfd.Body:
     # As integers: the pattern has NaNs, which are equal to nothing.
     cupy_words, torch_words = array.view(cupy.uint32).reshape(COUNT), tensor.view(torch.int32).view(COUNT)
     expect("the address of the words", (cupy_words.data.ptr, torch_words.data_ptr()), (address, address))
-    found = vmmfd.numpy_check(cupy.asnumpy(cupy_words), SALT)
-    by_torch = vmmfd.numpy_check(torch_words.cpu().numpy().view(numpy.uint32), SALT)
+    found = protocol.numpy_check(cupy.asnumpy(cupy_words), SALT)
+    by_torch = protocol.numpy_check(torch_words.cpu().numpy().view(numpy.uint32), SALT)
     expect("what PyTorch finds", by_torch, found)
 
     if reply_salt is not None:
-        reply, half = vmmfd.numpy_pattern(reply_salt, 0, COUNT), COUNT // 2
+        reply, half = protocol.numpy_pattern(reply_salt, 0, COUNT), COUNT // 2
         cupy_words[:half].set(reply[:half])
         torch_words[half:].copy_(torch.from_numpy(reply[half:].view(numpy.int32)))
     cupy.cuda.Device(ordinal).synchronize()

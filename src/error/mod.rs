@@ -10,6 +10,8 @@ mod parse;
 mod peer;
 mod protocol;
 mod socket;
+#[cfg(feature = "weights")]
+mod weights;
 
 use std::{borrow::Cow, io};
 
@@ -18,6 +20,8 @@ use nix::sys::signal::Signal;
 #[cfg(feature = "broker")]
 pub use self::broker::{BrokerError, RefusalCode};
 pub use self::protocol::{ErrorCode, ProtocolError, UnknownCode};
+#[cfg(feature = "weights")]
+pub use self::weights::WeightsError;
 pub use self::{
     device::DeviceError, load::LoadError, memory::MemoryError, parse::ParseError, peer::PeerError, socket::SocketError,
 };
@@ -72,6 +76,11 @@ pub enum Error {
     #[cfg(feature = "broker")]
     #[error(transparent)]
     Broker(#[from] BrokerError),
+
+    /// Files of weights can not be loaded.
+    #[cfg(feature = "weights")]
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
 
     /// The caller combined what does not belong together, or asked for what the state of an object does not allow. Nothing was
     /// changed.
@@ -195,6 +204,8 @@ impl Error {
                 RefusalCode::Invalid => ErrorKind::Usage,
                 _ => ErrorKind::Peer,
             },
+            #[cfg(feature = "weights")]
+            Self::Weights(_) => ErrorKind::Usage,
             Self::Memory(_) | Self::Socket(_) | Self::Misuse { .. } => ErrorKind::Usage,
             Self::Interrupted { .. } => ErrorKind::Interrupted,
         }

@@ -19,12 +19,14 @@ use crate::{
     command_line::{fits, object},
     running::{Ended, Meeting, Run, Running, wait_for},
     terminal::on_terminal,
+    weights::{self, tensor},
 };
 
 cases! {
     on crate::broker_commands::Broker; every backend: [
     what_a_process_puts_another_gets_after_its_end,
     an_array_is_what_the_options_say,
+    a_models_weights_are_arrays_of_the_object,
     a_name_is_replaced_only_when_that_is_asked_for,
     what_does_not_exist_is_exit_code_1,
     a_get_waits_for_the_object_and_not_for_longer,
@@ -212,6 +214,59 @@ fn an_array_is_what_the_options_say(broker: Broker) {
     let file = broker.file("input", &data(25));
     let wrong = broker.refusal(&["put", "b", "--from", text(&file), "--dtype", "bf16", "--shape", "3x4"], 2, "usage");
     assert!(wrong.contains("24 bytes, and there are 25"), "{wrong}");
+}
+
+fn a_models_weights_are_arrays_of_the_object(broker: Broker) {
+    let folder = broker.place.folder().join("model");
+    fs::create_dir(&folder).unwrap();
+    let written = [tensor("a", "F32", &[5], 20), tensor("b", "BF16", &[1 << 20, 2], 4 << 20)];
+    weights::write(&folder.join("1.safetensors"), &written, json!({"format": "pt"}));
+    weights::write(&folder.join("2.safetensors"), &[tensor("c", "U8", &[], 1)], json!({"format": "pt", "step": "7"}));
+    let put = broker.json(&["put", "m", "--safetensors", text(&folder), "--meta", r#"{"engine": "x"}"#, "--digest"]);
+    assert_eq!((&put["arrays"], &put["array"], &put["segments"]), (&json!(3), &json!(null), &json!(1)));
+    let stat = broker.json(&["stat", "m"]);
+    assert_eq!(stat["metadata"], json!({"engine": "x", "safetensors": {"format": "pt", "step": "7"}}));
+    assert_eq!((&stat["parts"][0]["name"], &stat["parts"][0]["digest"]), (&json!("all"), &put["digest"]));
+    let copy = broker.place.folder().join("copy");
+    let got = broker.json(&["get", "m", "--to", text(&copy)]);
+    assert_eq!(got["verified"], true);
+    let arrays = got["parts"][0]["arrays"].as_array().unwrap();
+    let names: Vec<&Value> = arrays.iter().map(|array| &array["name"]).collect();
+    assert_eq!(names, ["a", "b", "c"]);
+    assert_eq!(
+        (&arrays[1]["array"]["dtype"], &arrays[1]["array"]["shape"]),
+        (&json!("bfloat16"), &json!([1 << 20, 2]))
+    );
+    let (copy, begin) = (fs::read(&copy).unwrap(), arrays[1]["array"]["offset"].as_u64().unwrap() as usize);
+    assert_eq!(begin, 256);
+    assert!(copy[begin..][..4 << 20] == written[1].bytes);
+    // Files by their names, in an order, and segments of another size; metadata of the same key is the caller's.
+    let files = ["2.safetensors", "1.safetensors"].map(|name| folder.join(name));
+    let named = ["--safetensors", text(&files[0]), text(&files[1]), "--replace", "--chunk", "2MiB"];
+    let put = broker.json(&[&["put", "m"][..], &named, &["--meta", r#"{"safetensors": 1}"#]].concat());
+    assert_eq!((&put["segments"], &put["version"], &put["digest"]), (&json!(3), &json!(2), &json!(null)));
+    assert_eq!(broker.json(&["stat", "m"])["metadata"], json!({"safetensors": 1}));
+    assert_eq!(broker.json(&["get", "m"])["parts"][0]["arrays"][0]["name"], "c");
+    let shown = broker.end(&["put", "m", "--safetensors", text(&folder), "--replace"]);
+    assert!(shown.code(0).stdout.contains(" of 3 arrays, "), "{}", shown.stdout);
+    // Nothing of a file that lies reaches the broker, or a device.
+    let lies = broker.file("lies.safetensors", b"\x02\0\0\0\0\0\0\0{}with more behind");
+    for (arguments, words) in [
+        (&["put", "x", "--safetensors", text(&lies), "--device", "9"][..], "no tensor has its last 16 bytes"),
+        (&["put", "x", "--safetensors", "/nonexistent/x"], "/nonexistent/x does not exist"),
+        (&["put", "x", "--safetensors", "-"], "standard input"),
+        (&["put", "x", "--safetensors", text(&folder), "--from", text(&lies)], "cannot be used with"),
+        (&["put", "x", "--safetensors", text(&folder), "--dtype", "u8"], "cannot be used with"),
+        (&["put", "x"], "--from"),
+    ] {
+        let message = broker.refusal(arguments, 2, "usage");
+        assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
+    }
+    let many = "n".repeat(1 << 20);
+    weights::write(&lies, &[tensor("a", "U8", &[1], 1)], json!({ "much": many }));
+    let message = broker.refusal(&["put", "x", "--safetensors", text(&lies)], 2, "usage");
+    assert!(message.contains("the metadata has"), "{message}");
+    assert_eq!(broker.names(), ["m"]);
 }
 
 fn a_name_is_replaced_only_when_that_is_asked_for(broker: Broker) {

@@ -66,3 +66,4 @@ mod stream;
 mod support;
 mod terminal;
 mod users;
+mod weights;

@@ -14,7 +14,10 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::running::{Meeting, Run, wait_for};
+use crate::{
+    running::{Meeting, Run, wait_for},
+    weights,
+};
 
 /// So slow is each copy of the emulated driver in the tests of long work, in milliseconds.
 const SLOW: &str = "cuMemcpyHtoD_v2:60";
@@ -176,6 +179,37 @@ fn a_long_transfer_shows_one_bar_that_moves_and_goes() {
         let steps = screen.iter().filter(|row| row.starts_with("producer  ")).count();
         assert_eq!(steps, 11, "{screen:?}");
     }
+}
+
+#[test]
+fn weights_show_a_bar_while_they_are_loaded() {
+    let meeting = Meeting::fake();
+    let file = meeting.folder().join("w.safetensors");
+    weights::large(&file, 96 << 20);
+    let broker = |arguments: &[&str]| {
+        let mut run = meeting.bare("vmmfd");
+        run.command.args(arguments).args(["--socket".as_ref(), meeting.socket().as_os_str()]);
+        run
+    };
+    let mut server = broker(&["serve", "--emulated"]).start();
+    server.until("listening");
+    let put = broker(&["put", "w", "--backend", "cuda", "--safetensors", file.to_str().unwrap()]);
+    let shown = on_terminal(put.env("FAKECUDA_SLOW", SLOW), 80).end();
+    assert_eq!(shown.code, Some(0), "{}", shown.text());
+    let mut bars = shown.bars();
+    bars.dedup();
+    assert!(bars.len() > 2 && bars.iter().all(|bar| bar.contains("/96.00 MiB")), "{bars:?}");
+    let screen = shown.screen();
+    assert!(screen[0].starts_with("put  ") && !screen.iter().any(|row| is_bar(row)), "{screen:?}");
+    let put = broker(&["put", "x", "--backend", "cuda", "--safetensors", file.to_str().unwrap()]);
+    let mut slow = on_terminal(put.env("FAKECUDA_SLOW", "cuMemcpyHtoD_v2:300"), 80);
+    slow.until("/96.00 MiB");
+    slow.interrupt();
+    let shown = slow.end();
+    assert_eq!(shown.code, Some(130), "{}", shown.text());
+    assert!(!shown.screen().iter().any(|row| is_bar(row)), "{:?}", shown.screen());
+    server.signal(Signal::SIGTERM);
+    server.end().code(0);
 }
 
 #[test]

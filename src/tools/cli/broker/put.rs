@@ -1,4 +1,4 @@
-//! `put`: hands a file's bytes over to a broker, in the memory of a GPU.
+//! `put`: hands a file's bytes over to a broker, or the tensors of safetensors files, in the memory of a GPU.
 
 use std::path::PathBuf;
 
@@ -32,14 +32,21 @@ use crate::{
         stamp,
         units::bytes,
     },
-    wire::Check,
+    weights::{Checkpoint, LoadOptions, Loaded},
+    wire::{
+        Check,
+        broker::{MAX_ARRAYS, MAX_METADATA},
+    },
 };
 
 /// The name of the one part, and of the array in it.
 const PART: &str = "all";
 const ARRAY: &str = "array";
 
-/// Loads a file into the memory of a GPU and hands that over to a broker, under a name
+/// The key of the metadata that the files' own are under.
+const SAFETENSORS: &str = "safetensors";
+
+/// Loads a file, or a model's weights, into the memory of a GPU and hands that over to a broker, under a name
 ///
 /// The broker keeps it, and this command ends. Readers see the object whole or not at all.
 #[derive(Debug, Args)]
@@ -61,7 +68,7 @@ pub(in super::super) struct PutOptions {
     #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Object")]
     meta: Option<Check>,
 
-    /// Compute the digest of the file (BLAKE3) for readers to verify
+    /// Compute the digest of the bytes (BLAKE3) for readers to verify
     #[arg(long, help_heading = "Object")]
     digest: bool,
 
@@ -78,8 +85,27 @@ pub(in super::super) struct PutOptions {
     keep: Option<u32>,
 
     /// File whose bytes to put
-    #[arg(long, value_name = "FILE", value_parser = parse_source, help_heading = "Buffer")]
-    from: PathBuf,
+    #[arg(
+        long,
+        value_name = "FILE",
+        value_parser = parse_source,
+        required_unless_present = "safetensors",
+        conflicts_with = "safetensors",
+        help_heading = "Buffer"
+    )]
+    from: Option<PathBuf>,
+
+    /// Safetensors files whose tensors to put, each an array of its name: files, a folder with all of a model's (those of its
+    /// *.safetensors.index.json, if it has one), or an index. What the files say of themselves is in the metadata, under `safetensors`
+    #[arg(
+        long,
+        value_name = "FILE|DIR",
+        num_args = 1..,
+        value_parser = parse_source,
+        conflicts_with_all = ["dtype", "shape", "order"],
+        help_heading = "Buffer"
+    )]
+    safetensors: Vec<PathBuf>,
 
     #[command(flatten)]
     array: ArrayOptions,
@@ -92,7 +118,8 @@ pub(in super::super) struct PutOptions {
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
     device: Selector,
 
-    /// Allocate it in chunks of this size, mapped side by side; rounded up like sizes [default: one allocation]
+    /// Allocate it in chunks of this size, mapped side by side; rounded up like sizes [default: one allocation;
+    /// 1GiB with --safetensors]
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
     chunk: Option<u64>,
 
@@ -124,8 +151,33 @@ struct PutReport {
     size: u64,
     segments: u64,
     array: Option<ArrayDescriptor>,
+    /// How many arrays it has.
+    arrays: usize,
     digest: Option<String>,
     steps: Vec<Step>,
+}
+
+/// What is put.
+enum Input {
+    File { source: Source, array: Option<ArrayDescriptor> },
+    Weights(Box<Checkpoint>),
+}
+
+impl Input {
+    /// The arrays that readers find.
+    fn arrays(&self) -> Vec<ArrayEntry> {
+        let entry = |name: &str, array: &ArrayDescriptor| ArrayEntry {
+            name: name.to_owned(),
+            array: array.clone(),
+            attributes: None,
+        };
+        match self {
+            Self::File { array, .. } => array.iter().map(|array| entry(ARRAY, array)).collect(),
+            Self::Weights(checkpoint) => {
+                checkpoint.tensors().iter().map(|tensor| entry(&tensor.name, &tensor.array)).collect()
+            }
+        }
+    }
 }
 
 impl PutOptions {
@@ -158,8 +210,73 @@ impl PutOptions {
         }
     }
 
-    /// Loads the file into new memory. Returns its digest too.
+    /// Opens what is to be put, and checks what can be checked of it before memory is taken.
+    fn input(&self) -> Result<Input> {
+        let Some(from) = &self.from else {
+            let checkpoint = Checkpoint::open(&self.safetensors)?;
+            let tensors = checkpoint.tensors().len();
+            if tensors > MAX_ARRAYS {
+                let message = format!("{tensors} tensors are too many: an object has at most {MAX_ARRAYS} arrays");
+                return Err(BrokerError::new(RefusalCode::Invalid, message).into());
+            }
+            return Ok(Input::Weights(Box::new(checkpoint)));
+        };
+        let source = Source::open(from)?;
+        let array = self.array.resolve(Some(source.size()))?;
+        Ok(Input::File { source, array })
+    }
+
+    /// What to say of this version: what the options say, and what the files say of themselves.
+    fn metadata(&self, input: &Input) -> Result<Option<Check>> {
+        let mut metadata = self.meta.clone();
+        if let Input::Weights(checkpoint) = input
+            && !checkpoint.metadata().is_empty()
+        {
+            let own = checkpoint.metadata().clone();
+            metadata.get_or_insert_default().entry(SAFETENSORS).or_insert_with(|| own.into());
+        }
+        let length =
+            metadata.as_ref().and_then(|fields| serde_json::to_string(fields).ok()).map_or(0, |text| text.len());
+        if length as u64 > MAX_METADATA {
+            let message = format!("the metadata has {length} bytes, and at most {MAX_METADATA} are allowed");
+            return Err(BrokerError::new(RefusalCode::Invalid, message).into());
+        }
+        Ok(metadata)
+    }
+
+    /// Loads it into new memory. Returns its digest too, if it is asked for.
     fn load(
+        &self,
+        input: &Input,
+        device: &Device,
+        steps: &mut Steps,
+        cancel: &Cancel,
+        progress: &Progress,
+    ) -> Result<(Shared, Option<String>)> {
+        match input {
+            Input::File { source, .. } => {
+                let (memory, digest) = self.load_file(source, device, steps, cancel, progress)?;
+                Ok((memory, self.digest.then_some(digest)))
+            }
+            Input::Weights(checkpoint) => {
+                let options = LoadOptions::new().sealed();
+                let options = self.chunk.map_or(options, |chunk| options.chunk(chunk));
+                let options = if self.rdma { options.gpu_direct_rdma() } else { options };
+                let options = if self.digest { options.digest() } else { options };
+                let loaded = steps.time("load", || {
+                    checkpoint.load(device, &options, &mut |done| {
+                        progress.bytes(done, checkpoint.size());
+                        cancel.check()
+                    })
+                });
+                let Loaded { memory, digest } = loaded?;
+                Ok((memory, digest))
+            }
+        }
+    }
+
+    /// Loads a file into new memory. Returns its digest too.
+    fn load_file(
         &self,
         source: &Source,
         device: &Device,
@@ -184,6 +301,23 @@ impl PutOptions {
         })?;
         Ok((memory, digest))
     }
+
+    /// What is put of it.
+    fn put<'a>(
+        &self,
+        memory: &'a Shared,
+        arrays: Vec<ArrayEntry>,
+        digest: Option<&str>,
+        metadata: Option<Check>,
+    ) -> Result<Put<'a>> {
+        let part = PutPart::of(PART, memory)?.arrays(arrays);
+        let part = digest.into_iter().fold(part, PutPart::digest);
+        let mut put = Put::new(&self.name).condition(self.condition()).part(part);
+        put = metadata.into_iter().fold(put, Put::metadata);
+        put = self.mode.iter().fold(put, |put, mode| put.mode(*mode));
+        put = self.ttl.iter().fold(put, |put, lifetime| put.lifetime(*lifetime));
+        Ok(self.keep.iter().fold(put, |put, versions| put.keep(*versions)))
+    }
 }
 
 impl Tool for PutOptions {
@@ -195,8 +329,8 @@ impl Tool for PutOptions {
 
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
         raise_file_limit();
-        let source = Source::open(&self.from)?;
-        let array = self.array.resolve(Some(source.size()))?;
+        let input = self.input()?;
+        let metadata = self.metadata(&input)?;
         let client = self.meet.connect(cancel)?;
         self.check_ahead(&client)?;
         let mut steps = Steps::default();
@@ -204,20 +338,10 @@ impl Tool for PutOptions {
         leave_open(&opened.driver);
         let fallback = no_gpu(&opened, &self.output);
         let device = Device::find(&opened.driver, self.device)?;
-        let (memory, digest) = self.load(&source, &device, &mut steps, cancel, progress)?;
-        let digest = self.digest.then_some(digest);
-        let mut part = PutPart::of(PART, &memory)?;
-        if let Some(array) = &array {
-            part = part.arrays([ArrayEntry { name: ARRAY.to_owned(), array: array.clone(), attributes: None }]);
-        }
-        if let Some(digest) = &digest {
-            part = part.digest(digest);
-        }
-        let mut put = Put::new(&self.name).condition(self.condition()).part(part);
-        put = self.meta.iter().fold(put, |put, fields| put.metadata(fields.clone()));
-        put = self.mode.iter().fold(put, |put, mode| put.mode(*mode));
-        put = self.ttl.iter().fold(put, |put, lifetime| put.lifetime(*lifetime));
-        put = self.keep.iter().fold(put, |put, versions| put.keep(*versions));
+        let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;
+        let entries = input.arrays();
+        let arrays = entries.len();
+        let put = self.put(&memory, entries, digest.as_deref(), metadata)?;
         let published = steps.time("put", || client.put(&put))?;
         let description = memory.describe()?;
         let report = PutReport {
@@ -235,7 +359,11 @@ impl Tool for PutOptions {
             },
             size: description.size,
             segments: description.segments(),
-            array,
+            array: match input {
+                Input::File { array, .. } => array,
+                Input::Weights(_) => None,
+            },
+            arrays,
             digest,
             steps: steps.0,
         };
@@ -245,7 +373,13 @@ impl Tool for PutOptions {
 }
 
 fn render(report: &PutReport) -> String {
-    let PutReport { name, version, size, backend, device: DeviceSize { name: device, uuid, .. }, digest, .. } = report;
+    let PutReport {
+        name, version, size, backend, arrays, device: DeviceSize { name: device, uuid, .. }, digest, ..
+    } = report;
     let digest = digest.as_ref().map_or_else(String::new, |digest| format!(", {digest}"));
-    field("put", format!("{name} version {version}: {}, {backend}: {device} {uuid}{digest}", bytes(*size)))
+    let arrays = match arrays {
+        0 | 1 => String::new(),
+        several => format!(" of {several} arrays"),
+    };
+    field("put", format!("{name} version {version}: {}{arrays}, {backend}: {device} {uuid}{digest}", bytes(*size)))
 }

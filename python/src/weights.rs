@@ -1,0 +1,151 @@
+//! Safetensors files, read by several threads into memory of this process's own.
+
+use std::{collections::HashMap, num::NonZero, path::PathBuf, sync::Arc};
+
+use pyo3::{
+    exceptions::{PyKeyError, PyTypeError},
+    prelude::*,
+};
+use vmmfd::{
+    Error,
+    memory::Selector,
+    weights::{Checkpoint, LoadOptions, Loaded, Tensor},
+};
+
+use crate::{
+    array::Array,
+    device, driver,
+    error::{Failure, Outcome},
+    shared::{Buffer, Owned},
+};
+
+/// Weights in memory: arrays by name.
+#[pyclass(name = "Weights", module = "vmmfd._native", frozen, weakref)]
+pub(crate) struct Weights {
+    memory: Arc<Owned>,
+    tensors: Vec<Tensor>,
+    index: HashMap<String, usize>,
+    metadata: String,
+    files: Vec<PathBuf>,
+    digest: Option<String>,
+}
+
+/// An array as a put has it: its name, type, shape, strides, the memory it is in, its offset there, and its attributes.
+type Entry = (String, String, Vec<u64>, Option<Vec<i64>>, usize, u64, Option<String>);
+
+#[pymethods]
+impl Weights {
+    /// The names, in the order of the files.
+    fn names(&self) -> Vec<&str> {
+        self.tensors.iter().map(|tensor| tensor.name.as_str()).collect()
+    }
+
+    fn __len__(&self) -> usize {
+        self.tensors.len()
+    }
+
+    fn __contains__(&self, name: &Bound<'_, PyAny>) -> bool {
+        name.extract::<String>().is_ok_and(|name| self.index.contains_key(&name))
+    }
+
+    fn __getitem__(&self, name: &Bound<'_, PyAny>) -> Outcome<Array> {
+        let found = name.extract::<String>().ok().and_then(|name| self.index.get(&name));
+        let &found = found.ok_or_else(|| PyKeyError::new_err(name.clone().unbind()))?;
+        Array::new(Arc::clone(&self.memory) as _, self.tensors[found].array.clone())
+    }
+
+    /// Its memory.
+    #[getter]
+    fn memory(&self) -> Buffer {
+        Buffer(Arc::clone(&self.memory))
+    }
+
+    /// What the files say of themselves, as a JSON object.
+    #[getter]
+    fn metadata(&self) -> &str {
+        &self.metadata
+    }
+
+    /// The files' paths.
+    #[getter]
+    fn files(&self) -> &[PathBuf] {
+        &self.files
+    }
+
+    /// BLAKE3 of all of the memory.
+    #[getter]
+    fn digest(&self) -> Option<&str> {
+        self.digest.as_deref()
+    }
+
+    /// The arrays as a put has them.
+    fn entries(&self) -> Vec<Entry> {
+        let entry = |tensor: &Tensor| {
+            let array = &tensor.array;
+            (tensor.name.clone(), array.dtype.to_string(), array.shape.clone(), None, 0, array.offset, None)
+        };
+        self.tensors.iter().map(entry).collect()
+    }
+}
+
+/// Reads files, folders or indexes.
+///
+/// Without the GIL; `progress(done, all)` is called with it about 25 times in a second, and signals are handled then, in the main
+/// thread. What either raises ends the work.
+#[pyfunction]
+#[pyo3(signature = (paths, *, backend="auto", device=None, digest=false, progress=None, threads=None))]
+pub(crate) fn load_safetensors(
+    py: Python<'_>,
+    paths: Vec<PathBuf>,
+    backend: &str,
+    device: Option<&Bound<'_, PyAny>>,
+    digest: bool,
+    progress: Option<Bound<'_, PyAny>>,
+    threads: Option<i64>,
+) -> Outcome<Weights> {
+    let wanted: Option<Selector> = device.map(device::selector).transpose()?;
+    let options = match threads {
+        None => LoadOptions::new(),
+        Some(threads) => match usize::try_from(threads).ok().and_then(NonZero::new) {
+            Some(threads) if threads.get() <= MAX_THREADS => LoadOptions::new().threads(threads),
+            _ => return Err(Failure::invalid(format!("threads={threads} is not from 1 to {MAX_THREADS}"))),
+        },
+    };
+    let options = if digest { options.digest() } else { options };
+    if let Some(progress) = progress.as_ref().filter(|progress| !progress.is_callable()) {
+        return Err(PyTypeError::new_err(format!("progress={} can't be called", progress.repr()?)).into());
+    }
+    let progress = progress.map(Bound::unbind);
+    py.detach(move || {
+        let checkpoint = Checkpoint::open(&paths)?;
+        let device = driver::device(&driver::driver(backend)?, wanted)?;
+        let mut raised = None;
+        let mut tick = |done: u64| {
+            let called = Python::attach(|py| {
+                py.check_signals()?;
+                progress.iter().try_for_each(|call| call.call1(py, (done, checkpoint.size())).map(drop))
+            });
+            called.map_err(|error: PyErr| {
+                raised = Some(error);
+                Error::Interrupted { signal: 0 }
+            })
+        };
+        let loaded = checkpoint.load(&device, &options, &mut tick);
+        if let Some(error) = raised {
+            return Err(Failure::Python(error));
+        }
+        let Loaded { memory, digest } = loaded?;
+        let tensors = checkpoint.tensors().to_vec();
+        Ok(Weights {
+            memory: Owned::new(Arc::new(memory)),
+            index: tensors.iter().enumerate().map(|(index, tensor)| (tensor.name.clone(), index)).collect(),
+            tensors,
+            metadata: serde_json::Value::Object(checkpoint.metadata().clone()).to_string(),
+            files: checkpoint.files().map(Into::into).collect(),
+            digest,
+        })
+    })
+}
+
+/// More would do nothing but wait.
+const MAX_THREADS: usize = 256;

@@ -1,0 +1,289 @@
+"""`load_safetensors`: the files' tensors as arrays, what is refused, and how a load is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vmmfd
+
+# The backends: that of host memory everywhere, that of CUDA over the driver that is there.
+BACKENDS = [
+    "host",
+    pytest.param("cuda", marks=pytest.mark.fake, id="fake"),
+    pytest.param("cuda", marks=pytest.mark.cuda, id="cuda"),
+]
+
+Tensors = dict[str, tuple[str, list[int], bytes]]
+
+
+def write(path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file by hand."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    data = b""
+    for name, (dtype, shape, bytes_) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(bytes_)]}
+        data += bytes_
+    write_raw(path, header, data)
+
+
+def write_raw(path: Path, header: object, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def large(path: Path, size: int) -> None:
+    """A file of one tensor, most of which is a hole."""
+    write_raw(path, {"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}, b"")
+    os.truncate(path, path.stat().st_size + size)
+
+
+FIRST: Tensors = {
+    "w": ("F32", [2, 3], struct.pack("<6f", *range(6))),
+    "empty": ("F16", [0, 4], b""),
+    "scalar": ("I64", [], struct.pack("<q", -7)),
+    "bf16": ("BF16", [2, 2], bytes(range(8))),
+}
+SECOND: Tensors = {"noise": ("U8", [5_000_001], os.urandom(5_000_001)), "f8": ("F8_E4M3", [3], b"abc")}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write(folder / "1.safetensors", FIRST, {"format": "pt"})
+    write(folder / "2.safetensors", SECOND, {"format": "pt", "step": "3"})
+    return folder
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("threads", [None, 1, 5])
+def test_arrays_are_what_the_files_have(model: Path, backend: str, threads: int | None) -> None:
+    weights = vmmfd.load_safetensors(model, backend=backend, threads=threads, digest=True)
+    expected = FIRST | SECOND
+    assert list(weights) == list(expected) and len(weights) == 6
+    for name, (_, shape, bytes_) in expected.items():
+        array = weights[name]
+        assert array.shape == tuple(shape) and array.tobytes() == bytes_, name
+        assert not bytes_ or array.address % 256 == 0
+    types = {name: array.dtype for name, array in weights.items()}
+    assert types == {
+        "w": "float32",
+        "empty": "float16",
+        "scalar": "int64",
+        "bf16": "bfloat16",
+        "noise": "uint8",
+        "f8": "float8_e4m3fn",
+    }
+    assert weights.metadata == {"format": "pt", "step": "3"}
+    assert [Path(file).name for file in weights.files] == ["1.safetensors", "2.safetensors"]
+    assert weights.device.backend == backend and weights.nbytes % 4096 == 0 and weights.nbytes > 5_000_001
+    assert weights.digest is not None and len(weights.digest) == 71 and weights.digest.startswith("blake3:")
+    assert vmmfd.load_safetensors(model, backend=backend).digest is None
+
+
+def test_weights_are_a_mapping(model: Path) -> None:
+    weights = vmmfd.load_safetensors([model / "1.safetensors"], backend="host")
+    assert "w" in weights and "x" not in weights and 3 not in weights and weights.get("x") is None
+    with pytest.raises(KeyError, match="x"):
+        weights["x"]
+    with pytest.raises(KeyError):
+        weights[0]  # type: ignore[index]
+    assert list(weights.keys()) == list(FIRST) and [array.nbytes for array in weights.values()] == [24, 0, 8, 8]
+    assert repr(weights).startswith("<vmmfd.Weights: 4 arrays, ")
+    assert weights.device == weights["w"].device
+
+
+def test_an_array_keeps_the_memory(model: Path) -> None:
+    array = vmmfd.load_safetensors(model, backend="host")["noise"]
+    assert array.tobytes() == SECOND["noise"][2]
+
+
+def test_numpy_sees_the_memory_itself_and_can_write_it(model: Path) -> None:
+    np = pytest.importorskip("numpy")
+    weights = vmmfd.load_safetensors(model, backend="host")
+    w = np.from_dlpack(weights["w"])
+    assert w.tolist() == [[0, 1, 2], [3, 4, 5]] and w.flags.writeable
+    w[0, 0] = 9
+    assert np.from_dlpack(weights["w"])[0, 0] == 9
+
+
+def test_the_package_of_the_format_writes_what_is_read(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tensors = {"a": np.arange(12, dtype="f4").reshape(3, 4), "b": np.ones((0, 2), "i8"), "c": np.array(3, "u1")}
+    safetensors.save_file(tensors, tmp_path / "m.safetensors", metadata={"k": "v"})
+    weights = vmmfd.load_safetensors(tmp_path / "m.safetensors", backend="host")
+    assert weights.metadata == {"k": "v"} and set(weights) == set(tensors)
+    for name, tensor in tensors.items():
+        assert (np.from_dlpack(weights[name]) == tensor).all() and weights[name].dtype == tensor.dtype.name
+
+
+def test_paths_may_be_texts_paths_and_indexes(model: Path) -> None:
+    index = model / "m.safetensors.index.json"
+    map_ = {name: "1.safetensors" for name in FIRST}
+    index.write_text(json.dumps({"weight_map": map_}))
+    for paths in (model, str(model), index, [str(index)], (model / "1.safetensors",)):
+        assert list(vmmfd.load_safetensors(paths, backend="host")) == list(FIRST)
+    index.write_text(json.dumps({"weight_map": map_ | {"gone": "3.safetensors"}}))
+    with pytest.raises(vmmfd.NotFound, match="3.safetensors does not exist, and .*index.json names it"):
+        vmmfd.load_safetensors(model, backend="host")
+
+
+def test_a_file_that_lies_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    both = [{"dtype": "U8", "shape": [2], "data_offsets": offsets} for offsets in ([0, 2], [1, 3])]
+    for header, data, words in [
+        ({"a": both[0], "b": both[1]}, b"123", "inside"),
+        ({"a": both[1]}, b"123", "no tensor has the bytes 0 to 1"),
+        ({"a": both[0]}, b"123", "no tensor has its last 1 bytes"),
+        ({"a": both[0]}, b"1", "there are 1 behind the header"),
+    ]:
+        write_raw(path, header, data)
+        with pytest.raises(vmmfd.Invalid, match=words) as raised:
+            vmmfd.load_safetensors(path, backend="host")
+        assert isinstance(raised.value, ValueError) and raised.value.kind == "usage" and str(path) in str(raised.value)
+    path.write_bytes(b"no such thing")
+    with pytest.raises(vmmfd.Invalid, match="is no safetensors file"):
+        vmmfd.load_safetensors(path, backend="host")
+    os.remove(path)
+    os.mkfifo(path)
+    with pytest.raises(vmmfd.Invalid, match="not a regular file"):
+        vmmfd.load_safetensors(path, backend="host")
+    with pytest.raises(FileNotFoundError):
+        vmmfd.load_safetensors(tmp_path / "none", backend="host")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"threads": 0}, vmmfd.Invalid, "threads=0"),
+        ({"threads": -1}, vmmfd.Invalid, "threads=-1"),
+        ({"threads": 1 << 40}, vmmfd.Invalid, "1 to 256"),
+        ({"backend": "gpu"}, vmmfd.Invalid, "gpu"),
+        ({"device": "x"}, vmmfd.Invalid, "device='x'"),
+        ({"device": 7}, vmmfd.Unsupported, "7"),
+        ({"progress": 3}, TypeError, "progress=3 can't be called"),
+        ({"paths": []}, vmmfd.Invalid, "a file or a folder"),
+        ({"paths": 3}, TypeError, None),
+        ({"paths": [None]}, TypeError, None),
+        ({"paths": "a\0b"}, ValueError, None),
+    ],
+)
+def test_bad_arguments_are_one_sentence(model: Path, options: dict[str, Any], error: type[Exception], words: str | None) -> None:
+    with pytest.raises(error, match=words) as raised:
+        vmmfd.load_safetensors(**{"paths": model, "backend": "host", **options})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_progress_is_told_in_this_thread(model: Path, backend: str) -> None:
+    seen: list[tuple[int, int, int]] = []
+    vmmfd.load_safetensors(
+        model, backend=backend, progress=lambda done, all_: seen.append((done, all_, threading.get_ident()))
+    )
+    done = [some for some, _, _ in seen]
+    assert done == sorted(done) and {ident for _, _, ident in seen} == {threading.get_ident()}
+    assert seen[-1][0] == seen[-1][1] > 5_000_000
+
+
+def in_use() -> int:
+    """The shared memory that this process has mapped or open."""
+    return sum("vmmfd" in line or "memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_what_progress_raises_ends_the_load(tmp_path: Path) -> None:
+    large(tmp_path / "w.safetensors", 256 << 20)
+    before = in_use()
+
+    def enough(_done: int, _all: int) -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        vmmfd.load_safetensors(tmp_path, backend="host", progress=enough)
+    assert in_use() == before
+
+
+class Alarm(Exception):
+    pass
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    old = signal.signal(signal.SIGALRM, ring)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, old)
+
+
+def test_a_signal_ends_a_load(tmp_path: Path, alarm: None) -> None:
+    large(tmp_path / "w.safetensors", 768 << 20)
+    before = in_use()
+    signal.setitimer(signal.ITIMER_REAL, 0.03)
+    with pytest.raises(Alarm):
+        vmmfd.load_safetensors(tmp_path, backend="host", threads=1)
+    assert in_use() == before
+
+
+def test_ctrl_c_ends_a_load(tmp_path: Path) -> None:
+    large(tmp_path / "w.safetensors", 768 << 20)
+    program = f"""
+import vmmfd
+vmmfd.load_safetensors({str(tmp_path)!r}, backend="host", threads=1, progress=lambda *_: print("going", flush=True))
+print("whole")
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "going\n"
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=30)
+    assert child.returncode == -signal.SIGINT and "KeyboardInterrupt" in err and "whole" not in out, (out, err)
+
+
+def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
+    large(tmp_path / "w.safetensors", 256 << 20)
+    loads: list[vmmfd.Weights] = []
+    loader = threading.Thread(target=lambda: loads.append(vmmfd.load_safetensors(tmp_path, backend="host", threads=1)))
+    loader.start()
+    turns = 0
+    while loader.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 20 and loads[0]["w"].nbytes == 256 << 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_are_put_without_a_copy(model: Path, backend: str, request: pytest.FixtureRequest) -> None:
+    if not hasattr(vmmfd, "connect"):
+        pytest.skip("there is no client of the broker in this build")
+    options = ["--emulated"] if "fake" in request.node.name else []
+    server = request.getfixturevalue("start_server")(*options)
+    broker = vmmfd.connect(server.path, backend=backend)
+    weights = vmmfd.load_safetensors(model, backend=backend, digest=True)
+    broker.put("m", weights, metadata={"engine": "x"})
+    with broker.get("m") as lease:
+        assert lease.metadata == {"engine": "x", "safetensors": {"format": "pt", "step": "3"}}
+        assert sorted(lease) == sorted(weights)
+        for name, (_, shape, bytes_) in (FIRST | SECOND).items():
+            array = lease[name]
+            assert array.shape == tuple(shape) and array.tobytes() == bytes_ and array.readonly, name
+        # It is the memory itself.
+        changed = weights["scalar"]
+        changed.copy_from(memoryview(struct.pack("<q", 8)).cast("B").cast("q"))
+        assert lease["scalar"].tobytes() == struct.pack("<q", 8)
+    broker.put("m", weights, replace=True, metadata={"safetensors": "mine"})
+    assert broker.get("m").metadata == {"safetensors": "mine"}

@@ -1,0 +1,354 @@
+//! A checkpoint: the safetensors files of a model, opened and checked.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fs::{self, File},
+    io,
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
+
+use serde::Deserialize;
+
+use super::{
+    header::{self, Header, Strings},
+    layout::Layout,
+};
+use crate::{
+    array::ArrayDescriptor,
+    error::{Error, Result, WeightsError},
+    wire::Check,
+};
+
+/// What the addresses of tensors are multiples of, in bytes.
+pub const ALIGNMENT: u64 = 256;
+
+/// How the name of an index ends.
+const INDEX: &str = ".safetensors.index.json";
+
+/// The size of an index above which it is none, in bytes.
+const MAX_INDEX: u64 = 100_000_000;
+
+/// The safetensors files of a model, opened: their tensors do not overlap, leave no byte of a file over, and have each a name of its
+/// own. It holds the files open, and no memory of a device.
+#[derive(Debug)]
+pub struct Checkpoint {
+    files: Vec<Opened>,
+    tensors: Vec<Tensor>,
+    pub(super) layout: Layout,
+    metadata: Check,
+}
+
+/// A tensor of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    /// Its name.
+    pub name: String,
+    /// What it is made of, and where it is in the memory that [`Checkpoint::load`] makes: contiguous in C order, at a multiple of
+    /// [`ALIGNMENT`]. One without elements is at 0.
+    pub array: ArrayDescriptor,
+}
+
+impl Checkpoint {
+    /// Opens files, folders and indexes: of a folder the files that its `*.safetensors.index.json` names, or all its `*.safetensors`
+    /// if it has none. Reads the headers, and blocks while the file system does.
+    ///
+    /// # Errors
+    /// [`Error::Weights`] for what does not exist, can't be read, is no regular file, or lies: tensors that overlap, leave bytes over
+    /// or lie outside their file, sizes that do not fit the shapes, names that are there twice, an index whose names are not those in
+    /// the files; and if there is not one byte of data. [`Error::System`].
+    pub fn open(paths: impl IntoIterator<Item = impl AsRef<Path>>) -> Result<Self> {
+        let mut files = Vec::new();
+        let mut given = false;
+        for path in paths {
+            given = true;
+            find(path.as_ref(), &mut files)?;
+        }
+        if !given {
+            return Err(Error::Misuse { problem: "a checkpoint needs a file or a folder".to_owned() });
+        }
+        Self::of(files)
+    }
+
+    fn of(found: Vec<Found>) -> Result<Self> {
+        let (mut files, mut entries, mut metadata) = (Vec::new(), Vec::new(), BTreeMap::new());
+        let mut names: HashMap<String, usize> = HashMap::new();
+        for Found { path, named_by, expected } in found {
+            let file = Opened::open(&path, named_by.as_deref())?;
+            let Header { metadata: own, tensors } = file.header()?;
+            let index = files.len();
+            for tensor in &tensors {
+                if let Some(&other) = names.get(&tensor.name) {
+                    let other: &Opened = files.get(other).unwrap_or(&file);
+                    let (name, other) = (&tensor.name, other.path.display());
+                    return Err(
+                        file.unfit(format!("has a tensor {name:?}, and so has {other}: a name is a single tensor's"))
+                    );
+                }
+                names.insert(tensor.name.clone(), index);
+            }
+            if let Some((index, expected)) = named_by.zip(expected) {
+                compare(&index, &file, &expected, tensors.iter().map(|tensor| tensor.name.as_str()))?;
+            }
+            for (name, value) in own {
+                metadata.entry(name).or_insert_with(Vec::new).push((index, value));
+            }
+            entries.extend(tensors.into_iter().map(|tensor| (index, tensor)));
+            files.push(file);
+        }
+        let (mut layout, mut tensors) = (Layout::default(), Vec::with_capacity(entries.len()));
+        for (file, entry) in entries {
+            let offset = match entry.bytes {
+                0 => Some(0),
+                bytes => layout.push(file, entry.offset, bytes, ALIGNMENT),
+            };
+            let offset = offset.ok_or_else(|| files[file].unfit("is too large for 64 bits".to_owned()))?;
+            let array = ArrayDescriptor { dtype: entry.dtype, shape: entry.shape, strides: None, offset };
+            tensors.push(Tensor { name: entry.name, array });
+        }
+        if layout.end() == 0
+            && let Some(file) = files.first()
+        {
+            return Err(file.unfit("has no tensor with elements: there is nothing to load".to_owned()));
+        }
+        let metadata = merge(metadata, &files);
+        Ok(Self { files, tensors, layout, metadata })
+    }
+
+    /// Its tensors: those of the first file first, in the order of their bytes.
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    /// How many bytes of memory they take, from the first one's start to the last one's end.
+    pub fn size(&self) -> u64 {
+        self.layout.end()
+    }
+
+    /// The paths of its files, in their order.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(|file| file.path.as_path())
+    }
+
+    /// What the files' headers say of them (`__metadata__`), together: each key's string; where files differ, an object of each file's
+    /// name and its string.
+    pub fn metadata(&self) -> &Check {
+        &self.metadata
+    }
+
+    /// Fills a slice with bytes of a file.
+    pub(super) fn read(&self, file: usize, offset: u64, to: &mut [u8]) -> Result<()> {
+        self.files[file].read(offset, to)
+    }
+
+    /// Fails if a file was changed since it was opened: its tensors would be half old and half new.
+    pub(super) fn check_unchanged(&self) -> Result<()> {
+        self.files.iter().try_for_each(Opened::check_unchanged)
+    }
+}
+
+/// A file to open.
+struct Found {
+    path: PathBuf,
+    /// The index that names it.
+    named_by: Option<PathBuf>,
+    /// The tensors that are to be in it, if an index says so.
+    expected: Option<BTreeSet<String>>,
+}
+
+/// An index: which tensor is in which file.
+#[derive(Debug, Deserialize)]
+struct Index {
+    weight_map: Strings<BTreeMap<String, String>>,
+}
+
+/// Finds the files that a path means.
+fn find(path: &Path, files: &mut Vec<Found>) -> Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let metadata = fs::metadata(path).map_err(|error| unopened(path, None, error))?;
+    if metadata.is_dir() {
+        return find_in(path, files);
+    }
+    if name.ends_with(".json") {
+        return find_by(path, files);
+    }
+    files.push(Found { path: path.to_owned(), named_by: None, expected: None });
+    Ok(())
+}
+
+/// Finds the files in a folder.
+fn find_in(folder: &Path, files: &mut Vec<Found>) -> Result<()> {
+    let unreadable = |error| unopened(folder, None, error);
+    let (mut indexes, mut found) = (Vec::new(), Vec::new());
+    for entry in fs::read_dir(folder).map_err(unreadable)? {
+        let name = entry.map_err(unreadable)?.file_name();
+        let text = name.to_string_lossy();
+        if text.starts_with('.') {
+            continue;
+        }
+        if text.ends_with(INDEX) {
+            indexes.push(folder.join(&name));
+        } else if text.ends_with(".safetensors") {
+            found.push(folder.join(&name));
+        }
+    }
+    indexes.sort_unstable();
+    found.sort_unstable();
+    match indexes.as_slice() {
+        [index] => return find_by(index, files),
+        [] => {}
+        [one, other, ..] => {
+            let problem = format!("has several indexes ({}, {}): name one of them", one.display(), other.display());
+            return Err(unfit(folder, problem));
+        }
+    }
+    if found.is_empty() {
+        return Err(unfit(folder, "has no file whose name ends with .safetensors".to_owned()));
+    }
+    files.extend(found.into_iter().map(|path| Found { path, named_by: None, expected: None }));
+    Ok(())
+}
+
+/// Finds the files that an index names.
+fn find_by(index: &Path, files: &mut Vec<Found>) -> Result<()> {
+    let opened = Opened::open(index, None)?;
+    if opened.size > MAX_INDEX {
+        return Err(opened.unfit(format!("has {} bytes, and an index at most {MAX_INDEX}", opened.size)));
+    }
+    let mut text = vec![0; opened.size as usize];
+    opened.read(0, &mut text)?;
+    let Index { weight_map: Strings(map) } = serde_json::from_slice(&text)
+        .map_err(|error| opened.unfit(format!("is no index of safetensors files: {error}")))?;
+    if map.is_empty() {
+        return Err(opened.unfit("names no tensor".to_owned()));
+    }
+    let mut expected: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (tensor, file) in map {
+        // It is not to lead elsewhere.
+        if matches!(file.as_str(), "" | "." | "..") || file.contains(['/', '\0']) {
+            return Err(opened.unfit(format!("names the file {file:?}, which is no name of a file in its folder")));
+        }
+        expected.entry(file).or_default().insert(tensor);
+    }
+    let folder = index.parent().unwrap_or(Path::new(""));
+    files.extend(expected.into_iter().map(|(name, tensors)| Found {
+        path: folder.join(name),
+        named_by: Some(index.to_owned()),
+        expected: Some(tensors),
+    }));
+    Ok(())
+}
+
+/// Compares the tensors of a file with those that an index says are in it.
+fn compare<'a>(
+    index: &Path,
+    file: &Opened,
+    expected: &BTreeSet<String>,
+    names: impl Iterator<Item = &'a str>,
+) -> Result<()> {
+    let mut count = 0;
+    for name in names {
+        count += 1;
+        if !expected.contains(name) {
+            return Err(file.unfit(format!("has a tensor {name:?} that {} does not put there", index.display())));
+        }
+    }
+    if count == expected.len() {
+        return Ok(());
+    }
+    let header = file.header()?;
+    let there: BTreeSet<&str> = header.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
+    let missing = expected.iter().find(|name| !there.contains(name.as_str())).map_or("", String::as_str);
+    Err(file.unfit(format!("has no tensor {missing:?}, which {} puts there", index.display())))
+}
+
+/// The files' metadata together.
+fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[Opened]) -> Check {
+    let of_all = |values: Vec<(usize, String)>| match values.as_slice() {
+        [(_, first), others @ ..] if others.iter().all(|(_, value)| value == first) => first.clone().into(),
+        _ => values
+            .into_iter()
+            .map(|(file, value)| {
+                let path = &files[file].path;
+                (path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned(), value.into())
+            })
+            .collect::<Check>()
+            .into(),
+    };
+    metadata.into_iter().map(|(name, values)| (name, of_all(values))).collect()
+}
+
+/// A regular file, opened.
+#[derive(Debug)]
+struct Opened {
+    path: PathBuf,
+    file: File,
+    size: u64,
+    modified: Option<SystemTime>,
+}
+
+impl Opened {
+    fn open(path: &Path, named_by: Option<&Path>) -> Result<Self> {
+        // Non-blocking, so that a pipe does not wait for its other end.
+        let file = File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path);
+        let file = file.map_err(|error| unopened(path, named_by, error))?;
+        let metadata = file.metadata().map_err(|error| Error::system(format!("look at {}", path.display()), error))?;
+        if !metadata.is_file() {
+            return Err(unfit(path, "is not a regular file".to_owned()));
+        }
+        Ok(Self { path: path.to_owned(), file, size: metadata.len(), modified: metadata.modified().ok() })
+    }
+
+    fn header(&self) -> Result<Header> {
+        let Self { size, .. } = *self;
+        let mut first = [0; header::LENGTH as usize];
+        if size < header::LENGTH {
+            return Err(
+                self.unfit(format!("is no safetensors file: it has {size} bytes, and its header alone has more"))
+            );
+        }
+        self.read(0, &mut first)?;
+        let length = header::size_of(first, size).map_err(|problem| self.unfit(problem))?;
+        let mut header = vec![0; length as usize];
+        self.read(header::LENGTH, &mut header)?;
+        header::read(&header, size).map_err(|problem| self.unfit(problem))
+    }
+
+    fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(to, offset).map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => self.changed(),
+            _ => Error::system(format!("read {}", self.path.display()), error),
+        })
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        let metadata = self.file.metadata();
+        let metadata = metadata.map_err(|error| Error::system(format!("look at {}", self.path.display()), error))?;
+        let same = metadata.len() == self.size && metadata.modified().ok() == self.modified;
+        if same { Ok(()) } else { Err(self.changed()) }
+    }
+
+    fn changed(&self) -> Error {
+        WeightsError::Changed { path: self.path.clone(), size: self.size }.into()
+    }
+
+    fn unfit(&self, problem: String) -> Error {
+        unfit(&self.path, problem)
+    }
+}
+
+fn unfit(path: &Path, problem: String) -> Error {
+    WeightsError::Invalid { path: path.to_owned(), problem }.into()
+}
+
+fn unopened(path: &Path, named_by: Option<&Path>, error: io::Error) -> Error {
+    let path = path.to_owned();
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+            WeightsError::Absent { path, named_by: named_by.map(Path::to_owned) }.into()
+        }
+        io::ErrorKind::PermissionDenied => WeightsError::Denied { path }.into(),
+        _ => Error::system(format!("open {}", path.display()), error),
+    }
+}

@@ -1,0 +1,315 @@
+//! Files into memory: several threads read and copy at the same time.
+
+use std::{
+    num::NonZero,
+    ops::Range,
+    sync::{
+        Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use blake3::hazmat::ChainingValue;
+
+use super::{Checkpoint, digest};
+use crate::{
+    driver::PageLocked,
+    error::{Error, Result},
+    memory::{Device, Region, Shared, Spec},
+};
+
+/// The size of the segments that memory for weights is made of, in bytes, unless another is asked for.
+pub const SEGMENT_SIZE: u64 = 1 << 30;
+
+/// What a thread reads and copies at a time, in bytes: a power of two of BLAKE3's chunks. Page-locking costs about as much per byte as
+/// reading.
+const BLOCK: u64 = 4 << 20;
+
+/// Ordinary memory is copied by the CPU: a block that stays in its cache is read from there.
+const HOST_BLOCK: u64 = 1 << 20;
+
+/// The most threads that are taken unasked. More wait for each other: the copies share one way to the device.
+const MOST_THREADS: usize = 16;
+
+/// How often progress is reported, and asked whether to go on.
+const TICK: Duration = Duration::from_millis(40);
+
+/// How to load: see [`Checkpoint::load`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub struct LoadOptions {
+    threads: Option<NonZero<usize>>,
+    chunk: u64,
+    digest: bool,
+    sealed: bool,
+    gpu_direct_rdma: bool,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self { threads: None, chunk: SEGMENT_SIZE, digest: false, sealed: false, gpu_direct_rdma: false }
+    }
+}
+
+impl LoadOptions {
+    /// As many threads as there are processors, but at most 16; segments of [`SEGMENT_SIZE`]; no digest.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With so many threads that read. Each takes 4 MiB of page-locked memory meanwhile.
+    pub fn threads(self, threads: NonZero<usize>) -> Self {
+        Self { threads: Some(threads), ..self }
+    }
+
+    /// In segments of this size in bytes, rounded up to the granularity; the last one may be smaller.
+    pub fn chunk(self, size: u64) -> Self {
+        Self { chunk: size, ..self }
+    }
+
+    /// With the digest of the memory, for readers to verify.
+    pub fn digest(self) -> Self {
+        Self { digest: true, ..self }
+    }
+
+    /// Into memory that is sealed when it is full: see [`Shared::seal`].
+    pub fn sealed(self) -> Self {
+        Self { sealed: true, ..self }
+    }
+
+    /// Into memory that RDMA can reach: see [`VmmSpec::gpu_direct_rdma`](crate::memory::VmmSpec::gpu_direct_rdma).
+    pub fn gpu_direct_rdma(self) -> Self {
+        Self { gpu_direct_rdma: true, ..self }
+    }
+}
+
+/// Weights in memory.
+#[derive(Debug)]
+pub struct Loaded {
+    /// Their memory: a whole number of the device's granularity, with zeros between the tensors and behind the last one.
+    pub memory: Shared,
+    /// BLAKE3 of all of it, if it was asked for: `blake3:` and 64 hexadecimal digits.
+    pub digest: Option<String>,
+}
+
+impl Checkpoint {
+    /// Makes memory on a device and reads the tensors into it, each to the offset that its [array](super::Tensor::array) says. They are
+    /// there when it returns.
+    ///
+    /// Blocks as long as it takes. `progress` is called on this thread, every 40 ms and at the end, with the bytes done so far, of
+    /// [`Checkpoint::size`]; its error ends the work, once each thread has done the 4 MiB that it is at. Several calls may run at the
+    /// same time.
+    ///
+    /// # Errors
+    /// [`WeightsError::Changed`](crate::error::WeightsError::Changed) if a file was written to since it was opened; those of
+    /// [`Shared::create`] and of `progress`; [`Error::Driver`]; [`Error::System`]. No memory is left then.
+    ///
+    /// Driver calls: those of [`Shared::create`], `cuMemHostAlloc`, `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuMemFreeHost`; with
+    /// [`LoadOptions::sealed`] those of [`Shared::seal`].
+    pub fn load(
+        &self,
+        device: &Device,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<Loaded> {
+        let unit = device.granularity()?;
+        let size = self.size().checked_next_multiple_of(unit).unwrap_or(self.size());
+        let chunk = options.chunk.min(size);
+        let spec = Spec::vmm(size).chunk(chunk);
+        let spec = if options.gpu_direct_rdma { spec.gpu_direct_rdma() } else { spec };
+        let spec = if options.sealed { spec.sealed() } else { spec.into() };
+
+        let block = if device.is_host() { HOST_BLOCK } else { BLOCK };
+        let threads = options
+            .threads
+            .map_or_else(|| thread::available_parallelism().map_or(1, NonZero::get).min(MOST_THREADS), NonZero::get);
+        let threads = threads.min(size.div_ceil(block).try_into().unwrap_or(usize::MAX));
+        let work = Work {
+            checkpoint: self,
+            device,
+            size,
+            block,
+            digests: options.digest,
+            memory: OnceLock::new(),
+            next: AtomicU64::new(0),
+            done: AtomicU64::new(0),
+            stopped: AtomicBool::new(false),
+            state: Mutex::new(State { running: 0, error: None, hashes: Vec::new() }),
+            ended: Condvar::new(),
+        };
+        thread::scope(|scope| {
+            for number in 0..threads {
+                work.state().running += 1;
+                let reader = thread::Builder::new().name("vmmfd weights".to_owned()).spawn_scoped(scope, || work.run());
+                if let Err(error) = reader {
+                    work.state().running -= 1;
+                    // Fewer do as well.
+                    if number == 0 {
+                        work.stop(Error::system("start a thread", error));
+                    }
+                    break;
+                }
+            }
+            // Meanwhile the others lock their memory and read their first block.
+            let memory =
+                if work.is_stopped() { None } else { Shared::create(device, spec).map_err(|e| work.stop(e)).ok() };
+            // The only call that sets it.
+            let _ = work.memory.set(memory);
+            work.wait(progress);
+        });
+        let Work { memory, state, .. } = work;
+        let State { error, hashes, .. } = state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let memory = match (error, memory.into_inner().flatten()) {
+            (Some(error), _) => return Err(error),
+            (None, Some(memory)) => memory,
+            (None, None) => return Err(Error::Misuse { problem: "no memory was made".to_owned() }),
+        };
+        self.check_unchanged()?;
+        memory.clear_padding()?;
+        memory.synchronize()?;
+        if options.sealed {
+            memory.seal()?;
+        }
+        Ok(Loaded { memory, digest: options.digest.then(|| digest_of(hashes)) })
+    }
+}
+
+/// The digest of blocks that were hashed in any order.
+fn digest_of(mut blocks: Vec<(u64, Hash)>) -> String {
+    blocks.sort_unstable_by_key(|(index, _)| *index);
+    match blocks.pop() {
+        Some((_, Hash::All(digest))) => digest,
+        last => {
+            let hashes = blocks.into_iter().chain(last).filter_map(|(_, hash)| match hash {
+                Hash::Block(hash) => Some(hash),
+                Hash::All(_) => None,
+            });
+            digest::of_blocks(&hashes.collect::<Vec<ChainingValue>>())
+        }
+    }
+}
+
+/// The hash of a block.
+#[derive(Debug)]
+enum Hash {
+    Block(ChainingValue),
+    /// The digest, as there is no other block.
+    All(String),
+}
+
+/// What the threads share.
+struct Work<'a> {
+    checkpoint: &'a Checkpoint,
+    device: &'a Device,
+    /// Of the memory.
+    size: u64,
+    block: u64,
+    digests: bool,
+    /// Set once: to nothing if it can't be made.
+    memory: OnceLock<Option<Shared>>,
+    /// The next block that no thread has taken.
+    next: AtomicU64,
+    /// Bytes that are copied.
+    done: AtomicU64,
+    stopped: AtomicBool,
+    state: Mutex<State>,
+    /// A thread has ended.
+    ended: Condvar,
+}
+
+struct State {
+    running: usize,
+    /// The first one.
+    error: Option<Error>,
+    hashes: Vec<(u64, Hash)>,
+}
+
+impl Work<'_> {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    fn stop(&self, error: Error) {
+        self.stopped.store(true, Ordering::Relaxed);
+        self.state().error.get_or_insert(error);
+    }
+
+    /// Waits until all threads have ended, and reports progress, also once at the end.
+    fn wait(&self, progress: &mut dyn FnMut(u64) -> Result<()>) {
+        loop {
+            let state = self.state();
+            let (state, _) = self
+                .ended
+                .wait_timeout_while(state, TICK, |state| state.running > 0)
+                .unwrap_or_else(PoisonError::into_inner);
+            let ended = state.running == 0;
+            // It may take as long as it likes.
+            drop(state);
+            if !self.is_stopped()
+                && let Err(error) = progress(self.done.load(Ordering::Relaxed).min(self.checkpoint.size()))
+            {
+                self.stop(error);
+            }
+            if ended {
+                return;
+            }
+        }
+    }
+
+    /// What each thread does.
+    fn run(&self) {
+        let mut hashes = Vec::new();
+        let result = self.read(&mut hashes);
+        if let Err(error) = result {
+            self.stop(error);
+        }
+        let mut state = self.state();
+        state.hashes.append(&mut hashes);
+        state.running -= 1;
+        drop(state);
+        self.ended.notify_one();
+    }
+
+    fn read(&self, hashes: &mut Vec<(u64, Hash)>) -> Result<()> {
+        let size = self.block.min(self.size);
+        let mut buffer: PageLocked = self.device.verbs().page_lock(self.device.ordinal(), size)?;
+        while !self.is_stopped() {
+            let index = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some(start) = index.checked_mul(self.block).filter(|start| *start < self.size) else { break };
+            let range = start..self.size.min(start + self.block);
+            let bytes = &mut buffer[..(range.end - range.start) as usize];
+            self.fill(&range, bytes)?;
+            if self.digests {
+                let hash = match bytes.len() as u64 == self.size {
+                    true => Hash::All(digest::of_all(bytes)),
+                    false => Hash::Block(digest::of_block(start, bytes)),
+                };
+                hashes.push((index, hash));
+            }
+            let Some(memory) = self.memory.wait() else { break };
+            memory.copy_in(start, bytes)?;
+            self.done.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Makes a block: the tensors' bytes, and zeros between them.
+    fn fill(&self, range: &Range<u64>, bytes: &mut [u8]) -> Result<()> {
+        let mut filled = 0;
+        for span in self.checkpoint.layout.within(range.clone()) {
+            let at = (span.memory - range.start) as usize;
+            let end = at + span.length as usize;
+            bytes[filled..at].fill(0);
+            self.checkpoint.read(span.file, span.offset, &mut bytes[at..end])?;
+            filled = end;
+        }
+        bytes[filled..].fill(0);
+        Ok(())
+    }
+}

@@ -1,0 +1,451 @@
+//! Weights from safetensors files: they are in memory as the files have them, and a file that lies takes no memory.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File, OpenOptions},
+    io::{Seek, SeekFrom, Write},
+    num::NonZero,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use nix::{sys::stat::Mode, unistd::mkfifo};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use vmmfd::{
+    Error,
+    error::{ErrorKind, WeightsError},
+    memory::Region,
+    tools::check::files,
+    weights::{ALIGNMENT, Checkpoint, LoadOptions},
+};
+
+use crate::support::Subject;
+
+cases! {
+    on crate::support::Subject; every backend: [
+    tensors_are_in_memory_as_the_files_have_them,
+    a_failure_at_any_step_leaves_nothing,
+    the_caller_ends_a_load,
+    files_that_change_meanwhile_are_noticed,
+    sealed_weights_are_read_only,
+    ]
+}
+
+/// What the header of a file is to say of a tensor, and its bytes.
+pub(crate) struct Written {
+    name: &'static str,
+    dtype: &'static str,
+    shape: Vec<u64>,
+    pub(crate) bytes: Vec<u8>,
+}
+
+pub(crate) fn tensor(name: &'static str, dtype: &'static str, shape: &[u64], size: usize) -> Written {
+    let begin = name.bytes().map(usize::from).sum::<usize>();
+    let bytes = (0..size).map(|at| ((at + begin) % 251) as u8).collect();
+    Written { name, dtype, shape: shape.to_vec(), bytes }
+}
+
+/// Writes a file as any program would.
+pub(crate) fn write(path: &Path, tensors: &[Written], metadata: Value) {
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    if !metadata.is_null() {
+        header.insert("__metadata__".to_owned(), metadata);
+    }
+    for Written { name, dtype, shape, bytes } in tensors {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        header.insert((*name).to_owned(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
+        data.extend_from_slice(bytes);
+    }
+    write_raw(path, &Value::Object(header).to_string(), &data);
+}
+
+fn write_raw(path: &Path, header: &str, data: &[u8]) {
+    let mut file = File::create(path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.write_all(data).unwrap();
+}
+
+/// A file of one tensor of so many bytes, most of which are a hole.
+pub(crate) fn large(path: &Path, size: u64) {
+    write_raw(path, &json!({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).to_string(), &[]);
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    let end = file.metadata().unwrap().len() + size;
+    file.set_len(end).unwrap();
+}
+
+fn threads(count: usize) -> LoadOptions {
+    LoadOptions::new().threads(NonZero::new(count).unwrap())
+}
+
+/// Two files with tensors of many types, some of which cross the blocks that are read and the segments.
+fn two_files(folder: &Path) -> Vec<Written> {
+    let first = vec![
+        tensor("f32", "F32", &[3, 5], 60),
+        tensor("empty", "BF16", &[0, 7], 0),
+        tensor("bool", "BOOL", &[3], 3),
+        tensor("large", "U8", &[5_000_001], 5_000_001),
+        tensor("f8", "F8_E4M3", &[2, 2], 4),
+        tensor("f8e5m2", "F8_E5M2", &[1], 1),
+        tensor("f8e8m0", "F8_E8M0", &[1], 1),
+    ];
+    let second = vec![
+        tensor("scalar", "I64", &[], 8),
+        tensor("half", "F16", &[300], 600),
+        tensor("bf16", "BF16", &[1000, 1000], 2_000_000),
+        tensor("complex", "C64", &[2], 16),
+    ];
+    write(&folder.join("b.safetensors"), &second, json!({"format": "pt", "epoch": "2"}));
+    write(&folder.join("a.safetensors"), &first, json!({"format": "pt", "epoch": "1", "only": "a"}));
+    first.into_iter().chain(second).collect()
+}
+
+fn tensors_are_in_memory_as_the_files_have_them(subject: Subject) {
+    let folder = tempfile::tempdir().unwrap();
+    let written = two_files(folder.path());
+    let checkpoint = Checkpoint::open([folder.path()]).unwrap();
+    let expected = json!({"format": "pt", "epoch": {"a.safetensors": "1", "b.safetensors": "2"}, "only": "a"});
+    assert_eq!(Value::Object(checkpoint.metadata().clone()), expected);
+    let names: Vec<&str> = checkpoint.files().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+    assert_eq!(names, ["a.safetensors", "b.safetensors"]);
+    let types: Vec<String> = checkpoint.tensors().iter().map(|tensor| tensor.array.dtype.to_string()).collect();
+    let floats = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"];
+    assert_eq!(types[4..7], floats);
+    assert_eq!((types[0].as_str(), types[2].as_str(), types[10].as_str()), ("float32", "bool", "complex64"));
+
+    let device = subject.device();
+    for options in [threads(1), threads(3).digest(), threads(40).chunk(subject.unit()).digest()] {
+        let mut seen = Vec::new();
+        let loaded = checkpoint.load(&device, &options, &mut |done| {
+            seen.push(done);
+            Ok(())
+        });
+        let loaded = loaded.unwrap();
+        assert!(seen.is_sorted() && seen.last() == Some(&checkpoint.size()), "{seen:?}");
+        let memory = &loaded.memory;
+        assert!(memory.size() >= checkpoint.size() && memory.size() == memory.mapped_size());
+        let mut bytes = vec![1; memory.size() as usize];
+        memory.copy_out(0, &mut bytes).unwrap();
+        let mut zeros = bytes.clone();
+        for (tensor, written) in checkpoint.tensors().iter().zip(&written) {
+            assert_eq!((tensor.name.as_str(), &tensor.array.shape), (written.name, &written.shape));
+            assert_eq!(tensor.array.offset % ALIGNMENT, 0, "{}", tensor.name);
+            let range = tensor.array.offset as usize..tensor.array.offset as usize + written.bytes.len();
+            assert!(bytes[range.clone()] == written.bytes, "{} differs", tensor.name);
+            zeros[range].fill(0);
+        }
+        assert!(zeros.iter().all(|byte| *byte == 0), "there is something between the tensors");
+        let digest = files::read(memory, 0, 0..memory.size(), &mut |_| Ok(())).unwrap();
+        assert!(loaded.digest.is_none_or(|found| found == digest), "the digest is not that of the memory");
+        let segments = memory.describe().unwrap().segments();
+        let several = options == threads(40).chunk(subject.unit()).digest();
+        assert_eq!(segments, if several { memory.size() / subject.unit() } else { 1 });
+    }
+    subject.assert_empty();
+}
+
+fn a_failure_at_any_step_leaves_nothing(subject: Subject) {
+    let folder = tempfile::tempdir().unwrap();
+    two_files(folder.path());
+    let checkpoint = Checkpoint::open([folder.path()]).unwrap();
+    let device = subject.device();
+    let options = threads(2).chunk(subject.unit()).sealed();
+    let failed = subject.fail_each_call(|| checkpoint.load(&device, &options, &mut |_| Ok(())).map(drop));
+    for verb in ["page_lock", "create", "copy_in", "synchronize"] {
+        assert!(failed.contains(&verb), "{verb}: {failed:?}");
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("enough")]
+struct Enough;
+
+fn the_caller_ends_a_load(subject: Subject) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w.safetensors");
+    large(&path, 64 << 20);
+    let checkpoint = Checkpoint::open([&path]).unwrap();
+    subject.faulty.slow_down("copy_in", Duration::from_millis(30));
+    let mut calls = 0;
+    let ended = checkpoint.load(&subject.device(), &threads(2), &mut |done| {
+        calls += 1;
+        if done > 0 { Err(Error::Caller(Box::new(Enough))) } else { Ok(()) }
+    });
+    assert!(matches!(&ended, Err(Error::Caller(caller)) if caller.is::<Enough>()), "{ended:?}");
+    assert!(calls < 20, "it went on");
+    subject.assert_empty();
+}
+
+fn files_that_change_meanwhile_are_noticed(subject: Subject) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w.safetensors");
+    subject.faulty.slow_down("copy_in", Duration::from_millis(30));
+    let shrink = |file: &File| file.set_len(1000).unwrap();
+    let touch = |file: &File| file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
+    for change in [&shrink as &dyn Fn(&File), &touch] {
+        large(&path, 40 << 20);
+        let checkpoint = Checkpoint::open([&path]).unwrap();
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        let mut changed = false;
+        let ended = checkpoint.load(&subject.device(), &threads(2), &mut |_| {
+            if !std::mem::replace(&mut changed, true) {
+                change(&file);
+            }
+            Ok(())
+        });
+        assert!(changed && matches!(&ended, Err(Error::Weights(WeightsError::Changed { .. }))), "{ended:?}");
+        subject.assert_empty();
+    }
+    // Before it is loaded, too.
+    large(&path, 1 << 20);
+    let checkpoint = Checkpoint::open([&path]).unwrap();
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(10).unwrap();
+    let ended = checkpoint.load(&subject.device(), &threads(2), &mut |_| Ok(()));
+    assert!(matches!(&ended, Err(Error::Weights(WeightsError::Changed { .. }))), "{ended:?}");
+    subject.assert_empty();
+}
+
+fn sealed_weights_are_read_only(subject: Subject) {
+    let folder = tempfile::tempdir().unwrap();
+    two_files(folder.path());
+    let checkpoint = Checkpoint::open([folder.path()]).unwrap();
+    let load = |options: &LoadOptions| checkpoint.load(&subject.device(), options, &mut |_| Ok(())).unwrap().memory;
+    load(&threads(2)).copy_in(0, b"x").unwrap();
+    let sealed = load(&threads(2).sealed());
+    assert!(sealed.copy_in(0, b"x").is_err() && sealed.describe().unwrap().immutable);
+    let mut first = [9];
+    sealed.copy_out(0, &mut first).unwrap();
+    assert_ne!(first, [9]);
+}
+
+/// The sentence that paths are refused with.
+#[track_caller]
+fn refusal(paths: &[&Path]) -> String {
+    let error = Checkpoint::open(paths).unwrap_err();
+    assert!(matches!(error, Error::Weights(_)) && error.kind() == ErrorKind::Usage, "{error:?}");
+    let text = error.to_string();
+    assert!(!text.contains('\n'), "{text}");
+    text
+}
+
+#[test]
+fn a_file_that_lies_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w.safetensors");
+    let f32s =
+        |count: u64, start: u64, end: u64| json!({"dtype": "F32", "shape": [count], "data_offsets": [start, end]});
+    let last = u64::MAX;
+    for (header, data, words) in [
+        (json!({"a": f32s(2, 0, 8), "b": f32s(2, 4, 12)}), 12, "\"b\" begins at byte 4, inside \"a\", which ends at 8"),
+        (json!({"a": f32s(2, 0, 8), "b": f32s(2, 0, 8)}), 8, "inside"),
+        (json!({"a": f32s(2, 0, 8), "b": f32s(1, 12, 16)}), 16, "no tensor has the bytes 8 to 12"),
+        (json!({"a": f32s(1, 4, 8)}), 8, "no tensor has the bytes 0 to 4"),
+        (json!({"a": f32s(2, 0, 8)}), 20, "no tensor has its last 12 bytes"),
+        (json!({"a": f32s(2, 0, 8)}), 7, "the bytes 0 to 8, and there are 7"),
+        (json!({"a": f32s(2, 0, last)}), 8, "and there are 8"),
+        (json!({"a": f32s(2, last - 7, last)}), 8, "and there are 8"),
+        (json!({"a": f32s(2, 8, 0)}), 8, "before it begins"),
+        (json!({"a": f32s(3, 0, 8)}), 8, "not those of F32 [3]"),
+        (json!({"a": f32s(0, 0, 8)}), 8, "not those of F32 [0]"),
+        (json!({"a": {"dtype": "F32", "shape": [last, 2], "data_offsets": [0, 8]}}), 8, "not those of"),
+        (
+            json!({"a": {"dtype": "F32", "shape": [1u64 << 40, 1u64 << 40, 0], "data_offsets": [0, 8]}}),
+            8,
+            "not those of",
+        ),
+        (json!({"a": {"dtype": "U8", "shape": vec![1; 65], "data_offsets": [0, 1]}}), 1, "65 dimensions"),
+        (json!({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}), 1, "less than a byte"),
+        (json!({"a": {"dtype": "F1", "shape": [2], "data_offsets": [0, 1]}}), 1, "unknown variant"),
+        (json!({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}), 1, "can't be read"),
+        (json!({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}), 1, "can't be read"),
+        (json!({"a": {"dtype": "U8", "shape": [1]}}), 1, "can't be read"),
+        (json!({"a": 7}), 0, "can't be read"),
+        (json!({"__metadata__": {"n": 1}}), 0, "can't be read"),
+        (json!([]), 0, "can't be read"),
+        (json!({}), 0, "nothing to load"),
+        (json!({"a": f32s(0, 0, 0)}), 0, "nothing to load"),
+    ] {
+        write_raw(&path, &header.to_string(), &vec![0; data]);
+        let said = refusal(&[&path]);
+        assert!(said.contains(words), "{header}: no {words:?} in {said}");
+        assert!(said.starts_with(path.to_str().unwrap()), "{said}");
+    }
+    for (bytes, words) in [
+        (&b""[..], "has 0 bytes"),
+        (b"1234567", "has 7 bytes"),
+        (&[255; 100], "18446744073709551615 bytes, and there are 92"),
+        (b"\x08\0\0\0\0\0\0\0{}", "has 8 bytes, and there are 2"),
+        (b"\x02\0\0\0\0\0\0\0\xff\xfe", "can't be read"),
+        (b"\0\0\0\0\0\0\0\0", "can't be read"),
+        (br#"!_______{"a":1}"#, "is no safetensors file"),
+    ] {
+        fs::write(&path, bytes).unwrap();
+        let said = refusal(&[&path]);
+        assert!(said.contains(words), "no {words:?} in {said}");
+    }
+    let one = r#"{"dtype":"U8","shape":[1],"data_offsets":[0,1]}"#;
+    for twice in [format!(r#"{{"a":{one},"a":{one}}}"#), r#"{"__metadata__":{"a":"1","a":"2"}}"#.to_owned()] {
+        write_raw(&path, &twice, b"1");
+        assert!(refusal(&[&path]).contains("\"a\" twice"), "{}", refusal(&[&path]));
+    }
+}
+
+#[test]
+fn a_header_of_a_wrong_length_takes_no_memory_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w.safetensors");
+    // As large as it says, and all of it a hole.
+    let mut file = File::create(&path).unwrap();
+    file.write_all(&(1u64 << 40).to_le_bytes()).unwrap();
+    file.seek(SeekFrom::Start((1 << 40) + 8)).unwrap();
+    file.set_len((1 << 40) + 8).unwrap();
+    assert!(refusal(&[&path]).contains("at most 100000000"), "{}", refusal(&[&path]));
+}
+
+/// Each byte of a header changed, one at a time, to each of some others: it is read, or refused with a sentence.
+#[test]
+fn no_header_does_harm() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w.safetensors");
+    write(&path, &[tensor("a", "F32", &[2], 8), tensor("b", "U8", &[1, 3], 3)], json!({"format": "pt"}));
+    let whole = fs::read(&path).unwrap();
+    for at in 0..whole.len() - 11 {
+        for byte in [0, 1, 0xff, b'0', b'9', b'"', b'{', b'}', b',', b'-', b'e'] {
+            let mut changed = whole.clone();
+            changed[at] = byte;
+            fs::write(&path, &changed).unwrap();
+            if let Err(error) = Checkpoint::open([&path]) {
+                assert!(matches!(error, Error::Weights(_)), "{error:?}");
+            }
+        }
+    }
+    for length in 0..whole.len() {
+        fs::write(&path, &whole[..length]).unwrap();
+        refusal(&[&path]);
+    }
+}
+
+#[test]
+fn only_regular_files_that_are_there_are_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let [pipe, absent, folder_named_so, linked] =
+        ["pipe.safetensors", "absent.safetensors", "folder.safetensors", "linked.safetensors"]
+            .map(|name| folder.path().join(name));
+    mkfifo(&pipe, Mode::from_bits_truncate(0o600)).unwrap();
+    assert!(refusal(&[&pipe]).contains("not a regular file"));
+    assert!(refusal(&[Path::new("/dev/zero")]).contains("not a regular file"));
+    assert!(refusal(&[&absent]).contains("does not exist"));
+    assert!(matches!(Checkpoint::open([&absent]), Err(Error::Weights(WeightsError::Absent { named_by: None, .. }))));
+    fs::create_dir(&folder_named_so).unwrap();
+    assert!(refusal(&[&folder_named_so]).contains("no file whose name ends with .safetensors"));
+    // What is in a folder is treated no better.
+    assert!(refusal(&[folder.path()]).contains("not a regular file"));
+    fs::remove_file(&pipe).unwrap();
+    assert!(refusal(&[folder.path()]).contains("not a regular file"));
+    symlink(&absent, &linked).unwrap();
+    assert!(refusal(&[&linked]).contains("does not exist"));
+    assert!(matches!(Checkpoint::open(<[&Path; 0]>::default()), Err(Error::Misuse { .. })));
+    if !nix::unistd::geteuid().is_root() {
+        fs::write(&absent, b"").unwrap();
+        fs::set_permissions(&absent, fs::Permissions::from_mode(0o000)).unwrap();
+        assert!(matches!(Checkpoint::open([&absent]), Err(Error::Weights(WeightsError::Denied { .. }))));
+    }
+}
+
+/// A folder of two shards and an index of their tensors.
+struct Shards {
+    folder: TempDir,
+}
+
+impl Shards {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        write(&folder.path().join("m-1.safetensors"), &[tensor("a", "U8", &[3], 3)], Value::Null);
+        write(&folder.path().join("m-2.safetensors"), &[tensor("b", "U8", &[3], 3)], Value::Null);
+        Self { folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn index(&self, map: &[(&str, &str)]) -> PathBuf {
+        let map: BTreeMap<_, _> = map.iter().copied().collect();
+        self.write_index(&json!({"metadata": {"total_size": 6}, "weight_map": map}).to_string())
+    }
+
+    fn write_index(&self, text: &str) -> PathBuf {
+        let path = self.path("m.safetensors.index.json");
+        fs::write(&path, text).unwrap();
+        path
+    }
+}
+
+const BOTH: [(&str, &str); 2] = [("a", "m-1.safetensors"), ("b", "m-2.safetensors")];
+
+#[test]
+fn an_index_says_which_files_are_read() {
+    let shards = Shards::new();
+    let names = |paths: &[&Path]| {
+        let checkpoint = Checkpoint::open(paths).unwrap();
+        checkpoint.tensors().iter().map(|tensor| tensor.name.clone()).collect::<Vec<String>>()
+    };
+    let folder = shards.folder.path();
+    assert_eq!(names(&[folder]), ["a", "b"]);
+    // Another file, and what a copy left.
+    write(&shards.path("adapter.safetensors"), &[tensor("b", "U8", &[2], 2)], Value::Null);
+    fs::write(shards.path("._m-1.safetensors"), b"junk").unwrap();
+    let said = refusal(&[folder]);
+    assert!(said.contains("has a tensor \"b\", and so has") && said.contains("adapter.safetensors"), "{said}");
+    let index = shards.index(&BOTH);
+    assert_eq!(names(&[folder]), ["a", "b"]);
+    assert_eq!(names(&[&index]), ["a", "b"]);
+    assert_eq!(names(&[&shards.path("m-2.safetensors"), &shards.path("m-1.safetensors")]), ["b", "a"]);
+    let first = shards.path("m-1.safetensors");
+    assert!(refusal(&[&first, &first]).contains("a name is a single tensor's"));
+    assert!(refusal(&[folder, &first]).contains("a name is a single tensor's"));
+    fs::copy(&index, shards.path("other.safetensors.index.json")).unwrap();
+    assert!(refusal(&[folder]).contains("several indexes"));
+    assert_eq!(names(&[&index]), ["a", "b"]);
+}
+
+#[test]
+fn an_index_that_does_not_match_is_refused() {
+    let shards = Shards::new();
+    for (map, words) in [
+        (&[("a", "m-1.safetensors"), ("b", "m-3.safetensors")][..], "m-3.safetensors does not exist, and"),
+        (&[("a", "m-1.safetensors"), ("b", "m-1.safetensors")], "has no tensor \"b\""),
+        (&[("a", "m-1.safetensors"), ("b", "m-2.safetensors"), ("c", "m-2.safetensors")], "has no tensor \"c\""),
+        (&[("a", "m-2.safetensors"), ("b", "m-1.safetensors")], "does not put there"),
+        (&[("a", "m-1.safetensors"), ("x", "m-2.safetensors")], "has a tensor \"b\" that"),
+        (&[("a", "../m-1.safetensors")], "no name of a file in its folder"),
+        (&[("a", "/etc/passwd")], "no name of a file in its folder"),
+        (&[("a", "..")], "no name of a file in its folder"),
+        (&[("a", "")], "no name of a file in its folder"),
+        (&[("a", "m-1.safetensors\0")], "no name of a file in its folder"),
+        (&[], "names no tensor"),
+    ] {
+        let index = shards.index(map);
+        let said = refusal(&[&index]);
+        assert!(said.contains(words), "{map:?}: no {words:?} in {said}");
+        assert_eq!(refusal(&[shards.folder.path()]), said);
+    }
+    for (text, words) in [
+        ("", "is no index"),
+        ("[]", "is no index"),
+        (r#"{"weight_map": {"a": 1}}"#, "is no index"),
+        (r#"{"weight_map": {"a": "m-1.safetensors", "a": "m-2.safetensors"}}"#, "\"a\" twice"),
+        (r#"{"a": "m-1.safetensors"}"#, "missing field"),
+    ] {
+        let said = refusal(&[&shards.write_index(text)]);
+        assert!(said.contains(words), "{text}: no {words:?} in {said}");
+    }
+    let index = shards.index(&BOTH);
+    OpenOptions::new().write(true).open(&index).unwrap().set_len(1 << 40).unwrap();
+    assert!(refusal(&[&index]).contains("an index at most"));
+    fs::remove_file(&index).unwrap();
+    mkfifo(&index, Mode::from_bits_truncate(0o600)).unwrap();
+    assert!(refusal(&[&index]).contains("not a regular file"));
+}
