@@ -22,8 +22,8 @@ mod pool;
 mod reaper;
 mod shared;
 mod signals;
-mod watch;
 mod waiting;
+mod watch;
 mod weights;
 
 use std::time::Duration;
