@@ -413,8 +413,7 @@ impl Client {
         }
         let leased = self.0.call(py, Purpose::Any, |client| {
             let leases = client.get_all(&gets, wait)?.into_iter().zip(selections);
-            let device = || device.clone();
-            leases.map(|(lease, selection)| self.0.open(lease, device(), selection)).collect::<Outcome<Vec<_>>>()
+            leases.map(|(lease, selection)| self.0.open(lease, device, selection)).collect::<Outcome<Vec<_>>>()
         })?;
         Ok(leased.into_iter().map(Lease::new).collect())
     }

@@ -429,6 +429,7 @@ impl Lease {
 
     /// What was asked for, to ask for it again: parts and arrays.
     #[getter]
+    #[allow(clippy::type_complexity)]
     fn selection(&self) -> Outcome<(Option<Vec<String>>, Option<Vec<String>>)> {
         let leased = self.leased()?;
         Ok((leased.selection.parts.clone(), leased.selection.arrays.clone()))

@@ -22,6 +22,9 @@ mod pool;
 mod reaper;
 mod shared;
 mod signals;
+mod torch_pool;
+mod waiting;
+mod watch;
 mod waiting;
 mod watch;
 mod weights;
@@ -64,6 +67,13 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<lease::Claim>()?;
     module.add_class::<watch::Watch>()?;
     // PyTorch
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_open, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_find, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_close, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_figures, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_trouble, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_descriptor, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
     // Weights
     module.add_class::<weights::Weights>()?;
     module.add_function(wrap_pyfunction!(weights::load_safetensors, module)?)?;

@@ -98,3 +98,12 @@ __all__ = [
     "Weights",
     "load_safetensors",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # PyTorch's half is not loaded before it is used.
+    if name == "torch":
+        from importlib import import_module
+
+        return import_module("vmmfd.torch")
+    raise AttributeError(f"module 'vmmfd' has no attribute {name!r}")

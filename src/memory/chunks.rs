@@ -144,6 +144,24 @@ impl Chunks {
         Ok(enforced)
     }
 
+    /// As [`super::Shared::make_read_only`].
+    pub(super) fn make_read_only(&self) -> Result<()> {
+        let mut state = self.write();
+        if !state.unsealed.is_empty() {
+            let problem = "memory that is still to be sealed becomes read-only when it is: call Shared::seal";
+            return Err(Error::Misuse { problem: problem.to_owned() });
+        }
+        match &mut state.mapping {
+            Some(mapping) => mapping.make_read_only(self.node()?),
+            None => Ok(()),
+        }
+    }
+
+    /// The NUMA node whose CPUs may use it too.
+    fn node(&self) -> Result<Option<i32>> {
+        Ok(self.device.shareable(self.placement)?.location.host_node())
+    }
+
     /// Writes zeros behind the data, to the end of the last allocation.
     pub(super) fn clear_padding(&self) -> Result<()> {
         match &self.read().mapping {

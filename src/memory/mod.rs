@@ -6,12 +6,14 @@
 //! | [`Pool`], [`PoolBuffer`] | a memory pool that can be shared, and memory of it |
 //! | [`LegacyMemory`] | memory that is shared by a legacy handle |
 //! | [`Shared`], [`Imported`] | memory that is shared with other processes, and memory that another process shares |
+//! | [`Arenas`] | blocks cut from shared memory, for another library's allocator |
 //! | [`Spec`], [`Description`] | what memory to make; what another process needs to open it |
 //! | [`Mirror`] | a range of any of them in host memory |
 //!
 //! Dropping gives back; a dependent holds what it depends on, so that everything goes in the right order. A failure
 //! at any step leaves nothing behind. A destructor that meets an error reports it through `tracing` and goes on.
 
+mod arena;
 mod chunks;
 mod description;
 mod device;
@@ -31,6 +33,7 @@ mod spec;
 mod vmm;
 
 pub use self::{
+    arena::{ArenaFigures, Arenas},
     chunks::{Chunk, Timings},
     description::{Description, DeviceIdentity, Mechanism, Part, Placement, Pointer, Sharing},
     device::Device,

@@ -14,7 +14,10 @@ use super::{
     Chunk, Description, Device, LegacyMemory, Part, Pool, PoolBuffer, Region, Sharing, Spec, Timings, check_range,
     chunks::Chunks, clear, spec::Kind,
 };
-use crate::{driver::Access, error::Result};
+use crate::{
+    driver::Access,
+    error::{DeviceError, Error, Result},
+};
 
 /// Memory that this process owns and shares with others. Its size is fixed. Dropping it frees it.
 ///
@@ -26,6 +29,8 @@ pub struct Shared {
     memory: Memory,
     /// Whether it is never written any more.
     sealed: AtomicBool,
+    /// Whether this process can't write it any more. Others may.
+    read_only: AtomicBool,
     timings: Timings,
 }
 
@@ -48,12 +53,12 @@ impl Shared {
     /// Allocates memory, maps it for its device, and exports it unless it is still to be sealed.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for what the device or the mechanism can't do;
+    /// [`DeviceError::Unsupported`] for what the device or the mechanism can't do;
     /// [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) before anything is
     /// allocated if this process could not hold one for each chunk;
     /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize);
     /// [`MemoryError::OutOfMemory`](crate::error::MemoryError::OutOfMemory) with both
-    /// figures; [`Error::Driver`](crate::Error::Driver).
+    /// figures; [`Error::Driver`].
     ///
     /// Driver calls: those of [`super::Allocation::create_at`] or [`super::Allocation::create_gpu_direct_rdma`], [`super::Mapping::side_by_side`] and
     /// [`super::Allocation::export`]; those of [`Pool::create`] and [`PoolBuffer::allocate`]; that of
@@ -97,7 +102,8 @@ impl Shared {
     }
 
     fn of(device: &Device, memory: Memory) -> Self {
-        Self { device: device.clone(), memory, sealed: AtomicBool::new(false), timings: Timings::default() }
+        let (sealed, read_only) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { device: device.clone(), memory, sealed, read_only, timings: Timings::default() }
     }
 
     /// Leaves the memory allocated for as long as this process lives, because a peer has it open and does not close it. The end of
@@ -117,8 +123,8 @@ impl Shared {
     /// legacy handle, can write all the same.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for memory that was not made to be sealed;
-    /// [`Error::Driver`](crate::Error::Driver): with `CUDA_ERROR_INVALID_VALUE`, and
+    /// [`DeviceError::Unsupported`] for memory that was not made to be sealed;
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE`, and
     /// nothing changed, while a [`super::Mirror`] is open on it; after another it can't be used any more.
     ///
     /// Driver calls: `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`. See
@@ -130,6 +136,27 @@ impl Shared {
         };
         self.sealed.store(true, Ordering::Release);
         Ok(enforced)
+    }
+
+    /// Takes this process's own right to write it, for good, so that a mistake here does not change what others read. Its address stays.
+    /// What other processes may do with it does not change: unlike [`Shared::seal`] it says nothing to them, and is possible once the
+    /// memory is handed out. Waits for all work in the device's primary context; does nothing the second time.
+    ///
+    /// A write by address is then a fault: on CUDA a kernel's write ends the context (Xid 31).
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] for memory of a pool and legacy memory; [`Error::Misuse`] for memory that is still to be sealed;
+    /// [`Error::Driver`], also while a [`super::Mirror`] of it is open: nothing is changed then.
+    ///
+    /// Driver calls: `cuCtxSynchronize`, `cuMemSetAccess`.
+    pub fn make_read_only(&self) -> Result<()> {
+        let Memory::Vmm(chunks) = &self.memory else {
+            let feature = "memory of a pool, or legacy memory, that this process only reads";
+            return Err(Error::Device(DeviceError::Unsupported { device: self.device.to_string(), feature }));
+        };
+        chunks.make_read_only()?;
+        self.read_only.store(true, Ordering::Release);
+        Ok(())
     }
 
     /// Writes zeros behind the data, to the end of what a receiver maps: it must not see what was there before. Blocks until
@@ -158,7 +185,7 @@ impl Shared {
     /// What another process needs to open it, besides the descriptors.
     ///
     /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver) where the driver does not give the 64 bytes out.
+    /// [`Error::Driver`] where the driver does not give the 64 bytes out.
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     pub fn describe(&self) -> Result<Description> {
@@ -174,7 +201,7 @@ impl Shared {
             sharing,
             size: self.size(),
             mapped_size: self.mapped_size(),
-            immutable: self.access() == Access::ReadOnly,
+            immutable: self.sealed.load(Ordering::Acquire),
         })
     }
 
@@ -232,7 +259,8 @@ impl Region for Shared {
     }
 
     fn access(&self) -> Access {
-        if self.sealed.load(Ordering::Acquire) { Access::ReadOnly } else { Access::ReadWrite }
+        let read_only = self.sealed.load(Ordering::Acquire) || self.read_only.load(Ordering::Acquire);
+        if read_only { Access::ReadOnly } else { Access::ReadWrite }
     }
 
     fn is_protected(&self) -> bool {

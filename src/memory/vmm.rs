@@ -322,6 +322,16 @@ impl Mapping {
         Ok(())
     }
 
+    /// Takes this process's right to write it, for good. Waits for the device's work, which may be writing.
+    pub(super) fn make_read_only(&mut self, node: Option<i32>) -> Result<()> {
+        if self.access == Access::ReadWrite {
+            self.synchronize()?;
+            self.access = Access::ReadOnly;
+            self.allow(node).inspect_err(|_| self.access = Access::ReadWrite)?;
+        }
+        Ok(())
+    }
+
     /// Lets the device use what is mapped, and the CPUs of a NUMA node if the memory is theirs.
     pub(super) fn allow(&self, node: Option<i32>) -> Result<()> {
         let device = Location::Device(self.device.ordinal());

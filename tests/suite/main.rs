@@ -3,6 +3,7 @@
 #[macro_use]
 mod cases;
 
+mod arena;
 mod bench;
 mod broker;
 mod broker_commands;

@@ -11,8 +11,8 @@ use vmmfd::{
     driver::{Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened},
     error::{DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError},
     memory::{
-        Allocation, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping, Mirror, Pool,
-        PoolBuffer, Region, Reservation, Selector, Shared, Spec,
+        Allocation, Arenas, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping, Mirror,
+        Pool, PoolBuffer, Region, Reservation, Selector, Shared, Spec,
     },
     session::{
         Config, Verdict,
@@ -33,7 +33,7 @@ fn public_types_go_to_other_threads_and_most_are_used_by_several() {
     both::<(Cancel, Channel, Listener, Peer, Trust)>();
     both::<(Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened)>();
     both::<(Allocation, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping)>();
-    both::<(Pool, PoolBuffer, Reservation, Selector, Shared, Spec)>();
+    both::<(Arenas, Pool, PoolBuffer, Reservation, Selector, Shared, Spec)>();
     both::<dyn Region>();
     both::<(Config, Verdict, Buffer<'_>, ImportedObject, Request, ServeOptions, ServeReport, Served, Unchecked)>();
     both::<(BufferId, Publisher, Received, Subscriber)>();

@@ -1,0 +1,161 @@
+//! The two C functions through which PyTorch allocates in shared memory, and what Python asks of that memory.
+//!
+//! PyTorch's allocator calls them with its lock held, from any thread, with or without the GIL, and while the interpreter ends. They
+//! never touch Python and never panic into it. What they cut from is kept for as long as the process lives.
+
+#![allow(unsafe_code)]
+
+use std::{
+    collections::BTreeMap,
+    ffi::{c_int, c_void},
+    os::fd::{AsFd, IntoRawFd},
+    panic::{AssertUnwindSafe, catch_unwind},
+    process, ptr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use pyo3::{prelude::*, types::PyDict};
+use vmmfd::{
+    Error,
+    memory::{Arenas, Region, Selector},
+};
+
+use crate::{
+    driver,
+    error::{Failure, Outcome},
+    shared::{Buffer, Owned},
+};
+
+/// The process that opened the arenas. In a fork of it nothing is taken and nothing is given back: a lock may be held by a thread that
+/// is not there.
+static OPENED_BY: AtomicU32 = AtomicU32::new(0);
+
+/// Arenas by the device's number, which PyTorch counts as the driver does.
+static ARENAS: Mutex<BTreeMap<c_int, Arc<Arenas>>> = Mutex::new(BTreeMap::new());
+
+/// Why the last block was refused, for whom PyTorch only tells that memory ran out.
+static TROUBLE: Mutex<Option<String>> = Mutex::new(None);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn is_forked() -> bool {
+    OPENED_BY.load(Ordering::Acquire) != process::id()
+}
+
+/// The arenas of a device, opened before.
+fn arenas(device: c_int) -> Option<Arc<Arenas>> {
+    if is_forked() { None } else { lock(&ARENAS).get(&device).cloned() }
+}
+
+fn all() -> Vec<Arc<Arenas>> {
+    if is_forked() { Vec::new() } else { lock(&ARENAS).values().cloned().collect() }
+}
+
+fn allocate(size: isize, device: c_int) -> Result<u64, String> {
+    let arenas = arenas(device).ok_or("no vmmfd.torch.pool() is open for this device in this process")?;
+    let size = u64::try_from(size).map_err(|_| format!("{size} bytes were asked for"))?;
+    arenas.allocate(size).map_err(|error: Error| error.in_full())
+}
+
+/// Cuts a block of at least `size` bytes from shared memory of a device. Null means that there is none. PyTorch's
+/// `CUDAPluggableAllocator` calls it; the stream does not matter, as PyTorch has synchronised what it freed before.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn vmmfd_torch_malloc(size: isize, device: c_int, _stream: *mut c_void) -> *mut c_void {
+    let answer = catch_unwind(|| allocate(size, device)).unwrap_or_else(|_| Err("the allocator panicked".to_owned()));
+    match answer {
+        Ok(address) => ptr::without_provenance_mut(address as usize),
+        Err(reason) => {
+            if !is_forked() {
+                *lock(&TROUBLE) = Some(format!("{size} bytes of shared memory: {reason}"));
+            }
+            ptr::null_mut()
+        }
+    }
+}
+
+/// Takes a block back that [`vmmfd_torch_malloc`] cut. Waits for the device's work if an arena becomes empty, as `cudaFree` does.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn vmmfd_torch_free(block: *mut c_void, _size: isize, device: c_int, _stream: *mut c_void) {
+    let free = || {
+        let address = block.addr() as u64;
+        let freed = arenas(device).is_some_and(|arenas| arenas.free(address));
+        freed || all().iter().any(|arenas| arenas.free(address))
+    };
+    // A block that is not found is one of another process: of the parent of this fork.
+    let _ = catch_unwind(AssertUnwindSafe(free));
+}
+
+/// Makes ready to cut blocks for a device of CUDA, from arenas of `arena` bytes from now on.
+#[pyfunction]
+pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64) -> Outcome<()> {
+    py.detach(|| {
+        let opened_by = OPENED_BY.load(Ordering::Acquire);
+        if opened_by != 0 && opened_by != process::id() {
+            let message = "this process is a fork of one that has a pool: start it anew (multiprocessing's spawn)";
+            return Err(Failure::invalid(message));
+        }
+        let ordinal = device as c_int;
+        if let Some(arenas) = arenas(ordinal) {
+            return Ok(arenas.set_arena_size(arena)?);
+        }
+        let device = driver::device(&driver::driver("cuda")?, Some(Selector::Ordinal(device)))?;
+        let arenas = Arc::new(Arenas::new(&device, arena)?);
+        lock(&ARENAS).entry(ordinal).or_insert(arenas);
+        OPENED_BY.store(process::id(), Ordering::Release);
+        Ok(())
+    })
+}
+
+/// The memory that an address is in, and how many bytes behind its beginning.
+#[pyfunction]
+pub(crate) fn torch_pool_find(address: u64) -> Option<(Buffer, u64)> {
+    let (shared, offset) = all().iter().find_map(|arenas| arenas.find(address))?;
+    Some((Buffer(Owned::new(shared)), offset))
+}
+
+/// Closes the arena that an address is in: nothing is cut from it any more. Returns whether there is one.
+#[pyfunction]
+pub(crate) fn torch_pool_close(address: u64) -> bool {
+    all().iter().any(|arenas| arenas.close(address))
+}
+
+/// What the arenas of a device hold: how many there are, how many are closed, their bytes, their blocks, the bytes of those.
+#[pyfunction]
+pub(crate) fn torch_pool_figures(py: Python<'_>, device: u32) -> PyResult<Bound<'_, PyDict>> {
+    let figures = arenas(device as c_int).map(|arenas| arenas.figures()).unwrap_or_default();
+    let dictionary = PyDict::new(py);
+    dictionary.set_item("arenas", figures.arenas)?;
+    dictionary.set_item("closed", figures.closed)?;
+    dictionary.set_item("bytes", figures.bytes)?;
+    dictionary.set_item("blocks", figures.blocks)?;
+    dictionary.set_item("used", figures.used)?;
+    Ok(dictionary)
+}
+
+/// Why the last block was refused, if one was since the last call.
+#[pyfunction]
+pub(crate) fn torch_pool_trouble() -> Option<String> {
+    if is_forked() { None } else { lock(&TROUBLE).take() }
+}
+
+/// A new descriptor of the arena that an address is in, which is the caller's to close; the address's offset in it; its size.
+#[pyfunction]
+pub(crate) fn torch_pool_descriptor(address: u64) -> Outcome<Option<(i32, u64, u64)>> {
+    let Some((shared, offset)) = all().iter().find_map(|arenas| arenas.find(address)) else { return Ok(None) };
+    let Some((_, chunks)) = shared.chunks(0..shared.size())? else { return Ok(None) };
+    let Some(chunk) = chunks.first() else { return Ok(None) };
+    let fd = chunk.as_fd().try_clone_to_owned().map_err(|error| Failure::Python(error.into()))?;
+    Ok(Some((fd.into_raw_fd(), offset, shared.mapped_size())))
+}
+
+/// Takes this process's own right to write memory of its own, once other processes have it. Waits for the device's work.
+#[pyfunction]
+pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, Buffer>) -> Outcome<()> {
+    let memory = Arc::clone(&memory.get().0);
+    Ok(py.detach(|| memory.make_read_only())?)
+}

@@ -1,0 +1,228 @@
+//! Blocks cut from shared memory, for the allocator of another library.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use super::{Device, Region, Shared, Spec, round_up};
+use crate::error::{Error, Result};
+
+/// An allocator that cuts blocks from pieces of shared memory, the arenas: what a library like PyTorch allocates can then be handed to
+/// other processes as it is, with one descriptor for each arena and not for each block.
+///
+/// Each arena is one [`Shared`] of one allocation. An arena without blocks is given back, after waiting for the device's work. An arena
+/// that is closed ([`Arenas::close`]), because other processes read it, is never cut again: what they see stays as it is, whatever is
+/// freed and allocated here.
+///
+/// All calls may be made by several threads at once.
+#[derive(Debug)]
+pub struct Arenas {
+    device: Device,
+    granularity: u64,
+    arena: AtomicU64,
+    state: Mutex<Vec<Arena>>,
+}
+
+/// One piece of shared memory, and what is cut from it.
+#[derive(Debug)]
+struct Arena {
+    memory: Arc<Shared>,
+    /// Sizes by offset.
+    blocks: BTreeMap<u64, u64>,
+    closed: bool,
+}
+
+/// What [`Arenas`] hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ArenaFigures {
+    /// How many arenas there are: each is one descriptor.
+    pub arenas: u64,
+    /// How many of them are closed.
+    pub closed: u64,
+    /// The bytes of all arenas.
+    pub bytes: u64,
+    /// How many blocks are cut from them.
+    pub blocks: u64,
+    /// The bytes of these blocks.
+    pub used: u64,
+}
+
+impl Arena {
+    fn holds(&self, address: u64) -> bool {
+        address.checked_sub(self.memory.address()).is_some_and(|offset| offset < self.memory.size())
+    }
+
+    /// The first offset with so many bytes free.
+    fn gap(&self, size: u64) -> Option<u64> {
+        let mut begin = 0;
+        for (&offset, &length) in &self.blocks {
+            if offset - begin >= size {
+                return Some(begin);
+            }
+            begin = offset + length;
+        }
+        (self.memory.size() - begin >= size).then_some(begin)
+    }
+
+    /// Cuts a block out, if there is room.
+    fn cut(&mut self, size: u64) -> Option<u64> {
+        if self.closed {
+            return None;
+        }
+        let offset = self.gap(size)?;
+        self.blocks.insert(offset, size);
+        Some(self.memory.address() + offset)
+    }
+}
+
+impl Arenas {
+    /// Arenas of a device's memory, each of `arena` bytes, or of what one block takes if that is more. None is made yet.
+    ///
+    /// # Errors
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for arenas of no bytes; those of
+    /// [`Device::require_sharing`]; [`Error::Driver`].
+    ///
+    /// Driver calls: `cuDeviceGetAttribute`, `cuMemGetAllocationGranularity`.
+    pub fn new(device: &Device, arena: u64) -> Result<Self> {
+        device.require_sharing()?;
+        let granularity = device.granularity()?;
+        let arena = AtomicU64::new(round_up(arena, granularity)?);
+        Ok(Self { device: device.clone(), granularity, arena, state: Mutex::default() })
+    }
+
+    /// The device whose memory it is.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The size of an arena in bytes: a multiple of the granularity.
+    pub fn arena_size(&self) -> u64 {
+        self.arena.load(Ordering::Relaxed)
+    }
+
+    /// Makes later arenas of another size, rounded up to the granularity. Those that there are stay as they are.
+    ///
+    /// # Errors
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for no bytes.
+    pub fn set_arena_size(&self, arena: u64) -> Result<()> {
+        self.arena.store(round_up(arena, self.granularity)?, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Cuts a block of at least `size` bytes, a multiple of the granularity, and returns its address. It is mapped for the device; its
+    /// contents are undefined. It stays until [`Arenas::free`].
+    ///
+    /// A new arena is made if no other has room: as large as so many blocks of this size as fit into [`Arenas::arena_size`], and at
+    /// least one. So blocks of one size leave nothing over. Blocks for the driver's calls then.
+    ///
+    /// # Errors
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for no bytes; those of [`Shared::create`].
+    ///
+    /// Driver calls: those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
+    pub fn allocate(&self, size: u64) -> Result<u64> {
+        let size = round_up(size, self.granularity)?;
+        if let Some(address) = self.state().iter_mut().find_map(|arena| arena.cut(size)) {
+            return Ok(address);
+        }
+        // Without the lock, which `free` and `find` need: two threads may make one arena more than they need.
+        let bytes = (self.arena_size() / size).max(1) * size;
+        let made = Shared::create(&self.device, Spec::vmm(bytes)).or_else(|error| match error {
+            // Arenas that could not be given back before, or a smaller one.
+            _ if self.sweep() => Shared::create(&self.device, Spec::vmm(bytes)),
+            _ if bytes > size => Shared::create(&self.device, Spec::vmm(size)),
+            error => Err(error),
+        });
+        let memory = Arc::new(made?);
+        let address = memory.address();
+        self.state().push(Arena { memory, blocks: BTreeMap::from([(0, size)]), closed: false });
+        Ok(address)
+    }
+
+    /// Takes a block back. If it was the last one of its arena, waits until the work in the device's primary context is done and drops
+    /// the arena: other processes that have it keep its memory. If the wait fails (a stream is being captured), the arena stays, and is
+    /// dropped with a later one. Returns whether there is such a block.
+    ///
+    /// Work that uses the block must be in the primary context, or finished.
+    ///
+    /// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemAddressFree`.
+    pub fn free(&self, address: u64) -> bool {
+        let freed = self.state().iter_mut().find(|arena| arena.holds(address)).map(|arena| {
+            let block = arena.blocks.remove(&(address - arena.memory.address()));
+            (block.is_some(), arena.blocks.is_empty())
+        });
+        match freed {
+            Some((freed, empty)) => {
+                if empty {
+                    self.sweep();
+                }
+                freed
+            }
+            None => false,
+        }
+    }
+
+    /// The arena that an address is in, and how many bytes behind its beginning.
+    pub fn find(&self, address: u64) -> Option<(Arc<Shared>, u64)> {
+        let state = self.state();
+        let arena = state.iter().find(|arena| arena.holds(address))?;
+        Some((Arc::clone(&arena.memory), address - arena.memory.address()))
+    }
+
+    /// Closes the arena that an address is in: nothing is cut from it again, so that what other processes see of it is not overwritten by
+    /// later blocks. What was freed of it stays free for good. Returns whether there is such an arena.
+    pub fn close(&self, address: u64) -> bool {
+        let mut state = self.state();
+        let arena = state.iter_mut().find(|arena| arena.holds(address));
+        arena.map(|arena| arena.closed = true).is_some()
+    }
+
+    /// What it holds now.
+    pub fn figures(&self) -> ArenaFigures {
+        let mut figures = ArenaFigures::default();
+        for arena in &*self.state() {
+            figures.arenas += 1;
+            figures.closed += u64::from(arena.closed);
+            figures.bytes += arena.memory.size();
+            figures.blocks += arena.blocks.len() as u64;
+            figures.used += arena.blocks.values().sum::<u64>();
+        }
+        figures
+    }
+
+    /// Drops the arenas without blocks, once the device's work is done. Returns whether any was dropped.
+    fn sweep(&self) -> bool {
+        // Out of the list first: nothing may be cut from them meanwhile, and the wait is long.
+        let empty: Vec<Arena> = self.state().extract_if(.., |arena| arena.blocks.is_empty()).collect();
+        let Some(first) = empty.first() else { return false };
+        match first.memory.synchronize() {
+            Ok(()) => true,
+            Err(Error::Forked { .. }) => {
+                // The parent's memory: not for this process to give back.
+                std::mem::forget(empty);
+                false
+            }
+            Err(error) => {
+                tracing::warn!(%error, "arenas that hold nothing can't be given back yet");
+                self.state().extend(empty);
+                false
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, Vec<Arena>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Arenas {
+    /// Work that uses what is left must be finished before the memory goes.
+    fn drop(&mut self) {
+        if let Some(arena) = self.state().first() {
+            super::report(arena.memory.synchronize(), "the device's work can't be waited for");
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! Blocks cut from shared memory: the same cases on every backend.
+
+use std::{sync::Arc, thread};
+
+use vmmfd::{
+    Error,
+    array::{ArrayDescriptor, ElementType, Order},
+    driver::Access::{ReadOnly, ReadWrite},
+    error::{DeviceError, MemoryError},
+    memory::{ArenaFigures, Arenas, Array, ArrayHandle, Mirror, Region, Shared, Spec},
+};
+
+use crate::support::{Fault, Kind, Subject};
+
+cases! {
+    on crate::support::Subject; every backend: [
+    blocks_are_cut_side_by_side_and_used_again,
+    an_arena_without_blocks_is_given_back,
+    blocks_of_one_size_leave_nothing_over,
+    a_closed_arena_is_never_cut_again_and_stays_for_who_has_it,
+    what_is_no_block_is_not_freed,
+    an_arena_that_can_not_be_given_back_goes_with_a_later_one,
+    a_block_that_fits_where_an_arena_does_not_is_allocated,
+    threads_allocate_and_free_at_once,
+    a_failure_at_any_call_of_the_arenas_leaves_nothing,
+    memory_made_read_only_is_written_here_no_more_and_by_others_still,
+    ]
+    gpus alone: [
+    memory_of_a_pool_is_not_made_read_only,
+    ]
+}
+
+/// How many arenas, closed arenas, units of memory, blocks, and units in blocks.
+#[track_caller]
+fn assert_figures(arenas: &Arenas, unit: u64, expected: [u64; 5]) {
+    let ArenaFigures { arenas, closed, bytes, blocks, used } = arenas.figures();
+    assert_eq!([arenas, closed, bytes / unit, blocks, used / unit], expected);
+}
+
+fn open(subject: &Subject, shared: &Shared, access: vmmfd::driver::Access) -> Array {
+    let array = ArrayDescriptor::new(ElementType::U8, [shared.size()], Order::C).unwrap();
+    let (handle, fds) = ArrayHandle::of(shared, array).unwrap();
+    handle.open(&subject.driver, None, fds, access).unwrap()
+}
+
+fn blocks_are_cut_side_by_side_and_used_again(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 8 * unit - 1).unwrap();
+    assert_eq!(arenas.arena_size(), 8 * unit);
+    assert_figures(&arenas, unit, [0; 5]);
+    let first = arenas.allocate(2 * unit - 1).unwrap();
+    let second = arenas.allocate(1).unwrap();
+    let third = arenas.allocate(5 * unit).unwrap();
+    assert_eq!([second - first, third - first], [2 * unit, 3 * unit]);
+    assert_figures(&arenas, unit, [1, 0, 8, 3, 8]);
+    // Full.
+    let other = arenas.allocate(unit).unwrap();
+    assert_figures(&arenas, unit, [2, 0, 16, 4, 9]);
+    // The room between two blocks is used before a new arena.
+    assert!(arenas.free(second));
+    assert_eq!(arenas.allocate(unit).unwrap(), second);
+    // An address inside a block is found too; each block holds bytes of its own.
+    let (memory, offset) = arenas.find(third + 5).unwrap();
+    assert_eq!((memory.address() + offset, memory.size()), (third + 5, 8 * unit));
+    memory.copy_in(offset, b"third").unwrap();
+    memory.copy_in(second - first, &vec![7; unit as usize]).unwrap();
+    let mut bytes = [0; 5];
+    memory.copy_out(offset, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"third");
+    assert!(arenas.find(other).is_some() && arenas.find(first - 1).is_none());
+}
+
+fn an_arena_without_blocks_is_given_back(subject: Subject) {
+    let unit = subject.unit();
+    let before = subject.live();
+    let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
+    let blocks: Vec<u64> = (0..8).map(|_| arenas.allocate(unit).unwrap()).collect();
+    assert_figures(&arenas, unit, [2, 0, 8, 8, 8]);
+    assert!(blocks[..4].iter().all(|&block| arenas.free(block)));
+    assert_figures(&arenas, unit, [1, 0, 4, 4, 4]);
+    // A larger block than an arena has one of its own.
+    let large = arenas.allocate(9 * unit).unwrap();
+    assert_figures(&arenas, unit, [2, 0, 13, 5, 13]);
+    assert!(arenas.free(large));
+    assert!(blocks[4..].iter().all(|&block| arenas.free(block)));
+    assert_figures(&arenas, unit, [0; 5]);
+    assert_eq!(subject.live(), before);
+}
+
+fn blocks_of_one_size_leave_nothing_over(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 16 * unit).unwrap();
+    // Five fit into sixteen three times: the arena has fifteen.
+    (0..6).for_each(|_| drop(arenas.allocate(5 * unit).unwrap()));
+    assert_figures(&arenas, unit, [2, 0, 30, 6, 30]);
+    // Another size holds for later ones.
+    arenas.set_arena_size(5 * unit + 1).unwrap();
+    assert_eq!(arenas.arena_size(), 6 * unit);
+    arenas.allocate(unit).unwrap();
+    assert_figures(&arenas, unit, [3, 0, 36, 7, 31]);
+    arenas.set_arena_size(0).unwrap_err();
+}
+
+fn a_closed_arena_is_never_cut_again_and_stays_for_who_has_it(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
+    let published = arenas.allocate(unit).unwrap();
+    let (memory, offset) = arenas.find(published).unwrap();
+    memory.copy_in(offset, b"published").unwrap();
+    let reader = open(&subject, &memory, ReadOnly);
+    drop(memory);
+    assert!(arenas.close(published + unit - 1));
+    // There is room, and it is not used: neither what was free nor what becomes free.
+    let next = arenas.allocate(unit).unwrap();
+    assert!(!(published..published + 4 * unit).contains(&next));
+    assert_figures(&arenas, unit, [2, 1, 8, 2, 2]);
+    assert!(arenas.free(published));
+    assert_figures(&arenas, unit, [1, 0, 4, 1, 1]);
+    // It is gone here, and its reader has it.
+    for _ in 0..6 {
+        let block = arenas.allocate(unit).unwrap();
+        let (memory, offset) = arenas.find(block).unwrap();
+        memory.copy_in(offset, b"something else").unwrap();
+    }
+    let mut bytes = [0; 9];
+    reader.memory().copy_out(0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"published");
+    assert!(!arenas.close(published - 1));
+}
+
+fn what_is_no_block_is_not_freed(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
+    let block = arenas.allocate(2 * unit).unwrap();
+    for address in [0, block + 1, block + unit, block + 3 * unit, block - 1, u64::MAX] {
+        assert!(!arenas.free(address), "{address:#x}");
+    }
+    assert_figures(&arenas, unit, [1, 0, 4, 1, 2]);
+    assert!(arenas.free(block) && !arenas.free(block));
+    for empty in [Arenas::new(&subject.device(), 0).map(drop), arenas.allocate(0).map(drop)] {
+        assert!(matches!(empty, Err(Error::Memory(MemoryError::InvalidSize { size: 0, .. }))), "{empty:?}");
+    }
+}
+
+fn an_arena_that_can_not_be_given_back_goes_with_a_later_one(subject: Subject) {
+    let unit = subject.unit();
+    let before = subject.live();
+    let arenas = Arenas::new(&subject.device(), unit).unwrap();
+    let blocks = [(); 3].map(|()| arenas.allocate(unit).unwrap());
+    arenas.close(blocks[0]);
+    subject.faulty.fail(Fault::Verb("synchronize"), 900);
+    assert!(arenas.free(blocks[0]));
+    assert!(arenas.free(blocks[1]));
+    subject.faulty.mend();
+    assert_figures(&arenas, unit, [3, 1, 3, 1, 1]);
+    // What is not closed can be used meanwhile.
+    assert_eq!(arenas.allocate(unit).unwrap(), blocks[1]);
+    assert!(arenas.free(blocks[2]));
+    assert_figures(&arenas, unit, [1, 0, 1, 1, 1]);
+    assert!(arenas.free(blocks[1]));
+    assert_eq!(subject.live(), before);
+}
+
+fn a_block_that_fits_where_an_arena_does_not_is_allocated(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
+    // The first attempt fails, as if memory had run out.
+    subject.faulty.fail(Fault::Nth(2), 2);
+    let block = arenas.allocate(unit);
+    subject.faulty.mend();
+    block.unwrap();
+    assert_figures(&arenas, unit, [1, 0, 1, 1, 1]);
+    // With arenas that hold nothing and could not be given back, it is their turn first.
+    subject.faulty.fail(Fault::Verb("synchronize"), 900);
+    let whole = arenas.allocate(4 * unit).unwrap();
+    assert!(arenas.free(whole));
+    subject.faulty.mend();
+    assert_figures(&arenas, unit, [2, 0, 5, 1, 1]);
+    subject.faulty.fail(Fault::Nth(2), 2);
+    arenas.allocate(6 * unit).unwrap();
+    assert_figures(&arenas, unit, [2, 0, 7, 2, 7]);
+    subject.faulty.mend();
+}
+
+fn threads_allocate_and_free_at_once(subject: Subject) {
+    let unit = subject.unit();
+    let before = subject.live();
+    let arenas = Arc::new(Arenas::new(&subject.device(), 4 * unit).unwrap());
+    let work = |byte: u8| {
+        for round in 0..20 {
+            let sizes = [1, 1 + round % 3, 5];
+            let blocks = sizes.map(|units| (arenas.allocate(units * unit).unwrap(), units * unit));
+            for &(block, size) in &blocks {
+                let (memory, offset) = arenas.find(block).unwrap();
+                memory.copy_in(offset, &vec![byte; 100]).unwrap();
+                memory.copy_in(offset + size - 100, &vec![byte; 100]).unwrap();
+            }
+            for (block, size) in blocks {
+                let (memory, offset) = arenas.find(block).unwrap();
+                let mut bytes = [0; 200];
+                memory.copy_out(offset, &mut bytes[..100]).unwrap();
+                memory.copy_out(offset + size - 100, &mut bytes[100..]).unwrap();
+                assert_eq!(bytes, [byte; 200]);
+                drop(memory);
+                assert!(arenas.free(block));
+            }
+        }
+    };
+    thread::scope(|scope| (1..=4).for_each(|byte| drop(scope.spawn(move || work(byte)))));
+    assert_figures(&arenas, unit, [0; 5]);
+    assert_eq!(subject.live(), before);
+}
+
+fn a_failure_at_any_call_of_the_arenas_leaves_nothing(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let everything = || -> vmmfd::Result<()> {
+        let arenas = Arenas::new(&device, 2 * unit)?;
+        let (first, second) = (arenas.allocate(unit)?, arenas.allocate(3 * unit)?);
+        let (memory, _) = arenas.find(first).unwrap();
+        memory.make_read_only()?;
+        assert!(arenas.free(second));
+        Ok(())
+    };
+    everything().unwrap();
+    let before = subject.live();
+    let mut failed = Vec::new();
+    for nth in 1.. {
+        subject.faulty.fail(Fault::Nth(nth), 999);
+        // An arena that can't be made may be made smaller, or go later: not each failure is the caller's.
+        let _ = everything();
+        assert_eq!(subject.live(), before, "after failure {nth}");
+        match subject.faulty.mend() {
+            Some(verb) => failed.push(verb),
+            None => break,
+        }
+    }
+    assert!(["create", "map", "export", "synchronize"].iter().all(|verb| failed.contains(verb)), "{failed:?}");
+}
+
+fn memory_made_read_only_is_written_here_no_more_and_by_others_still(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let shared = Shared::create(&device, Spec::vmm(3 * unit).chunk(unit)).unwrap();
+    shared.copy_in(unit - 3, b"before").unwrap();
+    let (address, other) = (shared.address(), open(&subject, &shared, ReadWrite));
+    subject.faulty.fail(Fault::Verb("set_access"), 2);
+    shared.make_read_only().unwrap_err();
+    subject.faulty.mend();
+    shared.copy_in(unit - 3, b"before").unwrap();
+    for _ in 0..2 {
+        shared.make_read_only().unwrap();
+    }
+    assert!(matches!(shared.copy_in(0, b"x"), Err(Error::Memory(MemoryError::ReadOnly))));
+    // The driver keeps this process to it, whatever our own check says.
+    if subject.kind != Kind::Host {
+        subject.verbs.copy_in(0, address, b"x").unwrap_err();
+    }
+    assert!(Mirror::of(&shared, 0, 1).unwrap().write(0, b"x").is_err());
+    assert_eq!((shared.address(), shared.access()), (address, ReadOnly));
+    // Others are told nothing of it, may write, and what they write is seen here.
+    assert!(!shared.describe().unwrap().immutable);
+    other.memory().copy_in(unit - 3, b"others").unwrap();
+    let late = open(&subject, &shared, ReadWrite);
+    late.memory().copy_in(0, b"late").unwrap();
+    let mut bytes = [0; 6];
+    shared.copy_out(unit - 3, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"others");
+    // What is to be sealed says how.
+    let sealed = Shared::create(&device, Spec::vmm(unit).sealed()).unwrap();
+    assert!(matches!(sealed.make_read_only(), Err(Error::Misuse { .. })));
+    sealed.seal().unwrap();
+    sealed.make_read_only().unwrap();
+    assert!(sealed.describe().unwrap().immutable);
+}
+
+fn memory_of_a_pool_is_not_made_read_only(subject: Subject) {
+    for spec in [Spec::pool(1 << 20), Spec::legacy(1 << 20)] {
+        let shared = Shared::create(&subject.device(), spec).unwrap();
+        let answer = shared.make_read_only();
+        assert!(matches!(answer, Err(Error::Device(DeviceError::Unsupported { .. }))), "{answer:?}");
+        shared.copy_in(0, b"x").unwrap();
+    }
+}
