@@ -25,8 +25,6 @@ mod signals;
 mod torch_pool;
 mod waiting;
 mod watch;
-mod waiting;
-mod watch;
 mod weights;
 
 use std::time::Duration;
