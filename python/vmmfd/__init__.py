@@ -83,6 +83,9 @@ __all__ = [
     "Timeout",
     "Unsupported",
     "__version__",
+    # Weights
+    "Weights",
+    "load_safetensors",
     # Arrays
     "Array",
     "Device",
@@ -94,9 +97,6 @@ __all__ = [
     "same_device",
     "serve",
     "take",
-    # Weights
-    "Weights",
-    "load_safetensors",
 ]
 
 

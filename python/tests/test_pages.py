@@ -1,0 +1,55 @@
+"""The Python of the README and of docs/python.md runs, each page from its first block to its last."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+SOCKET = "/run/vmmfd/broker.sock"
+
+pytestmark = pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="the pages are not beside the tests")
+
+
+def blocks(page: str) -> list[tuple[int, str]]:
+    """The Python blocks of a page, each with the number of its line."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
+
+
+def run(page: str, needs_torch: bool, broker: str) -> int:
+    """Runs the blocks that need PyTorch, or those that do not, in one namespace; returns how many."""
+    names: dict[str, Any] = {"__name__": "page"}
+    ran = 0
+    for line, code in blocks(page):
+        # A block that goes on with the names of others before it has what they imported.
+        torch = "torch" in code or "cupy" in code or "jax" in code or "numba" in code
+        if torch != needs_torch:
+            continue
+        code = code.replace(SOCKET, broker)
+        exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), names)
+        ran += 1
+    return ran
+
+
+def test_the_ten_lines_of_the_readme(server: Server) -> None:
+    pytest.importorskip("numpy")
+    assert run("README.md", False, server.path) == 1
+
+
+def test_the_page_on_python(server: Server) -> None:
+    pytest.importorskip("numpy")
+    assert run("docs/python.md", False, server.path) >= 5
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="there is no PyTorch")
+def test_the_page_on_python_with_torch(server: Server) -> None:
+    assert run("docs/python.md", True, server.path) >= 3
