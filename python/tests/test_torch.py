@@ -134,6 +134,19 @@ def test_ties_and_views_and_strides_are_kept(broker: vmmfd.Broker, name: str) ->
     assert tensors["embed.weight"].untyped_storage().nbytes() == 11 * 8 * 4
 
 
+def test_what_is_tied_in_the_module_comes_once(broker: vmmfd.Broker, name: str) -> None:
+    # As in files of weights, which have tied ones once.
+    tensors = dict(Net(1).state_dict(keep_vars=True))
+    del tensors["head.weight"]
+    broker.put(name, tensors)
+    other = Net(5)
+    loaded = broker.load(name, other)
+    assert other.head.weight is other.embed.weight and torch.equal(other.embed.weight, Net(1).embed.weight)
+    assert is_mapped(other.head.weight, loaded.lease)
+    # Kinds are known of parameters, and all else is a private copy by what the module says.
+    assert "table" in loaded.private and "norm.running_mean" in loaded.private
+
+
 def test_a_state_dict_goes_there_and_back(broker: vmmfd.Broker, name: str) -> None:
     module = Net(3).eval()
     expected = module(X)
