@@ -99,6 +99,12 @@ __all__ = [
     "take",
 ]
 
+# `typing` has it, and takes longer to import than this package may.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from . import torch as torch
+
 
 def __getattr__(name: str) -> object:
     # PyTorch's half is not loaded before it is used.

@@ -21,6 +21,9 @@ from ._errors import Differs, ExportError, Invalid, Unsupported
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
+    from typing import Literal
+
+    from ._broker import Lease, Prepared
 
     Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
     PartPlan = tuple[str, list[_native.Memory], list[Entry], str | None]
@@ -346,7 +349,7 @@ def _plan(
         for count, storage in enumerate(storages.values()):
             storage.number = count
             found = None
-            if place != "cpu" and copy is not True and client.backend != "host":
+            if copy is not True and client.backend != "host":
                 found = _native.torch_pool_find(storage.storage.data_ptr())
             if found is None:
                 spans = [_span(item.tensor) for item in storage.items]
@@ -575,10 +578,10 @@ class Loaded:
     """A module whose parameters are memory of the broker: what `broker.load` returns.
 
     `lease` is the lease, `module` the module, and `private` the names of the tensors that are private copies. The module keeps the memory
-    by itself: this object is only needed to `switch` or `refresh`.
+    by itself: this object is only needed to `switch` or `refresh`, and may be dropped.
     """
 
-    def __init__(self, lease: Any, module: Any, private: list[str], copies: list[tuple[Any, Any]]) -> None:
+    def __init__(self, lease: Lease, module: Any, private: list[str], copies: list[tuple[Any, Any]]) -> None:
         self.lease = lease
         self.module = module
         self.private = private
@@ -592,10 +595,23 @@ class Loaded:
             for private, source in self._copies:
                 private.copy_(source)
 
-    def switch(self, prepared: Any = None, *, refresh: bool = True) -> Any:
+    @property
+    def version(self) -> int:
+        """The version that is there now."""
+        version: int = self.lease.version
+        return version
+
+    def prepare(self, name: str | None = None, **options: Any) -> Prepared:
+        """Gets and imports a version that is to take the place of this one, which stays in use meanwhile: `Lease.prepare`."""
+        prepared: Prepared = self.lease.prepare(name, **options)
+        return prepared
+
+    def switch(
+        self, prepared: Prepared | None = None, *, exported: Literal["valid"] | None = "valid", refresh: bool = True
+    ) -> Prepared:
         """Puts another version at the addresses of this one, and returns the old one, to switch back to or to close.
 
-        `prepared` is what `lease.prepare()` returned; without it, the newest version is prepared first. Waits for the device's work, then
+        `prepared` is what `prepare` returned; without it, the newest version is prepared first. Waits for the device's work, then
         for the driver's calls. Tensors, views and captured CUDA graphs have the new version's values from then on; so have the private
         copies, unless `refresh` is false. You promise that nothing uses the module meanwhile, in another thread or stream.
 
@@ -603,7 +619,7 @@ class Loaded:
         """
         if prepared is None:
             prepared = self.lease.prepare()
-        old = self.lease.switch(prepared, exported="valid")
+        old: Prepared = self.lease.switch(prepared, exported=exported)
         if refresh:
             self.refresh()
         return old
