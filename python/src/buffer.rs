@@ -56,7 +56,7 @@ pub(crate) fn contiguous(array: &ArrayDescriptor) -> Outcome<(bool, bool)> {
 /// `view` is Python's, to be filled.
 pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, flags: c_int) -> Outcome<()> {
     if view.is_null() {
-        return Err(PyErr::from(PyBufferError::new_err("there is no view to fill")).into());
+        return Err(PyBufferError::new_err("there is no view to fill").into());
     }
     // SAFETY: the caller's promise.
     unsafe { (*view).obj = ptr::null_mut() };

@@ -387,6 +387,9 @@ pub(crate) fn source(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     if let Ok(array) = object.cast::<Array>() {
         return ours(array.get());
     }
+    if object.hasattr("mask")? && object.hasattr("filled")? {
+        return Err(masked());
+    }
     // SAFETY: it takes any object.
     if unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1
         && let Some(source) = of_buffer(object)?
@@ -407,6 +410,10 @@ pub(crate) fn source(object: &Bound<'_, PyAny>) -> Outcome<Source> {
         "a {kind} is no array: it has no buffer, no __dlpack__, no __array_interface__ and no __cuda_array_interface__; make it one with \
          numpy.asarray()"
     )))
+}
+
+fn masked() -> Failure {
+    Failure::invalid("an array with a mask can't be shared: call filled() first")
 }
 
 fn optional<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -471,7 +478,7 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
     let shape: Vec<u64> = item("shape")?.ok_or_else(|| missing("shape"))?.extract()?;
     let strides: Option<Vec<i64>> = item("strides")?.map(|strides| strides.extract()).transpose()?;
     if item("mask")?.is_some() {
-        return Err(Failure::invalid("an array with a mask can't be shared: fill it first"));
+        return Err(masked());
     }
     // The typestr says nothing of the types that ml_dtypes adds; the dtype does.
     let dtype = match optional(object, "dtype")? {

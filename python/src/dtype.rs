@@ -1,6 +1,6 @@
 //! Element types: as a caller names them, as DLPack codes, and as formats of the buffer protocol.
 
-use std::{borrow::Cow, str::FromStr};
+use std::str::FromStr;
 
 use pyo3::{prelude::*, types::PyString};
 use vmmfd::array::ElementType;
@@ -106,10 +106,10 @@ pub(crate) fn parse(text: &str) -> Outcome<ElementType> {
     if let Some(means) = ambiguous {
         return Err(Failure::invalid(format!("dtype={text:?} means {means}")));
     }
-    let short = ["f2", "f4", "f8", "i1", "i2", "i4", "u1", "u2", "u4", "c8", "c16", "b1"].contains(&text);
-    let named =
-        if short { Cow::Owned(format!("{}{text}", if text.ends_with('1') { "|" } else { "<" })) } else { text.into() };
-    let named = named.strip_prefix('=').map_or(named.as_ref(), |rest| rest).to_owned();
+    let plain = text.strip_prefix('=').unwrap_or(text);
+    let short = ["f2", "f4", "f8", "i1", "i2", "i4", "u1", "u2", "u4", "c8", "c16", "b1"].contains(&plain);
+    let order = if plain.ends_with('1') { "|" } else { "<" };
+    let named = if short { format!("{order}{plain}") } else { plain.to_owned() };
     ElementType::from_str(&named).map_err(|_| {
         Failure::invalid(format!(
             "dtype={text:?} is no type of elements: write a name such as float32, bfloat16 or float8_e4m3fn, or a typestr such as <f4"

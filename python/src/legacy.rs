@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use vmmfd::{
     Error, Result,
     array::{ArrayDescriptor, Order},
-    memory::{Device, LegacyMemory, Pointer, Region, Shared, Sharing, Spec},
+    memory::{Device, LegacyMemory, Pointer, Region, Sharing, Spec},
 };
 
 use crate::{
@@ -99,9 +99,9 @@ impl Opened {
     /// Closes the handle.
     fn close(&self, py: Python<'_>, force: bool) -> Outcome<()> {
         let exports = Arc::strong_count(&self.memory.exports) - 1;
-        if exports > 0 && !force {
+        if exports > 0 && !force && self.memory.check_mapped().is_ok() {
             return Err(Failure::export(format!(
-                "other libraries have {exports} views of the array: drop them first, or say exported=\"valid\" if none is used any more"
+                "other libraries have views of the array ({exports}): drop them first, or say exported=\"valid\" if none is used any more"
             )));
         }
         py.detach(|| {
@@ -131,8 +131,7 @@ pub(crate) fn empty(
     let size = descriptor.bytes()?.max(1);
     py.detach(|| {
         let device = driver::device(&driver::driver(backend)?, wanted)?;
-        let shared = Shared::create(&device, Spec::legacy(size))?;
-        Array::new(Owned::new(Arc::new(shared)), descriptor)
+        Array::new(Owned::make(&device, Spec::legacy(size))?, descriptor)
     })
 }
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ._native import Array, Device
 
     Path = str | os.PathLike[str]
-    Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
-    PartPlan = tuple[str, list[_native.Memory], list[Entry], str | None]
 
 # The name of the one part of what is put, as `vmmfd put` has it.
 _PART = "all"
@@ -54,7 +52,7 @@ class Weights(Mapping[str, "Array"]):
     @property
     def files(self) -> list[str]:
         """The paths of the files, in their order."""
-        return [os.fspath(path) for path in self._weights.files]
+        return self._weights.files
 
     @property
     def nbytes(self) -> int:
@@ -81,9 +79,9 @@ class Weights(Mapping[str, "Array"]):
     def __repr__(self) -> str:
         return f"<vmmfd.Weights: {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
 
-    def _plan(self) -> tuple[list[PartPlan], dict[str, Any], object]:
+    def _plan(self) -> tuple[list[_native.PartPlan], dict[str, Any], object]:
         """What a put of them is made of: its parts, what comes into the metadata, and what has to live until it is put."""
-        part = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
+        part: _native.PartPlan = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
         return [part], {"safetensors": self._metadata} if self._metadata else {}, self._weights
 
 
@@ -105,9 +103,10 @@ def load_safetensors(
     `backend` is `"auto"` (CUDA; ordinary memory where there is no GPU), `"cuda"` or `"host"`; `device` its number, its UUID or a
     `Device`: the first one by default. With `digest` the memory's BLAKE3 is computed, for readers to verify. `progress(done, all)` is
     called in this thread about 25 times in a second, with bytes. `threads` is how many threads read: as many as there are processors
-    by default, but at most 16; each takes 4 MiB of page-locked memory meanwhile.
+    by default, but at most 16; each takes 2 MiB of page-locked memory meanwhile.
 
-    Blocks without the GIL. Ctrl-C ends it in the main thread, and so does what `progress` raises; then no memory is left.
+    Blocks without the GIL. Ctrl-C ends it in the main thread, and so does what `progress` raises; then no memory is left. On a GPU no
+    stream of this process may be captured meanwhile: a copy ends the capture.
 
     Raises `NotFound` for a path that does not exist, `Denied` where it may not be read, `Invalid` for what is no such file, lies
     about its tensors (they overlap, leave bytes over, lie outside, are there twice) or changes meanwhile, `OutOfMemory`, and

@@ -1,0 +1,320 @@
+"""Arrays: made, indexed, seen as other types, copied; what they hold and what they refuse."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vmmfd
+
+
+def filled(shape: tuple[int, ...] = (3, 4), dtype: str = "float32") -> tuple[vmmfd.Array, Any]:
+    numbers = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    return vmmfd.asarray(numbers, backend="host"), numbers
+
+
+def test_an_array_says_what_it_is() -> None:
+    array = vmmfd.empty((2, 3, 4), "float32", backend="host")
+    assert (array.shape, array.dtype, array.strides) == ((2, 3, 4), "float32", (48, 16, 4))
+    assert (array.itemsize, array.ndim, array.size, array.nbytes, len(array)) == (4, 3, 24, 96, 2)
+    assert not array.readonly and not array.is_mapped
+    assert array.device == vmmfd.devices("host")[0] and array.device.backend == "host"
+    assert array.address % 256 == 0
+    assert repr(array).startswith("<vmmfd.Array float32 (2, 3, 4) on host memory")
+    with pytest.raises(TypeError, match="no length"):
+        len(vmmfd.empty((), "float32", backend="host"))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("float32", "float32"),
+        ("f4", "float32"),
+        ("<f4", "float32"),
+        ("=f4", "float32"),
+        (">i2", ">int16"),
+        ("bf16", "bfloat16"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("half", "float16"),
+        ("|V16", "void128"),
+        (np.float16, "float16"),
+        (np.dtype("int64"), "int64"),
+        (np.dtype(">f8"), ">float64"),
+        (np.dtype("bool"), "bool"),
+        (bool, "bool"),
+    ],
+)
+def test_types_have_the_names_of_the_ecosystem(given: object, name: str) -> None:
+    assert vmmfd.empty(1, given, backend="host").dtype == name
+
+
+@pytest.mark.parametrize("given", ["i8", "u8", "float", "int", float, int, "str", np.dtype("U3"), np.dtype("M8[s]"), None, 4])
+def test_a_type_of_two_meanings_or_none_is_refused(given: object) -> None:
+    with pytest.raises(vmmfd.Invalid, match="dtype="):
+        vmmfd.empty(1, given, backend="host")
+
+
+@pytest.mark.parametrize("shape", [-1, (2, -1), "3", 2.5, (2**33, 2**33), [1] * 65])
+def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
+    with pytest.raises(ValueError):
+        vmmfd.empty(shape, "float64", backend="host")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(None),
+        slice(None, None, -1),
+        slice(10, 2),
+        slice(-1, -4, -2),
+        (1, 2),
+        (slice(1, 3), slice(None, None, 3)),
+        ...,
+        (..., 1),
+        (1, ...),
+        (-1, ..., slice(3, 0, -1)),
+        (),
+        (1, 2, 0),
+        np.int64(1),
+    ],
+)
+def test_an_index_selects_as_numpys_does(index: Any) -> None:
+    array, numbers = filled((4, 5, 2))
+    part, wanted = array[index], np.asarray(numbers[index])
+    assert part.shape == wanted.shape
+    assert np.array_equal(np.asarray(part), wanted)
+    assert part.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("index", [4, -5, (0, 5), (0, 0, 0, 0), (..., ...)])
+def test_an_index_outside_is_an_index_error(index: Any) -> None:
+    with pytest.raises(IndexError):
+        filled((4, 5, 2))[0][index]
+
+
+@pytest.mark.parametrize("index", [None, True, 1.0, "x", [0, 1], (None, 0), np.array([True] * 4)])
+def test_other_indices_are_type_errors(index: Any) -> None:
+    with pytest.raises(TypeError, match="is no index"):
+        filled((4, 5, 2))[0][index]
+
+
+def test_iterating_ends() -> None:
+    array, numbers = filled()
+    rows: list[Any] = [np.asarray(row) for row in array]  # type: ignore[call-overload]
+    assert np.array_equal(rows, numbers)
+
+
+def test_bytes_are_seen_as_another_type() -> None:
+    array, numbers = filled((3, 4), "float32")
+    assert np.array_equal(np.asarray(array.reinterpret("uint8")), numbers.view("u1"))
+    assert np.array_equal(np.asarray(array.reinterpret("int32")), numbers.view("i4"))
+    assert array.reinterpret("float64").shape == (3, 2)
+    assert array.reinterpret("uint8", 48).shape == (48,)
+    assert array.reinterpret("bfloat16", (6, 4)).dtype == "bfloat16"
+    assert array[1:].reinterpret("uint8", 32).tobytes() == numbers[1:].tobytes()
+    # Gaps between the elements matter only if their size changes.
+    assert np.array_equal(np.asarray(array[:, ::2].reinterpret("uint32")), numbers.view("u4")[:, ::2])
+    for refused in (
+        lambda: array.reinterpret("complex128", 5),
+        lambda: array[:, ::2].reinterpret("uint8"),
+        lambda: array[:, :3].reinterpret("float64"),
+        lambda: array[0, 0].reinterpret("uint8"),
+        lambda: array[:, :3].reinterpret("float32", 9),
+    ):
+        with pytest.raises(vmmfd.Invalid):
+            refused()
+
+
+def test_axes_change_places() -> None:
+    array, numbers = filled((2, 3, 4))
+    assert np.array_equal(np.asarray(array.T), numbers.T)
+    assert np.array_equal(np.asarray(array.transpose(1, 0, 2)), numbers.transpose(1, 0, 2))
+    assert np.array_equal(np.asarray(array.transpose((0, -1, 1))), numbers.transpose(0, 2, 1))
+    for axes in [(0, 1), (0, 0, 1), (0, 1, 3), (-4, 0, 1)]:
+        with pytest.raises(vmmfd.Invalid, match="each of"):
+            array.transpose(*axes)
+
+
+def test_copies_go_both_ways_whatever_the_strides() -> None:
+    numbers = np.arange(60, dtype="i4").reshape(3, 4, 5)
+    for source in (numbers, numbers.T, numbers[:, ::-1, ::2], numbers[..., 0], numbers[:0], np.broadcast_to(numbers[0], (7, 4, 5))):
+        array = vmmfd.asarray(source, backend="host")
+        assert np.array_equal(np.asarray(array), source)
+        backwards = np.empty_like(source[..., ::-1])
+        array.copy_to(backwards[..., ::-1])
+        assert np.array_equal(backwards[..., ::-1], source)
+    array = vmmfd.empty((4, 3), "int32", backend="host")
+    array.T.copy_from(numbers[:, :, 0])
+    assert np.array_equal(np.asarray(array), numbers[:, :, 0].T)
+    array[::2].copy_from(array[1::2])
+    assert np.array_equal(np.asarray(array[0]), np.asarray(array[1]))
+
+
+def test_a_large_copy_with_gaps_is_whole() -> None:
+    numbers = np.arange(3 << 20, dtype="u2").reshape(3, 1 << 20)
+    assert np.array_equal(np.asarray(vmmfd.asarray(numbers.T, backend="host")), numbers.T)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"hello",
+        bytearray(b"hello"),
+        memoryview(b"hello")[::2],
+        np.zeros((2, 0, 3)),
+        np.array(3 + 4j),
+        np.arange(4, dtype=">u4"),
+        np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]),
+    ],
+    ids=lambda source: repr(source)[:30],
+)
+def test_anything_with_a_buffer_is_copied(source: Any) -> None:
+    array = vmmfd.asarray(source, backend="host")
+    assert array.shape == np.asarray(memoryview(source)).shape
+    assert array.tobytes() == np.asarray(source).tobytes()
+
+
+def test_what_is_no_array_is_refused() -> None:
+    for source in ([1, 2], 3, None, "text", np.array(["a"]), np.array([object()]), np.ma.masked_array([1], [True])):
+        with pytest.raises(ValueError):
+            vmmfd.asarray(source, backend="host")
+
+
+def test_a_copy_needs_the_same_type_and_shape() -> None:
+    array, numbers = filled()
+    for other in (numbers.astype("f8"), numbers[:2], numbers.ravel(), numbers.astype(">f4")):
+        with pytest.raises(vmmfd.Invalid, match="the other array is"):
+            array.copy_from(other)
+        with pytest.raises(vmmfd.Invalid, match="the other array is"):
+            array.copy_to(other)
+    frozen = numbers.copy()
+    frozen.flags.writeable = False
+    with pytest.raises(vmmfd.Invalid, match="may only be read"):
+        array.copy_to(frozen)
+
+
+def test_a_view_keeps_the_memory_and_the_last_one_frees_it() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("vmmfd")
+
+    before = mapped()
+    array, numbers = filled((1 << 20,))
+    assert mapped() > before
+    view = array[::2]
+    del array
+    tensor = np.from_dlpack(view)
+    del view
+    gc.collect()
+    assert np.array_equal(tensor, numbers[::2])
+    del tensor
+    gc.collect()
+    assert mapped() == before
+
+
+def test_an_array_is_not_pickled() -> None:
+    with pytest.raises(TypeError, match="can't be pickled"):
+        pickle.dumps(filled()[0])
+
+
+def test_it_is_in_a_cycle_and_collected() -> None:
+    class Holder:
+        pass
+
+    holder: Any = Holder()
+    holder.array, holder.self = filled()[0], holder
+    holder.tensor = np.from_dlpack(holder.array)
+    del holder
+    gc.collect()
+
+
+def test_after_a_fork_it_refuses_with_a_sentence(child: Any) -> None:
+    child(
+        """
+        import os, vmmfd, numpy as np
+        array = vmmfd.asarray(np.arange(3), backend="host")
+        view = np.from_dlpack(array)
+        pid = os.fork()
+        if pid == 0:
+            refused = 0
+            for call in (array.__dlpack__, lambda: memoryview(array), array.tobytes, lambda: array.address, lambda: array[1:].tobytes()):
+                try:
+                    call()
+                except vmmfd.Error as error:
+                    assert "fork" in str(error), error
+                    refused += 1
+                except BufferError as error:
+                    refused += 1
+            assert view.sum() == 3
+            # What was made before is not given back here, and what is made here is.
+            del view, array
+            mine = vmmfd.asarray(np.arange(4), backend="host")
+            assert np.asarray(mine).sum() == 6
+            os._exit(0 if refused == 5 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert view.sum() == 3 and array.tobytes() == view.tobytes()
+        """
+    ).end()
+
+
+def test_objects_alive_at_exit_do_no_harm(child: Any) -> None:
+    child(
+        """
+        import sys, threading, vmmfd, numpy as np
+        array = vmmfd.asarray(np.arange(1000.0), backend="host")
+        sys.kept = [array, np.from_dlpack(array), memoryview(array), array.__dlpack__(), array.__dlpack__(max_version=(1, 0))]
+        sys.kept.append(sys.kept)
+        class Late:
+            def __init__(self): self.array = vmmfd.asarray(np.arange(3), backend="host")
+            def __del__(self): self.array.tobytes()
+        late = Late()
+        threading.Thread(target=lambda kept: kept.clear(), args=([np.from_dlpack(array)],), daemon=True).start()
+        """
+    ).end()
+
+
+def test_importing_it_is_quick_and_loads_no_driver(child: Any) -> None:
+    output = child(
+        """
+        import sys, time
+        before, begun = set(sys.modules), time.perf_counter()
+        import vmmfd
+        took = time.perf_counter() - begun
+        heavy = {"numpy", "torch", "dataclasses", "inspect", "asyncio", "datetime"} & (set(sys.modules) - before)
+        assert not heavy, heavy
+        assert "libcuda" not in open("/proc/self/maps").read()
+        print(took)
+        """
+    ).end()
+    # 20 ms are the aim; a busy machine has some more.
+    assert float(output) < 0.1, output
+
+
+def test_the_stubs_match_the_module() -> None:
+    """Every name of the native module is in its stubs, and the other way round."""
+    import ast
+
+    tree = ast.parse((Path(vmmfd.__file__).parent / "_native.pyi").read_text())
+    typed: dict[str, set[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            typed[node.name] = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+        elif isinstance(node, ast.FunctionDef):
+            typed[node.name] = set()
+    native = sys.modules["vmmfd._native"]
+    there = {name for name in dir(native) if not name.startswith("__")}
+    assert there == set(typed), there ^ set(typed)
+    implied = {"__new__", "__doc__", "__module__", "__weakref__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__buffer__", "__release_buffer__"}
+    implied |= {"__repr__", "__str__", "__eq__", "__hash__", "__enter__", "__exit__", "__reduce__", "__iter__", "__next__"}
+    for name, methods in typed.items():
+        kind = getattr(native, name)
+        if isinstance(kind, type):
+            own = set(vars(kind)) - implied
+            assert own == methods - implied, (name, own ^ (methods - implied))

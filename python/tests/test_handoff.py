@@ -1,0 +1,193 @@
+"""serve and take: with each other, with the two commands, and what ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import command
+
+import vmmfd
+
+NUMBERS = np.arange(24, dtype="f4").reshape(2, 3, 4)
+
+
+def served(path: str, array: Any, **options: Any) -> tuple[threading.Thread, list[Any]]:
+    """Serves in a thread; its result, or what it raised, comes in the list."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(vmmfd.serve(path, array, **options))
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, result
+
+
+def backend() -> str:
+    return "cuda" if "FAKECUDA_DEVICES" in os.environ else "host"
+
+
+@pytest.mark.parametrize("on", ["host", pytest.param("cuda", marks=pytest.mark.fake)])
+def test_an_array_goes_to_another_process(tmp_path: Path, child: Any, on: str) -> None:
+    path = str(tmp_path / "handoff.sock")
+    array = vmmfd.asarray(NUMBERS, backend=on)
+    other = child(
+        f"""
+        import sys, numpy as np, vmmfd
+        array = vmmfd.take({path!r}, backend={on!r}, wait=20, readonly=False)
+        assert array.is_mapped and not array.readonly, array
+        assert (array.shape, array.dtype) == ((2, 3, 4), "float32")
+        assert np.frombuffer(array.tobytes(), "f4").tolist() == list(range(24))
+        array[0].copy_from(np.full((3, 4), 7, "f4"))
+        print("ready", flush=True)
+        assert sys.stdin.readline()
+        # The process that made it is done with it; it stays.
+        assert array.tobytes()[:4] == np.float32(7).tobytes()
+        """
+    )
+    (one,) = vmmfd.serve(path, array, timeout=20)
+    assert one.pid == other.pid and one.uid == os.getuid() and one.error is None
+    other.wait_for()
+    assert np.frombuffer(array[0].tobytes(), "f4").tolist() == [7] * 12
+    del array
+    other.process.stdin.write("go\n")
+    other.end()
+
+
+def test_views_and_copies_are_served(tmp_path: Path) -> None:
+    path = str(tmp_path / "handoff.sock")
+    whole = vmmfd.asarray(NUMBERS, backend="host")
+    for array, wanted in ((whole[1, :, ::2], NUMBERS[1, :, ::2]), (NUMBERS.T, NUMBERS.T), (b"bytes", np.frombuffer(b"bytes", "u1"))):
+        thread, result = served(path, array, backend="host", timeout=timedelta(seconds=20))
+        taken = vmmfd.take(path, backend="host", wait=timedelta(seconds=20))
+        thread.join()
+        assert result[0][0].error is None
+        assert taken.readonly and np.array_equal(np.from_dlpack(taken), wanted)
+        with pytest.raises(vmmfd.Invalid, match="another process made"):
+            vmmfd.serve(path, taken)
+        del taken
+
+
+def test_several_consumers_are_served_at_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "handoff.sock")
+    thread, result = served(path, NUMBERS, backend="host", consumers=3, timeout=20)
+    taken = [vmmfd.take(path, backend="host", wait=20) for _ in range(3)]
+    thread.join()
+    assert len(result[0]) == 3 and all(np.array_equal(np.asarray(array), NUMBERS) for array in taken)
+
+
+@pytest.mark.parametrize("on", ["host", pytest.param("cuda", marks=pytest.mark.fake)])
+def test_the_commands_meet_it(tmp_path: Path, on: str) -> None:
+    path = str(tmp_path / "handoff.sock")
+    with subprocess.Popen(
+        [*command(), "consume", "--socket", path, "--backend", on, "--timeout", "20s", "--to", str(tmp_path / "bytes")],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as consumer:
+        (one,) = vmmfd.serve(path, NUMBERS, backend=on, timeout=20)
+        output, _ = consumer.communicate(timeout=30)
+        assert one.error is None and consumer.returncode == 0, output
+    assert (tmp_path / "bytes").read_bytes() == NUMBERS.tobytes()
+    with subprocess.Popen(
+        [*command(), "produce", "--socket", path, "--backend", on, "--timeout", "20s", "--dtype", "int16", "--shape", "3x5"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as producer:
+        array = vmmfd.take(path, backend=on, wait=20)
+        output, _ = producer.communicate(timeout=30)
+        assert producer.returncode == 0, output
+    assert (array.shape, array.dtype, array.is_mapped) == ((3, 5), "int16", True)
+    with subprocess.Popen(
+        [*command(), "produce", "--socket", path, "--backend", on, "--timeout", "20s", "--size", "1000", "--seed", "0"],
+        stdout=subprocess.PIPE,
+    ) as producer:
+        array = vmmfd.take(path, backend=on, wait=20)
+        assert producer.wait(30) == 0
+    assert (array.dtype, array.shape) == ("uint8", (1000,))
+
+
+@pytest.mark.fake
+@pytest.mark.parametrize("mechanism", ["pool", "legacy"])
+def test_memory_of_pools_and_legacy_memory_come_too(tmp_path: Path, mechanism: str) -> None:
+    path = str(tmp_path / "handoff.sock")
+    with subprocess.Popen(
+        [*command(), "produce", "--socket", path, "--timeout", "20s", "--mechanism", mechanism, "--size", "4096"],
+        stdout=subprocess.PIPE,
+    ) as producer:
+        array = vmmfd.take(path, wait=20)
+        assert array.nbytes == 4096 and array.is_mapped
+        assert len(array.tobytes()) == 4096
+        del array
+        assert producer.wait(30) == 0
+
+
+def test_a_wait_ends_in_time_and_says_why(tmp_path: Path) -> None:
+    path = str(tmp_path / "handoff.sock")
+    begun = time.monotonic()
+    with pytest.raises(vmmfd.Error) as raised:
+        vmmfd.take(path, backend="host", wait=0.3)
+    assert isinstance(raised.value, (FileNotFoundError, TimeoutError, ConnectionError)), raised
+    with pytest.raises(vmmfd.Error):
+        vmmfd.serve(path, NUMBERS, backend="host", timeout=0.3)
+    assert time.monotonic() - begun < 5
+    assert not Path(path).exists()
+
+
+@pytest.mark.parametrize("wait", [-1, float("nan"), "x", None, timedelta(seconds=-1)])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, wait: Any) -> None:
+    with pytest.raises(vmmfd.Invalid, match="wait="):
+        vmmfd.take(str(tmp_path / "x.sock"), backend="host", wait=wait)
+    with pytest.raises(vmmfd.Invalid, match="timeout="):
+        vmmfd.serve(str(tmp_path / "x.sock"), NUMBERS, backend="host", timeout=wait)
+
+
+def test_a_path_that_is_served_already_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "handoff.sock")
+    thread, result = served(path, NUMBERS, backend="host", timeout=20)
+    while not Path(path).exists():
+        time.sleep(0.01)
+    with pytest.raises(vmmfd.Error, match="another process|already|serve"):
+        vmmfd.serve(path, NUMBERS, backend="host", timeout=1)
+    vmmfd.take(path, backend="host", wait=20)
+    thread.join()
+    assert result[0][0].error is None
+
+
+@pytest.mark.parametrize("call", ["vmmfd.take({path!r}, backend='host', wait=60)", "vmmfd.serve({path!r}, b'x', backend='host', timeout=60)"])
+def test_ctrl_c_ends_a_wait_at_once(tmp_path: Path, child: Any, call: str) -> None:
+    path = str(tmp_path / "handoff.sock")
+    other = child(
+        f"""
+        import time, vmmfd
+        print("ready", flush=True)
+        try:
+            {call.format(path=path)}
+        except KeyboardInterrupt:
+            print(time.monotonic())
+        """
+    )
+    other.wait_for()
+    time.sleep(0.5)
+    sent = other.signal(signal.SIGINT)
+    assert float(other.end()) - sent < 0.2
+
+
+def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
+    thread, result = served(str(tmp_path / "handoff.sock"), NUMBERS, backend="host", timeout=0.5)
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.005)
+    assert turns > 20 and isinstance(result[0], vmmfd.Error)
