@@ -101,7 +101,7 @@ def by_vmmfd(path: Path) -> tuple[dict[str, Any], Any]:
     import vmmfd
 
     weights = vmmfd.load_safetensors(path, backend="cuda")
-    return {name: torch.from_dlpack(array.writable()) for name, array in weights.items()}, weights
+    return {name: torch.from_dlpack(array) for name, array in weights.items()}, weights
 
 
 WAYS = {"load_file": by_load_file, "fastsafetensors": by_fastsafetensors, "vmmfd": by_vmmfd}
