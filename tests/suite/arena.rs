@@ -192,8 +192,8 @@ fn threads_allocate_and_free_at_once(subject: Subject) {
             let blocks = sizes.map(|units| (arenas.allocate(units * unit).unwrap(), units * unit));
             for &(block, size) in &blocks {
                 let (memory, offset) = arenas.find(block).unwrap();
-                memory.copy_in(offset, &vec![byte; 100]).unwrap();
-                memory.copy_in(offset + size - 100, &vec![byte; 100]).unwrap();
+                memory.copy_in(offset, &[byte; 100]).unwrap();
+                memory.copy_in(offset + size - 100, &[byte; 100]).unwrap();
             }
             for (block, size) in blocks {
                 let (memory, offset) = arenas.find(block).unwrap();
