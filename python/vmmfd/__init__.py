@@ -41,6 +41,7 @@ from ._errors import (
 )
 from ._handoff import Served, serve, take
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
+from ._reduce import register_reducer
 
 # Weights
 from ._weights import Weights, load_safetensors
@@ -68,6 +69,7 @@ __all__ = [
     "UserTotal",
     "Watch",
     "connect",
+    "register_reducer",
     # Errors
     "Denied",
     "Differs",
@@ -98,3 +100,18 @@ __all__ = [
     "serve",
     "take",
 ]
+
+# `typing` has it, and takes longer to import than this package may.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from . import torch as torch
+
+
+def __getattr__(name: str) -> object:
+    # PyTorch's half is not loaded before it is used.
+    if name == "torch":
+        from importlib import import_module
+
+        return import_module("vmmfd.torch")
+    raise AttributeError(f"module 'vmmfd' has no attribute {name!r}")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
 
 from . import _native
-from ._errors import Invalid
+from ._errors import Invalid, NoArray
 
+# Without the module `typing`, whose import takes longer than all of this package's.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
     from builtins import list as List
     from collections.abc import Callable
     from datetime import datetime, timedelta
     from types import TracebackType
-    from typing import Literal
+    from typing import Any, Literal
+
+    from torch import Tensor
+    from torch.nn import Module
 
     from ._native import Array, Device
+    from .torch import Loaded
 
     Time = float | timedelta
     Wanted = str | int | Device
@@ -252,21 +257,28 @@ class Restored(_Record):
     rebuilt: bool
 
 
-def connect(path: str | os.PathLike[str] | None = None, backend: str = "auto", *, timeout: Time = 30) -> Broker:
+def connect(
+    path: str | os.PathLike[str] | None = None,
+    backend: str = "auto",
+    *,
+    timeout: Time = 30,
+    trust: Iterable[int] = (),
+) -> Broker:
     """Connects to the broker that listens at `path`.
 
     `path` is by default that of the environment variable `VMMFD_BROKER_SOCKET`, else `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else
     `/tmp/vmmfd-UID/broker.sock`. `backend` is where memory is made and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`:
     what is got is used where it is, and what is copied goes to a GPU if there is one. No driver is loaded before memory is needed.
     `timeout`, in seconds or a `timedelta`, is the longest silence of the broker, and how long a broker is waited for, now and
-    when it restarts.
+    when it restarts. `trust` are the users, by number, that the broker may be of besides this process's and root.
 
     Blocks until the broker has answered. Ctrl-C ends it.
 
-    Raises `NotFound` if no broker listens in time, `Denied` if this user may not connect, `Disconnected` if the process at the other end is
+    Raises `NotFound` if no broker listens in time, `Denied` if this user may not connect or the broker is of a user
+    that is not trusted, `Disconnected` if the process at the other end is
     no broker, `Invalid` for an argument that makes no sense.
     """
-    return Broker(path, backend, timeout=timeout)
+    return Broker(path, backend, timeout=timeout, trust=trust)
 
 
 class Broker:
@@ -284,11 +296,19 @@ class Broker:
     `Interrupted` if it is closed meanwhile.
     """
 
-    __slots__ = ("__weakref__", "_native", "_timeout")
+    __slots__ = ("__weakref__", "_native", "_timeout", "_trust")
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, backend: str = "auto", *, timeout: Time = 30) -> None:
-        self._native = _native.Client(path, backend, timeout)
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        backend: str = "auto",
+        *,
+        timeout: Time = 30,
+        trust: Iterable[int] = (),
+    ) -> None:
+        self._trust = list(trust)
         self._timeout = timeout
+        self._native = _native.Client(path, backend, timeout, self._trust)
 
     @property
     def path(self) -> str:
@@ -358,7 +378,7 @@ class Broker:
         how many older versions stay without a lease. `digest` is one of the bytes, in words that readers know.
 
         Several processes put one version together: each names its `part`, all `parts`, and a `group` that only these puts have, and waits
-        up to `wait` until all are there.
+        up to `wait` until all are there. One of them brings the metadata.
 
         `seal=True` makes this process's own mapping of the memory read-only once it is put. What is copied on the host backend is
         sealed by the kernel in any case.
@@ -369,12 +389,16 @@ class Broker:
         user's, `ExportError` (a `BufferError`) for what `copy=False` forbids, `Invalid` for what makes no sense, `OutOfMemory`, `Timeout`
         if the other parts did not come, and `Error` if a quota or the broker is full.
         """
+        if wait is not None and parts is None:
+            raise Invalid(f"wait={wait!r} is how long the other parts are waited for: give part, parts and group too, or no wait")
         plans, additions, keep_alive = self._plan(value, part or _PART, copy, seal, device)
         if digest is not None:
             if len(plans) != 1:
                 raise Invalid(f"digest={digest!r} is of one part, and this value has {len(plans)}")
             plans = [(*plans[0][:3], digest)]
-        if additions:
+        listed = None if parts is None else _names(parts, "parts")
+        # Of several puts of a version one alone can bring metadata.
+        if additions and (listed is None or metadata is not None or listed[:1] == [part]):
             metadata = {**additions, **(metadata or {})}
         version, id = self._native.put(
             name,
@@ -384,7 +408,7 @@ class Broker:
             mode=mode,
             lifetime=lifetime,
             keep=keep,
-            announced=None if parts is None else _names(parts, "parts"),
+            announced=listed,
             group=group,
             wait=wait,
         )
@@ -408,7 +432,9 @@ class Broker:
         torch = sys.modules.get("torch")
         if torch is not None and _is_torchs(torch, value):
             ours = _torch()
-            parts, additions, keep_alive = ours._plan(value, part=part, copy=copy, seal=seal)
+            parts, additions, keep_alive = ours._plan(
+                self._native, value, part=part, device=device, copy=copy, seal=seal
+            )
             return parts, additions, keep_alive
         if not isinstance(value, Mapping):
             raise Invalid(f"value is of type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
@@ -559,33 +585,34 @@ class Broker:
         wait: Time | None = None,
         device: Wanted | None = None,
         writable_buffers: bool = True,
-    ) -> dict[str, Any]:
+        everything: bool = False,
+    ) -> dict[str, Tensor]:
         """The tensors of an object as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the lease. See
         `Lease.state_dict`; the other arguments and errors are `get`'s."""
         with self.get(name, version=version, expect=expect, digest=digest, wait=wait, device=device) as lease:
-            return lease.state_dict(writable_buffers=writable_buffers)
+            return lease.state_dict(writable_buffers=writable_buffers, everything=everything)
 
     def load(
         self,
         name: str,
-        into: Any,
+        into: Module,
         *,
         version: int | None = None,
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
         device: Wanted | None = None,
+        strict: bool = True,
         writable_buffers: bool = True,
-    ) -> Lease:
-        """Makes an object's tensors the parameters and buffers of a module of PyTorch, and returns the lease, with which another version
-        can take their place. See `Lease.load`; the other arguments and errors are `get`'s."""
+    ) -> Loaded:
+        """Makes an object's tensors the parameters and buffers of a module of PyTorch, and returns what another version can take their place
+        with. The module holds the lease. See `Lease.load`; the other arguments and errors are `get`'s."""
         lease = self.get(name, version=version, expect=expect, digest=digest, wait=wait, device=device)
         try:
-            lease.load(into, writable_buffers=writable_buffers)
+            return lease.load(into, strict=strict, writable_buffers=writable_buffers)
         except BaseException:
             lease.close()
             raise
-        return lease
 
     def list(self, prefix: str = "") -> List[Summary]:
         """The objects whose names begin with `prefix` and that this user may read, in the order of their names."""
@@ -610,9 +637,15 @@ class Broker:
             ),
         )
 
-    def bytes_of(self, name: str, version: int | None = None) -> int:
-        """How many bytes of memory a get of all of an object maps. Maps nothing. Raises `NotFound` if there is none."""
-        return sum(part.mapped_size for part in self.stat(name, version).parts)
+    def bytes_of(self, name: str, version: int | None = None, *, parts: Iterable[str] | None = None) -> int:
+        """How many bytes of memory a get of an object, or of these parts of it, maps. Maps nothing. Raises `NotFound` if there is none,
+        `NoArray` (a `KeyError`) if it has no such part."""
+        sizes = {part.name: part.mapped_size for part in self.stat(name, version).parts}
+        wanted = sizes if parts is None else dict.fromkeys(_names(parts, "parts"))
+        for part in wanted:
+            if part not in sizes:
+                raise NoArray(f"{name!r} has no part {part!r}; it has {', '.join(sizes)}", kind="object")
+        return sum(sizes[part] for part in wanted)
 
     def who(self, prefix: str = "") -> Holders:
         """The leases that are held of objects whose names begin with `prefix` and that this user may read, and what the broker holds for
@@ -860,17 +893,32 @@ class Lease(Mapping[str, "Array"]):
         number = None if version == "newest" else version
         self._broker._native.unpark(self._native, name, version=number, expect=expect, digest=digest, wait=wait)
 
-    def state_dict(self, *, writable_buffers: bool = True) -> dict[str, Any]:
-        """Its tensors as PyTorch's, by name, without a copy: tied ones are tied, views are views of one storage. Parameters need no gradient.
-        With `writable_buffers` what is no parameter is a private copy, as a model may write to it: a store into memory that is mapped
-        read-only ends the CUDA context."""
-        tensors: dict[str, Any] = _torch()._state_dict(self, writable_buffers=writable_buffers)
+    def state_dict(self, *, writable_buffers: bool = True, everything: bool = False) -> dict[str, Tensor]:
+        """Its tensors as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the memory and need no gradient. Tied
+        names are tensors of one storage, and views are views of it.
+
+        Weights are the mapped memory itself, read-only: a store into it ends the CUDA context, on the host the process, and PyTorch does
+        not know. Buffers, which a model may write, are private copies; with `writable_buffers=False` they are the memory too. Which
+        are buffers is known of what was put as a module; of a mapping of tensors only `nn.Parameter` (`state_dict(keep_vars=True)`)
+        and the statistics of PyTorch's norms are told apart, and all else is taken for weights. What a `state_dict` does not have
+        (buffers that are not persistent, tensors that are plain attributes of modules) comes with `everything=True`.
+
+        Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see."""
+        tensors: dict[str, Tensor] = _torch()._state_dict(self, writable_buffers=writable_buffers, everything=everything)
         return tensors
 
-    def load(self, into: Any, *, writable_buffers: bool = True) -> None:
-        """Makes its tensors the parameters and buffers of a module of PyTorch. Raises `Differs` with a list of all names, types and shapes
-        that do not fit; the module is as it was then. See `state_dict`."""
-        _torch()._load(self, into, writable_buffers=writable_buffers)
+    def load(self, into: Module, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
+        """Makes its tensors the parameters and buffers of a module of PyTorch, which may be on the meta device, and returns a
+        `vmmfd.torch.Loaded`, with which another version can take their place.
+
+        Parameters are the mapped memory itself, read-only, as `state_dict` says, and need no gradient. Names that are tied in the object, or
+        in the module if the object has one of them, are one parameter afterwards. All else is a private copy: buffers, those in no
+        `state_dict` too, and tensors that are plain attributes of modules; unless `writable_buffers=False`.
+
+        Raises `Differs` with a list of all names, types and shapes that do not fit; the module is as it was then. With `strict=False`
+        names that only one of them has do not count, but for those that would stay on the meta device."""
+        loaded: Loaded = _torch()._load(self, into, strict=strict, writable_buffers=writable_buffers)
+        return loaded
 
     def close(self) -> None:
         """Ends the lease, and releases its memory: now if no array of it is alive, else when the last one is gone. To close twice does
