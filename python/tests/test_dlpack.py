@@ -400,6 +400,53 @@ def test_a_tensor_may_go_while_a_kernel_still_uses_it() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.fake
+def test_memory_that_goes_inside_of_capturing_is_given_back_afterwards(child: Any, tmp_path: Any) -> None:
+    log = tmp_path / "calls"
+    log.touch()
+    child(
+        """
+        import gc, os, vmmfd
+        from vmmfd import _native
+        def waited():
+            return open(os.environ["FAKECUDA_LOG"]).read().count("cuCtxSynchronize")
+        one, other = vmmfd.empty(4, "u1"), vmmfd.empty(4, "u1")
+        with vmmfd.capturing():
+            with vmmfd.capturing():
+                del one
+            gc.collect()
+            assert not _native._settle(0.2)
+            assert waited() == 0
+        assert _native._settle(10) and waited() > 0
+        del other
+        assert _native._settle(10)
+        """,
+        env={"FAKECUDA_LOG": str(log)},
+    ).end()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_memory_that_goes_inside_of_capturing_does_not_end_the_capture(mode: str) -> None:
+    torch = pytest.importorskip("torch")
+    from vmmfd import _native
+
+    x = torch.ones(1024, device="cuda")
+    array = vmmfd.asarray(torch.ones(1 << 20, device="cuda"))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with vmmfd.capturing(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        y = x + 1
+        del array
+        gc.collect()
+        _native._settle(0.3)
+        z = y * 2
+    graph.replay()
+    torch.cuda.synchronize()
+    assert z[0].item() == 4
+    assert _native._settle(30)
+
+
 @pytest.mark.cuda
 def test_memory_that_goes_during_a_capture_does_not_end_it() -> None:
     torch = pytest.importorskip("torch")
