@@ -145,6 +145,10 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// Waits until all work of the device's primary context is done. `cuCtxSynchronize`.
     fn synchronize(&self, ordinal: i32) -> Result<()>;
 
+    /// The same, but a stream that another thread captures meanwhile is not disturbed, where `cuCtxSynchronize` would end its capture. Costs
+    /// 0.1 to 0.2 ms. `cuThreadExchangeStreamCaptureMode`, `cuMemHostAlloc`, `cuMemFreeHost`, which waits.
+    fn wait_for_work(&self, ordinal: i32) -> Result<()>;
+
     /// Whether a device can access another's memory. Itself it always can. `cuDeviceCanAccessPeer`.
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool>;
 

@@ -137,7 +137,7 @@ impl Arenas {
     /// # Errors
     /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for no bytes; those of [`Shared::create`].
     ///
-    /// Driver calls: `cuCtxSynchronize`; those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
+    /// Driver calls: those of [`Device::wait_for_work`]; those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
     pub fn allocate(&self, size: u64) -> Result<u64> {
         let size = round_up(size, self.granularity)?;
         if let Some(address) = self.cut(size) {
@@ -158,7 +158,7 @@ impl Arenas {
     }
 
     /// Cuts a block out of an arena with room. One of which nothing was freed lately comes first; for another the device's work is
-    /// waited for, and if that fails (a stream is being captured), it stays as it is.
+    /// waited for, and if that fails it stays as it is.
     fn cut(&self, size: u64) -> Option<u64> {
         let freed = {
             let mut state = self.state();
@@ -170,7 +170,7 @@ impl Arenas {
             *freed
         };
         // Without the lock: it may be long.
-        if let Err(error) = self.device.synchronize() {
+        if let Err(error) = self.device.wait_for_work() {
             tracing::debug!(%error, "freed blocks can't be used again yet");
             return None;
         }
@@ -181,12 +181,12 @@ impl Arenas {
     }
 
     /// Takes a block back, without waiting for work that uses it. If it was the last one of its arena, waits until the work in the device's
-    /// primary context is done and drops the arena: other processes that have it keep its memory. If the wait fails (a stream is
-    /// being captured), the arena stays, and is dropped with a later one. Returns whether there is such a block.
+    /// primary context is done and drops the arena: other processes that have it keep its memory. If the wait fails, the arena stays, and
+    /// is dropped with a later one. Returns whether there is such a block.
     ///
     /// Work that uses the block must be in the primary context, or finished.
     ///
-    /// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemAddressFree`.
+    /// Driver calls: those of [`Device::wait_for_work`], `cuMemUnmap`, `cuMemAddressFree`.
     pub fn free(&self, address: u64) -> bool {
         let (freed, empty) = {
             let mut state = self.state();
@@ -240,7 +240,7 @@ impl Arenas {
         if empty.is_empty() {
             return false;
         }
-        match self.device.synchronize() {
+        match self.device.wait_for_work() {
             Ok(()) => true,
             Err(Error::Forked { .. }) => {
                 // The parent's memory: not for this process to give back.
@@ -264,7 +264,7 @@ impl Drop for Arenas {
     /// Work that uses what is left must be finished before the memory goes.
     fn drop(&mut self) {
         if !self.state().arenas.is_empty() {
-            super::report(self.device.synchronize(), "the device's work can't be waited for");
+            super::report(self.device.wait_for_work(), "the device's work can't be waited for");
         }
     }
 }

@@ -147,7 +147,7 @@ fn what_is_no_block_is_not_freed(subject: Subject) {
 fn what_was_freed_is_cut_again_once_the_device_is_done_with_it(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
-    let waits = || subject.faulty.take_verbs().iter().filter(|verb| **verb == "synchronize").count();
+    let waits = || subject.faulty.take_verbs().iter().filter(|verb| **verb == "wait_for_work").count();
     let [first, second, third] = [(); 3].map(|()| arenas.allocate(unit).unwrap());
     assert_eq!(waits(), 0);
     // Work that was queued before may use it: with `cudaFree` the driver would wait.
@@ -165,7 +165,7 @@ fn what_was_freed_is_cut_again_once_the_device_is_done_with_it(subject: Subject)
     assert_eq!(arenas.allocate(unit).unwrap(), full + 2 * unit);
     assert_eq!(waits(), 0);
     // If the wait fails it is left alone.
-    subject.faulty.fail(Fault::Verb("synchronize"), 900);
+    subject.faulty.fail(Fault::Verb("wait_for_work"), 900);
     let fresh = [(); 2].map(|()| arenas.allocate(unit).unwrap());
     subject.faulty.mend();
     assert!(!fresh.contains(&first));
@@ -179,7 +179,7 @@ fn an_arena_that_can_not_be_given_back_goes_with_a_later_one(subject: Subject) {
     let arenas = Arenas::new(&subject.device(), unit).unwrap();
     let blocks = [(); 3].map(|()| arenas.allocate(unit).unwrap());
     arenas.close(blocks[0]);
-    subject.faulty.fail(Fault::Verb("synchronize"), 900);
+    subject.faulty.fail(Fault::Verb("wait_for_work"), 900);
     assert!(arenas.free(blocks[0]));
     assert!(arenas.free(blocks[1]));
     subject.faulty.mend();
@@ -202,7 +202,7 @@ fn a_block_that_fits_where_an_arena_does_not_is_allocated(subject: Subject) {
     block.unwrap();
     assert_figures(&arenas, unit, [1, 0, 1, 1, 1]);
     // With arenas that hold nothing and could not be given back, it is their turn first.
-    subject.faulty.fail(Fault::Verb("synchronize"), 900);
+    subject.faulty.fail(Fault::Verb("wait_for_work"), 900);
     let whole = arenas.allocate(4 * unit).unwrap();
     assert!(arenas.free(whole));
     subject.faulty.mend();
@@ -265,7 +265,7 @@ fn a_failure_at_any_call_of_the_arenas_leaves_nothing(subject: Subject) {
             None => break,
         }
     }
-    assert!(["create", "map", "export", "synchronize"].iter().all(|verb| failed.contains(verb)), "{failed:?}");
+    assert!(["create", "map", "export", "wait_for_work"].iter().all(|verb| failed.contains(verb)), "{failed:?}");
 }
 
 fn memory_made_read_only_is_written_here_no_more_and_by_others_still(subject: Subject) {

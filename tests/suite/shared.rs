@@ -672,7 +672,11 @@ fn a_copy_on_the_device_has_an_end_of_ours(subject: Subject) {
 fn a_device_is_waited_for_unless_a_stream_is_captured(subject: Subject) {
     let device = subject.device();
     device.synchronize().unwrap();
+    let before = subject.live();
+    device.wait_for_work().unwrap();
+    assert_eq!(subject.live(), before);
     thread::spawn(move || {
+        device.wait_for_work().unwrap();
         assert!(!device.relax_captures().unwrap());
         device.synchronize().unwrap();
     })

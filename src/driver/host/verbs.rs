@@ -292,6 +292,10 @@ unsafe impl Verbs for HostDriver {
         self.device("host synchronize", ordinal)
     }
 
+    fn wait_for_work(&self, ordinal: i32) -> Result<()> {
+        self.device("host wait_for_work", ordinal)
+    }
+
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
         const CALL: &str = "host can_access_peer";
         self.device(CALL, ordinal)?;

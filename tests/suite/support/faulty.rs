@@ -347,6 +347,11 @@ unsafe impl Verbs for Faulty {
         self.inner.synchronize(ordinal)
     }
 
+    fn wait_for_work(&self, ordinal: i32) -> Result<()> {
+        self.meet("wait_for_work")?;
+        self.inner.wait_for_work(ordinal)
+    }
+
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
         self.meet("can_access_peer")?;
         self.inner.can_access_peer(ordinal, peer)
