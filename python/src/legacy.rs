@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use vmmfd::{
     Error, Result,
     array::{ArrayDescriptor, Order},
-    memory::{Device, LegacyMemory, Pointer, Region, Shared, Sharing, Spec},
+    memory::{Device, LegacyMemory, Pointer, Region, Sharing, Spec},
 };
 
 use crate::{
@@ -131,8 +131,7 @@ pub(crate) fn empty(
     let size = descriptor.bytes()?.max(1);
     py.detach(|| {
         let device = driver::device(&driver::driver(backend)?, wanted)?;
-        let shared = Shared::create(&device, Spec::legacy(size))?;
-        Array::new(Owned::new(Arc::new(shared)), descriptor)
+        Array::new(Owned::make(&device, Spec::legacy(size))?, descriptor)
     })
 }
 

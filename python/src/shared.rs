@@ -1,12 +1,13 @@
 //! Memory of this process's own, to be shared: what arrays are made in, and what objects of the broker are made of.
 
-use std::{ops::Deref, sync::Arc};
+use std::{ops::Deref, sync::Arc, time::Duration};
 
 use pyo3::prelude::*;
 use vmmfd::{
-    Result,
+    Error, Result,
     array::ArrayDescriptor,
     driver::Access,
+    error::MemoryError,
     memory::{Device, Region, Selector, Shared, Spec},
 };
 
@@ -15,8 +16,11 @@ use crate::{
     copy, device, driver, dtype,
     error::Outcome,
     memory::Memory,
-    reaper::Kept,
+    reaper::{self, Kept},
 };
+
+/// How long memory that was dropped is waited for where there is none left.
+const SETTLES: Duration = Duration::from_secs(5);
 
 /// Memory that this process made, let go of by the reaper whichever thread drops it.
 #[derive(Debug)]
@@ -34,7 +38,19 @@ impl Owned {
     /// # Errors
     /// Those of [`Shared::create`].
     pub(crate) fn create(device: &Device, size: u64) -> Outcome<Arc<Self>> {
-        Ok(Self::new(Arc::new(Shared::create(device, Spec::vmm(size.max(1)))?)))
+        Self::make(device, Spec::vmm(size.max(1)).into())
+    }
+
+    /// Memory as a [`Spec`] says. What was dropped and not given back yet is waited for if there is none left. Blocks.
+    ///
+    /// # Errors
+    /// Those of [`Shared::create`].
+    pub(crate) fn make(device: &Device, spec: Spec) -> Outcome<Arc<Self>> {
+        match Shared::create(device, spec) {
+            Err(Error::Memory(MemoryError::OutOfMemory { .. })) if reaper::settle(SETTLES) => {}
+            made => return Ok(Self::new(Arc::new(made?))),
+        }
+        Ok(Self::new(Arc::new(Shared::create(device, spec)?)))
     }
 
     /// The memory. Clones are not let go of by the reaper: keep this object for as long as the device may use them.

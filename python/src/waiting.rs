@@ -53,7 +53,8 @@ pub(crate) fn interruptibly<T: Send>(py: Python<'_>, work: impl FnOnce(&Cancel) 
                 match receiver.recv_timeout(TICK) {
                     Ok(result) => return result,
                     Err(RecvTimeoutError::Timeout) => {
-                        if let Err(raised) = Python::attach(|py| py.check_signals()) {
+                        // `None` of an interpreter that ends: it has no handlers any more.
+                        if let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) {
                             cancel.cancel(0);
                             return Err(raised.into());
                         }

@@ -1,6 +1,6 @@
 //! Safetensors files, read by several threads into memory of this process's own.
 
-use std::{collections::HashMap, num::NonZero, path::PathBuf, sync::Arc};
+use std::{collections::HashMap, ffi::OsString, num::NonZero, path::PathBuf, sync::Arc};
 
 use pyo3::{
     exceptions::{PyKeyError, PyTypeError},
@@ -26,7 +26,7 @@ pub(crate) struct Weights {
     tensors: Vec<Tensor>,
     index: HashMap<String, usize>,
     metadata: String,
-    files: Vec<PathBuf>,
+    files: Vec<OsString>,
     digest: Option<String>,
 }
 
@@ -68,7 +68,7 @@ impl Weights {
 
     /// The files' paths.
     #[getter]
-    fn files(&self) -> &[PathBuf] {
+    fn files(&self) -> &[OsString] {
         &self.files
     }
 

@@ -100,3 +100,18 @@ __all__ = [
     "serve",
     "take",
 ]
+
+# `typing` has it, and takes longer to import than this package may.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from . import torch as torch
+
+
+def __getattr__(name: str) -> object:
+    # PyTorch's half is not loaded before it is used.
+    if name == "torch":
+        from importlib import import_module
+
+        return import_module("vmmfd.torch")
+    raise AttributeError(f"module 'vmmfd' has no attribute {name!r}")

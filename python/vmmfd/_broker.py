@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Literal
 
+    from torch import Tensor
+    from torch.nn import Module
+
     from ._native import Array, Device
+    from .torch import Loaded
 
     Time = float | timedelta
     Wanted = str | int | Device
@@ -428,7 +432,9 @@ class Broker:
         torch = sys.modules.get("torch")
         if torch is not None and _is_torchs(torch, value):
             ours = _torch()
-            parts, additions, keep_alive = ours._plan(value, part=part, copy=copy, seal=seal)
+            parts, additions, keep_alive = ours._plan(
+                self._native, value, part=part, device=device, copy=copy, seal=seal
+            )
             return parts, additions, keep_alive
         if not isinstance(value, Mapping):
             raise Invalid(f"value is of type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
@@ -579,33 +585,34 @@ class Broker:
         wait: Time | None = None,
         device: Wanted | None = None,
         writable_buffers: bool = True,
-    ) -> dict[str, Any]:
+        everything: bool = False,
+    ) -> dict[str, Tensor]:
         """The tensors of an object as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the lease. See
         `Lease.state_dict`; the other arguments and errors are `get`'s."""
         with self.get(name, version=version, expect=expect, digest=digest, wait=wait, device=device) as lease:
-            return lease.state_dict(writable_buffers=writable_buffers)
+            return lease.state_dict(writable_buffers=writable_buffers, everything=everything)
 
     def load(
         self,
         name: str,
-        into: Any,
+        into: Module,
         *,
         version: int | None = None,
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
         device: Wanted | None = None,
+        strict: bool = True,
         writable_buffers: bool = True,
-    ) -> Lease:
-        """Makes an object's tensors the parameters and buffers of a module of PyTorch, and returns the lease, with which another version
-        can take their place. See `Lease.load`; the other arguments and errors are `get`'s."""
+    ) -> Loaded:
+        """Makes an object's tensors the parameters and buffers of a module of PyTorch, and returns what another version can take their place
+        with. The module holds the lease. See `Lease.load`; the other arguments and errors are `get`'s."""
         lease = self.get(name, version=version, expect=expect, digest=digest, wait=wait, device=device)
         try:
-            lease.load(into, writable_buffers=writable_buffers)
+            return lease.load(into, strict=strict, writable_buffers=writable_buffers)
         except BaseException:
             lease.close()
             raise
-        return lease
 
     def list(self, prefix: str = "") -> List[Summary]:
         """The objects whose names begin with `prefix` and that this user may read, in the order of their names."""
@@ -886,17 +893,32 @@ class Lease(Mapping[str, "Array"]):
         number = None if version == "newest" else version
         self._broker._native.unpark(self._native, name, version=number, expect=expect, digest=digest, wait=wait)
 
-    def state_dict(self, *, writable_buffers: bool = True) -> dict[str, Any]:
-        """Its tensors as PyTorch's, by name, without a copy: tied ones are tied, views are views of one storage. Parameters need no gradient.
-        With `writable_buffers` what is no parameter is a private copy, as a model may write to it: a store into memory that is mapped
-        read-only ends the CUDA context."""
-        tensors: dict[str, Any] = _torch()._state_dict(self, writable_buffers=writable_buffers)
+    def state_dict(self, *, writable_buffers: bool = True, everything: bool = False) -> dict[str, Tensor]:
+        """Its tensors as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the memory and need no gradient. Tied
+        names are tensors of one storage, and views are views of it.
+
+        Weights are the mapped memory itself, read-only: a store into it ends the CUDA context, on the host the process, and PyTorch does
+        not know. Buffers, which a model may write, are private copies; with `writable_buffers=False` they are the memory too. Which
+        are buffers is known of what was put as a module; of a mapping of tensors only `nn.Parameter` (`state_dict(keep_vars=True)`)
+        and the statistics of PyTorch's norms are told apart, and all else is taken for weights. What a `state_dict` does not have
+        (buffers that are not persistent, tensors that are plain attributes of modules) comes with `everything=True`.
+
+        Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see."""
+        tensors: dict[str, Tensor] = _torch()._state_dict(self, writable_buffers=writable_buffers, everything=everything)
         return tensors
 
-    def load(self, into: Any, *, writable_buffers: bool = True) -> None:
-        """Makes its tensors the parameters and buffers of a module of PyTorch. Raises `Differs` with a list of all names, types and shapes
-        that do not fit; the module is as it was then. See `state_dict`."""
-        _torch()._load(self, into, writable_buffers=writable_buffers)
+    def load(self, into: Module, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
+        """Makes its tensors the parameters and buffers of a module of PyTorch, which may be on the meta device, and returns a
+        `vmmfd.torch.Loaded`, with which another version can take their place.
+
+        Parameters are the mapped memory itself, read-only, as `state_dict` says, and need no gradient. Names that are tied in the object, or
+        in the module if the object has one of them, are one parameter afterwards. All else is a private copy: buffers, those in no
+        `state_dict` too, and tensors that are plain attributes of modules; unless `writable_buffers=False`.
+
+        Raises `Differs` with a list of all names, types and shapes that do not fit; the module is as it was then. With `strict=False`
+        names that only one of them has do not count, but for those that would stay on the meta device."""
+        loaded: Loaded = _torch()._load(self, into, strict=strict, writable_buffers=writable_buffers)
+        return loaded
 
     def close(self) -> None:
         """Ends the lease, and releases its memory: now if no array of it is alive, else when the last one is gone. To close twice does

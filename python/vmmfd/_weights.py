@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ._native import Array, Device
 
     Path = str | os.PathLike[str]
-    Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
-    PartPlan = tuple[str, list[_native.Memory], list[Entry], str | None]
 
 # The name of the one part of what is put, as `vmmfd put` has it.
 _PART = "all"
@@ -54,7 +52,7 @@ class Weights(Mapping[str, "Array"]):
     @property
     def files(self) -> list[str]:
         """The paths of the files, in their order."""
-        return [os.fspath(path) for path in self._weights.files]
+        return self._weights.files
 
     @property
     def nbytes(self) -> int:
@@ -81,9 +79,9 @@ class Weights(Mapping[str, "Array"]):
     def __repr__(self) -> str:
         return f"<vmmfd.Weights: {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
 
-    def _plan(self) -> tuple[list[PartPlan], dict[str, Any], object]:
+    def _plan(self) -> tuple[list[_native.PartPlan], dict[str, Any], object]:
         """What a put of them is made of: its parts, what comes into the metadata, and what has to live until it is put."""
-        part = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
+        part: _native.PartPlan = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
         return [part], {"safetensors": self._metadata} if self._metadata else {}, self._weights
 
 

@@ -21,6 +21,9 @@ from ._errors import Differs, ExportError, Invalid, Unsupported
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
+    from typing import Literal
+
+    from ._broker import Lease, Prepared
 
     Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
     PartPlan = tuple[str, list[_native.Memory], list[Entry], str | None]
@@ -208,21 +211,6 @@ class _Storage:
         self.offset = 0
 
 
-class _Done:
-    """Keeps what a put is made of until it is through."""
-
-    def __init__(self, storages: list[Any], sealed: list[_native.Memory]) -> None:
-        self._storages = storages
-        self._sealed = sealed
-
-    def published(self) -> None:
-        """The put succeeded: takes this process's own right to write, if that was asked for."""
-        for memory in self._sealed:
-            _native.make_read_only(memory)
-        self._sealed = []
-        self._storages = []
-
-
 def _items(value: Any) -> list[_Item]:
     """The tensors of a module, by the names of its parameters, buffers and attributes, or of a mapping."""
     torch = _torch()
@@ -321,9 +309,9 @@ def _plan(
     device: Any = None,
     copy: bool | None = None,
     seal: bool = False,
-) -> tuple[list[PartPlan], dict[str, Any], _Done]:
+) -> tuple[list[PartPlan], dict[str, Any], object]:
     """What a put of a module or of a mapping of names to tensors is made of: parts, one for each device, what comes into the metadata, and
-    what has to live until it is put, whose `published` is to be called then.
+    what has to live until it is put. With `seal` checks that this process's right to write that memory can be taken then.
 
     Storages in arenas of `pool` are handed over as they are. Others are copied, to a multiple of 256 bytes each, in the order of their
     names' appearance; with `copy=True` all are, with `copy=False` none may be. From here on nothing is allocated in these arenas.
@@ -361,7 +349,7 @@ def _plan(
         for count, storage in enumerate(storages.values()):
             storage.number = count
             found = None
-            if place != "cpu" and copy is not True and client.backend != "host":
+            if copy is not True and client.backend != "host":
                 found = _native.torch_pool_find(storage.storage.data_ptr())
             if found is None:
                 spans = [_span(item.tensor) for item in storage.items]
@@ -407,12 +395,11 @@ def _plan(
             "copy=False, and these tensors lie in no memory that can be handed over (allocate them in vmmfd.torch.pool()):"
             + _listed(elsewhere)
         )
-    sealed = list(in_place.values()) if seal else []
-    if sealed:
-        _check_sealable(sealed, kept)
+    if in_place and seal:
+        _check_sealable(list(in_place.values()), kept)
     if in_place:
         _close(in_place, kept)
-    return parts, {}, _Done(kept, sealed)
+    return parts, {}, kept
 
 
 def _entry(item: _Item, storage: _Storage | None) -> Entry:
@@ -502,7 +489,7 @@ class _Mapped:
         # Private copies, and what they are of.
         self.private: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self.rows: list[_Row] = []
-        for part, name, array, attributes in lease.arrays():
+        for part, name, array, attributes in lease._native.arrays():
             attributes = attributes or {}
             identity = (part, attributes.get("storage", name), array.address, array.dtype, array.shape, array.strides)
             self.rows.append(_Row(name, part, array, attributes, identity))
@@ -525,7 +512,7 @@ class _Mapped:
             if identity in self._storages:
                 return identity, self._storages[identity], inside
             if row.part not in self._pieces:
-                self._pieces[row.part] = [(piece.address, piece) for _, piece in self._lease.memory(row.part)]
+                self._pieces[row.part] = [(piece.address, piece) for piece in self._lease.memory(row.part)]
             begin = row.array.address - inside
             for address, piece in self._pieces[row.part]:
                 if address <= begin and begin + size <= address + piece.nbytes and 0 <= inside:
@@ -542,7 +529,7 @@ class _Mapped:
             if low:
                 raise Differs(f"array {row.name!r} has negative strides, which PyTorch has not: copy it with NumPy or CuPy")
             found = None
-            for _, piece in self._lease.memory(row.part):
+            for piece in self._lease.memory(row.part):
                 begin = array.address - piece.address
                 if 0 <= begin and begin + length <= piece.nbytes:
                     found = self._import(piece[begin : begin + length])
@@ -591,10 +578,10 @@ class Loaded:
     """A module whose parameters are memory of the broker: what `broker.load` returns.
 
     `lease` is the lease, `module` the module, and `private` the names of the tensors that are private copies. The module keeps the memory
-    by itself: this object is only needed to `switch` or `refresh`.
+    by itself: this object is only needed to `switch` or `refresh`, and may be dropped.
     """
 
-    def __init__(self, lease: Any, module: Any, private: list[str], copies: list[tuple[Any, Any]]) -> None:
+    def __init__(self, lease: Lease, module: Any, private: list[str], copies: list[tuple[Any, Any]]) -> None:
         self.lease = lease
         self.module = module
         self.private = private
@@ -608,10 +595,23 @@ class Loaded:
             for private, source in self._copies:
                 private.copy_(source)
 
-    def switch(self, prepared: Any = None, *, refresh: bool = True) -> Any:
+    @property
+    def version(self) -> int:
+        """The version that is there now."""
+        version: int = self.lease.version
+        return version
+
+    def prepare(self, name: str | None = None, **options: Any) -> Prepared:
+        """Gets and imports a version that is to take the place of this one, which stays in use meanwhile: `Lease.prepare`."""
+        prepared: Prepared = self.lease.prepare(name, **options)
+        return prepared
+
+    def switch(
+        self, prepared: Prepared | None = None, *, exported: Literal["valid"] | None = "valid", refresh: bool = True
+    ) -> Prepared:
         """Puts another version at the addresses of this one, and returns the old one, to switch back to or to close.
 
-        `prepared` is what `lease.prepare()` returned; without it, the newest version is prepared first. Waits for the device's work, then
+        `prepared` is what `prepare` returned; without it, the newest version is prepared first. Waits for the device's work, then
         for the driver's calls. Tensors, views and captured CUDA graphs have the new version's values from then on; so have the private
         copies, unless `refresh` is false. You promise that nothing uses the module meanwhile, in another thread or stream.
 
@@ -619,7 +619,7 @@ class Loaded:
         """
         if prepared is None:
             prepared = self.lease.prepare()
-        old = self.lease.switch(prepared, exported="valid")
+        old: Prepared = self.lease.switch(prepared, exported=exported)
         if refresh:
             self.refresh()
         return old
@@ -633,21 +633,23 @@ def _owner(module: Any, name: str) -> tuple[Any, str]:
     return (module.get_submodule(path) if path else module), leaf
 
 
-def _load(lease: Any, native: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
-    """Makes the tensors of a lease those of a module, and returns what it takes to switch them.
+class _Fit(NamedTuple):
+    # What the module has: of each name its kind, the tensor, and whether it is persistent.
+    targets: dict[str, tuple[str, Any, bool]]
+    # Which array comes to which name, and as what.
+    chosen: dict[str, tuple[_Row, str]]
+    # Names of the module that are tied to another one, which comes.
+    follows: dict[str, str]
+    problems: list[str]
 
-    All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
-    """
+
+def _fit(rows: list[_Row], module: Any, strict: bool) -> _Fit:
+    """Compares an object with a module."""
     torch = _torch()
-    if not isinstance(module, torch.nn.Module):
-        raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
-    mapped = _Mapped(native)
-    targets: dict[str, tuple[str, Any, bool]] = {}
-    for item in _items(module):
-        targets[item.name] = (item.kind, item.tensor, item.persistent)
-    problems: list[str] = []
+    targets = {item.name: (item.kind, item.tensor, item.persistent) for item in _items(module)}
     chosen: dict[str, tuple[_Row, str]] = {}
-    for row in mapped.rows:
+    problems: list[str] = []
+    for row in rows:
         target = targets.get(row.name)
         if target is None:
             try:
@@ -667,17 +669,13 @@ def _load(lease: Any, native: Any, module: Any, *, strict: bool = True, writable
         chosen[row.name] = (row, kind)
         if row.dtype is None:
             problems.append(f"{row.name}: its type {row.array.dtype} is none of PyTorch's")
-        elif row.kind == "attribute":
-            continue
-        elif torch.nn.parameter.is_lazy(tensor):
-            continue
-        else:
+        elif row.kind != "attribute" and not torch.nn.parameter.is_lazy(tensor):
             if tuple(tensor.shape) != tuple(row.array.shape):
                 problems.append(f"{row.name}: shape {tuple(row.array.shape)}, and {tuple(tensor.shape)} in the module")
             if tensor.dtype != row.dtype:
                 problems.append(f"{row.name}: type {row.dtype}, and {tensor.dtype} in the module")
     tied: dict[int, list[str]] = {}
-    for name, (kind, tensor, _) in targets.items():
+    for name, (_, tensor, _) in targets.items():
         tied.setdefault(id(tensor), []).append(name)
     follows: dict[str, str] = {}
     for name, (kind, tensor, persistent) in targets.items():
@@ -686,18 +684,33 @@ def _load(lease: Any, native: Any, module: Any, *, strict: bool = True, writable
         leader = next((other for other in tied[id(tensor)] if other in chosen), None)
         if leader is not None:
             follows[name] = leader
-        elif kind == "parameter" or (kind == "buffer" and persistent):
-            if strict:
-                problems.append(f"{name}: the module has it ({kind}), and the object has not")
-        elif tensor.device.type == "meta":
+        elif tensor.device.type == "meta" and not (strict and persistent):
             problems.append(f"{name}: it is on the meta device, and the object has not got it ({kind})")
-    if problems:
-        of = f"version {native.version} of {native.name!r}"
-        raise Differs(f"{of} does not fit into the {type(module).__name__}:" + _listed(problems))
+        elif strict and persistent:
+            problems.append(f"{name}: the module has it ({kind}), and the object has not")
+    return _Fit(targets, chosen, follows, problems)
+
+
+def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
+    """Makes the tensors of a lease those of a module, and returns what it takes to switch them.
+
+    All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
+    """
+    torch = _torch()
+    if not isinstance(module, torch.nn.Module):
+        raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
+    mapped = _Mapped(lease)
+    fit = _fit(mapped.rows, module, strict)
+    if fit.problems:
+        of = f"version {lease.version} of {lease.name!r}"
+        problems = _listed(fit.problems)
+        # The exception has this frame, and should not hold the lease.
+        del mapped, fit
+        raise Differs(f"{of} does not fit into the {type(module).__name__}:{problems}")
     made: dict[str, Any] = {}
     parameters: dict[tuple[Any, ...], Any] = {}
     private: list[str] = []
-    for name, (row, kind) in chosen.items():
+    for name, (row, kind) in fit.chosen.items():
         if kind != "parameter":
             copied = writable_buffers
             made[name] = mapped.tensor(row, copied)
@@ -705,12 +718,12 @@ def _load(lease: Any, native: Any, module: Any, *, strict: bool = True, writable
                 private.append(name)
             continue
         if row.identity not in parameters or 0 in row.array.shape:
-            old = targets[name][1]
+            old = fit.targets[name][1]
             parameter = torch.nn.Parameter(mapped.tensor(row, False), requires_grad=False)
             parameter.__dict__.update(old.__dict__)
             parameters[row.identity] = parameter
         made[name] = parameters[row.identity]
-    made |= {name: made[leader] for name, leader in follows.items()}
+    made |= {name: made[leader] for name, leader in fit.follows.items()}
     for name, tensor in made.items():
         owner, leaf = _owner(module, name)
         setattr(owner, leaf, tensor)

@@ -348,6 +348,7 @@ fn unopened(path: &Path, named_by: Option<&Path>, error: io::Error) -> Error {
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
             WeightsError::Absent { path, named_by: named_by.map(Path::to_owned) }.into()
         }
+        io::ErrorKind::InvalidInput | io::ErrorKind::InvalidFilename => unfit(&path, "can't be a path".to_owned()),
         io::ErrorKind::PermissionDenied => WeightsError::Denied { path }.into(),
         _ => Error::system(format!("open {}", path.display()), error),
     }

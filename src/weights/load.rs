@@ -119,7 +119,7 @@ impl Checkpoint {
         let chunk = options.chunk.min(size);
         let spec = Spec::vmm(size).chunk(chunk);
         let spec = if options.gpu_direct_rdma { spec.gpu_direct_rdma() } else { spec };
-        let spec = if options.sealed { spec.sealed() } else { spec.into() };
+        let spec = if options.sealed { spec.sealed() } else { spec };
 
         let block = if device.is_host() { HOST_BLOCK } else { BLOCK };
         let threads = options

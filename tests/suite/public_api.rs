@@ -9,7 +9,7 @@ use vmmfd::{
     },
     channel::{Cancel, Channel, Listener, Peer, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened},
-    error::{DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError},
+    error::{DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError, WeightsError},
     memory::{
         Allocation, Arenas, Array, ArrayHandle, Chunk, Description, Device, Imported, LegacyMemory, Mapping, Mirror,
         Pool, PoolBuffer, Region, Reservation, Selector, Shared, Spec,
@@ -19,6 +19,7 @@ use vmmfd::{
         handoff::{Buffer, Consumer, ImportedObject, Request, ServeOptions, ServeReport, Served, Unchecked},
         stream::{BufferId, Publisher, Received, Subscriber},
     },
+    weights::{Checkpoint, LoadOptions, Loaded, Tensor},
 };
 
 fn both<T: Send + Sync + ?Sized>() {}
@@ -28,7 +29,7 @@ fn sent<T: Send>() {}
 #[test]
 fn public_types_go_to_other_threads_and_most_are_used_by_several() {
     both::<Error>();
-    both::<(DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError)>();
+    both::<(DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError, WeightsError)>();
     both::<(ArrayDescriptor, ElementType, Interface, Order)>();
     both::<(Cancel, Channel, Listener, Peer, Trust)>();
     both::<(Access, Backend, Choice, DeviceUuid, Driver, MemoryInfo, Opened)>();
@@ -42,4 +43,5 @@ fn public_types_go_to_other_threads_and_most_are_used_by_several() {
     both::<(Lost, Restored)>();
     both::<(Put<'_>, PutPart<'_>, Get, ClaimOf, ServerConfig, ServerReport)>();
     sent::<Server>();
+    both::<(Checkpoint, LoadOptions, Loaded, Tensor)>();
 }

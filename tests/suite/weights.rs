@@ -344,6 +344,10 @@ fn only_regular_files_that_are_there_are_read() {
     assert!(refusal(&[folder.path()]).contains("not a regular file"));
     fs::remove_file(&pipe).unwrap();
     assert!(refusal(&[folder.path()]).contains("not a regular file"));
+    for path in ["a\0b", &"n".repeat(300)] {
+        let said = Checkpoint::open([path]).unwrap_err().to_string();
+        assert!(said.contains("can't be a path"), "{said}");
+    }
     symlink(&absent, &linked).unwrap();
     assert!(refusal(&[&linked]).contains("does not exist"));
     assert!(matches!(Checkpoint::open(<[&Path; 0]>::default()), Err(Error::Misuse { .. })));

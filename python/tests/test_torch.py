@@ -1,0 +1,369 @@
+"""Modules and tensors of PyTorch through a broker, on the host backend: what does not need a GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Child
+
+import vmmfd
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+nn = torch.nn
+
+
+@pytest.fixture
+def broker(socket: str) -> Iterator[vmmfd.Broker]:
+    with vmmfd.connect(socket, backend="host") as broker:
+        yield broker
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return request.node.name.replace("[", ".").replace("]", "")
+
+
+class Net(nn.Module):  # type: ignore[misc]
+    """Parameters that are tied, buffers of both kinds, views, and a tensor that is a plain attribute."""
+
+    def __init__(self, seed: int = 0, device: str | None = None) -> None:
+        super().__init__()
+        generator = None if device == "meta" else torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Any:
+            return torch.empty(*shape, device=device) if device == "meta" else torch.randn(*shape, generator=generator)
+
+        self.embed = nn.Embedding(11, 8, _weight=random(11, 8), device=device)
+        self.norm = nn.BatchNorm1d(8, device=device)
+        self.head = nn.Linear(8, 11, bias=False, device=device)
+        self.head.weight = self.embed.weight
+        whole = random(4, 8)
+        self.first = nn.Parameter(whole[:2])
+        self.last = nn.Parameter(whole[2:])
+        self.turned = nn.Parameter(random(8, 5).T)
+        self.nothing = nn.Parameter(torch.empty(0, 3, device=device))
+        self.register_buffer("cache", torch.zeros(3, 8, device=device), persistent=False)
+        self.register_buffer("table", random(5).double())
+        self.plain = random(8)
+        self.norm.note = random(2)
+        if device != "meta":
+            with torch.no_grad():
+                self.norm.weight.copy_(random(8))
+                self.norm.running_mean.copy_(random(8))
+
+    def forward(self, x: Any) -> Any:
+        y = self.norm(self.embed(x)) + self.plain + self.cache[0] + self.table.sum().float()
+        y = torch.cat([self.first, self.last]).sum(0) + y + self.turned.sum(0)
+        return self.head(y)
+
+
+X = torch.tensor([1, 2, 3, 10])
+
+
+def everything(module: Any) -> dict[str, Any]:
+    found = dict(module.named_parameters(remove_duplicate=False))
+    found |= dict(module.named_buffers(remove_duplicate=False))
+    for path, sub in module.named_modules():
+        found |= {f"{path}.{leaf}".lstrip("."): value for leaf, value in vars(sub).items() if isinstance(value, torch.Tensor)}
+    return found
+
+
+def assert_same(module: Any, other: Any) -> None:
+    one, two = everything(module), everything(other)
+    assert one.keys() == two.keys()
+    for key in one:
+        assert torch.equal(one[key], two[key]), key
+        assert one[key].dtype == two[key].dtype and one[key].stride() == two[key].stride(), key
+
+
+def is_mapped(tensor: Any, lease: Any) -> bool:
+    pieces = [(piece.address, piece.nbytes) for piece in lease.memory()]
+    return any(address <= tensor.data_ptr() < address + size for address, size in pieces)
+
+
+def test_a_module_comes_into_one_on_the_meta_device(broker: vmmfd.Broker, name: str) -> None:
+    module = Net(1).eval()
+    expected = module(X)
+    broker.put(name, module)
+    other = Net(device="meta").eval()
+    loaded = broker.load(name, other)
+    assert_same(module, other)
+    assert torch.equal(other(X), expected)
+    lease = loaded.lease
+    # Parameters are the memory itself and need no gradient.
+    for key, parameter in other.named_parameters():
+        assert isinstance(parameter, nn.Parameter) and not parameter.requires_grad
+        assert parameter.numel() == 0 or is_mapped(parameter, lease), key
+    # All else is a private copy: it can be written.
+    private = ["cache", "table", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "plain", "norm.note"]
+    assert sorted(loaded.private) == sorted(private)
+    tensors = everything(other)
+    for key in private:
+        assert not is_mapped(tensors[key], lease)
+        tensors[key].add_(1)
+    other.train()(X)
+    # Which others do not see.
+    again = Net(device="meta")
+    broker.load(name, again)
+    assert_same(module, again)
+    assert repr(loaded).startswith("<vmmfd.torch.Loaded Net of <vmmfd.Lease: ")
+
+
+def test_ties_and_views_and_strides_are_kept(broker: vmmfd.Broker, name: str) -> None:
+    module = Net(2)
+    broker.put(name, module)
+    other = Net(device="meta")
+    other.head.weight = nn.Parameter(torch.empty(11, 8, device="meta"))
+    broker.load(name, other)
+    assert other.head.weight is other.embed.weight
+    assert other.first.untyped_storage().data_ptr() == other.last.untyped_storage().data_ptr()
+    assert other.last.storage_offset() - other.first.storage_offset() == 16
+    assert other.turned.stride() == (1, 5) and not other.turned.is_contiguous()
+    assert other.nothing.shape == (0, 3) and other.nothing.dtype == torch.float32
+    tensors = broker.state_dict(name)
+    assert tensors["head.weight"].data_ptr() == tensors["embed.weight"].data_ptr()
+    assert tensors["first"].untyped_storage().data_ptr() == tensors["last"].untyped_storage().data_ptr()
+    # Other storages are storages of their own, so that nothing takes them for tied.
+    assert tensors["first"].untyped_storage().data_ptr() != tensors["turned"].untyped_storage().data_ptr()
+    assert tensors["embed.weight"].untyped_storage().nbytes() == 11 * 8 * 4
+
+
+def test_a_state_dict_goes_there_and_back(broker: vmmfd.Broker, name: str) -> None:
+    module = Net(3).eval()
+    expected = module(X)
+    broker.put(name, module)
+    tensors = broker.state_dict(name)
+    assert tensors.keys() == module.state_dict().keys()
+    assert broker.state_dict(name, everything=True).keys() == everything(module).keys()
+    other = Net(4).eval()
+    other.plain, other.norm.note, other.cache = module.plain, module.norm.note, module.cache
+    other.load_state_dict(tensors, assign=True)
+    assert torch.equal(other(X), expected)
+    # What PyTorch does not say of a state_dict's tensors.
+    broker.put(name, module.state_dict(), replace=True)
+    with broker.get(name) as lease:
+        kinds = {key: lease.attributes(key)["kind"] for key in lease}
+        assert kinds["table"] == "tensor" and kinds["norm.running_mean"] == "buffer" and kinds["first"] == "tensor"
+        again = lease.state_dict()
+        assert is_mapped(again["table"], lease) and not is_mapped(again["norm.running_mean"], lease)
+        assert is_mapped(lease.state_dict(writable_buffers=False)["norm.running_mean"], lease)
+    for key, tensor in module.state_dict().items():
+        assert torch.equal(again[key], tensor), key
+    third = Net(device="meta")
+    with pytest.raises(vmmfd.Differs) as raised:
+        broker.load(name, third)
+    # What no state_dict has is missed where it would stay on the meta device.
+    assert "cache: it is on the meta device" in str(raised.value) and "plain: it is" in str(raised.value)
+
+
+def test_the_tensors_keep_the_memory_and_end_the_lease(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, Net(1))
+    tensors = broker.state_dict(name)
+    kept = tensors["first"].clone()
+    broker.delete(name)
+    assert torch.equal(tensors["first"], kept)
+    view = tensors["first"][1]
+    tensors.clear()
+    gc.collect()
+    assert len(broker.who(name).leases) == 1
+    assert torch.equal(view, kept[1])
+    del view
+    gc.collect()
+    assert vmmfd._native._settle(10)
+    assert len(broker.who(name).leases) == 0
+
+
+def test_what_does_not_fit_is_one_error(broker: vmmfd.Broker, name: str) -> None:
+    module = Net(1)
+    module.more = nn.Parameter(torch.ones(2))
+    module.head = nn.Linear(8, 12)
+    broker.put(name, module)
+    other = Net(2)
+    other.first = nn.Parameter(torch.ones(3, 8))
+    other.last = nn.Parameter(torch.ones(2, 8, dtype=torch.float16))
+    other.other = nn.Linear(1, 1)
+    before = {key: value.clone() for key, value in everything(other).items()}
+    with pytest.raises(vmmfd.Differs) as raised:
+        broker.load(name, other)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"version 1 of {name!r} does not fit into the Net:"
+    assert sorted(lines[1:]) == sorted(
+        [
+            "- more: the object has it (parameter), and the module has not",
+            "- head.bias: the object has it (parameter), and the module has not",
+            "- head.weight: shape (12, 8), and (11, 8) in the module",
+            "- first: shape (2, 8), and (3, 8) in the module",
+            "- last: type torch.float32, and torch.float16 in the module",
+            "- other.weight: the module has it (parameter), and the object has not",
+            "- other.bias: the module has it (parameter), and the object has not",
+        ]
+    )
+    after = everything(other)
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert len(broker.who(name).leases) == 0
+    # Without strictness only what both have counts.
+    other.first, other.last, other.head = nn.Parameter(torch.ones(2, 8)), nn.Parameter(torch.ones(2, 8)), nn.Linear(8, 12)
+    loaded = broker.load(name, other, strict=False)
+    assert torch.equal(other.first, module.first) and torch.equal(other.other.weight, before["other.weight"])
+    assert torch.equal(other.head.bias, module.head.bias)
+    del loaded
+    with pytest.raises(vmmfd.Invalid, match="into= takes a torch.nn.Module, and got a dict"):
+        broker.load(name, {})
+
+
+def test_types_that_others_have_not_come_through(broker: vmmfd.Broker, name: str) -> None:
+    bits = torch.arange(48, dtype=torch.uint8)
+    names = ["bool", "int8", "int64", "uint16", "float16", "bfloat16", "float64", "complex64", "complex32", "uint32"]
+    names += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
+    tensors = {key: (bits % 2 if key == "bool" else bits).clone().view(getattr(torch, key)) for key in names if hasattr(torch, key)}
+    tensors["scalar"] = torch.tensor(3.5)
+    tensors["conjugated"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    tensors["negated"] = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    tensors["expanded"] = torch.arange(3).expand(4, 3)
+    tensors["diagonal"] = torch.arange(9.0).view(3, 3).diagonal()
+    tensors["empty"] = torch.empty(2, 0, 3, dtype=torch.bfloat16)
+    broker.put(name, tensors)
+    found = broker.state_dict(name)
+    assert list(found) == list(tensors)
+    for key, tensor in tensors.items():
+        assert found[key].dtype == tensor.dtype and found[key].shape == tensor.shape, key
+        one, two = (of.resolve_conj().resolve_neg().contiguous() for of in (tensor, found[key]))
+        assert tensor.numel() == 0 or torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)), key
+    assert found["expanded"].stride() == (0, 1) and found["diagonal"].stride() == (4,)
+    assert len(found) > 18
+    broker.put(name, {"nothing": torch.empty(0)}, replace=True)
+    assert broker.state_dict(name)["nothing"].shape == (0,)
+
+
+def test_of_a_storage_only_what_is_named_is_copied(broker: vmmfd.Broker, name: str) -> None:
+    large = torch.arange(1 << 20, dtype=torch.float32)
+    broker.put(name, {"a": large[1000:1010], "b": large[1020:1030]})
+    found = broker.state_dict(name)
+    assert torch.equal(found["a"], large[1000:1010]) and torch.equal(found["b"], large[1020:1030])
+    assert found["a"].untyped_storage().nbytes() < 1024
+    assert found["b"].storage_offset() - found["a"].storage_offset() == 20
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: {"x": torch.ones(2, device="meta")}, "x is on the meta device, and has no bytes"),
+        (lambda: {"x": torch.ones(2).to_sparse()}, "x is of layout torch.sparse_coo"),
+        (lambda: {"x": nn.parameter.UninitializedParameter()}, "x has no shape yet: run the module once"),
+        (lambda: {"x": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "x is quantised"),
+        (lambda: {"x": torch.ones(2), "y": [1.0]}, "only tensors can be put together with tensors"),
+        (lambda: {"x": torch.ones(2), 3: torch.ones(2)}, "the name 3 is no str"),
+        (lambda: nn.ReLU(), "there is no tensor to put"),
+    ],
+)
+def test_what_can_not_be_put_is_named(broker: vmmfd.Broker, name: str, value: Callable[[], Any], message: str) -> None:
+    with pytest.raises(vmmfd.Invalid) as raised:
+        broker.put("x", value())
+    assert message in str(raised.value)
+
+
+def test_copy_false_names_all_that_would_be_copied(broker: vmmfd.Broker, name: str) -> None:
+    with pytest.raises(vmmfd.ExportError) as raised:
+        broker.put(name, {"x": torch.ones(2), "y": torch.ones(3)}, copy=False)
+    assert str(raised.value).splitlines()[1:] == ["- x", "- y"]
+
+
+def test_a_version_is_switched_under_a_module(broker: vmmfd.Broker, name: str) -> None:
+    one, two, three = (Net(seed).eval() for seed in (1, 2, 3))
+    broker.put(name, one)
+    module = Net(device="meta").eval()
+    loaded = broker.load(name, module)
+    pointers = {key: tensor.data_ptr() for key, tensor in everything(module).items()}
+    broker.put(name, two, replace=True)
+    old = loaded.switch()
+    assert_same(two, module)
+    assert torch.equal(module(X), two(X)) and loaded.lease.version == 2
+    loaded.switch(old)
+    assert_same(one, module)
+    broker.put(name, three, replace=True)
+    loaded.switch(refresh=False).close()
+    assert torch.equal(module.first, three.first) and torch.equal(module.norm.running_mean, one.norm.running_mean)
+    loaded.refresh()
+    assert_same(three, module)
+    assert pointers == {key: tensor.data_ptr() for key, tensor in everything(module).items()}
+    broker.put(name, {"first": one.first}, replace=True)
+    with pytest.raises(vmmfd.Differs):
+        loaded.switch()
+    assert_same(three, module)
+
+
+def test_arrays_of_others_are_tensors_too(broker: vmmfd.Broker, name: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    whole = numpy.arange(24, dtype="f4").reshape(4, 6)
+    broker.put(name, {"x": whole, "running_mean": whole[0]})
+    with broker.get(name) as lease:
+        found = lease.state_dict()
+        assert numpy.array_equal(found["x"].numpy(), whole) and is_mapped(found["x"], lease)
+        assert not is_mapped(found["running_mean"], lease)
+    broker.put(name, {"x": numpy.arange(3, dtype=">f4")}, replace=True)
+    with pytest.raises(vmmfd.Differs, match="is of type >float32, which PyTorch"):
+        broker.state_dict(name)
+
+
+def test_only_some_arrays_are_asked_for(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, Net(1))
+    with broker.get(name, arrays=["last", "turned"]) as lease:
+        found = lease.state_dict()
+    # The others lie in the same segment.
+    assert {"last", "turned"} <= found.keys()
+    assert torch.equal(found["last"], Net(1).last) and torch.equal(found["turned"], Net(1).turned)
+
+
+def test_a_sealed_put_of_copies_leaves_the_maker_as_it_was(broker: vmmfd.Broker, name: str) -> None:
+    module = Net(1)
+    broker.put(name, module, seal=True)
+    with torch.no_grad():
+        module.first.add_(1)
+    assert torch.equal(broker.state_dict(name)["first"] + 1, module.first)
+
+
+def test_a_pool_needs_a_gpu_and_says_so() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(vmmfd.Unsupported, match="needs a GPU"), vmmfd.torch.pool():
+            pass
+    for arena in (0, -1, 1.5, True, 1 << 60):
+        with pytest.raises(vmmfd.Invalid, match="is no size of memory"):
+            vmmfd.torch.pool(arena=arena)  # type: ignore[arg-type]
+    assert vmmfd.torch.pool().figures == {"arenas": 0, "closed": 0, "bytes": 0, "blocks": 0, "used": 0}
+
+
+def test_torch_is_not_imported_before_it_is_used(child: Callable[..., Child]) -> None:
+    child(
+        """
+        import sys, vmmfd, vmmfd.torch
+        assert "torch" not in sys.modules
+        assert vmmfd.torch.pool().figures["arenas"] == 0
+        assert "torch" not in sys.modules
+        """
+    ).end()
+
+
+def test_a_process_may_end_with_tensors_of_the_broker_alive(
+    broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child]
+) -> None:
+    broker.put(name, Net(1))
+    for kind in ("plain", "cycle", "thread"):
+        child(
+            """
+            import sys, threading, torch, vmmfd
+            broker = vmmfd.connect(sys.argv[1], backend="host")
+            tensors = broker.state_dict(sys.argv[2])
+            if sys.argv[3] == "cycle":
+                tensors["self"] = tensors
+            if sys.argv[3] == "thread":
+                threading.Thread(target=threading.Event().wait, args=(0.5,), kwargs={}, daemon=True).start()
+            """,
+            socket,
+            name,
+            kind,
+        ).end()
+    assert len(broker.who(name).leases) == 0

@@ -1,0 +1,51 @@
+"""The examples about weights run, from their first line to their last."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vmmfd
+from conftest import Server
+from test_weights import FIRST, SECOND, write
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+pytestmark = pytest.mark.skipif(not (EXAMPLES / "weights_put.py").exists(), reason="the examples are not beside the tests")
+
+
+def test_weights_put(server: Server, tmp_path: Path) -> None:
+    write(tmp_path / "1.safetensors", FIRST)
+    write(tmp_path / "2.safetensors", SECOND)
+    put = [sys.executable, str(EXAMPLES / "weights_put.py"), "m", str(tmp_path), "--socket", server.path, "--backend", "host"]
+    ended = subprocess.run([*put, "--digest"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and ended.stdout.startswith("m version 1: 6 tensors, "), ended
+    assert ended.stderr == ""
+    with vmmfd.connect(server.path, backend="host").get("m") as lease:
+        assert lease["w"].tobytes() == FIRST["w"][2] and lease.parts[0].digest is not None
+    again = subprocess.run(put, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 1 and again.stderr.startswith("weights_put: ") and "Traceback" not in again.stderr, again
+
+
+def model(*options: str) -> None:
+    """Runs the example of a model, which checks by itself what is to come out."""
+    for module in ("torch", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"there is no {module}")
+    command = [sys.executable, str(EXAMPLES / "real_model.py"), "--limit", "240", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0 and ended.stdout.endswith("all as it should be\n"), (ended.stdout, ended.stderr)
+
+
+def test_a_model_in_several_processes() -> None:
+    model("--small", "--backend", "host")
+
+
+@pytest.mark.cuda
+def test_a_model_in_several_processes_on_a_gpu() -> None:
+    model()
