@@ -19,8 +19,11 @@ def test_a_checker_accepts_the_package() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_stubs_are_the_extensions() -> None:
-    done = subprocess.run([sys.executable, "-m", "mypy.stubtest", "vmmfd._native"], capture_output=True, text=True)
+def test_the_stubs_are_the_extensions(tmp_path: Path) -> None:
+    # What PyO3 adds, and what Python 3.11 has no name for.
+    (tmp_path / "allowed").write_text("vmmfd._native.__all__\nvmmfd._native.Array.__buffer__\n")
+    options = ["--allowlist", str(tmp_path / "allowed"), "--ignore-unused-allowlist"]
+    done = subprocess.run([sys.executable, "-m", "mypy.stubtest", *options, "vmmfd._native"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
