@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     path::PathBuf,
     process,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
 
@@ -16,7 +16,7 @@ use pyo3::{
 use serde::Serialize;
 use vmmfd::{
     broker::{self, ClaimOf, Condition, Found, Get, Lifetime, LossReason, Lost, Put, Restored},
-    channel::broker_socket_path,
+    channel::{Trust, broker_socket_path},
     memory::Selector,
     session::Config,
 };
@@ -27,6 +27,7 @@ use crate::{
     error::{Failure, Outcome},
     json,
     lease::{Claim, Lease, Leased, Prepared, Selection},
+    memory::Place,
     signals::{self, Ended},
     watch::Watch,
 };
@@ -47,15 +48,19 @@ pub(crate) struct Client(Arc<Connections>);
 
 /// See [`Client`].
 pub(crate) struct Connections {
-    path: PathBuf,
-    backend: String,
+    place: Arc<Place>,
     config: Config,
+    /// Leases of what other processes have sent arrays of.
+    shared: Mutex<HashMap<Shared, Weak<Leased>>>,
     /// The process that made them.
     pid: u32,
     ended: Ended,
     table: Mutex<Table>,
     handlers: Arc<Handlers>,
 }
+
+/// A version's id, a part, and which bytes of it.
+type Shared = (String, String, u64, u64);
 
 #[derive(Default)]
 struct Table {
@@ -130,7 +135,7 @@ impl Connections {
         let client = match idle {
             Some(client) => client,
             None => {
-                let client = broker::Client::connect(&self.path, &self.config)?;
+                let client = broker::Client::connect(&self.place.path, &self.config)?;
                 let (lost, restored) = (Arc::clone(&self.handlers), Arc::clone(&self.handlers));
                 client.on_lost(move |what| lost.lost(what));
                 client.on_restored(move |what| restored.restored(what));
@@ -168,9 +173,9 @@ impl Connections {
     /// Maps what was got. Blocks for the driver's calls.
     fn open(&self, lease: broker::Lease, device: Option<Selector>, selection: Selection) -> Outcome<Leased> {
         // What is there decides, unless the caller has: a broker may have memory of both.
-        let backend = if self.backend == "auto" { lease.backend().to_owned() } else { self.backend.clone() };
-        let object = lease.open(&driver::driver(&backend)?, device)?;
-        Ok(Leased::new(object, selection))
+        let backend = if self.place.backend == "auto" { lease.backend() } else { &self.place.backend };
+        let driver = driver::driver(backend)?;
+        Ok(Leased::new(lease.open(&driver, device)?, selection, Arc::clone(&self.place)))
     }
 }
 
@@ -237,7 +242,14 @@ impl Handlers {
 impl Client {
     /// Connects. Waits up to `timeout` seconds for a broker to listen.
     #[new]
-    fn new(py: Python<'_>, path: Option<PathBuf>, backend: &str, timeout: &Bound<'_, PyAny>) -> Outcome<Self> {
+    #[pyo3(signature = (path, backend, timeout, trust))]
+    fn new(
+        py: Python<'_>,
+        path: Option<PathBuf>,
+        backend: &str,
+        timeout: &Bound<'_, PyAny>,
+        trust: Vec<u32>,
+    ) -> Outcome<Self> {
         let backend = match backend {
             "auto" | "cuda" | "host" => backend.to_owned(),
             other => return Err(Failure::invalid(format!("backend={other:?} is none of auto, cuda and host"))),
@@ -248,11 +260,14 @@ impl Client {
         let path =
             path.or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
         let path = broker_socket_path(path.as_deref())?;
-        let config = Config::default().with_timeout(timeout).with_cancel(&signals::cancel()?);
+        let config = Config::default()
+            .with_timeout(timeout)
+            .with_trust(Trust { uids: trust.clone() })
+            .with_cancel(&signals::cancel()?);
         let connections = Arc::new(Connections {
-            path,
-            backend,
+            place: Arc::new(Place { path, backend, timeout, trust }),
             config,
+            shared: Mutex::default(),
             pid: process::id(),
             ended: Ended::default(),
             table: Mutex::default(),
@@ -265,12 +280,12 @@ impl Client {
     /// Where the broker listens.
     #[getter]
     fn path(&self) -> PathBuf {
-        self.0.path.clone()
+        self.0.place.path.clone()
     }
 
     #[getter]
     fn backend(&self) -> &str {
-        &self.0.backend
+        &self.0.place.backend
     }
 
     #[getter]
@@ -362,7 +377,7 @@ impl Client {
     ) -> Outcome<Plan> {
         self.0.check()?;
         let device = device.map(device::selector).transpose()?;
-        client_put::plan(py, &self.0.backend, values, part, device, copy)
+        client_put::plan(py, &self.0.place.backend, values, part, device, copy)
     }
 
     /// Gets a lease of an object, and maps it.
@@ -509,6 +524,43 @@ impl Client {
         };
         let get = waiting(request(&name, version, None, &leased.selection, expect, digest)?, wait)?;
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    /// A lease of some bytes of a part of a version, shared by all arrays there that other processes sent. None if the version is another
+    /// one by now.
+    fn shared(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        version: u64,
+        id: String,
+        part: String,
+        start: u64,
+        length: u64,
+    ) -> Outcome<Option<Lease>> {
+        let key = (id, part, start, length);
+        let shared = || self.0.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        self.0.check()?;
+        let known = shared().get(&key).and_then(Weak::upgrade);
+        if let Some(leased) = known {
+            return Ok(Some(Lease::of(leased)));
+        }
+        let selection = Selection { parts: Some(vec![key.1.clone()]), arrays: None };
+        let get =
+            request(name, Some(version), None, &selection, None, None)?.range(start..start.saturating_add(length));
+        let leased = self.0.call(py, Purpose::Any, |client| {
+            let lease = client.get(&get)?;
+            if lease.id() != key.0 {
+                return Ok(None);
+            }
+            self.0.open(lease, None, selection).map(Arc::new).map(Some)
+        })?;
+        let Some(leased) = leased else { return Ok(None) };
+        let mut shared = shared();
+        shared.retain(|_, leased| leased.strong_count() > 0);
+        shared.insert(key, Arc::downgrade(&leased));
+        Ok(Some(Lease::of(leased)))
     }
 
     /// The objects whose names begin with this, each a dict.

@@ -8,7 +8,7 @@ use pyo3::{
 };
 use vmmfd::{
     Error,
-    error::{BrokerError, LoadError, MemoryError, PeerError, RefusalCode, SocketError, WeightsError},
+    error::{BrokerError, ErrorCode, LoadError, MemoryError, PeerError, RefusalCode, SocketError, WeightsError},
 };
 
 /// An error of the library, or the exception that a callback raised.
@@ -108,6 +108,7 @@ impl Class {
                 RefusalCode::Denied => Self::Denied,
                 RefusalCode::Timeout => Self::Timeout,
                 RefusalCode::Invalid => Self::Invalid,
+                RefusalCode::Stopped => Self::Interrupted,
                 _ => Self::Error,
             },
             Error::Memory(MemoryError::OutOfMemory { .. }) => Self::OutOfMemory,
@@ -115,6 +116,7 @@ impl Class {
             Error::Socket(SocketError::Denied { .. }) => Self::Denied,
             Error::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => Self::NotFound,
             Error::Peer(PeerError::Timeout { .. }) => Self::Timeout,
+            Error::Peer(PeerError::NotAllowed { .. }) => Self::Denied,
             Error::Weights(WeightsError::Absent { .. }) => Self::NotFound,
             Error::Weights(WeightsError::Denied { .. }) => Self::Denied,
             Error::Load(LoadError::MissingSymbol { .. }) => Self::Unsupported,
@@ -130,8 +132,47 @@ impl Class {
 }
 
 /// What to do about an error, where that is known.
-fn hint(_error: &Error) -> Option<String> {
-    None
+fn hint(error: &Error) -> Option<String> {
+    let hint = match error {
+        Error::Broker(BrokerError { code, .. }) => match code {
+            RefusalCode::Absent => "broker.list() shows what there is; with wait= it may come later",
+            RefusalCode::Exists => "put it with replace=True to make it the next version",
+            RefusalCode::Version => "broker.stat(name) has the current version: another process has replaced it",
+            RefusalCode::Denied => "its owner decides who may: broker.stat(name).summary has owner and mode",
+            RefusalCode::Quota => {
+                "delete names that are not needed any more, or start the broker with a larger --quota"
+            }
+            RefusalCode::Full => {
+                "raise the limit of open files of the broker (LimitNOFILE= of systemd, ulimit -Hn): each segment is one"
+            }
+            RefusalCode::Timeout => "wait longer, or look at broker.list()",
+            _ => return None,
+        },
+        Error::Socket(SocketError::NoBroker { path, .. }) => {
+            return Some(format!(
+                "start one with `vmmfd serve --socket {}`, or connect to where one listens",
+                path.display()
+            ));
+        }
+        Error::Socket(SocketError::Denied { .. }) => {
+            "start the server so that it admits this user: `vmmfd serve --allow-uid`, `--allow-gid`"
+        }
+        Error::Peer(PeerError::NotAllowed { uid, .. }) => {
+            return Some(format!("connect with trust=[{uid}] if that user is to be trusted"));
+        }
+        Error::Peer(PeerError::Timeout { .. }) => {
+            "the process at the other end is stopped or overloaded, or the timeout is too short"
+        }
+        Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, .. }) => {
+            "connect with backend=\"auto\", which uses memory where it is"
+        }
+        Error::Memory(MemoryError::OutOfMemory { .. }) => "`vmmfd who` and nvidia-smi show which processes have memory",
+        Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise this process's limit of open files: ulimit -n",
+        Error::Load(_) => "backend=\"host\" uses ordinary shared memory, where there is no GPU",
+        Error::Forked { .. } => "start processes with multiprocessing's method \"spawn\", and connect in each",
+        _ => return None,
+    };
+    Some(hint.to_owned())
 }
 
 impl From<Failure> for PyErr {

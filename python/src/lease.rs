@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    path::PathBuf,
     process,
     sync::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
@@ -28,7 +29,7 @@ use crate::{
     client::{Taken, check_process},
     error::{Class, Failure, Outcome},
     json,
-    memory::{Export, Memory},
+    memory::{Export, Memory, Origin, Place},
     reaper::Kept,
 };
 
@@ -53,6 +54,7 @@ pub(crate) struct Leased {
     parked: AtomicBool,
     index: Mutex<Option<Arc<Index>>>,
     pub(crate) selection: Selection,
+    place: Arc<Place>,
     pid: u32,
 }
 
@@ -79,7 +81,7 @@ impl Drop for Mapped {
 type Index = HashMap<String, Vec<(usize, usize)>>;
 
 impl Leased {
-    pub(crate) fn new(object: Object, selection: Selection) -> Self {
+    pub(crate) fn new(object: Object, selection: Selection, place: Arc<Place>) -> Self {
         let mapped = object.parts().iter().flat_map(ObjectPart::pieces).next().map(|piece| piece.device().clone());
         let device = mapped.expect("a lease has memory");
         Self {
@@ -88,6 +90,7 @@ impl Leased {
             parked: AtomicBool::new(false),
             index: Mutex::default(),
             selection,
+            place,
             pid: process::id(),
         }
     }
@@ -341,6 +344,20 @@ impl Memory for LeasedPiece {
     fn copy_in(&self, _offset: u64, _from: &[u8]) -> Result<()> {
         Err(Error::Memory(vmmfd::error::MemoryError::ReadOnly))
     }
+
+    fn origin(&self) -> Option<Origin> {
+        let object = self.leased.object();
+        let part = &object.0.parts()[self.part];
+        Some(Origin {
+            broker: Arc::clone(&self.leased.place),
+            name: object.0.name().to_owned(),
+            version: object.0.version(),
+            id: object.0.id().to_owned(),
+            part: part.name().to_owned(),
+            start: part.pieces()[self.piece].start(),
+            length: self.size,
+        })
+    }
 }
 
 /// A lease of an object, and the object mapped.
@@ -349,8 +366,13 @@ pub(crate) struct Lease(Mutex<Option<Arc<Leased>>>, u32);
 
 impl Lease {
     pub(crate) fn new(leased: Leased) -> Self {
+        Self::of(Arc::new(leased))
+    }
+
+    /// A lease that others have too.
+    pub(crate) fn of(leased: Arc<Leased>) -> Self {
         let pid = leased.pid;
-        Self(Mutex::new(Some(Arc::new(leased))), pid)
+        Self(Mutex::new(Some(leased)), pid)
     }
 
     /// # Errors
@@ -555,6 +577,32 @@ impl Lease {
         pieces.into_iter().map(bytes).collect()
     }
 
+    /// An array of a part, wherever it begins there, in bytes.
+    fn view<'py>(
+        &self,
+        py: Python<'py>,
+        part: &str,
+        dtype: &str,
+        shape: Vec<u64>,
+        strides: Option<Vec<i64>>,
+        offset: u64,
+    ) -> Outcome<Bound<'py, Array>> {
+        let dtype = dtype.parse().map_err(|error| Failure::invalid(format!("{error}")))?;
+        let array = ArrayDescriptor { dtype, shape, strides, offset };
+        let leased = self.leased()?;
+        let found = leased.read(py, |object| {
+            leased.check_mapped(object)?;
+            let number = object.parts().iter().position(|of| of.name() == part);
+            let number = number.ok_or_else(|| Failure::Caller(Class::NoArray, format!("there is no part {part:?}")))?;
+            let pieces = object.parts()[number].pieces();
+            let at = place(pieces, &array)?;
+            let at = at.ok_or_else(|| Failure::Caller(Class::NoArray, format!("{array} is not mapped")))?;
+            let array = ArrayDescriptor { offset: array.offset - pieces[at].start(), ..array.clone() };
+            Ok((leased.whole_piece(object, number, at), array))
+        });
+        Self::array_of(py, found)
+    }
+
     /// Puts a version that was prepared at the addresses of this one. Returns the old one.
     fn switch(&self, py: Python<'_>, prepared: &Prepared, promised: bool) -> Outcome<Prepared> {
         let leased = self.leased()?;
@@ -580,6 +628,28 @@ impl Lease {
             }
         });
     }
+}
+
+/// What of a broker an array is: the broker's path, backend, timeout and trust; name, version and id; part, and where its memory begins there and
+/// how long it is; and of the array type, shape, strides and offset in the part.
+type Sent = (
+    (PathBuf, String, f64, Vec<u32>),
+    (String, u64, String),
+    (String, u64, u64),
+    (String, Vec<u64>, Option<Vec<i64>>, u64),
+);
+
+/// What another process needs to get an array, if it is of a lease.
+#[pyfunction]
+pub(crate) fn origin(py: Python<'_>, array: &Bound<'_, Array>) -> Option<Sent> {
+    let array = array.get();
+    let memory = array.memory();
+    let Origin { broker, name, version, id, part, start, length } = py.detach(|| memory.origin())?;
+    let ArrayDescriptor { dtype, shape, strides, offset } = array.descriptor().clone();
+    let Place { path, backend, timeout, trust } = &*broker;
+    let place = (path.clone(), backend.clone(), timeout.as_secs_f64(), trust.clone());
+    let (dtype, offset) = (dtype.to_string(), offset + start);
+    Some((place, (name, version, id), (part, start, length), (dtype, shape, strides, offset)))
 }
 
 fn attributes_of(entry: &ArrayEntry) -> Outcome<Option<Map<String, Value>>> {

@@ -1,6 +1,6 @@
 //! What keeps an array's bytes: owned by Rust alone, and let go of without Python.
 
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use vmmfd::{
     Result,
@@ -53,6 +53,34 @@ pub(crate) trait Memory: Send + Sync {
     fn owner(self: Arc<Self>) -> Option<Arc<Owned>> {
         None
     }
+
+    /// Where another process gets it, if it is of a broker. May block for a switch: release the GIL.
+    fn origin(&self) -> Option<Origin> {
+        None
+    }
+}
+
+/// Where memory of a broker is: for other processes.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    pub(crate) broker: Arc<Place>,
+    pub(crate) name: String,
+    pub(crate) version: u64,
+    pub(crate) id: String,
+    pub(crate) part: String,
+    /// Where it begins in the part, and how many bytes it has.
+    pub(crate) start: u64,
+    pub(crate) length: u64,
+}
+
+/// A broker, as [`crate::client::Client`] connects to it.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) path: PathBuf,
+    pub(crate) backend: String,
+    pub(crate) timeout: Duration,
+    /// The users that it may be of, besides this process's and root.
+    pub(crate) trust: Vec<u32>,
 }
 
 /// An export to another library, counted where that matters.

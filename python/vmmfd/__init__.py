@@ -41,6 +41,7 @@ from ._errors import (
 )
 from ._handoff import Served, serve, take
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
+from ._reduce import register_reducer
 
 # Weights
 from ._weights import Weights, load_safetensors
@@ -68,6 +69,7 @@ __all__ = [
     "UserTotal",
     "Watch",
     "connect",
+    "register_reducer",
     # Errors
     "Denied",
     "Differs",

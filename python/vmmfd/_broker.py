@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
 
 from . import _native
-from ._errors import Invalid
+from ._errors import Invalid, NoArray
 
+# Without the module `typing`, whose import takes longer than all of this package's.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
     from builtins import list as List
     from collections.abc import Callable
     from datetime import datetime, timedelta
     from types import TracebackType
-    from typing import Literal
+    from typing import Any, Literal
 
     from torch import Tensor
     from torch.nn import Module
@@ -256,21 +257,28 @@ class Restored(_Record):
     rebuilt: bool
 
 
-def connect(path: str | os.PathLike[str] | None = None, backend: str = "auto", *, timeout: Time = 30) -> Broker:
+def connect(
+    path: str | os.PathLike[str] | None = None,
+    backend: str = "auto",
+    *,
+    timeout: Time = 30,
+    trust: Iterable[int] = (),
+) -> Broker:
     """Connects to the broker that listens at `path`.
 
     `path` is by default that of the environment variable `VMMFD_BROKER_SOCKET`, else `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else
     `/tmp/vmmfd-UID/broker.sock`. `backend` is where memory is made and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`:
     what is got is used where it is, and what is copied goes to a GPU if there is one. No driver is loaded before memory is needed.
     `timeout`, in seconds or a `timedelta`, is the longest silence of the broker, and how long a broker is waited for, now and
-    when it restarts.
+    when it restarts. `trust` are the users, by number, that the broker may be of besides this process's and root.
 
     Blocks until the broker has answered. Ctrl-C ends it.
 
-    Raises `NotFound` if no broker listens in time, `Denied` if this user may not connect, `Disconnected` if the process at the other end is
+    Raises `NotFound` if no broker listens in time, `Denied` if this user may not connect or the broker is of a user
+    that is not trusted, `Disconnected` if the process at the other end is
     no broker, `Invalid` for an argument that makes no sense.
     """
-    return Broker(path, backend, timeout=timeout)
+    return Broker(path, backend, timeout=timeout, trust=trust)
 
 
 class Broker:
@@ -288,11 +296,19 @@ class Broker:
     `Interrupted` if it is closed meanwhile.
     """
 
-    __slots__ = ("__weakref__", "_native", "_timeout")
+    __slots__ = ("__weakref__", "_native", "_timeout", "_trust")
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, backend: str = "auto", *, timeout: Time = 30) -> None:
-        self._native = _native.Client(path, backend, timeout)
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        backend: str = "auto",
+        *,
+        timeout: Time = 30,
+        trust: Iterable[int] = (),
+    ) -> None:
+        self._trust = list(trust)
         self._timeout = timeout
+        self._native = _native.Client(path, backend, timeout, self._trust)
 
     @property
     def path(self) -> str:
@@ -362,7 +378,7 @@ class Broker:
         how many older versions stay without a lease. `digest` is one of the bytes, in words that readers know.
 
         Several processes put one version together: each names its `part`, all `parts`, and a `group` that only these puts have, and waits
-        up to `wait` until all are there.
+        up to `wait` until all are there. One of them brings the metadata.
 
         `seal=True` makes this process's own mapping of the memory read-only once it is put. What is copied on the host backend is
         sealed by the kernel in any case.
@@ -373,12 +389,16 @@ class Broker:
         user's, `ExportError` (a `BufferError`) for what `copy=False` forbids, `Invalid` for what makes no sense, `OutOfMemory`, `Timeout`
         if the other parts did not come, and `Error` if a quota or the broker is full.
         """
+        if wait is not None and parts is None:
+            raise Invalid(f"wait={wait!r} is how long the other parts are waited for: give part, parts and group too, or no wait")
         plans, additions, keep_alive = self._plan(value, part or _PART, copy, seal, device)
         if digest is not None:
             if len(plans) != 1:
                 raise Invalid(f"digest={digest!r} is of one part, and this value has {len(plans)}")
             plans = [(*plans[0][:3], digest)]
-        if additions:
+        listed = None if parts is None else _names(parts, "parts")
+        # Of several puts of a version one alone can bring metadata.
+        if additions and (listed is None or metadata is not None or listed[:1] == [part]):
             metadata = {**additions, **(metadata or {})}
         version, id = self._native.put(
             name,
@@ -388,7 +408,7 @@ class Broker:
             mode=mode,
             lifetime=lifetime,
             keep=keep,
-            announced=None if parts is None else _names(parts, "parts"),
+            announced=listed,
             group=group,
             wait=wait,
         )
@@ -617,9 +637,15 @@ class Broker:
             ),
         )
 
-    def bytes_of(self, name: str, version: int | None = None) -> int:
-        """How many bytes of memory a get of all of an object maps. Maps nothing. Raises `NotFound` if there is none."""
-        return sum(part.mapped_size for part in self.stat(name, version).parts)
+    def bytes_of(self, name: str, version: int | None = None, *, parts: Iterable[str] | None = None) -> int:
+        """How many bytes of memory a get of an object, or of these parts of it, maps. Maps nothing. Raises `NotFound` if there is none,
+        `NoArray` (a `KeyError`) if it has no such part."""
+        sizes = {part.name: part.mapped_size for part in self.stat(name, version).parts}
+        wanted = sizes if parts is None else dict.fromkeys(_names(parts, "parts"))
+        for part in wanted:
+            if part not in sizes:
+                raise NoArray(f"{name!r} has no part {part!r}; it has {', '.join(sizes)}", kind="object")
+        return sum(sizes[part] for part in wanted)
 
     def who(self, prefix: str = "") -> Holders:
         """The leases that are held of objects whose names begin with `prefix` and that this user may read, and what the broker holds for

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import namedtuple
 
 from . import _native
 
+# Importing `typing` takes longer than this package may.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import datetime
+    from typing import Any, NamedTuple
 
     from ._native import Array, Device
 
     Seconds = float | datetime.timedelta
     Path = str | os.PathLike[str]
 
+    class _Served(NamedTuple):
+        pid: int
+        uid: int
+        error: str | None
 
-class Served(NamedTuple):
-    """A consumer that was served, or refused."""
+else:
+    _Served = namedtuple("_Served", ("pid", "uid", "error"))
 
-    pid: int
-    """Its process, as the kernel says."""
-    uid: int
-    """Its user, as the kernel says."""
-    error: str | None
-    """What went wrong with it, or `None`."""
+
+class Served(_Served):
+    """A consumer that was served, or refused: its process `pid` and its user `uid`, as the kernel says, and what went wrong with it
+    (`error`), or `None`."""
+
+    __slots__ = ()
 
 
 def serve(

@@ -8,13 +8,14 @@ A handle can't be opened in the process that made it: the driver refuses. There 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
-
 from . import _native
 
+# Importing `typing` takes longer than this package may.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
+    from typing import Any, Literal
 
     from ._native import Array, Device
 

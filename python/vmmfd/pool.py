@@ -6,13 +6,14 @@ write too, and must have dropped it before the process that made it frees it. Ot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from . import _native
 
+# Importing `typing` takes longer than this package may.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
+    from typing import Any
 
     from ._native import Array, Device
 

@@ -1,0 +1,409 @@
+"""Objects by name: put, get, and what is known of them."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Server
+
+import vmmfd
+
+
+@pytest.fixture
+def broker(socket: str) -> Any:
+    with vmmfd.connect(socket, backend="host", timeout=20) as broker:
+        yield broker
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test/{uuid.uuid4().hex}"
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype="f4")
+
+
+def test_the_ten_lines(server: Server) -> None:
+    code = (Path(__file__).parents[2] / "examples" / "share_numpy.py").read_text()
+    assert '"/run/vmmfd/broker.sock"' in code
+    exec(compile(code.replace('"/run/vmmfd/broker.sock"', repr(server.path)), "share_numpy.py", "exec"), {"__name__": "example"})
+
+
+def test_what_was_put_is_got_without_a_copy(broker: vmmfd.Broker, name: str) -> None:
+    values = {
+        "x": np.arange(12, dtype="f4").reshape(3, 4),
+        "flag": np.array([True, False]),
+        "empty": np.zeros((0, 3), dtype="i8"),
+        "scalar": np.array(5.5),
+        "across": np.arange(12, dtype="<i2").reshape(3, 4).T,
+        "backwards": np.arange(5, dtype="u1")[::-1],
+        "complex": np.array([1 + 2j]),
+        "bytes": b"abc",
+    }
+    put = broker.put(name, values, metadata={"step": 1, "nested": {"list": [1, 2.5, None, True, "é"]}})
+    assert (put.name, put.version) == (name, 1) and uuid.UUID(put.id)
+    with broker.get(name) as lease:
+        assert list(lease) == list(values) and len(lease) == len(values)
+        for key in values:
+            if key == "bytes":
+                assert lease[key].tobytes() == b"abc"
+                continue
+            got = np.from_dlpack(lease[key]) if key != "flag" else np.asarray(lease[key])
+            assert got.dtype == values[key].dtype and np.array_equal(got, values[key]), key
+            assert not got.flags.writeable or not got.size
+        assert lease["x"].address % 256 == 0
+        assert lease.metadata == {"step": 1, "nested": {"list": [1, 2.5, None, True, "é"]}}
+        assert lease.metadata is not lease.metadata
+        assert (lease.name, lease.version, lease.id) == (name, 1, put.id)
+        assert lease.owner == vmmfd.Owner(uid=os.geteuid(), gid=os.getegid())
+        age = datetime.datetime.now(datetime.timezone.utc) - lease.created
+        assert abs(age) < datetime.timedelta(minutes=5)
+        del got
+
+
+def test_shared_arrays_are_handed_over_as_they_are(broker: vmmfd.Broker, name: str) -> None:
+    mine = vmmfd.empty((4, 2), "float32", backend="host")
+    other = vmmfd.asarray(np.arange(6, dtype="i4"), backend="host")
+    mine.copy_from(np.arange(8, dtype="f4").reshape(4, 2))
+    broker.put(name, {"mine": mine, "part": mine[1:3], "other": other}, copy=False)
+    with broker.get(name) as lease:
+        got, part = np.from_dlpack(lease["mine"]), np.from_dlpack(lease["part"])
+        assert np.array_equal(np.from_dlpack(lease["other"]), np.arange(6))
+        # The same memory: what is written here is seen there. (Which nobody should do with what was put.)
+        mine.copy_from(np.full((4, 2), 7, dtype="f4"))
+        assert (got == 7).all() and (part == 7).all() and part.shape == (2, 2)
+        del got, part
+    # And another process's memory is copied.
+    with broker.get(name) as lease, pytest.raises(vmmfd.ExportError, match="copy=False"):
+        broker.put(name + "/again", {"x": lease["mine"]}, copy=False)
+    with broker.get(name) as lease:
+        broker.put(name + "/again", {"x": lease["mine"]})
+    broker.put(name + "/copied", {"x": mine}, copy=True)
+    with broker.get(name + "/copied") as lease:
+        mine.copy_from(np.zeros((4, 2), dtype="f4"))
+        assert (np.from_dlpack(lease["x"]) == 7).all()
+
+
+def test_copies_are_refused_if_asked(broker: vmmfd.Broker, name: str) -> None:
+    with pytest.raises(BufferError, match="ndarray.*copy=False"):
+        broker.put(name, {"x": floats(1)}, copy=False)
+    with pytest.raises(vmmfd.NotFound):
+        broker.get(name)
+
+
+def test_memory_that_is_copied_on_the_host_is_sealed(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": floats(1, 2)})
+    told = broker._native.stat(name)
+    assert told["parts"][0]["memory"]["immutable"]
+
+
+def test_versions_replace_each_other(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": floats(1)})
+    with pytest.raises(FileExistsError, match="exists") as caught:
+        broker.put(name, {"x": floats(2)})
+    assert caught.value.kind == "object" and "replace=True" in caught.value.hint
+    assert broker.put(name, {"x": floats(2)}, replace=True).version == 2
+    assert broker.put(name, {"x": floats(3)}, replace=2).version == 3
+    with pytest.raises(vmmfd.Differs):
+        broker.put(name, {"x": floats(4)}, replace=2)
+    with pytest.raises(vmmfd.NotFound):
+        broker.get(name, version=1)
+    with pytest.raises(ValueError, match="replace='yes'"):
+        broker.put(name, {"x": floats(4)}, replace="yes")  # type: ignore[arg-type]
+    broker.put(name, {"x": floats(4)}, replace=True, keep=2)
+    broker.put(name, {"x": floats(5)}, replace=True)
+    assert broker.get(name, version=4).version == 4
+    assert broker.get(name).version == 5
+    with pytest.raises(vmmfd.NotFound):
+        broker.get(name, newer_than=5)
+    assert broker.get(name, newer_than=4).version == 5
+
+
+def test_what_is_expected_is_compared(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": floats(1)}, metadata={"engine": "a", "n": 3}, digest="blake3:00")
+    assert broker.get(name, expect={"engine": "a"}, digest="blake3:00")["x"].shape == (1,)
+    with pytest.raises(vmmfd.Differs, match="engine"):
+        broker.get(name, expect={"engine": "b"})
+    with pytest.raises(vmmfd.Differs, match="blake3"):
+        broker.get(name, digest={"all": "blake3:11"})
+    with pytest.raises(ValueError, match="digest is of type int"):
+        broker.get(name, digest=5)  # type: ignore[arg-type]
+    assert broker.get(name).parts[0].digest == "blake3:00"
+
+
+def test_several_are_got_at_one_moment(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name + "/a", {"x": floats(1)})
+    broker.put(name + "/b", {"x": floats(2), "y": floats(3)})
+    a, b = broker.get_all([name + "/a", name + "/b"])
+    assert np.from_dlpack(a["x"])[0] == 1 and np.from_dlpack(b["x"])[0] == 2
+    (got,) = broker.get_all({name + "/b": {"version": 1, "arrays": ["y"]}})
+    assert np.from_dlpack(got["y"])[0] == 3
+    with pytest.raises(vmmfd.NotFound):
+        broker.get_all([name + "/a", name + "/c"])
+    with pytest.raises(ValueError, match="one name where a list belongs"):
+        broker.get_all(name)
+    with pytest.raises(ValueError, match="'vresion', which is none of"):
+        broker.get_all({name: {"vresion": 1}})
+
+
+def test_a_wait_ends_when_it_is_put_or_over(broker: vmmfd.Broker, name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="none came within 100 ms") as caught:
+        broker.get(name, wait=0.1)
+    assert 0.1 <= time.monotonic() - began < 5 and caught.value.kind == "peer" and caught.value.hint
+    thread = threading.Timer(0.2, lambda: broker.put(name, {"x": floats(1)}))
+    thread.start()
+    assert broker.get(name, wait=datetime.timedelta(seconds=30)).version == 1
+    thread.join()
+    assert broker.get(name, wait=math.inf).version == 1
+
+
+@pytest.mark.parametrize("wait", [-1, -0.001, math.nan, "5", True, object()])
+def test_a_wait_that_is_none_is_refused(broker: vmmfd.Broker, name: str, wait: Any) -> None:
+    with pytest.raises(ValueError, match="wait=.* is no time"):
+        broker.get(name, wait=wait)
+
+
+def test_one_of_several_gets_the_claim(broker: vmmfd.Broker, name: str) -> None:
+    claim = broker.claim(name)
+    assert isinstance(claim, vmmfd.Claim) and claim.name == name and not claim.is_closed
+    got: list[Any] = []
+    waiting = threading.Thread(target=lambda: got.append(broker.claim(name, wait=30)))
+    waiting.start()
+    time.sleep(0.1)
+    assert not got
+    assert claim.put({"x": floats(1)}).version == 1
+    waiting.join(30)
+    assert isinstance(got[0], vmmfd.Lease) and claim.is_closed
+    # One that is dropped passes on.
+    other = name + "/other"
+    with broker.claim(other) as first:
+        waiting = threading.Thread(target=lambda: got.append(broker.claim(other, wait=30)))
+        waiting.start()
+        time.sleep(0.1)
+        assert len(got) == 1 and not first.is_closed
+    waiting.join(30)
+    assert isinstance(got[1], vmmfd.Claim)
+    with pytest.raises(ValueError, match="give both"):
+        broker.claim(name, part="a")
+
+
+def test_parts_are_published_together(broker: vmmfd.Broker, name: str) -> None:
+    def rank(number: int) -> None:
+        broker.put(
+            name,
+            {"w": floats(number)},
+            part=f"rank{number}",
+            parts=["rank0", "rank1"],
+            group="g",
+            wait=30,
+            metadata={"a": 1} if number == 0 else None,
+        )
+
+    thread = threading.Thread(target=rank, args=(0,))
+    thread.start()
+    time.sleep(0.1)
+    with pytest.raises(vmmfd.NotFound):
+        broker.get(name)
+    rank(1)
+    thread.join(30)
+    lease = broker.get(name)
+    assert lease.metadata == {"a": 1}
+    assert [part.name for part in lease.parts] == ["rank0", "rank1"]
+    with pytest.raises(ValueError, match="in the parts rank0, rank1: name one"):
+        lease["w"]
+    assert "w" in lease and list(lease) == ["w"]
+    assert np.from_dlpack(lease.array("w", part="rank1"))[0] == 1
+    with pytest.raises(KeyError, match="no part \"rank2\""):
+        lease.array("w", part="rank2")
+    only = broker.get(name, parts=["rank1"])
+    assert np.from_dlpack(only["w"])[0] == 1 and len(only.parts) == 1
+    with pytest.raises(ValueError, match="name one"):
+        lease.memory()
+    assert lease.memory("rank0")[0].tobytes()[:4] == floats(0).tobytes()
+    with pytest.raises(TimeoutError):
+        broker.put(name + "/late", {"w": floats(1)}, part="a", parts=["a", "b"], group="g", wait=0.1)
+    with pytest.raises(ValueError, match="give both"):
+        broker.put(name + "/late", {"w": floats(1)}, parts=["a", "b"])
+
+
+def test_lists_and_holders(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name + "/a", {"x": floats(1), "y": floats(2)}, metadata={"k": 1}, mode=0o640, lifetime=60, keep=3)
+    broker.put(name + "/b", {"x": floats(1)})
+    listed = broker.list(name)
+    assert [of.name for of in listed] == [name + "/a", name + "/b"]
+    first = listed[0]
+    assert (first.version, first.backend, first.parts, first.segments, first.arrays, first.leases) == (1, "host", 1, 1, 2, 0)
+    assert first.mode == 0o640 and first.owner.uid == os.geteuid() and first.created.tzinfo is not None
+    assert first.devices[0].bytes == first.size == broker.bytes_of(name + "/a")
+    stat = broker.stat(name + "/a")
+    assert stat.summary == first and stat.versions == (1,) and stat.metadata == {"k": 1}
+    assert (stat.lifetime, stat.keep, stat.reports) == (60.0, 3, ())
+    assert (stat.parts[0].name, stat.parts[0].arrays, stat.parts[0].maker.pid) == ("all", 2, os.getpid())
+    assert broker.stat(name + "/b").lifetime == "deleted"
+    with broker.get(name + "/a"):
+        held = broker.who(name).leases
+        assert [(lease.name, lease.version, lease.holder.pid, lease.named) for lease in held] == [(name + "/a", 1, os.getpid(), True)]
+        assert broker.who().totals[0].uid == os.geteuid()
+        broker.delete(name + "/a")
+        assert not broker.who(name).leases[0].named
+    assert not broker.who(name).leases
+    for missing in (broker.stat, broker.delete, broker.bytes_of):
+        with pytest.raises(FileNotFoundError) as caught:
+            missing(name + "/a")
+        assert isinstance(caught.value, vmmfd.NotFound) and caught.value.kind == "object"
+    with pytest.raises(AttributeError):
+        first.name = "x"
+    assert "Summary(" in repr(first) and first != stat
+
+
+def test_a_name_goes_with_its_maker(socket: str, broker: vmmfd.Broker, name: str) -> None:
+    with vmmfd.connect(socket, backend="host") as maker:
+        maker.put(name, {"x": floats(1)}, lifetime="maker")
+        lease = maker.get(name)
+        x = np.from_dlpack(lease["x"])
+        assert broker.stat(name).lifetime == "maker"
+    # Although a lease of that Broker goes on.
+    deadline = time.monotonic() + 10
+    while broker.list(name) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not broker.list(name) and x[0] == 1
+    assert lease.is_held and broker.who(name).leases
+    with pytest.raises(ValueError, match="lifetime=\"for ever\" is none of"):
+        broker.put(name, {"x": floats(1)}, lifetime="for ever")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"a": object()}, r'metadata\["a"\] is of type object'),
+        ({"a": [1, {2}]}, r'metadata\["a"\]\[1\] is of type set'),
+        ({1: 2}, "has the key 1, of type int"),
+        ({"a": math.nan}, "NaN, which JSON"),
+        ({"a": 1 << 70}, "more than 64 bits"),
+        ({"a": "\ud800"}, "surrogate"),
+        (["a"], "metadata is of type list: give a mapping"),
+        ({"a": np.float32(1)}, "numpy.float32"),
+    ],
+)
+def test_metadata_that_json_has_no_word_for(broker: vmmfd.Broker, name: str, metadata: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        broker.put(name, {"x": floats(1)}, metadata=metadata)
+
+
+def test_metadata_that_is_nested_in_itself(broker: vmmfd.Broker, name: str) -> None:
+    loop: dict[str, Any] = {}
+    loop["loop"] = loop
+    with pytest.raises(ValueError, match="deep"):
+        broker.put(name, {"x": floats(1)}, metadata=loop)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (floats(1), "value is of type ndarray: give a mapping"),
+        ({}, "no array to put"),
+        ({1: floats(1)}, "the key 1, of type int"),
+        ({"x": object()}, "array \"x\""),
+        ({"x": np.array([object()])}, "array \"x\""),
+    ],
+)
+def test_what_is_no_mapping_of_arrays(broker: vmmfd.Broker, name: str, value: Any, problem: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=problem) as caught:
+        broker.put(name, value)
+    assert isinstance(caught.value, vmmfd.Error)
+
+
+@pytest.mark.parametrize("name", ["", "/", "a//b", "..", "a b", "é", "a" * 300])
+def test_names_are_checked(broker: vmmfd.Broker, name: str) -> None:
+    with pytest.raises(vmmfd.Invalid):
+        broker.get(name)
+    with pytest.raises(vmmfd.Invalid):
+        broker.put(name, {"x": floats(1)})
+
+
+def test_there_is_no_broker(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(FileNotFoundError, match="no broker on") as caught:
+        vmmfd.connect(tmp_path / "broker.sock", timeout=0.1)
+    assert isinstance(caught.value, vmmfd.NotFound) and time.monotonic() - began < 5
+    assert f"vmmfd serve --socket {tmp_path}" in caught.value.hint and caught.value.hint in caught.value.__notes__
+    with pytest.raises(ValueError, match="can't be used"):
+        vmmfd.connect("x" * 200, timeout=0.1)
+
+
+@pytest.mark.parametrize("arguments", [{"backend": "gpu"}, {"timeout": 0}, {"timeout": -1}, {"timeout": "x"}])
+def test_arguments_that_make_no_sense(socket: str, arguments: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        vmmfd.connect(socket, **arguments)
+
+
+def test_the_path_is_of_the_environment(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMMFD_BROKER_SOCKET", socket)
+    assert vmmfd.connect(backend="host").path == socket
+
+
+def test_a_closed_broker_does_nothing(socket: str, name: str) -> None:
+    broker = vmmfd.connect(socket, backend="host")
+    broker.put(name, {"x": floats(1)})
+    lease = broker.get(name)
+    broker.close()
+    broker.close()
+    assert broker.is_closed and "closed" in repr(broker)
+    for call in (lambda: broker.get(name), broker.list, lambda: broker.put(name, {"x": floats(1)}), broker.watch):
+        with pytest.raises(InterruptedError, match="it was closed: connect again"):
+            call()
+    # The lease goes on.
+    assert lease.is_held and np.from_dlpack(lease["x"])[0] == 1
+    lease.close()
+
+
+def test_many_arrays_and_segments(broker: vmmfd.Broker, name: str) -> None:
+    values = {f"layer.{number}.weight": np.full(16, number, dtype="i4") for number in range(2000)}
+    broker.put(name, values)
+    lease = broker.get(name)
+    assert len(lease) == 2000
+    for number in (0, 7, 1999):
+        assert np.from_dlpack(lease[f"layer.{number}.weight"])[0] == number
+    with pytest.raises(KeyError, match="layer.0.weight, .*\\.\\.\\.") as caught:
+        lease["layer.2000.weight"]
+    assert isinstance(caught.value, vmmfd.NoArray)
+    assert lease.get("layer.2000.weight") is None
+    memories = [vmmfd._native.Memory(1 << 20, backend="host") for _ in range(300)]
+    broker._native.put(name + "/segments", [("all", memories, [("last", "uint8", [4], None, 299, 8, None)], None)])
+    told = broker.stat(name + "/segments")
+    assert told.summary.segments == 300
+    assert broker.get(name + "/segments")["last"].nbytes == 4
+
+
+def test_plans_are_checked(broker: vmmfd.Broker, name: str) -> None:
+    memory = vmmfd._native.Memory(4096, backend="host")
+
+    def put(memories: Any, *entries: Any) -> None:
+        broker._native.put(name, [("all", memories, list(entries), None)])
+
+    for memories, entry, problem in [
+        ([], ("x", "uint8", [1], None, 0, 0, None), "has no memory"),
+        ([memory], ("x", "uint8", [1], None, 1, 0, None), "in memory 1, and its part has 1"),
+        ([memory], ("x", "uint7", [1], None, 0, 0, None), "uint7"),
+        ([memory], ("x", "uint8", [memory.mapped_size + 1], None, 0, 0, None), "not inside"),
+        ([memory], ("x", "uint8", [1], None, 0, 0, "[1]"), "no JSON object"),
+        ([memory], ("x", "uint8", [1], None, 0, 0, "{"), "no JSON object"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            put(memories, entry)
+    put([memory], ("x", "uint8", [1], None, 0, 0, '{"kind": "parameter"}'))
+    lease = broker.get(name)
+    assert lease.attributes("x") == {"kind": "parameter"}
+    with pytest.raises(KeyError):
+        lease.attributes("y")

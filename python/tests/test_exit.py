@@ -1,0 +1,128 @@
+"""The end of the interpreter, in any order: nothing crashes, and nothing is left in the broker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Child, Server
+from test_manners import BEGIN
+
+import vmmfd
+
+MAKE = """
+put("there")
+lease = broker.get("there")
+array = lease["x"]
+view = np.from_dlpack(array)
+put("there", 2.0, replace=True)
+prepared = lease.prepare()
+claim = broker.claim("claimed")
+watch = broker.watch("there")
+lost = broker.on_lost(lambda what: print(what, broker, lease))
+"""
+
+ENDS = {
+    "globals": MAKE,
+    "main": "def main():\n" + "\n".join("    " + line for line in MAKE.splitlines()) + "\nmain()",
+    "reverse": MAKE + "del broker, lease, array\nimport gc; gc.collect()",
+    "cycle": MAKE + "cycle = [broker, lease, array, view, prepared, claim, watch]; cycle.append(cycle)\n"
+    "class Odd: pass\nodd = Odd(); odd.me = odd; odd.all = cycle\ndel broker, lease, array, view, prepared, claim, watch",
+    "modules": MAKE + "import builtins\nbuiltins.kept = (view, array, lease, prepared, broker)",
+    "atexit": MAKE + "import atexit\natexit.register(lambda: (lease['x'].tobytes(), broker.list(), view.sum()))",
+    "atexit_before": "import atexit\natexit.register(lambda: (view.sum(), broker.close(), lease.close()))\n" + MAKE,
+    "closed": MAKE + "broker.close()",
+    "all_closed": MAKE + "watch.close(); claim.close(); prepared.close(); lease.close(); broker.close()",
+    "del": MAKE + "class Last:\n    def __init__(self, *things): self.things = things\n"
+    "    def __del__(self): self.things[0].close()\nlast = Last(lease, broker)",
+    "sys_exit": MAKE + "sys.exit(0)",
+    "local": MAKE + "held = threading.local(); held.all = (view, lease, broker)",
+    "thread": MAKE
+    + "def other():\n    kept = broker.get('there'); held = kept['x']; np.from_dlpack(held)\n"
+    "thread = threading.Thread(target=other); thread.start(); thread.join()",
+    "threads_that_wait": MAKE
+    + "for _ in range(4):\n    threading.Thread(target=lambda: broker.get('none', wait=60), daemon=True).start()\n"
+    "threading.Thread(target=lambda: watch.next(), daemon=True).start()\ntime.sleep(0.2)",
+    "threads_that_work": MAKE
+    + "def work():\n    while True:\n        with broker.get('there') as one:\n            np.from_dlpack(one['x']).sum()\n"
+    "for _ in range(3):\n    threading.Thread(target=work, daemon=True).start()\ntime.sleep(0.3)",
+    "thread_last": MAKE
+    + "def last():\n    time.sleep(0.2)\n    assert (view == 1).all() and lease['x'].tobytes()\n"
+    "threading.Thread(target=last).start()\ndel broker",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_objects_are_alive_at_exit(server: Server, child: Callable[..., Child], end: str) -> None:
+    started = child(BEGIN + ENDS[end], server.path)
+    began = time.monotonic()
+    started.end()
+    assert time.monotonic() - began < 30
+    # Nothing is left of it in the broker.
+    with vmmfd.connect(server.path, backend="host") as broker:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and broker.who().leases:
+            time.sleep(0.01)
+        who = broker.who()
+        assert not who.leases and who.totals[0].connections == 1, who
+        assert isinstance(broker.claim("claimed", wait=0), vmmfd.Claim)
+
+
+def test_an_exception_that_ends_it(server: Server, child: Callable[..., Child]) -> None:
+    started = child(BEGIN + MAKE + "raise RuntimeError('the end')", server.path)
+    started.end(1)
+
+
+def test_a_handler_at_exit(server: Server, child: Callable[..., Child]) -> None:
+    """The server ends while the interpreter does: the connection's thread has something to say."""
+    started = child(
+        BEGIN
+        + """
+put("there")
+leases = [broker.get("there") for _ in range(20)]
+broker.on_lost(lambda what: None)
+broker.on_restored(lambda what: None)
+say("ready")
+sys.stdin.readline()
+""",
+        server.path,
+    )
+    started.wait_for("ready")
+    server.kill()
+    assert started.process.stdin is not None
+    started.process.stdin.write("\n")
+    started.process.stdin.flush()
+    started.end()
+
+
+def test_an_import_alone_loads_no_driver_and_no_large_module(child: Callable[..., Child]) -> None:
+    child(
+        """
+import subprocess, sys
+
+# Without `site`, which imports what an environment has.
+script = "import sys; before = set(sys.modules); sys.path[:0] = PATH; import vmmfd; maps = open('/proc/self/maps').read(); " \\
+    "assert 'libcuda' not in maps; print(*(set(sys.modules) - before))"
+script = script.replace("PATH", repr(sys.path))
+done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=True)
+heavy = {"typing", "re", "enum", "json", "datetime", "numpy", "torch", "inspect", "dataclasses", "contextlib", "asyncio", "multiprocessing"}
+assert "vmmfd._native" in done.stdout.split()
+assert not heavy & set(done.stdout.split()), heavy & set(done.stdout.split())
+"""
+    ).end()
+
+
+def test_an_import_is_fast(tmp_path: Path) -> None:
+    """At most 20 ms: the fastest of several, with the files compiled, as an installed package's are."""
+    script = "import sys, time; sys.path[:0] = PATH; began = time.perf_counter(); import vmmfd; print(time.perf_counter() - began)"
+    script = script.replace("PATH", repr(sys.path))
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    run = [sys.executable, "-S", "-c", script]
+    took = [float(subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout) for _ in range(8)]
+    assert min(took[1:]) < 0.02, took

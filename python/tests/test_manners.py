@@ -1,0 +1,481 @@
+"""Signals, threads, forks and processes: each in a child process."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import Child, Server
+
+# What a child begins with: `broker` is connected to the path that it is given.
+BEGIN = """
+import os, signal, sys, threading, time
+import numpy as np
+import vmmfd
+
+def put(name, value=1.0, **options):
+    return broker.put(name, {"x": np.full(8, value, dtype="f4")}, **options)
+
+def say(word):
+    print(word, flush=True)
+
+broker = vmmfd.connect(sys.argv[1], backend="host", timeout=30)
+"""
+
+# Waits a while, and says when it was interrupted.
+INTERRUPTED = """
+for _ in range(TIMES):
+    say("ready")
+    try:
+        WAIT
+        say("it was over")
+    except KeyboardInterrupt:
+        print(time.monotonic(), flush=True)
+"""
+
+WAITS = {
+    "get": 'broker.get("none", wait=60)',
+    "get_all": 'broker.get_all(["none", "nor/this"], wait=float("inf"))',
+    "claim": 'broker.claim("taken", wait=60)',
+    "watch": "watch.next()",
+    "iteration": "next(watch)",
+    "put": 'put("half", part="a", parts=["a", "b"], group="g", wait=60)',
+    "prepare": 'lease.prepare(wait=60)',
+    "unpark": 'parked.unpark(version=77, wait=60)',
+    "connect": 'vmmfd.connect(sys.argv[1] + ".none", timeout=60)',
+}
+
+SETUP = """
+watch = broker.watch("none")
+claim = broker.claim("taken")
+put("there"); lease = broker.get("there")
+put("other"); parked = broker.get("other"); parked.park()
+"""
+
+
+def latencies(child: Child, times: int) -> list[float]:
+    """How long after a signal each wait ended, in seconds."""
+    taken = []
+    for _ in range(times):
+        child.wait_for("ready")
+        time.sleep(0.15)
+        sent = child.signal(signal.SIGINT)
+        assert child.process.stdout is not None
+        taken.append(float(child.process.stdout.readline()) - sent)
+    return taken
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c_ends_a_wait(server: Server, child: Callable[..., Child], wait: str) -> None:
+    times = 5
+    started = child(BEGIN + SETUP + INTERRUPTED.replace("TIMES", str(times)).replace("WAIT", WAITS[wait]), server.path)
+    taken = latencies(started, times)
+    # The median, since this machine may have other things to do.
+    assert statistics.median(taken) < 0.05, taken
+    started.end()
+
+
+@pytest.mark.parametrize("call", ["get", "list", "put", "stat", "delete", "connect"])
+def test_ctrl_c_ends_a_call_while_the_server_is_stopped(server: Server, child: Callable[..., Child], call: str) -> None:
+    calls = {
+        "get": 'broker.get("there")',
+        "list": "broker.list()",
+        "put": 'put("new")',
+        "stat": 'broker.stat("there")',
+        "delete": 'broker.delete("there")',
+        "connect": "vmmfd.connect(sys.argv[1])",
+    }
+    code = BEGIN + 'put("there")\nsay("stop it")\nsys.stdin.readline()\n' + INTERRUPTED.replace("TIMES", "3")
+    started = child(code.replace("WAIT", calls[call]), server.path)
+    started.wait_for("stop it")
+    server.pause()
+    assert started.process.stdin is not None
+    started.process.stdin.write("\n")
+    started.process.stdin.flush()
+    taken = latencies(started, 3)
+    assert statistics.median(taken) < 0.05, taken
+    server.go_on()
+    started.end()
+
+
+def test_after_ctrl_c_all_goes_on(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+lost, restored = [], []
+broker.on_lost(lost.append)
+broker.on_restored(restored.append)
+put("there")
+lease = broker.get("there")
+view = np.from_dlpack(lease["x"])
+claim = broker.claim("mine")
+for _ in range(3):
+    say("ready")
+    try:
+        broker.get("none", wait=60)
+    except KeyboardInterrupt:
+        say("interrupted")
+assert broker.list() and broker.get("there").version == 1
+deadline = time.monotonic() + 10
+while not lease.is_held and time.monotonic() < deadline:
+    time.sleep(0.01)
+assert lease.is_held and (view == 1).all() and not lost, lost
+assert len(broker.who("there").leases) == 1, broker.who()
+# The claim was on a connection that no wait broke.
+try:
+    broker.claim("mine", wait=0)
+except vmmfd.Timeout:
+    say("the claim is held")
+""",
+        server.path,
+    )
+    for _ in range(3):
+        started.wait_for("ready")
+        time.sleep(0.1)
+        started.signal(signal.SIGINT)
+        started.wait_for("interrupted")
+    assert "the claim is held" in started.end()
+
+
+def test_a_handler_may_make_calls_and_the_wait_goes_on(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+def handler(number, frame):
+    say(f"in the handler: {len(broker.list())}")
+    put("awaited")
+signal.signal(signal.SIGUSR1, handler)
+say("ready")
+assert broker.get("awaited", wait=60).version == 1
+say("got it")
+""",
+        server.path,
+    )
+    started.wait_for("ready")
+    time.sleep(0.2)
+    started.signal(signal.SIGUSR1)
+    assert "in the handler: 0\ngot it" in started.end()
+
+
+def test_a_handler_may_raise_anything(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+class Enough(Exception): pass
+def handler(number, frame):
+    raise Enough("of it")
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+began = time.monotonic()
+try:
+    broker.get("none", wait=60)
+except Enough as error:
+    assert 0.2 <= time.monotonic() - began < 2
+    say(f"enough {error}")
+# Signals that no handler raises for are no matter.
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+began = time.monotonic()
+try:
+    broker.get("none", wait=0.5)
+except vmmfd.Timeout:
+    assert time.monotonic() - began >= 0.5
+    say("timed out")
+signal.setitimer(signal.ITIMER_REAL, 0)
+""",
+        server.path,
+    )
+    assert started.end() == "enough of it\ntimed out\n"
+
+
+def test_waits_of_other_threads_do_not_take_ctrl_c(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+import queue
+got = queue.Queue()
+threading.Thread(target=lambda: got.put(broker.get("late", wait=60))).start()
+time.sleep(0.1)
+say("ready")
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    say("interrupted")
+put("late")
+assert got.get(timeout=30).version == 1
+""",
+        server.path,
+    )
+    started.wait_for("ready")
+    time.sleep(0.1)
+    started.signal(signal.SIGINT)
+    assert "interrupted" in started.end()
+
+
+def test_the_gil_is_free_while_a_call_waits(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+count, stop = 0, False
+def spin():
+    global count
+    while not stop:
+        count += 1
+thread = threading.Thread(target=spin)
+thread.start()
+before = count
+try:
+    broker.get("none", wait=0.5)
+except vmmfd.Timeout:
+    pass
+after = count
+stop = True
+thread.join()
+assert after - before > 50_000, after - before
+""",
+        server.path,
+    )
+    started.end()
+
+
+def test_a_call_does_not_wait_for_another_threads(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+threads = [threading.Thread(target=lambda: broker.get("late", wait=60).close()) for _ in range(20)]
+for thread in threads:
+    thread.start()
+time.sleep(0.3)
+began = time.monotonic()
+broker.list(); put("other"); broker.get("other").close()
+assert time.monotonic() - began < 5
+put("late")
+for thread in threads:
+    thread.join()
+""",
+        server.path,
+    )
+    started.end()
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
+def test_closing_ends_waits_in_other_threads(server: Server, child: Callable[..., Child], stopped: bool) -> None:
+    started = child(
+        BEGIN
+        + """
+ended = []
+def wait():
+    try:
+        broker.get("none", wait=60)
+    except vmmfd.Interrupted as error:
+        ended.append((time.monotonic(), str(error)))
+threads = [threading.Thread(target=wait) for _ in range(4)]
+for thread in threads:
+    thread.start()
+time.sleep(0.3)
+say("ready")
+sys.stdin.readline()
+began = time.monotonic()
+broker.close()
+for thread in threads:
+    thread.join(20)
+assert len(ended) == 4, ended
+assert max(at for at, _ in ended) - began < 0.5, ended
+assert ended[0][1] == "it was closed: connect again", ended
+""",
+        server.path,
+    )
+    started.wait_for("ready")
+    if stopped:
+        server.pause()
+    assert started.process.stdin is not None
+    started.process.stdin.write("\n")
+    started.process.stdin.flush()
+    started.end()
+
+
+def test_a_fork_is_refused_with_a_sentence(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+import warnings
+put("there")
+lease = broker.get("there")
+array = lease["x"]
+put("there", replace=True)
+prepared = lease.prepare()
+watch = broker.watch()
+claim = broker.claim("claimed")
+pid = os.fork()
+if pid == 0:
+    refused = 0
+    for use in (broker.list, lambda: broker.get("there"), lambda: put("more"), lambda: broker.claim("x"), lambda: broker.watch(),
+                lambda: lease["x"], lambda: lease.version, lambda: list(lease), lambda: lease.park(), lambda: lease.switch(prepared),
+                lambda: lease.prepare(), lambda: prepared.version, lambda: watch.next(0), lambda: watch.place,
+                lambda: broker.on_lost(print)):
+        try:
+            use()
+        except ValueError as error:
+            assert "is a fork of it: " in str(error), error
+            refused += 1
+    assert refused == 15, refused
+    assert not lease.is_held
+    lease.close(); prepared.close(); watch.close(); claim.close(); broker.close()
+    del lease, array, prepared, watch, claim, broker
+    # And a connection of its own works.
+    own = vmmfd.connect(sys.argv[1], backend="host")
+    assert own.list()
+    own.close()
+    os._exit(0)
+_, status = os.waitpid(pid, 0)
+assert status == 0, status
+# The parent has lost nothing.
+assert lease.is_held and lease["x"].tobytes() and array.tobytes()
+assert not isinstance(broker.list(), int) and len(broker.who("there").leases) == 2
+lease.switch(prepared).close()
+assert watch.next(5) is not None
+try:
+    broker.claim("claimed", wait=0)
+except vmmfd.Timeout:
+    say("all is there")
+""",
+        server.path,
+    )
+    assert "all is there" in started.end()
+
+
+SPAWNED = """
+import multiprocessing, sys
+import numpy as np
+import vmmfd
+
+def sums(things, results):
+    first = things[0]
+    arrays = [np.from_dlpack(thing["x"] if isinstance(thing, vmmfd.Lease) else thing) for thing in things[1:]]
+    results.put(([float(array.sum()) for array in arrays], len(first.list()), len(first.who().leases)))
+
+def main():
+    broker = vmmfd.connect(sys.argv[1], backend="host")
+    broker.put("there", {"x": np.arange(6, dtype="f4").reshape(2, 3), "y": np.ones(3)})
+    lease = broker.get("there")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    for thing in (broker, lease, lease["x"]):
+        try:
+            context.Process(target=print, args=(thing,)).start()
+        except TypeError as error:
+            print("refused", flush=True)
+    vmmfd.register_reducer()
+    vmmfd.register_reducer()
+    mine = vmmfd.empty(3, "float32", backend="host")
+    try:
+        context.Process(target=print, args=(mine,)).start()
+    except vmmfd.Invalid as error:
+        assert "put it, and send an array of a lease" in str(error)
+        print("refused", flush=True)
+    things = [broker, lease, lease["x"], lease["x"][1], lease["x"].T[1:], lease["y"], lease["y"]]
+    process = context.Process(target=sums, args=(things, results))
+    process.start()
+    got, objects, leases = results.get(timeout=50)
+    assert got == [15.0, 15.0, 12.0, 12.0, 3.0, 3.0], got
+    # All its arrays are of one lease, beside the one that was sent as such, and this process's.
+    assert (objects, leases) == (1, 3), (objects, leases)
+    process.join(50)
+    assert process.exitcode == 0
+    # A name that stands for another object by then.
+    broker.delete("there")
+    broker.put("there", {"x": np.zeros((2, 3), dtype="f4"), "y": np.zeros(3)})
+    process = context.Process(target=sums, args=([broker, lease["x"]], results))
+    process.start()
+    process.join(50)
+    assert process.exitcode != 0
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_multiprocessing_sends_names(server: Server, child: Callable[..., Child], tmp_path: object) -> None:
+    # A spawned process imports the file of its parent.
+    script = server.folder / "spawned.py"
+    script.write_text(SPAWNED)
+    started = child(f"import runpy, sys\nsys.argv = [{str(script)!r}, {server.path!r}]\nimport subprocess\n"
+                    "done = subprocess.run([sys.executable, *sys.argv], capture_output=True, text=True)\n"
+                    "print(done.stdout, done.stderr)\nsys.exit(done.returncode)")
+    output = started.end()
+    assert output.count("refused") == 4 and "is another object than the one that was sent" in output, output
+
+
+def test_the_broker_restarts(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+lost, restored, odd = [], [], []
+broker.on_lost(lost.append)
+
+@broker.on_restored
+def seen(what):
+    restored.append((what, threading.current_thread() is threading.main_thread()))
+    raise ValueError("goes to the hook")
+
+sys.unraisablehook = lambda what: odd.append(what.exc_value)
+put("there")
+lease = broker.get("there")
+view = np.from_dlpack(lease["x"])
+watch = broker.watch("there")
+say("ready")
+# The wait goes on over the restart.
+late = broker.get("late", wait=60)
+assert (view == 1).all() and late.version == 1
+deadline = time.monotonic() + 10
+while not restored and time.monotonic() < deadline:
+    time.sleep(0.01)
+(what, main), = restored
+assert (what.name, what.version, what.rebuilt, main) == ("there", 1, True, False), what
+assert lease.is_held and not lost and isinstance(odd[0], ValueError)
+assert broker.get("there").version == 1
+assert watch.next(5).kind == "lost"
+assert isinstance(what, vmmfd.Restored)
+""",
+        server.path,
+    )
+    started.wait_for("ready")
+    time.sleep(0.2)
+    server.kill()
+    server.start()
+    maker = child(BEGIN + 'put("late", lifetime="deleted")', server.path)
+    maker.end()
+    started.end()
+
+
+def test_a_lease_that_is_lost_is_reported(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+broker.close()
+broker = vmmfd.connect(sys.argv[1], backend="host", timeout=0.3)
+lost = []
+broker.on_lost(lost.append)
+put("there")
+lease = broker.get("there")
+say("ready")
+deadline = time.monotonic() + 20
+while not lost and time.monotonic() < deadline:
+    time.sleep(0.01)
+what, = lost
+assert isinstance(what, vmmfd.Lost) and (what.name, what.version, what.kind) == ("there", 1, "unreachable"), what
+assert what.reason == "the broker can't be reached" and not lease.is_held
+assert np.from_dlpack(lease["x"])[0] == 1
+try:
+    broker.list()
+except vmmfd.NotFound as error:
+    say(error.hint)
+""",
+        server.path,
+    )
+    started.wait_for("ready")
+    server.kill()
+    assert "vmmfd serve" in started.end()

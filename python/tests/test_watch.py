@@ -1,0 +1,122 @@
+"""Watching what happens to names."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vmmfd
+
+
+@pytest.fixture
+def broker(socket: str) -> Any:
+    with vmmfd.connect(socket, backend="host", timeout=20) as broker:
+        yield broker
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"watch/{uuid.uuid4().hex}/"
+
+
+def put(broker: vmmfd.Broker, name: str) -> vmmfd.Published:
+    return broker.put(name, {"x": np.zeros(3)}, replace=True)
+
+
+def test_events_come_in_their_order(broker: vmmfd.Broker, prefix: str) -> None:
+    with broker.watch(prefix, timeout=0.3) as watch:
+        place = watch.place
+        first = put(broker, prefix + "a")
+        put(broker, prefix + "a")
+        put(broker, "watch/" + uuid.uuid4().hex)
+        with broker.get(prefix + "a"):
+            pass
+        broker.delete(prefix + "a")
+        events = list(watch)
+    kinds = ["published", "replaced", "leased", "ended", "deleted"]
+    assert [event.kind for event in events] == kinds
+    assert events[0].name == prefix + "a" and events[0].version == 1 and events[0].id == first.id
+    assert events[0].seq < events[1].seq and events[0].at.tzinfo is not None and events[0].pid > 0
+    # From a place, also in another watch.
+    with broker.watch(prefix, after=place) as watch:
+        assert watch.next(0).kind == "published"
+        later = watch.place
+    with broker.watch(prefix, after=later, timeout=0) as watch:
+        assert [event.kind for event in watch] == kinds[1:]
+    for wrong in ("5", ":5", "a:", "a:-1", "a:b"):
+        with pytest.raises(ValueError, match="no place of a watch"):
+            broker.watch(prefix, after=wrong)
+
+
+def test_a_place_of_another_store_is_lost(broker: vmmfd.Broker, prefix: str) -> None:
+    with broker.watch(prefix, after=f"{uuid.uuid4()}:1") as watch:
+        event = watch.next(1)
+    assert event.kind == "lost" and event.name is None and event.seq is None
+
+
+def test_a_wait_is_bounded(broker: vmmfd.Broker, prefix: str) -> None:
+    with broker.watch(prefix) as watch:
+        began = time.monotonic()
+        assert watch.next(0.1) is None
+        assert 0.1 <= time.monotonic() - began < 5
+        assert watch.next(0) is None
+        with pytest.raises(ValueError, match="timeout=-1"):
+            watch.next(-1)
+
+
+def test_other_calls_go_on_meanwhile(broker: vmmfd.Broker, prefix: str) -> None:
+    got: list[vmmfd.Event] = []
+    watch = broker.watch(prefix)
+    thread = threading.Thread(target=lambda: got.append(next(watch)))
+    thread.start()
+    time.sleep(0.1)
+    with pytest.raises(ValueError, match="another thread waits in this watch"):
+        watch.next(0)
+    put(broker, prefix + "a")
+    thread.join(10)
+    assert got[0].kind == "published"
+
+
+def test_closing_ends_the_iteration_of_another_thread(broker: vmmfd.Broker, prefix: str) -> None:
+    watch = broker.watch(prefix)
+    ended = threading.Event()
+
+    def follow() -> None:
+        for _ in watch:
+            pass
+        ended.set()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    time.sleep(0.1)
+    began = time.monotonic()
+    watch.close()
+    assert ended.wait(10) and time.monotonic() - began < 1
+    thread.join()
+    assert list(watch) == []
+    with pytest.raises(ValueError, match="the watch was closed"):
+        watch.next(0)
+    watch.close()
+
+
+def test_closing_the_broker_ends_it_with_an_error(socket: str, prefix: str) -> None:
+    broker = vmmfd.connect(socket, backend="host")
+    watch, raised = broker.watch(prefix), []
+
+    def follow() -> None:
+        try:
+            next(watch)
+        except vmmfd.Interrupted as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    time.sleep(0.1)
+    broker.close()
+    thread.join(10)
+    assert raised and isinstance(raised[0], InterruptedError)

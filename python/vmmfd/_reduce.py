@@ -1,0 +1,97 @@
+"""Leases and their arrays over `multiprocessing`: as names in the broker, and never as pointers."""
+
+from __future__ import annotations
+
+from . import _native
+from ._broker import Broker, Lease, connect
+from ._errors import Differs, Invalid
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from datetime import timedelta
+    from typing import Any
+
+    from ._native import Array
+
+# What this process has connected to for what it was sent.
+_brokers: dict[tuple[str, str], Broker] = {}
+
+
+def register_reducer() -> None:
+    """Lets `multiprocessing` send a `Broker`, a `Lease` and arrays of a lease to other processes: as arguments, through queues and pipes.
+
+    What is sent is the broker's path, the object's name and version, and which part of its memory an array is. The other process connects and
+    gets its own lease of that version when it unpickles it, so this one must hold its lease until then. Call it in the process that sends;
+    with the start method `spawn` or `forkserver` (in a fork nothing of this package works).
+
+    It changes `multiprocessing`'s own pickler and no other: `pickle.dumps` refuses these objects as before. Raises nothing; to call it twice
+    does nothing. When it is unpickled: `NotFound` if there is no broker or the version is gone, `Differs` if the name stands for another
+    object now.
+    """
+    from multiprocessing.reduction import ForkingPickler
+
+    ForkingPickler.register(Broker, _reduce_broker)
+    ForkingPickler.register(Lease, _reduce_lease)
+    ForkingPickler.register(_native.Array, _reduce_array)
+
+
+def _reduce_broker(broker: Broker) -> Any:
+    return _broker, (broker.path, broker.backend, broker._timeout, broker._trust)
+
+
+def _reduce_lease(lease: Lease) -> Any:
+    broker = lease._broker
+    selected = lease._native.selection
+    place = (broker.path, broker.backend, broker._timeout, broker._trust)
+    return _lease, (place, (lease.name, lease.version, lease.id), *selected)
+
+
+def _reduce_array(array: Array) -> Any:
+    origin = _native.origin(array)
+    if origin is None:
+        raise Invalid(
+            "this array is in no memory of a broker, and memory can't be pickled: put it, and send an array of a lease of it"
+        )
+    (path, *options), version, piece, view = origin
+    return _array, ((str(path), *options), version, piece, view)
+
+
+def _broker(path: str, backend: str, timeout: float | timedelta, trust: list[int]) -> Broker:
+    broker = _brokers.get((path, backend))
+    if broker is None or broker.is_closed:
+        broker = _brokers[path, backend] = connect(path, backend, timeout=timeout, trust=trust)
+    return broker
+
+
+def _lease(
+    place: tuple[str, str, float | timedelta, list[int]],
+    object: tuple[str, int, str],
+    parts: list[str] | None,
+    arrays: list[str] | None,
+) -> Lease:
+    name, version, id = object
+    lease = _broker(*place).get(name, version=version, parts=parts, arrays=arrays)
+    if lease.id != id:
+        lease.close()
+        raise _another(name, version)
+    return lease
+
+
+def _array(
+    place: tuple[str, str, float, list[int]],
+    object: tuple[str, int, str],
+    piece: tuple[str, int, int],
+    view: tuple[str, list[int], list[int] | None, int],
+) -> Array:
+    native = _broker(*place)._native
+    lease = native.shared(*object, *piece)
+    if lease is None:
+        raise _another(*object[:2])
+    return lease.view(piece[0], *view)
+
+
+def _another(name: str, version: int) -> Differs:
+    return Differs(
+        f"version {version} of {name!r} is another object than the one that was sent: its name was deleted, and put again",
+        kind="object",
+    )
