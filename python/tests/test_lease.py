@@ -286,14 +286,23 @@ def test_reads_and_switches_take_turns(broker: vmmfd.Broker, name: str) -> None:
     assert not wrong and array.tobytes()[:4] == np.float32(22).tobytes()
 
 
+def test_names_of_a_new_version_are_found(broker: vmmfd.Broker) -> None:
+    name = f"lease/{uuid.uuid4().hex}"
+    memory = vmmfd._native.Memory(4096, backend="host")
+    entries = [(f"a{at}", "uint8", [1], None, 0, at, None) for at in range(20)]
+    broker._native.put(name, [("all", [memory], entries, None)])
+    lease = broker.get(name)
+    assert lease["a7"].address == lease["a0"].address + 7
+    broker._native.put(name, [("all", [memory], [("new", "uint8", [1], None, 0, 99, None), *entries[::-1]], None)], replace=True)
+    lease.switch(lease.prepare()).close()
+    assert lease["a7"].address == lease["a0"].address + 7 and lease["new"].address == lease["a0"].address + 99
+    assert next(iter(lease)) == "new"
+
+
 def test_several_parts_are_switched_as_one(broker: vmmfd.Broker) -> None:
     name = f"lease/{uuid.uuid4().hex}"
 
     def version(value: int) -> None:
-        memories = [vmmfd._native.Memory(4096, backend="host") for _ in range(2)]
-        for memory in memories:
-            view = vmmfd.empty(4, "uint8", backend="host")
-            del view, memory
         arrays = [vmmfd.asarray(np.full(4, value + part, dtype="u1"), backend="host") for part in range(2)]
         plans = [broker._native.plan([("w", array)], f"rank{part}") for part, array in enumerate(arrays)]
         broker._native.put(name, plans, replace=True)

@@ -233,7 +233,7 @@ def device_uuid(ordinal: int = 0, *, backend: str = "auto") -> str:
     """The UUID of a device by its number in this process, with its prefix. Raises `Error` if there is none."""
 
 def same_device(
-    a: Device | Array | int | str | bytes | object, b: Device | Array | int | str | bytes | object, /
+    a: Device | Array | int | str | bytes | object, b: Device | Array | int | str | bytes | object
 ) -> bool:
     """Whether two names are of one device.
 
@@ -241,7 +241,7 @@ def same_device(
     beginning of one, as `CUDA_VISIBLE_DEVICES` has it; the 16 bytes of one; or what prints itself as one. Raises `Invalid` for what
     names none."""
 
-def _settle(timeout: float, /) -> bool:
+def _settle(timeout: float) -> bool:
     """Waits until the memory that was dropped is given back. False if that took longer than `timeout` seconds."""
 
 def _serve(
@@ -285,16 +285,16 @@ class _Pool:
 
 # Broker
 
-Time = float | timedelta
-Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
-PartPlan = tuple[str, list[Memory], list[Entry], str | None]
-Wanted = tuple[
+_Time = float | timedelta
+_Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
+_PartPlan = tuple[str, list[Memory], list[_Entry], str | None]
+_Wanted = tuple[
     str, int | None, int | None, list[str] | None, list[str] | None, Mapping[str, Any] | None, str | Mapping[str, str] | None
 ]
 
 @final
 class Client:
-    def __new__(cls, path: str | PathLike[str] | None, backend: str, timeout: Time, trust: list[int]) -> Client: ...
+    def __new__(cls, path: str | PathLike[str] | None, backend: str, timeout: _Time, trust: list[int]) -> Client: ...
     @property
     def path(self) -> PathLike[str]: ...
     @property
@@ -305,16 +305,16 @@ class Client:
     def put(
         self,
         name: str,
-        parts: list[PartPlan],
+        parts: list[_PartPlan],
         *,
         replace: bool | int | None = None,
         metadata: Mapping[str, Any] | None = None,
         mode: int | None = None,
-        lifetime: str | Time | None = None,
+        lifetime: str | _Time | None = None,
         keep: int | None = None,
         announced: list[str] | None = None,
         group: str | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
     ) -> tuple[int, str]: ...
     def plan(
         self,
@@ -323,7 +323,7 @@ class Client:
         *,
         device: int | str | Device | None = None,
         copy: bool | None = None,
-    ) -> PartPlan: ...
+    ) -> _PartPlan: ...
     def get(
         self,
         name: str,
@@ -334,11 +334,11 @@ class Client:
         arrays: list[str] | None = None,
         expect: Mapping[str, Any] | None = None,
         digest: str | Mapping[str, str] | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
         device: int | str | Device | None = None,
     ) -> Lease: ...
     def get_all(
-        self, requests: list[Wanted], *, wait: Time | None = None, device: int | str | Device | None = None
+        self, requests: list[_Wanted], *, wait: _Time | None = None, device: int | str | Device | None = None
     ) -> list[Lease]: ...
     def claim(
         self,
@@ -350,7 +350,7 @@ class Client:
         digest: str | Mapping[str, str] | None = None,
         parts: list[str] | None = None,
         arrays: list[str] | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
         device: int | str | Device | None = None,
     ) -> Lease | Claim: ...
     def prepare(
@@ -362,7 +362,7 @@ class Client:
         newer_than: int | None = None,
         expect: Mapping[str, Any] | None = None,
         digest: str | Mapping[str, str] | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
     ) -> Prepared: ...
     def unpark(
         self,
@@ -372,7 +372,7 @@ class Client:
         version: int | None = None,
         expect: Mapping[str, Any] | None = None,
         digest: str | Mapping[str, str] | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
     ) -> None: ...
     def shared(
         self, name: str, version: int, id: str, part: str, start: int, length: int
@@ -446,14 +446,14 @@ class Claim:
 
 @final
 class Watch:
-    def next(self, timeout: Time | None) -> dict[str, Any] | None: ...
+    def next(self, timeout: _Time | None) -> dict[str, Any] | None: ...
     @property
     def place(self) -> tuple[str, int]: ...
     @property
     def is_closed(self) -> bool: ...
     def close(self) -> None: ...
 
-def origin(array: Array, /) -> (
+def origin(array: Array) -> (
     tuple[
         tuple[PathLike[str], str, float, list[int]],
         tuple[str, int, str],
@@ -489,7 +489,7 @@ class Weights:
     def files(self) -> list[str]: ...
     @property
     def digest(self) -> str | None: ...
-    def entries(self) -> list[Entry]: ...
+    def entries(self) -> list[_Entry]: ...
 
 def load_safetensors(
     paths: Sequence[str],
