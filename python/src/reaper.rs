@@ -85,11 +85,14 @@ struct State {
     /// How many are being let go of.
     busy: usize,
     running: bool,
+    /// How many captures keep it from waiting for a device.
+    captures: usize,
     /// The process ends: nothing is given back any more, the kernel takes it all.
     ending: bool,
 }
 
-static STATE: Mutex<State> = Mutex::new(State { queue: VecDeque::new(), busy: 0, running: false, ending: false });
+static STATE: Mutex<State> =
+    Mutex::new(State { queue: VecDeque::new(), busy: 0, running: false, captures: 0, ending: false });
 static CHANGED: Condvar = Condvar::new();
 
 fn state() -> MutexGuard<'static, State> {
@@ -134,7 +137,7 @@ fn start() -> bool {
 fn work() {
     let mut held = state();
     loop {
-        if held.queue.is_empty() || held.ending {
+        if held.queue.is_empty() || held.captures > 0 || held.ending {
             held = CHANGED.wait(held).unwrap_or_else(PoisonError::into_inner);
             continue;
         }
@@ -173,6 +176,9 @@ fn is_done(device: &Device) -> bool {
     if device.is_host() {
         return true;
     }
+    if state().captures > 0 {
+        return false;
+    }
     if device.relax_captures().is_ok_and(|capturing| capturing) {
         return false;
     }
@@ -180,13 +186,30 @@ fn is_done(device: &Device) -> bool {
     !matches!(device.synchronize(), Err(Error::Driver { code: 900..=908, .. }))
 }
 
-/// Waits until all that was dropped is given back. Blocks: release the GIL. False if that took longer.
+/// Keeps all that is dropped from now on, until [`end_capture`]: to wait for a device would end a capture. Waits for what is being let go
+/// of. Blocks: release the GIL.
+pub(crate) fn begin_capture() {
+    let mut held = state();
+    held.captures += 1;
+    while held.busy > 0 {
+        held = CHANGED.wait(held).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+/// Lets go of what was kept.
+pub(crate) fn end_capture() {
+    let mut held = state();
+    held.captures = held.captures.saturating_sub(1);
+    CHANGED.notify_all();
+}
+
+/// Waits until all that was dropped is given back. Blocks: release the GIL. False if that took longer, or can't be done now.
 pub(crate) fn settle(timeout: Duration) -> bool {
     let end = Instant::now() + timeout;
     let mut held = state();
     while !held.queue.is_empty() || held.busy > 0 {
         let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() || !held.running {
+        if left.is_zero() || !held.running || held.captures > 0 {
             return false;
         }
         held = CHANGED.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;

@@ -1,6 +1,6 @@
 """What it takes to get a file's tensors onto a GPU: `vmmfd.load_safetensors` beside what is usual, each in a process of its own.
 
-    python gpu_load_safetensors.py [--gib 8] [--tensors 288] [--folder DIR] [--runs 3] [--threads 1,2,4,8,16]
+    python gpu_load_safetensors.py [--gib 8] [--tensors 288] [--folder DIR] [--runs 3] [--threads 1,2,4,8,12,16]
 
 One JSON object for each run: the seconds from a file in the page cache, in a process that has a context, to tensors that PyTorch
 can use, with the GPU's work done. Every run compares some tensors with the file.
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=288)
     parser.add_argument("--folder", type=Path, default=None, help="where to write the file [default: a temporary one]")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--threads", default="1,2,4,8,16")
+    parser.add_argument("--threads", default="1,2,4,8,12,16")
     parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to try the script")
     parser.add_argument("--one", choices=["vmmfd", "load_file", "fastsafetensors"], help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)

@@ -141,7 +141,6 @@ def in_child(name: str) -> None:
     distribution, ways, _ = LIBRARIES[name]
     readonly = vmmfd.take(options.path, backend=options.backend, wait=30)
     own = vmmfd.asarray(NUMBERS, backend=options.backend).reinterpret("float32")
-    # Types and shape come with the array.
     if options.way:
         write(ways()[options.way], readonly)
         return

@@ -400,6 +400,53 @@ def test_a_tensor_may_go_while_a_kernel_still_uses_it() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.fake
+def test_memory_that_goes_inside_of_capturing_is_given_back_afterwards(child: Any, tmp_path: Any) -> None:
+    log = tmp_path / "calls"
+    log.touch()
+    child(
+        """
+        import gc, os, vmmfd
+        from vmmfd import _native
+        def waited():
+            return open(os.environ["FAKECUDA_LOG"]).read().count("cuCtxSynchronize")
+        one, other = vmmfd.empty(4, "u1"), vmmfd.empty(4, "u1")
+        with vmmfd.capturing():
+            with vmmfd.capturing():
+                del one
+            gc.collect()
+            assert not _native._settle(0.2)
+            assert waited() == 0
+        assert _native._settle(10) and waited() > 0
+        del other
+        assert _native._settle(10)
+        """,
+        env={"FAKECUDA_LOG": str(log)},
+    ).end()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_memory_that_goes_inside_of_capturing_does_not_end_the_capture(mode: str) -> None:
+    torch = pytest.importorskip("torch")
+    from vmmfd import _native
+
+    x = torch.ones(1024, device="cuda")
+    array = vmmfd.asarray(torch.ones(1 << 20, device="cuda"))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with vmmfd.capturing(), torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        y = x + 1
+        del array
+        gc.collect()
+        _native._settle(0.3)
+        z = y * 2
+    graph.replay()
+    torch.cuda.synchronize()
+    assert z[0].item() == 4
+    assert _native._settle(30)
+
+
 @pytest.mark.cuda
 def test_memory_that_goes_during_a_capture_does_not_end_it() -> None:
     torch = pytest.importorskip("torch")
@@ -458,3 +505,90 @@ def test_numba() -> None:
     assert view.copy_to_host().tolist() == list(range(12))
     again = vmmfd.asarray(cuda.to_device(np.arange(5, dtype="i8")))
     assert again.dtype == "int64" and np.frombuffer(again.tobytes(), "i8").tolist() == list(range(5))
+
+
+REAPS = """
+import ctypes, gc, sys, time
+import vmmfd
+from vmmfd import _native
+
+library = ctypes.CDLL("libcuda.so.1")
+array = vmmfd.empty(1 << 20, "uint8")
+array.copy_from(bytes(1 << 20))
+del array
+gc.collect()
+begun = time.monotonic()
+assert _native._settle(20)
+print(time.monotonic() - begun)
+"""
+
+
+@pytest.mark.fake
+@pytest.mark.parametrize(
+    "fault",
+    ["cuCtxSynchronize:1:900,cuCtxSynchronize:2:906", "cuStreamIsCapturing:1:906", "cuThreadExchangeStreamCaptureMode:1:500"],
+)
+def test_a_device_is_asked_again_while_a_stream_is_captured(child: Any, tmp_path: Any, fault: str) -> None:
+    log = tmp_path / "calls"
+    log.touch()
+    # Nothing but the thread that lets go waits for the whole device here.
+    child(REAPS, env={"FAKECUDA_FAIL": fault, "FAKECUDA_LOG": str(log)}).end()
+    calls = [line.split()[1] for line in log.read_text().splitlines()]
+    waited = [at for at, call in enumerate(calls) if call == "cuCtxSynchronize"]
+    unmapped = [at for at, call in enumerate(calls) if call == "cuMemUnmap"]
+    assert len(unmapped) == 1 and waited[-1] < unmapped[0], calls
+    assert len(waited) == (3 if fault.startswith("cuCtx") else 1), calls
+    assert "cuMemAddressFree" in calls[unmapped[0] :], calls
+
+
+@pytest.mark.fake
+def test_memory_that_is_still_to_go_is_waited_for_where_none_is_left(child: Any) -> None:
+    child(
+        """
+        import gc, vmmfd
+        for _ in range(20):
+            array = vmmfd.empty(6 << 20, "uint8")
+            del array
+        try:
+            vmmfd.empty(10 << 20, "uint8")
+        except vmmfd.OutOfMemory as error:
+            assert isinstance(error, MemoryError)
+        else:
+            raise AssertionError("there are 8 MiB")
+        """,
+        env={"FAKECUDA_FREE": str(8 << 20), "FAKECUDA_SLOW": "cuCtxSynchronize:50"},
+    ).end()
+
+
+@pytest.mark.fake
+def test_the_process_ends_while_memory_is_let_go_of(child: Any) -> None:
+    child(
+        """
+        import vmmfd, sys
+        sys.kept = [vmmfd.empty(1 << 20, "uint8") for _ in range(20)]
+        sys.kept += [array.__dlpack__() for array in sys.kept]
+        del sys.kept[:10]
+        """,
+        env={"FAKECUDA_SLOW": "cuCtxSynchronize:200"},
+    ).end()
+
+
+def test_dropping_and_exporting_in_many_threads(array: vmmfd.Array) -> None:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(300):
+                own = vmmfd.asarray(b"x" * 100, backend="host")
+                views = [np.from_dlpack(own[1:]), memoryview(own), np.asarray(own), np.from_dlpack(array)]
+                del own
+                assert views[0][-1] == ord("x") and bytes(views[1][:1]) == b"x"  # type: ignore[index]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors

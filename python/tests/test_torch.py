@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Child
+from conftest import LIMIT, Child
 
 import vmmfd
 
@@ -130,6 +132,19 @@ def test_ties_and_views_and_strides_are_kept(broker: vmmfd.Broker, name: str) ->
     # Other storages are storages of their own, so that nothing takes them for tied.
     assert tensors["first"].untyped_storage().data_ptr() != tensors["turned"].untyped_storage().data_ptr()
     assert tensors["embed.weight"].untyped_storage().nbytes() == 11 * 8 * 4
+
+
+def test_what_is_tied_in_the_module_comes_once(broker: vmmfd.Broker, name: str) -> None:
+    # As in files of weights, which have tied ones once.
+    tensors = dict(Net(1).state_dict(keep_vars=True))
+    del tensors["head.weight"]
+    broker.put(name, tensors)
+    other = Net(5)
+    loaded = broker.load(name, other)
+    assert other.head.weight is other.embed.weight and torch.equal(other.embed.weight, Net(1).embed.weight)
+    assert is_mapped(other.head.weight, loaded.lease)
+    # Kinds are known of parameters, and all else is a private copy by what the module says.
+    assert "table" in loaded.private and "norm.running_mean" in loaded.private
 
 
 def test_a_state_dict_goes_there_and_back(broker: vmmfd.Broker, name: str) -> None:
@@ -367,3 +382,34 @@ def test_a_process_may_end_with_tensors_of_the_broker_alive(
             kind,
         ).end()
     assert len(broker.who(name).leases) == 0
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(*arguments: str) -> str:
+    ended = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_example_that_shares_a_module(socket: str) -> None:
+    lines = run(str(EXAMPLES / "share_torch.py"), "--socket", socket, "--backend", "host").splitlines()
+    assert lines[1].split()[0] == "result" and lines[1] == lines[3]
+
+
+def test_the_example_that_serves_a_model(socket: str) -> None:
+    program = [str(EXAMPLES / "weights_serve.py"), "--socket", socket, "--backend", "host"]
+    assert run(*program, "--make", "1") == "put version 1\n"
+    serving = subprocess.Popen([sys.executable, *program, "--until", "2"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert serving.stdout is not None
+        first = serving.stdout.readline()
+        assert first.startswith("version 1 answers ")
+        run(*program, "--make", "2")
+        second, _ = serving.communicate(timeout=LIMIT)
+        assert second.startswith("version 2 answers ") and second.split()[-1] != first.split()[-1]
+        assert serving.returncode == 0
+    finally:
+        serving.kill()
+        serving.wait()

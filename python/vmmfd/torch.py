@@ -12,7 +12,7 @@ import ctypes
 import importlib
 import json
 import threading
-from collections.abc import Mapping
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _native
@@ -453,6 +453,10 @@ def _check_sealable(memories: list[_native.Memory], published: list[Any]) -> Non
 # What is got.
 
 
+# PyTorch's element types by their names in tables of arrays; None for what it has not.
+_dtypes: dict[str, Any] = {}
+
+
 class _Row(NamedTuple):
     name: str
     part: str
@@ -460,6 +464,8 @@ class _Row(NamedTuple):
     attributes: dict[str, Any]
     # Names that are tied have the same one.
     identity: tuple[Any, ...]
+    # Whether it is all of its storage, and nothing else is in that.
+    is_alone: bool
 
     @property
     def kind(self) -> str:
@@ -470,9 +476,12 @@ class _Row(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        name = self.attributes.get("torch_dtype", self.array.dtype)
-        found = getattr(_torch(), name, None) if isinstance(name, str) else None
-        return found if isinstance(found, _torch().dtype) else None
+        name = self.attributes.get("torch_dtype") or self.array.dtype
+        if name not in _dtypes:
+            torch = _torch()
+            found = getattr(torch, str(name), None)
+            _dtypes[name] = found if isinstance(found, torch.dtype) else None
+        return _dtypes[name]
 
     def is_private(self, writable_buffers: bool) -> bool:
         return writable_buffers and self.kind in ("buffer", "attribute")
@@ -489,26 +498,33 @@ class _Mapped:
         # Private copies, and what they are of.
         self.private: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self.rows: list[_Row] = []
-        for part, name, array, attributes in lease._native.arrays():
+        arrays = lease._native.arrays()
+        counts = Counter((part, (attributes or {}).get("storage", name)) for part, name, _, attributes in arrays)
+        for part, name, array, attributes in arrays:
             attributes = attributes or {}
-            identity = (part, attributes.get("storage", name), array.address, array.dtype, array.shape, array.strides)
-            self.rows.append(_Row(name, part, array, attributes, identity))
-        if any(row.array.device.backend == "cuda" for row in self.rows):
+            identity: tuple[Any, ...] = (part, attributes.get("storage", name))
+            is_alone = counts[identity] == 1
+            if not is_alone:
+                identity += (array.address, array.dtype, array.shape, array.strides)
+            is_alone = is_alone and attributes.get("storage_bytes") == array.nbytes
+            self.rows.append(_Row(name, part, array, attributes, identity, is_alone))
+        self._is_cuda = any(row.array.device.backend == "cuda" for row in self.rows[:1])
+        if self._is_cuda:
             if not self._torch.cuda.is_available():
                 raise Unsupported("the object is on a GPU, and torch.cuda.is_available() is false", kind="unsupported")
             self._torch.cuda.init()
 
     def _import(self, array: _native.Array) -> Any:
         # What is published is finished: there is no work to wait for.
-        stream = -1 if array.device.backend == "cuda" else None
-        return self._torch.from_dlpack(array.writable("promise").__dlpack__(stream=stream))
+        capsule = array.writable("promise").__dlpack__(stream=-1 if self._is_cuda else None)
+        return self._torch.from_dlpack(capsule)
 
     def _bytes(self, row: _Row) -> tuple[tuple[Any, ...], Any, int]:
         """The storage that an array is in, as bytes: its identity, a tensor, and where the array begins in it."""
         attributes = row.attributes
         number, inside, size = (attributes.get(key) for key in ("storage", "storage_offset", "storage_bytes"))
         if isinstance(number, int) and isinstance(inside, int) and isinstance(size, int):
-            identity: tuple[Any, ...] = (row.part, number)
+            identity: tuple[Any, ...] = (row.part, number, "storage")
             if identity in self._storages:
                 return identity, self._storages[identity], inside
             if row.part not in self._pieces:
@@ -539,6 +555,12 @@ class _Mapped:
 
     def tensor(self, row: _Row, private: bool) -> Any:
         """An array as a tensor without a gradient: of the memory itself, or of a copy of its storage."""
+        if row.is_alone and not private and "torch_dtype" not in row.attributes:
+            # One import, and not two.
+            try:
+                return self._import(row.array)
+            except (BufferError, RuntimeError):
+                pass  # PyTorch, or DLPack, has no such elements: it is seen below.
         torch, array, dtype = self._torch, row.array, row.dtype
         device = torch.device("cuda", array.device.ordinal) if array.device.backend == "cuda" else torch.device("cpu")
         if dtype is None:

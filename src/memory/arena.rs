@@ -18,13 +18,24 @@ use crate::error::{Error, Result};
 /// that is closed ([`Arenas::close`]), because other processes read it, is never cut again: what they see stays as it is, whatever is
 /// freed and allocated here.
 ///
+/// A block may be freed while work that is queued uses it, as with `cudaFree`: nothing is cut in its place before that work is done.
+///
 /// All calls may be made by several threads at once.
 #[derive(Debug)]
 pub struct Arenas {
     device: Device,
     granularity: u64,
     arena: AtomicU64,
-    state: Mutex<Vec<Arena>>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    arenas: Vec<Arena>,
+    /// Counts what was freed.
+    freed: u64,
+    /// What was freed up to this count is used by no work of the device any more.
+    finished: u64,
 }
 
 /// One piece of shared memory, and what is cut from it.
@@ -34,6 +45,8 @@ struct Arena {
     /// Sizes by offset.
     blocks: BTreeMap<u64, u64>,
     closed: bool,
+    /// When a block of it was freed last, by the count of [`State`]: work that was queued before may still use it.
+    freed: u64,
 }
 
 /// What [`Arenas`] hold.
@@ -116,16 +129,18 @@ impl Arenas {
     /// Cuts a block of at least `size` bytes, a multiple of the granularity, and returns its address. It is mapped for the device; its
     /// contents are undefined. It stays until [`Arenas::free`].
     ///
+    /// Where blocks were freed, waits until the work in the device's primary context is done, before another one is cut in their place.
+    ///
     /// A new arena is made if no other has room: as large as so many blocks of this size as fit into [`Arenas::arena_size`], and at
     /// least one. So blocks of one size leave nothing over. Blocks for the driver's calls then.
     ///
     /// # Errors
     /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for no bytes; those of [`Shared::create`].
     ///
-    /// Driver calls: those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
+    /// Driver calls: those of [`Device::wait_for_work`]; those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
     pub fn allocate(&self, size: u64) -> Result<u64> {
         let size = round_up(size, self.granularity)?;
-        if let Some(address) = self.state().iter_mut().find_map(|arena| arena.cut(size)) {
+        if let Some(address) = self.cut(size) {
             return Ok(address);
         }
         // Without the lock, which `free` and `find` need: two threads may make one arena more than they need.
@@ -138,37 +153,62 @@ impl Arenas {
         });
         let memory = Arc::new(made?);
         let address = memory.address();
-        self.state().push(Arena { memory, blocks: BTreeMap::from([(0, size)]), closed: false });
+        self.state().arenas.push(Arena { memory, blocks: BTreeMap::from([(0, size)]), closed: false, freed: 0 });
         Ok(address)
     }
 
-    /// Takes a block back. If it was the last one of its arena, waits until the work in the device's primary context is done and drops
-    /// the arena: other processes that have it keep its memory. If the wait fails (a stream is being captured), the arena stays, and is
-    /// dropped with a later one. Returns whether there is such a block.
+    /// Cuts a block out of an arena with room. One of which nothing was freed lately comes first; for another the device's work is
+    /// waited for, and if that fails it stays as it is.
+    fn cut(&self, size: u64) -> Option<u64> {
+        let freed = {
+            let mut state = self.state();
+            let State { arenas, freed, finished } = &mut *state;
+            let ready = arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size));
+            if ready.is_some() || !arenas.iter().any(|arena| !arena.closed && arena.gap(size).is_some()) {
+                return ready;
+            }
+            *freed
+        };
+        // Without the lock: it may be long.
+        if let Err(error) = self.device.wait_for_work() {
+            tracing::debug!(%error, "freed blocks can't be used again yet");
+            return None;
+        }
+        let mut state = self.state();
+        let State { arenas, finished, .. } = &mut *state;
+        *finished = freed.max(*finished);
+        arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size))
+    }
+
+    /// Takes a block back, without waiting for work that uses it. If it was the last one of its arena, waits until the work in the device's
+    /// primary context is done and drops the arena: other processes that have it keep its memory. If the wait fails, the arena stays, and
+    /// is dropped with a later one. Returns whether there is such a block.
     ///
     /// Work that uses the block must be in the primary context, or finished.
     ///
-    /// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemAddressFree`.
+    /// Driver calls: those of [`Device::wait_for_work`], `cuMemUnmap`, `cuMemAddressFree`.
     pub fn free(&self, address: u64) -> bool {
-        let freed = self.state().iter_mut().find(|arena| arena.holds(address)).map(|arena| {
+        let (freed, empty) = {
+            let mut state = self.state();
+            let State { arenas, freed, .. } = &mut *state;
+            let Some(arena) = arenas.iter_mut().find(|arena| arena.holds(address)) else { return false };
             let block = arena.blocks.remove(&(address - arena.memory.address()));
-            (block.is_some(), arena.blocks.is_empty())
-        });
-        match freed {
-            Some((freed, empty)) => {
-                if empty {
-                    self.sweep();
-                }
-                freed
+            if block.is_some() {
+                *freed += 1;
+                arena.freed = *freed;
             }
-            None => false,
+            (block.is_some(), arena.blocks.is_empty())
+        };
+        if empty {
+            self.sweep();
         }
+        freed
     }
 
     /// The arena that an address is in, and how many bytes behind its beginning.
     pub fn find(&self, address: u64) -> Option<(Arc<Shared>, u64)> {
         let state = self.state();
-        let arena = state.iter().find(|arena| arena.holds(address))?;
+        let arena = state.arenas.iter().find(|arena| arena.holds(address))?;
         Some((Arc::clone(&arena.memory), address - arena.memory.address()))
     }
 
@@ -176,14 +216,14 @@ impl Arenas {
     /// later blocks. What was freed of it stays free for good. Returns whether there is such an arena.
     pub fn close(&self, address: u64) -> bool {
         let mut state = self.state();
-        let arena = state.iter_mut().find(|arena| arena.holds(address));
+        let arena = state.arenas.iter_mut().find(|arena| arena.holds(address));
         arena.map(|arena| arena.closed = true).is_some()
     }
 
     /// What it holds now.
     pub fn figures(&self) -> ArenaFigures {
         let mut figures = ArenaFigures::default();
-        for arena in &*self.state() {
+        for arena in &self.state().arenas {
             figures.arenas += 1;
             figures.closed += u64::from(arena.closed);
             figures.bytes += arena.memory.size();
@@ -196,9 +236,11 @@ impl Arenas {
     /// Drops the arenas without blocks, once the device's work is done. Returns whether any was dropped.
     fn sweep(&self) -> bool {
         // Out of the list first: nothing may be cut from them meanwhile, and the wait is long.
-        let empty: Vec<Arena> = self.state().extract_if(.., |arena| arena.blocks.is_empty()).collect();
-        let Some(first) = empty.first() else { return false };
-        match first.memory.synchronize() {
+        let empty: Vec<Arena> = self.state().arenas.extract_if(.., |arena| arena.blocks.is_empty()).collect();
+        if empty.is_empty() {
+            return false;
+        }
+        match self.device.wait_for_work() {
             Ok(()) => true,
             Err(Error::Forked { .. }) => {
                 // The parent's memory: not for this process to give back.
@@ -207,13 +249,13 @@ impl Arenas {
             }
             Err(error) => {
                 tracing::warn!(%error, "arenas that hold nothing can't be given back yet");
-                self.state().extend(empty);
+                self.state().arenas.extend(empty);
                 false
             }
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, Vec<Arena>> {
+    fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -221,8 +263,8 @@ impl Arenas {
 impl Drop for Arenas {
     /// Work that uses what is left must be finished before the memory goes.
     fn drop(&mut self) {
-        if let Some(arena) = self.state().first() {
-            super::report(arena.memory.synchronize(), "the device's work can't be waited for");
+        if !self.state().arenas.is_empty() {
+            super::report(self.device.wait_for_work(), "the device's work can't be waited for");
         }
     }
 }

@@ -148,7 +148,7 @@ impl Shared {
     /// [`DeviceError::Unsupported`] for memory of a pool and legacy memory; [`Error::Misuse`] for memory that is still to be sealed;
     /// [`Error::Driver`], also while a [`super::Mirror`] of it is open: nothing is changed then.
     ///
-    /// Driver calls: `cuCtxSynchronize`, `cuMemSetAccess`.
+    /// Driver calls: those of [`Device::wait_for_work`], `cuMemSetAccess`.
     pub fn make_read_only(&self) -> Result<()> {
         let Memory::Vmm(chunks) = &self.memory else {
             let feature = "memory of a pool, or legacy memory, that this process only reads";

@@ -325,7 +325,7 @@ impl Mapping {
     /// Takes this process's right to write it, for good. Waits for the device's work, which may be writing.
     pub(super) fn make_read_only(&mut self, node: Option<i32>) -> Result<()> {
         if self.access == Access::ReadWrite {
-            self.synchronize()?;
+            self.device.wait_for_work()?;
             self.access = Access::ReadOnly;
             self.allow(node).inspect_err(|_| self.access = Access::ReadWrite)?;
         }

@@ -23,14 +23,17 @@ use crate::{
 /// The size of the segments that memory for weights is made of, in bytes, unless another is asked for.
 pub const SEGMENT_SIZE: u64 = 1 << 30;
 
-/// What a thread reads and copies at a time, in bytes: a power of two of BLAKE3's chunks. Page-locking costs about as much per byte as
-/// reading.
-const BLOCK: u64 = 4 << 20;
+/// What a thread reads and copies at a time, in bytes: a power of two of BLAKE3's chunks. Page-locking costs more per byte than reading.
+const BLOCK: u64 = 2 << 20;
+
+/// How many threads copy to a GPU at the same time: one copy is under way while the next is begun. More of them spin inside the driver,
+/// and take the processors from those that read.
+const COPIES: usize = 2;
 
 /// Ordinary memory is copied by the CPU: a block that stays in its cache is read from there.
 const HOST_BLOCK: u64 = 1 << 20;
 
-/// The most threads that are taken unasked. More wait for each other: the copies share one way to the device.
+/// The most threads that are taken unasked. More would wait for each other: the copies share one way to the device.
 const MOST_THREADS: usize = 16;
 
 /// How often progress is reported, and asked whether to go on.
@@ -59,7 +62,7 @@ impl LoadOptions {
         Self::default()
     }
 
-    /// With so many threads that read. Each takes 4 MiB of page-locked memory meanwhile.
+    /// With so many threads that read. Each takes 2 MiB of page-locked memory meanwhile.
     pub fn threads(self, threads: NonZero<usize>) -> Self {
         Self { threads: Some(threads), ..self }
     }
@@ -99,8 +102,8 @@ impl Checkpoint {
     /// there when it returns.
     ///
     /// Blocks as long as it takes. `progress` is called on this thread, every 40 ms and at the end, with the bytes done so far, of
-    /// [`Checkpoint::size`]; its error ends the work, once each thread has done the 4 MiB that it is at. Several calls may run at the
-    /// same time.
+    /// [`Checkpoint::size`]; its error ends the work, once each thread has done the 2 MiB that it is at. Several calls may run at the
+    /// same time. On CUDA no stream of the process may be captured meanwhile: a copy ends the capture.
     ///
     /// # Errors
     /// [`WeightsError::Changed`](crate::error::WeightsError::Changed) if a file was written to since it was opened; those of
@@ -138,6 +141,7 @@ impl Checkpoint {
             stopped: AtomicBool::new(false),
             state: Mutex::new(State { running: 0, error: None, hashes: Vec::new() }),
             ended: Condvar::new(),
+            turns: Turns::new(if device.is_host() { usize::MAX } else { COPIES }),
         };
         thread::scope(|scope| {
             for number in 0..threads {
@@ -217,6 +221,30 @@ struct Work<'a> {
     state: Mutex<State>,
     /// A thread has ended.
     ended: Condvar,
+    /// Of those that copy.
+    turns: Turns,
+}
+
+/// So many threads at a time.
+struct Turns {
+    free: Mutex<usize>,
+    returned: Condvar,
+}
+
+impl Turns {
+    fn new(count: usize) -> Self {
+        Self { free: Mutex::new(count), returned: Condvar::new() }
+    }
+
+    /// Does something once it is this thread's turn.
+    fn take<T>(&self, work: impl FnOnce() -> T) -> T {
+        let free = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        *self.returned.wait_while(free(), |free| *free == 0).unwrap_or_else(PoisonError::into_inner) -= 1;
+        let result = work();
+        *free() += 1;
+        self.returned.notify_one();
+        result
+    }
 }
 
 struct State {
@@ -293,7 +321,7 @@ impl Work<'_> {
                 hashes.push((index, hash));
             }
             let Some(memory) = self.memory.wait() else { break };
-            memory.copy_in(start, bytes)?;
+            self.turns.take(|| memory.copy_in(start, bytes))?;
             self.done.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         }
         Ok(())

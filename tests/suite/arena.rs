@@ -19,6 +19,7 @@ cases! {
     blocks_of_one_size_leave_nothing_over,
     a_closed_arena_is_never_cut_again_and_stays_for_who_has_it,
     what_is_no_block_is_not_freed,
+    what_was_freed_is_cut_again_once_the_device_is_done_with_it,
     an_arena_that_can_not_be_given_back_goes_with_a_later_one,
     a_block_that_fits_where_an_arena_does_not_is_allocated,
     threads_allocate_and_free_at_once,
@@ -58,6 +59,7 @@ fn blocks_are_cut_side_by_side_and_used_again(subject: Subject) {
     assert_figures(&arenas, unit, [2, 0, 16, 4, 9]);
     // The room between two blocks is used before a new arena.
     assert!(arenas.free(second));
+    arenas.allocate(7 * unit).unwrap();
     assert_eq!(arenas.allocate(unit).unwrap(), second);
     // An address inside a block is found too; each block holds bytes of its own.
     let (memory, offset) = arenas.find(third + 5).unwrap();
@@ -142,13 +144,42 @@ fn what_is_no_block_is_not_freed(subject: Subject) {
     }
 }
 
+fn what_was_freed_is_cut_again_once_the_device_is_done_with_it(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
+    let waits = || subject.faulty.take_verbs().iter().filter(|verb| **verb == "wait_for_work").count();
+    let [first, second, third] = [(); 3].map(|()| arenas.allocate(unit).unwrap());
+    assert_eq!(waits(), 0);
+    // Work that was queued before may use it: with `cudaFree` the driver would wait.
+    assert!(arenas.free(first));
+    assert_eq!(waits(), 0);
+    assert_eq!(arenas.allocate(unit).unwrap(), first);
+    assert_eq!(waits(), 1);
+    // One wait is enough for all that was freed before it.
+    assert!(arenas.free(second) && arenas.free(third));
+    assert_eq!([(); 3].map(|()| arenas.allocate(unit).unwrap()), [second, third, third + unit]);
+    assert_eq!(waits(), 1);
+    // Where nothing was freed there is nothing to wait for, although it is elsewhere.
+    let full = arenas.allocate(2 * unit).unwrap();
+    assert!(arenas.free(first));
+    assert_eq!(arenas.allocate(unit).unwrap(), full + 2 * unit);
+    assert_eq!(waits(), 0);
+    // If the wait fails it is left alone.
+    subject.faulty.fail(Fault::Verb("wait_for_work"), 900);
+    let fresh = [(); 2].map(|()| arenas.allocate(unit).unwrap());
+    subject.faulty.mend();
+    assert!(!fresh.contains(&first));
+    assert_eq!(arenas.allocate(unit).unwrap(), fresh[1] + unit);
+    assert_figures(&arenas, unit, [3, 0, 12, 8, 9]);
+}
+
 fn an_arena_that_can_not_be_given_back_goes_with_a_later_one(subject: Subject) {
     let unit = subject.unit();
     let before = subject.live();
     let arenas = Arenas::new(&subject.device(), unit).unwrap();
     let blocks = [(); 3].map(|()| arenas.allocate(unit).unwrap());
     arenas.close(blocks[0]);
-    subject.faulty.fail(Fault::Verb("synchronize"), 900);
+    subject.faulty.fail(Fault::Verb("wait_for_work"), 900);
     assert!(arenas.free(blocks[0]));
     assert!(arenas.free(blocks[1]));
     subject.faulty.mend();
@@ -171,7 +202,7 @@ fn a_block_that_fits_where_an_arena_does_not_is_allocated(subject: Subject) {
     block.unwrap();
     assert_figures(&arenas, unit, [1, 0, 1, 1, 1]);
     // With arenas that hold nothing and could not be given back, it is their turn first.
-    subject.faulty.fail(Fault::Verb("synchronize"), 900);
+    subject.faulty.fail(Fault::Verb("wait_for_work"), 900);
     let whole = arenas.allocate(4 * unit).unwrap();
     assert!(arenas.free(whole));
     subject.faulty.mend();
@@ -192,8 +223,8 @@ fn threads_allocate_and_free_at_once(subject: Subject) {
             let blocks = sizes.map(|units| (arenas.allocate(units * unit).unwrap(), units * unit));
             for &(block, size) in &blocks {
                 let (memory, offset) = arenas.find(block).unwrap();
-                memory.copy_in(offset, &vec![byte; 100]).unwrap();
-                memory.copy_in(offset + size - 100, &vec![byte; 100]).unwrap();
+                memory.copy_in(offset, &[byte; 100]).unwrap();
+                memory.copy_in(offset + size - 100, &[byte; 100]).unwrap();
             }
             for (block, size) in blocks {
                 let (memory, offset) = arenas.find(block).unwrap();
@@ -234,7 +265,7 @@ fn a_failure_at_any_call_of_the_arenas_leaves_nothing(subject: Subject) {
             None => break,
         }
     }
-    assert!(["create", "map", "export", "synchronize"].iter().all(|verb| failed.contains(verb)), "{failed:?}");
+    assert!(["create", "map", "export", "wait_for_work"].iter().all(|verb| failed.contains(verb)), "{failed:?}");
 }
 
 fn memory_made_read_only_is_written_here_no_more_and_by_others_still(subject: Subject) {

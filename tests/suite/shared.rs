@@ -58,6 +58,8 @@ cases! {
     a_copy_that_can_not_be_written_back_is_told_or_logged,
     a_pools_buffer_that_the_driver_could_not_import_is_refused,
     a_pool_may_hold_many_buffers,
+    a_copy_on_the_device_has_an_end_of_ours,
+    a_device_is_waited_for_unless_a_stream_is_captured,
     two_imports_of_a_pools_buffer_live_apart,
     a_legacy_handle_opens_in_another_process_and_not_in_its_own,
     ]
@@ -641,6 +643,45 @@ fn a_pools_buffer_that_the_driver_could_not_import_is_refused(subject: Subject) 
     offered.mapped_size = (5 << 30) + 1;
     let refused = Imported::of_pool(shared.pool().unwrap(), &offered, ReadWrite).unwrap_err();
     assert!(matches!(refused, Error::Device(DeviceError::Unsupported { .. })), "{refused}");
+}
+
+fn a_copy_on_the_device_has_an_end_of_ours(subject: Subject) {
+    let device = subject.device();
+    let size = 4096;
+    let [one, other] = [1, 2].map(|byte| {
+        let shared = Shared::create(&device, Spec::vmm(size)).unwrap();
+        shared.copy_in(0, &vec![byte; size as usize]).unwrap();
+        shared
+    });
+    let driver = device.driver();
+    let ranges = [(other.address(), one.address() + 8, 8), (other.address() + 100, one.address(), 1)];
+    // SAFETY: both are as long, and may be written.
+    unsafe { driver.copy_device(device.ordinal(), &ranges) }.unwrap();
+    let found = read(&other, 0, size as usize);
+    assert_eq!(
+        found.iter().enumerate().filter(|(_, byte)| **byte == 1).map(|(at, _)| at).collect::<Vec<_>>(),
+        [0, 1, 2, 3, 4, 5, 6, 7, 100]
+    );
+    // SAFETY: none of it is done: no end is known, or it reaches further than the memory.
+    let refused = |ranges: &[(u64, u64, u64)]| code(unsafe { driver.copy_device(device.ordinal(), ranges) });
+    assert_eq!(refused(&[(4096, 8192, 1)]), code::INVALID_VALUE);
+    let end = one.address() + one.mapped_size();
+    assert_eq!(refused(&[(end - 1, 4096, 2)]), code::INVALID_VALUE);
+}
+
+fn a_device_is_waited_for_unless_a_stream_is_captured(subject: Subject) {
+    let device = subject.device();
+    device.synchronize().unwrap();
+    let before = subject.live();
+    device.wait_for_work().unwrap();
+    assert_eq!(subject.live(), before);
+    thread::spawn(move || {
+        device.wait_for_work().unwrap();
+        assert!(!device.relax_captures().unwrap());
+        device.synchronize().unwrap();
+    })
+    .join()
+    .unwrap();
 }
 
 fn a_pool_may_hold_many_buffers(subject: Subject) {

@@ -247,6 +247,15 @@ impl Core {
         result.and_then(|value| restored.map(|()| value))
     }
 
+    /// Allocates a little page-locked memory and frees it, which waits for all work of the current context.
+    fn allocate_and_free(&self) -> Result<()> {
+        let mut start = ptr::null_mut();
+        // SAFETY: the pointer is valid for the one write.
+        unsafe { self.functions.mem_host_alloc(&mut start, 1, 0) }?;
+        // SAFETY: it was just allocated, and nothing has it.
+        unsafe { self.functions.mem_free_host(start) }
+    }
+
     /// Keeps a handle from being released for as long as the guard lives, if the driver gave it out.
     fn known(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
         self.origin.check()?;

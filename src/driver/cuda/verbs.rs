@@ -308,6 +308,19 @@ unsafe impl Verbs for CudaDriver {
         })
     }
 
+    fn wait_for_work(&self, ordinal: i32) -> Result<()> {
+        const RELAXED: c_uint = 2;
+        self.core.within(ordinal, || {
+            let mut mode = RELAXED;
+            // SAFETY: the pointer is valid for the read and the write.
+            unsafe { self.core.functions.thread_exchange_capture_mode(&mut mode) }?;
+            let waited = self.core.allocate_and_free();
+            // SAFETY: as above; it is the mode that there was before.
+            let back = unsafe { self.core.functions.thread_exchange_capture_mode(&mut mode) };
+            waited.and(back)
+        })
+    }
+
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
         let (device, peer_device) = (self.core.device(ordinal)?, self.core.device(peer)?);
         // The driver says no to this.

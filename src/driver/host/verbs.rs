@@ -277,8 +277,23 @@ unsafe impl Verbs for HostDriver {
         Ok(())
     }
 
+    unsafe fn copy_device(&self, ordinal: i32, _: &[(u64, u64, u64)]) -> Result<()> {
+        const CALL: &str = "host copy_device";
+        self.device(CALL, ordinal)?;
+        Err(failure(CALL, code::NOT_SUPPORTED))
+    }
+
+    fn relax_captures(&self, ordinal: i32) -> Result<bool> {
+        self.device("host relax_captures", ordinal)?;
+        Ok(false)
+    }
+
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.device("host synchronize", ordinal)
+    }
+
+    fn wait_for_work(&self, ordinal: i32) -> Result<()> {
+        self.device("host wait_for_work", ordinal)
     }
 
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {

@@ -15,6 +15,7 @@ mod kernels;
 mod names;
 
 use std::{
+    cell::Cell,
     ffi::{CStr, c_char, c_int, c_uint, c_void},
     mem::size_of,
     os::fd::{IntoRawFd, RawFd},
@@ -76,6 +77,11 @@ struct PoolProps {
 #[derive(Debug, Clone, Copy)]
 struct IpcHandle {
     reserved: [u8; 64],
+}
+
+thread_local! {
+    /// The mode in which a thread captures, and is kept from what would disturb captures: global, as with NVIDIA's driver.
+    static CAPTURE_MODE: Cell<c_uint> = const { Cell::new(0) };
 }
 
 const _: () =
@@ -240,6 +246,31 @@ mod exports {
 
         fn cuStreamSynchronize(stream: *mut c_void) {
             initialised(|driver| if stream.is_null() { driver.synchronize() } else { Err(INVALID_HANDLE) })
+        }
+
+        fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_int) {
+            initialised(|driver| {
+                let status = place(status)?;
+                driver.current()?;
+                if !stream.is_null() {
+                    return Err(INVALID_HANDLE);
+                }
+                // Nothing is ever captured here.
+                unsafe { status.write(0) };
+                Ok(())
+            })
+        }
+
+        fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) {
+            initialised(|_| {
+                let mode = place(mode)?;
+                let given = unsafe { mode.read() };
+                if given > 2 {
+                    return Err(INVALID_VALUE);
+                }
+                unsafe { mode.write(CAPTURE_MODE.replace(given)) };
+                Ok(())
+            })
         }
 
         fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {

@@ -331,9 +331,25 @@ unsafe impl Verbs for Faulty {
         self.inner.copy_out(ordinal, address, to)
     }
 
+    unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
+        self.meet("copy_device")?;
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.copy_device(ordinal, ranges) }
+    }
+
+    fn relax_captures(&self, ordinal: i32) -> Result<bool> {
+        self.meet("relax_captures")?;
+        self.inner.relax_captures(ordinal)
+    }
+
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.meet("synchronize")?;
         self.inner.synchronize(ordinal)
+    }
+
+    fn wait_for_work(&self, ordinal: i32) -> Result<()> {
+        self.meet("wait_for_work")?;
+        self.inner.wait_for_work(ordinal)
     }
 
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {

@@ -50,6 +50,8 @@ const SAFETENSORS: &str = "safetensors";
 ///
 /// The broker keeps it, and this command ends. Readers see the object whole or not at all.
 #[derive(Debug, Args)]
+// The name first: `--safetensors` would take it for a file.
+#[command(override_usage = "vmmfd put [OPTIONS] <NAME> <--from <FILE>|--safetensors <FILE|DIR>...>")]
 #[command(after_help = exit_codes!("the broker has it", "the name exists, or its version is another than --if-version"))]
 pub(in super::super) struct PutOptions {
     /// Name of the object: components of A-Z, a-z, 0-9, `.`, `_` and `-`, separated by `/`
