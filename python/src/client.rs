@@ -259,6 +259,9 @@ impl Client {
             .ok_or_else(|| Failure::invalid("timeout=0 leaves the broker no time to answer: give some seconds"))?;
         let path =
             path.or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
+        if let Some(path) = path.as_ref().filter(|path| path.as_os_str().as_encoded_bytes().contains(&0)) {
+            return Err(Failure::invalid(format!("path={path:?} has a null character in it: no file is called so")));
+        }
         let path = broker_socket_path(path.as_deref())?;
         let config = Config::default()
             .with_timeout(timeout)
