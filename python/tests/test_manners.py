@@ -329,6 +329,8 @@ def test_a_fork_is_refused_with_a_sentence(server: Server, child: Callable[..., 
         BEGIN
         + """
 import warnings
+# Python 3.12 warns of each fork of a process that has threads.
+warnings.simplefilter("ignore", DeprecationWarning)
 put("there")
 lease = broker.get("there")
 array = lease["x"]
@@ -506,3 +508,25 @@ except vmmfd.NotFound as error:
     started.wait_for("ready")
     server.kill()
     assert "vmmfd serve" in started.end()
+
+
+@pytest.mark.parametrize("first", ["import vmmfd", "pass"], ids=["behind_the_main_one", "first"])
+def test_a_sub_interpreter_is_refused_with_a_sentence(child: Callable[..., Child], first: str) -> None:
+    started = child(
+        """
+        try:
+            import _xxsubinterpreters as interpreters
+        except ImportError:
+            import _interpreters as interpreters
+        FIRST
+        try:
+            failed = interpreters.run_string(interpreters.create(), "import vmmfd")
+        except Exception as error:
+            failed = error
+        # Python 3.13 returns what was raised.
+        assert "works in the main interpreter alone" in str(failed), failed
+        import vmmfd
+        print(vmmfd.empty(3, "f4", backend="host").shape)
+        """.replace("FIRST", first)
+    )
+    assert "(3,)" in started.end()
