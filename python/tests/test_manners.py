@@ -530,3 +530,36 @@ def test_a_sub_interpreter_is_refused_with_a_sentence(child: Callable[..., Child
         """.replace("FIRST", first)
     )
     assert "(3,)" in started.end()
+
+
+def test_leases_end_at_once_while_the_server_is_stopped(server: Server, child: Callable[..., Child]) -> None:
+    """More than the kernel has room to tell it of, and with the GIL held: the collector drops them."""
+    started = child(
+        BEGIN
+        + """
+put("there")
+leases = [broker.get("there") for _ in range(1500)]
+arrays = [lease["x"] for lease in leases]
+for lease in leases:
+    lease.close()
+say("stop it")
+sys.stdin.readline()
+begun = time.monotonic()
+del arrays
+assert time.monotonic() - begun < 5, time.monotonic() - begun
+say("dropped")
+while broker.who("there").leases:
+    time.sleep(0.01)
+""",
+        server.path,
+    )
+    started.wait_for("stop it")
+    server.pause()
+    assert started.process.stdin is not None
+    started.process.stdin.write("\n")
+    started.process.stdin.flush()
+    try:
+        started.wait_for("dropped")
+    finally:
+        server.go_on()
+    started.end()
