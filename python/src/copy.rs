@@ -203,7 +203,7 @@ impl Source {
             return Err(Failure::invalid(text));
         }
         if self.wait {
-            device.synchronize()?;
+            device.wait_for_work()?;
         }
         Ok(())
     }

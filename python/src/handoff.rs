@@ -45,7 +45,7 @@ pub(crate) fn serve(
     interruptibly(py, |cancel| {
         let path = socket_path(path.as_deref())?;
         // What other libraries queued is to be done before a consumer looks.
-        owner.device().synchronize()?;
+        owner.device().wait_for_work()?;
         let buffer = handoff::Buffer::new(Arc::clone(owner.shared()), Unchecked, Some(descriptor))?;
         let listener = Listener::bind(&path, false, timeout, cancel)?;
         let config = Config::default().with_timeout(timeout).with_cancel(cancel);

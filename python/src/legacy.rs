@@ -108,7 +108,7 @@ impl Opened {
             let mut held = self.memory.memory.write().unwrap_or_else(PoisonError::into_inner);
             let Some(memory) = held.take() else { return Ok(()) };
             // Its owner may free it as soon as this returns.
-            memory.device().synchronize()?;
+            memory.device().wait_for_work()?;
             drop(held);
             memory.let_go_now();
             Ok(())
@@ -150,7 +150,7 @@ pub(crate) fn handle(py: Python<'_>, array: &Bound<'_, Array>) -> Outcome<([u8; 
     py.detach(|| {
         let description = owner.describe()?;
         let Sharing::Legacy { pointer, offset } = description.sharing else { return Err(wrong()) };
-        owner.device().synchronize()?;
+        owner.device().wait_for_work()?;
         Ok((pointer.0, offset + array.descriptor().offset))
     })
 }

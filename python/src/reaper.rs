@@ -5,7 +5,7 @@
 //! nothing for the thread that happens to drop the last view: it may be Python's collector, a thread of the driver's own, or the
 //! interpreter's last breath. A thread of this module does them. It never touches Python, and no signal is handled on it.
 //!
-//! While a stream is being captured into a graph a device can't be waited for: it is tried again later.
+//! A stream that is being captured into a graph meanwhile is not disturbed, and what is dropped during a capture is given back during it.
 
 #![allow(unsafe_code)]
 
@@ -85,14 +85,11 @@ struct State {
     /// How many are being let go of.
     busy: usize,
     running: bool,
-    /// How many captures keep it from waiting for a device.
-    captures: usize,
     /// The process ends: nothing is given back any more, the kernel takes it all.
     ending: bool,
 }
 
-static STATE: Mutex<State> =
-    Mutex::new(State { queue: VecDeque::new(), busy: 0, running: false, captures: 0, ending: false });
+static STATE: Mutex<State> = Mutex::new(State { queue: VecDeque::new(), busy: 0, running: false, ending: false });
 static CHANGED: Condvar = Condvar::new();
 
 fn state() -> MutexGuard<'static, State> {
@@ -137,7 +134,7 @@ fn start() -> bool {
 fn work() {
     let mut held = state();
     loop {
-        if held.queue.is_empty() || held.captures > 0 || held.ending {
+        if held.queue.is_empty() || held.ending {
             held = CHANGED.wait(held).unwrap_or_else(PoisonError::into_inner);
             continue;
         }
@@ -176,31 +173,8 @@ fn is_done(device: &Device) -> bool {
     if device.is_host() {
         return true;
     }
-    if state().captures > 0 {
-        return false;
-    }
-    if device.relax_captures().is_ok_and(|capturing| capturing) {
-        return false;
-    }
     // `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` to `..._WRONG_THREAD`. After any other failure nothing runs on the device any more.
-    !matches!(device.synchronize(), Err(Error::Driver { code: 900..=908, .. }))
-}
-
-/// Keeps all that is dropped from now on, until [`end_capture`]: to wait for a device would end a capture. Waits for what is being let go
-/// of. Blocks: release the GIL.
-pub(crate) fn begin_capture() {
-    let mut held = state();
-    held.captures += 1;
-    while held.busy > 0 {
-        held = CHANGED.wait(held).unwrap_or_else(PoisonError::into_inner);
-    }
-}
-
-/// Lets go of what was kept.
-pub(crate) fn end_capture() {
-    let mut held = state();
-    held.captures = held.captures.saturating_sub(1);
-    CHANGED.notify_all();
+    !matches!(device.wait_for_work(), Err(Error::Driver { code: 900..=908, .. }))
 }
 
 /// Waits until all that was dropped is given back. Blocks: release the GIL. False if that took longer, or can't be done now.
@@ -209,7 +183,7 @@ pub(crate) fn settle(timeout: Duration) -> bool {
     let mut held = state();
     while !held.queue.is_empty() || held.busy > 0 {
         let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() || !held.running || held.captures > 0 {
+        if left.is_zero() || !held.running {
             return false;
         }
         held = CHANGED.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
