@@ -179,7 +179,6 @@ impl Checkpoint {
         };
         self.check_unchanged()?;
         memory.clear_padding()?;
-        memory.synchronize()?;
         if options.sealed {
             memory.seal()?;
         }

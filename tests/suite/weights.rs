@@ -155,7 +155,7 @@ fn a_failure_at_any_step_leaves_nothing(subject: Subject) {
     let device = subject.device();
     let options = threads(2).chunk(subject.unit()).sealed();
     let failed = subject.fail_each_call(|| checkpoint.load(&device, &options, &mut |_| Ok(())).map(drop));
-    for verb in ["page_lock", "create", "copy_in", "synchronize"] {
+    for verb in ["page_lock", "create", "copy_in", "export"] {
         assert!(failed.contains(&verb), "{verb}: {failed:?}");
     }
 }
