@@ -117,6 +117,7 @@ impl Class {
             Error::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => Self::NotFound,
             Error::Peer(PeerError::Timeout { .. }) => Self::Timeout,
             Error::Peer(PeerError::NotAllowed { .. }) => Self::Denied,
+            Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend | ErrorCode::Device, .. }) => Self::Unsupported,
             Error::Weights(WeightsError::Absent { .. }) => Self::NotFound,
             Error::Weights(WeightsError::Denied { .. }) => Self::Denied,
             Error::Load(LoadError::MissingSymbol { .. }) => Self::Unsupported,

@@ -124,8 +124,8 @@ impl Memory for Owned {
         self.closing.load(Ordering::Acquire) || self.memory.access() == Access::ReadOnly
     }
 
-    fn export(&self) -> Export {
-        if self.is_read_only() { Export::default() } else { Export::counted(&self.writable) }
+    fn export(&self) -> Result<Export> {
+        Ok(if self.is_read_only() { Export::default() } else { Export::counted(&self.writable) })
     }
 
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {

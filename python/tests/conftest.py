@@ -54,7 +54,8 @@ class Server:
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self.path = str(folder / "broker.sock")
-        self.options = options
+        # Of the emulated driver's memory the server is told: it is none of NVIDIA's.
+        self.options = (*options, *(["--emulated"] if "FAKECUDA_DEVICES" in os.environ and "--emulated" not in options else []))
         self.process: subprocess.Popen[str] | None = None
         self.start()
 

@@ -107,6 +107,27 @@ def test_memory_that_is_copied_on_the_host_is_sealed(broker: vmmfd.Broker, name:
     assert told["parts"][0]["memory"]["immutable"]
 
 
+def test_what_is_sealed_is_read_only_here_too(broker: vmmfd.Broker, name: str) -> None:
+    mine = vmmfd.asarray(floats(1, 2), backend="host")
+    broker.put(name, {"x": mine, "copied": floats(3)}, seal=True)
+    assert mine.readonly and mine.tobytes() == floats(1, 2).tobytes()
+    with pytest.raises(vmmfd.Error):
+        mine.copy_from(floats(5, 6))
+    # And what is in it can be put again.
+    assert broker.put(name, {"x": mine}, replace=True).version == 2
+    with pytest.raises(ValueError, match="wait=5 is how long the other parts are waited for"):
+        broker.put(name, {"x": mine}, replace=True, wait=5)
+
+
+def test_what_a_get_takes_is_known_before(broker: vmmfd.Broker, name: str) -> None:
+    memories = [vmmfd._native.Memory(size, backend="host") for size in (1, 3 << 20)]
+    broker._native.put(name, [(f"rank{at}", [memory], [], None) for at, memory in enumerate(memories)])
+    sizes = [memory.mapped_size for memory in memories]
+    assert broker.bytes_of(name) == sum(sizes) and broker.bytes_of(name, 1, parts=["rank1"]) == sizes[1]
+    with pytest.raises(KeyError, match="no part 'rank2'; it has rank0, rank1"):
+        broker.bytes_of(name, parts=["rank2"])
+
+
 def test_versions_replace_each_other(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": floats(1)})
     with pytest.raises(FileExistsError, match="exists") as caught:

@@ -7,11 +7,12 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Child, Server
 
 import vmmfd
 
@@ -286,14 +287,23 @@ def test_reads_and_switches_take_turns(broker: vmmfd.Broker, name: str) -> None:
     assert not wrong and array.tobytes()[:4] == np.float32(22).tobytes()
 
 
+def test_names_of_a_new_version_are_found(broker: vmmfd.Broker) -> None:
+    name = f"lease/{uuid.uuid4().hex}"
+    memory = vmmfd._native.Memory(4096, backend="host")
+    entries = [(f"a{at}", "uint8", [1], None, 0, at, None) for at in range(20)]
+    broker._native.put(name, [("all", [memory], entries, None)])
+    lease = broker.get(name)
+    assert lease["a7"].address == lease["a0"].address + 7
+    broker._native.put(name, [("all", [memory], [("new", "uint8", [1], None, 0, 99, None), *entries[::-1]], None)], replace=True)
+    lease.switch(lease.prepare()).close()
+    assert lease["a7"].address == lease["a0"].address + 7 and lease["new"].address == lease["a0"].address + 99
+    assert next(iter(lease)) == "new"
+
+
 def test_several_parts_are_switched_as_one(broker: vmmfd.Broker) -> None:
     name = f"lease/{uuid.uuid4().hex}"
 
     def version(value: int) -> None:
-        memories = [vmmfd._native.Memory(4096, backend="host") for _ in range(2)]
-        for memory in memories:
-            view = vmmfd.empty(4, "uint8", backend="host")
-            del view, memory
         arrays = [vmmfd.asarray(np.full(4, value + part, dtype="u1"), backend="host") for part in range(2)]
         plans = [broker._native.plan([("w", array)], f"rank{part}") for part, array in enumerate(arrays)]
         broker._native.put(name, plans, replace=True)
@@ -307,3 +317,59 @@ def test_several_parts_are_switched_as_one(broker: vmmfd.Broker) -> None:
     found = lease._native.arrays("rank1")
     assert [(part, array) for part, array, *_ in found] == [("rank1", "w")]
     assert len(lease._native.arrays()) == 2
+
+
+@pytest.mark.parametrize("how", ["capsule", "memoryview", "__array_interface__"])
+def test_nothing_is_exported_that_is_parked(server: Server, child: Callable[..., Child], how: str) -> None:
+    """An export that waits for the end of a park finds that there is nothing."""
+    exports = {
+        "capsule": "view = arrays[0].__dlpack__(max_version=(1, 1))",
+        "memoryview": "view = memoryview(arrays[0])",
+        # It counts for as long as its array lives.
+        "__array_interface__": 'view = lease["x0"]; view.__array_interface__',
+    }
+    started = child(
+        """
+        import sys, threading, time
+        import numpy as np
+        import vmmfd
+
+        sys.setswitchinterval(1e-5)
+        broker = vmmfd.connect(sys.argv[1], backend="host")
+        broker.put("parked", {f"x{number}": np.ones(1000, "f4") for number in range(50)})
+        lease = broker.get("parked")
+        arrays = [lease["x0"]]
+        over, exported, wrong = [], [0], [0]
+
+        def export():
+            while not over:
+                try:
+                    EXPORT
+                except vmmfd.Error:
+                    continue
+                exported[0] += 1
+                wrong[0] += lease.is_parked
+                del view
+                time.sleep(1e-4)
+
+        threads = [threading.Thread(target=export) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        end, parks = time.monotonic() + 3, 0
+        while time.monotonic() < end:
+            try:
+                lease.park()
+            except BufferError:
+                continue
+            parks += 1
+            time.sleep(0.003)
+            lease.unpark()
+        over.append(True)
+        for thread in threads:
+            thread.join()
+        assert parks > 3 and exported[0] > 10, (parks, exported)
+        assert not wrong[0], f"{wrong[0]} of {exported[0]} exports of what was parked"
+        """.replace("EXPORT", exports[how]),
+        server.path,
+    )
+    started.end()

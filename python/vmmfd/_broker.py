@@ -426,7 +426,7 @@ class Broker:
 
     def _plan(
         self, value: Any, part: str, copy: bool | None, seal: bool, device: Wanted | None
-    ) -> tuple[list[_native.PartPlan], dict[str, Any], object]:
+    ) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
         """The parts that a value is, what comes into the metadata, and what has to live until it is put."""
         plan = getattr(type(value), "_plan", None)
         if plan is not None and type(value).__module__.startswith("vmmfd."):

@@ -233,7 +233,7 @@ def device_uuid(ordinal: int = 0, *, backend: str = "auto") -> str:
     """The UUID of a device by its number in this process, with its prefix. Raises `Error` if there is none."""
 
 def same_device(
-    a: Device | Array | int | str | bytes | object, b: Device | Array | int | str | bytes | object, /
+    a: Device | Array | int | str | bytes | object, b: Device | Array | int | str | bytes | object
 ) -> bool:
     """Whether two names are of one device.
 
@@ -297,16 +297,16 @@ class _Pool:
 
 # Broker
 
-Time = float | timedelta
-Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
-PartPlan = tuple[str, list[Memory], list[Entry], str | None]
-Wanted = tuple[
+_Time = float | timedelta
+_Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
+_PartPlan = tuple[str, list[Memory], list[_Entry], str | None]
+_Wanted = tuple[
     str, int | None, int | None, list[str] | None, list[str] | None, Mapping[str, Any] | None, str | Mapping[str, str] | None
 ]
 
 @final
 class Client:
-    def __new__(cls, path: str | PathLike[str] | None, backend: str, timeout: Time, trust: list[int]) -> Client: ...
+    def __new__(cls, path: str | PathLike[str] | None, backend: str, timeout: _Time, trust: list[int]) -> Client: ...
     @property
     def path(self) -> PathLike[str]: ...
     @property
@@ -317,16 +317,16 @@ class Client:
     def put(
         self,
         name: str,
-        parts: list[PartPlan],
+        parts: list[_PartPlan],
         *,
         replace: bool | int | None = None,
         metadata: Mapping[str, Any] | None = None,
         mode: int | None = None,
-        lifetime: str | Time | None = None,
+        lifetime: str | _Time | None = None,
         keep: int | None = None,
         announced: list[str] | None = None,
         group: str | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
     ) -> tuple[int, str]: ...
     def plan(
         self,
@@ -335,7 +335,7 @@ class Client:
         *,
         device: int | str | Device | None = None,
         copy: bool | None = None,
-    ) -> PartPlan: ...
+    ) -> _PartPlan: ...
     def get(
         self,
         name: str,
@@ -346,11 +346,11 @@ class Client:
         arrays: list[str] | None = None,
         expect: Mapping[str, Any] | None = None,
         digest: str | Mapping[str, str] | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
         device: int | str | Device | None = None,
     ) -> Lease: ...
     def get_all(
-        self, requests: list[Wanted], *, wait: Time | None = None, device: int | str | Device | None = None
+        self, requests: list[_Wanted], *, wait: _Time | None = None, device: int | str | Device | None = None
     ) -> list[Lease]: ...
     def claim(
         self,
@@ -362,7 +362,7 @@ class Client:
         digest: str | Mapping[str, str] | None = None,
         parts: list[str] | None = None,
         arrays: list[str] | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
         device: int | str | Device | None = None,
     ) -> Lease | Claim: ...
     def prepare(
@@ -374,7 +374,7 @@ class Client:
         newer_than: int | None = None,
         expect: Mapping[str, Any] | None = None,
         digest: str | Mapping[str, str] | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
     ) -> Prepared: ...
     def unpark(
         self,
@@ -384,7 +384,7 @@ class Client:
         version: int | None = None,
         expect: Mapping[str, Any] | None = None,
         digest: str | Mapping[str, str] | None = None,
-        wait: Time | None = None,
+        wait: _Time | None = None,
     ) -> None: ...
     def shared(
         self, name: str, version: int, id: str, part: str, start: int, length: int
@@ -458,14 +458,14 @@ class Claim:
 
 @final
 class Watch:
-    def next(self, timeout: Time | None) -> dict[str, Any] | None: ...
+    def next(self, timeout: _Time | None) -> dict[str, Any] | None: ...
     @property
     def place(self) -> tuple[str, int]: ...
     @property
     def is_closed(self) -> bool: ...
     def close(self) -> None: ...
 
-def origin(array: Array, /) -> (
+def origin(array: Array) -> (
     tuple[
         tuple[PathLike[str], str, float, list[int]],
         tuple[str, int, str],
@@ -502,7 +502,7 @@ class Weights:
     def files(self) -> list[str]: ...
     @property
     def digest(self) -> str | None: ...
-    def entries(self) -> list[Entry]: ...
+    def entries(self) -> list[_Entry]: ...
 
 def load_safetensors(
     paths: Sequence[str],

@@ -79,9 +79,9 @@ class Weights(Mapping[str, "Array"]):
     def __repr__(self) -> str:
         return f"<vmmfd.Weights: {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
 
-    def _plan(self) -> tuple[list[_native.PartPlan], dict[str, Any], object]:
+    def _plan(self) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
         """What a put of them is made of: its parts, what comes into the metadata, and what has to live until it is put."""
-        part: _native.PartPlan = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
+        part: _native._PartPlan = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
         return [part], {"safetensors": self._metadata} if self._metadata else {}, self._weights
 
 

@@ -1,0 +1,52 @@
+"""The package's types: a checker accepts them, and they are those of the extension."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vmmfd
+
+pytest.importorskip("mypy", reason="needs mypy")
+
+
+def test_a_checker_accepts_the_package() -> None:
+    folder = Path(vmmfd.__file__).parent
+    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir=/dev/null", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_stubs_are_the_extensions(tmp_path: Path) -> None:
+    # What PyO3 adds, and what Python 3.11 has no name for.
+    (tmp_path / "allowed").write_text("vmmfd._native.__all__\nvmmfd._native.Array.__buffer__\n")
+    options = ["--allowlist", str(tmp_path / "allowed"), "--ignore-unused-allowlist"]
+    done = subprocess.run([sys.executable, "-m", "mypy.stubtest", *options, "vmmfd._native"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_users_code_is_checked(tmp_path: Path) -> None:
+    code = tmp_path / "program.py"
+    code.write_text(
+        """
+import datetime
+import vmmfd
+
+def use(broker: vmmfd.Broker) -> int:
+    with broker.get("a", wait=datetime.timedelta(seconds=1), expect={"k": 1}) as lease:
+        array: vmmfd.Array = lease["x"]
+        for name, one in lease.items():
+            assert isinstance(name, str) and one.shape
+        wrong: str = lease.version
+    summaries: list[vmmfd.Summary] = broker.list()
+    leases: list[vmmfd.Lease] = broker.get_all(["a"])
+    broker.put("a", {"x": array}, lifetime="maker", replace=3)
+    broker.put("a", {"x": array}, lifetime="for ever")
+    return len(summaries) + len(leases)
+"""
+    )
+    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir=/dev/null", str(code)], capture_output=True, text=True)
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 2 and "[assignment]" in errors[0] and "[arg-type]" in errors[1], done.stdout
