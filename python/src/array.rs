@@ -109,7 +109,10 @@ impl Array {
         }
         let interface = self.descriptor.interface(self.memory.address(), self.exports_read_only());
         let interface = interface.map_err(Failure::from)?;
-        self.exported.get_or_init(|| self.memory.export_by_interface());
+        // Another thread may do so meanwhile, since this releases the GIL: then one of the two is dropped.
+        if self.exported.get().is_none() {
+            let _ = self.exported.set(self.memory.export_by_interface().map_err(Failure::from)?);
+        }
         let dictionary = PyDict::new(py);
         dictionary.set_item("shape", PyTuple::new(py, &interface.shape)?)?;
         dictionary.set_item("typestr", interface.typestr)?;

@@ -178,6 +178,8 @@ fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor) -> Outcome<(DlTenso
         strides.push(stride / size);
     }
     let shape: Vec<i64> = array.shape.iter().map(|length| i64::try_from(*length).unwrap_or(i64::MAX)).collect();
+    // From here on the addresses stay as they are.
+    let export = memory.export()?;
     let data = if array.shape.contains(&0) { 0 } else { memory.address() + array.offset };
     if !data.is_multiple_of(alignment(array.dtype.size())) {
         return Err(Failure::export(format!("its first element, at {data:#x}, is not aligned for {}", array.dtype)));
@@ -186,7 +188,7 @@ fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor) -> Outcome<(DlTenso
         shape: shape.into(),
         strides: strides.into(),
         _memory: Arc::clone(memory),
-        _export: memory.export(),
+        _export: export,
     });
     let tensor = DlTensor {
         data: ptr::without_provenance_mut(data as usize),

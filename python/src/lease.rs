@@ -317,20 +317,21 @@ impl Memory for LeasedPiece {
         }
     }
 
-    fn export(&self) -> Export {
-        // Not while another version takes its place. Whoever does that needs no GIL; others do meanwhile.
-        let exports = &self.leased.exports;
+    fn export(&self) -> Result<Export> {
+        // Not while another version takes its place. Whoever does that needs no GIL; others do meanwhile. What is mapped is looked at
+        // with the lock held: a park counts the exports with it held, too.
+        let counted = || self.check_mapped().map(|()| Export::counted(&self.leased.exports));
         let free = match self.leased.object.try_read() {
             Ok(object) => Some(object),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         };
         if let Some(_object) = free {
-            return Export::counted(exports);
+            return counted();
         }
         let wait = || {
             let _object = self.leased.object();
-            Export::counted(exports)
+            counted()
         };
         Python::try_attach(|py| py.detach(wait)).unwrap_or_else(wait)
     }

@@ -63,13 +63,13 @@ impl Memory for Closable {
         self.with(|_| Ok(()))
     }
 
-    fn export(&self) -> Export {
-        Export::counted(&self.exports)
+    fn export(&self) -> Result<Export> {
+        self.with(|_| Ok(Export::counted(&self.exports)))
     }
 
-    fn export_by_interface(&self) -> Export {
+    fn export_by_interface(&self) -> Result<Export> {
         // As with Numba, who reads the interface has to know when the handle is closed.
-        Export::default()
+        Ok(Export::default())
     }
 
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
