@@ -69,8 +69,9 @@ impl Drop for Mapped {
         let mut done: Vec<&Device> = vec![first.device()];
         for piece in pieces.filter(|piece| !piece.is_parked()) {
             if done.iter().all(|device| device.uuid() != piece.device().uuid()) {
-                // It fails with the error of earlier work, which is not this one's.
-                let _ = piece.synchronize();
+                // Not as `synchronize` does: another thread may be capturing a stream. It fails with the error of earlier work, which is
+                // not this one's.
+                let _ = piece.device().wait_for_work();
                 done.push(piece.device());
             }
         }

@@ -103,18 +103,13 @@ fn is_end(error: &Error) -> bool {
 
 /// Whether this thread's wait must end.
 fn must_end() -> bool {
-    let main = CALL.with_borrow(|call| {
-        let call = call.as_ref()?;
-        Some(if call.ended.iter().any(Ended::is_ended) { None } else { Some(call.main) })
-    });
-    match main {
-        // A thread of the library's own, or one that Python runs no handlers on.
-        None | Some(Some(false)) => return false,
-        Some(None) => return true,
-        Some(Some(true)) => {}
+    // Without a call it is a thread of the library's own.
+    let is_ended = || CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.ended.iter().any(Ended::is_ended)));
+    if is_ended() || !CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.main)) {
+        return is_ended();
     }
-    // Without a borrow: a handler may make calls of its own. An interpreter that ends has no handlers any more.
-    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return false };
+    // Without a borrow: a handler may make calls of its own, and close what is waited in. An interpreter that ends has no handlers any more.
+    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return is_ended() };
     CALL.with_borrow_mut(|call| {
         if let Some(call) = call {
             call.raised = Some(raised);

@@ -385,11 +385,12 @@ class Broker:
         refused while other libraries have views of it that may be written, unless `exported="valid"` promises that none is. What is
         copied on the host backend is sealed by the kernel in any case.
 
-        Blocks until all work of the device is done, and the broker has answered.
+        Blocks until all work of the device is done, and the broker has answered. It synchronises the device's primary context, and so ends
+        a capture of a CUDA graph that any thread of this process has under way there: put before or after a capture.
 
         Raises `Exists` if there is an object of the name, `Differs` if its version is another than the one to replace, `Denied` if it is another
-        user's, `ExportError` (a `BufferError`) for what `copy=False` forbids and for `seal=True` with such views, `Invalid` for what makes no sense, `OutOfMemory`, `Timeout`
-        if the other parts did not come, and `Error` if a quota or the broker is full.
+        user's, `ExportError` (a `BufferError`) for what `copy=False` forbids and for `seal=True` with such views, `Invalid` for what makes no
+        sense, `OutOfMemory`, `Timeout` if the other parts did not come, and `Error` if a quota or the broker is full.
         """
         if wait is not None and parts is None:
             raise Invalid(f"wait={wait!r} is how long the other parts are waited for: give part, parts and group too, or no wait")
