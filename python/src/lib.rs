@@ -19,6 +19,7 @@ mod lease;
 mod legacy;
 mod memory;
 mod pool;
+mod process;
 mod reaper;
 mod shared;
 mod signals;
