@@ -24,6 +24,7 @@ use crate::{
     error::{Failure, Outcome},
     memory::{Export, Memory},
     reaper::{self, Kept},
+    signals,
 };
 
 /// How long memory that was dropped is waited for where there is none left.
@@ -199,7 +200,7 @@ impl Buffer {
     /// Copies another library's array to `offset`, in C order. Returns how many bytes that were.
     fn write(&self, py: Python<'_>, offset: u64, object: &Bound<'_, PyAny>) -> Outcome<u64> {
         let source = copy::source(object)?;
-        py.detach(|| source.copy_to(&*self.0, offset))?;
+        signals::run(py, &[], || source.copy_to(&*self.0, offset))?;
         source.bytes()
     }
 

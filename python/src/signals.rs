@@ -10,6 +10,7 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use pyo3::{exceptions::PyImportError, ffi, prelude::*};
@@ -99,6 +100,40 @@ pub(crate) fn closed() -> Failure {
 fn is_end(error: &Error) -> bool {
     use vmmfd::error::{BrokerError, RefusalCode};
     matches!(error, Error::Interrupted { .. } | Error::Broker(BrokerError { code: RefusalCode::Stopped, .. }))
+}
+
+/// Looks for signals between the steps of long work inside of [`run`], at most some times a second.
+pub(crate) struct Looks {
+    next: Instant,
+    steps: u32,
+    bytes: u64,
+}
+
+impl Looks {
+    /// How often a signal is looked for: each look takes the GIL.
+    const PAUSE: Duration = Duration::from_millis(20);
+
+    pub(crate) fn new() -> Self {
+        Self { next: Instant::now() + Self::PAUSE, steps: 0, bytes: 0 }
+    }
+
+    /// One more step is done, of so many bytes.
+    ///
+    /// # Errors
+    /// If a signal's handler raised, which is what [`run`] then raises.
+    pub(crate) fn step(&mut self, bytes: u64) -> Outcome<()> {
+        (self.steps, self.bytes) = (self.steps + 1, self.bytes.saturating_add(bytes));
+        if self.steps < 4096 && self.bytes < 4 << 20 {
+            return Ok(());
+        }
+        (self.steps, self.bytes) = (0, 0);
+        let now = Instant::now();
+        if now < self.next {
+            return Ok(());
+        }
+        self.next = now + Self::PAUSE;
+        if must_end() { Err(closed()) } else { Ok(()) }
+    }
 }
 
 /// Whether this thread's wait must end.

@@ -121,14 +121,18 @@ pub(crate) fn load_safetensors(
         let device = driver::device(&driver::driver(backend)?, wanted)?;
         let mut raised = None;
         let mut tick = |done: u64| {
-            let called = Python::attach(|py| {
+            // None while the interpreter ends: then nothing needs the weights.
+            let called = Python::try_attach(|py| -> PyResult<()> {
                 py.check_signals()?;
                 progress.iter().try_for_each(|call| call.call1(py, (done, checkpoint.size())).map(drop))
             });
-            called.map_err(|error: PyErr| {
-                raised = Some(error);
-                Error::Interrupted { signal: 0 }
-            })
+            match called {
+                Some(Ok(())) => Ok(()),
+                ended => {
+                    raised = ended.and_then(Result::err);
+                    Err(Error::Interrupted { signal: 0 })
+                }
+            }
         };
         let loaded = checkpoint.load(&device, &options, &mut tick);
         if let Some(error) = raised {

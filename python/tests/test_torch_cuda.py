@@ -541,6 +541,8 @@ def test_a_pool_says_what_it_can_not_do() -> None:
     # It can be entered again.
     with pool:
         assert in_arena(torch.empty(10, device="cuda"))
+    torch.cuda.empty_cache()
+    assert pool.figures["arenas"] == 0
     with vmmfd.torch.pool(arena=32 * MIB) as small:
         tensors = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
         assert small.figures["arenas"] == 3

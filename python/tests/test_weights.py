@@ -255,6 +255,20 @@ print("whole")
     assert child.returncode == -signal.SIGINT and "KeyboardInterrupt" in err and "whole" not in out, (out, err)
 
 
+@pytest.mark.parametrize("after", [0.0, 0.1])
+def test_the_interpreter_ends_while_a_thread_loads(tmp_path: Path, after: float) -> None:
+    large(tmp_path / "w.safetensors", 768 << 20)
+    program = f"""
+import threading, time, vmmfd
+def load():
+    vmmfd.load_safetensors({str(tmp_path)!r}, backend="host", threads=1)
+threading.Thread(target=load, daemon=True).start()
+time.sleep({after})
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
     large(tmp_path / "w.safetensors", 256 << 20)
     loads: list[vmmfd.Weights] = []

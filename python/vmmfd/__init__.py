@@ -46,7 +46,7 @@ from ._errors import (
     Unsupported,
 )
 from ._handoff import Served, serve, take
-from ._native import Array, Device, __version__, asarray, capturing, device_uuid, devices, empty, same_device
+from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 from ._reduce import register_reducer
 
 # Weights
@@ -99,7 +99,6 @@ __all__ = [
     "Device",
     "Served",
     "asarray",
-    "capturing",
     "device_uuid",
     "devices",
     "empty",

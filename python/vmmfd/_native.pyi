@@ -241,18 +241,6 @@ def same_device(
     beginning of one, as `CUDA_VISIBLE_DEVICES` has it; the 16 bytes of one; or what prints itself as one. Raises `Invalid` for what
     names none."""
 
-@final
-class capturing:
-    """A context manager to put round the capture of a CUDA graph, in which memory of `vmmfd` may be dropped.
-
-    Memory of a GPU that is dropped is given back by a thread that waits for the device first, and to wait for a device while one of its
-    streams is captured ends the capture. Inside of this it is kept, and given back when the last such context is left. Entering it blocks,
-    with the GIL released, until the thread is not waiting."""
-
-    def __new__(cls) -> capturing: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_error: object) -> None: ...
-
 def _settle(timeout: float) -> bool:
     """Waits until the memory that was dropped is given back. False if that took longer than `timeout` seconds."""
 

@@ -2,11 +2,10 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    fs::{self, File},
+    fs::{self, File, Metadata},
     io,
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    time::SystemTime,
 };
 
 use serde::Deserialize;
@@ -285,7 +284,20 @@ struct Opened {
     path: PathBuf,
     file: File,
     size: u64,
-    modified: Option<SystemTime>,
+    times: Times,
+}
+
+/// When a file was modified, which a program may set as it likes, and when it was changed, which it may not: seconds and nanoseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Times {
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Times {
+    fn of(metadata: &Metadata) -> Self {
+        Self { modified: (metadata.mtime(), metadata.mtime_nsec()), changed: (metadata.ctime(), metadata.ctime_nsec()) }
+    }
 }
 
 impl Opened {
@@ -297,7 +309,7 @@ impl Opened {
         if !metadata.is_file() {
             return Err(unfit(path, "is not a regular file".to_owned()));
         }
-        Ok(Self { path: path.to_owned(), file, size: metadata.len(), modified: metadata.modified().ok() })
+        Ok(Self { path: path.to_owned(), file, size: metadata.len(), times: Times::of(&metadata) })
     }
 
     fn header(&self) -> Result<Header> {
@@ -325,7 +337,7 @@ impl Opened {
     fn check_unchanged(&self) -> Result<()> {
         let metadata = self.file.metadata();
         let metadata = metadata.map_err(|error| Error::system(format!("look at {}", self.path.display()), error))?;
-        let same = metadata.len() == self.size && metadata.modified().ok() == self.modified;
+        let same = metadata.len() == self.size && Times::of(&metadata) == self.times;
         if same { Ok(()) } else { Err(self.changed()) }
     }
 

@@ -156,11 +156,18 @@ impl Checkpoint {
                     break;
                 }
             }
-            // Meanwhile the others lock their memory and read their first block.
-            let memory =
-                if work.is_stopped() { None } else { Shared::create(device, spec).map_err(|e| work.stop(e)).ok() };
-            // The only call that sets it.
-            let _ = work.memory.set(memory);
+            // A panic from here on ends the threads too.
+            let _awaited = Awaited(&work);
+            if !work.is_stopped() {
+                // Meanwhile the others lock their memory and read their first block.
+                match Shared::create(device, spec) {
+                    Ok(memory) => drop(work.memory.set(Some(memory))),
+                    Err(error) => work.stop(error),
+                }
+            }
+            if work.is_stopped() {
+                work.give_up();
+            }
             work.wait(progress);
         });
         let Work { memory, state, .. } = work;
@@ -172,7 +179,6 @@ impl Checkpoint {
         };
         self.check_unchanged()?;
         memory.clear_padding()?;
-        memory.synchronize()?;
         if options.sealed {
             memory.seal()?;
         }
@@ -225,10 +231,44 @@ struct Work<'a> {
     turns: Turns,
 }
 
+/// A thread that reads, until it is dropped: at the thread's end, also by a panic, which the call has then too.
+struct Running<'a>(&'a Work<'a>);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.give_up();
+        }
+        self.0.state().running -= 1;
+        self.0.ended.notify_one();
+    }
+}
+
+/// The thread that waits for the others: a panic of it ends them.
+struct Awaited<'a>(&'a Work<'a>);
+
+impl Drop for Awaited<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.give_up();
+        }
+    }
+}
+
 /// So many threads at a time.
 struct Turns {
     free: Mutex<usize>,
     returned: Condvar,
+}
+
+/// A turn, until it is dropped.
+struct Turn<'a>(&'a Turns);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *self.0.free() += 1;
+        self.0.returned.notify_one();
+    }
 }
 
 impl Turns {
@@ -236,14 +276,15 @@ impl Turns {
         Self { free: Mutex::new(count), returned: Condvar::new() }
     }
 
+    fn free(&self) -> MutexGuard<'_, usize> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Does something once it is this thread's turn.
     fn take<T>(&self, work: impl FnOnce() -> T) -> T {
-        let free = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        *self.returned.wait_while(free(), |free| *free == 0).unwrap_or_else(PoisonError::into_inner) -= 1;
-        let result = work();
-        *free() += 1;
-        self.returned.notify_one();
-        result
+        *self.returned.wait_while(self.free(), |free| *free == 0).unwrap_or_else(PoisonError::into_inner) -= 1;
+        let _turn = Turn(self);
+        work()
     }
 }
 
@@ -290,18 +331,21 @@ impl Work<'_> {
         }
     }
 
+    /// Ends the threads, also those that wait for memory.
+    fn give_up(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+        // Unless there is some.
+        let _ = self.memory.set(None);
+    }
+
     /// What each thread does.
     fn run(&self) {
+        let _running = Running(self);
         let mut hashes = Vec::new();
-        let result = self.read(&mut hashes);
-        if let Err(error) = result {
+        if let Err(error) = self.read(&mut hashes) {
             self.stop(error);
         }
-        let mut state = self.state();
-        state.hashes.append(&mut hashes);
-        state.running -= 1;
-        drop(state);
-        self.ended.notify_one();
+        self.state().hashes.append(&mut hashes);
     }
 
     fn read(&self, hashes: &mut Vec<(u64, Hash)>) -> Result<()> {

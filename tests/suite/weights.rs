@@ -5,7 +5,8 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{Seek, SeekFrom, Write},
     num::NonZero,
-    os::unix::fs::{PermissionsExt, symlink},
+    os::unix::fs::{FileExt, PermissionsExt, symlink},
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
 };
@@ -14,7 +15,7 @@ use nix::{sys::stat::Mode, unistd::mkfifo};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use vmmfd::{
-    Error,
+    Error, Result,
     error::{ErrorKind, WeightsError},
     memory::Region,
     tools::check::files,
@@ -27,6 +28,7 @@ cases! {
     on crate::support::Subject; every backend: [
     tensors_are_in_memory_as_the_files_have_them,
     a_failure_at_any_step_leaves_nothing,
+    a_panic_ends_a_load,
     the_caller_ends_a_load,
     files_that_change_meanwhile_are_noticed,
     sealed_weights_are_read_only,
@@ -153,9 +155,29 @@ fn a_failure_at_any_step_leaves_nothing(subject: Subject) {
     let device = subject.device();
     let options = threads(2).chunk(subject.unit()).sealed();
     let failed = subject.fail_each_call(|| checkpoint.load(&device, &options, &mut |_| Ok(())).map(drop));
-    for verb in ["page_lock", "create", "copy_in", "synchronize"] {
+    for verb in ["page_lock", "create", "copy_in", "export"] {
         assert!(failed.contains(&verb), "{verb}: {failed:?}");
     }
+}
+
+fn a_panic_ends_a_load(subject: Subject) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w.safetensors");
+    large(&path, 40 << 20);
+    let checkpoint = Checkpoint::open([&path]).unwrap();
+    let device = subject.device();
+    let load = |progress: &mut dyn FnMut(u64) -> Result<()>| {
+        let loaded = catch_unwind(AssertUnwindSafe(|| checkpoint.load(&device, &threads(3), progress)));
+        assert!(loaded.is_err(), "there was no panic");
+        subject.assert_empty();
+    };
+    // In a thread that reads, in this one while the others wait for memory, and in the caller's own code.
+    for verb in ["page_lock", "copy_in", "create"] {
+        subject.faulty.panic_in(Some(verb));
+        load(&mut |_| Ok(()));
+    }
+    subject.faulty.panic_in(None);
+    load(&mut |_| panic!("the caller's own"));
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -184,7 +206,13 @@ fn files_that_change_meanwhile_are_noticed(subject: Subject) {
     subject.faulty.slow_down("copy_in", Duration::from_millis(30));
     let shrink = |file: &File| file.set_len(1000).unwrap();
     let touch = |file: &File| file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
-    for change in [&shrink as &dyn Fn(&File), &touch] {
+    let write = |file: &File| {
+        // As if nothing had been written.
+        let modified = file.metadata().unwrap().modified().unwrap();
+        file.write_all_at(b"other", 30 << 20).unwrap();
+        file.set_modified(modified).unwrap();
+    };
+    for change in [&shrink as &dyn Fn(&File), &touch, &write] {
         large(&path, 40 << 20);
         let checkpoint = Checkpoint::open([&path]).unwrap();
         let file = OpenOptions::new().write(true).open(&path).unwrap();

@@ -45,6 +45,8 @@ struct Ledger {
     fault: Option<(Fault, u32)>,
     /// A verb that takes long.
     slow: Option<(&'static str, Duration)>,
+    /// A verb that panics.
+    panics: Option<&'static str>,
     failed: Option<&'static str>,
     verbs: Vec<&'static str>,
     handles: BTreeSet<Handle>,
@@ -83,6 +85,11 @@ impl Faulty {
     /// Makes every call of this verb take so much longer.
     pub(crate) fn slow_down(&self, verb: &'static str, by: Duration) {
         self.ledger().slow = Some((verb, by));
+    }
+
+    /// Makes every call of this verb panic, or none.
+    pub(crate) fn panic_in(&self, verb: Option<&'static str>) {
+        self.ledger().panics = verb;
     }
 
     /// Ends all faults, and returns which verb failed since the last time.
@@ -154,6 +161,8 @@ impl Faulty {
         if let Some((_, by)) = slow {
             thread::sleep(by);
         }
+        let panics = self.ledger().panics == Some(verb);
+        assert!(!panics, "an injected panic in {verb}");
         let mut ledger = self.ledger();
         ledger.verbs.push(verb);
         let Some((fault, code)) = &mut ledger.fault else { return Ok(()) };
@@ -335,11 +344,6 @@ unsafe impl Verbs for Faulty {
         self.meet("copy_device")?;
         // SAFETY: the caller's promise.
         unsafe { self.inner.copy_device(ordinal, ranges) }
-    }
-
-    fn relax_captures(&self, ordinal: i32) -> Result<bool> {
-        self.meet("relax_captures")?;
-        self.inner.relax_captures(ordinal)
     }
 
     fn synchronize(&self, ordinal: i32) -> Result<()> {
