@@ -25,9 +25,10 @@ use crate::{
     device::{self, PyDevice},
     dlpack::{self, Wanted},
     driver, dtype,
-    error::{Failure, Outcome},
+    error::{Failure, Outcome, shown, tolerant},
     memory::{Export, Memory},
     shared::{Buffer, Owned},
+    signals,
 };
 
 /// A typed array in shared memory.
@@ -109,7 +110,10 @@ impl Array {
         }
         let interface = self.descriptor.interface(self.memory.address(), self.exports_read_only());
         let interface = interface.map_err(Failure::from)?;
-        self.exported.get_or_init(|| self.memory.export_by_interface());
+        // Another thread may do so meanwhile, since this releases the GIL: then one of the two is dropped.
+        if self.exported.get().is_none() {
+            let _ = self.exported.set(self.memory.export_by_interface().map_err(Failure::from)?);
+        }
         let dictionary = PyDict::new(py);
         dictionary.set_item("shape", PyTuple::new(py, &interface.shape)?)?;
         dictionary.set_item("typestr", interface.typestr)?;
@@ -168,28 +172,30 @@ impl Array {
 
 /// A whole number as an index.
 fn integer(item: &Bound<'_, PyAny>) -> PyResult<i128> {
-    let bad = || {
-        let shown = item.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
-        PyTypeError::new_err(format!(
-            "{shown} is no index: vmmfd takes whole numbers, slices and one ellipsis (...); for others use a view of NumPy's or PyTorch's"
-        ))
-    };
-    if item.is_instance_of::<PyBool>() {
-        return Err(bad());
+    if !item.is_instance_of::<PyBool>()
+        && let Some(index) = tolerant(item.py(), item.extract::<i64>())?
+    {
+        return Ok(i128::from(index));
     }
-    item.extract::<i64>().map(i128::from).map_err(|_| bad())
+    Err(PyTypeError::new_err(format!(
+        "{} is no index: vmmfd takes whole numbers, slices and one ellipsis (...); for others use a view of NumPy's or PyTorch's",
+        shown(item)?
+    )))
 }
 
 /// A shape as a caller gives it: a number or a sequence of them.
 pub(crate) fn shape(given: &Bound<'_, PyAny>) -> Outcome<Vec<u64>> {
-    let bad = || {
-        let shown = given.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
-        Failure::invalid(format!("shape={shown} is no shape: give a whole number or a tuple of them, none negative"))
-    };
-    if let Ok(length) = given.extract::<u64>() {
+    let py = given.py();
+    if let Some(length) = tolerant(py, given.extract::<u64>())? {
         return Ok(vec![length]);
     }
-    given.extract::<Vec<u64>>().map_err(|_| bad())
+    if let Some(lengths) = tolerant(py, given.extract::<Vec<u64>>())? {
+        return Ok(lengths);
+    }
+    Err(Failure::invalid(format!(
+        "shape={} is no shape: give a whole number or a tuple of them, none negative",
+        shown(given)?
+    )))
 }
 
 #[pymethods]
@@ -362,7 +368,7 @@ impl Array {
         }
         let source = copy::source(source)?;
         source.check(&self.descriptor)?;
-        py.detach(|| source.copy_into(&*self.memory, &self.descriptor))
+        signals::run(py, &[], || source.copy_into(&*self.memory, &self.descriptor))
     }
 
     /// Copies its elements into another array of this shape and type.
@@ -370,7 +376,7 @@ impl Array {
         self.check()?;
         let destination = copy::source(destination)?;
         destination.check(&self.descriptor)?;
-        py.detach(|| destination.fill_from(&*self.memory, &self.descriptor))
+        signals::run(py, &[], || destination.fill_from(&*self.memory, &self.descriptor))
     }
 
     /// Its elements as bytes, in C order.
@@ -381,7 +387,7 @@ impl Array {
             return Err(Failure::invalid(format!("{size} bytes are more than a bytes object can have")));
         }
         Ok(PyBytes::new_with(py, size, |to| {
-            py.detach(|| copy::read(&*self.memory, &self.descriptor, to)).map_err(PyErr::from)
+            signals::run(py, &[], || copy::read(&*self.memory, &self.descriptor, to)).map_err(PyErr::from)
         })?)
     }
 
@@ -407,7 +413,7 @@ impl Array {
         }
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
         if copy == Some(true) {
-            let (memory, array) = py.detach(|| copy::copied(&*self.memory, &self.descriptor))?;
+            let (memory, array) = signals::run(py, &[], || copy::copied(&*self.memory, &self.descriptor))?;
             return dlpack::capsule(py, &memory, &array, Wanted { versioned, read_only: false, copied: true });
         }
         let read_only = self.exports_read_only();
@@ -542,7 +548,7 @@ pub(crate) fn asarray(
 ) -> Outcome<Array> {
     let source = copy::source(object)?;
     let wanted = device.map(device::selector).transpose()?;
-    let made = py.detach(|| {
+    let made = signals::run(py, &[], || {
         let driver = driver::driver(backend)?;
         let wanted = wanted.or(source.selector(&driver));
         let descriptor = source.descriptor()?;

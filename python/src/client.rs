@@ -5,7 +5,6 @@ use std::{
     path::PathBuf,
     process,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    time::Duration,
 };
 
 use pyo3::{
@@ -29,6 +28,7 @@ use crate::{
     lease::{Claim, Lease, Leased, Prepared, Selection},
     memory::Place,
     signals::{self, Ended},
+    waiting::seconds,
     watch::Watch,
 };
 
@@ -37,9 +37,6 @@ const IDLE: usize = 8;
 
 /// The name of a part where its maker gives none.
 pub(crate) const PART: &str = "all";
-
-/// The longest wait: some hundred years.
-const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// The connections to a broker: one for each call that is under way at once, so that a call never waits for that of another
 /// thread, and can be ended.
@@ -259,6 +256,9 @@ impl Client {
             .ok_or_else(|| Failure::invalid("timeout=0 leaves the broker no time to answer: give some seconds"))?;
         let path =
             path.or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
+        if let Some(path) = path.as_ref().filter(|path| path.as_os_str().as_encoded_bytes().contains(&0)) {
+            return Err(Failure::invalid(format!("path={path:?} has a null character in it: no file is called so")));
+        }
         let path = broker_socket_path(path.as_deref())?;
         let config = Config::default()
             .with_timeout(timeout)
@@ -686,31 +686,6 @@ fn request(
 fn waiting(get: Get, wait: Option<&Bound<'_, PyAny>>) -> Outcome<Get> {
     let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?.flatten();
     Ok(wait.into_iter().fold(get, Get::wait))
-}
-
-/// A time that a caller gives in seconds, or as a `timedelta`.
-///
-/// # Errors
-/// `ValueError` for a negative one, and for what is no number.
-pub(crate) fn seconds(value: &Bound<'_, PyAny>, what: &str) -> Outcome<Option<Duration>> {
-    if value.is_none() {
-        return Ok(None);
-    }
-    let bad = || {
-        let shown = value.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
-        Failure::invalid(format!("{what}={shown} is no time: give seconds, from 0 on, or a timedelta"))
-    };
-    if value.is_instance_of::<PyBool>() {
-        return Err(bad());
-    }
-    let number: f64 = match value.extract() {
-        Ok(number) => number,
-        Err(_) => value.call_method0("total_seconds").and_then(|seconds| seconds.extract()).map_err(|_| bad())?,
-    };
-    if number.is_nan() || number < 0.0 {
-        return Err(bad());
-    }
-    Ok(Some(Duration::try_from_secs_f64(number).map_or(FOREVER, |time| time.min(FOREVER))))
 }
 
 /// When a put succeeds: `False`, `True`, or the version that is to be replaced.

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::{ffi::c_int, ptr, slice, sync::Arc};
+use std::{ffi::c_int, ops::Range, ptr, slice, sync::Arc};
 
 use pyo3::{buffer::PyUntypedBuffer, exceptions::PyTypeError, ffi, prelude::*, types::PyDict};
 use vmmfd::{
@@ -10,16 +10,17 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     driver::{Backend, Driver},
     error::MemoryError,
-    memory::Selector,
+    memory::{Device, Selector},
 };
 
 use crate::{
     array::Array,
     dlpack::{self, Taken},
     dtype,
-    error::{Failure, Outcome},
-    memory::Memory,
+    error::{Failure, Outcome, tolerant},
+    memory::{Export, Memory},
     shared::Owned,
+    signals::Looks,
 };
 
 /// Shorter runs of bytes are gathered before they are copied.
@@ -27,6 +28,9 @@ const SHORT: u64 = 64 << 10;
 
 /// How many bytes are gathered at a time.
 const GATHERED: usize = 4 << 20;
+
+/// How many bytes are copied at a time: between two of them a signal is looked for.
+const PIECE: u64 = 16 << 20;
 
 /// How many ranges the driver is given at a time.
 const RANGES: usize = 4096;
@@ -128,12 +132,27 @@ impl Source {
             return Err(Error::Memory(MemoryError::ReadOnly).into());
         }
         to.check(memory.size())?;
-        let steps = self.steps()?;
-        let walk = Walk::new(&self.shape, self.dtype.size(), &steps, &to.strides_in_bytes()?);
+        let (steps, target) = (self.steps()?, to.strides_in_bytes()?);
+        check_destination(&to.shape, &target)?;
+        let walk = Walk::new(&self.shape, self.dtype.size(), &steps, &target);
         if walk.is_empty() {
             return Ok(());
         }
+        match meeting((self.address, &steps), (memory.address() + to.offset, &target), &self.shape, self.dtype.size())?
+        {
+            Meeting::Apart => {}
+            Meeting::Same => return Ok(()),
+            Meeting::Overlap => {
+                let straight = self.descriptor()?;
+                let copy = Owned::create(memory.device(), straight.bytes()?)?;
+                self.copy_into(&*copy, &straight)?;
+                return between(&*copy, &straight, memory, to);
+            }
+        }
+        // What is mapped must stay so, and writable: a switch, a park and a seal are refused meanwhile.
+        let _held = memory.export()?;
         if let Place::Cuda(_) = self.place {
+            let _source = self.export()?;
             self.meet(memory)?;
             let (from, base) = (self.address, memory.address() + to.offset);
             return on_device(memory, &walk, |a, b| (moved(base, b), moved(from, a)));
@@ -143,22 +162,22 @@ impl Source {
             // The elements follow one another where they go: gather them.
             let mut gathered = Vec::with_capacity(GATHERED.min(usize::try_from(self.bytes()?).unwrap_or(GATHERED)));
             let mut at = to.offset;
-            walk.each(|a, _| {
-                if gathered.len() + walk.bytes as usize > gathered.capacity() {
+            walk.each(|a, _, size| {
+                if gathered.len() + size as usize > gathered.capacity() {
                     memory.copy_in(at, &gathered)?;
                     at += gathered.len() as u64;
                     gathered.clear();
                 }
-                self.read_run(a, walk.bytes, &mut |bytes| {
+                self.read_run(a, size, &mut |bytes| {
                     gathered.extend_from_slice(bytes);
                     Ok(())
                 })
             })?;
             return Ok(memory.copy_in(at, &gathered)?);
         }
-        walk.each(|a, b| {
+        walk.each(|a, b, size| {
             let mut at = moved(to.offset, b);
-            self.read_run(a, walk.bytes, &mut |bytes| {
+            self.read_run(a, size, &mut |bytes| {
                 memory.copy_in(at, bytes)?;
                 at += bytes.len() as u64;
                 Ok(())
@@ -174,7 +193,9 @@ impl Source {
         if self.read_only {
             return Err(Failure::invalid("the other array may only be read: its library says so"));
         }
-        let walk = Walk::new(&self.shape, self.dtype.size(), &self.steps()?, &from.strides_in_bytes()?);
+        let (steps, source) = (self.steps()?, from.strides_in_bytes()?);
+        check_destination(&self.shape, &steps)?;
+        let walk = Walk::new(&self.shape, self.dtype.size(), &steps, &source);
         if walk.is_empty() {
             return Ok(());
         }
@@ -183,16 +204,65 @@ impl Source {
                 ArrayDescriptor { offset: self.address - ours.address(), strides: Some(self.steps()?), ..from.clone() };
             return between(memory, from, &**ours, &to);
         }
+        let first = memory.address() + from.offset;
+        match meeting((first, &source), (self.address, &steps), &self.shape, self.dtype.size())? {
+            Meeting::Apart => {}
+            Meeting::Same => return Ok(()),
+            Meeting::Overlap => {
+                let (copy, straight) = copied(memory, from)?;
+                return self.fill_from(&*copy, &straight);
+            }
+        }
         if let Place::Cuda(_) = self.place {
+            let _held = memory.export()?;
             self.meet(memory)?;
             let (to, base) = (self.address, memory.address() + from.offset);
             return on_device(memory, &walk, |a, b| (moved(to, a), moved(base, b)));
         }
-        walk.each(|a, b| {
-            // SAFETY: the other library says that the array is there, and keeps it as long as this lives; it may be written.
-            let to = unsafe { slice::from_raw_parts_mut(pointer(moved(self.address, a)), walk.bytes as usize) };
-            Ok(memory.copy_out(moved(from.offset, b), to)?)
+        // The other array may be a view of shared memory: there is no `&mut` of it.
+        let mut bytes = vec![0; walk.bytes.min(GATHERED as u64) as usize];
+        walk.each(|a, b, size| {
+            let (mut to, mut at, mut left) = (moved(self.address, a), moved(from.offset, b), size as usize);
+            while left > 0 {
+                let length = left.min(GATHERED);
+                memory.copy_out(at, &mut bytes[..length])?;
+                // SAFETY: the other library says that the array is there, and keeps it as long as this lives; it may be written, and
+                // the bytes are this function's own.
+                unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), pointer(to), length) };
+                (to, at, left) = (to + length as u64, at + length as u64, left - length);
+            }
+            Ok(())
         })
+    }
+
+    /// Stands for a use of it, if it is ours: see [`Memory::export`].
+    fn export(&self) -> Outcome<Export> {
+        match &self.keep {
+            Keep::Ours(memory) => Ok(memory.export()?),
+            _ => Ok(Export::default()),
+        }
+    }
+
+    /// It, if it can be what its library says.
+    fn checked(self) -> Outcome<Self> {
+        if self.shape.len() > 64 {
+            return Err(Failure::invalid(format!(
+                "the array has {} dimensions, and at most 64 can be",
+                self.shape.len()
+            )));
+        }
+        if self.strides.as_ref().is_some_and(|strides| strides.len() != self.shape.len()) {
+            return Err(Failure::invalid("the array has another number of strides than of dimensions"));
+        }
+        let Some(span) = span(self.address, &self.shape, &self.steps()?, self.dtype.size()) else { return Ok(self) };
+        let most = i128::from(i64::MAX);
+        if self.address == 0 || span.start <= 0 || span.end > i128::from(u64::MAX) || span.end - span.start > most {
+            return Err(Failure::invalid(format!(
+                "an array of shape {:?} can't begin at address {:#x}",
+                self.shape, self.address
+            )));
+        }
+        Ok(self)
     }
 
     /// Makes ready for a copy on a device.
@@ -202,8 +272,15 @@ impl Source {
             let text = "one array is on a GPU and the other in memory of the host backend: copy it to the CPU with its own library first";
             return Err(Failure::invalid(text));
         }
-        if self.wait {
-            device.synchronize()?;
+        let theirs = match self.place {
+            Place::Cuda(ordinal) if ordinal >= 0 => Some(ordinal),
+            _ => None,
+        };
+        match theirs.filter(|ordinal| *ordinal != device.ordinal()).and_then(|ordinal| u32::try_from(ordinal).ok()) {
+            // Its library ordered its work before what follows on its own device, which this copy is not.
+            Some(other) => Device::find(device.driver(), Selector::Ordinal(other))?.wait_for_work()?,
+            None if self.wait => device.wait_for_work()?,
+            None => {}
         }
         Ok(())
     }
@@ -247,6 +324,54 @@ fn buffer_is_contiguous(array: &ArrayDescriptor) -> Outcome<bool> {
     Ok(crate::buffer::contiguous(array)?.0)
 }
 
+/// The addresses from an array's first byte to its last. `None` if it has no elements.
+fn span(first: u64, shape: &[u64], steps: &[i64], item: u64) -> Option<Range<i128>> {
+    if shape.contains(&0) {
+        return None;
+    }
+    let mut span = i128::from(first)..i128::from(first) + i128::from(item);
+    for (length, step) in shape.iter().zip(steps) {
+        // 64 bits by 63 bits: 127 bits hold one; what holds no array saturates.
+        let reach = i128::from(*length - 1).saturating_mul(i128::from(*step));
+        if reach < 0 {
+            span.start = span.start.saturating_add(reach);
+        } else {
+            span.end = span.end.saturating_add(reach);
+        }
+    }
+    Some(span)
+}
+
+/// How the addresses of two arrays of a shape meet.
+enum Meeting {
+    Apart,
+    /// Each element is where its counterpart is.
+    Same,
+    /// An element may be overwritten before it is read.
+    Overlap,
+}
+
+/// How a source and a destination meet: each by the address of its first element and its steps.
+fn meeting(from: (u64, &[i64]), to: (u64, &[i64]), shape: &[u64], item: u64) -> Outcome<Meeting> {
+    if from == to {
+        return Ok(Meeting::Same);
+    }
+    let (Some(a), Some(b)) = (span(from.0, shape, from.1, item), span(to.0, shape, to.1, item)) else {
+        return Ok(Meeting::Apart);
+    };
+    Ok(if a.start < b.end && b.start < a.end { Meeting::Overlap } else { Meeting::Apart })
+}
+
+/// Refuses an array as a destination that has elements at one address.
+fn check_destination(shape: &[u64], steps: &[i64]) -> Outcome<()> {
+    if !shape.contains(&0) && shape.iter().zip(steps).any(|(length, step)| *length > 1 && *step == 0) {
+        return Err(Failure::invalid(
+            "an array with a stride of 0 has many elements at one address: it can't be copied to",
+        ));
+    }
+    Ok(())
+}
+
 /// Two arrays of one shape, walked together: the longest runs of bytes that follow one another in both.
 struct Walk {
     /// The length of a run, in bytes.
@@ -276,12 +401,20 @@ impl Walk {
         self.bytes == 0
     }
 
-    /// Calls a function with where each run begins in both, relative to the element with all indices 0, in C order.
-    fn each(&self, mut call: impl FnMut(i64, i64) -> Outcome<()>) -> Outcome<()> {
+    /// Calls a function with where each run begins in both, relative to the element with all indices 0, and its bytes, in C order. Long
+    /// runs come in pieces. Ends when a signal's handler raised.
+    fn each(&self, mut call: impl FnMut(i64, i64, u64) -> Outcome<()>) -> Outcome<()> {
         let mut index = vec![0; self.outer.len()];
         let (mut a, mut b) = (0i64, 0i64);
+        let mut looks = Looks::new();
         loop {
-            call(a, b)?;
+            let mut done = 0;
+            while done < self.bytes {
+                let size = (self.bytes - done).min(PIECE);
+                call(a + done as i64, b + done as i64, size)?;
+                done += size;
+                looks.step(size)?;
+            }
             let mut axis = self.outer.len();
             loop {
                 if axis == 0 {
@@ -313,9 +446,9 @@ fn on_device(memory: &dyn Memory, walk: &Walk, range: impl Fn(i64, i64) -> (u64,
         ranges.clear();
         result
     };
-    walk.each(|a, b| {
+    walk.each(|a, b, size| {
         let (to, from) = range(a, b);
-        ranges.push((to, from, walk.bytes));
+        ranges.push((to, from, size));
         if ranges.len() == RANGES { Ok(flush(&mut ranges)?) } else { Ok(()) }
     })?;
     Ok(flush(&mut ranges)?)
@@ -328,17 +461,30 @@ fn between(from: &dyn Memory, source: &ArrayDescriptor, to: &dyn Memory, target:
     }
     source.check(from.size())?;
     target.check(to.size())?;
-    let walk = Walk::new(&source.shape, source.dtype.size(), &source.strides_in_bytes()?, &target.strides_in_bytes()?);
+    let (a, b) = (source.strides_in_bytes()?, target.strides_in_bytes()?);
+    check_destination(&target.shape, &b)?;
+    let walk = Walk::new(&source.shape, source.dtype.size(), &a, &b);
     if walk.is_empty() {
         return Ok(());
     }
+    let (first, last) = (from.address() + source.offset, to.address() + target.offset);
+    match meeting((first, &a), (last, &b), &source.shape, source.dtype.size())? {
+        Meeting::Apart => {}
+        Meeting::Same => return Ok(()),
+        Meeting::Overlap => {
+            let (copy, straight) = copied(from, source)?;
+            return between(&*copy, &straight, to, target);
+        }
+    }
+    let _held = to.export()?;
     if !from.device().is_host() && from.device().driver() == to.device().driver() {
+        let _source = from.export()?;
         let (a, b) = (from.address() + source.offset, to.address() + target.offset);
         return on_device(to, &walk, |from, to| (moved(b, to), moved(a, from)));
     }
     let mut bytes = vec![0; walk.bytes.min(GATHERED as u64) as usize];
-    walk.each(|a, b| {
-        let (mut at, mut to_at, mut left) = (moved(source.offset, a), moved(target.offset, b), walk.bytes);
+    walk.each(|a, b, size| {
+        let (mut at, mut to_at, mut left) = (moved(source.offset, a), moved(target.offset, b), size);
         while left > 0 {
             let part = &mut bytes[..left.min(GATHERED as u64) as usize];
             from.copy_out(at, part)?;
@@ -360,8 +506,8 @@ pub(crate) fn read(memory: &dyn Memory, array: &ArrayDescriptor, to: &mut [u8]) 
     if walk.is_empty() {
         return Ok(());
     }
-    walk.each(|a, b| {
-        let part = &mut to[b as usize..][..walk.bytes as usize];
+    walk.each(|a, b, size| {
+        let part = &mut to[b as usize..][..size as usize];
         Ok(memory.copy_out(moved(array.offset, a), part)?)
     })
 }
@@ -394,16 +540,16 @@ pub(crate) fn source(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     if unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1
         && let Some(source) = of_buffer(object)?
     {
-        return Ok(source);
+        return source.checked();
     }
     if let Some(source) = of_array_interface(object)? {
-        return Ok(source);
+        return source.checked();
     }
     if object.hasattr("__dlpack__")? {
-        return of_dlpack(object);
+        return of_dlpack(object)?.checked();
     }
     if let Some(interface) = optional(object, "__cuda_array_interface__")? {
-        return of_interface(object, interface.cast::<PyDict>().map_err(PyErr::from)?, true);
+        return of_interface(object, interface.cast::<PyDict>().map_err(PyErr::from)?, true)?.checked();
     }
     let kind = object.get_type().name()?;
     Err(Failure::invalid(format!(
@@ -438,7 +584,7 @@ fn ours(array: &Array) -> Outcome<Source> {
 
 /// What the buffer protocol gives, unless it gives nothing, or elements without a type.
 fn of_buffer(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
-    let Ok(view) = PyUntypedBuffer::get(object) else { return Ok(None) };
+    let Some(view) = tolerant(object.py(), PyUntypedBuffer::get(object))? else { return Ok(None) };
     let format = view.format().to_string_lossy().into_owned();
     let Some(dtype) = dtype::of_format(&format, view.item_size() as u64) else { return Ok(None) };
     if view.suboffsets().is_some() {
@@ -481,10 +627,18 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
         return Err(masked());
     }
     // The typestr says nothing of the types that ml_dtypes adds; the dtype does.
+    let typestr = item("typestr")?.ok_or_else(|| missing("typestr"))?.extract::<String>()?;
     let dtype = match optional(object, "dtype")? {
         Some(dtype) => dtype::extract(&dtype)?,
-        None => dtype::parse(&item("typestr")?.ok_or_else(|| missing("typestr"))?.extract::<String>()?)?,
+        None => dtype::parse(&typestr)?,
     };
+    let digits = typestr.trim_start_matches(|letter: char| !letter.is_ascii_digit());
+    if digits.parse() != Ok(dtype.size()) {
+        return Err(Failure::invalid(format!(
+            "the array's dtype is {dtype}, of {} bytes, and its typestr {typestr:?} says otherwise",
+            dtype.size()
+        )));
+    }
     let wait = cuda
         && (item("stream")?.is_some()
             || item("version")?.map(|version| version.extract::<u32>()).transpose()? < Some(3));
@@ -494,7 +648,7 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
 
 fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     let py = object.py();
-    let (kind, _): (c_int, i64) = object.call_method0("__dlpack_device__")?.extract()?;
+    let (kind, id): (c_int, i32) = object.call_method0("__dlpack_device__")?.extract()?;
     let place = |id: i32| match kind {
         dlpack::CPU | dlpack::CUDA_HOST => Ok(Place::Host),
         dlpack::CUDA | dlpack::CUDA_MANAGED => Ok(Place::Cuda(id)),
@@ -509,7 +663,7 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     }
     options.set_item("max_version", dlpack::VERSION)?;
     let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
-        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) && is_of_the_call(py, &error) => {
             // A library that is older than version 1.
             options.del_item("max_version")?;
             object.call_method("__dlpack__", (), Some(&options))?
@@ -527,6 +681,19 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     let size = dtype.size() as i64;
     let strides = steps.map(|steps| steps.into_iter().map(|step| step.saturating_mul(size)).collect());
     let address = (tensor.data as u64).wrapping_add(tensor.byte_offset);
-    let (place, read_only) = (place(tensor.device.id)?, taken.is_read_only());
+    let device = tensor.device;
+    if device.kind != kind || (matches!(place(id)?, Place::Cuda(_)) && device.id != id) {
+        let text = format!(
+            "__dlpack__ returned a tensor on device ({}, {}), and __dlpack_device__ says ({kind}, {id})",
+            device.kind, device.id
+        );
+        return Err(Failure::export(text));
+    }
+    let (place, read_only) = (place(id)?, taken.is_read_only());
     Ok(Source { dtype, shape, strides, address, place, read_only, wait: false, keep: Keep::Tensor(taken) })
+}
+
+/// Whether a `TypeError` is about how a method was called, and not from inside of it.
+fn is_of_the_call(py: Python<'_>, error: &PyErr) -> bool {
+    error.traceback(py).is_none() || error.value(py).to_string().contains("max_version")
 }

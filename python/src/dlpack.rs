@@ -178,6 +178,8 @@ fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor) -> Outcome<(DlTenso
         strides.push(stride / size);
     }
     let shape: Vec<i64> = array.shape.iter().map(|length| i64::try_from(*length).unwrap_or(i64::MAX)).collect();
+    // From here on the addresses stay as they are.
+    let export = memory.export()?;
     let data = if array.shape.contains(&0) { 0 } else { memory.address() + array.offset };
     if !data.is_multiple_of(alignment(array.dtype.size())) {
         return Err(Failure::export(format!("its first element, at {data:#x}, is not aligned for {}", array.dtype)));
@@ -186,7 +188,7 @@ fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor) -> Outcome<(DlTenso
         shape: shape.into(),
         strides: strides.into(),
         _memory: Arc::clone(memory),
-        _export: memory.export(),
+        _export: export,
     });
     let tensor = DlTensor {
         data: ptr::without_provenance_mut(data as usize),
@@ -321,17 +323,22 @@ impl Taken {
     /// Its lengths and, if it has any, its strides, in elements.
     ///
     /// # Errors
-    /// `BufferError` for lengths that are negative.
+    /// `BufferError` for what no tensor has: more than 64 dimensions or fewer than none, none of the lengths, or a negative one.
     pub(crate) fn layout(&self) -> Outcome<(Vec<u64>, Option<Vec<i64>>)> {
         let tensor = self.tensor();
-        let dimensions = usize::try_from(tensor.ndim).unwrap_or_default();
+        let wrong = |what: &str| Failure::export(format!("__dlpack__ returned a tensor {what}"));
+        let dimensions = usize::try_from(tensor.ndim).ok().filter(|dimensions| *dimensions <= 64);
+        let dimensions = dimensions.ok_or_else(|| wrong(&format!("of {} dimensions: 0 to 64 can be", tensor.ndim)))?;
+        if dimensions > 0 && tensor.shape.is_null() {
+            return Err(wrong("without a shape"));
+        }
         let list = |start: *const i64| -> Vec<i64> {
             // SAFETY: both lists have `ndim` entries, and live as long as the tensor.
             (0..dimensions).map(|at| unsafe { start.add(at).read() }).collect()
         };
-        let shape = if dimensions == 0 || tensor.shape.is_null() { Vec::new() } else { list(tensor.shape) };
+        let shape = if dimensions == 0 { Vec::new() } else { list(tensor.shape) };
         let shape: Result<Vec<u64>, _> = shape.into_iter().map(u64::try_from).collect();
-        let shape = shape.map_err(|_| Failure::export("__dlpack__ returned a tensor with a negative length"))?;
+        let shape = shape.map_err(|_| wrong("with a negative length"))?;
         Ok((shape, (!tensor.strides.is_null() && dimensions > 0).then(|| list(tensor.strides))))
     }
 }

@@ -1,22 +1,22 @@
 //! The drivers of this process: each is opened when it is first asked for, and kept.
 
-use std::{
-    process,
-    sync::{Mutex, PoisonError},
-};
+use std::sync::{Mutex, PoisonError};
 
 use vmmfd::{
     driver::{Backend, Choice, Driver, open},
     memory::{Device, Selector},
 };
 
-use crate::error::{Failure, Outcome};
+use crate::{
+    error::{Failure, Outcome},
+    process::OfProcess,
+};
 
-/// The drivers that were opened, and by which process: a fork opens its own, or learns that it can't.
-static OPEN: Mutex<Opened> = Mutex::new(Opened { by: 0, cuda: None, host: None, auto: None });
+/// The drivers that were opened: a fork opens its own, or learns that it can't. What its parent opened is not closed in it.
+static OPEN: OfProcess<Mutex<Opened>> = OfProcess::new(Mutex::default);
 
+#[derive(Default)]
 struct Opened {
-    by: u32,
     cuda: Option<Driver>,
     host: Option<Driver>,
     auto: Option<Driver>,
@@ -31,12 +31,7 @@ struct Opened {
 pub(crate) fn driver(backend: &str) -> Outcome<Driver> {
     let choice: Choice =
         backend.parse().map_err(|_| Failure::invalid(format!("backend={backend:?} is none of auto, cuda and host")))?;
-    let mut opened = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    if opened.by != process::id() {
-        // What the parent opened stays its own: it is forgotten here, and not closed.
-        let parents = std::mem::replace(&mut *opened, Opened { by: process::id(), cuda: None, host: None, auto: None });
-        std::mem::forget(parents);
-    }
+    let mut opened = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
     let slot = match choice {
         Choice::Auto => &mut opened.auto,
         Choice::Only(Backend::Cuda) => &mut opened.cuda,

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use pyo3::{prelude::*, types::PyString};
 use vmmfd::array::ElementType;
 
-use crate::error::{Failure, Outcome};
+use crate::error::{Failure, Outcome, shown, tolerant};
 
 /// DLPack's codes of the types that it shares with us: `kDLInt` and so on.
 const CODES: [(ElementType, u8); 23] = [
@@ -128,7 +128,7 @@ pub(crate) fn extract(named: &Bound<'_, PyAny>) -> Outcome<ElementType> {
     if let Some(dtype) = of_object(named)? {
         return Ok(dtype);
     }
-    let shown = named.repr()?;
+    let shown = shown(named)?;
     Err(Failure::invalid(format!(
         "dtype={shown} is no type of elements that vmmfd knows: write its name, such as \"float32\""
     )))
@@ -136,26 +136,40 @@ pub(crate) fn extract(named: &Bound<'_, PyAny>) -> Outcome<ElementType> {
 
 /// The type that an object of another library is.
 fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
-    let text = |of: &Bound<'_, PyAny>, name: &str| -> Option<String> { of.getattr(name).ok()?.extract().ok() };
-    // A dtype of NumPy, also of types that ml_dtypes adds, whose typestr says nothing.
-    if let (Some(name), Some(typestr)) = (text(named, "name"), text(named, "str")) {
-        let order = if typestr.starts_with('>') { ">" } else { "" };
-        return Ok(ElementType::from_str(&format!("{order}{name}")).or_else(|_| ElementType::from_str(&typestr)).ok());
+    let py = named.py();
+    let text = |name: &str| -> PyResult<Option<String>> {
+        let Some(found) = tolerant(py, named.getattr(name))? else { return Ok(None) };
+        tolerant(py, found.extract())
+    };
+    if let Some(known) = of_dtype(named)? {
+        return Ok(known);
     }
-    // The scalars of JAX have a dtype.
-    if let Ok(dtype) = named.getattr("dtype")
+    // The scalars of JAX have a dtype. That one's own is not looked at: it might be without an end.
+    if let Some(dtype) = tolerant(py, named.getattr("dtype"))?
         && !named.hasattr("__mro__")?
     {
-        return of_object(&dtype);
+        return Ok(of_dtype(&dtype)?.flatten());
     }
     // NumPy's scalar types, and PyTorch's `torch.float32`.
-    if let Some(name) = text(named, "__name__") {
+    if let Some(name) = text("__name__")? {
         return if matches!(name.as_str(), "float" | "int" | "complex") {
             Ok(None)
         } else {
             Ok(ElementType::from_str(&name).ok())
         };
     }
-    let shown = named.str()?.to_string();
-    Ok(shown.strip_prefix("torch.").and_then(|name| ElementType::from_str(name).ok()))
+    let Some(shown) = tolerant(py, named.str())? else { return Ok(None) };
+    Ok(shown.to_string_lossy().strip_prefix("torch.").and_then(|name| ElementType::from_str(name).ok()))
+}
+
+/// The type that a dtype of NumPy is, also of types that ml_dtypes adds, whose typestr says nothing. `None` for what is no dtype.
+fn of_dtype(named: &Bound<'_, PyAny>) -> Outcome<Option<Option<ElementType>>> {
+    let py = named.py();
+    let text = |name: &str| -> PyResult<Option<String>> {
+        let Some(found) = tolerant(py, named.getattr(name))? else { return Ok(None) };
+        tolerant(py, found.extract())
+    };
+    let (Some(name), Some(typestr)) = (text("name")?, text("str")?) else { return Ok(None) };
+    let order = if typestr.starts_with('>') { ">" } else { "" };
+    Ok(Some(ElementType::from_str(&format!("{order}{name}")).or_else(|_| ElementType::from_str(&typestr)).ok()))
 }

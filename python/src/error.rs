@@ -1,7 +1,10 @@
 //! Errors as Python exceptions: `vmmfd.Error`, and one class for each built-in exception that a caller would expect.
 
 use pyo3::{
-    exceptions::PyRuntimeError,
+    exceptions::{
+        PyAttributeError, PyBufferError, PyException, PyMemoryError, PyOverflowError, PyRuntimeError, PyTypeError,
+        PyValueError,
+    },
     prelude::*,
     sync::PyOnceLock,
     types::{PyDict, PyType},
@@ -57,6 +60,44 @@ impl Failure {
     /// What can't be exported as asked: `BufferError`.
     pub(crate) fn export(message: impl Into<String>) -> Self {
         Self::Caller(Class::Export, message.into())
+    }
+}
+
+/// What a look at a foreign object found, or nothing if it is no such object. Other exceptions than those by which an object says so, a
+/// `KeyboardInterrupt` or a `MemoryError`, are passed on.
+///
+/// # Errors
+/// Those.
+pub(crate) fn tolerant<T>(py: Python<'_>, found: PyResult<T>) -> PyResult<Option<T>> {
+    match found {
+        Ok(found) => Ok(Some(found)),
+        Err(error)
+            if error.is_instance_of::<PyTypeError>(py)
+                || error.is_instance_of::<PyValueError>(py)
+                || error.is_instance_of::<PyAttributeError>(py)
+                || error.is_instance_of::<PyOverflowError>(py)
+                || error.is_instance_of::<PyBufferError>(py) =>
+        {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// An argument as a message shows it.
+///
+/// # Errors
+/// What its `__repr__` raises that is no `Exception`, such as `KeyboardInterrupt`.
+pub(crate) fn shown(given: &Bound<'_, PyAny>) -> PyResult<String> {
+    match given.repr() {
+        Ok(text) => Ok(text.to_string_lossy().into_owned()),
+        Err(error)
+            if error.is_instance_of::<PyException>(given.py())
+                && !error.is_instance_of::<PyMemoryError>(given.py()) =>
+        {
+            Ok("it".to_owned())
+        }
+        Err(error) => Err(error),
     }
 }
 

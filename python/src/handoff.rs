@@ -1,6 +1,6 @@
 //! An array handed from one process to others at a path, as the commands `produce` and `consume` do it.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use pyo3::prelude::*;
 use vmmfd::{
@@ -35,7 +35,7 @@ pub(crate) fn serve(
     consumers: u64,
     timeout: &Bound<'_, PyAny>,
 ) -> Outcome<Vec<Served>> {
-    let timeout = seconds(timeout, "timeout")?;
+    let timeout = limit(timeout, "timeout")?;
     let array = array.get();
     array.check()?;
     let owner = array.owner();
@@ -45,7 +45,7 @@ pub(crate) fn serve(
     interruptibly(py, |cancel| {
         let path = socket_path(path.as_deref())?;
         // What other libraries queued is to be done before a consumer looks.
-        owner.device().synchronize()?;
+        owner.device().wait_for_work()?;
         let buffer = handoff::Buffer::new(Arc::clone(owner.shared()), Unchecked, Some(descriptor))?;
         let listener = Listener::bind(&path, false, timeout, cancel)?;
         let config = Config::default().with_timeout(timeout).with_cancel(cancel);
@@ -72,7 +72,7 @@ pub(crate) fn take(
     readonly: bool,
     wait: &Bound<'_, PyAny>,
 ) -> Outcome<Array> {
-    let wait = seconds(wait, "wait")?;
+    let wait = limit(wait, "wait")?;
     let device = device.map(device::selector).transpose()?;
     interruptibly(py, |cancel| {
         let path = socket_path(path.as_deref())?;
@@ -102,4 +102,10 @@ pub(crate) fn take(
 fn bytes(size: u64) -> Outcome<vmmfd::array::ArrayDescriptor> {
     use vmmfd::array::{ArrayDescriptor, ElementType, Order};
     Ok(ArrayDescriptor::new(ElementType::U8, [size], Order::C)?)
+}
+
+/// How long to wait: never for ever without a word.
+fn limit(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Duration> {
+    seconds(given, name)?
+        .ok_or_else(|| Failure::invalid(format!("{name}=None is no time: give seconds, or float(\"inf\")")))
 }

@@ -69,8 +69,9 @@ impl Drop for Mapped {
         let mut done: Vec<&Device> = vec![first.device()];
         for piece in pieces.filter(|piece| !piece.is_parked()) {
             if done.iter().all(|device| device.uuid() != piece.device().uuid()) {
-                // It fails with the error of earlier work, which is not this one's.
-                let _ = piece.synchronize();
+                // Not as `synchronize` does: another thread may be capturing a stream. It fails with the error of earlier work, which is
+                // not this one's.
+                let _ = piece.device().wait_for_work();
                 done.push(piece.device());
             }
         }
@@ -137,10 +138,12 @@ impl Leased {
         Ok(self.object().0.prepare(lease)?)
     }
 
-    fn switch(&self, next: broker::Prepared, promised: bool) -> Outcome<broker::Prepared> {
+    /// `next` is not taken where other libraries have its addresses.
+    fn switch(&self, next: &Prepared, promised: bool) -> Outcome<broker::Prepared> {
         let mut object = self.object_mut();
         self.check_exports(promised, "switch")?;
-        let switched = object.0.switch(next);
+        self.check_mapped(&object.0)?;
+        let switched = object.0.switch(next.take()?);
         self.changed(&object.0);
         Ok(switched?)
     }
@@ -317,20 +320,21 @@ impl Memory for LeasedPiece {
         }
     }
 
-    fn export(&self) -> Export {
-        // Not while another version takes its place. Whoever does that needs no GIL; others do meanwhile.
-        let exports = &self.leased.exports;
+    fn export(&self) -> Result<Export> {
+        // Not while another version takes its place. Whoever does that needs no GIL; others do meanwhile. What is mapped is looked at
+        // with the lock held: a park counts the exports with it held, too.
+        let counted = || self.check_mapped().map(|()| Export::counted(&self.leased.exports));
         let free = match self.leased.object.try_read() {
             Ok(object) => Some(object),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         };
         if let Some(_object) = free {
-            return Export::counted(exports);
+            return counted();
         }
         let wait = || {
             let _object = self.leased.object();
-            Export::counted(exports)
+            counted()
         };
         Python::try_attach(|py| py.detach(wait)).unwrap_or_else(wait)
     }
@@ -606,11 +610,7 @@ impl Lease {
     /// Puts a version that was prepared at the addresses of this one. Returns the old one.
     fn switch(&self, py: Python<'_>, prepared: &Prepared, promised: bool) -> Outcome<Prepared> {
         let leased = self.leased()?;
-        py.detach(|| {
-            // Refused before it is taken, so that it can be tried again.
-            leased.check_exports(promised, "switch")?;
-            leased.switch(prepared.take()?, promised).map(Prepared::new)
-        })
+        py.detach(|| leased.switch(prepared, promised).map(Prepared::new))
     }
 
     /// Gives the memory back, and keeps the addresses.

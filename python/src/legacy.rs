@@ -1,6 +1,6 @@
 //! Arrays by legacy handles (`CUipcMemHandle`), as Numba's `get_ipc_handle` and `open_ipc_array` have them.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use pyo3::prelude::*;
 use vmmfd::{
@@ -24,11 +24,51 @@ struct Closable {
     device: Device,
     address: u64,
     size: u64,
+    /// Held for some instructions at a time, also with the GIL held: the lock of the memory may be held over a long copy.
+    state: Mutex<State>,
+}
+
+struct State {
+    open: bool,
     /// Held by each managed tensor and each view.
     exports: Arc<()>,
 }
 
 impl Closable {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Closes it, unless something was exported, or in any case. Waits for copies and for the device. Where that fails it stays open.
+    fn close(&self, force: bool) -> Outcome<()> {
+        {
+            let mut state = self.state();
+            let exports = Arc::strong_count(&state.exports) - 1;
+            if !state.open {
+                return Ok(());
+            }
+            if exports > 0 && !force {
+                return Err(Failure::export(format!(
+                    "other libraries have views of the array ({exports}): drop them first, or say exported=\"valid\" if none is used any more"
+                )));
+            }
+            state.open = false;
+        }
+        let mut held = self.memory.write().unwrap_or_else(PoisonError::into_inner);
+        // Its owner may free it as soon as this returns.
+        if let Err(error) = self.device.wait_for_work() {
+            drop(held);
+            self.state().open = true;
+            return Err(error.into());
+        }
+        let memory = held.take();
+        drop(held);
+        if let Some(memory) = memory {
+            memory.let_go_now();
+        }
+        Ok(())
+    }
+
     fn with<T>(&self, call: impl FnOnce(&LegacyMemory) -> Result<T>) -> Result<T> {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         match memory.as_ref() {
@@ -60,16 +100,17 @@ impl Memory for Closable {
     }
 
     fn check_mapped(&self) -> Result<()> {
-        self.with(|_| Ok(()))
+        if self.state().open { Ok(()) } else { Err(closed()) }
     }
 
-    fn export(&self) -> Export {
-        Export::counted(&self.exports)
+    fn export(&self) -> Result<Export> {
+        let state = self.state();
+        if state.open { Ok(Export::counted(&state.exports)) } else { Err(closed()) }
     }
 
-    fn export_by_interface(&self) -> Export {
+    fn export_by_interface(&self) -> Result<Export> {
         // As with Numba, who reads the interface has to know when the handle is closed.
-        Export::default()
+        Ok(Export::default())
     }
 
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
@@ -98,21 +139,7 @@ impl Opened {
 
     /// Closes the handle.
     fn close(&self, py: Python<'_>, force: bool) -> Outcome<()> {
-        let exports = Arc::strong_count(&self.memory.exports) - 1;
-        if exports > 0 && !force && self.memory.check_mapped().is_ok() {
-            return Err(Failure::export(format!(
-                "other libraries have views of the array ({exports}): drop them first, or say exported=\"valid\" if none is used any more"
-            )));
-        }
-        py.detach(|| {
-            let mut held = self.memory.memory.write().unwrap_or_else(PoisonError::into_inner);
-            let Some(memory) = held.take() else { return Ok(()) };
-            // Its owner may free it as soon as this returns.
-            memory.device().synchronize()?;
-            drop(held);
-            memory.let_go_now();
-            Ok(())
-        })
+        py.detach(|| self.memory.close(force))
     }
 }
 
@@ -150,7 +177,7 @@ pub(crate) fn handle(py: Python<'_>, array: &Bound<'_, Array>) -> Outcome<([u8; 
     py.detach(|| {
         let description = owner.describe()?;
         let Sharing::Legacy { pointer, offset } = description.sharing else { return Err(wrong()) };
-        owner.device().synchronize()?;
+        owner.device().wait_for_work()?;
         Ok((pointer.0, offset + array.descriptor().offset))
     })
 }
@@ -180,7 +207,8 @@ pub(crate) fn open(
         let (address, size) = (memory.address(), memory.size());
         let kept = Kept::new(&device, memory);
         descriptor.check(size)?;
-        let memory = Closable { memory: RwLock::new(Some(kept)), device, address, size, exports: Arc::default() };
+        let state = Mutex::new(State { open: true, exports: Arc::default() });
+        let memory = Closable { memory: RwLock::new(Some(kept)), device, address, size, state };
         Ok(Opened { memory: Arc::new(memory), descriptor })
     })
 }

@@ -19,6 +19,7 @@ mod lease;
 mod legacy;
 mod memory;
 mod pool;
+mod process;
 mod reaper;
 mod shared;
 mod signals;
@@ -36,27 +37,6 @@ use pyo3::prelude::*;
 fn settle(py: Python<'_>, timeout: f64) -> bool {
     let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
     py.detach(|| reaper::settle(timeout))
-}
-
-/// Keeps memory that is dropped while a CUDA graph is captured, and gives it back afterwards.
-#[pyclass(name = "capturing", module = "vmmfd", frozen)]
-struct Capturing;
-
-#[pymethods]
-impl Capturing {
-    #[new]
-    fn new() -> Self {
-        Self
-    }
-
-    fn __enter__(&self, py: Python<'_>) {
-        py.detach(reaper::begin_capture);
-    }
-
-    #[pyo3(signature = (*_error))]
-    fn __exit__(&self, _error: &Bound<'_, pyo3::types::PyTuple>) {
-        reaper::end_capture();
-    }
 }
 
 #[pymodule(name = "_native")]
@@ -77,7 +57,6 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(legacy::empty, module)?)?;
     module.add_function(wrap_pyfunction!(legacy::handle, module)?)?;
     module.add_function(wrap_pyfunction!(legacy::open, module)?)?;
-    module.add_class::<Capturing>()?;
     module.add_class::<legacy::Opened>()?;
     module.add_class::<pool::PyPool>()?;
     // Broker
@@ -87,6 +66,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<lease::Claim>()?;
     module.add_class::<watch::Watch>()?;
     module.add_function(wrap_pyfunction!(lease::origin, module)?)?;
+    module.add_function(wrap_pyfunction!(signals::check_interpreter, module)?)?;
     // PyTorch
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_open, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_find, module)?)?;
@@ -95,6 +75,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_trouble, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_descriptor, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::check_read_only, module)?)?;
     // Weights
     module.add_class::<weights::Weights>()?;
     module.add_function(wrap_pyfunction!(weights::load_safetensors, module)?)?;

@@ -33,13 +33,18 @@ pub(crate) trait Memory: Send + Sync {
         Ok(())
     }
 
-    /// Stands for one export to another library, until it is dropped: what is mapped must not change under it unasked.
-    fn export(&self) -> Export {
-        Export::default()
+    /// Stands for one export to another library, until it is dropped: what is mapped must not change under it unasked. May block for a
+    /// switch, without the GIL.
+    ///
+    /// # Errors
+    /// As [`Memory::check_mapped`], of the very moment at which it begins to count.
+    fn export(&self) -> Result<Export> {
+        self.check_mapped()?;
+        Ok(Export::default())
     }
 
     /// As [`Memory::export`], to a reader of an array interface, which holds the array and says nothing when it is done.
-    fn export_by_interface(&self) -> Export {
+    fn export_by_interface(&self) -> Result<Export> {
         self.export()
     }
 

@@ -1,6 +1,6 @@
 //! Memory pools that can be shared, as cuda.core's `DeviceMemoryResource` has them.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use pyo3::prelude::*;
 use vmmfd::{
@@ -25,16 +25,29 @@ pub(crate) struct PyPool {
     pool: Mutex<Option<Kept<Arc<Pool>>>>,
     device: Device,
     max_size: Option<u64>,
+    buffers: Mutex<Buffers>,
+}
+
+#[derive(Default)]
+struct Buffers {
     /// What was allocated, and is still there.
-    buffers: Mutex<Vec<Weak<Owned>>>,
+    made: Vec<Weak<Owned>>,
+    /// How many bytes are being allocated.
+    coming: u64,
+}
+
+impl Buffers {
+    /// How many bytes are allocated, or are being.
+    fn bytes(&mut self) -> u64 {
+        self.made.retain(|buffer| buffer.strong_count() > 0);
+        let made: u64 = self.made.iter().filter_map(Weak::upgrade).map(|buffer| buffer.size()).sum();
+        made.saturating_add(self.coming)
+    }
 }
 
 impl PyPool {
-    /// How many bytes are allocated.
-    fn bytes(&self) -> u64 {
-        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        buffers.retain(|buffer| buffer.strong_count() > 0);
-        buffers.iter().filter_map(Weak::upgrade).map(|buffer| buffer.size()).sum()
+    fn buffers(&self) -> MutexGuard<'_, Buffers> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -58,7 +71,7 @@ impl PyPool {
 
     #[getter]
     fn used(&self) -> u64 {
-        self.bytes()
+        self.buffers().bytes()
     }
 
     #[getter]
@@ -75,15 +88,22 @@ impl PyPool {
                 let closed = || Failure::invalid("the pool was closed");
                 Arc::clone(&**pool.as_ref().ok_or_else(closed)?)
             };
-            if let Some(most) = self.max_size {
-                let free = most.saturating_sub(self.bytes());
+            {
+                let mut buffers = self.buffers();
+                let free = self.max_size.map_or(u64::MAX, |most| most.saturating_sub(buffers.bytes()));
                 if size > free {
-                    let device = format!("the pool of at most {most} bytes on {}", self.device);
+                    let device =
+                        format!("the pool of at most {} bytes on {}", self.max_size.unwrap_or_default(), self.device);
                     return Err(Error::Memory(MemoryError::OutOfMemory { device, size, free }).into());
                 }
+                buffers.coming += size;
             }
-            let memory = Owned::new(Arc::new(Shared::in_pool(&pool, size)?));
-            self.buffers.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&memory));
+            let made = Shared::in_pool(&pool, size).map(|shared| Owned::new(Arc::new(shared)));
+            let mut buffers = self.buffers();
+            buffers.coming -= size;
+            let memory = made?;
+            buffers.made.push(Arc::downgrade(&memory));
+            drop(buffers);
             Array::new(memory, descriptor)
         })
     }

@@ -5,7 +5,7 @@
 //! nothing for the thread that happens to drop the last view: it may be Python's collector, a thread of the driver's own, or the
 //! interpreter's last breath. A thread of this module does them. It never touches Python, and no signal is handled on it.
 //!
-//! While a stream is being captured into a graph a device can't be waited for: it is tried again later.
+//! A stream that is being captured into a graph meanwhile is not disturbed, and what is dropped during a capture is given back during it.
 
 #![allow(unsafe_code)]
 
@@ -15,12 +15,17 @@ use std::{
     mem::{self, ManuallyDrop, MaybeUninit},
     ops::Deref,
     process, ptr,
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError, TryLockError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
 
 use vmmfd::{Error, memory::Device};
+
+use crate::process::OfProcess;
 
 /// How long to wait before a device is asked again that could not be waited for.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -80,29 +85,36 @@ impl<T: Send + 'static> Drop for Kept<T> {
     }
 }
 
+#[derive(Default)]
 struct State {
     queue: VecDeque<(Device, Box<dyn Any + Send>)>,
     /// How many are being let go of.
     busy: usize,
     running: bool,
-    /// How many captures keep it from waiting for a device.
-    captures: usize,
-    /// The process ends: nothing is given back any more, the kernel takes it all.
-    ending: bool,
 }
 
-static STATE: Mutex<State> =
-    Mutex::new(State { queue: VecDeque::new(), busy: 0, running: false, captures: 0, ending: false });
-static CHANGED: Condvar = Condvar::new();
+/// A fork has a queue and a thread of its own.
+static STATE: OfProcess<(Mutex<State>, Condvar)> = OfProcess::new(Default::default);
+
+/// The process ends: nothing is given back any more, the kernel takes it all.
+static ENDING: AtomicBool = AtomicBool::new(false);
+
+fn ending() -> bool {
+    ENDING.load(Ordering::Acquire)
+}
 
 fn state() -> MutexGuard<'static, State> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+    STATE.get().0.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn changed() -> &'static Condvar {
+    &STATE.get().1
 }
 
 /// Has the thread let go of it.
 fn later(device: Device, thing: impl Send + 'static) {
     let mut state = state();
-    if state.ending {
+    if ending() {
         mem::forget((device, thing));
         return;
     }
@@ -111,16 +123,16 @@ fn later(device: Device, thing: impl Send + 'static) {
         // Without a thread it stays where it is until the next one is let go of.
         state.running = start();
     }
-    CHANGED.notify_all();
+    changed().notify_all();
 }
 
 /// Starts the thread, with all signals blocked.
 fn start() -> bool {
-    static AT_EXIT: std::sync::Once = std::sync::Once::new();
-    AT_EXIT.call_once(|| {
+    static AT_EXIT: AtomicBool = AtomicBool::new(false);
+    if !AT_EXIT.swap(true, Ordering::AcqRel) {
         // SAFETY: the function takes nothing and does not unwind. Registered after the driver was loaded, it runs before the driver's.
         unsafe { libc::atexit(end) };
-    });
+    }
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: the first is filled before it is read; the second is written by the call. The new thread inherits the mask.
@@ -137,8 +149,8 @@ fn start() -> bool {
 fn work() {
     let mut held = state();
     loop {
-        if held.queue.is_empty() || held.captures > 0 || held.ending {
-            held = CHANGED.wait(held).unwrap_or_else(PoisonError::into_inner);
+        if held.queue.is_empty() || ending() {
+            held = changed().wait(held).unwrap_or_else(PoisonError::into_inner);
             continue;
         }
         let mut batch = mem::take(&mut held.queue);
@@ -153,7 +165,9 @@ fn work() {
         let done: Vec<i32> = devices.iter().filter(|device| is_done(device)).map(Device::ordinal).collect();
         let mut left = VecDeque::new();
         while let Some((device, thing)) = batch.pop_front() {
-            if done.contains(&device.ordinal()) {
+            if ending() {
+                mem::forget((device, thing));
+            } else if done.contains(&device.ordinal()) {
                 drop(thing);
             } else {
                 left.push_back((device, thing));
@@ -164,9 +178,9 @@ fn work() {
         let again = !left.is_empty();
         left.append(&mut held.queue);
         held.queue = left;
-        CHANGED.notify_all();
+        changed().notify_all();
         if again {
-            held = CHANGED.wait_timeout(held, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
+            held = changed().wait_timeout(held, PAUSE).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
@@ -176,31 +190,8 @@ fn is_done(device: &Device) -> bool {
     if device.is_host() {
         return true;
     }
-    if state().captures > 0 {
-        return false;
-    }
-    if device.relax_captures().is_ok_and(|capturing| capturing) {
-        return false;
-    }
     // `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` to `..._WRONG_THREAD`. After any other failure nothing runs on the device any more.
-    !matches!(device.synchronize(), Err(Error::Driver { code: 900..=908, .. }))
-}
-
-/// Keeps all that is dropped from now on, until [`end_capture`]: to wait for a device would end a capture. Waits for what is being let go
-/// of. Blocks: release the GIL.
-pub(crate) fn begin_capture() {
-    let mut held = state();
-    held.captures += 1;
-    while held.busy > 0 {
-        held = CHANGED.wait(held).unwrap_or_else(PoisonError::into_inner);
-    }
-}
-
-/// Lets go of what was kept.
-pub(crate) fn end_capture() {
-    let mut held = state();
-    held.captures = held.captures.saturating_sub(1);
-    CHANGED.notify_all();
+    !matches!(device.wait_for_work(), Err(Error::Driver { code: 900..=908, .. }))
 }
 
 /// Waits until all that was dropped is given back. Blocks: release the GIL. False if that took longer, or can't be done now.
@@ -209,21 +200,29 @@ pub(crate) fn settle(timeout: Duration) -> bool {
     let mut held = state();
     while !held.queue.is_empty() || held.busy > 0 {
         let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() || !held.running || held.captures > 0 {
+        if left.is_zero() || !held.running {
             return false;
         }
-        held = CHANGED.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
+        held = changed().wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
     }
     true
 }
 
 /// Runs as the process ends: a thread inside the driver while the driver's own handlers run may hang it.
 extern "C" fn end() {
+    ENDING.store(true, Ordering::Release);
     let until = Instant::now() + AT_EXIT;
-    let Ok(mut held) = STATE.try_lock() else { return };
-    held.ending = true;
+    let mut held = loop {
+        match STATE.get().0.try_lock() {
+            Ok(held) => break held,
+            Err(TryLockError::Poisoned(held)) => break held.into_inner(),
+            // Held for some instructions at a time, by a thread that may never run again.
+            Err(TryLockError::WouldBlock) if Instant::now() < until => thread::sleep(Duration::from_millis(1)),
+            Err(TryLockError::WouldBlock) => return,
+        }
+    };
     while held.busy > 0 && Instant::now() < until {
-        let waited = CHANGED.wait_timeout(held, until.saturating_duration_since(Instant::now()));
+        let waited = changed().wait_timeout(held, until.saturating_duration_since(Instant::now()));
         held = waited.unwrap_or_else(PoisonError::into_inner).0;
     }
     // What is left is the kernel's to take.

@@ -1,6 +1,13 @@
 //! Memory of this process's own, to be shared: what arrays are made in, and what objects of the broker are made of.
 
-use std::{ops::Deref, sync::Arc, time::Duration};
+use std::{
+    ops::Deref,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use pyo3::prelude::*;
 use vmmfd::{
@@ -14,9 +21,10 @@ use vmmfd::{
 use crate::{
     array::{self, Array},
     copy, device, driver, dtype,
-    error::Outcome,
-    memory::Memory,
+    error::{Failure, Outcome},
+    memory::{Export, Memory},
     reaper::{self, Kept},
+    signals,
 };
 
 /// How long memory that was dropped is waited for where there is none left.
@@ -24,13 +32,19 @@ const SETTLES: Duration = Duration::from_secs(5);
 
 /// Memory that this process made, let go of by the reaper whichever thread drops it.
 #[derive(Debug)]
-pub(crate) struct Owned(Kept<Arc<Shared>>);
+pub(crate) struct Owned {
+    memory: Kept<Arc<Shared>>,
+    /// Counts what was exported to other libraries while it could be written: they may write it for as long as they have it.
+    writable: Arc<()>,
+    /// Whether it is being made read-only: what is exported from now on must not be written.
+    closing: AtomicBool,
+}
 
 impl Owned {
     /// Takes memory over.
     pub(crate) fn new(shared: Arc<Shared>) -> Arc<Self> {
         let device = shared.device().clone();
-        Arc::new(Self(Kept::new(&device, shared)))
+        Arc::new(Self { memory: Kept::new(&device, shared), writable: Arc::default(), closing: AtomicBool::new(false) })
     }
 
     /// Memory of `size` bytes, at least 1, of one allocation. Blocks for as long as the driver takes: release the GIL.
@@ -55,7 +69,34 @@ impl Owned {
 
     /// The memory. Clones are not let go of by the reaper: keep this object for as long as the device may use them.
     pub(crate) fn shared(&self) -> &Arc<Shared> {
-        &self.0
+        &self.memory
+    }
+
+    /// Whether this process's right to write it can be taken: no other library has a view that may be written, or `promised` that none is.
+    ///
+    /// # Errors
+    /// `BufferError`.
+    pub(crate) fn check_views(&self, promised: bool) -> Outcome<()> {
+        let views = Arc::strong_count(&self.writable) - 1;
+        if promised || views == 0 || self.is_read_only() {
+            return Ok(());
+        }
+        Err(Failure::export(format!(
+            "other libraries have {views} views of the memory through which it can be written, which would be a fault once it is read-only: \
+             drop them first, or say exported=\"valid\" if none is written any more"
+        )))
+    }
+
+    /// As [`Shared::make_read_only`], once [`Owned::check_views`] allows it. Blocks without the GIL.
+    ///
+    /// # Errors
+    /// Those of both.
+    pub(crate) fn make_read_only(&self, py: Python<'_>, promised: bool) -> Outcome<()> {
+        self.check_views(promised)?;
+        // With the GIL still held: nothing was exported since.
+        let before = self.closing.swap(true, Ordering::AcqRel);
+        let made = py.detach(|| self.memory.make_read_only());
+        Ok(made.inspect_err(|_| self.closing.store(before, Ordering::Release))?)
     }
 }
 
@@ -63,33 +104,37 @@ impl Deref for Owned {
     type Target = Shared;
 
     fn deref(&self) -> &Shared {
-        &self.0
+        &self.memory
     }
 }
 
 impl Memory for Owned {
     fn device(&self) -> &Device {
-        self.0.device()
+        self.memory.device()
     }
 
     fn address(&self) -> u64 {
-        self.0.address()
+        self.memory.address()
     }
 
     fn size(&self) -> u64 {
-        self.0.size()
+        self.memory.size()
     }
 
     fn is_read_only(&self) -> bool {
-        self.0.access() == Access::ReadOnly
+        self.closing.load(Ordering::Acquire) || self.memory.access() == Access::ReadOnly
+    }
+
+    fn export(&self) -> Result<Export> {
+        Ok(if self.is_read_only() { Export::default() } else { Export::counted(&self.writable) })
     }
 
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
-        self.0.copy_out(offset, to)
+        self.memory.copy_out(offset, to)
     }
 
     fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.0.copy_in(offset, from)
+        self.memory.copy_in(offset, from)
     }
 
     fn owner(self: Arc<Self>) -> Option<Arc<Owned>> {
@@ -155,7 +200,7 @@ impl Buffer {
     /// Copies another library's array to `offset`, in C order. Returns how many bytes that were.
     fn write(&self, py: Python<'_>, offset: u64, object: &Bound<'_, PyAny>) -> Outcome<u64> {
         let source = copy::source(object)?;
-        py.detach(|| source.copy_to(&*self.0, offset))?;
+        signals::run(py, &[], || source.copy_to(&*self.0, offset))?;
         source.bytes()
     }
 

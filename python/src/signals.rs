@@ -10,9 +10,10 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
+    time::{Duration, Instant},
 };
 
-use pyo3::prelude::*;
+use pyo3::{exceptions::PyImportError, ffi, prelude::*};
 use vmmfd::{Error, channel::Cancel};
 
 use crate::error::{Class, Failure, Outcome};
@@ -101,26 +102,73 @@ fn is_end(error: &Error) -> bool {
     matches!(error, Error::Interrupted { .. } | Error::Broker(BrokerError { code: RefusalCode::Stopped, .. }))
 }
 
+/// Looks for signals between the steps of long work inside of [`run`], at most some times a second.
+pub(crate) struct Looks {
+    next: Instant,
+    steps: u32,
+    bytes: u64,
+}
+
+impl Looks {
+    /// How often a signal is looked for: each look takes the GIL.
+    const PAUSE: Duration = Duration::from_millis(20);
+
+    pub(crate) fn new() -> Self {
+        Self { next: Instant::now() + Self::PAUSE, steps: 0, bytes: 0 }
+    }
+
+    /// One more step is done, of so many bytes.
+    ///
+    /// # Errors
+    /// If a signal's handler raised, which is what [`run`] then raises.
+    pub(crate) fn step(&mut self, bytes: u64) -> Outcome<()> {
+        (self.steps, self.bytes) = (self.steps + 1, self.bytes.saturating_add(bytes));
+        if self.steps < 4096 && self.bytes < 4 << 20 {
+            return Ok(());
+        }
+        (self.steps, self.bytes) = (0, 0);
+        let now = Instant::now();
+        if now < self.next {
+            return Ok(());
+        }
+        self.next = now + Self::PAUSE;
+        if must_end() { Err(closed()) } else { Ok(()) }
+    }
+}
+
 /// Whether this thread's wait must end.
 fn must_end() -> bool {
-    let main = CALL.with_borrow(|call| {
-        let call = call.as_ref()?;
-        Some(if call.ended.iter().any(Ended::is_ended) { None } else { Some(call.main) })
-    });
-    match main {
-        // A thread of the library's own, or one that Python runs no handlers on.
-        None | Some(Some(false)) => return false,
-        Some(None) => return true,
-        Some(Some(true)) => {}
+    // Without a call it is a thread of the library's own.
+    let is_ended = || CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.ended.iter().any(Ended::is_ended)));
+    if is_ended() || !CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.main)) {
+        return is_ended();
     }
-    // Without a borrow: a handler may make calls of its own. An interpreter that ends has no handlers any more.
-    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return false };
+    // Without a borrow: a handler may make calls of its own, and close what is waited in. An interpreter that ends has no handlers any more.
+    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return is_ended() };
     CALL.with_borrow_mut(|call| {
         if let Some(call) = call {
             call.raised = Some(raised);
         }
     });
     true
+}
+
+/// Fails in any but the main interpreter: threads of this module come back to that one, and its classes are of the first that has them.
+///
+/// # Errors
+/// `ImportError`.
+#[pyfunction(name = "_check_interpreter")]
+#[allow(unsafe_code)]
+pub(crate) fn check_interpreter(_py: Python<'_>) -> PyResult<()> {
+    // SAFETY: this thread is attached to an interpreter, which is what the first call returns.
+    let number = unsafe { ffi::PyInterpreterState_GetID(ffi::PyInterpreterState_Get()) };
+    match number {
+        0 => Ok(()),
+        _ => Err(PyImportError::new_err(format!(
+            "vmmfd works in the main interpreter alone, and this is sub-interpreter {number}: import it in the main one, or in a process \
+             of its own"
+        ))),
+    }
 }
 
 /// Whether this is the process's first thread, the one on which Python runs signals' handlers.

@@ -155,7 +155,15 @@ pub(crate) fn torch_pool_descriptor(address: u64) -> Outcome<Option<(i32, u64, u
 
 /// Takes this process's own right to write memory of its own, once other processes have it. Waits for the device's work.
 #[pyfunction]
-pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, Buffer>) -> Outcome<()> {
+#[pyo3(signature = (memory, promised=false))]
+pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, Buffer>, promised: bool) -> Outcome<()> {
     let memory = Arc::clone(&memory.get().0);
-    Ok(py.detach(|| memory.make_read_only())?)
+    memory.make_read_only(py, promised)
+}
+
+/// Fails as [`make_read_only`] would of any of these, and changes nothing.
+#[pyfunction]
+#[pyo3(signature = (memories, promised=false))]
+pub(crate) fn check_read_only(memories: Vec<Bound<'_, Buffer>>, promised: bool) -> Outcome<()> {
+    memories.iter().try_for_each(|memory| memory.get().0.check_views(promised))
 }

@@ -6,31 +6,44 @@ use std::{
     time::Duration,
 };
 
-use pyo3::prelude::*;
+use pyo3::{prelude::*, types::PyBool};
 use vmmfd::{Error, channel::Cancel};
 
-use crate::error::{Failure, Outcome};
+use crate::error::{Failure, Outcome, shown, tolerant};
 
 /// How often the waiting thread looks for signals.
 const TICK: Duration = Duration::from_millis(20);
 
-/// A wait in seconds, as a number or a `timedelta`.
+/// The longest wait, in place of every longer one and of `inf`.
+const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
+
+/// A time that a caller gives in seconds, as a number or a `timedelta`; `inf` is for ever. What `None` means is the caller's to say.
 ///
 /// # Errors
-/// `ValueError` unless it is a number of seconds that is not negative.
-pub(crate) fn seconds(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Duration> {
-    let number = match given.call_method0("total_seconds") {
-        Ok(total) => total.extract::<f64>(),
-        Err(_) => given.extract::<f64>(),
+/// `ValueError` for what is no number of seconds, a `bool` included, and for one that is negative; what its methods raise of another kind.
+pub(crate) fn seconds(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Option<Duration>> {
+    if given.is_none() {
+        return Ok(None);
+    }
+    let py = given.py();
+    let number: Option<f64> = if given.is_instance_of::<PyBool>() {
+        None
+    } else if let Some(number) = tolerant(py, given.extract())? {
+        Some(number)
+    } else if let Some(total) = tolerant(py, given.call_method0("total_seconds"))? {
+        tolerant(py, total.extract())?
+    } else {
+        None
     };
-    let bad = || {
-        let shown = given.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
-        Failure::invalid(format!("{name}={shown} is no time: give seconds, or a timedelta, that are not negative"))
-    };
-    // A year is for ever.
-    let capped = number.map_err(|_| bad())?;
-    let capped = if capped > 31_536_000.0 { 31_536_000.0 } else { capped };
-    Duration::try_from_secs_f64(capped).map_err(|_| bad())
+    match number {
+        Some(number) if number >= 0.0 => {
+            Ok(Some(Duration::try_from_secs_f64(number).map_or(FOREVER, |time| time.min(FOREVER))))
+        }
+        _ => Err(Failure::invalid(format!(
+            "{name}={} is no time: give seconds, from 0 on, or a timedelta",
+            shown(given)?
+        ))),
+    }
 }
 
 /// Runs what waits in a thread of its own, with the GIL released, while this one looks for signals: an exception that a handler raises

@@ -2,7 +2,7 @@
 
 use std::{
     process,
-    sync::{Mutex, PoisonError, TryLockError},
+    sync::{Mutex, MutexGuard, TryLockError},
     time::Duration,
 };
 
@@ -10,20 +10,24 @@ use pyo3::prelude::*;
 use vmmfd::broker::{self, Event, WatchPlace, Watched};
 
 use crate::{
-    client::{Taken, check_process, seconds},
+    client::{Taken, check_process},
     error::{Failure, Outcome},
     json,
     signals::{self, Ended},
+    waiting::seconds,
 };
 
 /// How long the library is asked to wait at once, where there is no end.
 const LONG: Duration = Duration::from_secs(3600);
 
+/// A watch, and its connection.
+type Open = (broker::Watch, Taken);
+
 /// What happens to names. It has a connection of its own.
 #[pyclass(name = "Watch", module = "vmmfd._native", frozen, weakref)]
 pub(crate) struct Watch {
     /// The watch, and its connection, which is given back behind it.
-    open: Mutex<Option<(broker::Watch, Taken)>>,
+    open: Mutex<Option<Open>>,
     ended: Ended,
     of: Ended,
     pid: u32,
@@ -40,6 +44,49 @@ impl Watch {
     fn check(&self) -> Outcome<()> {
         check_process(self.pid, "began this watch", "connect again")
     }
+
+    /// The right to use it, if no other thread has it.
+    fn take(&self) -> Outcome<InUse<'_>> {
+        let open = self.try_lock().ok_or_else(|| {
+            Failure::unusable("another thread waits in this watch: begin one for each thread, and ask it for its place")
+        })?;
+        Ok(InUse { of: self, open: Some(open) })
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, Option<Open>>> {
+        match self.open.try_lock() {
+            Ok(open) => Some(open),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Lets go of it once it is closed. Does not block: whoever uses it lets go of it then.
+    fn let_go(&self) {
+        if self.ended.is_ended() {
+            let open = self.try_lock().and_then(|mut open| open.take());
+            drop(open);
+        }
+    }
+}
+
+/// A watch that a thread uses. It may be closed meanwhile, by another thread, or by a signal's handler on this one.
+struct InUse<'a> {
+    of: &'a Watch,
+    open: Option<MutexGuard<'a, Option<Open>>>,
+}
+
+impl InUse<'_> {
+    fn open(&mut self) -> Outcome<&mut broker::Watch> {
+        self.open.as_mut().and_then(|open| open.as_mut()).map(|(watch, _)| watch).ok_or_else(closed)
+    }
+}
+
+impl Drop for InUse<'_> {
+    fn drop(&mut self) {
+        self.open = None;
+        self.of.let_go();
+    }
 }
 
 fn closed() -> Failure {
@@ -53,14 +100,8 @@ impl Watch {
         self.check()?;
         let timeout = seconds(timeout, "timeout")?;
         let watched = signals::run(py, &[&self.ended, &self.of], || {
-            let mut open = match self.open.try_lock() {
-                Ok(open) => open,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => {
-                    return Err(Failure::unusable("another thread waits in this watch: begin one for each thread"));
-                }
-            };
-            let (watch, _) = open.as_mut().ok_or_else(closed)?;
+            let mut used = self.take()?;
+            let watch = used.open()?;
             loop {
                 let watched = watch.next(timeout.unwrap_or(LONG))?;
                 if watched.is_some() || timeout.is_some() {
@@ -85,14 +126,8 @@ impl Watch {
     fn place(&self, py: Python<'_>) -> Outcome<(String, u64)> {
         self.check()?;
         py.detach(|| {
-            let open = match self.open.try_lock() {
-                Ok(open) => open,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => {
-                    return Err(Failure::unusable("another thread waits in this watch: ask it for its place"));
-                }
-            };
-            let (watch, _) = open.as_ref().ok_or_else(closed)?;
+            let mut used = self.take()?;
+            let watch = used.open()?;
             Ok((watch.place().instance.clone(), watch.place().seq))
         })
     }
@@ -102,15 +137,13 @@ impl Watch {
         self.ended.is_ended()
     }
 
-    /// Ends it, and a wait of another thread in it.
+    /// Ends it, and a wait in it, of another thread or of the one that runs this in a signal's handler.
     fn close(&self, py: Python<'_>) {
         if process::id() != self.pid {
             return;
         }
         self.ended.end();
-        // A thread that waits has the lock: it looks whether it was closed.
-        let open = py.detach(|| self.open.lock().unwrap_or_else(PoisonError::into_inner).take());
-        py.detach(|| drop(open));
+        py.detach(|| self.let_go());
     }
 }
 

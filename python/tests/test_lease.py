@@ -7,11 +7,12 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Child, Server
 
 import vmmfd
 
@@ -202,6 +203,11 @@ def test_exports_need_a_promise(broker: vmmfd.Broker, name: str) -> None:
         lease.switch(prepared, exported=True)  # type: ignore[arg-type]
     # It can be tried again.
     assert not prepared.is_closed and (view == 1).all()
+    lease.park(keep_lease=True, exported="valid")
+    with pytest.raises(ValueError, match="is parked"):
+        lease.switch(prepared, exported="valid")
+    assert not prepared.is_closed
+    lease.unpark(version=1)
     old = lease.switch(prepared, exported="valid")
     assert (view == 2).all() and lease.exports == 1
     with pytest.raises(BufferError):
@@ -316,3 +322,59 @@ def test_several_parts_are_switched_as_one(broker: vmmfd.Broker) -> None:
     found = lease._native.arrays("rank1")
     assert [(part, array) for part, array, *_ in found] == [("rank1", "w")]
     assert len(lease._native.arrays()) == 2
+
+
+@pytest.mark.parametrize("how", ["capsule", "memoryview", "__array_interface__"])
+def test_nothing_is_exported_that_is_parked(server: Server, child: Callable[..., Child], how: str) -> None:
+    """An export that waits for the end of a park finds that there is nothing."""
+    exports = {
+        "capsule": "view = arrays[0].__dlpack__(max_version=(1, 1))",
+        "memoryview": "view = memoryview(arrays[0])",
+        # It counts for as long as its array lives.
+        "__array_interface__": 'view = lease["x0"]; view.__array_interface__',
+    }
+    started = child(
+        """
+        import sys, threading, time
+        import numpy as np
+        import vmmfd
+
+        sys.setswitchinterval(1e-5)
+        broker = vmmfd.connect(sys.argv[1], backend="host")
+        broker.put("parked", {f"x{number}": np.ones(1000, "f4") for number in range(50)})
+        lease = broker.get("parked")
+        arrays = [lease["x0"]]
+        over, exported, wrong = [], [0], [0]
+
+        def export():
+            while not over:
+                try:
+                    EXPORT
+                except vmmfd.Error:
+                    continue
+                exported[0] += 1
+                wrong[0] += lease.is_parked
+                del view
+                time.sleep(1e-4)
+
+        threads = [threading.Thread(target=export) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        end, parks = time.monotonic() + 3, 0
+        while time.monotonic() < end:
+            try:
+                lease.park()
+            except BufferError:
+                continue
+            parks += 1
+            time.sleep(0.003)
+            lease.unpark()
+        over.append(True)
+        for thread in threads:
+            thread.join()
+        assert parks > 3 and exported[0] > 10, (parks, exported)
+        assert not wrong[0], f"{wrong[0]} of {exported[0]} exports of what was parked"
+        """.replace("EXPORT", exports[how]),
+        server.path,
+    )
+    started.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import os
@@ -457,6 +458,62 @@ def test_memory_that_runs_out_is_pytorchs_error_with_our_reason() -> None:
     assert any(note.startswith("vmmfd.torch.pool(): ") for note in raised.value.__notes__)
 
 
+def test_a_block_is_used_again_only_when_the_gpu_is_done_with_it() -> None:
+    size = 60 * MIB
+    with vmmfd.torch.pool():
+        kept = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            late = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+    address = late.data_ptr()
+    with torch.cuda.stream(stream):
+        # A second or so, and then a write to a block that is freed meanwhile.
+        torch.cuda._sleep(2_000_000_000)
+        late.fill_(1)
+    del late
+    torch.cuda.empty_cache()
+    with vmmfd.torch.pool():
+        blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        for block in blocks:
+            block.fill_(2)
+    torch.cuda.synchronize()
+    assert address in [block.data_ptr() for block in blocks]
+    assert all(bool((block == 2).all()) for block in blocks)
+    del kept
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_a_capture_bears_blocks_that_are_freed_and_cut(mode: str) -> None:
+    library = ctypes.CDLL(_native.__file__)
+    library.vmmfd_torch_malloc.restype = ctypes.c_void_p
+    library.vmmfd_torch_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    library.vmmfd_torch_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    with vmmfd.torch.pool():
+        pass
+    x = torch.zeros(10, device="cuda")
+
+    def work() -> None:
+        # As PyTorch calls them, of which each waits for the GPU: an arena that becomes empty, and a block that is cut again.
+        one, two = (library.vmmfd_torch_malloc(2 * MIB, 0, None) for _ in range(2))
+        library.vmmfd_torch_free(one, 2 * MIB, 0, None)
+        one = library.vmmfd_torch_malloc(2 * MIB, 0, None)
+        for block in (one, two):
+            library.vmmfd_torch_free(block, 2 * MIB, 0, None)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        y = x + 1
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert figures()["arenas"] == 0
+        work()
+        z = y + 1
+    graph.replay()
+    assert float(z[0]) == 2
+
+
 def test_a_capture_bears_leases_that_end(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": torch.ones(1000, device="cuda")})
     x = torch.zeros(10, device="cuda")
@@ -484,6 +541,8 @@ def test_a_pool_says_what_it_can_not_do() -> None:
     # It can be entered again.
     with pool:
         assert in_arena(torch.empty(10, device="cuda"))
+    torch.cuda.empty_cache()
+    assert pool.figures["arenas"] == 0
     with vmmfd.torch.pool(arena=32 * MIB) as small:
         tensors = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
         assert small.figures["arenas"] == 3

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Child, Server
 
 import vmmfd
 
@@ -120,3 +122,28 @@ def test_closing_the_broker_ends_it_with_an_error(socket: str, prefix: str) -> N
     broker.close()
     thread.join(10)
     assert raised and isinstance(raised[0], InterruptedError)
+
+
+@pytest.mark.parametrize("wait", ["watch.next()", "watch.next(50)", "next(watch, None)"])
+def test_a_signals_handler_closes_it(server: Server, child: Callable[..., Child], wait: str) -> None:
+    started = child(
+        """
+        import signal, sys, time
+        import vmmfd
+
+        broker = vmmfd.connect(sys.argv[1], backend="host")
+        watch = broker.watch()
+        signal.signal(signal.SIGALRM, lambda *_: watch.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        begun = time.monotonic()
+        try:
+            print("came:", WAIT)
+        except vmmfd.Error as error:
+            print("failed:", error)
+        assert time.monotonic() - begun < 5
+        assert broker.list() == []
+        """.replace("WAIT", wait),
+        server.path,
+    )
+    printed = started.end()
+    assert ("came: None" if "next(watch" in wait else "failed: the watch was closed") in printed

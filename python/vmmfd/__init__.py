@@ -1,5 +1,11 @@
 """GPU memory shared between processes, without copies: arrays, a broker, and model weights that are loaded once."""
 
+# First of all, since nothing else holds in another interpreter.
+from ._native import _check_interpreter
+
+_check_interpreter()
+del _check_interpreter
+
 # Broker
 from ._broker import (
     Broker,
@@ -40,7 +46,7 @@ from ._errors import (
     Unsupported,
 )
 from ._handoff import Served, serve, take
-from ._native import Array, Device, __version__, asarray, capturing, device_uuid, devices, empty, same_device
+from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
 from ._reduce import register_reducer
 
 # Weights
@@ -93,7 +99,6 @@ __all__ = [
     "Device",
     "Served",
     "asarray",
-    "capturing",
     "device_uuid",
     "devices",
     "empty",

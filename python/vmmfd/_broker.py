@@ -363,6 +363,7 @@ class Broker:
         copy: bool | None = None,
         digest: str | None = None,
         device: Wanted | None = None,
+        exported: Literal["valid"] | None = None,
     ) -> Published:
         """Hands memory over under a name. When it returns the object is published, and this process may drop it, or end.
 
@@ -380,14 +381,16 @@ class Broker:
         Several processes put one version together: each names its `part`, all `parts`, and a `group` that only these puts have, and waits
         up to `wait` until all are there. One of them brings the metadata.
 
-        `seal=True` makes this process's own mapping of the memory read-only once it is put. What is copied on the host backend is
-        sealed by the kernel in any case.
+        `seal=True` makes this process's own mapping of the memory read-only once it is put. A write by an address is a fault then: so it is
+        refused while other libraries have views of it that may be written, unless `exported="valid"` promises that none is. What is
+        copied on the host backend is sealed by the kernel in any case.
 
-        Blocks until all work of the device is done, and the broker has answered.
+        Blocks until all work of the device is done, and the broker has answered. It synchronises the device's primary context, and so ends
+        a capture of a CUDA graph that any thread of this process has under way there: put before or after a capture.
 
         Raises `Exists` if there is an object of the name, `Differs` if its version is another than the one to replace, `Denied` if it is another
-        user's, `ExportError` (a `BufferError`) for what `copy=False` forbids, `Invalid` for what makes no sense, `OutOfMemory`, `Timeout`
-        if the other parts did not come, and `Error` if a quota or the broker is full.
+        user's, `ExportError` (a `BufferError`) for what `copy=False` forbids and for `seal=True` with such views, `Invalid` for what makes no
+        sense, `OutOfMemory`, `Timeout` if the other parts did not come, and `Error` if a quota or the broker is full.
         """
         if wait is not None and parts is None:
             raise Invalid(f"wait={wait!r} is how long the other parts are waited for: give part, parts and group too, or no wait")
@@ -400,6 +403,9 @@ class Broker:
         # Of several puts of a version one alone can bring metadata.
         if additions and (listed is None or metadata is not None or listed[:1] == [part]):
             metadata = {**additions, **(metadata or {})}
+        promised = _promised(exported)
+        if seal:
+            _native.check_read_only([memory for plan in plans for memory in plan[1]], promised)
         version, id = self._native.put(
             name,
             plans,
@@ -415,7 +421,7 @@ class Broker:
         if seal:
             for plan in plans:
                 for memory in plan[1]:
-                    getattr(_native, "make_read_only")(memory)
+                    _native.make_read_only(memory, promised)
         del keep_alive
         return Published(name=name, version=version, id=id)
 

@@ -138,10 +138,6 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// what is done with them.
     unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()>;
 
-    /// Lets this thread synchronise and free while another one captures a stream: what it does is of no concern to that graph. Whether a
-    /// stream that waits for the default one is being captured. `cuThreadExchangeStreamCaptureMode`, `cuStreamIsCapturing`.
-    fn relax_captures(&self, ordinal: i32) -> Result<bool>;
-
     /// Waits until all work of the device's primary context is done. `cuCtxSynchronize`.
     fn synchronize(&self, ordinal: i32) -> Result<()>;
 

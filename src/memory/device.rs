@@ -260,24 +260,12 @@ impl Device {
     /// What is captured is no work that is waited for. Blocks for as long as that takes, and 0.1 to 0.2 ms.
     ///
     /// # Errors
-    /// [`Error::Driver`], also for an earlier asynchronous failure; [`LoadError::MissingSymbol`](crate::error::LoadError::MissingSymbol)
-    /// with a driver before CUDA 10.1.
+    /// [`Error::Driver`], also for an earlier asynchronous failure.
     ///
     /// Driver calls: `cuThreadExchangeStreamCaptureMode`, `cuMemHostAlloc`, `cuMemFreeHost`. (`cuCtxSynchronize` ends every capture of
     /// the context, and so does freeing in the mode that a thread begins with.)
     pub fn wait_for_work(&self) -> Result<()> {
         self.verbs().wait_for_work(self.ordinal())
-    }
-
-    /// Allows this thread, from now on, to synchronise and free while another one captures a stream into a graph, and returns whether a
-    /// capture is known to be under way: to wait for a device now would end it. Does not block.
-    ///
-    /// # Errors
-    /// [`Error::Driver`]; [`LoadError::MissingSymbol`](crate::error::LoadError::MissingSymbol) with a driver before CUDA 10.1.
-    ///
-    /// Driver calls: `cuThreadExchangeStreamCaptureMode`, `cuStreamIsCapturing`.
-    pub fn relax_captures(&self) -> Result<bool> {
-        self.verbs().relax_captures(self.ordinal())
     }
 
     /// Whether this device can reach another's memory: a claim, like all attributes.

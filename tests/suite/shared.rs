@@ -59,7 +59,7 @@ cases! {
     a_pools_buffer_that_the_driver_could_not_import_is_refused,
     a_pool_may_hold_many_buffers,
     a_copy_on_the_device_has_an_end_of_ours,
-    a_device_is_waited_for_unless_a_stream_is_captured,
+    a_device_is_waited_for,
     two_imports_of_a_pools_buffer_live_apart,
     a_legacy_handle_opens_in_another_process_and_not_in_its_own,
     ]
@@ -669,7 +669,7 @@ fn a_copy_on_the_device_has_an_end_of_ours(subject: Subject) {
     assert_eq!(refused(&[(end - 1, 4096, 2)]), code::INVALID_VALUE);
 }
 
-fn a_device_is_waited_for_unless_a_stream_is_captured(subject: Subject) {
+fn a_device_is_waited_for(subject: Subject) {
     let device = subject.device();
     device.synchronize().unwrap();
     let before = subject.live();
@@ -677,7 +677,6 @@ fn a_device_is_waited_for_unless_a_stream_is_captured(subject: Subject) {
     assert_eq!(subject.live(), before);
     thread::spawn(move || {
         device.wait_for_work().unwrap();
-        assert!(!device.relax_captures().unwrap());
         device.synchronize().unwrap();
     })
     .join()

@@ -223,7 +223,6 @@ functions! {
     ctx_pop_current = ["cuCtxPopCurrent_v2"] (context: *mut *mut c_void);
     ctx_synchronize = ["cuCtxSynchronize"] ();
     stream_synchronize = ["cuStreamSynchronize"] (stream: *mut c_void);
-    stream_is_capturing = ["cuStreamIsCapturing"] (stream: *mut c_void, status: *mut c_int);
     thread_exchange_capture_mode = ["cuThreadExchangeStreamCaptureMode"] (mode: *mut c_uint);
     mem_get_info = ["cuMemGetInfo_v2"] (free: *mut usize, total: *mut usize);
     mem_get_allocation_granularity = ["cuMemGetAllocationGranularity"]

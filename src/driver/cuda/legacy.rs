@@ -28,12 +28,12 @@ impl LegacyIpc for Core {
         self.origin.check()?;
         let leaving = self.changed().leave(address, ordinal, |source| source == Source::Allocated);
         let leaving = leaving.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
-        let freed = self.within(ordinal, || {
-            // SAFETY: no pointers.
-            unsafe { self.functions.ctx_synchronize() }?;
+        let free = || {
+            self.allocate_and_free()?;
             // SAFETY: the table said that it was allocated and not freed; no copy is under way or begins, and the context is idle.
             unsafe { self.functions.mem_free(address) }
-        });
+        };
+        let freed = self.within(ordinal, || self.relaxed(free));
         freed.inspect_err(|_| self.changed().stay(&leaving))
     }
 
@@ -75,7 +75,8 @@ impl LegacyIpc for Core {
         let leaving = leaving.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         // SAFETY: the table said that it is open. If this was the last time, no copy is under way or begins; else the driver keeps
         // it open, for it counts.
-        let closed = self.within(ordinal, || unsafe { self.functions.ipc_close_mem_handle(address) });
+        let close = || unsafe { self.functions.ipc_close_mem_handle(address) };
+        let closed = self.within(ordinal, || self.relaxed(close));
         closed.inspect_err(|_| self.changed().stay(&leaving))
     }
 }

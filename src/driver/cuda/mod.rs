@@ -207,7 +207,7 @@ impl CudaDriver {
         if !addresses.cover(address, size as u64) {
             return Err(failure(call, code::INVALID_VALUE));
         }
-        self.core.within(ordinal, copy)
+        self.core.within(ordinal, || self.core.relaxed(copy))
     }
 }
 
@@ -245,6 +245,23 @@ impl Core {
         // SAFETY: the pointer is valid for the one write, and what is popped is what was pushed.
         let restored = unsafe { self.functions.ctx_pop_current(&mut popped) };
         result.and_then(|value| restored.map(|()| value))
+    }
+
+    /// Runs `call` while another thread may capture a stream into a graph: what it waits for and frees is no concern of that graph's, whose
+    /// capture goes on. The thread's own mode is as it was afterwards.
+    fn relaxed<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        const RELAXED: c_uint = 2;
+        let mut mode = RELAXED;
+        // SAFETY: the pointer is valid for the read and the write.
+        match unsafe { self.functions.thread_exchange_capture_mode(&mut mode) } {
+            // A driver before CUDA 10.1, which has no modes.
+            Err(Error::Load(LoadError::MissingSymbol { .. })) => return call(),
+            exchanged => exchanged?,
+        }
+        let result = call();
+        // SAFETY: as above; it is the mode that there was before.
+        let back = unsafe { self.functions.thread_exchange_capture_mode(&mut mode) };
+        result.and_then(|value| back.map(|()| value))
     }
 
     /// Allocates a little page-locked memory and frees it, which waits for all work of the current context.

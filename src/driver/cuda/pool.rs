@@ -136,14 +136,15 @@ impl Pools for Core {
         if !leaving.last {
             return Ok(());
         }
-        self.within(ordinal, || {
+        let free = || {
             // SAFETY: the table said that it was taken and not freed; no copy is under way or begins; null is the default stream.
             let freed = unsafe { self.functions.mem_free_async(address, ptr::null_mut()) };
             freed.inspect_err(|_| self.changed().stay(&leaving))?;
             // Whatever follows, the driver has it back.
             // SAFETY: null is the default stream.
             unsafe { self.functions.stream_synchronize(ptr::null_mut()) }
-        })
+        };
+        self.within(ordinal, || self.relaxed(free))
     }
 
     fn export_pointer(&self, ordinal: i32, address: u64) -> Result<[u8; 64]> {

@@ -271,7 +271,7 @@ unsafe impl Verbs for CudaDriver {
         if !ranges.iter().all(|&(to, from, size)| addresses.cover(to, size) || addresses.cover(from, size)) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        self.core.within(ordinal, || {
+        let copy = || {
             let copied = ranges.iter().try_for_each(|&(to, from, size)| {
                 // SAFETY: the caller's promise; what is mapped here stays so while the addresses are held.
                 unsafe { self.core.functions.memcpy_dtod(to, from, size as usize) }
@@ -280,25 +280,8 @@ unsafe impl Verbs for CudaDriver {
             // SAFETY: null is the default stream, on which the copies are.
             let done = unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) };
             copied.and(done)
-        })
-    }
-
-    fn relax_captures(&self, ordinal: i32) -> Result<bool> {
-        const RELAXED: c_uint = 2;
-        const ACTIVE: c_int = 1;
-        const IMPLICIT: u32 = 906;
-        self.core.within(ordinal, || {
-            let mut mode = RELAXED;
-            // SAFETY: the pointer is valid for the one write.
-            unsafe { self.core.functions.thread_exchange_capture_mode(&mut mode) }?;
-            let mut status = 0;
-            // SAFETY: null is the default stream; the pointer is valid for the one write.
-            match unsafe { self.core.functions.stream_is_capturing(ptr::null_mut(), &mut status) } {
-                Ok(()) => Ok(status == ACTIVE),
-                Err(crate::Error::Driver { code: IMPLICIT, .. }) => Ok(true),
-                Err(error) => Err(error),
-            }
-        })
+        };
+        self.core.within(ordinal, || self.core.relaxed(copy))
     }
 
     fn synchronize(&self, ordinal: i32) -> Result<()> {
@@ -309,16 +292,7 @@ unsafe impl Verbs for CudaDriver {
     }
 
     fn wait_for_work(&self, ordinal: i32) -> Result<()> {
-        const RELAXED: c_uint = 2;
-        self.core.within(ordinal, || {
-            let mut mode = RELAXED;
-            // SAFETY: the pointer is valid for the read and the write.
-            unsafe { self.core.functions.thread_exchange_capture_mode(&mut mode) }?;
-            let waited = self.core.allocate_and_free();
-            // SAFETY: as above; it is the mode that there was before.
-            let back = unsafe { self.core.functions.thread_exchange_capture_mode(&mut mode) };
-            waited.and(back)
-        })
+        self.core.within(ordinal, || self.core.relaxed(|| self.core.allocate_and_free()))
     }
 
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {

@@ -283,11 +283,6 @@ unsafe impl Verbs for HostDriver {
         Err(failure(CALL, code::NOT_SUPPORTED))
     }
 
-    fn relax_captures(&self, ordinal: i32) -> Result<bool> {
-        self.device("host relax_captures", ordinal)?;
-        Ok(false)
-    }
-
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.device("host synchronize", ordinal)
     }

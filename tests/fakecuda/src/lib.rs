@@ -248,19 +248,6 @@ mod exports {
             initialised(|driver| if stream.is_null() { driver.synchronize() } else { Err(INVALID_HANDLE) })
         }
 
-        fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_int) {
-            initialised(|driver| {
-                let status = place(status)?;
-                driver.current()?;
-                if !stream.is_null() {
-                    return Err(INVALID_HANDLE);
-                }
-                // Nothing is ever captured here.
-                unsafe { status.write(0) };
-                Ok(())
-            })
-        }
-
         fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) {
             initialised(|_| {
                 let mode = place(mode)?;
@@ -466,7 +453,12 @@ mod exports {
         }
 
         fn cuMemFreeHost(start: *mut c_void) {
-            initialised(|driver| driver.ipc.unlock(start))
+            initialised(|driver| {
+                driver.ipc.unlock(start)?;
+                // It waits for all work of the context, if there is one.
+                let _ = driver.synchronize();
+                Ok(())
+            })
         }
 
         fn cuMemAlloc_v2(address: *mut u64, size: usize) {

@@ -346,11 +346,6 @@ unsafe impl Verbs for Faulty {
         unsafe { self.inner.copy_device(ordinal, ranges) }
     }
 
-    fn relax_captures(&self, ordinal: i32) -> Result<bool> {
-        self.meet("relax_captures")?;
-        self.inner.relax_captures(ordinal)
-    }
-
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.meet("synchronize")?;
         self.inner.synchronize(ordinal)

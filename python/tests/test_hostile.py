@@ -1,0 +1,344 @@
+"""Arrays and descriptions that lie, overlap, or come at a bad moment."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vmmfd
+import vmmfd.legacy
+import vmmfd.pool
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("kind", ctypes.c_int),
+        ("id", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+BYTES = (ctypes.c_float * 4)(1, 2, 3, 4)
+SHAPE = (ctypes.c_int64 * 1)(4)
+STRIDES = (ctypes.c_int64 * 1)(2**61)
+
+
+class Producer:
+    """Four float32 by DLPack, with some fields changed."""
+
+    def __init__(self, **changed: object) -> None:
+        self.tensor = _Tensor(ctypes.addressof(BYTES), 1, 0, 1, 2, 32, 1, ctypes.addressof(SHAPE), None, 0, None, None)
+        for name, value in changed.items():
+            setattr(self.tensor, name, value)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **_options: object) -> object:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+def test_a_producer_as_it_should_be() -> None:
+    assert np.asarray(vmmfd.asarray(Producer(), backend="host")).tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"ndim": 2**30}, "1073741824 dimensions"),
+        ({"ndim": 65}, "65 dimensions"),
+        ({"ndim": -1}, "-1 dimensions"),
+        ({"shape": None}, "without a shape"),
+        ({"data": None}, "can't begin at address 0x0"),
+        ({"kind": 2}, r"on device \(2, 0\), and __dlpack_device__ says \(1, 0\)"),
+        ({"strides": ctypes.addressof(STRIDES)}, "can't begin at address"),
+        ({"lanes": 4}, "4 lanes"),
+    ],
+)
+def test_a_tensor_that_lies_is_refused(changed: dict[str, object], says: str) -> None:
+    with pytest.raises((vmmfd.Error, ValueError, BufferError), match=says):
+        vmmfd.asarray(Producer(**changed), backend="host")
+
+
+class Interface:
+    def __init__(self, dtype: object = None, **changed: object) -> None:
+        self.held = np.zeros(4, "u1")
+        self.__array_interface__ = {**self.held.__array_interface__, **changed}
+        if dtype is not None:
+            self.dtype = dtype
+
+    def __setitem__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changed", "says"),
+    [
+        (None, {"data": (0, False)}, "can't begin at address 0x0"),
+        ("float64", {}, "its typestr .* says otherwise"),
+        (None, {"shape": (1,) * 65}, "65 dimensions"),
+        (None, {"shape": (2,), "strides": (1, 1)}, "number of strides"),
+        (None, {"shape": (2,), "strides": (-(2**62),)}, "can't begin at address"),
+        (None, {"shape": (2**63,), "strides": (2**62,)}, "."),
+    ],
+)
+def test_an_interface_that_lies_is_refused(dtype: object, changed: dict[str, object], says: str) -> None:
+    with pytest.raises((ValueError, BufferError), match=says):
+        vmmfd.asarray(Interface(dtype, **changed), backend="host")
+
+
+def test_a_dtype_without_an_end(child: Any) -> None:
+    child(
+        """
+        import vmmfd
+        class Endless:
+            @property
+            def dtype(self):
+                return self
+        try:
+            vmmfd.empty(3, Endless(), backend="host")
+        except vmmfd.Invalid as error:
+            assert "is no type of elements" in str(error), error
+        else:
+            raise AssertionError
+        """
+    ).end()
+
+
+N = 3_000_000
+
+
+def test_copies_between_views_of_the_same_memory() -> None:
+    array = vmmfd.empty(N, "i4", backend="host")
+    view = np.from_dlpack(array)
+    numbers = np.arange(N, dtype="i4")
+    view[:] = numbers
+    array.copy_from(array[::-1])
+    assert (view == numbers[::-1]).all()
+    view[:] = numbers
+    array[::-1].copy_to(view)
+    assert (view == numbers[::-1]).all()
+    view[:] = numbers
+    array[1:].copy_from(array[:-1])
+    assert (view[1:] == numbers[:-1]).all() and view[0] == 0
+    view[:] = numbers
+    array[:-1].copy_from(view[1:])
+    assert (view[:-1] == numbers[1:]).all()
+    view[:] = numbers
+    array[1:].copy_from(memoryview(array)[:-1])
+    assert (view[1:] == numbers[:-1]).all()
+    view[:] = numbers
+    array.copy_to(view[::-1])
+    assert (view == numbers[::-1]).all()
+    array.copy_from(array)
+    array.copy_to(view)
+    assert (view == numbers[::-1]).all()
+
+
+@pytest.mark.fake
+def test_copies_between_views_of_the_same_memory_of_a_gpu(child: Any) -> None:
+    child(
+        """
+        import numpy as np, vmmfd
+        numbers = np.arange(100_000, dtype="i4")
+        array = vmmfd.asarray(numbers)
+        array.copy_from(array[::-1])
+        assert (np.frombuffer(array.tobytes(), "i4") == numbers[::-1]).all()
+        array[1:].copy_from(array[:-1])
+        assert (np.frombuffer(array[1:].tobytes(), "i4") == numbers[::-1][:-1]).all()
+        """
+    ).end()
+
+
+def test_many_elements_at_one_address_are_no_destination() -> None:
+    memory = vmmfd.empty(64, "u1", backend="host")._memory
+    assert memory is not None
+    wide = memory.array("u1", (2**34, 2), (0, 2))
+    with pytest.raises(vmmfd.Invalid, match="stride of 0"):
+        wide.copy_from(np.broadcast_to(np.zeros(2, "u1"), (2**34, 2)))
+    with pytest.raises(vmmfd.Invalid, match="stride of 0"):
+        vmmfd.empty((4, 2), "u1", backend="host").copy_to(memory.array("u1", (4, 2), (0, 1)))
+    assert vmmfd.asarray(memory.array("u1", (3, 2), (0, 1)), backend="host").shape == (3, 2)
+
+
+@pytest.mark.parametrize("copy", ["array.copy_from(source)", "array.copy_to(source)", "array.tobytes()"])
+def test_a_signal_ends_a_long_copy(child: Any, copy: str) -> None:
+    child(
+        f"""
+        import signal, time, numpy as np, vmmfd
+        array = vmmfd.empty((1 << 28, 2), "u1", backend="host")[:, ::2]
+        source = np.zeros((1 << 28, 2), "u1")[:, ::2]
+        class Raised(Exception): pass
+        def handler(*_):
+            raise Raised
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        begun = time.monotonic()
+        try:
+            {copy}
+        except Raised:
+            assert time.monotonic() - begun < 1, time.monotonic() - begun
+        else:
+            raise AssertionError(f"it was not ended, in {{time.monotonic() - begun}} s")
+        """
+    ).end()
+
+
+@pytest.mark.parametrize("what", ["total_seconds", "repr", "index", "getbuffer"])
+def test_an_interrupt_is_passed_on(what: str) -> None:
+    class Number:
+        def total_seconds(self) -> float:
+            raise KeyboardInterrupt
+
+        def __float__(self) -> float:
+            raise TypeError
+
+    class Shown:
+        def __repr__(self) -> str:
+            raise KeyboardInterrupt
+
+    class Index:
+        def __index__(self) -> int:
+            raise KeyboardInterrupt
+
+    class Described:
+        @property
+        def name(self) -> str:
+            raise MemoryError
+
+    array = vmmfd.empty(4, "u1", backend="host")
+    if what == "total_seconds":
+        with pytest.raises(KeyboardInterrupt):
+            vmmfd.take("/nowhere/at/all", backend="host", wait=Number())  # type: ignore[arg-type]
+    elif what == "repr":
+        for call in (lambda: vmmfd.empty(Shown(), "f4", backend="host"), lambda: array[Shown()]):  # type: ignore
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    elif what == "index":
+        for call in (lambda: vmmfd.empty(Index(), "f4", backend="host"), lambda: array[Index()]):  # type: ignore
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    else:
+        with pytest.raises(MemoryError):
+            vmmfd.empty(1, Described(), backend="host")  # type: ignore[arg-type]
+
+
+def test_a_type_error_of_a_producers_own_is_not_tried_again() -> None:
+    calls = []
+
+    class Broken:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+        def __dlpack__(self, **options: object) -> object:
+            calls.append(options)
+            raise TypeError("inside of it")
+
+    with pytest.raises(TypeError, match="inside of it"):
+        vmmfd.asarray(Broken(), backend="host")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("wait", [True, -1, float("nan"), None, "1", datetime.timedelta(-1)])
+def test_what_is_no_time(wait: Any) -> None:
+    with pytest.raises(vmmfd.Invalid, match="is no time"):
+        vmmfd.take("/nowhere/at/all", backend="host", wait=wait)
+
+
+@pytest.mark.parametrize("wait", [0, 0.01, np.float64(0.01), datetime.timedelta(milliseconds=5)])
+def test_what_is_a_time(wait: Any) -> None:
+    with pytest.raises(vmmfd.Error) as raised:
+        vmmfd.take("/nowhere/at/all", backend="host", wait=wait)
+    assert "is no time" not in str(raised.value)
+
+
+def test_a_fork_while_other_threads_are_inside(child: Any) -> None:
+    child(
+        """
+        import os, sys, threading, time, vmmfd
+        def work():
+            while True:
+                vmmfd.devices("host")
+        for _ in range(3):
+            threading.Thread(target=work, daemon=True).start()
+        for number in range(200):
+            pid = os.fork()
+            if pid == 0:
+                vmmfd.empty(3, "f4", backend="host")
+                os._exit(0)
+            end = time.monotonic() + 10
+            while True:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    assert status == 0, status
+                    break
+                if time.monotonic() > end:
+                    os.kill(pid, 9)
+                    print("fork", number, "hangs")
+                    sys.stdout.flush()
+                    os._exit(1)
+                time.sleep(0.001)
+        os._exit(0)
+        """
+    ).end()
+
+
+@pytest.mark.fake
+def test_a_pools_limit_holds_for_threads() -> None:
+    for _ in range(20):
+        pool = vmmfd.pool.Pool(max_size=1 << 20)
+        made: list[vmmfd.Array] = []
+        start = threading.Barrier(8)
+
+        def work() -> None:
+            start.wait()
+            for _ in range(8):
+                try:
+                    made.append(pool.empty(200_000, "u1"))
+                except vmmfd.OutOfMemory:
+                    return
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(made) == 5 and pool.used == 1_000_000
+
+
+@pytest.mark.fake
+def test_a_handle_stays_open_where_the_device_can_not_be_waited_for(child: Any) -> None:
+    array = vmmfd.legacy.empty(4, "u1")
+    array.copy_from(b"abcd")
+    child(
+        """
+        import pickle, sys, vmmfd, vmmfd.legacy
+        opened = vmmfd.legacy.open_ipc_array(bytes.fromhex(sys.argv[1]), 4, "u1", offset=int(sys.argv[2]))
+        try:
+            opened.close()
+        except vmmfd.Error as error:
+            assert "999" in str(error) or "UNKNOWN" in str(error), error
+        else:
+            raise AssertionError
+        assert opened.array.tobytes() == b"abcd"
+        opened.close()
+        """,
+        (handle := vmmfd.legacy.get_ipc_handle(array)).handle.hex(),
+        str(handle.offset),
+        env={"FAKECUDA_FAIL": "cuMemFreeHost:1:999"},
+    ).end()
