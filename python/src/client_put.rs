@@ -7,7 +7,7 @@ use vmmfd::{
     array::ArrayDescriptor,
     broker::{ArrayEntry, Attached, PutPart},
     driver::Access,
-    memory::{Chunk, Description, Device, Region, Selector, Shared, Sharing, Spec},
+    memory::{Chunk, Description, Device, Region, Selector, Sharing, Spec},
 };
 
 use crate::{
@@ -59,6 +59,9 @@ impl Part {
                 let problem = format!("array {name:?} is in memory {memory}, and its part has {}", memories.len());
                 return Err(Failure::invalid(problem));
             };
+            if name.contains('\0') {
+                return Err(Failure::invalid(format!("array {name:?} has a null character in its name: leave it out")));
+            }
             let dtype = dtype.parse().map_err(|error| Failure::invalid(format!("array {name:?}: {error}")))?;
             let mut array = ArrayDescriptor { dtype, shape, strides, offset };
             array.check(of.mapped_size())?;
@@ -262,7 +265,7 @@ fn laid_out(
         // The kernel then keeps each process that has a descriptor from writing. A GPU's driver knows no such thing.
         let sealed = device.is_host();
         let spec: Spec = if sealed { spec.sealed().into() } else { spec.into() };
-        let memory = Owned::new(Arc::new(Shared::create(&device, spec)?));
+        let memory = Owned::make(&device, spec)?;
         let arrays = entries.iter().filter(|(_, _, memory)| memory.is_none());
         for (source, (_, array, _)) in others.zip(arrays) {
             source.copy_to(&*memory, array.offset)?;

@@ -138,10 +138,12 @@ impl Leased {
         Ok(self.object().0.prepare(lease)?)
     }
 
-    fn switch(&self, next: broker::Prepared, promised: bool) -> Outcome<broker::Prepared> {
+    /// `next` is not taken where other libraries have its addresses.
+    fn switch(&self, next: &Prepared, promised: bool) -> Outcome<broker::Prepared> {
         let mut object = self.object_mut();
         self.check_exports(promised, "switch")?;
-        let switched = object.0.switch(next);
+        self.check_mapped(&object.0)?;
+        let switched = object.0.switch(next.take()?);
         self.changed(&object.0);
         Ok(switched?)
     }
@@ -608,11 +610,7 @@ impl Lease {
     /// Puts a version that was prepared at the addresses of this one. Returns the old one.
     fn switch(&self, py: Python<'_>, prepared: &Prepared, promised: bool) -> Outcome<Prepared> {
         let leased = self.leased()?;
-        py.detach(|| {
-            // Refused before it is taken, so that it can be tried again.
-            leased.check_exports(promised, "switch")?;
-            leased.switch(prepared.take()?, promised).map(Prepared::new)
-        })
+        py.detach(|| leased.switch(prepared, promised).map(Prepared::new))
     }
 
     /// Gives the memory back, and keeps the addresses.

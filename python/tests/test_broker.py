@@ -365,8 +365,13 @@ def test_there_is_no_broker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [{"backend": "gpu"}, {"timeout": 0}, {"timeout": -1}, {"timeout": "x"}])
 def test_arguments_that_make_no_sense(socket: str, arguments: Any) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    with pytest.raises(vmmfd.Invalid, match=next(iter(arguments))):
         vmmfd.connect(socket, **arguments)
+
+
+def test_a_path_with_a_null_character() -> None:
+    with pytest.raises(vmmfd.Invalid, match=r"path=.* has a null character"):
+        vmmfd.connect("/tmp/a\0b")
 
 
 def test_the_path_is_of_the_environment(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,6 +425,7 @@ def test_plans_are_checked(broker: vmmfd.Broker, name: str) -> None:
         ([memory], ("x", "uint8", [memory.mapped_size + 1], None, 0, 0, None), "not inside"),
         ([memory], ("x", "uint8", [1], None, 0, 0, "[1]"), "no JSON object"),
         ([memory], ("x", "uint8", [1], None, 0, 0, "{"), "no JSON object"),
+        ([memory], ("x\0y", "uint8", [1], None, 0, 0, None), "a null character in its name"),
     ]:
         with pytest.raises(ValueError, match=problem):
             put(memories, entry)
@@ -428,3 +434,16 @@ def test_plans_are_checked(broker: vmmfd.Broker, name: str) -> None:
     assert lease.attributes("x") == {"kind": "parameter"}
     with pytest.raises(KeyError):
         lease.attributes("y")
+
+
+@pytest.mark.parametrize("argument", ["wait", "replace", "lifetime"])
+def test_interrupts_of_an_arguments_methods_are_passed_on(broker: vmmfd.Broker, name: str, argument: str) -> None:
+    class Odd:
+        def interrupt(self, *_: object) -> Any:
+            raise KeyboardInterrupt
+
+        __index__ = __float__ = __repr__ = interrupt
+
+    options: Any = {argument: Odd(), **({"parts": ["a"], "part": "a", "group": "g"} if argument == "wait" else {})}
+    with pytest.raises(KeyboardInterrupt):
+        broker.put(name, {"x": floats(1)}, **options)

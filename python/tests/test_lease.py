@@ -203,6 +203,11 @@ def test_exports_need_a_promise(broker: vmmfd.Broker, name: str) -> None:
         lease.switch(prepared, exported=True)  # type: ignore[arg-type]
     # It can be tried again.
     assert not prepared.is_closed and (view == 1).all()
+    lease.park(keep_lease=True, exported="valid")
+    with pytest.raises(ValueError, match="is parked"):
+        lease.switch(prepared, exported="valid")
+    assert not prepared.is_closed
+    lease.unpark(version=1)
     old = lease.switch(prepared, exported="valid")
     assert (view == 2).all() and lease.exports == 1
     with pytest.raises(BufferError):

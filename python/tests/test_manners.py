@@ -329,6 +329,8 @@ def test_a_fork_is_refused_with_a_sentence(server: Server, child: Callable[..., 
         BEGIN
         + """
 import warnings
+# Python 3.12 warns of each fork of a process that has threads.
+warnings.simplefilter("ignore", DeprecationWarning)
 put("there")
 lease = broker.get("there")
 array = lease["x"]
@@ -506,3 +508,58 @@ except vmmfd.NotFound as error:
     started.wait_for("ready")
     server.kill()
     assert "vmmfd serve" in started.end()
+
+
+@pytest.mark.parametrize("first", ["import vmmfd", "pass"], ids=["behind_the_main_one", "first"])
+def test_a_sub_interpreter_is_refused_with_a_sentence(child: Callable[..., Child], first: str) -> None:
+    started = child(
+        """
+        try:
+            import _xxsubinterpreters as interpreters
+        except ImportError:
+            import _interpreters as interpreters
+        FIRST
+        try:
+            failed = interpreters.run_string(interpreters.create(), "import vmmfd")
+        except Exception as error:
+            failed = error
+        # Python 3.13 returns what was raised.
+        assert "works in the main interpreter alone" in str(failed), failed
+        import vmmfd
+        print(vmmfd.empty(3, "f4", backend="host").shape)
+        """.replace("FIRST", first)
+    )
+    assert "(3,)" in started.end()
+
+
+def test_leases_end_at_once_while_the_server_is_stopped(server: Server, child: Callable[..., Child]) -> None:
+    """More than the kernel has room to tell it of, and with the GIL held: the collector drops them."""
+    started = child(
+        BEGIN
+        + """
+put("there")
+leases = [broker.get("there") for _ in range(1500)]
+arrays = [lease["x"] for lease in leases]
+for lease in leases:
+    lease.close()
+say("stop it")
+sys.stdin.readline()
+begun = time.monotonic()
+del arrays
+assert time.monotonic() - begun < 5, time.monotonic() - begun
+say("dropped")
+while broker.who("there").leases:
+    time.sleep(0.01)
+""",
+        server.path,
+    )
+    started.wait_for("stop it")
+    server.pause()
+    assert started.process.stdin is not None
+    started.process.stdin.write("\n")
+    started.process.stdin.flush()
+    try:
+        started.wait_for("dropped")
+    finally:
+        server.go_on()
+    started.end()

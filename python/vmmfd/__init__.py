@@ -1,5 +1,11 @@
 """GPU memory shared between processes, without copies: arrays, a broker, and model weights that are loaded once."""
 
+# First of all, since nothing else holds in another interpreter.
+from ._native import _check_interpreter
+
+_check_interpreter()
+del _check_interpreter
+
 # Broker
 from ._broker import (
     Broker,

@@ -453,6 +453,9 @@ class Watch:
     def is_closed(self) -> bool: ...
     def close(self) -> None: ...
 
+def _check_interpreter() -> None:
+    """Raises `ImportError` in a sub-interpreter."""
+
 def origin(array: Array) -> (
     tuple[
         tuple[PathLike[str], str, float, list[int]],

@@ -156,6 +156,24 @@ impl RecordSocket {
         }
     }
 
+    /// Sends one record without descriptors, or returns false where it would have to wait.
+    ///
+    /// # Errors
+    /// [`PeerError::Gone`]; [`Error::System`]. See send(2), unix(7).
+    #[cfg(feature = "broker")]
+    pub(crate) fn try_send(&self, what: &'static str, record: &[u8]) -> Result<bool> {
+        loop {
+            let sent = rustix::net::send(&*self.socket, record, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+            match sent.map_err(io::Error::from) {
+                Ok(_) => return Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose: "to send" })),
+                Err(error) => return Err(Error::system(format!("send {what} to the peer"), error)),
+            }
+        }
+    }
+
     /// Receives one record into a buffer that is a byte longer than the longest record. `purpose` completes the sentence
     /// "waiting ...", for the error.
     ///

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
     sync::mpsc::{self, Receiver},
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -489,6 +489,37 @@ fn a_lease_that_is_released_meanwhile_is_not_held() {
     assert!(released <= 1);
     reader.restored();
     assert!(reader.leases[0].is_held());
+}
+
+#[test]
+fn to_release_leases_waits_for_no_broker_that_does_not_read() {
+    const LEASES: u8 = 120;
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, LEASES, true);
+    // The kernel's least: room for a few records.
+    sockopt::set_socket_send_buffer_size(&reader.client, 1).unwrap();
+    let release = |peer: &Peer| match peer.next().0 {
+        Message::Release(release) => release.token,
+        other => panic!("{other:?}"),
+    };
+    let all: Vec<Token> = (1..=LEASES).map(token).collect();
+    let begun = Instant::now();
+    drop(reader.leases.split_off(usize::from(LEASES / 2)));
+    assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
+    // They are told once it reads, with no request that would push them.
+    let told: Vec<Token> = (LEASES / 2..LEASES).map(|_| release(&reader.peer)).collect();
+    assert_eq!(sorted(told), all[usize::from(LEASES / 2)..]);
+    // And no request comes before them.
+    reader.leases.clear();
+    let listing = meanwhile({
+        let client = reader.client.clone();
+        move || client.list("")
+    });
+    let told: Vec<Token> = (0..LEASES / 2).map(|_| release(&reader.peer)).collect();
+    assert_eq!(sorted(told), all[..usize::from(LEASES / 2)]);
+    assert!(matches!(reader.peer.next().0, Message::List(_)));
+    reader.peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    assert_eq!(listing.join().unwrap().unwrap(), []);
 }
 
 #[test]

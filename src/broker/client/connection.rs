@@ -197,18 +197,62 @@ impl Connection {
         lock(&self.holdings).puts.remove(name);
     }
 
-    /// Ends a lease or a claim. Blocks only while the broker does not read.
-    pub(super) fn release(&self, token: Token, what: &str) {
+    /// Ends a lease or a claim. Does not block: while the broker does not read, the thread of the connection tells it later, or the next
+    /// request does.
+    pub(super) fn release(self: &Arc<Self>, token: Token, what: &str) {
         if !self.is_own() {
             // This is a fork, of which the lease is not. Another thread may have held the locks when it was made.
             return;
         }
         // First, so that it is not taken up: while the connection is made again what was taken up is compared with what is left.
         lock(&self.holdings).leases.remove(&token);
-        match self.send(&Message::Release(Release { token }), &[]) {
+        match self.try_release(token) {
+            Ok(true) => {}
+            Ok(false) => {
+                lock(&self.holdings).unsent.push(token);
+                self.watch();
+                self.wake_watcher();
+            }
             // The connection has broken: what is not taken up again ends.
-            Ok(()) | Err(Error::Peer(_) | Error::Misuse { .. } | Error::Interrupted { .. }) => {}
+            Err(Error::Peer(_)) => {}
             Err(error) => tracing::warn!(%error, "cannot end {what}"),
+        }
+    }
+
+    /// Returns whether there was room for it.
+    fn try_release(&self, token: Token) -> Result<bool> {
+        let message = Message::Release(Release { token });
+        let mut record = Vec::with_capacity(64);
+        message.encode_into(&mut record)?;
+        tracing::debug!(kind = message.name(), "to the broker");
+        self.socket.try_send(message.name(), &record)
+    }
+
+    /// Tells the broker what was released while it did not read, as far as there is room. Returns whether some is left. Does not block.
+    pub(super) fn send_unsent(&self) -> bool {
+        let mut holdings = lock(&self.holdings);
+        while let Some(&token) = holdings.unsent.last() {
+            match self.try_release(token) {
+                Ok(true) => drop(holdings.unsent.pop()),
+                Ok(false) => return true,
+                // The connection has broken: what is not taken up again ends.
+                Err(_) => holdings.unsent.clear(),
+            }
+        }
+        false
+    }
+
+    /// The same, all of it, ahead of a request, which is not to come before it.
+    fn send_all_unsent(&self) -> Result<()> {
+        loop {
+            // Not in the condition: the lock would be held for the whole turn.
+            let token = lock(&self.holdings).unsent.pop();
+            let Some(token) = token else { return Ok(()) };
+            if let Err(error) = self.send(&Message::Release(Release { token }), &[]) {
+                lock(&self.holdings).unsent.push(token);
+                self.wake_watcher();
+                return Err(error);
+            }
         }
     }
 
@@ -312,7 +356,8 @@ impl AsFd for Connection {
 impl Exchange<'_> {
     /// Sends the first record of the request.
     pub(super) fn send_first(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        match self.send(message, fds) {
+        let sent = self.connection.send_all_unsent().and_then(|()| self.send(message, fds));
+        match sent {
             Ok(()) => {}
             Err(gone @ Error::Peer(PeerError::Gone { .. })) => {
                 return Err(match self.receive("for the reason") {

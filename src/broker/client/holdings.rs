@@ -23,6 +23,8 @@ pub(super) struct Holdings {
     pub(super) leases: HashMap<Token, Arc<Held>>,
     /// The puts of names that go with their maker, or may: the last one of each name.
     pub(super) puts: HashMap<String, Token>,
+    /// What was released while the broker did not read, which is still to be told.
+    pub(super) unsent: Vec<Token>,
 }
 
 impl Holdings {

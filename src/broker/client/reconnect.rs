@@ -193,7 +193,9 @@ impl Connection {
     /// Returns what becomes of the leases.
     fn take_up(&self, instance: &str, incoming: &mut Vec<u8>) -> Result<Vec<Notice>> {
         let (another, leases, puts) = {
-            let holdings = lock(&self.holdings);
+            let mut holdings = lock(&self.holdings);
+            // None of them is taken up.
+            holdings.unsent.clear();
             let leases: Vec<Arc<Held>> = holdings.leases.values().cloned().collect();
             (holdings.instance != instance, leases, holdings.puts.values().copied().collect::<Vec<Token>>())
         };

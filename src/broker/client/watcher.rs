@@ -1,4 +1,4 @@
-//! The thread that notices that a connection broke while no request is made.
+//! The thread that notices that a connection broke while no request is made, and tells the broker what it had no room for.
 
 use std::{
     io,
@@ -90,8 +90,8 @@ struct Watch {
 
 /// What is to be waited for next.
 enum Next {
-    /// The end of the connection.
-    HangUp,
+    /// The end of the connection; with `unsent` also room for what the broker has not been told yet.
+    HangUp { unsent: bool },
     /// This time.
     Pause(Duration),
     /// What another thread does.
@@ -100,7 +100,7 @@ enum Next {
 
 impl Watch {
     fn run(self) {
-        let mut next = Next::HangUp;
+        let mut next = Next::HangUp { unsent: false };
         // Since when it is broken, and whether that was said; and the pause before the next attempt.
         let (mut since, mut said, mut pause) = (None, false, PAUSES[0]);
         loop {
@@ -111,7 +111,8 @@ impl Watch {
             let Some(connection) = self.connection.upgrade() else { return };
             connection.call_handlers();
             if !connection.is_hung_up() {
-                (next, since, said, pause) = (Next::HangUp, None, false, PAUSES[0]);
+                let unsent = connection.send_unsent();
+                (next, since, said, pause) = (Next::HangUp { unsent }, None, false, PAUSES[0]);
                 continue;
             }
             let Some(dialler) = &self.dialler else {
@@ -131,7 +132,7 @@ impl Watch {
                 };
                 // It may have made it again since.
                 if !connection.is_hung_up() {
-                    next = Next::HangUp;
+                    next = Next::HangUp { unsent: connection.send_unsent() };
                     continue;
                 }
                 connection.broke();
@@ -196,10 +197,12 @@ impl Watch {
     fn wait(&self, next: &Next) -> io::Result<()> {
         // POLLHUP is reported unasked: records are for the thread that makes a request.
         let wake = PollFd::new(self.wake.as_fd(), PollFlags::POLLIN);
-        let socket = PollFd::new(self.socket.as_fd(), PollFlags::empty());
+        let writable =
+            if matches!(next, Next::HangUp { unsent: true }) { PollFlags::POLLOUT } else { PollFlags::empty() };
+        let socket = PollFd::new(self.socket.as_fd(), writable);
         let mut polled = [wake, socket];
         let (polled, timeout) = match next {
-            Next::HangUp => (&mut polled[..], PollTimeout::NONE),
+            Next::HangUp { .. } => (&mut polled[..], PollTimeout::NONE),
             Next::Wake => (&mut polled[..1], PollTimeout::NONE),
             // Rounded up: a pause of 0 would be none.
             Next::Pause(pause) => {
