@@ -428,6 +428,17 @@ impl Array {
         dlpack::capsule(py, &self.memory, &self.descriptor, Wanted { versioned, read_only, copied: false })
     }
 
+    /// A capsule without the read-only flag, for which no stream waits: for a caller that promises both.
+    fn _capsule<'py>(&self, py: Python<'py>) -> Outcome<Bound<'py, PyAny>> {
+        self.check()?;
+        dlpack::capsule(
+            py,
+            &self.memory,
+            &self.descriptor,
+            Wanted { versioned: false, read_only: false, copied: false },
+        )
+    }
+
     /// DLPack's type of device, and its number in this process.
     fn __dlpack_device__(&self) -> (i32, i32) {
         let device = dlpack::device(self.memory.device());

@@ -26,6 +26,7 @@ use vmmfd::{
 
 use crate::{
     array::Array,
+    buffer::contiguous,
     client::{Taken, check_process},
     error::{Class, Failure, Outcome},
     json,
@@ -511,7 +512,8 @@ impl Lease {
         Self::array_of(py, found)
     }
 
-    /// All arrays that are mapped: of each its part, name, the array, and its attributes.
+    /// All arrays that are mapped: of each its part, name, the array, its attributes, and whether its elements lie in C order without
+    /// gaps.
     #[pyo3(signature = (part=None))]
     fn arrays<'py>(&self, py: Python<'py>, part: Option<&str>) -> Outcome<Vec<Bound<'py, PyTuple>>> {
         let leased = self.leased()?;
@@ -533,9 +535,10 @@ impl Lease {
         })?;
         let mut arrays = Vec::with_capacity(found.len());
         for (part, name, piece, array, attributes) in found {
+            let dense = !array.shape.contains(&0) && contiguous(&array)?.0;
             let array = Bound::new(py, Array::new(piece, array)?)?;
             let attributes = attributes.map(|attributes| json::to_dict(py, &attributes)).transpose()?;
-            arrays.push((part, name, array, attributes).into_pyobject(py)?);
+            arrays.push((part, name, array, attributes, dense).into_pyobject(py)?);
         }
         Ok(arrays)
     }

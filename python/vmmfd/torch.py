@@ -492,6 +492,7 @@ class _Mapped:
 
     def __init__(self, lease: Any) -> None:
         self._torch = _torch()
+        self._from_dlpack = self._torch.from_dlpack
         self._lease = lease
         self._pieces: dict[str, list[tuple[int, Any]]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
@@ -499,10 +500,15 @@ class _Mapped:
         self.private: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self.rows: list[_Row] = []
         arrays = lease._native.arrays()
-        counts = Counter((part, (attributes or {}).get("storage", name)) for part, name, _, attributes in arrays)
-        for part, name, array, attributes in arrays:
-            attributes = attributes or {}
-            identity: tuple[Any, ...] = (part, attributes.get("storage", name))
+        counts = Counter(
+            (part, attributes["storage"]) for part, _, _, attributes, _ in arrays if attributes and "storage" in attributes
+        )
+        for part, name, array, attributes, is_dense in arrays:
+            if not attributes or "storage" not in attributes:
+                # Of another maker, such as a file's: its bytes are a storage if there are no gaps between them.
+                self.rows.append(_Row(name, part, array, attributes or {}, (part, name), is_dense))
+                continue
+            identity: tuple[Any, ...] = (part, attributes["storage"])
             is_alone = counts[identity] == 1
             if not is_alone:
                 identity += (array.address, array.dtype, array.shape, array.strides)
@@ -516,8 +522,7 @@ class _Mapped:
 
     def _import(self, array: _native.Array) -> Any:
         # What is published is finished: there is no work to wait for.
-        capsule = array.writable("promise").__dlpack__(stream=-1 if self._is_cuda else None)
-        return self._torch.from_dlpack(capsule)
+        return self._from_dlpack(array._capsule())
 
     def _bytes(self, row: _Row) -> tuple[tuple[Any, ...], Any, int]:
         """The storage that an array is in, as bytes: its identity, a tensor, and where the array begins in it."""
