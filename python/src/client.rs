@@ -23,7 +23,7 @@ use vmmfd::{
 use crate::{
     client_put::{self, Plan},
     device, driver,
-    error::{Failure, Outcome},
+    error::{Failure, Outcome, shown, tolerant},
     json,
     lease::{Claim, Lease, Leased, Prepared, Selection},
     memory::Place,
@@ -674,7 +674,8 @@ fn request(
             };
             return Ok(get.digest(part, digest.extract::<String>()?));
         }
-        let digests: std::collections::HashMap<String, String> = digest.extract().map_err(|_| {
+        let digests: Option<HashMap<String, String>> = tolerant(digest.py(), digest.extract())?;
+        let digests = digests.ok_or_else(|| {
             let given = json::type_of(digest);
             Failure::invalid(format!("digest is of type {given}: give a str, or a mapping of parts to their digests"))
         })?;
@@ -694,10 +695,13 @@ fn condition(replace: Option<&Bound<'_, PyAny>>) -> Outcome<Condition> {
     if let Ok(replace) = replace.cast::<PyBool>() {
         return Ok(if replace.is_true() { Condition::Any } else { Condition::New });
     }
-    replace.extract().map(Condition::Version).map_err(|_| {
-        let shown = replace.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
-        Failure::invalid(format!("replace={shown} is none of False, True and the number of the version to replace"))
-    })
+    match tolerant(replace.py(), replace.extract())? {
+        Some(version) => Ok(Condition::Version(version)),
+        None => Err(Failure::invalid(format!(
+            "replace={} is none of False, True and the number of the version to replace",
+            shown(replace)?
+        ))),
+    }
 }
 
 /// How long a name stays: `"deleted"`, `"maker"`, `"leased"`, or so long after its last lease.

@@ -93,6 +93,8 @@ impl Source {
     pub(crate) fn selector(&self, driver: &Driver) -> Option<Selector> {
         match self.place {
             Place::Cuda(ordinal) if driver.backend() == Backend::Cuda => {
+                // Without an answer the copy says what is wrong.
+                let ordinal = if ordinal < 0 { driver.device_of(self.address).ok()? } else { ordinal };
                 u32::try_from(ordinal).ok().map(Selector::Ordinal)
             }
             _ => None,
@@ -273,14 +275,16 @@ impl Source {
             return Err(Failure::invalid(text));
         }
         let theirs = match self.place {
-            Place::Cuda(ordinal) if ordinal >= 0 => Some(ordinal),
-            _ => None,
+            Place::Cuda(ordinal) if ordinal >= 0 => ordinal,
+            _ => device.driver().device_of(self.address)?,
         };
-        match theirs.filter(|ordinal| *ordinal != device.ordinal()).and_then(|ordinal| u32::try_from(ordinal).ok()) {
+        if theirs == device.ordinal() {
+            if self.wait {
+                device.wait_for_work()?;
+            }
+        } else if let Ok(other) = u32::try_from(theirs) {
             // Its library ordered its work before what follows on its own device, which this copy is not.
-            Some(other) => Device::find(device.driver(), Selector::Ordinal(other))?.wait_for_work()?,
-            None if self.wait => device.wait_for_work()?,
-            None => {}
+            Device::find(device.driver(), Selector::Ordinal(other))?.wait_for_work()?;
         }
         Ok(())
     }

@@ -434,3 +434,16 @@ def test_plans_are_checked(broker: vmmfd.Broker, name: str) -> None:
     assert lease.attributes("x") == {"kind": "parameter"}
     with pytest.raises(KeyError):
         lease.attributes("y")
+
+
+@pytest.mark.parametrize("argument", ["wait", "replace", "lifetime"])
+def test_interrupts_of_an_arguments_methods_are_passed_on(broker: vmmfd.Broker, name: str, argument: str) -> None:
+    class Odd:
+        def interrupt(self, *_: object) -> Any:
+            raise KeyboardInterrupt
+
+        __index__ = __float__ = __repr__ = interrupt
+
+    options: Any = {argument: Odd(), **({"parts": ["a"], "part": "a", "group": "g"} if argument == "wait" else {})}
+    with pytest.raises(KeyboardInterrupt):
+        broker.put(name, {"x": floats(1)}, **options)

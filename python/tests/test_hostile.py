@@ -342,3 +342,28 @@ def test_a_handle_stays_open_where_the_device_can_not_be_waited_for(child: Any) 
         str(handle.offset),
         env={"FAKECUDA_FAIL": "cuMemFreeHost:1:999"},
     ).end()
+
+
+@pytest.mark.fake
+def test_an_array_is_copied_on_the_device_that_it_is_on(child: Any) -> None:
+    child(
+        """
+        import vmmfd
+        class Foreign:
+            def __init__(self, array):
+                self.array = array
+                self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": 1}
+        for ordinal in (0, 1):
+            source = vmmfd.empty(4, "u1", device=ordinal)
+            source.copy_from(b"abcd")
+            copy = vmmfd.asarray(Foreign(source))
+            assert copy.device.ordinal == ordinal and copy.tobytes() == b"abcd", copy
+        try:
+            vmmfd.asarray(type("Lies", (), {"__cuda_array_interface__": {"shape": (4,), "typestr": "|u1", "data": (4096, False), "version": 3}})())
+        except vmmfd.Error as error:
+            assert "cuPointerGetAttribute" in str(error), error
+        else:
+            raise AssertionError
+        """,
+        env={"FAKECUDA_DEVICES": "2"},
+    ).end()

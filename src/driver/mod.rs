@@ -92,6 +92,15 @@ impl Driver {
         unsafe { self.verbs().copy_device(ordinal, ranges) }
     }
 
+    /// The number of the device that memory of any library of this process is on, by an address in it. Does not block.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an address that the driver does not know, and with
+    /// `CUDA_ERROR_NOT_SUPPORTED` on the host backend; [`Error::Forked`]. Driver call: `cuPointerGetAttribute`.
+    pub fn device_of(&self, address: u64) -> Result<i32> {
+        self.verbs().device_of(address)
+    }
+
     /// The newest CUDA that the driver supports, as 1000 * major + 10 * minor; 0 on the host backend. Does not block.
     ///
     /// # Errors

@@ -138,6 +138,9 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// what is done with them.
     unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()>;
 
+    /// The device that memory of any library is on, by its address. `cuPointerGetAttribute`.
+    fn device_of(&self, address: u64) -> Result<i32>;
+
     /// Waits until all work of the device's primary context is done. `cuCtxSynchronize`.
     fn synchronize(&self, ordinal: i32) -> Result<()>;
 

@@ -264,6 +264,7 @@ functions! {
     /// Of CUDA 11.7 and later.
     mem_get_handle_for_range = ["cuMemGetHandleForAddressRange"]
         (shareable: *mut c_void, address: u64, size: usize, kind: c_uint, flags: u64);
+    pointer_get_attribute = ["cuPointerGetAttribute"] (data: *mut c_void, attribute: c_uint, address: u64);
     memcpy_dtod = ["cuMemcpyDtoD_v2"] (to: u64, from: u64, size: usize);
     module_load_data = ["cuModuleLoadData"] (module: *mut *mut c_void, image: *const c_void);
     module_get_function = ["cuModuleGetFunction"] (function: *mut *mut c_void, module: *mut c_void, name: *const c_char);

@@ -284,6 +284,15 @@ unsafe impl Verbs for CudaDriver {
         self.core.within(ordinal, || self.core.relaxed(copy))
     }
 
+    fn device_of(&self, address: u64) -> Result<i32> {
+        const DEVICE_ORDINAL: c_uint = 9;
+        self.core.origin.check()?;
+        let mut ordinal: c_int = -1;
+        // SAFETY: for this attribute the driver writes an int; it knows which addresses are its own.
+        unsafe { self.core.functions.pointer_get_attribute((&raw mut ordinal).cast(), DEVICE_ORDINAL, address) }?;
+        Ok(ordinal)
+    }
+
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.core.within(ordinal, || {
             // SAFETY: no pointers.

@@ -283,6 +283,12 @@ unsafe impl Verbs for HostDriver {
         Err(failure(CALL, code::NOT_SUPPORTED))
     }
 
+    fn device_of(&self, _: u64) -> Result<i32> {
+        const CALL: &str = "host device_of";
+        self.device(CALL, 0)?;
+        Err(failure(CALL, code::NOT_SUPPORTED))
+    }
+
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.device("host synchronize", ordinal)
     }

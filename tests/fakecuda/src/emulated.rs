@@ -486,6 +486,13 @@ impl Emulated {
         Ok(self.mappings.range(..end).filter(move |(start, mapping)| *start + mapping.size > address))
     }
 
+    /// The device that owns what an address is in.
+    pub(crate) fn owner(&self, address: u64) -> Answer<c_int> {
+        let mapping = || Some(self.inside(address, 1).ok()?.find(|(_, mapping)| !mapping.numa)?.1.owner);
+        let owner = self.ipc.owner(address).or_else(mapping).ok_or(INVALID_VALUE)?;
+        c_int::try_from(owner).map_err(|_| INVALID_VALUE)
+    }
+
     /// First address and size of what an address is in.
     pub(crate) fn range(&self, address: u64) -> Answer<(u64, u64)> {
         let mapping = || self.inside(address, 1).ok()?.next().map(|(&start, mapping)| (start, mapping.size));

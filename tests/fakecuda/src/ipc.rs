@@ -268,6 +268,11 @@ impl Ipc {
         (address - start < block.size).then_some((start, block))
     }
 
+    /// The number of the device that an address of this memory is of, if it is.
+    pub(crate) fn owner(&self, address: u64) -> Option<u32> {
+        self.block(address).map(|(_, block)| self.arenas[&block.arena].owner)
+    }
+
     /// `cuMemGetAddressRange`: of this memory, if it is.
     pub(crate) fn range(&self, address: u64) -> Option<(u64, u64)> {
         self.block(address).map(|(start, block)| (start, block.size))

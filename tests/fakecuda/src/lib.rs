@@ -427,6 +427,18 @@ mod exports {
             })
         }
 
+        fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, address: u64) {
+            initialised(|driver| {
+                const DEVICE_ORDINAL: c_uint = 9;
+                let data = place(data.cast::<c_int>())?;
+                if attribute != DEVICE_ORDINAL {
+                    return Err(INVALID_VALUE);
+                }
+                unsafe { data.write(driver.owner(address)?) };
+                Ok(())
+            })
+        }
+
         fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) {
             initialised(|driver| {
                 driver.current()?;

@@ -346,6 +346,11 @@ unsafe impl Verbs for Faulty {
         unsafe { self.inner.copy_device(ordinal, ranges) }
     }
 
+    fn device_of(&self, address: u64) -> Result<i32> {
+        self.meet("device_of")?;
+        self.inner.device_of(address)
+    }
+
     fn synchronize(&self, ordinal: i32) -> Result<()> {
         self.meet("synchronize")?;
         self.inner.synchronize(ordinal)
