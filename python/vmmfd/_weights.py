@@ -103,7 +103,7 @@ def load_safetensors(
     `backend` is `"auto"` (CUDA; ordinary memory where there is no GPU), `"cuda"` or `"host"`; `device` its number, its UUID or a
     `Device`: the first one by default. With `digest` the memory's BLAKE3 is computed, for readers to verify. `progress(done, all)` is
     called in this thread about 25 times in a second, with bytes. `threads` is how many threads read: as many as there are processors
-    by default, but at most 16; each takes 2 MiB of page-locked memory meanwhile.
+    by default, but at most 8; each takes 4 MiB of page-locked memory meanwhile.
 
     Blocks without the GIL. Ctrl-C ends it in the main thread, and so does what `progress` raises; then no memory is left. On a GPU no
     stream of this process may be captured meanwhile: a copy ends the capture.
