@@ -560,8 +560,8 @@ pub(crate) fn source(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     }
     let kind = object.get_type().name()?;
     Err(Failure::invalid(format!(
-        "an object of type {kind} is no array: it has no buffer, no __dlpack__, no __array_interface__ and no __cuda_array_interface__; make it one with \
-         numpy.asarray()"
+        "an object of type {kind} is no array: it has no buffer, no __dlpack__, no __array_interface__ and no __cuda_array_interface__; \
+         make it one with numpy.asarray()"
     )))
 }
 

@@ -383,9 +383,10 @@ class Broker:
 
         `metadata` is what there is to say of it: a mapping that JSON can express, of at most 1 MiB. `replace=True` makes it the next version
         of a name that exists; a number replaces that version alone. `mode` is the permissions of a new name, `0o600` by default and `0o666` at
-        most: `r` is get and list, `w` is replace. `lifetime` is how long the name stays: `"deleted"` (until it is deleted, the default), `"maker"` (until
-        this Broker is closed), `"leased"` (until then, and until no lease is held), or so many seconds after its last lease. `keep` is
-        how many older versions stay without a lease. `digest` is one of the bytes, in words that readers know.
+        most: `r` is get and list, `w` is replace. `lifetime` is how long the name stays: `"deleted"` (until it is deleted, the default),
+        `"maker"` (until this Broker is closed), `"leased"` (until then, and until no lease is held), or so many seconds after its last
+        lease. `keep` is how many older versions stay without a lease. `digest` is one of the bytes, in words that readers know, of at
+        most 255 bytes.
 
         Several processes put one version together: each names its `part`, all `parts`, and a `group` that only these puts have, and waits
         up to `wait` until all are there. One of them brings the metadata.
@@ -513,8 +514,8 @@ class Broker:
     ) -> List[Lease]:
         """Gets leases of several objects as they are at one moment, all or none, in their order.
 
-        `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect` and `digest`.
-        Waits up to `wait` until all are there. Raises what `get` does.
+        `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect`
+        and `digest`. Waits up to `wait` until all are there. Raises what `get` does.
         """
         requests: List[Any] = []
         options = ("version", "newer_than", "parts", "arrays", "expect", "digest")
@@ -767,8 +768,8 @@ class Lease(Mapping[str, "Array"]):
 
     Another version can take its place at the same addresses: `prepare`, `switch`, `park`, `unpark`.
 
-    Once it is closed, and in a fork, all raise `Invalid`, but `is_held` is False, and `is_closed` and `repr` can be asked. The broker counts
-    a lease until the forks of its process that have it end too.
+    Once it is closed, and in a fork, all raise `Invalid`, but `is_held` is False, and `is_closed` and `repr` can be asked. The broker
+    counts a lease until the forks of its process end too, if it was not closed.
     """
 
     __slots__ = ("__weakref__", "_broker", "_native")
