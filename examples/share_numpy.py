@@ -1,4 +1,21 @@
-"""Shares an array of NumPy with other processes, through a broker that listens at this path: `vmmfd serve --socket ...`."""
+"""Shares an array of NumPy with other processes, through a broker that listens at this path: `vmmfd serve --socket ...`.
+
+The lines from the second import on are all that a program needs. They put a new name: a second run finds that it exists.
+"""
+
+import sys, vmmfd
+
+
+def say(kind, error, traceback):
+    """Says in one sentence, without a traceback, what is wrong and what to do: no broker listens, or there is a `demo` already."""
+    if issubclass(kind, vmmfd.Error):
+        print(f"share_numpy: {error}: {error.hint}" if error.hint else f"share_numpy: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+sys.excepthook = say
+vmmfd.connect("/run/vmmfd/broker.sock", timeout=1).close()  # To say so soon if there is none: by default it is waited for, 30 s.
 
 import numpy as np, vmmfd
 broker = vmmfd.connect("/run/vmmfd/broker.sock", backend="host")

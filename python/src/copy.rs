@@ -555,10 +555,13 @@ pub(crate) fn source(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     if let Some(interface) = optional(object, "__cuda_array_interface__")? {
         return of_interface(object, interface.cast::<PyDict>().map_err(PyErr::from)?, true)?.checked();
     }
+    if let Some(source) = of_scalar(object)? {
+        return source.checked();
+    }
     let kind = object.get_type().name()?;
     Err(Failure::invalid(format!(
-        "a {kind} is no array: it has no buffer, no __dlpack__, no __array_interface__ and no __cuda_array_interface__; make it one with \
-         numpy.asarray()"
+        "an object of type {kind} is no array: it has no buffer, no __dlpack__, no __array_interface__ and no __cuda_array_interface__; \
+         make it one with numpy.asarray()"
     )))
 }
 
@@ -619,6 +622,15 @@ fn of_array_interface(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
         return Ok(None);
     }
     of_interface(object, interface, false).map(Some)
+}
+
+/// A scalar of NumPy, as an array without dimensions that has a copy of it.
+fn of_scalar(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
+    if !object.hasattr("__array_interface__")? || !object.hasattr("__array__")? {
+        return Ok(None);
+    }
+    let source = of_array_interface(&object.call_method0("__array__")?)?;
+    Ok(source.map(|source| Source { read_only: true, ..source }))
 }
 
 fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: bool) -> Outcome<Source> {

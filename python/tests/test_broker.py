@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -29,14 +31,37 @@ def name() -> str:
     return f"test/{uuid.uuid4().hex}"
 
 
+TEN_LINES = """
+import numpy as np, vmmfd
+broker = vmmfd.connect("/run/vmmfd/broker.sock", backend="host")
+broker.put("demo", {"x": np.arange(12, dtype="f4").reshape(3, 4)}, metadata={"step": 1})
+with broker.get("demo", wait=5) as lease:
+    x = np.from_dlpack(lease["x"])                    # the shared memory itself, read-only
+    assert x.shape == (3, 4) and not x.flags.writeable and lease.metadata["step"] == 1
+""".splitlines()
+
+
 def floats(*values: float) -> np.ndarray:
     return np.array(values, dtype="f4")
 
 
-def test_the_ten_lines(server: Server) -> None:
-    code = (Path(__file__).parents[2] / "examples" / "share_numpy.py").read_text()
-    assert '"/run/vmmfd/broker.sock"' in code
-    exec(compile(code.replace('"/run/vmmfd/broker.sock"', repr(server.path)), "share_numpy.py", "exec"), {"__name__": "example"})
+def test_the_ten_lines(server: Server, tmp_path: Path) -> None:
+    example = (Path(__file__).parents[2] / "examples" / "share_numpy.py").read_text()
+    assert "\n".join(TEN_LINES) in example
+
+    def run(path: str) -> tuple[int, str]:
+        program = tmp_path / "share_numpy.py"
+        program.write_text(example.replace("/run/vmmfd/broker.sock", path))
+        ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60)
+        return ended.returncode, ended.stderr
+
+    assert run(server.path) == (0, "")
+    code, says = run(server.path)
+    assert code == 1 and says.count("\n") == 1 and "demo" in says and "put it with replace=True" in says, says
+    began = time.monotonic()
+    code, says = run(str(tmp_path / "none.sock"))
+    assert code == 1 and says.count("\n") == 1 and "start one with `vmmfd serve --socket" in says, says
+    assert time.monotonic() - began < 20
 
 
 def test_what_was_put_is_got_without_a_copy(broker: vmmfd.Broker, name: str) -> None:
@@ -160,6 +185,12 @@ def test_what_is_expected_is_compared(broker: vmmfd.Broker, name: str) -> None:
     with pytest.raises(ValueError, match="digest is of type int"):
         broker.get(name, digest=5)  # type: ignore[arg-type]
     assert broker.get(name).parts[0].digest == "blake3:00"
+    # Of a field all has to be equal, and a number of another type is another one.
+    broker.put(name, {"x": floats(1)}, replace=True, metadata={"n": 1, "nest": {"a": 1, "b": 2}})
+    assert broker.get(name, expect={"nest": {"b": 2, "a": 1}}).version == 2
+    for other in ({"n": 1.0}, {"nest": {"a": 1}}, {"none": None}):
+        with pytest.raises(vmmfd.Differs):
+            broker.get(name, expect=other)
 
 
 def test_several_are_got_at_one_moment(broker: vmmfd.Broker, name: str) -> None:
@@ -175,6 +206,10 @@ def test_several_are_got_at_one_moment(broker: vmmfd.Broker, name: str) -> None:
         broker.get_all(name)
     with pytest.raises(ValueError, match="'vresion', which is none of"):
         broker.get_all({name: {"vresion": 1}})
+    with pytest.raises(vmmfd.Invalid, match="wanted has '.*/a' twice"):
+        broker.get_all([name + "/a", name + "/b", name + "/a"])
+    with pytest.raises(vmmfd.Invalid, match="version=-1"):
+        broker.get_all({name + "/a": {"version": -1}})
 
 
 def test_a_wait_ends_when_it_is_put_or_over(broker: vmmfd.Broker, name: str) -> None:
@@ -217,6 +252,105 @@ def test_one_of_several_gets_the_claim(broker: vmmfd.Broker, name: str) -> None:
     assert isinstance(got[1], vmmfd.Claim)
     with pytest.raises(ValueError, match="give both"):
         broker.claim(name, part="a")
+
+
+def test_a_claim_that_has_ended_puts_nothing(socket: str, broker: vmmfd.Broker, name: str) -> None:
+    claim = broker.claim(name)
+    assert isinstance(claim, vmmfd.Claim)
+    with pytest.raises(vmmfd.Invalid, match="is no array"):
+        claim.put({"x": object()})
+    assert not claim.is_closed
+    claim.close()
+    with vmmfd.connect(socket, backend="host") as other:
+        next_one = other.claim(name, wait=10)
+        assert isinstance(next_one, vmmfd.Claim)
+        with pytest.raises(vmmfd.Invalid, match=f"claim of '{name}' has ended.*claim it again"):
+            claim.put({"x": floats(1)})
+        assert next_one.put({"x": floats(2)}).version == 1
+        with pytest.raises(vmmfd.Invalid, match="has ended"):
+            next_one.put({"x": floats(3)}, replace=True)
+    assert np.from_dlpack(broker.get(name)["x"])[0] == 2
+
+
+def test_an_array_or_part_that_is_named_twice_is_one(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": floats(1), "y": floats(2)}, digest="d")
+    assert broker.get(name, arrays=["x", "x"])["x"].shape == (1,)
+    assert list(broker.get(name, parts=["all", "all"], digest="d")) == ["x", "y"]
+    assert broker.get_all({name: {"arrays": ["y", "y"]}})[0]["y"].shape == (1,)
+    assert isinstance(broker.claim(name, arrays=["x"] * 2000), vmmfd.Lease)
+    with pytest.raises(vmmfd.Invalid, match="arrays has 1025 names, and a get takes 1024"):
+        broker.get(name, arrays=[f"x{number}" for number in range(1025)])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"mode": -1}, "mode=-1: give a whole number"),
+        ({"mode": "rw"}, "mode='rw': give a whole number"),
+        ({"mode": 99999}, "mode=0o303237 has more than"),
+        ({"mode": 0o777}, "mode=0o777 has more than.*at most 0o666"),
+        ({"mode": 640}, "mode=0o1200 has more than.*such as 0o640"),
+        ({"keep": -1}, "keep=-1"),
+        ({"keep": True}, "keep=True"),
+        ({"keep": 1 << 32}, "keep is a number of 33 bits"),
+        ({"part": ""}, "part='' is no name"),
+        ({"part": 5}, "part=5 is of type int"),
+        ({"digest": 5}, "digest=5 is of type int"),
+        ({"digest": "x" * 256}, "digest has 256 bytes, and at most 255"),
+    ],
+)
+def test_options_of_a_put_that_make_no_sense(broker: vmmfd.Broker, name: str, options: Any, problem: str) -> None:
+    with pytest.raises(vmmfd.Invalid, match=problem):
+        broker.put(name, {"x": floats(1)}, **options)
+    assert not broker.list(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"version": -1}, "version=-1: give a whole number"),
+        ({"version": True}, "version=True"),
+        ({"version": 1.0}, "version=1.0"),
+        ({"version": 10**5000}, "version is a number of .* bits, and it has at most 64"),
+        ({"newer_than": -1}, "newer_than=-1"),
+        ({"newer_than": False}, "newer_than=False"),
+        ({"digest": "x" * 10000}, "digest has 10000 bytes"),
+        ({"digest": {"all": 5}}, r"digest\['all'\]=5 is of type int"),
+        ({"digest": {5: "x"}}, "a part in digest=5 is of type int"),
+    ],
+)
+def test_options_of_a_get_that_make_no_sense(broker: vmmfd.Broker, name: str, options: Any, problem: str) -> None:
+    broker.put(name, {"x": floats(1)}, digest="d")
+    lease = broker.get(name, version=np.int64(1), digest={"all": "d"})
+    for call in (lambda: broker.get(name, **options), lambda: broker.get_all({name: options}), lambda: lease.prepare(**options)):
+        with pytest.raises(vmmfd.Invalid, match=problem):
+            call()
+    if "version" in options:
+        for ask in (broker.stat, broker.bytes_of):
+            with pytest.raises(vmmfd.Invalid, match=problem):
+                ask(name, options["version"])
+    if "newer_than" not in options:
+        lease.park()
+        with pytest.raises(vmmfd.Invalid, match=problem):
+            lease.unpark(**options)
+        lease.unpark()
+
+
+def test_scalars_of_numpy_are_arrays_without_dimensions(broker: vmmfd.Broker, name: str) -> None:
+    values = {"f": np.float32(3.5), "i": np.int64(-7), "b": np.bool_(True), "sum": np.arange(3.0).sum()}
+    broker.put(name, values)
+    lease = broker.get(name)
+    for key, value in values.items():
+        got = np.asarray(lease[key])
+        assert got.shape == () and got.dtype == value.dtype and got == value, key
+    mine = vmmfd.asarray(np.float32(1), backend="host")
+    mine.copy_from(np.float32(2))
+    assert np.from_dlpack(mine) == 2
+    with pytest.raises(vmmfd.Error):
+        mine.copy_to(np.float32(0))
+    for value in (3, 3.0, "x"):
+        with pytest.raises(vmmfd.Invalid, match=f"an object of type {type(value).__name__} is no array.*numpy.asarray"):
+            broker.put(name + "/no", {"x": value})
 
 
 def test_parts_are_published_together(broker: vmmfd.Broker, name: str) -> None:
@@ -285,7 +419,7 @@ def test_lists_and_holders(broker: vmmfd.Broker, name: str) -> None:
         assert isinstance(caught.value, vmmfd.NotFound) and caught.value.kind == "object"
     with pytest.raises(AttributeError):
         first.name = "x"
-    assert "Summary(" in repr(first) and first != stat
+    assert "Summary(" in repr(first) and "mode=0o640, " in repr(first) and first != stat
 
 
 def test_a_name_goes_with_its_maker(socket: str, broker: vmmfd.Broker, name: str) -> None:

@@ -351,7 +351,17 @@ if pid == 0:
             assert "is a fork of it: " in str(error), error
             refused += 1
     assert refused == 15, refused
-    assert not lease.is_held
+    assert not lease.is_held and not lease.is_closed
+    # What asks neither the broker nor the memory works.
+    assert "not usable here" in repr(lease) and "not usable here" in repr(prepared) and broker.path in repr(broker) and repr(claim)
+    assert (array.shape, array.dtype, array.readonly, array[1:].ndim) and "vmmfd.Array" in repr(array)
+    for use in (array.tobytes, lambda: np.from_dlpack(array), lambda: array.address):
+        try:
+            use()
+        except vmmfd.Error as error:
+            assert "is a fork of it" in str(error), error
+        else:
+            raise AssertionError("a fork used memory")
     lease.close(); prepared.close(); watch.close(); claim.close(); broker.close()
     del lease, array, prepared, watch, claim, broker
     # And a connection of its own works.

@@ -50,9 +50,23 @@ def test_events_come_in_their_order(broker: vmmfd.Broker, prefix: str) -> None:
         later = watch.place
     with broker.watch(prefix, after=later, timeout=0) as watch:
         assert [event.kind for event in watch] == kinds[1:]
-    for wrong in ("5", ":5", "a:", "a:-1", "a:b"):
-        with pytest.raises(ValueError, match="no place of a watch"):
-            broker.watch(prefix, after=wrong)
+    for wrong in ("5", ":5", "a:", "a:-1", "a:b", "a:" + "9" * 5000, 5, b"a:5"):
+        with pytest.raises(vmmfd.Invalid, match="no place of a watch"):
+            broker.watch(prefix, after=wrong)  # type: ignore[arg-type]
+
+
+def test_a_place_that_the_broker_has_not_come_to_is_refused(broker: vmmfd.Broker, prefix: str) -> None:
+    put(broker, prefix + "a")
+    with broker.watch(prefix) as watch:
+        here = watch.place
+    instance, _, seq = here.rpartition(":")
+    for ahead in (int(seq) + 1000, 99999999, (1 << 64) - 1, 99999999999999999999):
+        with pytest.raises(vmmfd.Invalid, match=f"after='{instance}:{ahead}' is ahead of the broker, which is at "):
+            broker.watch(prefix, after=f"{instance}:{ahead}")
+    with broker.watch(prefix, after=here) as watch:
+        put(broker, prefix + "a")
+        event = watch.next(5)
+        assert event is not None and event.kind == "replaced"
 
 
 def test_a_place_of_another_store_is_lost(broker: vmmfd.Broker, prefix: str) -> None:

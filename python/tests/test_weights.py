@@ -302,6 +302,19 @@ def test_weights_are_put_without_a_copy(model: Path, backend: str, tmp_path: Pat
         broker.put("m", weights, replace=True, metadata={"safetensors": "mine"}, part="rank-0")
         with broker.get("m") as lease:
             assert lease.metadata == {"safetensors": "mine"} and lease.parts[0].name == "rank-0"
+        # What would be another put than was asked for is refused, and what asks for the same is not.
+        with pytest.raises(vmmfd.Invalid, match=r"copy=True, .*put dict\(weights\)"):
+            broker.put("m/copied", weights, copy=True)
+        other = "01234567-89ab-cdef-0123-456789abcdef"
+        for device in (3, other, True):
+            with pytest.raises(vmmfd.Invalid, match=f"{device!r}"):
+                broker.put("m/there", weights, device=device)
+        assert [of.name for of in broker.list()] == ["m"]
+        for index, same in enumerate((weights.device, weights.device.ordinal, weights.device.uuid)):
+            broker.put(f"m/here/{index}", weights, device=same)
+        broker.put("m/copied", dict(weights), copy=True)
+        weights["f8"].reinterpret("uint8").copy_from(b"abc")
+        assert broker.get("m/copied")["f8"].tobytes() == b"xyz" and broker.get("m/here/0")["f8"].tobytes() == b"abc"
     finally:
         server.end()
 

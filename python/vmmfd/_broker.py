@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from operator import index
 
 from . import _native
 from ._errors import Invalid, NoArray
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 # The name of the one part of an object that is put as a whole.
 _PART = "all"
+
+# How many bytes a name or a digest has at most, and how many parts and arrays a get can name: more breaks the protocol.
+_LONGEST = 255
+_MOST_NAMED = 1024
 
 
 class _Record:
@@ -132,6 +137,9 @@ class Summary(_Record):
     owner: Owner
     mode: int
     created: datetime
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(f" mode={self.mode!r},", f" mode={self.mode:#o},")
 
 
 class PartInfo(_Record):
@@ -370,13 +378,15 @@ class Broker:
         `value` is a mapping of names to arrays: an `Array` of this process's own is handed over as it is, without a copy; anything
         else that speaks DLPack, an array interface or the buffer protocol is copied to new memory, of `device` if one is given. A module of
         PyTorch or its state dict, and `vmmfd.Weights`, are put without a copy where their memory can be shared. With `copy=False` what
-        would be copied is refused; with `copy=True` all is copied. Do not write to memory that was put.
+        would be copied is refused; with `copy=True` all is copied, and `Weights` are refused: put `dict(weights)`. Do not write to
+        memory that was put.
 
         `metadata` is what there is to say of it: a mapping that JSON can express, of at most 1 MiB. `replace=True` makes it the next version
-        of a name that exists; a number replaces that version alone. `mode` is the permissions of a new name, `0o600` by default: `r` is get
-        and list, `w` is replace. `lifetime` is how long the name stays: `"deleted"` (until it is deleted, the default), `"maker"` (until
-        this Broker is closed), `"leased"` (until then, and until no lease is held), or so many seconds after its last lease. `keep` is
-        how many older versions stay without a lease. `digest` is one of the bytes, in words that readers know.
+        of a name that exists; a number replaces that version alone. `mode` is the permissions of a new name, `0o600` by default and `0o666` at
+        most: `r` is get and list, `w` is replace. `lifetime` is how long the name stays: `"deleted"` (until it is deleted, the default),
+        `"maker"` (until this Broker is closed), `"leased"` (until then, and until no lease is held), or so many seconds after its last
+        lease. `keep` is how many older versions stay without a lease. `digest` is one of the bytes, in words that readers know, of at
+        most 255 bytes.
 
         Several processes put one version together: each names its `part`, all `parts`, and a `group` that only these puts have, and waits
         up to `wait` until all are there. One of them brings the metadata.
@@ -394,6 +404,11 @@ class Broker:
         """
         if wait is not None and parts is None:
             raise Invalid(f"wait={wait!r} is how long the other parts are waited for: give part, parts and group too, or no wait")
+        mode, keep = _mode(mode), _whole(keep, "keep", 32)
+        if part is not None and _text(part, "part") == "":
+            raise Invalid("part='' is no name: give the part one, or leave part out for an object of one part")
+        if digest is not None:
+            _text(digest, "digest")
         plans, additions, keep_alive = self._plan(value, part or _PART, copy, seal, device)
         if digest is not None:
             if len(plans) != 1:
@@ -431,7 +446,7 @@ class Broker:
         """The parts that a value is, what comes into the metadata, and what has to live until it is put."""
         plan = getattr(type(value), "_plan", None)
         if plan is not None and type(value).__module__.startswith("vmmfd."):
-            parts, additions, keep_alive = plan(value)
+            parts, additions, keep_alive = plan(value, copy=copy, device=device)
             if part != _PART:
                 parts = [(part, *parts[0][1:]), *parts[1:]]
             return parts, additions, keep_alive
@@ -468,7 +483,8 @@ class Broker:
 
         It is the current version, unless `version` names another that is still there; with `newer_than` only a later one. Of `parts` and
         `arrays`, if given, only the segments in which these lie are mapped. `expect` names fields of the metadata and the values that
-        they must have; `digest` is that of the one part, or a mapping of parts to theirs. `device` uses the memory instead of the one that has
+        they must have: equal as JSON, so that 1 is not 1.0, and a mapping in it has all fields of the other; `digest` is that of the one
+        part, or a mapping of parts to theirs. `device` uses the memory instead of the one that has
         it, if it can reach it. With `wait` the object may come so much later.
 
         Raises `NotFound` if there is none, `Timeout` if none came in time, `Differs` if it is not as expected, `Denied`, `Invalid`,
@@ -478,12 +494,12 @@ class Broker:
             self,
             self._native.get(
                 name,
-                version=version,
-                newer_than=newer_than,
-                parts=None if parts is None else _names(parts, "parts"),
-                arrays=None if arrays is None else _names(arrays, "arrays"),
+                version=_whole(version, "version"),
+                newer_than=_whole(newer_than, "newer_than"),
+                parts=_chosen(parts, "parts"),
+                arrays=_chosen(arrays, "arrays"),
                 expect=expect,
-                digest=digest,
+                digest=_digest(digest),
                 wait=wait,
                 device=device,
             ),
@@ -498,20 +514,35 @@ class Broker:
     ) -> List[Lease]:
         """Gets leases of several objects as they are at one moment, all or none, in their order.
 
-        `wanted` are names, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect` and `digest`.
-        Waits up to `wait` until all are there. Raises what `get` does.
+        `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect`
+        and `digest`. Waits up to `wait` until all are there. Raises what `get` does.
         """
         requests: List[Any] = []
         options = ("version", "newer_than", "parts", "arrays", "expect", "digest")
-        named = wanted if isinstance(wanted, Mapping) else dict.fromkeys(_names(wanted, "wanted"), {})
+        named: Mapping[str, Mapping[str, Any]]
+        if isinstance(wanted, Mapping):
+            named = wanted
+        else:
+            names = _names(wanted, "wanted")
+            named = dict.fromkeys(names, {})
+            if len(named) < len(names):
+                twice = next(name for name in named if names.count(name) > 1)
+                raise Invalid(f"wanted has {twice!r} twice: name each object once")
         for name, given in named.items():
             unknown = [option for option in given if option not in options]
             if unknown:
                 raise Invalid(f"{name!r} is to be got with {unknown[0]!r}, which is none of {', '.join(options)}")
-            values = [given.get(option) for option in options]
-            for at in (2, 3):
-                values[at] = None if values[at] is None else _names(values[at], options[at])
-            requests.append((name, *values))
+            requests.append(
+                (
+                    name,
+                    _whole(given.get("version"), "version"),
+                    _whole(given.get("newer_than"), "newer_than"),
+                    _chosen(given.get("parts"), "parts"),
+                    _chosen(given.get("arrays"), "arrays"),
+                    given.get("expect"),
+                    _digest(given.get("digest")),
+                )
+            )
         return [Lease(self, lease) for lease in self._native.get_all(requests, wait=wait, device=device)]
 
     def claim(
@@ -537,10 +568,10 @@ class Broker:
             name,
             part=part,
             group=group,
-            parts=None if parts is None else _names(parts, "parts"),
-            arrays=None if arrays is None else _names(arrays, "arrays"),
+            parts=_chosen(parts, "parts"),
+            arrays=_chosen(arrays, "arrays"),
             expect=expect,
-            digest=digest,
+            digest=_digest(digest),
             wait=wait,
             device=device,
         )
@@ -627,7 +658,7 @@ class Broker:
     def stat(self, name: str, version: int | None = None) -> Stat:
         """All that is known of a version of an object, by default of the current one. Maps nothing: what it takes is in
         `stat(name).parts[0].mapped_size`. Raises `NotFound` if there is none."""
-        told = self._native.stat(name, version)
+        told = self._native.stat(name, _whole(version, "version"))
         lifetime = told["lifetime"]
         kind = lifetime["kind"]
         return Stat(
@@ -687,14 +718,23 @@ class Broker:
         """Follows what happens to names that begin with `prefix` and that this user may read: from now on, or from the place `after` that an
         earlier watch had (`Watch.place`), also in another process. Iterate over it: each step waits for the next event, and the iteration
         ends if none comes within `timeout`; by default it waits for ever.
+
+        Raises `Invalid` for what is no place, and for one that the broker has not come to yet.
         """
-        place = None
-        if after is not None:
-            instance, _, seq = after.rpartition(":")
-            if not instance or not seq.isdecimal():
-                raise Invalid(f"after={after!r} is no place of a watch: give what Watch.place was, INSTANCE:NUMBER")
-            place = (instance, int(seq))
-        return Watch(self._native.watch(prefix, place), timeout)
+        if after is None:
+            return Watch(self._native.watch(prefix, None), timeout)
+        instance, _, seq = after.rpartition(":") if isinstance(after, str) else ("", "", "")
+        if not instance or not seq.isdecimal() or len(seq) > 20:
+            raise Invalid(f"after={after!r} is no place of a watch: give what Watch.place was, INSTANCE:NUMBER")
+        # The broker would take a place that is ahead of it for its newest one.
+        newest = self._native.watch(prefix, None)
+        try:
+            now, last = newest.place
+        finally:
+            newest.close()
+        if instance == now and int(seq) > last:
+            raise Invalid(f"after={after!r} is ahead of the broker, which is at {last}: give what Watch.place was")
+        return Watch(self._native.watch(prefix, (instance, min(int(seq), (1 << 64) - 1))), timeout)
 
     def delete(self, name: str) -> None:
         """Takes a name away. Readers keep what they hold, and the broker keeps the memory until the last of them ends. Raises `NotFound`
@@ -728,7 +768,8 @@ class Lease(Mapping[str, "Array"]):
 
     Another version can take its place at the same addresses: `prepare`, `switch`, `park`, `unpark`.
 
-    Once it is closed, and in a fork, all raise `Invalid`, but `is_held` is False and `is_closed` can be asked.
+    Once it is closed, and in a fork, all raise `Invalid`, but `is_held` is False, and `is_closed` and `repr` can be asked. The broker
+    counts a lease until the forks of its process end too, if it was not closed.
     """
 
     __slots__ = ("__weakref__", "_broker", "_native")
@@ -854,8 +895,9 @@ class Lease(Mapping[str, "Array"]):
         """
         if version is None and newer_than is None and name is None:
             newer_than = self.version
+        version, newer_than = _whole(version, "version"), _whole(newer_than, "newer_than")
         prepared = self._broker._native.prepare(
-            self._native, name, version=version, newer_than=newer_than, expect=expect, digest=digest, wait=wait
+            self._native, name, version=version, newer_than=newer_than, expect=expect, digest=_digest(digest), wait=wait
         )
         return Prepared(prepared)
 
@@ -896,8 +938,8 @@ class Lease(Mapping[str, "Array"]):
         """
         if version is None and name is None:
             version = self.version
-        number = None if version == "newest" else version
-        self._broker._native.unpark(self._native, name, version=number, expect=expect, digest=digest, wait=wait)
+        number = None if version == "newest" else _whole(version, "version")
+        self._broker._native.unpark(self._native, name, version=number, expect=expect, digest=_digest(digest), wait=wait)
 
     def state_dict(self, *, writable_buffers: bool = True, everything: bool = False) -> dict[str, Tensor]:
         """Its tensors as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the memory and need no gradient. Tied
@@ -940,10 +982,13 @@ class Lease(Mapping[str, "Array"]):
         self.close()
 
     def __repr__(self) -> str:
-        if self.is_closed:
-            return "<vmmfd.Lease: closed>"
-        parked = ", parked" if self.is_parked else ""
-        return f"<vmmfd.Lease: {self.name} version {self.version}{parked}>"
+        try:
+            if self.is_closed:
+                return "<vmmfd.Lease: closed>"
+            parked = ", parked" if self.is_parked else ""
+            return f"<vmmfd.Lease: {self.name} version {self.version}{parked}>"
+        except Invalid:  # Closed by another thread meanwhile, or in a fork.
+            return "<vmmfd.Lease: not usable here>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a Lease can't be pickled: call vmmfd.register_reducer() to send it with multiprocessing, or send its name and version")
@@ -996,7 +1041,10 @@ class Prepared:
         self.close()
 
     def __repr__(self) -> str:
-        return "<vmmfd.Prepared: closed>" if self.is_closed else f"<vmmfd.Prepared: {self.name} version {self.version}>"
+        try:
+            return "<vmmfd.Prepared: closed>" if self.is_closed else f"<vmmfd.Prepared: {self.name} version {self.version}>"
+        except Invalid:  # Closed by another thread meanwhile, or in a fork.
+            return "<vmmfd.Prepared: not usable here>"
 
 
 class Claim:
@@ -1011,7 +1059,10 @@ class Claim:
         self.name = name
 
     def put(self, value: Any, **options: Any) -> Published:
-        """Puts the object, as `Broker.put` does with these options, and ends the claim."""
+        """Puts the object, as `Broker.put` does with these options, and ends the claim. Raises `Invalid` once it is closed, and what
+        `Broker.put` does: it is not ended then."""
+        if self.is_closed:
+            raise Invalid(f"the claim of {self.name!r} has ended, and another process may have it: claim it again")
         published = self._broker.put(self.name, value, **options)
         self.close()
         return published
@@ -1118,6 +1169,62 @@ def _names(names: Any, what: str) -> list[str]:
         if not isinstance(name, str):
             raise Invalid(f"{what} has {name!r}, of type {type(name).__name__}: names are str")
     return listed
+
+
+def _chosen(names: Any, what: str) -> list[str] | None:
+    """The names of parts or arrays that are asked for, each once."""
+    if names is None:
+        return None
+    chosen = list(dict.fromkeys(_names(names, what)))
+    if len(chosen) > _MOST_NAMED:
+        raise Invalid(f"{what} has {len(chosen)} names, and a get takes {_MOST_NAMED}: ask for all, or in several gets")
+    return chosen
+
+
+def _whole(value: Any, what: str, bits: int = 64) -> int | None:
+    """A number of a version or the like. Raises `Invalid` for what is none, a bool included."""
+    number = None
+    if value is None:
+        return None
+    if not isinstance(value, bool):
+        try:
+            number = index(value)
+        except TypeError:
+            pass
+        else:
+            if number.bit_length() > bits:
+                raise Invalid(f"{what} is a number of {number.bit_length()} bits, and it has at most {bits}")
+    if number is None or number < 0:
+        raise Invalid(f"{what}={value!r}: give a whole number, from 0 on")
+    return number
+
+
+def _mode(mode: Any) -> int | None:
+    number = _whole(mode, "mode")
+    if number is not None and number & ~0o666:
+        raise Invalid(f"mode={number:#o} has more than read and write for each: at most 0o666; give it in octal, such as 0o640")
+    return number
+
+
+def _text(value: Any, what: str) -> str:
+    """A digest or a part's name. Raises `Invalid` for what is no str, or longer than a broker takes."""
+    if not isinstance(value, str):
+        raise Invalid(f"{what}={value!r} is of type {type(value).__name__}: give a str")
+    length = len(value.encode(errors="surrogatepass"))
+    if length > _LONGEST:
+        raise Invalid(f"{what} has {length} bytes, and at most {_LONGEST} are allowed")
+    return value
+
+
+def _digest(digest: Any) -> Digest | None:
+    """The digests that are asked for: of the one part, or of several by their names."""
+    if digest is None:
+        return None
+    if isinstance(digest, Mapping):
+        return {_text(part, "a part in digest"): _text(one, f"digest[{part!r}]") for part, one in digest.items()}
+    if not isinstance(digest, str):
+        raise Invalid(f"digest is of type {type(digest).__name__}: give a str, or a mapping of parts to their digests")
+    return _text(digest, "digest")
 
 
 def _promised(exported: object) -> bool:

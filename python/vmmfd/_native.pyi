@@ -137,8 +137,9 @@ class Array:
     def copy_from(self, source: Any) -> None:
         """Copies the elements of another array of this shape and type into it: of anything that `asarray` takes.
 
-        Blocks, with the GIL released, until they are there. Raises `Invalid` for another shape or type, and for an array that is on a GPU
-        while this one is not or the other way round; `Denied` or `Error` if it may only be read."""
+        Blocks, with the GIL released, until they are there. What Ctrl-C or an error ends leaves it partly written. Raises `Invalid` for
+        another shape or type, and for an array that is on a GPU while this one is not or the other way round; `Denied` or `Error` if it may
+        only be read."""
 
     def copy_to(self, destination: Any) -> None:
         """Copies its elements into another array of this shape and type, which is writable. Blocks, with the GIL released, until they are
@@ -226,7 +227,7 @@ def asarray(object: Any, *, device: _DeviceName | None = None, backend: str = "a
     """Copies an array of another library into new shared memory, in C order.
 
     `object` speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or is an `Array`, which is copied
-    too. On CUDA the copy is on the device that the array is on, or on `device`. Blocks, with the GIL released, until it is there. Raises
+    too, or a scalar of NumPy. On CUDA the copy is on the device that the array is on, or on `device`. Blocks, with the GIL released, until it is there. Raises
     as `empty`, and `Invalid` for what is no array, has elements of an unknown type, or is on a GPU while `backend` is the host."""
 
 def devices(backend: str = "auto") -> list[Device]:

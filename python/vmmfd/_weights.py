@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from . import _native
+from ._errors import Invalid
 
 # Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
@@ -79,8 +80,20 @@ class Weights(Mapping[str, "Array"]):
     def __repr__(self) -> str:
         return f"<vmmfd.Weights: {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
 
-    def _plan(self) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
-        """What a put of them is made of: its parts, what comes into the metadata, and what has to live until it is put."""
+    def _plan(
+        self, *, copy: bool | None, device: int | str | Device | None
+    ) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
+        """What a put of them is made of: its parts, what comes into the metadata, and what has to live until it is put. Raises `Invalid`
+        if they are to be copied, or to be on another device."""
+        if copy:
+            raise Invalid("copy=True, and vmmfd.Weights are handed over as they are: put dict(weights) to copy the arrays")
+        mine = self.device
+        if device is not None and not (
+            device == mine.ordinal
+            if isinstance(device, int) and not isinstance(device, bool)
+            else _native.same_device(device, mine)
+        ):
+            raise Invalid(f"device={device!r}, and the weights are on {mine}: give device to load_safetensors")
         part: _native._PartPlan = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
         return [part], {"safetensors": self._metadata} if self._metadata else {}, self._weights
 
