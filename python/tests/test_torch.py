@@ -7,6 +7,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,20 @@ def test_of_a_storage_only_what_is_named_is_copied(broker: vmmfd.Broker, name: s
     assert found["b"].storage_offset() - found["a"].storage_offset() == 20
 
 
+def fake() -> Any:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+class Packed(nn.Module):  # type: ignore[misc]
+    """A module with more in its state than tensors."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -275,12 +290,53 @@ def test_of_a_storage_only_what_is_named_is_copied(broker: vmmfd.Broker, name: s
         (lambda: {"x": torch.ones(2), "y": [1.0]}, "only tensors can be put together with tensors"),
         (lambda: {"x": torch.ones(2), 3: torch.ones(2)}, "the name 3 is no str"),
         (lambda: nn.ReLU(), "there is no tensor to put"),
+        (lambda: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x is a nested tensor"),
+        (lambda: {"x": fake()}, "x is a FakeTensor, and has no bytes"),
+        (lambda: {"x": torch.ones(2), "_extra_state": {"v": 1}}, "- _extra_state: dict"),
+        (lambda: {"x": torch.ones(2), "y": vmmfd.empty(2, "u1", backend="host")}, "an Array of vmmfd in torch.from_dlpack):\n- y: Array"),
+        (lambda: Packed(), "there is no tensor to put: what Packed has is in extra state"),
     ],
 )
 def test_what_can_not_be_put_is_named(broker: vmmfd.Broker, name: str, value: Callable[[], Any], message: str) -> None:
     with pytest.raises(vmmfd.Invalid) as raised:
         broker.put("x", value())
     assert message in str(raised.value)
+
+
+def test_a_tensor_under_vmap_is_named(broker: vmmfd.Broker, name: str) -> None:
+    def function(x: Any) -> Any:
+        with pytest.raises(vmmfd.Invalid, match=r"x is of a function under torch.func"):
+            broker.put(name, {"x": x})
+        return x
+
+    torch.func.vmap(function)(torch.ones(2, 3))
+
+
+def test_extra_state_that_stays_behind_is_said(broker: vmmfd.Broker, name: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Packed())
+    with pytest.warns(UserWarning, match="extra state of modules is not carried: that of 1 stays behind") as caught:
+        broker.put(name, module)
+    assert caught[0].filename == __file__
+
+
+def test_parts_and_arrays_are_chosen_in_one_call(broker: vmmfd.Broker, name: str) -> None:
+    def put(part: str, value: float) -> None:
+        broker.put(name, {"weight": torch.full((1, 1), value)}, part=part, parts=["a", "b"], group="g", wait=20)
+
+    other = threading.Thread(target=put, args=("a", 1.0))
+    other.start()
+    put("b", 2.0)
+    other.join()
+    with pytest.raises(vmmfd.Invalid, match=r"the parts 'a' and 'b' both have an array 'weight': .* parts=\['b'\]"):
+        broker.state_dict(name)
+    with pytest.raises(vmmfd.Differs, match="weight: the parts 'a' and 'b' have it: take one, with parts="):
+        broker.load(name, nn.Linear(1, 1, bias=False))
+    assert broker.state_dict(name, parts=["b"])["weight"] == 2
+    module = nn.Linear(1, 1, bias=False)
+    loaded = broker.load(name, module, parts=["a"], arrays=["weight"], newer_than=0)
+    assert module.weight == 1 and loaded.version == 1
+    with pytest.raises(vmmfd.Timeout):
+        broker.state_dict(name, newer_than=1, wait=0.05)
 
 
 def test_copy_false_names_all_that_would_be_copied(broker: vmmfd.Broker, name: str) -> None:
@@ -569,6 +625,18 @@ def test_a_process_may_end_with_tensors_of_the_broker_alive(
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize("example", ["share_torch.py", "weights_serve.py"])
+def test_an_example_without_a_broker_says_so(example: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), "--socket", str(tmp_path / "none.sock"), "--backend", "host", "--timeout", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stderr.startswith(f"{example[:-3]}: ") and "none.sock" in ended.stderr
 
 
 def run(*arguments: str) -> str:

@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import json
 import threading
+import warnings
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -243,10 +244,23 @@ def _items(value: Any) -> list[_Item]:
             items.append(_Item(name, tensor, kind, True))
     if others:
         raise Invalid(
-            "only tensors can be put together with tensors (plain values belong in metadata=, other arrays in torch.as_tensor):"
+            "only tensors can be put together with tensors (plain values and extra state belong in metadata=, other arrays in "
+            "torch.as_tensor, an Array of vmmfd in torch.from_dlpack):"
             + _listed(others)
         )
     return items
+
+
+def _extra_states(value: Any) -> list[str]:
+    """The modules in a module that have more in their `state_dict` than tensors."""
+    base = _torch().nn.Module
+    if not isinstance(value, base):
+        return []
+    return [
+        path or type(module).__name__
+        for path, module in value.named_modules()
+        if type(module).get_extra_state is not base.get_extra_state or hasattr(module, "_packed_params")
+    ]
 
 
 def _problem(tensor: Any) -> str | None:
@@ -254,6 +268,12 @@ def _problem(tensor: Any) -> str | None:
     torch = _torch()
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet: run the module once"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "is of a function under torch.func (vmap, grad), and has no bytes outside: put what it returns"
+    if isinstance(tensor, importlib.import_module("torch._subclasses").FakeTensor):
+        return "is a FakeTensor, and has no bytes"
+    if tensor.is_nested:
+        return "is a nested tensor: put its values() and offsets()"
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         return f"is a {type(tensor).__name__}, which has its bytes in other tensors: put those"
     if tensor.layout != torch.strided:
@@ -327,8 +347,16 @@ def _plan(
             items.append(item._replace(tensor=_plain(item.tensor), requires_grad=item.tensor.requires_grad))
     if problems:
         raise Invalid("some tensors can't be put:" + _listed(problems))
+    packed = _extra_states(value)
     if not items:
-        raise Invalid("there is no tensor to put")
+        where = f": what {packed[0]} has is in extra state, as of quantised modules, which is not carried" if packed else ""
+        raise Invalid(f"there is no tensor to put{where}")
+    if packed:
+        warnings.warn(
+            f"extra state of modules is not carried: that of {', '.join(packed[:5])}{' and others' if packed[5:] else ''} stays behind "
+            "(plain values can go into metadata=)",
+            stacklevel=4,
+        )
     grouped: dict[str, dict[int, _Storage]] = {}
     empty: list[_Item] = []
     for item in items:
