@@ -53,9 +53,10 @@ def main() -> None:
     parser.add_argument("--socket", help="where the broker listens")
     parser.add_argument("--backend", default="auto", choices=["auto", "cuda", "host"])
     parser.add_argument("--get", action="store_true", help="only get the module that is there")
+    parser.add_argument("--timeout", type=float, default=10, help="how many seconds to wait for the broker [default: 10]")
     options = parser.parse_args()
     on_gpu = options.backend != "host" and torch.cuda.is_available()
-    with vmmfd.connect(options.socket, backend=options.backend) as broker:
+    with vmmfd.connect(options.socket, backend=options.backend, timeout=options.timeout) as broker:
         if options.get:
             print(f"result {get(broker):.4f}")
             return
@@ -69,4 +70,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except vmmfd.Error as error:
+        sys.exit(f"share_torch: {error}" + (f"\n{error.hint}" if error.hint else ""))

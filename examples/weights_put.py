@@ -30,6 +30,8 @@ def main() -> None:
 
     device = int(options.device) if options.device and options.device.isdigit() else options.device
     with vmmfd.connect(options.socket, backend=options.backend) as broker:
+        if not options.replace and any(summary.name == options.name for summary in broker.list(options.name)):
+            sys.exit(f"weights_put: {options.name} exists already: give --replace to make this its next version")
         begun = time.perf_counter()
         progress = show if sys.stderr.isatty() else None
         weights = vmmfd.load_safetensors(
@@ -48,4 +50,4 @@ if __name__ == "__main__":
     try:
         main()
     except vmmfd.Error as error:
-        sys.exit(f"weights_put: {error}")
+        sys.exit(f"weights_put: {error}" + (f"\n{error.hint}" if error.hint else ""))

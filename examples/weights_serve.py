@@ -10,6 +10,7 @@ runs on ordinary memory: `--backend host`.
 """
 
 import argparse
+import sys
 
 import torch
 
@@ -93,8 +94,9 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", choices=["auto", "cuda", "host"])
     parser.add_argument("--make", type=int, metavar="SEED", help="put a version made from this number, and end")
     parser.add_argument("--until", type=int, default=1 << 62, metavar="VERSION", help="serve until this version answered")
+    parser.add_argument("--timeout", type=float, default=10, help="how many seconds to wait for the broker [default: 10]")
     options = parser.parse_args()
-    with vmmfd.connect(options.socket, backend=options.backend) as broker:
+    with vmmfd.connect(options.socket, backend=options.backend, timeout=options.timeout) as broker:
         if options.make is not None:
             make(broker, options.make)
         else:
@@ -102,4 +104,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except vmmfd.Error as error:
+        sys.exit(f"weights_serve: {error}" + (f"\n{error.hint}" if error.hint else ""))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +266,20 @@ def test_of_a_storage_only_what_is_named_is_copied(broker: vmmfd.Broker, name: s
     assert found["b"].storage_offset() - found["a"].storage_offset() == 20
 
 
+def fake() -> Any:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+class Packed(nn.Module):  # type: ignore[misc]
+    """A module with more in its state than tensors."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -273,12 +290,53 @@ def test_of_a_storage_only_what_is_named_is_copied(broker: vmmfd.Broker, name: s
         (lambda: {"x": torch.ones(2), "y": [1.0]}, "only tensors can be put together with tensors"),
         (lambda: {"x": torch.ones(2), 3: torch.ones(2)}, "the name 3 is no str"),
         (lambda: nn.ReLU(), "there is no tensor to put"),
+        (lambda: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x is a nested tensor"),
+        (lambda: {"x": fake()}, "x is a FakeTensor, and has no bytes"),
+        (lambda: {"x": torch.ones(2), "_extra_state": {"v": 1}}, "- _extra_state: dict"),
+        (lambda: {"x": torch.ones(2), "y": vmmfd.empty(2, "u1", backend="host")}, "an Array of vmmfd in torch.from_dlpack):\n- y: Array"),
+        (lambda: Packed(), "there is no tensor to put: what Packed has is in extra state"),
     ],
 )
 def test_what_can_not_be_put_is_named(broker: vmmfd.Broker, name: str, value: Callable[[], Any], message: str) -> None:
     with pytest.raises(vmmfd.Invalid) as raised:
         broker.put("x", value())
     assert message in str(raised.value)
+
+
+def test_a_tensor_under_vmap_is_named(broker: vmmfd.Broker, name: str) -> None:
+    def function(x: Any) -> Any:
+        with pytest.raises(vmmfd.Invalid, match=r"x is of a function under torch.func"):
+            broker.put(name, {"x": x})
+        return x
+
+    torch.func.vmap(function)(torch.ones(2, 3))
+
+
+def test_extra_state_that_stays_behind_is_said(broker: vmmfd.Broker, name: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Packed())
+    with pytest.warns(UserWarning, match="extra state of modules is not carried: that of 1 stays behind") as caught:
+        broker.put(name, module)
+    assert caught[0].filename == __file__
+
+
+def test_parts_and_arrays_are_chosen_in_one_call(broker: vmmfd.Broker, name: str) -> None:
+    def put(part: str, value: float) -> None:
+        broker.put(name, {"weight": torch.full((1, 1), value)}, part=part, parts=["a", "b"], group="g", wait=20)
+
+    other = threading.Thread(target=put, args=("a", 1.0))
+    other.start()
+    put("b", 2.0)
+    other.join()
+    with pytest.raises(vmmfd.Invalid, match=r"the parts 'a' and 'b' both have an array 'weight': .* parts=\['b'\]"):
+        broker.state_dict(name)
+    with pytest.raises(vmmfd.Differs, match="weight: the parts 'a' and 'b' have it: take one, with parts="):
+        broker.load(name, nn.Linear(1, 1, bias=False))
+    assert broker.state_dict(name, parts=["b"])["weight"] == 2
+    module = nn.Linear(1, 1, bias=False)
+    loaded = broker.load(name, module, parts=["a"], arrays=["weight"], newer_than=0)
+    assert module.weight == 1 and loaded.version == 1
+    with pytest.raises(vmmfd.Timeout):
+        broker.state_dict(name, newer_than=1, wait=0.05)
 
 
 def test_copy_false_names_all_that_would_be_copied(broker: vmmfd.Broker, name: str) -> None:
@@ -309,6 +367,188 @@ def test_a_version_is_switched_under_a_module(broker: vmmfd.Broker, name: str) -
     with pytest.raises(vmmfd.Differs):
         loaded.switch()
     assert_same(three, module)
+
+
+def test_a_parked_module_is_not_refreshed(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, nn.BatchNorm1d(4))
+    loaded = broker.load(name, nn.BatchNorm1d(4))
+    loaded.lease.park(exported="valid")
+    with pytest.raises(vmmfd.Invalid, match="is parked, and has no memory: unpark it first"):
+        loaded.refresh()
+    loaded.lease.unpark()
+    loaded.refresh()
+    loaded.lease.close()
+    with pytest.raises(vmmfd.Invalid, match="the lease is closed"):
+        loaded.refresh()
+
+
+def test_load_state_dict_does_not_write_to_the_memory(broker: vmmfd.Broker, name: str) -> None:
+    class Outer(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+
+    broker.put(name, Outer())
+    module = Outer()
+    broker.load(name, module)
+    other = Outer().state_dict()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(vmmfd.ExportError) as raised:
+        module.load_state_dict(other)
+    assert str(raised.value).splitlines()[1:] == ["- inner.weight", "- inner.bias", "- norm.weight", "- norm.bias"]
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    # Nor through a module in it, or one that it is in.
+    with pytest.raises(vmmfd.ExportError, match="assign=True"):
+        module.inner.load_state_dict(nn.Linear(4, 4).state_dict())
+    with pytest.raises(vmmfd.ExportError, match="0.inner.weight"):
+        nn.Sequential(module).load_state_dict({f"0.{key}": value for key, value in other.items()})
+    # What is no mapped memory is written as ever: a private copy, a module that was copied, one that has other memory by now.
+    module.load_state_dict({"norm.running_mean": torch.full((4,), 7.0)}, strict=False)
+    assert module.norm.running_mean[0] == 7
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module.inner))):
+        copied.load_state_dict({key: value + 1 for key, value in copied.state_dict().items()})
+    module.norm.double()
+    module.norm.load_state_dict(nn.BatchNorm1d(4).state_dict())
+    module.load_state_dict(other, assign=True)
+    module.load_state_dict(other)
+    assert torch.equal(module.inner.weight, other["inner.weight"])
+    # To load again is no copy.
+    other_module = Outer()
+    broker.load(name, other_module)
+    broker.load(name, other_module)
+    assert len(other_module._load_state_dict_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_weights_that_forward_writes_are_private_copies(broker: vmmfd.Broker, name: str, kind: str) -> None:
+    def make() -> Any:
+        module = nn.Sequential(getattr(nn, kind)(10, 4, max_norm=1.0), nn.Linear(4, 10, bias=False)).eval()
+        module[1].weight = module[0].weight
+        return module
+
+    module = make()
+    with torch.no_grad():
+        module[0].weight.mul_(5)
+    broker.put(name, module, copy=True)
+    x, other = torch.arange(3).view(1, 3), make()
+    loaded = broker.load(name, other)
+    assert sorted(loaded.private) == ["0.weight", "1.weight"] and other[0].weight is other[1].weight
+    assert torch.equal(other[0](x), module[0](x))
+    broker.put(name, module, copy=True, replace=True)
+    loaded.switch()
+    assert torch.equal(other[0].weight, module[0].weight)
+    assert isinstance(other[0].weight, nn.Parameter) and not is_mapped(other[0].weight, loaded.lease)
+    third = make()
+    third.load_state_dict(broker.state_dict(name, module=third), assign=True)
+    third[0](x)
+
+
+def test_private_names_what_is_copied(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, Net(1))
+    module = Net(device="meta")
+    loaded = broker.load(name, module, private=["embed.weight"])
+    assert {"embed.weight", "head.weight"} <= set(loaded.private) and module.head.weight is module.embed.weight
+    with torch.no_grad():
+        module.head.weight.add_(1)
+    with broker.get(name) as lease:
+        found = lease.state_dict(private=["first", "head.weight"])
+        assert is_mapped(found["last"], lease) and not is_mapped(found["first"], lease)
+        assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr() and not is_mapped(found["head.weight"], lease)
+    with pytest.raises(vmmfd.Differs, match="nosuch: private= names it, and it does not come"):
+        broker.load(name, Net(2), private=["nosuch"])
+    with pytest.raises(vmmfd.Invalid, match="private= names 'nosuch', which the object has not"):
+        broker.state_dict(name, private=["nosuch"])
+    with pytest.raises(vmmfd.Invalid, match="is one name where a list belongs"):
+        broker.load(name, Net(2), private="first")
+
+
+def test_a_state_dict_for_a_module_has_copies_of_its_buffers(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, Net(1).state_dict())
+    with broker.get(name) as lease:
+        assert is_mapped(lease.state_dict()["table"], lease)
+        found = lease.state_dict(module=Net(2))
+        assert not is_mapped(found["table"], lease) and is_mapped(found["first"], lease)
+        assert is_mapped(lease.state_dict(module=Net(2), writable_buffers=False)["table"], lease)
+    with pytest.raises(vmmfd.Invalid, match="module= takes a torch.nn.Module, and got a dict"):
+        broker.state_dict(name, module={})  # type: ignore[arg-type]
+
+
+def test_a_switch_tells_what_moved_out_of_its_reach(broker: vmmfd.Broker, name: str) -> None:
+    def make(value: float) -> Any:
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        with torch.no_grad():
+            for tensor in (*module.parameters(), module[1].running_mean):
+                tensor.fill_(value)
+        return module
+
+    broker.put(name, make(1), copy=True)
+    module = make(0)
+    loaded = broker.load(name, module)
+    broker.put(name, make(2), copy=True, replace=True)
+    module[0].half()
+    module[1].running_mean = torch.zeros(2)
+    with pytest.raises(vmmfd.Differs) as raised:
+        loaded.switch()
+    assert str(raised.value).splitlines()[1:] == ["- 0.weight", "- 0.bias", "- 1.running_mean"]
+    assert loaded.version == 1 and module[2].weight[0, 0] == 1
+    with pytest.raises(vmmfd.Differs, match="0.weight"):
+        loaded.refresh()
+    with pytest.raises(vmmfd.Invalid, match="moved='all' is none of"):
+        loaded.switch(moved="all")  # type: ignore[arg-type]
+    loaded.switch(moved="ignore").close()
+    assert loaded.version == 2 and module[2].weight[0, 0] == 2 and module[0].weight[0, 0] == 1
+    # What is another name's by now, or is there no more, is no trouble.
+    module[0] = nn.Linear(2, 2)
+    module = make(0)
+    loaded = broker.load(name, module)
+    module[2].weight = module[0].weight
+    del module[1]
+    broker.put(name, make(3), copy=True, replace=True)
+    loaded.switch().close()
+    assert module[1].weight[0, 0] == 3
+
+
+def test_attributes_come_only_where_the_module_has_tensors(broker: vmmfd.Broker, name: str) -> None:
+    def make(**attributes: Any) -> Any:
+        module = nn.Module()
+        for key, value in attributes.items():
+            setattr(module, key, value)
+        return module
+
+    broker.put(name, make(w=nn.Parameter(torch.ones(1)), last=torch.ones(5), table=torch.ones(3)))
+    module = make(w=nn.Parameter(torch.zeros(1)), last=None, table=torch.zeros(2))
+    loaded = broker.load(name, module)
+    assert module.last is None and torch.equal(module.table, torch.ones(3)) and loaded.private == ["table"]
+    # An attribute does not become a parameter of another shape, nor a parameter an attribute of one.
+    broker.put(name, make(w=torch.ones(7)), replace=True)
+    module = make(w=nn.Parameter(torch.ones(2)))
+    with pytest.raises(vmmfd.Differs, match=r"w: shape \(7,\), and \(2,\) in the module"):
+        broker.load(name, module)
+    assert module.w.shape == (2,)
+
+
+def test_a_module_that_refuses_a_tensor_is_as_it_was(broker: vmmfd.Broker, name: str) -> None:
+    class Stubborn(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+            self.is_made = True
+
+        def __setattr__(self, key: str, value: Any) -> None:
+            if key == "b" and getattr(self, "is_made", False):
+                raise RuntimeError("no")
+            super().__setattr__(key, value)
+
+    broker.put(name, {"a": torch.ones(1), "b": torch.ones(1)})
+    module = Stubborn()
+    a, b = module.a, module.b
+    with pytest.raises(vmmfd.Differs, match="the Stubborn does not let its 'b' be set, and is as it was: no"):
+        broker.load(name, module)
+    assert module.a is a and module.b is b and a == 0
+    gc.collect()
+    assert vmmfd._native._settle(10)
+    assert len(broker.who(name).leases) == 0
 
 
 def test_arrays_of_others_are_tensors_too(broker: vmmfd.Broker, name: str) -> None:
@@ -385,6 +625,18 @@ def test_a_process_may_end_with_tensors_of_the_broker_alive(
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize("example", ["share_torch.py", "weights_serve.py"])
+def test_an_example_without_a_broker_says_so(example: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), "--socket", str(tmp_path / "none.sock"), "--backend", "host", "--timeout", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stderr.startswith(f"{example[:-3]}: ") and "none.sock" in ended.stderr
 
 
 def run(*arguments: str) -> str:

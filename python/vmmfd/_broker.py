@@ -617,17 +617,37 @@ class Broker:
         name: str,
         *,
         version: int | None = None,
+        newer_than: int | None = None,
+        parts: Iterable[str] | None = None,
+        arrays: Iterable[str] | None = None,
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
         device: Wanted | None = None,
         writable_buffers: bool = True,
         everything: bool = False,
+        module: Module | None = None,
+        private: Iterable[str] = (),
     ) -> dict[str, Tensor]:
-        """The tensors of an object as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the lease. See
-        `Lease.state_dict`; the other arguments and errors are `get`'s."""
-        with self.get(name, version=version, expect=expect, digest=digest, wait=wait, device=device) as lease:
-            return lease.state_dict(writable_buffers=writable_buffers, everything=everything)
+        """The tensors of an object as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the lease.
+
+        For safetensors and plain state dicts use `load`, or give `module=`: they do not say which of them a model writes, and a write to
+        those that are mapped ends the process. An optimizer's step is one too, and PyTorch gives parameters the `requires_grad` that
+        the module's had: call `module.requires_grad_(False)`. See `Lease.state_dict`; the other arguments and errors are `get`'s."""
+        with self.get(
+            name,
+            version=version,
+            newer_than=newer_than,
+            parts=parts,
+            arrays=arrays,
+            expect=expect,
+            digest=digest,
+            wait=wait,
+            device=device,
+        ) as lease:
+            return lease.state_dict(
+                writable_buffers=writable_buffers, everything=everything, module=module, private=private
+            )
 
     def load(
         self,
@@ -635,18 +655,32 @@ class Broker:
         into: Module,
         *,
         version: int | None = None,
+        newer_than: int | None = None,
+        parts: Iterable[str] | None = None,
+        arrays: Iterable[str] | None = None,
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
         device: Wanted | None = None,
         strict: bool = True,
         writable_buffers: bool = True,
+        private: Iterable[str] = (),
     ) -> Loaded:
         """Makes an object's tensors the parameters and buffers of a module of PyTorch, and returns what another version can take their place
         with. The module holds the lease. See `Lease.load`; the other arguments and errors are `get`'s."""
-        lease = self.get(name, version=version, expect=expect, digest=digest, wait=wait, device=device)
+        lease = self.get(
+            name,
+            version=version,
+            newer_than=newer_than,
+            parts=parts,
+            arrays=arrays,
+            expect=expect,
+            digest=digest,
+            wait=wait,
+            device=device,
+        )
         try:
-            return lease.load(into, strict=strict, writable_buffers=writable_buffers)
+            return lease.load(into, strict=strict, writable_buffers=writable_buffers, private=private)
         except BaseException:
             lease.close()
             raise
@@ -941,31 +975,49 @@ class Lease(Mapping[str, "Array"]):
         number = None if version == "newest" else _whole(version, "version")
         self._broker._native.unpark(self._native, name, version=number, expect=expect, digest=_digest(digest), wait=wait)
 
-    def state_dict(self, *, writable_buffers: bool = True, everything: bool = False) -> dict[str, Tensor]:
+    def state_dict(
+        self,
+        *,
+        writable_buffers: bool = True,
+        everything: bool = False,
+        module: Module | None = None,
+        private: Iterable[str] = (),
+    ) -> dict[str, Tensor]:
         """Its tensors as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the memory and need no gradient. Tied
         names are tensors of one storage, and views are views of it.
 
         Weights are the mapped memory itself, read-only: a store into it ends the CUDA context, on the host the process, and PyTorch does
-        not know. Buffers, which a model may write, are private copies; with `writable_buffers=False` they are the memory too. Which
-        are buffers is known of what was put as a module; of a mapping of tensors only `nn.Parameter` (`state_dict(keep_vars=True)`)
-        and the statistics of PyTorch's norms are told apart, and all else is taken for weights. What a `state_dict` does not have
-        (buffers that are not persistent, tensors that are plain attributes of modules) comes with `everything=True`.
+        not know. So does a step of an optimizer: PyTorch gives parameters the `requires_grad` that the module's had, so call
+        `module.requires_grad_(False)`. Buffers, which a model may write, are private copies; with `writable_buffers=False` they are the
+        memory too. Which are buffers is known of what was put as a module; of safetensors and plain state dicts only `nn.Parameter`
+        (`state_dict(keep_vars=True)`) and the statistics of PyTorch's norms are told apart, and all else is taken for weights: use
+        `load`, or give the `module` that the tensors are for, whose buffers, and weights of embeddings with `max_norm`, are private
+        copies then. So is what `private` names. What a `state_dict` does not have (buffers that are not persistent, tensors that are
+        plain attributes of modules) comes with `everything=True`.
 
-        Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see."""
-        tensors: dict[str, Tensor] = _torch()._state_dict(self, writable_buffers=writable_buffers, everything=everything)
+        Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
+        names that several parts have, and for one in `private` that the object has not."""
+        tensors: dict[str, Tensor] = _torch()._state_dict(
+            self, writable_buffers=writable_buffers, everything=everything, module=module, private=private
+        )
         return tensors
 
-    def load(self, into: Module, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
+    def load(
+        self, into: Module, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
+    ) -> Loaded:
         """Makes its tensors the parameters and buffers of a module of PyTorch, which may be on the meta device, and returns a
         `vmmfd.torch.Loaded`, with which another version can take their place.
 
         Parameters are the mapped memory itself, read-only, as `state_dict` says, and need no gradient. Names that are tied in the object, or
         in the module if the object has one of them, are one parameter afterwards. All else is a private copy: buffers, those in no
-        `state_dict` too, and tensors that are plain attributes of modules; unless `writable_buffers=False`.
+        `state_dict` too, and tensors that are plain attributes of modules; unless `writable_buffers=False`. So are the parameters that
+        `private` names, and weights of embeddings with `max_norm`, which PyTorch writes to. Plain attributes come where the module has
+        a tensor. A `load_state_dict` without `assign=True` raises `ExportError` from then on, as it would write to the memory; a step
+        of an optimizer after `requires_grad_(True)` does write there, and ends the process.
 
         Raises `Differs` with a list of all names, types and shapes that do not fit; the module is as it was then. With `strict=False`
         names that only one of them has do not count, but for those that would stay on the meta device."""
-        loaded: Loaded = _torch()._load(self, into, strict=strict, writable_buffers=writable_buffers)
+        loaded: Loaded = _torch()._load(self, into, strict=strict, writable_buffers=writable_buffers, private=private)
         return loaded
 
     def close(self) -> None:

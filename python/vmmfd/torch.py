@@ -12,6 +12,8 @@ import ctypes
 import importlib
 import json
 import threading
+import warnings
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -242,10 +244,23 @@ def _items(value: Any) -> list[_Item]:
             items.append(_Item(name, tensor, kind, True))
     if others:
         raise Invalid(
-            "only tensors can be put together with tensors (plain values belong in metadata=, other arrays in torch.as_tensor):"
+            "only tensors can be put together with tensors (plain values and extra state belong in metadata=, other arrays in "
+            "torch.as_tensor, an Array of vmmfd in torch.from_dlpack):"
             + _listed(others)
         )
     return items
+
+
+def _extra_states(value: Any) -> list[str]:
+    """The modules in a module that have more in their `state_dict` than tensors."""
+    base = _torch().nn.Module
+    if not isinstance(value, base):
+        return []
+    return [
+        path or type(module).__name__
+        for path, module in value.named_modules()
+        if type(module).get_extra_state is not base.get_extra_state or hasattr(module, "_packed_params")
+    ]
 
 
 def _problem(tensor: Any) -> str | None:
@@ -253,6 +268,12 @@ def _problem(tensor: Any) -> str | None:
     torch = _torch()
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet: run the module once"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "is of a function under torch.func (vmap, grad), and has no bytes outside: put what it returns"
+    if isinstance(tensor, importlib.import_module("torch._subclasses").FakeTensor):
+        return "is a FakeTensor, and has no bytes"
+    if tensor.is_nested:
+        return "is a nested tensor: put its values() and offsets()"
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         return f"is a {type(tensor).__name__}, which has its bytes in other tensors: put those"
     if tensor.layout != torch.strided:
@@ -326,8 +347,16 @@ def _plan(
             items.append(item._replace(tensor=_plain(item.tensor), requires_grad=item.tensor.requires_grad))
     if problems:
         raise Invalid("some tensors can't be put:" + _listed(problems))
+    packed = _extra_states(value)
     if not items:
-        raise Invalid("there is no tensor to put")
+        where = f": what {packed[0]} has is in extra state, as of quantised modules, which is not carried" if packed else ""
+        raise Invalid(f"there is no tensor to put{where}")
+    if packed:
+        warnings.warn(
+            f"extra state of modules is not carried: that of {', '.join(packed[:5])}{' and others' if packed[5:] else ''} stays behind "
+            "(plain values can go into metadata=)",
+            stacklevel=4,
+        )
     grouped: dict[str, dict[int, _Storage]] = {}
     empty: list[_Item] = []
     for item in items:
@@ -585,20 +614,129 @@ class _Mapped:
         return made.set_(source.untyped_storage(), inside // size, array.shape, strides)
 
 
-def _state_dict(lease: Any, *, writable_buffers: bool = True, everything: bool = False) -> dict[str, Any]:
+def _wanted(private: Iterable[str]) -> set[str]:
+    if isinstance(private, str):
+        raise Invalid(f"private={private!r} is one name where a list belongs: give [{private!r}]")
+    names = list(private)
+    for name in names:
+        if not isinstance(name, str):
+            raise Invalid(f"private has {name!r}, of type {type(name).__name__}: names are str")
+    return set(names)
+
+
+def _written(module: Any) -> set[str]:
+    """The names of the parameters that a module's forward writes: `max_norm` scales an embedding's rows where they are."""
+    torch = _torch()
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {
+        f"{path}.weight".lstrip(".")
+        for path, owner in module.named_modules(remove_duplicate=False)
+        if isinstance(owner, kinds) and owner.max_norm is not None
+    }
+
+
+def _state_dict(
+    lease: Any,
+    *,
+    writable_buffers: bool = True,
+    everything: bool = False,
+    module: Any = None,
+    private: Iterable[str] = (),
+) -> dict[str, Any]:
     """The tensors of a lease by name.
 
-    Parameters are the mapped memory itself. Buffers are private copies unless `writable_buffers` is false. What a `state_dict` of PyTorch
-    does not have (buffers that are not persistent, tensors that are plain attributes) is left out unless `everything` is asked for.
+    Parameters are the mapped memory itself. Buffers are private copies unless `writable_buffers` is false, and so is what `private` names.
+    What is a buffer is `module`'s to say, if one is given. What a `state_dict` of PyTorch does not have (buffers that are not persistent,
+    tensors that are plain attributes) is left out unless `everything` is asked for.
     """
+    named = _wanted(private)
+    copied = set(named)
+    if module is not None:
+        if not isinstance(module, _torch().nn.Module):
+            raise Invalid(f"module= takes a torch.nn.Module, and got a {type(module).__name__}")
+        copied |= _written(module)
+        if writable_buffers:
+            copied |= {item.name for item in _items(module) if item.kind != "parameter"}
     mapped = _Mapped(lease)
+    identities = set()
+    if copied:
+        unknown = named - {row.name for row in mapped.rows}
+        if unknown:
+            raise Invalid(f"private= names {min(unknown)!r}, which the object has not")
+        # What is tied is one storage also as a copy.
+        identities = {row.identity for row in mapped.rows if row.name in copied}
     found: dict[str, Any] = {}
+    parts: dict[str, str] = {}
     for row in mapped.rows:
         if everything or row.attributes.get("persistent", True):
             if row.name in found:
-                raise Invalid(f"several parts have an array {row.name!r}: get one of them, with parts=")
-            found[row.name] = mapped.tensor(row, row.is_private(writable_buffers))
+                raise Invalid(
+                    f"the parts {parts[row.name]!r} and {row.part!r} both have an array {row.name!r}: "
+                    f"get one of them, as with parts=[{row.part!r}]"
+                )
+            parts[row.name] = row.part
+            found[row.name] = mapped.tensor(row, row.identity in identities or row.is_private(writable_buffers))
     return found
+
+
+class _Guard:
+    """Refuses a `load_state_dict` that would copy into mapped memory. Copied or pickled with its module, it does nothing: the copy's
+    tensors are its own."""
+
+    def __init__(self, installed: dict[str, tuple[Any, int]]) -> None:
+        self._installed = installed
+
+    def __call__(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            return
+        names = []
+        for name, (reference, address) in self._installed.items():
+            tensor = reference()
+            if prefix + name in state_dict and tensor is not None and tensor.data_ptr() == address:
+                names.append(prefix + name)
+        if names:
+            raise ExportError(
+                "load_state_dict would copy into memory of the broker, which is read-only: call it with assign=True, or load the module "
+                "anew. These are such:" + _listed(names)
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function that takes anything and does nothing, so that who unpickles the module needs no vmmfd.
+        return getattr, ("", "format")
+
+
+def _guard(module: Any, installed: list[_Installed]) -> None:
+    """Has the module, and each in it that has mapped tensors, refuse what would write to them."""
+    of: dict[Any, dict[str, tuple[Any, int]]] = {module: {}}
+    for name, owner, leaf, kind, address, is_mapped in installed:
+        if is_mapped and kind != "attribute":
+            tensor = weakref.ref(_held(owner, kind)[leaf])
+            of[module][name] = tensor, address
+            of.setdefault(owner, {})[leaf] = tensor, address
+    for owner in module.modules():
+        hooks = owner._load_state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _Guard)]:
+            del hooks[key]
+    for owner, tensors in of.items():
+        if tensors:
+            owner._register_load_state_dict_pre_hook(_Guard(tensors))
+
+
+class _Installed(NamedTuple):
+    """A tensor that a module was given."""
+
+    name: str
+    owner: Any
+    leaf: str
+    kind: str
+    address: int
+    is_mapped: bool
+
+
+def _held(owner: Any, kind: str) -> dict[str, Any]:
+    """Where a module has its tensors of a kind."""
+    held: dict[str, Any] = {"parameter": owner._parameters, "buffer": owner._buffers}.get(kind, owner.__dict__)
+    return held
 
 
 class Loaded:
@@ -608,15 +746,44 @@ class Loaded:
     by itself: this object is only needed to `switch` or `refresh`, and may be dropped.
     """
 
-    def __init__(self, lease: Lease, module: Any, private: list[str], copies: list[tuple[Any, Any]]) -> None:
+    def __init__(
+        self, lease: Lease, module: Any, private: list[str], copies: list[tuple[Any, Any]], installed: list[_Installed]
+    ) -> None:
         self.lease = lease
         self.module = module
         self.private = private
         self._copies = copies
+        self._installed = installed
 
-    def refresh(self) -> None:
+    def _check_moved(self, moved: object) -> None:
+        if moved not in (None, "ignore"):
+            raise Invalid(f'moved={moved!r} is none of None and "ignore"')
+        if moved is not None:
+            return
+        addresses = {each.address for each in self._installed}
+        names = []
+        for each in self._installed:
+            if each.kind == "attribute":
+                continue
+            now = _held(each.owner, each.kind).get(each.leaf)
+            if now is not None and now.numel() and now.data_ptr() not in addresses:
+                names.append(each.name)
+        if names:
+            raise Differs(
+                "the module has other tensors now than it was given, as after half(), to() or an assignment, and no version comes "
+                'there: load it anew, or say moved="ignore". These moved:' + _listed(names)
+            )
+
+    def refresh(self, *, moved: Literal["ignore"] | None = None) -> None:
         """Copies the current version's bytes into the private copies again, at their addresses: caches and statistics that the module has
-        written there since are lost. Does not wait: the copies are in order on PyTorch's current stream."""
+        written there since are lost. Does not wait: the copies are in order on PyTorch's current stream.
+
+        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` does if tensors moved."""
+        if self.lease.is_closed:
+            raise Invalid("the lease is closed: load the module anew")
+        if self.lease.is_parked:
+            raise Invalid(f"the lease of {self.lease.name!r} is parked, and has no memory: unpark it first")
+        self._check_moved(moved)
         torch = _torch()
         with torch.no_grad():
             for private, source in self._copies:
@@ -634,7 +801,12 @@ class Loaded:
         return prepared
 
     def switch(
-        self, prepared: Prepared | None = None, *, exported: Literal["valid"] | None = "valid", refresh: bool = True
+        self,
+        prepared: Prepared | None = None,
+        *,
+        exported: Literal["valid"] | None = "valid",
+        refresh: bool = True,
+        moved: Literal["ignore"] | None = None,
     ) -> Prepared:
         """Puts another version at the addresses of this one, and returns the old one, to switch back to or to close.
 
@@ -642,13 +814,16 @@ class Loaded:
         for the driver's calls. Tensors, views and captured CUDA graphs have the new version's values from then on; so have the private
         copies, unless `refresh` is false. You promise that nothing uses the module meanwhile, in another thread or stream.
 
-        Raises what `lease.prepare` and `lease.switch` raise; `vmmfd.Differs` for a version of another layout.
+        Raises what `lease.prepare` and `lease.switch` raise; `vmmfd.Differs` for a version of another layout, and, unless
+        `moved="ignore"`, with a list of the parameters and buffers in whose place the module has others now, as after `half()` or `to()`:
+        the new version does not come there.
         """
+        self._check_moved(moved)
         if prepared is None:
             prepared = self.lease.prepare()
         old: Prepared = self.lease.switch(prepared, exported=exported)
         if refresh:
-            self.refresh()
+            self.refresh(moved="ignore")
         return old
 
     def __repr__(self) -> str:
@@ -679,24 +854,17 @@ def _fit(rows: list[_Row], module: Any, strict: bool) -> _Fit:
     for row in rows:
         target = targets.get(row.name)
         if target is None:
-            try:
-                owner, leaf = _owner(module, row.name)
-                free = row.kind == "attribute" and getattr(owner, leaf, None) is None
-            except AttributeError:
-                free = False
-            if free:
-                chosen[row.name] = (row, "attribute")
-            elif strict and row.kind != "attribute":
+            if strict and row.kind != "attribute":
                 problems.append(f"{row.name}: the object has it ({row.kind}), and the module has not")
             continue
         if row.name in chosen:
-            problems.append(f"{row.name}: several parts have it")
+            problems.append(f"{row.name}: the parts {chosen[row.name][0].part!r} and {row.part!r} have it: take one, with parts=")
             continue
         kind, tensor, _ = target
         chosen[row.name] = (row, kind)
         if row.dtype is None:
             problems.append(f"{row.name}: its type {row.array.dtype} is none of PyTorch's")
-        elif row.kind != "attribute" and not torch.nn.parameter.is_lazy(tensor):
+        elif not (row.kind == kind == "attribute") and not torch.nn.parameter.is_lazy(tensor):
             if tuple(tensor.shape) != tuple(row.array.shape):
                 problems.append(f"{row.name}: shape {tuple(row.array.shape)}, and {tuple(tensor.shape)} in the module")
             if tensor.dtype != row.dtype:
@@ -718,7 +886,9 @@ def _fit(rows: list[_Row], module: Any, strict: bool) -> _Fit:
     return _Fit(targets, chosen, follows, problems)
 
 
-def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True) -> Loaded:
+def _load(
+    lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
+) -> Loaded:
     """Makes the tensors of a lease those of a module, and returns what it takes to switch them.
 
     All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
@@ -726,33 +896,62 @@ def _load(lease: Any, module: Any, *, strict: bool = True, writable_buffers: boo
     torch = _torch()
     if not isinstance(module, torch.nn.Module):
         raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
+    named = _wanted(private)
     mapped = _Mapped(lease)
     fit = _fit(mapped.rows, module, strict)
-    if fit.problems:
+    problems = fit.problems + [
+        f"{name}: private= names it, and it does not come" for name in sorted(named - fit.chosen.keys() - fit.follows.keys())
+    ]
+    if problems:
         of = f"version {lease.version} of {lease.name!r}"
-        problems = _listed(fit.problems)
         # The exception has this frame, and should not hold the lease.
         del mapped, fit
-        raise Differs(f"{of} does not fit into the {type(module).__name__}:{problems}")
+        raise Differs(f"{of} does not fit into the {type(module).__name__}:{_listed(problems)}")
+    # What is tied is one tensor also as a copy.
+    leaders = (fit.follows.get(name, name) for name in named | _written(module))
+    copied = {fit.chosen[name][0].identity for name in leaders if name in fit.chosen}
     made: dict[str, Any] = {}
     parameters: dict[tuple[Any, ...], Any] = {}
-    private: list[str] = []
+    copies: list[str] = []
     for name, (row, kind) in fit.chosen.items():
+        is_private = row.identity in copied or (writable_buffers and kind != "parameter")
+        if is_private:
+            copies.append(name)
         if kind != "parameter":
-            copied = writable_buffers
-            made[name] = mapped.tensor(row, copied)
-            if copied:
-                private.append(name)
+            made[name] = mapped.tensor(row, is_private)
             continue
         if row.identity not in parameters or 0 in row.array.shape:
             old = fit.targets[name][1]
-            parameter = torch.nn.Parameter(mapped.tensor(row, False), requires_grad=False)
+            parameter = torch.nn.Parameter(mapped.tensor(row, is_private), requires_grad=False)
             parameter.__dict__.update(old.__dict__)
             parameters[row.identity] = parameter
         made[name] = parameters[row.identity]
     made |= {name: made[leader] for name, leader in fit.follows.items()}
-    for name, tensor in made.items():
-        owner, leaf = _owner(module, name)
-        setattr(owner, leaf, tensor)
-    return Loaded(lease, module, private, list(mapped.private.values()))
+    installed = _install(module, made, fit, set(copies))
+    _guard(module, installed)
+    return Loaded(lease, module, copies, list(mapped.private.values()), installed)
 
+
+def _install(module: Any, made: dict[str, Any], fit: _Fit, copies: set[str]) -> list[_Installed]:
+    """Gives a module its tensors: all, or none if it refuses one."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    installed: list[_Installed] = []
+    name = ""
+    try:
+        for name, tensor in made.items():
+            owner, leaf = _owner(module, name)
+            kind, old, _ = fit.targets[name]
+            held = _held(owner, kind)
+            before.append((held, leaf, old))
+            setattr(owner, leaf, tensor)
+            is_there = held.get(leaf) is tensor
+            if is_there and tensor.numel():
+                is_mapped = fit.follows.get(name, name) not in copies
+                installed.append(_Installed(name, owner, leaf, kind, tensor.data_ptr(), is_mapped))
+    except BaseException as error:
+        for held, leaf, old in before:
+            held[leaf] = old
+        if not isinstance(error, Exception):
+            raise
+        raise Differs(f"the {type(module).__name__} does not let its {name!r} be set, and is as it was: {error}") from error
+    return installed
