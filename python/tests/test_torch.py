@@ -280,6 +280,17 @@ class Packed(nn.Module):  # type: ignore[misc]
         return {"version": 1}
 
 
+def test_a_column_is_put_without_its_neighbours(broker: vmmfd.Broker, name: str) -> None:
+    whole = torch.arange(1 << 20).view(1024, 1024)
+    broker.put(name, {"column": whole[:, 7]})
+    found = broker.state_dict(name)["column"]
+    assert torch.equal(found, whole[:, 7]) and found.stride() == (1,) and found.untyped_storage().nbytes() == 8192
+    # What is tied, or shares its storage, stays so.
+    broker.put(name, {"a": whole[:, 7], "b": whole[:, 7]}, replace=True)
+    tied = broker.state_dict(name)
+    assert tied["a"].data_ptr() == tied["b"].data_ptr() and tied["a"].stride() == (1024,)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

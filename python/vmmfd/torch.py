@@ -304,6 +304,21 @@ def _span(tensor: Any) -> tuple[int, int]:
     return begin, begin + (last + 1) * size
 
 
+# From which size on a tensor with wide gaps is put without them.
+_GAPS = 64 << 10
+
+
+def _compact(storage: _Storage) -> None:
+    """Takes the one tensor of a storage that is copied out of it, if it is less than a quarter of what would be copied."""
+    if len(storage.items) == 1:
+        tensor = storage.items[0].tensor
+        begin, end = _span(tensor)
+        if end - begin >= _GAPS and tensor.numel() * tensor.element_size() < (end - begin) // 4:
+            tensor = tensor.contiguous()
+            storage.items = [storage.items[0]._replace(tensor=tensor)]
+            storage.storage = tensor.untyped_storage()
+
+
 def _dtype(tensor: Any) -> tuple[str, str | None]:
     """An element type's name in the table of arrays, and PyTorch's own name if that differs."""
     name = str(tensor.dtype).removeprefix("torch.")
@@ -381,6 +396,7 @@ def _plan(
             if copy is not True and client.backend != "host":
                 found = _native.torch_pool_find(storage.storage.data_ptr())
             if found is None:
+                _compact(storage)
                 spans = [_span(item.tensor) for item in storage.items]
                 # What no tensor has of a storage is not copied.
                 storage.begin = min(begin for begin, _ in spans) // 256 * 256
