@@ -662,9 +662,9 @@ fn a_copy_on_the_device_has_an_end_of_ours(subject: Subject) {
         found.iter().enumerate().filter(|(_, byte)| **byte == 1).map(|(at, _)| at).collect::<Vec<_>>(),
         [0, 1, 2, 3, 4, 5, 6, 7, 100]
     );
-    // SAFETY: none of it is done: no end is known, or it reaches further than the memory.
     assert_eq!(driver.device_of(one.address() + 1).unwrap(), device.ordinal());
     assert_eq!(code(driver.device_of(4096).map(drop)), code::INVALID_VALUE);
+    // SAFETY: none of it is done: no end is known, or it reaches further than the memory.
     let refused = |ranges: &[(u64, u64, u64)]| code(unsafe { driver.copy_device(device.ordinal(), ranges) });
     assert_eq!(refused(&[(4096, 8192, 1)]), code::INVALID_VALUE);
     let end = one.address() + one.mapped_size();
