@@ -1,4 +1,4 @@
-"""Shares a PyTorch module with other processes: its weights are in the GPU's memory once, whoever has it.
+"""Shares a PyTorch module with other processes: its weights are in the GPU's memory once, for all processes.
 
     vmmfd serve --socket /tmp/broker.sock &
     python share_torch.py --socket /tmp/broker.sock            # This process makes the module, a child gets it.

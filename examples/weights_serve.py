@@ -2,7 +2,7 @@
 
     vmmfd serve --socket /tmp/broker.sock &
     python weights_serve.py --socket /tmp/broker.sock --make 1      # Puts a version, and ends.
-    python weights_serve.py --socket /tmp/broker.sock &             # Gets it, and answers until it is told to end.
+    python weights_serve.py --socket /tmp/broker.sock &             # Gets it, and answers until it is ended.
     python weights_serve.py --socket /tmp/broker.sock --make 2      # The server of above answers with it, without loading anything.
 
 On a GPU a request is the replay of a CUDA graph, which is captured once: other versions come under the same pointers. Without a GPU it

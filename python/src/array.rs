@@ -18,6 +18,7 @@ use vmmfd::{
     Error,
     array::{ArrayDescriptor, Order},
     error::MemoryError,
+    memory::Spec,
 };
 
 use crate::{
@@ -539,12 +540,24 @@ pub(crate) fn empty(
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
 ) -> Outcome<Array> {
+    made(py, shape, dtype, device, backend, |size| Spec::vmm(size).into())
+}
+
+/// An array in new memory, of which `spec` says what to make for so many bytes: at least 1.
+pub(crate) fn made(
+    py: Python<'_>,
+    shape: &Bound<'_, PyAny>,
+    dtype: &Bound<'_, PyAny>,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+    spec: fn(u64) -> Spec,
+) -> Outcome<Array> {
     let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, self::shape(shape)?, Order::C)?;
     let wanted = device.map(device::selector).transpose()?;
-    let size = descriptor.bytes()?;
+    let size = descriptor.bytes()?.max(1);
     py.detach(|| {
         let device = driver::device(&driver::driver(backend)?, wanted)?;
-        Array::new(Owned::create(&device, size)?, descriptor)
+        Array::new(Owned::make(&device, spec(size))?, descriptor)
     })
 }
 

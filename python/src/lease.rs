@@ -322,7 +322,7 @@ impl Memory for LeasedPiece {
     }
 
     fn export(&self) -> Result<Export> {
-        // Not while another version takes its place. Whoever does that needs no GIL; others do meanwhile. What is mapped is looked at
+        // Not while another version takes its place. The thread that does that needs no GIL; others do meanwhile. What is mapped is looked at
         // with the lock held: a park counts the exports with it held, too.
         let counted = || self.check_mapped().map(|()| Export::counted(&self.leased.exports));
         let free = match self.leased.object.try_read() {

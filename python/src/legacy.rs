@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use pyo3::prelude::*;
 use vmmfd::{
     Error, Result,
-    array::{ArrayDescriptor, Order},
+    array::ArrayDescriptor,
     memory::{Device, LegacyMemory, Pointer, Region, Sharing, Spec},
 };
 
@@ -15,7 +15,6 @@ use crate::{
     error::{Failure, Outcome},
     memory::{Export, Memory},
     reaper::Kept,
-    shared::Owned,
 };
 
 /// Memory that was opened and can be closed while arrays of it are about: they are then arrays of nothing.
@@ -153,13 +152,7 @@ pub(crate) fn empty(
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
 ) -> Outcome<Array> {
-    let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, array::shape(shape)?, Order::C)?;
-    let wanted = device.map(device::selector).transpose()?;
-    let size = descriptor.bytes()?.max(1);
-    py.detach(|| {
-        let device = driver::device(&driver::driver(backend)?, wanted)?;
-        Array::new(Owned::make(&device, Spec::legacy(size))?, descriptor)
-    })
+    array::made(py, shape, dtype, device, backend, Spec::legacy)
 }
 
 /// The handle of an array that [`empty`] made, and where the array begins behind what it opens.

@@ -13,7 +13,7 @@ use crate::{reaper::Kept, shared::Owned};
 /// Memory that arrays are in. Arrays, the managed tensors of DLPack and views of the buffer protocol hold it by `Arc<dyn Memory>`, and it
 /// goes with the last of them.
 ///
-/// Whoever holds a GPU's memory itself keeps it in a [`Kept`], as [`Whole`] does: a view may be dropped on any
+/// An owner of a GPU's memory itself keeps it in a [`Kept`], as [`Whole`] does: a view may be dropped on any
 /// thread, and while kernels still use it.
 pub(crate) trait Memory: Send + Sync {
     /// The device that uses it.

@@ -61,7 +61,7 @@ impl Watch {
         }
     }
 
-    /// Lets go of it once it is closed. Does not block: whoever uses it lets go of it then.
+    /// Lets go of it once it is closed. Does not block: a thread that uses it lets go of it then.
     fn let_go(&self) {
         if self.ended.is_ended() {
             let open = self.try_lock().and_then(|mut open| open.take());

@@ -797,7 +797,7 @@ class Broker:
 class Lease(Mapping[str, "Array"]):
     """A hold on a version of an object, with its memory mapped read-only: a mapping of names to `Array`s. Made by `Broker.get`.
 
-    A context manager: leaving it closes it. The lease ends then, or when the last array in it is gone, whoever has it: arrays and what
+    A context manager: leaving it closes it. The lease ends then, or when the last array in it is gone, in any library: arrays and what
     other libraries made of them stay valid. The broker counts this process among the readers until then.
 
     Another version can take its place at the same addresses: `prepare`, `switch`, `park`, `unpark`.

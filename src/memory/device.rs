@@ -246,7 +246,7 @@ impl Device {
         self.verbs().activate(self.ordinal())
     }
 
-    /// Waits until all work of its primary context is done, whoever queued it. Blocks for as long as that takes.
+    /// Waits until all work of its primary context is done, whichever library queued it. Blocks for as long as that takes.
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure, and while a stream is being captured.
