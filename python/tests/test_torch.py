@@ -485,6 +485,35 @@ def test_a_state_dict_for_a_module_has_copies_of_its_buffers(broker: vmmfd.Broke
         broker.state_dict(name, module={})  # type: ignore[arg-type]
 
 
+def test_a_private_copy_of_a_view_is_of_that_alone(broker: vmmfd.Broker, name: str) -> None:
+    whole = torch.arange(1 << 18, dtype=torch.float32).view(256, 1024)
+    module = nn.Module()
+    module.whole = nn.Parameter(whole)
+    module.row, module.lap, module.far = (nn.Parameter(whole[place]) for place in (7, slice(7, 9), 200))
+    module.register_buffer("column", whole[:, 3])
+    broker.put(name, module)
+    other = copy.deepcopy(module)
+    loaded = broker.load(name, other, private=["row", "lap", "far"], writable_buffers=False)
+    assert loaded.private == ["row", "lap", "far"] and is_mapped(other.whole, loaded.lease) and is_mapped(other.column, loaded.lease)
+    assert other.row.untyped_storage().nbytes() == 8192 and other.far.untyped_storage().nbytes() == 4096
+    assert other.row.data_ptr() == other.lap.data_ptr() and torch.equal(other.lap, whole[7:9]) and torch.equal(other.far, whole[200])
+    with torch.no_grad():
+        other.row.zero_()
+    assert other.lap[0].sum() == 0 and torch.equal(other.whole, whole)
+    loaded.refresh()
+    assert torch.equal(other.row, whole[7])
+    found = broker.state_dict(name)
+    assert found["column"].untyped_storage().nbytes() == whole.nbytes - 4096 + 16 and torch.equal(found["column"], whole[:, 3])
+    # Elements stay where the device wants them.
+    found = broker.state_dict(name, private=["far"], writable_buffers=False)
+    assert found["far"].storage_offset() == 0
+    small = torch.arange(300)
+    broker.put(name, {"a": small[:100], "b": small[101:103], "c": small[290:]}, replace=True)
+    found = broker.state_dict(name, private=["b", "c"])
+    assert torch.equal(found["b"], small[101:103]) and torch.equal(found["c"], small[290:])
+    assert found["b"].storage_offset() == 101 % 32 and found["c"].untyped_storage().nbytes() == 300 * 8 - 2304
+
+
 def test_a_switch_tells_what_moved_out_of_its_reach(broker: vmmfd.Broker, name: str) -> None:
     def make(value: float) -> Any:
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))

@@ -14,6 +14,7 @@ import json
 import threading
 import warnings
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -532,6 +533,38 @@ class _Row(NamedTuple):
         return writable_buffers and self.kind in ("buffer", "attribute")
 
 
+_Span = tuple[int, int]
+"""Bytes of a storage: where they begin and end."""
+
+
+def _length(array: _native.Array) -> int:
+    """How many bytes lie between the first and the last of an array with elements."""
+    return sum(abs((length - 1) * stride) for length, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
+
+
+def _merged(spans: Iterable[_Span]) -> list[_Span]:
+    """What spans cover, in order: those that overlap are one. Each begins at a multiple of 256, so that elements stay aligned."""
+    merged: list[_Span] = []
+    for begin, end in sorted((begin // 256 * 256, end) for begin, end in spans):
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _around(spans: list[_Span], place: int) -> _Span:
+    """Which of these spans, of `_merged`, a place of one of them is in."""
+    return spans[bisect_right(spans, place, key=lambda span: span[0]) - 1]
+
+
+def _copied(storage: Any, begin: int, end: int) -> tuple[Any, Any]:
+    """Bytes of a storage as tensors: a private copy, and what it is of."""
+    torch = _torch()
+    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, begin, (end - begin,), (1,))
+    return torch.empty_like(source).copy_(source), source
+
+
 class _Mapped:
     """The tensors of a lease: each storage is imported once, and copied once at most."""
 
@@ -541,6 +574,8 @@ class _Mapped:
         self._lease = lease
         self._pieces: dict[str, list[tuple[int, Any]]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
+        # Of each storage, the bytes that are copied together.
+        self._spans: dict[tuple[Any, ...], list[_Span]] = {}
         # Private copies, and what they are of.
         self.private: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self.rows: list[_Row] = []
@@ -589,10 +624,8 @@ class _Mapped:
         identity = row.identity
         if identity not in self._storages:
             array = row.array
-            steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
-            low = sum(step for step in steps if step < 0)
-            length = sum(map(abs, steps)) + array.itemsize
-            if low:
+            length = _length(array)
+            if any(stride < 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True)):
                 raise Differs(f"array {row.name!r} has negative strides, which PyTorch has not: copy it with NumPy or CuPy")
             found = None
             for piece in self._lease.memory(row.part):
@@ -603,8 +636,17 @@ class _Mapped:
             self._storages[identity] = found
         return identity, self._storages[identity], 0
 
+    def will_copy(self, rows: Iterable[_Row]) -> None:
+        """Says which arrays come as private copies. Of a storage these alone are copied, and those that overlap stay in one."""
+        spans: dict[tuple[Any, ...], list[_Span]] = {}
+        for row in rows:
+            if 0 not in row.array.shape:
+                identity, _, inside = self._bytes(row)
+                spans.setdefault(identity, []).append((inside, inside + _length(row.array)))
+        self._spans = {identity: _merged(of) for identity, of in spans.items()}
+
     def tensor(self, row: _Row, private: bool) -> Any:
-        """An array as a tensor without a gradient: of the memory itself, or of a copy of its storage."""
+        """An array as a tensor without a gradient: of the memory itself, or of a copy, of which `will_copy` was told."""
         if row.is_alone and not private and "torch_dtype" not in row.attributes:
             # One import, and not two.
             try:
@@ -621,9 +663,10 @@ class _Mapped:
             return torch.empty_strided(array.shape, strides, dtype=dtype, device=device)
         identity, source, inside = self._bytes(row)
         if private:
-            if identity not in self.private:
-                self.private[identity] = (torch.empty_like(source).copy_(source), source)
-            source = self.private[identity][0]
+            begin, end = _around(self._spans[identity], inside)
+            if (identity, begin) not in self.private:
+                self.private[identity, begin] = _copied(source.untyped_storage(), begin, end)
+            source, inside = self.private[identity, begin][0], inside - begin
         if inside % size or any(stride % size for stride in array.strides):
             raise Differs(f"array {row.name!r} is not aligned to its elements, which PyTorch asks for")
         made = torch.empty(0, dtype=dtype, device=device)
@@ -681,17 +724,17 @@ def _state_dict(
             raise Invalid(f"private= names {min(unknown)!r}, which the object has not")
         # What is tied is one storage also as a copy.
         identities = {row.identity for row in mapped.rows if row.name in copied}
-    found: dict[str, Any] = {}
-    parts: dict[str, str] = {}
+    rows: dict[str, tuple[_Row, bool]] = {}
     for row in mapped.rows:
         if everything or row.attributes.get("persistent", True):
-            if row.name in found:
+            if row.name in rows:
                 raise Invalid(
-                    f"the parts {parts[row.name]!r} and {row.part!r} both have an array {row.name!r}: "
+                    f"the parts {rows[row.name][0].part!r} and {row.part!r} both have an array {row.name!r}: "
                     f"get one of them, as with parts=[{row.part!r}]"
                 )
-            parts[row.name] = row.part
-            found[row.name] = mapped.tensor(row, row.identity in identities or row.is_private(writable_buffers))
+            rows[row.name] = row, row.identity in identities or row.is_private(writable_buffers)
+    mapped.will_copy(row for row, is_private in rows.values() if is_private)
+    found = {name: mapped.tensor(row, is_private) for name, (row, is_private) in rows.items()}
     return found
 
 
@@ -928,11 +971,15 @@ def _load(
     copied = {fit.chosen[name][0].identity for name in leaders if name in fit.chosen}
     made: dict[str, Any] = {}
     parameters: dict[tuple[Any, ...], Any] = {}
-    copies: list[str] = []
+    copies = [
+        name
+        for name, (row, kind) in fit.chosen.items()
+        if row.identity in copied or (writable_buffers and kind != "parameter")
+    ]
+    private_names = set(copies)
+    mapped.will_copy(fit.chosen[name][0] for name in copies)
     for name, (row, kind) in fit.chosen.items():
-        is_private = row.identity in copied or (writable_buffers and kind != "parameter")
-        if is_private:
-            copies.append(name)
+        is_private = name in private_names
         if kind != "parameter":
             made[name] = mapped.tensor(row, is_private)
             continue
@@ -943,7 +990,7 @@ def _load(
             parameters[row.identity] = parameter
         made[name] = parameters[row.identity]
     made |= {name: made[leader] for name, leader in fit.follows.items()}
-    installed = _install(module, made, fit, set(copies))
+    installed = _install(module, made, fit, private_names)
     _guard(module, installed)
     return Loaded(lease, module, copies, list(mapped.private.values()), installed)
 
