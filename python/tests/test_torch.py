@@ -514,6 +514,38 @@ def test_a_private_copy_of_a_view_is_of_that_alone(broker: vmmfd.Broker, name: s
     assert found["b"].storage_offset() == 101 % 32 and found["c"].untyped_storage().nbytes() == 300 * 8 - 2304
 
 
+def test_a_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
+    class Loading(nn.Parameter):  # type: ignore[misc]
+        """Made with more than a tensor, as engines do."""
+
+        def __new__(cls, data: Any, **more: Any) -> Any:
+            return super().__new__(cls, data, requires_grad=False)
+
+        def __init__(self, data: Any, *, loader: Any) -> None:
+            self._loader = loader
+
+        @property
+        def loader(self) -> Any:
+            return self._loader
+
+    class Handling(nn.Parameter):  # type: ignore[misc]
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    module = nn.Module()
+    module.a, module.b, module.c = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+    broker.put(name, module)
+    other = nn.Module()
+    other.a, other.b = Loading(torch.zeros(2, device="meta"), loader=print), Handling(torch.zeros(3), requires_grad=False)
+    other.c = nn.parameter.UninitializedParameter()
+    for private in ([], ["a"]):
+        loaded = broker.load(name, other, private=private)
+        assert type(other.a) is Loading and other.a.loader is print and not other.a.requires_grad
+        assert is_mapped(other.a, loaded.lease) is not bool(private) and other.a.sum() == 2
+        assert type(other.b) is nn.Parameter and type(other.c) is nn.Parameter and other.c.sum() == 4
+
+
 def test_a_switch_tells_what_moved_out_of_its_reach(broker: vmmfd.Broker, name: str) -> None:
     def make(value: float) -> Any:
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))

@@ -985,14 +985,25 @@ def _load(
             continue
         if row.identity not in parameters or 0 in row.array.shape:
             old = fit.targets[name][1]
-            parameter = torch.nn.Parameter(mapped.tensor(row, is_private), requires_grad=False)
-            parameter.__dict__.update(old.__dict__)
-            parameters[row.identity] = parameter
+            parameters[row.identity] = _parameter(mapped.tensor(row, is_private), old)
         made[name] = parameters[row.identity]
     made |= {name: made[leader] for name, leader in fit.follows.items()}
     installed = _install(module, made, fit, private_names)
     _guard(module, installed)
     return Loaded(lease, module, copies, list(mapped.private.values()), installed)
+
+
+def _parameter(tensor: Any, old: Any) -> Any:
+    """A tensor as a parameter in the place of another one: of its class, if that can be, and with its attributes."""
+    base = _torch().nn.Parameter
+    kind = type(old)
+    # A class that handles operations itself may have its bytes elsewhere, and one without a shape has another once there is one.
+    if not issubclass(kind, base) or kind.__torch_dispatch__ is not base.__torch_dispatch__ or _torch().nn.parameter.is_lazy(old):
+        kind = base
+    # Without its constructor, which may want what only the maker of the module knows.
+    parameter = _torch().Tensor._make_subclass(kind, tensor, False)
+    parameter.__dict__.update(old.__dict__)
+    return parameter
 
 
 def _install(module: Any, made: dict[str, Any], fit: _Fit, copies: set[str]) -> list[_Installed]:
