@@ -485,6 +485,144 @@ def test_a_state_dict_for_a_module_has_copies_of_its_buffers(broker: vmmfd.Broke
         broker.state_dict(name, module={})  # type: ignore[arg-type]
 
 
+class Counter(nn.Module):  # type: ignore[misc]
+    """A module whose forward writes to its buffers, which no class of PyTorch's is known for, and two of which are tied."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, device=device)
+        self.register_buffer("count", torch.zeros(4, device=device))
+        self.register_buffer("tied", self.count)
+        self.register_buffer("tail", self.count[2:])
+
+    def forward(self, x: Any) -> Any:
+        self.count.add_(1)
+        return self.linear(x) + self.count
+
+
+def test_a_forward_that_writes_buffers_of_a_plain_object_goes_on(
+    broker: vmmfd.Broker, socket: str, name: str, tmp_path: Path, child: Callable[..., Child]
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    broker.put(name, Counter().state_dict())
+    file = str(tmp_path / "x.safetensors")
+    safetensors.save_file({key: value.clone() for key, value in Counter().state_dict().items()}, file)
+    broker.put(f"{name}.file", vmmfd.load_safetensors(file, backend="host"))
+    for of in (name, f"{name}.file"):
+        child(
+            """
+            import sys, torch, vmmfd
+            class Counter(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.linear = torch.nn.Linear(4, 4)
+                    for key, size in {"count": 4, "tied": 4, "tail": 2}.items():
+                        self.register_buffer(key, torch.zeros(size))
+                def forward(self, x):
+                    self.count += 1
+                    return self.linear(x) + self.count
+            broker = vmmfd.connect(sys.argv[1], backend="host")
+            with torch.device("meta"):
+                module = Counter()
+            module.load_state_dict(broker.state_dict(sys.argv[2]), assign=True)
+            module(torch.ones(1, 4))
+            assert module.count.tolist() == [1.0] * 4
+            """,
+            socket,
+            of,
+        ).end()
+        assert broker.state_dict(of)["count"].tolist() == [0.0] * 4
+
+
+def test_what_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, Counter().state_dict() | {"complex": torch.tensor([1 + 2j])})
+    with broker.get(name) as lease:
+        found = lease.state_dict()
+        conjugated = found.pop("complex").conj()
+        # As tensors they are the memory itself, and so are parameters.
+        assert all(is_mapped(tensor, lease) for tensor in found.values()) and found["count"].sum() == 0
+        for device in ("cpu", "meta"):
+            module = Counter(device)
+            module.load_state_dict(found, assign=True)
+            assert is_mapped(module.linear.weight, lease) and is_mapped(module.linear.bias, lease)
+            for _, buffer in module.named_buffers():
+                assert not is_mapped(buffer, lease) and not buffer.requires_grad and type(buffer) is torch.Tensor
+        # Tied ones stay tied, and views views, in this module and in another.
+        storages = {buffer.untyped_storage().data_ptr() for _, buffer in module.named_buffers(remove_duplicate=False)}
+        assert len(storages) == 1 and module.count.untyped_storage().nbytes() == 16
+        assert module.tail.data_ptr() == module.count.data_ptr() + 8
+        module(torch.ones(1, 4))
+        assert module.tied.tolist() == [1.0] * 4 and module.tail.tolist() == [1.0] * 2 and found["count"].sum() == 0
+        other = Counter()
+        other.count = found["count"]
+        other.register_buffer("more", found["count"].view(2, 2)[1], persistent=False)
+        other.register_buffer("conjugated", conjugated)
+        other.conjugated.add_(1)
+        assert other.conjugated.tolist() == [2 - 2j] and conjugated.tolist() == [1 - 2j]
+        assert other.count.data_ptr() == module.count.data_ptr() and other.more.data_ptr() == module.tail.data_ptr()
+        if hasattr(nn, "Buffer"):
+            other.new = nn.Buffer(found["count"], persistent=False)
+            assert isinstance(other.new, nn.Buffer) and not is_mapped(other.new, lease) and "new" in other._non_persistent_buffers_set
+        # What is no tensor of the lease stays what it is.
+        mine, sparse = torch.ones(2), torch.ones(2).to_sparse()
+        other.more, other.sparse = mine, nn.Parameter(mine)
+        other.register_buffer("nothing", None)
+        other.register_buffer("of_no_storage", sparse)
+        assert other.more is mine and other.of_no_storage is sparse and other.nothing is None
+        # A copy lives as long as its modules do, and is made anew then.
+        with torch.no_grad():
+            module.count.add_(1)
+        del module, other, buffer
+        gc.collect()
+        module = nn.Module()
+        with torch.inference_mode():
+            module.register_buffer("count", found["count"])
+        assert module.count.sum() == 0 and not module.count.is_inference()
+        # Who asks for the memory itself has it.
+        module.register_buffer("mapped", lease.state_dict(writable_buffers=False)["count"])
+        assert is_mapped(module.mapped, lease)
+    del found, module, conjugated
+    gc.collect()
+    assert vmmfd._native._settle(10)
+    assert len(broker.who(name).leases) == 0
+
+
+def test_one_copy_is_made_of_what_many_threads_take(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": torch.arange(1 << 20, dtype=torch.float32)})
+    modules = [nn.Module() for _ in range(16)]
+    found = broker.state_dict(name)
+    start = threading.Barrier(len(modules))
+
+    def work(module: Any) -> None:
+        start.wait()
+        module.register_buffer("x", found["x"])
+
+    threads = [threading.Thread(target=work, args=(module,)) for module in modules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({module.x.data_ptr() for module in modules}) == 1 != len({id(module.x) for module in modules})
+    assert modules[0].x.data_ptr() != found["x"].data_ptr() and torch.equal(modules[0].x, found["x"])
+
+
+def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str) -> None:
+    class Sum(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sum", torch.zeros(2))
+
+        def forward(self, x: Any) -> Any:
+            self.sum = self.sum + x
+            return self.sum * 2
+
+    broker.put(name, Sum().state_dict())
+    module = Sum()
+    module.load_state_dict(broker.state_dict(name), assign=True)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0] and compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
 def test_a_private_copy_of_a_view_is_of_that_alone(broker: vmmfd.Broker, name: str) -> None:
     whole = torch.arange(1 << 18, dtype=torch.float32).view(256, 1024)
     module = nn.Module()
