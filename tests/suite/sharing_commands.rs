@@ -348,7 +348,8 @@ fn ten_thousand_chunks_work(meeting: Meeting) {
     let unit: u64 = if meeting.is_fake() { 1 << 16 } else { 2 << 20 };
     let run = |run: crate::running::Run| run.env("FAKECUDA_GRANULARITY", unit.to_string());
     let (size, chunk) = ((10_000 * unit).to_string(), unit.to_string());
-    let mut producer = run(meeting.producer(&["--size", &size, "--chunk", &chunk, "--consumers", "2", "--timeout", "600s"])).start();
+    let mut producer =
+        run(meeting.producer(&["--size", &size, "--chunk", &chunk, "--consumers", "2", "--timeout", "600s"])).start();
     // Ten thousand exports may take longer than a consumer waits, where the driver has others to serve.
     producer.until("listen");
     let consumer = run(meeting.consumer(&["--json", "--timeout", "600s"])).end().code(0).json();
