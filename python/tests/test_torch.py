@@ -652,6 +652,28 @@ def test_a_private_copy_of_a_view_is_of_that_alone(broker: vmmfd.Broker, name: s
     assert found["b"].storage_offset() == 101 % 32 and found["c"].untyped_storage().nbytes() == 300 * 8 - 2304
 
 
+def test_buffers_that_modules_share_are_one_tensor(broker: vmmfd.Broker, name: str) -> None:
+    def make(value: float) -> Any:
+        module = nn.Sequential(nn.Module(), nn.Module())
+        both = torch.full((2, 4), value)
+        for each in module:
+            each.register_buffer("both", both, persistent=False)
+        module[0].register_buffer("first", both[0])
+        module[1].last = both[1]
+        return module
+
+    broker.put(name, make(1), copy=True)
+    module = make(0)
+    loaded = broker.load(name, module)
+    broker.put(name, make(2), copy=True, replace=True)
+    loaded.switch().close()
+    for each in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert each[0].both is each[1].both and len(list(each.named_buffers())) == 2 and each[1].last.sum() == 8
+        each[0].both.add_(1)
+        assert each[1].both.sum() == 24
+    assert module[0].first.sum() == 12 and module[1].last.sum() == 12
+
+
 def test_a_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
     class Loading(nn.Parameter):  # type: ignore[misc]
         """Made with more than a tensor, as engines do."""

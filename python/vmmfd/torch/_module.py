@@ -249,7 +249,7 @@ def _load(
     leaders = (fit.follows.get(name, name) for name in named | _written(module))
     copied = {fit.chosen[name][0].identity for name in leaders if name in fit.chosen}
     made: dict[str, Any] = {}
-    parameters: dict[tuple[Any, ...], Any] = {}
+    tensors: dict[tuple[Any, ...], Any] = {}
     copies = [
         name
         for name, (row, kind) in fit.chosen.items()
@@ -259,13 +259,11 @@ def _load(
     mapped.will_copy(fit.chosen[name][0] for name in copies)
     for name, (row, kind) in fit.chosen.items():
         is_private = name in private_names
-        if kind != "parameter":
-            made[name] = mapped.tensor(row, is_private)
-            continue
-        if row.identity not in parameters or 0 in row.array.shape:
-            old = fit.targets[name][1]
-            parameters[row.identity] = _parameter(mapped.tensor(row, is_private), old)
-        made[name] = parameters[row.identity]
+        tied = row.identity, kind == "parameter"
+        if tied not in tensors or 0 in row.array.shape:
+            tensor = mapped.tensor(row, is_private)
+            tensors[tied] = _parameter(tensor, fit.targets[name][1]) if kind == "parameter" else tensor
+        made[name] = tensors[tied]
     made |= {name: made[leader] for name, leader in fit.follows.items()}
     installed = _install(module, made, fit, private_names)
     _guard(module, installed)
