@@ -20,11 +20,11 @@ use vmmfd::{
 
 use crate::{
     array::{self, Array},
-    copy, device, driver, dtype,
+    device, driver, dtype,
     error::{Failure, Outcome},
     memory::{Export, Memory},
     reaper::{self, Kept},
-    signals,
+    signals, source,
 };
 
 /// How long memory that was dropped is waited for where there is none left.
@@ -199,7 +199,7 @@ impl Buffer {
 
     /// Copies another library's array to `offset`, in C order. Returns how many bytes that were.
     fn write(&self, py: Python<'_>, offset: u64, object: &Bound<'_, PyAny>) -> Outcome<u64> {
-        let source = copy::source(object)?;
+        let source = source::of(object)?;
         signals::run(py, &[], || source.copy_to(&*self.0, offset))?;
         source.bytes()
     }

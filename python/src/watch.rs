@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use vmmfd::broker::{self, Event, WatchPlace, Watched};
 
 use crate::{
-    client::{Taken, check_process},
+    connections::{Taken, check_process},
     error::{Failure, Outcome},
     json,
     signals::{self, Ended},
