@@ -6,9 +6,10 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from . import _arguments, _native, _records
+from ._closing import Closing
 from ._errors import Invalid, NoArray
 from ._lease import Claim, Lease, Prepared, torch_half
-from ._records import HeldLease, Holders, Lost, Published, Report, Restored, Stat, UserTotal
+from ._records import Lost, Published, Restored
 from ._watch import Watch
 
 # Importing `typing` takes longer than this package may.
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     import os
     from builtins import list as List
     from collections.abc import Callable
-    from types import TracebackType
     from typing import Any, Literal
 
     from torch import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ._arguments import Digest, Json, Time, Wanted
     from ._native import Device
-    from ._records import Summary
+    from ._records import Holders, Stat, Summary
     from .torch import Loaded
 
 # The name of the one part of an object that is put as a whole.
@@ -56,7 +56,7 @@ def connect(
     return Broker(path, backend, timeout=timeout, trust=trust)
 
 
-class Broker:
+class Broker(Closing):
     """A client of a broker: see `connect`. A context manager, which closes it.
 
     It can be used by several threads at once: each call that is under way has a connection of its own. All waits and times are in seconds
@@ -104,14 +104,6 @@ class Broker:
         """Ends the waits of other threads, which raise `Interrupted`, and the connections that no lease needs. Leases go on until they are
         closed themselves. Names with the lifetime `"maker"` go. To close twice does nothing. Does not block."""
         self._native.close()
-
-    def __enter__(self) -> Broker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         closed = ", closed" if self.is_closed else ""
@@ -459,21 +451,7 @@ class Broker:
     def stat(self, name: str, version: int | None = None) -> Stat:
         """All that is known of a version of an object, by default of the current one. Maps nothing: what it takes is in
         `stat(name).parts[0].mapped_size`. Raises `NotFound` if there is none."""
-        told = self._native.stat(name, _arguments.whole(version, "version"))
-        lifetime = told["lifetime"]
-        kind = lifetime["kind"]
-        return Stat(
-            summary=_records.summary(told["summary"]),
-            versions=tuple(told["versions"]),
-            lifetime=lifetime["ms"] / 1000 if kind == "idle" else kind,
-            keep=told["keep"],
-            parts=tuple(_records.part_info(part) for part in told["parts"]),
-            metadata=told["metadata"],
-            reports=tuple(
-                Report(reader=_records.maker(report["reader"]), at=_records.time(report["at_ms"]), message=report["message"])
-                for report in told["reports"]
-            ),
-        )
+        return _records.stat(self._native.stat(name, _arguments.whole(version, "version")))
 
     def bytes_of(self, name: str, version: int | None = None, *, parts: Iterable[str] | None = None) -> int:
         """How many bytes of memory a get of an object, or of these parts of it, maps. Maps nothing. Raises `NotFound` if there is none,
@@ -488,32 +466,7 @@ class Broker:
     def who(self, prefix: str = "") -> Holders:
         """The leases that are held of objects whose names begin with `prefix` and that this user may read, and what the broker holds for
         each user: for root and the broker's user of all users, for others their own."""
-        leases, totals = self._native.who(prefix)
-        return Holders(
-            leases=tuple(
-                HeldLease(
-                    number=lease["number"],
-                    name=lease["name"],
-                    version=lease["version"],
-                    id=lease["id"],
-                    named=lease["named"],
-                    holder=_records.maker(lease),
-                    since=_records.time(lease["since_ms"]),
-                    size=lease["size"],
-                )
-                for lease in leases
-            ),
-            totals=tuple(
-                UserTotal(
-                    uid=total["uid"],
-                    objects=total["objects"],
-                    devices=tuple(_records.device_bytes(device) for device in total["devices"]),
-                    leases=total["leases"],
-                    connections=total["connections"],
-                )
-                for total in totals
-            ),
-        )
+        return _records.holders(*self._native.who(prefix))
 
     def watch(self, prefix: str = "", *, after: str | None = None, timeout: Time | None = None) -> Watch:
         """Follows what happens to names that begin with `prefix` and that this user may read: from now on, or from the place `after` that an

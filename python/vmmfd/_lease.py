@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from . import _arguments, _native, _records
+from ._closing import Closing
 from ._errors import Invalid
 from ._records import LeasedPart, Owner
 
@@ -13,7 +14,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from datetime import datetime
-    from types import TracebackType
     from typing import Any, Literal
 
     from torch import Tensor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .torch import Loaded
 
 
-class Lease(Mapping[str, "Array"]):
+class Lease(Closing, Mapping[str, "Array"]):
     """A hold on a version of an object, with its memory mapped read-only: a mapping of names to `Array`s. Made by `Broker.get`.
 
     A context manager: leaving it closes it. The lease ends then, or when the last array in it is gone, in any library: arrays and what
@@ -257,14 +257,6 @@ class Lease(Mapping[str, "Array"]):
         nothing."""
         self._native.close()
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         try:
             if self.is_closed:
@@ -278,7 +270,7 @@ class Lease(Mapping[str, "Array"]):
         raise TypeError("a Lease can't be pickled: call vmmfd.register_reducer() to send it with multiprocessing, or send its name and version")
 
 
-class Prepared:
+class Prepared(Closing):
     """A version that is imported and mapped nowhere, ready to take the addresses of a lease: `Lease.switch`. It holds the version's lease
     and its memory until it is closed, dropped or switched to. A context manager, which closes it."""
 
@@ -316,14 +308,6 @@ class Prepared:
         """Ends its lease, and releases its memory. To close twice, or after it was switched to, does nothing."""
         self._native.close()
 
-    def __enter__(self) -> Prepared:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         try:
             return "<vmmfd.Prepared: closed>" if self.is_closed else f"<vmmfd.Prepared: {self.name} version {self.version}>"
@@ -331,7 +315,7 @@ class Prepared:
             return "<vmmfd.Prepared: not usable here>"
 
 
-class Claim:
+class Claim(Closing):
     """The right to be the one that makes an object, or a part of it: `Broker.claim`. Others wait for it. To put the object ends it; to close
     or drop it passes it to the next that waits, and so do the end of this process and of the broker. A context manager, which closes it."""
 
@@ -359,14 +343,6 @@ class Claim:
     def close(self) -> None:
         """Passes it on. To close twice, or once the object is put, does nothing."""
         self._native.close()
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<vmmfd.Claim: {self.name}{', closed' if self.is_closed else ''}>"

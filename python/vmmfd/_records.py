@@ -1,4 +1,4 @@
-"""What a broker says, as plain records."""
+"""What a broker reports, as plain records: their classes, and functions that make them of the native client's dicts."""
 
 from __future__ import annotations
 
@@ -237,6 +237,7 @@ class Restored(Record):
 
 
 def time(milliseconds: float) -> datetime:
+    """A moment in UTC, of its milliseconds since 1970."""
     from datetime import datetime, timedelta, timezone
 
     return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=milliseconds)
@@ -280,4 +281,64 @@ def part_info(told: dict[str, Any]) -> PartInfo:
         device_name=memory["device"]["name"],
         digest=told.get("digest"),
         maker=maker(told["maker"]),
+    )
+
+
+def stat(told: dict[str, Any]) -> Stat:
+    lifetime = told["lifetime"]
+    kind = lifetime["kind"]
+    return Stat(
+        summary=summary(told["summary"]),
+        versions=tuple(told["versions"]),
+        lifetime=lifetime["ms"] / 1000 if kind == "idle" else kind,
+        keep=told["keep"],
+        parts=tuple(part_info(part) for part in told["parts"]),
+        metadata=told["metadata"],
+        reports=tuple(
+            Report(reader=maker(report["reader"]), at=time(report["at_ms"]), message=report["message"])
+            for report in told["reports"]
+        ),
+    )
+
+
+def holders(leases: list[dict[str, Any]], totals: list[dict[str, Any]]) -> Holders:
+    return Holders(
+        leases=tuple(
+            HeldLease(
+                number=lease["number"],
+                name=lease["name"],
+                version=lease["version"],
+                id=lease["id"],
+                named=lease["named"],
+                holder=maker(lease),
+                since=time(lease["since_ms"]),
+                size=lease["size"],
+            )
+            for lease in leases
+        ),
+        totals=tuple(
+            UserTotal(
+                uid=total["uid"],
+                objects=total["objects"],
+                devices=tuple(device_bytes(device) for device in total["devices"]),
+                leases=total["leases"],
+                connections=total["connections"],
+            )
+            for total in totals
+        ),
+    )
+
+
+def event(told: dict[str, Any]) -> Event:
+    at = told.get("at_ms")
+    return Event(
+        kind=told["kind"],
+        name=told.get("name"),
+        version=told.get("version"),
+        id=told.get("id"),
+        seq=told.get("seq"),
+        at=None if at is None else time(at),
+        pid=told.get("pid"),
+        uid=told.get("uid"),
+        message=told.get("message"),
     )

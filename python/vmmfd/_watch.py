@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import _native, _records
+from ._closing import Closing
 from ._errors import Invalid
 from ._records import Event
 
 # Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from ._arguments import Time
 
 
-class Watch(Iterator[Event]):
+class Watch(Closing, Iterator[Event]):
     """What happens to names, event by event: `Broker.watch`. An iterator and a context manager.
 
     It has a connection of its own. Between calls it holds nothing in the broker, and may fall behind: an event of the kind `lost` says so.
@@ -32,20 +31,7 @@ class Watch(Iterator[Event]):
         """The next event. Waits for it up to `timeout`, for ever if that is None; then returns None. With 0 it only fetches what there is.
         Raises `Invalid` once it is closed, and if another thread waits in it."""
         told = self._native.next(timeout)
-        if told is None:
-            return None
-        at = told.get("at_ms")
-        return Event(
-            kind=told["kind"],
-            name=told.get("name"),
-            version=told.get("version"),
-            id=told.get("id"),
-            seq=told.get("seq"),
-            at=None if at is None else _records.time(at),
-            pid=told.get("pid"),
-            uid=told.get("uid"),
-            message=told.get("message"),
-        )
+        return None if told is None else _records.event(told)
 
     def __iter__(self) -> Watch:
         return self
@@ -70,11 +56,3 @@ class Watch(Iterator[Event]):
     def close(self) -> None:
         """Ends it. An iteration of another thread ends too."""
         self._native.close()
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
