@@ -28,7 +28,7 @@ use crate::{
     memory::Place,
     requests::{Wanted, condition, lifetime, request, waiting},
     signals,
-    waiting::seconds,
+    time::seconds,
     watch::Watch,
 };
 

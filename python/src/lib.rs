@@ -27,6 +27,7 @@ mod requests;
 mod shared;
 mod signals;
 mod source;
+mod time;
 mod torch_pool;
 mod waiting;
 mod walk;

@@ -12,7 +12,7 @@ use crate::{
     error::{Failure, Outcome, shown, tolerant},
     json,
     leased_memory::Selection,
-    waiting::seconds,
+    time::seconds,
 };
 
 /// The name of a part where its maker gives none.

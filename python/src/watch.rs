@@ -14,7 +14,7 @@ use crate::{
     error::{Failure, Outcome},
     json,
     signals::{self, Ended},
-    waiting::seconds,
+    time::seconds,
 };
 
 /// How long the library is asked to wait at once, where there is no end.
