@@ -267,12 +267,6 @@ impl Array {
         self.owner().map(Buffer)
     }
 
-    /// Where its element with all indices 0 begins, in bytes of its memory.
-    #[getter(_offset)]
-    fn py_offset(&self) -> u64 {
-        self.descriptor.offset
-    }
-
     /// The address of its first element: a `CUdeviceptr`, or on the host backend an address of this process.
     #[getter]
     fn address(&self) -> Outcome<u64> {

@@ -26,7 +26,7 @@ use crate::{
     lease::{Claim, Lease, Prepared},
     leased_memory::Selection,
     memory::Place,
-    requests::{Wanted, condition, lifetime, request, waiting},
+    requests::{Wanted, condition, lifetime, request, waited, waiting},
     signals,
     time::seconds,
     watch::Watch,
@@ -112,7 +112,7 @@ impl Client {
         self.0.check()?;
         let condition = condition(replace)?;
         let lifetime = lifetime.map(self::lifetime).transpose()?;
-        let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?.flatten();
+        let wait = waited(wait)?;
         let metadata = metadata.map(|metadata| json::from_mapping(metadata, "metadata")).transpose()?;
         let purpose = match lifetime {
             Some(Lifetime::Maker | Lifetime::Leased) => Purpose::Make,
@@ -197,7 +197,7 @@ impl Client {
         device: Option<&Bound<'_, PyAny>>,
     ) -> Outcome<Vec<Lease>> {
         let device = device.map(device::selector).transpose()?;
-        let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?.flatten();
+        let wait = waited(wait)?;
         let mut gets = Vec::with_capacity(requests.len());
         let mut selections = Vec::with_capacity(requests.len());
         for (name, version, newer_than, parts, arrays, expect, digest) in requests {
@@ -273,10 +273,7 @@ impl Client {
         wait: Option<&Bound<'_, PyAny>>,
     ) -> Outcome<Prepared> {
         let leased = lease.leased()?;
-        let name = match name {
-            Some(name) => name,
-            None => leased.read(py, |object| object.name().to_owned()),
-        };
+        let name = name.unwrap_or_else(|| leased.name(py));
         let get = waiting(request(&name, version, newer_than, &leased.selection, expect, digest)?, wait)?;
         let prepared = self.0.call(py, Purpose::Any, |client| leased.prepare(client.get(&get)?))?;
         Ok(Prepared::new(prepared))
@@ -297,10 +294,7 @@ impl Client {
     ) -> Outcome<()> {
         let leased = lease.leased()?;
         leased.check_parked()?;
-        let name = match name {
-            Some(name) => name,
-            None => leased.read(py, |object| object.name().to_owned()),
-        };
+        let name = name.unwrap_or_else(|| leased.name(py));
         let get = waiting(request(&name, version, None, &leased.selection, expect, digest)?, wait)?;
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
     }

@@ -110,6 +110,10 @@ impl Leased {
         py.detach(|| look(&self.object().0))
     }
 
+    pub(crate) fn name(&self, py: Python<'_>) -> String {
+        self.read(py, |object| object.name().to_owned())
+    }
+
     pub(crate) fn is_parked(&self) -> bool {
         self.parked.load(Ordering::Acquire)
     }

@@ -1,6 +1,6 @@
 //! Python's arguments as what a broker is asked for.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
 use pyo3::{
     prelude::*,
@@ -69,8 +69,12 @@ pub(crate) fn request(
 }
 
 pub(crate) fn waiting(get: Get, wait: Option<&Bound<'_, PyAny>>) -> Outcome<Get> {
-    let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?.flatten();
-    Ok(wait.into_iter().fold(get, Get::wait))
+    Ok(waited(wait)?.into_iter().fold(get, Get::wait))
+}
+
+/// How long something is waited for; `None` is not to wait.
+pub(crate) fn waited(wait: Option<&Bound<'_, PyAny>>) -> Outcome<Option<Duration>> {
+    wait.map_or(Ok(None), |wait| seconds(wait, "wait"))
 }
 
 /// When a put succeeds: `False`, `True`, or the version that is to be replaced.

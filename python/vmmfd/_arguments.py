@@ -10,13 +10,15 @@ from ._errors import Invalid
 # Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import os
     from datetime import timedelta
     from typing import Any
 
     from ._native import Device
 
+    Path = str | os.PathLike[str]
     Time = float | timedelta
-    Wanted = str | int | Device
+    DeviceName = int | str | Device
     Digest = str | Mapping[str, str]
     Json = Mapping[str, Any]
 

@@ -15,7 +15,6 @@ from ._watch import Watch
 # Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import os
     from builtins import list as List
     from collections.abc import Callable
     from typing import Any, Literal
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from ._arguments import Digest, Json, Time, Wanted
-    from ._native import Device
+    from ._arguments import DeviceName, Digest, Json, Path, Time
     from ._records import Holders, Stat, Summary
     from .torch import Loaded
 
@@ -33,7 +31,7 @@ _PART = "all"
 
 
 def connect(
-    path: str | os.PathLike[str] | None = None,
+    path: Path | None = None,
     backend: str = "auto",
     *,
     timeout: Time = 30,
@@ -75,7 +73,7 @@ class Broker(Closing):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: Path | None = None,
         backend: str = "auto",
         *,
         timeout: Time = 30,
@@ -129,7 +127,7 @@ class Broker(Closing):
         seal: bool = False,
         copy: bool | None = None,
         digest: str | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
         exported: Literal["valid"] | None = None,
     ) -> Published:
         """Hands memory over under a name. When it returns the object is published, and this process may drop it, or end.
@@ -200,7 +198,7 @@ class Broker(Closing):
         return Published(name=name, version=version, id=id)
 
     def _plan(
-        self, value: Any, part: str, copy: bool | None, seal: bool, device: Wanted | None
+        self, value: Any, part: str, copy: bool | None, seal: bool, device: DeviceName | None
     ) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
         """The parts that a value is, what comes into the metadata, and what has to live until it is put."""
         plan = getattr(type(value), "_plan", None)
@@ -236,7 +234,7 @@ class Broker(Closing):
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
     ) -> Lease:
         """Gets a lease of an object, with its memory mapped read-only.
 
@@ -269,7 +267,7 @@ class Broker(Closing):
         wanted: Iterable[str] | Mapping[str, Mapping[str, Any]],
         *,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
     ) -> List[Lease]:
         """Gets leases of several objects as they are at one moment, all or none, in their order.
 
@@ -315,7 +313,7 @@ class Broker(Closing):
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
     ) -> Lease | Claim:
         """Gets a lease of an object, or the right to be the one that makes it.
 
@@ -382,7 +380,7 @@ class Broker(Closing):
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
         writable_buffers: bool = True,
         everything: bool = False,
         module: Module | None = None,
@@ -420,7 +418,7 @@ class Broker(Closing):
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
         strict: bool = True,
         writable_buffers: bool = True,
         private: Iterable[str] = (),
