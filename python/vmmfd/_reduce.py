@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from . import _native
-from ._broker import Broker, Lease, connect
+from ._broker import Broker, connect
 from ._errors import Differs, Invalid
+from ._lease import Lease
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

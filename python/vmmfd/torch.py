@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Literal
 
-    from ._broker import Lease, Prepared
+    from ._lease import Lease, Prepared
 
     Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
     PartPlan = tuple[str, list[_native.Memory], list[Entry], str | None]
