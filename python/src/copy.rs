@@ -13,7 +13,7 @@ use vmmfd::{
 
 use crate::{
     error::{Failure, Outcome},
-    memory::Memory,
+    memory::{Export, Memory},
     shared::Owned,
     source::{Keep, Place, Source},
     walk::{Meeting, Walk, meeting, moved},
