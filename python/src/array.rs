@@ -29,7 +29,7 @@ use crate::{
     error::{Failure, Outcome, shown, tolerant},
     memory::{Export, Memory},
     shared::{Buffer, Owned},
-    signals,
+    signals, source,
 };
 
 /// A typed array in shared memory.
@@ -109,11 +109,15 @@ impl Array {
                 8 * self.descriptor.dtype.size()
             )));
         }
+        let export = match self.exported.get() {
+            Some(_) => None,
+            None => Some(self.memory.export_by_interface().map_err(Failure::from)?),
+        };
         let interface = self.descriptor.interface(self.memory.address(), self.exports_read_only());
         let interface = interface.map_err(Failure::from)?;
-        // Another thread may do so meanwhile, since this releases the GIL: then one of the two is dropped.
-        if self.exported.get().is_none() {
-            let _ = self.exported.set(self.memory.export_by_interface().map_err(Failure::from)?);
+        // Another thread may have done so meanwhile: then one of the two is dropped.
+        if let Some(export) = export {
+            let _ = self.exported.set(export);
         }
         let dictionary = PyDict::new(py);
         dictionary.set_item("shape", PyTuple::new(py, &interface.shape)?)?;
@@ -267,12 +271,6 @@ impl Array {
         self.owner().map(Buffer)
     }
 
-    /// Where its element with all indices 0 begins, in bytes of its memory.
-    #[getter(_offset)]
-    fn py_offset(&self) -> u64 {
-        self.descriptor.offset
-    }
-
     /// The address of its first element: a `CUdeviceptr`, or on the host backend an address of this process.
     #[getter]
     fn address(&self) -> Outcome<u64> {
@@ -367,7 +365,7 @@ impl Array {
         if self.memory.is_read_only() {
             return Err(Error::Memory(MemoryError::ReadOnly).into());
         }
-        let source = copy::source(source)?;
+        let source = source::of(source)?;
         source.check(&self.descriptor)?;
         signals::run(py, &[], || source.copy_into(&*self.memory, &self.descriptor))
     }
@@ -375,7 +373,7 @@ impl Array {
     /// Copies its elements into another array of this shape and type.
     fn copy_to(&self, py: Python<'_>, destination: &Bound<'_, PyAny>) -> Outcome<()> {
         self.check()?;
-        let destination = copy::source(destination)?;
+        let destination = source::of(destination)?;
         destination.check(&self.descriptor)?;
         signals::run(py, &[], || destination.fill_from(&*self.memory, &self.descriptor))
     }
@@ -421,8 +419,10 @@ impl Array {
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
         if copy == Some(true) {
             let (memory, array) = signals::run(py, &[], || copy::copied(&*self.memory, &self.descriptor))?;
-            return dlpack::capsule(py, &memory, &array, Wanted { versioned, read_only: false, copied: true });
+            let export = memory.export()?;
+            return dlpack::capsule(py, &memory, &array, export, Wanted { versioned, read_only: false, copied: true });
         }
+        let export = self.memory.export()?;
         let read_only = self.exports_read_only();
         if read_only && !versioned {
             let harm =
@@ -432,7 +432,7 @@ impl Array {
                  writable(\"promise\") and give it that array, if nothing will write to it; a write would end {harm}"
             )));
         }
-        dlpack::capsule(py, &self.memory, &self.descriptor, Wanted { versioned, read_only, copied: false })
+        dlpack::capsule(py, &self.memory, &self.descriptor, export, Wanted { versioned, read_only, copied: false })
     }
 
     /// A capsule without the read-only flag, for which no stream waits: for a caller that promises both.
@@ -442,6 +442,7 @@ impl Array {
             py,
             &self.memory,
             &self.descriptor,
+            self.memory.export()?,
             Wanted { versioned: false, read_only: false, copied: false },
         )
     }
@@ -576,7 +577,7 @@ pub(crate) fn asarray(
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
 ) -> Outcome<Array> {
-    let source = copy::source(object)?;
+    let source = source::of(object)?;
     let wanted = device.map(device::selector).transpose()?;
     let made = signals::run(py, &[], || {
         let driver = driver::driver(backend)?;

@@ -7,6 +7,7 @@ mod array;
 mod buffer;
 mod client;
 mod client_put;
+mod connections;
 mod copy;
 mod device;
 mod dlpack;
@@ -16,15 +17,20 @@ mod error;
 mod handoff;
 mod json;
 mod lease;
+mod leased_memory;
 mod legacy;
 mod memory;
 mod pool;
 mod process;
 mod reaper;
+mod requests;
 mod shared;
 mod signals;
+mod source;
+mod time;
 mod torch_pool;
 mod waiting;
+mod walk;
 mod watch;
 mod weights;
 
@@ -39,7 +45,8 @@ fn settle(py: Python<'_>, timeout: f64) -> bool {
     py.detach(|| reaper::settle(timeout))
 }
 
-#[pymodule(name = "_native")]
+// Nothing here takes the GIL for a lock: a free-threaded Python stays without one.
+#[pymodule(name = "_native", gil_used = false)]
 fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     // Arrays

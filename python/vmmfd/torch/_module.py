@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Literal
 
-    from .._broker import Lease, Prepared
+    from .._lease import Lease, Prepared
 
 
 class _Guard:
