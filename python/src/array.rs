@@ -4,7 +4,7 @@
 
 use std::{
     ffi::c_int,
-    process,
+    process, ptr, slice,
     sync::{Arc, OnceLock},
 };
 
@@ -381,9 +381,15 @@ impl Array {
         if isize::try_from(size).is_err() {
             return Err(Failure::invalid(format!("{size} bytes are more than a bytes object can have")));
         }
-        Ok(PyBytes::new_with(py, size, |to| {
-            signals::run(py, &[], || copy::read(&*self.memory, &self.descriptor, to)).map_err(PyErr::from)
-        })?)
+        // `PyBytes::new_with` would set all of it to 0 first, with the GIL held.
+        // SAFETY: it makes a bytes object of that size, or raises.
+        let bytes =
+            unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyBytes_FromStringAndSize(ptr::null(), size as isize)) }?;
+        // SAFETY: its bytes, which have no values yet, and which nobody else has seen.
+        let to = unsafe { slice::from_raw_parts_mut(ffi::PyBytes_AsString(bytes.as_ptr()).cast(), size) };
+        signals::run(py, &[], || copy::read(&*self.memory, &self.descriptor, to))?;
+        // SAFETY: it is one.
+        Ok(unsafe { bytes.cast_into_unchecked() })
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]

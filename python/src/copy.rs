@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use std::{ptr, slice, sync::Arc};
+use std::{mem::MaybeUninit, ptr, slice, sync::Arc};
 
 use vmmfd::{
     Error,
@@ -272,11 +272,11 @@ fn between(from: &dyn Memory, source: &ArrayDescriptor, to: &dyn Memory, target:
     })
 }
 
-/// Copies an array's elements, in C order, into bytes. Blocks: call it with the GIL released.
+/// Copies an array's elements, in C order, into new bytes, all of which have values then. Blocks: call it with the GIL released.
 ///
 /// # Errors
 /// [`Error::Driver`].
-pub(crate) fn read(memory: &dyn Memory, array: &ArrayDescriptor, to: &mut [u8]) -> Outcome<()> {
+pub(crate) fn read(memory: &dyn Memory, array: &ArrayDescriptor, to: &mut [MaybeUninit<u8>]) -> Outcome<()> {
     let straight = ArrayDescriptor::new(array.dtype, array.shape.clone(), Order::C)?;
     let walk = Walk::new(&array.shape, array.dtype.size(), &array.strides_in_bytes()?, &straight.strides_in_bytes()?);
     if walk.is_empty() {
@@ -284,6 +284,9 @@ pub(crate) fn read(memory: &dyn Memory, array: &ArrayDescriptor, to: &mut [u8]) 
     }
     walk.each(|a, b, size| {
         let part = &mut to[b as usize..][..size as usize];
+        part.fill(MaybeUninit::new(0));
+        // SAFETY: each of its bytes has a value now.
+        let part = unsafe { &mut *(ptr::from_mut(part) as *mut [u8]) };
         Ok(memory.copy_out(moved(array.offset, a), part)?)
     })
 }

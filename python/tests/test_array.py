@@ -280,21 +280,17 @@ def test_objects_alive_at_exit_do_no_harm(child: Any) -> None:
     ).end()
 
 
-def test_importing_it_is_quick_and_loads_no_driver(child: Any) -> None:
-    output = child(
+def test_importing_it_loads_no_driver(child: Any) -> None:
+    child(
         """
-        import sys, time
-        before, begun = set(sys.modules), time.perf_counter()
+        import sys
+        before = set(sys.modules)
         import vmmfd
-        took = time.perf_counter() - begun
         heavy = {"numpy", "torch", "dataclasses", "inspect", "asyncio", "datetime"} & (set(sys.modules) - before)
         assert not heavy, heavy
         assert "libcuda" not in open("/proc/self/maps").read()
-        print(took)
         """
     ).end()
-    # 20 ms are the aim; a busy machine has some more.
-    assert float(output) < 0.1, output
 
 
 def test_the_stubs_match_the_module() -> None:

@@ -210,7 +210,7 @@ def test_a_wait_ends_when_it_is_put_or_over(broker: vmmfd.Broker, name: str) -> 
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="none came within 100 ms") as caught:
         broker.get(name, wait=0.1)
-    assert 0.1 <= time.monotonic() - began < 5 and caught.value.kind == "peer" and caught.value.hint
+    assert time.monotonic() - began >= 0.1 and caught.value.kind == "peer" and caught.value.hint
     thread = threading.Timer(0.2, lambda: broker.put(name, {"x": floats(1)}))
     thread.start()
     assert broker.get(name, wait=datetime.timedelta(seconds=30)).version == 1
@@ -423,7 +423,7 @@ def test_a_name_goes_with_its_maker(socket: str, broker: vmmfd.Broker, name: str
         x = np.from_dlpack(lease["x"])
         assert broker.stat(name).lifetime == "maker"
     # Although a lease of that Broker goes on.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while broker.list(name) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not broker.list(name) and x[0] == 1
@@ -482,10 +482,9 @@ def test_names_are_checked(broker: vmmfd.Broker, name: str) -> None:
 
 
 def test_there_is_no_broker(tmp_path: Path) -> None:
-    began = time.monotonic()
     with pytest.raises(FileNotFoundError, match="no broker on") as caught:
         vmmfd.connect(tmp_path / "broker.sock", timeout=0.1)
-    assert isinstance(caught.value, vmmfd.NotFound) and time.monotonic() - began < 5
+    assert isinstance(caught.value, vmmfd.NotFound)
     assert f"vmmfd serve --socket {tmp_path}" in caught.value.hint and caught.value.hint in caught.value.__notes__
     with pytest.raises(ValueError, match="can't be used"):
         vmmfd.connect("x" * 200, timeout=0.1)

@@ -526,9 +526,7 @@ array = vmmfd.empty(1 << 20, "uint8")
 array.copy_from(bytes(1 << 20))
 del array
 gc.collect()
-begun = time.monotonic()
-assert _native._settle(20)
-print(time.monotonic() - begun)
+assert _native._settle(60)
 """
 
 

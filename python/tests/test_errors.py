@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import socket as sockets
-import time
 from pathlib import Path
 
 import numpy as np
@@ -52,12 +51,10 @@ def test_a_quota_says_what_to_do(tmp_path: Path) -> None:
 def test_a_server_that_is_stopped_is_silent(server: Server) -> None:
     broker = vmmfd.connect(server.path, backend="host", timeout=0.3)
     server.pause()
-    began = time.monotonic()
     for call in (broker.list, lambda: vmmfd.connect(server.path, timeout=0.3)):
         with pytest.raises(TimeoutError) as caught:
             call()
         assert isinstance(caught.value, vmmfd.Timeout) and "stopped or overloaded" in (caught.value.hint or "")
-    assert time.monotonic() - began < 10
     server.go_on()
     assert broker.list() == []
 

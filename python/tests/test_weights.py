@@ -234,9 +234,15 @@ def alarm() -> Iterator[None]:
 def test_a_signal_ends_a_load(tmp_path: Path, alarm: None) -> None:
     large(tmp_path / "w.safetensors", 768 << 20)
     before = in_use()
-    signal.setitimer(signal.ITIMER_REAL, 0.03)
+    begun: list[bool] = []
+
+    def progress(*_: object) -> None:
+        if not begun:
+            begun.append(True)
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+
     with pytest.raises(Alarm):
-        vmmfd.load_safetensors(tmp_path, backend="host", threads=1)
+        vmmfd.load_safetensors(tmp_path, backend="host", threads=1, progress=progress)
     assert in_use() == before
 
 
@@ -271,14 +277,31 @@ time.sleep({after})
 
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:
     large(tmp_path / "w.safetensors", 256 << 20)
-    loads: list[vmmfd.Weights] = []
-    loader = threading.Thread(target=lambda: loads.append(vmmfd.load_safetensors(tmp_path, backend="host", threads=1)))
-    loader.start()
-    turns = 0
-    while loader.is_alive():
-        turns += 1
-        time.sleep(0.001)
-    assert turns > 20 and loads[0]["w"].nbytes == 256 << 20
+    interval = sys.getswitchinterval()
+    # The other thread runs when this one lets go of the GIL, and not before.
+    sys.setswitchinterval(6000)
+    try:
+        for _ in range(10):
+            going, done = threading.Event(), threading.Event()
+            meanwhile: list[bool] = []
+
+            def look(going: threading.Event, done: threading.Event, meanwhile: list[bool]) -> None:
+                going.wait()
+                meanwhile.append(not done.is_set())
+
+            thread = threading.Thread(target=look, args=(going, done, meanwhile))
+            thread.start()
+            going.set()
+            weights = vmmfd.load_safetensors(tmp_path, backend="host", threads=1)
+            done.set()
+            thread.join()
+            assert weights["w"].nbytes == 256 << 20
+            if meanwhile[0]:
+                break
+        else:
+            raise AssertionError("no other thread ran while it loaded")
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -469,7 +469,7 @@ mod producers {
         for _ in 0..2 {
             assert!(matches!(second.receive("for busy"), Ok((Message::Busy(_), _))));
         }
-        assert!((1..4).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() >= Duration::from_secs(1), "{:?}", begun.elapsed());
         // When the first gives up, it is the second's turn.
         drop(first);
         let (Message::Offer(next), _) = answer(&mut second) else { panic!() };
@@ -612,14 +612,16 @@ mod producers {
     #[test]
     fn a_consumer_that_stays_for_nothing_is_waited_for_once() {
         let meeting = Meeting::new(On::Host);
-        let producer = meeting.listening(&["--timeout", "1s", "--size", "4"]);
+        let timeout = Duration::from_secs(15);
+        let producer = meeting.listening(&["--timeout", "15s", "--size", "4"]);
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
         channel.send(&good(1), &[]).unwrap();
         answer(&mut channel);
         let begun = Instant::now();
         producer.end().code(0);
-        assert!(begun.elapsed() < Duration::from_millis(1800), "{:?}", begun.elapsed());
+        // A second wait would end after twice the timeout.
+        assert!(begun.elapsed() < 2 * timeout, "{:?}", begun.elapsed());
     }
 
     #[test]
@@ -644,11 +646,11 @@ mod producers {
     #[test]
     fn the_wait_for_the_next_consumer_begins_when_the_last_has_gone() {
         let meeting = Meeting::new(On::Host);
-        let producer = meeting.listening(&["--timeout", "1s", "--consumers", "2"]);
-        thread::sleep(Duration::from_millis(700));
+        let producer = meeting.listening(&["--timeout", "6s", "--consumers", "2"]);
+        thread::sleep(Duration::from_secs(3));
         meeting.consumer(&[]).end().code(0);
         let ended = producer.end();
-        assert!(ended.code(4).took >= Duration::from_millis(1700), "{:?}", ended.took);
+        assert!(ended.code(4).took >= Duration::from_secs(9), "{:?}", ended.took);
     }
 
     #[test]
@@ -667,7 +669,7 @@ mod producers {
             });
             let ended = producer.end();
             stop.store(true, std::sync::atomic::Ordering::Relaxed);
-            assert!(ended.code(4).says("no consumer within").took < Duration::from_secs(10));
+            ended.code(4).says("no consumer within");
         });
     }
 

@@ -25,7 +25,7 @@ const QUIET: Duration = Duration::from_millis(4);
 const ASLEEP: Duration = Duration::from_secs(1);
 
 /// After how long a process that does not come to a step fails its test.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A system call: its number, and what file its first argument is.
 #[derive(Debug, Clone, PartialEq, Eq)]

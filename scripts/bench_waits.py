@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""How long the Python package takes to import, and how soon Ctrl-C ends each of its waits, beside what the interpreter does by itself.
+
+Needs the package, and no GPU: a broker's server is started on host memory. Each figure is a median with the slowest, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# What waits, by name. `socket` is the broker's.
+WAITS = {
+    "time.sleep": "time.sleep(600)",
+    "connect": 'vmmfd.connect(socket + ".none", timeout=600)',
+    "get": 'broker.get("none", wait=600)',
+    "claim": 'broker.claim("taken", wait=600)',
+    "watch": "watch.next()",
+    "serve": 'vmmfd.serve(socket + ".handoff", b"x", backend="host", timeout=600)',
+    "take": 'vmmfd.take(socket + ".handoff", backend="host", wait=600)',
+}
+
+PROGRAM = """
+import sys, time, vmmfd
+socket = sys.argv[1]
+broker = vmmfd.connect(socket, backend="host")
+claim = broker.claim("taken")
+watch = broker.watch("none")
+while True:
+    try:
+        print("ready", flush=True)
+        WAIT
+    except KeyboardInterrupt:
+        print(time.monotonic(), flush=True)
+"""
+
+
+def shown(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):8.2f} {1e3 * max(seconds):8.2f}"
+
+
+def import_times(module: str, runs: int) -> list[float]:
+    """What an import takes in a new interpreter, without what an environment adds to it. The first one compiles the files."""
+    program = (
+        f"import sys, time; sys.path[:0] = {sys.path!r}; begun = time.perf_counter(); import {module}; print(time.perf_counter() - begun)"
+    )
+    command = [sys.executable, "-S", "-c", program]
+    return [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(runs + 1)][1:]
+
+
+def ends(wait: str, socket: str, runs: int) -> list[float]:
+    """How long after the signal a wait ended."""
+    command = [sys.executable, "-c", PROGRAM.replace("WAIT", wait), socket]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        taken = []
+        try:
+            for _ in range(runs):
+                if process.stdout.readline() != "ready\n":
+                    raise SystemExit(f"the process that waits in {wait} has ended")
+                time.sleep(0.15)
+                sent = time.monotonic()
+                process.send_signal(signal.SIGINT)
+                taken.append(float(process.stdout.readline()) - sent)
+        finally:
+            process.kill()
+        return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20, metavar="N", help="of each (default: 20)")
+    runs = parser.parse_args().runs
+    if runs < 1:
+        parser.error(f"--runs {runs} is no number of runs: give 1 or more")
+    print(f"{'ms':24} {'median':>8} {'slowest':>8}")
+    for module in ("json", "vmmfd"):
+        print(f"{'import ' + module:24} {shown(import_times(module, runs))}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        socket = str(Path(folder) / "broker.sock")
+        given = os.environ.get("VMMFD_BIN")
+        command = [given] if given else [sys.executable, "-m", "vmmfd._command"]
+        server = subprocess.Popen([*command, "serve", "--socket", socket, "--no-supervisor"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            if "listening" not in server.stdout.readline():
+                raise SystemExit("the broker's server did not start")
+            for name, wait in WAITS.items():
+                print(f"{'Ctrl-C in ' + name:24} {shown(ends(wait, socket, runs))}", flush=True)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+if __name__ == "__main__":
+    main()
