@@ -109,11 +109,15 @@ impl Array {
                 8 * self.descriptor.dtype.size()
             )));
         }
+        let export = match self.exported.get() {
+            Some(_) => None,
+            None => Some(self.memory.export_by_interface().map_err(Failure::from)?),
+        };
         let interface = self.descriptor.interface(self.memory.address(), self.exports_read_only());
         let interface = interface.map_err(Failure::from)?;
-        // Another thread may do so meanwhile, since this releases the GIL: then one of the two is dropped.
-        if self.exported.get().is_none() {
-            let _ = self.exported.set(self.memory.export_by_interface().map_err(Failure::from)?);
+        // Another thread may have done so meanwhile: then one of the two is dropped.
+        if let Some(export) = export {
+            let _ = self.exported.set(export);
         }
         let dictionary = PyDict::new(py);
         dictionary.set_item("shape", PyTuple::new(py, &interface.shape)?)?;
@@ -415,8 +419,10 @@ impl Array {
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
         if copy == Some(true) {
             let (memory, array) = signals::run(py, &[], || copy::copied(&*self.memory, &self.descriptor))?;
-            return dlpack::capsule(py, &memory, &array, Wanted { versioned, read_only: false, copied: true });
+            let export = memory.export()?;
+            return dlpack::capsule(py, &memory, &array, export, Wanted { versioned, read_only: false, copied: true });
         }
+        let export = self.memory.export()?;
         let read_only = self.exports_read_only();
         if read_only && !versioned {
             let harm =
@@ -426,7 +432,7 @@ impl Array {
                  writable(\"promise\") and give it that array, if nothing will write to it; a write would end {harm}"
             )));
         }
-        dlpack::capsule(py, &self.memory, &self.descriptor, Wanted { versioned, read_only, copied: false })
+        dlpack::capsule(py, &self.memory, &self.descriptor, export, Wanted { versioned, read_only, copied: false })
     }
 
     /// A capsule without the read-only flag, for which no stream waits: for a caller that promises both.
@@ -436,6 +442,7 @@ impl Array {
             py,
             &self.memory,
             &self.descriptor,
+            self.memory.export()?,
             Wanted { versioned: false, read_only: false, copied: false },
         )
     }

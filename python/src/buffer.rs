@@ -70,6 +70,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
         );
         return Err(Failure::export(text));
     }
+    let export = memory.export()?;
     let read_only = this.exports_read_only();
     if flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE && read_only {
         return Err(Failure::export("this process may only read the memory, and a view to write was asked for"));
@@ -97,7 +98,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
     let strides: Vec<isize> = descriptor.strides_in_bytes()?.into_iter().map(|stride| stride as isize).collect();
     let bytes = descriptor.bytes()?;
     let length = isize::try_from(bytes).map_err(|_| Failure::export("it has more bytes than a view can count"))?;
-    let mut filled = Box::new(View { shape, strides, format, _export: memory.export()? });
+    let mut filled = Box::new(View { shape, strides, format, _export: export });
     let address = memory.address() + descriptor.offset;
     // SAFETY: the caller's promise. What the lists point to is freed by `release`, and the array is held by `obj`.
     unsafe {

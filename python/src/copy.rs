@@ -13,7 +13,7 @@ use vmmfd::{
 
 use crate::{
     error::{Failure, Outcome},
-    memory::Memory,
+    memory::{Export, Memory},
     shared::Owned,
     source::{Keep, Place, Source},
     walk::{Meeting, Walk, meeting, moved},
@@ -65,8 +65,7 @@ impl Source {
                 return between(&*copy, &straight, memory, to);
             }
         }
-        // What is mapped must stay so, and writable: a switch, a park and a seal are refused meanwhile.
-        let _held = memory.export()?;
+        let _held = held(memory)?;
         if let Place::Cuda(_) = self.place {
             let _source = self.export()?;
             self.meet(memory)?;
@@ -230,6 +229,15 @@ fn on_device(memory: &dyn Memory, walk: &Walk, range: impl Fn(i64, i64) -> (u64,
     Ok(flush(&mut ranges)?)
 }
 
+/// Stands for a use of memory that is written: it must stay mapped, and writable. A switch, a park and a seal are refused meanwhile.
+///
+/// # Errors
+/// [`MemoryError::ReadOnly`], also for what another thread makes so now.
+fn held(memory: &dyn Memory) -> Outcome<Export> {
+    let export = memory.export()?;
+    if memory.is_read_only() { Err(Error::Memory(MemoryError::ReadOnly).into()) } else { Ok(export) }
+}
+
 /// Copies from memory of ours to other memory of ours, of the same shape and type.
 fn between(from: &dyn Memory, source: &ArrayDescriptor, to: &dyn Memory, target: &ArrayDescriptor) -> Outcome<()> {
     if to.is_read_only() {
@@ -252,7 +260,7 @@ fn between(from: &dyn Memory, source: &ArrayDescriptor, to: &dyn Memory, target:
             return between(&*copy, &straight, to, target);
         }
     }
-    let _held = to.export()?;
+    let _held = held(to)?;
     if !from.device().is_host() && from.device().driver() == to.device().driver() {
         let _source = from.export()?;
         let (a, b) = (from.address() + source.offset, to.address() + target.offset);

@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
 };
 
-use pyo3::{ffi, prelude::*};
+use pyo3::{ffi, prelude::*, sync::critical_section::with_critical_section};
 use vmmfd::{array::ArrayDescriptor, memory::Device};
 
 use crate::{
@@ -120,7 +120,7 @@ pub(crate) struct Wanted {
     pub(crate) copied: bool,
 }
 
-/// A capsule with an array as a managed tensor.
+/// A capsule with an array as a managed tensor, which `export` stands for.
 ///
 /// # Errors
 /// `BufferError` for elements that DLPack can't describe.
@@ -128,9 +128,10 @@ pub(crate) fn capsule<'py>(
     py: Python<'py>,
     memory: &Arc<dyn Memory>,
     array: &ArrayDescriptor,
+    export: Export,
     wanted: Wanted,
 ) -> Outcome<Bound<'py, PyAny>> {
-    let (tensor, context) = tensor(memory, array)?;
+    let (tensor, context) = tensor(memory, array, export)?;
     if wanted.versioned {
         let flags = if wanted.read_only { READ_ONLY } else { 0 } | if wanted.copied { IS_COPIED } else { 0 };
         let (major, minor) = VERSION;
@@ -159,7 +160,7 @@ pub(crate) fn capsule<'py>(
     }
 }
 
-fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor) -> Outcome<(DlTensor, Box<Context>)> {
+fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor, export: Export) -> Outcome<(DlTensor, Box<Context>)> {
     let Some((code, bits)) = dtype::code(array.dtype) else {
         return Err(Failure::export(format!(
             "DLPack has no code for elements of type {}: use reinterpret(\"uint8\")",
@@ -178,8 +179,6 @@ fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor) -> Outcome<(DlTenso
         strides.push(stride / size);
     }
     let shape: Vec<i64> = array.shape.iter().map(|length| i64::try_from(*length).unwrap_or(i64::MAX)).collect();
-    // From here on the addresses stay as they are.
-    let export = memory.export()?;
     let data = if array.shape.contains(&0) { 0 } else { memory.address() + array.offset };
     if !data.is_multiple_of(alignment(array.dtype.size())) {
         return Err(Failure::export(format!("its first element, at {data:#x}, is not aligned for {}", array.dtype)));
@@ -278,9 +277,16 @@ unsafe impl Sync for Taken {}
 impl Taken {
     /// Takes a capsule's tensor over, and renames the capsule.
     ///
+    /// Without a GIL another thread may have the same capsule: of several that are in here one gets the tensor.
+    ///
     /// # Errors
     /// `BufferError` for what is no capsule of DLPack's, was taken before, or is of a newer major version.
     pub(crate) fn from(capsule: &Bound<'_, PyAny>) -> Outcome<Self> {
+        // Nothing in there calls back into Python, which would let another thread in.
+        with_critical_section(capsule, || Self::renamed(capsule))
+    }
+
+    fn renamed(capsule: &Bound<'_, PyAny>) -> Outcome<Self> {
         let bad = |problem: &str| Failure::export(format!("__dlpack__ returned {problem}"));
         let raw = capsule.as_ptr();
         // SAFETY: `PyCapsule_IsValid` takes any object; a valid capsule's pointer is of its name's type.

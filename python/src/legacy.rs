@@ -42,7 +42,7 @@ impl Closable {
     fn close(&self, force: bool) -> Outcome<()> {
         {
             let mut state = self.state();
-            let exports = Arc::strong_count(&state.exports) - 1;
+            let exports = Export::count(&state.exports);
             if !state.open {
                 return Ok(());
             }

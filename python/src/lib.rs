@@ -46,7 +46,8 @@ fn settle(py: Python<'_>, timeout: f64) -> bool {
     py.detach(|| reaper::settle(timeout))
 }
 
-#[pymodule(name = "_native")]
+// Nothing here takes the GIL for a lock: a free-threaded Python stays without one.
+#[pymodule(name = "_native", gil_used = false)]
 fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     // Arrays

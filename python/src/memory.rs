@@ -1,6 +1,13 @@
 //! What keeps an array's bytes: owned by Rust alone, and let go of without Python.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{Ordering, fence},
+    },
+    time::Duration,
+};
 
 use vmmfd::{
     Result,
@@ -33,8 +40,8 @@ pub(crate) trait Memory: Send + Sync {
         Ok(())
     }
 
-    /// Stands for one export to another library, until it is dropped: what is mapped must not change under it unasked. May block for a
-    /// switch, without the GIL.
+    /// Stands for one export to another library, until it is dropped: what is mapped must not change under it unasked. Whether the memory
+    /// is read-only is to be asked afterwards: another thread may have made it so until now. May block for a switch, without the GIL.
     ///
     /// # Errors
     /// As [`Memory::check_mapped`], of the very moment at which it begins to count.
@@ -96,6 +103,14 @@ impl Export {
     /// One more that `of` counts.
     pub(crate) fn counted(of: &Arc<()>) -> Self {
         Self(Some(Arc::clone(of)))
+    }
+
+    /// How many are alive of those that `of` counts. Under a lock with which they are made it stays 0.
+    pub(crate) fn count(of: &Arc<()>) -> usize {
+        let count = Arc::strong_count(of) - 1;
+        // What was written through those that were dropped is there.
+        fence(Ordering::Acquire);
+        count
     }
 }
 

@@ -1,11 +1,9 @@
 //! Memory of this process's own, to be shared: what arrays are made in, and what objects of the broker are made of.
 
 use std::{
+    mem,
     ops::Deref,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -33,17 +31,23 @@ const SETTLES: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Owned {
     memory: Kept<Arc<Shared>>,
-    /// Counts what was exported to other libraries while it could be written: they may write it for as long as they have it.
-    writable: Arc<()>,
+    /// Held for some instructions at a time, also by threads that Python waits for.
+    exports: Mutex<Exports>,
+}
+
+#[derive(Debug, Default)]
+struct Exports {
+    /// Counts what was exported to other libraries. What was exported while it could be written they may write for as long as they have it.
+    alive: Arc<()>,
     /// Whether it is being made read-only: what is exported from now on must not be written.
-    closing: AtomicBool,
+    closing: bool,
 }
 
 impl Owned {
     /// Takes memory over.
     pub(crate) fn new(shared: Arc<Shared>) -> Arc<Self> {
         let device = shared.device().clone();
-        Arc::new(Self { memory: Kept::new(&device, shared), writable: Arc::default(), closing: AtomicBool::new(false) })
+        Arc::new(Self { memory: Kept::new(&device, shared), exports: Mutex::default() })
     }
 
     /// Memory of `size` bytes, at least 1, of one allocation. Blocks for as long as the driver takes: release the GIL.
@@ -71,13 +75,21 @@ impl Owned {
         &self.memory
     }
 
+    fn exports(&self) -> MutexGuard<'_, Exports> {
+        self.exports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Whether this process's right to write it can be taken: no other library has a view that may be written, or `promised` that none is.
     ///
     /// # Errors
     /// `BufferError`.
     pub(crate) fn check_views(&self, promised: bool) -> Outcome<()> {
-        let views = Arc::strong_count(&self.writable) - 1;
-        if promised || views == 0 || self.is_read_only() {
+        self.check(&self.exports(), promised)
+    }
+
+    fn check(&self, exports: &Exports, promised: bool) -> Outcome<()> {
+        let views = Export::count(&exports.alive);
+        if promised || views == 0 || exports.closing || self.memory.access() == Access::ReadOnly {
             return Ok(());
         }
         Err(Failure::export(format!(
@@ -91,11 +103,13 @@ impl Owned {
     /// # Errors
     /// Those of both.
     pub(crate) fn make_read_only(&self, py: Python<'_>, promised: bool) -> Outcome<()> {
-        self.check_views(promised)?;
-        // With the GIL still held: nothing was exported since.
-        let before = self.closing.swap(true, Ordering::AcqRel);
+        let before = {
+            let mut exports = self.exports();
+            self.check(&exports, promised)?;
+            mem::replace(&mut exports.closing, true)
+        };
         let made = py.detach(|| self.memory.make_read_only());
-        Ok(made.inspect_err(|_| self.closing.store(before, Ordering::Release))?)
+        Ok(made.inspect_err(|_| self.exports().closing = before)?)
     }
 }
 
@@ -121,11 +135,12 @@ impl Memory for Owned {
     }
 
     fn is_read_only(&self) -> bool {
-        self.closing.load(Ordering::Acquire) || self.memory.access() == Access::ReadOnly
+        self.exports().closing || self.memory.access() == Access::ReadOnly
     }
 
     fn export(&self) -> Result<Export> {
-        Ok(if self.is_read_only() { Export::default() } else { Export::counted(&self.writable) })
+        // Counted in any case: to make it read-only may fail, and it can be written again.
+        Ok(Export::counted(&self.exports().alive))
     }
 
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {

@@ -305,7 +305,8 @@ def test_what_is_a_time(wait: Any) -> None:
 def test_a_fork_while_other_threads_are_inside(child: Any) -> None:
     child(
         """
-        import os, sys, threading, time, vmmfd
+        import os, sys, threading, time, vmmfd, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer advise against it.
         def work():
             while True:
                 vmmfd.devices("host")

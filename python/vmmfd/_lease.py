@@ -221,11 +221,12 @@ class Lease(Closing, Mapping[str, "Array"]):
         Weights are the mapped memory itself, read-only: a store into it ends the CUDA context, on the host the process, and PyTorch does
         not know. So does a step of an optimizer: PyTorch gives parameters the `requires_grad` that the module's had, so call
         `module.requires_grad_(False)`. Buffers, which a model may write, are private copies; with `writable_buffers=False` they are the
-        memory too. Which are buffers is known of what was put as a module; of safetensors and plain state dicts only `nn.Parameter`
-        (`state_dict(keep_vars=True)`) and the statistics of PyTorch's norms are told apart, and all else is taken for weights: use
-        `load`, or give the `module` that the tensors are for, whose buffers, and weights of embeddings with `max_norm`, are private
-        copies then. So is what `private` names. What a `state_dict` does not have (buffers that are not persistent, tensors that are
-        plain attributes of modules) comes with `everything=True`.
+        memory too. Which are buffers is known of what was put as a module, and of the `module` that the tensors are for, if it is given;
+        then weights of its embeddings with `max_norm` are private copies too. Else, of safetensors and plain state dicts, only
+        `nn.Parameter` (`state_dict(keep_vars=True)`) and the statistics of PyTorch's norms are told apart. All else is mapped, and where
+        such a tensor becomes a buffer of a module, the module gets a private copy, by a hook of PyTorch's that stays from then on; not in
+        TorchScript modules and where `module._buffers` is written directly. What `private` names is a private copy. What a `state_dict`
+        does not have (buffers that are not persistent, tensors that are plain attributes of modules) comes with `everything=True`.
 
         Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
         names that several parts have, and for one in `private` that the object has not."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from _thread import allocate_lock
+
 from . import _native
 from ._broker import Broker, connect
 from ._errors import Differs, Invalid
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 # What this process has connected to for what it was sent.
 _brokers: dict[tuple[str, str], Broker] = {}
+_lock = allocate_lock()
 
 
 def register_reducer() -> None:
@@ -59,8 +62,16 @@ def _reduce_array(array: Array) -> Any:
 
 def _broker(path: str, backend: str, timeout: float | timedelta, trust: list[int]) -> Broker:
     broker = _brokers.get((path, backend))
-    if broker is None or broker.is_closed:
-        broker = _brokers[path, backend] = connect(path, backend, timeout=timeout, trust=trust)
+    if broker is not None and not broker.is_closed:
+        return broker
+    made = connect(path, backend, timeout=timeout, trust=trust)
+    with _lock:
+        # Another thread may have connected meanwhile.
+        broker = _brokers.get((path, backend))
+        if broker is None or broker.is_closed:
+            broker = _brokers[path, backend] = made
+    if broker is not made:
+        made.close()
     return broker
 
 
