@@ -29,7 +29,7 @@ use crate::{
     error::{Failure, Outcome, shown, tolerant},
     memory::{Export, Memory},
     shared::{Buffer, Owned},
-    signals,
+    signals, source,
 };
 
 /// A typed array in shared memory.
@@ -271,12 +271,6 @@ impl Array {
         self.owner().map(Buffer)
     }
 
-    /// Where its element with all indices 0 begins, in bytes of its memory.
-    #[getter(_offset)]
-    fn py_offset(&self) -> u64 {
-        self.descriptor.offset
-    }
-
     /// The address of its first element: a `CUdeviceptr`, or on the host backend an address of this process.
     #[getter]
     fn address(&self) -> Outcome<u64> {
@@ -371,7 +365,7 @@ impl Array {
         if self.memory.is_read_only() {
             return Err(Error::Memory(MemoryError::ReadOnly).into());
         }
-        let source = copy::source(source)?;
+        let source = source::of(source)?;
         source.check(&self.descriptor)?;
         signals::run(py, &[], || source.copy_into(&*self.memory, &self.descriptor))
     }
@@ -379,7 +373,7 @@ impl Array {
     /// Copies its elements into another array of this shape and type.
     fn copy_to(&self, py: Python<'_>, destination: &Bound<'_, PyAny>) -> Outcome<()> {
         self.check()?;
-        let destination = copy::source(destination)?;
+        let destination = source::of(destination)?;
         destination.check(&self.descriptor)?;
         signals::run(py, &[], || destination.fill_from(&*self.memory, &self.descriptor))
     }
@@ -583,7 +577,7 @@ pub(crate) fn asarray(
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
 ) -> Outcome<Array> {
-    let source = copy::source(object)?;
+    let source = source::of(object)?;
     let wanted = device.map(device::selector).transpose()?;
     let made = signals::run(py, &[], || {
         let driver = driver::driver(backend)?;

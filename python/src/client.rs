@@ -1,239 +1,40 @@
-//! `_native.Client`: the connections to a broker. `vmmfd.Broker` is made of it.
+//! `_native.Client`: what a broker is asked. `vmmfd.Broker` is made of it.
 
 use std::{
-    collections::HashMap,
     path::PathBuf,
-    process,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, PoisonError, Weak},
 };
 
 use pyo3::{
     PyTraverseError, PyVisit,
     prelude::*,
-    types::{PyBool, PyDict, PyList, PyString},
+    types::{PyDict, PyList},
 };
 use serde::Serialize;
 use vmmfd::{
-    broker::{self, ClaimOf, Condition, Found, Get, Lifetime, LossReason, Lost, Put, Restored},
+    broker::{ClaimOf, Condition, Found, Lifetime, Put},
     channel::{Trust, broker_socket_path},
-    memory::Selector,
     session::Config,
 };
 
 use crate::{
     client_put::{self, Plan},
-    device, driver,
-    error::{Failure, Outcome, shown, tolerant},
+    connections::{Connections, Handlers, Purpose},
+    device,
+    error::{Failure, Outcome},
     json,
-    lease::{Claim, Lease, Leased, Prepared, Selection},
+    lease::{Claim, Lease, Prepared},
+    leased_memory::Selection,
     memory::Place,
-    signals::{self, Ended},
-    waiting::seconds,
+    requests::{Wanted, condition, lifetime, request, waited, waiting},
+    signals,
+    time::seconds,
     watch::Watch,
 };
 
-/// How many connections that are not in use are kept.
-const IDLE: usize = 8;
-
-/// The name of a part where its maker gives none.
-pub(crate) const PART: &str = "all";
-
-/// The connections to a broker: one for each call that is under way at once, so that a call never waits for that of another
-/// thread, and can be ended.
+/// A client of a broker.
 #[pyclass(name = "Client", module = "vmmfd._native", frozen, weakref)]
 pub(crate) struct Client(Arc<Connections>);
-
-/// See [`Client`].
-pub(crate) struct Connections {
-    place: Arc<Place>,
-    config: Config,
-    /// Leases of what other processes have sent arrays of.
-    shared: Mutex<HashMap<Shared, Weak<Leased>>>,
-    /// The process that made them.
-    pid: u32,
-    ended: Ended,
-    table: Mutex<Table>,
-    handlers: Arc<Handlers>,
-}
-
-/// A version's id, a part, and which bytes of it.
-type Shared = (String, String, u64, u64);
-
-#[derive(Default)]
-struct Table {
-    idle: [Vec<broker::Client>; 2],
-    busy: HashMap<u64, broker::Client>,
-    next: u64,
-}
-
-/// What a connection is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Purpose {
-    /// Anything. Leases are of such a connection, and keep it.
-    Any,
-    /// Puts of names that go with their maker, and so with the connection: no lease is to keep it.
-    Make,
-}
-
-/// A connection that one call, watch or claim uses. It is given back when it is dropped.
-pub(crate) struct Taken {
-    of: Arc<Connections>,
-    purpose: Purpose,
-    number: u64,
-    client: Option<broker::Client>,
-}
-
-impl Taken {
-    pub(crate) fn ended(&self) -> &Ended {
-        &self.of.ended
-    }
-}
-
-impl std::ops::Deref for Taken {
-    type Target = broker::Client;
-
-    fn deref(&self) -> &broker::Client {
-        self.client.as_ref().expect("it is there until it is dropped")
-    }
-}
-
-impl Drop for Taken {
-    fn drop(&mut self) {
-        let client = self.client.take();
-        // In a fork another thread may have held the lock.
-        if process::id() == self.of.pid {
-            let superfluous = {
-                let mut table = self.of.table();
-                let busy = table.busy.remove(&self.number);
-                let idle = &mut table.idle[self.purpose as usize];
-                match client {
-                    Some(client)
-                        if !self.of.ended.is_ended() && (idle.len() < IDLE || self.purpose == Purpose::Make) =>
-                    {
-                        idle.push(client);
-                        (busy, None)
-                    }
-                    client => (busy, client),
-                }
-            };
-            drop(superfluous);
-        }
-    }
-}
-
-impl Connections {
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// A connection that no other call uses. Blocks while one is made.
-    pub(crate) fn take(self: &Arc<Self>, purpose: Purpose) -> Outcome<Taken> {
-        let idle = self.table().idle[purpose as usize].pop();
-        let client = match idle {
-            Some(client) => client,
-            None => {
-                let client = broker::Client::connect(&self.place.path, &self.config)?;
-                let (lost, restored) = (Arc::clone(&self.handlers), Arc::clone(&self.handlers));
-                client.on_lost(move |what| lost.lost(what));
-                client.on_restored(move |what| restored.restored(what));
-                client
-            }
-        };
-        let mut table = self.table();
-        let number = table.next;
-        table.next += 1;
-        table.busy.insert(number, client.clone());
-        drop(table);
-        Ok(Taken { of: Arc::clone(self), purpose, number, client: Some(client) })
-    }
-
-    /// Runs a request, with the GIL released, until it is answered, a signal's handler raises, or this is closed.
-    pub(crate) fn call<T: Send>(
-        self: &Arc<Self>,
-        py: Python<'_>,
-        purpose: Purpose,
-        work: impl FnOnce(&Taken) -> Outcome<T> + Send,
-    ) -> Outcome<T> {
-        self.check()?;
-        signals::run(py, &[&self.ended], || work(&self.take(purpose)?))
-    }
-
-    /// Fails if it is closed, or of another process.
-    pub(crate) fn check(&self) -> Outcome<()> {
-        check_process(self.pid, "connected to the broker", "connect again")?;
-        match self.ended.is_ended() {
-            true => Err(signals::closed()),
-            false => Ok(()),
-        }
-    }
-
-    /// Maps what was got. Blocks for the driver's calls.
-    fn open(&self, lease: broker::Lease, device: Option<Selector>, selection: Selection) -> Outcome<Leased> {
-        // What is there decides, unless the caller has: a broker may have memory of both.
-        let backend = if self.place.backend == "auto" { lease.backend() } else { &self.place.backend };
-        let driver = driver::driver(backend)?;
-        Ok(Leased::new(lease.open(&driver, device)?, selection, Arc::clone(&self.place)))
-    }
-}
-
-/// Fails in a fork of the process that made something.
-pub(crate) fn check_process(pid: u32, made: &str, remedy: &str) -> Outcome<()> {
-    match process::id() {
-        this if this == pid => Ok(()),
-        this => Err(Failure::unusable(format!("process {pid} {made}, and process {this} is a fork of it: {remedy}"))),
-    }
-}
-
-/// What the program wants to be called with.
-#[derive(Default)]
-struct Handlers {
-    lost: Mutex<Vec<Py<PyAny>>>,
-    restored: Mutex<Vec<Py<PyAny>>>,
-}
-
-impl Handlers {
-    fn lost(&self, lost: &Lost) {
-        let kind = match lost.reason {
-            LossReason::Unreachable => "unreachable",
-            LossReason::Ended => "ended",
-            LossReason::NotRestored(_) => "not-restored",
-            _ => "unknown",
-        };
-        let version = lost.version;
-        Self::call(&self.lost, (&lost.name, version, &lost.id, kind, lost.reason.to_string()));
-    }
-
-    fn restored(&self, restored: &Restored) {
-        let Restored { name, version, id, rebuilt, .. } = restored;
-        Self::call(&self.restored, (name, version, id, rebuilt));
-    }
-
-    /// Calls them on this thread, a connection's own. Not while the interpreter ends.
-    fn call<T>(handlers: &Mutex<Vec<Py<PyAny>>>, arguments: T)
-    where
-        T: Clone + for<'py> pyo3::call::PyCallArgs<'py>,
-    {
-        let is_empty = || handlers.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
-        if is_empty() {
-            return;
-        }
-        Python::try_attach(|py| {
-            let handlers: Vec<Py<PyAny>> = {
-                let handlers = handlers.lock().unwrap_or_else(PoisonError::into_inner);
-                handlers.iter().map(|handler| handler.clone_ref(py)).collect()
-            };
-            for handler in handlers {
-                if let Err(error) = handler.call1(py, arguments.clone()) {
-                    error.write_unraisable(py, Some(handler.bind(py)));
-                }
-            }
-        });
-    }
-
-    fn add(handlers: &Mutex<Vec<Py<PyAny>>>, handler: Py<PyAny>) {
-        handlers.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
-    }
-}
 
 #[pymethods]
 impl Client {
@@ -264,15 +65,7 @@ impl Client {
             .with_timeout(timeout)
             .with_trust(Trust { uids: trust.clone() })
             .with_cancel(&signals::cancel()?);
-        let connections = Arc::new(Connections {
-            place: Arc::new(Place { path, backend, timeout, trust }),
-            config,
-            shared: Mutex::default(),
-            pid: process::id(),
-            ended: Ended::default(),
-            table: Mutex::default(),
-            handlers: Arc::default(),
-        });
+        let connections = Arc::new(Connections::new(Place { path, backend, timeout, trust }, config));
         connections.call(py, Purpose::Any, |_| Ok(()))?;
         Ok(Self(connections))
     }
@@ -295,21 +88,7 @@ impl Client {
 
     /// Ends waits of other threads. Leases go on.
     fn close(&self, py: Python<'_>) {
-        if self.0.pid != process::id() || self.0.ended.end() {
-            return;
-        }
-        py.detach(|| {
-            let (idle, busy) = {
-                let mut table = self.0.table();
-                let busy: Vec<broker::Client> = table.busy.values().cloned().collect();
-                (std::mem::take(&mut table.idle), busy)
-            };
-            drop(idle);
-            for client in busy {
-                // A broker that does not answer is not needed for it: the wait looks whether it was closed.
-                let _ = client.stop();
-            }
-        });
+        self.0.close(py);
     }
 
     /// Hands memory over.
@@ -333,7 +112,7 @@ impl Client {
         self.0.check()?;
         let condition = condition(replace)?;
         let lifetime = lifetime.map(self::lifetime).transpose()?;
-        let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?.flatten();
+        let wait = waited(wait)?;
         let metadata = metadata.map(|metadata| json::from_mapping(metadata, "metadata")).transpose()?;
         let purpose = match lifetime {
             Some(Lifetime::Maker | Lifetime::Leased) => Purpose::Make,
@@ -418,7 +197,7 @@ impl Client {
         device: Option<&Bound<'_, PyAny>>,
     ) -> Outcome<Vec<Lease>> {
         let device = device.map(device::selector).transpose()?;
-        let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?.flatten();
+        let wait = waited(wait)?;
         let mut gets = Vec::with_capacity(requests.len());
         let mut selections = Vec::with_capacity(requests.len());
         for (name, version, newer_than, parts, arrays, expect, digest) in requests {
@@ -494,10 +273,7 @@ impl Client {
         wait: Option<&Bound<'_, PyAny>>,
     ) -> Outcome<Prepared> {
         let leased = lease.leased()?;
-        let name = match name {
-            Some(name) => name,
-            None => leased.read(py, |object| object.name().to_owned()),
-        };
+        let name = name.unwrap_or_else(|| leased.name(py));
         let get = waiting(request(&name, version, newer_than, &leased.selection, expect, digest)?, wait)?;
         let prepared = self.0.call(py, Purpose::Any, |client| leased.prepare(client.get(&get)?))?;
         Ok(Prepared::new(prepared))
@@ -518,10 +294,7 @@ impl Client {
     ) -> Outcome<()> {
         let leased = lease.leased()?;
         leased.check_parked()?;
-        let name = match name {
-            Some(name) => name,
-            None => leased.read(py, |object| object.name().to_owned()),
-        };
+        let name = name.unwrap_or_else(|| leased.name(py));
         let get = waiting(request(&name, version, None, &leased.selection, expect, digest)?, wait)?;
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
     }
@@ -632,92 +405,6 @@ impl Client {
             drop(gone);
         }
     }
-}
-
-/// One of several objects to get.
-type Wanted<'py> = (
-    String,
-    Option<u64>,
-    Option<u64>,
-    Option<Vec<String>>,
-    Option<Vec<String>>,
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-);
-
-/// What is asked for.
-fn request(
-    name: &str,
-    version: Option<u64>,
-    newer_than: Option<u64>,
-    selection: &Selection,
-    expect: Option<&Bound<'_, PyAny>>,
-    digest: Option<&Bound<'_, PyAny>>,
-) -> Outcome<Get> {
-    let mut get = Get::new(name);
-    get = version.into_iter().fold(get, Get::version);
-    get = newer_than.into_iter().fold(get, Get::newer_than);
-    if let Some(parts) = &selection.parts {
-        get = get.parts(parts);
-    }
-    if let Some(arrays) = &selection.arrays {
-        get = get.arrays(arrays);
-    }
-    if let Some(expect) = expect {
-        get = get.expect(json::from_mapping(expect, "expect")?);
-    }
-    if let Some(digest) = digest {
-        if digest.is_instance_of::<PyString>() {
-            let part = match selection.parts.as_deref() {
-                Some([part]) => part,
-                _ => PART,
-            };
-            return Ok(get.digest(part, digest.extract::<String>()?));
-        }
-        let digests: Option<HashMap<String, String>> = tolerant(digest.py(), digest.extract())?;
-        let digests = digests.ok_or_else(|| {
-            let given = json::type_of(digest);
-            Failure::invalid(format!("digest is of type {given}: give a str, or a mapping of parts to their digests"))
-        })?;
-        get = digests.into_iter().fold(get, |get, (part, digest)| get.digest(part, digest));
-    }
-    Ok(get)
-}
-
-fn waiting(get: Get, wait: Option<&Bound<'_, PyAny>>) -> Outcome<Get> {
-    let wait = wait.map(|wait| seconds(wait, "wait")).transpose()?.flatten();
-    Ok(wait.into_iter().fold(get, Get::wait))
-}
-
-/// When a put succeeds: `False`, `True`, or the version that is to be replaced.
-fn condition(replace: Option<&Bound<'_, PyAny>>) -> Outcome<Condition> {
-    let Some(replace) = replace.filter(|replace| !replace.is_none()) else { return Ok(Condition::New) };
-    if let Ok(replace) = replace.cast::<PyBool>() {
-        return Ok(if replace.is_true() { Condition::Any } else { Condition::New });
-    }
-    match tolerant(replace.py(), replace.extract())? {
-        Some(version) => Ok(Condition::Version(version)),
-        None => Err(Failure::invalid(format!(
-            "replace={} is none of False, True and the number of the version to replace",
-            shown(replace)?
-        ))),
-    }
-}
-
-/// How long a name stays: `"deleted"`, `"maker"`, `"leased"`, or so long after its last lease.
-fn lifetime(value: &Bound<'_, PyAny>) -> Outcome<Lifetime> {
-    if value.is_instance_of::<PyString>() {
-        return match value.extract::<String>()?.as_str() {
-            "deleted" => Ok(Lifetime::Deleted),
-            "maker" => Ok(Lifetime::Maker),
-            "leased" => Ok(Lifetime::Leased),
-            other => Err(Failure::invalid(format!(
-                "lifetime={other:?} is none of \"deleted\", \"maker\", \"leased\", and no time in seconds"
-            ))),
-        };
-    }
-    let time = seconds(value, "lifetime")?.unwrap_or_default();
-    Ok(Lifetime::Idle { ms: u64::try_from(time.as_millis()).unwrap_or(u64::MAX) })
 }
 
 fn value(of: &impl Serialize) -> Outcome<serde_json::Value> {

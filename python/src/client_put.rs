@@ -12,11 +12,11 @@ use vmmfd::{
 
 use crate::{
     array::Array,
-    copy::{self, Place, Source},
     driver,
     error::{Failure, Outcome},
     json,
     shared::{Buffer, Owned},
+    source::{self, Place, Source},
 };
 
 /// The largest segment of memory that arrays are copied to: what a reader maps as one.
@@ -202,7 +202,7 @@ pub(crate) fn plan(
                 )));
             }
             _ => {
-                let source = copy::source(&value).map_err(|failure| failure.about(&format!("array {name:?}")))?;
+                let source = source::of(&value).map_err(|failure| failure.about(&format!("array {name:?}")))?;
                 (name, Value::Other(source))
             }
         });

@@ -1,26 +1,22 @@
-//! Arrays of other libraries, as sources and destinations of copies.
+//! Copies between memory of ours and arrays of other libraries, and between memory of ours.
 
 #![allow(unsafe_code)]
 
-use std::{ffi::c_int, mem::MaybeUninit, ops::Range, ptr, slice, sync::Arc};
+use std::{mem::MaybeUninit, ptr, slice, sync::Arc};
 
-use pyo3::{buffer::PyUntypedBuffer, exceptions::PyTypeError, ffi, prelude::*, types::PyDict};
 use vmmfd::{
     Error,
-    array::{ArrayDescriptor, ElementType, Order},
-    driver::{Backend, Driver},
+    array::{ArrayDescriptor, Order},
     error::MemoryError,
     memory::{Device, Selector},
 };
 
 use crate::{
-    array::Array,
-    dlpack::{self, Taken},
-    dtype,
-    error::{Failure, Outcome, tolerant},
+    error::{Failure, Outcome},
     memory::{Export, Memory},
     shared::Owned,
-    signals::Looks,
+    source::{Keep, Place, Source},
+    walk::{Meeting, Walk, meeting, moved},
 };
 
 /// Shorter runs of bytes are gathered before they are copied.
@@ -29,92 +25,10 @@ const SHORT: u64 = 64 << 10;
 /// How many bytes are gathered at a time.
 const GATHERED: usize = 4 << 20;
 
-/// How many bytes are copied at a time: between two of them a signal is looked for.
-const PIECE: u64 = 16 << 20;
-
 /// How many ranges the driver is given at a time.
 const RANGES: usize = 4096;
 
-/// Where another library's array is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
-    /// In memory that the CPU reads.
-    Host,
-    /// On a device of CUDA, by its number in this process; negative where its library does not say.
-    Cuda(i32),
-}
-
-/// What keeps an array's memory.
-enum Keep {
-    /// An array of ours: it is read by the driver's calls, and not by its address.
-    Ours(Arc<dyn Memory>),
-    /// Dropped with the GIL, or later.
-    Object(#[allow(dead_code, reason = "held")] Py<PyAny>),
-    View(#[allow(dead_code, reason = "held")] PyUntypedBuffer),
-    Tensor(#[allow(dead_code, reason = "held")] Taken),
-}
-
-/// Another library's array, or one of ours: it speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array
-/// interface. Its memory stays as long as this lives.
-pub(crate) struct Source {
-    pub(crate) dtype: ElementType,
-    /// The length of each dimension, in elements.
-    pub(crate) shape: Vec<u64>,
-    /// The step along each dimension, in bytes; `None` for C order.
-    pub(crate) strides: Option<Vec<i64>>,
-    /// Of the element with all indices 0.
-    pub(crate) address: u64,
-    pub(crate) place: Place,
-    /// Whether its owner forbids to write to it.
-    pub(crate) read_only: bool,
-    /// Whether the device has to be waited for first.
-    wait: bool,
-    keep: Keep,
-}
-
 impl Source {
-    /// Its elements together, in bytes: what a copy of it takes.
-    ///
-    /// # Errors
-    /// [`MemoryError::Array`] if 64 bits can't count them.
-    pub(crate) fn bytes(&self) -> Outcome<u64> {
-        Ok(self.descriptor()?.bytes()?)
-    }
-
-    /// A contiguous array of its type and shape, at the start of some memory.
-    ///
-    /// # Errors
-    /// [`MemoryError::Array`] if there can be none.
-    pub(crate) fn descriptor(&self) -> Outcome<ArrayDescriptor> {
-        Ok(ArrayDescriptor::new(self.dtype, self.shape.clone(), Order::C)?)
-    }
-
-    /// The device that it is on, if a driver is of CUDA and it is on one.
-    pub(crate) fn selector(&self, driver: &Driver) -> Option<Selector> {
-        match self.place {
-            Place::Cuda(ordinal) if driver.backend() == Backend::Cuda => {
-                // Without an answer the copy says what is wrong.
-                let ordinal = if ordinal < 0 { driver.device_of(self.address).ok()? } else { ordinal };
-                u32::try_from(ordinal).ok().map(Selector::Ordinal)
-            }
-            _ => None,
-        }
-    }
-
-    /// Checks that an array has its type and shape.
-    ///
-    /// # Errors
-    /// `ValueError`.
-    pub(crate) fn check(&self, array: &ArrayDescriptor) -> Outcome<()> {
-        if (self.dtype, &self.shape) == (array.dtype, &array.shape) {
-            return Ok(());
-        }
-        Err(Failure::invalid(format!(
-            "the other array is {} of shape {:?}, and this one {} of shape {:?}",
-            self.dtype, self.shape, array.dtype, array.shape
-        )))
-    }
-
     /// Copies its elements, in C order, to `offset` of memory. They are there when it returns. Blocks: call it with the GIL released.
     ///
     /// # Errors
@@ -236,36 +150,6 @@ impl Source {
         })
     }
 
-    /// Stands for a use of it, if it is ours: see [`Memory::export`].
-    fn export(&self) -> Outcome<Export> {
-        match &self.keep {
-            Keep::Ours(memory) => Ok(memory.export()?),
-            _ => Ok(Export::default()),
-        }
-    }
-
-    /// It, if it can be what its library says.
-    fn checked(self) -> Outcome<Self> {
-        if self.shape.len() > 64 {
-            return Err(Failure::invalid(format!(
-                "the array has {} dimensions, and at most 64 can be",
-                self.shape.len()
-            )));
-        }
-        if self.strides.as_ref().is_some_and(|strides| strides.len() != self.shape.len()) {
-            return Err(Failure::invalid("the array has another number of strides than of dimensions"));
-        }
-        let Some(span) = span(self.address, &self.shape, &self.steps()?, self.dtype.size()) else { return Ok(self) };
-        let most = i128::from(i64::MAX);
-        if self.address == 0 || span.start <= 0 || span.end > i128::from(u64::MAX) || span.end - span.start > most {
-            return Err(Failure::invalid(format!(
-                "an array of shape {:?} can't begin at address {:#x}",
-                self.shape, self.address
-            )));
-        }
-        Ok(self)
-    }
-
     /// Makes ready for a copy on a device.
     fn meet(&self, memory: &dyn Memory) -> Outcome<()> {
         let device = memory.device();
@@ -306,63 +190,14 @@ impl Source {
         }
         Ok(())
     }
-
-    /// Its strides in bytes.
-    fn steps(&self) -> Outcome<Vec<i64>> {
-        let array =
-            ArrayDescriptor { dtype: self.dtype, shape: self.shape.clone(), strides: self.strides.clone(), offset: 0 };
-        Ok(array.strides_in_bytes()?)
-    }
 }
 
 fn pointer(address: u64) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address as usize)
 }
 
-fn moved(address: u64, by: i64) -> u64 {
-    address.wrapping_add_signed(by)
-}
-
 fn buffer_is_contiguous(array: &ArrayDescriptor) -> Outcome<bool> {
     Ok(crate::buffer::contiguous(array)?.0)
-}
-
-/// The addresses from an array's first byte to its last. `None` if it has no elements.
-fn span(first: u64, shape: &[u64], steps: &[i64], item: u64) -> Option<Range<i128>> {
-    if shape.contains(&0) {
-        return None;
-    }
-    let mut span = i128::from(first)..i128::from(first) + i128::from(item);
-    for (length, step) in shape.iter().zip(steps) {
-        // 64 bits by 63 bits: 127 bits hold one; what holds no array saturates.
-        let reach = i128::from(*length - 1).saturating_mul(i128::from(*step));
-        if reach < 0 {
-            span.start = span.start.saturating_add(reach);
-        } else {
-            span.end = span.end.saturating_add(reach);
-        }
-    }
-    Some(span)
-}
-
-/// How the addresses of two arrays of a shape meet.
-enum Meeting {
-    Apart,
-    /// Each element is where its counterpart is.
-    Same,
-    /// An element may be overwritten before it is read.
-    Overlap,
-}
-
-/// How a source and a destination meet: each by the address of its first element and its steps.
-fn meeting(from: (u64, &[i64]), to: (u64, &[i64]), shape: &[u64], item: u64) -> Outcome<Meeting> {
-    if from == to {
-        return Ok(Meeting::Same);
-    }
-    let (Some(a), Some(b)) = (span(from.0, shape, from.1, item), span(to.0, shape, to.1, item)) else {
-        return Ok(Meeting::Apart);
-    };
-    Ok(if a.start < b.end && b.start < a.end { Meeting::Overlap } else { Meeting::Apart })
 }
 
 /// Refuses an array as a destination that has elements at one address.
@@ -373,69 +208,6 @@ fn check_destination(shape: &[u64], steps: &[i64]) -> Outcome<()> {
         ));
     }
     Ok(())
-}
-
-/// Two arrays of one shape, walked together: the longest runs of bytes that follow one another in both.
-struct Walk {
-    /// The length of a run, in bytes.
-    bytes: u64,
-    /// For each dimension that is left, from the outermost: its length, and the steps in both.
-    outer: Vec<(u64, i64, i64)>,
-}
-
-impl Walk {
-    fn new(shape: &[u64], item: u64, a: &[i64], b: &[i64]) -> Self {
-        if shape.contains(&0) {
-            return Self { bytes: 0, outer: Vec::new() };
-        }
-        let (mut bytes, mut outer) = (item, Vec::new());
-        for ((length, a), b) in shape.iter().zip(a).zip(b).rev() {
-            match *length {
-                1 => {}
-                length if outer.is_empty() && *a == bytes as i64 && *b == bytes as i64 => bytes *= length,
-                length => outer.push((length, *a, *b)),
-            }
-        }
-        outer.reverse();
-        Self { bytes, outer }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.bytes == 0
-    }
-
-    /// Calls a function with where each run begins in both, relative to the element with all indices 0, and its bytes, in C order. Long
-    /// runs come in pieces. Ends when a signal's handler raised.
-    fn each(&self, mut call: impl FnMut(i64, i64, u64) -> Outcome<()>) -> Outcome<()> {
-        let mut index = vec![0; self.outer.len()];
-        let (mut a, mut b) = (0i64, 0i64);
-        let mut looks = Looks::new();
-        loop {
-            let mut done = 0;
-            while done < self.bytes {
-                let size = (self.bytes - done).min(PIECE);
-                call(a + done as i64, b + done as i64, size)?;
-                done += size;
-                looks.step(size)?;
-            }
-            let mut axis = self.outer.len();
-            loop {
-                if axis == 0 {
-                    return Ok(());
-                }
-                axis -= 1;
-                let (length, step_a, step_b) = self.outer[axis];
-                index[axis] += 1;
-                if index[axis] < length {
-                    (a, b) = (a + step_a, b + step_b);
-                    break;
-                }
-                let back = length as i64 - 1;
-                (a, b) = (a - back * step_a, b - back * step_b);
-                index[axis] = 0;
-            }
-        }
-    }
 }
 
 /// Copies on a device. `range` returns where to and where from.
@@ -536,191 +308,4 @@ pub(crate) fn copied(memory: &dyn Memory, array: &ArrayDescriptor) -> Outcome<(A
     let copy = Owned::create(memory.device(), descriptor.bytes()?)?;
     between(memory, array, &*copy, &descriptor)?;
     Ok((copy, descriptor))
-}
-
-/// A view of another library's array, or of one of ours, with all work on it ordered before what this process does on the default
-/// stream.
-///
-/// # Errors
-/// `ValueError` for what speaks none of the protocols or has elements of an unknown type, `BufferError` for what its library refuses
-/// to give; and what its methods raise.
-pub(crate) fn source(object: &Bound<'_, PyAny>) -> Outcome<Source> {
-    if let Ok(array) = object.cast::<Array>() {
-        return ours(array.get());
-    }
-    if object.hasattr("mask")? && object.hasattr("filled")? {
-        return Err(masked());
-    }
-    // SAFETY: it takes any object.
-    if unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1
-        && let Some(source) = of_buffer(object)?
-    {
-        return source.checked();
-    }
-    if let Some(source) = of_array_interface(object)? {
-        return source.checked();
-    }
-    if object.hasattr("__dlpack__")? {
-        return of_dlpack(object)?.checked();
-    }
-    if let Some(interface) = optional(object, "__cuda_array_interface__")? {
-        return of_interface(object, interface.cast::<PyDict>().map_err(PyErr::from)?, true)?.checked();
-    }
-    if let Some(source) = of_scalar(object)? {
-        return source.checked();
-    }
-    let kind = object.get_type().name()?;
-    Err(Failure::invalid(format!(
-        "an object of type {kind} is no array: it has no buffer, no __dlpack__, no __array_interface__ and no __cuda_array_interface__; \
-         make it one with numpy.asarray()"
-    )))
-}
-
-fn masked() -> Failure {
-    Failure::invalid("an array with a mask can't be shared: call filled() first")
-}
-
-fn optional<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
-    object.getattr_opt(name)
-}
-
-fn ours(array: &Array) -> Outcome<Source> {
-    array.check()?;
-    let (memory, descriptor) = (array.memory(), array.descriptor());
-    let device = memory.device();
-    Ok(Source {
-        dtype: descriptor.dtype,
-        shape: descriptor.shape.clone(),
-        strides: descriptor.strides.clone(),
-        address: array.first(),
-        place: if device.is_host() { Place::Host } else { Place::Cuda(device.ordinal()) },
-        read_only: memory.is_read_only(),
-        wait: false,
-        keep: Keep::Ours(Arc::clone(memory)),
-    })
-}
-
-/// What the buffer protocol gives, unless it gives nothing, or elements without a type.
-fn of_buffer(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
-    let Some(view) = tolerant(object.py(), PyUntypedBuffer::get(object))? else { return Ok(None) };
-    let format = view.format().to_string_lossy().into_owned();
-    let Some(dtype) = dtype::of_format(&format, view.item_size() as u64) else { return Ok(None) };
-    if view.suboffsets().is_some() {
-        return Ok(None);
-    }
-    let shape = view.shape().iter().map(|length| *length as u64).collect();
-    let strides = view.strides().iter().map(|stride| *stride as i64).collect();
-    Ok(Some(Source {
-        dtype,
-        shape,
-        strides: Some(strides),
-        address: view.buf_ptr() as u64,
-        place: Place::Host,
-        read_only: view.readonly(),
-        wait: false,
-        keep: Keep::View(view),
-    }))
-}
-
-/// NumPy's array interface, of what has elements of its own: a scalar's address is gone at once.
-fn of_array_interface(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
-    if !object.hasattr("__setitem__")? {
-        return Ok(None);
-    }
-    let Some(interface) = optional(object, "__array_interface__")? else { return Ok(None) };
-    let Ok(interface) = interface.cast::<PyDict>() else { return Ok(None) };
-    if !matches!(interface.get_item("data")?, Some(data) if !data.is_none()) {
-        return Ok(None);
-    }
-    of_interface(object, interface, false).map(Some)
-}
-
-/// A scalar of NumPy, as an array without dimensions that has a copy of it.
-fn of_scalar(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
-    if !object.hasattr("__array_interface__")? || !object.hasattr("__array__")? {
-        return Ok(None);
-    }
-    let source = of_array_interface(&object.call_method0("__array__")?)?;
-    Ok(source.map(|source| Source { read_only: true, ..source }))
-}
-
-fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: bool) -> Outcome<Source> {
-    let item = |name: &str| interface.get_item(name).map(|item| item.filter(|item| !item.is_none()));
-    let missing = |name: &str| Failure::invalid(format!("the array interface has no {name:?}"));
-    let (address, read_only): (u64, bool) = item("data")?.ok_or_else(|| missing("data"))?.extract()?;
-    let shape: Vec<u64> = item("shape")?.ok_or_else(|| missing("shape"))?.extract()?;
-    let strides: Option<Vec<i64>> = item("strides")?.map(|strides| strides.extract()).transpose()?;
-    if item("mask")?.is_some() {
-        return Err(masked());
-    }
-    // The typestr says nothing of the types that ml_dtypes adds; the dtype does.
-    let typestr = item("typestr")?.ok_or_else(|| missing("typestr"))?.extract::<String>()?;
-    let dtype = match optional(object, "dtype")? {
-        Some(dtype) => dtype::extract(&dtype)?,
-        None => dtype::parse(&typestr)?,
-    };
-    let digits = typestr.trim_start_matches(|letter: char| !letter.is_ascii_digit());
-    if digits.parse() != Ok(dtype.size()) {
-        return Err(Failure::invalid(format!(
-            "the array's dtype is {dtype}, of {} bytes, and its typestr {typestr:?} says otherwise",
-            dtype.size()
-        )));
-    }
-    let wait = cuda
-        && (item("stream")?.is_some()
-            || item("version")?.map(|version| version.extract::<u32>()).transpose()? < Some(3));
-    let place = if cuda { Place::Cuda(-1) } else { Place::Host };
-    Ok(Source { dtype, shape, strides, address, place, read_only, wait, keep: Keep::Object(object.clone().unbind()) })
-}
-
-fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
-    let py = object.py();
-    let (kind, id): (c_int, i32) = object.call_method0("__dlpack_device__")?.extract()?;
-    let place = |id: i32| match kind {
-        dlpack::CPU | dlpack::CUDA_HOST => Ok(Place::Host),
-        dlpack::CUDA | dlpack::CUDA_MANAGED => Ok(Place::Cuda(id)),
-        _ => {
-            Err(Failure::invalid(format!("the array is on a device of DLPack's type {kind}, which vmmfd can't share")))
-        }
-    };
-    let options = PyDict::new(py);
-    if let Place::Cuda(_) = place(0)? {
-        // The legacy default stream: that is where the copy is.
-        options.set_item("stream", 1)?;
-    }
-    options.set_item("max_version", dlpack::VERSION)?;
-    let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
-        Err(error) if error.is_instance_of::<PyTypeError>(py) && is_of_the_call(py, &error) => {
-            // A library that is older than version 1.
-            options.del_item("max_version")?;
-            object.call_method("__dlpack__", (), Some(&options))?
-        }
-        capsule => capsule?,
-    };
-    let taken = Taken::from(&capsule)?;
-    let (shape, steps) = taken.layout()?;
-    let tensor = taken.tensor();
-    let types = tensor.dtype;
-    let dtype = dtype::of_code(types.code, types.bits, types.lanes).ok_or_else(|| {
-        let (code, bits, lanes) = (types.code, types.bits, types.lanes);
-        Failure::invalid(format!("vmmfd knows no elements of DLPack's code {code} with {bits} bits and {lanes} lanes"))
-    })?;
-    let size = dtype.size() as i64;
-    let strides = steps.map(|steps| steps.into_iter().map(|step| step.saturating_mul(size)).collect());
-    let address = (tensor.data as u64).wrapping_add(tensor.byte_offset);
-    let device = tensor.device;
-    if device.kind != kind || (matches!(place(id)?, Place::Cuda(_)) && device.id != id) {
-        let text = format!(
-            "__dlpack__ returned a tensor on device ({}, {}), and __dlpack_device__ says ({kind}, {id})",
-            device.kind, device.id
-        );
-        return Err(Failure::export(text));
-    }
-    let (place, read_only) = (place(id)?, taken.is_read_only());
-    Ok(Source { dtype, shape, strides, address, place, read_only, wait: false, keep: Keep::Tensor(taken) })
-}
-
-/// Whether a `TypeError` is about how a method was called, and not from inside of it.
-fn is_of_the_call(py: Python<'_>, error: &PyErr) -> bool {
-    error.traceback(py).is_none() || error.value(py).to_string().contains("max_version")
 }

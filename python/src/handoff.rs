@@ -19,7 +19,8 @@ use crate::{
     device, driver,
     error::{Failure, Outcome},
     memory::{Memory, Whole},
-    waiting::{interruptibly, seconds},
+    time::seconds,
+    waiting::interruptibly,
 };
 
 /// A consumer that was served: its process, its user, and what went wrong.

@@ -18,11 +18,10 @@ use vmmfd::{
 
 use crate::{
     array::{self, Array},
-    copy, device, driver, dtype,
+    device, driver, dtype,
     error::{Failure, Outcome},
     memory::{Export, Memory},
     reaper::{self, Kept},
-    signals,
 };
 
 /// How long memory that was dropped is waited for where there is none left.
@@ -210,13 +209,6 @@ impl Buffer {
     ) -> Outcome<Array> {
         let (dtype, shape) = (dtype::extract(dtype)?, array::shape(shape)?);
         Array::new(Arc::clone(&self.0) as Arc<dyn Memory>, ArrayDescriptor { dtype, shape, strides, offset })
-    }
-
-    /// Copies another library's array to `offset`, in C order. Returns how many bytes that were.
-    fn write(&self, py: Python<'_>, offset: u64, object: &Bound<'_, PyAny>) -> Outcome<u64> {
-        let source = copy::source(object)?;
-        signals::run(py, &[], || source.copy_to(&*self.0, offset))?;
-        source.bytes()
     }
 
     fn __repr__(&self) -> String {

@@ -10,11 +10,11 @@ use pyo3::prelude::*;
 use vmmfd::broker::{self, Event, WatchPlace, Watched};
 
 use crate::{
-    client::{Taken, check_process},
+    connections::{Taken, check_process},
     error::{Failure, Outcome},
     json,
     signals::{self, Ended},
-    waiting::seconds,
+    time::seconds,
 };
 
 /// How long the library is asked to wait at once, where there is no end.

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import vmmfd
+
 # How long a child process may take, in seconds: only to end one that hangs. What a test ends itself waits for longer.
 LIMIT = 300.0
 
@@ -117,6 +119,13 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = Server(tmp_path_factory.mktemp("broker"))
     yield server.path
     server.end()
+
+
+@pytest.fixture
+def broker(socket: str) -> Iterator[vmmfd.Broker]:
+    """A client, for memory of the host, of the server that all tests share."""
+    with vmmfd.connect(socket, backend="host") as broker:
+        yield broker
 
 
 class Child:

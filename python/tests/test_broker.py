@@ -21,12 +21,6 @@ import vmmfd
 
 
 @pytest.fixture
-def broker(socket: str) -> Any:
-    with vmmfd.connect(socket, backend="host", timeout=20) as broker:
-        yield broker
-
-
-@pytest.fixture
 def name() -> str:
     return f"test/{uuid.uuid4().hex}"
 

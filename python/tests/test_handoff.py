@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket as sockets
+import struct
 import subprocess
 import threading
 import time
@@ -35,8 +38,15 @@ def served(path: str, array: Any, **options: Any) -> tuple[threading.Thread, lis
     return thread, result
 
 
-def backend() -> str:
-    return "cuda" if "FAKECUDA_DEVICES" in os.environ else "host"
+def record(number: int, **body: Any) -> bytes:
+    """A record of the protocol, by the number of its kind."""
+    text = json.dumps(body).encode()
+    return struct.pack("<4sHHII", b"VMFD", 1, number, len(text), 0) + text
+
+
+HELLO = record(1, version=1, capabilities=[], backend="host", pid=0, timeout_ms=600_000)
+REQUEST = record(2, object="default", access=None, range=None)
+BUSY = record(7)
 
 
 @pytest.mark.parametrize("on", ["host", pytest.param("cuda", marks=pytest.mark.fake)])
@@ -180,6 +190,62 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path, child: Any, call: str) -> None:
     time.sleep(0.5)
     other.signal(signal.SIGINT)
     assert other.end() == "interrupted\n"
+
+
+# Ends with the word once its wait has ended, however long the wait had yet to go.
+INTERRUPTED = """
+import vmmfd
+try:
+    {call}
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_ctrl_c_ends_a_wait_for_a_producer(tmp_path: Path, child: Any, is_busy: bool) -> None:
+    """For one that says nothing, and for one that says without a pause that it is busy."""
+    path = str(tmp_path / "handoff.sock")
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        other = child(INTERRUPTED.format(call=f"vmmfd.take({path!r}, backend='host', wait=6000)"))
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(1 << 16)
+            if is_busy:
+                threading.Thread(target=say_busy, args=(connection,)).start()
+            other.signal(signal.SIGINT)
+            assert other.end() == "interrupted\n"
+
+
+def say_busy(connection: sockets.socket) -> None:
+    try:
+        while True:
+            connection.send(BUSY)
+    except OSError:
+        pass
+
+
+def test_ctrl_c_ends_a_service_and_all_its_conversations(tmp_path: Path, child: Any) -> None:
+    path = str(tmp_path / "handoff.sock")
+    other = child(INTERRUPTED.format(call=f"vmmfd.serve({path!r}, b'served', backend='host', consumers=4, timeout=6000)"))
+    assert vmmfd.take(path, backend="host", wait=60).tobytes() == b"served"
+    with (
+        sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as silent,
+        sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as asking,
+    ):
+        silent.connect(path)
+        asking.connect(path)
+        asking.settimeout(60)
+        asking.send(HELLO)
+        assert asking.recv(1 << 16)
+        asking.send(REQUEST)
+        # It has the offer and the memory, and does not say so.
+        assert b"memory" in asking.recv(1 << 16)
+        other.signal(signal.SIGINT)
+        assert other.end() == "interrupted\n"
+    assert not Path(path).exists()
 
 
 def test_other_threads_run_meanwhile(tmp_path: Path, child: Any) -> None:

@@ -20,12 +20,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def broker(socket: str) -> Any:
-    with vmmfd.connect(socket, backend="host", timeout=20) as broker:
-        yield broker
-
-
-@pytest.fixture
 def name(broker: vmmfd.Broker) -> str:
     """An object of one array of 1024 elements, all of them 1."""
     name = f"lease/{uuid.uuid4().hex}"

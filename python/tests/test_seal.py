@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,6 @@ import vmmfd
 from vmmfd import _native
 
 np = pytest.importorskip("numpy", reason="NumPy is not installed")
-
-
-@pytest.fixture
-def broker(socket: str) -> Iterator[vmmfd.Broker]:
-    with vmmfd.connect(socket, backend="host") as broker:
-        yield broker
 
 
 def memory_of(array: vmmfd.Array) -> Any:
@@ -81,7 +75,7 @@ def test_memory_can_be_made_read_only_by_itself() -> None:
     _native.make_read_only(memory_of(array))
     assert array.readonly
     with pytest.raises(vmmfd.Error, match="read-only"):
-        memory_of(array).write(0, b"x")
+        array.copy_from(b"12345678")
 
 
 def test_a_write_by_address_is_a_fault(child: Callable[..., Child]) -> None:

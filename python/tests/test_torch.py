@@ -485,6 +485,227 @@ def test_a_state_dict_for_a_module_has_copies_of_its_buffers(broker: vmmfd.Broke
         broker.state_dict(name, module={})  # type: ignore[arg-type]
 
 
+class Counter(nn.Module):  # type: ignore[misc]
+    """A module whose forward writes to its buffers, which no class of PyTorch's is known for, and two of which are tied."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, device=device)
+        self.register_buffer("count", torch.zeros(4, device=device))
+        self.register_buffer("tied", self.count)
+        self.register_buffer("tail", self.count[2:])
+
+    def forward(self, x: Any) -> Any:
+        self.count.add_(1)
+        return self.linear(x) + self.count
+
+
+def test_a_forward_that_writes_buffers_of_a_plain_object_goes_on(
+    broker: vmmfd.Broker, socket: str, name: str, tmp_path: Path, child: Callable[..., Child]
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    broker.put(name, Counter().state_dict())
+    file = str(tmp_path / "x.safetensors")
+    safetensors.save_file({key: value.clone() for key, value in Counter().state_dict().items()}, file)
+    broker.put(f"{name}.file", vmmfd.load_safetensors(file, backend="host"))
+    for of in (name, f"{name}.file"):
+        child(
+            """
+            import sys, torch, vmmfd
+            class Counter(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.linear = torch.nn.Linear(4, 4)
+                    for key, size in {"count": 4, "tied": 4, "tail": 2}.items():
+                        self.register_buffer(key, torch.zeros(size))
+                def forward(self, x):
+                    self.count += 1
+                    return self.linear(x) + self.count
+            broker = vmmfd.connect(sys.argv[1], backend="host")
+            with torch.device("meta"):
+                module = Counter()
+            module.load_state_dict(broker.state_dict(sys.argv[2]), assign=True)
+            module(torch.ones(1, 4))
+            assert module.count.tolist() == [1.0] * 4
+            """,
+            socket,
+            of,
+        ).end()
+        assert broker.state_dict(of)["count"].tolist() == [0.0] * 4
+
+
+def test_what_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, Counter().state_dict() | {"complex": torch.tensor([1 + 2j])})
+    with broker.get(name) as lease:
+        found = lease.state_dict()
+        conjugated = found.pop("complex").conj()
+        # As tensors they are the memory itself, and so are parameters.
+        assert all(is_mapped(tensor, lease) for tensor in found.values()) and found["count"].sum() == 0
+        for device in ("cpu", "meta"):
+            module = Counter(device)
+            module.load_state_dict(found, assign=True)
+            assert is_mapped(module.linear.weight, lease) and is_mapped(module.linear.bias, lease)
+            for _, buffer in module.named_buffers():
+                assert not is_mapped(buffer, lease) and not buffer.requires_grad and type(buffer) is torch.Tensor
+        # Tied ones stay tied, and views views, in this module and in another.
+        storages = {buffer.untyped_storage().data_ptr() for _, buffer in module.named_buffers(remove_duplicate=False)}
+        assert len(storages) == 1 and module.count.untyped_storage().nbytes() == 16
+        assert module.tail.data_ptr() == module.count.data_ptr() + 8
+        module(torch.ones(1, 4))
+        assert module.tied.tolist() == [1.0] * 4 and module.tail.tolist() == [1.0] * 2 and found["count"].sum() == 0
+        other = Counter()
+        other.count = found["count"]
+        other.register_buffer("more", found["count"].view(2, 2)[1], persistent=False)
+        other.register_buffer("conjugated", conjugated)
+        other.conjugated.add_(1)
+        assert other.conjugated.tolist() == [2 - 2j] and conjugated.tolist() == [1 - 2j]
+        assert other.count.data_ptr() == module.count.data_ptr() and other.more.data_ptr() == module.tail.data_ptr()
+        if hasattr(nn, "Buffer"):
+            other.new = nn.Buffer(found["count"], persistent=False)
+            assert isinstance(other.new, nn.Buffer) and not is_mapped(other.new, lease) and "new" in other._non_persistent_buffers_set
+        # What is no tensor of the lease stays what it is.
+        mine, sparse = torch.ones(2), torch.ones(2).to_sparse()
+        other.more, other.sparse = mine, nn.Parameter(mine)
+        other.register_buffer("nothing", None)
+        other.register_buffer("of_no_storage", sparse)
+        assert other.more is mine and other.of_no_storage is sparse and other.nothing is None
+        # A copy lives as long as its modules do, and is made anew then.
+        with torch.no_grad():
+            module.count.add_(1)
+        del module, other, buffer
+        gc.collect()
+        module = nn.Module()
+        with torch.inference_mode():
+            module.register_buffer("count", found["count"])
+        assert module.count.sum() == 0 and not module.count.is_inference()
+        # Who asks for the memory itself has it.
+        module.register_buffer("mapped", lease.state_dict(writable_buffers=False)["count"])
+        assert is_mapped(module.mapped, lease)
+    del found, module, conjugated
+    gc.collect()
+    assert vmmfd._native._settle(10)
+    assert len(broker.who(name).leases) == 0
+
+
+def test_one_copy_is_made_of_what_many_threads_take(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": torch.arange(1 << 20, dtype=torch.float32)})
+    modules = [nn.Module() for _ in range(16)]
+    found = broker.state_dict(name)
+    start = threading.Barrier(len(modules))
+
+    def work(module: Any) -> None:
+        start.wait()
+        module.register_buffer("x", found["x"])
+
+    threads = [threading.Thread(target=work, args=(module,)) for module in modules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({module.x.data_ptr() for module in modules}) == 1 != len({id(module.x) for module in modules})
+    assert modules[0].x.data_ptr() != found["x"].data_ptr() and torch.equal(modules[0].x, found["x"])
+
+
+def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str) -> None:
+    class Sum(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sum", torch.zeros(2))
+
+        def forward(self, x: Any) -> Any:
+            self.sum = self.sum + x
+            return self.sum * 2
+
+    broker.put(name, Sum().state_dict())
+    module = Sum()
+    module.load_state_dict(broker.state_dict(name), assign=True)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0] and compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
+def test_a_private_copy_of_a_view_is_of_that_alone(broker: vmmfd.Broker, name: str) -> None:
+    whole = torch.arange(1 << 18, dtype=torch.float32).view(256, 1024)
+    module = nn.Module()
+    module.whole = nn.Parameter(whole)
+    module.row, module.lap, module.far = (nn.Parameter(whole[place]) for place in (7, slice(7, 9), 200))
+    module.register_buffer("column", whole[:, 3])
+    broker.put(name, module)
+    other = copy.deepcopy(module)
+    loaded = broker.load(name, other, private=["row", "lap", "far"], writable_buffers=False)
+    assert loaded.private == ["row", "lap", "far"] and is_mapped(other.whole, loaded.lease) and is_mapped(other.column, loaded.lease)
+    assert other.row.untyped_storage().nbytes() == 8192 and other.far.untyped_storage().nbytes() == 4096
+    assert other.row.data_ptr() == other.lap.data_ptr() and torch.equal(other.lap, whole[7:9]) and torch.equal(other.far, whole[200])
+    with torch.no_grad():
+        other.row.zero_()
+    assert other.lap[0].sum() == 0 and torch.equal(other.whole, whole)
+    loaded.refresh()
+    assert torch.equal(other.row, whole[7])
+    found = broker.state_dict(name)
+    assert found["column"].untyped_storage().nbytes() == whole.nbytes - 4096 + 16 and torch.equal(found["column"], whole[:, 3])
+    # Elements stay where the device wants them.
+    found = broker.state_dict(name, private=["far"], writable_buffers=False)
+    assert found["far"].storage_offset() == 0
+    small = torch.arange(300)
+    broker.put(name, {"a": small[:100], "b": small[101:103], "c": small[290:]}, replace=True)
+    found = broker.state_dict(name, private=["b", "c"])
+    assert torch.equal(found["b"], small[101:103]) and torch.equal(found["c"], small[290:])
+    assert found["b"].storage_offset() == 101 % 32 and found["c"].untyped_storage().nbytes() == 300 * 8 - 2304
+
+
+def test_buffers_that_modules_share_are_one_tensor(broker: vmmfd.Broker, name: str) -> None:
+    def make(value: float) -> Any:
+        module = nn.Sequential(nn.Module(), nn.Module())
+        both = torch.full((2, 4), value)
+        for each in module:
+            each.register_buffer("both", both, persistent=False)
+        module[0].register_buffer("first", both[0])
+        module[1].last = both[1]
+        return module
+
+    broker.put(name, make(1), copy=True)
+    module = make(0)
+    loaded = broker.load(name, module)
+    broker.put(name, make(2), copy=True, replace=True)
+    loaded.switch().close()
+    for each in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert each[0].both is each[1].both and len(list(each.named_buffers())) == 2 and each[1].last.sum() == 8
+        each[0].both.add_(1)
+        assert each[1].both.sum() == 24
+    assert module[0].first.sum() == 12 and module[1].last.sum() == 12
+
+
+def test_a_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
+    class Loading(nn.Parameter):  # type: ignore[misc]
+        """Made with more than a tensor, as engines do."""
+
+        def __new__(cls, data: Any, **more: Any) -> Any:
+            return super().__new__(cls, data, requires_grad=False)
+
+        def __init__(self, data: Any, *, loader: Any) -> None:
+            self._loader = loader
+
+        @property
+        def loader(self) -> Any:
+            return self._loader
+
+    class Handling(nn.Parameter):  # type: ignore[misc]
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    module = nn.Module()
+    module.a, module.b, module.c = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+    broker.put(name, module)
+    other = nn.Module()
+    other.a, other.b = Loading(torch.zeros(2, device="meta"), loader=print), Handling(torch.zeros(3), requires_grad=False)
+    other.c = nn.parameter.UninitializedParameter()
+    for private in ([], ["a"]):
+        loaded = broker.load(name, other, private=private)
+        assert type(other.a) is Loading and other.a.loader is print and not other.a.requires_grad
+        assert is_mapped(other.a, loaded.lease) is not bool(private) and other.a.sum() == 2
+        assert type(other.b) is nn.Parameter and type(other.c) is nn.Parameter and other.c.sum() == 4
+
+
 def test_a_switch_tells_what_moved_out_of_its_reach(broker: vmmfd.Broker, name: str) -> None:
     def make(value: float) -> Any:
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))

@@ -280,4 +280,4 @@ def test_sealed_memory_is_read_only_for_its_maker(
     planned.seal()
     assert float(one[5]) == 1.0 and same(planned.arrays["two"], two)
     with pytest.raises(vmmfd.Error, match="read-only"):
-        planned.memories[0].write(0, b"x")
+        planned.memories[0].array("u1", 1).copy_from(b"x")

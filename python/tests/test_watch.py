@@ -6,19 +6,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Child, Server
 
 import vmmfd
-
-
-@pytest.fixture
-def broker(socket: str) -> Any:
-    with vmmfd.connect(socket, backend="host", timeout=20) as broker:
-        yield broker
 
 
 @pytest.fixture

@@ -7,29 +7,7 @@ _check_interpreter()
 del _check_interpreter
 
 # Broker
-from ._broker import (
-    Broker,
-    Claim,
-    DeviceBytes,
-    Event,
-    HeldLease,
-    Holders,
-    Lease,
-    LeasedPart,
-    Lost,
-    Maker,
-    Owner,
-    PartInfo,
-    Prepared,
-    Published,
-    Report,
-    Restored,
-    Stat,
-    Summary,
-    UserTotal,
-    Watch,
-    connect,
-)
+from ._broker import Broker, connect
 from ._errors import (
     Denied,
     Differs,
@@ -46,8 +24,27 @@ from ._errors import (
     Unsupported,
 )
 from ._handoff import Served, serve, take
+from ._lease import Claim, Lease, Prepared
 from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
+from ._records import (
+    DeviceBytes,
+    Event,
+    HeldLease,
+    Holders,
+    LeasedPart,
+    Lost,
+    Maker,
+    Owner,
+    PartInfo,
+    Published,
+    Report,
+    Restored,
+    Stat,
+    Summary,
+    UserTotal,
+)
 from ._reduce import register_reducer
+from ._watch import Watch
 
 # Weights
 from ._weights import Weights, load_safetensors

@@ -1,272 +1,37 @@
-"""The client of a broker: objects by name, leases of them, and what happens to names."""
+"""The client of a broker: objects by name."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from operator import index
+from collections.abc import Iterable, Mapping
 
-from . import _native
+from . import _arguments, _native, _records
+from ._closing import Closing
 from ._errors import Invalid, NoArray
+from ._lease import Claim, Lease, Prepared, torch_half
+from ._records import Lost, Published, Restored
+from ._watch import Watch
 
-# Without the module `typing`, whose import takes longer than all of this package's.
+# Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import os
     from builtins import list as List
     from collections.abc import Callable
-    from datetime import datetime, timedelta
-    from types import TracebackType
     from typing import Any, Literal
 
     from torch import Tensor
     from torch.nn import Module
 
-    from ._native import Array, Device
+    from ._arguments import DeviceName, Digest, Json, Path, Time
+    from ._records import Holders, Stat, Summary
     from .torch import Loaded
-
-    Time = float | timedelta
-    Wanted = str | int | Device
-    Digest = str | Mapping[str, str]
-    Json = Mapping[str, Any]
 
 # The name of the one part of an object that is put as a whole.
 _PART = "all"
 
-# How many bytes a name or a digest has at most, and how many parts and arrays a get can name: more breaks the protocol.
-_LONGEST = 255
-_MOST_NAMED = 1024
-
-
-class _Record:
-    """Plain values with names."""
-
-    __slots__: tuple[str, ...] = ()
-
-    def __init__(self, **fields: Any) -> None:
-        for name in self.__slots__:
-            object.__setattr__(self, name, fields[name])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__}.{name} can't be set")
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
-        return f"{type(self).__name__}({fields})"
-
-
-class Published(_Record):
-    """What `Broker.put` returns: the object's `name`, its `version`, counted from 1, and the version's UUID `id`."""
-
-    __slots__ = ("id", "name", "version")
-
-    name: str
-    version: int
-    id: str
-
-
-class Owner(_Record):
-    """A user and a group, by their numbers."""
-
-    __slots__ = ("gid", "uid")
-
-    uid: int
-    gid: int
-
-
-class LeasedPart(_Record):
-    """A part of a leased object: its `name`, how many bytes of data it has (`size`) and of memory (`mapped_size`), its `digest` in its
-    maker's words or None, the UUID of the `device` that has it, and how many `arrays` are in it."""
-
-    __slots__ = ("arrays", "device", "digest", "mapped_size", "name", "size")
-
-    name: str
-    size: int
-    mapped_size: int
-    digest: str | None
-    device: str
-    arrays: int
-
-
-class DeviceBytes(_Record):
-    """Memory of a device: its UUID `device`, its `device_name`, and how many `bytes`."""
-
-    __slots__ = ("bytes", "device", "device_name")
-
-    device: str
-    device_name: str
-    bytes: int
-
-
-class Maker(_Record):
-    """A process: its number `pid` as the broker sees it, or 0; its user `uid`; and its `command`, where the broker can read it."""
-
-    __slots__ = ("command", "pid", "uid")
-
-    pid: int
-    uid: int
-    command: str | None
-
-
-class Summary(_Record):
-    """An object in short: `name`, `version`, `id`, `size` (bytes of data), `devices` (bytes of memory on each), `backend` (`cuda` or
-    `host`), how many `parts`, `segments`, `arrays` and `leases` it has, its `owner`, the `mode` of its name, and when its version was
-    `created`."""
-
-    __slots__ = (
-        "arrays", "backend", "created", "devices", "id", "leases", "mode", "name", "owner", "parts", "segments", "size", "version",
-    )  # fmt: skip
-
-    name: str
-    version: int
-    id: str
-    size: int
-    devices: tuple[DeviceBytes, ...]
-    backend: str
-    parts: int
-    segments: int
-    arrays: int
-    leases: int
-    owner: Owner
-    mode: int
-    created: datetime
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace(f" mode={self.mode!r},", f" mode={self.mode:#o},")
-
-
-class PartInfo(_Record):
-    """A part of an object, as its maker claims it: `name`, `size` (bytes of data), `mapped_size` (bytes of memory), how many `segments` and
-    `arrays`, the `device` that has it by its UUID and its `device_name`, its `digest` or None, and its `maker`."""
-
-    __slots__ = ("arrays", "device", "device_name", "digest", "maker", "mapped_size", "name", "segments", "size")
-
-    name: str
-    size: int
-    mapped_size: int
-    segments: int
-    arrays: int
-    device: str
-    device_name: str
-    digest: str | None
-    maker: Maker
-
-
-class Report(_Record):
-    """What a reader found wrong with an object's memory: the `reader`, when it said so (`at`), and its `message`."""
-
-    __slots__ = ("at", "message", "reader")
-
-    reader: Maker
-    at: datetime
-    message: str
-
-
-class Stat(_Record):
-    """All that is known of a version: its `summary`, the `versions` of the name that can be had by number, the name's `lifetime`
-    (`"deleted"`, `"maker"`, `"leased"`, or seconds after its last lease) and how many older versions it keeps (`keep`), the `parts`, the
-    `metadata`, and the `reports` of readers."""
-
-    __slots__ = ("keep", "lifetime", "metadata", "parts", "reports", "summary", "versions")
-
-    summary: Summary
-    versions: tuple[int, ...]
-    lifetime: str | float
-    keep: int
-    parts: tuple[PartInfo, ...]
-    metadata: dict[str, Any]
-    reports: tuple[Report, ...]
-
-
-class HeldLease(_Record):
-    """A lease that a process holds: its `number`, the object's `name`, `version` and `id`, whether the version can still be had by its name
-    (`named`), the `holder`, `since` when, and how many bytes of memory were handed out (`size`)."""
-
-    __slots__ = ("holder", "id", "name", "named", "number", "since", "size", "version")
-
-    number: int
-    name: str
-    version: int
-    id: str
-    named: bool
-    holder: Maker
-    since: datetime
-    size: int
-
-
-class UserTotal(_Record):
-    """What the broker holds for a user: `uid`, how many `objects`, `leases` and `connections`, and the memory on each of `devices`."""
-
-    __slots__ = ("connections", "devices", "leases", "objects", "uid")
-
-    uid: int
-    objects: int
-    devices: tuple[DeviceBytes, ...]
-    leases: int
-    connections: int
-
-
-class Holders(_Record):
-    """What `Broker.who` returns: the `leases` that are held, and the `totals` of each user."""
-
-    __slots__ = ("leases", "totals")
-
-    leases: tuple[HeldLease, ...]
-    totals: tuple[UserTotal, ...]
-
-
-class Event(_Record):
-    """What happened to a name: `kind` is `published`, `replaced`, `deleted`, `reported`, `leased` or `ended`, or `lost` if events are not
-    known any more (compare with `Broker.list` then; all other fields are None). With the object's `name`, `version` and `id`, the event's
-    number `seq`, when it was (`at`), the process that did it (`pid`, `uid`), and a `message` or None."""
-
-    __slots__ = ("at", "id", "kind", "message", "name", "pid", "seq", "uid", "version")
-
-    kind: str
-    name: str | None
-    version: int | None
-    id: str | None
-    seq: int | None
-    at: datetime | None
-    pid: int | None
-    uid: int | None
-    message: str | None
-
-
-class Lost(_Record):
-    """A lease that the broker does not count any more: the object's `name`, `version` and `id`, and why: `kind` is `unreachable` (it may be
-    restored later), `ended` or `not-restored`, `reason` a sentence. What is mapped stays mapped and valid."""
-
-    __slots__ = ("id", "kind", "name", "reason", "version")
-
-    name: str
-    version: int
-    id: str
-    kind: str
-    reason: str
-
-
-class Restored(_Record):
-    """A lease that the broker counts again: the object's `name`, `version` and `id`, and whether the broker had lost the version and has it
-    from its readers again (`rebuilt`)."""
-
-    __slots__ = ("id", "name", "rebuilt", "version")
-
-    name: str
-    version: int
-    id: str
-    rebuilt: bool
-
 
 def connect(
-    path: str | os.PathLike[str] | None = None,
+    path: Path | None = None,
     backend: str = "auto",
     *,
     timeout: Time = 30,
@@ -289,7 +54,7 @@ def connect(
     return Broker(path, backend, timeout=timeout, trust=trust)
 
 
-class Broker:
+class Broker(Closing):
     """A client of a broker: see `connect`. A context manager, which closes it.
 
     It can be used by several threads at once: each call that is under way has a connection of its own. All waits and times are in seconds
@@ -308,7 +73,7 @@ class Broker:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: Path | None = None,
         backend: str = "auto",
         *,
         timeout: Time = 30,
@@ -338,14 +103,6 @@ class Broker:
         closed themselves. Names with the lifetime `"maker"` go. To close twice does nothing. Does not block."""
         self._native.close()
 
-    def __enter__(self) -> Broker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         closed = ", closed" if self.is_closed else ""
         return f"<vmmfd.Broker: {self.path}, backend {self.backend}{closed}>"
@@ -370,7 +127,7 @@ class Broker:
         seal: bool = False,
         copy: bool | None = None,
         digest: str | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
         exported: Literal["valid"] | None = None,
     ) -> Published:
         """Hands memory over under a name. When it returns the object is published, and this process may drop it, or end.
@@ -404,21 +161,21 @@ class Broker:
         """
         if wait is not None and parts is None:
             raise Invalid(f"wait={wait!r} is how long the other parts are waited for: give part, parts and group too, or no wait")
-        mode, keep = _mode(mode), _whole(keep, "keep", 32)
-        if part is not None and _text(part, "part") == "":
+        mode, keep = _arguments.mode(mode), _arguments.whole(keep, "keep", 32)
+        if part is not None and _arguments.text(part, "part") == "":
             raise Invalid("part='' is no name: give the part one, or leave part out for an object of one part")
         if digest is not None:
-            _text(digest, "digest")
+            _arguments.text(digest, "digest")
         plans, additions, keep_alive = self._plan(value, part or _PART, copy, seal, device)
         if digest is not None:
             if len(plans) != 1:
                 raise Invalid(f"digest={digest!r} is of one part, and this value has {len(plans)}")
             plans = [(*plans[0][:3], digest)]
-        listed = None if parts is None else _names(parts, "parts")
+        listed = None if parts is None else _arguments.names(parts, "parts")
         # Of several puts of a version one alone can bring metadata.
         if additions and (listed is None or metadata is not None or listed[:1] == [part]):
             metadata = {**additions, **(metadata or {})}
-        promised = _promised(exported)
+        promised = _arguments.promised(exported)
         if seal:
             _native.check_read_only([memory for plan in plans for memory in plan[1]], promised)
         version, id = self._native.put(
@@ -441,7 +198,7 @@ class Broker:
         return Published(name=name, version=version, id=id)
 
     def _plan(
-        self, value: Any, part: str, copy: bool | None, seal: bool, device: Wanted | None
+        self, value: Any, part: str, copy: bool | None, seal: bool, device: DeviceName | None
     ) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
         """The parts that a value is, what comes into the metadata, and what has to live until it is put."""
         plan = getattr(type(value), "_plan", None)
@@ -452,7 +209,7 @@ class Broker:
             return parts, additions, keep_alive
         torch = sys.modules.get("torch")
         if torch is not None and _is_torchs(torch, value):
-            ours = _torch()
+            ours = torch_half()
             parts, additions, keep_alive = ours._plan(
                 self._native, value, part=part, device=device, copy=copy, seal=seal
             )
@@ -477,7 +234,7 @@ class Broker:
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
     ) -> Lease:
         """Gets a lease of an object, with its memory mapped read-only.
 
@@ -494,12 +251,12 @@ class Broker:
             self,
             self._native.get(
                 name,
-                version=_whole(version, "version"),
-                newer_than=_whole(newer_than, "newer_than"),
-                parts=_chosen(parts, "parts"),
-                arrays=_chosen(arrays, "arrays"),
+                version=_arguments.whole(version, "version"),
+                newer_than=_arguments.whole(newer_than, "newer_than"),
+                parts=_arguments.chosen(parts, "parts"),
+                arrays=_arguments.chosen(arrays, "arrays"),
                 expect=expect,
-                digest=_digest(digest),
+                digest=_arguments.digest(digest),
                 wait=wait,
                 device=device,
             ),
@@ -510,7 +267,7 @@ class Broker:
         wanted: Iterable[str] | Mapping[str, Mapping[str, Any]],
         *,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
     ) -> List[Lease]:
         """Gets leases of several objects as they are at one moment, all or none, in their order.
 
@@ -523,7 +280,7 @@ class Broker:
         if isinstance(wanted, Mapping):
             named = wanted
         else:
-            names = _names(wanted, "wanted")
+            names = _arguments.names(wanted, "wanted")
             named = dict.fromkeys(names, {})
             if len(named) < len(names):
                 twice = next(name for name in named if names.count(name) > 1)
@@ -535,12 +292,12 @@ class Broker:
             requests.append(
                 (
                     name,
-                    _whole(given.get("version"), "version"),
-                    _whole(given.get("newer_than"), "newer_than"),
-                    _chosen(given.get("parts"), "parts"),
-                    _chosen(given.get("arrays"), "arrays"),
+                    _arguments.whole(given.get("version"), "version"),
+                    _arguments.whole(given.get("newer_than"), "newer_than"),
+                    _arguments.chosen(given.get("parts"), "parts"),
+                    _arguments.chosen(given.get("arrays"), "arrays"),
                     given.get("expect"),
-                    _digest(given.get("digest")),
+                    _arguments.digest(given.get("digest")),
                 )
             )
         return [Lease(self, lease) for lease in self._native.get_all(requests, wait=wait, device=device)]
@@ -556,7 +313,7 @@ class Broker:
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
     ) -> Lease | Claim:
         """Gets a lease of an object, or the right to be the one that makes it.
 
@@ -568,10 +325,10 @@ class Broker:
             name,
             part=part,
             group=group,
-            parts=_chosen(parts, "parts"),
-            arrays=_chosen(arrays, "arrays"),
+            parts=_arguments.chosen(parts, "parts"),
+            arrays=_arguments.chosen(arrays, "arrays"),
             expect=expect,
-            digest=_digest(digest),
+            digest=_arguments.digest(digest),
             wait=wait,
             device=device,
         )
@@ -623,7 +380,7 @@ class Broker:
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
         writable_buffers: bool = True,
         everything: bool = False,
         module: Module | None = None,
@@ -661,7 +418,7 @@ class Broker:
         expect: Json | None = None,
         digest: Digest | None = None,
         wait: Time | None = None,
-        device: Wanted | None = None,
+        device: DeviceName | None = None,
         strict: bool = True,
         writable_buffers: bool = True,
         private: Iterable[str] = (),
@@ -687,32 +444,18 @@ class Broker:
 
     def list(self, prefix: str = "") -> List[Summary]:
         """The objects whose names begin with `prefix` and that this user may read, in the order of their names."""
-        return [_summary(summary) for summary in self._native.list(prefix)]
+        return [_records.summary(summary) for summary in self._native.list(prefix)]
 
     def stat(self, name: str, version: int | None = None) -> Stat:
         """All that is known of a version of an object, by default of the current one. Maps nothing: what it takes is in
         `stat(name).parts[0].mapped_size`. Raises `NotFound` if there is none."""
-        told = self._native.stat(name, _whole(version, "version"))
-        lifetime = told["lifetime"]
-        kind = lifetime["kind"]
-        return Stat(
-            summary=_summary(told["summary"]),
-            versions=tuple(told["versions"]),
-            lifetime=lifetime["ms"] / 1000 if kind == "idle" else kind,
-            keep=told["keep"],
-            parts=tuple(_part_info(part) for part in told["parts"]),
-            metadata=told["metadata"],
-            reports=tuple(
-                Report(reader=_maker(report["reader"]), at=_time(report["at_ms"]), message=report["message"])
-                for report in told["reports"]
-            ),
-        )
+        return _records.stat(self._native.stat(name, _arguments.whole(version, "version")))
 
     def bytes_of(self, name: str, version: int | None = None, *, parts: Iterable[str] | None = None) -> int:
         """How many bytes of memory a get of an object, or of these parts of it, maps. Maps nothing. Raises `NotFound` if there is none,
         `NoArray` (a `KeyError`) if it has no such part."""
         sizes = {part.name: part.mapped_size for part in self.stat(name, version).parts}
-        wanted = sizes if parts is None else dict.fromkeys(_names(parts, "parts"))
+        wanted = sizes if parts is None else dict.fromkeys(_arguments.names(parts, "parts"))
         for part in wanted:
             if part not in sizes:
                 raise NoArray(f"{name!r} has no part {part!r}; it has {', '.join(sizes)}", kind="object")
@@ -721,32 +464,7 @@ class Broker:
     def who(self, prefix: str = "") -> Holders:
         """The leases that are held of objects whose names begin with `prefix` and that this user may read, and what the broker holds for
         each user: for root and the broker's user of all users, for others their own."""
-        leases, totals = self._native.who(prefix)
-        return Holders(
-            leases=tuple(
-                HeldLease(
-                    number=lease["number"],
-                    name=lease["name"],
-                    version=lease["version"],
-                    id=lease["id"],
-                    named=lease["named"],
-                    holder=_maker(lease),
-                    since=_time(lease["since_ms"]),
-                    size=lease["size"],
-                )
-                for lease in leases
-            ),
-            totals=tuple(
-                UserTotal(
-                    uid=total["uid"],
-                    objects=total["objects"],
-                    devices=tuple(_device_bytes(device) for device in total["devices"]),
-                    leases=total["leases"],
-                    connections=total["connections"],
-                )
-                for total in totals
-            ),
-        )
+        return _records.holders(*self._native.who(prefix))
 
     def watch(self, prefix: str = "", *, after: str | None = None, timeout: Time | None = None) -> Watch:
         """Follows what happens to names that begin with `prefix` and that this user may read: from now on, or from the place `after` that an
@@ -794,547 +512,9 @@ class Broker:
         return call
 
 
-class Lease(Mapping[str, "Array"]):
-    """A hold on a version of an object, with its memory mapped read-only: a mapping of names to `Array`s. Made by `Broker.get`.
-
-    A context manager: leaving it closes it. The lease ends then, or when the last array in it is gone, in any library: arrays and what
-    other libraries made of them stay valid. The broker counts this process among the readers until then.
-
-    Another version can take its place at the same addresses: `prepare`, `switch`, `park`, `unpark`.
-
-    Once it is closed, and in a fork, all raise `Invalid`, but `is_held` is False, and `is_closed` and `repr` can be asked. The broker
-    counts a lease until the forks of its process end too, if it was not closed.
-    """
-
-    __slots__ = ("__weakref__", "_broker", "_native")
-
-    def __init__(self, broker: Broker, lease: _native.Lease) -> None:
-        self._broker = broker
-        self._native = lease
-
-    def __getitem__(self, name: str, /) -> Array:
-        """The array of a name, read-only. Raises `NoArray` (a `KeyError`) if there is none or it was not asked for, and `Invalid` if
-        several parts have one of that name: see `array`."""
-        return self._native.array(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._native.keys())
-
-    def __len__(self) -> int:
-        return len(self._native.keys())
-
-    def __contains__(self, name: object, /) -> bool:
-        return isinstance(name, str) and name in self._native
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return object.__hash__(self)
-
-    def array(self, name: str, part: str | None = None) -> Array:
-        """The array of a name, of the part that is named if several have one. Raises what `lease[name]` does."""
-        return self._native.array(name, part)
-
-    def attributes(self, name: str, part: str | None = None) -> dict[str, Any]:
-        """What its maker says of an array; empty if nothing. Raises what `array` does."""
-        return self._native.attributes(name, part) or {}
-
-    def memory(self, part: str | None = None) -> list[Array]:
-        """The memory of a part as bytes (`uint8`): one array, unless arrays were asked for that lie apart. The part can be left out where
-        there is one."""
-        return [array for _, array in self._native.memory(part)]
-
-    def pieces(self, part: str | None = None) -> list[tuple[int, Array]]:
-        """As `memory`, each with the byte of the part at which it begins."""
-        return self._native.memory(part)
-
-    @property
-    def name(self) -> str:
-        """The object's name."""
-        return self._native.name
-
-    @property
-    def version(self) -> int:
-        """Its version, counted from 1."""
-        return self._native.version
-
-    @property
-    def id(self) -> str:
-        """The version's UUID."""
-        return self._native.id
-
-    @property
-    def created(self) -> datetime:
-        """When it was published, in UTC."""
-        return _time(self._native.created * 1000)
-
-    @property
-    def owner(self) -> Owner:
-        """Whose it is."""
-        uid, gid = self._native.owner
-        return Owner(uid=uid, gid=gid)
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What its maker says of it; empty if nothing. A new dict each time."""
-        return self._native.metadata
-
-    @property
-    def parts(self) -> tuple[LeasedPart, ...]:
-        """The parts that were asked for."""
-        return tuple(
-            LeasedPart(name=name, size=size, mapped_size=mapped, digest=digest, device=device, arrays=arrays)
-            for name, size, mapped, digest, device, arrays in self._native.parts
-        )
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the broker counts this process among the readers, as far as is known: False between a break of the connection and the
-        moment when the lease was taken up again, if it is lost, once it is closed, and in a fork. Does not block."""
-        return self._native.is_held
-
-    @property
-    def is_parked(self) -> bool:
-        """Whether nothing is mapped at its addresses."""
-        return self._native.is_parked
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was closed."""
-        return self._native.is_closed
-
-    @property
-    def exports(self) -> int:
-        """How many exports of its arrays to other libraries are alive: tensors, arrays of NumPy, and the like."""
-        return self._native.exports
-
-    def prepare(
-        self,
-        name: str | None = None,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
-    ) -> Prepared:
-        """Gets and imports a version that is to take the addresses of this one, which stays in use meanwhile: the device holds both.
-
-        By default it is one that is newer than this; with `version` that one; with `name` that of another object. It must have the same
-        parts, of each at least the same bytes, and each array that is mapped here, by name, with the same type, shape, strides and place;
-        it may have more. Blocks for the driver's calls.
-
-        Raises `Differs` with a list of what does not fit, and what `Broker.get` does.
-        """
-        if version is None and newer_than is None and name is None:
-            newer_than = self.version
-        version, newer_than = _whole(version, "version"), _whole(newer_than, "newer_than")
-        prepared = self._broker._native.prepare(
-            self._native, name, version=version, newer_than=newer_than, expect=expect, digest=_digest(digest), wait=wait
-        )
-        return Prepared(prepared)
-
-    def switch(self, prepared: Prepared, *, exported: Literal["valid"] | None = None) -> Prepared:
-        """Puts a version that was prepared at the addresses of this one, and returns the old one, which can be switched back to: close or drop
-        it to end its lease and release its memory.
-
-        Waits until all work of the devices' primary contexts is done. Arrays read the new version afterwards, and so do tensors, pointers
-        and captured graphs that have the addresses. **Nothing may use the memory while it runs**: on a GPU a kernel that does loses its
-        context. While exports to other libraries are alive this is the caller's promise, which `exported="valid"` gives.
-
-        Raises `ExportError` (a `BufferError`) without that promise, where there are exports; `Invalid` if this is parked, or the version
-        was prepared for another layout; `Error` if the driver fails: then the old version is mapped again, or this is parked.
-        """
-        return Prepared(self._native.switch(prepared._native, _promised(exported)))
-
-    def park(self, *, keep_lease: bool = False, exported: Literal["valid"] | None = None) -> None:
-        """Gives the memory back and keeps the addresses, for `unpark`. Meanwhile its arrays can't be read, and nothing may use their
-        addresses.
-
-        With `keep_lease` the broker keeps this version for this process. Without, the lease ends. Waits as `switch` does; `exported` is the
-        same promise, until `unpark` has returned. Raises what `switch` does.
-        """
-        self._native.park(keep_lease, _promised(exported))
-
-    def unpark(
-        self,
-        name: str | None = None,
-        *,
-        version: int | Literal["newest"] | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
-    ) -> None:
-        """Fills the addresses again: with the version that was there, another one, or the newest. It must fit as `prepare` says.
-
-        Raises `Invalid` if this is not parked, and what `prepare` does. It stays parked then, and can be tried again.
-        """
-        if version is None and name is None:
-            version = self.version
-        number = None if version == "newest" else _whole(version, "version")
-        self._broker._native.unpark(self._native, name, version=number, expect=expect, digest=_digest(digest), wait=wait)
-
-    def state_dict(
-        self,
-        *,
-        writable_buffers: bool = True,
-        everything: bool = False,
-        module: Module | None = None,
-        private: Iterable[str] = (),
-    ) -> dict[str, Tensor]:
-        """Its tensors as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the memory and need no gradient. Tied
-        names are tensors of one storage, and views are views of it.
-
-        Weights are the mapped memory itself, read-only: a store into it ends the CUDA context, on the host the process, and PyTorch does
-        not know. So does a step of an optimizer: PyTorch gives parameters the `requires_grad` that the module's had, so call
-        `module.requires_grad_(False)`. Buffers, which a model may write, are private copies; with `writable_buffers=False` they are the
-        memory too. Which are buffers is known of what was put as a module; of safetensors and plain state dicts only `nn.Parameter`
-        (`state_dict(keep_vars=True)`) and the statistics of PyTorch's norms are told apart, and all else is taken for weights: use
-        `load`, or give the `module` that the tensors are for, whose buffers, and weights of embeddings with `max_norm`, are private
-        copies then. So is what `private` names. What a `state_dict` does not have (buffers that are not persistent, tensors that are
-        plain attributes of modules) comes with `everything=True`.
-
-        Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
-        names that several parts have, and for one in `private` that the object has not."""
-        tensors: dict[str, Tensor] = _torch()._state_dict(
-            self, writable_buffers=writable_buffers, everything=everything, module=module, private=private
-        )
-        return tensors
-
-    def load(
-        self, into: Module, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
-    ) -> Loaded:
-        """Makes its tensors the parameters and buffers of a module of PyTorch, which may be on the meta device, and returns a
-        `vmmfd.torch.Loaded`, with which another version can take their place.
-
-        Parameters are the mapped memory itself, read-only, as `state_dict` says, and need no gradient. Names that are tied in the object, or
-        in the module if the object has one of them, are one parameter afterwards. All else is a private copy: buffers, those in no
-        `state_dict` too, and tensors that are plain attributes of modules; unless `writable_buffers=False`. So are the parameters that
-        `private` names, and weights of embeddings with `max_norm`, which PyTorch writes to. Plain attributes come where the module has
-        a tensor. A `load_state_dict` without `assign=True` raises `ExportError` from then on, as it would write to the memory; a step
-        of an optimizer after `requires_grad_(True)` does write there, and ends the process.
-
-        Raises `Differs` with a list of all names, types and shapes that do not fit; the module is as it was then. With `strict=False`
-        names that only one of them has do not count, but for those that would stay on the meta device."""
-        loaded: Loaded = _torch()._load(self, into, strict=strict, writable_buffers=writable_buffers, private=private)
-        return loaded
-
-    def close(self) -> None:
-        """Ends the lease, and releases its memory: now if no array of it is alive, else when the last one is gone. To close twice does
-        nothing."""
-        self._native.close()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        try:
-            if self.is_closed:
-                return "<vmmfd.Lease: closed>"
-            parked = ", parked" if self.is_parked else ""
-            return f"<vmmfd.Lease: {self.name} version {self.version}{parked}>"
-        except Invalid:  # Closed by another thread meanwhile, or in a fork.
-            return "<vmmfd.Lease: not usable here>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a Lease can't be pickled: call vmmfd.register_reducer() to send it with multiprocessing, or send its name and version")
-
-
-class Prepared:
-    """A version that is imported and mapped nowhere, ready to take the addresses of a lease: `Lease.switch`. It holds the version's lease
-    and its memory until it is closed, dropped or switched to. A context manager, which closes it."""
-
-    __slots__ = ("__weakref__", "_native")
-
-    def __init__(self, prepared: _native.Prepared) -> None:
-        self._native = prepared
-
-    @property
-    def name(self) -> str:
-        """The object's name."""
-        return self._native.name
-
-    @property
-    def version(self) -> int:
-        """Its version."""
-        return self._native.version
-
-    @property
-    def id(self) -> str:
-        """The version's UUID."""
-        return self._native.id
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What its maker says of it; empty if nothing."""
-        return self._native.metadata
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was closed, or switched to."""
-        return self._native.is_closed
-
-    def close(self) -> None:
-        """Ends its lease, and releases its memory. To close twice, or after it was switched to, does nothing."""
-        self._native.close()
-
-    def __enter__(self) -> Prepared:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        try:
-            return "<vmmfd.Prepared: closed>" if self.is_closed else f"<vmmfd.Prepared: {self.name} version {self.version}>"
-        except Invalid:  # Closed by another thread meanwhile, or in a fork.
-            return "<vmmfd.Prepared: not usable here>"
-
-
-class Claim:
-    """The right to be the one that makes an object, or a part of it: `Broker.claim`. Others wait for it. To put the object ends it; to close
-    or drop it passes it to the next that waits, and so do the end of this process and of the broker. A context manager, which closes it."""
-
-    __slots__ = ("__weakref__", "_broker", "_native", "name")
-
-    def __init__(self, broker: Broker, name: str, claim: _native.Claim) -> None:
-        self._broker = broker
-        self._native = claim
-        self.name = name
-
-    def put(self, value: Any, **options: Any) -> Published:
-        """Puts the object, as `Broker.put` does with these options, and ends the claim. Raises `Invalid` once it is closed, and what
-        `Broker.put` does: it is not ended then."""
-        if self.is_closed:
-            raise Invalid(f"the claim of {self.name!r} has ended, and another process may have it: claim it again")
-        published = self._broker.put(self.name, value, **options)
-        self.close()
-        return published
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was closed."""
-        return self._native.is_closed
-
-    def close(self) -> None:
-        """Passes it on. To close twice, or once the object is put, does nothing."""
-        self._native.close()
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<vmmfd.Claim: {self.name}{', closed' if self.is_closed else ''}>"
-
-
-class Watch(Iterator[Event]):
-    """What happens to names, event by event: `Broker.watch`. An iterator and a context manager.
-
-    It has a connection of its own. Between calls it holds nothing in the broker, and may fall behind: an event of the kind `lost` says so.
-    """
-
-    __slots__ = ("__weakref__", "_native", "_timeout")
-
-    def __init__(self, watch: _native.Watch, timeout: Time | None) -> None:
-        self._native = watch
-        self._timeout = timeout
-
-    def next(self, timeout: Time | None = None) -> Event | None:
-        """The next event. Waits for it up to `timeout`, for ever if that is None; then returns None. With 0 it only fetches what there is.
-        Raises `Invalid` once it is closed, and if another thread waits in it."""
-        told = self._native.next(timeout)
-        if told is None:
-            return None
-        at = told.get("at_ms")
-        return Event(
-            kind=told["kind"],
-            name=told.get("name"),
-            version=told.get("version"),
-            id=told.get("id"),
-            seq=told.get("seq"),
-            at=None if at is None else _time(at),
-            pid=told.get("pid"),
-            uid=told.get("uid"),
-            message=told.get("message"),
-        )
-
-    def __iter__(self) -> Watch:
-        return self
-
-    def __next__(self) -> Event:
-        try:
-            event = self.next(self._timeout)
-        except Invalid:
-            if self._native.is_closed:
-                raise StopIteration from None
-            raise
-        if event is None:
-            raise StopIteration
-        return event
-
-    @property
-    def place(self) -> str:
-        """Behind what was returned last: for `Broker.watch`, to go on there later."""
-        instance, seq = self._native.place
-        return f"{instance}:{seq}"
-
-    def close(self) -> None:
-        """Ends it. An iteration of another thread ends too."""
-        self._native.close()
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _torch() -> Any:
-    from importlib import import_module
-
-    return import_module("vmmfd.torch")
-
-
-def _names(names: Any, what: str) -> list[str]:
-    if isinstance(names, str):
-        raise Invalid(f"{what}={names!r} is one name where a list belongs: give [{names!r}]")
-    try:
-        listed = list(names)
-    except TypeError:
-        raise Invalid(f"{what} is of type {type(names).__name__}: give a list of names") from None
-    for name in listed:
-        if not isinstance(name, str):
-            raise Invalid(f"{what} has {name!r}, of type {type(name).__name__}: names are str")
-    return listed
-
-
-def _chosen(names: Any, what: str) -> list[str] | None:
-    """The names of parts or arrays that are asked for, each once."""
-    if names is None:
-        return None
-    chosen = list(dict.fromkeys(_names(names, what)))
-    if len(chosen) > _MOST_NAMED:
-        raise Invalid(f"{what} has {len(chosen)} names, and a get takes {_MOST_NAMED}: ask for all, or in several gets")
-    return chosen
-
-
-def _whole(value: Any, what: str, bits: int = 64) -> int | None:
-    """A number of a version or the like. Raises `Invalid` for what is none, a bool included."""
-    number = None
-    if value is None:
-        return None
-    if not isinstance(value, bool):
-        try:
-            number = index(value)
-        except TypeError:
-            pass
-        else:
-            if number.bit_length() > bits:
-                raise Invalid(f"{what} is a number of {number.bit_length()} bits, and it has at most {bits}")
-    if number is None or number < 0:
-        raise Invalid(f"{what}={value!r}: give a whole number, from 0 on")
-    return number
-
-
-def _mode(mode: Any) -> int | None:
-    number = _whole(mode, "mode")
-    if number is not None and number & ~0o666:
-        raise Invalid(f"mode={number:#o} has more than read and write for each: at most 0o666; give it in octal, such as 0o640")
-    return number
-
-
-def _text(value: Any, what: str) -> str:
-    """A digest or a part's name. Raises `Invalid` for what is no str, or longer than a broker takes."""
-    if not isinstance(value, str):
-        raise Invalid(f"{what}={value!r} is of type {type(value).__name__}: give a str")
-    length = len(value.encode(errors="surrogatepass"))
-    if length > _LONGEST:
-        raise Invalid(f"{what} has {length} bytes, and at most {_LONGEST} are allowed")
-    return value
-
-
-def _digest(digest: Any) -> Digest | None:
-    """The digests that are asked for: of the one part, or of several by their names."""
-    if digest is None:
-        return None
-    if isinstance(digest, Mapping):
-        return {_text(part, "a part in digest"): _text(one, f"digest[{part!r}]") for part, one in digest.items()}
-    if not isinstance(digest, str):
-        raise Invalid(f"digest is of type {type(digest).__name__}: give a str, or a mapping of parts to their digests")
-    return _text(digest, "digest")
-
-
-def _promised(exported: object) -> bool:
-    if exported not in (None, "valid"):
-        raise Invalid(f'exported={exported!r} is none of None and "valid"')
-    return exported is not None
-
-
 def _is_torchs(torch: Any, value: Any) -> bool:
     """Whether a value is what PyTorch makes: a module, or a mapping with tensors."""
     module, tensor = getattr(getattr(torch, "nn", None), "Module", None), getattr(torch, "Tensor", None)
     if module is None or tensor is None:
         return False
     return isinstance(value, module) or isinstance(value, Mapping) and any(isinstance(of, tensor) for of in value.values())
-
-
-def _time(milliseconds: float) -> datetime:
-    from datetime import datetime, timedelta, timezone
-
-    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=milliseconds)
-
-
-def _device_bytes(told: dict[str, Any]) -> DeviceBytes:
-    return DeviceBytes(device=told["device"]["uuid"], device_name=told["device"]["name"], bytes=told["bytes"])
-
-
-def _maker(told: dict[str, Any]) -> Maker:
-    return Maker(pid=told["pid"], uid=told["uid"], command=told.get("command"))
-
-
-def _summary(told: dict[str, Any]) -> Summary:
-    return Summary(
-        name=told["name"],
-        version=told["version"],
-        id=told["id"],
-        size=told["size"],
-        devices=tuple(_device_bytes(device) for device in told["devices"]),
-        backend=told["backend"],
-        parts=told["parts"],
-        segments=told["segments"],
-        arrays=told["arrays"],
-        leases=told["leases"],
-        owner=Owner(uid=told["owner"]["uid"], gid=told["owner"]["gid"]),
-        mode=told["mode"],
-        created=_time(told["created_ms"]),
-    )
-
-
-def _part_info(told: dict[str, Any]) -> PartInfo:
-    memory = told["memory"]
-    return PartInfo(
-        name=told["name"],
-        size=memory["size"],
-        mapped_size=memory["mapped_size"],
-        segments=memory["segments"],
-        arrays=told["arrays"],
-        device=memory["device"]["uuid"],
-        device_name=memory["device"]["name"],
-        digest=told.get("digest"),
-        maker=_maker(told["maker"]),
-    )

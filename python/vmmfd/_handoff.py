@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import namedtuple
 
 from . import _native
@@ -10,13 +9,10 @@ from . import _native
 # Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import datetime
     from typing import Any, NamedTuple
 
-    from ._native import Array, Device
-
-    Seconds = float | datetime.timedelta
-    Path = str | os.PathLike[str]
+    from ._arguments import DeviceName, Path, Time
+    from ._native import Array
 
     class _Served(NamedTuple):
         pid: int
@@ -39,8 +35,8 @@ def serve(
     array: Any,
     *,
     consumers: int = 1,
-    timeout: Seconds = 30.0,
-    device: int | str | Device | None = None,
+    timeout: Time = 30.0,
+    device: DeviceName | None = None,
     backend: str = "auto",
 ) -> list[Served]:
     """Serves an array at a socket, to processes that `take` it, to `vmmfd consume` and to Rust programs.
@@ -65,9 +61,9 @@ def serve(
 def take(
     path: Path | None = None,
     *,
-    device: int | str | Device | None = None,
+    device: DeviceName | None = None,
     readonly: bool = True,
-    wait: Seconds = 30.0,
+    wait: Time = 30.0,
     backend: str = "auto",
 ) -> Array:
     """Takes the array that another process serves at a socket: with `serve`, with `vmmfd produce`, or from Rust.

@@ -1,24 +1,20 @@
 """The native half, internal but for `Array` and `Device`."""
 
-from builtins import list as List
-from datetime import timedelta
-from collections.abc import Callable, Mapping
-from os import PathLike
-from typing import Any, final
-
-__version__: str
-
-# Arrays
-
 import datetime
 import os
-from collections.abc import Sequence
+from builtins import list as List
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Literal, SupportsIndex, final
 
 _Index = SupportsIndex | slice | EllipsisType
+_Path = str | os.PathLike[str]
+_Time = float | datetime.timedelta
 _DeviceName = int | str | Device
-_Seconds = float | datetime.timedelta
+
+__version__: str
+
+# Arrays
 
 @final
 class Device:
@@ -103,10 +99,6 @@ class Array:
     @property
     def _memory(self) -> Memory | None:
         """The memory of this process's own that it is in, which a broker can be given without a copy."""
-
-    @property
-    def _offset(self) -> int:
-        """Where its first element begins, in bytes of its memory."""
 
     @property
     def T(self) -> Array:
@@ -208,9 +200,6 @@ class Memory:
     ) -> Array:
         """An array in it, `offset` bytes from its beginning."""
 
-    def write(self, offset: int, object: Any) -> int:
-        """Copies another library's array to `offset`, in C order. Returns how many bytes that were."""
-
 def empty(
     shape: int | Sequence[int], dtype: Any, *, device: _DeviceName | None = None, backend: str = "auto"
 ) -> Array:
@@ -249,10 +238,10 @@ def _settle(timeout: float) -> bool:
     """Waits until the memory that was dropped is given back. False if that took longer than `timeout` seconds."""
 
 def _serve(
-    path: str | os.PathLike[str] | None, array: Array, consumers: int, timeout: _Seconds
+    path: _Path | None, array: Array, consumers: int, timeout: _Time
 ) -> list[tuple[int, int, str | None]]: ...
 def _take(
-    path: str | os.PathLike[str] | None, device: _DeviceName | None, backend: str, readonly: bool, wait: _Seconds
+    path: _Path | None, device: _DeviceName | None, backend: str, readonly: bool, wait: _Time
 ) -> Array: ...
 
 @final
@@ -289,18 +278,17 @@ class _Pool:
 
 # Broker
 
-_Time = float | timedelta
+_Expected = Mapping[str, Any]
+_Digest = str | Mapping[str, str]
 _Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
 _PartPlan = tuple[str, list[Memory], list[_Entry], str | None]
-_Wanted = tuple[
-    str, int | None, int | None, list[str] | None, list[str] | None, Mapping[str, Any] | None, str | Mapping[str, str] | None
-]
+_Request = tuple[str, int | None, int | None, list[str] | None, list[str] | None, _Expected | None, _Digest | None]
 
 @final
 class Client:
-    def __new__(cls, path: str | PathLike[str] | None, backend: str, timeout: _Time, trust: list[int]) -> Client: ...
+    def __new__(cls, path: _Path | None, backend: str, timeout: _Time, trust: list[int]) -> Client: ...
     @property
-    def path(self) -> PathLike[str]: ...
+    def path(self) -> os.PathLike[str]: ...
     @property
     def backend(self) -> str: ...
     @property
@@ -325,7 +313,7 @@ class Client:
         values: list[tuple[str, Any]],
         part: str,
         *,
-        device: int | str | Device | None = None,
+        device: _DeviceName | None = None,
         copy: bool | None = None,
     ) -> _PartPlan: ...
     def get(
@@ -336,13 +324,13 @@ class Client:
         newer_than: int | None = None,
         parts: list[str] | None = None,
         arrays: list[str] | None = None,
-        expect: Mapping[str, Any] | None = None,
-        digest: str | Mapping[str, str] | None = None,
+        expect: _Expected | None = None,
+        digest: _Digest | None = None,
         wait: _Time | None = None,
-        device: int | str | Device | None = None,
+        device: _DeviceName | None = None,
     ) -> Lease: ...
     def get_all(
-        self, requests: list[_Wanted], *, wait: _Time | None = None, device: int | str | Device | None = None
+        self, requests: list[_Request], *, wait: _Time | None = None, device: _DeviceName | None = None
     ) -> list[Lease]: ...
     def claim(
         self,
@@ -350,12 +338,12 @@ class Client:
         *,
         part: str | None = None,
         group: str | None = None,
-        expect: Mapping[str, Any] | None = None,
-        digest: str | Mapping[str, str] | None = None,
+        expect: _Expected | None = None,
+        digest: _Digest | None = None,
         parts: list[str] | None = None,
         arrays: list[str] | None = None,
         wait: _Time | None = None,
-        device: int | str | Device | None = None,
+        device: _DeviceName | None = None,
     ) -> Lease | Claim: ...
     def prepare(
         self,
@@ -364,8 +352,8 @@ class Client:
         *,
         version: int | None = None,
         newer_than: int | None = None,
-        expect: Mapping[str, Any] | None = None,
-        digest: str | Mapping[str, str] | None = None,
+        expect: _Expected | None = None,
+        digest: _Digest | None = None,
         wait: _Time | None = None,
     ) -> Prepared: ...
     def unpark(
@@ -374,8 +362,8 @@ class Client:
         name: str | None = None,
         *,
         version: int | None = None,
-        expect: Mapping[str, Any] | None = None,
-        digest: str | Mapping[str, str] | None = None,
+        expect: _Expected | None = None,
+        digest: _Digest | None = None,
         wait: _Time | None = None,
     ) -> None: ...
     def shared(
@@ -462,7 +450,7 @@ def _check_interpreter() -> None:
 
 def origin(array: Array) -> (
     tuple[
-        tuple[PathLike[str], str, float, list[int]],
+        tuple[os.PathLike[str], str, float, list[int]],
         tuple[str, int, str],
         tuple[str, int, int],
         tuple[str, list[int], list[int] | None, int],
@@ -503,7 +491,7 @@ def load_safetensors(
     paths: Sequence[str],
     *,
     backend: str = "auto",
-    device: int | str | Device | None = None,
+    device: _DeviceName | None = None,
     digest: bool = False,
     progress: Callable[[int, int], object] | None = None,
     threads: int | None = None,

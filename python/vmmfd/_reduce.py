@@ -5,8 +5,9 @@ from __future__ import annotations
 from _thread import allocate_lock
 
 from . import _native
-from ._broker import Broker, Lease, connect
+from ._broker import Broker, connect
 from ._errors import Differs, Invalid
+from ._lease import Lease
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
+    from ._arguments import DeviceName, Path
     from ._native import Array, Device
-
-    Path = str | os.PathLike[str]
 
 # The name of the one part of what is put, as `vmmfd put` has it.
 _PART = "all"
@@ -81,7 +80,7 @@ class Weights(Mapping[str, "Array"]):
         return f"<vmmfd.Weights: {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
 
     def _plan(
-        self, *, copy: bool | None, device: int | str | Device | None
+        self, *, copy: bool | None, device: DeviceName | None
     ) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
         """What a put of them is made of: its parts, what comes into the metadata, and what has to live until it is put. Raises `Invalid`
         if they are to be copied, or to be on another device."""
@@ -102,7 +101,7 @@ def load_safetensors(
     paths: Path | Iterable[Path],
     *,
     backend: str = "auto",
-    device: int | str | Device | None = None,
+    device: DeviceName | None = None,
     digest: bool = False,
     progress: Callable[[int, int], object] | None = None,
     threads: int | None = None,

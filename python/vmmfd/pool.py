@@ -7,12 +7,12 @@ write too, and must have dropped it before the process that made it frees it. Ot
 from __future__ import annotations
 
 from . import _native
+from ._closing import Closing
 
 # Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
     from typing import Any
 
     from ._native import Array, Device
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Pool"]
 
 
-class Pool:
+class Pool(Closing):
     """A memory pool of a GPU that can be shared by descriptor: `cuMemPoolCreate`. A context manager that closes it.
 
     `max_size`, in bytes, is the most that its arrays may have together; `None` is as much as the device has. An array of it is handed on
@@ -67,11 +67,3 @@ class Pool:
     def close(self) -> None:
         """Gives the pool back, as soon as its last array is gone. Closing again does nothing."""
         self._pool.close()
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

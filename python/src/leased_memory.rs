@@ -1,0 +1,384 @@
+//! An object of the broker that is mapped, and the memory that its arrays keep: no Python objects, so any thread may let go of it.
+
+use std::{
+    collections::HashMap,
+    process,
+    sync::{
+        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use pyo3::Python;
+use serde_json::{Map, Value};
+use vmmfd::{
+    Error, Result,
+    array::ArrayDescriptor,
+    broker::{self, ArrayEntry, Object, ObjectPart},
+    memory::{Device, Region},
+};
+
+use crate::{
+    error::{Class, Failure, Outcome},
+    memory::{Export, Memory, Origin, Place},
+    reaper::Kept,
+};
+
+/// How many arrays are searched one by one.
+const FEW: usize = 8;
+
+/// What of an object was asked for: of another version the same.
+#[derive(Debug, Default)]
+pub(crate) struct Selection {
+    pub(crate) parts: Option<Vec<String>>,
+    pub(crate) arrays: Option<Vec<String>>,
+}
+
+/// An object that is mapped, and its lease, until the last array in it is gone.
+///
+/// Arrays have its addresses and read through its lock, so that another version can take its place while they live.
+pub(crate) struct Leased {
+    object: Kept<RwLock<Mapped>>,
+    /// Counts what was exported to other libraries: they have an address, and know of no lock.
+    exports: Arc<()>,
+    /// Whether nothing is mapped. Changed with the lock held.
+    parked: AtomicBool,
+    index: Mutex<Option<Arc<Index>>>,
+    pub(crate) selection: Selection,
+    place: Arc<Place>,
+    pub(crate) pid: u32,
+}
+
+/// An object, and all devices that use it.
+struct Mapped(Object);
+
+impl Drop for Mapped {
+    /// What keeps it has waited for the first device alone.
+    fn drop(&mut self) {
+        let mut pieces = self.0.parts().iter().flat_map(ObjectPart::pieces);
+        let Some(first) = pieces.next() else { return };
+        let mut done: Vec<&Device> = vec![first.device()];
+        for piece in pieces.filter(|piece| !piece.is_parked()) {
+            if done.iter().all(|device| device.uuid() != piece.device().uuid()) {
+                // Not as `synchronize` does: another thread may be capturing a stream. It fails with the error of earlier work, which is
+                // not this one's.
+                let _ = piece.device().wait_for_work();
+                done.push(piece.device());
+            }
+        }
+    }
+}
+
+/// In which parts the mapped arrays of a name are, and where in their tables.
+type Index = HashMap<String, Vec<(usize, usize)>>;
+
+impl Leased {
+    pub(crate) fn new(object: Object, selection: Selection, place: Arc<Place>) -> Self {
+        let mapped = object.parts().iter().flat_map(ObjectPart::pieces).next().map(|piece| piece.device().clone());
+        let device = mapped.expect("a lease has memory");
+        Self {
+            object: Kept::new(&device, RwLock::new(Mapped(object))),
+            exports: Arc::default(),
+            parked: AtomicBool::new(false),
+            index: Mutex::default(),
+            selection,
+            place,
+            pid: process::id(),
+        }
+    }
+
+    fn object(&self) -> RwLockReadGuard<'_, Mapped> {
+        self.object.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn object_mut(&self) -> RwLockWriteGuard<'_, Mapped> {
+        self.object.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many exports to other libraries are alive.
+    pub(crate) fn exports(&self) -> usize {
+        Arc::strong_count(&self.exports) - 1
+    }
+
+    /// Releases the memory now, and ends the lease.
+    pub(crate) fn let_go_now(self) {
+        self.object.let_go_now();
+    }
+
+    /// Looks at the object, with the GIL released.
+    pub(crate) fn read<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Object) -> T + Send) -> T {
+        py.detach(|| look(&self.object().0))
+    }
+
+    pub(crate) fn name(&self, py: Python<'_>) -> String {
+        self.read(py, |object| object.name().to_owned())
+    }
+
+    pub(crate) fn is_parked(&self) -> bool {
+        self.parked.load(Ordering::Acquire)
+    }
+
+    /// Fails unless it is parked.
+    pub(crate) fn check_parked(&self) -> Outcome<()> {
+        match self.is_parked() {
+            true => Ok(()),
+            false => Err(Failure::unusable("the lease is not parked: prepare a version, and switch to it")),
+        }
+    }
+
+    /// Fails if other libraries have its addresses, unless the caller promises that they are not used meanwhile.
+    fn check_exports(&self, promised: bool, verb: &str) -> Outcome<()> {
+        match self.exports() {
+            0 => Ok(()),
+            _ if promised => Ok(()),
+            count => Err(Failure::export(format!(
+                "{count} exports of its arrays to other libraries are alive, which may use the memory while it is exchanged: drop them, or \
+                 promise that nothing uses them until {verb} returns, with exported=\"valid\""
+            ))),
+        }
+    }
+
+    /// Imports another version. Blocks for the driver's calls.
+    pub(crate) fn prepare(&self, lease: broker::Lease) -> Outcome<broker::Prepared> {
+        Ok(self.object().0.prepare(lease)?)
+    }
+
+    /// `next` is not called where other libraries have its addresses.
+    pub(crate) fn switch(
+        &self,
+        next: impl FnOnce() -> Outcome<broker::Prepared>,
+        promised: bool,
+    ) -> Outcome<broker::Prepared> {
+        let mut object = self.object_mut();
+        self.check_exports(promised, "switch")?;
+        self.check_mapped(&object.0)?;
+        let switched = object.0.switch(next()?);
+        self.changed(&object.0);
+        Ok(switched?)
+    }
+
+    pub(crate) fn park(&self, keep_lease: bool, promised: bool) -> Outcome<()> {
+        let mut object = self.object_mut();
+        if !self.is_parked() {
+            self.check_exports(promised, "unpark")?;
+        }
+        let parked = object.0.park(keep_lease);
+        self.changed(&object.0);
+        Ok(parked?)
+    }
+
+    /// Fills the addresses again. Blocks for the driver's calls.
+    pub(crate) fn unpark(&self, lease: broker::Lease) -> Outcome<()> {
+        let mut object = self.object_mut();
+        let filled = object.0.unpark(lease);
+        self.changed(&object.0);
+        Ok(filled?)
+    }
+
+    /// Takes note of what is there now. With the lock held.
+    fn changed(&self, object: &Object) {
+        self.parked.store(object.is_parked(), Ordering::Release);
+        *self.index.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Where the mapped arrays of each name are. With the lock held.
+    fn index(&self, object: &Object) -> Arc<Index> {
+        let mut index = self.index.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = || {
+            let mut made = Index::new();
+            for (part, at, entry) in mapped(object) {
+                made.entry(entry.name.clone()).or_default().push((part, at));
+            }
+            Arc::new(made)
+        };
+        Arc::clone(index.get_or_insert_with(made))
+    }
+
+    /// The array of a name: in the part that is named, or in the only one that has it.
+    pub(crate) fn find<'a>(
+        &self,
+        object: &'a Object,
+        name: &str,
+        part: Option<&str>,
+    ) -> Outcome<(usize, &'a ArrayEntry)> {
+        let count: usize = object.parts().iter().map(|part| part.arrays().len()).sum();
+        let mut found: Vec<(usize, &ArrayEntry)> = if count <= FEW {
+            mapped(object).filter(|(_, _, entry)| entry.name == name).map(|(part, _, entry)| (part, entry)).collect()
+        } else {
+            let index = self.index(object);
+            let places = index.get(name).map(Vec::as_slice).unwrap_or_default();
+            places.iter().map(|&(part, at)| (part, &object.parts()[part].arrays()[at])).collect()
+        };
+        let here = || format!("version {} of {:?}", object.version(), object.name());
+        if let Some(part) = part {
+            if object.part(part).is_none() {
+                return Err(Failure::Caller(
+                    Class::NoArray,
+                    format!("{} has no part {part:?}, or it was not asked for", here()),
+                ));
+            }
+            found.retain(|(at, _)| object.parts()[*at].name() == part);
+        }
+        match found[..] {
+            [found] => Ok(found),
+            [] => {
+                let exists = object.parts().iter().any(|part| part.arrays().iter().any(|entry| entry.name == name));
+                let problem = match exists {
+                    true => format!("array {name:?} of {} was not asked for: get it too", here()),
+                    false => format!("{} has no array {name:?}{}", here(), similar(object)),
+                };
+                Err(Failure::Caller(Class::NoArray, problem))
+            }
+            ref several => {
+                let parts: Vec<&str> = several.iter().map(|(part, _)| object.parts()[*part].name()).collect();
+                let parts = parts.join(", ");
+                Err(Failure::invalid(format!(
+                    "array {name:?} is in the parts {parts}: name one, with array({name:?}, part=...)"
+                )))
+            }
+        }
+    }
+
+    pub(crate) fn check_mapped(&self, object: &Object) -> Outcome<()> {
+        match self.is_parked() {
+            true => Err(Failure::unusable(format!("{:?} is parked, and nothing is mapped: unpark it", object.name()))),
+            false => Ok(()),
+        }
+    }
+
+    /// The piece of memory in which an array is, and the array in it.
+    pub(crate) fn piece(
+        self: &Arc<Self>,
+        object: &Object,
+        part: usize,
+        entry: &ArrayEntry,
+    ) -> Outcome<(Arc<LeasedPiece>, ArrayDescriptor)> {
+        let mut array = entry.array.clone();
+        let pieces = object.parts()[part].pieces();
+        let at = place(pieces, &array)?.ok_or_else(|| {
+            Failure::Caller(Class::NoArray, format!("array {:?} was not asked for: get it too", entry.name))
+        })?;
+        array.offset -= pieces[at].start();
+        Ok((self.whole_piece(object, part, at), array))
+    }
+
+    pub(crate) fn whole_piece(self: &Arc<Self>, object: &Object, part: usize, at: usize) -> Arc<LeasedPiece> {
+        let piece = &object.parts()[part].pieces()[at];
+        Arc::new(LeasedPiece {
+            device: piece.device().clone(),
+            address: piece.address(),
+            size: piece.size(),
+            leased: Arc::clone(self),
+            part,
+            piece: at,
+        })
+    }
+}
+
+/// The arrays whose bytes are mapped: the part, where in its table, and what.
+pub(crate) fn mapped(object: &Object) -> impl Iterator<Item = (usize, usize, &ArrayEntry)> {
+    object.parts().iter().enumerate().flat_map(|(number, part)| {
+        let whole = matches!(part.pieces(), [piece] if piece.start() == 0 && piece.size() >= part.description().size);
+        let is_mapped = move |entry: &ArrayEntry| whole || matches!(place(part.pieces(), &entry.array), Ok(Some(_)));
+        let arrays = part.arrays().iter().enumerate();
+        arrays.filter(move |(_, entry)| is_mapped(entry)).map(move |(at, entry)| (number, at, entry))
+    })
+}
+
+/// In which piece an array is.
+pub(crate) fn place(pieces: &[Arc<vmmfd::memory::Imported>], array: &ArrayDescriptor) -> Result<Option<usize>> {
+    let span = array.span()?;
+    Ok(pieces.iter().position(|piece| piece.start() <= span.start && span.end <= piece.start() + piece.size()))
+}
+
+/// What arrays there are, for a person who asked for another.
+fn similar(object: &Object) -> String {
+    const SHOWN: usize = 5;
+    let mut names: Vec<&str> = mapped(object).map(|(_, _, entry)| entry.name.as_str()).take(SHOWN + 1).collect();
+    let more = if names.len() > SHOWN { ", ..." } else { "" };
+    names.truncate(SHOWN);
+    if names.is_empty() { ", and no other".to_owned() } else { format!("; it has {}{more}", names.join(", ")) }
+}
+
+/// A piece of leased memory: what arrays keep.
+pub(crate) struct LeasedPiece {
+    leased: Arc<Leased>,
+    part: usize,
+    piece: usize,
+    device: Device,
+    address: u64,
+    size: u64,
+}
+
+impl Memory for LeasedPiece {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn is_read_only(&self) -> bool {
+        true
+    }
+
+    fn check_mapped(&self) -> Result<()> {
+        match self.leased.is_parked() {
+            true => Err(Error::Misuse { problem: "its lease is parked, and nothing is mapped: unpark it".to_owned() }),
+            false => Ok(()),
+        }
+    }
+
+    fn export(&self) -> Result<Export> {
+        // Not while another version takes its place. The thread that does that needs no GIL; others do meanwhile. What is mapped is looked at
+        // with the lock held: a park counts the exports with it held, too.
+        let counted = || self.check_mapped().map(|()| Export::counted(&self.leased.exports));
+        let free = match self.leased.object.try_read() {
+            Ok(object) => Some(object),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        if let Some(_object) = free {
+            return counted();
+        }
+        let wait = || {
+            let _object = self.leased.object();
+            counted()
+        };
+        Python::try_attach(|py| py.detach(wait)).unwrap_or_else(wait)
+    }
+
+    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        let object = self.leased.object();
+        self.check_mapped()?;
+        object.0.parts()[self.part].pieces()[self.piece].copy_out(offset, to)
+    }
+
+    fn copy_in(&self, _offset: u64, _from: &[u8]) -> Result<()> {
+        Err(Error::Memory(vmmfd::error::MemoryError::ReadOnly))
+    }
+
+    fn origin(&self) -> Option<Origin> {
+        let object = self.leased.object();
+        let part = &object.0.parts()[self.part];
+        Some(Origin {
+            broker: Arc::clone(&self.leased.place),
+            name: object.0.name().to_owned(),
+            version: object.0.version(),
+            id: object.0.id().to_owned(),
+            part: part.name().to_owned(),
+            start: part.pieces()[self.piece].start(),
+            length: self.size,
+        })
+    }
+}
+
+pub(crate) fn attributes_of(entry: &ArrayEntry) -> Outcome<Option<Map<String, Value>>> {
+    let read = entry.attributes.as_ref().map(|attributes| attributes.read::<Map<String, Value>>()).transpose();
+    read.map_err(|error| Failure::unusable(format!("the attributes of array {:?} are wrong: {error}", entry.name)))
+}

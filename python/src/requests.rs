@@ -1,0 +1,109 @@
+//! Python's arguments as what a broker is asked for.
+
+use std::{collections::HashMap, time::Duration};
+
+use pyo3::{
+    prelude::*,
+    types::{PyBool, PyString},
+};
+use vmmfd::broker::{Condition, Get, Lifetime};
+
+use crate::{
+    error::{Failure, Outcome, shown, tolerant},
+    json,
+    leased_memory::Selection,
+    time::seconds,
+};
+
+/// The name of a part where its maker gives none.
+pub(crate) const PART: &str = "all";
+
+/// One of several objects to get.
+pub(crate) type Wanted<'py> = (
+    String,
+    Option<u64>,
+    Option<u64>,
+    Option<Vec<String>>,
+    Option<Vec<String>>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+);
+
+/// What is asked for.
+pub(crate) fn request(
+    name: &str,
+    version: Option<u64>,
+    newer_than: Option<u64>,
+    selection: &Selection,
+    expect: Option<&Bound<'_, PyAny>>,
+    digest: Option<&Bound<'_, PyAny>>,
+) -> Outcome<Get> {
+    let mut get = Get::new(name);
+    get = version.into_iter().fold(get, Get::version);
+    get = newer_than.into_iter().fold(get, Get::newer_than);
+    if let Some(parts) = &selection.parts {
+        get = get.parts(parts);
+    }
+    if let Some(arrays) = &selection.arrays {
+        get = get.arrays(arrays);
+    }
+    if let Some(expect) = expect {
+        get = get.expect(json::from_mapping(expect, "expect")?);
+    }
+    if let Some(digest) = digest {
+        if digest.is_instance_of::<PyString>() {
+            let part = match selection.parts.as_deref() {
+                Some([part]) => part,
+                _ => PART,
+            };
+            return Ok(get.digest(part, digest.extract::<String>()?));
+        }
+        let digests: Option<HashMap<String, String>> = tolerant(digest.py(), digest.extract())?;
+        let digests = digests.ok_or_else(|| {
+            let given = json::type_of(digest);
+            Failure::invalid(format!("digest is of type {given}: give a str, or a mapping of parts to their digests"))
+        })?;
+        get = digests.into_iter().fold(get, |get, (part, digest)| get.digest(part, digest));
+    }
+    Ok(get)
+}
+
+pub(crate) fn waiting(get: Get, wait: Option<&Bound<'_, PyAny>>) -> Outcome<Get> {
+    Ok(waited(wait)?.into_iter().fold(get, Get::wait))
+}
+
+/// How long something is waited for; `None` is not to wait.
+pub(crate) fn waited(wait: Option<&Bound<'_, PyAny>>) -> Outcome<Option<Duration>> {
+    wait.map_or(Ok(None), |wait| seconds(wait, "wait"))
+}
+
+/// When a put succeeds: `False`, `True`, or the version that is to be replaced.
+pub(crate) fn condition(replace: Option<&Bound<'_, PyAny>>) -> Outcome<Condition> {
+    let Some(replace) = replace.filter(|replace| !replace.is_none()) else { return Ok(Condition::New) };
+    if let Ok(replace) = replace.cast::<PyBool>() {
+        return Ok(if replace.is_true() { Condition::Any } else { Condition::New });
+    }
+    match tolerant(replace.py(), replace.extract())? {
+        Some(version) => Ok(Condition::Version(version)),
+        None => Err(Failure::invalid(format!(
+            "replace={} is none of False, True and the number of the version to replace",
+            shown(replace)?
+        ))),
+    }
+}
+
+/// How long a name stays: `"deleted"`, `"maker"`, `"leased"`, or so long after its last lease.
+pub(crate) fn lifetime(value: &Bound<'_, PyAny>) -> Outcome<Lifetime> {
+    if value.is_instance_of::<PyString>() {
+        return match value.extract::<String>()?.as_str() {
+            "deleted" => Ok(Lifetime::Deleted),
+            "maker" => Ok(Lifetime::Maker),
+            "leased" => Ok(Lifetime::Leased),
+            other => Err(Failure::invalid(format!(
+                "lifetime={other:?} is none of \"deleted\", \"maker\", \"leased\", and no time in seconds"
+            ))),
+        };
+    }
+    let time = seconds(value, "lifetime")?.unwrap_or_default();
+    Ok(Lifetime::Idle { ms: u64::try_from(time.as_millis()).unwrap_or(u64::MAX) })
+}

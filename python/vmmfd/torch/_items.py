@@ -1,0 +1,80 @@
+"""The tensors of a module or a mapping, and what each of them is."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .._errors import Invalid
+from ._base import _listed, _torch
+
+# Buffers that PyTorch's own modules write in training. A state_dict does not say of its tensors what they are.
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+
+class _Item(NamedTuple):
+    name: str
+    tensor: Any
+    kind: str
+    persistent: bool
+    requires_grad: bool = False
+
+
+def _items(value: Any) -> list[_Item]:
+    """The tensors of a module, by the names of its parameters, buffers and attributes, or of a mapping."""
+    torch = _torch()
+    items: list[_Item] = []
+    if isinstance(value, torch.nn.Module):
+        for path, module in value.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for leaf, tensor in module._parameters.items():
+                if tensor is not None:
+                    items.append(_Item(prefix + leaf, tensor, "parameter", True))
+            for leaf, tensor in module._buffers.items():
+                if tensor is not None:
+                    persistent = leaf not in module._non_persistent_buffers_set
+                    items.append(_Item(prefix + leaf, tensor, "buffer", persistent))
+            for leaf, tensor in vars(module).items():
+                if isinstance(tensor, torch.Tensor):
+                    items.append(_Item(prefix + leaf, tensor, "attribute", False))
+        return items
+    others = []
+    for name, tensor in value.items():
+        if not isinstance(name, str):
+            raise Invalid(f"the name {name!r} is no str")
+        if not isinstance(tensor, torch.Tensor):
+            others.append(f"{name}: {type(tensor).__name__}")
+        elif isinstance(tensor, torch.nn.Parameter):
+            items.append(_Item(name, tensor, "parameter", True))
+        else:
+            kind = "buffer" if name.rpartition(".")[2] in _STATISTICS else "tensor"
+            items.append(_Item(name, tensor, kind, True))
+    if others:
+        raise Invalid(
+            "only tensors can be put together with tensors (plain values and extra state belong in metadata=, other arrays in "
+            "torch.as_tensor, an Array of vmmfd in torch.from_dlpack):"
+            + _listed(others)
+        )
+    return items
+
+
+def _extra_states(value: Any) -> list[str]:
+    """The modules in a module that have more in their `state_dict` than tensors."""
+    base = _torch().nn.Module
+    if not isinstance(value, base):
+        return []
+    return [
+        path or type(module).__name__
+        for path, module in value.named_modules()
+        if type(module).get_extra_state is not base.get_extra_state or hasattr(module, "_packed_params")
+    ]
+
+
+def _written(module: Any) -> set[str]:
+    """The names of the parameters that a module's forward writes: `max_norm` scales an embedding's rows where they are."""
+    torch = _torch()
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {
+        f"{path}.weight".lstrip(".")
+        for path, owner in module.named_modules(remove_duplicate=False)
+        if isinstance(owner, kinds) and owner.max_norm is not None
+    }

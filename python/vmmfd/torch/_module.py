@@ -1,0 +1,308 @@
+"""A lease in a module: what fits, its tensors in their places, and other versions there."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._errors import Differs, ExportError, Invalid
+from ._base import _listed, _torch
+from ._get import _Mapped, _Row, _wanted
+from ._items import _items, _written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Literal
+
+    from .._lease import Lease, Prepared
+
+
+class _Guard:
+    """Refuses a `load_state_dict` that would copy into mapped memory. Copied or pickled with its module, it does nothing: the copy's
+    tensors are its own."""
+
+    def __init__(self, installed: dict[str, tuple[Any, int]]) -> None:
+        self._installed = installed
+
+    def __call__(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            return
+        names = []
+        for name, (reference, address) in self._installed.items():
+            tensor = reference()
+            if prefix + name in state_dict and tensor is not None and tensor.data_ptr() == address:
+                names.append(prefix + name)
+        if names:
+            raise ExportError(
+                "load_state_dict would copy into memory of the broker, which is read-only: call it with assign=True, or load the module "
+                "anew. These are such:" + _listed(names)
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function that takes anything and does nothing, so that who unpickles the module needs no vmmfd.
+        return getattr, ("", "format")
+
+
+def _guard(module: Any, installed: list[_Installed]) -> None:
+    """Has the module, and each in it that has mapped tensors, refuse what would write to them."""
+    of: dict[Any, dict[str, tuple[Any, int]]] = {module: {}}
+    for name, owner, leaf, kind, address, is_mapped in installed:
+        if is_mapped and kind != "attribute":
+            tensor = weakref.ref(_held(owner, kind)[leaf])
+            of[module][name] = tensor, address
+            of.setdefault(owner, {})[leaf] = tensor, address
+    for owner in module.modules():
+        hooks = owner._load_state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _Guard)]:
+            del hooks[key]
+    for owner, tensors in of.items():
+        if tensors:
+            owner._register_load_state_dict_pre_hook(_Guard(tensors))
+
+
+class _Installed(NamedTuple):
+    """A tensor that a module was given."""
+
+    name: str
+    owner: Any
+    leaf: str
+    kind: str
+    address: int
+    is_mapped: bool
+
+
+def _held(owner: Any, kind: str) -> dict[str, Any]:
+    """Where a module has its tensors of a kind."""
+    held: dict[str, Any] = {"parameter": owner._parameters, "buffer": owner._buffers}.get(kind, owner.__dict__)
+    return held
+
+
+class Loaded:
+    """A module whose parameters are memory of the broker: what `broker.load` returns.
+
+    `lease` is the lease, `module` the module, and `private` the names of the tensors that are private copies. The module keeps the memory
+    by itself: this object is only needed to `switch` or `refresh`, and may be dropped.
+    """
+
+    def __init__(
+        self, lease: Lease, module: Any, private: list[str], copies: list[tuple[Any, Any]], installed: list[_Installed]
+    ) -> None:
+        self.lease = lease
+        self.module = module
+        self.private = private
+        self._copies = copies
+        self._installed = installed
+
+    def _check_moved(self, moved: object) -> None:
+        if moved not in (None, "ignore"):
+            raise Invalid(f'moved={moved!r} is none of None and "ignore"')
+        if moved is not None:
+            return
+        addresses = {each.address for each in self._installed}
+        names = []
+        for each in self._installed:
+            if each.kind == "attribute":
+                continue
+            now = _held(each.owner, each.kind).get(each.leaf)
+            if now is not None and now.numel() and now.data_ptr() not in addresses:
+                names.append(each.name)
+        if names:
+            raise Differs(
+                "the module has other tensors now than it was given, as after half(), to() or an assignment, and no version comes "
+                'there: load it anew, or say moved="ignore". These moved:' + _listed(names)
+            )
+
+    def refresh(self, *, moved: Literal["ignore"] | None = None) -> None:
+        """Copies the current version's bytes into the private copies again, at their addresses: caches and statistics that the module has
+        written there since are lost. Does not wait: the copies are in order on PyTorch's current stream.
+
+        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` does if tensors moved."""
+        if self.lease.is_closed:
+            raise Invalid("the lease is closed: load the module anew")
+        if self.lease.is_parked:
+            raise Invalid(f"the lease of {self.lease.name!r} is parked, and has no memory: unpark it first")
+        self._check_moved(moved)
+        torch = _torch()
+        with torch.no_grad():
+            for private, source in self._copies:
+                private.copy_(source)
+
+    @property
+    def version(self) -> int:
+        """The version that is there now."""
+        version: int = self.lease.version
+        return version
+
+    def prepare(self, name: str | None = None, **options: Any) -> Prepared:
+        """Gets and imports a version that is to take the place of this one, which stays in use meanwhile: `Lease.prepare`."""
+        prepared: Prepared = self.lease.prepare(name, **options)
+        return prepared
+
+    def switch(
+        self,
+        prepared: Prepared | None = None,
+        *,
+        exported: Literal["valid"] | None = "valid",
+        refresh: bool = True,
+        moved: Literal["ignore"] | None = None,
+    ) -> Prepared:
+        """Puts another version at the addresses of this one, and returns the old one, to switch back to or to close.
+
+        `prepared` is what `prepare` returned; without it, the newest version is prepared first. Waits for the device's work, then
+        for the driver's calls. Tensors, views and captured CUDA graphs have the new version's values from then on; so have the private
+        copies, unless `refresh` is false. You promise that nothing uses the module meanwhile, in another thread or stream.
+
+        Raises what `lease.prepare` and `lease.switch` raise; `vmmfd.Differs` for a version of another layout, and, unless
+        `moved="ignore"`, with a list of the parameters and buffers in whose place the module has others now, as after `half()` or `to()`:
+        the new version does not come there.
+        """
+        self._check_moved(moved)
+        if prepared is None:
+            prepared = self.lease.prepare()
+        old: Prepared = self.lease.switch(prepared, exported=exported)
+        if refresh:
+            self.refresh(moved="ignore")
+        return old
+
+    def __repr__(self) -> str:
+        return f"<vmmfd.torch.Loaded {type(self.module).__name__} of {self.lease!r}, {len(self.private)} private copies>"
+
+
+def _owner(module: Any, name: str) -> tuple[Any, str]:
+    path, _, leaf = name.rpartition(".")
+    return (module.get_submodule(path) if path else module), leaf
+
+
+class _Fit(NamedTuple):
+    # What the module has: of each name its kind, the tensor, and whether it is persistent.
+    targets: dict[str, tuple[str, Any, bool]]
+    # Which array comes to which name, and as what.
+    chosen: dict[str, tuple[_Row, str]]
+    # Names of the module that are tied to another one, which comes.
+    follows: dict[str, str]
+    problems: list[str]
+
+
+def _fit(rows: list[_Row], module: Any, strict: bool) -> _Fit:
+    """Compares an object with a module."""
+    torch = _torch()
+    targets = {item.name: (item.kind, item.tensor, item.persistent) for item in _items(module)}
+    chosen: dict[str, tuple[_Row, str]] = {}
+    problems: list[str] = []
+    for row in rows:
+        target = targets.get(row.name)
+        if target is None:
+            if strict and row.kind != "attribute":
+                problems.append(f"{row.name}: the object has it ({row.kind}), and the module has not")
+            continue
+        if row.name in chosen:
+            problems.append(f"{row.name}: the parts {chosen[row.name][0].part!r} and {row.part!r} have it: take one, with parts=")
+            continue
+        kind, tensor, _ = target
+        chosen[row.name] = (row, kind)
+        if row.dtype is None:
+            problems.append(f"{row.name}: its type {row.array.dtype} is none of PyTorch's")
+        elif not (row.kind == kind == "attribute") and not torch.nn.parameter.is_lazy(tensor):
+            if tuple(tensor.shape) != tuple(row.array.shape):
+                problems.append(f"{row.name}: shape {tuple(row.array.shape)}, and {tuple(tensor.shape)} in the module")
+            if tensor.dtype != row.dtype:
+                problems.append(f"{row.name}: type {row.dtype}, and {tensor.dtype} in the module")
+    tied: dict[int, list[str]] = {}
+    for name, (_, tensor, _) in targets.items():
+        tied.setdefault(id(tensor), []).append(name)
+    follows: dict[str, str] = {}
+    for name, (kind, tensor, persistent) in targets.items():
+        if name in chosen:
+            continue
+        leader = next((other for other in tied[id(tensor)] if other in chosen), None)
+        if leader is not None:
+            follows[name] = leader
+        elif tensor.device.type == "meta" and not (strict and persistent):
+            problems.append(f"{name}: it is on the meta device, and the object has not got it ({kind})")
+        elif strict and persistent:
+            problems.append(f"{name}: the module has it ({kind}), and the object has not")
+    return _Fit(targets, chosen, follows, problems)
+
+
+def _load(
+    lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
+) -> Loaded:
+    """Makes the tensors of a lease those of a module, and returns what it takes to switch them.
+
+    All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
+    """
+    torch = _torch()
+    if not isinstance(module, torch.nn.Module):
+        raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
+    named = _wanted(private)
+    mapped = _Mapped(lease)
+    fit = _fit(mapped.rows, module, strict)
+    problems = fit.problems + [
+        f"{name}: private= names it, and it does not come" for name in sorted(named - fit.chosen.keys() - fit.follows.keys())
+    ]
+    if problems:
+        of = f"version {lease.version} of {lease.name!r}"
+        # The exception has this frame, and should not hold the lease.
+        del mapped, fit
+        raise Differs(f"{of} does not fit into the {type(module).__name__}:{_listed(problems)}")
+    # What is tied is one tensor also as a copy.
+    leaders = (fit.follows.get(name, name) for name in named | _written(module))
+    copied = {fit.chosen[name][0].identity for name in leaders if name in fit.chosen}
+    made: dict[str, Any] = {}
+    tensors: dict[tuple[Any, ...], Any] = {}
+    copies = [
+        name
+        for name, (row, kind) in fit.chosen.items()
+        if row.identity in copied or (writable_buffers and kind != "parameter")
+    ]
+    private_names = set(copies)
+    mapped.will_copy(fit.chosen[name][0] for name in copies)
+    for name, (row, kind) in fit.chosen.items():
+        is_private = name in private_names
+        tied = row.identity, kind == "parameter"
+        if tied not in tensors or 0 in row.array.shape:
+            tensor = mapped.tensor(row, is_private)
+            tensors[tied] = _parameter(tensor, fit.targets[name][1]) if kind == "parameter" else tensor
+        made[name] = tensors[tied]
+    made |= {name: made[leader] for name, leader in fit.follows.items()}
+    installed = _install(module, made, fit, private_names)
+    _guard(module, installed)
+    return Loaded(lease, module, copies, list(mapped.private.values()), installed)
+
+
+def _parameter(tensor: Any, old: Any) -> Any:
+    """A tensor as a parameter in the place of another one: of its class, if that can be, and with its attributes."""
+    base = _torch().nn.Parameter
+    kind = type(old)
+    # A class that handles operations itself may have its bytes elsewhere, and one without a shape has another once there is one.
+    if not issubclass(kind, base) or kind.__torch_dispatch__ is not base.__torch_dispatch__ or _torch().nn.parameter.is_lazy(old):
+        kind = base
+    # Without its constructor, which may want what only the maker of the module knows.
+    parameter = _torch().Tensor._make_subclass(kind, tensor, False)
+    parameter.__dict__.update(old.__dict__)
+    return parameter
+
+
+def _install(module: Any, made: dict[str, Any], fit: _Fit, copies: set[str]) -> list[_Installed]:
+    """Gives a module its tensors: all, or none if it refuses one."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    installed: list[_Installed] = []
+    name = ""
+    try:
+        for name, tensor in made.items():
+            owner, leaf = _owner(module, name)
+            kind, old, _ = fit.targets[name]
+            held = _held(owner, kind)
+            before.append((held, leaf, old))
+            setattr(owner, leaf, tensor)
+            is_there = held.get(leaf) is tensor
+            if is_there and tensor.numel():
+                is_mapped = fit.follows.get(name, name) not in copies
+                installed.append(_Installed(name, owner, leaf, kind, tensor.data_ptr(), is_mapped))
+    except BaseException as error:
+        for held, leaf, old in before:
+            held[leaf] = old
+        if not isinstance(error, Exception):
+            raise
+        raise Differs(f"the {type(module).__name__} does not let its {name!r} be set, and is as it was: {error}") from error
+    return installed

@@ -1,0 +1,259 @@
+"""What is put: which memory is handed over, what is copied, and the table of arrays."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from .. import _native
+from .._errors import ExportError, Invalid
+from ._base import _listed, _span, _torch
+from ._items import _Item, _extra_states, _items
+from ._pool import _active, _close, _lock
+
+if TYPE_CHECKING:
+    Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
+    PartPlan = tuple[str, list[_native.Memory], list[Entry], str | None]
+
+
+class _Storage:
+    """A storage of which something is put."""
+
+    __slots__ = ("begin", "end", "items", "memory", "number", "offset", "storage")
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+        self.items: list[_Item] = []
+        # Which bytes of it are put, and where they come to lie.
+        self.begin = 0
+        self.end: int = storage.nbytes()
+        self.number = 0
+        self.memory = 0
+        self.offset = 0
+
+
+def _problem(tensor: Any) -> str | None:
+    """Why a tensor can't be put, or None."""
+    torch = _torch()
+    if torch.nn.parameter.is_lazy(tensor):
+        return "has no shape yet: run the module once"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "is of a function under torch.func (vmap, grad), and has no bytes outside: put what it returns"
+    if isinstance(tensor, importlib.import_module("torch._subclasses").FakeTensor):
+        return "is a FakeTensor, and has no bytes"
+    if tensor.is_nested:
+        return "is a nested tensor: put its values() and offsets()"
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return f"is a {type(tensor).__name__}, which has its bytes in other tensors: put those"
+    if tensor.layout != torch.strided:
+        return f"is of layout {tensor.layout}: put its values and indices"
+    if tensor.is_quantized:
+        return "is quantised with a scheme of its own: put its int_repr(), scales and zero points"
+    if tensor.device.type == "meta":
+        return "is on the meta device, and has no bytes"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"is on {tensor.device}, and only tensors on cpu and cuda can be put"
+    return None
+
+
+def _plain(tensor: Any) -> Any:
+    """A tensor's bytes as they are: no gradient, no subclass, nothing that is only said of it."""
+    torch = _torch()
+    tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    return tensor.resolve_conj().resolve_neg()
+
+
+# From which size on a tensor with wide gaps is put without them.
+_GAPS = 64 << 10
+
+
+def _compact(storage: _Storage) -> None:
+    """Takes the one tensor of a storage that is copied out of it, if it is less than a quarter of what would be copied."""
+    if len(storage.items) == 1:
+        tensor = storage.items[0].tensor
+        begin, end = _span(tensor)
+        if end - begin >= _GAPS and tensor.numel() * tensor.element_size() < (end - begin) // 4:
+            tensor = tensor.contiguous()
+            storage.items = [storage.items[0]._replace(tensor=tensor)]
+            storage.storage = tensor.untyped_storage()
+
+
+def _dtype(tensor: Any) -> tuple[str, str | None]:
+    """An element type's name in the table of arrays, and PyTorch's own name if that differs."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in _SHARED_TYPES:
+        return name, None
+    return f"|V{tensor.element_size()}", name
+
+
+# Types that have the same name in NumPy or ml_dtypes and in PyTorch.
+_SHARED_TYPES = frozenset(
+    {
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "bfloat16", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    }
+)
+
+
+def _plan(
+    client: Any,
+    value: Any,
+    *,
+    part: str = "all",
+    device: Any = None,
+    copy: bool | None = None,
+    seal: bool = False,
+) -> tuple[list[PartPlan], dict[str, Any], object]:
+    """What a put of a module or of a mapping of names to tensors is made of: parts, one for each device, what comes into the metadata, and
+    what has to live until it is put. With `seal` checks that this process's right to write that memory can be taken then.
+
+    Storages in arenas of `pool` are handed over as they are. Others are copied, to a multiple of 256 bytes each, in the order of their
+    names' appearance; with `copy=True` all are, with `copy=False` none may be. From here on nothing is allocated in these arenas.
+    """
+    torch = _torch()
+    items, problems = [], []
+    for item in _items(value):
+        problem = _problem(item.tensor)
+        if problem:
+            problems.append(f"{item.name} {problem}")
+        else:
+            items.append(item._replace(tensor=_plain(item.tensor), requires_grad=item.tensor.requires_grad))
+    if problems:
+        raise Invalid("some tensors can't be put:" + _listed(problems))
+    packed = _extra_states(value)
+    if not items:
+        where = f": what {packed[0]} has is in extra state, as of quantised modules, which is not carried" if packed else ""
+        raise Invalid(f"there is no tensor to put{where}")
+    if packed:
+        warnings.warn(
+            f"extra state of modules is not carried: that of {', '.join(packed[:5])}{' and others' if packed[5:] else ''} stays behind "
+            "(plain values can go into metadata=)",
+            stacklevel=4,
+        )
+    grouped: dict[str, dict[int, _Storage]] = {}
+    empty: list[_Item] = []
+    for item in items:
+        if item.tensor.numel() == 0:
+            empty.append(item)
+            continue
+        storage = item.tensor.untyped_storage()
+        on = grouped.setdefault(str(item.tensor.device), {})
+        on.setdefault(storage.data_ptr(), _Storage(storage)).items.append(item)
+    grouped = grouped or {"cpu": {}}
+    parts: list[PartPlan] = []
+    in_place: dict[int, _native.Memory] = {}
+    elsewhere: list[str] = []
+    kept: list[Any] = []
+    for number, (place, storages) in enumerate(grouped.items()):
+        memories: list[_native.Memory] = []
+        of_arena: dict[int, int] = {}
+        copied: list[_Storage] = []
+        for count, storage in enumerate(storages.values()):
+            storage.number = count
+            found = None
+            if copy is not True and client.backend != "host":
+                found = _native.torch_pool_find(storage.storage.data_ptr())
+            if found is None:
+                _compact(storage)
+                spans = [_span(item.tensor) for item in storage.items]
+                # What no tensor has of a storage is not copied.
+                storage.begin = min(begin for begin, _ in spans) // 256 * 256
+                storage.end = max(end for _, end in spans)
+                copied.append(storage)
+                elsewhere.extend(item.name for item in storage.items)
+                continue
+            memory, storage.offset = found
+            if memory.address not in of_arena:
+                of_arena[memory.address] = len(memories)
+                memories.append(memory)
+                in_place[memory.address] = memory
+            storage.memory = of_arena[memory.address]
+            kept.append(storage.storage)
+        if copied and copy is False:
+            continue
+        if copied:
+            values = []
+            for storage in copied:
+                source = torch.empty(0, dtype=torch.uint8, device=storage.storage.device)
+                source.set_(storage.storage, storage.begin, (storage.end - storage.begin,), (1,))
+                values.append((str(storage.number), source))
+            target = device if device is not None or place == "cpu" else int(place.rpartition(":")[2])
+            if client.backend == "host":
+                target = device
+            _, more, placed, _ = client.plan(values, part, device=target, copy=True)
+            for storage, (_, _, _, _, memory_index, offset, _) in zip(copied, placed, strict=True):
+                storage.memory, storage.offset = len(memories) + memory_index, offset
+            memories.extend(more)
+        entries: list[Entry] = []
+        for storage in storages.values():
+            for item in storage.items:
+                entries.append(_entry(item, storage))
+        if number == 0:
+            if not memories:
+                memories.append(_native.Memory(1, device=device, backend=client.backend))
+            entries.extend(_entry(item, None) for item in empty)
+        parts.append((part if number == 0 else f"{part}-{number}", memories, entries, None))
+    if elsewhere and copy is False:
+        raise ExportError(
+            "copy=False, and these tensors lie in no memory that can be handed over (allocate them in vmmfd.torch.pool()):"
+            + _listed(elsewhere)
+        )
+    if in_place and seal:
+        _check_sealable(list(in_place.values()), kept)
+    if in_place:
+        _close(in_place, kept)
+    return parts, {}, kept
+
+
+def _entry(item: _Item, storage: _Storage | None) -> Entry:
+    tensor = item.tensor
+    dtype, own = _dtype(tensor)
+    attributes: dict[str, Any] = {"kind": item.kind, "persistent": item.persistent}
+    if item.requires_grad:
+        attributes["requires_grad"] = True
+    if own is not None:
+        attributes["torch_dtype"] = own
+    size = tensor.element_size()
+    strides = None if tensor.is_contiguous() else [stride * size for stride in tensor.stride()]
+    memory = offset = 0
+    if storage is not None:
+        inside = tensor.storage_offset() * size - storage.begin
+        attributes |= {
+            "storage": storage.number,
+            "storage_offset": inside,
+            "storage_bytes": storage.end - storage.begin,
+        }
+        memory, offset = storage.memory, storage.offset + inside
+    return item.name, dtype, list(tensor.shape), strides, memory, offset, json.dumps(attributes)
+
+
+def _check_sealable(memories: list[_native.Memory], published: list[Any]) -> None:
+    """Refuses to make memory read-only that something else is in: its next write would end the context."""
+    torch = _torch()
+    with _lock:
+        others = [pool for pool in _active if pool._thread != threading.get_ident()]
+    if others:
+        raise Invalid("seal=True while another thread is in vmmfd.torch.pool(): it may allocate beside what is sealed")
+    arenas = [(memory.address, memory.address + memory.mapped_size) for memory in memories]
+    ours = sorted(storage.data_ptr() for storage in published)
+    count = size = 0
+    for segment in torch.cuda.memory_snapshot():
+        begin = segment["address"]
+        if not any(low <= begin < high for low, high in arenas):
+            continue
+        for block in segment["blocks"]:
+            end = begin + block["size"]
+            if block["state"].startswith("active") and not any(begin <= address < end for address in ours):
+                count, size = count + 1, size + block["size"]
+            begin = end
+    if count:
+        raise Invalid(
+            f"seal=True, and {count} other tensors of {size} bytes lie in the same arenas, which writes to them would turn into faults: "
+            "put them too, or delete them first, or allocate them outside of vmmfd.torch.pool()"
+        )
