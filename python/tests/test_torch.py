@@ -547,19 +547,19 @@ def test_what_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> Non
             assert is_mapped(module.linear.weight, lease) and is_mapped(module.linear.bias, lease)
             for _, buffer in module.named_buffers():
                 assert not is_mapped(buffer, lease) and not buffer.requires_grad and type(buffer) is torch.Tensor
-        # Tied ones stay tied, and views views, in this module and in another.
+        # Each has its own, of its own bytes.
         storages = {buffer.untyped_storage().data_ptr() for _, buffer in module.named_buffers(remove_duplicate=False)}
-        assert len(storages) == 1 and module.count.untyped_storage().nbytes() == 16
-        assert module.tail.data_ptr() == module.count.data_ptr() + 8
+        assert len(storages) == 3 and module.tail.untyped_storage().nbytes() == 8
         module(torch.ones(1, 4))
-        assert module.tied.tolist() == [1.0] * 4 and module.tail.tolist() == [1.0] * 2 and found["count"].sum() == 0
+        assert module.count.tolist() == [1.0] * 4 and found["count"].sum() == 0
         other = Counter()
         other.count = found["count"]
         other.register_buffer("more", found["count"].view(2, 2)[1], persistent=False)
+        other.more.add_(1)
+        assert other.count.sum() == found["count"].sum() == 0 and other.more.tolist() == [1.0] * 2
         other.register_buffer("conjugated", conjugated)
         other.conjugated.add_(1)
         assert other.conjugated.tolist() == [2 - 2j] and conjugated.tolist() == [1 - 2j]
-        assert other.count.data_ptr() == module.count.data_ptr() and other.more.data_ptr() == module.tail.data_ptr()
         if hasattr(nn, "Buffer"):
             other.new = nn.Buffer(found["count"], persistent=False)
             assert isinstance(other.new, nn.Buffer) and not is_mapped(other.new, lease) and "new" in other._non_persistent_buffers_set
@@ -569,41 +569,74 @@ def test_what_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> Non
         other.register_buffer("nothing", None)
         other.register_buffer("of_no_storage", sparse)
         assert other.more is mine and other.of_no_storage is sparse and other.nothing is None
-        # A copy lives as long as its modules do, and is made anew then.
-        with torch.no_grad():
-            module.count.add_(1)
-        del module, other, buffer
-        gc.collect()
-        module = nn.Module()
+        # What was written to one copy is in no later one: of the same module, of another, of another version.
+        module.load_state_dict(found, assign=True)
+        assert module.count.sum() == module.tied.sum() == 0
+        module(torch.ones(1, 4))
         with torch.inference_mode():
-            module.register_buffer("count", found["count"])
-        assert module.count.sum() == 0 and not module.count.is_inference()
+            other.count = found["count"]
+        assert other.count.sum() == 0 and not other.count.is_inference()
+        newer = Counter()
+        newer.count.add_(2)
+        broker.put(name, newer.state_dict() | {"complex": torch.tensor([1 + 2j])}, replace=True)
+        lease.switch(lease.prepare(), exported="valid").close()
+        module.tied, other.count = found["tied"], found["count"]
+        assert module.tied.tolist() == other.count.tolist() == [2.0] * 4 and module.count.tolist() == [1.0] * 4
         # Who asks for the memory itself has it.
         module.register_buffer("mapped", lease.state_dict(writable_buffers=False)["count"])
         assert is_mapped(module.mapped, lease)
-    del found, module, conjugated
+    del found, module, other, buffer, conjugated
     gc.collect()
     assert vmmfd._native._settle(10)
     assert len(broker.who(name).leases) == 0
 
 
-def test_one_copy_is_made_of_what_many_threads_take(broker: vmmfd.Broker, name: str) -> None:
-    broker.put(name, {"x": torch.arange(1 << 20, dtype=torch.float32)})
-    modules = [nn.Module() for _ in range(16)]
-    found = broker.state_dict(name)
-    start = threading.Barrier(len(modules))
+def test_a_parameter_that_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> None:
+    trained, frozen = nn.Module(), nn.Module()
+    trained.scale = nn.Parameter(torch.ones(4))
+    frozen.register_buffer("scale", torch.zeros(4))
+    broker.put(name, trained)
+    with broker.get(name) as lease:
+        found = lease.state_dict()
+        frozen.load_state_dict(found, assign=True)
+        assert is_mapped(found["scale"], lease) and not is_mapped(frozen.scale, lease)
+    frozen.scale.mul_(2)
+    assert frozen.scale.tolist() == [2.0] * 4
 
-    def work(module: Any) -> None:
-        start.wait()
-        module.register_buffer("x", found["x"])
 
-    threads = [threading.Thread(target=work, args=(module,)) for module in modules]
-    for thread in threads:
+def test_a_fork_beside_a_copy_copies_too(socket: str, name: str, child: Callable[..., Child]) -> None:
+    child(
+        """
+        import os, signal, sys, threading, torch, vmmfd
+        begun, end = threading.Event(), threading.Event()
+        class Slow(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, function, types, arguments=(), options=None):
+                if function is torch.Tensor.clone:
+                    begun.set()
+                    end.wait()
+                return super().__torch_function__(function, types, arguments, options or {})
+        broker = vmmfd.connect(sys.argv[1], backend="host")
+        broker.put(sys.argv[2], {"x": torch.ones(4)})
+        found = broker.state_dict(sys.argv[2])
+        slow = found["x"].as_subclass(Slow)
+        module = torch.nn.Module()
+        thread = threading.Thread(target=lambda: module.register_buffer("x", slow))
         thread.start()
-    for thread in threads:
+        begun.wait()
+        process = os.fork()
+        if process == 0:
+            signal.alarm(20)
+            module = torch.nn.Module()
+            module.register_buffer("x", found["x"])
+            os._exit(module.x.data_ptr() == found["x"].data_ptr())
+        end.set()
         thread.join()
-    assert len({module.x.data_ptr() for module in modules}) == 1 != len({id(module.x) for module in modules})
-    assert modules[0].x.data_ptr() != found["x"].data_ptr() and torch.equal(modules[0].x, found["x"])
+        assert os.waitpid(process, 0)[1] == 0 and module.x.tolist() == [1.0] * 4
+        """,
+        socket,
+        name,
+    ).end()
 
 
 def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str) -> None:

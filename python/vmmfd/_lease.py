@@ -173,7 +173,8 @@ class Lease(Closing, Mapping[str, "Array"]):
 
         Waits until all work of the devices' primary contexts is done. Arrays read the new version afterwards, and so do tensors, pointers
         and captured graphs that have the addresses. **Nothing may use the memory while it runs**: on a GPU a kernel that does loses its
-        context. While exports to other libraries are alive this is the caller's promise, which `exported="valid"` gives.
+        context. While exports to other libraries are alive this is the caller's promise, which `exported="valid"` gives. Private copies,
+        which `state_dict` makes and modules get as buffers, keep the old version's values; `Loaded.switch` fills its own anew.
 
         Raises `ExportError` (a `BufferError`) without that promise, where there are exports; `Invalid` if this is parked, or the version
         was prepared for another layout; `Error` if the driver fails: then the old version is mapped again, or this is parked.
@@ -223,10 +224,11 @@ class Lease(Closing, Mapping[str, "Array"]):
         `module.requires_grad_(False)`. Buffers, which a model may write, are private copies; with `writable_buffers=False` they are the
         memory too. Which are buffers is known of what was put as a module, and of the `module` that the tensors are for, if it is given;
         then weights of its embeddings with `max_norm` are private copies too. Else, of safetensors and plain state dicts, only
-        `nn.Parameter` (`state_dict(keep_vars=True)`) and the statistics of PyTorch's norms are told apart. All else is mapped, and where
-        such a tensor becomes a buffer of a module, the module gets a private copy, by a hook of PyTorch's that stays from then on; not in
-        TorchScript modules and where `module._buffers` is written directly. What `private` names is a private copy. What a `state_dict`
-        does not have (buffers that are not persistent, tensors that are plain attributes of modules) comes with `everything=True`.
+        `nn.Parameter` (`state_dict(keep_vars=True)`) and the statistics of PyTorch's norms are told apart. All else is mapped. Where a
+        mapped tensor becomes a buffer of a module, the module gets a private copy of it alone, not tied to others, by a hook of PyTorch's
+        that stays from then on; not in TorchScript modules, in a `load_state_dict` that swaps tensors, and where `module._buffers` is
+        written directly. What `private` names is a private copy. What a `state_dict` does not have (buffers that are not persistent,
+        tensors that are plain attributes of modules) comes with `everything=True`.
 
         Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
         names that several parts have, and for one in `private` that the object has not."""

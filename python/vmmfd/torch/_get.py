@@ -213,5 +213,6 @@ def _state_dict(
     mapped.will_copy(row for row, is_private in rows.values() if is_private)
     found = {name: mapped.tensor(row, is_private) for name, (row, is_private) in rows.items()}
     if writable_buffers:
-        _follow(found[name] for name, (row, is_private) in rows.items() if row.kind != "parameter" and not is_private)
+        # Parameters too, as the module that they come to may have buffers there.
+        _follow(found[name] for name, (_, is_private) in rows.items() if not is_private)
     return found
