@@ -737,6 +737,16 @@ def test_a_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
         assert type(other.a) is Loading and other.a.loader is print and not other.a.requires_grad
         assert is_mapped(other.a, loaded.lease) is not bool(private) and other.a.sum() == 2
         assert type(other.b) is nn.Parameter and type(other.c) is nn.Parameter and other.c.sum() == 4
+    # Tied in the object: one parameter where that is all the same to the module, else two in the same memory.
+    module.b = module.c = module.d = module.a
+    broker.put(name, module, replace=True)
+    a, d = Loading(torch.zeros(2), loader=print), Loading(torch.zeros(2), loader=repr)
+    for private in ([], ["a"]):
+        other.a, other.b, other.c, other.d = a, *(nn.Parameter(torch.zeros(2)) for _ in range(2)), d
+        broker.load(name, other, private=private)
+        assert type(other.a) is type(other.d) is Loading and type(other.b) is nn.Parameter and other.b is other.c
+        assert (other.a.loader, other.d.loader) == (print, repr)
+        assert len({parameter.data_ptr() for parameter in (other.a, other.b, other.d)}) == 1 and other.d.sum() == 2
 
 
 def test_a_switch_tells_what_moved_out_of_its_reach(broker: vmmfd.Broker, name: str) -> None:

@@ -244,7 +244,8 @@ class Lease(Closing, Mapping[str, "Array"]):
         `vmmfd.torch.Loaded`, with which another version can take their place.
 
         Parameters are the mapped memory itself, read-only, as `state_dict` says, and need no gradient. Names that are tied in the object, or
-        in the module if the object has one of them, are one parameter afterwards. All else is a private copy: buffers, those in no
+        in the module if the object has one of them, are one parameter afterwards; but two in the same memory if the class or the attributes
+        of their parameters differ in the module. All else is a private copy: buffers, those in no
         `state_dict` too, and tensors that are plain attributes of modules; unless `writable_buffers=False`. So are the parameters that
         `private` names, and weights of embeddings with `max_norm`, which PyTorch writes to. Plain attributes come where the module has
         a tensor. A `load_state_dict` without `assign=True` raises `ExportError` from then on, as it would write to the memory; a step

@@ -259,15 +259,22 @@ def _load(
     mapped.will_copy(fit.chosen[name][0] for name in copies)
     for name, (row, kind) in fit.chosen.items():
         is_private = name in private_names
-        tied = row.identity, kind == "parameter"
+        old = fit.targets[name][1]
+        # Names that are tied are one tensor, but for parameters that differ in the module: these are two in the same memory.
+        tied = row.identity, _class(old) if kind == "parameter" else None
         if tied not in tensors or 0 in row.array.shape:
             tensor = mapped.tensor(row, is_private)
-            tensors[tied] = _parameter(tensor, fit.targets[name][1]) if kind == "parameter" else tensor
+            tensors[tied] = _parameter(tensor, old) if kind == "parameter" else tensor
         made[name] = tensors[tied]
     made |= {name: made[leader] for name, leader in fit.follows.items()}
     installed = _install(module, made, fit, private_names)
     _guard(module, installed)
     return Loaded(lease, module, copies, list(mapped.private.values()), installed)
+
+
+def _class(parameter: Any) -> tuple[Any, ...]:
+    """What a parameter in the place of another one has of it."""
+    return type(parameter), frozenset((key, id(value)) for key, value in parameter.__dict__.items())
 
 
 def _parameter(tensor: Any, old: Any) -> Any:
