@@ -388,9 +388,10 @@ class Broker(Closing):
     ) -> dict[str, Tensor]:
         """The tensors of an object as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the lease.
 
-        For safetensors and plain state dicts use `load`, or give `module=`: they do not say which of them a model writes, and a write to
-        those that are mapped ends the process. An optimizer's step is one too, and PyTorch gives parameters the `requires_grad` that
-        the module's had: call `module.requires_grad_(False)`. See `Lease.state_dict`; the other arguments and errors are `get`'s."""
+        For safetensors and plain state dicts use `load`, or give `module=`: they do not say which of them a model writes. What is mapped is
+        copied where it becomes a buffer of a module, as far as PyTorch says so; any other write to it ends the process. An optimizer's step
+        is one, and PyTorch gives parameters the `requires_grad` that the module's had: call `module.requires_grad_(False)`. See
+        `Lease.state_dict`; the other arguments and errors are `get`'s."""
         with self.get(
             name,
             version=version,
