@@ -75,7 +75,7 @@ def by_interface(array: vmmfd.Array) -> tuple[object, bool]:
 
 @pytest.mark.parametrize("look", [by_buffer, by_dlpack, by_interface])
 def test_no_view_that_can_be_written_is_made_while_memory_becomes_read_only(look: Callable[[vmmfd.Array], Any]) -> None:
-    for _ in range(60):
+    for _ in range(100):
         array = vmmfd.empty(8, "uint8", backend="host")
         memory = array._memory
         assert memory is not None
@@ -88,7 +88,7 @@ def test_no_view_that_can_be_written_is_made_while_memory_becomes_read_only(look
                     time.sleep(0)  # There is a view.
 
         def see(array: vmmfd.Array = array) -> bool:
-            for _ in range(40):
+            for _ in range(60):
                 view, can_be_written = look(array)
                 if can_be_written and array.readonly:
                     return False
