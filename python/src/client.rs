@@ -240,9 +240,7 @@ impl Client {
         };
         let selection = Selection { parts, arrays };
         let get = waiting(request(name, None, None, &selection, expect, digest)?, wait)?;
-        self.0.check()?;
-        let found = signals::run(py, &[&self.0.ended], || {
-            let client = self.0.take(Purpose::Any)?;
+        let found = self.0.call_with(py, Purpose::Any, |client| {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
                     drop(client);
@@ -299,9 +297,9 @@ impl Client {
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
     }
 
-    #[allow(clippy::too_many_arguments)]
     /// A lease of some bytes of a part of a version, shared by all arrays there that other processes sent. None if the version is another
     /// one by now.
+    #[allow(clippy::too_many_arguments)]
     fn shared(
         &self,
         py: Python<'_>,
@@ -371,8 +369,7 @@ impl Client {
     /// Follows what happens to names.
     #[pyo3(signature = (prefix, after=None))]
     fn watch(&self, py: Python<'_>, prefix: String, after: Option<(String, u64)>) -> Outcome<Watch> {
-        self.0.check()?;
-        signals::run(py, &[&self.0.ended], || Watch::new(self.0.take(Purpose::Any)?, &prefix, after))
+        self.0.call_with(py, Purpose::Any, |client| Watch::new(client, &prefix, after))
     }
 
     /// Calls this for each lease that is lost, with name, version, id, kind and reason.

@@ -143,7 +143,7 @@ impl Connections {
     }
 
     /// A connection that no other call uses. Blocks while one is made.
-    pub(crate) fn take(self: &Arc<Self>, purpose: Purpose) -> Outcome<Taken> {
+    fn take(self: &Arc<Self>, purpose: Purpose) -> Outcome<Taken> {
         let idle = self.table().idle[purpose as usize].pop();
         let client = match idle {
             Some(client) => client,
@@ -170,8 +170,18 @@ impl Connections {
         purpose: Purpose,
         work: impl FnOnce(&Taken) -> Outcome<T> + Send,
     ) -> Outcome<T> {
+        self.call_with(py, purpose, |client| work(&client))
+    }
+
+    /// As [`Connections::call`], of what may keep the connection.
+    pub(crate) fn call_with<T: Send>(
+        self: &Arc<Self>,
+        py: Python<'_>,
+        purpose: Purpose,
+        work: impl FnOnce(Taken) -> Outcome<T> + Send,
+    ) -> Outcome<T> {
         self.check()?;
-        signals::run(py, &[&self.ended], || work(&self.take(purpose)?))
+        signals::run(py, &[&self.ended], || work(self.take(purpose)?))
     }
 
     /// Fails if it is closed, or of another process.

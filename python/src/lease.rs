@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     path::PathBuf,
     process,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::UNIX_EPOCH,
 };
 
@@ -29,9 +29,37 @@ use crate::{
     memory::{Memory, Origin, Place},
 };
 
+/// What an object of Python's has until it is closed, and the process that made it.
+struct UntilClosed<T> {
+    value: Mutex<Option<T>>,
+    pid: u32,
+}
+
+impl<T: Send> UntilClosed<T> {
+    fn new(value: T, pid: u32) -> Self {
+        Self { value: Mutex::new(Some(value)), pid }
+    }
+
+    fn value(&self) -> MutexGuard<'_, Option<T>> {
+        self.value.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_closed(&self) -> bool {
+        self.value().is_none()
+    }
+
+    /// Drops it with the GIL released. In a fork it does nothing.
+    fn close(&self, py: Python<'_>) {
+        if process::id() == self.pid {
+            let value = self.value().take();
+            py.detach(|| drop(value));
+        }
+    }
+}
+
 /// A lease of an object, and the object mapped.
 #[pyclass(name = "Lease", module = "vmmfd._native", frozen, weakref)]
-pub(crate) struct Lease(Mutex<Option<Arc<Leased>>>, u32);
+pub(crate) struct Lease(UntilClosed<Arc<Leased>>);
 
 impl Lease {
     pub(crate) fn new(leased: Leased) -> Self {
@@ -41,15 +69,14 @@ impl Lease {
     /// A lease that others have too.
     pub(crate) fn of(leased: Arc<Leased>) -> Self {
         let pid = leased.pid;
-        Self(Mutex::new(Some(leased)), pid)
+        Self(UntilClosed::new(leased, pid))
     }
 
     /// # Errors
     /// `ValueError` once it is closed, and in a fork.
     pub(crate) fn leased(&self) -> Outcome<Arc<Leased>> {
-        check_process(self.1, "got this lease", "connect and get it again")?;
-        let leased = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        leased.ok_or_else(|| Failure::unusable("the lease was closed: get the object again"))
+        check_process(self.0.pid, "got this lease", "connect and get it again")?;
+        self.0.value().clone().ok_or_else(|| Failure::unusable("the lease was closed: get the object again"))
     }
 
     fn with<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Object) -> T + Send) -> Outcome<T> {
@@ -109,7 +136,7 @@ impl Lease {
 
     #[getter]
     fn is_closed(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.0.is_closed()
     }
 
     /// How many exports to other libraries are alive.
@@ -288,7 +315,7 @@ impl Lease {
 
     /// Ends the lease, now or when the last array in it is gone.
     fn close(&self, py: Python<'_>) {
-        let leased = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let leased = self.0.value().take();
         py.detach(|| {
             if let Some(leased) = leased.and_then(Arc::into_inner) {
                 leased.let_go_now();
@@ -321,23 +348,25 @@ pub(crate) fn origin(py: Python<'_>, array: &Bound<'_, Array>) -> Option<Sent> {
 
 /// A version that is imported and mapped nowhere.
 #[pyclass(name = "Prepared", module = "vmmfd._native", frozen, weakref)]
-pub(crate) struct Prepared(Mutex<Option<broker::Prepared>>, u32);
+pub(crate) struct Prepared(UntilClosed<broker::Prepared>);
 
 impl Prepared {
     pub(crate) fn new(prepared: broker::Prepared) -> Self {
-        Self(Mutex::new(Some(prepared)), process::id())
+        Self(UntilClosed::new(prepared, process::id()))
+    }
+
+    fn check(&self) -> Outcome<()> {
+        check_process(self.0.pid, "prepared this version", "connect and get it again")
     }
 
     fn take(&self) -> Outcome<broker::Prepared> {
-        check_process(self.1, "prepared this version", "connect and get it again")?;
-        let prepared = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        prepared.ok_or_else(used)
+        self.check()?;
+        self.0.value().take().ok_or_else(used)
     }
 
     fn with<T>(&self, look: impl FnOnce(&broker::Prepared) -> T) -> Outcome<T> {
-        check_process(self.1, "prepared this version", "connect and get it again")?;
-        let prepared = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        prepared.as_ref().map(look).ok_or_else(used)
+        self.check()?;
+        self.0.value().as_ref().map(look).ok_or_else(used)
     }
 }
 
@@ -369,26 +398,22 @@ impl Prepared {
 
     #[getter]
     fn is_closed(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.0.is_closed()
     }
 
     /// Ends its lease, and releases its memory.
     fn close(&self, py: Python<'_>) {
-        if process::id() != self.1 {
-            return;
-        }
-        let prepared = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| drop(prepared));
+        self.0.close(py);
     }
 }
 
 /// The right to be the one that makes an object.
 #[pyclass(name = "Claim", module = "vmmfd._native", frozen, weakref)]
-pub(crate) struct Claim(Mutex<Option<(broker::Claim, Taken)>>, u32);
+pub(crate) struct Claim(UntilClosed<(broker::Claim, Taken)>);
 
 impl Claim {
     pub(crate) fn new(claim: broker::Claim, client: Taken) -> Self {
-        Self(Mutex::new(Some((claim, client))), process::id())
+        Self(UntilClosed::new((claim, client), process::id()))
     }
 }
 
@@ -396,15 +421,11 @@ impl Claim {
 impl Claim {
     #[getter]
     fn is_closed(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.0.is_closed()
     }
 
     /// Passes it on to the next that waits.
     fn close(&self, py: Python<'_>) {
-        if process::id() != self.1 {
-            return;
-        }
-        let claim = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| drop(claim));
+        self.0.close(py);
     }
 }

@@ -15,6 +15,7 @@ mod driver;
 mod dtype;
 mod error;
 mod handoff;
+mod interpreter;
 mod json;
 mod lease;
 mod leased_memory;
@@ -73,7 +74,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<lease::Claim>()?;
     module.add_class::<watch::Watch>()?;
     module.add_function(wrap_pyfunction!(lease::origin, module)?)?;
-    module.add_function(wrap_pyfunction!(signals::check_interpreter, module)?)?;
+    module.add_function(wrap_pyfunction!(interpreter::check_interpreter, module)?)?;
     // PyTorch
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_open, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_find, module)?)?;

@@ -44,7 +44,7 @@ def record(number: int, **body: Any) -> bytes:
     return struct.pack("<4sHHII", b"VMFD", 1, number, len(text), 0) + text
 
 
-HELLO = record(1, version=1, capabilities=[], backend="host", pid=0, timeout_ms=600_000)
+HELLO = record(1, version=1, capabilities=[], backend="host", pid=0, timeout_ms=6_000_000)
 REQUEST = record(2, object="default", access=None, range=None)
 BUSY = record(7)
 

@@ -147,6 +147,24 @@ def test_ties_views_and_private_copies_on_a_gpu(broker: vmmfd.Broker, name: str)
     assert_same(module, broker.load(name, Net(device="meta")).module)
 
 
+def test_what_becomes_a_buffer_is_a_copy_on_a_gpu(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"weight": torch.ones(1 << 20, device="cuda"), "count": torch.arange(4, device="cuda")})
+    with broker.get(name) as lease:
+        found = lease.state_dict()
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.empty(1 << 20, device="meta"), requires_grad=False)
+        for leaf in ("count", "tied"):
+            module.register_buffer(leaf, torch.empty(4, dtype=torch.int64, device="meta"))
+        module.load_state_dict({**found, "tied": found["count"]}, assign=True)
+        assert is_mapped(module.weight, lease) and is_mapped(found["count"], lease)
+        module.count.add_(1)
+        torch.cuda.synchronize()
+        assert module.tied.tolist() == [1, 2, 3, 4] and found["count"].tolist() == [0, 1, 2, 3]
+        assert not is_mapped(module.count, lease) and module.count.untyped_storage().nbytes() == 32
+        row = lease.state_dict(private=["count"])["count"]
+        assert not is_mapped(row, lease) and row.tolist() == [0, 1, 2, 3]
+
+
 def test_what_is_published_is_not_overwritten(
     broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child]
 ) -> None:

@@ -17,11 +17,11 @@ class _Followed:
 
     __slots__ = ("copies", "spans")
 
-    def __init__(self, spans: list[_Span]) -> None:
-        # What is copied together.
-        self.spans = spans
+    def __init__(self) -> None:
+        # Where the tensors are in it, and what of that is copied together, once something is.
+        self.spans: list[_Span] = []
         # The storages of what was copied, by where it begins: weak references.
-        self.copies: dict[int, Any] = {}
+        self.copies: dict[int, Any] | None = None
 
 
 # By weak references to their storages, which are the same for views.
@@ -35,18 +35,19 @@ _hook: Any = None
 def _follow(tensors: Iterable[Any]) -> None:
     """Sees to it that of these tensors, which are mapped memory, a module gets private copies where they become its buffers."""
     weak = _weak()
-    spans: dict[Any, list[_Span]] = {}
+    found: dict[Any, _Followed] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if size:
-            spans.setdefault(weak(storage), []).append((0, size) if tensor.nbytes == size else _span(tensor))
+            # One call to look it up, as there may be many.
+            followed = found.setdefault(weak(storage), _Followed())
+            followed.spans.append((0, size) if tensor.nbytes == size else _span(tensor))
     with _following:
         for gone in [storage for storage in _followed if storage.expired()]:
             del _followed[gone]
-        for reference, of in spans.items():
-            _followed[reference] = _Followed(_merged(of))
-        if spans:
+        _followed.update(found)
+        if found:
             _install_hook()
 
 
@@ -85,6 +86,8 @@ def _writable(tensor: Any) -> Any:
     torch = _torch()
     # A tensor as it would be otherwise, which can be written outside of inference too.
     with _following, torch.inference_mode(False), torch.no_grad():
+        if followed.copies is None:
+            followed.spans, followed.copies = _merged(followed.spans), {}
         begin, end = _span(tensor)
         low, high = _around(followed.spans, begin)
         if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg() or not low <= begin < end <= high:

@@ -213,5 +213,5 @@ def _state_dict(
     mapped.will_copy(row for row, is_private in rows.values() if is_private)
     found = {name: mapped.tensor(row, is_private) for name, (row, is_private) in rows.items()}
     if writable_buffers:
-        _follow(found[name] for name, (row, is_private) in rows.items() if row.kind == "tensor" and not is_private)
+        _follow(found[name] for name, (row, is_private) in rows.items() if row.kind != "parameter" and not is_private)
     return found
