@@ -392,8 +392,9 @@ def test_arrays_that_threads_are_sent_come_from_one_connection(
     made: list[vmmfd.Broker] = []
 
     def connect(*arguments: Any, **options: Any) -> vmmfd.Broker:
-        made.append(vmmfd.connect(*arguments, **options))
-        return made[-1]
+        one = vmmfd.connect(*arguments, **options)
+        made.append(one)
+        return one
 
     monkeypatch.setattr(_reduce, "connect", connect)
     with broker.get(name) as lease:
