@@ -51,7 +51,7 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
 def test_a_free_threaded_python_stays_without_a_gil(child: Callable[..., Child]) -> None:
     code = "import sys, vmmfd, vmmfd.legacy, vmmfd.pool; print(sys._is_gil_enabled())"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHON_GIL"}
-    done = child(f"import os, sys; os.execve(sys.executable, ['python', '-W', 'error', '-c', {code!r}], {environment!r})")
+    done = child(f"import os, sys; os.execve(sys.executable, [sys.executable, '-W', 'error', '-c', {code!r}], {environment!r})")
     assert done.end().strip() == "False"
 
 
@@ -75,7 +75,7 @@ def by_interface(array: vmmfd.Array) -> tuple[object, bool]:
 
 @pytest.mark.parametrize("look", [by_buffer, by_dlpack, by_interface])
 def test_no_view_that_can_be_written_is_made_while_memory_becomes_read_only(look: Callable[[vmmfd.Array], Any]) -> None:
-    for _ in range(300):
+    for _ in range(100):
         array = vmmfd.empty(8, "uint8", backend="host")
         memory = array._memory
         assert memory is not None
@@ -88,7 +88,7 @@ def test_no_view_that_can_be_written_is_made_while_memory_becomes_read_only(look
                     time.sleep(0)  # There is a view.
 
         def see(array: vmmfd.Array = array) -> bool:
-            for _ in range(200):
+            for _ in range(60):
                 view, can_be_written = look(array)
                 if can_be_written and array.readonly:
                     return False
@@ -116,7 +116,7 @@ def test_memory_does_not_become_read_only_under_a_copy(child: Callable[..., Chil
                 time.sleep(0)
 
     source = np.full(1 << 20, 7, "u1")
-    for number in range(300):
+    for number in range(60):
         array = vmmfd.empty(1 << 20, "uint8", backend="host")
         thread = threading.Thread(target=seal)
         thread.start()
@@ -154,8 +154,8 @@ class Once:
 
 def test_a_capsule_is_taken_by_one_thread() -> None:
     source = vmmfd.asarray(np.arange(4), backend="host")
-    for _ in range(1000):
-        once = Once(source, 3)
+    for _ in range(150):
+        once = Once(source, 2)
 
         def take(once: Once = once) -> bool:
             try:
@@ -163,7 +163,7 @@ def test_a_capsule_is_taken_by_one_thread() -> None:
             except BufferError:
                 return False
 
-        assert sorted(at_once(take, take, take)) == [False, False, True]
+        assert sorted(at_once(take, take)) == [False, True]
     # It was deleted once: its memory is in use no more.
     memory = source._memory
     del source, once
@@ -177,20 +177,20 @@ def test_threads_read_and_write_one_array() -> None:
 
     def write(row: int) -> None:
         mine = array[row]
-        for number in range(300):
+        for number in range(100):
             mine.copy_from(np.full(256, number, "u4"))
             assert (np.frombuffer(mine.tobytes(), "u4") == number).all()
             assert (np.from_dlpack(array)[row] == number).all() and (np.asarray(mine) == number).all()
             assert array.shape == (4, 256) and array.T.shape == (256, 4) and "uint32" in repr(array)
 
     at_once(*[lambda row=row: write(row) for row in range(4)])
-    assert (np.from_dlpack(array) == 299).all()
+    assert (np.from_dlpack(array) == 99).all()
 
 
 def test_an_array_counts_once_for_all_readers_of_its_interface(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": np.arange(4)})
     with broker.get(name) as lease:
-        for _ in range(300):
+        for _ in range(60):
             array = lease["x"]
             seen = at_once(*[lambda array=array: array.__array_interface__["data"]] * 3)
             assert seen == [(array.address, True)] * 3 and lease.exports == 1
@@ -208,7 +208,7 @@ def test_nothing_is_switched_under_an_export(broker: vmmfd.Broker, name: str) ->
         def read() -> None:
             nonlocal reading
             try:
-                for number in range(2000):
+                for number in range(400):
                     if number % 2:
                         seen = np.frombuffer(lease["x"].tobytes(), "i8")
                         assert seen[0] in (1, 2) and (seen == seen[0]).all()
@@ -247,7 +247,7 @@ def test_nothing_is_parked_under_an_export(broker: vmmfd.Broker, name: str) -> N
             nonlocal reading
             seen = parked = 0
             try:
-                for number in range(1000):
+                for number in range(300):
                     try:
                         if number % 2:
                             assert set(np.frombuffer(array.tobytes(), "i8")) == {5}
@@ -275,13 +275,13 @@ def test_nothing_is_parked_under_an_export(broker: vmmfd.Broker, name: str) -> N
                     done = True
 
         *read_, _ = at_once(read, read, park)
-        assert all(seen + parked == 1000 for seen, parked in read_)
+        assert all(seen + parked == 300 for seen, parked in read_)
         assert set(np.from_dlpack(array)) == {5}
 
 
 def test_a_lease_is_closed_by_several_threads_while_others_read(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": np.full(64, 3), "y": np.full(64, 4)})
-    for _ in range(100):
+    for _ in range(30):
         lease = broker.get(name)
 
         def read(lease: vmmfd.Lease = lease) -> None:
@@ -307,7 +307,7 @@ def test_a_lease_is_closed_by_several_threads_while_others_read(broker: vmmfd.Br
 def test_a_prepared_version_goes_to_one_thread(broker: vmmfd.Broker, name: str) -> None:
     for value in (1, 2):
         broker.put(name, {"x": np.full(8, value)}, replace=True, keep=1)
-    for _ in range(50):
+    for _ in range(20):
         with broker.get(name, version=1) as lease, lease.prepare(version=2) as prepared:
 
             def switch(lease: vmmfd.Lease = lease, prepared: vmmfd.Prepared = prepared) -> bool:
@@ -392,8 +392,9 @@ def test_arrays_that_threads_are_sent_come_from_one_connection(
     made: list[vmmfd.Broker] = []
 
     def connect(*arguments: Any, **options: Any) -> vmmfd.Broker:
-        made.append(vmmfd.connect(*arguments, **options))
-        return made[-1]
+        one = vmmfd.connect(*arguments, **options)
+        made.append(one)
+        return one
 
     monkeypatch.setattr(_reduce, "connect", connect)
     with broker.get(name) as lease:
