@@ -139,13 +139,10 @@ class Once:
     def __init__(self, array: vmmfd.Array, threads: int) -> None:
         self._capsule = array.__dlpack__(max_version=(1, 0))
         self._device = array.__dlpack_device__()
-        self._threads = threads
-        self._there: list[None] = []
+        self._threads = threading.Barrier(threads)
 
     def __dlpack__(self, **_: Any) -> Any:
-        self._there.append(None)
-        while len(self._there) < self._threads:
-            time.sleep(0)
+        self._threads.wait(LIMIT)
         return self._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -203,10 +200,9 @@ def test_nothing_is_switched_under_an_export(broker: vmmfd.Broker, name: str) ->
         broker.put(name, {"x": np.full(1024, value)}, replace=True, keep=1)
     with broker.get(name, version=1) as lease:
         other = lease.prepare(version=2)
-        reading = 2
+        read_all: list[None] = []
 
         def read() -> None:
-            nonlocal reading
             try:
                 for number in range(400):
                     if number % 2:
@@ -219,12 +215,12 @@ def test_nothing_is_switched_under_an_export(broker: vmmfd.Broker, name: str) ->
                     assert (first == first[0]).all() and (view == first).all()
                     del view
             finally:
-                reading -= 1
+                read_all.append(None)
 
         def switch() -> int:
             nonlocal other
             count = 0
-            while reading > 0 or count == 0:
+            while len(read_all) < 2 or count == 0:
                 try:
                     other = lease.switch(other)
                     count += 1
@@ -241,10 +237,9 @@ def test_nothing_is_parked_under_an_export(broker: vmmfd.Broker, name: str) -> N
     broker.put(name, {"x": np.full(1024, 5)})
     with broker.get(name) as lease:
         array = lease["x"]
-        reading = 2
+        read_all: list[None] = []
 
         def read() -> tuple[int, int]:
-            nonlocal reading
             seen = parked = 0
             try:
                 for number in range(300):
@@ -260,12 +255,12 @@ def test_nothing_is_parked_under_an_export(broker: vmmfd.Broker, name: str) -> N
                         assert "parked" in str(error), error
                         parked += 1
             finally:
-                reading -= 1
+                read_all.append(None)
             return seen, parked
 
         def park() -> None:
             done = False
-            while reading > 0 or not done:
+            while len(read_all) < 2 or not done:
                 try:
                     lease.park(keep_lease=True)
                 except vmmfd.ExportError:
@@ -358,7 +353,7 @@ def test_a_broker_is_closed_while_other_threads_use_it(socket: str, name: str) -
 
 
 def test_handlers_stay_while_the_collector_runs(tmp_path: Path, server: Server) -> None:
-    broker = vmmfd.connect(server.path, backend="host", timeout=0.5)
+    broker = vmmfd.connect(server.path, backend="host", timeout=2)
     broker.put("x", {"x": np.zeros(4)})
     lease = broker.get("x")
     called: set[int] = set()
