@@ -7,12 +7,14 @@ Needs the package, and no GPU: a broker's server is started on host memory. Each
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -60,16 +62,22 @@ def ends(wait: str, socket: str, runs: int) -> list[float]:
     command = [sys.executable, "-c", PROGRAM.replace("WAIT", wait), socket]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        # Ends what Ctrl-C does not.
+        limit = threading.Timer(60 + runs, process.kill)
+        limit.start()
         taken = []
         try:
             for _ in range(runs):
-                if process.stdout.readline() != "ready\n":
-                    raise SystemExit(f"the process that waits in {wait} has ended")
+                process.stdout.readline()
                 time.sleep(0.15)
                 sent = time.monotonic()
                 process.send_signal(signal.SIGINT)
-                taken.append(float(process.stdout.readline()) - sent)
+                ended = process.stdout.readline()
+                if not ended:
+                    raise SystemExit(f"bench_waits: the process that waits in {wait} did not go on after Ctrl-C")
+                taken.append(float(ended) - sent)
         finally:
+            limit.cancel()
             process.kill()
         return taken
 
@@ -80,6 +88,10 @@ def main() -> None:
     runs = parser.parse_args().runs
     if runs < 1:
         parser.error(f"--runs {runs} is no number of runs: give 1 or more")
+    if importlib.util.find_spec("vmmfd") is None:
+        raise SystemExit("bench_waits: the package vmmfd is not installed here: pip install the wheel that `make wheel` builds")
+    # What is started is ended then too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"{'ms':24} {'median':>8} {'slowest':>8}")
     for module in ("json", "vmmfd"):
         print(f"{'import ' + module:24} {shown(import_times(module, runs))}", flush=True)
@@ -87,11 +99,14 @@ def main() -> None:
         socket = str(Path(folder) / "broker.sock")
         given = os.environ.get("VMMFD_BIN")
         command = [given] if given else [sys.executable, "-m", "vmmfd._command"]
-        server = subprocess.Popen([*command, "serve", "--socket", socket, "--no-supervisor"], stdout=subprocess.PIPE, text=True)
+        try:
+            server = subprocess.Popen([*command, "serve", "--socket", socket, "--no-supervisor"], stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise SystemExit(f"bench_waits: VMMFD_BIN={given}: {error}") from None
         try:
             assert server.stdout is not None
             if "listening" not in server.stdout.readline():
-                raise SystemExit("the broker's server did not start")
+                raise SystemExit("bench_waits: the broker's server did not start")
             for name, wait in WAITS.items():
                 print(f"{'Ctrl-C in ' + name:24} {shown(ends(wait, socket, runs))}", flush=True)
         finally:
@@ -100,4 +115,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

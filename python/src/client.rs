@@ -19,7 +19,7 @@ use vmmfd::{
 
 use crate::{
     client_put::{self, Plan},
-    connections::{Connections, Handlers, Purpose},
+    connections::{Connections, Purpose},
     device,
     error::{Failure, Outcome},
     json,
@@ -375,20 +375,20 @@ impl Client {
     /// Calls this for each lease that is lost, with name, version, id, kind and reason.
     fn on_lost(&self, call: Py<PyAny>) -> Outcome<()> {
         self.0.check()?;
-        Handlers::add(&self.0.handlers.lost, call);
+        self.0.handlers.add(&self.0.handlers.lost, call);
         Ok(())
     }
 
     /// Calls this for each lease that is held again, with name, version, id, and whether it was rebuilt.
     fn on_restored(&self, call: Py<PyAny>) -> Outcome<()> {
         self.0.check()?;
-        Handlers::add(&self.0.handlers.restored, call);
+        self.0.handlers.add(&self.0.handlers.restored, call);
         Ok(())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         for handlers in [&self.0.handlers.lost, &self.0.handlers.restored] {
-            // They are changed with the GIL alone.
+            // Nothing has it now, but for a thread that a fork does not have.
             if let Ok(handlers) = handlers.try_lock() {
                 handlers.iter().try_for_each(|handler| visit.call(handler))?;
             }

@@ -3,7 +3,10 @@
 use std::{
     collections::HashMap,
     process,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use pyo3::prelude::*;
@@ -210,6 +213,9 @@ pub(crate) fn check_process(pid: u32, made: &str, remedy: &str) -> Outcome<()> {
 /// What the program wants to be called with.
 #[derive(Default)]
 pub(crate) struct Handlers {
+    /// Whether there ever was one.
+    any: AtomicBool,
+    // Their locks are taken by threads that are attached to Python alone: so no other one has them while the collector runs.
     pub(crate) lost: Mutex<Vec<Py<PyAny>>>,
     pub(crate) restored: Mutex<Vec<Py<PyAny>>>,
 }
@@ -223,21 +229,20 @@ impl Handlers {
             _ => "unknown",
         };
         let version = lost.version;
-        Self::call(&self.lost, (&lost.name, version, &lost.id, kind, lost.reason.to_string()));
+        self.call(&self.lost, (&lost.name, version, &lost.id, kind, lost.reason.to_string()));
     }
 
     fn restored(&self, restored: &Restored) {
         let Restored { name, version, id, rebuilt, .. } = restored;
-        Self::call(&self.restored, (name, version, id, rebuilt));
+        self.call(&self.restored, (name, version, id, rebuilt));
     }
 
     /// Calls them on this thread, a connection's own. Not while the interpreter ends.
-    fn call<T>(handlers: &Mutex<Vec<Py<PyAny>>>, arguments: T)
+    fn call<T>(&self, handlers: &Mutex<Vec<Py<PyAny>>>, arguments: T)
     where
         T: Clone + for<'py> pyo3::call::PyCallArgs<'py>,
     {
-        let is_empty = || handlers.lock().unwrap_or_else(PoisonError::into_inner).is_empty();
-        if is_empty() {
+        if !self.any.load(Ordering::Acquire) {
             return;
         }
         Python::try_attach(|py| {
@@ -253,7 +258,9 @@ impl Handlers {
         });
     }
 
-    pub(crate) fn add(handlers: &Mutex<Vec<Py<PyAny>>>, handler: Py<PyAny>) {
-        handlers.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
+    /// Adds one to those that are called `with` something.
+    pub(crate) fn add(&self, with: &Mutex<Vec<Py<PyAny>>>, handler: Py<PyAny>) {
+        with.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
+        self.any.store(true, Ordering::Release);
     }
 }

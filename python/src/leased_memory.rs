@@ -97,7 +97,7 @@ impl Leased {
 
     /// How many exports to other libraries are alive.
     pub(crate) fn exports(&self) -> usize {
-        Arc::strong_count(&self.exports) - 1
+        Export::count(&self.exports)
     }
 
     /// Releases the memory now, and ends the lease.

@@ -1,7 +1,6 @@
 //! Memory of this process's own, to be shared: what arrays are made in, and what objects of the broker are made of.
 
 use std::{
-    mem,
     ops::Deref,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -39,8 +38,8 @@ pub(crate) struct Owned {
 struct Exports {
     /// Counts what was exported to other libraries. What was exported while it could be written they may write for as long as they have it.
     alive: Arc<()>,
-    /// Whether it is being made read-only: what is exported from now on must not be written.
-    closing: bool,
+    /// How many have made it read-only, or are about to: what is exported from the first one on must not be written.
+    closing: usize,
 }
 
 impl Owned {
@@ -89,7 +88,7 @@ impl Owned {
 
     fn check(&self, exports: &Exports, promised: bool) -> Outcome<()> {
         let views = Export::count(&exports.alive);
-        if promised || views == 0 || exports.closing || self.memory.access() == Access::ReadOnly {
+        if promised || views == 0 || exports.closing > 0 || self.memory.access() == Access::ReadOnly {
             return Ok(());
         }
         Err(Failure::export(format!(
@@ -103,13 +102,13 @@ impl Owned {
     /// # Errors
     /// Those of both.
     pub(crate) fn make_read_only(&self, py: Python<'_>, promised: bool) -> Outcome<()> {
-        let before = {
+        {
             let mut exports = self.exports();
             self.check(&exports, promised)?;
-            mem::replace(&mut exports.closing, true)
-        };
+            exports.closing += 1;
+        }
         let made = py.detach(|| self.memory.make_read_only());
-        Ok(made.inspect_err(|_| self.exports().closing = before)?)
+        Ok(made.inspect_err(|_| self.exports().closing -= 1)?)
     }
 }
 
@@ -135,7 +134,7 @@ impl Memory for Owned {
     }
 
     fn is_read_only(&self) -> bool {
-        self.exports().closing || self.memory.access() == Access::ReadOnly
+        self.exports().closing > 0 || self.memory.access() == Access::ReadOnly
     }
 
     fn export(&self) -> Result<Export> {

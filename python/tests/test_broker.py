@@ -52,10 +52,8 @@ def test_the_ten_lines(server: Server, tmp_path: Path) -> None:
     assert run(server.path) == (0, "")
     code, says = run(server.path)
     assert code == 1 and says.count("\n") == 1 and "demo" in says and "put it with replace=True" in says, says
-    began = time.monotonic()
     code, says = run(str(tmp_path / "none.sock"))
     assert code == 1 and says.count("\n") == 1 and "start one with `vmmfd serve --socket" in says, says
-    assert time.monotonic() - began < 20
 
 
 def test_what_was_put_is_got_without_a_copy(broker: vmmfd.Broker, name: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from conftest import Child, Server
+from conftest import LIMIT, Child, Server
 
 # What a child begins with: `broker` is connected to the path that it is given.
 BEGIN = """
@@ -92,6 +95,15 @@ def test_ctrl_c_ends_a_call_while_the_server_is_stopped(server: Server, child: C
     interrupt(started)
     server.go_on()
     started.end()
+
+
+def test_how_soon_can_be_measured() -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_waits.py"
+    ended = subprocess.run([sys.executable, script, "--runs", "1"], capture_output=True, text=True, timeout=LIMIT)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    heading, *rows = ended.stdout.splitlines()
+    assert heading.split() == ["ms", "median", "slowest"] and len(rows) == 9
+    assert all(0 < float(row.split()[-2]) <= float(row.split()[-1]) for row in rows), rows
 
 
 def test_a_signal_that_another_thread_took_ends_it_too(server: Server, child: Callable[..., Child]) -> None:

@@ -88,7 +88,7 @@ def test_other_calls_go_on_meanwhile(broker: vmmfd.Broker, prefix: str) -> None:
     with pytest.raises(ValueError, match="another thread waits in this watch"):
         watch.next(0)
     put(broker, prefix + "a")
-    thread.join(10)
+    thread.join(60)
     assert got[0].kind == "published"
 
 

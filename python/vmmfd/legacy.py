@@ -79,8 +79,9 @@ class IpcArrayHandle:
 
     def close(self) -> None:
         """Closes what `open` opened. Raises as `OpenedArray.close`."""
-        if self._opened is not None:
-            self._opened.close()
+        opened = self._opened
+        if opened is not None:
+            opened.close()
             self._opened = None
 
     def __enter__(self) -> Array:

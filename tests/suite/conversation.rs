@@ -442,11 +442,11 @@ mod producers {
     #[test]
     fn a_busy_consumer_is_waited_for() {
         let meeting = Meeting::new(On::Host);
-        let producer = meeting.listening(&["--timeout", "400ms", "--size", "4"]);
+        let producer = meeting.listening(&["--timeout", "4s", "--size", "4"]);
         let mut channel = dial(&meeting.socket());
         borrow(&mut channel, None);
         for _ in 0..5 {
-            thread::sleep(Duration::from_millis(200));
+            thread::sleep(Duration::from_secs(1));
             channel.send(&Message::Busy(Busy {}), &[]).unwrap();
         }
         channel.send(&good(1), &[]).unwrap();
@@ -469,7 +469,7 @@ mod producers {
         for _ in 0..2 {
             assert!(matches!(second.receive("for busy"), Ok((Message::Busy(_), _))));
         }
-        assert!(begun.elapsed() >= Duration::from_secs(1), "{:?}", begun.elapsed());
+        assert!((1..10).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
         // When the first gives up, it is the second's turn.
         drop(first);
         let (Message::Offer(next), _) = answer(&mut second) else { panic!() };
@@ -657,19 +657,18 @@ mod producers {
     fn idle_connections_do_not_prolong_the_wait_for_a_consumer() {
         let meeting = Meeting::new(On::Host);
         let producer = meeting.listening(&["--timeout", "500ms"]);
-        let stop = std::sync::atomic::AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
-                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                    let address = SocketAddrUnix::new(meeting.socket()).unwrap();
-                    // Refused once the producer is gone.
-                    let _ = connect(seqpacket(), &address);
+                let address = SocketAddrUnix::new(meeting.socket()).unwrap();
+                // Until the producer is gone, however it ends.
+                while !matches!(
+                    connect(seqpacket(), &address),
+                    Err(rustix::io::Errno::CONNREFUSED | rustix::io::Errno::NOENT)
+                ) {
                     thread::sleep(Duration::from_millis(20));
                 }
             });
-            let ended = producer.end();
-            stop.store(true, std::sync::atomic::Ordering::Relaxed);
-            ended.code(4).says("no consumer within");
+            producer.end().code(4).says("no consumer within");
         });
     }
 

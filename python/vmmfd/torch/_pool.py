@@ -142,11 +142,14 @@ def _close(addresses: Iterable[int], storages: Iterable[Any]) -> None:
     for address in addresses:
         _native.torch_pool_close(address)
     kept = list(storages)
+    mine = []
     with _lock:
-        pools = list(_active)
-    for pool in pools:
-        if pool._thread == threading.get_ident():
-            pool._end()
-            pool._begin()
-        else:
-            pool._held.extend(kept)
+        for pool in _active:
+            if pool._thread == threading.get_ident():
+                mine.append(pool)
+            else:
+                # Not any more once its thread has left it.
+                pool._held.extend(kept)
+    for pool in mine:
+        pool._end()
+        pool._begin()
