@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
 import subprocess
 import sys
@@ -683,6 +684,38 @@ def test_a_private_copy_of_a_view_is_of_that_alone(broker: vmmfd.Broker, name: s
     found = broker.state_dict(name, private=["b", "c"])
     assert torch.equal(found["b"], small[101:103]) and torch.equal(found["c"], small[290:])
     assert found["b"].storage_offset() == 101 % 32 and found["c"].untyped_storage().nbytes() == 300 * 8 - 2304
+
+
+def test_a_table_that_lies_gives_what_is_there_or_an_error(broker: vmmfd.Broker, name: str) -> None:
+    truth = torch.arange(1024, dtype=torch.float32)
+    part, memories, _, _ = broker._native.plan([("x", truth.numpy())], "all")
+
+    def put(*rows: tuple[int, int, dict[str, Any]]) -> None:
+        """Arrays by where they begin, how many elements they have, and what is said of their storage."""
+        entries = [
+            (f"{at}", "float32", [length], None, 0, begin, json.dumps({"kind": "buffer", "storage": 0, "storage_offset": begin, **said}))
+            for at, (begin, length, said) in enumerate(rows)
+        ]
+        broker._native.put(name, [(part, memories, entries, None)], replace=True)
+
+    for rows in (
+        [(0, 16, {"storage_bytes": 8})],
+        [(0, 16, {"storage_bytes": -64})],
+        [(0, 16, {"storage_bytes": 1 << 62})],
+        [(64, 16, {"storage_bytes": 128, "storage_offset": -64})],
+        [(64, 16, {"storage_bytes": 128, "storage_offset": 64}), (128, 16, {"storage_bytes": 128, "storage_offset": 60})],
+        [(0, 4, {"storage_bytes": 16}), (256, 900, {"storage_bytes": 16, "storage_offset": 4000})],
+        [(0, 16, {"storage_bytes": 64, "storage": [0]})],
+    ):
+        put(*rows)
+        for writable_buffers in (True, False):
+            found = broker.state_dict(name, writable_buffers=writable_buffers)
+            for at, (begin, length, _) in enumerate(rows):
+                assert torch.equal(found[f"{at}"], truth[begin // 4 :][:length])
+    for dtype in ("float64", "nn", 5, ["float32"]):
+        put((0, 16, {"storage_bytes": 64, "torch_dtype": dtype}))
+        with pytest.raises(vmmfd.Differs, match="'0' is of type"):
+            broker.state_dict(name)
 
 
 def test_buffers_that_modules_share_are_one_tensor(broker: vmmfd.Broker, name: str) -> None:

@@ -37,15 +37,21 @@ class _Row(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        name = self.attributes.get("torch_dtype") or self.array.dtype
+        name = str(self.attributes.get("torch_dtype") or self.array.dtype)
         if name not in _dtypes:
             torch = _torch()
-            found = getattr(torch, str(name), None)
+            found = getattr(torch, name, None)
             _dtypes[name] = found if isinstance(found, torch.dtype) else None
-        return _dtypes[name]
+        found = _dtypes[name]
+        # A table that lies of its elements' size would have PyTorch read beyond them.
+        return found if found is not None and found.itemsize == self.array.itemsize else None
 
     def is_private(self, writable_buffers: bool) -> bool:
         return writable_buffers and self.kind in ("buffer", "attribute")
+
+
+def _has_storage(attributes: dict[str, Any]) -> bool:
+    return isinstance(attributes.get("storage"), int)
 
 
 def _length(array: _native.Array) -> int:
@@ -69,10 +75,10 @@ class _Mapped:
         self.rows: list[_Row] = []
         arrays = lease._native.arrays()
         counts = Counter(
-            (part, attributes["storage"]) for part, _, _, attributes, _ in arrays if attributes and "storage" in attributes
+            (part, attributes["storage"]) for part, _, _, attributes, _ in arrays if attributes and _has_storage(attributes)
         )
         for part, name, array, attributes, is_dense in arrays:
-            if not attributes or "storage" not in attributes:
+            if not attributes or not _has_storage(attributes):
                 # Of another maker, such as a file's: its bytes are a storage if there are no gaps between them.
                 self.rows.append(_Row(name, part, array, attributes or {}, (part, name), is_dense))
                 continue
@@ -96,15 +102,19 @@ class _Mapped:
         """The storage that an array is in, as bytes: its identity, a tensor, and where the array begins in it."""
         attributes = row.attributes
         number, inside, size = (attributes.get(key) for key in ("storage", "storage_offset", "storage_bytes"))
-        if isinstance(number, int) and isinstance(inside, int) and isinstance(size, int):
-            identity: tuple[Any, ...] = (row.part, number, "storage")
+        if (
+            isinstance(number, int) and isinstance(inside, int) and isinstance(size, int)
+            and 0 <= inside and inside + _length(row.array) <= size
+        ):  # fmt: skip
+            begin = row.array.address - inside
+            # With its place, as tables may lie.
+            identity: tuple[Any, ...] = (row.part, number, begin, size)
             if identity in self._storages:
                 return identity, self._storages[identity], inside
             if row.part not in self._pieces:
                 self._pieces[row.part] = [(piece.address, piece) for piece in self._lease.memory(row.part)]
-            begin = row.array.address - inside
             for address, piece in self._pieces[row.part]:
-                if address <= begin and begin + size <= address + piece.nbytes and 0 <= inside:
+                if address <= begin and begin + size <= address + piece.nbytes:
                     found = self._import(piece[begin - address : begin - address + size])
                     self._storages[identity] = found
                     return identity, found, inside
@@ -134,7 +144,7 @@ class _Mapped:
         self._spans = {identity: _merged(of) for identity, of in spans.items()}
 
     def tensor(self, row: _Row, private: bool) -> Any:
-        """An array as a tensor without a gradient: of the memory itself, or of a copy, of which `will_copy` was told."""
+        """An array as a tensor without a gradient: of the memory itself, or of a copy, which `will_copy` was called for."""
         if row.is_alone and not private and "torch_dtype" not in row.attributes:
             # One import, and not two.
             try:
