@@ -475,6 +475,31 @@ def test_private_names_what_is_copied(broker: vmmfd.Broker, name: str) -> None:
         broker.load(name, Net(2), private="first")
 
 
+def test_a_loaded_module_can_be_swapped(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, nn.Sequential(nn.Linear(4, 4)))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for change in (
+            lambda module: module.to(torch.float64),
+            lambda module: module.load_state_dict(nn.Sequential(nn.Linear(4, 4)).state_dict(), assign=True),
+        ):
+            module = nn.Sequential(nn.Linear(4, 4))
+            loaded = broker.load(name, module)
+            with pytest.raises(vmmfd.ExportError, match="0.weight"):
+                module.load_state_dict(nn.Sequential(nn.Linear(4, 4)).state_dict())
+            change(module)
+            assert not is_mapped(module[0].weight, loaded.lease)
+            module.load_state_dict(nn.Sequential(nn.Linear(4, 4)).state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    # What has no storage by now, or is not there, is none of the memory.
+    module = nn.Sequential(nn.Linear(4, 4))
+    broker.load(name, module)
+    module[0].weight, module[0].bias = nn.Parameter(torch.ones(4, 4).to_sparse()), None
+    module.load_state_dict({"0.weight": torch.zeros(4, 4).to_sparse(), "0.bias": torch.zeros(4)}, strict=False)
+    assert module[0].weight.to_dense().sum() == 0
+
+
 def test_a_state_dict_for_a_module_has_copies_of_its_buffers(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, Net(1).state_dict())
     with broker.get(name) as lease:

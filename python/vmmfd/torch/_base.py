@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,20 @@ def _torch() -> Any:
 def _listed(problems: list[str]) -> str:
     more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
     return "".join(f"\n- {problem}" for problem in [*problems[:_LISTED], *more])
+
+
+@functools.cache
+def _weak() -> Any:
+    return importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
+
+
+def _storage(tensor: Any) -> Any:
+    """A weak reference to a tensor's storage, which views of it have too; None if it has none, as a sparse tensor. While there is one,
+    no other storage is equal to it."""
+    try:
+        return _weak()(tensor.untyped_storage())
+    except Exception:
+        return None
 
 
 _Span = tuple[int, int]

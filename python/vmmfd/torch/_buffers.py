@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._base import _torch
+from ._base import _storage, _torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# The storages of mapped memory that were given out as tensors, of which it is not known what they will be. By weak references, which are
-# the same for views. There is no lock: each change is one step, and a fork finds none that is held.
+# The storages of mapped memory that were given out as tensors, of which it is not known what they will be. By weak references. There
+# is no lock: each change is one step, and a fork finds none that is held.
 _followed: set[Any] = set()
 # PyTorch's handle of the hook, once it is installed.
 _hook: Any = None
@@ -19,18 +18,11 @@ _hook: Any = None
 
 def _follow(tensors: Iterable[Any]) -> None:
     """Sees to it that of these tensors, which are mapped memory, a module gets private copies where they become its buffers."""
-    weak = _weak()
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    found = {weak(storage) for storage in storages if storage.nbytes()}
+    found = {_storage(tensor) for tensor in tensors if tensor.numel()}
     _followed.difference_update([storage for storage in list(_followed) if storage.expired()])
     _followed.update(found)
     if found:
         _install_hook()
-
-
-def _weak() -> Any:
-    """Makes weak references to storages. While there is one, no other storage is equal to it."""
-    return importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
 
 
 def _install_hook() -> None:
@@ -55,11 +47,8 @@ def _writable(tensor: Any) -> Any:
     Each has its own, as nobody says which of them belong together: one that was shared could have been written since."""
     if not _followed:
         return None
-    try:
-        is_followed = _weak()(tensor.untyped_storage()) in _followed
-    except Exception:
-        return None  # It has no storage, as a sparse tensor, and is none of ours.
-    if not is_followed:
+    storage = _storage(tensor)
+    if storage is None or storage not in _followed:
         return None
     torch = _torch()
     # A tensor as it would be otherwise, which can be written outside of inference too.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._errors import Differs, ExportError, Invalid
-from ._base import _listed, _torch
+from ._base import _listed, _storage, _torch
 from ._get import _Mapped, _Row, _wanted
 from ._items import _items, _written
 
@@ -21,17 +20,18 @@ class _Guard:
     """Refuses a `load_state_dict` that would copy into mapped memory. Copied or pickled with its module, it does nothing: the copy's
     tensors are its own."""
 
-    def __init__(self, installed: dict[str, tuple[Any, int]]) -> None:
+    def __init__(self, installed: dict[str, Any]) -> None:
+        # By name, the storages: there is no reference to the tensors, as PyTorch does not swap one that has such.
         self._installed = installed
 
-    def __call__(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    def __call__(self, module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers", False):
             return
-        names = []
-        for name, (reference, address) in self._installed.items():
-            tensor = reference()
-            if prefix + name in state_dict and tensor is not None and tensor.data_ptr() == address:
-                names.append(prefix + name)
+        names = [
+            prefix + name
+            for name, storage in self._installed.items()
+            if prefix + name in state_dict and _is_in(storage, module, name)
+        ]
         if names:
             raise ExportError(
                 "load_state_dict would copy into memory of the broker, which is read-only: call it with assign=True, or load the module "
@@ -45,19 +45,27 @@ class _Guard:
 
 def _guard(module: Any, installed: list[_Installed]) -> None:
     """Has the module, and each in it that has mapped tensors, refuse what would write to them."""
-    of: dict[Any, dict[str, tuple[Any, int]]] = {module: {}}
-    for name, owner, leaf, kind, address, is_mapped in installed:
+    of: dict[Any, dict[str, Any]] = {module: {}}
+    for name, owner, leaf, kind, _, is_mapped in installed:
         if is_mapped and kind != "attribute":
-            tensor = weakref.ref(_held(owner, kind)[leaf])
-            of[module][name] = tensor, address
-            of.setdefault(owner, {})[leaf] = tensor, address
+            storage = _storage(_held(owner, kind)[leaf])
+            of[module][name] = of.setdefault(owner, {})[leaf] = storage
     for owner in module.modules():
         hooks = owner._load_state_dict_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _Guard)]:
             del hooks[key]
     for owner, tensors in of.items():
         if tensors:
-            owner._register_load_state_dict_pre_hook(_Guard(tensors))
+            owner._register_load_state_dict_pre_hook(_Guard(tensors), with_module=True)
+
+
+def _is_in(storage: Any, module: Any, name: str) -> bool:
+    """Whether what a module has by a name now is in this storage."""
+    there = module
+    for step in name.split("."):
+        there = getattr(there, step, None)
+    found = _storage(there)
+    return found is not None and bool(found == storage)
 
 
 class _Installed(NamedTuple):
