@@ -389,7 +389,7 @@ impl Array {
         // SAFETY: it makes a bytes object of that size, or raises.
         let bytes =
             unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyBytes_FromStringAndSize(ptr::null(), size as isize)) }?;
-        // SAFETY: its bytes, which have no values yet, and which nobody else has seen.
+        // SAFETY: its bytes, which have no values yet, and which nothing else has seen.
         let to = unsafe { slice::from_raw_parts_mut(ffi::PyBytes_AsString(bytes.as_ptr()).cast(), size) };
         signals::run(py, &[], || copy::read(&*self.memory, &self.descriptor, to))?;
         // SAFETY: it is one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import os
 import threading
 from typing import Any
 
@@ -188,6 +189,9 @@ LONG_COPIES = {
 def test_a_signal_ends_a_long_copy(child: Any, copy: str) -> None:
     """The signal comes when the copy lets go of the GIL, and the copy does not come to its end."""
     call, unfinished = LONG_COPIES[copy]
+    before = "clear_peak(), peak()" if "peak" in unfinished else "None, 0"
+    if "peak" in unfinished and not os.path.exists("/proc/self/clear_refs"):
+        pytest.skip("the kernel does not clear the peak of a process's memory (/proc/self/clear_refs)")
     child(
         f"""
         import signal, sys, threading, numpy as np, vmmfd
@@ -214,8 +218,7 @@ def test_a_signal_ends_a_long_copy(child: Any, copy: str) -> None:
             going = threading.Event()
             thread = threading.Thread(target=send)
             thread.start()
-            clear_peak()
-            before = peak()
+            _, before = {before}
             ended = False
             try:
                 going.set()

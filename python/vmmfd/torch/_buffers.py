@@ -44,7 +44,7 @@ def _install_hook() -> None:
 def _writable(tensor: Any) -> Any:
     """What a module gets as its buffer instead of a tensor: a copy of its own, if it is one that is followed, else None.
 
-    Each has its own, as nobody says which of them belong together: one that was shared could have been written since."""
+    Each has its own, as it is not known which of them belong together: one that was shared could have been written since."""
     if not _followed:
         return None
     storage = _storage(tensor)
