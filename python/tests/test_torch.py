@@ -473,6 +473,80 @@ def test_private_names_what_is_copied(broker: vmmfd.Broker, name: str) -> None:
         broker.state_dict(name, private=["nosuch"])
     with pytest.raises(vmmfd.Invalid, match="is one name where a list belongs"):
         broker.load(name, Net(2), private="first")
+    with pytest.raises(vmmfd.Invalid, match="private=5 is of type int: give a list of names"):
+        broker.load(name, Net(2), private=5)  # type: ignore[arg-type]
+
+
+def test_what_is_loaded_in_pieces_or_tied_later_is_not_written_either(broker: vmmfd.Broker, name: str) -> None:
+    def two() -> Any:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    new = two().state_dict()
+    for piece in "01":
+        broker.put(f"{name}/{piece}", {key: value for key, value in new.items() if key.startswith(piece)})
+    module = two()
+    broker.load(f"{name}/0", module, strict=False)
+    broker.load(f"{name}/1", module, strict=False)
+    with pytest.raises(vmmfd.ExportError) as raised:
+        module.load_state_dict(new)
+    assert str(raised.value).splitlines()[1:] == ["- 0.weight", "- 0.bias", "- 1.weight", "- 1.bias"]
+    module = two()
+    broker.load(f"{name}/0", module, strict=False)
+    module[1].load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    module[1].weight = module[0].weight
+    with pytest.raises(vmmfd.ExportError, match="- weight$"):
+        module[1].load_state_dict({"weight": torch.ones(4, 4)}, strict=False)
+    # What has memory of its own by now can be written, and so can a copy of the module, which has the same hooks.
+    module.share_memory()
+    again = copy.copy(module)
+    del module
+    gc.collect()
+    again.load_state_dict(new)
+    again.load_state_dict(new, assign=True)
+    assert torch.equal(again[0].weight, new["0.weight"])
+
+
+def test_a_buffer_keeps_that_it_wants_a_gradient(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": torch.ones(3)})
+    x = broker.state_dict(name)["x"].requires_grad_(True)
+    module = nn.Module()
+    module.register_buffer("x", x)
+    assert module.x.requires_grad and module.x.is_leaf and module.x.data_ptr() != x.data_ptr()
+
+
+def test_what_a_module_has_as_a_parameter_and_otherwise_too(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, nn.Linear(4, 4).state_dict())
+    module = nn.Linear(4, 4)
+    module.register_buffer("table", module.weight)
+    module.__dict__["plain"] = module.weight
+    loaded = broker.load(name, module, strict=False)
+    assert is_mapped(module.weight, loaded.lease) and loaded.private == ["table", "plain"]
+    module.table.add_(1)
+    module.plain.add_(1)
+    assert list(module.state_dict()) == ["weight", "bias", "table"] and type(module.plain) is torch.Tensor
+
+
+def test_parameters_of_equal_attributes_stay_tied(broker: vmmfd.Broker, name: str) -> None:
+    def two(other: object = None) -> Any:
+        made = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+        for linear in made:
+            linear.weight.sizes = tuple([1000, 2])
+        made[1].weight.of = other
+        made[0].nothing = made[1].nothing = nn.Parameter(torch.empty(0, 3))
+        return made
+
+    made = two()
+    made[1].weight = made[0].weight
+    broker.put(name, made)
+    for other in (None, []):
+        module = two(other)
+        broker.load(name, module)
+        assert module[0].weight is not module[1].weight
+        assert module[0].weight.data_ptr() == module[1].weight.data_ptr() and module[0].nothing is module[1].nothing
+    module = two()
+    module[0].weight.of = None
+    broker.load(name, module)
+    assert module[0].weight is module[1].weight
 
 
 def test_a_loaded_module_can_be_swapped(broker: vmmfd.Broker, name: str) -> None:

@@ -53,6 +53,6 @@ def _writable(tensor: Any) -> Any:
     torch = _torch()
     # A tensor as it would be otherwise, which can be written outside of inference too.
     with torch.inference_mode(False), torch.no_grad():
-        made = tensor.clone()
+        made = tensor.clone().requires_grad_(tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
     return made

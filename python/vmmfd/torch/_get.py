@@ -174,7 +174,10 @@ class _Mapped:
 def _wanted(private: Iterable[str]) -> set[str]:
     if isinstance(private, str):
         raise Invalid(f"private={private!r} is one name where a list belongs: give [{private!r}]")
-    names = list(private)
+    try:
+        names = list(private)
+    except TypeError:
+        raise Invalid(f"private={private!r} is of type {type(private).__name__}: give a list of names") from None
     for name in names:
         if not isinstance(name, str):
             raise Invalid(f"private has {name!r}, of type {type(name).__name__}: names are str")

@@ -16,22 +16,23 @@ if TYPE_CHECKING:
     from .._lease import Lease, Prepared
 
 
+# The storages of mapped memory that modules were given, by weak references, and their addresses then: a storage may get other memory.
+_given: dict[Any, int] = {}
+
+
 class _Guard:
     """Refuses a `load_state_dict` that would copy into mapped memory. Copied or pickled with its module, it does nothing: the copy's
     tensors are its own."""
 
-    def __init__(self, installed: dict[str, Any]) -> None:
-        # By name, the storages: there is no reference to the tensors, as PyTorch does not swap one that has such.
-        self._installed = installed
+    def __init__(self, module: Any) -> None:
+        # Not the module itself: it would be in a cycle, and so would its lease.
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
 
-    def __call__(self, module: Any, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    def __call__(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers", False):
             return
-        names = [
-            prefix + name
-            for name, storage in self._installed.items()
-            if prefix + name in state_dict and _is_in(storage, module, name)
-        ]
+        with _torch()._C.DisableTorchFunctionSubclass():
+            names = [name for name, tensor in _tensors(self, prefix) if name in state_dict and _is_given(tensor)]
         if names:
             raise ExportError(
                 "load_state_dict would copy into memory of the broker, which is read-only: call it with assign=True, or load the module "
@@ -44,28 +45,36 @@ class _Guard:
 
 
 def _guard(module: Any, installed: list[_Installed]) -> None:
-    """Has the module, and each in it that has mapped tensors, refuse what would write to them."""
-    of: dict[Any, dict[str, Any]] = {module: {}}
-    for name, owner, leaf, kind, _, is_mapped in installed:
-        if is_mapped and kind != "attribute":
-            storage = _storage(_held(owner, kind)[leaf])
-            of[module][name] = of.setdefault(owner, {})[leaf] = storage
+    """Has the module, and each in it that has tensors, refuse what would write to mapped memory, as far as they have such then."""
+    for gone in [storage for storage in list(_given) if storage.expired()]:
+        _given.pop(gone, None)
+    # Whatever a subclass of tensors makes of it; and below.
+    with _torch()._C.DisableTorchFunctionSubclass():
+        for each in installed:
+            if each.is_mapped:
+                tensor = _held(each.owner, each.kind)[each.leaf]
+                _given[_storage(tensor)] = tensor.untyped_storage().data_ptr()
     for owner in module.modules():
-        hooks = owner._load_state_dict_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _Guard)]:
-            del hooks[key]
-    for owner, tensors in of.items():
-        if tensors:
-            owner._register_load_state_dict_pre_hook(_Guard(tensors), with_module=True)
+        if owner is module or owner._parameters or owner._buffers:
+            hooks = owner._load_state_dict_pre_hooks.values()
+            if not any(isinstance(getattr(hook, "hook", hook), _Guard) for hook in hooks):
+                owner._register_load_state_dict_pre_hook(_Guard(owner))
 
 
-def _is_in(storage: Any, module: Any, name: str) -> bool:
-    """Whether what a module has by a name now is in this storage."""
-    there = module
-    for step in name.split("."):
-        there = getattr(there, step, None)
-    found = _storage(there)
-    return found is not None and bool(found == storage)
+def _tensors(module: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+    """The tensors that a module has now, and those in it, by the names that they have in a state dict."""
+    for held in (module._parameters, module._buffers):
+        for leaf, tensor in held.items():
+            if tensor is not None:
+                yield prefix + leaf, tensor
+    for leaf, inner in module._modules.items():
+        if inner is not None:
+            yield from _tensors(inner, f"{prefix}{leaf}.")
+
+
+def _is_given(tensor: Any) -> bool:
+    storage = _storage(tensor)
+    return storage in _given and bool(tensor.untyped_storage().data_ptr() == _given[storage])
 
 
 class _Installed(NamedTuple):
@@ -253,36 +262,42 @@ def _load(
         # The exception has this frame, and should not hold the lease.
         del mapped, fit
         raise Differs(f"{of} does not fit into the {type(module).__name__}:{_listed(problems)}")
+    # What is tied in the module alone is of the same bytes.
+    chosen = fit.chosen | {name: (fit.chosen[leader][0], fit.targets[name][0]) for name, leader in fit.follows.items()}
     # What is tied is one tensor also as a copy.
-    leaders = (fit.follows.get(name, name) for name in named | _written(module))
-    copied = {fit.chosen[name][0].identity for name in leaders if name in fit.chosen}
-    made: dict[str, Any] = {}
-    tensors: dict[tuple[Any, ...], Any] = {}
+    copied = {chosen[name][0].identity for name in named | _written(module) if name in chosen}
     copies = [
-        name
-        for name, (row, kind) in fit.chosen.items()
-        if row.identity in copied or (writable_buffers and kind != "parameter")
+        name for name, (row, kind) in chosen.items() if row.identity in copied or (writable_buffers and kind != "parameter")
     ]
     private_names = set(copies)
-    mapped.will_copy(fit.chosen[name][0] for name in copies)
-    for name, (row, kind) in fit.chosen.items():
-        is_private = name in private_names
+    mapped.will_copy(chosen[name][0] for name in copies)
+    made: dict[str, Any] = {}
+    tensors: dict[tuple[Any, ...], Any] = {}
+    for name, (row, kind) in chosen.items():
         old = fit.targets[name][1]
-        # Names that are tied are one tensor, but for parameters that differ in the module: these are two in the same memory.
-        tied = row.identity, _class(old) if kind == "parameter" else None
-        if tied not in tensors or 0 in row.array.shape:
-            tensor = mapped.tensor(row, is_private)
+        # Names that are tied are one tensor, but for parameters that differ in the module: these are two in the same memory. What has no
+        # elements has no memory, and is tied as the module says.
+        tied = id(old) if 0 in row.array.shape else row.identity, name in private_names, _class(old) if kind == "parameter" else None
+        if tied not in tensors:
+            tensor = mapped.tensor(row, name in private_names)
             tensors[tied] = _parameter(tensor, old) if kind == "parameter" else tensor
         made[name] = tensors[tied]
-    made |= {name: made[leader] for name, leader in fit.follows.items()}
     installed = _install(module, made, fit, private_names)
     _guard(module, installed)
     return Loaded(lease, module, copies, list(mapped.private.values()), installed)
 
 
 def _class(parameter: Any) -> tuple[Any, ...]:
-    """What a parameter in the place of another one has of it."""
-    return type(parameter), frozenset((key, id(value)) for key, value in parameter.__dict__.items())
+    """What a parameter in the place of another one has of it, to compare."""
+
+    def value(of: Any) -> Any:
+        try:
+            hash(of)
+        except Exception:
+            return id(of)
+        return type(of), of
+
+    return type(parameter), frozenset((key, value(of)) for key, of in parameter.__dict__.items())
 
 
 def _parameter(tensor: Any, old: Any) -> Any:
@@ -312,8 +327,7 @@ def _install(module: Any, made: dict[str, Any], fit: _Fit, copies: set[str]) -> 
             setattr(owner, leaf, tensor)
             is_there = held.get(leaf) is tensor
             if is_there and tensor.numel():
-                is_mapped = fit.follows.get(name, name) not in copies
-                installed.append(_Installed(name, owner, leaf, kind, tensor.data_ptr(), is_mapped))
+                installed.append(_Installed(name, owner, leaf, kind, tensor.data_ptr(), name not in copies))
     except BaseException as error:
         for held, leaf, old in before:
             held[leaf] = old
