@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -22,12 +22,6 @@ from conftest import LIMIT, Child, Server
 
 import vmmfd
 from vmmfd import _native, _reduce
-
-
-@pytest.fixture
-def broker(socket: str) -> Iterator[vmmfd.Broker]:
-    with vmmfd.connect(socket, backend="host") as broker:
-        yield broker
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,6 @@ import vmmfd
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 nn = torch.nn
-
-
-@pytest.fixture
-def broker(socket: str) -> Iterator[vmmfd.Broker]:
-    with vmmfd.connect(socket, backend="host") as broker:
-        yield broker
 
 
 @pytest.fixture

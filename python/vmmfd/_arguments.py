@@ -34,7 +34,7 @@ def names(value: Any, what: str) -> list[str]:
     try:
         listed = list(value)
     except TypeError:
-        raise Invalid(f"{what} is of type {type(value).__name__}: give a list of names") from None
+        raise Invalid(f"{what}={value!r} is of type {type(value).__name__}: give a list of names") from None
     for name in listed:
         if not isinstance(name, str):
             raise Invalid(f"{what} has {name!r}, of type {type(name).__name__}: names are str")

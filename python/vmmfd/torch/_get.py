@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import _native
+from .. import _arguments, _native
 from .._errors import Differs, Invalid, Unsupported
 from ._base import _Span, _around, _copied, _merged, _torch
 from ._buffers import _follow
@@ -98,6 +98,15 @@ class _Mapped:
         # What is published is finished: there is no work to wait for.
         return self._from_dlpack(array._capsule())
 
+    def _piece(self, part: str, begin: int, end: int) -> Any:
+        """The bytes between two addresses of a part, as a tensor; None where they are not in one piece of mapped memory."""
+        if part not in self._pieces:
+            self._pieces[part] = [(piece.address, piece) for piece in self._lease.memory(part)]
+        for address, piece in self._pieces[part]:
+            if address <= begin and end <= address + piece.nbytes:
+                return self._import(piece[begin - address : end - address])
+        return None
+
     def _bytes(self, row: _Row) -> tuple[tuple[Any, ...], Any, int]:
         """The storage that an array is in, as bytes: its identity, a tensor, and where the array begins in it."""
         attributes = row.attributes
@@ -111,13 +120,10 @@ class _Mapped:
             identity: tuple[Any, ...] = (row.part, number, begin, size)
             if identity in self._storages:
                 return identity, self._storages[identity], inside
-            if row.part not in self._pieces:
-                self._pieces[row.part] = [(piece.address, piece) for piece in self._lease.memory(row.part)]
-            for address, piece in self._pieces[row.part]:
-                if address <= begin and begin + size <= address + piece.nbytes:
-                    found = self._import(piece[begin - address : begin - address + size])
-                    self._storages[identity] = found
-                    return identity, found, inside
+            found = self._piece(row.part, begin, begin + size)
+            if found is not None:
+                self._storages[identity] = found
+                return identity, found, inside
         # It has none that is mapped: the array's own bytes.
         identity = row.identity
         if identity not in self._storages:
@@ -125,11 +131,7 @@ class _Mapped:
             length = _length(array)
             if any(stride < 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True)):
                 raise Differs(f"array {row.name!r} has negative strides, which PyTorch has not: copy it with NumPy or CuPy")
-            found = None
-            for piece in self._lease.memory(row.part):
-                begin = array.address - piece.address
-                if 0 <= begin and begin + length <= piece.nbytes:
-                    found = self._import(piece[begin : begin + length])
+            found = self._piece(row.part, array.address, array.address + length)
             assert found is not None, "an array lies in its memory"
             self._storages[identity] = found
         return identity, self._storages[identity], 0
@@ -171,19 +173,6 @@ class _Mapped:
         return made.set_(source.untyped_storage(), inside // size, array.shape, strides)
 
 
-def _wanted(private: Iterable[str]) -> set[str]:
-    if isinstance(private, str):
-        raise Invalid(f"private={private!r} is one name where a list belongs: give [{private!r}]")
-    try:
-        names = list(private)
-    except TypeError:
-        raise Invalid(f"private={private!r} is of type {type(private).__name__}: give a list of names") from None
-    for name in names:
-        if not isinstance(name, str):
-            raise Invalid(f"private has {name!r}, of type {type(name).__name__}: names are str")
-    return set(names)
-
-
 def _state_dict(
     lease: Any,
     *,
@@ -198,7 +187,7 @@ def _state_dict(
     What is a buffer is `module`'s to say, if one is given. What a `state_dict` of PyTorch does not have (buffers that are not persistent,
     tensors that are plain attributes) is left out unless `everything` is asked for.
     """
-    named = _wanted(private)
+    named = set(_arguments.names(private, "private"))
     copied = set(named)
     if module is not None:
         if not isinstance(module, _torch().nn.Module):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import _arguments
 from .._errors import Differs, ExportError, Invalid
 from ._base import _listed, _storage, _torch
-from ._get import _Mapped, _Row, _wanted
+from ._get import _Mapped, _Row
 from ._items import _items, _written
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def _load(
     torch = _torch()
     if not isinstance(module, torch.nn.Module):
         raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
-    named = _wanted(private)
+    named = set(_arguments.names(private, "private"))
     mapped = _Mapped(lease)
     fit = _fit(mapped.rows, module, strict)
     problems = fit.problems + [
