@@ -426,6 +426,43 @@ def test_load_state_dict_does_not_write_to_the_memory(broker: vmmfd.Broker, name
     assert len(other_module._load_state_dict_pre_hooks) == 1
 
 
+def test_load_state_dict_into_what_state_dict_filled_is_refused(broker: vmmfd.Broker, name: str) -> None:
+    def make() -> Any:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    broker.put(name, make())
+    new = {key: value + 1 for key, value in make().state_dict().items()}
+    with broker.get(name) as lease:
+        module = make()
+        module.load_state_dict(lease.state_dict(), assign=True)
+        for of, prefix in ((module, ""), (module[0], "0.")):
+            with pytest.raises(vmmfd.ExportError, match="assign=True") as raised:
+                of.load_state_dict({key.removeprefix(prefix): value for key, value in new.items() if key.startswith(prefix)})
+            assert str(raised.value).splitlines()[1:] == [f"- {'' if prefix else '0.'}{leaf}" for leaf in ("weight", "bias")]
+        # As a parameter of any other module, in one that is made after it, and as buffers that are asked for as they are.
+        other = nn.Linear(4, 4)
+        other.weight = nn.Parameter(lease.state_dict()["0.weight"].view(4, 4), requires_grad=False)
+        with pytest.raises(vmmfd.ExportError, match="- 0.weight$"):
+            nn.Sequential(other).load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
+        other.load_state_dict({"bias": torch.ones(4)}, strict=False)
+        norm = nn.BatchNorm1d(4)
+        norm.running_mean = lease.state_dict(writable_buffers=False)["1.running_mean"]
+        assert is_mapped(norm.running_mean, lease)
+        with pytest.raises(vmmfd.ExportError, match="- running_mean$"):
+            norm.load_state_dict(make()[1].state_dict())
+        # What it has of its own it may write: buffers, a copy, memory that it moved to.
+        module.load_state_dict({"1.running_mean": torch.full((4,), 7.0)}, strict=False)
+        assert module[1].running_mean[0] == 7
+        for own in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            own.load_state_dict(new)
+        module.load_state_dict(new, assign=True)
+        module.load_state_dict(make().state_dict())
+    del module, other, norm, of, raised
+    gc.collect()
+    assert vmmfd._native._settle(10)
+    assert len(broker.who(name).leases) == 0
+
+
 @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
 def test_weights_that_forward_writes_are_private_copies(broker: vmmfd.Broker, name: str, kind: str) -> None:
     def make() -> Any:

@@ -225,11 +225,12 @@ class Lease(Closing, Mapping[str, "Array"]):
         memory too. Which are buffers is known of what was put as a module, and of the `module` that the tensors are for, if it is given;
         then weights of its embeddings with `max_norm` are private copies too. Else, of safetensors and plain state dicts, only
         `nn.Parameter` (`state_dict(keep_vars=True)`) and the statistics of PyTorch's norms are told apart. All else is mapped. Where a
-        mapped tensor becomes a buffer of a module, the module gets a private copy of it alone, not tied to others, by a hook of PyTorch's
-        that stays from then on; not in TorchScript modules, in `torch.func.functional_call`, in a `load_state_dict` that swaps tensors, in
-        what `torch.compile` traced, and where `module._buffers` is written directly. A later `load_state_dict` without `assign=True`
-        writes to the memory: only what `load` filled refuses it. What `private` names is a private copy. What a `state_dict` does not
-        have (buffers that are not persistent, tensors that are plain attributes of modules) comes with `everything=True`.
+        mapped tensor becomes a buffer of a module, the module gets a private copy of it alone, not tied to others; and where one becomes
+        a parameter, a later `load_state_dict` without `assign=True` raises `ExportError`, as it would write to the memory. That is done by
+        hooks of PyTorch's that stay from then on; not in TorchScript modules, in `torch.func.functional_call`, in a `load_state_dict` that
+        swaps tensors, in what `torch.compile` traced, and where `module._buffers` or `module._parameters` is written directly. What
+        `private` names is a private copy. What a `state_dict` does not have (buffers that are not persistent, tensors that are plain
+        attributes of modules) comes with `everything=True`.
 
         Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
         names that several parts have, and for one in `private` that the object has not."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _arguments, _native
 from .._errors import Differs, Invalid, Unsupported
 from ._base import _Span, _around, _copied, _merged, _torch
-from ._buffers import _follow
+from ._hooks import _follow
 from ._items import _STATISTICS, _items, _written
 
 if TYPE_CHECKING:
@@ -214,7 +214,6 @@ def _state_dict(
             rows[row.name] = row, row.identity in identities or row.is_private(writable_buffers)
     mapped.will_copy(row for row, is_private in rows.values() if is_private)
     found = {name: mapped.tensor(row, is_private) for name, (row, is_private) in rows.items()}
-    if writable_buffers:
-        # Parameters too, as the module that they come to may have buffers there.
-        _follow(found[name] for name, (_, is_private) in rows.items() if not is_private)
+    # Parameters too, as the module that they come to may have buffers there.
+    _follow((found[name] for name, (_, is_private) in rows.items() if not is_private), writable_buffers)
     return found

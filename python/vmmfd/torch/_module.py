@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _arguments
-from .._errors import Differs, ExportError, Invalid
-from ._base import _listed, _storage, _torch
+from .._errors import Differs, Invalid
+from ._base import _listed, _torch
 from ._get import _Mapped, _Row
+from ._guard import _note, _protect
 from ._items import _items, _written
 
 if TYPE_CHECKING:
@@ -15,67 +16,6 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from .._lease import Lease, Prepared
-
-
-# The storages of mapped memory that modules were given, by weak references, and their addresses then: a storage may get other memory.
-_given: dict[Any, int] = {}
-
-
-class _Guard:
-    """Refuses a `load_state_dict` that would copy into mapped memory. Copied or pickled with its module, it does nothing: the copy's
-    tensors are its own."""
-
-    def __init__(self, module: Any) -> None:
-        # Not the module itself: it would be in a cycle, and so would its lease.
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-
-    def __call__(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        if metadata.get("assign_to_params_buffers", False):
-            return
-        with _torch()._C.DisableTorchFunctionSubclass():
-            names = [name for name, tensor in _tensors(self, prefix) if name in state_dict and _is_given(tensor)]
-        if names:
-            raise ExportError(
-                "load_state_dict would copy into memory of the broker, which is read-only: call it with assign=True, or load the module "
-                "anew. These are such:" + _listed(names)
-            )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A function that takes anything and does nothing, so that who unpickles the module needs no vmmfd.
-        return getattr, ("", "format")
-
-
-def _guard(module: Any, installed: list[_Installed]) -> None:
-    """Has the module, and each in it that has tensors, refuse what would write to mapped memory, as far as they have such then."""
-    for gone in [storage for storage in list(_given) if storage.expired()]:
-        _given.pop(gone, None)
-    # Whatever a subclass of tensors makes of it; and below.
-    with _torch()._C.DisableTorchFunctionSubclass():
-        for each in installed:
-            if each.is_mapped:
-                tensor = _held(each.owner, each.kind)[each.leaf]
-                _given[_storage(tensor)] = tensor.untyped_storage().data_ptr()
-    for owner in module.modules():
-        if owner is module or owner._parameters or owner._buffers:
-            hooks = owner._load_state_dict_pre_hooks.values()
-            if not any(isinstance(getattr(hook, "hook", hook), _Guard) for hook in hooks):
-                owner._register_load_state_dict_pre_hook(_Guard(owner))
-
-
-def _tensors(module: Any, prefix: str) -> Iterable[tuple[str, Any]]:
-    """The tensors that a module has now, and those in it, by the names that they have in a state dict."""
-    for held in (module._parameters, module._buffers):
-        for leaf, tensor in held.items():
-            if tensor is not None:
-                yield prefix + leaf, tensor
-    for leaf, inner in module._modules.items():
-        if inner is not None:
-            yield from _tensors(inner, f"{prefix}{leaf}.")
-
-
-def _is_given(tensor: Any) -> bool:
-    storage = _storage(tensor)
-    return storage in _given and bool(tensor.untyped_storage().data_ptr() == _given[storage])
 
 
 class _Installed(NamedTuple):
@@ -284,7 +224,10 @@ def _load(
             tensors[tied] = _parameter(tensor, old) if kind == "parameter" else tensor
         made[name] = tensors[tied]
     installed = _install(module, made, fit, private_names)
-    _guard(module, installed)
+    _note(_held(each.owner, each.kind)[each.leaf] for each in installed if each.is_mapped)
+    for owner in module.modules():
+        if owner is module or owner._parameters or owner._buffers:
+            _protect(owner)
     return Loaded(lease, module, copies, list(mapped.private.values()), installed)
 
 
