@@ -274,4 +274,4 @@ def half(meeting: Meeting) -> None:
 CHECKS = [golden, puts, gets, many, tables, versions, waits, together, half]
 
 if __name__ == "__main__":
-    support.run("host", CHECKS, timeout=10.0)
+    support.run("host", CHECKS, timeout=30.0)

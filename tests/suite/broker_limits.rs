@@ -442,7 +442,7 @@ fn a_name_goes_on_a_broker_without_traffic() {
     let before = file.open_here();
     let client = broker.client();
     let part = PutPart::of("all", &shared).unwrap();
-    client.put(&Put::new("a").lifetime(Lifetime::Idle { ms: 2500 }).part(part)).unwrap();
+    client.put(&Put::new("a").lifetime(Lifetime::Idle { ms: 5000 }).part(part)).unwrap();
     // Its time begins anew when the lease ends, before the first look at it; the look at who has read comes before that too.
     thread::sleep(Duration::from_millis(1000));
     drop(client.get(&Get::new("a")).unwrap());

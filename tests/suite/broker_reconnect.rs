@@ -54,6 +54,9 @@ const MIB: u64 = 1 << 20;
 const FIRST: &str = "0c2b6d3a-7f0e-4f3c-9d4b-000000000001";
 const OTHER: &str = "0c2b6d3a-7f0e-4f3c-9d4b-000000000002";
 
+/// A timeout that a test waits for, and all else must be faster than: long enough for a machine that is busy with other things.
+const A_WHILE: Duration = Duration::from_secs(5);
+
 /// A broker whose answers the test gives.
 struct Scripted {
     folder: TempDir,
@@ -393,7 +396,7 @@ fn a_put_of_several_records_starts_again() {
 #[test]
 fn a_request_that_breaks_each_connection_ends() {
     let broker = Scripted::new();
-    let (client, peer) = broker.client_with(Duration::from_millis(200));
+    let (client, peer) = broker.client_with(A_WHILE);
     let asking = client.clone();
     let listing = meanwhile(move || asking.list(""));
     let mut peer = Some(peer);
@@ -636,7 +639,7 @@ fn a_version_that_is_refused_is_lost_unless_another_reader_was_faster() {
 #[test]
 fn a_broker_that_stays_away_is_reported_and_taken_up_when_it_comes_back() {
     let (broker, subject) = (Scripted::new(), Subject::host());
-    let mut reader = Reader::with(&broker, &subject, 1, true, Duration::from_millis(100));
+    let mut reader = Reader::with(&broker, &subject, 1, true, A_WHILE);
     let folder = broker.end();
     let (_, nowhere) = std::os::unix::net::UnixStream::pair().unwrap();
     drop(std::mem::replace(&mut reader.peer, Peer(Raw(nowhere))));

@@ -269,7 +269,7 @@ fn against_producer(case: &str, produce: impl FnOnce(&mut Channel) + Send) -> En
     let listener = listening(&meeting.socket());
     thread::scope(|scope| {
         scope.spawn(|| produce(&mut accepted(&listener)));
-        conform(&meeting, "consumer", &["--only", case, "--timeout", "500ms"]).end()
+        conform(&meeting, "consumer", &["--only", case, "--timeout", "3s"]).end()
     })
 }
 
@@ -279,7 +279,7 @@ fn against_consumer(role: &str, case: &str, consume: impl FnOnce(&mut Channel) +
     thread::scope(|scope| {
         let path = meeting.socket();
         scope.spawn(move || consume(&mut connected(&path)));
-        conform(&meeting, role, &["--only", case, "--timeout", "500ms"]).end()
+        conform(&meeting, role, &["--only", case, "--timeout", "3s"]).end()
     })
 }
 
@@ -554,7 +554,7 @@ fn a_publisher_that_breaks_a_rule_is_found_out() {
                 publish(&mut channel, &Offer { buffer: Some(3), ..offer }, &fd);
                 while heard(&mut channel).is_some() {}
             });
-            conform(&meeting, "subscriber", &["--only", "turns", "--timeout", "500ms"]).end()
+            conform(&meeting, "subscriber", &["--only", "turns", "--timeout", "3s"]).end()
         })
     };
     for (rule, found, publish) in cases {

@@ -202,7 +202,7 @@ fn checked_by_promtool(body: &str) {
 #[test]
 fn without_a_broker_it_says_so_and_with_the_next_one_it_goes_on() {
     let place = Meeting::host();
-    let exporter = Exporter::start(&place, &["--timeout", "200ms"]);
+    let exporter = Exporter::start(&place, &["--timeout", "3s"]);
     let down = |exporter: &Exporter| {
         let metrics = exporter.get("/metrics");
         assert_eq!(metrics.status, "200 OK");

@@ -194,7 +194,7 @@ fn a_live_socket_is_refused_and_a_stale_one_replaced() {
 #[test]
 fn only_ones_own_socket_is_removed() {
     let meeting = host();
-    let producer = meeting.listening(&["--timeout", "300ms"]);
+    let producer = meeting.listening(&["--timeout", "5s"]);
     fs::remove_file(meeting.socket()).unwrap();
     fs::write(meeting.socket(), "somebody else's").unwrap();
     producer.end().code(4);
@@ -484,13 +484,13 @@ fn a_fill_that_fails_is_told_to_whoever_waits() {
     producer.end().code(5).says("cuMemcpyHtoD_v2 failed");
 }
 
-/// Four slow copies of 8 MiB make a step of 2 s, longer than the peer's patience; `busy` comes after a third of one's own.
-const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "1500ms"];
+/// Four slow copies of 8 MiB make a step of 6 s, longer than the peer's patience; `busy` comes after a third of one's own.
+const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "4s"];
 
 fn a_slow_consumer_says_so(slow: &str) {
     let meeting = Meeting::new(On::Fake);
     let producer = meeting.listening(&[&SLOW_STEP[..], &["--round-trip"]].concat());
-    meeting.consumer(&["--timeout", "1500ms"]).env("FAKECUDA_SLOW", slow).end().code(0);
+    meeting.consumer(&["--timeout", "4s"]).env("FAKECUDA_SLOW", slow).end().code(0);
     producer.end().code(0);
 }
 
@@ -500,37 +500,37 @@ fn a_slow_producer_says_so(slow: &str) {
     let producer = meeting.producer(&[&SLOW_STEP[..], &["--round-trip", "--consumers", "2"]].concat());
     let producer = producer.env("FAKECUDA_SLOW", slow).start();
     for _ in 0..2 {
-        meeting.consumer(&["--timeout", "1500ms"]).end().code(0);
+        meeting.consumer(&["--timeout", "4s"]).end().code(0);
     }
     producer.end().code(0);
 }
 
 #[test]
 fn a_consumer_that_checks_for_longer_than_the_producers_patience_says_so() {
-    a_slow_consumer_says_so("cuMemcpyDtoH_v2:500");
+    a_slow_consumer_says_so("cuMemcpyDtoH_v2:1500");
 }
 
 #[test]
 fn a_consumer_that_replies_for_longer_than_the_producers_patience_says_so() {
-    a_slow_consumer_says_so("cuMemcpyHtoD_v2:500");
+    a_slow_consumer_says_so("cuMemcpyHtoD_v2:1500");
 }
 
 #[test]
 fn a_producer_that_checks_for_longer_than_the_consumers_patience_says_so() {
-    a_slow_producer_says_so("cuMemcpyDtoH_v2:500");
+    a_slow_producer_says_so("cuMemcpyDtoH_v2:1500");
 }
 
 #[test]
 fn a_producer_that_fills_for_longer_than_the_consumers_patience_says_so() {
-    a_slow_producer_says_so("cuMemcpyHtoD_v2:500");
+    a_slow_producer_says_so("cuMemcpyHtoD_v2:1500");
 }
 
 #[test]
 fn a_slow_start_of_the_device_that_is_offered_is_waited_for() {
     let meeting = Meeting::new(On::Fake);
-    let producer = meeting.producer(&["--timeout", "1500ms"]).env("FAKECUDA_DEVICES", "2").start();
+    let producer = meeting.producer(&["--timeout", "4s"]).env("FAKECUDA_DEVICES", "2").start();
     let consumer =
-        meeting.consumer(&[]).env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", "cuDevicePrimaryCtxRetain:2500");
+        meeting.consumer(&[]).env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", "cuDevicePrimaryCtxRetain:6000");
     consumer.end().code(0);
     producer.end().code(0);
 }

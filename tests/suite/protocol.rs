@@ -74,7 +74,7 @@ mod producers {
     #[test]
     fn a_consumer_that_is_silent_between_two_requests_is_told_so() {
         let meeting = Meeting::host();
-        let producer = meeting.listening(&["--timeout", "300ms", "--size", "4"]);
+        let producer = meeting.listening(&["--timeout", "5s", "--size", "4"]);
         let mut channel = greeted(&meeting);
         take(&mut channel);
         finish(&mut channel);
@@ -195,16 +195,16 @@ mod producers {
     }
 
     #[test]
-    fn a_consumer_that_waits_half_a_second_is_told_often_enough() {
+    fn a_consumer_that_waits_three_seconds_is_told_often_enough() {
         let meeting = Meeting::host();
         // It is far more patient than its consumer.
         let producer = meeting.listening(&["--round-trip", "--consumers", "2", "--size", "4"]);
         let mut first = greeted(&meeting);
         take(&mut first);
-        let second = meeting.consumer(&["--timeout", "500ms"]).start();
-        // Four times as long as it waits through a silence.
-        for _ in 0..10 {
-            thread::sleep(Duration::from_millis(200));
+        let second = meeting.consumer(&["--timeout", "3s"]).start();
+        // Three times as long as it waits through a silence.
+        for _ in 0..9 {
+            thread::sleep(Duration::from_secs(1));
             first.send(&Message::Busy(Busy {}), &[]).unwrap();
         }
         finish(&mut first);
