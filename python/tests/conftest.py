@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The socket of a server that all tests share: use names of your own."""
+    """The socket of a server that all tests share: `name` is a name there."""
     server = Server(tmp_path_factory.mktemp("broker"))
     yield server.path
     server.end()
@@ -126,6 +127,12 @@ def broker(socket: str) -> Iterator[vmmfd.Broker]:
     """A client, for memory of the host, of the server that all tests share."""
     with vmmfd.connect(socket, backend="host") as broker:
         yield broker
+
+
+@pytest.fixture
+def name() -> str:
+    """A name that no other test gives its objects."""
+    return f"test/{uuid.uuid4().hex}"
 
 
 class Child:

@@ -20,11 +20,6 @@ from conftest import Server
 import vmmfd
 
 
-@pytest.fixture
-def name() -> str:
-    return f"test/{uuid.uuid4().hex}"
-
-
 TEN_LINES = """
 import numpy as np, vmmfd
 broker = vmmfd.connect("/run/vmmfd/broker.sock", backend="host")

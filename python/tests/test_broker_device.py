@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +26,6 @@ ON_DEVICE = BEGIN.replace('backend="host"', 'backend="cuda"')
 def broker(socket: str) -> Any:
     with vmmfd.connect(socket, backend="cuda", timeout=20) as broker:
         yield broker
-
-
-@pytest.fixture
-def name() -> str:
-    return f"device/{uuid.uuid4().hex}"
 
 
 def values(number: float, count: int = 1000) -> np.ndarray:

@@ -49,9 +49,9 @@ def test_a_quota_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_stopped_is_silent(server: Server) -> None:
-    broker = vmmfd.connect(server.path, backend="host", timeout=1)
+    broker = vmmfd.connect(server.path, backend="host", timeout=5)
     server.pause()
-    for call in (broker.list, lambda: vmmfd.connect(server.path, timeout=1)):
+    for call in (broker.list, lambda: vmmfd.connect(server.path, timeout=5)):
         with pytest.raises(TimeoutError) as caught:
             call()
         assert isinstance(caught.value, vmmfd.Timeout) and "stopped or overloaded" in (caught.value.hint or "")
@@ -78,7 +78,7 @@ def test_what_is_no_broker(tmp_path: Path) -> None:
 
 
 def test_the_end_of_the_server_is_reported(server: Server) -> None:
-    broker = vmmfd.connect(server.path, backend="host", timeout=2)
+    broker = vmmfd.connect(server.path, backend="host", timeout=5)
     server.kill()
     with pytest.raises(FileNotFoundError, match="no broker on") as caught:
         broker.list()

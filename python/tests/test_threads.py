@@ -9,7 +9,6 @@ import pickle
 import sysconfig
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
@@ -22,11 +21,6 @@ from conftest import LIMIT, Child, Server
 
 import vmmfd
 from vmmfd import _native, _reduce
-
-
-@pytest.fixture
-def name() -> str:
-    return f"threads/{uuid.uuid4().hex}"
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:

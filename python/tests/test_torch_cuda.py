@@ -20,7 +20,7 @@ from vmmfd import _native
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from test_torch import Net, X, assert_same, everything, is_mapped  # noqa: E402
+from torch_models import Net, X, assert_same, everything, is_mapped  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 nn = torch.nn
@@ -33,11 +33,6 @@ GIB = 1 << 30
 def broker(socket: str) -> Iterator[vmmfd.Broker]:
     with vmmfd.connect(socket, backend="cuda") as broker:
         yield broker
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    return request.node.name.replace("[", ".").replace("]", "")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,304 @@
+"""Mapped tensors that become part of a module: what it may write is copied, and what would write to the memory is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Child
+
+import vmmfd
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch_models import is_mapped  # noqa: E402
+
+nn = torch.nn
+
+
+def test_load_state_dict_does_not_write_to_the_memory(broker: vmmfd.Broker, name: str) -> None:
+    class Outer(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+
+    broker.put(name, Outer())
+    module = Outer()
+    broker.load(name, module)
+    other = Outer().state_dict()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(vmmfd.ExportError) as raised:
+        module.load_state_dict(other)
+    assert str(raised.value).splitlines()[1:] == ["- inner.weight", "- inner.bias", "- norm.weight", "- norm.bias"]
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    # Nor through a module in it, or one that it is in.
+    with pytest.raises(vmmfd.ExportError, match="assign=True"):
+        module.inner.load_state_dict(nn.Linear(4, 4).state_dict())
+    with pytest.raises(vmmfd.ExportError, match="0.inner.weight"):
+        nn.Sequential(module).load_state_dict({f"0.{key}": value for key, value in other.items()})
+    # What is no mapped memory is written as ever: a private copy, a module that was copied, one that has other memory by now.
+    module.load_state_dict({"norm.running_mean": torch.full((4,), 7.0)}, strict=False)
+    assert module.norm.running_mean[0] == 7
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module.inner))):
+        copied.load_state_dict({key: value + 1 for key, value in copied.state_dict().items()})
+    module.norm.double()
+    module.norm.load_state_dict(nn.BatchNorm1d(4).state_dict())
+    module.load_state_dict(other, assign=True)
+    module.load_state_dict(other)
+    assert torch.equal(module.inner.weight, other["inner.weight"])
+    # To load again is no copy.
+    other_module = Outer()
+    broker.load(name, other_module)
+    broker.load(name, other_module)
+    assert len(other_module._load_state_dict_pre_hooks) == 1
+
+
+def test_load_state_dict_into_what_state_dict_filled_is_refused(broker: vmmfd.Broker, name: str) -> None:
+    def make() -> Any:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    broker.put(name, make())
+    new = {key: value + 1 for key, value in make().state_dict().items()}
+    with broker.get(name) as lease:
+        module = make()
+        module.load_state_dict(lease.state_dict(), assign=True)
+        for of, prefix in ((module, ""), (module[0], "0.")):
+            with pytest.raises(vmmfd.ExportError, match="assign=True") as raised:
+                of.load_state_dict({key.removeprefix(prefix): value for key, value in new.items() if key.startswith(prefix)})
+            assert str(raised.value).splitlines()[1:] == [f"- {'' if prefix else '0.'}{leaf}" for leaf in ("weight", "bias")]
+        # As a parameter of any other module, in one that is made after it, and as buffers that are asked for as they are.
+        other = nn.Linear(4, 4)
+        other.weight = nn.Parameter(lease.state_dict()["0.weight"].view(4, 4), requires_grad=False)
+        with pytest.raises(vmmfd.ExportError, match="- 0.weight$"):
+            nn.Sequential(other).load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
+        other.load_state_dict({"bias": torch.ones(4)}, strict=False)
+        norm = nn.BatchNorm1d(4)
+        norm.running_mean = lease.state_dict(writable_buffers=False)["1.running_mean"]
+        assert is_mapped(norm.running_mean, lease)
+        with pytest.raises(vmmfd.ExportError, match="- running_mean$"):
+            norm.load_state_dict(make()[1].state_dict())
+        # What it has of its own it may write: buffers, a copy, memory that it moved to.
+        module.load_state_dict({"1.running_mean": torch.full((4,), 7.0)}, strict=False)
+        assert module[1].running_mean[0] == 7
+        for own in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            own.load_state_dict(new)
+        module.load_state_dict(new, assign=True)
+        module.load_state_dict(make().state_dict())
+    del module, other, norm, of, raised
+    gc.collect()
+    assert vmmfd._native._settle(10)
+    assert len(broker.who(name).leases) == 0
+
+
+def test_what_is_loaded_in_pieces_or_tied_later_is_not_written_either(broker: vmmfd.Broker, name: str) -> None:
+    def two() -> Any:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    new = two().state_dict()
+    for piece in "01":
+        broker.put(f"{name}/{piece}", {key: value for key, value in new.items() if key.startswith(piece)})
+    module = two()
+    broker.load(f"{name}/0", module, strict=False)
+    broker.load(f"{name}/1", module, strict=False)
+    with pytest.raises(vmmfd.ExportError) as raised:
+        module.load_state_dict(new)
+    assert str(raised.value).splitlines()[1:] == ["- 0.weight", "- 0.bias", "- 1.weight", "- 1.bias"]
+    module = two()
+    broker.load(f"{name}/0", module, strict=False)
+    module[1].load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    module[1].weight = module[0].weight
+    with pytest.raises(vmmfd.ExportError, match="- weight$"):
+        module[1].load_state_dict({"weight": torch.ones(4, 4)}, strict=False)
+    # What has memory of its own by now can be written, and so can a copy of the module, which has the same hooks.
+    module.share_memory()
+    again = copy.copy(module)
+    del module
+    gc.collect()
+    again.load_state_dict(new)
+    again.load_state_dict(new, assign=True)
+    assert torch.equal(again[0].weight, new["0.weight"])
+
+
+def test_a_buffer_keeps_that_it_wants_a_gradient(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": torch.ones(3)})
+    x = broker.state_dict(name)["x"].requires_grad_(True)
+    module = nn.Module()
+    module.register_buffer("x", x)
+    assert module.x.requires_grad and module.x.is_leaf and module.x.data_ptr() != x.data_ptr()
+
+
+class Counter(nn.Module):  # type: ignore[misc]
+    """A module whose forward writes to its buffers, which no class of PyTorch's is known for, and two of which are tied."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, device=device)
+        self.register_buffer("count", torch.zeros(4, device=device))
+        self.register_buffer("tied", self.count)
+        self.register_buffer("tail", self.count[2:])
+
+    def forward(self, x: Any) -> Any:
+        self.count.add_(1)
+        return self.linear(x) + self.count
+
+
+def test_a_forward_that_writes_buffers_of_a_plain_object_goes_on(
+    broker: vmmfd.Broker, socket: str, name: str, tmp_path: Path, child: Callable[..., Child]
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    broker.put(name, Counter().state_dict())
+    file = str(tmp_path / "x.safetensors")
+    safetensors.save_file({key: value.clone() for key, value in Counter().state_dict().items()}, file)
+    broker.put(f"{name}.file", vmmfd.load_safetensors(file, backend="host"))
+    for of in (name, f"{name}.file"):
+        child(
+            """
+            import sys, torch, vmmfd
+            class Counter(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.linear = torch.nn.Linear(4, 4)
+                    for key, size in {"count": 4, "tied": 4, "tail": 2}.items():
+                        self.register_buffer(key, torch.zeros(size))
+                def forward(self, x):
+                    self.count += 1
+                    return self.linear(x) + self.count
+            broker = vmmfd.connect(sys.argv[1], backend="host")
+            with torch.device("meta"):
+                module = Counter()
+            module.load_state_dict(broker.state_dict(sys.argv[2]), assign=True)
+            module(torch.ones(1, 4))
+            assert module.count.tolist() == [1.0] * 4
+            """,
+            socket,
+            of,
+        ).end()
+        assert broker.state_dict(of)["count"].tolist() == [0.0] * 4
+
+
+def test_what_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, Counter().state_dict() | {"complex": torch.tensor([1 + 2j])})
+    with broker.get(name) as lease:
+        found = lease.state_dict()
+        conjugated = found.pop("complex").conj()
+        # As tensors they are the memory itself, and so are parameters.
+        assert all(is_mapped(tensor, lease) for tensor in found.values()) and found["count"].sum() == 0
+        for device in ("cpu", "meta"):
+            module = Counter(device)
+            module.load_state_dict(found, assign=True)
+            assert is_mapped(module.linear.weight, lease) and is_mapped(module.linear.bias, lease)
+            for _, buffer in module.named_buffers():
+                assert not is_mapped(buffer, lease) and not buffer.requires_grad and type(buffer) is torch.Tensor
+        # Each has its own, of its own bytes.
+        storages = {buffer.untyped_storage().data_ptr() for _, buffer in module.named_buffers(remove_duplicate=False)}
+        assert len(storages) == 3 and module.tail.untyped_storage().nbytes() == 8
+        module(torch.ones(1, 4))
+        assert module.count.tolist() == [1.0] * 4 and found["count"].sum() == 0
+        other = Counter()
+        other.count = found["count"]
+        other.register_buffer("more", found["count"].view(2, 2)[1], persistent=False)
+        other.more.add_(1)
+        assert other.count.sum() == found["count"].sum() == 0 and other.more.tolist() == [1.0] * 2
+        other.register_buffer("conjugated", conjugated)
+        other.conjugated.add_(1)
+        assert other.conjugated.tolist() == [2 - 2j] and conjugated.tolist() == [1 - 2j]
+        if hasattr(nn, "Buffer"):
+            other.new = nn.Buffer(found["count"], persistent=False)
+            assert isinstance(other.new, nn.Buffer) and not is_mapped(other.new, lease) and "new" in other._non_persistent_buffers_set
+        # What is no tensor of the lease stays what it is.
+        mine, sparse = torch.ones(2), torch.ones(2).to_sparse()
+        other.more, other.sparse = mine, nn.Parameter(mine)
+        other.register_buffer("nothing", None)
+        other.register_buffer("of_no_storage", sparse)
+        assert other.more is mine and other.of_no_storage is sparse and other.nothing is None
+        # What was written to one copy is in no later one: of the same module, of another, of another version.
+        module.load_state_dict(found, assign=True)
+        assert module.count.sum() == module.tied.sum() == 0
+        module(torch.ones(1, 4))
+        with torch.inference_mode():
+            other.count = found["count"]
+        assert other.count.sum() == 0 and not other.count.is_inference()
+        newer = Counter()
+        newer.count.add_(2)
+        broker.put(name, newer.state_dict() | {"complex": torch.tensor([1 + 2j])}, replace=True)
+        lease.switch(lease.prepare(), exported="valid").close()
+        module.tied, other.count = found["tied"], found["count"]
+        assert module.tied.tolist() == other.count.tolist() == [2.0] * 4 and module.count.tolist() == [1.0] * 4
+        # Who asks for the memory itself has it.
+        module.register_buffer("mapped", lease.state_dict(writable_buffers=False)["count"])
+        assert is_mapped(module.mapped, lease)
+    del found, module, other, buffer, conjugated
+    gc.collect()
+    assert vmmfd._native._settle(10)
+    assert len(broker.who(name).leases) == 0
+
+
+def test_a_parameter_that_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> None:
+    trained, frozen = nn.Module(), nn.Module()
+    trained.scale = nn.Parameter(torch.ones(4))
+    frozen.register_buffer("scale", torch.zeros(4))
+    broker.put(name, trained)
+    with broker.get(name) as lease:
+        found = lease.state_dict()
+        frozen.load_state_dict(found, assign=True)
+        assert is_mapped(found["scale"], lease) and not is_mapped(frozen.scale, lease)
+    frozen.scale.mul_(2)
+    assert frozen.scale.tolist() == [2.0] * 4
+
+
+def test_a_fork_beside_a_copy_copies_too(socket: str, name: str, child: Callable[..., Child]) -> None:
+    child(
+        """
+        import os, signal, sys, threading, torch, vmmfd
+        begun, end = threading.Event(), threading.Event()
+        class Slow(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, function, types, arguments=(), options=None):
+                if function is torch.Tensor.clone:
+                    begun.set()
+                    end.wait()
+                return super().__torch_function__(function, types, arguments, options or {})
+        broker = vmmfd.connect(sys.argv[1], backend="host")
+        broker.put(sys.argv[2], {"x": torch.ones(4)})
+        found = broker.state_dict(sys.argv[2])
+        slow = found["x"].as_subclass(Slow)
+        module = torch.nn.Module()
+        thread = threading.Thread(target=lambda: module.register_buffer("x", slow))
+        thread.start()
+        begun.wait()
+        process = os.fork()
+        if process == 0:
+            signal.alarm(20)
+            module = torch.nn.Module()
+            module.register_buffer("x", found["x"])
+            os._exit(module.x.data_ptr() == found["x"].data_ptr())
+        end.set()
+        thread.join()
+        assert os.waitpid(process, 0)[1] == 0 and module.x.tolist() == [1.0] * 4
+        """,
+        socket,
+        name,
+    ).end()
+
+
+def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str) -> None:
+    class Sum(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sum", torch.zeros(2))
+
+        def forward(self, x: Any) -> Any:
+            self.sum = self.sum + x
+            return self.sum * 2
+
+    broker.put(name, Sum().state_dict())
+    module = Sum()
+    module.load_state_dict(broker.state_dict(name), assign=True)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0] and compiled(torch.ones(2)).tolist() == [4.0, 4.0]
