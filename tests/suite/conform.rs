@@ -341,7 +341,7 @@ fn a_producer_that_breaks_a_rule_is_found_out() {
             heard(channel);
         }),
         "H3",
-        "sent neither offer nor `busy` for 500ms",
+        "sent neither offer nor `busy` for 3s",
     );
     let other: fn(&mut Offer) = |offer| offer.object = "another".into();
     breaks(&against_producer("handoff", move |channel| offer(channel, other, None)), "C4", "offered object `another`");

@@ -484,7 +484,7 @@ fn a_fill_that_fails_is_told_to_whoever_waits() {
     producer.end().code(5).says("cuMemcpyHtoD_v2 failed");
 }
 
-/// Four slow copies of 8 MiB make a step of 6 s, longer than the peer's patience; `busy` comes after a third of one's own.
+/// Sixteen slow copies of 2 MiB make a step of 6 s, longer than the peer's patience; `busy` comes after a third of one's own.
 const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "4s"];
 
 fn a_slow_consumer_says_so(slow: &str) {
@@ -507,22 +507,22 @@ fn a_slow_producer_says_so(slow: &str) {
 
 #[test]
 fn a_consumer_that_checks_for_longer_than_the_producers_patience_says_so() {
-    a_slow_consumer_says_so("cuMemcpyDtoH_v2:1500");
+    a_slow_consumer_says_so("cuMemcpyDtoH_v2:400");
 }
 
 #[test]
 fn a_consumer_that_replies_for_longer_than_the_producers_patience_says_so() {
-    a_slow_consumer_says_so("cuMemcpyHtoD_v2:1500");
+    a_slow_consumer_says_so("cuMemcpyHtoD_v2:400");
 }
 
 #[test]
 fn a_producer_that_checks_for_longer_than_the_consumers_patience_says_so() {
-    a_slow_producer_says_so("cuMemcpyDtoH_v2:1500");
+    a_slow_producer_says_so("cuMemcpyDtoH_v2:400");
 }
 
 #[test]
 fn a_producer_that_fills_for_longer_than_the_consumers_patience_says_so() {
-    a_slow_producer_says_so("cuMemcpyHtoD_v2:1500");
+    a_slow_producer_says_so("cuMemcpyHtoD_v2:400");
 }
 
 #[test]
