@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,3 +303,128 @@ def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str) 
     module.load_state_dict(broker.state_dict(name), assign=True)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [2.0, 2.0] and compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
+def filled(broker: vmmfd.Broker, name: str, make: Callable[[], Any], **options: Any) -> Any:
+    """A module with the tensors of a state dict."""
+    broker.put(name, make(), replace=True)
+    module = make()
+    module.load_state_dict(broker.state_dict(name, **options), assign=True)
+    return module
+
+
+def linear() -> Any:
+    return nn.Linear(4, 4)
+
+
+def test_what_writes_nothing_is_not_refused(broker: vmmfd.Broker, name: str) -> None:
+    module = filled(broker, name, linear)
+    before = module.weight.data_ptr()
+    # Onto itself, by another tensor of the same memory, into another module of it.
+    module.load_state_dict(module.state_dict())
+    other = linear()
+    other.load_state_dict({key: value.view(-1).view_as(value) for key, value in module.state_dict().items()}, assign=True)
+    other.load_state_dict(module.state_dict())
+    loaded = linear()
+    broker.load(name, loaded)
+    loaded.load_state_dict(loaded.state_dict())
+    assert module.weight.data_ptr() == other.weight.data_ptr() == before
+    with pytest.raises(vmmfd.ExportError, match="- weight$"):
+        module.load_state_dict({"weight": module.weight.T}, strict=False)
+    # What does not fit, PyTorch reports.
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        module.load_state_dict({"weight": torch.ones(8, 8)}, strict=False)
+    # What is in no state dict it leaves alone.
+    module.register_buffer("note", broker.state_dict(name, writable_buffers=False)["bias"], persistent=False)
+    assert module.load_state_dict({"note": torch.ones(4)}, strict=False).unexpected_keys == ["note"]
+    broker.put(name, {"scalar": torch.tensor(1.0)}, replace=True)
+    module.scalar = nn.Parameter(broker.state_dict(name)["scalar"], requires_grad=False)
+    with pytest.raises(vmmfd.ExportError, match="- scalar$"):
+        module.load_state_dict({"scalar": torch.ones(1)}, strict=False)
+
+
+def test_a_guard_knows_what_its_module_has_now_and_holds_nothing(broker: vmmfd.Broker, name: str) -> None:
+    class Scaled(nn.Sequential):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(linear(), linear(), linear())
+            self.scale = nn.Parameter(torch.ones(1))
+
+    for loads in (False, True):
+        module = filled(broker, name, Scaled)
+        if loads:
+            broker.load(name, module)
+        module.scale = nn.Parameter(torch.ones(1))
+        # This gives it another dict of modules.
+        del module[0]
+        module[0], module[1] = linear(), linear()
+        gc.collect()
+        assert vmmfd._native._settle(10)
+        assert len(broker.who(name).leases) == 0
+        module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
+    # Copies of copies have one guard.
+    module = filled(broker, name, Scaled)
+    for _ in range(3):
+        module = copy.deepcopy(module)
+        module.load_state_dict(broker.state_dict(name), assign=True)
+    assert len(module._load_state_dict_pre_hooks) == len(module[0]._load_state_dict_pre_hooks) == 1
+    with pytest.raises(vmmfd.ExportError, match="- 0.weight"):
+        nn.Sequential(module[0]).load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
+    # A shallow copy outlives its original, and is spoken for once it is given such memory.
+    again = copy.copy(module[0])
+    del module
+    again.weight = nn.Parameter(broker.state_dict(name)["1.weight"], requires_grad=False)
+    with pytest.raises(vmmfd.ExportError, match="- weight"):
+        again.load_state_dict({"weight": torch.ones(4, 4)}, strict=False)
+
+
+def test_hooks_disturb_no_other_code(broker: vmmfd.Broker, name: str) -> None:
+    from torch.overrides import TorchFunctionMode
+
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            seen.append(function.__name__)
+            return function(*arguments, **(options or {}))
+
+    class Duck:
+        def __getattr__(self, key: str) -> Any:
+            return lambda *_: Duck()
+
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            return cls()
+
+    for options in ({}, {"writable_buffers": False}):
+        mapped = filled(broker, name, lambda: nn.BatchNorm1d(4), **options)
+        module = Counter()
+        # Proxies answer whatever they are asked.
+        traced = torch.fx.symbolic_trace(module)
+        assert traced(torch.ones(1, 4)).shape == (1, 4)
+        module.register_buffer("duck", Duck())
+        with Mode():
+            module.weight = nn.Parameter(torch.ones(2))
+            module.register_buffer("more", torch.ones(2))
+        assert "untyped_storage" not in seen
+        scripted = torch.jit.script(nn.BatchNorm1d(4))
+        scripted.register_parameter("weight", nn.Parameter(mapped.weight.detach(), requires_grad=False))
+        bare = nn.Module.__new__(nn.Module)
+        bare.__dict__.update({key: value for key, value in mapped.__dict__.items() if key != "_load_state_dict_pre_hooks"})
+        bare.register_parameter("weight", nn.Parameter(mapped.weight.detach(), requires_grad=False))
+
+
+def test_what_is_given_while_another_thread_traces_is_guarded(broker: vmmfd.Broker, name: str) -> None:
+    given: list[Any] = []
+
+    class Traced(nn.Module):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            thread = threading.Thread(target=lambda: given.append(filled(broker, name, Counter)))
+            thread.start()
+            thread.join()
+            return x + 1
+
+    torch.export.export(Traced(), (torch.ones(1),), strict=False)
+    (module,) = given
+    module(torch.ones(1, 4))
+    with pytest.raises(vmmfd.ExportError, match="- 0.linear.weight"):
+        nn.Sequential(module).load_state_dict({"0.linear.weight": torch.ones(4, 4)}, strict=False)

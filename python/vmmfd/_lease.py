@@ -228,8 +228,8 @@ class Lease(Closing, Mapping[str, "Array"]):
         mapped tensor becomes a buffer of a module, the module gets a private copy of it alone, not tied to others; and where one becomes
         a parameter, a later `load_state_dict` without `assign=True` raises `ExportError`, as it would write to the memory. That is done by
         hooks of PyTorch's that stay from then on; not in TorchScript modules, in `torch.func.functional_call`, in a `load_state_dict` that
-        swaps tensors, in what `torch.compile` traced, and where `module._buffers` or `module._parameters` is written directly. What
-        `private` names is a private copy. What a `state_dict` does not have (buffers that are not persistent, tensors that are plain
+        swaps tensors, in what `torch.compile` traced, and where `data`, `module._buffers` or `module._parameters` is written directly.
+        What `private` names is a private copy. What a `state_dict` does not have (buffers that are not persistent, tensors that are plain
         attributes of modules) comes with `everything=True`.
 
         Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _LISTED = 40
 
 
+@functools.cache
 def _torch() -> Any:
     return importlib.import_module("torch")
 
@@ -32,7 +33,9 @@ def _storage(tensor: Any) -> Any:
     """A weak reference to a tensor's storage, which views of it have too; None if it has none, as a sparse tensor. While there is one,
     no other storage is equal to it."""
     try:
-        return _weak()(tensor.untyped_storage())
+        # Neither a subclass of tensors nor a mode of functions has a say in it.
+        with _torch()._C.DisableTorchFunction():
+            return _weak()(tensor.untyped_storage())
     except Exception:
         return None
 

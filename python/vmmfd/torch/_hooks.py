@@ -14,65 +14,59 @@ if TYPE_CHECKING:
 # one step, and a fork finds none that is held.
 _followed: set[Any] = set()
 # PyTorch's handles of the hooks, once they are installed.
-_installed: list[Any] = []
+_installed: dict[str, Any] = {}
 
 
 def _follow(tensors: Iterable[Any], writable_buffers: bool) -> None:
     """Has modules that are given these tensors, which are mapped memory, refuse to load into them. They get private copies of those that
     become their buffers, if these are to be written."""
-    found = [tensor for tensor in tensors if tensor.numel()]
-    _note(found)
+    storages = _note(tensors)
     _followed.difference_update([storage for storage in list(_followed) if storage.expired()])
     if writable_buffers:
-        _followed.update(_storage(tensor) for tensor in found)
-    if found:
+        _followed.update(storages)
+    if storages:
         _install()
 
 
 def _install() -> None:
-    """Has PyTorch ask us about every tensor that a module is given, by `load_state_dict(assign=True)` too. It stays."""
-    if _installed:
-        return
+    """Has PyTorch ask about every tensor that a module is given, by `load_state_dict(assign=True)` too. It stays."""
     torch = _torch()
-    is_compiling = torch.compiler.is_compiling
-
-    # What is traced is no memory, and torch.compile can't look into what follows.
-
-    def buffer(module: Any, name: str, tensor: Any) -> Any:
-        if is_compiling() or tensor is None:
-            return None
-        copy = _writable(tensor)
-        if copy is None:
-            guard(module, tensor)
-        return copy
-
-    def parameter(module: Any, name: str, tensor: Any) -> None:
-        if not is_compiling():
-            guard(module, tensor)
-
-    def guard(module: Any, tensor: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            if _is_mapped(tensor):
-                _protect(module)
-
     hooks = torch.nn.modules.module
     # Two threads may install two of each: the first one leaves nothing to do for the second.
-    _installed.append(hooks.register_module_buffer_registration_hook(buffer))
-    _installed.append(hooks.register_module_parameter_registration_hook(parameter))
+    if "parameter" not in _installed:
+        _installed["parameter"] = hooks.register_module_parameter_registration_hook(_parameter_hook(torch))
+    if "buffer" not in _installed:
+        _installed["buffer"] = hooks.register_module_buffer_registration_hook(_buffer_hook(torch))
 
 
-def _writable(tensor: Any) -> Any:
-    """What a module gets as its buffer instead of a tensor: a copy of its own, if it is one that is followed, else None.
+# What torch.compile traces is no memory, and it can't look into what the hooks do. What only looks like a tensor, as a proxy of torch.fx,
+# answers all that it is asked.
 
-    Each has its own, as it is not known which of them belong together: one that was shared could have been written since."""
-    if not _followed:
-        return None
-    storage = _storage(tensor)
-    if storage is None or storage not in _followed:
-        return None
-    torch = _torch()
-    # A tensor as it would be otherwise, which can be written outside of inference too.
-    with torch.inference_mode(False), torch.no_grad():
-        made = tensor.clone().requires_grad_(tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    return made
+
+def _parameter_hook(torch: Any) -> Any:
+    is_traced = torch.compiler.is_dynamo_compiling
+
+    def hook(module: Any, name: str, tensor: Any) -> None:
+        if not is_traced() and issubclass(type(tensor), torch.Tensor) and _is_mapped(tensor):
+            _protect(module)
+
+    return hook
+
+
+def _buffer_hook(torch: Any) -> Any:
+    is_traced = torch.compiler.is_dynamo_compiling
+
+    def hook(module: Any, name: str, tensor: Any) -> Any:
+        if is_traced() or not issubclass(type(tensor), torch.Tensor) or not _is_mapped(tensor):
+            return None
+        if _storage(tensor) not in _followed:
+            _protect(module)
+            return None
+        # Each has its own, as it is not known which of them belong together: one that was shared could have been written since. A tensor
+        # as it would be otherwise, which can be written outside of inference too.
+        with torch.inference_mode(False), torch.no_grad():
+            made = tensor.clone().requires_grad_(tensor.requires_grad)
+        made.__dict__.update(tensor.__dict__)
+        return made
+
+    return hook

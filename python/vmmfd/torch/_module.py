@@ -9,6 +9,7 @@ from .._errors import Differs, Invalid
 from ._base import _listed, _torch
 from ._get import _Mapped, _Row
 from ._guard import _note, _protect
+from ._hooks import _install as _install_hooks
 from ._items import _items, _written
 
 if TYPE_CHECKING:
@@ -225,9 +226,10 @@ def _load(
         made[name] = tensors[tied]
     installed = _install(module, made, fit, private_names)
     _note(_held(each.owner, each.kind)[each.leaf] for each in installed if each.is_mapped)
+    _install_hooks()
     for owner in module.modules():
         if owner is module or owner._parameters or owner._buffers:
-            _protect(owner)
+            _protect(owner, whole=owner is module)
     return Loaded(lease, module, copies, list(mapped.private.values()), installed)
 
 
