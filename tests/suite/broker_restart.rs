@@ -5,6 +5,7 @@ use std::{
     io::Write,
     os::unix::fs::{FileExt, PermissionsExt},
     path::Path,
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
@@ -293,7 +294,9 @@ fn events_go_on_across_a_restart(mut subject: Subject) {
 /// A copy of the program in a folder, to be replaced.
 fn copied(to: &Path) {
     let beside = to.with_extension("new");
-    fs::copy(binary("vmmfd"), &beside).unwrap();
+    // By a process of its own: a child that another test forks meanwhile would hold the copy open for writing, and a file that is so is
+    // not executed (ETXTBSY).
+    assert!(Command::new("cp").arg(binary("vmmfd")).arg(&beside).status().unwrap().success());
     fs::rename(beside, to).unwrap();
 }
 

@@ -28,6 +28,7 @@ use vmmfd::{
 };
 
 use crate::{
+    broker::until,
     broker_files,
     conform::{breaks, conforms},
     conversation::seqpacket,
@@ -46,7 +47,7 @@ impl Serving {
     fn start() -> Self {
         let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
         let mut config = ServerConfig::default();
-        config.timeout = Duration::from_secs(1);
+        config.timeout = Duration::from_secs(5);
         let server = Server::bind(&folder.path().join("broker"), config, &cancel).unwrap();
         let thread = Some(thread::spawn(move || {
             let report = server.run().unwrap();
@@ -60,7 +61,11 @@ impl Serving {
         self.folder.path().join("broker")
     }
 
+    /// Ends it, once it has noticed that its clients have gone: what they left then is what stays.
     fn stop(mut self) {
+        let client = Client::connect(&self.path(), &Config::default()).unwrap();
+        until(|| client.list("").unwrap().is_empty() && client.who("").unwrap().leases.is_empty());
+        drop(client);
         self.cancel.cancel(0);
         self.thread.take().unwrap().join().unwrap();
     }
