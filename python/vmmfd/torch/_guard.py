@@ -114,6 +114,6 @@ def _is_written(tensor: Any, value: Any) -> bool:
     with torch._C.DisableTorchFunction():
         if tensor.shape != value.shape:
             # PyTorch takes one element for a scalar, from a list too. All else it reports.
-            return tensor.dim() == 0 and value.dim() == 1
+            return bool(tensor.dim() == 0 and value.dim() == 1)
         same = _storage(value) == _storage(tensor) and tensor.dtype == value.dtype and tensor.stride() == value.stride()
         return not (same and tensor.storage_offset() == value.storage_offset() and tensor.is_conj() == value.is_conj())
