@@ -317,6 +317,10 @@ def linear() -> Any:
     return nn.Linear(4, 4)
 
 
+class Decoded(torch.Tensor):  # type: ignore[misc]
+    """A tensor that is not the values it holds."""
+
+
 def test_what_writes_nothing_is_not_refused(broker: vmmfd.Broker, name: str) -> None:
     module = filled(broker, name, linear)
     before = module.weight.data_ptr()
@@ -331,9 +335,11 @@ def test_what_writes_nothing_is_not_refused(broker: vmmfd.Broker, name: str) -> 
     assert module.weight.data_ptr() == other.weight.data_ptr() == before
     with pytest.raises(vmmfd.ExportError, match="- weight$"):
         module.load_state_dict({"weight": module.weight.T}, strict=False)
-    # What does not fit, PyTorch reports.
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        module.load_state_dict({"weight": torch.ones(8, 8)}, strict=False)
+    with pytest.raises(vmmfd.ExportError, match="- weight$"):
+        module.load_state_dict({"weight": module.weight.detach()._neg_view()}, strict=False)
+    for other_value in (torch.ones(8, 8), torch.ones(4, 4).to_sparse(), module.weight.detach().as_subclass(Decoded), [1.0] * 4):
+        with pytest.raises(vmmfd.ExportError, match="- weight$"):
+            module.load_state_dict({"weight": other_value}, strict=False)
     # What is in no state dict it leaves alone.
     module.register_buffer("note", broker.state_dict(name, writable_buffers=False)["bias"], persistent=False)
     assert module.load_state_dict({"note": torch.ones(4)}, strict=False).unexpected_keys == ["note"]
@@ -369,12 +375,35 @@ def test_a_guard_knows_what_its_module_has_now_and_holds_nothing(broker: vmmfd.B
     assert len(module._load_state_dict_pre_hooks) == len(module[0]._load_state_dict_pre_hooks) == 1
     with pytest.raises(vmmfd.ExportError, match="- 0.weight"):
         nn.Sequential(module[0]).load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
-    # A shallow copy outlives its original, and is spoken for once it is given such memory.
-    again = copy.copy(module[0])
-    del module
-    again.weight = nn.Parameter(broker.state_dict(name)["1.weight"], requires_grad=False)
-    with pytest.raises(vmmfd.ExportError, match="- weight"):
-        again.load_state_dict({"weight": torch.ones(4, 4)}, strict=False)
+    # What has the dicts of a module that is gone is spoken for too, also in a cycle that is collected.
+    class Wrapper(nn.Linear):  # type: ignore[misc]
+        def __init__(self, of: Any) -> None:
+            self.__dict__.update(of.__dict__)
+
+    class Last:
+        def __init__(self, of: Any) -> None:
+            self.module, self.cycle = of, self
+
+        def __del__(self) -> None:
+            with pytest.raises(vmmfd.ExportError, match="- weight"):
+                self.module.load_state_dict({"weight": torch.ones(4, 4)}, strict=False)
+            refused.append(True)
+
+    refused: list[bool] = []
+    for load in (lambda: filled(broker, name, linear), lambda: broker.load(name, linear()).module):
+        for wrap in (copy.copy, Wrapper):
+            with pytest.raises(vmmfd.ExportError, match="- weight"):
+                wrap(load()).load_state_dict({"weight": torch.ones(4, 4)}, strict=False)
+        Last(load())
+    gc.collect()
+    assert refused == [True, True]
+    # A name that no buffer has any more is one of a parameter.
+    module = linear()
+    module.register_buffer("late", torch.ones(4), persistent=False)
+    del module._buffers["late"]
+    module.register_parameter("late", nn.Parameter(broker.state_dict(name)["bias"], requires_grad=False))
+    with pytest.raises(vmmfd.ExportError, match="- late"):
+        module.load_state_dict({"late": torch.ones(4)}, strict=False)
 
 
 def test_hooks_disturb_no_other_code(broker: vmmfd.Broker, name: str) -> None:
@@ -413,18 +442,25 @@ def test_hooks_disturb_no_other_code(broker: vmmfd.Broker, name: str) -> None:
         bare.register_parameter("weight", nn.Parameter(mapped.weight.detach(), requires_grad=False))
 
 
-def test_what_is_given_while_another_thread_traces_is_guarded(broker: vmmfd.Broker, name: str) -> None:
+def test_tensors_and_modules_may_be_traced(broker: vmmfd.Broker, name: str) -> None:
     given: list[Any] = []
 
     class Traced(nn.Module):  # type: ignore[misc]
-        def forward(self, x: Any) -> Any:
-            thread = threading.Thread(target=lambda: given.append(filled(broker, name, Counter)))
+        def __init__(self, x: Any) -> None:
+            super().__init__()
+            self.x = x
+
+        def forward(self, y: Any) -> Any:
+            thread = threading.Thread(target=lambda: given.append(filled(broker, name, linear)))
             thread.start()
             thread.join()
-            return x + 1
+            return y + self.x
 
-    torch.export.export(Traced(), (torch.ones(1),), strict=False)
-    (module,) = given
-    module(torch.ones(1, 4))
-    with pytest.raises(vmmfd.ExportError, match="- 0.linear.weight"):
-        nn.Sequential(module).load_state_dict({"0.linear.weight": torch.ones(4, 4)}, strict=False)
+    mapped = filled(broker, name, linear)
+    exported = torch.export.export(Traced(mapped.bias.detach()), (torch.ones(4),), strict=False)
+    assert torch.equal(exported.module()(torch.ones(4)), mapped.bias + 1)
+    # What another thread loaded meanwhile is guarded.
+    for module in given:
+        with pytest.raises(vmmfd.ExportError, match="- 0.weight"):
+            nn.Sequential(module).load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
+    assert given

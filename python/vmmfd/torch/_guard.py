@@ -62,24 +62,35 @@ class _Guard:
     tensors are its own."""
 
     def __init__(self, module: Any, whole: bool) -> None:
-        # Weakly, as the module has the guard: else its lease would stay until the next collection of garbage.
-        self._module: Any = weakref.ref(module) if module is not None else lambda: None
         self.whole = whole
+        self._module: Any = _no_module
+        self._own: tuple[Any, Any, Any] = ({}, {}, ())
+        if module is not None:
+            self.take(module)
 
     def take(self, module: Any) -> bool:
-        """Speaks for this module from now on, unless it does for another one. Returns whether it speaks for it."""
+        """Speaks for this module from now on, unless it does for another one that lives. Returns whether it speaks for it."""
         if self._module() is None:
             self._module = weakref.ref(module)
-        return self._module() is module
+        if self._module() is not module:
+            return False
+        # A shallow copy, or a module that took over this one's `__dict__`, has these too when this one is gone. But not what is in it, nor
+        # it: that would be a cycle, or hold a lease for modules that were taken out.
+        self._own = module._parameters, module._buffers, getattr(module, "_non_persistent_buffers_set", ())
+        return True
 
     def __call__(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        module = self._module()
-        if module is None or metadata.get("assign_to_params_buffers", False):
+        if metadata.get("assign_to_params_buffers", False):
             return
+        module = self._module()
+        if module is not None:
+            # It may have been given others.
+            self.take(module)
+        tensors = [*_tensors(*self._own, prefix)]
+        if module is not None and self.whole:
+            tensors += _inner_tensors(module, prefix)
         names = [
-            name
-            for name, tensor in _tensors(module, prefix, self.whole)
-            if name in state_dict and _is_mapped(tensor) and _is_written(tensor, state_dict[name])
+            name for name, tensor in tensors if name in state_dict and _is_mapped(tensor) and not _is_same(tensor, state_dict[name])
         ]
         if names:
             raise ExportError(
@@ -95,25 +106,45 @@ class _Guard:
         return getattr, ("", "format")
 
 
-def _tensors(module: Any, prefix: str, whole: bool) -> Iterable[tuple[str, Any]]:
-    """The tensors that a module has now, and if so those in it, by the names that they have in a state dict."""
-    for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None and leaf not in getattr(module, "_non_persistent_buffers_set", ()):
+def _no_module() -> None:
+    """What a weak reference to no module returns."""
+
+
+def _tensors(parameters: Any, buffers: Any, not_persistent: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+    """The tensors that a module has in its state dict, by their names there."""
+    for leaf, tensor in parameters.items():
+        if tensor is not None:
             yield prefix + leaf, tensor
-    if whole:
-        for leaf, inner in module._modules.items():
-            if inner is not None:
-                yield from _tensors(inner, f"{prefix}{leaf}.", whole)
+    for leaf, tensor in buffers.items():
+        if tensor is not None and leaf not in not_persistent:
+            yield prefix + leaf, tensor
 
 
-def _is_written(tensor: Any, value: Any) -> bool:
-    """Whether PyTorch would write to a tensor if it copied a value there: not if it does not fit, nor if it is the same memory."""
+def _inner_tensors(module: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+    """Those of the modules in it."""
+    for leaf, inner in module._modules.items():
+        if inner is not None:
+            inside = f"{prefix}{leaf}."
+            yield from _tensors(inner._parameters, inner._buffers, getattr(inner, "_non_persistent_buffers_set", ()), inside)
+            yield from _inner_tensors(inner, inside)
+
+
+def _is_same(tensor: Any, value: Any) -> bool:
+    """Whether a value is the very tensor that it would be copied to, so that PyTorch writes nothing."""
     torch = _torch()
-    if not issubclass(type(value), torch.Tensor):
-        return True
+    plain = (torch.Tensor, torch.nn.Parameter)
+    # A class of its own may have a `copy_` of its own.
+    if type(value) not in plain or type(tensor) not in plain:
+        return False
     with torch._C.DisableTorchFunction():
-        if tensor.shape != value.shape:
-            # PyTorch takes one element for a scalar, from a list too. All else it reports.
-            return bool(tensor.dim() == 0 and value.dim() == 1)
-        same = _storage(value) == _storage(tensor) and tensor.dtype == value.dtype and tensor.stride() == value.stride()
-        return not (same and tensor.storage_offset() == value.storage_offset() and tensor.is_conj() == value.is_conj())
+        storage = _storage(value)
+        return bool(
+            storage is not None
+            and storage == _storage(tensor)
+            and value.storage_offset() == tensor.storage_offset()
+            and value.shape == tensor.shape
+            and value.stride() == tensor.stride()
+            and value.dtype == tensor.dtype
+            and value.is_conj() == tensor.is_conj()
+            and value.is_neg() == tensor.is_neg()
+        )

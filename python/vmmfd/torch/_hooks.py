@@ -39,8 +39,8 @@ def _install() -> None:
         _installed["buffer"] = hooks.register_module_buffer_registration_hook(_buffer_hook(torch))
 
 
-# What torch.compile traces is no memory, and it can't look into what the hooks do. What only looks like a tensor, as a proxy of torch.fx,
-# answers all that it is asked.
+# What torch.compile traces is no memory, and it can't look into what the hooks do; and a copy would become part of what torch.export
+# traces. What only looks like a tensor, as a proxy of torch.fx, answers all that it is asked.
 
 
 def _parameter_hook(torch: Any) -> Any:
@@ -54,7 +54,8 @@ def _parameter_hook(torch: Any) -> Any:
 
 
 def _buffer_hook(torch: Any) -> Any:
-    is_traced = torch.compiler.is_dynamo_compiling
+    # Also while another thread traces.
+    is_traced = torch.compiler.is_compiling
 
     def hook(module: Any, name: str, tensor: Any) -> Any:
         if is_traced() or not issubclass(type(tensor), torch.Tensor) or not _is_mapped(tensor):
