@@ -47,7 +47,8 @@ impl Serving {
     fn start() -> Self {
         let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
         let mut config = ServerConfig::default();
-        config.timeout = Duration::from_secs(5);
+        // As long as the tool tries a silence.
+        config.timeout = Duration::from_secs(3);
         let server = Server::bind(&folder.path().join("broker"), config, &cancel).unwrap();
         let thread = Some(thread::spawn(move || {
             let report = server.run().unwrap();

@@ -79,7 +79,9 @@ impl Runtime {
                 answer(Channel::new(socket, Duration::from_secs(60), &Cancel::new().unwrap()).unwrap());
             }
         });
-        let finding = self.finding();
+        // A machine that does much else may keep that process from answering for as long as the doctor waits.
+        let findings = std::iter::repeat_with(|| self.finding()).take(20);
+        let finding = findings.into_iter().find(|finding| finding["figures"]["problem"] != "silent").unwrap();
         drop(ended);
         serving.join().unwrap();
         finding
