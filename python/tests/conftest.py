@@ -35,6 +35,12 @@ def _driver() -> str:
     return "fake" if "FAKECUDA_DEVICES" in os.environ else ("cuda" if library.cuInit(0) == 0 else "none")
 
 
+def pytest_configure() -> None:
+    # A shell has what it starts in the background ignore Ctrl-C, and what that starts in turn.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     driver = None
     for item in items:
