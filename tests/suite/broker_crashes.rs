@@ -288,12 +288,13 @@ impl<'a> Scene<'a> {
         }
         assert!(!matches!(answer, Some((Message::Refused(_) | Message::Error(_), _))), "{at}");
         let held = held.filter(|_| traced.killed.is_some());
-        self.check(verb, &name, request, &answer, &at);
+        // First: the server waits for 10 s.
         if let Some(token) = held {
             let lost = resume(&self.served.greeted().0, &[token]).lost;
             // Those that were released ended, or no client has them.
             assert!(lost.is_empty() || matches!(verb, Verb::Release | Verb::Close), "{at}: a lease is lost");
         }
+        self.check(verb, &name, request, &answer, &at);
         traced.killed.is_some()
     }
 

@@ -50,7 +50,7 @@ use tempfile::TempDir;
 const FIRST: RawFd = 3;
 
 /// After how long a wait fails its test.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// What the service is.
 #[derive(Debug, Clone)]

@@ -24,7 +24,7 @@ use super::{
 use crate::{broker_process::Raw, running::binary};
 
 /// After how long a wait fails its test.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Who keeps the descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
