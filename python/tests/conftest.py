@@ -24,6 +24,9 @@ LIMIT = 300.0
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "fake: over the emulated driver, where libcuda.so.1 is it")
+    # A shell has what it starts in the background ignore Ctrl-C, and what that starts in turn.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _driver() -> str:
@@ -33,12 +36,6 @@ def _driver() -> str:
     except OSError:
         return "none"
     return "fake" if "FAKECUDA_DEVICES" in os.environ else ("cuda" if library.cuInit(0) == 0 else "none")
-
-
-def pytest_configure() -> None:
-    # A shell has what it starts in the background ignore Ctrl-C, and what that starts in turn.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
