@@ -54,19 +54,20 @@ def _protect(module: Any, *, whole: bool = False) -> None:
         if isinstance(guard, _Guard) and guard.take(module):
             guard.whole |= whole
             return
-    module._register_load_state_dict_pre_hook(_Guard(module, whole))
+    guard = _Guard(whole)
+    guard.take(module)
+    module._register_load_state_dict_pre_hook(guard)
 
 
 class _Guard:
     """Refuses a `load_state_dict` that would copy into mapped memory. Copied or pickled with its module, it does nothing: the copy's
     tensors are its own."""
 
-    def __init__(self, module: Any, whole: bool) -> None:
+    def __init__(self, whole: bool) -> None:
+        """One that speaks for no module yet."""
         self.whole = whole
         self._module: Any = _no_module
-        self._own: tuple[Any, Any, Any] = ({}, {}, ())
-        if module is not None:
-            self.take(module)
+        self._own: _Tables = ({}, {}, ())
 
     def take(self, module: Any) -> bool:
         """Speaks for this module from now on, unless it does for another one that lives. Returns whether it speaks for it."""
@@ -76,7 +77,7 @@ class _Guard:
             return False
         # A shallow copy, or a module that took over this one's `__dict__`, has these too when this one is gone. But not what is in it, nor
         # it: that would be a cycle, or hold a lease for modules that were taken out.
-        self._own = module._parameters, module._buffers, getattr(module, "_non_persistent_buffers_set", ())
+        self._own = _tables(module)
         return True
 
     def __call__(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -86,7 +87,7 @@ class _Guard:
         if module is not None:
             # It may have been given others.
             self.take(module)
-        tensors = [*_tensors(*self._own, prefix)]
+        tensors = [*_tensors(self._own, prefix)]
         if module is not None and self.whole:
             tensors += _inner_tensors(module, prefix)
         names = [
@@ -99,7 +100,7 @@ class _Guard:
             )
 
     def __deepcopy__(self, memo: Any) -> _Guard:
-        return _Guard(None, False)
+        return _Guard(False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A function that takes anything and does nothing, so that who unpickles the module needs no vmmfd.
@@ -110,8 +111,17 @@ def _no_module() -> None:
     """What a weak reference to no module returns."""
 
 
-def _tensors(parameters: Any, buffers: Any, not_persistent: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+_Tables = tuple[Any, Any, Any]
+"""What a module has: its parameters and its buffers by name, and the names of the buffers that are in no state dict."""
+
+
+def _tables(module: Any) -> _Tables:
+    return module._parameters, module._buffers, getattr(module, "_non_persistent_buffers_set", ())
+
+
+def _tensors(tables: _Tables, prefix: str) -> Iterable[tuple[str, Any]]:
     """The tensors that a module has in its state dict, by their names there."""
+    parameters, buffers, not_persistent = tables
     for leaf, tensor in parameters.items():
         if tensor is not None:
             yield prefix + leaf, tensor
@@ -125,7 +135,7 @@ def _inner_tensors(module: Any, prefix: str) -> Iterable[tuple[str, Any]]:
     for leaf, inner in module._modules.items():
         if inner is not None:
             inside = f"{prefix}{leaf}."
-            yield from _tensors(inner._parameters, inner._buffers, getattr(inner, "_non_persistent_buffers_set", ()), inside)
+            yield from _tensors(_tables(inner), inside)
             yield from _inner_tensors(inner, inside)
 
 
