@@ -135,6 +135,8 @@ fn an_object_outlives_its_maker(subject: Subject) {
     assert_eq!((lease.name(), lease.version(), lease.backend()), ("models/tiny", 1, driver.backend().as_str()));
     assert_eq!(lease.part("all").unwrap().description().size, 3 * MIB);
     drop(lease);
+    // The server ends the lease before it answers.
+    assert!(reader.who("").unwrap().leases.is_empty());
     let report = broker.stop();
     assert_eq!((report.objects, report.versions, report.leases, report.bytes), (1, 1, 0, 4 * MIB));
 }

@@ -209,10 +209,7 @@ impl<'a> Scene<'a> {
     /// Names and versions.
     fn listed(&self) -> Vec<(String, u64)> {
         let (raw, _) = self.served.greeted();
-        match ask(&raw, &Message::List(List::default()), &[]) {
-            Some((Message::Objects(page), _)) => page.objects.into_iter().map(|of| (of.name, of.version)).collect(),
-            other => panic!("{other:?}"),
-        }
+        raw.list().into_iter().map(|of| (of.name, of.version)).collect()
     }
 
     /// Does a verb, with the server killed before its `nth` system call from there on. Whether it came so far.

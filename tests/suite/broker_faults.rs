@@ -459,7 +459,8 @@ fn a_version_that_a_killed_reader_held_goes_with_it(mut subject: Subject) {
         client.put(&put).unwrap().version
     };
     put(1);
-    let before = server.memory_files();
+    let before = CHUNKS + 1;
+    until(|| server.memory_files() == before);
     for deleted in [false, true] {
         let mut actors: Vec<Actor> =
             ["holds-until-told", "lease-mapped"].map(|step| Actor::start(&test, step, &server.path)).into();

@@ -100,6 +100,7 @@ fn puts_and_connections_beyond_the_descriptors_are_refused_before_anything_is_ta
         client.put(&parts.fold(Put::new(name), Put::part))
     };
     keep("one").unwrap();
+    until(|| server.memory_files() == 41);
     let before = server.files();
     // More than are left, in a put of which only the first record has come.
     let shared = filled(&subject.driver, 2 * MIB, None, 1);

@@ -15,7 +15,7 @@ use nix::{
 };
 use vmmfd::{
     error::RefusalCode,
-    wire::broker::{self, Delete, List, Message},
+    wire::broker::{self, Delete, Message},
 };
 
 use crate::{
@@ -177,10 +177,7 @@ fn delete(raw: &Raw, name: &str) {
 
 #[track_caller]
 fn names(raw: &Raw) -> Vec<String> {
-    match raw.ask(&Message::List(List::default()), &[]).unwrap() {
-        Some((Message::Objects(page), _)) => page.objects.into_iter().map(|of| of.name).collect(),
-        other => panic!("{other:?}"),
-    }
+    raw.list().into_iter().map(|of| of.name).collect()
 }
 
 /// How many segments a get of a name hands out.

@@ -12,9 +12,7 @@ use nix::libc;
 use serde_json::json;
 use vmmfd::wire::{
     Memory,
-    broker::{
-        self, Attached, Delete, Get, GetObject, List, Message, PutPart, Release, Resume, Stat, Table, Token, Who,
-    },
+    broker::{self, Attached, Delete, Get, GetObject, Message, PutPart, Release, Resume, Stat, Table, Token, Who},
 };
 
 use super::{
@@ -314,7 +312,6 @@ impl Walk {
     fn compare(&self) {
         let (raw, server) = self.served.greeted();
         let ask = |message: Message| raw.ask(&message, &[]).unwrap().unwrap().0;
-        let Message::Objects(page) = ask(Message::List(List::default())) else { panic!() };
         let number = |name: &str| match ask(Message::Stat(Stat { name: name.to_owned(), version: None })) {
             Message::Version(info) => match info.metadata {
                 Some(Table::Inline(text)) => {
@@ -325,7 +322,7 @@ impl Walk {
             other => panic!("{other:?}"),
         };
         let there: Vec<(String, u64)> =
-            page.objects.iter().map(|object| (object.name.clone(), number(&object.name))).collect();
+            raw.list().iter().map(|object| (object.name.clone(), number(&object.name))).collect();
         let visible = NAME.iter().zip(&self.world.visible);
         let wanted: Vec<(String, u64)> =
             visible.filter_map(|(name, version)| Some(((*name).to_owned(), self.tokens[&(*version)?].1))).collect();

@@ -27,7 +27,9 @@ use super::Inode;
 pub(crate) enum Fault {
     /// The nth from now, of those that take something or work with it. What gives back does not count.
     Nth(u64),
-    /// That one and all such calls after it.
+    /// The nth from now of this verb: the same call in each run, also where several threads call the driver.
+    NthOf(&'static str, u64),
+    /// The nth of those that take something or work with it, and all such calls after it.
     From(u64),
     /// Every call of this verb.
     Verb(&'static str),
@@ -97,6 +99,11 @@ impl Faulty {
         let mut ledger = self.ledger();
         ledger.fault = None;
         ledger.failed.take()
+    }
+
+    /// The verbs that were called since the last time, each once, without those that give back.
+    pub(crate) fn take_kinds(&self) -> BTreeSet<&'static str> {
+        self.take_verbs().into_iter().filter(|verb| !GIVE_BACK.contains(verb)).collect()
     }
 
     /// What was called since the last time, in order.
@@ -175,7 +182,11 @@ impl Faulty {
                 *left = left.saturating_sub(1);
                 *left == 0
             }
-            Fault::Nth(_) | Fault::From(_) => false,
+            Fault::NthOf(name, left) if *name == verb => {
+                *left = left.wrapping_sub(1);
+                *left == 0
+            }
+            Fault::Nth(_) | Fault::NthOf(..) | Fault::From(_) => false,
             Fault::Verb(name) => *name == verb,
         };
         if !fails {

@@ -125,20 +125,24 @@ impl Subject {
         }
     }
 
-    /// Does work again and again, each time with another call of the driver failing, until it is whole. Each failure must be told
-    /// of, and leave nothing. Returns what failed.
+    /// Does work again and again, each time with another call of the driver failing. Each failure must be reported, and leave nothing.
+    /// Returns the verbs that failed.
     pub(crate) fn fail_each_call(&self, work: impl Fn() -> Result<()>) -> Vec<&'static str> {
+        self.faulty.take_verbs();
+        work().unwrap();
         let mut failed = Vec::new();
-        for nth in 1.. {
-            self.faulty.fail(Fault::Nth(nth), 4242);
-            let result = work();
-            let Some(verb) = self.faulty.mend() else {
-                result.unwrap();
-                break;
-            };
-            assert!(result.is_err(), "{verb}, call {nth}, is of no consequence");
-            self.assert_empty();
-            failed.push(verb);
+        for verb in self.faulty.take_kinds() {
+            for nth in 1.. {
+                self.faulty.fail(Fault::NthOf(verb, nth), 4242);
+                let result = work();
+                if self.faulty.mend().is_none() {
+                    result.unwrap();
+                    break;
+                }
+                assert!(result.is_err(), "{verb}, call {nth}, is of no consequence");
+                self.assert_empty();
+                failed.push(verb);
+            }
         }
         failed
     }
