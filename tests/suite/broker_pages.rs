@@ -26,8 +26,8 @@ use vmmfd::{
 
 use crate::support::Subject;
 
-/// One page: the broker keeps memory of any size.
-pub(crate) const PAGE: u64 = 4096;
+/// The granularity of host memory: the broker keeps no smaller pieces.
+pub(crate) const PAGE: u64 = vmmfd::driver::GRANULARITY;
 
 /// A number from the environment: more than a test does by default.
 pub(crate) fn number(name: &str, default: u64) -> u64 {

@@ -25,11 +25,7 @@ pub(in crate::broker) enum Record {
     /// An event that was before this log.
     Seen(Seen),
     /// A request that was done before this log and has left nothing in it: a delete, or a put, with what it published.
-    Answered {
-        request: Token,
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        published: Option<Published>,
-    },
+    Answered(Answered),
     /// What was written when the log was made anew ends here: `seq` is the number of the last event before.
     Whole { seq: u64 },
     /// A server has started with this log.
@@ -60,6 +56,25 @@ pub(in crate::broker) struct Seen {
     pub(in crate::broker) mode: u16,
 }
 
+/// A request that was done.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::broker) struct Answered {
+    pub(in crate::broker) request: Token,
+    /// What it put or deleted, unless an older build wrote this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) name: Option<String>,
+    /// What it published, if it was a put.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) published: Option<Published>,
+}
+
+impl Answered {
+    /// Whether it was about this name.
+    pub(in crate::broker) fn is_of(&self, name: &str) -> bool {
+        self.name.as_deref().is_none_or(|of| of == name)
+    }
+}
+
 /// A name that was taken away.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Deleted {
@@ -72,6 +87,9 @@ pub(in crate::broker) struct Deleted {
     /// What the client calls its request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) request: Option<Token>,
+    /// Whose the name was, if it was deleted by a request: it can't be offered back then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) owner: Option<u32>,
 }
 
 /// A published version.
@@ -120,6 +138,13 @@ pub(in crate::broker) struct Part {
     pub(in crate::broker) segments: Vec<(SegmentId, u64)>,
 }
 
+/// Bytes of memory and tables, as claimed.
+pub(in crate::broker) fn bytes_of(metadata: Option<&Table>, parts: &[Part]) -> u64 {
+    let memory = parts.iter().map(|part| part.memory.mapped_size).sum::<u64>();
+    let tables = metadata.into_iter().chain(parts.iter().filter_map(|part| part.arrays.as_ref()));
+    memory + tables.map(Table::length).sum::<u64>()
+}
+
 /// JSON that is written here, or kept in a memfd where it is long.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -133,6 +158,16 @@ pub(in crate::broker) enum Table {
         /// Its length in bytes.
         length: u64,
     },
+}
+
+impl Table {
+    /// In bytes.
+    fn length(&self) -> u64 {
+        match self {
+            Self::Inline(text) => text.as_str().len() as u64,
+            Self::Kept { length, .. } => *length,
+        }
+    }
 }
 
 /// A lease.

@@ -57,6 +57,8 @@ pub(super) struct Connection {
     queue: VecDeque<Outgoing>,
     /// Records of the answer behind the next acknowledgement.
     rest: VecDeque<Outgoing>,
+    /// How many segments of its lease were sent with the last record.
+    sent_segments: u64,
     /// How many descriptors the peer has not read yet, as far as is known.
     pub(super) unread: usize,
     /// Since when an answer waits for room for its descriptors.
@@ -93,6 +95,8 @@ pub(super) struct Outgoing {
     bytes: Vec<u8>,
     fds: Vec<SegmentId>,
     own: Option<OwnedFd>,
+    /// If it belongs to a lease: how many of its segments are sent with this and the records before.
+    segments: u64,
 }
 
 impl Outgoing {
@@ -101,7 +105,12 @@ impl Outgoing {
     pub(super) fn of(message: &Message, fds: Vec<SegmentId>) -> Result<Self> {
         let mut bytes = Vec::with_capacity(512);
         message.encode_into(&mut bytes)?;
-        Ok(Self { bytes, fds, own: None })
+        let segments = match message {
+            Message::Lease(lease) => lease.sizes.len() as u64,
+            Message::Segments(segments) => segments.first + segments.sizes.len() as u64,
+            _ => 0,
+        };
+        Ok(Self { bytes, fds, own: None, segments })
     }
 
     /// With a descriptor of its own behind the others.
@@ -147,6 +156,7 @@ impl Connection {
             names: HashSet::new(),
             queue: VecDeque::new(),
             rest: VecDeque::new(),
+            sent_segments: 0,
             unread: 0,
             wants_room_since: None,
             unread_since: None,
@@ -172,11 +182,19 @@ impl Connection {
         self.push(first)
     }
 
-    /// The peer has acknowledged a record: takes the next one to be sent. `None` if there is none, so that nothing was to be
-    /// acknowledged.
-    pub(super) fn acknowledged(&mut self) -> Option<Result<(), Sent>> {
-        let next = self.rest.pop_front()?;
-        Some(self.push(next))
+    /// The peer has acknowledged a record, with so many segments of its lease: takes the next one to be sent.
+    ///
+    /// # Errors
+    /// One sentence if nothing was to be acknowledged, or another number of segments.
+    pub(super) fn acknowledged(&mut self, segments: u64) -> Result<Result<(), Sent>, String> {
+        let Some(next) = self.rest.pop_front() else {
+            return Err("received came where nothing is to be acknowledged".to_owned());
+        };
+        if segments != self.sent_segments {
+            let sent = self.sent_segments;
+            return Err(format!("received says that {segments} segments of the lease came, and {sent} were sent"));
+        }
+        Ok(self.push(next))
     }
 
     /// Takes a record to be sent.
@@ -184,6 +202,7 @@ impl Connection {
         if self.queue.len() >= MAX_QUEUE {
             return Err(Sent::Stalled);
         }
+        self.sent_segments = outgoing.segments;
         self.queue.push_back(outgoing);
         Ok(())
     }

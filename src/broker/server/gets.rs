@@ -1,7 +1,7 @@
 //! Gets: leases of what is there, waits for what is not, and claims of what no process makes yet.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, HashSet, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -10,6 +10,7 @@ use super::{
     connection::{Connection, Outgoing, Request},
     objects::{Answer, LeaseParts, Question, Selected, Selection, random},
     reactor::Reactor,
+    worker::{Job, Step},
 };
 use crate::{
     broker::name::{check_component, check_name},
@@ -108,9 +109,38 @@ enum Outcome {
     /// All of it is there.
     Ready(Vec<Selection>),
     /// Some tables must be looked into.
-    Ask(Vec<(usize, Question)>),
+    Ask(VecDeque<(usize, Question)>),
     /// This object is not there.
     Absent(String),
+}
+
+/// Looks into one table for a get, and then into the next one when it is the user's turn again.
+fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, Question)>, first: bool) -> Step {
+    if let Some((at, question)) = questions.front_mut() {
+        match question.step() {
+            Ok(None) => {}
+            Ok(Some(answer)) => {
+                waiting.answers.insert(*at, answer);
+                questions.pop_front();
+            }
+            Err(refusal) => {
+                return Step::Done(Box::new(move |reactor: &mut Reactor| {
+                    reactor.set_request(id, Request::None);
+                    reactor.stop_waiting(id, &waiting.get);
+                    reactor.refuse(id, refusal);
+                    reactor.listen_again(id);
+                }));
+            }
+        }
+        if !questions.is_empty() {
+            return Step::More(Box::new(move || look(id, waiting, questions, first)));
+        }
+    }
+    Step::Done(Box::new(move |reactor: &mut Reactor| {
+        reactor.set_request(id, Request::None);
+        reactor.try_get(id, waiting, first);
+        reactor.listen_again(id);
+    }))
 }
 
 impl Reactor {
@@ -140,11 +170,11 @@ impl Reactor {
 
     fn outcome(&self, id: ConnectionId, waiting: &Waiting) -> Result<Outcome, BrokerError> {
         let Some(connection) = self.connections.get(&id) else { return Ok(Outcome::Ready(Vec::new())) };
-        let (mut ready, mut questions) = (Vec::new(), Vec::new());
+        let (mut ready, mut questions) = (Vec::new(), VecDeque::new());
         for (at, object) in waiting.get.objects.iter().enumerate() {
             match self.objects.select(&connection.caller, connection, object, waiting.answers.get(&at))? {
                 Selected::Ready(selection) => ready.push(selection),
-                Selected::Ask(question) => questions.push((at, question)),
+                Selected::Ask(question) => questions.push_back((at, question)),
                 Selected::Absent => return Ok(Outcome::Absent(object.name.clone())),
             }
         }
@@ -152,42 +182,36 @@ impl Reactor {
     }
 
     /// Looks into tables, here if they are small.
-    fn ask(&mut self, id: ConnectionId, mut waiting: Waiting, questions: Vec<(usize, Question)>, first: bool) {
-        let answer = |questions: Vec<(usize, Question)>| {
-            let answers = questions.into_iter().map(|(at, question)| question.answer().map(|answer| (at, answer)));
-            answers.collect::<Result<Vec<_>, _>>()
-        };
-        let go_on = move |reactor: &mut Self, answers: Result<Vec<(usize, Answer)>, BrokerError>| match answers {
-            Ok(answers) => {
-                waiting.answers.extend(answers);
-                reactor.try_get(id, waiting, first);
-            }
-            Err(refusal) => {
-                reactor.stop_waiting(id, &waiting.get);
-                reactor.refuse(id, refusal);
-            }
-        };
-        if questions.iter().all(|(_, question)| question.is_small()) {
-            return go_on(self, answer(questions));
-        }
+    fn ask(&mut self, id: ConnectionId, waiting: Waiting, questions: VecDeque<(usize, Question)>, first: bool) {
+        let Some(uid) = self.connections.get(&id).map(|connection| connection.caller.uid) else { return };
+        let small = questions.iter().all(|(_, question)| question.is_small());
         self.set_request(id, Request::Worker);
-        self.worker.run(move || {
-            let answers = answer(questions);
-            Some(Box::new(move |reactor: &mut Self| {
-                reactor.set_request(id, Request::None);
-                go_on(reactor, answers);
-                reactor.listen_again(id);
-            }))
-        });
+        let mut next: Job = Box::new(move || look(id, waiting, questions, first));
+        if !small {
+            return self.worker.run(uid, next);
+        }
+        loop {
+            match next() {
+                Step::More(job) => next = job,
+                Step::Done(outcome) => return outcome(self),
+                Step::Nothing => return,
+            }
+        }
     }
 
     /// An object is not there: grants the claim, waits, or refuses.
     fn absent(&mut self, id: ConnectionId, mut waiting: Waiting, name: &str, first: bool) {
-        if let Some(claim) = &waiting.get.claim
-            && let Some(token) = self.claims.grant(name, id, claim)
-        {
-            self.stop_waiting(id, &waiting.get);
-            return self.reply(id, &Message::Claimed(Claimed { token }));
+        if let Some(claim) = &waiting.get.claim {
+            if let Some(connection) = self.connections.get(&id)
+                && let Err(refusal) = self.objects.check_claim(&connection.caller, connection, name)
+            {
+                self.stop_waiting(id, &waiting.get);
+                return self.refuse(id, refusal);
+            }
+            if let Some(token) = self.claims.grant(name, id, claim) {
+                self.stop_waiting(id, &waiting.get);
+                return self.reply(id, &Message::Claimed(Claimed { token }));
+            }
         }
         let Some(wait) = waiting.get.wait_ms else {
             return self.refuse(id, BrokerError::new(RefusalCode::Absent, self.why_absent(&waiting, name)));

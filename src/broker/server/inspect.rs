@@ -30,6 +30,10 @@ pub(super) enum Unfit {
     #[error("{0}")]
     Memory(io::Error),
 
+    /// Offered as immutable.
+    #[error("the memory is offered as immutable and is not sealed against writing (F_SEAL_WRITE)")]
+    Writable,
+
     /// The claim is a GPU's memory.
     #[error(
         "the descriptor is of {found}, where a GPU's memory is a character device of NVIDIA's (major number {NVIDIA_MAJOR})"
@@ -55,20 +59,27 @@ pub(super) enum Kind {
 /// Checks that a descriptor can be the memory that it is claimed to be. Does not block, and reads none of it.
 ///
 /// With [`Backend::Host`] it is a memfd as the host backend demands, of exactly `size` bytes. With [`Backend::Cuda`] it is a device
-/// of NVIDIA's; its size can't be checked without CUDA. With `emulated` a memfd is accepted there too.
+/// of NVIDIA's; its size can't be checked without CUDA. With `emulated` a memfd is accepted there too. Host memory that is
+/// `immutable` is sealed against writing, since its readers refuse it otherwise.
 ///
 /// # Errors
 /// Each is one sentence with the values. The descriptor stays open.
-pub(super) fn inspect(fd: BorrowedFd<'_>, backend: Backend, size: u64, emulated: bool) -> Result<(), Unfit> {
+pub(super) fn inspect(
+    fd: BorrowedFd<'_>,
+    backend: Backend,
+    size: u64,
+    immutable: bool,
+    emulated: bool,
+) -> Result<(), Unfit> {
     if size == 0 {
         return Err(Unfit::Empty);
     }
     match (backend, kind(fd)) {
         (Backend::Cuda, Kind::Device) => Ok(()),
-        (Backend::Cuda, Kind::Memory) if emulated => memory(fd, size),
+        (Backend::Cuda, Kind::Memory) if emulated => memory(fd, size, false),
         (Backend::Cuda, Kind::Memory) => Err(Unfit::NotNvidia { found: "a memfd".to_owned() }),
         (Backend::Cuda, Kind::Foreign) => Err(Unfit::NotNvidia { found: describe(fd) }),
-        (Backend::Host, _) => memory(fd, size),
+        (Backend::Host, _) => memory(fd, size, immutable),
     }
 }
 
@@ -91,7 +102,7 @@ pub(crate) fn inspect_and_classify(
     size: u64,
     emulated: bool,
 ) -> (Result<(), String>, bool) {
-    let result = inspect(fd, backend, size, emulated).map_err(|error| error.to_string());
+    let result = inspect(fd, backend, size, false, emulated).map_err(|error| error.to_string());
     (result, kind(fd) == Kind::Foreign)
 }
 
@@ -111,8 +122,12 @@ pub(super) struct Inode {
     number: u64,
 }
 
-fn memory(fd: BorrowedFd<'_>, size: u64) -> Result<(), Unfit> {
-    memfd::inspect(fd, size).map(drop).map_err(|(_, error)| Unfit::Memory(error))
+fn memory(fd: BorrowedFd<'_>, size: u64, immutable: bool) -> Result<(), Unfit> {
+    match memfd::inspect(fd, size) {
+        Ok(sealed) if immutable && !sealed => Err(Unfit::Writable),
+        Ok(_) => Ok(()),
+        Err((_, error)) => Err(Unfit::Memory(error)),
+    }
 }
 
 /// What the kernel remembers of a file, and of that only what it always has.

@@ -4,13 +4,14 @@ mod check;
 
 use std::{os::fd::OwnedFd, time::Duration};
 
-use self::check::{check, prepare};
+use self::check::{Examination, Examined, check};
 use super::{
     ConnectionId,
     caller::Caller,
     connection::Request,
     objects::{NewPart, NewTable, Staged, Terms},
     reactor::Reactor,
+    worker::{Job, Step},
 };
 use crate::{
     broker::table::sealed,
@@ -105,9 +106,24 @@ pub(super) struct Storing {
     pub(super) staged: Staged,
 }
 
-/// How many bytes of memory they are, as claimed.
+/// How many bytes of memory and tables they are, as claimed.
 fn bytes_of(parts: &[NewPart]) -> u64 {
-    parts.iter().map(|part| part.memory.mapped_size).sum()
+    parts.iter().map(NewPart::bytes).sum()
+}
+
+/// Examines one part of a put, and then the next one when it is the user's turn again.
+fn examine(id: ConnectionId, descriptors: usize, examination: Examination) -> Step {
+    let prepared = match examination.step() {
+        Examined::More(rest) => return Step::More(Box::new(move || examine(id, descriptors, *rest))),
+        Examined::Sound(prepared) => Ok(prepared),
+        Examined::Refused(refusal, fds) => Err((refusal, fds)),
+    };
+    Step::Done(Box::new(move |reactor: &mut Reactor| {
+        reactor.uploading -= descriptors;
+        reactor.set_request(id, Request::None);
+        reactor.prepared(id, prepared);
+        reactor.listen_again(id);
+    }))
 }
 
 /// Whether two lists name the same parts, in any order; neither names one twice.
@@ -126,9 +142,13 @@ fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
 impl Reactor {
     /// A put has come, with the descriptors of its tables and of its first segments.
     pub(super) fn put(&mut self, id: ConnectionId, put: Put, mut fds: Vec<OwnedFd>) {
-        if let Some(published) = self.published_before(id, &put) {
+        let before = self.published_before(id, &put);
+        if let Some(answer) = before.transpose() {
             self.worker.reject(fds);
-            return self.reply(id, &Message::Published(published));
+            return match answer {
+                Ok(published) => self.reply(id, &Message::Published(published)),
+                Err(refusal) => self.refuse(id, refusal),
+            };
         }
         match self.admit_put(id, &put) {
             Err(refusal) => {
@@ -152,16 +172,18 @@ impl Reactor {
     }
 
     /// What a put published that is sent again, since its answer was lost; or of what another reader has offered back before.
-    fn published_before(&mut self, id: ConnectionId, put: &Put) -> Option<Published> {
+    fn published_before(&mut self, id: ConnectionId, put: &Put) -> Result<Option<Published>, BrokerError> {
         if let Some(restore) = &put.restore {
-            return self.restored_before(id, &put.name, restore);
+            return Ok(self.restored_before(id, &put.name, restore));
         }
-        let (connection, request) = (self.connections.get_mut(&id)?, put.request?);
-        let published = self.objects.published_before(&connection.caller, request)?;
-        // The name goes with this connection now, if it goes with its maker.
-        let resume = Resume { leases: Vec::new(), puts: vec![request] };
-        connection.names.extend(self.objects.resume(&connection.caller, &resume).names);
-        Some(published)
+        let (Some(connection), Some(request)) = (self.connections.get_mut(&id), put.request) else { return Ok(None) };
+        let published = self.objects.published_before(&connection.caller, &put.name, request)?;
+        if published.is_some() {
+            // The name goes with this connection now, if it goes with its maker.
+            let resume = Resume { leases: Vec::new(), puts: vec![request] };
+            connection.names.extend(self.objects.resume(&connection.caller, &resume).names);
+        }
+        Ok(published)
     }
 
     /// Gives a client its leases of a version that another one has offered back, if it could have offered it.
@@ -220,22 +242,20 @@ impl Reactor {
             self.uploading -= descriptors;
             return self.worker.reject(upload.into_fds());
         };
-        let (maker, emulated) = (connection.caller.describe(), self.emulated);
-        if upload.is_small() {
-            let prepared = prepare(upload, &maker, emulated);
-            self.uploading -= descriptors;
-            return self.prepared(id, prepared);
-        }
+        let (small, uid) = (upload.is_small(), connection.caller.uid);
+        let examination = Examination::new(upload, connection.caller.describe(), self.emulated);
         connection.request = Request::Worker;
-        self.worker.run(move || {
-            let prepared = prepare(upload, &maker, emulated);
-            Some(Box::new(move |reactor: &mut Self| {
-                reactor.uploading -= descriptors;
-                reactor.set_request(id, Request::None);
-                reactor.prepared(id, prepared);
-                reactor.listen_again(id);
-            }))
-        });
+        let mut next: Job = Box::new(move || examine(id, descriptors, examination));
+        if !small {
+            return self.worker.run(uid, next);
+        }
+        loop {
+            match next() {
+                Step::More(job) => next = job,
+                Step::Done(outcome) => return outcome(self),
+                Step::Nothing => return,
+            }
+        }
     }
 
     /// A put was looked at.
@@ -308,7 +328,7 @@ impl Reactor {
             self.objects.discard(metadata, parts);
             return refuse(code, message);
         }
-        let bytes = bytes_of(&parts);
+        let bytes = bytes_of(&parts) + metadata.as_ref().map_or(0, NewTable::length);
         // Others may have come while this was looked at.
         if let Err(refusal) = self.objects.users().check_bytes(caller.uid, bytes) {
             self.objects.discard(metadata, parts);
@@ -337,7 +357,9 @@ impl Reactor {
         let Some(draft) = self.drafts.remove(key) else { return };
         let Draft { uid, announced, terms, metadata, puts, requests } = draft;
         let terms = Terms { requests: requests.into_iter().map(|(_, request)| request).collect(), ..terms };
-        self.objects.users().remove_waiting(uid, puts.iter().map(|(_, parts)| bytes_of(parts)).sum());
+        let waited = puts.iter().map(|(_, parts)| bytes_of(parts)).sum::<u64>()
+            + metadata.as_ref().map_or(0, |(_, table)| table.length());
+        self.objects.users().remove_waiting(uid, waited);
         let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
         let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
         parts.sort_by_key(|part| announced.iter().position(|name| *name == part.name));
@@ -376,10 +398,10 @@ impl Reactor {
         let connection = first.as_ref().and_then(|caller| self.connections.get_mut(&caller.connection));
         let (Some(caller), Some(connection)) = (first, connection) else { return self.objects.unstage(staged) };
         // The same request may have been under way twice, over a connection that broke too.
-        let before = terms.requests.iter().find_map(|request| self.objects.published_before(&caller, *request));
-        if let Some(published) = before {
+        let before = |request: &Token| self.objects.published_before(&caller, &terms.name, *request).transpose();
+        if let Some(answer) = terms.requests.iter().find_map(before) {
             self.objects.unstage(staged);
-            return self.answer_makers(&makers, &Ok(published));
+            return self.answer_makers(&makers, &answer);
         }
         let result = self.objects.publish(&caller, connection, &terms, staged);
         if result.is_ok() {
@@ -418,8 +440,10 @@ impl Reactor {
         let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut draft.puts).into_iter().partition(|(of, _)| *of == id);
         draft.puts = stay;
         draft.requests.retain(|(of, _)| *of != id);
-        self.objects.users().remove_waiting(draft.uid, gone.iter().map(|(_, parts)| bytes_of(parts)).sum());
         let metadata = draft.metadata.take_if(|(of, _)| *of == id).map(|(_, table)| table);
+        let waited =
+            gone.iter().map(|(_, parts)| bytes_of(parts)).sum::<u64>() + metadata.as_ref().map_or(0, NewTable::length);
+        self.objects.users().remove_waiting(draft.uid, waited);
         let empty = draft.puts.is_empty();
         let rest = if empty { self.drafts.remove(key) } else { None };
         let rest = rest.and_then(|draft| draft.metadata).map(|(_, table)| table);

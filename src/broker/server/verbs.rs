@@ -51,9 +51,9 @@ impl Reactor {
                     self.end_wait(id, RefusalCode::Stopped);
                 }
             }
-            Message::Received(_) => match connection.acknowledged() {
-                Some(pushed) => self.pushed(id, pushed),
-                None => self.break_off(id, "received came where nothing is to be acknowledged"),
+            Message::Received(received) => match connection.acknowledged(received.segments) {
+                Ok(pushed) => self.pushed(id, pushed),
+                Err(problem) => self.break_off(id, &problem),
             },
             Message::Segments(segments) => self.segments(id, segments, fds),
             other if busy => {

@@ -1,9 +1,10 @@
 //! What may take long or block, away from the event loop.
 
 use std::{
+    collections::VecDeque,
     os::fd::{AsFd, OwnedFd},
     sync::{
-        Arc,
+        Arc, Condvar, Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
         mpsc::{self, Receiver, Sender},
     },
@@ -21,8 +22,68 @@ use crate::error::{Error, Result};
 /// What the event loop does with what a job found.
 pub(super) type Outcome = Box<dyn FnOnce(&mut Reactor) + Send>;
 
-/// Work that returns what to do with its result.
-type Job = Box<dyn FnOnce() -> Option<Outcome> + Send>;
+/// A step of some work.
+pub(super) type Job = Box<dyn FnOnce() -> Step + Send>;
+
+/// What a step of some work leads to.
+pub(super) enum Step {
+    /// The work goes on with this, after the steps of other users.
+    More(Job),
+    /// The event loop does this with the result.
+    Done(Outcome),
+    /// It is done.
+    Nothing,
+}
+
+/// The work of each user that has some, the user whose turn is next first. The server's own work has no user.
+#[derive(Default)]
+struct Turns {
+    users: VecDeque<(Option<u32>, VecDeque<Job>)>,
+    ended: bool,
+}
+
+/// Work that waits for the worker. Users take turns, step by step: one user's large tables delay another user by one table.
+#[derive(Default)]
+struct Queue {
+    turns: Mutex<Turns>,
+    changed: Condvar,
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue").finish_non_exhaustive()
+    }
+}
+
+impl Queue {
+    fn add(&self, user: Option<u32>, job: Job) {
+        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        match turns.users.iter_mut().find(|(of, _)| *of == user) {
+            Some((_, jobs)) => jobs.push_back(job),
+            None => turns.users.push_back((user, VecDeque::from([job]))),
+        }
+        self.changed.notify_one();
+    }
+
+    /// The next step, and its user, whose turn comes again after those of all others. Waits for one; `None` at the end.
+    fn next(&self) -> Option<(Option<u32>, Job)> {
+        let turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = |turns: &mut Turns| turns.users.is_empty() && !turns.ended;
+        let mut turns = self.changed.wait_while(turns, waits).unwrap_or_else(PoisonError::into_inner);
+        let (user, mut jobs) = turns.users.pop_front()?;
+        let job = jobs.pop_front()?;
+        if !jobs.is_empty() {
+            turns.users.push_back((user, jobs));
+        }
+        Some((user, job))
+    }
+
+    /// Ends the worker, once nothing waits.
+    fn end(&self) {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
+        self.changed.notify_one();
+    }
+}
 
 /// The most files whose close blocks: with as many the broker takes no more connections.
 const MOST_STUCK: usize = 256;
@@ -30,7 +91,7 @@ const MOST_STUCK: usize = 256;
 /// Two threads: one for work that ends soon, and one that closes what other processes may keep from closing.
 #[derive(Debug)]
 pub(super) struct Worker {
-    jobs: Sender<Job>,
+    queue: Arc<Queue>,
     outcomes: Receiver<Outcome>,
     foreign: Sender<OwnedFd>,
     stuck: Arc<AtomicUsize>,
@@ -41,17 +102,23 @@ impl Worker {
     /// # Errors
     /// [`Error::System`] if no thread can be started.
     pub(super) fn start(waker: Arc<Waker>) -> Result<Self> {
-        let (jobs, to_do) = mpsc::channel::<Job>();
+        let queue = Arc::new(Queue::default());
         let (done, outcomes) = mpsc::channel();
         let failed = |error| Error::system("start a thread", error);
+        let to_do = Arc::clone(&queue);
         let work = move || {
-            for job in to_do {
-                // Fails if the loop has ended.
-                if let Some(outcome) = job()
-                    && done.send(outcome).is_ok()
-                    && let Err(error) = waker.wake()
-                {
-                    tracing::error!(%error, "cannot wake the event loop");
+            while let Some((user, job)) = to_do.next() {
+                match job() {
+                    Step::More(job) => to_do.add(user, job),
+                    // Fails if the loop has ended.
+                    Step::Done(outcome) => {
+                        if done.send(outcome).is_ok()
+                            && let Err(error) = waker.wake()
+                        {
+                            tracing::error!(%error, "cannot wake the event loop");
+                        }
+                    }
+                    Step::Nothing => {}
                 }
             }
         };
@@ -66,13 +133,12 @@ impl Worker {
             }
         };
         thread::Builder::new().name("closer".to_owned()).spawn(close).map_err(failed)?;
-        Ok(Self { jobs, outcomes, foreign, stuck, closing: Arc::default() })
+        Ok(Self { queue, outcomes, foreign, stuck, closing: Arc::default() })
     }
 
-    /// Does something elsewhere, and then what it returns on the event loop.
-    pub(super) fn run(&self, job: impl FnOnce() -> Option<Outcome> + Send + 'static) {
-        // Fails if the thread has ended, which it does not before the loop.
-        let _ = self.jobs.send(Box::new(job));
+    /// Does a user's work elsewhere, when it is that user's turn.
+    pub(super) fn run(&self, uid: u32, job: Job) {
+        self.queue.add(Some(uid), job);
     }
 
     /// What is to be done now.
@@ -85,11 +151,12 @@ impl Worker {
         if !fds.is_empty() {
             let (count, closing) = (fds.len(), Arc::clone(&self.closing));
             closing.fetch_add(count, Ordering::Relaxed);
-            self.run(move || {
+            let close = move || {
                 drop(fds);
                 closing.fetch_sub(count, Ordering::Relaxed);
-                None
-            });
+                Step::Nothing
+            };
+            self.queue.add(None, Box::new(close));
         }
     }
 
@@ -123,5 +190,11 @@ impl Worker {
     /// Whether so many files of others can't be closed that no more may come.
     pub(super) fn is_stuck(&self) -> bool {
         self.stuck.load(Ordering::Relaxed) >= MOST_STUCK
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.queue.end();
     }
 }

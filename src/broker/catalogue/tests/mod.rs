@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::{
     read::Unreadable,
-    record::{Deleted, Lease, Part, Report, Seen, Table, Version},
+    record::{Answered, Deleted, Lease, Part, Report, Seen, Table, Version},
     *,
 };
 use crate::{
@@ -95,7 +95,7 @@ fn each_kind() -> Vec<Record> {
     vec![
         Record::Begin { instance: version(1).id, starts: 3 },
         Record::Seen(Seen { event, owner: version(1).owner, mode: 0o640 }),
-        Record::Answered { request: token(9), published: None },
+        Record::Answered(Answered { request: token(9), name: Some("a".to_owned()), published: None }),
         Record::Whole { seq: 4 },
         Record::Started,
         Record::Published(Box::new(version(1))),
@@ -114,7 +114,7 @@ fn each_kind() -> Vec<Record> {
 }
 
 fn deleted(name: &str) -> Record {
-    Record::Deleted(Deleted { name: name.to_owned(), at_ms: 6, uid: 1000, pid: 7, request: None })
+    Record::Deleted(Deleted { name: name.to_owned(), at_ms: 6, uid: 1000, pid: 7, request: None, owner: Some(1000) })
 }
 
 /// A log without records.
@@ -178,7 +178,7 @@ fn what_was_appended_is_read_in_its_order() {
 fn records_are_json_in_the_documented_words() {
     let catalogue = log(&[Record::Ended { token: token(0xA5), at_ms: 6 }, deleted("models/llama")]);
     let ended = br#"{"ended":{"token":"a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5","at_ms":6}}"#;
-    let deleted = br#"{"deleted":{"name":"models/llama","at_ms":6,"uid":1000,"pid":7}}"#;
+    let deleted = br#"{"deleted":{"name":"models/llama","at_ms":6,"uid":1000,"pid":7,"owner":1000}}"#;
     let header = header(1);
     assert_eq!(header[..12], *b"VMMFDCAT\x01\0\0\0");
     assert_eq!(header[16..], 1u64.to_le_bytes());

@@ -54,10 +54,15 @@ fn others() -> Vec<(OwnedFd, &'static str)> {
 
 #[test]
 fn host_memory_is_accepted_as_the_host_backend_demands_it() {
-    let fit = |fd: &OwnedFd, size| inspect(fd.as_fd(), Backend::Host, size, false).map_err(|error| error.to_string());
+    let fit =
+        |fd: &OwnedFd, size| inspect(fd.as_fd(), Backend::Host, size, false, false).map_err(|error| error.to_string());
     let final_seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
     assert_eq!(fit(&good(), SIZE), Ok(()));
-    assert_eq!(fit(&memory(SIZE, final_seals | SealFlag::F_SEAL_WRITE), SIZE), Ok(()));
+    let sealed = memory(SIZE, final_seals | SealFlag::F_SEAL_WRITE);
+    assert_eq!(fit(&sealed, SIZE), Ok(()));
+    let immutable = |fd: &OwnedFd| inspect(fd.as_fd(), Backend::Host, SIZE, true, false);
+    assert!(immutable(&sealed).is_ok());
+    assert!(immutable(&good()).unwrap_err().to_string().contains("F_SEAL_WRITE"));
     let refused = |fd: &OwnedFd, size, reason: &str| assert_eq!(fit(fd, size), Err(reason.to_owned()));
     refused(&good(), SIZE + 1, "the memory has 131072 bytes where 131073 were claimed");
     refused(&good(), SIZE - 1, "the memory has 131072 bytes where 131071 were claimed");
@@ -79,20 +84,20 @@ fn what_is_no_device_of_nvidia_is_refused_as_memory_of_a_gpu() {
         let want = format!(
             "the descriptor is of {what}, where a GPU's memory is a character device of NVIDIA's (major number 195)"
         );
-        assert_eq!(inspect(fd.as_fd(), Backend::Cuda, SIZE, emulated).unwrap_err().to_string(), want);
+        assert_eq!(inspect(fd.as_fd(), Backend::Cuda, SIZE, false, emulated).unwrap_err().to_string(), want);
     };
     for (other, what) in others() {
         refused(&other, false, what);
         refused(&other, true, what);
     }
     refused(&good(), false, "a memfd");
-    let empty = inspect(good().as_fd(), Backend::Cuda, 0, true).unwrap_err();
+    let empty = inspect(good().as_fd(), Backend::Cuda, 0, false, true).unwrap_err();
     assert!(matches!(empty, Unfit::Empty), "{empty:?}");
 }
 
 #[test]
 fn emulated_memory_of_a_gpu_is_a_memfd_as_the_host_backend_demands_it() {
-    let fit = |fd: &OwnedFd| inspect(fd.as_fd(), Backend::Cuda, SIZE, true);
+    let fit = |fd: &OwnedFd| inspect(fd.as_fd(), Backend::Cuda, SIZE, false, true);
     assert!(fit(&good()).is_ok());
     let error = fit(&memory(SIZE, SealFlag::F_SEAL_SHRINK)).unwrap_err();
     assert!(matches!(error, Unfit::Memory(_)), "{error:?}");
@@ -119,6 +124,6 @@ fn a_device_that_was_opened_by_its_path_alone_is_none() {
     let fd = by_path(node.to_str().unwrap());
     assert!(is_nvidia(&remembered(fd.as_fd()).unwrap()));
     assert_eq!(kind(fd.as_fd()), Kind::Foreign);
-    assert!(inspect(fd.as_fd(), Backend::Cuda, SIZE, true).is_err());
+    assert!(inspect(fd.as_fd(), Backend::Cuda, SIZE, false, true).is_err());
     fs::remove_file(node).unwrap();
 }

@@ -1,6 +1,10 @@
 //! What is written down of every change, and what is told of it to those who watch.
 
-use std::{collections::VecDeque, io, os::fd::OwnedFd};
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    os::fd::OwnedFd,
+};
 
 use uuid::Builder;
 
@@ -9,12 +13,12 @@ use crate::{
     broker::{
         catalogue::{
             self, Catalogue, CatalogueError, Record, Unreadable,
-            record::{Seen, Version},
+            record::{Answered, Deleted, Seen, Version},
         },
         store::{Keeper, Mark, Name, Store},
     },
     error::{Error, Result},
-    wire::broker::{Event, EventKind, Published, Token},
+    wire::broker::{Event, EventKind, Token},
 };
 
 /// How many events are known at least, if there were as many.
@@ -25,6 +29,9 @@ const EVENTS_KEPT: usize = 1024;
 
 /// How many requests are known that were done and have left nothing: deletes, and puts of versions that are gone.
 const ANSWERED: usize = 1024;
+
+/// How many names of each user are known that were deleted.
+const DELETED: usize = 1024;
 
 /// The catalogue, the events and what else is the same for the next server.
 #[derive(Debug)]
@@ -41,8 +48,9 @@ pub(in crate::broker::server) struct Journal {
     events: VecDeque<Seen>,
     /// The number of the last event.
     last: u64,
-    /// With what was published, if it was a put.
-    answered: VecDeque<(Token, Option<Published>)>,
+    answered: VecDeque<Answered>,
+    /// Names that were deleted in the life of this instance, by their owners: clients may still hold versions of them.
+    deleted: HashMap<u32, VecDeque<String>>,
 }
 
 impl Journal {
@@ -52,7 +60,7 @@ impl Journal {
         let records = [Record::Begin { instance: instance.clone(), starts: 1 }, Record::Whole { seq: 0 }];
         let memfd = catalogue::memfd().map_err(|error| Error::system("make a memfd for the catalogue", error))?;
         let log = Catalogue::create(memfd, records).map_err(unusable)?;
-        let (events, answered) = (VecDeque::new(), VecDeque::new());
+        let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
         let mut journal = Self {
             log,
             second: false,
@@ -63,6 +71,7 @@ impl Journal {
             events,
             last: 0,
             answered,
+            deleted,
         };
         journal.keep(store)?;
         Ok(journal)
@@ -95,7 +104,7 @@ impl Journal {
                 Some(Record::Begin { instance, starts }) => (instance.clone(), *starts),
                 _ => (String::new(), 0),
             };
-            let (events, answered) = (VecDeque::new(), VecDeque::new());
+            let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
             let journal = Self {
                 log,
                 second,
@@ -106,6 +115,7 @@ impl Journal {
                 events,
                 last: 0,
                 answered,
+                deleted,
             };
             if let Some((older, _)) = newest.replace((journal, records)) {
                 spare = Some(
@@ -124,7 +134,7 @@ impl Journal {
     pub(super) fn recall(&mut self, record: &Record) {
         match record {
             Record::Seen(seen) => self.events.push_back(seen.clone()),
-            Record::Answered { request, published } => self.remember(*request, published.clone()),
+            Record::Answered(answered) => self.remember(answered.clone()),
             Record::Whole { seq } => self.last = *seq,
             Record::Started => self.starts += 1,
             _ => {}
@@ -187,21 +197,29 @@ impl Journal {
     }
 
     /// Notes that a request was done that has left nothing: a delete, or the put of a version that is gone.
-    pub(super) fn remember(&mut self, request: Token, published: Option<Published>) {
-        if self.answered.len() >= ANSWERED {
-            self.answered.pop_front();
+    pub(super) fn remember(&mut self, answered: Answered) {
+        push_bounded(&mut self.answered, answered, ANSWERED);
+    }
+
+    /// Notes that a name was taken away, and by which request.
+    pub(super) fn note_deleted(&mut self, deleted: &Deleted) {
+        let Deleted { name, request, owner, .. } = deleted;
+        if let Some(request) = *request {
+            self.remember(Answered { request, name: Some(name.clone()), published: None });
         }
-        self.answered.push_back((request, published));
+        if let Some(owner) = owner {
+            push_bounded(self.deleted.entry(*owner).or_default(), name.clone(), DELETED);
+        }
     }
 
-    /// Whether a delete was answered already.
-    pub(super) fn has_answered(&self, request: Token) -> bool {
-        self.answered.iter().any(|(known, published)| *known == request && published.is_none())
+    /// Whether a name of this user was deleted in the life of this instance, as far as that is known.
+    pub(super) fn was_deleted(&self, name: &str, owner: u32) -> bool {
+        self.deleted.get(&owner).is_some_and(|names| names.iter().any(|deleted| deleted == name))
     }
 
-    /// What a put published whose version is gone.
-    pub(super) fn published_before(&self, request: Token) -> Option<Published> {
-        self.answered.iter().find(|(known, _)| *known == request)?.1.clone()
+    /// A request that was done and has left nothing.
+    pub(super) fn answered(&self, request: Token) -> Option<&Answered> {
+        self.answered.iter().find(|answered| answered.request == request)
     }
 
     /// Whether the log should be written anew, and can be: what it is written into must be in the store when it counts.
@@ -238,10 +256,13 @@ impl Journal {
         let begin = Record::Begin { instance: self.instance.clone(), starts: self.starts };
         let kept = self.events.len().saturating_sub(EVENTS_KEPT);
         let seen = self.events.iter().skip(kept).cloned().map(Record::Seen);
-        let answered = self.answered.iter().cloned();
-        let answered = answered.map(|(request, published)| Record::Answered { request, published });
+        let answered = self.answered.iter().cloned().map(Record::Answered);
+        let deleted = self.deleted.iter().flat_map(|(owner, names)| names.iter().map(|name| (*owner, name.clone())));
+        let deleted = deleted.map(|(owner, name)| {
+            Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner: Some(owner) })
+        });
         let whole = Record::Whole { seq: self.last };
-        let records = std::iter::once(begin).chain(seen).chain(answered).chain(state).chain([whole]);
+        let records = std::iter::once(begin).chain(seen).chain(answered).chain(deleted).chain(state).chain([whole]);
         let old = self.log.compact(spare, records)?;
         // The new log is in the store already. From here on it is the one; the old one goes, and its name is the next spare's.
         store.remove(Name::Catalogue(self.second));
@@ -277,6 +298,14 @@ impl Journal {
         let skip = usize::try_from((after + 1).saturating_sub(first)).unwrap_or(usize::MAX);
         (after + 1 < first, self.events.iter().skip(skip))
     }
+}
+
+/// Adds an entry, in place of the oldest one if there are so many.
+fn push_bounded<T>(entries: &mut VecDeque<T>, entry: T, most: usize) {
+    if entries.len() >= most {
+        entries.pop_front();
+    }
+    entries.push_back(entry);
 }
 
 /// An event of a version. It has its number when it is told.

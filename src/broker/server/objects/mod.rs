@@ -103,6 +103,11 @@ impl Version {
         self.record.parts.iter().map(|part| part.memory.mapped_size).sum()
     }
 
+    /// Bytes that count towards a quota: of memory and tables, as claimed.
+    fn charged(&self) -> u64 {
+        record::bytes_of(self.record.metadata.as_ref(), &self.record.parts)
+    }
+
     /// Whose quota it is on: all parts are one user's.
     fn payer(&self) -> u32 {
         self.record.parts.first().map_or(self.record.owner.uid, |part| part.maker.uid)
@@ -244,6 +249,11 @@ impl Objects {
 fn unwritten(error: CatalogueError) -> BrokerError {
     tracing::error!(%error, "the catalogue can't be written");
     BrokerError::new(RefusalCode::Failed, format!("the broker can't write its catalogue: {error}"))
+}
+
+fn used_before() -> BrokerError {
+    let message = "another request had this number: a client numbers each request anew, with 128 random bits";
+    BrokerError::new(RefusalCode::Invalid, message)
 }
 
 fn unwritten_kind() -> BrokerError {

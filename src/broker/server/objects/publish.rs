@@ -4,7 +4,7 @@ use std::{collections::VecDeque, os::fd::OwnedFd, time::Instant};
 
 use uuid::Builder;
 
-use super::{Name, Objects, Version, now_ms, random, unwritten, unwritten_kind};
+use super::{Name, Objects, Version, now_ms, random, unwritten, unwritten_kind, used_before};
 use crate::{
     broker::{
         catalogue::{
@@ -37,11 +37,28 @@ pub(in crate::broker::server) struct NewPart {
     pub(in crate::broker::server) segments: Vec<(u64, OwnedFd)>,
 }
 
+impl NewPart {
+    /// Bytes of memory and of its table, as claimed.
+    pub(in crate::broker::server) fn bytes(&self) -> u64 {
+        self.memory.mapped_size + self.arrays.as_ref().map_or(0, NewTable::length)
+    }
+}
+
 /// A table that was checked and is to be kept.
 #[derive(Debug)]
 pub(in crate::broker::server) enum NewTable {
     Inline(Attached),
     Memfd { fd: OwnedFd, length: u64 },
+}
+
+impl NewTable {
+    /// In bytes.
+    pub(in crate::broker::server) fn length(&self) -> u64 {
+        match self {
+            Self::Inline(text) => text.as_str().len() as u64,
+            Self::Memfd { length, .. } => *length,
+        }
+    }
 }
 
 /// What a put says besides its parts.
@@ -84,13 +101,7 @@ impl Objects {
     ) -> Result<(), BrokerError> {
         let Terms { name, replace, if_version, mode, keep, .. } = terms;
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
-        if caller.is_unmapped() {
-            let uid = caller.uid;
-            return refuse(
-                RefusalCode::Denied,
-                format!("uid {uid} stands for all users without a number here, and owns nothing: put as another user"),
-            );
-        }
+        check_mapped(caller)?;
         if let Some(keep) = keep.filter(|&keep| keep > MAX_KEPT) {
             return refuse(
                 RefusalCode::Invalid,
@@ -141,6 +152,20 @@ impl Objects {
         self.users.check_bytes(caller.uid, bytes)
     }
 
+    /// Checks whether the caller may put a version of a name, which a claim of it is for.
+    pub(in crate::broker::server) fn check_claim(
+        &self,
+        caller: &Caller,
+        socket: &impl std::os::fd::AsFd,
+        name: &str,
+    ) -> Result<(), BrokerError> {
+        check_mapped(caller)?;
+        match self.names.get(name) {
+            None => self.users.check_object(caller.uid),
+            Some(existing) => caller.require(Right::Write, name, existing.owner, existing.mode, socket),
+        }
+    }
+
     /// Puts the descriptors of a put into the store, before it is published. On failure nothing of it is kept.
     pub(in crate::broker::server) fn stage(
         &mut self,
@@ -175,8 +200,8 @@ impl Objects {
         terms: &Terms,
         staged: Staged,
     ) -> Result<Published, BrokerError> {
-        let bytes = staged.parts.iter().map(|part| part.memory.mapped_size).sum();
         let Staged { metadata, parts, kept, .. } = staged;
+        let bytes = record::bytes_of(metadata.as_ref(), &parts);
         if let Err(refusal) = self.check_put(caller, socket, terms, bytes) {
             self.forget(kept);
             return Err(refusal);
@@ -243,18 +268,36 @@ impl Objects {
             name.idle_since = Instant::now();
         }
         let version = Version { record, leases: 0, named: true, reports: Vec::new() };
-        self.users.add_version(version.payer(), version.bytes(), &version.record.parts);
+        self.users.add_version(version.payer(), version.charged(), &version.record.parts);
         self.versions.insert(key, version);
     }
 
-    /// What a put published that has come before.
-    pub(in crate::broker::server) fn published_before(&self, caller: &Caller, request: Token) -> Option<Published> {
+    /// What a put of this name published that has come before.
+    ///
+    /// # Errors
+    /// [`RefusalCode::Invalid`] if the request was another one.
+    pub(in crate::broker::server) fn published_before(
+        &self,
+        caller: &Caller,
+        name: &str,
+        request: Token,
+    ) -> Result<Option<Published>, BrokerError> {
         let Some(version) = self.requests.get(&request).and_then(|key| self.versions.get(key)) else {
-            return self.journal.published_before(request);
+            return match self.journal.answered(request) {
+                None => Ok(None),
+                Some(answered) if answered.is_of(name) && answered.published.is_some() => {
+                    Ok(answered.published.clone())
+                }
+                Some(_) => Err(used_before()),
+            };
         };
         let record = &version.record;
         let published = Published { version: record.version, id: record.id.clone() };
-        (version.payer() == caller.uid).then_some(published)
+        match version.payer() == caller.uid {
+            false => Ok(None),
+            true if record.name == name => Ok(Some(published)),
+            true => Err(used_before()),
+        }
     }
 
     /// The key of a version that a caller offers back, if it is there and the caller could have offered it.
@@ -286,6 +329,11 @@ impl Objects {
             || uuid::Uuid::parse_str(id).map(|id| id.to_string()).ok().as_ref() != Some(id)
         {
             return refuse(RefusalCode::Invalid, format!("`{name}` had no version {version} with the id `{id}`"));
+        }
+        if self.journal.was_deleted(name, owner.uid) {
+            let message =
+                format!("`{name}` was deleted since this broker lost it: it can be put anew, and not offered back");
+            return refuse(RefusalCode::Denied, message);
         }
         if let Some(known) = self.versions.values().find(|known| known.record.id == *id) {
             let message = format!("version {} of `{}` has the id {id}", known.record.version, known.record.name);
@@ -364,4 +412,15 @@ impl Objects {
             NewTable::Inline(_) => None,
         }));
     }
+}
+
+/// Refuses a caller that can own nothing.
+fn check_mapped(caller: &Caller) -> Result<(), BrokerError> {
+    if !caller.is_unmapped() {
+        return Ok(());
+    }
+    let uid = caller.uid;
+    let message =
+        format!("uid {uid} stands for all users without a number here, and owns nothing: put as another user");
+    Err(BrokerError::new(RefusalCode::Denied, message))
 }

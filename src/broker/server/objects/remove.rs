@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, HashMap};
 
 use nix::unistd::geteuid;
 
-use super::{Held, Name, Objects, Version, now_ms, unwritten, unwritten_kind};
+use super::{Held, Name, Objects, Version, now_ms, unwritten, unwritten_kind, used_before};
 use crate::{
     broker::{
         catalogue::{
             Record, SegmentId,
-            record::{self, Deleted, Table},
+            record::{self, Answered, Deleted, Table},
         },
         server::caller::Caller,
         store::Name as Stored,
@@ -26,8 +26,9 @@ impl Objects {
         name: &str,
         request: Option<Token>,
     ) -> Result<(), BrokerError> {
-        if request.is_some_and(|request| self.journal.has_answered(request)) {
-            return Ok(());
+        let answered = request.and_then(|request| self.journal.answered(request));
+        if let Some(answered) = answered {
+            return if answered.is_of(name) && answered.published.is_none() { Ok(()) } else { Err(used_before()) };
         }
         let Some(existing) = self.names.get(name) else {
             return Err(BrokerError::new(RefusalCode::Absent, format!("there is no object `{name}`")));
@@ -38,22 +39,24 @@ impl Objects {
             return Err(BrokerError::new(RefusalCode::Denied, message));
         }
         let (uid, pid) = (caller.uid, caller.pid);
-        let deleted = Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request };
+        let deleted = Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request, owner: Some(owner) };
         self.take_away(deleted, "deleted")
     }
 
     /// Takes a name away for which no process asks.
     pub(super) fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
         let (uid, pid) = (geteuid().as_raw(), std::process::id().cast_signed());
-        self.take_away(Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request: None }, why)
+        let deleted = Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request: None, owner: None };
+        self.take_away(deleted, why)
     }
 
     /// Takes a name away, and the versions of it that no lease holds.
     fn take_away(&mut self, deleted: Deleted, why: &'static str) -> Result<(), BrokerError> {
         let entry = Record::Deleted(deleted);
         self.write(&entry).map_err(unwritten)?;
-        let Record::Deleted(Deleted { name, request, .. }) = entry else { return Err(unwritten_kind()) };
-        request.into_iter().for_each(|request| self.journal.remember(request, None));
+        let Record::Deleted(deleted) = entry else { return Err(unwritten_kind()) };
+        self.journal.note_deleted(&deleted);
+        let name = deleted.name;
         let Some(gone) = self.forget_name(&name) else { return Ok(()) };
         tracing::info!(name, leases = gone.leases, "{why}");
         gone.versions.into_iter().for_each(|key| self.drop_if_unused(key));
@@ -116,13 +119,14 @@ impl Objects {
     /// Takes a version from those that are there. Its segments are the caller's to release.
     pub(super) fn forget_version(&mut self, key: u64) -> Option<Version> {
         let version = self.versions.remove(&key)?;
-        self.users.remove_version(version.payer(), version.bytes(), &version.record.parts);
+        self.users.remove_version(version.payer(), version.charged(), &version.record.parts);
         // They may still be sent again: not to be done again then, over what came between.
         for request in &version.record.requests {
             if self.requests.get(request) == Some(&key) {
                 self.requests.remove(request);
                 let published = Published { version: version.record.version, id: version.record.id.clone() };
-                self.journal.remember(*request, Some(published));
+                let name = Some(version.record.name.clone());
+                self.journal.remember(Answered { request: *request, name, published: Some(published) });
             }
         }
         Some(version)
@@ -180,7 +184,7 @@ fn records<'a>(
     let published = |version: &Version| Record::Published(Box::new(version.record.clone()));
     let unnamed = |version: &Version| {
         let name = version.record.name.clone();
-        Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None })
+        Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner: None })
     };
     let unnamed = versions
         .values()

@@ -73,7 +73,7 @@ impl Objects {
                 Record::Whole { .. } => old = false,
                 Record::Published(version) => self.add_version(*version),
                 Record::Deleted(deleted) => {
-                    deleted.request.into_iter().for_each(|request| self.journal.remember(request, None));
+                    self.journal.note_deleted(&deleted);
                     self.forget_name(&deleted.name);
                 }
                 Record::Dropped { key } => {
@@ -101,7 +101,7 @@ impl Objects {
                         version.reports.push(report);
                     }
                 }
-                Record::Begin { .. } | Record::Seen(_) | Record::Answered { .. } | Record::Started => {}
+                Record::Begin { .. } | Record::Seen(_) | Record::Answered(_) | Record::Started => {}
             }
         }
         for of in self.names.values_mut() {

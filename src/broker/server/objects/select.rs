@@ -1,6 +1,7 @@
 //! Which segments a get is answered with.
 
 use std::{
+    collections::{HashSet, VecDeque},
     ops::Range,
     os::fd::{AsFd, OwnedFd},
 };
@@ -12,7 +13,7 @@ use crate::{
             SegmentId,
             record::{self, Table},
         },
-        server::caller::Caller,
+        server::caller::{Caller, Right},
         table,
     },
     error::{BrokerError, RefusalCode},
@@ -31,14 +32,10 @@ pub(in crate::broker::server) struct Question {
     key: u64,
     name: String,
     expect: Option<(Check, Option<Source>)>,
-    arrays: Option<WantedArrays>,
-}
-
-/// Names of arrays, and the tables of the parts in which they may be.
-#[derive(Debug)]
-struct WantedArrays {
-    names: Vec<String>,
-    tables: Vec<(usize, Source)>,
+    /// The names of arrays that were not found yet, and the tables of the parts in which they may be.
+    wanted: HashSet<String>,
+    tables: VecDeque<(usize, Source)>,
+    spans: Vec<(usize, Vec<Range<u64>>)>,
 }
 
 /// A table.
@@ -72,55 +69,63 @@ impl Question {
     /// Whether the answer takes no time.
     pub(in crate::broker::server) fn is_small(&self) -> bool {
         let metadata = self.expect.as_ref().and_then(|(_, source)| source.as_ref());
-        let arrays = self.arrays.iter().flat_map(|wanted| &wanted.tables).map(|(_, source)| source);
-        metadata.into_iter().chain(arrays).all(Source::is_small)
+        metadata.into_iter().chain(self.tables.iter().map(|(_, source)| source)).all(Source::is_small)
     }
 
-    /// Looks into the tables. Takes some milliseconds for large ones.
-    pub(in crate::broker::server) fn answer(self) -> Result<Answer, BrokerError> {
-        let Self { key, name, expect, arrays } = self;
-        let failed = |error: String| BrokerError::new(RefusalCode::Failed, format!("a table of `{name}`: {error}"));
-        if let Some((expect, source)) = expect {
-            let metadata = source.map(Source::read).transpose().map_err(failed)?;
-            let metadata: Check = metadata
-                .map(|text| serde_json::from_str(&text))
-                .transpose()
-                .map_err(|error| failed(error.to_string()))?
-                .unwrap_or_default();
-            let difference = |(field, wanted): (&String, &serde_json::Value)| match metadata.get(field) {
-                Some(found) if found == wanted => None,
-                Some(found) => Some(format!("{field} is {} and not {}", short(found), short(wanted))),
-                None => Some(format!("{field} is absent and not {}", short(wanted))),
-            };
-            let differences: Vec<String> = expect.iter().filter_map(difference).collect();
-            if !differences.is_empty() {
-                return Err(differs(&name, &differences));
+    /// Looks into the next table, which takes some milliseconds if it is large. `None` if there are more.
+    pub(in crate::broker::server) fn step(&mut self) -> Result<Option<Answer>, BrokerError> {
+        if let Some((expect, source)) = self.expect.take() {
+            self.compare(&expect, source)?;
+        } else if let Some((part, source)) = self.tables.pop_front() {
+            self.search(part, source)?;
+        }
+        if self.expect.is_some() || !self.tables.is_empty() {
+            return Ok(None);
+        }
+        if self.wanted.is_empty() {
+            return Ok(Some(Answer { key: self.key, spans: std::mem::take(&mut self.spans) }));
+        }
+        let mut missing: Vec<&String> = self.wanted.iter().collect();
+        missing.sort_unstable();
+        let missing: Vec<String> = missing.iter().take(8).map(|name| format!("there is no array {name}")).collect();
+        Err(differs(&self.name, &missing))
+    }
+
+    fn failed(&self, error: &str) -> BrokerError {
+        BrokerError::new(RefusalCode::Failed, format!("a table of `{}`: {error}", self.name))
+    }
+
+    /// Compares the metadata with what is expected of it.
+    fn compare(&self, expect: &Check, metadata: Option<Source>) -> Result<(), BrokerError> {
+        let metadata = metadata.map(Source::read).transpose().map_err(|error| self.failed(&error))?;
+        let metadata: Check = metadata
+            .map(|text| serde_json::from_str(&text))
+            .transpose()
+            .map_err(|error| self.failed(&error.to_string()))?
+            .unwrap_or_default();
+        let difference = |(field, wanted): (&String, &serde_json::Value)| match metadata.get(field) {
+            Some(found) if found == wanted => None,
+            Some(found) => Some(format!("{field} is {} and not {}", short(found), short(wanted))),
+            None => Some(format!("{field} is absent and not {}", short(wanted))),
+        };
+        let differences: Vec<String> = expect.iter().filter_map(difference).collect();
+        if differences.is_empty() { Ok(()) } else { Err(differs(&self.name, &differences)) }
+    }
+
+    /// Searches a part's table for arrays that are wanted.
+    fn search(&mut self, part: usize, table: Source) -> Result<(), BrokerError> {
+        let text = table.read().map_err(|error| self.failed(&error))?;
+        let entries = read_arrays(&text).map_err(|error| self.failed(&error.to_string()))?;
+        let mut found = Vec::new();
+        for entry in entries {
+            if self.wanted.remove(&entry.name) {
+                found.push(entry.array.span().map_err(|error| self.failed(&error.in_full()))?);
             }
         }
-        let mut spans = Vec::new();
-        if let Some(WantedArrays { names: mut wanted, tables }) = arrays {
-            for (part, source) in tables {
-                let text = source.read().map_err(failed)?;
-                let entries = read_arrays(&text).map_err(|error| failed(error.to_string()))?;
-                let mut found = Vec::new();
-                for entry in entries {
-                    if let Some(at) = wanted.iter().position(|name| *name == entry.name) {
-                        wanted.swap_remove(at);
-                        let span = entry.array.span();
-                        found.push(span.map_err(|error| failed(error.in_full()))?);
-                    }
-                }
-                if !found.is_empty() {
-                    spans.push((part, found));
-                }
-            }
-            if !wanted.is_empty() {
-                let missing: Vec<String> =
-                    wanted.iter().take(8).map(|name| format!("there is no array {name}")).collect();
-                return Err(differs(&name, &missing));
-            }
+        if !found.is_empty() {
+            self.spans.push((part, found));
         }
-        Ok(Answer { key, spans })
+        Ok(())
     }
 }
 
@@ -164,8 +169,12 @@ impl Objects {
         object: &GetObject,
         answer: Option<&Answer>,
     ) -> Result<Selected, BrokerError> {
+        // Also whether a version exists is only for those who may read the name.
+        if let Some(of) = self.names.get(&object.name) {
+            caller.require(Right::Read, &object.name, of.owner, of.mode, socket)?;
+        }
         let Some(key) = self.find(&object.name, object.version, object.newer_than) else { return Ok(Selected::Absent) };
-        let (_, version) = self.readable(caller, socket, &object.name, object.version)?;
+        let Some(version) = self.versions.get(&key) else { return Ok(Selected::Absent) };
         let parts = chosen(version, object)?;
         if let Some(digests) = &object.digests {
             check_digests(version, digests)?;
@@ -232,15 +241,16 @@ impl Objects {
                 Some((expect.clone(), metadata))
             }
         };
-        let arrays = match &object.arrays {
-            None => None,
-            Some(names) => {
+        let wanted: HashSet<String> = object.arrays.iter().flatten().cloned().collect();
+        let tables = match wanted.is_empty() {
+            true => VecDeque::new(),
+            false => {
                 let tables = parts.iter().filter_map(|&index| Some((index, record.parts[index].arrays.as_ref()?)));
                 let sources = tables.map(|(index, table)| source(table, MAX_TABLE).map(|source| (index, source)));
-                Some(WantedArrays { names: names.clone(), tables: sources.collect::<Result<_, _>>()? })
+                sources.collect::<Result<_, _>>()?
             }
         };
-        Ok(Question { key, name: object.name.clone(), expect, arrays })
+        Ok(Question { key, name: object.name.clone(), expect, wanted, tables, spans: Vec::new() })
     }
 
     /// The lease of a selection as it is sent.

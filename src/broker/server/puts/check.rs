@@ -1,7 +1,7 @@
 //! What is wrong with a put: in what it says, in its memory, in its tables.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     os::fd::{AsFd, OwnedFd},
     time::Duration,
 };
@@ -11,16 +11,19 @@ use crate::{
     broker::{
         name::{check_component, check_name},
         server::{
-            inspect::inspect,
+            inspect::{Inode, inode, inspect},
             objects::{NewPart, NewTable, Terms},
         },
         table,
     },
-    driver::Backend,
+    driver::{Backend, GRANULARITY},
     error::{BrokerError, RefusalCode},
     wire::{
         Check, Mechanism,
-        broker::{MAX_ARRAYS, MAX_ATTRIBUTES, MAX_METADATA, MAX_SEGMENTS, MAX_TABLE, Maker, Put, Table, read_arrays},
+        broker::{
+            MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS, MAX_TABLE, Maker,
+            Put, PutPart, Table, read_arrays,
+        },
     },
 };
 
@@ -73,17 +76,19 @@ pub(super) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
                 "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: at least 1 in at most {ADDRESSES}"
             ));
         }
+        // The rule of the memory's driver, which refuses to map anything else.
+        if !mapped.is_multiple_of(GRANULARITY) {
+            return invalid(format!(
+                "part `{name}` claims {mapped} bytes of memory: its size is a multiple of the granularity, {GRANULARITY} bytes"
+            ));
+        }
         if memory.segments == 0 {
             return invalid(format!("part `{name}` has no segment"));
-        }
-        if let Some(Table::Length(length)) = &part.arrays
-            && *length > MAX_TABLE
-        {
-            return invalid(format!("the table of part `{name}` has {length} bytes: at most {MAX_TABLE} are allowed"));
         }
         total = total.saturating_add(memory.segments);
         bytes = bytes.saturating_add(mapped);
     }
+    bytes = bytes.saturating_add(check_lengths(put)?);
     if put.restore.is_some() && (put.announced.len() > put.parts.len() || put.if_version.is_some()) {
         return invalid("a version that is offered back comes whole, and replaces none that is there");
     }
@@ -93,8 +98,8 @@ pub(super) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
     if total > MAX_SEGMENTS as u64 {
         return invalid(format!("{total} segments are too many: an object has at most {MAX_SEGMENTS}"));
     }
-    if put.sizes.len() as u64 > total {
-        return invalid(format!("{} segments come with a put of {total}", put.sizes.len()));
+    if put.sizes.is_empty() || put.sizes.len() as u64 > total {
+        return invalid(format!("{} segments come with a put of {total}: it brings at least one", put.sizes.len()));
     }
     let terms = Terms {
         name: put.name.clone(),
@@ -110,78 +115,179 @@ pub(super) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
     Ok((terms, total as usize, bytes))
 }
 
-/// Looks at all descriptors and tables of a put. Those of a put that is refused come back, to be closed.
-pub(super) fn prepare(upload: Upload, maker: &Maker, emulated: bool) -> Result<Prepared, (BrokerError, Vec<OwnedFd>)> {
-    let counts = match examine(&upload, emulated) {
-        Ok(counts) => counts,
-        Err(refusal) => return Err((refusal, upload.into_fds())),
-    };
-    let Upload { put, terms, tables, segments, .. } = upload;
-    let (mut tables, mut segments) = (tables.into_iter(), segments.into_iter());
-    let mut take = |table: Table| match table {
-        Table::Length(length) => tables.next().map(|fd| NewTable::Memfd { fd, length }),
-        Table::Inline(text) => Some(NewTable::Inline(text)),
-    };
-    let metadata = put.metadata.and_then(&mut take);
-    let mut parts = Vec::with_capacity(put.parts.len());
-    for (part, array_count) in put.parts.into_iter().zip(counts) {
-        let arrays = part.arrays.and_then(&mut take);
-        let segments = segments.by_ref().take(part.memory.segments as usize).collect();
-        let (name, memory, digest, maker) = (part.name, part.memory, part.digest, maker.clone());
-        parts.push(NewPart { name, memory, arrays, array_count, digest, maker, segments });
+/// Checks the lengths of a put's tables, as claimed. Returns their sum.
+fn check_lengths(put: &Put) -> Result<u64, BrokerError> {
+    let arrays = put.parts.iter().filter_map(|part| {
+        let table = part.arrays.as_ref()?;
+        Some((format!("the table of part `{}`", part.name), table, MAX_TABLE))
+    });
+    let metadata = put.metadata.iter().map(|table| ("the metadata".to_owned(), table, MAX_METADATA));
+    let (mut sum, mut inline) = (0u64, 0);
+    for (what, table, most) in metadata.chain(arrays) {
+        let (length, most, place) = match table {
+            Table::Length(length) => (*length, most, "in a memfd"),
+            Table::Inline(text) => (text.as_str().len() as u64, MAX_INLINE as u64, "in the record"),
+        };
+        if length > most {
+            return invalid(format!("{what} has {length} bytes {place}: at most {most} are allowed there"));
+        }
+        if matches!(table, Table::Inline(_)) {
+            inline += length;
+        }
+        sum = sum.saturating_add(length);
     }
-    let wait = Duration::from_millis(put.wait_ms.unwrap_or(0));
-    let mut announced = put.announced;
-    if announced.is_empty() {
-        announced = parts.iter().map(|part| part.name.clone()).collect();
+    match inline <= MAX_INLINE_TOGETHER as u64 {
+        true => Ok(sum),
+        false => invalid(format!(
+            "the tables in the record have {inline} bytes together: at most {MAX_INLINE_TOGETHER} are allowed, so send some in memfds"
+        )),
     }
-    Ok(Prepared { terms, announced, group: put.group, wait, metadata, parts })
 }
 
-/// Checks the memory and the tables of a put. Returns how many arrays each part has.
-fn examine(upload: &Upload, emulated: bool) -> Result<Vec<u64>, BrokerError> {
-    let Upload { put, terms, tables, segments, .. } = upload;
-    let mut tables = tables.iter();
-    let mut text = |table: &Table, most: u64| match table {
-        Table::Inline(text) => Ok(text.as_str().to_owned()),
-        Table::Length(length) => {
-            let fd = tables.next().ok_or_else(|| "a table came without its descriptor".to_owned())?;
-            table::read(fd.as_fd(), *length, most)
-        }
-    };
-    if let Some(metadata) = &put.metadata {
-        let text = text(metadata, MAX_METADATA).or_else(|problem| invalid(format!("the metadata: {problem}")))?;
-        if let Err(error) = serde_json::from_str::<Check>(&text) {
-            return invalid(format!("the metadata is not a JSON object: {error}"));
+/// The examination of a put's descriptors and tables, in steps: other users' work comes between them.
+pub(super) struct Examination {
+    upload: Upload,
+    maker: Maker,
+    emulated: bool,
+    /// How many arrays each part has that was examined.
+    counts: Vec<u64>,
+    /// How many tables and segments those parts have.
+    tables: usize,
+    segments: usize,
+    /// The memfds of tables that were read, with their claimed lengths, and how many arrays each has.
+    read: HashMap<(Inode, u64), u64>,
+}
+
+/// What a step of an examination leads to.
+pub(super) enum Examined {
+    /// There is more to examine.
+    More(Box<Examination>),
+    /// The put may be published.
+    Sound(Prepared),
+    /// It is refused. Its descriptors are the caller's to close.
+    Refused(BrokerError, Vec<OwnedFd>),
+}
+
+impl Examination {
+    pub(super) fn new(upload: Upload, maker: Maker, emulated: bool) -> Self {
+        let (counts, read) = (Vec::with_capacity(upload.put.parts.len()), HashMap::new());
+        Self { upload, maker, emulated, counts, tables: 0, segments: 0, read }
+    }
+
+    /// Examines the metadata and the first part, or the next part. Reads one table of arrays at most.
+    pub(super) fn step(mut self) -> Examined {
+        let next = match self.counts.len() {
+            0 => self.examine_metadata().and_then(|()| self.examine_part()),
+            _ => self.examine_part(),
+        };
+        match next {
+            Err(refusal) => Examined::Refused(refusal, self.upload.into_fds()),
+            Ok(()) if self.counts.len() < self.upload.put.parts.len() => Examined::More(Box::new(self)),
+            Ok(()) => Examined::Sound(self.finish()),
         }
     }
-    let (mut segments, mut counts) = (segments.iter(), Vec::with_capacity(put.parts.len()));
-    for part in &put.parts {
-        let name = &part.name;
-        counts.push(match &part.arrays {
-            None => 0,
-            Some(arrays) => {
-                let text = text(arrays, MAX_TABLE).or_else(|problem| invalid(format!("part `{name}`: {problem}")))?;
-                check_arrays(name, &text, part.memory.size)?
+
+    fn examine_metadata(&mut self) -> Result<(), BrokerError> {
+        let Some(metadata) = &self.upload.put.metadata else { return Ok(()) };
+        let text = match metadata {
+            Table::Inline(text) => text.as_str().to_owned(),
+            Table::Length(length) => {
+                let fd = &self.upload.tables[self.tables];
+                self.tables += 1;
+                table::read(fd.as_fd(), *length, MAX_METADATA)
+                    .or_else(|problem| invalid(format!("the metadata: {problem}")))?
             }
-        });
+        };
+        match serde_json::from_str::<Check>(&text) {
+            Ok(_) => Ok(()),
+            Err(error) => invalid(format!("the metadata is not a JSON object: {error}")),
+        }
+    }
+
+    fn examine_part(&mut self) -> Result<(), BrokerError> {
+        let at = self.counts.len();
+        let count = match &self.upload.put.parts[at].arrays {
+            None => 0,
+            Some(Table::Inline(text)) => check_arrays(&self.upload.put.parts[at], text.as_str())?,
+            Some(Table::Length(length)) => self.count_arrays(at, *length)?,
+        };
+        self.counts.push(count);
+        let Upload { put, terms, segments, .. } = &self.upload;
+        let part = &put.parts[at];
+        let (name, memory) = (&part.name, &part.memory);
+        let segments = segments[self.segments..].iter().take(memory.segments as usize);
         let mut sum = 0u64;
-        for (at, (size, fd)) in segments.by_ref().take(part.memory.segments as usize).enumerate() {
-            if let Err(unfit) = inspect(fd.as_fd(), terms.backend, *size, emulated) {
+        for (at, (size, fd)) in segments.enumerate() {
+            if !size.is_multiple_of(GRANULARITY) {
+                return invalid(format!(
+                    "segment {at} of part `{name}` has {size} bytes: its size is a multiple of the granularity, {GRANULARITY} bytes"
+                ));
+            }
+            if let Err(unfit) = inspect(fd.as_fd(), terms.backend, *size, memory.immutable, self.emulated) {
                 return refuse(RefusalCode::Memory, format!("segment {at} of part `{name}` can't be kept: {unfit}"));
             }
             sum = sum.saturating_add(*size);
         }
-        if sum != part.memory.mapped_size {
-            let mapped = part.memory.mapped_size;
+        if sum != memory.mapped_size {
+            let mapped = memory.mapped_size;
             return invalid(format!("part `{name}` has segments of {sum} bytes together, and claims {mapped}"));
         }
+        self.segments += memory.segments as usize;
+        Ok(())
     }
-    Ok(counts)
+
+    /// How many arrays the table of a part has. A memfd that several parts name is read once.
+    fn count_arrays(&mut self, at: usize, length: u64) -> Result<u64, BrokerError> {
+        let Upload { put, tables, .. } = &self.upload;
+        let fd = &tables[self.tables];
+        let refusal = |problem: String| {
+            BrokerError::new(RefusalCode::Invalid, format!("part `{}`: {problem}", put.parts[at].name))
+        };
+        let unknown = |error| refusal(format!("the descriptor of a table can't be examined: {error}"));
+        let file = inode(fd.as_fd()).map_err(unknown)?;
+        if let Some(count) = self.read.get(&(file, length)) {
+            self.tables += 1;
+            return Ok(*count);
+        }
+        // Its arrays must fit the smallest part that has them.
+        let tables_of = put.parts[at..].iter().filter(|part| matches!(part.arrays, Some(Table::Length(_))));
+        let parts = tables_of.zip(&tables[self.tables..]);
+        let same = parts.filter(|(_, other)| inode(other.as_fd()).is_ok_and(|other| other == file));
+        let smallest = same.map(|(part, _)| part).min_by_key(|part| part.memory.size).unwrap_or(&put.parts[at]);
+        let text = table::read(fd.as_fd(), length, MAX_TABLE).map_err(refusal)?;
+        let count = check_arrays(smallest, &text)?;
+        self.read.insert((file, length), count);
+        self.tables += 1;
+        Ok(count)
+    }
+
+    fn finish(self) -> Prepared {
+        let Self { upload: Upload { put, terms, tables, segments, .. }, maker, counts, .. } = self;
+        let (mut tables, mut segments) = (tables.into_iter(), segments.into_iter());
+        let mut take = |table: Table| match table {
+            Table::Length(length) => tables.next().map(|fd| NewTable::Memfd { fd, length }),
+            Table::Inline(text) => Some(NewTable::Inline(text)),
+        };
+        let metadata = put.metadata.and_then(&mut take);
+        let mut parts = Vec::with_capacity(put.parts.len());
+        for (part, array_count) in put.parts.into_iter().zip(counts) {
+            let arrays = part.arrays.and_then(&mut take);
+            let segments = segments.by_ref().take(part.memory.segments as usize).collect();
+            let (name, memory, digest, maker) = (part.name, part.memory, part.digest, maker.clone());
+            parts.push(NewPart { name, memory, arrays, array_count, digest, maker, segments });
+        }
+        let wait = Duration::from_millis(put.wait_ms.unwrap_or(0));
+        let mut announced = put.announced;
+        if announced.is_empty() {
+            announced = parts.iter().map(|part| part.name.clone()).collect();
+        }
+        Prepared { terms, announced, group: put.group, wait, metadata, parts }
+    }
 }
 
 /// Checks a table of arrays. Returns how many they are.
-fn check_arrays(part: &str, text: &str, size: u64) -> Result<u64, BrokerError> {
+fn check_arrays(part: &PutPart, text: &str) -> Result<u64, BrokerError> {
+    let (part, size) = (&part.name, part.memory.size);
     let arrays = match read_arrays(text) {
         Ok(arrays) => arrays,
         Err(error) => return invalid(format!("the table of part `{part}` is not one of arrays: {error}")),

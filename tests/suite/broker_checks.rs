@@ -1,0 +1,188 @@
+//! Requests that a broker refuses: contradictions, limits, and memory that no reader could map.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use nix::{
+    fcntl::{FcntlArg, SealFlag, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+};
+use serde_json::json;
+use vmmfd::{
+    broker::Get,
+    error::{ErrorCode, RefusalCode},
+    wire::{
+        MAX_FDS, Received, Segments,
+        broker::{self, Attached, Delete, MAX_INLINE, MAX_INLINE_TOGETHER, Message, Published, Table, Token},
+    },
+};
+
+use crate::{
+    broker::{filled, refused},
+    broker_faults::{CHUNK, CHUNKS, MANY, Material, get_message},
+    broker_process::{Process, Raw, Setup},
+    support::Subject,
+};
+
+const MIB: u64 = 1 << 20;
+
+/// A broker, a connection to it and memory to put.
+struct Scene {
+    subject: Subject,
+    server: Process,
+    raw: Raw,
+    memory: Material,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let subject = Subject::host();
+        let server = Process::start(Setup::of(&subject));
+        let raw = Raw::greeted(&server.path).unwrap();
+        let memory = Material::of(&filled(&subject.driver, 2 * MIB, None, 1));
+        Self { subject, server, raw, memory }
+    }
+
+    fn put(&self, put: broker::Put, fds: &[BorrowedFd<'_>]) -> Result<Published, (RefusalCode, String)> {
+        match self.raw.ask(&Message::Put(Box::new(put)), fds).unwrap().unwrap().0 {
+            Message::Published(published) => Ok(published),
+            Message::Refused(refusal) => Err((refusal.code, refusal.message)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Nothing that was refused can be had.
+    fn assert_empty(&self) {
+        assert!(self.server.client().list("").unwrap().is_empty());
+    }
+}
+
+/// Memory of the host with all the seals that it needs, and not the one against writing.
+fn host_memory(size: u64) -> std::os::fd::OwnedFd {
+    let file = memfd_create(c"memory", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    nix::fcntl::fallocate(file.as_fd(), nix::fcntl::FallocateFlags::empty(), 0, size.cast_signed()).unwrap();
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+    file
+}
+
+#[test]
+fn sizes_are_multiples_of_the_granularity() {
+    let scene = Scene::new();
+    let (invalid, odd) = (RefusalCode::Invalid, host_memory(5000));
+    let mut put = scene.memory.put("a");
+    (put.parts[0].memory.size, put.parts[0].memory.mapped_size, put.sizes[0]) = (5000, 5000, 5000);
+    let (code, message) = scene.put(put, &[odd.as_fd()]).unwrap_err();
+    assert_eq!((code, message.contains("5000 bytes of memory")), (invalid, true), "{message}");
+    // The sum is a multiple, and its segments are not.
+    let halves = [host_memory(MIB), host_memory(3 * MIB)];
+    let mut put = scene.memory.put("a");
+    (put.parts[0].memory.size, put.parts[0].memory.mapped_size) = (4 * MIB, 4 * MIB);
+    (put.parts[0].memory.segments, put.sizes) = (2, vec![MIB, 3 * MIB]);
+    let (code, message) = scene.put(put, &[halves[0].as_fd(), halves[1].as_fd()]).unwrap_err();
+    assert_eq!((code, message.contains("segment 0 of part `all` has 1048576 bytes")), (invalid, true), "{message}");
+    scene.assert_empty();
+}
+
+#[test]
+fn put_without_a_segment_is_refused() {
+    let scene = Scene::new();
+    let put = broker::Put { sizes: Vec::new(), ..scene.memory.put("a") };
+    let (code, message) = scene.put(put, &[]).unwrap_err();
+    assert_eq!((code, message.contains("at least one")), (RefusalCode::Invalid, true), "{message}");
+    scene.assert_empty();
+}
+
+#[test]
+fn long_inline_tables_are_refused() {
+    let scene = Scene::new();
+    let text = |length: usize| Attached::of(&json!({"x": "x".repeat(length - 8)})).unwrap();
+    assert_eq!(text(MAX_INLINE).as_str().len(), MAX_INLINE);
+    let long = broker::Put { metadata: Some(Table::Inline(text(MAX_INLINE + 1))), ..scene.memory.put("a") };
+    let (code, message) = scene.put(long, &scene.memory.fds()).unwrap_err();
+    assert_eq!((code, message.contains("4097 bytes in the record")), (RefusalCode::Invalid, true), "{message}");
+    // Each of them short enough, and together too long.
+    let name = "n".repeat(900);
+    let array = json!([{"name": name, "array": {"dtype": "uint8", "shape": [1]},
+        "attributes": {"x": "x".repeat(1000)}}]);
+    let arrays = Attached::of(&array).unwrap();
+    let parts = 1 + MAX_INLINE_TOGETHER / arrays.as_str().len();
+    let memory = Material::of(&filled(&scene.subject.driver, 2 * MIB, None, 1)).repeated(parts);
+    let mut put = memory.put("a");
+    let one = broker::PutPart { memory: scene.memory.memory.clone(), ..put.parts[0].clone() };
+    let part =
+        |at| broker::PutPart { name: format!("p{at}"), arrays: Some(Table::Inline(arrays.clone())), ..one.clone() };
+    put.parts = (0..parts).map(part).collect();
+    let (code, message) = scene.put(put.clone(), &memory.fds()).unwrap_err();
+    assert_eq!((code, message.contains("together")), (RefusalCode::Invalid, true), "{message}");
+    scene.assert_empty();
+    put.parts[0].arrays = None;
+    scene.put(put, &memory.fds()).unwrap();
+}
+
+#[test]
+fn wrong_count_in_received_ends_connection() {
+    let scene = Scene::new();
+    let shared = filled(&scene.subject.driver, CHUNKS as u64 * CHUNK, Some(CHUNK), 7);
+    let many = Material::of(&shared).repeated(MANY);
+    let answer = scene.raw.ask(&Message::Put(Box::new(many.put("many"))), &many.fds()[..MAX_FDS]).unwrap();
+    assert!(matches!(answer, Some((Message::Send(_), _))), "{answer:?}");
+    many.send(&scene.raw, MAX_FDS, MANY);
+    assert!(matches!(scene.raw.receive().unwrap(), Some((Message::Published(_), _))));
+    let first = MAX_FDS as u64;
+    for wrong in [0, first - 1, first + 1, MANY as u64] {
+        let raw = Raw::greeted(&scene.server.path).unwrap();
+        assert!(matches!(raw.ask(&get_message("many"), &[]).unwrap(), Some((Message::Lease(_), _))));
+        raw.send(&Message::Received(Received { segments: wrong }), &[]).unwrap();
+        let failure = raw.ending().unwrap_or_else(|| panic!("{wrong} was accepted"));
+        assert_eq!(failure.code, ErrorCode::Protocol);
+        assert!(failure.message.contains(&format!("{wrong} segments")), "{}", failure.message);
+    }
+    // Each record's own count.
+    let raw = Raw::greeted(&scene.server.path).unwrap();
+    assert!(matches!(raw.ask(&get_message("many"), &[]).unwrap(), Some((Message::Lease(_), _))));
+    for so_far in [first, 2 * first] {
+        let answer = raw.ask(&Message::Received(Received { segments: so_far }), &[]).unwrap();
+        assert!(matches!(&answer, Some((Message::Segments(Segments { first, .. }), _)) if *first == so_far));
+    }
+}
+
+#[test]
+fn request_number_of_another_name_is_refused() {
+    let scene = Scene::new();
+    let client = scene.server.client();
+    let fds = scene.memory.fds();
+    let request = |of: u8| Some(Token([of; 16]));
+    let put = |name: &str, of: u8| broker::Put { request: request(of), ..scene.memory.put(name) };
+    let delete = |name: &str, of: u8| {
+        let answer = scene.raw.ask(&Message::Delete(Delete { name: name.to_owned(), request: request(of) }), &[]);
+        match answer.unwrap().unwrap().0 {
+            Message::Done(_) => Ok(()),
+            Message::Refused(refusal) => Err(refusal.code),
+            other => panic!("{other:?}"),
+        }
+    };
+    let first = scene.put(put("a", 1), &fds).unwrap();
+    assert_eq!(scene.put(put("a", 1), &fds).unwrap(), first);
+    assert_eq!(scene.put(put("b", 1), &fds).unwrap_err().0, RefusalCode::Invalid);
+    assert_eq!(refused(client.get(&Get::new("b"))).0, RefusalCode::Absent);
+    // Also once its version is gone; and so of a delete.
+    delete("a", 2).unwrap();
+    assert_eq!(scene.put(put("a", 1), &fds).unwrap(), first);
+    assert_eq!(scene.put(put("b", 1), &fds).unwrap_err().0, RefusalCode::Invalid);
+    delete("a", 2).unwrap();
+    assert_eq!(delete("b", 2), Err(RefusalCode::Invalid));
+    assert_eq!(scene.put(put("b", 2), &fds).unwrap_err().0, RefusalCode::Invalid);
+    assert_eq!(delete("b", 1), Err(RefusalCode::Invalid));
+    scene.assert_empty();
+}
+
+#[test]
+fn writable_memory_is_not_immutable() {
+    let scene = Scene::new();
+    let memory = host_memory(2 * MIB);
+    let mut put = scene.memory.put("a");
+    put.parts[0].memory.immutable = true;
+    let (code, message) = scene.put(put, &[memory.as_fd()]).unwrap_err();
+    assert_eq!((code, message.contains("F_SEAL_WRITE")), (RefusalCode::Memory, true), "{message}");
+    scene.assert_empty();
+}
