@@ -32,8 +32,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn share(driver: &Driver) -> Result<(), Box<dyn Error>> {
     let array = ArrayDescriptor::new("f32".parse()?, [3, 4], Order::C)?;
     let shared = Shared::create(&Device::find(driver, Selector::default())?, Spec::vmm(array.bytes()?))?;
-    let numbers: Vec<u8> = (0..12).flat_map(|number| (number as f32 / 2.0).to_le_bytes()).collect();
-    shared.copy_in(0, &numbers)?;
+    let numbers: Vec<f32> = (0..12u8).map(|number| f32::from(number) / 2.0).collect();
+    shared.copy_in_slice(0, &numbers)?;
     println!("array: shares {array}");
 
     // A socket pair in place of a path: the other end is the standard input of the process that is started.

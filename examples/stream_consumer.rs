@@ -33,10 +33,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             Err(Failure::Peer(PeerError::Gone { .. })) => break,
             Err(error) => return Err(error.into()),
         };
-        let mut number = [0; 4];
-        frame.copy_out(0, &mut number)?;
+        let mut number = [0u32];
+        frame.copy_out_slice(0, &mut number)?;
         frames += 1;
-        sum += u32::from_le_bytes(number);
+        sum += number[0];
         subscriber.give_back(frame)?; // Waits for the GPU's work, then sends the buffer back.
     }
     println!("stream_consumer: received {frames} frames, whose numbers add up to {sum}");

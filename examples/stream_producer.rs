@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             Some(id) => id,
             None => publisher.take_back()?,
         };
-        memory[&id].copy_in(0, &frame.to_le_bytes())?;
+        memory[&id].copy_in_slice(0, &[frame])?;
         publisher.publish(id)?; // Waits for the GPU's work, then sends the turn.
     }
     while memory.keys().any(|id| publisher.is_out(*id)) {

@@ -57,7 +57,7 @@ impl<'a, T: DeviceRepr + AnyBitPattern> View<'a, T> {
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`] if there are not as many; [`DeviceError::Unsupported`] if it is not a GPU's memory;
-    /// [`Error::Misuse`] if it is used by another device than the stream's.
+    /// [`Error::Misuse`] if it is used by another device than the stream's, or does not begin at an address that is aligned for `T`.
     pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
         let (device, size) = (region.device(), region.size());
         if device.backend() != Backend::Cuda {
@@ -68,6 +68,7 @@ impl<'a, T: DeviceRepr + AnyBitPattern> View<'a, T> {
             let problem = format!("the memory is used by {device}, and the stream is of another device");
             return Err(Error::Misuse { problem });
         }
+        check_alignment::<T>(region.address())?;
         let bytes = length.checked_mul(size_of::<T>()).and_then(|bytes| u64::try_from(bytes).ok());
         match bytes {
             Some(bytes) if bytes <= size => {
@@ -81,6 +82,19 @@ impl<'a, T: DeviceRepr + AnyBitPattern> View<'a, T> {
     pub fn address(&self) -> CUdeviceptr {
         self.region.address()
     }
+}
+
+/// A kernel that reads an element at an address that is not aligned for it ends the context.
+fn check_alignment<T>(address: u64) -> Result<()> {
+    let alignment = align_of::<T>();
+    if address.is_multiple_of(alignment as u64) {
+        return Ok(());
+    }
+    let element = std::any::type_name::<T>();
+    let problem = format!(
+        "the memory begins at {address:#x}, and elements of type {element} need addresses that are multiples of {alignment}"
+    );
+    Err(Error::Misuse { problem })
 }
 
 impl<T> DeviceSlice<T> for View<'_, T> {
@@ -142,5 +156,18 @@ impl<T> DevicePtr<T> for ViewMut<'_, T> {
 impl<T> DevicePtrMut<T> for ViewMut<'_, T> {
     fn device_ptr_mut<'s>(&'s mut self, stream: &'s CudaStream) -> (CUdeviceptr, SyncOnDrop<'s>) {
         self.0.device_ptr(stream)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_need_aligned_addresses() {
+        assert!(check_alignment::<u64>(0x7f00_0000_0008).is_ok());
+        assert!(check_alignment::<u8>(0x7f00_0000_0001).is_ok());
+        let refused = check_alignment::<u64>(0x7f00_0000_0004).unwrap_err().to_string();
+        assert!(refused.contains("0x7f0000000004") && refused.contains("u64") && refused.ends_with("multiples of 8"));
     }
 }

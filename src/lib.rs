@@ -46,7 +46,7 @@
 //! | meeting | [`session`] | the conversation between producer and consumer |
 //! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
 //! | ground | [`driver`], [`wire`], [`array`](mod@array) | a verb for each driver call; messages as bytes; typed arrays, described |
-//! | base | [`error`] | [`Error`] |
+//! | base | [`error`], [`fork`] | [`Error`]; whether this process is a fork |
 //!
 //! # The library alone
 //!
@@ -116,7 +116,7 @@ pub mod launch;
 pub mod memory;
 #[cfg(target_os = "linux")]
 pub mod session;
-#[cfg(all(target_os = "linux", feature = "broker"))]
+#[cfg(target_os = "linux")]
 pub(crate) mod sys;
 #[cfg(all(target_os = "linux", feature = "tools"))]
 pub mod tools;
@@ -126,7 +126,10 @@ pub mod weights;
 pub mod wire;
 
 #[cfg(target_os = "linux")]
-pub use error::{Error, ErrorKind, Result};
+pub use self::{
+    error::{Error, ErrorKind, Result},
+    sys::fork,
+};
 
 /// The code of the README and the pages, so that it is compiled and run.
 #[cfg(all(doctest, feature = "tools"))]

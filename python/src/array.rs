@@ -4,7 +4,7 @@
 
 use std::{
     ffi::c_int,
-    process, ptr, slice,
+    ptr, slice,
     sync::{Arc, OnceLock},
 };
 
@@ -18,6 +18,7 @@ use vmmfd::{
     Error,
     array::{ArrayDescriptor, Order},
     error::MemoryError,
+    fork::ProcessIdentity,
     memory::Spec,
 };
 
@@ -42,7 +43,7 @@ pub(crate) struct Array {
     /// An array interface was read, and its reader holds this array and no export of its own.
     exported: OnceLock<Export>,
     /// The process that made it.
-    by: u32,
+    by: ProcessIdentity,
 }
 
 impl Array {
@@ -52,7 +53,7 @@ impl Array {
     /// [`vmmfd::error::MemoryError::Array`] and [`vmmfd::error::MemoryError::OutOfRange`] if it is not inside the memory.
     pub(crate) fn new(memory: Arc<dyn Memory>, descriptor: ArrayDescriptor) -> Outcome<Self> {
         descriptor.check(memory.size())?;
-        Ok(Self { memory, descriptor, promised: false, exported: OnceLock::new(), by: process::id() })
+        Ok(Self { memory, descriptor, promised: false, exported: OnceLock::new(), by: ProcessIdentity::current() })
     }
 
     /// The memory of this process's own that it is in, which can be published without a copy. The descriptor's offset counts from
@@ -78,10 +79,7 @@ impl Array {
 
     /// Fails in a fork of the process that made it, and while there is nothing at its addresses.
     pub(crate) fn check(&self) -> Outcome<()> {
-        let pid = process::id();
-        if pid != self.by {
-            return Err(Error::Forked { initialised_by: self.by, pid }.into());
-        }
+        self.by.check()?;
         Ok(self.memory.check_mapped()?)
     }
 

@@ -12,6 +12,7 @@ use std::{
 use pyo3::prelude::*;
 use vmmfd::{
     broker::{self, LossReason, Lost, Restored},
+    fork::ProcessIdentity,
     memory::Selector,
     session::Config,
 };
@@ -35,7 +36,7 @@ pub(crate) struct Connections {
     /// Leases of what other processes have sent arrays of.
     pub(crate) shared: Mutex<HashMap<Shared, Weak<Leased>>>,
     /// The process that made them.
-    pid: u32,
+    made_by: ProcessIdentity,
     pub(crate) ended: Ended,
     table: Mutex<Table>,
     pub(crate) handlers: Arc<Handlers>,
@@ -86,7 +87,7 @@ impl Drop for Taken {
     fn drop(&mut self) {
         let client = self.client.take();
         // In a fork another thread may have held the lock.
-        if process::id() == self.of.pid {
+        if self.of.made_by.is_current() {
             let superfluous = {
                 let mut table = self.of.table();
                 let busy = table.busy.remove(&self.number);
@@ -112,7 +113,7 @@ impl Connections {
             place: Arc::new(place),
             config,
             shared: Mutex::default(),
-            pid: process::id(),
+            made_by: ProcessIdentity::current(),
             ended: Ended::default(),
             table: Mutex::default(),
             handlers: Arc::default(),
@@ -121,7 +122,7 @@ impl Connections {
 
     /// Ends waits of other threads, and the connections that no lease needs. In a fork, and once more, it does nothing.
     pub(crate) fn close(&self, py: Python<'_>) {
-        if self.pid != process::id() || self.ended.end() {
+        if !self.made_by.is_current() || self.ended.end() {
             return;
         }
         py.detach(|| {
@@ -186,7 +187,7 @@ impl Connections {
 
     /// Fails if it is closed, or of another process.
     pub(crate) fn check(&self) -> Outcome<()> {
-        check_process(self.pid, "connected to the broker", "connect again")?;
+        check_process(self.made_by, "connected to the broker", "connect again")?;
         match self.ended.is_ended() {
             true => Err(signals::closed()),
             false => Ok(()),
@@ -203,11 +204,12 @@ impl Connections {
 }
 
 /// Fails in a fork of the process that made something.
-pub(crate) fn check_process(pid: u32, made: &str, remedy: &str) -> Outcome<()> {
-    match process::id() {
-        this if this == pid => Ok(()),
-        this => Err(Failure::unusable(format!("process {pid} {made}, and process {this} is a fork of it: {remedy}"))),
+pub(crate) fn check_process(made_by: ProcessIdentity, made: &str, remedy: &str) -> Outcome<()> {
+    if made_by.is_current() {
+        return Ok(());
     }
+    let (parent, fork) = (made_by.pid(), process::id());
+    Err(Failure::unusable(format!("process {parent} {made}, and process {fork} is a fork of it: {remedy}")))
 }
 
 /// What the program wants to be called with.

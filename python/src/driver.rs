@@ -4,16 +4,14 @@ use std::sync::{Mutex, PoisonError};
 
 use vmmfd::{
     driver::{Backend, Choice, Driver, open},
+    fork::PerProcess,
     memory::{Device, Selector},
 };
 
-use crate::{
-    error::{Failure, Outcome},
-    process::OfProcess,
-};
+use crate::error::{Failure, Outcome};
 
 /// The drivers that were opened: a fork opens its own, or learns that it can't. What its parent opened is not closed in it.
-static OPEN: OfProcess<Mutex<Opened>> = OfProcess::new(Mutex::default);
+static OPEN: PerProcess<Mutex<Opened>> = PerProcess::new(Mutex::default);
 
 #[derive(Default)]
 struct Opened {

@@ -3,7 +3,6 @@
 use std::{
     collections::HashMap,
     path::PathBuf,
-    process,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::UNIX_EPOCH,
 };
@@ -16,6 +15,7 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType},
     broker::{self, Object, ObjectPart},
     driver::Backend,
+    fork::ProcessIdentity,
     memory::Region,
 };
 
@@ -32,12 +32,12 @@ use crate::{
 /// What an object of Python's has until it is closed, and the process that made it.
 struct UntilClosed<T> {
     value: Mutex<Option<T>>,
-    pid: u32,
+    made_by: ProcessIdentity,
 }
 
 impl<T: Send> UntilClosed<T> {
-    fn new(value: T, pid: u32) -> Self {
-        Self { value: Mutex::new(Some(value)), pid }
+    fn new(value: T, made_by: ProcessIdentity) -> Self {
+        Self { value: Mutex::new(Some(value)), made_by }
     }
 
     fn value(&self) -> MutexGuard<'_, Option<T>> {
@@ -50,7 +50,7 @@ impl<T: Send> UntilClosed<T> {
 
     /// Drops it with the GIL released. In a fork it does nothing.
     fn close(&self, py: Python<'_>) {
-        if process::id() == self.pid {
+        if self.made_by.is_current() {
             let value = self.value().take();
             py.detach(|| drop(value));
         }
@@ -68,14 +68,14 @@ impl Lease {
 
     /// A lease that others have too.
     pub(crate) fn of(leased: Arc<Leased>) -> Self {
-        let pid = leased.pid;
-        Self(UntilClosed::new(leased, pid))
+        let made_by = leased.made_by;
+        Self(UntilClosed::new(leased, made_by))
     }
 
     /// # Errors
     /// `ValueError` once it is closed, and in a fork.
     pub(crate) fn leased(&self) -> Outcome<Arc<Leased>> {
-        check_process(self.0.pid, "got this lease", "connect and get it again")?;
+        check_process(self.0.made_by, "got this lease", "connect and get it again")?;
         self.0.value().clone().ok_or_else(|| Failure::unusable("the lease was closed: get the object again"))
     }
 
@@ -352,11 +352,11 @@ pub(crate) struct Prepared(UntilClosed<broker::Prepared>);
 
 impl Prepared {
     pub(crate) fn new(prepared: broker::Prepared) -> Self {
-        Self(UntilClosed::new(prepared, process::id()))
+        Self(UntilClosed::new(prepared, ProcessIdentity::current()))
     }
 
     fn check(&self) -> Outcome<()> {
-        check_process(self.0.pid, "prepared this version", "connect and get it again")
+        check_process(self.0.made_by, "prepared this version", "connect and get it again")
     }
 
     fn take(&self) -> Outcome<broker::Prepared> {
@@ -413,7 +413,7 @@ pub(crate) struct Claim(UntilClosed<(broker::Claim, Taken)>);
 
 impl Claim {
     pub(crate) fn new(claim: broker::Claim, client: Taken) -> Self {
-        Self(UntilClosed::new((claim, client), process::id()))
+        Self(UntilClosed::new((claim, client), ProcessIdentity::current()))
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashMap,
-    process,
     sync::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
         atomic::{AtomicBool, Ordering},
@@ -15,6 +14,7 @@ use vmmfd::{
     Error, Result,
     array::ArrayDescriptor,
     broker::{self, ArrayEntry, Object, ObjectPart},
+    fork::ProcessIdentity,
     memory::{Device, Region},
 };
 
@@ -46,7 +46,7 @@ pub(crate) struct Leased {
     index: Mutex<Option<Arc<Index>>>,
     pub(crate) selection: Selection,
     place: Arc<Place>,
-    pub(crate) pid: u32,
+    pub(crate) made_by: ProcessIdentity,
 }
 
 /// An object, and all devices that use it.
@@ -83,7 +83,7 @@ impl Leased {
             index: Mutex::default(),
             selection,
             place,
-            pid: process::id(),
+            made_by: ProcessIdentity::current(),
         }
     }
 

@@ -22,7 +22,6 @@ mod leased_memory;
 mod legacy;
 mod memory;
 mod pool;
-mod process;
 mod reaper;
 mod requests;
 mod shared;

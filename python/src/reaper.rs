@@ -14,7 +14,7 @@ use std::{
     collections::VecDeque,
     mem::{self, ManuallyDrop, MaybeUninit},
     ops::Deref,
-    process, ptr,
+    ptr,
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError, TryLockError,
         atomic::{AtomicBool, Ordering},
@@ -23,9 +23,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use vmmfd::{Error, memory::Device};
-
-use crate::process::OfProcess;
+use vmmfd::{
+    Error,
+    fork::{PerProcess, ProcessIdentity},
+    memory::Device,
+};
 
 /// How long to wait before a device is asked again that could not be waited for.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -38,14 +40,14 @@ const AT_EXIT: Duration = Duration::from_secs(2);
 pub(crate) struct Kept<T: Send + 'static> {
     device: Device,
     /// The process that made it: in a fork of it nothing is given back.
-    by: u32,
+    by: ProcessIdentity,
     thing: ManuallyDrop<T>,
 }
 
 impl<T: Send + 'static> Kept<T> {
     /// Takes it over. `device` is the one that uses the memory.
     pub(crate) fn new(device: &Device, thing: T) -> Self {
-        Self { device: device.clone(), by: process::id(), thing: ManuallyDrop::new(thing) }
+        Self { device: device.clone(), by: ProcessIdentity::current(), thing: ManuallyDrop::new(thing) }
     }
 
     /// Lets go of it now: waits until the device is done, then drops it. Blocks: release the GIL.
@@ -53,7 +55,7 @@ impl<T: Send + 'static> Kept<T> {
         let mut this = ManuallyDrop::new(self);
         // SAFETY: each is taken once, here: `this` is not dropped.
         let (device, thing) = unsafe { (ptr::read(&this.device), ManuallyDrop::take(&mut this.thing)) };
-        if this.by != process::id() {
+        if !this.by.is_current() {
             mem::forget((device, thing));
         } else if is_done(&device) {
             drop(thing);
@@ -75,7 +77,7 @@ impl<T: Send + 'static> Drop for Kept<T> {
     fn drop(&mut self) {
         // SAFETY: it is taken once, here, and not used again.
         let thing = unsafe { ManuallyDrop::take(&mut self.thing) };
-        if self.by != process::id() {
+        if !self.by.is_current() {
             mem::forget(thing);
         } else if self.device.is_host() {
             drop(thing);
@@ -94,7 +96,7 @@ struct State {
 }
 
 /// A fork has a queue and a thread of its own.
-static STATE: OfProcess<(Mutex<State>, Condvar)> = OfProcess::new(Default::default);
+static STATE: PerProcess<(Mutex<State>, Condvar)> = PerProcess::new(Default::default);
 
 /// The process ends: nothing is given back any more, the kernel takes it all.
 static ENDING: AtomicBool = AtomicBool::new(false);

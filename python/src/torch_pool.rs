@@ -10,16 +10,14 @@ use std::{
     ffi::{c_int, c_void},
     os::fd::{AsFd, IntoRawFd},
     panic::{AssertUnwindSafe, catch_unwind},
-    process, ptr,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU32, Ordering},
-    },
+    ptr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use pyo3::{prelude::*, types::PyDict};
 use vmmfd::{
     Error,
+    fork::PerProcess,
     memory::{Arenas, Region, Selector},
 };
 
@@ -29,31 +27,23 @@ use crate::{
     shared::{Buffer, Owned},
 };
 
-/// The process that opened the arenas. In a fork of it nothing is taken and nothing is given back: a lock may be held by a thread that
-/// is not there.
-static OPENED_BY: AtomicU32 = AtomicU32::new(0);
-
-/// Arenas by the device's number, which PyTorch counts as the driver does.
-static ARENAS: Mutex<BTreeMap<c_int, Arc<Arenas>>> = Mutex::new(BTreeMap::new());
+/// Arenas by the device's number, which PyTorch counts as the driver does. A fork has none: it takes nothing and gives nothing back.
+static ARENAS: PerProcess<Mutex<BTreeMap<c_int, Arc<Arenas>>>> = PerProcess::new(Mutex::default);
 
 /// Why the last block was refused, for whom PyTorch only tells that memory ran out.
-static TROUBLE: Mutex<Option<String>> = Mutex::new(None);
+static TROUBLE: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn is_forked() -> bool {
-    OPENED_BY.load(Ordering::Acquire) != process::id()
-}
-
 /// The arenas of a device, opened before.
 fn arenas(device: c_int) -> Option<Arc<Arenas>> {
-    if is_forked() { None } else { lock(&ARENAS).get(&device).cloned() }
+    lock(ARENAS.get()).get(&device).cloned()
 }
 
 fn all() -> Vec<Arc<Arenas>> {
-    if is_forked() { Vec::new() } else { lock(&ARENAS).values().cloned().collect() }
+    lock(ARENAS.get()).values().cloned().collect()
 }
 
 fn allocate(size: isize, device: c_int) -> Result<u64, String> {
@@ -70,9 +60,7 @@ pub(crate) extern "C" fn vmmfd_torch_malloc(size: isize, device: c_int, _stream:
     match answer {
         Ok(address) => ptr::without_provenance_mut(address as usize),
         Err(reason) => {
-            if !is_forked() {
-                *lock(&TROUBLE) = Some(format!("{size} bytes of shared memory: {reason}"));
-            }
+            *lock(TROUBLE.get()) = Some(format!("{size} bytes of shared memory: {reason}"));
             ptr::null_mut()
         }
     }
@@ -94,19 +82,13 @@ pub(crate) extern "C" fn vmmfd_torch_free(block: *mut c_void, _size: isize, devi
 #[pyfunction]
 pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64) -> Outcome<()> {
     py.detach(|| {
-        let opened_by = OPENED_BY.load(Ordering::Acquire);
-        if opened_by != 0 && opened_by != process::id() {
-            let message = "this process is a fork of one that has a pool: start it anew (multiprocessing's spawn)";
-            return Err(Failure::invalid(message));
-        }
         let ordinal = device as c_int;
         if let Some(arenas) = arenas(ordinal) {
             return Ok(arenas.set_arena_size(arena)?);
         }
         let device = driver::device(&driver::driver("cuda")?, Some(Selector::Ordinal(device)))?;
         let arenas = Arc::new(Arenas::new(&device, arena)?);
-        lock(&ARENAS).entry(ordinal).or_insert(arenas);
-        OPENED_BY.store(process::id(), Ordering::Release);
+        lock(ARENAS.get()).entry(ordinal).or_insert(arenas);
         Ok(())
     })
 }
@@ -140,7 +122,7 @@ pub(crate) fn torch_pool_figures(py: Python<'_>, device: u32) -> PyResult<Bound<
 /// Why the last block was refused, if one was since the last call.
 #[pyfunction]
 pub(crate) fn torch_pool_trouble() -> Option<String> {
-    if is_forked() { None } else { lock(&TROUBLE).take() }
+    lock(TROUBLE.get()).take()
 }
 
 /// A new descriptor of the arena that an address is in, which is the caller's to close; the address's offset in it; its size.

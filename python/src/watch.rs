@@ -1,13 +1,15 @@
 //! `_native.Watch`: the events of names. `vmmfd.Watch` is made of it.
 
 use std::{
-    process,
     sync::{Mutex, MutexGuard, TryLockError},
     time::Duration,
 };
 
 use pyo3::prelude::*;
-use vmmfd::broker::{self, Event, WatchPlace, Watched};
+use vmmfd::{
+    broker::{self, Event, WatchPlace, Watched},
+    fork::ProcessIdentity,
+};
 
 use crate::{
     connections::{Taken, check_process},
@@ -30,7 +32,7 @@ pub(crate) struct Watch {
     open: Mutex<Option<Open>>,
     ended: Ended,
     of: Ended,
-    pid: u32,
+    made_by: ProcessIdentity,
 }
 
 impl Watch {
@@ -38,11 +40,16 @@ impl Watch {
         let after = after.map(|(instance, seq)| WatchPlace { instance, seq });
         let watch = client.watch(prefix, after.as_ref())?;
         let of = client.ended().clone();
-        Ok(Self { open: Mutex::new(Some((watch, client))), ended: Ended::default(), of, pid: process::id() })
+        Ok(Self {
+            open: Mutex::new(Some((watch, client))),
+            ended: Ended::default(),
+            of,
+            made_by: ProcessIdentity::current(),
+        })
     }
 
     fn check(&self) -> Outcome<()> {
-        check_process(self.pid, "began this watch", "connect again")
+        check_process(self.made_by, "began this watch", "connect again")
     }
 
     /// The right to use it, if no other thread has it.
@@ -139,7 +146,7 @@ impl Watch {
 
     /// Ends it, and a wait in it, of another thread or of the one that runs this in a signal's handler.
     fn close(&self, py: Python<'_>) {
-        if process::id() != self.pid {
+        if !self.made_by.is_current() {
             return;
         }
         self.ended.end();

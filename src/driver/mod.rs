@@ -31,7 +31,10 @@ use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
-use crate::error::{Error, LoadError, ParseError, Result};
+use crate::{
+    error::{Error, LoadError, ParseError, Result},
+    fork::{PerProcess, ProcessIdentity},
+};
 
 #[cfg(feature = "tools")]
 pub(crate) use self::{
@@ -47,7 +50,7 @@ pub(crate) use self::{
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
     types::{Granularity, Location, Properties},
-    verbs::{Handle, Identity, Origin, Verbs, cover, failure, failure_with},
+    verbs::{Handle, Identity, Verbs, cover, failure, failure_with},
     window::{PageLocked, Window},
 };
 pub use crate::error::code;
@@ -56,17 +59,25 @@ pub use crate::error::code;
 ///
 /// Devices, memory and everything else made from it keep it open.
 #[derive(Clone)]
-pub struct Driver(Arc<dyn Verbs>);
+pub struct Driver {
+    verbs: Arc<dyn Verbs>,
+    opened_by: ProcessIdentity,
+}
 
 impl Driver {
-    /// A driver of these verbs.
-    #[cfg(feature = "internals")]
+    /// A driver of these verbs, which this process opened.
     pub(crate) fn of(verbs: Arc<dyn Verbs>) -> Self {
-        Self(verbs)
+        Self { verbs, opened_by: ProcessIdentity::current() }
     }
 
     pub(crate) fn verbs(&self) -> &dyn Verbs {
-        &*self.0
+        &*self.verbs
+    }
+
+    /// Fails with [`Error::Forked`] in a fork of the process that opened it. For owners with locks: a fork may find them locked for good,
+    /// so they check this first.
+    pub(crate) fn check_fork(&self) -> Result<()> {
+        self.opened_by.check()
     }
 
     /// Where the memory is.
@@ -115,15 +126,16 @@ impl Driver {
 /// Equal are clones of the same driver object.
 impl PartialEq for Driver {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.verbs, &other.verbs)
     }
 }
 
 impl Eq for Driver {}
 
+/// The backend alone: every device and all memory show their driver, which holds tables of hundreds of entries.
 impl fmt::Debug for Driver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        f.debug_struct("Driver").field("backend", &self.backend()).finish_non_exhaustive()
     }
 }
 
@@ -192,25 +204,27 @@ pub fn open(choice: Choice) -> Result<Opened> {
     }
 }
 
+/// The driver object of a backend that is open in this process.
+type Open<T> = PerProcess<Mutex<Weak<T>>>;
+
 fn open_host() -> Driver {
-    static OPEN: Mutex<Weak<host::HostDriver>> = Mutex::new(Weak::new());
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(driver) = open.upgrade().filter(|driver| driver.device_count().is_ok()) {
-        return Driver(driver);
+    static OPEN: Open<host::HostDriver> = PerProcess::new(Mutex::default);
+    let mut open = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(driver) = open.upgrade() {
+        return Driver::of(driver);
     }
     let driver = Arc::new(host::HostDriver::new());
     *open = Arc::downgrade(&driver);
-    Driver(driver)
+    Driver::of(driver)
 }
 
 fn open_cuda() -> Result<Driver> {
-    static OPEN: Mutex<Weak<cuda::CudaDriver>> = Mutex::new(Weak::new());
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    // Of a fork, loading it says what is wrong.
-    if let Some(driver) = open.upgrade().filter(|driver| driver.version().is_ok()) {
-        return Ok(Driver(driver));
+    static OPEN: Open<cuda::CudaDriver> = PerProcess::new(Mutex::default);
+    let mut open = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(driver) = open.upgrade() {
+        return Ok(Driver::of(driver));
     }
     let driver = Arc::new(cuda::CudaDriver::load()?);
     *open = Arc::downgrade(&driver);
-    Ok(Driver(driver))
+    Ok(Driver::of(driver))
 }

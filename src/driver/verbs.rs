@@ -7,7 +7,6 @@ use std::{
     borrow::Cow,
     fmt, io,
     os::fd::{BorrowedFd, OwnedFd},
-    process,
     sync::atomic::{AtomicU32, Ordering},
 };
 
@@ -107,6 +106,10 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
 
     /// Unmaps every mapping in the range, none of them in part, and none that a [`Window`] is open on. `cuMemUnmap`.
     fn unmap(&self, address: u64, size: u64) -> Result<()>;
+
+    /// Fails as [`Verbs::unmap`] does while a [`Window`] is open on any of the range, and changes nothing. No driver call.
+    #[cfg(feature = "broker")]
+    fn check_unused(&self, address: u64, size: u64) -> Result<()>;
 
     /// Sets what a device, or the CPUs of a NUMA node, may do with a range of whole mappings; `None` takes all access.
     /// It is refused while a [`Window`] is open on any of it. `cuMemSetAccess`.
@@ -218,21 +221,4 @@ pub(crate) fn cover(mapped: impl Iterator<Item = (u64, u64)>, address: u64, size
     let reached = mapped
         .fold(address, |reached, (start, size)| if start <= reached { reached.max(start + size) } else { reached });
     reached >= end
-}
-
-/// The process that initialised a driver: no other may use it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Origin(pub(super) u32);
-
-impl Origin {
-    pub(super) fn here() -> Self {
-        Self(process::id())
-    }
-
-    pub(super) fn check(self) -> Result<()> {
-        match process::id() {
-            pid if pid == self.0 => Ok(()),
-            pid => Err(Error::Forked { initialised_by: self.0, pid }),
-        }
-    }
 }

@@ -11,8 +11,11 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use super::{Origin, code, copy, failure};
-use crate::error::{Error, MemoryError, Result};
+use super::{code, copy, failure};
+use crate::{
+    error::{Error, MemoryError, Result},
+    sys::fork::ProcessIdentity,
+};
 
 /// What takes page-locked memory back.
 pub(super) trait PageLocker: fmt::Debug + Send + Sync {
@@ -121,7 +124,7 @@ pub(super) struct View {
 /// what is read may be half of what they write.
 pub struct Window {
     view: View,
-    origin: Origin,
+    origin: ProcessIdentity,
     open: Arc<Windows>,
     /// Whatever would unmap the memory when it goes.
     _mapped: Arc<dyn Send + Sync>,
@@ -134,7 +137,12 @@ impl Window {
     /// The CPU can read the range, and write to it if it is `writable`, for as long as `mapped` lives and the range is in
     /// `open`, and the range is outside of all that Rust allocates. If it is `immutable`, it is not `writable`, and neither another
     /// process nor another mapping in this one can change its bytes. Else all that accesses it in this process uses [`copy`].
-    pub(super) unsafe fn new(view: View, origin: Origin, open: &Arc<Windows>, mapped: Arc<dyn Send + Sync>) -> Self {
+    pub(super) unsafe fn new(
+        view: View,
+        origin: ProcessIdentity,
+        open: &Arc<Windows>,
+        mapped: Arc<dyn Send + Sync>,
+    ) -> Self {
         open.ranges().push((view.address, view.size));
         Self { view, origin, open: Arc::clone(open), _mapped: mapped }
     }

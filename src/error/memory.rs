@@ -52,6 +52,15 @@ pub enum MemoryError {
         granularity: u64,
     },
 
+    /// A descriptor of which the driver knows no memory: it is of something else, or its memory is lost.
+    #[error("the descriptor can't be imported as memory: {reason}")]
+    NotImported {
+        /// What is wrong with it, as far as is known.
+        reason: String,
+        /// The driver's answer.
+        source: Box<Error>,
+    },
+
     /// A range that is not inside its mapping or reservation.
     #[error("{length} bytes at offset {offset} are not inside {size} bytes")]
     OutOfRange {

@@ -9,14 +9,16 @@ use std::{
 };
 
 use super::{Device, Region, Shared, Spec, round_up};
-use crate::error::{Error, Result};
+use crate::{driver::Access, error::Result};
 
 /// An allocator that cuts blocks from pieces of shared memory, the arenas: what a library like PyTorch allocates can then be handed to
 /// other processes as it is, with one descriptor for each arena and not for each block.
 ///
 /// Each arena is one [`Shared`] of one allocation. An arena without blocks is given back, after waiting for the device's work. An arena
 /// that is closed ([`Arenas::close`]), because other processes read it, is never cut again: what they see stays as it is, whatever is
-/// freed and allocated here.
+/// freed and allocated here. Nor is an arena that was made read-only ([`Shared::make_read_only`]).
+///
+/// In a fork of the process that made it, it holds nothing and [`Arenas::allocate`] fails.
 ///
 /// A block may be freed while work that is queued uses it, as with `cudaFree`: nothing is cut in its place before that work is done.
 ///
@@ -69,6 +71,11 @@ impl Arena {
         address.checked_sub(self.memory.address()).is_some_and(|offset| offset < self.memory.size())
     }
 
+    /// Whether blocks may be cut from it: not where others read it, and not where this process can't write.
+    fn can_be_cut(&self) -> bool {
+        !self.closed && self.memory.access() == Access::ReadWrite
+    }
+
     /// The first offset with so many bytes free.
     fn gap(&self, size: u64) -> Option<u64> {
         let mut begin = 0;
@@ -83,7 +90,7 @@ impl Arena {
 
     /// Cuts a block out, if there is room.
     fn cut(&mut self, size: u64) -> Option<u64> {
-        if self.closed {
+        if !self.can_be_cut() {
             return None;
         }
         let offset = self.gap(size)?;
@@ -140,7 +147,7 @@ impl Arenas {
     /// Driver calls: those of [`Device::wait_for_work`]; those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
     pub fn allocate(&self, size: u64) -> Result<u64> {
         let size = round_up(size, self.granularity)?;
-        if let Some(address) = self.cut(size) {
+        if let Some(address) = self.cut(size)? {
             return Ok(address);
         }
         // Without the lock, which `free` and `find` need: two threads may make one arena more than they need.
@@ -153,31 +160,31 @@ impl Arenas {
         });
         let memory = Arc::new(made?);
         let address = memory.address();
-        self.state().arenas.push(Arena { memory, blocks: BTreeMap::from([(0, size)]), closed: false, freed: 0 });
+        self.state()?.arenas.push(Arena { memory, blocks: BTreeMap::from([(0, size)]), closed: false, freed: 0 });
         Ok(address)
     }
 
     /// Cuts a block out of an arena with room. One of which nothing was freed lately comes first; for another the device's work is
     /// waited for, and if that fails it stays as it is.
-    fn cut(&self, size: u64) -> Option<u64> {
+    fn cut(&self, size: u64) -> Result<Option<u64>> {
         let freed = {
-            let mut state = self.state();
+            let mut state = self.state()?;
             let State { arenas, freed, finished } = &mut *state;
             let ready = arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size));
-            if ready.is_some() || !arenas.iter().any(|arena| !arena.closed && arena.gap(size).is_some()) {
-                return ready;
+            if ready.is_some() || !arenas.iter().any(|arena| arena.can_be_cut() && arena.gap(size).is_some()) {
+                return Ok(ready);
             }
             *freed
         };
         // Without the lock: it may be long.
         if let Err(error) = self.device.wait_for_work() {
             tracing::debug!(%error, "freed blocks can't be used again yet");
-            return None;
+            return Ok(None);
         }
-        let mut state = self.state();
+        let mut state = self.state()?;
         let State { arenas, finished, .. } = &mut *state;
         *finished = freed.max(*finished);
-        arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size))
+        Ok(arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size)))
     }
 
     /// Takes a block back, without waiting for work that uses it. If it was the last one of its arena, waits until the work in the device's
@@ -189,7 +196,7 @@ impl Arenas {
     /// Driver calls: those of [`Device::wait_for_work`], `cuMemUnmap`, `cuMemAddressFree`.
     pub fn free(&self, address: u64) -> bool {
         let (freed, empty) = {
-            let mut state = self.state();
+            let Ok(mut state) = self.state() else { return false };
             let State { arenas, freed, .. } = &mut *state;
             let Some(arena) = arenas.iter_mut().find(|arena| arena.holds(address)) else { return false };
             let block = arena.blocks.remove(&(address - arena.memory.address()));
@@ -207,7 +214,7 @@ impl Arenas {
 
     /// The arena that an address is in, and how many bytes behind its beginning.
     pub fn find(&self, address: u64) -> Option<(Arc<Shared>, u64)> {
-        let state = self.state();
+        let state = self.state().ok()?;
         let arena = state.arenas.iter().find(|arena| arena.holds(address))?;
         Some((Arc::clone(&arena.memory), address - arena.memory.address()))
     }
@@ -215,7 +222,7 @@ impl Arenas {
     /// Closes the arena that an address is in: nothing is cut from it again, so that what other processes see of it is not overwritten by
     /// later blocks. What was freed of it stays free for good. Returns whether there is such an arena.
     pub fn close(&self, address: u64) -> bool {
-        let mut state = self.state();
+        let Ok(mut state) = self.state() else { return false };
         let arena = state.arenas.iter_mut().find(|arena| arena.holds(address));
         arena.map(|arena| arena.closed = true).is_some()
     }
@@ -223,7 +230,8 @@ impl Arenas {
     /// What it holds now.
     pub fn figures(&self) -> ArenaFigures {
         let mut figures = ArenaFigures::default();
-        for arena in &self.state().arenas {
+        let Ok(state) = self.state() else { return figures };
+        for arena in &state.arenas {
             figures.arenas += 1;
             figures.closed += u64::from(arena.closed);
             figures.bytes += arena.memory.size();
@@ -236,34 +244,34 @@ impl Arenas {
     /// Drops the arenas without blocks, once the device's work is done. Returns whether any was dropped.
     fn sweep(&self) -> bool {
         // Out of the list first: nothing may be cut from them meanwhile, and the wait is long.
-        let empty: Vec<Arena> = self.state().arenas.extract_if(.., |arena| arena.blocks.is_empty()).collect();
+        let Ok(mut state) = self.state() else { return false };
+        let empty: Vec<Arena> = state.arenas.extract_if(.., |arena| arena.blocks.is_empty()).collect();
+        drop(state);
         if empty.is_empty() {
             return false;
         }
         match self.device.wait_for_work() {
             Ok(()) => true,
-            Err(Error::Forked { .. }) => {
-                // The parent's memory: not for this process to give back.
-                std::mem::forget(empty);
-                false
-            }
             Err(error) => {
                 tracing::warn!(%error, "arenas that hold nothing can't be given back yet");
-                self.state().arenas.extend(empty);
+                if let Ok(mut state) = self.state() {
+                    state.arenas.extend(empty);
+                }
                 false
             }
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> Result<MutexGuard<'_, State>> {
+        self.device.driver().check_fork()?;
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl Drop for Arenas {
     /// Work that uses what is left must be finished before the memory goes.
     fn drop(&mut self) {
-        if !self.state().arenas.is_empty() {
+        if self.state().is_ok_and(|state| !state.arenas.is_empty()) {
             super::report(self.device.wait_for_work(), "the device's work can't be waited for");
         }
     }

@@ -4,7 +4,10 @@ use std::{
     mem,
     ops::Range,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -23,23 +26,31 @@ pub(super) struct Chunks {
     placement: Placement,
     /// How many bytes hold data.
     size: u64,
+    /// In how many allocations.
+    segments: u64,
     /// Whether they are exported only once they are sealed.
     to_be_sealed: bool,
     reservation: Arc<Reservation>,
-    state: RwLock<State>,
+    /// Not after a failure to seal.
+    usable: AtomicBool,
+    /// Empty until they are sealed, if they are to be.
+    exported: OnceLock<Vec<Arc<Chunk>>>,
+    /// How long creating and mapping took.
+    timings: Timings,
+    export_time: OnceLock<Duration>,
+    /// Held during driver calls that may be long: whoever only reads sizes and descriptors does not need it.
+    state: Mutex<State>,
 }
 
-/// Allocations side by side.
+/// What sealing and taking access change.
 #[derive(Debug)]
 struct State {
-    chunks: Vec<Arc<Chunk>>,
     /// None after a failure to seal: nothing can be used then.
     mapping: Option<Mapping>,
     /// Those that are not exported yet, because they are still to be sealed.
     unsealed: Vec<Arc<Allocation>>,
     /// Whether they are sealed, and whether the kernel enforces it.
     sealed: Option<bool>,
-    timings: Timings,
 }
 
 /// How long the steps of making memory took, each for all allocations together.
@@ -110,13 +121,28 @@ impl Chunks {
             }
         }
         timed(&mut timings.map, || mapping.allow(properties.location.host_node()))?;
-        let state = RwLock::new(State { chunks, mapping: Some(mapping), unsealed, sealed: None, timings });
-        Ok(Self { device: device.clone(), placement, size, to_be_sealed, reservation, state })
+        let segments = (chunks.len() + unsealed.len()) as u64;
+        let state = Mutex::new(State { mapping: Some(mapping), unsealed, sealed: None });
+        let exported = if to_be_sealed { OnceLock::new() } else { OnceLock::from(chunks) };
+        let (device, usable, export_time) = (device.clone(), AtomicBool::new(true), OnceLock::new());
+        Ok(Self {
+            device,
+            placement,
+            size,
+            segments,
+            to_be_sealed,
+            reservation,
+            usable,
+            exported,
+            timings,
+            export_time,
+            state,
+        })
     }
 
     /// As [`super::Shared::seal`].
     pub(super) fn seal(&self) -> Result<bool> {
-        let mut state = self.write();
+        let mut state = self.state()?;
         if let Some(enforced) = state.sealed {
             return Ok(enforced);
         }
@@ -129,24 +155,34 @@ impl Chunks {
             mapping.unmap()?;
         }
         state.mapping = None;
-        let mut mapping = Mapping::empty(&self.reservation, 0, &self.device, Access::ReadOnly)?;
-        let node = state.unsealed.first().and_then(|first| first.properties().location.host_node());
-        let mut enforced = true;
-        for allocation in mem::take(&mut state.unsealed) {
-            enforced &= allocation.seal()?;
-            mapping.push(&allocation)?;
-            let chunk = timed(&mut state.timings.export, || Chunk::of(allocation))?;
-            state.chunks.push(chunk);
-        }
-        mapping.allow(node)?;
+        let resealed = self.map_sealed(mem::take(&mut state.unsealed));
+        self.usable.store(resealed.is_ok(), Ordering::Release);
+        let (mapping, enforced) = resealed?;
         state.mapping = Some(mapping);
         state.sealed = Some(enforced);
         Ok(enforced)
     }
 
+    /// Seals allocations, exports them, and maps them to be read. Returns whether the kernel enforces the seal.
+    fn map_sealed(&self, unsealed: Vec<Arc<Allocation>>) -> Result<(Mapping, bool)> {
+        let mut mapping = Mapping::empty(&self.reservation, 0, &self.device, Access::ReadOnly)?;
+        let node = unsealed.first().and_then(|first| first.properties().location.host_node());
+        let (mut chunks, mut enforced, mut time) = (Vec::with_capacity(unsealed.len()), true, Duration::ZERO);
+        for allocation in unsealed {
+            enforced &= allocation.seal()?;
+            mapping.push(&allocation)?;
+            chunks.push(timed(&mut time, || Chunk::of(allocation))?);
+        }
+        mapping.allow(node)?;
+        // They are sealed once only.
+        let _ = self.export_time.set(time);
+        let _ = self.exported.set(chunks);
+        Ok((mapping, enforced))
+    }
+
     /// As [`super::Shared::make_read_only`].
     pub(super) fn make_read_only(&self) -> Result<()> {
-        let mut state = self.write();
+        let mut state = self.state()?;
         if !state.unsealed.is_empty() {
             let problem = "memory that is still to be sealed becomes read-only when it is: call Shared::seal";
             return Err(Error::Misuse { problem: problem.to_owned() });
@@ -164,7 +200,7 @@ impl Chunks {
 
     /// Writes zeros behind the data, to the end of the last allocation.
     pub(super) fn clear_padding(&self) -> Result<()> {
-        match &self.read().mapping {
+        match &self.state()?.mapping {
             Some(mapping) => super::clear(mapping, self.size..mapping.size()),
             None => Ok(()),
         }
@@ -176,9 +212,9 @@ impl Chunks {
         let length =
             length.ok_or(Error::Memory(MemoryError::OutOfRange { offset: range.start, length: 0, size: self.size }))?;
         check_range(range.start, length, self.size)?;
-        let state = self.read();
+        let chunks = self.exported.get().map_or(&[][..], Vec::as_slice);
         let (mut chosen, mut part, mut offset) = (Vec::new(), Part::default(), 0);
-        for (index, chunk) in (0..).zip(&state.chunks) {
+        for (index, chunk) in (0..).zip(chunks) {
             let end = offset + chunk.size;
             if length > 0 && end > range.start && offset < range.end {
                 if chosen.is_empty() {
@@ -195,22 +231,21 @@ impl Chunks {
 
     /// How many bytes hold data: none after a failure to seal.
     pub(super) fn size(&self) -> u64 {
-        if self.read().mapping.is_some() { self.size } else { 0 }
+        if self.is_usable() { self.size } else { 0 }
     }
 
     /// How many bytes there are.
     pub(super) fn mapped_size(&self) -> u64 {
-        self.read().mapping.as_ref().map_or(0, Region::size)
+        if self.is_usable() { self.reservation.size() } else { 0 }
     }
 
     /// In how many allocations.
     pub(super) fn segments(&self) -> u64 {
-        let state = self.read();
-        (state.chunks.len() + state.unsealed.len()) as u64
+        self.segments
     }
 
     pub(super) fn timings(&self) -> Timings {
-        self.read().timings
+        Timings { export: self.export_time.get().copied().unwrap_or(self.timings.export), ..self.timings }
     }
 
     pub(super) fn placement(&self) -> Placement {
@@ -221,12 +256,13 @@ impl Chunks {
         self.reservation.address()
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, State> {
-        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    fn is_usable(&self) -> bool {
+        self.usable.load(Ordering::Acquire)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, State> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> Result<MutexGuard<'_, State>> {
+        self.device.driver().check_fork()?;
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 

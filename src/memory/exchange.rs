@@ -98,12 +98,17 @@ impl<'a> Place<'a> {
 /// process get the addresses. Waits until all work in the devices' primary contexts is done; blocks for as long as that takes.
 ///
 /// # Errors
-/// [`Error::Driver`] if the work before failed, and where nothing was mapped before: then nothing is changed.
+/// [`Error::Misuse`] if a mirror of any of the memory is open, and [`Error::Driver`] if the work before failed, and where nothing was
+/// mapped before: then nothing is changed.
 /// [`MemoryError::NotExchanged`] else: what was there is mapped again, or if it says so, nothing is any more.
 ///
 /// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`; where nothing is to come, `cuMemRelease`. On the host
 /// backend: mmap(2) with `MAP_FIXED`.
 pub(crate) fn exchange(places: &mut [Place<'_>]) -> Result<()> {
+    // All of them before the first is changed: what was changed could not be restored beside an open mirror.
+    for place in places.iter_mut() {
+        place.memory.mapping()?.check_unused()?;
+    }
     let mut waited: Vec<Device> = Vec::new();
     for place in places.iter() {
         let device = place.memory.device();

@@ -60,6 +60,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bytemuck::{AnyBitPattern, NoUninit};
+
 use crate::{
     driver::Access,
     error::{Error, MemoryError, Result},
@@ -115,6 +117,50 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         let address = locate(self, offset, to.len() as u64)?;
         self.device().verbs().copy_out(self.device().ordinal(), address, to)
+    }
+
+    /// Copies typed elements into it, from `offset` bytes on. They are there when it returns.
+    ///
+    /// The type has no bytes that a value leaves uninitialised ([`NoUninit`]: no padding), since other processes read them.
+    ///
+    /// # Errors
+    /// Those of [`Region::copy_in`]. Driver calls: those of [`Region::copy_in`].
+    fn copy_in_slice<T: NoUninit>(&self, offset: u64, from: &[T]) -> Result<()>
+    where
+        Self: Sized,
+    {
+        self.copy_in(offset, bytemuck::cast_slice(from))
+    }
+
+    /// Copies typed elements out of it, from `offset` bytes on.
+    ///
+    /// The type is one of which any bytes are a value ([`AnyBitPattern`]: integers and floats, but not `bool`), since another process may
+    /// have written anything.
+    ///
+    /// ```
+    /// use vmmfd::{
+    ///     driver::{Backend, Choice, open},
+    ///     memory::{Device, Region, Selector, Shared, Spec},
+    /// };
+    ///
+    /// # fn main() -> vmmfd::Result<()> {
+    /// let driver = open(Choice::Only(Backend::Host))?.driver;
+    /// let memory = Shared::create(&Device::find(&driver, Selector::default())?, Spec::vmm(4096))?;
+    /// memory.copy_in_slice(0, &[1.5f32, 2.5])?;
+    /// let mut values = [0f32; 2];
+    /// memory.copy_out_slice(0, &mut values)?;
+    /// assert_eq!(values, [1.5, 2.5]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`Region::copy_out`]. Driver call: that of [`Region::copy_out`].
+    fn copy_out_slice<T: AnyBitPattern + NoUninit>(&self, offset: u64, to: &mut [T]) -> Result<()>
+    where
+        Self: Sized,
+    {
+        self.copy_out(offset, bytemuck::cast_slice_mut(to))
     }
 
     /// Waits until all work in the device's primary context is done: call it before you notify another process.

@@ -1,13 +1,13 @@
 //! Virtual memory management: physical memory, reserved addresses, and the one mapped at the other.
 
 use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     sync::{Arc, OnceLock},
 };
 
 use super::{Device, Placement, Region, check_range, report, round_up};
 use crate::{
-    driver::{Access, Handle, Location, Properties},
+    driver::{Access, Handle, Location, Properties, code},
     error::{DeviceError, Error, MemoryError, Result},
 };
 
@@ -83,12 +83,12 @@ impl Allocation {
     /// when it is mapped; a wrong one never maps. `fd` is closed on success and on failure: the memory needs it no more.
     ///
     /// # Errors
-    /// [`MemoryError::Unaligned`] if `size` is no multiple of the granularity (no driver call is made); [`Error::Driver`] with
-    /// `CUDA_ERROR_UNKNOWN` if `fd` is no such memory.
+    /// [`MemoryError::Unaligned`] if `size` is no multiple of the granularity (no driver call is made);
+    /// [`MemoryError::NotImported`] if `fd` is no such memory; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
     pub fn import(device: &Device, fd: OwnedFd, size: u64) -> Result<Arc<Self>> {
-        Self::import_borrowed(device, fd.as_fd(), size).map(Arc::new)
+        Self::import_borrowed(device, fd.as_fd(), size).map(Arc::new).map_err(|error| not_imported(&fd, error))
     }
 
     /// As [`Allocation::import`]; `fd` stays the caller's, to be closed when it likes.
@@ -164,6 +164,24 @@ impl Allocation {
     pub fn properties(&self) -> Properties {
         self.properties
     }
+}
+
+/// The error of a descriptor that a driver can't import: the driver's own code says of every cause that it is unknown.
+fn not_imported(fd: &OwnedFd, error: Error) -> Error {
+    let Error::Driver { call, code: code::UNKNOWN, name, source } = error else { return error };
+    let reason = match source {
+        // The host backend has looked at it.
+        Some(reason) => reason.to_string(),
+        None => {
+            let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+            let of = link.map_or("an unknown file".to_owned(), |path| format!("`{}`", path.display()));
+            format!(
+                "the driver knows no memory of it. It is a descriptor of {of}: either not of a GPU's memory, or of memory that was lost"
+            )
+        }
+    };
+    let source = Box::new(Error::Driver { call, code: code::UNKNOWN, name, source: None });
+    Error::Memory(MemoryError::NotImported { reason, source })
 }
 
 impl Drop for Allocation {
@@ -320,6 +338,24 @@ impl Mapping {
             self.size = 0;
         }
         Ok(())
+    }
+
+    /// Checks that no mirror is open on any of it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if one is.
+    #[cfg(feature = "broker")]
+    pub(super) fn check_unused(&self) -> Result<()> {
+        if self.size == 0 {
+            return Ok(());
+        }
+        match self.device.verbs().check_unused(self.address, self.size) {
+            Err(Error::Driver { code: code::INVALID_VALUE, .. }) => {
+                let problem = "a mirror of the memory is open, or was forgotten: drop every mirror first";
+                Err(Error::Misuse { problem: problem.to_owned() })
+            }
+            checked => checked,
+        }
     }
 
     /// Takes this process's right to write it, for good. Waits for the device's work, which may be writing.

@@ -1,13 +1,19 @@
 //! System calls that no crate here wraps, each behind a safe function. The only place outside `driver/` with `unsafe`.
 #![allow(unsafe_code)]
 
+#[cfg(feature = "broker")]
 mod descriptor;
+#[cfg(feature = "broker")]
 mod file;
+pub mod fork;
+#[cfg(feature = "broker")]
 mod process;
+#[cfg(feature = "broker")]
 mod socket;
 
-#[cfg(test)]
+#[cfg(all(test, feature = "broker"))]
 pub(crate) use self::file::tests::without_kcmp;
+#[cfg(feature = "broker")]
 pub(crate) use self::{
     descriptor::replace,
     file::kcmp,
@@ -19,6 +25,7 @@ pub(crate) use self::{
 /// kernel's default of 65534 where that can't be read. It is read once. Does not block.
 ///
 /// See user_namespaces(7).
+#[cfg(feature = "broker")]
 pub(crate) fn overflow_uid() -> u32 {
     const DEFAULT: u32 = 65534;
     static UID: std::sync::OnceLock<u32> = std::sync::OnceLock::new();

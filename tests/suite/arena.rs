@@ -18,6 +18,7 @@ cases! {
     an_arena_without_blocks_is_given_back,
     blocks_of_one_size_leave_nothing_over,
     a_closed_arena_is_never_cut_again_and_stays_for_who_has_it,
+    a_read_only_arena_is_never_cut_again,
     what_is_no_block_is_not_freed,
     what_was_freed_is_cut_again_once_the_device_is_done_with_it,
     an_arena_that_can_not_be_given_back_goes_with_a_later_one,
@@ -128,6 +129,24 @@ fn a_closed_arena_is_never_cut_again_and_stays_for_who_has_it(subject: Subject) 
     reader.memory().copy_out(0, &mut bytes).unwrap();
     assert_eq!(&bytes, b"published");
     assert!(!arenas.close(published - 1));
+}
+
+fn a_read_only_arena_is_never_cut_again(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
+    let [first, second] = [(); 2].map(|()| arenas.allocate(unit).unwrap());
+    assert!(arenas.free(second));
+    let (memory, _) = arenas.find(first).unwrap();
+    memory.make_read_only().unwrap();
+    let range = memory.address()..memory.address() + memory.size();
+    // Neither from the room that was never cut nor from the block that was freed.
+    for _ in 0..4 {
+        let block = arenas.allocate(unit).unwrap();
+        assert!(!range.contains(&block));
+        let (memory, offset) = arenas.find(block).unwrap();
+        memory.copy_in(offset, b"written").unwrap();
+    }
+    assert_figures(&arenas, unit, [2, 0, 8, 5, 5]);
 }
 
 fn what_is_no_block_is_not_freed(subject: Subject) {

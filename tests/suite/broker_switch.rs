@@ -22,7 +22,8 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     broker::{ArrayEntry, Client, Condition, Get, Object, Put, PutPart},
     error::{ErrorKind, MemoryError, RefusalCode},
-    memory::{Array, Device, Region, Selector, Shared, Spec},
+    internals::{self, HostDriver},
+    memory::{Array, Device, Mirror, Region, Selector, Shared, Spec},
 };
 
 use crate::{
@@ -501,7 +502,7 @@ fn a_parked_object_can_not_be_read(subject: Subject) {
     assert_eq!((piece.size(), piece.mapped_size(), piece.is_parked()), (0, 0, true));
     let out_of_range = |error: Error| matches!(error, Error::Memory(MemoryError::OutOfRange { size: 0, .. }));
     assert!(out_of_range(piece.copy_out(0, &mut [0]).unwrap_err()));
-    assert!(out_of_range(vmmfd::memory::Mirror::of(&*piece, 0, 1).unwrap_err()));
+    assert!(out_of_range(Mirror::of(&*piece, 0, 1).unwrap_err()));
     let array = entry("w", 16, 0).array;
     assert!(Array::new(piece, array).is_err());
     // Neither is what was prepared before put there but by `unpark`.
@@ -624,7 +625,7 @@ fn on_the_host_a_reader_by_address_finds_one_version_or_the_other() {
             while !done.load(Ordering::Relaxed) {
                 let mut byte = [0];
                 // SAFETY: it is mapped for reading as long as the object is not parked, which outlives this thread.
-                unsafe { vmmfd::internals::copy::read((start + 3 * MIB) as *const u8, &mut byte) };
+                unsafe { internals::copy::read((start + 3 * MIB) as *const u8, &mut byte) };
                 seen[usize::from(byte[0]) % 3].fetch_add(1, Ordering::Relaxed);
             }
         });
@@ -637,4 +638,38 @@ fn on_the_host_a_reader_by_address_finds_one_version_or_the_other() {
         reader.join().unwrap();
     });
     assert_eq!(seen[0].load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_forgotten_mirror_refuses_the_switch() {
+    // A subject would find that not all is given back.
+    let driver = internals::driver(Arc::new(HostDriver::new()));
+    let broker = Broker::start(&Subject::host());
+    let client = broker.client();
+    let put = |value| {
+        let memory = filled(&driver, 2 * MIB, None, value);
+        let parts = ["first", "last"].map(|name| PutPart::of(name, &memory).unwrap());
+        let put = parts.into_iter().fold(Put::new("a").condition(Condition::Any), Put::part);
+        client.put(&put).unwrap();
+    };
+    put(1);
+    let mut object = client.get(&newest()).unwrap().open(&driver, None).unwrap();
+    put(2);
+    // As safe code may: its window stays open for good.
+    std::mem::forget(Mirror::of(&**object.part("last").unwrap().memory().unwrap(), 0, 1).unwrap());
+    let unchanged = |object: &Object, error: Error| {
+        assert!(matches!(&error, Error::Misuse { problem } if problem.contains("mirror")), "{error:?}");
+        assert!(!object.is_parked());
+        assert_eq!(object.version(), 1);
+        for part in object.parts() {
+            let mut byte = [0];
+            part.memory().unwrap().copy_out(0, &mut byte).unwrap();
+            assert_eq!(byte, [1]);
+        }
+    };
+    let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
+    let refused = object.switch(next).unwrap_err();
+    unchanged(&object, refused);
+    let refused = object.park(true).unwrap_err();
+    unchanged(&object, refused);
 }

@@ -676,8 +676,12 @@ fn a_wrong_descriptor_is_closed_and_nothing_is_left(subject: Subject) {
     for (what, fd) in wrong_descriptors(unit) {
         let inode = Inode::of(&fd);
         match Allocation::import(&device, fd, unit) {
-            Err(error @ Error::Driver { code: code::UNKNOWN, .. }) => {
-                assert!(error.to_string().contains("CUDA_ERROR_UNKNOWN"), "{what}: {error}");
+            Err(error @ Error::Memory(MemoryError::NotImported { .. })) => {
+                let reason = error.to_string();
+                assert!(reason.starts_with("the descriptor can't be imported as memory: the "), "{what}: {reason}");
+                assert!(!reason.contains("999"), "{what}: {reason}");
+                let source = std::error::Error::source(&error).map(ToString::to_string);
+                assert!(source.is_some_and(|source| source.ends_with("CUDA_ERROR_UNKNOWN (999)")), "{what}: {error:?}");
             }
             other => panic!("{what}: {other:?}"),
         }

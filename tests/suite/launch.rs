@@ -11,7 +11,7 @@ use vmmfd::{
     driver::Access,
     error::MemoryError,
     launch::{View, ViewMut},
-    memory::{Allocation, Mapping, Region},
+    memory::{Allocation, LegacyMemory, Mapping, Region, Shared},
 };
 
 use crate::{
@@ -222,5 +222,22 @@ mod cuda {
             ));
         }
         let _: sys::CUdeviceptr = reader.address();
+    }
+
+    #[test]
+    #[ignore = "needs an NVIDIA GPU: make test-gpu"]
+    fn a_view_refuses_an_address_that_is_not_aligned() {
+        let subject = Subject::cuda();
+        let memory = LegacyMemory::allocate(&subject.device(), 4096).unwrap();
+        let context = CudaContext::new(subject.device().ordinal() as usize).unwrap();
+        let stream = context.default_stream();
+        for (offset, aligned) in [(0, true), (1, false), (2, false), (4, true)] {
+            let part = Shared::in_legacy(&memory, offset, 8).unwrap();
+            match View::<u32>::new(&part, &stream, 1) {
+                Ok(_) => assert!(aligned, "{offset}"),
+                Err(Error::Misuse { problem }) => assert!(!aligned && problem.contains("u32"), "{offset}: {problem}"),
+                Err(error) => panic!("{offset}: {error}"),
+            }
+        }
     }
 }

@@ -44,6 +44,7 @@ mod examples;
 mod exporter;
 mod fakecuda;
 mod foreign_files;
+mod forks;
 mod host_memory;
 mod identity;
 mod kernel_floor;

@@ -44,6 +44,8 @@ cases! {
     what_is_not_there_is_named,
     sealed_memory_is_read_only_and_enforced_where_the_kernel_can,
     memory_that_is_out_already_is_not_sealed,
+    typed_elements_are_copied,
+    debug_output_is_short,
     a_mirror_is_read_changed_and_written_back,
     a_mirror_that_is_dropped_writes_back,
     a_mirror_turns_to_another_range,
@@ -402,6 +404,35 @@ fn sealing_a_gpus_memory_is_an_agreement(subject: Subject) {
         // But the descriptor conveys full rights: nothing but the conversation stops a peer.
         open(&subject, &shared, ReadWrite).memory().copy_in(0, b"yours").unwrap();
         assert_eq!(read(&shared, 0, 5), b"yours");
+    }
+}
+
+fn typed_elements_are_copied(subject: Subject) {
+    let shared = Shared::create(&subject.device(), spec(4096)).unwrap();
+    shared.copy_in_slice(8, &[1.5f32, -2.0]).unwrap();
+    assert_eq!(read(&shared, 8, 8), [1.5f32.to_ne_bytes(), (-2f32).to_ne_bytes()].concat());
+    // An offset that is not aligned for the elements, and pairs without padding.
+    shared.copy_in_slice(13, &[[1u64, 2], [3, 4]]).unwrap();
+    let mut pairs = [[0u64; 2]; 2];
+    shared.copy_out_slice(13, &mut pairs).unwrap();
+    assert_eq!(pairs, [[1, 2], [3, 4]]);
+    let refused = [shared.copy_in_slice(4092, &[0u64]), shared.copy_out_slice(4092, &mut [0u64])];
+    for refused in refused {
+        let expected = matches!(refused, Err(Error::Memory(MemoryError::OutOfRange { offset: 4092, length: 8, .. })));
+        assert!(expected, "{refused:?}");
+    }
+}
+
+fn debug_output_is_short(subject: Subject) {
+    for &mechanism in mechanisms(&subject) {
+        let shared = Shared::create(&subject.device(), by(mechanism, 4096)).unwrap();
+        let (handle, fds) = ArrayHandle::of(&shared, bytes(4096)).unwrap();
+        let array = handle.open(&subject.driver, None, fds, ReadOnly).unwrap();
+        let mirror = Mirror::of(&shared, 0, 1).unwrap();
+        for shown in [format!("{shared:?}"), format!("{array:?}"), format!("{mirror:?}")] {
+            assert!(shown.len() < 2500, "{} bytes: {shown}", shown.len());
+            assert!(shown.contains(&format!("backend: {:?}", subject.driver.backend())), "{shown}");
+        }
     }
 }
 

@@ -126,7 +126,7 @@ def pool(arena: int = 256 << 20, device: Any = None) -> Pool:
     Threads that are started inside allocate as ever: enter a pool in each. Blocks while the driver starts, if it has not.
 
     Raises `vmmfd.Unsupported` (a `NotImplementedError`) without a GPU or with an older PyTorch; `vmmfd.Invalid` (a `ValueError`) for a size
-    or device that makes no sense, and in a fork of a process that has a pool.
+    or device that makes no sense; `vmmfd.Error` in a fork of a process that opened the driver.
     """
     if isinstance(arena, bool) or not isinstance(arena, int) or not 0 < arena < 1 << 47:
         raise Invalid(f"arena={arena!r} is no size of memory: give a number of bytes, such as 256 << 20")

@@ -23,6 +23,7 @@ use crate::{
     },
     driver::Driver,
     error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, Result},
+    fork::ProcessIdentity,
     memory::{Device, DeviceIdentity},
     session::Config,
     wire::{
@@ -46,7 +47,7 @@ pub(super) struct Connection {
     /// The process at the other end.
     pub(super) peer: Mutex<Peer>,
     /// The process that made it: a fork shares the socket and must not use it.
-    pid: u32,
+    made_by: ProcessIdentity,
     /// How it is made again; `None` for one over a socket of the caller's.
     pub(super) dialler: Option<Arc<Dialler>>,
     /// The devices that memory was opened for: looking for one asks the driver for all.
@@ -100,7 +101,7 @@ impl Connection {
         Self {
             socket,
             peer: Mutex::new(peer),
-            pid: process::id(),
+            made_by: ProcessIdentity::current(),
             dialler,
             devices: Mutex::default(),
             incoming: Mutex::new(incoming),
@@ -297,21 +298,25 @@ impl Connection {
 
     /// The device of this process that is to use memory of `owner`, if none is named.
     pub(super) fn device_of(&self, driver: &Driver, owner: &DeviceIdentity) -> Result<Device> {
-        let mut devices = lock(&self.devices);
+        self.check_fork()?;
         let known = |device: &&Device| device.uuid() == owner.uuid && device.driver() == driver;
-        if let Some(device) = devices.iter().find(known) {
+        if let Some(device) = lock(&self.devices).iter().find(known) {
             return Ok(device.clone());
         }
+        // Without the lock: the driver's calls may take long.
         let device = Device::for_memory_of(driver, owner, None)?;
         if device.uuid() == owner.uuid {
-            devices.push(device.clone());
+            let mut devices = lock(&self.devices);
+            if !devices.iter().any(|other| known(&other)) {
+                devices.push(device.clone());
+            }
         }
         Ok(device)
     }
 
     /// Whether this is the process that made it.
     fn is_own(&self) -> bool {
-        process::id() == self.pid
+        self.made_by.is_current()
     }
 
     pub(super) fn check_fork(&self) -> Result<()> {
@@ -320,7 +325,7 @@ impl Connection {
             false => Err(Error::Misuse {
                 problem: format!(
                     "process {} made this connection to the broker, and process {} is a fork of it: connect again",
-                    self.pid,
+                    self.made_by.pid(),
                     process::id()
                 ),
             }),

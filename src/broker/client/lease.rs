@@ -194,10 +194,11 @@ impl Lease {
     ///
     /// # Errors
     /// [`Error::Peer`] if the memory is on another backend, or is not as it is described; [`Error::Device`] if no device of this
-    /// process can reach it; [`Error::Driver`]. The lease has ended then.
+    /// process can reach it; [`Error::Driver`]; [`Error::Misuse`] in a fork. The lease has ended then.
     ///
     /// Driver calls, for each part: those of [`Imported::open`].
     pub fn open(self, driver: &Driver, device: Option<Selector>) -> Result<Object> {
+        self.hold.connection.check_fork()?;
         let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
         check_backend(&self.name, &self.backend, driver)?;
         let Self { hold, name, version, id, created, owner, metadata, parts, .. } = self;

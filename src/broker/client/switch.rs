@@ -191,7 +191,7 @@ impl Object {
     /// for the driver's calls. Name, version, id, metadata and arrays are the new version's afterwards.
     ///
     /// # Errors
-    /// Nothing is changed after [`Error::Misuse`]: an array or an `Arc` of the memory is alive, this is parked, or the version was
+    /// Nothing is changed after [`Error::Misuse`]: an array, an `Arc` or a mirror of the memory is alive, this is parked, or the version was
     /// prepared for another object or layout; nor after [`Error::Driver`] if the work before failed. After
     /// [`MemoryError::NotExchanged`](crate::error::MemoryError::NotExchanged) the old version is mapped again; if that failed too, it
     /// has both errors, and this is parked with its lease. What was prepared is released in all cases.

@@ -29,11 +29,10 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::{c_int, c_uint, c_void},
     os::fd::{FromRawFd, OwnedFd, RawFd},
-    process,
     ptr::{self, NonNull},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
 };
 
@@ -49,13 +48,17 @@ use self::{
 #[cfg(feature = "tools")]
 use super::EventHandle;
 use super::{
-    Access, Handle, Identity, Location, Origin, PoolHandle, Properties, Verbs, code, failure, failure_with,
+    Access, Handle, Identity, Location, PoolHandle, Properties, Verbs, code, failure, failure_with,
     window::{PageLocker, Windows},
 };
-use crate::error::{Error, LoadError, Result};
+use crate::{
+    error::{Error, LoadError, Result},
+    sys::fork::ProcessIdentity,
+};
 
-/// The process that first called `cuInit`, or 0. The driver does not survive a fork, and says so in no clear words.
-static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
+/// The process that first began to load and initialise the driver, or 0. The driver does not survive a fork, and reports that by no
+/// clear error.
+static INITIALISED_BY: AtomicU64 = AtomicU64::new(0);
 
 /// The CUDA driver of this machine.
 #[derive(Debug)]
@@ -87,7 +90,7 @@ type EventTable = BTreeMap<EventHandle, i32>;
 struct Core {
     functions: Functions,
     identity: Identity,
-    origin: Origin,
+    origin: ProcessIdentity,
     contexts: Mutex<BTreeMap<i32, Context>>,
     /// The kernels of each device. A call holds a device's own while one runs; it is taken before the addresses.
     #[cfg(feature = "tools")]
@@ -130,7 +133,7 @@ impl CudaDriver {
     ///
     /// Driver calls: `cuInit`, `cuDeviceGetCount`.
     pub fn load() -> Result<Self> {
-        Self::start(Functions::load()?)
+        Self::start(Functions::load)
     }
 
     /// As [`CudaDriver::load`], from this file: for a driver that the loader does not find by itself.
@@ -142,23 +145,31 @@ impl CudaDriver {
         let name = path
             .to_str()
             .ok_or_else(|| Error::Load(LoadError::NoLibrary { tried: format!("{path:?} is not UTF-8") }))?;
-        Self::start(Functions::load_from(name).map_err(|tried| Error::Load(LoadError::NoLibrary { tried }))?)
+        Self::start(|| Functions::load_from(name).map_err(|tried| Error::Load(LoadError::NoLibrary { tried })))
     }
 
-    fn start(functions: Functions) -> Result<Self> {
-        let pid = process::id();
-        let earlier = INITIALISED_BY.load(Ordering::Acquire);
-        if earlier != 0 {
-            Origin(earlier).check()?;
+    fn start(load: impl FnOnce() -> Result<Functions>) -> Result<Self> {
+        let origin = ProcessIdentity::current();
+        // Before the library is loaded: a fork while another thread loads or initialises it finds the library's locks held.
+        let exchanged = INITIALISED_BY.compare_exchange(0, origin.to_bits(), Ordering::AcqRel, Ordering::Acquire);
+        if let Some(earlier) = exchanged.err().and_then(ProcessIdentity::from_bits) {
+            earlier.check()?;
         }
-        // SAFETY: no pointers.
-        unsafe { functions.init(0) }?;
-        INITIALISED_BY.store(pid, Ordering::Release);
+        let initialised = load().and_then(|functions| {
+            // SAFETY: no pointers.
+            unsafe { functions.init(0) }?;
+            Ok(functions)
+        });
+        if initialised.is_err() && exchanged.is_ok() {
+            // A fork may try again.
+            INITIALISED_BY.store(0, Ordering::Release);
+        }
+        let functions = initialised?;
         let driver = Self {
             core: Arc::new(Core {
                 functions,
                 identity: Identity::new(),
-                origin: Origin(pid),
+                origin,
                 contexts: Mutex::default(),
                 #[cfg(feature = "tools")]
                 programs: Mutex::default(),

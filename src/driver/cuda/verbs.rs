@@ -192,6 +192,11 @@ unsafe impl Verbs for CudaDriver {
         Ok(())
     }
 
+    #[cfg(feature = "broker")]
+    fn check_unused(&self, address: u64, size: u64) -> Result<()> {
+        self.own("check_unused", address, size).map(drop)
+    }
+
     fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
         let mut addresses = self.own("cuMemSetAccess", address, size)?;
         let description = AccessDesc { location: location.into(), flags: flags_of(access) };

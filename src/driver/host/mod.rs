@@ -30,10 +30,13 @@ use uuid::{Uuid, uuid};
 
 use self::addresses::{Mapped, Reserved};
 use super::{
-    Access, DeviceUuid, Handle, Identity, Location, Origin, code, failure, failure_with,
+    Access, DeviceUuid, Handle, Identity, Location, code, failure, failure_with,
     window::{PageLocker, Windows},
 };
-use crate::error::{DeviceError, Error, Result};
+use crate::{
+    error::{DeviceError, Error, Result},
+    sys::fork::ProcessIdentity,
+};
 
 /// What sizes and addresses are multiples of, unless made otherwise: the granularity that CUDA was seen to have.
 pub const GRANULARITY: u64 = 2 << 20;
@@ -50,7 +53,7 @@ const NAMESPACE: Uuid = uuid!("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21");
 /// The host backend. Each object counts its own handles and addresses.
 #[derive(Debug)]
 pub struct HostDriver {
-    origin: Origin,
+    origin: ProcessIdentity,
     identity: Identity,
     uuid: DeviceUuid,
     granularity: u64,
@@ -60,7 +63,7 @@ pub struct HostDriver {
 /// What the driver object and the windows of it hold: with the last of them everything forgotten is unmapped.
 #[derive(Debug)]
 struct Space {
-    origin: Origin,
+    origin: ProcessIdentity,
     /// A copy holds it for reading, so that nothing is unmapped under it.
     state: RwLock<State>,
     /// Only opened, and only asked for, while the state is held.
@@ -125,7 +128,7 @@ impl HostDriver {
             tracing::warn!(%error, "no boot id can be read: the host device of every such machine has the same UUID");
             String::new()
         });
-        let origin = Origin::here();
+        let origin = ProcessIdentity::current();
         let space = Arc::new(Space { origin, state: RwLock::default(), windows: Arc::default() });
         let (identity, uuid) = (Identity::new(), Self::uuid_of(boot_id.trim()));
         Self { origin, identity, uuid, granularity, space }

@@ -192,6 +192,17 @@ unsafe impl Verbs for HostDriver {
         Ok(())
     }
 
+    #[cfg(feature = "broker")]
+    fn check_unused(&self, address: u64, size: u64) -> Result<()> {
+        self.origin.check()?;
+        // Windows are opened while the state is held.
+        let _state = self.read();
+        if self.space.windows.touch(address, size) {
+            return Err(failure("host check_unused", code::INVALID_VALUE));
+        }
+        Ok(())
+    }
+
     fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
         const CALL: &str = "host set_access";
         self.location(CALL, location)?;

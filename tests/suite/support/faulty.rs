@@ -300,6 +300,10 @@ unsafe impl Verbs for Faulty {
         answer
     }
 
+    fn check_unused(&self, address: u64, size: u64) -> Result<()> {
+        self.inner.check_unused(address, size)
+    }
+
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
         self.meet("unmap")?;
         let inside = |start: u64| start >= address && start - address < size;

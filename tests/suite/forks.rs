@@ -1,0 +1,228 @@
+//! Forks of a process with threads that are inside the library: each call there reports the fork or works, and none waits for a thread
+//! that the fork does not have.
+
+#![allow(unsafe_code, reason = "unshare")]
+
+use std::{fs, process, sync::Arc, thread};
+
+use nix::{
+    sched::{CloneFlags, unshare},
+    unistd::{alarm, geteuid, getuid},
+};
+use vmmfd::{
+    Error,
+    broker::{Get, Put, PutPart},
+    driver::{self, Access, Backend, Choice, Driver},
+    internals::{self, CudaDriver},
+    memory::{Arenas, Device, Region, Selector, Shared, Spec},
+};
+
+use crate::{
+    broker::{Broker, filled},
+    running::wait_for,
+    support::{Copy, Fake, Subject, in_child, in_fork},
+};
+
+const MIB: u64 = 1 << 20;
+
+/// As [`in_fork`], for calls that might hang there.
+fn in_short_fork(body: impl FnOnce() -> bool) {
+    in_fork(|| {
+        alarm::set(30);
+        body()
+    });
+}
+
+/// A CUDA driver over an emulated one, with nothing between them that has locks.
+fn fake_driver() -> (Fake, Driver) {
+    let fake = Copy::new().load();
+    let driver = internals::driver(Arc::new(CudaDriver::load_from(fake.path()).unwrap()));
+    (fake, driver)
+}
+
+/// Makes a driver call take 3 s, begins `work` in a thread, and runs `check` in a fork once the thread is in that call.
+fn in_fork_during(fake: &Fake, call: &str, work: impl FnOnce() + Send, check: impl FnOnce() -> bool) {
+    let before = fake.calls(call);
+    fake.set("FAKECUDA_SLOW", &format!("{call}:3000"));
+    thread::scope(|scope| {
+        scope.spawn(work);
+        wait_for(call, || fake.calls(call) > before);
+        in_short_fork(check);
+        fake.set("FAKECUDA_SLOW", "");
+    });
+}
+
+fn is_forked<T>(answer: &vmmfd::Result<T>) -> bool {
+    matches!(answer, Err(Error::Forked { .. }))
+}
+
+#[test]
+fn opening_reports_the_fork_while_a_thread_opens() {
+    let copy = Copy::new();
+    copy.write("libcuda.so.1");
+    let log = copy.folder().join("log");
+    let prepare = |command: &mut process::Command| {
+        command.env_remove("CUDA_VISIBLE_DEVICES").env("LD_LIBRARY_PATH", copy.folder());
+        command.env("FAKECUDA_SLOW", "cuInit:3000").env("FAKECUDA_LOG", &log).env("FAKECUDA_DEVICES", "1");
+    };
+    let found = in_child("forks::opening_reports_the_fork_while_a_thread_opens", prepare, || {
+        let log = std::env::var_os("FAKECUDA_LOG").unwrap();
+        let opening = thread::spawn(|| driver::open(Choice::Only(Backend::Cuda)).map(drop));
+        wait_for("cuInit", || fs::read_to_string(&log).is_ok_and(|log| log.contains("cuInit")));
+        in_short_fork(|| {
+            let only = driver::open(Choice::Only(Backend::Cuda));
+            is_forked(&only)
+                && is_forked(&driver::open(Choice::Auto))
+                && driver::open(Choice::Only(Backend::Host)).is_ok()
+        });
+        format!("{:?}", opening.join().unwrap())
+    });
+    assert_eq!(found, "Ok(())");
+}
+
+#[test]
+fn forks_open_the_host_backend_while_threads_do() {
+    let found = in_child(
+        "forks::forks_open_the_host_backend_while_threads_do",
+        |_| {},
+        || {
+            for _ in 0..3 {
+                thread::spawn(|| {
+                    loop {
+                        drop(driver::open(Choice::Only(Backend::Host)));
+                    }
+                });
+            }
+            for _ in 0..200 {
+                in_short_fork(|| driver::open(Choice::Only(Backend::Host)).is_ok());
+            }
+            "done".to_owned()
+        },
+    );
+    assert_eq!(found, "done");
+}
+
+#[test]
+fn forks_try_again_where_initialising_failed() {
+    let found = in_child(
+        "forks::forks_try_again_where_initialising_failed",
+        |_| {},
+        || {
+            let fake = Copy::new().load();
+            fake.set("FAKECUDA_FAIL", "cuInit:1:100");
+            assert!(CudaDriver::load_from(fake.path()).is_err());
+            in_short_fork(|| CudaDriver::load_from(fake.path()).is_ok());
+            "done".to_owned()
+        },
+    );
+    assert_eq!(found, "done");
+}
+
+#[test]
+fn sizes_are_known_while_memory_becomes_read_only() {
+    let (fake, driver) = fake_driver();
+    let device = Device::find(&driver, Selector::default()).unwrap();
+    let shared = Shared::create(&device, Spec::vmm(5000)).unwrap();
+    let check = || {
+        let part = shared.chunks(0..5000);
+        shared.size() == 5000
+            && shared.mapped_size() == 2 * MIB
+            && part.is_ok_and(|part| part.is_some_and(|(part, chunks)| part.segments == 1 && chunks.len() == 1))
+            && shared.describe().is_ok()
+            && is_forked(&shared.make_read_only())
+            && is_forked(&shared.seal())
+    };
+    in_fork_during(&fake, "cuMemSetAccess", || shared.make_read_only().unwrap(), check);
+    assert_eq!(shared.access(), Access::ReadOnly);
+}
+
+#[test]
+fn sizes_are_known_while_memory_is_sealed() {
+    let (fake, driver) = fake_driver();
+    let device = Device::find(&driver, Selector::default()).unwrap();
+    let shared = Shared::create(&device, Spec::vmm(5000).sealed()).unwrap();
+    let check = || shared.size() == 5000 && shared.mapped_size() == 2 * MIB && is_forked(&shared.seal());
+    in_fork_during(&fake, "cuMemSetAccess", || assert!(!shared.seal().unwrap()), check);
+    assert_eq!(shared.describe().unwrap().segments(), 1);
+}
+
+#[test]
+fn arenas_report_the_fork() {
+    let (fake, driver) = fake_driver();
+    let device = Device::find(&driver, Selector::default()).unwrap();
+    let arenas = Arenas::new(&device, 8 * MIB).unwrap();
+    let address = arenas.allocate(1).unwrap();
+    let check = || {
+        is_forked(&arenas.allocate(1))
+            && arenas.find(address).is_none()
+            && !arenas.free(address)
+            && !arenas.close(address)
+            && arenas.figures() == Default::default()
+    };
+    in_fork_during(&fake, "cuMemCreate", || assert!(arenas.allocate(16 * MIB).is_ok()), check);
+    assert_eq!(arenas.figures().blocks, 2);
+}
+
+#[test]
+fn leases_report_the_fork_while_a_thread_opens_one() {
+    let (subject, (fake, driver)) = (Subject::fake(), fake_driver());
+    let broker = Broker::start(&subject);
+    let (maker, reader) = (broker.client(), broker.client());
+    let memory = filled(&driver, MIB, None, 7);
+    maker.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    let lease = || reader.get(&Get::new("a")).unwrap();
+    let (theirs, mut ours) = (lease(), Some(lease()));
+    let work = || drop(theirs.open(&driver, None).unwrap());
+    in_fork_during(&fake, "cuDeviceGetName", work, || {
+        matches!(ours.take().unwrap().open(&driver, None), Err(Error::Misuse { .. }))
+    });
+    drop(ours.unwrap().open(&driver, None).unwrap());
+}
+
+mod namespaces {
+    use super::*;
+
+    /// Makes a PID namespace for the forks that follow: by the rights of root, or in a user namespace.
+    fn enter_pid_namespace() {
+        let (uid, mut flags) = (getuid(), CloneFlags::CLONE_NEWPID);
+        if !geteuid().is_root() {
+            flags |= CloneFlags::CLONE_NEWUSER;
+        }
+        unshare(flags).unwrap();
+        if flags.contains(CloneFlags::CLONE_NEWUSER) {
+            fs::write("/proc/self/uid_map", format!("0 {uid} 1")).unwrap();
+        }
+    }
+
+    #[test]
+    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    fn init_forks_into_a_new_pid_namespace() {
+        let subject = Subject::host();
+        let broker = Broker::start(&subject);
+        in_short_fork(|| {
+            enter_pid_namespace();
+            in_fork(|| {
+                assert_eq!(process::id(), 1);
+                let driver = driver::open(Choice::Only(Backend::Host)).unwrap().driver;
+                let (memory, client) = (filled(&driver, MIB, None, 7), broker.client());
+                client.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
+                let lease = client.get(&Get::new("a")).unwrap();
+                unshare(CloneFlags::CLONE_NEWPID).unwrap();
+                let mut inherited = Some(lease);
+                in_fork(|| {
+                    assert_eq!(process::id(), 1);
+                    let lease = inherited.take().unwrap();
+                    assert!(!lease.is_held());
+                    assert!(is_forked(&memory.copy_in(0, b"no")));
+                    assert!(is_forked(&driver.version()));
+                    assert!(matches!(client.list(""), Err(Error::Misuse { .. })));
+                    assert!(matches!(lease.open(&driver, None), Err(Error::Misuse { .. })));
+                    driver::open(Choice::Only(Backend::Host)).is_ok_and(|opened| opened.driver != driver)
+                });
+                assert_eq!(client.who("").unwrap().leases.len(), 1, "the fork ended its parent's lease");
+                inherited.is_some_and(|lease| lease.is_held())
+            });
+            true
+        });
+    }
+}
