@@ -1,5 +1,7 @@
 //! Errors as Python exceptions: `vmmfd.Error`, and one class for each built-in exception that a caller would expect.
 
+use std::io;
+
 use pyo3::{
     exceptions::{
         PyAttributeError, PyBufferError, PyException, PyMemoryError, PyOverflowError, PyRuntimeError, PyTypeError,
@@ -11,7 +13,7 @@ use pyo3::{
 };
 use vmmfd::{
     Error,
-    error::{BrokerError, ErrorCode, LoadError, MemoryError, PeerError, RefusalCode, SocketError, WeightsError},
+    error::{BrokerError, ErrorCode, LoadError, MemoryError, PeerError, RefusalCode, SocketError, WeightsError, code},
 };
 
 /// An error of the library, or the exception that a callback raised.
@@ -142,6 +144,9 @@ impl Class {
     fn of(error: &Error) -> Self {
         use vmmfd::ErrorKind;
         match error {
+            Error::Memory(MemoryError::NotExchanged { source, .. }) => Self::of(source),
+            Error::Driver { code: code::OUT_OF_MEMORY, .. } => Self::OutOfMemory,
+            Error::System { source, .. } if source.kind() == io::ErrorKind::OutOfMemory => Self::OutOfMemory,
             Error::Broker(BrokerError { code, .. }) => match code {
                 RefusalCode::Absent => Self::NotFound,
                 RefusalCode::Exists => Self::Exists,
@@ -156,7 +161,7 @@ impl Class {
             Error::Memory(MemoryError::TooManyDescriptors { .. }) => Self::Error,
             Error::Socket(SocketError::Denied { .. }) => Self::Denied,
             Error::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => Self::NotFound,
-            Error::Peer(PeerError::Timeout { .. }) => Self::Timeout,
+            Error::Peer(PeerError::NoConsumer { .. }) => Self::Timeout,
             Error::Peer(PeerError::NotAllowed { .. }) => Self::Denied,
             Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend | ErrorCode::Device, .. }) => Self::Unsupported,
             Error::Weights(WeightsError::Absent { .. }) => Self::NotFound,
@@ -208,7 +213,11 @@ fn hint(error: &Error) -> Option<String> {
         Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, .. }) => {
             "connect with backend=\"auto\", which uses memory where it is"
         }
-        Error::Memory(MemoryError::OutOfMemory { .. }) => "`vmmfd who` and nvidia-smi show which processes have memory",
+        Error::Memory(MemoryError::OutOfMemory { .. }) | Error::Driver { code: code::OUT_OF_MEMORY, .. } => {
+            "`vmmfd who` and nvidia-smi show which processes have memory of a GPU, and free that of the host; `ulimit -v` bounds the \
+             addresses of a process"
+        }
+        Error::Memory(MemoryError::NotExchanged { source, .. }) => return hint(source),
         Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise this process's limit of open files: ulimit -n",
         Error::Load(_) => "backend=\"host\" uses ordinary shared memory, where there is no GPU",
         Error::Forked { .. } => "start processes with multiprocessing's method \"spawn\", and connect in each",
@@ -217,12 +226,22 @@ fn hint(error: &Error) -> Option<String> {
     Some(hint.to_owned())
 }
 
+/// An error as a message. On the host backend the operating system's answer stands for the number of CUDA's.
+fn sentence(error: &Error) -> String {
+    match error {
+        Error::Driver { call, code: code::OUT_OF_MEMORY, source: Some(source), .. } => {
+            format!("{call} failed: {source}")
+        }
+        error => error.in_full(),
+    }
+}
+
 impl From<Failure> for PyErr {
     fn from(failure: Failure) -> Self {
         let (class, message, kind, hint) = match failure {
             Failure::Python(error) => return error,
             Failure::Caller(class, message) => (class, message, "usage", None),
-            Failure::Library(error) => (Class::of(&error), error.in_full(), error.kind().as_str(), hint(&error)),
+            Failure::Library(error) => (Class::of(&error), sentence(&error), error.kind().as_str(), hint(&error)),
         };
         Python::attach(|py| raise(py, class, message, kind, hint).unwrap_or_else(|error| error))
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import socket as sockets
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +38,76 @@ def test_each_is_the_built_in_of_its_kind(kind: type[vmmfd.Error]) -> None:
     assert kind("x").hint is None and kind().kind == "usage" and str(kind()) == ""
 
 
+ERRNO = {
+    vmmfd.NotFound: errno.ENOENT,
+    vmmfd.NoArray: errno.ENOENT,
+    vmmfd.Exists: errno.EEXIST,
+    vmmfd.Denied: errno.EACCES,
+    vmmfd.Timeout: errno.ETIMEDOUT,
+    vmmfd.Disconnected: errno.ECONNRESET,
+    vmmfd.Interrupted: errno.EINTR,
+}
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_each_os_error_has_its_errno(kind: type[vmmfd.Error]) -> None:
+    error = pickle.loads(pickle.dumps(kind("one sentence")))
+    assert isinstance(error, OSError) == (kind in ERRNO)
+    if isinstance(error, OSError):
+        assert (error.errno, error.strerror, str(error)) == (ERRNO[kind], "one sentence", "one sentence")
+        # Python makes this class of the number, or one that derives from it.
+        assert isinstance(OSError(error.errno, ""), next(base for base in kind.__mro__ if base.__module__ == "builtins" and issubclass(base, OSError)))
+    else:
+        assert not hasattr(error, "errno")
+
+
+def test_a_name_that_is_absent_has_its_errno(broker: vmmfd.Broker, name: str) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        broker.get(name)
+    assert caught.value.errno == errno.ENOENT and caught.value.strerror == str(caught.value)
+
+
+MEMORY_ENDS = """
+import resource, sys
+import vmmfd
+
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+for size in (5 << 30, 1 << 45, 1 << 50, 1 << 62):
+    try:
+        vmmfd.empty(size, "uint8", backend="host")
+    except MemoryError as error:
+        assert isinstance(error, vmmfd.OutOfMemory) and error.kind == "system" and error.hint, repr(error)
+        assert "CUDA" not in str(error) and "memory" in str(error), error
+    else:
+        raise AssertionError(size)
+assert vmmfd.empty(1, "uint8", backend="host").nbytes == 1
+"""
+
+
+def test_memory_that_ends_is_out_of_memory(child: Any) -> None:
+    child(MEMORY_ENDS).end()
+
+
+def test_a_lease_without_addresses_is_out_of_memory(child: Any, broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": vmmfd.empty(1 << 30, "uint8", backend="host")})
+    child(
+        """
+        import resource, sys, vmmfd
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        with vmmfd.connect(sys.argv[1], backend="host") as broker:
+            try:
+                broker.get(sys.argv[2])["x"].tobytes()
+            except vmmfd.OutOfMemory as error:
+                assert "CUDA" not in str(error), error
+            else:
+                raise AssertionError
+        """,
+        broker.path,
+        name,
+    ).end()
+    broker.delete(name)
+
+
 def test_a_quota_says_what_to_do(tmp_path: Path) -> None:
     server = Server(tmp_path, "--quota", "objects=1,bytes=64MiB")
     try:
@@ -48,13 +120,14 @@ def test_a_quota_says_what_to_do(tmp_path: Path) -> None:
         server.end()
 
 
-def test_a_server_that_is_stopped_is_silent(server: Server) -> None:
+def test_a_silent_server_is_disconnected(server: Server) -> None:
     broker = vmmfd.connect(server.path, backend="host", timeout=5)
     server.pause()
     for call in (broker.list, lambda: vmmfd.connect(server.path, timeout=5)):
-        with pytest.raises(TimeoutError) as caught:
+        with pytest.raises(ConnectionError) as caught:
             call()
-        assert isinstance(caught.value, vmmfd.Timeout) and "stopped or overloaded" in (caught.value.hint or "")
+        assert isinstance(caught.value, vmmfd.Disconnected) and caught.value.errno == errno.ECONNRESET
+        assert "stopped or overloaded" in (caught.value.hint or "")
     server.go_on()
     assert broker.list() == []
 
@@ -73,8 +146,17 @@ def test_what_is_no_broker(tmp_path: Path) -> None:
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as listener:
         listener.bind(silent)
         listener.listen()
-        with pytest.raises(vmmfd.Timeout):
+        with pytest.raises(vmmfd.Disconnected):
             vmmfd.connect(silent, timeout=0.2)
+
+
+def test_a_wait_that_ends_is_a_timeout(broker: vmmfd.Broker, name: str, tmp_path: Path) -> None:
+    with pytest.raises(vmmfd.Timeout) as caught:
+        broker.get(name, wait=0.1)
+    assert caught.value.errno == errno.ETIMEDOUT
+    with pytest.raises(vmmfd.Timeout) as caught:
+        vmmfd.serve(tmp_path / "array.sock", np.ones(3), timeout=0.1, backend="host")
+    assert caught.value.errno == errno.ETIMEDOUT and "no consumer" in str(caught.value)
 
 
 def test_the_end_of_the_server_is_reported(server: Server) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from errno import EACCES, ECONNRESET, EEXIST, EINTR, ENOENT, ETIMEDOUT
+
 
 class Error(Exception):
     """Everything that this package raises for reasons of its own.
 
     `kind` is the class that a program reacts to: `usage`, `unsupported`, `object`, `peer`, `system` or `interrupted`, as the commands'
-    `--json` has it. `hint` says what to do, where that is known; it is a note of the exception too.
+    `--json` has it. `hint` says what to do, where that is known; it is a note of the exception too. A class that is an `OSError` has its
+    `errno`, and the message as `strerror`.
     """
 
     kind: str
     hint: str | None
+    # Of a class that is an `OSError`.
+    _errno: int | None = None
 
     def __init__(self, message: str = "", *, kind: str = "usage", hint: str | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         self.hint = hint
+        if self._errno is not None:
+            for name, value in (("errno", self._errno), ("strerror", message)):
+                setattr(self, name, value)
         if hint:
             self.add_note(hint)
 
@@ -31,6 +39,8 @@ class Invalid(Error, ValueError):
 class NotFound(Error, FileNotFoundError):
     """There is no such object, or no broker at the path."""
 
+    _errno = ENOENT
+
 
 class NoArray(NotFound, KeyError):
     """The object has no such array or part, or it was not asked for."""
@@ -38,6 +48,8 @@ class NoArray(NotFound, KeyError):
 
 class Exists(Error, FileExistsError):
     """There is an object of this name already."""
+
+    _errno = EEXIST
 
 
 class Differs(Error, ValueError):
@@ -47,17 +59,23 @@ class Differs(Error, ValueError):
 class Denied(Error, PermissionError):
     """This user may not do it."""
 
+    _errno = EACCES
+
 
 class Timeout(Error, TimeoutError):
-    """It did not happen in time."""
+    """It did not happen in the time that the caller allowed."""
+
+    _errno = ETIMEDOUT
 
 
 class Disconnected(Error, ConnectionError):
     """The process at the other end is gone, silent, or does not speak the protocol."""
 
+    _errno = ECONNRESET
+
 
 class OutOfMemory(Error, MemoryError):
-    """The device has not as much memory free."""
+    """The device, or this process, has not as much memory free."""
 
 
 class Unsupported(Error, NotImplementedError):
@@ -70,3 +88,5 @@ class ExportError(Error, BufferError):
 
 class Interrupted(Error, InterruptedError):
     """The connection was closed while the call waited."""
+
+    _errno = EINTR

@@ -91,7 +91,7 @@ unsafe impl Verbs for HostDriver {
             return Err(failure(CALL, code::NOT_SUPPORTED));
         }
         if size > self.memory_info(0)?.free {
-            return Err(failure(CALL, code::OUT_OF_MEMORY));
+            return Err(from_errno(CALL, Errno::ENOMEM));
         }
         let memfd = memfd::create(size).map_err(|errno| from_errno(CALL, errno))?;
         Ok(self.write().add(
@@ -362,7 +362,7 @@ unsafe impl Verbs for HostDriver {
         let wanted = usize::try_from(size).ok().and_then(NonZeroUsize::new);
         let wanted = wanted.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         if size > self.memory_info(0)?.free {
-            return Err(failure(CALL, code::OUT_OF_MEMORY));
+            return Err(from_errno(CALL, Errno::ENOMEM));
         }
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: new anonymous memory that replaces nothing.
