@@ -9,14 +9,14 @@ use std::{
 };
 
 use pyo3::{
-    exceptions::{PyAttributeError, PyIndexError, PyTypeError},
+    exceptions::{PyAttributeError, PyImportError, PyIndexError, PyTypeError},
     ffi,
     prelude::*,
     types::{PyBool, PyBytes, PyDict, PyEllipsis, PySlice, PyTuple},
 };
 use vmmfd::{
     Error,
-    array::{ArrayDescriptor, Order},
+    array::{ArrayDescriptor, ElementType, Order},
     error::MemoryError,
     fork::ProcessIdentity,
     memory::Spec,
@@ -33,7 +33,17 @@ use crate::{
     signals, source,
 };
 
-/// A typed array in shared memory.
+/// A typed, strided view of memory that is shared between processes.
+///
+/// It keeps the memory, and only it does: the memory stays for as long as an array of it, or what another library made of one, is there.
+/// Other libraries take it without a copy: `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the
+/// host backend), and what reads `__cuda_array_interface__` or, on the host backend, `__array_interface__` and the buffer protocol.
+///
+/// All that this process copied with its methods is there when they return. What other libraries queue on the memory is theirs to order.
+///
+/// Attributes: `shape` and `strides` (tuples of int), `dtype` (`DType`), `itemsize`, `ndim`, `size`, `nbytes` and `address` (int), `readonly`
+/// and `is_mapped` (bool), `device` (`Device`), `T` (`Array`). An index (int, slice, one `...`, or a tuple of them) gives an `Array`, and so
+/// does each step of an iteration along the first dimension.
 #[pyclass(name = "Array", module = "vmmfd", frozen, weakref)]
 pub(crate) struct Array {
     memory: Arc<dyn Memory>,
@@ -209,10 +219,16 @@ impl Array {
         PyTuple::new(py, &self.descriptor.shape)
     }
 
-    /// The type of each element by its name in NumPy or ml_dtypes, behind `>` if the elements are big-endian.
+    /// The type of each element: a `DType`, which is a str such as `float32` or `bfloat16`, and equals the types of NumPy.
     #[getter]
-    fn dtype(&self) -> String {
-        self.descriptor.dtype.to_string()
+    fn dtype<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        dtype::to_python(py, self.descriptor.dtype)
+    }
+
+    /// The type as a `numpy.dtype`: NumPy 2.4 and newer read it. Raises `ImportError` without NumPy, or without ml_dtypes for its types.
+    #[getter(__numpy_dtype__)]
+    fn numpy_dtype<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        dtype::to_numpy(py, self.descriptor.dtype)
     }
 
     /// The step from an element to the next along each dimension, in bytes.
@@ -245,7 +261,7 @@ impl Array {
         Ok(self.descriptor.bytes()?)
     }
 
-    /// Whether this process may only read it.
+    /// Whether this process may only read it. A store all the same ends the CUDA context, or on the host backend the process.
     #[getter]
     fn readonly(&self) -> bool {
         self.memory.is_read_only()
@@ -270,6 +286,8 @@ impl Array {
     }
 
     /// The address of its first element: a `CUdeviceptr`, or on the host backend an address of this process.
+    ///
+    /// Raises `Error` while nothing is mapped there, and in a fork.
     #[getter]
     fn address(&self) -> Outcome<u64> {
         self.check()?;
@@ -282,7 +300,7 @@ impl Array {
         self.view(self.descriptor.transpose()?)
     }
 
-    /// The same elements with the axes in this order; without any, in reverse order.
+    /// The same elements with the axes in this order; without any, in reverse order. Raises `Invalid` unless each is named once.
     #[pyo3(signature = (*axes))]
     fn transpose(&self, axes: &Bound<'_, PyTuple>) -> Outcome<Self> {
         if axes.is_empty() {
@@ -308,11 +326,25 @@ impl Array {
         }
     }
 
+    /// The part of it that whole numbers, slices and one ellipsis select: a view, also of one element.
+    ///
+    /// Raises `IndexError` for what is outside, `TypeError` for other indices.
     fn __getitem__(&self, index: &Bound<'_, PyAny>) -> PyResult<Self> {
         Ok(self.view(self.select(index)?)?)
     }
 
-    /// The same bytes as elements of another type.
+    fn __iter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        if slf.get().descriptor.shape.is_empty() {
+            return Err(PyTypeError::new_err("an array of no dimensions can't be iterated"));
+        }
+        // SAFETY: the array is a sequence: it has `__len__` and `__getitem__`.
+        unsafe { Bound::from_owned_ptr_or_err(slf.py(), ffi::PySeqIter_New(slf.as_ptr())) }
+    }
+
+    /// The same bytes as elements of another type: a view.
+    ///
+    /// Without a `shape` the last dimension grows or shrinks. `dtype` is a name, or a dtype of NumPy, ml_dtypes, JAX or PyTorch. Raises
+    /// `Invalid` if the bytes do not fit, or the elements have gaps between them.
     #[pyo3(signature = (dtype, shape=None))]
     fn reinterpret(&self, dtype: &Bound<'_, PyAny>, shape: Option<&Bound<'_, PyAny>>) -> Outcome<Self> {
         let (from, to) = (&self.descriptor, dtype::extract(dtype)?);
@@ -347,7 +379,11 @@ impl Array {
         self.view(seen)
     }
 
-    /// The same array, that other libraries are told they may write to, although this process may only read it.
+    /// The same array, said to be writable to other libraries although it may only be read here.
+    ///
+    /// For libraries that know no read-only arrays (a consumer of DLPack before version 1.0; PyTorch's `__cuda_array_interface__`). The
+    /// word is the caller's promise that nothing writes to it: a store into memory that is mapped read-only ends the CUDA context of
+    /// this process, with all that is in it (Xid 31), and on the host backend the process (SIGSEGV). `readonly` stays as it is.
     fn writable(&self, by: &str) -> Outcome<Self> {
         if by != "promise" {
             let text = "write writable(\"promise\"): you promise that nothing writes to it. On a GPU a write ends the context, on the host \
@@ -357,7 +393,11 @@ impl Array {
         Ok(Self { promised: true, ..self.view(self.descriptor.clone())? })
     }
 
-    /// Copies the elements of another array of this shape and type into it.
+    /// Copies the elements of another array of this shape and type into it: of anything that `asarray` takes.
+    ///
+    /// Blocks, with the GIL released, until they are there. What Ctrl-C or an error ends leaves it partly written. Raises `Invalid` for
+    /// another shape or type, and for an array that is on a GPU while this one is not or the other way round; `Denied` or `Error` if it may
+    /// only be read.
     fn copy_from(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> Outcome<()> {
         self.check()?;
         if self.memory.is_read_only() {
@@ -368,7 +408,8 @@ impl Array {
         signals::run(py, &[], || source.copy_into(&*self.memory, &self.descriptor))
     }
 
-    /// Copies its elements into another array of this shape and type.
+    /// Copies its elements into another array of this shape and type, which is writable. Blocks, with the GIL released, until they are
+    /// there. Raises as `copy_from`.
     fn copy_to(&self, py: Python<'_>, destination: &Bound<'_, PyAny>) -> Outcome<()> {
         self.check()?;
         let destination = source::of(destination)?;
@@ -376,7 +417,7 @@ impl Array {
         signals::run(py, &[], || destination.fill_from(&*self.memory, &self.descriptor))
     }
 
-    /// Its elements as bytes, in C order.
+    /// Its elements as bytes, in C order. Blocks, with the GIL released.
     fn tobytes<'py>(&self, py: Python<'py>) -> Outcome<Bound<'py, PyBytes>> {
         self.check()?;
         let size = usize::try_from(self.descriptor.bytes()?).unwrap_or(usize::MAX);
@@ -394,6 +435,13 @@ impl Array {
         Ok(unsafe { bytes.cast_into_unchecked() })
     }
 
+    /// A capsule for another library, as the array API standard has it.
+    ///
+    /// On CUDA `stream` is 1 (legacy default), 2 (per-thread default), a stream, -1 or `None`; 0 is an error, and on the host anything but
+    /// `None`. No stream waits: what this process copied is there. `copy=True` is a contiguous copy in new memory.
+    ///
+    /// Raises `BufferError` for read-only memory unless `max_version` is at least (1, 0) (see `writable`), for another `dl_device`, and
+    /// for elements that DLPack has no code for; `Invalid` for a stream that is none.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -433,7 +481,7 @@ impl Array {
         dlpack::capsule(py, &self.memory, &self.descriptor, export, Wanted { versioned, read_only, copied: false })
     }
 
-    /// A capsule without the read-only flag, for which no stream waits: for a caller that promises both.
+    /// A capsule of DLPack without the read-only flag, for which no stream waits: the caller promises not to write.
     fn _capsule<'py>(&self, py: Python<'py>) -> Outcome<Bound<'py, PyAny>> {
         self.check()?;
         dlpack::capsule(
@@ -451,7 +499,9 @@ impl Array {
         (device.kind, device.id)
     }
 
-    /// The CUDA array interface, version 3.
+    /// The CUDA array interface, version 3; its `stream` is `None`, as all is synchronised.
+    ///
+    /// Raises `AttributeError` on the host backend and for elements without a typestr (`bfloat16`, the 8-bit floats).
     #[getter(__cuda_array_interface__)]
     fn cuda_array_interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if self.is_host() {
@@ -463,7 +513,7 @@ impl Array {
         Ok(dictionary)
     }
 
-    /// NumPy's array interface, version 3.
+    /// NumPy's array interface, version 3. Raises `AttributeError` on a GPU and for elements without a typestr.
     #[getter(__array_interface__)]
     fn array_interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if !self.is_host() {
@@ -472,16 +522,43 @@ impl Array {
         self.interface(py, "__array_interface__")
     }
 
-    /// NumPy calls it for what it can't see otherwise, before it would try the elements one by one.
-    #[pyo3(signature = (*_arguments, **_options))]
-    fn __array__(&self, _arguments: &Bound<'_, PyTuple>, _options: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+    /// The elements as an array of NumPy, in the same memory. NumPy calls it for types of ml_dtypes, and for memory of a GPU: raises
+    /// `TypeError` for that, and without ml_dtypes.
+    #[pyo3(signature = (dtype=None, *, copy=None))]
+    fn __array__<'py>(
+        &self,
+        py: Python<'py>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let device = self.memory.device();
-        Err(PyTypeError::new_err(if self.is_host() {
-            let size = 8 * self.descriptor.dtype.size().min(2);
-            format!("NumPy has no type for {}: use reinterpret(\"uint{size}\")", self.descriptor.dtype)
-        } else {
-            format!("the array is on {device}: take a copy with tobytes(), or give it to a library of that device")
-        }))
+        if !self.is_host() {
+            return Err(PyTypeError::new_err(format!(
+                "the array is on {device}: take a copy with tobytes(), or give it to a library of that device"
+            )));
+        }
+        let own = self.descriptor.dtype;
+        let unsigned = match own.typestr() {
+            Some(_) => own,
+            None if own.size() == 2 => ElementType::U16,
+            None => ElementType::U8,
+        };
+        let known = match dtype::to_numpy(py, own) {
+            Err(error) if error.is_instance_of::<PyImportError>(py) => {
+                return Err(PyTypeError::new_err(format!(
+                    "NumPy has {own} with the package ml_dtypes alone: install that, or use reinterpret(\"{}\")",
+                    unsigned.name()
+                )));
+            }
+            known => known?,
+        };
+        let numpy = py.import("numpy")?;
+        let numbers = self.view(ArrayDescriptor { dtype: unsigned, ..self.descriptor.clone() })?;
+        let view = numpy.call_method1("asarray", (numbers,))?.call_method1("view", (known,))?;
+        let options = PyDict::new(py);
+        options.set_item("dtype", dtype)?;
+        options.set_item("copy", copy)?;
+        numpy.call_method("array", (view,), Some(&options))
     }
 
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
@@ -503,9 +580,14 @@ impl Array {
         };
         let shape: Vec<String> = self.descriptor.shape.iter().map(u64::to_string).collect();
         let comma = if shape.len() == 1 { "," } else { "" };
-        format!("<vmmfd.Array {} ({}{comma}) on {device}{access}>", self.descriptor.dtype, shape.join(", "))
+        format!(
+            "<vmmfd.Array {} ({}{comma}) on {device}{access}>",
+            dtype::spelling(self.descriptor.dtype),
+            shape.join(", ")
+        )
     }
 
+    /// Raises `TypeError`: memory can't be pickled.
     fn __reduce__(&self) -> PyResult<()> {
         Err(PyTypeError::new_err(
             "an array is memory of this process and can't be pickled: put it into a broker and send its name, or serve it; \
@@ -535,7 +617,16 @@ impl Array {
     }
 }
 
-/// Makes an array in new shared memory.
+/// Makes an `Array` in new shared memory. Contents are undefined.
+///
+/// `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
+/// of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is a number in this process, a UUID or the beginning of one, or a
+/// `Device`; the first one by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, and the host only where there is no driver
+/// or no device.
+///
+/// Blocks, with the GIL released, while the driver allocates, and the first time while it starts. Raises `Invalid`, also for types that
+/// readers would not get back as they are (with fields, of less than 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error`
+/// for a device that is not there; `Unsupported`.
 #[pyfunction]
 #[pyo3(signature = (shape, dtype, *, device=None, backend="auto"))]
 pub(crate) fn empty(
@@ -566,7 +657,12 @@ pub(crate) fn made(
     })
 }
 
-/// Copies another library's array into new shared memory.
+/// Copies an array of another library into new shared memory, in C order. Returns an `Array`.
+///
+/// `object` speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or is an `Array`, which is copied
+/// too, or a scalar of NumPy. On CUDA the copy is on the device that the array is on, or on `device` (int, str or `Device`). `backend` (str) is
+/// as for `empty`. Blocks, with the GIL released, until it is there. Raises as `empty`, and `Invalid` for an object that is no array, and
+/// for one on a GPU while `backend` is the host.
 #[pyfunction]
 #[pyo3(signature = (object, *, device=None, backend="auto"))]
 pub(crate) fn asarray(

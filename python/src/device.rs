@@ -17,7 +17,9 @@ use crate::{
     error::{Failure, Outcome},
 };
 
-/// A device: of CUDA, or this machine's memory.
+/// A device: of CUDA, or this machine's memory. Equal are those with the same UUID.
+///
+/// Attributes: `uuid`, `name` and `backend` (str), `ordinal` (int).
 #[pyclass(name = "Device", module = "vmmfd", frozen, weakref)]
 #[derive(Debug, Clone)]
 pub(crate) struct PyDevice(pub(crate) Device);
@@ -42,7 +44,7 @@ impl PyDevice {
         self.0.name()
     }
 
-    /// `cuda` or `host`.
+    /// Where its memory is: `host` is ordinary memory of this machine, and no GPU.
     #[getter]
     fn backend(&self) -> &'static str {
         self.0.backend().as_str()
@@ -93,21 +95,25 @@ pub(crate) fn selector(wanted: &Bound<'_, PyAny>) -> Outcome<Selector> {
     wanted.extract::<String>().ok().and_then(|text| text.parse().ok()).ok_or_else(bad)
 }
 
-/// The devices of this process, by ordinal.
+/// The devices that this process sees, a list of `Device` by number: `CUDA_VISIBLE_DEVICES` is applied. The first time it starts the driver.
 #[pyfunction]
 #[pyo3(signature = (backend="auto"))]
 pub(crate) fn devices(py: Python<'_>, backend: &str) -> Outcome<Vec<PyDevice>> {
     py.detach(|| Ok(Device::all(&driver::driver(backend)?)?.into_iter().map(PyDevice).collect()))
 }
 
-/// The UUID of a device.
+/// The UUID (str) of a device by its number in this process (int), with its prefix. Raises `Error` if there is none.
 #[pyfunction]
 #[pyo3(signature = (ordinal=0, *, backend="auto"))]
 pub(crate) fn device_uuid(py: Python<'_>, ordinal: u32, backend: &str) -> Outcome<String> {
     py.detach(|| Ok(driver::device(&driver::driver(backend)?, Some(Selector::Ordinal(ordinal)))?.prefixed_uuid()))
 }
 
-/// Whether two names are of one device.
+/// Whether two names are of one device (bool).
+///
+/// A name is a `Device`, an `Array`, a number in this process (int), a UUID (str) in any case, with or without `GPU-` or `MIG-` before it, or the
+/// beginning of one, as `CUDA_VISIBLE_DEVICES` has it; the 16 bytes of one; or what prints itself as one. Raises `Invalid` for what
+/// names none.
 #[pyfunction]
 pub(crate) fn same_device(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> Outcome<bool> {
     let (a, b) = (digits(a)?, digits(b)?);

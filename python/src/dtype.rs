@@ -1,8 +1,12 @@
 //! Element types: as a caller names them, as DLPack codes, and as formats of the buffer protocol.
 
-use std::str::FromStr;
+use std::{borrow::Cow, str::FromStr};
 
-use pyo3::{prelude::*, types::PyString};
+use pyo3::{
+    prelude::*,
+    sync::PyOnceLock,
+    types::{PyString, PyType},
+};
 use vmmfd::array::ElementType;
 
 use crate::error::{Failure, Outcome, shown, tolerant};
@@ -52,6 +56,9 @@ pub(crate) fn of_code(code: u8, bits: u8, lanes: u16) -> Option<ElementType> {
 /// The format of the buffer protocol (PEP 3118); `None` for types that have none.
 pub(crate) fn format(dtype: ElementType) -> Option<String> {
     let letter = match dtype.typestr()?.get(1..)? {
+        // A C long, as NumPy has it: of a long long NumPy makes another type than int64. With a byte order `l` has 4 bytes.
+        "i8" if !dtype.is_big_endian() => "l",
+        "u8" if !dtype.is_big_endian() => "L",
         "b1" => "?",
         "i1" => "b",
         "i2" => "h",
@@ -117,10 +124,48 @@ pub(crate) fn parse(text: &str) -> Outcome<ElementType> {
     })
 }
 
+/// The type as `vmmfd.DType` spells it: its name, or the typestr of big-endian and raw elements, which NumPy parses by no name.
+pub(crate) fn spelling(dtype: ElementType) -> Cow<'static, str> {
+    match (code(dtype), dtype.typestr()) {
+        (None, Some(typestr)) => typestr.into(),
+        _ => dtype.name(),
+    }
+}
+
+/// The type as a `vmmfd.DType`.
+///
+/// # Errors
+/// What Python raises.
+pub(crate) fn to_python(py: Python<'_>, dtype: ElementType) -> PyResult<Bound<'_, PyAny>> {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = CLASS.import(py, "vmmfd._dtype", "DType")?;
+    // Its own constructor would parse the text.
+    py.get_type::<PyString>().call_method1("__new__", (class, &*spelling(dtype)))
+}
+
+/// The type as a dtype of NumPy.
+///
+/// # Errors
+/// `ImportError` without NumPy, or without ml_dtypes where the type is one of its own.
+pub(crate) fn to_numpy(py: Python<'_>, dtype: ElementType) -> PyResult<Bound<'_, PyAny>> {
+    if dtype.typestr().is_none() {
+        // It registers its types with NumPy.
+        py.import("ml_dtypes")?;
+    }
+    py.import("numpy")?.call_method1("dtype", (&*spelling(dtype),))
+}
+
+/// The spelling of the type that an object is, with `strict`; without it None for an object that is no type.
+#[pyfunction(name = "_dtype_name")]
+pub(crate) fn name(object: &Bound<'_, PyAny>, strict: bool) -> Outcome<Option<Cow<'static, str>>> {
+    let found = if strict { Some(extract(object)?) } else { of_object(object)? };
+    Ok(found.map(spelling))
+}
+
 /// The type that a caller names: by a text, or by a dtype of NumPy, ml_dtypes, JAX or PyTorch.
 ///
 /// # Errors
-/// `ValueError` for what names none.
+/// `ValueError` for an object that is no type, and for a type that readers would not get back as it is.
 pub(crate) fn extract(named: &Bound<'_, PyAny>) -> Outcome<ElementType> {
     if let Ok(text) = named.cast::<PyString>() {
         return parse(&text.to_cow()?);
@@ -129,12 +174,19 @@ pub(crate) fn extract(named: &Bound<'_, PyAny>) -> Outcome<ElementType> {
         return Ok(dtype);
     }
     let shown = shown(named)?;
-    Err(Failure::invalid(format!(
-        "dtype={shown} is no type of elements that vmmfd knows: write its name, such as \"float32\""
-    )))
+    Err(Failure::invalid(if is_compound(named)? {
+        format!(
+            "dtype={shown} has fields or is an array itself, and readers would get its bytes alone: share each field as an array of its own"
+        )
+    } else {
+        format!(
+            "dtype={shown} is no type of elements that vmmfd supports: use bool, integers and floats of 8 to 64 bits, bfloat16, complex64, \
+             complex128 or void, by a name such as \"float32\""
+        )
+    }))
 }
 
-/// The type that an object of another library is.
+/// The type that an object of another library is; `None` for other objects, and for types that are not supported.
 fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
     let py = named.py();
     let text = |name: &str| -> PyResult<Option<String>> {
@@ -152,17 +204,19 @@ fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
     }
     // NumPy's scalar types, and PyTorch's `torch.float32`.
     if let Some(name) = text("__name__")? {
-        return if matches!(name.as_str(), "float" | "int" | "complex") {
-            Ok(None)
-        } else {
-            Ok(ElementType::from_str(&name).ok())
-        };
+        return Ok(match name.as_str() {
+            "float" | "int" | "complex" => None,
+            "longlong" => Some(ElementType::I64),
+            "ulonglong" => Some(ElementType::U64),
+            name => ElementType::from_str(name).ok(),
+        });
     }
     let Some(shown) = tolerant(py, named.str())? else { return Ok(None) };
     Ok(shown.to_string_lossy().strip_prefix("torch.").and_then(|name| ElementType::from_str(name).ok()))
 }
 
-/// The type that a dtype of NumPy is, also of types that ml_dtypes adds, whose typestr says nothing. `None` for what is no dtype.
+/// The type that a dtype of NumPy is, also of types that ml_dtypes adds. `None` for an object that is no dtype, `Some(None)` for a type
+/// that is not supported.
 fn of_dtype(named: &Bound<'_, PyAny>) -> Outcome<Option<Option<ElementType>>> {
     let py = named.py();
     let text = |name: &str| -> PyResult<Option<String>> {
@@ -170,6 +224,20 @@ fn of_dtype(named: &Bound<'_, PyAny>) -> Outcome<Option<Option<ElementType>>> {
         tolerant(py, found.extract())
     };
     let (Some(name), Some(typestr)) = (text("name")?, text("str")?) else { return Ok(None) };
+    if is_compound(named)? {
+        return Ok(Some(None));
+    }
+    // Not by the typestr alone: that of ml_dtypes' types, of 4 bits too, is one of raw bytes.
     let order = if typestr.starts_with('>') { ">" } else { "" };
-    Ok(Some(ElementType::from_str(&format!("{order}{name}")).or_else(|_| ElementType::from_str(&typestr)).ok()))
+    Ok(Some(ElementType::from_str(&format!("{order}{name}")).ok()))
+}
+
+/// Whether the elements of a dtype have fields, or are arrays themselves.
+fn is_compound(dtype: &Bound<'_, PyAny>) -> PyResult<bool> {
+    for attribute in ["fields", "subdtype"] {
+        if tolerant(dtype.py(), dtype.getattr(attribute))?.is_some_and(|found| !found.is_none()) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }

@@ -58,6 +58,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(device::devices, module)?)?;
     module.add_function(wrap_pyfunction!(device::device_uuid, module)?)?;
     module.add_function(wrap_pyfunction!(device::same_device, module)?)?;
+    module.add_function(wrap_pyfunction!(dtype::name, module)?)?;
     module.add_function(wrap_pyfunction!(settle, module)?)?;
     module.add_function(wrap_pyfunction!(handoff::serve, module)?)?;
     module.add_function(wrap_pyfunction!(handoff::take, module)?)?;

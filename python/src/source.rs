@@ -4,7 +4,13 @@
 
 use std::{ffi::c_int, sync::Arc};
 
-use pyo3::{buffer::PyUntypedBuffer, exceptions::PyTypeError, ffi, prelude::*, types::PyDict};
+use pyo3::{
+    buffer::PyUntypedBuffer,
+    exceptions::PyTypeError,
+    ffi,
+    prelude::*,
+    types::{PyDict, PyMemoryView},
+};
 use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     driver::{Backend, Driver},
@@ -130,6 +136,26 @@ impl Source {
         Ok(self)
     }
 
+    /// It, with its elements in a buffer, `offset` bytes from the buffer's beginning.
+    ///
+    /// # Errors
+    /// `ValueError` if they are not all inside.
+    fn inside(self, view: PyUntypedBuffer, offset: u64) -> Outcome<Self> {
+        let (begin, size) = (view.buf_ptr() as u64, view.len_bytes() as u64);
+        let address = begin.saturating_add(offset);
+        let whole = i128::from(begin)..=i128::from(begin) + i128::from(size);
+        let span = span(address, &self.shape, &self.steps()?, self.dtype.size());
+        if !view.is_c_contiguous()
+            || span.is_some_and(|span| !whole.contains(&span.start) || !whole.contains(&span.end))
+        {
+            return Err(Failure::invalid(format!(
+                "an array of shape {:?} at offset {offset} is not inside the {size} bytes of the array interface's data",
+                self.shape
+            )));
+        }
+        Ok(Self { address, read_only: view.readonly(), keep: Keep::View(view), ..self })
+    }
+
     /// Its strides in bytes.
     pub(crate) fn steps(&self) -> Outcome<Vec<i64>> {
         let array =
@@ -151,13 +177,20 @@ pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     if object.hasattr("mask")? && object.hasattr("filled")? {
         return Err(masked());
     }
+    let mut format = None;
     // SAFETY: it takes any object.
     if unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1
-        && let Some(source) = of_buffer(object)?
+        && let Some(view) = buffer(object)?
     {
-        return source.checked();
+        match of_buffer(view) {
+            Ok(source) => return source.checked(),
+            Err(unknown) => format = Some(unknown),
+        }
     }
-    if let Some(source) = of_array_interface(object)? {
+    // A scalar of NumPy has none: its address is gone at once.
+    if object.hasattr("__setitem__")?
+        && let Some(source) = of_array_interface(object)?
+    {
         return source.checked();
     }
     if object.hasattr("__dlpack__")? {
@@ -169,10 +202,18 @@ pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     if let Some(source) = of_scalar(object)? {
         return source.checked();
     }
+    if let Some(source) = of_array_interface(object)? {
+        return source.checked();
+    }
     let kind = object.get_type().name()?;
+    if let Some(format) = format {
+        return Err(Failure::invalid(format!(
+            "the elements of an object of type {kind} have the buffer format {format:?}, which vmmfd does not support: share numbers"
+        )));
+    }
     Err(Failure::invalid(format!(
-        "an object of type {kind} is no array: it has no buffer, no __dlpack__, no __array_interface__ and no __cuda_array_interface__; \
-         make it one with numpy.asarray()"
+        "an object of type {kind} is no array: it gives none by the buffer protocol, __dlpack__, __array_interface__ or \
+         __cuda_array_interface__; make it one with numpy.asarray()"
     )))
 }
 
@@ -200,17 +241,25 @@ fn ours(array: &Array) -> Outcome<Source> {
     })
 }
 
-/// What the buffer protocol gives, unless it gives nothing, or elements without a type.
-fn of_buffer(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
-    let Some(view) = tolerant(object.py(), PyUntypedBuffer::get(object))? else { return Ok(None) };
-    let format = view.format().to_string_lossy().into_owned();
-    let Some(dtype) = dtype::of_format(&format, view.item_size() as u64) else { return Ok(None) };
-    if view.suboffsets().is_some() {
-        return Ok(None);
+/// A view by the buffer protocol, unless the object refuses one.
+fn buffer(object: &Bound<'_, PyAny>) -> PyResult<Option<PyUntypedBuffer>> {
+    let py = object.py();
+    if let Some(view) = tolerant(py, PyUntypedBuffer::get(object))? {
+        return Ok(Some(view));
     }
+    // Arrays of ctypes give no strides; a memoryview of one does.
+    let Some(view) = tolerant(py, PyMemoryView::from(object))? else { return Ok(None) };
+    tolerant(py, PyUntypedBuffer::get(&view))
+}
+
+/// An array by the buffer protocol. `Err` with the format of elements that are not supported.
+fn of_buffer(view: PyUntypedBuffer) -> Result<Source, String> {
+    let format = view.format().to_string_lossy().into_owned();
+    let dtype = dtype::of_format(&format, view.item_size() as u64).filter(|_| view.suboffsets().is_none());
+    let Some(dtype) = dtype else { return Err(format) };
     let shape = view.shape().iter().map(|length| *length as u64).collect();
     let strides = view.strides().iter().map(|stride| *stride as i64).collect();
-    Ok(Some(Source {
+    Ok(Source {
         dtype,
         shape,
         strides: Some(strides),
@@ -219,14 +268,11 @@ fn of_buffer(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
         read_only: view.readonly(),
         wait: false,
         keep: Keep::View(view),
-    }))
+    })
 }
 
-/// NumPy's array interface, of what has elements of its own: a scalar's address is gone at once.
+/// NumPy's array interface, of an object whose elements stay where they are.
 fn of_array_interface(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
-    if !object.hasattr("__setitem__")? {
-        return Ok(None);
-    }
     let Some(interface) = optional(object, "__array_interface__")? else { return Ok(None) };
     let Ok(interface) = interface.cast::<PyDict>() else { return Ok(None) };
     if !matches!(interface.get_item("data")?, Some(data) if !data.is_none()) {
@@ -247,7 +293,7 @@ fn of_scalar(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
 fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: bool) -> Outcome<Source> {
     let item = |name: &str| interface.get_item(name).map(|item| item.filter(|item| !item.is_none()));
     let missing = |name: &str| Failure::invalid(format!("the array interface has no {name:?}"));
-    let (address, read_only): (u64, bool) = item("data")?.ok_or_else(|| missing("data"))?.extract()?;
+    let data = item("data")?.ok_or_else(|| missing("data"))?;
     let shape: Vec<u64> = item("shape")?.ok_or_else(|| missing("shape"))?.extract()?;
     let strides: Option<Vec<i64>> = item("strides")?.map(|strides| strides.extract()).transpose()?;
     if item("mask")?.is_some() {
@@ -257,7 +303,7 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
     let typestr = item("typestr")?.ok_or_else(|| missing("typestr"))?.extract::<String>()?;
     let dtype = match optional(object, "dtype")? {
         Some(dtype) => dtype::extract(&dtype)?,
-        None => dtype::parse(&typestr)?,
+        None => dtype_of_interface(&typestr, item("descr")?)?,
     };
     let digits = typestr.trim_start_matches(|letter: char| !letter.is_ascii_digit());
     if digits.parse() != Ok(dtype.size()) {
@@ -270,7 +316,34 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
         && (item("stream")?.is_some()
             || item("version")?.map(|version| version.extract::<u32>()).transpose()? < Some(3));
     let place = if cuda { Place::Cuda(-1) } else { Place::Host };
-    Ok(Source { dtype, shape, strides, address, place, read_only, wait, keep: Keep::Object(object.clone().unbind()) })
+    let keep = Keep::Object(object.clone().unbind());
+    let mut source = Source { dtype, shape, strides, address: 0, place, read_only: true, wait, keep };
+    // SAFETY: it takes any object.
+    if !cuda && unsafe { ffi::PyObject_CheckBuffer(data.as_ptr()) } == 1 {
+        let offset = item("offset")?.map(|offset| offset.extract::<u64>()).transpose()?.unwrap_or(0);
+        return source.inside(PyUntypedBuffer::get(&data)?, offset);
+    }
+    (source.address, source.read_only) = data.extract()?;
+    Ok(source)
+}
+
+/// The type of an array interface whose object has no dtype.
+fn dtype_of_interface(typestr: &str, fields: Option<Bound<'_, PyAny>>) -> Outcome<ElementType> {
+    let dtype = dtype::parse(typestr)?;
+    // NumPy marks raw bytes by `|`, and types that another package adds by `<`.
+    let is_added = typestr.starts_with('<') && typestr[1..].starts_with('V');
+    let is_plain = match fields {
+        // [("", typestr)]
+        Some(fields) => fields.len()? == 1 && fields.get_item(0)?.get_item(0)?.extract::<String>()?.is_empty(),
+        None => true,
+    };
+    if is_added || !is_plain {
+        return Err(Failure::invalid(format!(
+            "the array interface has elements of type {typestr:?} with fields, or of a type that only its library knows: share each field \
+             as an array of its own, or the bytes"
+        )));
+    }
+    Ok(dtype)
 }
 
 fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {

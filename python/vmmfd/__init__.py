@@ -8,6 +8,7 @@ del _check_interpreter
 
 # Broker
 from ._broker import Broker, connect
+from ._dtype import DType
 from ._errors import (
     Denied,
     Differs,
@@ -93,6 +94,7 @@ __all__ = [
     "load_safetensors",
     # Arrays
     "Array",
+    "DType",
     "Device",
     "Served",
     "asarray",

@@ -3,9 +3,11 @@
 import datetime
 import os
 from builtins import list as List
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Literal, SupportsIndex, final
+
+from ._dtype import DType
 
 _Index = SupportsIndex | slice | EllipsisType
 _Path = str | os.PathLike[str]
@@ -18,7 +20,10 @@ __version__: str
 
 @final
 class Device:
-    """A device: of CUDA, or this machine's memory. Equal are those with the same UUID."""
+    """A device: of CUDA, or this machine's memory. Equal are those with the same UUID.
+
+    Attributes: `uuid`, `name` and `backend` (str), `ordinal` (int).
+    """
 
     @property
     def uuid(self) -> str:
@@ -48,6 +53,10 @@ class Array:
     host backend), and what reads `__cuda_array_interface__` or, on the host backend, `__array_interface__` and the buffer protocol.
 
     All that this process copied with its methods is there when they return. What other libraries queue on the memory is theirs to order.
+
+    Attributes: `shape` and `strides` (tuples of int), `dtype` (`DType`), `itemsize`, `ndim`, `size`, `nbytes` and `address` (int), `readonly`
+    and `is_mapped` (bool), `device` (`Device`), `T` (`Array`). An index (int, slice, one `...`, or a tuple of them) gives an `Array`, and so
+    does each step of an iteration along the first dimension.
     """
 
     @property
@@ -55,8 +64,12 @@ class Array:
         """The length of each dimension, in elements."""
 
     @property
-    def dtype(self) -> str:
-        """The type of each element by its name in NumPy or ml_dtypes, such as `float32` or `bfloat16`; behind `>` if big-endian."""
+    def dtype(self) -> DType:
+        """The type of each element: a `DType`, which is a str such as `float32` or `bfloat16`, and equals the types of NumPy."""
+
+    @property
+    def __numpy_dtype__(self) -> Any:
+        """The type as a `numpy.dtype`: NumPy 2.4 and newer read it. Raises `ImportError` without NumPy, or without ml_dtypes for its types."""
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -113,6 +126,7 @@ class Array:
 
         Raises `IndexError` for what is outside, `TypeError` for other indices."""
 
+    def __iter__(self, /) -> Iterator[Array]: ...
     def reinterpret(self, dtype: Any, shape: int | Sequence[int] | None = None) -> Array:
         """The same bytes as elements of another type: a view.
 
@@ -172,8 +186,9 @@ class Array:
     def __array_interface__(self) -> dict[str, Any]:
         """NumPy's array interface, version 3. Raises `AttributeError` on a GPU and for elements without a typestr."""
 
-    def __array__(self, *arguments: Any, **options: Any) -> Any:
-        """Raises `TypeError` with what to do: NumPy calls it for what it can't see."""
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> Any:
+        """The elements as an array of NumPy, in the same memory. NumPy calls it for types of ml_dtypes, and for memory of a GPU: raises
+        `TypeError` for that, and without ml_dtypes."""
 
     def __buffer__(self, flags: int, /) -> memoryview:
         """The buffer protocol, on the host backend. Raises `BufferError` on a GPU, for a view to write of read-only memory, and for
@@ -203,36 +218,42 @@ class Memory:
 def empty(
     shape: int | Sequence[int], dtype: Any, *, device: _DeviceName | None = None, backend: str = "auto"
 ) -> Array:
-    """Makes an array in new shared memory. Contents are undefined.
+    """Makes an `Array` in new shared memory. Contents are undefined.
 
-    `shape` is in elements. `dtype` is a name (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype of NumPy, ml_dtypes, JAX
-    or PyTorch. `device` is a number in this process, a UUID or the beginning of one, or a `Device`; the first one by default. `backend`
-    is `"cuda"`, `"host"`, or `"auto"`: CUDA, and the host only where there is no driver or no device.
+    `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
+    of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is a number in this process, a UUID or the beginning of one, or a
+    `Device`; the first one by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, and the host only where there is no driver
+    or no device.
 
-    Blocks, with the GIL released, while the driver allocates, and the first time while it starts. Raises `Invalid`, `OutOfMemory`,
-    `NotFound` or `Error` for a device that is not there, `Unsupported`."""
+    Blocks, with the GIL released, while the driver allocates, and the first time while it starts. Raises `Invalid`, also for types that
+    readers would not get back as they are (with fields, of less than 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error`
+    for a device that is not there; `Unsupported`."""
 
 def asarray(object: Any, *, device: _DeviceName | None = None, backend: str = "auto") -> Array:
-    """Copies an array of another library into new shared memory, in C order.
+    """Copies an array of another library into new shared memory, in C order. Returns an `Array`.
 
     `object` speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or is an `Array`, which is copied
-    too, or a scalar of NumPy. On CUDA the copy is on the device that the array is on, or on `device`. Blocks, with the GIL released, until it is there. Raises
-    as `empty`, and `Invalid` for what is no array, has elements of an unknown type, or is on a GPU while `backend` is the host."""
+    too, or a scalar of NumPy. On CUDA the copy is on the device that the array is on, or on `device` (int, str or `Device`). `backend` (str) is
+    as for `empty`. Blocks, with the GIL released, until it is there. Raises as `empty`, and `Invalid` for an object that is no array, and
+    for one on a GPU while `backend` is the host."""
 
 def devices(backend: str = "auto") -> list[Device]:
-    """The devices that this process sees, by number: `CUDA_VISIBLE_DEVICES` is applied. The first time it starts the driver."""
+    """The devices that this process sees, a list of `Device` by number: `CUDA_VISIBLE_DEVICES` is applied. The first time it starts the driver."""
 
 def device_uuid(ordinal: int = 0, *, backend: str = "auto") -> str:
-    """The UUID of a device by its number in this process, with its prefix. Raises `Error` if there is none."""
+    """The UUID (str) of a device by its number in this process (int), with its prefix. Raises `Error` if there is none."""
 
 def same_device(
     a: Device | Array | int | str | bytes | object, b: Device | Array | int | str | bytes | object
 ) -> bool:
-    """Whether two names are of one device.
+    """Whether two names are of one device (bool).
 
-    A name is a `Device`, an `Array`, a number in this process, a UUID in any case, with or without `GPU-` or `MIG-` before it, or the
+    A name is a `Device`, an `Array`, a number in this process (int), a UUID (str) in any case, with or without `GPU-` or `MIG-` before it, or the
     beginning of one, as `CUDA_VISIBLE_DEVICES` has it; the 16 bytes of one; or what prints itself as one. Raises `Invalid` for what
     names none."""
+
+def _dtype_name(object: Any, strict: bool) -> str | None:
+    """The spelling of the type that an object is. With `strict` raises `Invalid` for an object that is no type, without it returns None."""
 
 def _settle(timeout: float) -> bool:
     """Waits until the memory that was dropped is given back. False if that took longer than `timeout` seconds."""

@@ -1,0 +1,30 @@
+"""The type of an array's elements."""
+
+from __future__ import annotations
+
+from . import _native
+
+
+class DType(str):
+    """The type of an array's elements: a str with its name in NumPy or ml_dtypes, such as `float32` or `bfloat16`.
+
+    Big-endian types and raw bytes are spelled as NumPy parses them: `>f4`, `|V16`. It is equal to that str, and to the same type of NumPy,
+    ml_dtypes, JAX and PyTorch. `numpy.dtype` takes it; the types of ml_dtypes once that package is imported.
+
+    `dtype` is a str, or a dtype of one of these libraries. Raises `Invalid` for other objects, and for types that are not supported.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, dtype: object) -> DType:
+        return str.__new__(cls, _native._dtype_name(dtype, True) or "")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            return str.__eq__(self, other)
+        return _native._dtype_name(other, False) == str(self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
