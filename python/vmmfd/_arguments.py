@@ -5,29 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import index
 
+from . import _types as t
 from ._errors import Invalid
-
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import os
-    from datetime import timedelta
-    from typing import Any
-
-    from ._native import Device
-
-    Path = str | os.PathLike[str]
-    Time = float | timedelta
-    DeviceName = int | str | Device
-    Digest = str | Mapping[str, str]
-    Json = Mapping[str, Any]
 
 # How many bytes a name or a digest has at most, and how many parts and arrays a get can name: more breaks the protocol.
 _LONGEST = 255
 _MOST_NAMED = 1024
 
 
-def names(value: Any, what: str) -> list[str]:
+def names(value: t.Any, what: str) -> list[str]:
     """A list of names. Raises `Invalid` for what is none, one str included."""
     if isinstance(value, str):
         raise Invalid(f"{what}={value!r} is one name where a list belongs: give [{value!r}]")
@@ -41,7 +27,7 @@ def names(value: Any, what: str) -> list[str]:
     return listed
 
 
-def chosen(value: Any, what: str) -> list[str] | None:
+def chosen(value: t.Any, what: str) -> list[str] | None:
     """The names of parts or arrays that are asked for, each once. Raises `Invalid` for more than a get takes."""
     if value is None:
         return None
@@ -51,7 +37,7 @@ def chosen(value: Any, what: str) -> list[str] | None:
     return unique
 
 
-def whole(value: Any, what: str, bits: int = 64) -> int | None:
+def whole(value: t.Any, what: str, bits: int = 64) -> int | None:
     """A number of a version or the like. Raises `Invalid` for what is none, a bool included."""
     number = None
     if value is None:
@@ -69,7 +55,7 @@ def whole(value: Any, what: str, bits: int = 64) -> int | None:
     return number
 
 
-def mode(value: Any) -> int | None:
+def mode(value: t.Any) -> int | None:
     """The permissions of a name. Raises `Invalid` for more than read and write."""
     number = whole(value, "mode")
     if number is not None and number & ~0o666:
@@ -77,7 +63,7 @@ def mode(value: Any) -> int | None:
     return number
 
 
-def text(value: Any, what: str) -> str:
+def text(value: t.Any, what: str) -> str:
     """A digest or a part's name. Raises `Invalid` for what is no str, or longer than a broker takes."""
     if not isinstance(value, str):
         raise Invalid(f"{what}={value!r} is of type {type(value).__name__}: give a str")
@@ -87,7 +73,7 @@ def text(value: Any, what: str) -> str:
     return value
 
 
-def digest(value: Any) -> Digest | None:
+def digest(value: t.Any) -> t.Digest | None:
     """The digests that are asked for: of the one part, or of several by their names."""
     if value is None:
         return None

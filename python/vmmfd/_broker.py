@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from builtins import list as List
+from collections.abc import Callable, Iterable, Mapping
 
 from . import _arguments, _native, _records
+from . import _types as t
 from ._closing import Closing
 from ._errors import Invalid, NoArray
 from ._lease import Claim, Lease, Prepared, torch_half
-from ._records import Lost, Published, Restored
+from ._records import Holders, Lost, Published, Restored, Stat, Summary
 from ._watch import Watch
-
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from builtins import list as List
-    from collections.abc import Callable
-    from typing import Any, Literal
-
-    from torch import Tensor
-    from torch.nn import Module
-
-    from ._arguments import DeviceName, Digest, Json, Path, Time
-    from ._records import Holders, Stat, Summary
-    from .torch import Loaded
 
 # The name of the one part of an object that is put as a whole.
 _PART = "all"
 
 
 def connect(
-    path: Path | None = None,
+    path: t.Path | None = None,
     backend: str = "auto",
     *,
-    timeout: Time = 30,
+    timeout: t.Time = 30,
     trust: Iterable[int] = (),
 ) -> Broker:
     """Connects to the broker that listens at `path`.
@@ -73,10 +61,10 @@ class Broker(Closing):
 
     def __init__(
         self,
-        path: Path | None = None,
+        path: t.Path | None = None,
         backend: str = "auto",
         *,
-        timeout: Time = 30,
+        timeout: t.Time = 30,
         trust: Iterable[int] = (),
     ) -> None:
         self._trust = list(trust)
@@ -107,28 +95,28 @@ class Broker(Closing):
         closed = ", closed" if self.is_closed else ""
         return f"<vmmfd.Broker: {self.path}, backend {self.backend}{closed}>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> t.Any:
         raise TypeError("a Broker can't be pickled: call vmmfd.register_reducer() to send it with multiprocessing, or connect anew")
 
     def put(
         self,
         name: str,
-        value: Any,
+        value: t.Any,
         *,
-        metadata: Json | None = None,
+        metadata: t.Json | None = None,
         replace: bool | int = False,
         mode: int | None = None,
-        lifetime: Literal["deleted", "maker", "leased"] | Time | None = None,
+        lifetime: t.Literal["deleted", "maker", "leased"] | t.Time | None = None,
         keep: int | None = None,
         part: str | None = None,
         parts: Iterable[str] | None = None,
         group: str | None = None,
-        wait: Time | None = None,
+        wait: t.Time | None = None,
         seal: bool = False,
         copy: bool | None = None,
         digest: str | None = None,
-        device: DeviceName | None = None,
-        exported: Literal["valid"] | None = None,
+        device: t.DeviceName | None = None,
+        exported: t.Literal["valid"] | None = None,
     ) -> Published:
         """Hands memory over under a name. When it returns the object is published, and this process may drop it, or end.
 
@@ -198,8 +186,8 @@ class Broker(Closing):
         return Published(name=name, version=version, id=id)
 
     def _plan(
-        self, value: Any, part: str, copy: bool | None, seal: bool, device: DeviceName | None
-    ) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
+        self, value: t.Any, part: str, copy: bool | None, seal: bool, device: t.DeviceName | None
+    ) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
         """The parts that a value is, what comes into the metadata, and what has to live until it is put."""
         plan = getattr(type(value), "_plan", None)
         if plan is not None and type(value).__module__.startswith("vmmfd."):
@@ -231,10 +219,10 @@ class Broker(Closing):
         newer_than: int | None = None,
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
-        device: DeviceName | None = None,
+        expect: t.Json | None = None,
+        digest: t.Digest | None = None,
+        wait: t.Time | None = None,
+        device: t.DeviceName | None = None,
     ) -> Lease:
         """Gets a lease of an object, with its memory mapped read-only.
 
@@ -264,19 +252,19 @@ class Broker(Closing):
 
     def get_all(
         self,
-        wanted: Iterable[str] | Mapping[str, Mapping[str, Any]],
+        wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]],
         *,
-        wait: Time | None = None,
-        device: DeviceName | None = None,
+        wait: t.Time | None = None,
+        device: t.DeviceName | None = None,
     ) -> List[Lease]:
         """Gets leases of several objects as they are at one moment, all or none, in their order.
 
         `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect`
         and `digest`. Waits up to `wait` until all are there. Raises what `get` does.
         """
-        requests: List[Any] = []
+        requests: List[t.Any] = []
         options = ("version", "newer_than", "parts", "arrays", "expect", "digest")
-        named: Mapping[str, Mapping[str, Any]]
+        named: Mapping[str, Mapping[str, t.Any]]
         if isinstance(wanted, Mapping):
             named = wanted
         else:
@@ -310,10 +298,10 @@ class Broker(Closing):
         group: str | None = None,
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
-        device: DeviceName | None = None,
+        expect: t.Json | None = None,
+        digest: t.Digest | None = None,
+        wait: t.Time | None = None,
+        device: t.DeviceName | None = None,
     ) -> Lease | Claim:
         """Gets a lease of an object, or the right to be the one that makes it.
 
@@ -341,18 +329,18 @@ class Broker(Closing):
         *,
         version: int | None = None,
         newer_than: int | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
+        expect: t.Json | None = None,
+        digest: t.Digest | None = None,
+        wait: t.Time | None = None,
     ) -> Prepared:
         """As `Lease.prepare`."""
         return lease.prepare(name, version=version, newer_than=newer_than, expect=expect, digest=digest, wait=wait)
 
-    def switch(self, lease: Lease, prepared: Prepared, *, exported: Literal["valid"] | None = None) -> Prepared:
+    def switch(self, lease: Lease, prepared: Prepared, *, exported: t.Literal["valid"] | None = None) -> Prepared:
         """As `Lease.switch`."""
         return lease.switch(prepared, exported=exported)
 
-    def park(self, lease: Lease, *, keep_lease: bool = False, exported: Literal["valid"] | None = None) -> None:
+    def park(self, lease: Lease, *, keep_lease: bool = False, exported: t.Literal["valid"] | None = None) -> None:
         """As `Lease.park`."""
         lease.park(keep_lease=keep_lease, exported=exported)
 
@@ -361,10 +349,10 @@ class Broker(Closing):
         lease: Lease,
         name: str | None = None,
         *,
-        version: int | Literal["newest"] | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
+        version: int | t.Literal["newest"] | None = None,
+        expect: t.Json | None = None,
+        digest: t.Digest | None = None,
+        wait: t.Time | None = None,
     ) -> None:
         """As `Lease.unpark`."""
         lease.unpark(name, version=version, expect=expect, digest=digest, wait=wait)
@@ -377,15 +365,15 @@ class Broker(Closing):
         newer_than: int | None = None,
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
-        device: DeviceName | None = None,
+        expect: t.Json | None = None,
+        digest: t.Digest | None = None,
+        wait: t.Time | None = None,
+        device: t.DeviceName | None = None,
         writable_buffers: bool = True,
         everything: bool = False,
-        module: Module | None = None,
+        module: t.Module | None = None,
         private: Iterable[str] = (),
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, t.Tensor]:
         """The tensors of an object as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the lease.
 
         For safetensors and plain state dicts use `load`, or give `module=`: they do not say which of them a model writes. What is mapped is
@@ -410,20 +398,20 @@ class Broker(Closing):
     def load(
         self,
         name: str,
-        into: Module,
+        into: t.Module,
         *,
         version: int | None = None,
         newer_than: int | None = None,
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
-        device: DeviceName | None = None,
+        expect: t.Json | None = None,
+        digest: t.Digest | None = None,
+        wait: t.Time | None = None,
+        device: t.DeviceName | None = None,
         strict: bool = True,
         writable_buffers: bool = True,
         private: Iterable[str] = (),
-    ) -> Loaded:
+    ) -> t.Loaded:
         """Makes an object's tensors the parameters and buffers of a module of PyTorch, and returns what another version can take their place
         with. The module holds the lease. See `Lease.load`; the other arguments and errors are `get`'s."""
         lease = self.get(
@@ -467,7 +455,7 @@ class Broker(Closing):
         each user: for root and the broker's user of all users, for others their own."""
         return _records.holders(*self._native.who(prefix))
 
-    def watch(self, prefix: str = "", *, after: str | None = None, timeout: Time | None = None) -> Watch:
+    def watch(self, prefix: str = "", *, after: str | None = None, timeout: t.Time | None = None) -> Watch:
         """Follows what happens to names that begin with `prefix` and that this user may read: from now on, or from the place `after` that an
         earlier watch had (`Watch.place`), also in another process. Iterate over it: each step waits for the next event, and the iteration
         ends if none comes within `timeout`; by default it waits for ever.
@@ -513,7 +501,7 @@ class Broker(Closing):
         return call
 
 
-def _is_torchs(torch: Any, value: Any) -> bool:
+def _is_torchs(torch: t.Any, value: t.Any) -> bool:
     """Whether a value is what PyTorch makes: a module, or a mapping with tensors."""
     module, tensor = getattr(getattr(torch, "nn", None), "Module", None), getattr(torch, "Tensor", None)
     if module is None or tensor is None:

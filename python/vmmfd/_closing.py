@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
+from . import _types as t
 
 
 class Closing:
@@ -17,10 +13,10 @@ class Closing:
     def close(self) -> None:
         raise NotImplementedError
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> t.Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: t.TracebackType | None
     ) -> None:
         self.close()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import namedtuple
 
 from . import _native
+from . import _types as t
+from ._native import Array
 
 # Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NamedTuple
-
-    from ._arguments import DeviceName, Path, Time
-    from ._native import Array
+    from typing import NamedTuple
 
     class _Served(NamedTuple):
         pid: int
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 else:
     _Served = namedtuple("_Served", ("pid", "uid", "error"))
+    _Served.__annotations__ = {"pid": int, "uid": int, "error": str | None}
 
 
 class Served(_Served):
@@ -31,12 +31,12 @@ class Served(_Served):
 
 
 def serve(
-    path: Path | None,
-    array: Any,
+    path: t.Path | None,
+    array: t.Any,
     *,
     consumers: int = 1,
-    timeout: Time = 30.0,
-    device: DeviceName | None = None,
+    timeout: t.Time = 30.0,
+    device: t.DeviceName | None = None,
     backend: str = "auto",
 ) -> list[Served]:
     """Serves an array at a socket, to processes that `take` it, to `vmmfd consume` and to Rust programs.
@@ -49,8 +49,8 @@ def serve(
     copied into such memory, on `device` of `backend`, as by `vmmfd.asarray`. Not only the array: all of the memory that it is in can be
     reached by a consumer. `timeout`, in seconds, is how long to wait for a consumer, and for a silent one.
 
-    Returns the consumers, in the order in which they ended. Raises `Timeout` or `Disconnected` if none came, `FileExistsError` or
-    `Error` if another process listens there.
+    Returns the consumers, in the order in which they ended. Raises `Timeout` if none came, and `Error` if another process listens
+    there.
     """
     if isinstance(array, _native.Array):
         return [Served(*one) for one in _native._serve(path, array, consumers, timeout)]
@@ -59,11 +59,11 @@ def serve(
 
 
 def take(
-    path: Path | None = None,
+    path: t.Path | None = None,
     *,
-    device: DeviceName | None = None,
+    device: t.DeviceName | None = None,
     readonly: bool = True,
-    wait: Time = 30.0,
+    wait: t.Time = 30.0,
     backend: str = "auto",
 ) -> Array:
     """Takes the array that another process serves at a socket: with `serve`, with `vmmfd produce`, or from Rust.
@@ -72,6 +72,7 @@ def take(
     the socket's; `None` is this user's default. `device` is the one that is to use the memory, by default the one that it is on.
     `readonly=False` maps it for writing too: both processes then see what either writes.
 
-    Memory without a described array comes as `uint8`. Contents are not checked. Raises `Timeout`, `Denied`, `Disconnected`, `Invalid`.
+    Memory without a described array comes as `uint8`. Contents are not checked. Raises `NotFound` if no process serves there in time,
+    `Disconnected` if it is silent or gone, `Denied`, `Invalid`.
     """
     return _native._take(path, device, backend, readonly, wait)

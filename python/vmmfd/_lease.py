@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from . import _arguments, _native, _records
+from . import _types as t
 from ._closing import Closing
 from ._errors import Invalid
-from ._records import LeasedPart, Owner
-
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from datetime import datetime
-    from typing import Any, Literal
-
-    from torch import Tensor
-    from torch.nn import Module
-
-    from ._arguments import Digest, Json, Time
-    from ._broker import Broker
-    from ._native import Array
-    from ._records import Published
-    from .torch import Loaded
+from ._native import Array
+from ._records import LeasedPart, Owner, Published
 
 
-class Lease(Closing, Mapping[str, "Array"]):
+class Lease(Closing, Mapping[str, Array]):
     """A hold on a version of an object, with its memory mapped read-only: a mapping of names to `Array`s. Made by `Broker.get`.
 
     A context manager: leaving it closes it. The lease ends then, or when the last array in it is gone, in any library: arrays and what
@@ -40,7 +26,7 @@ class Lease(Closing, Mapping[str, "Array"]):
 
     __slots__ = ("__weakref__", "_broker", "_native")
 
-    def __init__(self, broker: Broker, lease: _native.Lease) -> None:
+    def __init__(self, broker: t.Broker, lease: _native.Lease) -> None:
         self._broker = broker
         self._native = lease
 
@@ -68,7 +54,7 @@ class Lease(Closing, Mapping[str, "Array"]):
         """The array of a name, of the part that is named if several have one. Raises what `lease[name]` does."""
         return self._native.array(name, part)
 
-    def attributes(self, name: str, part: str | None = None) -> dict[str, Any]:
+    def attributes(self, name: str, part: str | None = None) -> dict[str, t.Any]:
         """What its maker says of an array; empty if nothing. Raises what `array` does."""
         return self._native.attributes(name, part) or {}
 
@@ -97,7 +83,7 @@ class Lease(Closing, Mapping[str, "Array"]):
         return self._native.id
 
     @property
-    def created(self) -> datetime:
+    def created(self) -> t.datetime:
         """When it was published, in UTC."""
         return _records.time(self._native.created * 1000)
 
@@ -108,7 +94,7 @@ class Lease(Closing, Mapping[str, "Array"]):
         return Owner(uid=uid, gid=gid)
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, t.Any]:
         """What its maker says of it; empty if nothing. A new dict each time."""
         return self._native.metadata
 
@@ -147,9 +133,9 @@ class Lease(Closing, Mapping[str, "Array"]):
         *,
         version: int | None = None,
         newer_than: int | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
+        expect: t.Json | None = None,
+        digest: t.Digest | None = None,
+        wait: t.Time | None = None,
     ) -> Prepared:
         """Gets and imports a version that is to take the addresses of this one, which stays in use meanwhile: the device holds both.
 
@@ -167,7 +153,7 @@ class Lease(Closing, Mapping[str, "Array"]):
         )
         return Prepared(prepared)
 
-    def switch(self, prepared: Prepared, *, exported: Literal["valid"] | None = None) -> Prepared:
+    def switch(self, prepared: Prepared, *, exported: t.Literal["valid"] | None = None) -> Prepared:
         """Puts a version that was prepared at the addresses of this one, and returns the old one, which can be switched back to: close or drop
         it to end its lease and release its memory.
 
@@ -181,7 +167,7 @@ class Lease(Closing, Mapping[str, "Array"]):
         """
         return Prepared(self._native.switch(prepared._native, _arguments.promised(exported)))
 
-    def park(self, *, keep_lease: bool = False, exported: Literal["valid"] | None = None) -> None:
+    def park(self, *, keep_lease: bool = False, exported: t.Literal["valid"] | None = None) -> None:
         """Gives the memory back and keeps the addresses, for `unpark`. Meanwhile its arrays can't be read, and nothing may use their
         addresses.
 
@@ -194,10 +180,10 @@ class Lease(Closing, Mapping[str, "Array"]):
         self,
         name: str | None = None,
         *,
-        version: int | Literal["newest"] | None = None,
-        expect: Json | None = None,
-        digest: Digest | None = None,
-        wait: Time | None = None,
+        version: int | t.Literal["newest"] | None = None,
+        expect: t.Json | None = None,
+        digest: t.Digest | None = None,
+        wait: t.Time | None = None,
     ) -> None:
         """Fills the addresses again: with the version that was there, another one, or the newest. It must fit as `prepare` says.
 
@@ -213,9 +199,9 @@ class Lease(Closing, Mapping[str, "Array"]):
         *,
         writable_buffers: bool = True,
         everything: bool = False,
-        module: Module | None = None,
+        module: t.Module | None = None,
         private: Iterable[str] = (),
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, t.Tensor]:
         """Its tensors as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the memory and need no gradient. Tied
         names are tensors of one storage, and views are views of it.
 
@@ -234,14 +220,14 @@ class Lease(Closing, Mapping[str, "Array"]):
 
         Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
         names that several parts have, and for one in `private` that the object has not."""
-        tensors: dict[str, Tensor] = torch_half()._state_dict(
+        tensors: dict[str, t.Tensor] = torch_half()._state_dict(
             self, writable_buffers=writable_buffers, everything=everything, module=module, private=private
         )
         return tensors
 
     def load(
-        self, into: Module, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
-    ) -> Loaded:
+        self, into: t.Module, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
+    ) -> t.Loaded:
         """Makes its tensors the parameters and buffers of a module of PyTorch, which may be on the meta device, and returns a
         `vmmfd.torch.Loaded`, with which another version can take their place.
 
@@ -255,7 +241,7 @@ class Lease(Closing, Mapping[str, "Array"]):
 
         Raises `Differs` with a list of all names, types and shapes that do not fit; the module is as it was then. With `strict=False`
         names that only one of them has do not count, but for those that would stay on the meta device."""
-        loaded: Loaded = torch_half()._load(self, into, strict=strict, writable_buffers=writable_buffers, private=private)
+        loaded: t.Loaded = torch_half()._load(self, into, strict=strict, writable_buffers=writable_buffers, private=private)
         return loaded
 
     def close(self) -> None:
@@ -272,7 +258,7 @@ class Lease(Closing, Mapping[str, "Array"]):
         except Invalid:  # Closed by another thread meanwhile, or in a fork.
             return "<vmmfd.Lease: not usable here>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> t.Any:
         raise TypeError("a Lease can't be pickled: call vmmfd.register_reducer() to send it with multiprocessing, or send its name and version")
 
 
@@ -301,7 +287,7 @@ class Prepared(Closing):
         return self._native.id
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, t.Any]:
         """What its maker says of it; empty if nothing."""
         return self._native.metadata
 
@@ -327,12 +313,12 @@ class Claim(Closing):
 
     __slots__ = ("__weakref__", "_broker", "_native", "name")
 
-    def __init__(self, broker: Broker, name: str, claim: _native.Claim) -> None:
+    def __init__(self, broker: t.Broker, name: str, claim: _native.Claim) -> None:
         self._broker = broker
         self._native = claim
         self.name = name
 
-    def put(self, value: Any, **options: Any) -> Published:
+    def put(self, value: t.Any, **options: t.Any) -> Published:
         """Puts the object, as `Broker.put` does with these options, and ends the claim. Raises `Invalid` once it is closed, and what
         `Broker.put` does: it is not ended then."""
         if self.is_closed:
@@ -354,7 +340,7 @@ class Claim(Closing):
         return f"<vmmfd.Claim: {self.name}{', closed' if self.is_closed else ''}>"
 
 
-def torch_half() -> Any:
+def torch_half() -> t.Any:
     """`vmmfd.torch`, which imports PyTorch: not before it is used."""
     from importlib import import_module
 

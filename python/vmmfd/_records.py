@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from datetime import datetime
-    from typing import Any
+from . import _types as t
 
 
 class Record:
@@ -14,11 +10,11 @@ class Record:
 
     __slots__: tuple[str, ...] = ()
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, **fields: t.Any) -> None:
         for name in self.__slots__:
             object.__setattr__(self, name, fields[name])
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: t.Any) -> None:
         raise AttributeError(f"{type(self).__name__}.{name} can't be set")
 
     def __eq__(self, other: object) -> bool:
@@ -107,7 +103,7 @@ class Summary(Record):
     leases: int
     owner: Owner
     mode: int
-    created: datetime
+    created: t.datetime
 
     def __repr__(self) -> str:
         return super().__repr__().replace(f" mode={self.mode!r},", f" mode={self.mode:#o},")
@@ -136,7 +132,7 @@ class Report(Record):
     __slots__ = ("at", "message", "reader")
 
     reader: Maker
-    at: datetime
+    at: t.datetime
     message: str
 
 
@@ -152,7 +148,7 @@ class Stat(Record):
     lifetime: str | float
     keep: int
     parts: tuple[PartInfo, ...]
-    metadata: dict[str, Any]
+    metadata: dict[str, t.Any]
     reports: tuple[Report, ...]
 
 
@@ -168,7 +164,7 @@ class HeldLease(Record):
     id: str
     named: bool
     holder: Maker
-    since: datetime
+    since: t.datetime
     size: int
 
 
@@ -205,7 +201,7 @@ class Event(Record):
     version: int | None
     id: str | None
     seq: int | None
-    at: datetime | None
+    at: t.datetime | None
     pid: int | None
     uid: int | None
     message: str | None
@@ -236,22 +232,22 @@ class Restored(Record):
     rebuilt: bool
 
 
-def time(milliseconds: float) -> datetime:
+def time(milliseconds: float) -> t.datetime:
     """A moment in UTC, of its milliseconds since 1970."""
     from datetime import datetime, timedelta, timezone
 
     return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=milliseconds)
 
 
-def device_bytes(told: dict[str, Any]) -> DeviceBytes:
+def device_bytes(told: dict[str, t.Any]) -> DeviceBytes:
     return DeviceBytes(device=told["device"]["uuid"], device_name=told["device"]["name"], bytes=told["bytes"])
 
 
-def maker(told: dict[str, Any]) -> Maker:
+def maker(told: dict[str, t.Any]) -> Maker:
     return Maker(pid=told["pid"], uid=told["uid"], command=told.get("command"))
 
 
-def summary(told: dict[str, Any]) -> Summary:
+def summary(told: dict[str, t.Any]) -> Summary:
     return Summary(
         name=told["name"],
         version=told["version"],
@@ -269,7 +265,7 @@ def summary(told: dict[str, Any]) -> Summary:
     )
 
 
-def part_info(told: dict[str, Any]) -> PartInfo:
+def part_info(told: dict[str, t.Any]) -> PartInfo:
     memory = told["memory"]
     return PartInfo(
         name=told["name"],
@@ -284,7 +280,7 @@ def part_info(told: dict[str, Any]) -> PartInfo:
     )
 
 
-def stat(told: dict[str, Any]) -> Stat:
+def stat(told: dict[str, t.Any]) -> Stat:
     lifetime = told["lifetime"]
     kind = lifetime["kind"]
     return Stat(
@@ -301,7 +297,7 @@ def stat(told: dict[str, Any]) -> Stat:
     )
 
 
-def holders(leases: list[dict[str, Any]], totals: list[dict[str, Any]]) -> Holders:
+def holders(leases: list[dict[str, t.Any]], totals: list[dict[str, t.Any]]) -> Holders:
     return Holders(
         leases=tuple(
             HeldLease(
@@ -329,7 +325,7 @@ def holders(leases: list[dict[str, Any]], totals: list[dict[str, Any]]) -> Holde
     )
 
 
-def event(told: dict[str, Any]) -> Event:
+def event(told: dict[str, t.Any]) -> Event:
     at = told.get("at_ms")
     return Event(
         kind=told["kind"],

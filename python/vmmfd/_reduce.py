@@ -5,16 +5,11 @@ from __future__ import annotations
 from _thread import allocate_lock
 
 from . import _native
+from . import _types as t
 from ._broker import Broker, connect
 from ._errors import Differs, Invalid
 from ._lease import Lease
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from datetime import timedelta
-    from typing import Any
-
-    from ._native import Array
+from ._native import Array
 
 # What this process has connected to for what it was sent.
 _brokers: dict[tuple[str, str], Broker] = {}
@@ -39,18 +34,18 @@ def register_reducer() -> None:
     ForkingPickler.register(_native.Array, _reduce_array)
 
 
-def _reduce_broker(broker: Broker) -> Any:
+def _reduce_broker(broker: Broker) -> t.Any:
     return _broker, (broker.path, broker.backend, broker._timeout, broker._trust)
 
 
-def _reduce_lease(lease: Lease) -> Any:
+def _reduce_lease(lease: Lease) -> t.Any:
     broker = lease._broker
     selected = lease._native.selection
     place = (broker.path, broker.backend, broker._timeout, broker._trust)
     return _lease, (place, (lease.name, lease.version, lease.id), *selected)
 
 
-def _reduce_array(array: Array) -> Any:
+def _reduce_array(array: Array) -> t.Any:
     origin = _native.origin(array)
     if origin is None:
         raise Invalid(
@@ -60,7 +55,7 @@ def _reduce_array(array: Array) -> Any:
     return _array, ((str(path), *options), version, piece, view)
 
 
-def _broker(path: str, backend: str, timeout: float | timedelta, trust: list[int]) -> Broker:
+def _broker(path: str, backend: str, timeout: float | t.timedelta, trust: list[int]) -> Broker:
     broker = _brokers.get((path, backend))
     if broker is not None and not broker.is_closed:
         return broker
@@ -76,7 +71,7 @@ def _broker(path: str, backend: str, timeout: float | timedelta, trust: list[int
 
 
 def _lease(
-    place: tuple[str, str, float | timedelta, list[int]],
+    place: tuple[str, str, float | t.timedelta, list[int]],
     object: tuple[str, int, str],
     parts: list[str] | None,
     arrays: list[str] | None,

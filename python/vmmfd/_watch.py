@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from . import _native, _records
+from . import _types as t
 from ._closing import Closing
 from ._errors import Invalid
 from ._records import Event
-
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from ._arguments import Time
 
 
 class Watch(Closing, Iterator[Event]):
@@ -23,11 +19,11 @@ class Watch(Closing, Iterator[Event]):
 
     __slots__ = ("__weakref__", "_native", "_timeout")
 
-    def __init__(self, watch: _native.Watch, timeout: Time | None) -> None:
+    def __init__(self, watch: _native.Watch, timeout: t.Time | None) -> None:
         self._native = watch
         self._timeout = timeout
 
-    def next(self, timeout: Time | None = None) -> Event | None:
+    def next(self, timeout: t.Time | None = None) -> Event | None:
         """The next event. Waits for it up to `timeout`, for ever if that is None; then returns None. With 0 it only fetches what there is.
         Raises `Invalid` once it is closed, and if another thread waits in it."""
         told = self._native.next(timeout)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from . import _native
+from . import _types as t
 from ._errors import Invalid
-
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import Any
-
-    from ._arguments import DeviceName, Path
-    from ._native import Array, Device
+from ._native import Array, Device
 
 # The name of the one part of what is put, as `vmmfd put` has it.
 _PART = "all"
 
 
-class Weights(Mapping[str, "Array"]):
+class Weights(Mapping[str, Array]):
     """Weights in memory that is shared: `Array`s by their names in the files, in the order of the files.
 
     Made by `load_safetensors`. It keeps the memory, and so does each array of it; `broker.put(name, weights)` hands that memory over
@@ -35,10 +27,10 @@ class Weights(Mapping[str, "Array"]):
         import json
 
         self._weights = weights
-        self._metadata: dict[str, Any] = json.loads(weights.metadata)
+        self._metadata: dict[str, t.Any] = json.loads(weights.metadata)
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, t.Any]:
         """What the files' headers say of them (`__metadata__`): strings by key; where files differ, a dictionary of each file's name and
         its string. A put has it in the object's metadata, under `safetensors`."""
         return self._metadata
@@ -80,8 +72,8 @@ class Weights(Mapping[str, "Array"]):
         return f"<vmmfd.Weights: {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
 
     def _plan(
-        self, *, copy: bool | None, device: DeviceName | None
-    ) -> tuple[list[_native._PartPlan], dict[str, Any], object]:
+        self, *, copy: bool | None, device: t.DeviceName | None
+    ) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
         """What a put of them is made of: its parts, what comes into the metadata, and what has to live until it is put. Raises `Invalid`
         if they are to be copied, or to be on another device."""
         if copy:
@@ -98,10 +90,10 @@ class Weights(Mapping[str, "Array"]):
 
 
 def load_safetensors(
-    paths: Path | Iterable[Path],
+    paths: t.Path | Iterable[t.Path],
     *,
     backend: str = "auto",
-    device: DeviceName | None = None,
+    device: t.DeviceName | None = None,
     digest: bool = False,
     progress: Callable[[int, int], object] | None = None,
     threads: int | None = None,

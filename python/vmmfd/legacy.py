@@ -8,16 +8,11 @@ A handle can't be opened in the process that made it: the driver refuses. There 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from . import _native
-
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
-    from typing import Any, Literal
-
-    from ._native import Array, Device
+from . import _types as t
+from ._native import Array, Device
 
 __all__ = ["IpcArrayHandle", "OpenedArray", "empty", "get_ipc_handle", "open_ipc_array"]
 
@@ -32,7 +27,7 @@ class OpenedArray:
         self._opened = opened
         self.array: Array = opened.array
 
-    def close(self, *, exported: Literal["valid"] | None = None) -> None:
+    def close(self, *, exported: t.Literal["valid"] | None = None) -> None:
         """Closes the handle, once all work of the device is done. Blocks for as long as that takes. Closing again does nothing.
 
         Raises `BufferError` while another library has a view of the array by DLPack; `exported="valid"` closes it all the same, and is
@@ -49,7 +44,7 @@ class OpenedArray:
         return self.array
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: t.TracebackType | None
     ) -> None:
         self.close()
 
@@ -88,11 +83,11 @@ class IpcArrayHandle:
         return self.open()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: t.TracebackType | None
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[t.Any, ...]:
         return IpcArrayHandle, (self.handle, self.shape, self.dtype, self.strides, self.offset)
 
     def __repr__(self) -> str:
@@ -100,7 +95,7 @@ class IpcArrayHandle:
 
 
 def empty(
-    shape: int | Sequence[int], dtype: Any, *, device: int | str | Device | None = None, backend: str = "auto"
+    shape: int | Sequence[int], dtype: t.Any, *, device: int | str | Device | None = None, backend: str = "auto"
 ) -> Array:
     """Makes an array in memory that is shared by a legacy handle (`cuMemAlloc`), in a block of its own of 2 MiB or a multiple.
 
@@ -121,7 +116,7 @@ def get_ipc_handle(array: Array) -> IpcArrayHandle:
 def open_ipc_array(
     handle: bytes,
     shape: int | Sequence[int],
-    dtype: Any,
+    dtype: t.Any,
     strides: Sequence[int] | None = None,
     offset: int = 0,
     *,

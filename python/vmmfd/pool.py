@@ -6,16 +6,12 @@ write too, and must have dropped it before the process that made it frees it. Ot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from . import _native
+from . import _types as t
 from ._closing import Closing
-
-# Importing `typing` takes longer than this package may.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
-
-    from ._native import Array, Device
+from ._native import Array, Device
 
 __all__ = ["Pool"]
 
@@ -56,7 +52,7 @@ class Pool(Closing):
         """The device whose memory it is."""
         return self._pool.device
 
-    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
+    def empty(self, shape: int | Sequence[int], dtype: t.Any) -> Array:
         """Makes an array in memory of the pool. Contents are undefined.
 
         Raises `OutOfMemory` beyond `max_size` or if the device has no more, `Unsupported` beyond 5 GiB, which NVIDIA's driver can't

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 from .. import _arguments
 from .._errors import Differs, Invalid
+from .._lease import Lease, Prepared
 from ._base import _listed, _torch
 from ._get import _Mapped, _Row
 from ._guard import _note, _protect
 from ._hooks import _install as _install_hooks
 from ._items import _items, _written
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Literal
-
-    from .._lease import Lease, Prepared
 
 
 class _Installed(NamedTuple):

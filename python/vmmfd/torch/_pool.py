@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
 
 from .. import _native
 from .._errors import Invalid, Unsupported
 from ._base import _torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import TracebackType
 
 # The pluggable allocator. PyTorch's memory pools keep a bare pointer to it, so it is never let go of.
 _allocator: Any = None

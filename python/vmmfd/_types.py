@@ -1,0 +1,75 @@
+"""The types in this package's annotations. They are imported once `typing.get_type_hints` asks for them: `typing` alone takes longer to import
+than this package."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+    from datetime import datetime as datetime
+    from datetime import timedelta as timedelta
+    from types import TracebackType as TracebackType
+    from typing import Any as Any
+    from typing import Literal as Literal
+    from typing import Self as Self
+    from typing import TypeAlias
+
+    from torch import Tensor as Tensor
+    from torch.nn import Module as Module
+
+    from ._broker import Broker as Broker
+    from ._native import Device
+    from .torch import Loaded as Loaded
+
+    Path: TypeAlias = str | os.PathLike[str]
+    Time: TypeAlias = float | timedelta
+    DeviceName: TypeAlias = int | str | Device
+    Digest: TypeAlias = str | Mapping[str, str]
+    Json: TypeAlias = Mapping[str, Any]
+else:
+    _MODULES = {
+        "Any": "typing",
+        "Broker": "vmmfd._broker",
+        "Literal": "typing",
+        "Loaded": "vmmfd.torch",
+        "Module": "torch.nn",
+        "Self": "typing",
+        "Tensor": "torch",
+        "TracebackType": "types",
+        "datetime": "datetime",
+        "timedelta": "datetime",
+    }
+
+    def _aliases() -> dict[str, object]:
+        import os
+        from collections.abc import Mapping
+        from datetime import timedelta
+        from typing import Any
+
+        from ._native import Device
+
+        return {
+            "DeviceName": int | str | Device,
+            "Digest": str | Mapping[str, str],
+            "Json": Mapping[str, Any],
+            "Path": str | os.PathLike[str],
+            "Time": float | timedelta,
+        }
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        module = _MODULES.get(name)
+        if module is None:
+            found = _aliases().get(name)
+            if found is None:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return found
+        try:
+            return getattr(import_module(module), name)
+        except ModuleNotFoundError:
+            if module.partition(".")[0] != "torch":
+                raise
+            # Without PyTorch.
+            return import_module("typing").Any
