@@ -304,6 +304,37 @@ pub(crate) fn receive_raw(socket: impl AsFd, record: &mut [u8], flags: RecvFlags
     Ok(Raw { bytes: received.bytes, flags: received.flags, fds })
 }
 
+/// What is next in a socket's queue.
+#[cfg(feature = "broker")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    Record {
+        /// Whether descriptors come with it.
+        descriptors: bool,
+    },
+    /// The connection has ended.
+    End,
+}
+
+/// Looks at the next record and leaves it in the queue. Does not block, and closes no descriptor for good. Without `SO_PASSCRED` an
+/// empty record is the same as the end.
+///
+/// # Errors
+/// `WouldBlock` if no record is there and the connection goes on. See recvmsg(2).
+#[cfg(feature = "broker")]
+pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
+    // Without room for descriptors: the kernel installs none, and reports that it left some out.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut parts = [io::IoSliceMut::new(&mut byte)];
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let seen = rustix::net::recvmsg(&socket, &mut parts, &mut ancillary, flags)?;
+    let descriptors = seen.flags.contains(ReturnFlags::CTRUNC);
+    let credentials = ancillary.drain().any(|message| matches!(message, RecvAncillaryMessage::ScmCredentials(_)));
+    Ok(if seen.bytes > 0 || credentials || descriptors { Next::Record { descriptors } } else { Next::End })
+}
+
 /// Checks that a socket keeps records apart and passes descriptors.
 pub(crate) fn check_type(socket: &impl AsFd) -> Result<()> {
     let unfit = |problem: &str| Err(Error::Socket(SocketError::Unfit { problem: problem.to_owned() }));

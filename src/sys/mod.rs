@@ -18,7 +18,7 @@ pub(crate) use self::{
     descriptor::replace,
     file::kcmp,
     process::{Program, take_passed},
-    socket::{peer_groups, unread},
+    socket::{pass_descriptors, passes_descriptors, peer_groups, unread},
 };
 
 /// The uid that the kernel shows in place of one that this user namespace does not map: `/proc/sys/kernel/overflowuid`, or the

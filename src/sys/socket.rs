@@ -29,6 +29,38 @@ pub(crate) fn unread(socket: BorrowedFd<'_>) -> io::Result<usize> {
     usize::try_from(bytes).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
+/// `SO_PASSRIGHTS` of Linux 6.16, which libc lacks.
+const SO_PASSRIGHTS: libc::c_int = 83;
+
+/// Whether a Unix socket takes descriptors from its peer. Where it does not, the peer's sendmsg(2) fails with `EPERM`. Does not block.
+///
+/// # Errors
+/// `ENOPROTOOPT` of a kernel older than 6.16.
+pub(crate) fn passes_descriptors(socket: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut passes: libc::c_int = 1;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes to `passes`, and the length itself; both live until the call returns. The
+    // descriptor is borrowed.
+    let result = unsafe {
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw mut passes).cast(), &raw mut length)
+    };
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(passes != 0) }
+}
+
+/// Sets whether a Unix socket takes descriptors from its peer: from a listening socket its later connections inherit it. Does not block.
+///
+/// # Errors
+/// `ENOPROTOOPT` of a kernel older than 6.16, where each socket takes them.
+pub(crate) fn pass_descriptors(socket: BorrowedFd<'_>, pass: bool) -> io::Result<()> {
+    let pass = libc::c_int::from(pass);
+    let length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the kernel reads the `length` bytes of `pass`, which lives until the call returns. The descriptor is borrowed.
+    let result = unsafe {
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw const pass).cast(), length)
+    };
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// The supplementary groups of the process at the other end of a Unix socket, as the kernel recorded them when the connection was
 /// made. Its effective group is not among them unless the process has it as a supplementary one too: that is in `SO_PEERCRED`. Does
 /// not block.
@@ -137,6 +169,30 @@ mod tests {
         assert_ne!(unread(ours.as_fd()).unwrap(), 0);
         drop(theirs);
         assert_eq!(unread(ours.as_fd()).unwrap(), 0);
+    }
+
+    #[test]
+    fn connections_inherit_whether_they_take_descriptors() {
+        let folder = tempfile::tempdir().unwrap();
+        let address = rustix::net::SocketAddrUnix::new(folder.path().join("socket")).unwrap();
+        let new = || rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        let listener = new();
+        if let Err(error) = pass_descriptors(listener.as_fd(), false) {
+            assert_eq!(error.raw_os_error(), Some(libc::ENOPROTOOPT));
+            assert_eq!(passes_descriptors(listener.as_fd()).unwrap_err().raw_os_error(), Some(libc::ENOPROTOOPT));
+            return;
+        }
+        rustix::net::bind(&listener, &address).unwrap();
+        rustix::net::listen(&listener, 1).unwrap();
+        let theirs = std::os::unix::net::UnixStream::from(new());
+        rustix::net::connect(&theirs, &address).unwrap();
+        let send = || sendfd::SendWithFd::send_with_fd(&theirs, b"a", &[listener.as_raw_fd()]);
+        assert_eq!(send().unwrap_err().raw_os_error(), Some(libc::EPERM));
+        let ours = rustix::net::accept(&listener).unwrap();
+        assert!(!passes_descriptors(ours.as_fd()).unwrap());
+        assert_eq!(send().unwrap_err().raw_os_error(), Some(libc::EPERM));
+        pass_descriptors(ours.as_fd(), true).unwrap();
+        assert_eq!(send().unwrap(), 1);
     }
 
     #[test]

@@ -39,7 +39,7 @@ const MIB: u64 = 1 << 20;
 const TIMEOUT_MS: u64 = 1000;
 
 /// Puts an object of so many segments, all of one file.
-fn put_segments(client: &Client, driver: &Driver, name: &str, segments: usize) {
+pub(crate) fn put_segments(client: &Client, driver: &Driver, name: &str, segments: usize) {
     let shared = filled(driver, 2 * MIB, None, 1);
     let material = Material::of(&shared).repeated(segments);
     let mut description = shared.describe().unwrap();
@@ -392,7 +392,8 @@ mod root {
             unread.push(raw);
         }
         until(|| server.log().matches("does not read what was sent to it").count() == 5);
-        server.wait_for_others(&client, 25);
+        // They count until they are closed.
+        server.wait_for_others(&client, 30);
         assert_eq!(refused(client.get(&Get::new("a"))).0, RefusalCode::Full);
         let path = server.path.clone();
         in_fork(|| {

@@ -17,8 +17,11 @@ use std::{
 };
 
 use nix::{
-    sys::resource::{Resource, setrlimit},
-    unistd::{Gid, Uid, alarm, setgid, setgroups, setuid},
+    sys::{
+        resource::{Resource, setrlimit},
+        signal::{Signal, kill},
+    },
+    unistd::{Gid, Pid, Uid, alarm, setgid, setgroups, setuid},
 };
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix};
 use sendfd::SendWithFd;
@@ -131,6 +134,32 @@ impl Process {
 
     pub(crate) fn client(&self) -> Client {
         connect(&self.path, self.user).unwrap()
+    }
+
+    /// Does something while the server does not run.
+    pub(crate) fn while_stopped<T>(&self, body: impl FnOnce() -> T) -> T {
+        let child = Pid::from_raw(self.child.id().cast_signed());
+        kill(child, Signal::SIGSTOP).unwrap();
+        let state = || fs::read_to_string(self.file("stat")).unwrap().rsplit(") ").next().unwrap().starts_with('T');
+        crate::broker::until(state);
+        let result = body();
+        kill(child, Signal::SIGCONT).unwrap();
+        result
+    }
+
+    /// Asks it to end.
+    pub(crate) fn stop(&mut self) {
+        self.child.stdin = None;
+    }
+
+    /// Waits until it has ended.
+    #[track_caller]
+    pub(crate) fn wait_for_exit(&mut self) {
+        let begun = std::time::Instant::now();
+        while self.child.try_wait().unwrap().is_none() {
+            assert!(begun.elapsed() < PATIENCE, "the server does not end");
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -313,6 +342,11 @@ impl Raw {
     pub(crate) fn dial(path: &Path) -> io::Result<Self> {
         let socket = seqpacket();
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+        Self::over(socket.into())
+    }
+
+    /// A connection that another process made.
+    pub(crate) fn over(socket: OwnedFd) -> io::Result<Self> {
         let socket = UnixStream::from(socket);
         socket.set_read_timeout(Some(PATIENCE))?;
         socket.set_write_timeout(Some(PATIENCE))?;

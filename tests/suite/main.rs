@@ -10,6 +10,7 @@ mod broker_checks;
 mod broker_commands;
 mod broker_crashes;
 mod broker_cycles;
+mod broker_descriptors;
 mod broker_faults;
 mod broker_files;
 mod broker_limits;

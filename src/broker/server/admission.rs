@@ -6,16 +6,22 @@ use std::{
 };
 
 use mio::{Interest, Token as Key, unix::SourceFd};
+use rustix::net::SendFlags;
 
 use super::{
+    ConnectionId,
     caller::Caller,
-    connection::{Connection, Outgoing},
+    connection::Connection,
     puts::Draft,
     reactor::{Reactor, Timer},
 };
 use crate::{
-    channel::deadline_after,
+    channel::{
+        deadline_after,
+        record::{Next, peek},
+    },
     error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
+    sys,
     wire::{Failure, MAX_FDS, broker::Message},
 };
 
@@ -48,55 +54,85 @@ impl Reactor {
         }
     }
 
-    /// Serves a new connection, or says why not and closes it.
+    /// Serves a new connection, or refuses and closes it.
     fn admit(&mut self, socket: OwnedFd) -> Result<()> {
         self.last.0 += 1;
         let id = self.last;
-        rustix::io::ioctl_fionbio(&socket, true).map_err(|errno| Error::system("make a socket non-blocking", errno))?;
-        let mut connection = Connection::new(id, socket, deadline_after(self.config.timeout))?;
-        let Caller { uid, pid, .. } = connection.caller;
-        if let Err((code, message)) = self.check_admission(&connection) {
-            tracing::info!(uid, pid, message, "a connection is refused");
-            if let Ok(error) = Outgoing::of(&Message::Error(Failure { code, message }), Vec::new())
-                && connection.push(error).is_ok()
-            {
-                connection.flush(&self.objects);
+        let caller = rustix::io::ioctl_fionbio(&socket, true)
+            .map_err(|errno| Error::system("make a socket non-blocking", errno))
+            .and_then(|()| Caller::of(id, &socket));
+        let caller = match caller {
+            Ok(caller) => caller,
+            Err(error) => {
+                self.close_refused(socket, None);
+                return Err(error);
             }
-            self.worker.close_socket(connection.socket.into());
+        };
+        let uid = caller.uid;
+        if !self.is_allowed(&caller, &socket) {
+            let message = format!("uid {uid} is not allowed here");
+            self.refuse_connection(&caller, &socket, ErrorCode::Refused, message);
+            self.close_refused(socket, None);
             return Ok(());
         }
-        let watched = self.poll.registry().register(
-            &mut SourceFd(&connection.as_fd().as_raw_fd()),
-            Key(id.0 as usize),
-            Interest::READABLE,
-        );
-        watched.map_err(|error| Error::system("watch a connection", error))?;
+        if let Err(message) = self.check_admission(uid) {
+            self.refuse_connection(&caller, &socket, ErrorCode::Full, message);
+            self.close_refused(socket, Some(uid));
+            return Ok(());
+        }
+        let watched =
+            self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), Key(id.0 as usize), Interest::READABLE);
+        // Fails where the kernel has no such option, and lets descriptors pass.
+        let _ = sys::pass_descriptors(socket.as_fd(), true);
+        if let Err(error) = watched {
+            self.close_refused(socket, Some(uid));
+            return Err(Error::system("watch a connection", error));
+        }
         self.objects.users().add_connection(uid);
-        let deadline = connection.deadline;
-        self.connections.insert(id, connection);
-        deadline.into_iter().for_each(|deadline| self.set_deadline(id, deadline));
+        let deadline = deadline_after(self.config.timeout);
+        self.connections.insert(id, Connection::new(caller, socket, deadline));
+        self.set_deadline(id, deadline);
         self.list(id);
         Ok(())
     }
 
-    fn check_admission(&mut self, connection: &Connection) -> Result<(), (ErrorCode, String)> {
-        let caller = &connection.caller;
-        let uid = caller.uid;
-        let allowed = caller.is_superuser()
-            || self.config.allow_uids.contains(&uid)
-            || self.config.allow_gids.iter().any(|gid| caller.is_of(*gid, connection));
-        if !allowed {
-            return Err((ErrorCode::Refused, format!("uid {uid} is not allowed here")));
+    /// Reports to a peer why it is not served.
+    fn refuse_connection(&self, caller: &Caller, socket: &OwnedFd, code: ErrorCode, message: String) {
+        let Caller { uid, pid, .. } = caller;
+        tracing::info!(uid, pid, message, "a connection is refused");
+        let mut record = Vec::new();
+        if Message::Error(Failure { code, message }).encode_into(&mut record).is_ok() {
+            // Fails if the peer is gone.
+            let _ = rustix::net::send(socket, &record, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         }
-        if let Err(refusal) = self.objects.users().check_connection(uid) {
-            return Err((ErrorCode::Full, refusal.message));
+    }
+
+    fn is_allowed(&self, caller: &Caller, socket: &OwnedFd) -> bool {
+        caller.is_superuser()
+            || self.config.allow_uids.contains(&caller.uid)
+            || self.config.allow_gids.iter().any(|gid| caller.is_of(*gid, socket))
+    }
+
+    fn check_admission(&mut self, uid: u32) -> Result<(), String> {
+        self.objects.users().check_connection(uid).map_err(|refusal| refusal.message)?;
+        self.closers.check(uid)?;
+        self.require_descriptors(1).map_err(|refusal| refusal.message)
+    }
+
+    /// Why nothing may be received on a connection, since it may bring descriptors that can't be closed or have no room. The kernel
+    /// would close those without room in this thread.
+    pub(super) fn check_room_to_receive(&self, id: ConnectionId) -> Result<(), String> {
+        let Some(connection) = self.connections.get(&id) else { return Ok(()) };
+        self.closers.check(connection.caller.uid)?;
+        if self.descriptors() + SPARE <= self.limit {
+            return Ok(());
         }
-        if self.worker.is_stuck() {
-            let message =
-                "files that came from peers can't be closed: the broker takes no more connections until they are";
-            return Err((ErrorCode::Full, message.to_owned()));
+        match peek(connection) {
+            Ok(Next::Record { descriptors: true }) => {
+                Err(format!("the broker can't receive descriptors: it is close to its limit of {}", self.limit))
+            }
+            _ => Ok(()),
         }
-        self.require_descriptors(1).map_err(|refusal| (ErrorCode::Full, refusal.message))
     }
 
     /// Refuses what would need more descriptors than this process may have.
@@ -117,7 +153,7 @@ impl Reactor {
 
     /// Descriptors that this process has, about.
     pub(super) fn descriptors(&self) -> usize {
-        let kept = self.objects.descriptors() + self.worker.closing();
+        let kept = self.objects.descriptors() + self.worker.closing() + self.closers.descriptors();
         self.connections.len() + self.abandoned.len() + kept + self.uploading + self.held_back()
     }
 

@@ -14,7 +14,6 @@ use rustix::net::SendFlags;
 use sendfd::SendWithFd;
 
 use super::{
-    ConnectionId,
     caller::Caller,
     gets::Waiting,
     monitoring::Watching,
@@ -141,9 +140,8 @@ pub(super) enum Sent {
 
 impl Connection {
     /// A connection that was accepted; its socket is non-blocking.
-    pub(super) fn new(id: ConnectionId, socket: OwnedFd, deadline: Instant) -> Result<Self> {
-        let caller = Caller::of(id, &socket)?;
-        Ok(Self {
+    pub(super) fn new(caller: Caller, socket: OwnedFd, deadline: Instant) -> Self {
+        Self {
             caller,
             socket: socket.into(),
             greeted: false,
@@ -161,7 +159,7 @@ impl Connection {
             wants_room_since: None,
             unread_since: None,
             listed: false,
-        })
+        }
     }
 
     /// Whether a request is under way.

@@ -80,7 +80,10 @@ impl Reactor {
                 connection.unread_since.is_some()
             })
         });
-        self.abandoned.retain(|of| is_unread(of.socket.as_fd()));
+        let read = |of: &mut Abandoned| !is_unread(of.socket.as_fd());
+        for Abandoned { socket, uid, .. } in self.abandoned.extract_if(.., read).collect::<Vec<_>>() {
+            self.close_connection(socket.into(), uid);
+        }
     }
 
     /// Tries a reply again later, or takes it back.
@@ -103,7 +106,8 @@ impl Reactor {
         self.refuse(id, BrokerError::new(RefusalCode::Full, message));
     }
 
-    /// Closes a connection's socket, or keeps it to see when what its peer has not read is no more in flight.
+    /// Closes a connection's socket, or keeps it to see when what its peer has not read is no more in flight. It counts as a connection
+    /// of its user until it is closed.
     pub(super) fn close_socket(&mut self, socket: UnixStream, uid: u32, descriptors: usize) {
         if descriptors > 0 && is_unread(socket.as_fd()) {
             let _ = self.poll.registry().deregister(&mut SourceFd(&socket.as_raw_fd()));
@@ -111,7 +115,7 @@ impl Reactor {
             self.abandoned.push(Abandoned { socket, uid, descriptors });
             self.sweep_later();
         } else {
-            self.worker.close_socket(socket.into());
+            self.close_connection(socket.into(), uid);
         }
     }
 }

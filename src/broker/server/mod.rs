@@ -12,11 +12,13 @@
 //! | `caller` | users, groups and what they may do |
 //! | `flight` | descriptors that were sent and not read |
 //! | `worker` | what may take long |
+//! | `closer` | closes that a peer may block |
 //! | `storing` | the store: what waits for it, and the end of its keeper |
 //! | `monitoring` | events and figures for those who look on |
 
 mod admission;
 mod caller;
+mod closer;
 mod connection;
 mod devices;
 mod flight;
@@ -35,6 +37,8 @@ use std::{
     collections::HashMap,
     os::fd::{AsFd, OwnedFd},
     path::Path,
+    sync::mpsc,
+    thread,
     time::Duration,
 };
 
@@ -123,6 +127,9 @@ impl std::fmt::Debug for Server {
         f.debug_struct("Server").field("path", &self.path).finish_non_exhaustive()
     }
 }
+
+/// How long the end of a server waits for descriptors to be closed.
+const CLOSING: Duration = Duration::from_secs(2);
 
 /// How many connections may wait to be accepted; the kernel has a bound of its own (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
@@ -213,7 +220,27 @@ impl Server {
     /// # Errors
     /// [`Error::System`] if the event loop fails.
     pub fn run(mut self) -> Result<ServerReport> {
-        let (objects, versions, leases, bytes) = self.reactor.run()?;
+        let result = self.reactor.run();
+        drop_elsewhere(self.reactor);
+        let (objects, versions, leases, bytes) = result?;
         Ok(ServerReport { objects, versions, leases, bytes })
+    }
+}
+
+/// Drops a reactor in a thread, as its peers may block the close of descriptors that they sent. The end of the process does not wait
+/// for those.
+fn drop_elsewhere(reactor: Reactor) {
+    let (done, ended) = mpsc::channel();
+    let close = move || {
+        drop(reactor);
+        // Fails if the wait is over.
+        let _ = done.send(());
+    };
+    match thread::Builder::new().name("closer".to_owned()).spawn(close) {
+        Ok(_) if ended.recv_timeout(CLOSING).is_err() => {
+            tracing::warn!("descriptors that peers sent can't be closed: the broker ends without");
+        }
+        Ok(_) => {}
+        Err(error) => tracing::warn!(%error, "no thread could be started to close descriptors"),
     }
 }

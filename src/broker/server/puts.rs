@@ -29,6 +29,7 @@ const FEW: usize = 128;
 /// A put whose segments are still to come, or all there.
 #[derive(Debug)]
 pub(super) struct Upload {
+    uid: u32,
     put: Put,
     terms: Terms,
     total: usize,
@@ -112,16 +113,16 @@ fn bytes_of(parts: &[NewPart]) -> u64 {
 }
 
 /// Examines one part of a put, and then the next one when it is the user's turn again.
-fn examine(id: ConnectionId, descriptors: usize, examination: Examination) -> Step {
+fn examine(id: ConnectionId, uid: u32, descriptors: usize, examination: Examination) -> Step {
     let prepared = match examination.step() {
-        Examined::More(rest) => return Step::More(Box::new(move || examine(id, descriptors, *rest))),
+        Examined::More(rest) => return Step::More(Box::new(move || examine(id, uid, descriptors, *rest))),
         Examined::Sound(prepared) => Ok(prepared),
         Examined::Refused(refusal, fds) => Err((refusal, fds)),
     };
     Step::Done(Box::new(move |reactor: &mut Reactor| {
         reactor.uploading -= descriptors;
         reactor.set_request(id, Request::None);
-        reactor.prepared(id, prepared);
+        reactor.prepared(id, uid, prepared);
         reactor.listen_again(id);
     }))
 }
@@ -144,7 +145,7 @@ impl Reactor {
     pub(super) fn put(&mut self, id: ConnectionId, put: Put, mut fds: Vec<OwnedFd>) {
         let before = self.published_before(id, &put);
         if let Some(answer) = before.transpose() {
-            self.worker.reject(fds);
+            self.reject(id, fds);
             return match answer {
                 Ok(published) => self.reply(id, &Message::Published(published)),
                 Err(refusal) => self.refuse(id, refusal),
@@ -152,13 +153,15 @@ impl Reactor {
         }
         match self.admit_put(id, &put) {
             Err(refusal) => {
-                self.worker.reject(fds);
+                self.reject(id, fds);
                 self.refuse(id, refusal);
             }
             Ok((terms, total)) => {
+                let Some(connection) = self.connections.get(&id) else { return self.reject(id, fds) };
+                let uid = connection.caller.uid;
                 let segments = fds.split_off(fds.len() - put.sizes.len());
                 let segments = put.sizes.iter().copied().zip(segments).collect::<Vec<_>>();
-                let upload = Upload { put, terms, total, tables: fds, segments };
+                let upload = Upload { uid, put, terms, total, tables: fds, segments };
                 self.uploading += upload.descriptors();
                 if upload.segments.len() < total {
                     self.set_request(id, Request::Upload(Box::new(upload)));
@@ -206,19 +209,19 @@ impl Reactor {
 
     /// Some more of a put's segments have come.
     pub(super) fn segments(&mut self, id: ConnectionId, segments: Segments, fds: Vec<OwnedFd>) {
-        let Some(connection) = self.connections.get_mut(&id) else { return self.worker.reject(fds) };
+        let Some(connection) = self.connections.get_mut(&id) else { return self.reject(id, fds) };
         // What else it waits for must still be found when the connection is closed.
         let uploading = matches!(connection.request, Request::Upload(_));
         let request = if uploading { std::mem::take(&mut connection.request) } else { Request::None };
         let Request::Upload(mut upload) = request else {
-            self.worker.reject(fds);
+            self.reject(id, fds);
             return self.break_off(id, "segments came where no put waits for any");
         };
         let (first, have, more) = (segments.first, upload.segments.len(), segments.sizes.len());
         if first != have as u64 || have + more > upload.total {
             let total = upload.total;
-            self.uploading -= upload.descriptors();
-            self.worker.reject(upload.into_fds().into_iter().chain(fds).collect());
+            self.end_upload(*upload);
+            self.reject(id, fds);
             return self.break_off(
                 id,
                 &format!(
@@ -235,17 +238,19 @@ impl Reactor {
         }
     }
 
+    /// Closes what came of a put that is given up.
+    pub(super) fn end_upload(&mut self, upload: Upload) {
+        self.uploading -= upload.descriptors();
+        self.reject_of(Some(upload.uid), upload.into_fds());
+    }
+
     /// All segments of a put are there.
     fn uploaded(&mut self, id: ConnectionId, upload: Upload) {
-        let descriptors = upload.descriptors();
-        let Some(connection) = self.connections.get_mut(&id) else {
-            self.uploading -= descriptors;
-            return self.worker.reject(upload.into_fds());
-        };
-        let (small, uid) = (upload.is_small(), connection.caller.uid);
+        let (uid, descriptors, small) = (upload.uid, upload.descriptors(), upload.is_small());
+        let Some(connection) = self.connections.get_mut(&id) else { return self.end_upload(upload) };
         let examination = Examination::new(upload, connection.caller.describe(), self.emulated);
         connection.request = Request::Worker;
-        let mut next: Job = Box::new(move || examine(id, descriptors, examination));
+        let mut next: Job = Box::new(move || examine(id, uid, descriptors, examination));
         if !small {
             return self.worker.run(uid, next);
         }
@@ -259,11 +264,11 @@ impl Reactor {
     }
 
     /// A put was looked at.
-    fn prepared(&mut self, id: ConnectionId, prepared: Result<Prepared, (BrokerError, Vec<OwnedFd>)>) {
+    fn prepared(&mut self, id: ConnectionId, uid: u32, prepared: Result<Prepared, (BrokerError, Vec<OwnedFd>)>) {
         let prepared = match prepared {
             Ok(prepared) => prepared,
             Err((refusal, fds)) => {
-                self.worker.reject(fds);
+                self.reject_of(Some(uid), fds);
                 return self.refuse(id, refusal);
             }
         };

@@ -16,6 +16,7 @@ use rustix::net::{RecvFlags, ReturnFlags};
 use super::{
     ConnectionId, ServerConfig,
     caller::Caller,
+    closer::Closers,
     connection::{Connection, Outgoing, Request, Sent},
     flight::Abandoned,
     gets::Claims,
@@ -31,6 +32,7 @@ use crate::{
         record::{Raw, is_gone, receive_raw},
     },
     error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
+    sys,
     wire::{
         Failure, HEADER_LENGTH, MAX_BODY,
         broker::{Message, Refusal},
@@ -85,6 +87,7 @@ pub(super) struct Reactor {
     pub(super) emulated: bool,
     pub(super) objects: Objects,
     pub(super) worker: Worker,
+    pub(super) closers: Closers,
     pub(super) connections: HashMap<ConnectionId, Connection>,
     pub(super) drafts: HashMap<DraftKey, Draft>,
     pub(super) claims: Claims,
@@ -138,6 +141,11 @@ impl Reactor {
             let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
             registered.map_err(failed("watch a descriptor"))?;
         }
+        // A connection takes descriptors once its user is allowed. Before Linux 6.16 each does.
+        if let Err(error) = sys::pass_descriptors(listener.as_fd(), false) {
+            tracing::debug!(%error, "users that are not allowed can send descriptors before they are disconnected");
+        }
+        let (worker, closers) = Worker::start(waker)?;
         let told = objects.journal().last_event();
         let mut reactor = Self {
             poll,
@@ -146,7 +154,8 @@ impl Reactor {
             emulated: config.emulated,
             config,
             objects,
-            worker: Worker::start(waker)?,
+            worker,
+            closers,
             connections: HashMap::new(),
             drafts: HashMap::new(),
             claims: Claims::default(),
@@ -229,6 +238,10 @@ impl Reactor {
             for id in self.connections.keys().copied().collect::<Vec<_>>() {
                 self.send_error(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs");
             }
+            // Their close may block; the peers are to see the end before it.
+            for connection in self.connections.values() {
+                let _ = connection.socket.shutdown(std::net::Shutdown::Both);
+            }
             return Ok(sums);
         }
         for id in self.connections.keys().copied().collect::<Vec<_>>() {
@@ -286,6 +299,10 @@ impl Reactor {
     fn take_records(&mut self, id: ConnectionId) -> bool {
         let mut resets = 0;
         for _ in 0..RECORDS_AT_ONCE {
+            if let Err(message) = self.check_room_to_receive(id) {
+                self.end(id, ErrorCode::Full, &message, "its user's descriptors can't be closed");
+                return false;
+            }
             let Some(connection) = self.connections.get(&id) else { return false };
             let mut incoming = std::mem::take(&mut self.incoming);
             let received = receive_raw(connection, &mut incoming, RecvFlags::DONTWAIT);
@@ -316,11 +333,11 @@ impl Reactor {
     fn record(&mut self, id: ConnectionId, incoming: &[u8], raw: Raw) {
         let Raw { bytes, flags, fds } = raw;
         if bytes == 0 {
-            self.worker.reject(fds);
+            self.reject(id, fds);
             return self.close(id, "the peer has closed it");
         }
         if flags.contains(ReturnFlags::CTRUNC) {
-            self.worker.reject(fds);
+            self.reject(id, fds);
             return self.end(
                 id,
                 ErrorCode::Failed,
@@ -329,13 +346,13 @@ impl Reactor {
             );
         }
         if flags.contains(ReturnFlags::TRUNC) || bytes >= incoming.len() {
-            self.worker.reject(fds);
+            self.reject(id, fds);
             return self.break_off(id, "a record is longer than the protocol allows");
         }
         match Message::decode(&incoming[..bytes], fds.len()) {
             Ok(message) => self.message(id, message, fds),
             Err(error) => {
-                self.worker.reject(fds);
+                self.reject(id, fds);
                 let code = match error {
                     crate::error::ProtocolError::Version { .. } => ErrorCode::Version,
                     _ => ErrorCode::Protocol,
@@ -506,12 +523,8 @@ impl Reactor {
         tracing::debug!(uid, pid, leases = connection.leases.len(), why, "a connection is closed");
         self.unread.remove(&id);
         self.watchers.remove(&id);
-        self.objects.users().remove_connection(uid);
         match connection.request {
-            Request::Upload(upload) => {
-                self.uploading -= upload.descriptors();
-                self.worker.reject(upload.into_fds());
-            }
+            Request::Upload(upload) => self.end_upload(*upload),
             Request::Parts(key) => self.withdraw(id, &key),
             Request::Object(waiting) => self.stop_waiting_of(id, &waiting),
             Request::None | Request::Worker | Request::Storing | Request::Watch(_) => {}
@@ -530,7 +543,7 @@ impl Reactor {
             Some(connection) => connection.request = request,
             None => {
                 if let Request::Upload(upload) = request {
-                    self.worker.reject(upload.into_fds());
+                    self.end_upload(*upload);
                 }
             }
         }
@@ -579,6 +592,7 @@ impl Reactor {
     /// Disconnects those that do not read.
     fn sweep(&mut self, now: Instant) {
         self.acceptable = true;
+        self.closers.start();
         self.count_unread();
         let timeout = self.config.timeout;
         let stuck = |id: &&ConnectionId| {
@@ -588,7 +602,7 @@ impl Reactor {
         let stuck: Vec<ConnectionId> = self.unread.iter().filter(stuck).copied().collect();
         stuck.into_iter().for_each(|id| self.stalled(id));
         self.sweeping = false;
-        if !self.unread.is_empty() || !self.abandoned.is_empty() {
+        if !self.unread.is_empty() || !self.abandoned.is_empty() || self.closers.wants_thread() {
             self.sweep_later();
         }
     }

@@ -19,14 +19,14 @@ impl Reactor {
         if matches!(message, Message::Get(_) | Message::Stat(_) | Message::Received(_)) && !self.has_read(id) {
             return;
         }
-        let Some(connection) = self.connections.get_mut(&id) else { return self.worker.reject(fds) };
+        let Some(connection) = self.connections.get_mut(&id) else { return self.reject(id, fds) };
         tracing::trace!(kind = message.name(), pid = connection.caller.pid, "received");
         let (greeted, busy) = (connection.greeted, connection.is_busy());
         match message {
             Message::Error(_) => self.close(id, "the peer has ended it with an error"),
             Message::Hello(hello) if !greeted => self.hello(id, &hello),
             other if !greeted => {
-                self.worker.reject(fds);
+                self.reject(id, fds);
                 self.break_off(id, &format!("{} came where hello belongs", other.name()));
             }
             Message::Busy(_) => {}
@@ -57,7 +57,7 @@ impl Reactor {
             },
             Message::Segments(segments) => self.segments(id, segments, fds),
             other if busy => {
-                self.worker.reject(fds);
+                self.reject(id, fds);
                 self.break_off(id, &format!("{} came before the answer to the request before it", other.name()));
             }
             other => {
@@ -69,7 +69,7 @@ impl Reactor {
 
     /// A request has come.
     fn request(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) {
-        let Some(connection) = self.connections.get_mut(&id) else { return self.worker.reject(fds) };
+        let Some(connection) = self.connections.get_mut(&id) else { return self.reject(id, fds) };
         match message {
             Message::Put(put) => self.put(id, *put, fds),
             Message::Get(get) => self.get(id, *get),
@@ -113,7 +113,7 @@ impl Reactor {
             Message::Watch(watch) => self.watch_events(id, watch),
             Message::Measure(_) => self.measure(id),
             other => {
-                self.worker.reject(fds);
+                self.reject(id, fds);
                 self.break_off(id, &format!("{} came, which a broker sends", other.name()));
             }
         }

@@ -2,21 +2,18 @@
 
 use std::{
     collections::VecDeque,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     sync::{
         Arc, Condvar, Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
-        mpsc::{self, Receiver, Sender},
+        mpsc::{self, Receiver},
     },
     thread,
 };
 
 use mio::Waker;
 
-use super::{
-    inspect::{Kind, kind},
-    reactor::Reactor,
-};
+use super::{closer::Closers, reactor::Reactor};
 use crate::error::{Error, Result};
 
 /// What the event loop does with what a job found.
@@ -85,26 +82,21 @@ impl Queue {
     }
 }
 
-/// The most files whose close blocks: with as many the broker takes no more connections.
-const MOST_STUCK: usize = 256;
-
-/// Two threads: one for work that ends soon, and one that closes what other processes may keep from closing.
+/// A thread for work that ends soon, the close of memory included.
 #[derive(Debug)]
 pub(super) struct Worker {
     queue: Arc<Queue>,
     outcomes: Receiver<Outcome>,
-    foreign: Sender<OwnedFd>,
-    stuck: Arc<AtomicUsize>,
     closing: Arc<AtomicUsize>,
 }
 
 impl Worker {
     /// # Errors
     /// [`Error::System`] if no thread can be started.
-    pub(super) fn start(waker: Arc<Waker>) -> Result<Self> {
+    pub(super) fn start(waker: Arc<Waker>) -> Result<(Self, Closers)> {
         let queue = Arc::new(Queue::default());
         let (done, outcomes) = mpsc::channel();
-        let failed = |error| Error::system("start a thread", error);
+        let closers = Closers::new(done.clone(), Arc::clone(&waker));
         let to_do = Arc::clone(&queue);
         let work = move || {
             while let Some((user, job)) = to_do.next() {
@@ -122,18 +114,9 @@ impl Worker {
                 }
             }
         };
-        thread::Builder::new().name("worker".to_owned()).spawn(work).map_err(failed)?;
-        let (foreign, to_close) = mpsc::channel::<OwnedFd>();
-        let stuck = Arc::new(AtomicUsize::new(0));
-        let counted = Arc::clone(&stuck);
-        let close = move || {
-            for fd in to_close {
-                drop(fd);
-                counted.fetch_sub(1, Ordering::Relaxed);
-            }
-        };
-        thread::Builder::new().name("closer".to_owned()).spawn(close).map_err(failed)?;
-        Ok(Self { queue, outcomes, foreign, stuck, closing: Arc::default() })
+        let started = thread::Builder::new().name("worker".to_owned()).spawn(work);
+        started.map_err(|error| Error::system("start a thread", error))?;
+        Ok((Self { queue, outcomes, closing: Arc::default() }, closers))
     }
 
     /// Does a user's work elsewhere, when it is that user's turn.
@@ -160,36 +143,9 @@ impl Worker {
         }
     }
 
-    /// How many descriptors are not closed yet.
+    /// How many descriptors of memory are not closed yet.
     pub(super) fn closing(&self) -> usize {
-        self.closing.load(Ordering::Relaxed) + self.stuck.load(Ordering::Relaxed)
-    }
-
-    /// Closes what came from a peer and was not taken over. What is no memory goes where no other work waits for it.
-    pub(super) fn reject(&self, fds: Vec<OwnedFd>) {
-        let (foreign, memory): (Vec<_>, Vec<_>) = fds.into_iter().partition(|fd| kind(fd.as_fd()) == Kind::Foreign);
-        for fd in foreign {
-            self.stuck.fetch_add(1, Ordering::Relaxed);
-            // Fails if the thread has ended; then this closes it.
-            let _ = self.foreign.send(fd);
-        }
-        self.close(memory);
-    }
-
-    /// Closes a socket. Where records are queued on it that were not read, their descriptors are closed with it, and may be of any
-    /// file: then elsewhere.
-    pub(super) fn close_socket(&self, socket: OwnedFd) {
-        let unread = rustix::io::ioctl_fionread(&socket).unwrap_or(0);
-        if unread > 0 {
-            // The peer sees the end at once.
-            let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Both);
-            self.reject(vec![socket]);
-        }
-    }
-
-    /// Whether so many files of others can't be closed that no more may come.
-    pub(super) fn is_stuck(&self) -> bool {
-        self.stuck.load(Ordering::Relaxed) >= MOST_STUCK
+        self.closing.load(Ordering::Relaxed)
     }
 }
 
