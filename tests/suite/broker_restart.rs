@@ -406,9 +406,9 @@ fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
     let (held, _) = lease(&raw, "a");
     let instance = resume(&raw, &[]).instance;
     let supervisor = served.supervisor();
-    kill(server, Signal::SIGSTOP).unwrap();
-    kill(supervisor, Signal::SIGKILL).unwrap();
+    kill(supervisor, Signal::SIGSTOP).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
+    kill(supervisor, Signal::SIGKILL).unwrap();
     served.reap();
     // All of it: the threads of a process end one after the other, and its descriptors with the last.
     until(|| Raw::dial(&served.path).is_err());
@@ -433,9 +433,9 @@ fn what_both_took_with_them_comes_back_from_a_reader(mut subject: Subject) {
     let client = Client::connect(&served.path, &Config::default()).unwrap();
     let lease = client.get(&Get::new("a")).unwrap();
     let supervisor = served.supervisor();
-    kill(server, Signal::SIGSTOP).unwrap();
-    kill(supervisor, Signal::SIGKILL).unwrap();
+    kill(supervisor, Signal::SIGSTOP).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
+    kill(supervisor, Signal::SIGKILL).unwrap();
     served.reap();
     until(|| Raw::dial(&served.path).is_err());
     served.start_again();

@@ -15,6 +15,7 @@ mod broker_faults;
 mod broker_files;
 mod broker_limits;
 mod broker_model;
+mod broker_orders;
 mod broker_pages;
 mod broker_parts;
 mod broker_process;

@@ -44,8 +44,11 @@ use std::{
 
 #[cfg(feature = "internals")]
 pub(crate) use self::inspect::inspect_and_classify;
-use self::{objects::Objects, reactor::Reactor};
-use super::store::{Inherited, Kept, Name, Store};
+use self::{objects::Objects, reactor::Reactor, storing::Supervision};
+use super::{
+    store::{Inherited, Kept, Name, Store},
+    supervisor::SupervisorProcess,
+};
 use crate::{
     channel::{Cancel, Listener},
     error::{Error, Result},
@@ -162,18 +165,27 @@ impl Server {
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
         let objects = Objects::restore(config.quota, store, [None, None], HashMap::new())?;
-        Ok(Self { reactor: Reactor::new(listener, objects, None, config, cancel)?.holding(devices), path })
+        Ok(Self {
+            reactor: Reactor::new(listener, objects, Supervision::default(), config, cancel)?.holding(devices),
+            path,
+        })
     }
 
     /// As [`Server::bind`], with a store that keeps what is put for the next server, and with what the store kept of the one before
-    /// this. The socket's file stays when this ends. Blocks for as long as it takes to read the catalogue.
+    /// this. The socket's file stays when this ends. `restart` ends it once the supervisor has confirmed that it has everything. Blocks for as long as it takes to read the catalogue.
     ///
     /// # Errors
     /// Those of [`Server::bind`]; [`Error::System`] if the store can't be reached, or if the catalogue was written by a newer build.
     #[cfg_attr(not(feature = "tools"), allow(dead_code))]
-    pub(crate) fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
+    pub(crate) fn resume(
+        path: &Path,
+        config: ServerConfig,
+        kept: Kept,
+        cancel: &Cancel,
+        restart: Option<Cancel>,
+    ) -> Result<Self> {
         let Kept { mut store, inherited } = kept;
-        let Inherited { socket, catalogues, segments, devices, life, others, .. } = inherited;
+        let Inherited { socket, catalogues, segments, devices, life, supervisor, others, .. } = inherited;
         // The store has it under its name, also if the file is gone.
         let in_store = socket.is_some();
         store.count(socket.as_ref().map(|_| Name::Socket));
@@ -201,7 +213,8 @@ impl Server {
         let mut objects = Objects::restore(config.quota, store, catalogues, segments)?;
         objects.store_mut().say("READY=1");
         let path = listener.path().to_owned();
-        Ok(Self { reactor: Reactor::new(listener, objects, life, config, cancel)?.holding(devices), path })
+        let supervision = Supervision::of(life, supervisor.map(SupervisorProcess::of_parent), restart);
+        Ok(Self { reactor: Reactor::new(listener, objects, supervision, config, cancel)?.holding(devices), path })
     }
 
     /// Whether it goes on with what a server before it held.

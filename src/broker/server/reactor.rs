@@ -23,10 +23,11 @@ use super::{
     monitoring::Metrics,
     objects::Objects,
     puts::{Draft, DraftKey, Storing},
+    storing::Supervision,
     worker::Worker,
 };
 use crate::{
-    broker::{store::Keeper, supervisor::Child},
+    broker::store::Keeper,
     channel::{
         Cancel, Listener, deadline_after,
         record::{Raw, is_gone, receive_raw},
@@ -45,6 +46,7 @@ const CANCEL: Key = Key(2);
 pub(super) const STORE: Key = Key(3);
 pub(super) const BARRIER: Key = Key(4);
 pub(super) const LIFE: Key = Key(5);
+const RESTART: Key = Key(6);
 
 /// The first key of a connection.
 const CONNECTIONS: u64 = 16;
@@ -74,6 +76,8 @@ pub(super) enum Timer {
     Sweep,
     /// To tell the store what it could not be told.
     Store,
+    /// To look whether the supervisor reads what is sent to it.
+    Supervisor,
     /// To end what no client took up of a server before this one.
     Unclaimed,
 }
@@ -94,12 +98,7 @@ pub(super) struct Reactor {
     /// Versions whose descriptors are on their way into the store, in their order.
     pub(super) storing: VecDeque<Storing>,
     pub(super) watches_barrier: bool,
-    /// The pipe that ends with the supervisor, and the supervisor that this process started.
-    pub(super) life: Option<OwnedFd>,
-    pub(super) supervisor: Option<Child>,
-    /// When the next one may be started, and how long to wait for the one after that.
-    pub(super) next_supervisor: Instant,
-    pub(super) supervisor_pause: Duration,
+    pub(super) supervision: Supervision,
     /// Whether a timer for the store is set.
     pub(super) settles_later: bool,
     /// The nodes of devices that are held open.
@@ -130,14 +129,16 @@ impl Reactor {
     pub(super) fn new(
         listener: Listener,
         objects: Objects,
-        life: Option<OwnedFd>,
+        supervision: Supervision,
         config: ServerConfig,
         cancel: &Cancel,
     ) -> Result<Self> {
         let failed = |action: &'static str| move |error: io::Error| Error::system(action, error);
         let poll = Poll::new().map_err(failed("make an epoll instance"))?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("make an eventfd"))?);
-        for (fd, key) in [(listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)] {
+        let sources = [(listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)];
+        let restart = supervision.restart_request().map(|restart| (restart.as_fd(), RESTART));
+        for (fd, key) in sources.into_iter().chain(restart) {
             let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
             registered.map_err(failed("watch a descriptor"))?;
         }
@@ -161,10 +162,7 @@ impl Reactor {
             claims: Claims::default(),
             storing: VecDeque::new(),
             watches_barrier: false,
-            life,
-            supervisor: None,
-            next_supervisor: Instant::now(),
-            supervisor_pause: Duration::ZERO,
+            supervision,
             settles_later: false,
             devices: Vec::new(),
             watchers: HashSet::new(),
@@ -197,7 +195,7 @@ impl Reactor {
     /// Serves until it is cancelled.
     pub(super) fn run(&mut self) -> Result<(u64, u64, u64, u64)> {
         let mut events = Events::with_capacity(1024);
-        while self.cancel.check().is_ok() {
+        while self.cancel.check().is_ok() && !self.may_restart() {
             match self.poll.poll(&mut events, self.patience()) {
                 Err(error) if error.kind() != io::ErrorKind::Interrupted => {
                     return Err(Error::system("wait for connections", error));
@@ -209,6 +207,7 @@ impl Reactor {
                     LISTENER => self.acceptable = true,
                     WAKER | CANCEL | STORE | BARRIER => {}
                     LIFE => self.supervisor_gone(),
+                    RESTART => self.begin_restart(),
                     Key(key) => {
                         let id = ConnectionId(key as u64);
                         if event.is_writable() {
@@ -231,7 +230,7 @@ impl Reactor {
         let sums = self.objects.sums();
         if self.objects.store().keeper() != Keeper::None {
             // What they hold is the next server's: nothing of it is written down as ended.
-            if !self.is_to_restart() {
+            if self.cancel.check().is_err() && !self.is_hung_up() {
                 self.objects.store_mut().say("STOPPING=1");
             }
             self.settle_store();
@@ -250,8 +249,8 @@ impl Reactor {
         Ok(sums)
     }
 
-    /// Whether it was asked to end for another server to go on (SIGHUP).
-    pub(super) fn is_to_restart(&self) -> bool {
+    /// Whether SIGHUP ended it: a server that systemd starts next goes on.
+    fn is_hung_up(&self) -> bool {
         matches!(self.cancel.check(), Err(Error::Interrupted { signal: nix::libc::SIGHUP }))
     }
 
@@ -583,6 +582,7 @@ impl Reactor {
                     self.settles_later = false;
                     self.settle_store();
                 }
+                Timer::Supervisor => self.check_supervisor(),
                 Timer::Unclaimed => self.objects.end_unclaimed(),
             }
         }

@@ -10,8 +10,9 @@
 //! | `LIFE` | a pipe that ends with the supervisor |
 //! | `NTFY`, `PEER` | the supervisor's end of a pair of sockets, and the server's |
 //! | `SELF` | a pidfd of the server |
+//! | `SUPV` | a pidfd of the supervisor |
 //!
-//! The last four are passed from one process to the next and never stored.
+//! The last five are passed from one process to the next and never stored.
 
 mod notice;
 mod passed;
@@ -33,7 +34,7 @@ use sendfd::SendWithFd;
 
 pub(super) use self::{
     notice::{Notice, read as read_notice},
-    passed::{Inherited, LIFE, NOTIFY, Name, PEER, SERVER},
+    passed::{Inherited, LIFE, NOTIFY, Name, PEER, SERVER, SUPERVISOR},
 };
 use super::catalogue::SegmentId;
 use crate::{
@@ -43,7 +44,7 @@ use crate::{
 
 /// How many bytes one variable of the environment may have, its name included (`MAX_ARG_STRLEN` of Linux): the names of all
 /// descriptors come back in one.
-const NAMES: usize = 128 * 1024 - "LISTEN_FDNAMES=LIFE:NTFY:PEER:SELF:".len() - 1;
+const NAMES: usize = 128 * 1024 - "LISTEN_FDNAMES=LIFE:NTFY:PEER:SELF:SUPV:".len() - 1;
 
 /// Who keeps the descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -316,6 +317,22 @@ impl Store {
         }
     }
 
+    /// A new point, which the keeper has not confirmed yet even if it has confirmed everything before.
+    pub(super) fn new_mark(&mut self) -> Mark {
+        self.push(Item::Nothing);
+        self.mark()
+    }
+
+    /// Whether the keeper has confirmed that it has read everything before a point.
+    pub(super) fn is_confirmed(&self, mark: Mark) -> bool {
+        self.socket.is_some() && self.kept >= mark.0
+    }
+
+    /// Whether something that was sent was not received yet.
+    pub(super) fn is_unread(&self) -> bool {
+        self.socket.as_ref().is_some_and(|socket| sys::unread(socket.as_fd()).is_ok_and(|bytes| bytes > 0))
+    }
+
     /// Sends what waits; behind it a barrier, if some of it is to be confirmed up to `mark`. Once the other end is gone the socket is
     /// forgotten.
     pub(super) fn flush<'a>(&mut self, segment: impl Fn(SegmentId) -> BorrowedFd<'a>, mark: Option<Mark>) -> Flushed {
@@ -367,23 +384,26 @@ impl Store {
 
     /// Queues a barrier, if what is before `mark` waits for one and none is under way.
     fn add_barrier(&mut self, mark: Option<Mark>) -> io::Result<()> {
-        let Some(mark) = mark.filter(|_| self.keeper == Keeper::Systemd) else { return Ok(()) };
+        let Some(mark) = mark.filter(|_| self.keeper != Keeper::None) else { return Ok(()) };
         // The next one stands behind everything that comes until this one has passed.
-        if self.barrier.is_some() || self.has_kept(mark) {
+        if self.barrier.is_some() || self.kept >= mark.0 {
             return Ok(());
         }
         let (reader, writer) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)?;
-        let behind = self.queued;
         self.push(Item::Barrier(writer));
-        self.barrier = Some((reader, behind));
+        self.barrier = Some((reader, self.queued));
         Ok(())
     }
 
     /// Looks whether the barrier has passed. Returns its end of the pipe, which is to be watched no more.
     pub(super) fn passed_barrier(&mut self) -> Option<OwnedFd> {
         let (fd, behind) = self.barrier.as_ref()?;
-        let closed = matches!(nix::unistd::read(fd, &mut [0; 8]), Ok(0));
-        if !closed {
+        let passed = match nix::unistd::read(fd, &mut [0; 8]) {
+            // The death of a supervisor closes it too: a living one writes to it first.
+            Ok(0) => self.keeper == Keeper::Systemd,
+            read => read.is_ok(),
+        };
+        if !passed {
             return None;
         }
         self.kept = *behind;

@@ -9,7 +9,7 @@ pub(in crate::broker) enum Notice {
     Keep(String),
     /// To close the descriptors of this name.
     Remove(String),
-    /// To close the descriptor once everything before was processed.
+    /// To close the descriptor once everything before was processed. The supervisor writes a byte to it first.
     Barrier,
     /// Something else.
     Other(String),

@@ -28,6 +28,9 @@ pub(in crate::broker) const PEER: &str = "PEER";
 /// The server, as a pidfd.
 pub(in crate::broker) const SERVER: &str = "SELF";
 
+/// The supervisor, as a pidfd.
+pub(in crate::broker) const SUPERVISOR: &str = "SUPV";
+
 impl Name {
     /// How many bytes it has.
     pub(in crate::broker) fn length(self) -> usize {
@@ -75,6 +78,8 @@ pub(in crate::broker) struct Inherited {
     pub(in crate::broker) life: Option<OwnedFd>,
     /// The server's end of the pair of sockets.
     pub(in crate::broker) peer: Option<OwnedFd>,
+    /// The supervisor, as a pidfd.
+    pub(in crate::broker) supervisor: Option<OwnedFd>,
     /// What has a name of none of these, or one that came before.
     pub(in crate::broker) others: Vec<(String, OwnedFd)>,
 }
@@ -87,6 +92,7 @@ impl Inherited {
             let place = match name.as_str() {
                 LIFE => &mut inherited.life,
                 PEER => &mut inherited.peer,
+                SUPERVISOR => &mut inherited.supervisor,
                 text => match Name::read(text) {
                     Some(Name::Socket) => &mut inherited.socket,
                     Some(Name::Catalogue(second)) => &mut inherited.catalogues[usize::from(second)],

@@ -87,7 +87,7 @@ fn a_full_socket_never_blocks_and_the_order_stays() {
     let mark = store.mark();
     let (mut names, mut full) = (Vec::new(), 0);
     loop {
-        let flushed = store.flush(|_| file.as_fd(), Some(mark));
+        let flushed = store.flush(|_| file.as_fd(), None);
         assert_eq!(store.has_kept(mark), flushed == Flushed::All);
         names.extend(keeper.all());
         match flushed {
@@ -119,7 +119,7 @@ fn what_goes_before_it_was_sent_is_not_sent_and_what_was_sent_is_removed() {
         asking.borrow_mut().push(id);
         file.as_fd()
     };
-    assert_eq!(store.flush(fd, Some(mark)), Flushed::All);
+    assert_eq!(store.flush(fd, None), Flushed::All);
     assert_eq!(asked, [id(3), id(2)]);
     assert_eq!(keeper.all(), [keep("1"), keep("3"), remove("1"), keep("2")]);
     assert!(store.has_kept(mark));
@@ -148,6 +148,30 @@ fn with_systemd_something_is_kept_once_the_barrier_behind_it_has_passed() {
     assert_eq!(store.flush(|_| file.as_fd(), Some(second)), Flushed::All);
     assert_eq!(keeper.all(), [Notice::Barrier], "its end is closed with it");
     assert!(store.passed_barrier().is_some() && store.has_kept(second));
+}
+
+#[test]
+fn only_a_living_supervisor_confirms() {
+    let (keeper, file) = (KeeperEnd::new(), File::open("/dev/null").unwrap());
+    let mut store = keeper.store(Keeper::Supervisor, 100);
+    store.keep(id(1));
+    let mark = store.new_mark();
+    for living in [false, true] {
+        assert_eq!(store.flush(|_| file.as_fd(), Some(mark)), Flushed::All);
+        assert!(store.has_kept(mark), "it is sent");
+        assert_eq!(keeper.next().unwrap().0, keep("1"));
+        let (barrier, end) = keeper.next().unwrap();
+        assert_eq!(barrier, Notice::Barrier);
+        if living {
+            nix::unistd::write(end.as_ref().unwrap(), &[1]).unwrap();
+        }
+        drop(end);
+        assert_eq!((store.passed_barrier().is_some(), store.is_confirmed(mark)), (living, living));
+        if !living {
+            store.begin_anew(keeper.connected());
+            store.keep(id(1));
+        }
+    }
 }
 
 #[test]
@@ -185,7 +209,7 @@ fn a_keeper_that_is_gone_is_noticed_and_a_new_one_gets_everything() {
     [1, 2].into_iter().for_each(|index| store.keep(id(index)));
     let mark = store.mark();
     assert!(!store.has_kept(mark));
-    assert_eq!(store.flush(|_| file.as_fd(), Some(mark)), Flushed::All);
+    assert_eq!(store.flush(|_| file.as_fd(), None), Flushed::All);
     assert!(store.has_kept(mark));
     assert_eq!(keeper.all(), [keep("1"), keep("2")]);
 }

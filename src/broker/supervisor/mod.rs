@@ -13,7 +13,7 @@ use std::{
         unix::{ffi::OsStrExt, net::UnixDatagram},
     },
     path::{Path, PathBuf},
-    process,
+    process, thread,
     time::{Duration, Instant},
 };
 
@@ -28,11 +28,11 @@ use nix::{
     },
     unistd::Pid,
 };
-use rustix::process::{PidfdFlags, pidfd_open};
+use rustix::process::{PidfdFlags, Signal as PidfdSignal, pidfd_open, pidfd_send_signal};
 
 use self::kept::KeptHere;
 pub(super) use self::kept::receive;
-use super::store::{Inherited, LIFE, NOTIFY, Notice, PEER, SERVER, read_notice};
+use super::store::{Inherited, LIFE, NOTIFY, Notice, PEER, SERVER, SUPERVISOR, read_notice};
 use crate::{
     channel::{Cancel, Listener},
     error::{Error, Result},
@@ -125,22 +125,46 @@ impl Image {
     }
 }
 
-/// A child process that is not waited for.
+/// The supervisor, as its server sees it. Dropping this leaves it running: it keeps everything for the next server.
 #[derive(Debug)]
-pub(super) struct Child(i32);
+pub(super) struct SupervisorProcess {
+    pidfd: OwnedFd,
+    /// Its pid, if this process started it.
+    child: Option<Pid>,
+}
 
-impl Drop for Child {
-    /// Ends it, if it has not ended, and takes its end from the kernel.
-    fn drop(&mut self) {
-        let pid = Pid::from_raw(self.0);
-        let _ = kill(pid, Signal::SIGKILL);
-        let _ = waitpid(pid, None);
+impl SupervisorProcess {
+    /// The supervisor that started this process.
+    pub(super) fn of_parent(pidfd: OwnedFd) -> Self {
+        Self { pidfd, child: None }
+    }
+
+    /// A child of this process.
+    fn of_child(pid: i32) -> io::Result<Self> {
+        match pidfd_of(pid) {
+            Ok(pidfd) => Ok(Self { pidfd, child: Some(Pid::from_raw(pid)) }),
+            Err(error) => {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                let _ = waitpid(Pid::from_raw(pid), None);
+                Err(error)
+            }
+        }
+    }
+
+    /// Kills it, also if it is stopped. Does not block.
+    pub(super) fn kill(self) {
+        // Fails if it has ended.
+        let _ = pidfd_send_signal(&self.pidfd, PidfdSignal::KILL);
+        if let Some(pid) = self.child {
+            // Its end may take as long as a device needs. Without this thread it stays a zombie.
+            let _ = thread::Builder::new().name("reaper".to_owned()).spawn(move || waitpid(pid, None));
+        }
     }
 }
 
 /// A supervisor that a server has started.
 pub(super) struct Another {
-    pub(super) child: Child,
+    pub(super) process: SupervisorProcess,
     /// The server's end of the sockets between them.
     pub(super) socket: UnixDatagram,
     /// Ends with it.
@@ -159,7 +183,7 @@ pub(super) fn start_another() -> io::Result<Another> {
     let socket = peer.try_clone()?;
     let fds = [(NOTIFY, notify.as_fd()), (PEER, peer.as_fd()), (LIFE, writer.as_fd()), (SERVER, server.as_fd())];
     let program = Image::of_this_process()?.program(Role::Another(pid), &[], &fds)?;
-    Ok(Another { child: Child(program.spawn()?), socket, life: reader })
+    Ok(Another { process: SupervisorProcess::of_child(program.spawn()?)?, socket, life: reader })
 }
 
 /// The two ends of the protocol: the supervisor's and the server's. No other process can get at them.
@@ -178,8 +202,6 @@ fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
 struct Server {
     pid: i32,
     pidfd: OwnedFd,
-    /// Whether this process started it, and so learns how it ended.
-    own: bool,
     /// Ends with this process.
     life: OwnedFd,
 }
@@ -242,8 +264,7 @@ impl Supervisor {
             _ => pair().map_err(failed)?,
         };
         let server = match (role, life, pidfd) {
-            (Role::Another(pid), Some(life), Some(pidfd)) => Some(Server { pid, pidfd, own: false, life }),
-            (Role::Upgraded(pid), Some(life), Some(pidfd)) => Some(Server { pid, pidfd, own: true, life }),
+            (Role::Another(pid) | Role::Upgraded(pid), Some(life), Some(pidfd)) => Some(Server { pid, pidfd, life }),
             _ => None,
         };
         let socket = socket.to_owned();
@@ -346,7 +367,8 @@ impl Supervisor {
 
     fn start_server(&mut self) -> io::Result<()> {
         let (reader, writer) = pipe()?;
-        let mut fds = vec![(LIFE, reader.as_fd()), (PEER, self.peer.as_fd())];
+        let supervisor = pidfd_of(process::id().cast_signed())?;
+        let mut fds = vec![(LIFE, reader.as_fd()), (PEER, self.peer.as_fd()), (SUPERVISOR, supervisor.as_fd())];
         fds.extend(self.kept.all());
         let pid = match self.image.program(Role::Server, &Self::variables(), &fds)?.spawn() {
             Ok(pid) => pid,
@@ -358,15 +380,9 @@ impl Supervisor {
             }
             Err(error) => return Err(error),
         };
-        let pidfd = match pidfd_of(pid) {
-            Ok(pidfd) => pidfd,
-            Err(error) => {
-                drop(Child(pid));
-                return Err(error);
-            }
-        };
+        let SupervisorProcess { pidfd, .. } = SupervisorProcess::of_child(pid)?;
         (self.ready, self.stopping) = (false, false);
-        self.server = Some(Server { pid, pidfd, own: true, life: writer });
+        self.server = Some(Server { pid, pidfd, life: writer });
         Ok(())
     }
 
@@ -386,8 +402,12 @@ impl Supervisor {
             match read_notice(&text) {
                 Notice::Keep(name) => fds.into_iter().for_each(|fd| self.kept.keep(name.clone(), fd)),
                 Notice::Remove(name) => self.kept.remove(&name),
-                // Closing the descriptor is the answer.
-                Notice::Barrier => drop(fds),
+                Notice::Barrier => {
+                    for fd in fds {
+                        // Fails if the server has ended.
+                        let _ = nix::unistd::write(&fd, &[1]);
+                    }
+                }
                 Notice::Other(text) => self.heard(&text),
             }
         }
@@ -395,9 +415,8 @@ impl Supervisor {
 
     fn heard(&mut self, text: &str) {
         if text.lines().any(|line| line == "READY=1") {
-            if self.served && !self.ready && self.server.as_ref().is_some_and(|server| server.own) {
-                let pid = self.server.as_ref().map_or(0, |server| server.pid);
-                complain(&format!("the server runs again, as pid {pid}"));
+            if let Some(server) = self.server.as_ref().filter(|_| self.served && !self.ready) {
+                complain(&format!("the server runs again, as pid {}", server.pid));
             }
             (self.ready, self.served, self.failures) = (true, true, 0);
             Self::tell_systemd("READY=1");
@@ -484,17 +503,14 @@ impl Supervisor {
             complain(&format!("no upgrade: {why}; the server goes on"));
             return Ok(());
         }
-        let Some(server) = &self.server else { return Ok(()) };
-        let role = if server.own { Role::Upgraded(server.pid) } else { Role::Another(server.pid) };
+        let role = Role::Upgraded(self.server.as_ref().map_or(0, |server| server.pid));
         let mut fds = vec![(NOTIFY, self.notify.as_fd()), (PEER, self.peer.as_fd())];
-        fds.extend([(LIFE, server.life.as_fd()), (SERVER, server.pidfd.as_fd())]);
+        if let Some(server) = &self.server {
+            fds.extend([(LIFE, server.life.as_fd()), (SERVER, server.pidfd.as_fd())]);
+        }
         fds.extend(self.kept.all());
         let program = self.image.program(role, &[], &fds);
         let program = program.map_err(|error| Error::system("upgrade", error))?;
-        if !server.own {
-            // It is no child of this process, which the next one can't know otherwise: it restarts the server on its own.
-            let _ = kill(Pid::from_raw(server.pid), Signal::SIGHUP);
-        }
         // Everything here is passed on. If the program can't be executed this build is, which is as if nothing had been asked.
         let error = program.execute(OsStr::new(THIS));
         Err(Error::system(format!("execute {}", self.image.program.display()), error))

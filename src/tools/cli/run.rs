@@ -12,6 +12,7 @@ use std::{
 
 use clap::error::ErrorKind as UsageKind;
 use nix::{
+    libc::SIGHUP,
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         resource::{Resource, getrlimit, setrlimit},
@@ -54,7 +55,7 @@ pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { signal }));
     };
-    let result = watched(interrupted, |cancel| {
+    let result = watched(interrupted, None, |cancel| {
         raise_file_limit();
         session.run(&console, cancel)
     });
@@ -74,6 +75,11 @@ pub(super) trait Tool {
     /// # Errors
     /// Every error; it is printed on standard error, and with `--json` as an object.
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput>;
+
+    /// The request that SIGHUP makes, if it does not end this tool like the other signals.
+    fn restart(&self) -> Option<&Cancel> {
+        None
+    }
 }
 
 /// What a tool prints, and how it exits.
@@ -119,7 +125,7 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { signal }));
     };
-    let result = watched(interrupted, |cancel| tool.run(cancel, &ending.progress));
+    let result = watched(interrupted, tool.restart(), |cancel| tool.run(cancel, &ending.progress));
     ExitCode::from(ending.finish(result).code())
 }
 
@@ -146,11 +152,12 @@ fn print(text: &str, exit: Exit) -> Exit {
 /// time.
 fn watched<T>(
     interrupted: impl FnOnce(i32) + Send + 'static,
+    restart: Option<&Cancel>,
     work: impl FnOnce(&Cancel) -> anyhow::Result<T>,
 ) -> Result<T, Error> {
     let signals = block_signals()?;
     let cancel = Cancel::new()?;
-    watch(signals, &cancel, interrupted)?;
+    watch(signals, &cancel, restart.cloned(), interrupted)?;
     work(&cancel).map_err(library_error)
 }
 
@@ -193,15 +200,25 @@ const MOMENT: Duration = Duration::from_millis(200);
 /// How long the last output may take then.
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
-/// Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop. A second one ends the process, and so does the end of the grace period:
+/// Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop, but SIGHUP into `restart` where there is one. A second one ends the process, and so does the end of the grace period:
 /// a call of the driver may not return.
-fn watch(signals: SigSet, cancel: &Cancel, last_output: impl FnOnce(i32) + Send + 'static) -> Result<(), Error> {
+fn watch(
+    signals: SigSet,
+    cancel: &Cancel,
+    restart: Option<Cancel>,
+    last_output: impl FnOnce(i32) + Send + 'static,
+) -> Result<(), Error> {
     let waiting = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC);
     let waiting = waiting.map_err(|errno| Error::system("wait for signals", errno))?;
     let cancel = cancel.clone();
     let watching = move || {
-        let Ok(Some(first)) = waiting.read_signal() else { return };
-        let signal = first.ssi_signo as i32;
+        let signal = loop {
+            let Ok(Some(received)) = waiting.read_signal() else { return };
+            match (received.ssi_signo as i32, &restart) {
+                (SIGHUP, Some(restart)) => restart.cancel(SIGHUP),
+                (signal, _) => break signal,
+            }
+        };
         cancel.cancel(signal);
         let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
         let grace = PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX);

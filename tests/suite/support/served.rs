@@ -245,8 +245,8 @@ impl Drop for Served {
     }
 }
 
-/// The processes that have this on their command lines.
-fn with_argument(path: &Path) -> Vec<Pid> {
+/// The processes that have this path on their command lines.
+pub(crate) fn with_argument(path: &Path) -> Vec<Pid> {
     let wanted = path.as_os_str().as_encoded_bytes();
     let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
     let serves = |pid: &i32| {

@@ -21,7 +21,6 @@ use crate::{
         supervisor::{self, Role, Supervisor},
     },
     channel::{Cancel, broker_socket_path},
-    error::Error,
     tools::{
         cli::{
             Exit, Output, Tool, ToolOutput,
@@ -83,6 +82,10 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, hide = true, help_heading = "Meeting")]
     emulated: bool,
 
+    /// What SIGHUP requests of a server under a supervisor.
+    #[arg(skip)]
+    restart: Option<Cancel>,
+
     #[command(flatten)]
     output: Output,
 }
@@ -110,7 +113,10 @@ impl ServeOptions {
     pub(in super::super) fn start(self) -> ExitCode {
         let role = Role::from_environment();
         match role {
-            Role::Server => run_tool(self),
+            Role::Server => match Cancel::new() {
+                Ok(restart) => run_tool(Self { restart: Some(restart), ..self }),
+                Err(error) => fail::<Self>(&error, self.output.json),
+            },
             Role::First if self.no_supervisor || Kept::is_by_systemd() => run_tool(self),
             _ => {
                 self.output.start_log();
@@ -170,6 +176,10 @@ impl Tool for ServeOptions {
         &self.output
     }
 
+    fn restart(&self) -> Option<&Cancel> {
+        self.restart.as_ref()
+    }
+
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let path = broker_socket_path(self.socket.as_deref())?;
         let config = ServerConfig {
@@ -181,7 +191,7 @@ impl Tool for ServeOptions {
             timeout: self.timeout,
         };
         let server = match self.kept()? {
-            Some(kept) => Server::resume(&path, config, kept, cancel)?,
+            Some(kept) => Server::resume(&path, config, kept, cancel, self.restart.clone())?,
             None => {
                 let server = Server::bind(&path, config, cancel)?;
                 Supervisor::tell_systemd("READY=1");
@@ -194,8 +204,7 @@ impl Tool for ServeOptions {
             self.announce(&server)?;
         }
         let ended = server.run()?;
-        let goes_on = matches!(cancel.check(), Err(Error::Interrupted { signal: libc::SIGHUP }));
-        if goes_on && Role::from_environment() == Role::Server {
+        if cancel.check().is_ok() && self.restart.as_ref().is_some_and(|restart| restart.check().is_err()) {
             return Ok(ToolOutput { text: String::new(), exit: Exit::Signal(libc::SIGHUP) });
         }
         let report = ServeReport {

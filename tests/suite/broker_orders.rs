@@ -1,0 +1,223 @@
+//! Kills, hangups and stops of the broker's two processes, in every order: nothing is lost.
+
+use std::{
+    collections::VecDeque,
+    sync::Mutex,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use vmmfd::{
+    broker::{Client, Put, PutPart},
+    session::Config,
+    wire::broker::Message,
+};
+
+use crate::{
+    broker::filled,
+    broker_faults::value,
+    broker_process::Raw,
+    support::{
+        Subject,
+        served::{Keeper, Served, stored, with_argument},
+    },
+};
+
+/// How many brokers run at once.
+const TOGETHER: usize = 6;
+
+/// After how long a wait fails its test.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Process {
+    Server,
+    Supervisor,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Event {
+    Kill(Process),
+    HangUp(Process),
+    /// It continues after the next event.
+    Stop(Process),
+}
+
+const EVENTS: [Event; 6] = [
+    Event::Kill(Process::Supervisor),
+    Event::Kill(Process::Server),
+    Event::HangUp(Process::Supervisor),
+    Event::HangUp(Process::Server),
+    Event::Stop(Process::Supervisor),
+    Event::Stop(Process::Server),
+];
+
+impl Event {
+    fn send(self, [server, supervisor]: [Pid; 2]) {
+        let (process, signal) = match self {
+            Self::Kill(process) => (process, Signal::SIGKILL),
+            Self::HangUp(process) => (process, Signal::SIGHUP),
+            Self::Stop(process) => (process, Signal::SIGSTOP),
+        };
+        kill(if process == Process::Server { server } else { supervisor }, signal).unwrap();
+    }
+
+    /// Whether another server follows, and another supervisor.
+    fn replaces(self) -> [bool; 2] {
+        match self {
+            Self::Kill(Process::Server) | Self::HangUp(_) => [true, false],
+            Self::Kill(Process::Supervisor) => [false, true],
+            Self::Stop(_) => [false, false],
+        }
+    }
+}
+
+/// A broker, and how many objects it has.
+struct Broker<'a> {
+    subject: &'a Subject,
+    served: Served,
+    objects: u8,
+    events: Vec<Event>,
+}
+
+impl Broker<'_> {
+    #[track_caller]
+    fn until<T>(&self, awaited: &str, condition: impl Fn() -> Option<T>) -> T {
+        let begun = Instant::now();
+        loop {
+            if let Some(value) = condition() {
+                return value;
+            }
+            assert!(begun.elapsed() < DEADLINE, "{awaited} did not happen after {:?}", self.events);
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The server, if there is one that answers.
+    fn server(&self) -> Option<Pid> {
+        let raw = Raw::dial(&self.served.path).ok()?;
+        raw.send(&Raw::hello(), &[]).ok()?;
+        match raw.receive() {
+            Ok(Some((Message::Hello(hello), _))) => Some(Pid::from_raw(hello.pid.cast_signed())),
+            _ => None,
+        }
+    }
+
+    /// The server and the supervisor, once there are these two processes and the supervisor has every descriptor.
+    #[track_caller]
+    fn pair(&self) -> [Pid; 2] {
+        self.until("a full pair of processes", || {
+            let processes = with_argument(&self.served.path);
+            assert!(!processes.is_empty(), "no process is left after {:?}", self.events);
+            let [first, second] = processes[..] else { return None };
+            let server = self.server()?;
+            let supervisor = if server == first { second } else { first };
+            let count = stored(server);
+            (count > usize::from(self.objects) && stored(supervisor) == count).then_some([server, supervisor])
+        })
+    }
+
+    /// Puts another object, and gets each one.
+    #[track_caller]
+    fn check(&mut self) {
+        let client = Client::connect(&self.served.path, &Config::default().with_timeout(DEADLINE)).unwrap();
+        let memory = filled(&self.subject.driver, 4096, None, self.objects);
+        let part = PutPart::of("all", &memory).unwrap();
+        client.put(&Put::new(format!("object-{}", self.objects)).part(part)).unwrap();
+        self.objects += 1;
+        for number in 0..self.objects {
+            let found = value(&client, &self.subject.driver, &format!("object-{number}"));
+            assert_eq!(found, [number; 2], "after {:?}", self.events);
+        }
+    }
+
+    /// Sends these events one after the other. Stopped processes continue after the last one.
+    #[track_caller]
+    fn send(&mut self, events: &[Event]) {
+        // A process group that loses its parent while it is stopped is sent SIGHUP (setpgid(2)): its server ends a moment later.
+        let before = self.until("a pair that stays", || {
+            let pair = self.pair();
+            thread::sleep(Duration::from_millis(100));
+            (pair == self.pair()).then_some(pair)
+        });
+        for event in events {
+            self.events.push(*event);
+            event.send(before);
+        }
+        for pid in before {
+            match kill(pid, Signal::SIGCONT) {
+                Ok(()) | Err(Errno::ESRCH) => {}
+                Err(errno) => panic!("{errno}"),
+            }
+        }
+        self.served.reap();
+        let replaced = |at: usize| events.iter().any(|event| event.replaces()[at]);
+        self.until("the next process", || {
+            let pair = self.pair();
+            (0..2).all(|at| !replaced(at) || pair[at] != before[at]).then_some(())
+        });
+        self.check();
+    }
+}
+
+/// Runs a case of each of these, some of them at once.
+fn in_threads<T: Send>(cases: impl IntoIterator<Item = T>, run: impl Fn(T) + Sync) {
+    let cases = Mutex::new(cases.into_iter().collect::<VecDeque<T>>());
+    let next = || cases.lock().unwrap().pop_front();
+    thread::scope(|scope| {
+        for _ in 0..TOGETHER {
+            scope.spawn(|| {
+                while let Some(case) = next() {
+                    run(case);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn every_order_of_ends_loses_nothing() {
+    let orders = EVENTS.into_iter().flat_map(|first| EVENTS.map(|second| [first, second]));
+    in_threads(orders, |[first, second]| {
+        let subject = Subject::host();
+        let served = Served::start(Keeper::Supervisor, &subject);
+        let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
+        broker.check();
+        for _ in 0..2 {
+            if matches!(first, Event::Stop(_)) {
+                broker.send(&[first, second]);
+            } else {
+                broker.send(&[first]);
+                broker.send(&[second]);
+            }
+        }
+    });
+}
+
+#[test]
+fn stopped_supervisor_is_replaced() {
+    let subject = Subject::host();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
+    broker.check();
+    for _ in 0..2 {
+        let [server, supervisor] = broker.pair();
+        broker.events.push(Event::Stop(Process::Supervisor));
+        kill(supervisor, Signal::SIGSTOP).unwrap();
+        // More than a socket's queue holds wherever `net.unix.max_dgram_qlen` is the kernel's own value of 10.
+        (0..8).for_each(|_| broker.check());
+        broker.until("the end of the stopped supervisor", || {
+            (!with_argument(&broker.served.path).contains(&supervisor)).then_some(())
+        });
+        let after = broker.pair();
+        assert_eq!(after[0], server);
+        // Also if the process that was stopped was to continue.
+        broker.send(&[Event::Kill(Process::Server)]);
+    }
+    assert_eq!(broker.served.log().matches("the supervisor has read nothing for 5s").count(), 2);
+}
