@@ -141,7 +141,7 @@ def load_together(way: str, path: Path, broker: str, first: bool, link: Connecti
             # Until the version is there: what follows is what a process that comes later pays.
             client.get("weights", wait=60).close()
         waited = time.perf_counter() - begun
-        took, tensors = timed(torch, lambda: client.state_dict("weights"))
+        took, tensors = timed(torch, lambda: client.state_dict("weights", writable_buffers=False))
         keep = client
     link.send((took, waited))
     link.recv()
@@ -176,7 +176,7 @@ def receive_over_broker(broker: str, link: Connection) -> None:
     link.send("ready")
     while (message := link.recv()) != "end":
         name = message
-        took, tensors = timed(torch, lambda: client.state_dict(name))
+        took, tensors = timed(torch, lambda: client.state_dict(name, writable_buffers=False))
         link.send((took, checksum(torch, tensors)))
         del tensors
 
@@ -283,7 +283,7 @@ def switch(broker: str, path: Path, repeats: int, link: Connection) -> None:
     client = vmmfd.connect(broker, backend="cuda")
     client.put("switched", vmmfd.load_safetensors(path, backend="cuda"), replace=True)
     lease = client.get("switched")
-    tensors = lease.state_dict()
+    tensors = lease.state_dict(writable_buffers=False)
     pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     sizes = [memory.nbytes for memory in lease.memory()]
     client.put("switched", vmmfd.load_safetensors(path, backend="cuda"), replace=True)

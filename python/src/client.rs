@@ -161,7 +161,7 @@ impl Client {
 
     /// Gets a lease of an object, and maps it.
     #[pyo3(signature = (name, *, version=None, newer_than=None, parts=None, arrays=None, expect=None, digest=None, wait=None,
-                        device=None))]
+                        device=None, copy_on_write=false))]
     #[allow(clippy::too_many_arguments)]
     fn get(
         &self,
@@ -175,6 +175,7 @@ impl Client {
         digest: Option<&Bound<'_, PyAny>>,
         wait: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
+        copy_on_write: bool,
     ) -> Outcome<Lease> {
         let device = device.map(device::selector).transpose()?;
         let selection = Selection { parts, arrays };
@@ -182,19 +183,20 @@ impl Client {
         let get = waiting(get, wait)?;
         let leased = self.0.call(py, Purpose::Any, |client| {
             let lease = client.get(&get)?;
-            self.0.open(lease, device, selection)
+            self.0.open(lease, device, selection, copy_on_write)
         })?;
         Ok(Lease::new(leased))
     }
 
     /// Gets leases of several objects as they are at one moment, each a tuple of name, version, newer_than, parts, arrays, expect, digest.
-    #[pyo3(signature = (requests, *, wait=None, device=None))]
+    #[pyo3(signature = (requests, *, wait=None, device=None, copy_on_write=false))]
     fn get_all(
         &self,
         py: Python<'_>,
         requests: Vec<Wanted<'_>>,
         wait: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
+        copy_on_write: bool,
     ) -> Outcome<Vec<Lease>> {
         let device = device.map(device::selector).transpose()?;
         let wait = waited(wait)?;
@@ -207,13 +209,16 @@ impl Client {
         }
         let leased = self.0.call(py, Purpose::Any, |client| {
             let leases = client.get_all(&gets, wait)?.into_iter().zip(selections);
-            leases.map(|(lease, selection)| self.0.open(lease, device, selection)).collect::<Outcome<Vec<_>>>()
+            leases
+                .map(|(lease, selection)| self.0.open(lease, device, selection, copy_on_write))
+                .collect::<Outcome<Vec<_>>>()
         })?;
         Ok(leased.into_iter().map(Lease::new).collect())
     }
 
     /// Gets a lease, or the claim of what does not exist.
-    #[pyo3(signature = (name, *, part=None, group=None, expect=None, digest=None, parts=None, arrays=None, wait=None, device=None))]
+    #[pyo3(signature = (name, *, part=None, group=None, expect=None, digest=None, parts=None, arrays=None, wait=None, device=None,
+                        copy_on_write=false))]
     #[allow(clippy::too_many_arguments)]
     fn claim<'py>(
         &self,
@@ -227,6 +232,7 @@ impl Client {
         arrays: Option<Vec<String>>,
         wait: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
+        copy_on_write: bool,
     ) -> Outcome<Bound<'py, PyAny>> {
         let device = device.map(device::selector).transpose()?;
         let of = match (part, group) {
@@ -244,7 +250,7 @@ impl Client {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
                     drop(client);
-                    self.0.open(lease, device, selection).map(Ok)
+                    self.0.open(lease, device, selection, copy_on_write).map(Ok)
                 }
                 // It keeps the connection for itself: a wait on it that is broken off would end the claim.
                 Found::Claim(claim) => Ok(Err(Claim::new(claim, client))),
@@ -325,7 +331,7 @@ impl Client {
             if lease.id() != key.0 {
                 return Ok(None);
             }
-            self.0.open(lease, None, selection).map(Arc::new).map(Some)
+            self.0.open(lease, None, selection, false).map(Arc::new).map(Some)
         })?;
         let Some(leased) = leased else { return Ok(None) };
         let mut shared = shared();

@@ -195,11 +195,21 @@ impl Connections {
     }
 
     /// Maps what was got. Blocks for the driver's calls.
-    pub(crate) fn open(&self, lease: broker::Lease, device: Option<Selector>, selection: Selection) -> Outcome<Leased> {
+    pub(crate) fn open(
+        &self,
+        lease: broker::Lease,
+        device: Option<Selector>,
+        selection: Selection,
+        copy_on_write: bool,
+    ) -> Outcome<Leased> {
         // What is there decides, unless the caller has: a broker may have memory of both.
         let backend = if self.place.backend == "auto" { lease.backend() } else { &self.place.backend };
         let driver = driver::driver(backend)?;
-        Ok(Leased::new(lease.open(&driver, device)?, selection, Arc::clone(&self.place)))
+        let object = match copy_on_write {
+            true => lease.open_copy_on_write(&driver, device)?,
+            false => lease.open(&driver, device)?,
+        };
+        Ok(Leased::new(object, selection, Arc::clone(&self.place)))
     }
 }
 

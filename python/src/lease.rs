@@ -139,6 +139,12 @@ impl Lease {
         self.0.is_closed()
     }
 
+    /// Whether this process may write to its memory, in pages of its own.
+    #[getter]
+    fn copy_on_write(&self) -> Outcome<bool> {
+        Ok(self.leased()?.copy_on_write)
+    }
+
     /// How many exports to other libraries are alive.
     #[getter]
     fn exports(&self) -> usize {

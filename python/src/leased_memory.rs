@@ -14,6 +14,7 @@ use vmmfd::{
     Error, Result,
     array::ArrayDescriptor,
     broker::{self, ArrayEntry, Object, ObjectPart},
+    driver::Access,
     fork::ProcessIdentity,
     memory::{Device, Region},
 };
@@ -45,6 +46,8 @@ pub(crate) struct Leased {
     parked: AtomicBool,
     index: Mutex<Option<Arc<Index>>>,
     pub(crate) selection: Selection,
+    /// Whether this process may write to it, in pages of its own.
+    pub(crate) copy_on_write: bool,
     place: Arc<Place>,
     pub(crate) made_by: ProcessIdentity,
 }
@@ -74,14 +77,16 @@ type Index = HashMap<String, Vec<(usize, usize)>>;
 
 impl Leased {
     pub(crate) fn new(object: Object, selection: Selection, place: Arc<Place>) -> Self {
-        let mapped = object.parts().iter().flat_map(ObjectPart::pieces).next().map(|piece| piece.device().clone());
-        let device = mapped.expect("a lease has memory");
+        let mapped = object.parts().iter().flat_map(ObjectPart::pieces).next();
+        let mapped = mapped.map(|piece| (piece.device().clone(), piece.access() == Access::ReadWrite));
+        let (device, copy_on_write) = mapped.expect("a lease has memory");
         Self {
             object: Kept::new(&device, RwLock::new(Mapped(object))),
             exports: Arc::default(),
             parked: AtomicBool::new(false),
             index: Mutex::default(),
             selection,
+            copy_on_write,
             place,
             made_by: ProcessIdentity::current(),
         }
@@ -324,7 +329,7 @@ impl Memory for LeasedPiece {
     }
 
     fn is_read_only(&self) -> bool {
-        true
+        !self.leased.copy_on_write
     }
 
     fn check_mapped(&self) -> Result<()> {
@@ -359,8 +364,10 @@ impl Memory for LeasedPiece {
         object.0.parts()[self.part].pieces()[self.piece].copy_out(offset, to)
     }
 
-    fn copy_in(&self, _offset: u64, _from: &[u8]) -> Result<()> {
-        Err(Error::Memory(vmmfd::error::MemoryError::ReadOnly))
+    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let object = self.leased.object();
+        self.check_mapped()?;
+        object.0.parts()[self.part].pieces()[self.piece].copy_in(offset, from)
     }
 
     fn origin(&self) -> Option<Origin> {

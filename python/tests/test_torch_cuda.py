@@ -143,8 +143,9 @@ def test_ties_views_and_private_copies_on_a_gpu(broker: vmmfd.Broker, name: str)
 
 
 def test_what_becomes_a_buffer_is_a_copy_on_a_gpu(broker: vmmfd.Broker, name: str) -> None:
-    broker.put(name, {"weight": torch.ones(1 << 20, device="cuda"), "count": torch.arange(4, device="cuda")})
-    with broker.get(name) as lease:
+    tensors = {"weight": torch.ones(1 << 20, device="cuda"), "count": torch.arange(4, device="cuda")}
+    broker.put(name, {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()})
+    with broker.get(name) as lease, vmmfd.torch.guard():
         found = lease.state_dict()
         module = nn.Module()
         module.weight = nn.Parameter(torch.empty(1 << 20, device="meta"), requires_grad=False)
@@ -240,7 +241,7 @@ def test_what_is_published_is_not_overwritten(
     gc.collect()
     leave.set()
     thread.join()
-    got = broker.state_dict(f"{name}.thread")["x"]
+    got = broker.state_dict(f"{name}.thread", writable_buffers=False)["x"]
     assert bool((got == 5.0).all())
 
 
@@ -456,7 +457,7 @@ def test_the_weights_of_a_model_are_there_in_milliseconds(broker: vmmfd.Broker, 
     for _ in range(5):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        found = broker.state_dict(name)
+        found = broker.state_dict(name, writable_buffers=False)
         times.append(1e3 * (time.perf_counter() - begun))
         assert float(found["layers.287.weight"][3, -1]) == torch.tensor(287.0, dtype=torch.bfloat16).item()
         del found
@@ -531,7 +532,7 @@ def test_a_capture_bears_leases_that_end(broker: vmmfd.Broker, name: str) -> Non
     broker.put(name, {"x": torch.ones(1000, device="cuda")})
     x = torch.zeros(10, device="cuda")
     for _ in range(3):
-        tensors = broker.state_dict(name)
+        tensors = broker.state_dict(name, writable_buffers=False)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = x + 1

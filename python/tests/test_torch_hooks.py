@@ -1,4 +1,4 @@
-"""Mapped tensors that become part of a module: what it may write is copied, and what would write to the memory is refused."""
+"""Writes to mapped tensors of a module: which of them are refused, and by which hooks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,79 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch_models import is_mapped  # noqa: E402
 
 nn = torch.nn
+
+
+@pytest.fixture
+def guard() -> Iterator[vmmfd.torch.GuardHandle]:
+    with vmmfd.torch.guard() as handle:
+        yield handle
+
+
+def registration_hooks() -> int:
+    hooks = torch.nn.modules.module
+    return len(hooks._global_parameter_registration_hooks) + len(hooks._global_buffer_registration_hooks)
+
+
+def test_only_guard_installs_process_wide_hooks(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, nn.BatchNorm1d(4))
+    before = registration_hooks()
+    module = nn.BatchNorm1d(4)
+    broker.load(name, module)
+    module.load_state_dict(broker.state_dict(name), assign=True)
+    assert registration_hooks() == before
+    with vmmfd.torch.guard() as handle:
+        assert registration_hooks() == before + 2
+        another = vmmfd.torch.guard()
+        handle.remove()
+        assert registration_hooks() == before + 2
+    another.remove()
+    another.remove()
+    assert registration_hooks() == before
+
+
+@pytest.mark.parametrize("use", ["load", "state_dict"])
+def test_compiled_modules_are_not_recompiled(
+    broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child], use: str
+) -> None:
+    broker.put(name, nn.BatchNorm1d(4))
+    # On some machines PyTorch writes warnings to stderr here.
+    output = child(
+        """
+        import sys, torch, vmmfd
+        class Sum(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = torch.nn.Linear(2, 2)
+                self.register_buffer("sum", torch.zeros(2))
+            def forward(self, x):
+                self.sum = self.sum + x
+                return self.linear(self.sum)
+        compiled = [torch.compile(module, backend="eager", fullgraph=True) for module in (Sum(), torch.nn.Linear(2, 2))]
+        def call():
+            for module in compiled:
+                module(torch.ones(2))
+        call()
+        call()
+        broker = vmmfd.connect(sys.argv[1], backend="host")
+        module = torch.nn.BatchNorm1d(4)
+        if sys.argv[3] == "load":
+            broker.load(sys.argv[2], module)
+        else:
+            module.load_state_dict(broker.state_dict(sys.argv[2]), assign=True)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            call()
+            print("not recompiled", flush=True)
+            vmmfd.torch.guard()
+            try:
+                call()
+            except RuntimeError:
+                print("recompiled by guard", flush=True)
+        """,
+        socket,
+        name,
+        use,
+    ).end(None)
+    assert output.split("\n")[:2] == ["not recompiled", "recompiled by guard"], output
 
 
 def test_load_state_dict_does_not_write_to_the_memory(broker: vmmfd.Broker, name: str) -> None:
@@ -60,7 +133,7 @@ def test_load_state_dict_does_not_write_to_the_memory(broker: vmmfd.Broker, name
     assert len(other_module._load_state_dict_pre_hooks) == 1
 
 
-def test_load_state_dict_into_what_state_dict_filled_is_refused(broker: vmmfd.Broker, name: str) -> None:
+def test_guard_refuses_writes_to_state_dicts(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     def make() -> Any:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
@@ -69,11 +142,14 @@ def test_load_state_dict_into_what_state_dict_filled_is_refused(broker: vmmfd.Br
     with broker.get(name) as lease:
         module = make()
         module.load_state_dict(lease.state_dict(), assign=True)
+        # Modules that were guarded stay guarded.
+        guard.remove()
         for of, prefix in ((module, ""), (module[0], "0.")):
             with pytest.raises(vmmfd.ExportError, match="assign=True") as raised:
                 of.load_state_dict({key.removeprefix(prefix): value for key, value in new.items() if key.startswith(prefix)})
             assert str(raised.value).splitlines()[1:] == [f"- {'' if prefix else '0.'}{leaf}" for leaf in ("weight", "bias")]
         # As a parameter of any other module, in one that is made after it, and as buffers that are asked for as they are.
+        again = vmmfd.torch.guard()
         other = nn.Linear(4, 4)
         other.weight = nn.Parameter(lease.state_dict()["0.weight"].view(4, 4), requires_grad=False)
         with pytest.raises(vmmfd.ExportError, match="- 0.weight$"):
@@ -84,6 +160,7 @@ def test_load_state_dict_into_what_state_dict_filled_is_refused(broker: vmmfd.Br
         assert is_mapped(norm.running_mean, lease)
         with pytest.raises(vmmfd.ExportError, match="- running_mean$"):
             norm.load_state_dict(make()[1].state_dict())
+        again.remove()
         # What it has of its own it may write: buffers, a copy, memory that it moved to.
         module.load_state_dict({"1.running_mean": torch.full((4,), 7.0)}, strict=False)
         assert module[1].running_mean[0] == 7
@@ -97,7 +174,7 @@ def test_load_state_dict_into_what_state_dict_filled_is_refused(broker: vmmfd.Br
     assert len(broker.who(name).leases) == 0
 
 
-def test_what_is_loaded_in_pieces_or_tied_later_is_not_written_either(broker: vmmfd.Broker, name: str) -> None:
+def test_pieces_and_later_ties_are_guarded(broker: vmmfd.Broker, name: str) -> None:
     def two() -> Any:
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
@@ -113,7 +190,8 @@ def test_what_is_loaded_in_pieces_or_tied_later_is_not_written_either(broker: vm
     module = two()
     broker.load(f"{name}/0", module, strict=False)
     module[1].load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
-    module[1].weight = module[0].weight
+    with vmmfd.torch.guard():
+        module[1].weight = module[0].weight
     with pytest.raises(vmmfd.ExportError, match="- weight$"):
         module[1].load_state_dict({"weight": torch.ones(4, 4)}, strict=False)
     # What has memory of its own by now can be written, and so can a copy of the module, which has the same hooks.
@@ -126,8 +204,8 @@ def test_what_is_loaded_in_pieces_or_tied_later_is_not_written_either(broker: vm
     assert torch.equal(again[0].weight, new["0.weight"])
 
 
-def test_a_buffer_keeps_that_it_wants_a_gradient(broker: vmmfd.Broker, name: str) -> None:
-    broker.put(name, {"x": torch.ones(3)})
+def test_a_copied_buffer_keeps_requires_grad(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
+    broker.put(name, {"x": nn.Parameter(torch.ones(3))})
     x = broker.state_dict(name)["x"].requires_grad_(True)
     module = nn.Module()
     module.register_buffer("x", x)
@@ -183,8 +261,14 @@ def test_a_forward_that_writes_buffers_of_a_plain_object_goes_on(
         assert broker.state_dict(of)["count"].tolist() == [0.0] * 4
 
 
-def test_what_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> None:
-    broker.put(name, Counter().state_dict() | {"complex": torch.tensor([1 + 2j])})
+def parameters(module: Any) -> dict[str, Any]:
+    """A module's tensors, all put as parameters, so that they are mapped."""
+    tensors = module.state_dict() | {"complex": torch.tensor([1 + 2j])}
+    return {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()}
+
+
+def test_guard_copies_what_becomes_a_buffer(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
+    broker.put(name, parameters(Counter()))
     with broker.get(name) as lease:
         found = lease.state_dict()
         conjugated = found.pop("complex").conj()
@@ -227,30 +311,19 @@ def test_what_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> Non
         assert other.count.sum() == 0 and not other.count.is_inference()
         newer = Counter()
         newer.count.add_(2)
-        broker.put(name, newer.state_dict() | {"complex": torch.tensor([1 + 2j])}, replace=True)
+        broker.put(name, parameters(newer), replace=True)
         lease.switch(lease.prepare(), exported="valid").close()
         module.tied, other.count = found["tied"], found["count"]
         assert module.tied.tolist() == other.count.tolist() == [2.0] * 4 and module.count.tolist() == [1.0] * 4
-        # Who asks for the memory itself has it.
+        # Buffers that were asked for as mapped memory stay such, and are guarded.
         module.register_buffer("mapped", lease.state_dict(writable_buffers=False)["count"])
         assert is_mapped(module.mapped, lease)
+        with pytest.raises(vmmfd.ExportError, match="- mapped$"):
+            module.load_state_dict({"mapped": torch.ones(4)}, strict=False)
     del found, module, other, buffer, conjugated
     gc.collect()
     assert vmmfd._native._settle(10)
     assert len(broker.who(name).leases) == 0
-
-
-def test_a_parameter_that_becomes_a_buffer_is_a_copy(broker: vmmfd.Broker, name: str) -> None:
-    trained, frozen = nn.Module(), nn.Module()
-    trained.scale = nn.Parameter(torch.ones(4))
-    frozen.register_buffer("scale", torch.zeros(4))
-    broker.put(name, trained)
-    with broker.get(name) as lease:
-        found = lease.state_dict()
-        frozen.load_state_dict(found, assign=True)
-        assert is_mapped(found["scale"], lease) and not is_mapped(frozen.scale, lease)
-    frozen.scale.mul_(2)
-    assert frozen.scale.tolist() == [2.0] * 4
 
 
 def test_a_fork_beside_a_copy_copies_too(socket: str, name: str, child: Callable[..., Child]) -> None:
@@ -266,7 +339,8 @@ def test_a_fork_beside_a_copy_copies_too(socket: str, name: str, child: Callable
                     end.wait()
                 return super().__torch_function__(function, types, arguments, options or {})
         broker = vmmfd.connect(sys.argv[1], backend="host")
-        broker.put(sys.argv[2], {"x": torch.ones(4)})
+        vmmfd.torch.guard()
+        broker.put(sys.argv[2], {"x": torch.nn.Parameter(torch.ones(4))})
         found = broker.state_dict(sys.argv[2])
         slow = found["x"].as_subclass(Slow)
         module = torch.nn.Module()
@@ -288,7 +362,7 @@ def test_a_fork_beside_a_copy_copies_too(socket: str, name: str, child: Callable
     ).end()
 
 
-def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str) -> None:
+def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     class Sum(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -298,7 +372,7 @@ def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str) 
             self.sum = self.sum + x
             return self.sum * 2
 
-    broker.put(name, Sum().state_dict())
+    broker.put(name, {"sum": nn.Parameter(torch.zeros(2))})
     module = Sum()
     module.load_state_dict(broker.state_dict(name), assign=True)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
@@ -306,10 +380,11 @@ def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str) 
 
 
 def filled(broker: vmmfd.Broker, name: str, make: Callable[[], Any], **options: Any) -> Any:
-    """A module with the tensors of a state dict."""
+    """A guarded module with the tensors of a state dict."""
     broker.put(name, make(), replace=True)
     module = make()
-    module.load_state_dict(broker.state_dict(name, **options), assign=True)
+    with vmmfd.torch.guard():
+        module.load_state_dict(broker.state_dict(name, **options), assign=True)
     return module
 
 
@@ -343,7 +418,7 @@ def test_what_writes_nothing_is_not_refused(broker: vmmfd.Broker, name: str) -> 
     # What is in no state dict it leaves alone.
     module.register_buffer("note", broker.state_dict(name, writable_buffers=False)["bias"], persistent=False)
     assert module.load_state_dict({"note": torch.ones(4)}, strict=False).unexpected_keys == ["note"]
-    broker.put(name, {"scalar": torch.tensor(1.0)}, replace=True)
+    broker.put(name, {"scalar": nn.Parameter(torch.tensor(1.0))}, replace=True)
     module.scalar = nn.Parameter(broker.state_dict(name)["scalar"], requires_grad=False)
     with pytest.raises(vmmfd.ExportError, match="- scalar$"):
         module.load_state_dict({"scalar": torch.ones(1)}, strict=False)
@@ -367,15 +442,13 @@ def test_a_guard_knows_what_its_module_has_now_and_holds_nothing(broker: vmmfd.B
         assert vmmfd._native._settle(10)
         assert len(broker.who(name).leases) == 0
         module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
-    # Copies of copies have one guard.
-    module = filled(broker, name, Scaled)
-    for _ in range(3):
-        module = copy.deepcopy(module)
-        module.load_state_dict(broker.state_dict(name), assign=True)
-    assert len(module._load_state_dict_pre_hooks) == len(module[0]._load_state_dict_pre_hooks) == 1
+    # A copy that is filled again is guarded again.
+    module = copy.deepcopy(filled(broker, name, Scaled))
+    module.load_state_dict({key: value + 1 for key, value in module.state_dict().items()})
+    broker.load(name, module)
     with pytest.raises(vmmfd.ExportError, match="- 0.weight"):
         nn.Sequential(module[0]).load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
-    # What has the dicts of a module that is gone is spoken for too, also in a cycle that is collected.
+    # A shallow copy is guarded too when the module is gone, also in a cycle that is collected.
     class Wrapper(nn.Linear):  # type: ignore[misc]
         def __init__(self, of: Any) -> None:
             self.__dict__.update(of.__dict__)
@@ -401,12 +474,13 @@ def test_a_guard_knows_what_its_module_has_now_and_holds_nothing(broker: vmmfd.B
     module = linear()
     module.register_buffer("late", torch.ones(4), persistent=False)
     del module._buffers["late"]
-    module.register_parameter("late", nn.Parameter(broker.state_dict(name)["bias"], requires_grad=False))
+    with vmmfd.torch.guard():
+        module.register_parameter("late", nn.Parameter(broker.state_dict(name)["bias"], requires_grad=False))
     with pytest.raises(vmmfd.ExportError, match="- late"):
         module.load_state_dict({"late": torch.ones(4)}, strict=False)
 
 
-def test_hooks_disturb_no_other_code(broker: vmmfd.Broker, name: str) -> None:
+def test_hooks_disturb_no_other_code(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     from torch.overrides import TorchFunctionMode
 
     seen: list[str] = []
@@ -442,7 +516,7 @@ def test_hooks_disturb_no_other_code(broker: vmmfd.Broker, name: str) -> None:
         bare.register_parameter("weight", nn.Parameter(mapped.weight.detach(), requires_grad=False))
 
 
-def test_tensors_and_modules_may_be_traced(broker: vmmfd.Broker, name: str) -> None:
+def test_tensors_and_modules_may_be_traced(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     given: list[Any] = []
 
     class Traced(nn.Module):  # type: ignore[misc]

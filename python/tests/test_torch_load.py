@@ -140,6 +140,38 @@ def test_a_version_is_switched_under_a_module(broker: vmmfd.Broker, name: str) -
     assert_same(three, module)
 
 
+def test_copy_on_write_shares_and_may_be_written(broker: vmmfd.Broker, name: str) -> None:
+    one, two = Net(1), Net(2)
+    broker.put(name, one)
+    module = Net(device="meta")
+    loaded = broker.load(name, module, copy_on_write=True)
+    tensors = everything(module)
+    assert loaded.private == [] and all(is_mapped(tensor, loaded.lease) for tensor in tensors.values() if tensor.numel())
+    assert module.head.weight is module.embed.weight
+    # An optimizer, a forward that writes its buffers, and a load_state_dict write to pages of this process.
+    module.requires_grad_(True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.train()(X).sum().backward()
+    optimizer.step()
+    assert not torch.equal(module.first, one.first) and module.norm.num_batches_tracked == 1
+    module.load_state_dict(two.state_dict())
+    assert torch.equal(module.first, two.first)
+    found = broker.state_dict(name, copy_on_write=True, private=["last"])
+    for tensor in found.values():
+        tensor.detach().add_(1)
+    again = Net(device="meta")
+    broker.load(name, again)
+    assert_same(one, again)
+    # Another version brings its own bytes, and so does the same one.
+    broker.put(name, two, replace=True)
+    old = loaded.switch()
+    assert_same(two, module)
+    with torch.no_grad():
+        module.first.zero_()
+    loaded.switch(old)
+    assert_same(one, module)
+
+
 def test_a_parked_module_is_not_refreshed(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, nn.BatchNorm1d(4))
     loaded = broker.load(name, nn.BatchNorm1d(4))

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ def test_a_state_dict_goes_there_and_back(broker: vmmfd.Broker, name: str) -> No
     broker.put(name, module.state_dict(), replace=True)
     with broker.get(name) as lease:
         kinds = {key: lease.attributes(key)["kind"] for key in lease}
-        assert kinds["table"] == "tensor" and kinds["norm.running_mean"] == "buffer" and kinds["first"] == "tensor"
+        assert kinds["table"] == kinds["norm.running_mean"] == kinds["first"] == "tensor"
         again = lease.state_dict()
-        assert is_mapped(again["table"], lease) and not is_mapped(again["norm.running_mean"], lease)
+        assert not any(is_mapped(tensor, lease) for tensor in again.values() if tensor.numel())
         assert is_mapped(lease.state_dict(writable_buffers=False)["norm.running_mean"], lease)
     for key, tensor in module.state_dict().items():
         assert torch.equal(again[key], tensor), key
@@ -129,15 +130,54 @@ def test_private_names_what_is_copied(broker: vmmfd.Broker, name: str) -> None:
         broker.load(name, Net(2), private=5)  # type: ignore[arg-type]
 
 
-def test_a_state_dict_for_a_module_has_copies_of_its_buffers(broker: vmmfd.Broker, name: str) -> None:
+def test_unknown_tensors_are_copied(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, Net(1).state_dict())
     with broker.get(name) as lease:
-        assert is_mapped(lease.state_dict()["table"], lease)
+        found = lease.state_dict()
+        assert not is_mapped(found["table"], lease) and not is_mapped(found["first"], lease)
+        for tensor in found.values():
+            tensor.add_(1)
+        assert torch.equal(lease.state_dict()["first"], Net(1).first)
+        # A module says what they are.
         found = lease.state_dict(module=Net(2))
         assert not is_mapped(found["table"], lease) and is_mapped(found["first"], lease)
         assert is_mapped(lease.state_dict(module=Net(2), writable_buffers=False)["table"], lease)
     with pytest.raises(vmmfd.Invalid, match="module= takes a torch.nn.Module, and got a dict"):
         broker.state_dict(name, module={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_large_copies_are_warned_of(broker: vmmfd.Broker, name: str, load: bool) -> None:
+    def quantised() -> Any:
+        module = nn.Module()
+        module.register_buffer("codes", torch.zeros(65 << 20, dtype=torch.int8))
+        return module
+
+    def get(**options: Any) -> Any:
+        return broker.load(name, quantised(), **options) if load else broker.state_dict(name, **options)
+
+    broker.put(name, quantised())
+    with pytest.warns(UserWarning, match="1 tensors of .* are not known to be parameters .* 65 MiB more: .*writable_buffers=False") as caught:
+        get()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get(writable_buffers=False)
+        get(private=["codes"])
+        get(copy_on_write=True)
+
+
+def test_inference_mode_leaves_normal_tensors(broker: vmmfd.Broker, name: str) -> None:
+    module = Net(1)
+    broker.put(name, module)
+    with torch.inference_mode():
+        loaded = broker.load(name, module)
+        found = broker.state_dict(name, everything=True)
+        loaded.refresh()
+    assert not any(tensor.is_inference() for tensor in [*everything(module).values(), *found.values()])
+    module.cache.add_(1)
+    module.requires_grad_(True)(X).sum().backward()
+    assert module.first.grad is not None
 
 
 def test_a_private_copy_of_a_view_is_of_that_alone(broker: vmmfd.Broker, name: str) -> None:
@@ -163,7 +203,8 @@ def test_a_private_copy_of_a_view_is_of_that_alone(broker: vmmfd.Broker, name: s
     found = broker.state_dict(name, private=["far"], writable_buffers=False)
     assert found["far"].storage_offset() == 0
     small = torch.arange(300)
-    broker.put(name, {"a": small[:100], "b": small[101:103], "c": small[290:]}, replace=True)
+    named = {"a": small[:100], "b": small[101:103], "c": small[290:]}
+    broker.put(name, {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in named.items()}, replace=True)
     found = broker.state_dict(name, private=["b", "c"])
     assert torch.equal(found["b"], small[101:103]) and torch.equal(found["c"], small[290:])
     assert found["b"].storage_offset() == 101 % 32 and found["c"].untyped_storage().nbytes() == 300 * 8 - 2304
@@ -207,8 +248,8 @@ def test_arrays_of_others_are_tensors_too(broker: vmmfd.Broker, name: str) -> No
     broker.put(name, {"x": whole, "running_mean": whole[0]})
     with broker.get(name) as lease:
         found = lease.state_dict()
-        assert numpy.array_equal(found["x"].numpy(), whole) and is_mapped(found["x"], lease)
-        assert not is_mapped(found["running_mean"], lease)
+        assert numpy.array_equal(found["x"].numpy(), whole) and not is_mapped(found["x"], lease)
+        assert is_mapped(lease.state_dict(writable_buffers=False)["x"], lease)
     broker.put(name, {"x": numpy.arange(3, dtype=">f4")}, replace=True)
     with pytest.raises(vmmfd.Differs, match="is of type >f4, which PyTorch"):
         broker.state_dict(name)

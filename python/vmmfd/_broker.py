@@ -223,8 +223,9 @@ class Broker(Closing):
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
+        copy_on_write: bool = False,
     ) -> Lease:
-        """Gets a lease of an object, with its memory mapped read-only.
+        """Gets a lease of an object, with its memory mapped: read-only, unless `copy_on_write` is true.
 
         It is the current version, unless `version` names another that is still there; with `newer_than` only a later one. Of `parts` and
         `arrays`, if given, only the segments in which these lie are mapped. `expect` names fields of the metadata and the values that
@@ -232,8 +233,12 @@ class Broker(Closing):
         part, or a mapping of parts to theirs. `device` uses the memory instead of the one that has
         it, if it can reach it. With `wait` the object may come so much later.
 
+        With `copy_on_write=True` the arrays are writable, and this process alone sees what it writes, as with `torch.load(mmap=True)`: the
+        kernel copies each page at the first write to it. Closing the lease, and `switch`, `park` and `refresh`, never write to the
+        object; what this process wrote is lost with the pages. The host backend alone has it.
+
         Raises `NotFound` if there is none, `Timeout` if none came in time, `Differs` if it is not as expected, `Denied`, `Invalid`,
-        `Unsupported` if no device of this process can reach it.
+        `Unsupported` if no device of this process can reach it, and with `copy_on_write` for memory of a GPU, which CUDA can't map so.
         """
         return Lease(
             self,
@@ -247,6 +252,7 @@ class Broker(Closing):
                 digest=_arguments.digest(digest),
                 wait=wait,
                 device=device,
+                copy_on_write=copy_on_write,
             ),
         )
 
@@ -256,11 +262,12 @@ class Broker(Closing):
         *,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
+        copy_on_write: bool = False,
     ) -> List[Lease]:
         """Gets leases of several objects as they are at one moment, all or none, in their order.
 
         `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect`
-        and `digest`. Waits up to `wait` until all are there. Raises what `get` does.
+        and `digest`. Waits up to `wait` until all are there. `copy_on_write` is of all. Raises what `get` does.
         """
         requests: List[t.Any] = []
         options = ("version", "newer_than", "parts", "arrays", "expect", "digest")
@@ -288,7 +295,7 @@ class Broker(Closing):
                     _arguments.digest(given.get("digest")),
                 )
             )
-        return [Lease(self, lease) for lease in self._native.get_all(requests, wait=wait, device=device)]
+        return [Lease(self, lease) for lease in self._native.get_all(requests, wait=wait, device=device, copy_on_write=copy_on_write)]
 
     def claim(
         self,
@@ -302,6 +309,7 @@ class Broker(Closing):
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
+        copy_on_write: bool = False,
     ) -> Lease | Claim:
         """Gets a lease of an object, or the right to be the one that makes it.
 
@@ -319,6 +327,7 @@ class Broker(Closing):
             digest=_arguments.digest(digest),
             wait=wait,
             device=device,
+            copy_on_write=copy_on_write,
         )
         return Claim(self, name, found) if isinstance(found, _native.Claim) else Lease(self, found)
 
@@ -369,6 +378,7 @@ class Broker(Closing):
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
+        copy_on_write: bool = False,
         writable_buffers: bool = True,
         everything: bool = False,
         module: t.Module | None = None,
@@ -376,10 +386,11 @@ class Broker(Closing):
     ) -> dict[str, t.Tensor]:
         """The tensors of an object as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the lease.
 
-        For safetensors and plain state dicts use `load`, or give `module=`: they do not say which of them a model writes. What is mapped is
-        copied where it becomes a buffer of a module, as far as PyTorch says so; any other write to it ends the process. An optimizer's step
-        is one, and PyTorch gives parameters the `requires_grad` that the module's had: call `module.requires_grad_(False)`. See
-        `Lease.state_dict`; the other arguments and errors are `get`'s."""
+        Parameters are mapped, and all other tensors are private copies. For safetensors and plain state dicts use `load`, or give
+        `module=`: they do not say which tensors are parameters, so all would be copied. A write to a mapped tensor ends the process: PyTorch
+        gives parameters the `requires_grad` that the module's had, so call `module.requires_grad_(False)` before a step of an optimizer. On
+        the host backend `copy_on_write=True` makes all tensors writable, without copies. See `Lease.state_dict`; the other arguments and
+        errors are `get`'s."""
         with self.get(
             name,
             version=version,
@@ -390,6 +401,7 @@ class Broker(Closing):
             digest=digest,
             wait=wait,
             device=device,
+            copy_on_write=copy_on_write,
         ) as lease:
             return lease.state_dict(
                 writable_buffers=writable_buffers, everything=everything, module=module, private=private
@@ -408,6 +420,7 @@ class Broker(Closing):
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
+        copy_on_write: bool = False,
         strict: bool = True,
         writable_buffers: bool = True,
         private: Iterable[str] = (),
@@ -424,6 +437,7 @@ class Broker(Closing):
             digest=digest,
             wait=wait,
             device=device,
+            copy_on_write=copy_on_write,
         )
         try:
             return lease.load(into, strict=strict, writable_buffers=writable_buffers, private=private)

@@ -13,7 +13,7 @@ from ._records import LeasedPart, Owner, Published
 
 
 class Lease(Closing, Mapping[str, Array]):
-    """A hold on a version of an object, with its memory mapped read-only: a mapping of names to `Array`s. Made by `Broker.get`.
+    """A hold on a version of an object, with its memory mapped: a mapping of names to `Array`s. Made by `Broker.get`.
 
     A context manager: leaving it closes it. The lease ends then, or when the last array in it is gone, in any library: arrays and what
     other libraries made of them stay valid. The broker counts this process among the readers until then.
@@ -31,7 +31,7 @@ class Lease(Closing, Mapping[str, Array]):
         self._native = lease
 
     def __getitem__(self, name: str, /) -> Array:
-        """The array of a name, read-only. Raises `NoArray` (a `KeyError`) if there is none or it was not asked for, and `Invalid` if
+        """The array of a name, read-only unless the lease was got with `copy_on_write`. Raises `NoArray` (a `KeyError`) if there is none or it was not asked for, and `Invalid` if
         several parts have one of that name: see `array`."""
         return self._native.array(name)
 
@@ -158,8 +158,8 @@ class Lease(Closing, Mapping[str, Array]):
         it to end its lease and release its memory.
 
         Waits until all work of the devices' primary contexts is done. Arrays read the new version afterwards, and so do tensors, pointers
-        and captured graphs that have the addresses. **Nothing may use the memory while it runs**: on a GPU a kernel that does loses its
-        context. While exports to other libraries are alive this is the caller's promise, which `exported="valid"` gives. Private copies,
+        and captured graphs that have the addresses. What was written to pages of a lease with `copy_on_write` is lost. **Nothing may use the
+        memory while it runs**: on a GPU a kernel that does loses its context. While exports to other libraries are alive this is the caller's promise, which `exported="valid"` gives. Private copies,
         which `state_dict` makes and modules get as buffers, keep the old version's values; `Loaded.switch` fills its own anew.
 
         Raises `ExportError` (a `BufferError`) without that promise, where there are exports; `Invalid` if this is parked, or the version
@@ -205,18 +205,19 @@ class Lease(Closing, Mapping[str, Array]):
         """Its tensors as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the memory and need no gradient. Tied
         names are tensors of one storage, and views are views of it.
 
-        Weights are the mapped memory itself, read-only: a store into it ends the CUDA context, on the host the process, and PyTorch does
-        not know. So does a step of an optimizer: PyTorch gives parameters the `requires_grad` that the module's had, so call
-        `module.requires_grad_(False)`. Buffers, which a model may write, are private copies; with `writable_buffers=False` they are the
-        memory too. Which are buffers is known of what was put as a module, and of the `module` that the tensors are for, if it is given;
-        then weights of its embeddings with `max_norm` are private copies too. Else, of safetensors and plain state dicts, only
-        `nn.Parameter` (`state_dict(keep_vars=True)`) and the statistics of PyTorch's norms are told apart. All else is mapped. Where a
-        mapped tensor becomes a buffer of a module, the module gets a private copy of it alone, not tied to others; and where one becomes
-        a parameter, a later `load_state_dict` without `assign=True` raises `ExportError`, as it would write to the memory. That is done by
-        hooks of PyTorch's that stay from then on; not in TorchScript modules, in `torch.func.functional_call`, in a `load_state_dict` that
-        swaps tensors, in what `torch.compile` traced, and where `data`, `module._buffers` or `module._parameters` is written directly.
-        What `private` names is a private copy. What a `state_dict` does not have (buffers that are not persistent, tensors that are plain
-        attributes of modules) comes with `everything=True`.
+        Parameters are the mapped memory itself, read-only: a write to them ends the CUDA context, on the host the process, and PyTorch
+        does not know. So does a step of an optimizer: PyTorch gives parameters the `requires_grad` that the module's had, so call
+        `module.requires_grad_(False)`. A `load_state_dict` without `assign=True` writes too; `vmmfd.torch.guard()` makes modules refuse it.
+
+        All tensors that are not known to be parameters are private copies, which a model may write; with `writable_buffers=False` they are
+        the memory too. What was put as a module, or as `nn.Parameter` (`state_dict(keep_vars=True)`), is known; of safetensors and plain
+        state dicts nothing is, unless `module` is given: a module that the tensors are for, which then decides. Weights of its embeddings
+        with `max_norm`, which PyTorch writes to, and tensors that `private` names are private copies too. Copies of more than 64 MiB are
+        warned of. If the lease was got with `copy_on_write`, all tensors are the memory itself and may be written, and only those that
+        `private` names are copied.
+
+        What a `state_dict` does not have (buffers that are not persistent, tensors that are plain attributes of modules) comes with
+        `everything=True`.
 
         Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
         names that several parts have, and for one in `private` that the object has not."""
@@ -237,7 +238,8 @@ class Lease(Closing, Mapping[str, Array]):
         `state_dict` too, and tensors that are plain attributes of modules; unless `writable_buffers=False`. So are the parameters that
         `private` names, and weights of embeddings with `max_norm`, which PyTorch writes to. Plain attributes come where the module has
         a tensor. A `load_state_dict` without `assign=True` raises `ExportError` from then on, as it would write to the memory; a step
-        of an optimizer after `requires_grad_(True)` does write there, and ends the process.
+        of an optimizer after `requires_grad_(True)` does write there, and ends the process. Copies of more than 64 MiB are warned of. If
+        the lease was got with `copy_on_write`, all tensors are the memory itself and may be written.
 
         Raises `Differs` with a list of all names, types and shapes that do not fit; the module is as it was then. With `strict=False`
         names that only one of them has do not count, but for those that would stay on the meta device."""

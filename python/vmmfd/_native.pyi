@@ -349,9 +349,15 @@ class Client:
         digest: _Digest | None = None,
         wait: _Time | None = None,
         device: _DeviceName | None = None,
+        copy_on_write: bool = False,
     ) -> Lease: ...
     def get_all(
-        self, requests: list[_Request], *, wait: _Time | None = None, device: _DeviceName | None = None
+        self,
+        requests: list[_Request],
+        *,
+        wait: _Time | None = None,
+        device: _DeviceName | None = None,
+        copy_on_write: bool = False,
     ) -> list[Lease]: ...
     def claim(
         self,
@@ -365,6 +371,7 @@ class Client:
         arrays: list[str] | None = None,
         wait: _Time | None = None,
         device: _DeviceName | None = None,
+        copy_on_write: bool = False,
     ) -> Lease | Claim: ...
     def prepare(
         self,
@@ -418,6 +425,8 @@ class Lease:
     def is_parked(self) -> bool: ...
     @property
     def is_closed(self) -> bool: ...
+    @property
+    def copy_on_write(self) -> bool: ...
     @property
     def exports(self) -> int: ...
     @property

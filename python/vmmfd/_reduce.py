@@ -15,6 +15,8 @@ from ._native import Array
 _brokers: dict[tuple[str, str], Broker] = {}
 _lock = allocate_lock()
 
+_STAYS_BEHIND = "this {} is of a lease with copy_on_write, and what was written to it would stay behind: send a copy, or get it without"
+
 
 def register_reducer() -> None:
     """Lets `multiprocessing` send a `Broker`, a `Lease` and arrays of a lease to other processes: as arguments, through queues and pipes.
@@ -39,6 +41,8 @@ def _reduce_broker(broker: Broker) -> t.Any:
 
 
 def _reduce_lease(lease: Lease) -> t.Any:
+    if lease._native.copy_on_write:
+        raise Invalid(_STAYS_BEHIND.format("lease"))
     broker = lease._broker
     selected = lease._native.selection
     place = (broker.path, broker.backend, broker._timeout, broker._trust)
@@ -51,6 +55,8 @@ def _reduce_array(array: Array) -> t.Any:
         raise Invalid(
             "this array is in no memory of a broker, and memory can't be pickled: put it, and send an array of a lease of it"
         )
+    if not array.readonly:
+        raise Invalid(_STAYS_BEHIND.format("array"))
     (path, *options), version, piece, view = origin
     return _array, ((str(path), *options), version, piece, view)
 

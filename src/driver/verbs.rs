@@ -99,9 +99,15 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()>;
 
     #[cfg(feature = "broker")]
+    /// As [`Verbs::map`] with an offset of 0, with copy-on-write pages: this process may write to it, and no other process sees what it
+    /// writes. CUDA has no such mapping and answers `CUDA_ERROR_NOT_SUPPORTED`. mmap(2), `MAP_PRIVATE`.
+    fn map_private(&self, address: u64, size: u64, handle: Handle) -> Result<()>;
+
+    #[cfg(feature = "broker")]
     /// Maps a whole allocation in the place of a whole mapping of the same size, with the same access, in one step: at no moment is
-    /// another thread given the addresses, or finds them empty. Refused while a [`Window`] is open on it. CUDA has no such call and
-    /// answers `CUDA_ERROR_NOT_SUPPORTED`. After a failure the addresses hold what they held, or nothing. mmap(2), `MAP_FIXED`.
+    /// another thread given the addresses, or finds them empty. A mapping of [`Verbs::map_private`] stays one, and loses what
+    /// was written to it. Refused while a [`Window`] is open on it. CUDA has no such call and answers `CUDA_ERROR_NOT_SUPPORTED`. After a
+    /// failure the addresses hold what they held, or nothing. mmap(2), `MAP_FIXED`.
     fn replace(&self, address: u64, size: u64, handle: Handle) -> Result<()>;
 
     /// Unmaps every mapping in the range, none of them in part, and none that a [`Window`] is open on. `cuMemUnmap`.

@@ -237,6 +237,8 @@ pub(crate) struct Importing {
     description: Description,
     part: Part,
     access: Access,
+    /// Whether the pages are copied when this process writes to them.
+    private: bool,
     /// None before the first segment is imported: then its size, and so a part of what is claimed, is known to be true.
     mapping: Option<Mapping>,
     /// What the driver must say of each allocation.
@@ -286,7 +288,23 @@ impl Importing {
             },
         };
         let (device, description, part) = (device.clone(), description.clone(), *part);
-        Ok(Self { device, description, part, access, mapping: None, owner, taken: 0, remains: Remains::default() })
+        Ok(Self {
+            device,
+            description,
+            part,
+            access,
+            private: false,
+            mapping: None,
+            owner,
+            taken: 0,
+            remains: Remains::default(),
+        })
+    }
+
+    /// Has it mapped with copy-on-write pages, to read and write: on the host backend alone. Before the first segment is taken.
+    #[cfg(feature = "broker")]
+    pub(crate) fn copy_on_write(self) -> Self {
+        Self { private: true, ..self }
     }
 
     /// Takes the next segments: releases and closes those before, imports these and maps them.
@@ -316,7 +334,12 @@ impl Importing {
                 Some(mapping) => mapping,
                 empty => {
                     let reservation = Reservation::new(&self.device, self.part.size)?;
-                    empty.insert(Mapping::empty(&reservation, 0, &self.device, self.access)?)
+                    let mut mapping = Mapping::empty(&reservation, 0, &self.device, self.access)?;
+                    #[cfg(feature = "broker")]
+                    if self.private {
+                        mapping.make_private();
+                    }
+                    empty.insert(mapping)
                 }
             };
             mapping.push(&allocation).map_err(unfit)?;

@@ -236,6 +236,8 @@ pub struct Mapping {
     address: u64,
     size: u64,
     access: Access,
+    /// Whether its pages are copied when this process writes to them.
+    private: bool,
     // Let go of after the unmapping in `drop`.
     reservation: Arc<Reservation>,
 }
@@ -297,7 +299,20 @@ impl Mapping {
         device.check_driver(&reservation.device)?;
         check_range(offset, 0, reservation.size)?;
         let address = reservation.address + offset;
-        Ok(Self { device: device.clone(), address, size: 0, access, reservation: Arc::clone(reservation) })
+        Ok(Self {
+            device: device.clone(),
+            address,
+            size: 0,
+            access,
+            private: false,
+            reservation: Arc::clone(reservation),
+        })
+    }
+
+    /// Has what is pushed from now on mapped with copy-on-write pages, which this process may write to: on the host backend alone.
+    #[cfg(feature = "broker")]
+    pub(super) fn make_private(&mut self) {
+        (self.private, self.access) = (true, Access::ReadWrite);
     }
 
     /// Maps one more allocation behind the others. It can't be used before [`Mapping::allow`].
@@ -305,7 +320,12 @@ impl Mapping {
         self.device.check_driver(&allocation.device)?;
         let offset = self.address - self.reservation.address + self.size;
         check_range(offset, allocation.size, self.reservation.size)?;
-        self.device.verbs().map(self.address + self.size, allocation.size, 0, allocation.handle)?;
+        let (verbs, address) = (self.device.verbs(), self.address + self.size);
+        match self.private {
+            #[cfg(feature = "broker")]
+            true => verbs.map_private(address, allocation.size, allocation.handle)?,
+            _ => verbs.map(address, allocation.size, 0, allocation.handle)?,
+        }
         // From here on dropping it unmaps.
         self.size += allocation.size;
         Ok(())

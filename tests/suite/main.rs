@@ -8,6 +8,7 @@ mod bench;
 mod broker;
 mod broker_checks;
 mod broker_commands;
+mod broker_copy_on_write;
 mod broker_crashes;
 mod broker_cycles;
 mod broker_descriptors;

@@ -9,9 +9,10 @@ This module imports torch when it is first used, and not before.
 from __future__ import annotations
 
 from ._get import _state_dict as _state_dict
+from ._hooks import GuardHandle, guard
 from ._module import Loaded
 from ._module import _load as _load
 from ._pool import Pool, pool
 from ._put import _plan as _plan
 
-__all__ = ["Loaded", "Pool", "pool"]
+__all__ = ["GuardHandle", "Loaded", "Pool", "guard", "pool"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _arguments, _native
 from .._errors import Differs, Invalid, Unsupported
 from ._base import _Span, _around, _copied, _merged, _torch
-from ._hooks import _follow
-from ._items import _STATISTICS, _items, _written
+from ._guard import _note
+from ._items import _items, _written
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,9 +33,7 @@ class _Row(NamedTuple):
     @property
     def kind(self) -> str:
         kind = self.attributes.get("kind")
-        if isinstance(kind, str):
-            return kind
-        return "buffer" if self.name.rpartition(".")[2] in _STATISTICS else "tensor"
+        return kind if isinstance(kind, str) else "tensor"
 
     @property
     def dtype(self) -> Any:
@@ -45,9 +45,6 @@ class _Row(NamedTuple):
         found = _dtypes[name]
         # A table that lies of its elements' size would have PyTorch read beyond them.
         return found if found is not None and found.itemsize == self.array.itemsize else None
-
-    def is_private(self, writable_buffers: bool) -> bool:
-        return writable_buffers and self.kind in ("buffer", "attribute")
 
 
 def _has_storage(attributes: dict[str, Any]) -> bool:
@@ -88,6 +85,8 @@ class _Mapped:
                 identity += (array.address, array.dtype, array.shape, array.strides)
             is_alone = is_alone and attributes.get("storage_bytes") == array.nbytes
             self.rows.append(_Row(name, part, array, attributes, identity, is_alone))
+        # Whether what this process writes goes to pages of its own: there is nothing to copy, and nothing to guard.
+        self.copy_on_write: bool = lease._native.copy_on_write
         self._is_cuda = any(row.array.device.backend == "cuda" for row in self.rows[:1])
         if self._is_cuda:
             if not self._torch.cuda.is_available():
@@ -183,37 +182,65 @@ def _state_dict(
 ) -> dict[str, Any]:
     """The tensors of a lease by name.
 
-    Parameters are the mapped memory itself. Buffers are private copies unless `writable_buffers` is false, and so is what `private` names.
-    What is a buffer is `module`'s to say, if one is given. What a `state_dict` of PyTorch does not have (buffers that are not persistent,
-    tensors that are plain attributes) is left out unless `everything` is asked for.
+    Parameters are the mapped memory itself. All other tensors, and those that `private` names, are private copies; with
+    `writable_buffers=False` only the latter. `module`, if it is given, decides which are parameters; else the object's maker.
+    What a `state_dict` of PyTorch does not have (buffers that are not persistent, tensors that are plain attributes) is left out unless
+    `everything` is true.
     """
+    torch = _torch()
+    if module is not None and not isinstance(module, torch.nn.Module):
+        raise Invalid(f"module= takes a torch.nn.Module, and got a {type(module).__name__}")
     named = set(_arguments.names(private, "private"))
-    copied = set(named)
-    if module is not None:
-        if not isinstance(module, _torch().nn.Module):
-            raise Invalid(f"module= takes a torch.nn.Module, and got a {type(module).__name__}")
-        copied |= _written(module)
-        if writable_buffers:
-            copied |= {item.name for item in _items(module) if item.kind != "parameter"}
-    mapped = _Mapped(lease)
-    identities = set()
-    if copied:
+    kinds = {} if module is None else {item.name: item.kind for item in _items(module)}
+    # Inside inference_mode the tensors would be inference tensors.
+    with torch.inference_mode(False):
+        mapped = _Mapped(lease)
         unknown = named - {row.name for row in mapped.rows}
         if unknown:
             raise Invalid(f"private= names {min(unknown)!r}, which the object has not")
-        # What is tied is one storage also as a copy.
-        identities = {row.identity for row in mapped.rows if row.name in copied}
-    rows: dict[str, tuple[_Row, bool]] = {}
-    for row in mapped.rows:
-        if everything or row.attributes.get("persistent", True):
-            if row.name in rows:
-                raise Invalid(
-                    f"the parts {rows[row.name][0].part!r} and {row.part!r} both have an array {row.name!r}: "
-                    f"get one of them, as with parts=[{row.part!r}]"
-                )
-            rows[row.name] = row, row.identity in identities or row.is_private(writable_buffers)
-    mapped.will_copy(row for row, is_private in rows.values() if is_private)
-    found = {name: mapped.tensor(row, is_private) for name, (row, is_private) in rows.items()}
-    # Parameters too, as the module that they come to may have buffers there.
-    _follow((found[name] for name, (_, is_private) in rows.items() if not is_private), writable_buffers)
+        if not mapped.copy_on_write and module is not None:
+            named |= _written(module)
+        writable_buffers = writable_buffers and not mapped.copy_on_write
+        # Tied names are one storage also as a copy.
+        identities = {row.identity for row in mapped.rows if row.name in named}
+        rows: dict[str, _Row] = {}
+        for row in mapped.rows:
+            if everything or row.attributes.get("persistent", True):
+                if row.name in rows:
+                    raise Invalid(
+                        f"the parts {rows[row.name].part!r} and {row.part!r} both have an array {row.name!r}: "
+                        f"get one of them, as with parts=[{row.part!r}]"
+                    )
+                rows[row.name] = row
+        unasked = {name for name, row in rows.items() if writable_buffers and kinds.get(name, row.kind) != "parameter"} - named
+        copied = unasked | {name for name, row in rows.items() if row.identity in identities}
+        _warn_of_copies(
+            lease,
+            (rows[name] for name in unasked),
+            "give module= if they are parameters, or map them read-only with writable_buffers=False",
+        )
+        mapped.will_copy(rows[name] for name in copied)
+        found = {name: mapped.tensor(row, name in copied) for name, row in rows.items()}
+    if not mapped.copy_on_write:
+        _note((found[name] for name in rows.keys() - copied), writable_buffers=writable_buffers)
     return found
+
+
+# Up to this size copies that nobody asked for by name are made without a warning.
+_UNNOTICED = 64 << 20
+
+
+def _warn_of_copies(lease: Any, rows: Iterable[_Row], remedy: str) -> None:
+    """Warns of the memory that copies of these arrays take, if it is much."""
+    sizes = {row.identity: row.array.nbytes for row in rows}
+    total = sum(sizes.values())
+    if total <= _UNNOTICED:
+        return
+    # The frame of the package's caller.
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("vmmfd."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"{len(sizes)} tensors of {lease.name!r} are not known to be parameters and are copied, which takes {total >> 20} MiB more: {remedy}",
+        stacklevel=level,
+    )

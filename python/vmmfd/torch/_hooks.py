@@ -1,70 +1,84 @@
-"""Mapped tensors that become part of a module, by PyTorch's own hooks: buffers are private copies, parameters are guarded."""
+"""Process-wide hooks of PyTorch, on request: they guard every module that takes mapped tensors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._base import _storage, _torch
-from ._guard import _is_mapped, _note, _protect
+from ._base import _torch
+from ._guard import _guard_module, _noted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-# The storages of which a module gets private copies where they become its buffers, by weak references. There is no lock: each change is
-# one step, and a fork finds none that is held.
-_followed: set[Any] = set()
-# PyTorch's handles of the hooks, once they are installed.
-_installed: dict[str, Any] = {}
+    from types import TracebackType
 
 
-def _follow(tensors: Iterable[Any], writable_buffers: bool) -> None:
-    """Has modules that are given these tensors, which are mapped memory, refuse to load into them. They get private copies of those that
-    become their buffers, if these are to be written."""
-    storages = _note(tensors)
-    _followed.difference_update([storage for storage in list(_followed) if storage.expired()])
-    if writable_buffers:
-        _followed.update(storages)
-    if storages:
-        _install()
+class GuardHandle:
+    """The hooks that `guard` installed. As a context manager it removes them at the end."""
+
+    def __init__(self) -> None:
+        torch = _torch()
+        hooks = torch.nn.modules.module
+        self._handles = [
+            hooks.register_module_parameter_registration_hook(_parameter_hook(torch)),
+            hooks.register_module_buffer_registration_hook(_buffer_hook(torch)),
+        ]
+
+    def remove(self) -> None:
+        """Removes the hooks. Modules that were guarded stay guarded. A second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> GuardHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
 
 
-def _install() -> None:
-    """Has PyTorch ask about every tensor that a module is given, by `load_state_dict(assign=True)` too. It stays."""
-    torch = _torch()
-    hooks = torch.nn.modules.module
-    # Two threads may install two of each: the first one leaves nothing to do for the second.
-    if "parameter" not in _installed:
-        _installed["parameter"] = hooks.register_module_parameter_registration_hook(_parameter_hook(torch))
-    if "buffer" not in _installed:
-        _installed["buffer"] = hooks.register_module_buffer_registration_hook(_buffer_hook(torch))
+def guard() -> GuardHandle:
+    """Installs hooks in PyTorch that guard every module of this process, and returns a handle that removes them.
+
+        with vmmfd.torch.guard():
+            module.load_state_dict(broker.state_dict("model"), assign=True)
+
+    While they are installed, a module that is given a mapped tensor of `state_dict` or `load` as a parameter refuses a later
+    `load_state_dict` without `assign=True`, with `ExportError`. A module that is given one as a buffer gets a private copy instead, or is
+    guarded too if the tensor came with `writable_buffers=False`. Nothing else is guarded: see the table in the documentation.
+
+    PyTorch calls the hooks for each parameter and buffer that any module is given. `torch.compile` checks how many such hooks there are: it
+    recompiles modules that assign buffers or parameters when the hooks are installed and when they are removed.
+    """
+    return GuardHandle()
 
 
-# What torch.compile traces is no memory, and it can't look into what the hooks do; and a copy would become part of what torch.export
-# traces. What only looks like a tensor, as a proxy of torch.fx, answers all that it is asked.
+# Tensors that torch.compile traces have no memory, and it can't trace the hooks; torch.export would record a copy. Other objects may only
+# look like tensors, as proxies of torch.fx do, which have every attribute.
 
 
 def _parameter_hook(torch: Any) -> Any:
     is_traced = torch.compiler.is_dynamo_compiling
 
     def hook(module: Any, name: str, tensor: Any) -> None:
-        if not is_traced() and issubclass(type(tensor), torch.Tensor) and _is_mapped(tensor):
-            _protect(module)
+        if not is_traced() and issubclass(type(tensor), torch.Tensor) and _noted(tensor):
+            _guard_module(module)
 
     return hook
 
 
 def _buffer_hook(torch: Any) -> Any:
-    # Also while another thread traces.
+    # True also while another thread traces.
     is_traced = torch.compiler.is_compiling
 
     def hook(module: Any, name: str, tensor: Any) -> Any:
-        if is_traced() or not issubclass(type(tensor), torch.Tensor) or not _is_mapped(tensor):
+        noted = None if is_traced() or not issubclass(type(tensor), torch.Tensor) else _noted(tensor)
+        if noted is None:
             return None
-        if _storage(tensor) not in _followed:
-            _protect(module)
+        _, writable_buffers = noted
+        if not writable_buffers:
+            _guard_module(module)
             return None
-        # Each has its own, as it is not known which of them belong together: one that was shared could have been written since. A tensor
-        # as it would be otherwise, which can be written outside of inference too.
+        # Each registration makes a new copy: an earlier one may have been written since.
         with torch.inference_mode(False), torch.no_grad():
             made = tensor.clone().requires_grad_(tensor.requires_grad)
         made.__dict__.update(tensor.__dict__)

@@ -7,10 +7,6 @@ from typing import Any, NamedTuple
 from .._errors import Invalid
 from ._base import _listed, _torch
 
-# Buffers that PyTorch's own modules write in training. A state_dict does not say of its tensors what they are.
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-
-
 class _Item(NamedTuple):
     name: str
     tensor: Any
@@ -46,8 +42,7 @@ def _items(value: Any) -> list[_Item]:
         elif isinstance(tensor, torch.nn.Parameter):
             items.append(_Item(name, tensor, "parameter", True))
         else:
-            kind = "buffer" if name.rpartition(".")[2] in _STATISTICS else "tensor"
-            items.append(_Item(name, tensor, kind, True))
+            items.append(_Item(name, tensor, "tensor", True))
     if others:
         raise Invalid(
             "only tensors can be put together with tensors (plain values and extra state belong in metadata=, other arrays in "

@@ -9,9 +9,8 @@ from .. import _arguments
 from .._errors import Differs, Invalid
 from .._lease import Lease, Prepared
 from ._base import _listed, _torch
-from ._get import _Mapped, _Row
-from ._guard import _note, _protect
-from ._hooks import _install as _install_hooks
+from ._get import _Mapped, _Row, _warn_of_copies
+from ._guard import _guard_module, _note
 from ._items import _items, _written
 
 
@@ -190,6 +189,12 @@ def _load(
     if not isinstance(module, torch.nn.Module):
         raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
     named = set(_arguments.names(private, "private"))
+    # Inside inference_mode the tensors would be inference tensors.
+    with torch.inference_mode(False):
+        return _fill(lease, module, strict, writable_buffers, named)
+
+
+def _fill(lease: Any, module: Any, strict: bool, writable_buffers: bool, named: set[str]) -> Loaded:
     mapped = _Mapped(lease)
     fit = _fit(mapped.rows, module, strict)
     problems = fit.problems + [
@@ -202,11 +207,14 @@ def _load(
         raise Differs(f"{of} does not fit into the {type(module).__name__}:{_listed(problems)}")
     # What is tied in the module alone is of the same bytes.
     chosen = fit.chosen | {name: (fit.chosen[leader][0], fit.targets[name][0]) for name, leader in fit.follows.items()}
+    written = set() if mapped.copy_on_write else _written(module)
     # What is tied is one tensor also as a copy.
-    copied = {chosen[name][0].identity for name in named | _written(module) if name in chosen}
-    copies = [
-        name for name, (row, kind) in chosen.items() if row.identity in copied or (writable_buffers and kind != "parameter")
-    ]
+    identities = {chosen[name][0].identity for name in named | written if name in chosen}
+    writable_buffers = writable_buffers and not mapped.copy_on_write
+    unasked = [name for name, (_, kind) in chosen.items() if writable_buffers and kind != "parameter" and name not in named]
+    copies = [name for name, (row, kind) in chosen.items() if row.identity in identities or (writable_buffers and kind != "parameter")]
+    remedy = "map them read-only with writable_buffers=False, if the module does not write to them"
+    _warn_of_copies(lease, (chosen[name][0] for name in unasked), remedy)
     private_names = set(copies)
     mapped.will_copy(chosen[name][0] for name in copies)
     made: dict[str, Any] = {}
@@ -221,11 +229,12 @@ def _load(
             tensors[tied] = _parameter(tensor, old) if kind == "parameter" else tensor
         made[name] = tensors[tied]
     installed = _install(module, made, fit, private_names)
-    _note(_held(each.owner, each.kind)[each.leaf] for each in installed if each.is_mapped)
-    _install_hooks()
-    for owner in module.modules():
-        if owner is module or owner._parameters or owner._buffers:
-            _protect(owner, whole=owner is module)
+    if not mapped.copy_on_write:
+        guarded = [each for each in installed if each.is_mapped]
+        _note((_held(each.owner, each.kind)[each.leaf] for each in guarded), writable_buffers=writable_buffers)
+        # The module itself too: it refuses before anything is copied.
+        for owner in {id(owner): owner for owner in (module, *(each.owner for each in guarded))}.values():
+            _guard_module(owner)
     return Loaded(lease, module, copies, list(mapped.private.values()), installed)
 
 

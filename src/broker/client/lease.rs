@@ -16,7 +16,7 @@ use super::{
 use crate::{
     broker::table,
     driver::{Access, Driver},
-    error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result, code},
+    error::{BrokerError, DeviceError, Error, MemoryError, ProtocolError, RefusalCode, Result, code},
     memory::{Array, Description, Device, Imported, Importing, Part, Region, Remains, Selector},
     wire::{
         Check,
@@ -188,6 +188,16 @@ impl Lease {
         self.parts
     }
 
+    /// As [`Lease::open`], with pages that are copied when this process writes to them, as `MAP_PRIVATE` does: the memory is
+    /// [`Access::ReadWrite`] here, and no other process sees what is written. Bytes that this process has not written are the maker's
+    /// for as long as nobody else writes them. [`Object::switch`] and [`Object::park`] discard what was written.
+    ///
+    /// # Errors
+    /// Those of [`Lease::open`]; [`DeviceError::Unsupported`] for memory of a GPU, which CUDA can't map so. The lease has ended then.
+    pub fn open_copy_on_write(self, driver: &Driver, device: Option<Selector>) -> Result<Object> {
+        self.open_with(driver, device, true)
+    }
+
     /// Maps all of it, read-only. Each part is used by `device`, if one is given, or else by its own device.
     ///
     /// Memory that the driver finds to be other than its maker claimed is reported to the broker.
@@ -198,6 +208,10 @@ impl Lease {
     ///
     /// Driver calls, for each part: those of [`Imported::open`].
     pub fn open(self, driver: &Driver, device: Option<Selector>) -> Result<Object> {
+        self.open_with(driver, device, false)
+    }
+
+    fn open_with(self, driver: &Driver, device: Option<Selector>, copy_on_write: bool) -> Result<Object> {
         self.hold.connection.check_fork()?;
         let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
         check_backend(&self.name, &self.backend, driver)?;
@@ -209,7 +223,7 @@ impl Lease {
                 None => hold.connection.device_of(driver, owner)?,
                 wanted => Device::for_memory_of(driver, owner, wanted.as_ref())?,
             };
-            let mapped = part.map(&device).inspect_err(|error| hold.report(error))?;
+            let mapped = part.map(&device, copy_on_write).inspect_err(|error| hold.report(error))?;
             opened.push(mapped);
         }
         Ok(Object {
@@ -282,11 +296,15 @@ impl LeasedPart {
         }
     }
 
-    fn map(self, device: &Device) -> Result<ObjectPart> {
+    fn map(self, device: &Device, copy_on_write: bool) -> Result<ObjectPart> {
+        if copy_on_write && !device.is_host() {
+            let feature = "copy-on-write mappings, as CUDA has none: copy what is to be written";
+            return Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
+        }
         let Self { name, description, digest, arrays, runs } = self;
         let (mut memory, mut remains) = (Vec::with_capacity(runs.len()), Vec::with_capacity(runs.len()));
         for run in runs {
-            let (imported, rest) = run.map(device, &description)?;
+            let (imported, rest) = run.map(device, &description, copy_on_write)?;
             memory.push(Arc::new(imported));
             remains.push(rest);
         }
@@ -296,15 +314,23 @@ impl LeasedPart {
 
 impl Run {
     /// Maps it at addresses of the driver's choice. Also returns the handles and descriptors.
-    pub(super) fn map(self, device: &Device, description: &Description) -> Result<(Imported, Remains)> {
+    pub(super) fn map(
+        self,
+        device: &Device,
+        description: &Description,
+        copy_on_write: bool,
+    ) -> Result<(Imported, Remains)> {
         let mut importing = Importing::begin(device, description, &self.part, Access::ReadOnly)?;
+        if copy_on_write {
+            importing = importing.copy_on_write();
+        }
         let (sizes, fds): (Vec<u64>, Vec<Arc<OwnedFd>>) = self.segments.into_iter().unzip();
         importing.take(&sizes, fds)?;
         importing.finish()
     }
 }
 
-/// An object that is mapped, read-only, and the lease of it, which ends when it is dropped.
+/// An object that is mapped, and the lease of it, which ends when it is dropped.
 ///
 /// Memory and arrays that were taken from it stay mapped for as long as they live, also after the lease ended and when the broker
 /// is gone. The broker then no longer counts this process among the readers.

@@ -317,7 +317,7 @@ impl PreparedPart {
         for (run, piece) in runs.into_iter().zip(&part.memory) {
             let (driver, device) = (piece.device().driver(), piece.device());
             let device = Device::for_memory_of(driver, &description.device, Some(device))?;
-            let (memory, segments) = run.map(&device, &description)?;
+            let (memory, segments) = run.map(&device, &description, false)?;
             spares.push(Spare::of(memory, segments)?);
         }
         Ok(Self { description, digest, arrays, spares })

@@ -178,6 +178,13 @@ unsafe impl Verbs for CudaDriver {
     }
 
     #[cfg(feature = "broker")]
+    fn map_private(&self, _: u64, _: u64, handle: Handle) -> Result<()> {
+        const CALL: &str = "map_private";
+        let _known = self.core.known(CALL, handle)?;
+        Err(failure(CALL, code::NOT_SUPPORTED))
+    }
+
+    #[cfg(feature = "broker")]
     fn replace(&self, _: u64, _: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "replace";
         let _known = self.core.known(CALL, handle)?;

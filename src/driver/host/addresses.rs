@@ -30,8 +30,30 @@ pub(super) struct Reserved {
 pub(super) struct Mapped {
     pub(super) size: u64,
     pub(super) access: Option<Access>,
-    /// Whether nothing can write to it: its memory is sealed, and mapped privately.
-    pub(super) immutable: bool,
+    pub(super) pages: Pages,
+}
+
+/// Whose pages a mapping has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pages {
+    /// The memfd's: everyone sees what anyone writes.
+    Shared,
+    /// The memfd's, which is sealed: nothing can write to them.
+    Sealed,
+    /// The memfd's, until this process writes to one: it has a copy of that page from then on.
+    #[cfg_attr(not(feature = "broker"), allow(dead_code))]
+    CopyOnWrite,
+}
+
+impl Pages {
+    /// Kernels before 6.7 refuse a shared mapping of memory that is sealed against writing, even to read. Nothing can change the bytes, so
+    /// a private mapping shows the same.
+    fn flag(self) -> MapFlags {
+        match self {
+            Self::Shared => MapFlags::MAP_SHARED,
+            Self::Sealed | Self::CopyOnWrite => MapFlags::MAP_PRIVATE,
+        }
+    }
 }
 
 const RESERVE: MapFlags = MapFlags::MAP_PRIVATE.union(MapFlags::MAP_NORESERVE);
@@ -80,21 +102,18 @@ impl Reserved {
     }
 
     /// Maps `size` bytes of a memfd into a vacant range, not accessible yet. If it fails, the range may be lost.
-    pub(super) fn map(&mut self, address: u64, size: u64, memfd: impl AsFd, immutable: bool) -> nix::Result<()> {
+    pub(super) fn map(&mut self, address: u64, size: u64, memfd: impl AsFd, pages: Pages) -> nix::Result<()> {
         if !self.is_vacant(address, size) {
             return Err(Errno::EINVAL);
         }
-        // Kernels before 6.7 let nothing share what is sealed against writing, for reading neither. Nothing can change the bytes,
-        // so there is nothing to share.
-        let sharing = if immutable { MapFlags::MAP_PRIVATE } else { MapFlags::MAP_SHARED };
         let over = |start, length| {
             // SAFETY: the range is reserved by this object and nothing is mapped there, so nothing is replaced but addresses that
             // no thread accesses.
-            unsafe { mmap(Some(start), length, ProtFlags::PROT_NONE, sharing | MapFlags::MAP_FIXED, &memfd, 0) }
+            unsafe { mmap(Some(start), length, ProtFlags::PROT_NONE, pages.flag() | MapFlags::MAP_FIXED, &memfd, 0) }
         };
         match replace(address, size, over) {
             Replaced::Done => {
-                self.mapped.insert(address, Mapped { size, access: None, immutable });
+                self.mapped.insert(address, Mapped { size, access: None, pages });
                 Ok(())
             }
             Replaced::Reserved(errno) => Err(errno),
@@ -111,16 +130,15 @@ impl Reserved {
     /// # Safety
     /// No thread accesses the mapping as something that does not change.
     #[cfg(feature = "broker")]
-    pub(super) unsafe fn replace(&mut self, start: u64, memfd: impl AsFd, immutable: bool) -> nix::Result<()> {
+    pub(super) unsafe fn replace(&mut self, start: u64, memfd: impl AsFd, pages: Pages) -> nix::Result<()> {
         let Some(Mapped { size, access, .. }) = self.mapped.remove(&start) else { return Err(Errno::EINVAL) };
-        let sharing = if immutable { MapFlags::MAP_PRIVATE } else { MapFlags::MAP_SHARED };
         let over = |start, length| {
             // SAFETY: it was a whole mapping of this object, and the caller's promise.
-            unsafe { mmap(Some(start), length, protection(access), sharing | MapFlags::MAP_FIXED, &memfd, 0) }
+            unsafe { mmap(Some(start), length, protection(access), pages.flag() | MapFlags::MAP_FIXED, &memfd, 0) }
         };
         match replace(start, size, over) {
             Replaced::Done => {
-                self.mapped.insert(start, Mapped { size, access, immutable });
+                self.mapped.insert(start, Mapped { size, access, pages });
                 Ok(())
             }
             Replaced::Reserved(errno) => Err(errno),
@@ -320,7 +338,7 @@ mod tests {
         eventually(|| {
             let mut reserved = Reserved::new(size as u64, UNIT).unwrap();
             let address = reserved.address();
-            assert_eq!(reserved.map(address, size as u64, &memfd, false), Err(Errno::ENOMEM));
+            assert_eq!(reserved.map(address, size as u64, &memfd, Pages::Shared), Err(Errno::ENOMEM));
             assert!(reserved.mapped.is_empty());
             let vacant = reserved.is_vacant(address, size as u64);
             if vacant {
@@ -362,9 +380,9 @@ mod tests {
         let memfd = memfd_create(c"test", MFdFlags::MFD_CLOEXEC).unwrap();
         ftruncate(&memfd, UNIT as i64).unwrap();
         let read_only = fs::File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&memfd))).unwrap();
-        reserved.map(start, UNIT, &memfd, false).unwrap();
+        reserved.map(start, UNIT, &memfd, Pages::Shared).unwrap();
         // The kernel never lets this one be written.
-        reserved.map(start + UNIT, UNIT, &read_only, false).unwrap();
+        reserved.map(start + UNIT, UNIT, &read_only, Pages::Shared).unwrap();
         let both = [start, start + UNIT];
         // SAFETY: nothing accesses it.
         unsafe {

@@ -28,7 +28,7 @@ use std::{
 use nix::{errno::Errno, sys::mman::munmap};
 use uuid::{Uuid, uuid};
 
-use self::addresses::{Mapped, Reserved};
+use self::addresses::{Mapped, Pages, Reserved};
 use super::{
     Access, DeviceUuid, Handle, Identity, Location, code, failure, failure_with,
     window::{PageLocker, Windows},
@@ -176,8 +176,41 @@ impl HostDriver {
         Err(Error::Device(DeviceError::Unsupported { device: DEVICE_NAME.to_owned(), feature }))
     }
 
+    fn map_pages(
+        &self,
+        call: &'static str,
+        (address, size): (u64, u64),
+        offset: u64,
+        handle: Handle,
+        pages: impl FnOnce(&Memory) -> Pages,
+    ) -> Result<()> {
+        self.origin.check()?;
+        let invalid = || failure(call, code::INVALID_VALUE);
+        let mut state = self.write();
+        let State { handles, reservations, .. } = &mut *state;
+        let memory = handles.get(&handle).ok_or_else(invalid)?;
+        let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
+        if size == 0 || !address.is_multiple_of(self.granularity) {
+            return Err(invalid());
+        }
+        if offset != 0 || size != memory.size {
+            return Err(failure(call, code::NOT_SUPPORTED));
+        }
+        if !reserved.is_vacant(address, size) {
+            return Err(invalid());
+        }
+        reserved.map(address, size, &memory.memfd, pages(memory)).map_err(|errno| from_errno(call, errno))
+    }
+
     fn aligned(&self, size: u64) -> bool {
         size != 0 && size.is_multiple_of(self.granularity)
+    }
+}
+
+impl Memory {
+    /// The pages that a mapping of it has, unless they are to be copied on write.
+    fn pages(&self) -> Pages {
+        if self.immutable { Pages::Sealed } else { Pages::Shared }
     }
 }
 

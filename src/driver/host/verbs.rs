@@ -16,7 +16,7 @@ use nix::{
 
 use super::{
     Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, Memory, State,
-    addresses::{Mapped, Reserved, pointer},
+    addresses::{Mapped, Pages, Reserved, pointer},
     available, from_errno, holding, memfd, readable, writable,
 };
 use crate::{
@@ -133,23 +133,12 @@ unsafe impl Verbs for HostDriver {
     }
 
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
-        const CALL: &str = "host map";
-        self.origin.check()?;
-        let invalid = || failure(CALL, code::INVALID_VALUE);
-        let mut state = self.write();
-        let State { handles, reservations, .. } = &mut *state;
-        let memory = handles.get(&handle).ok_or_else(invalid)?;
-        let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
-        if size == 0 || !address.is_multiple_of(self.granularity) {
-            return Err(invalid());
-        }
-        if offset != 0 || size != memory.size {
-            return Err(failure(CALL, code::NOT_SUPPORTED));
-        }
-        if !reserved.is_vacant(address, size) {
-            return Err(invalid());
-        }
-        reserved.map(address, size, &memory.memfd, memory.immutable).map_err(|errno| from_errno(CALL, errno))
+        self.map_pages("host map", (address, size), offset, handle, Memory::pages)
+    }
+
+    #[cfg(feature = "broker")]
+    fn map_private(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
+        self.map_pages("host map_private", (address, size), 0, handle, |_| Pages::CopyOnWrite)
     }
 
     #[cfg(feature = "broker")]
@@ -165,14 +154,15 @@ unsafe impl Verbs for HostDriver {
         if size != memory.size {
             return Err(failure(CALL, code::NOT_SUPPORTED));
         }
+        let pages = if mapped.pages == Pages::CopyOnWrite { mapped.pages } else { memory.pages() };
         // The kernel would allow it, on pages of this process's own.
-        let written = memory.immutable && mapped.access == Some(Access::ReadWrite);
+        let written = pages == Pages::Sealed && mapped.access == Some(Access::ReadWrite);
         if written || self.space.windows.touch(address, size) {
             return Err(invalid());
         }
         // SAFETY: copies of all threads hold the lock for reading and look it up there, so none is under way. No window is open on it,
         // nor opened without the lock.
-        unsafe { reserved.replace(address, &memory.memfd, memory.immutable) }.map_err(|errno| from_errno(CALL, errno))
+        unsafe { reserved.replace(address, &memory.memfd, pages) }.map_err(|errno| from_errno(CALL, errno))
     }
 
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
@@ -214,7 +204,8 @@ unsafe impl Verbs for HostDriver {
             return Err(invalid());
         }
         // The kernel would allow it, on pages of this process's own.
-        if access == Some(Access::ReadWrite) && inside.iter().any(|start| reserved.mapped[start].immutable) {
+        if access == Some(Access::ReadWrite) && inside.iter().any(|start| reserved.mapped[start].pages == Pages::Sealed)
+        {
             return Err(invalid());
         }
         // SAFETY: copies of all threads hold the lock for reading and look the access up there. No window is open on any of it, and so
@@ -379,13 +370,13 @@ unsafe impl Verbs for HostDriver {
         if size == 0 || !seen(readable) {
             return Err(failure("host window", code::INVALID_VALUE));
         }
-        let immutable = seen(|mapped| mapped.access.is_some() && mapped.immutable);
+        let immutable = seen(|mapped| mapped.access.is_some() && mapped.pages == Pages::Sealed);
         let view = View { address, size, writable: seen(writable), immutable };
         // SAFETY: the table says that the range is mapped with this access, and nothing of it is unmapped or changed while it
         // is in `windows`, nor before `space` goes; all else here that touches it uses `copy`. What is immutable was sealed against
         // writing before it was mapped, for good: the kernel had made sure that nothing could write to it any more, in no process,
-        // and refuses whatever would (mappings, write(2), holes). This process has private mappings of it alone, which
-        // `set_access` never makes writable.
+        // and refuses whatever would (mappings, write(2), holes). This process has private mappings of it alone: those of
+        // `Pages::Sealed` `set_access` never makes writable, and what is written to others goes to their own pages.
         Ok(unsafe { Window::new(view, self.origin, &self.space.windows, Arc::clone(&self.space) as _) })
     }
 

@@ -289,6 +289,13 @@ unsafe impl Verbs for Faulty {
         Ok(())
     }
 
+    fn map_private(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
+        self.meet("map_private")?;
+        self.inner.map_private(address, size, handle)?;
+        self.ledger().mappings.insert(address, size);
+        Ok(())
+    }
+
     fn replace(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
         self.meet("replace")?;
         let known = self.ledger().mappings.remove(&address);
