@@ -317,14 +317,14 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
             || item("version")?.map(|version| version.extract::<u32>()).transpose()? < Some(3));
     let place = if cuda { Place::Cuda(-1) } else { Place::Host };
     let keep = Keep::Object(object.clone().unbind());
-    let mut source = Source { dtype, shape, strides, address: 0, place, read_only: true, wait, keep };
-    // SAFETY: it takes any object.
-    if !cuda && unsafe { ffi::PyObject_CheckBuffer(data.as_ptr()) } == 1 {
-        let offset = item("offset")?.map(|offset| offset.extract::<u64>()).transpose()?.unwrap_or(0);
-        return source.inside(PyUntypedBuffer::get(&data)?, offset);
+    let source = Source { dtype, shape, strides, address: 0, place, read_only: true, wait, keep };
+    if let Some((address, read_only)) = tolerant(object.py(), data.extract())? {
+        return Ok(Source { address, read_only, ..source });
     }
-    (source.address, source.read_only) = data.extract()?;
-    Ok(source)
+    let view = if cuda { None } else { buffer(&data)? };
+    let offset = item("offset")?.map(|offset| offset.extract::<u64>()).transpose()?.unwrap_or(0);
+    let problem = "the data of the array interface is neither an address with a flag nor a buffer";
+    source.inside(view.ok_or_else(|| Failure::invalid(problem))?, offset)
 }
 
 /// The type of an array interface whose object has no dtype.
@@ -334,7 +334,8 @@ fn dtype_of_interface(typestr: &str, fields: Option<Bound<'_, PyAny>>) -> Outcom
     let is_added = typestr.starts_with('<') && typestr[1..].starts_with('V');
     let is_plain = match fields {
         // [("", typestr)]
-        Some(fields) => fields.len()? == 1 && fields.get_item(0)?.get_item(0)?.extract::<String>()?.is_empty(),
+        Some(fields) => tolerant(fields.py(), fields.extract::<[(String, Bound<'_, PyAny>); 1]>())?
+            .is_some_and(|[(name, _)]| name.is_empty()),
         None => true,
     };
     if is_added || !is_plain {

@@ -131,6 +131,7 @@ def test_an_interface_may_have_its_bytes_in_a_buffer() -> None:
     numbers = np.arange(6, dtype="i2")
     # As Pillow's images have it.
     assert vmmfd.asarray(Interface(numbers, data=numbers.tobytes()), backend="host").tobytes() == numbers.tobytes()
+    assert vmmfd.asarray(Interface(numbers, data=(ctypes.c_int16 * 6)(*numbers)), backend="host").tobytes() == numbers.tobytes()
     part = Interface(numbers, data=b"??" + numbers.tobytes(), offset=2)
     assert vmmfd.asarray(part, backend="host").tobytes() == numbers.tobytes()
     backwards = Interface(numbers, data=numbers.tobytes(), offset=10, strides=(-2,))
@@ -149,7 +150,12 @@ def test_an_interface_may_have_its_bytes_in_a_buffer() -> None:
         {"typestr": "<V4"},
         {"typestr": "|O4"},
         {"typestr": "|t4"},
+        {"typestr": "|V4", "descr": [5]},
+        {"typestr": "|V4", "descr": 5},
         {"typestr": "<i3"},
+        {"data": "text"},
+        {"data": [1, 2]},
+        {"data": (0, True)},
         {"mask": np.zeros(3, bool)},
     ],
     ids=str,
