@@ -31,8 +31,8 @@ class Lease(Closing, Mapping[str, Array]):
         self._native = lease
 
     def __getitem__(self, name: str, /) -> Array:
-        """The array of a name, read-only unless the lease was got with `copy_on_write`. Raises `NoArray` (a `KeyError`) if there is none or it was not asked for, and `Invalid` if
-        several parts have one of that name: see `array`."""
+        """The array of a name, read-only unless the lease was got with `copy_on_write`. Raises `NoArray` (a `KeyError`) if there is none or
+        it was not asked for, and `Invalid` if several parts have one of that name: see `array`."""
         return self._native.array(name)
 
     def __iter__(self) -> Iterator[str]:
