@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from ._base import _torch
 from ._guard import _guard_module, _noted
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class GuardHandle:
