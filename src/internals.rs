@@ -7,7 +7,6 @@ use std::{
     sync::Arc,
 };
 
-use crate::driver::{Backend, Driver};
 pub use crate::driver::{
     bare::{Bare, Closing, Created, Opened, Opening},
     cuda::CudaDriver,
@@ -19,6 +18,10 @@ pub use crate::driver::{
     types::{Granularity, Location, Properties},
     verbs::{Handle, Identity, Verbs},
     window::{PageLocked, Window},
+};
+use crate::{
+    broker::ServerConfig,
+    driver::{Backend, Driver},
 };
 
 /// Copies of memory that others may access at the same time.
@@ -35,6 +38,11 @@ pub fn inspect_descriptor(
     emulated: bool,
 ) -> (Result<(), String>, bool) {
     crate::broker::inspect_and_classify(fd, backend, size, emulated)
+}
+
+/// The configuration of a broker that accepts memfds as a GPU's memory, as the emulated driver makes it.
+pub fn emulated(config: ServerConfig) -> ServerConfig {
+    ServerConfig { emulated: true, ..config }
 }
 
 /// The records in a log of the broker's server, as JSON. What a killed server left of the last one is cut off.

@@ -31,7 +31,7 @@
 //! | see it as a typed array | [`memory::Array`] |
 //! | read and write it on the CPU | [`memory::Region`], [`memory::Mirror`] |
 //! | launch kernels on it | `launch`, with that feature |
-//! | write a client in another language | [`wire`], which is the protocol; [`wire::broker`], which is the broker's |
+//! | write a client in another language | the pages [protocol](https://docs.rs/crate/vmmfd/latest/source/docs/protocol.md) and [broker-protocol](https://docs.rs/crate/vmmfd/latest/source/docs/broker-protocol.md) |
 //! | tell errors apart | [`Error`] |
 //!
 //! # Modules
@@ -45,7 +45,7 @@
 //! | service | [`broker`] | memory under names: a server that needs no driver, and its client |
 //! | meeting | [`session`] | the conversation between producer and consumer |
 //! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
-//! | ground | [`driver`], [`wire`], [`array`](mod@array) | a verb for each driver call; messages as bytes; typed arrays, described |
+//! | ground | [`driver`], [`array`](mod@array) | a verb for each driver call; typed arrays, described |
 //! | base | [`error`], [`fork`] | [`Error`]; whether this process is a fork |
 //!
 //! # The library alone
@@ -123,6 +123,7 @@ pub mod tools;
 #[cfg(all(target_os = "linux", feature = "weights"))]
 pub mod weights;
 #[cfg(target_os = "linux")]
+#[doc(hidden)]
 pub mod wire;
 
 #[cfg(target_os = "linux")]

@@ -61,10 +61,8 @@ impl Client {
             return Err(Failure::invalid(format!("path={path:?} has a null character in it: no file is called so")));
         }
         let path = broker_socket_path(path.as_deref())?;
-        let config = Config::default()
-            .with_timeout(timeout)
-            .with_trust(Trust { uids: trust.clone() })
-            .with_cancel(&signals::cancel()?);
+        let config =
+            Config::default().timeout(timeout).trust(Trust { uids: trust.clone() }).cancel(&signals::cancel()?);
         let connections = Arc::new(Connections::new(Place { path, backend, timeout, trust }, config));
         connections.call(py, Purpose::Any, |_| Ok(()))?;
         Ok(Self(connections))
@@ -254,6 +252,9 @@ impl Client {
                 }
                 // It keeps the connection for itself: a wait on it that is broken off would end the claim.
                 Found::Claim(claim) => Ok(Err(Claim::new(claim, client))),
+                _ => Err(Failure::unusable(
+                    "the library found what this package does not know: install the versions of one release",
+                )),
             }
         })?;
         Ok(match found {

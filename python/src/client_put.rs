@@ -67,7 +67,11 @@ impl Part {
             array.check(of.mapped_size())?;
             array.offset += start;
             let attributes = attributes.map(|text| attached(&name, text)).transpose()?;
-            arrays.push(ArrayEntry { name, array, attributes });
+            let entry = ArrayEntry::new(name, array);
+            arrays.push(match attributes {
+                Some(attributes) => entry.attributes(attributes),
+                None => entry,
+            });
         }
         Ok(Self { name, memories, arrays, digest })
     }

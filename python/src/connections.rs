@@ -151,8 +151,8 @@ impl Connections {
             None => {
                 let client = broker::Client::connect(&self.place.path, &self.config)?;
                 let (lost, restored) = (Arc::clone(&self.handlers), Arc::clone(&self.handlers));
-                client.on_lost(move |what| lost.lost(what));
-                client.on_restored(move |what| restored.restored(what));
+                client.on_lost(move |_, what| lost.lost(what));
+                client.on_restored(move |_, what| restored.restored(what));
                 client
             }
         };

@@ -49,8 +49,8 @@ pub(crate) fn serve(
         owner.device().wait_for_work()?;
         let buffer = handoff::Buffer::new(Arc::clone(owner.shared()), Unchecked, Some(descriptor))?;
         let listener = Listener::bind(&path, false, timeout, cancel)?;
-        let config = Config::default().with_timeout(timeout).with_cancel(cancel);
-        let options = ServeOptions::default().with_consumers(consumers);
+        let config = Config::default().timeout(timeout).cancel(cancel);
+        let options = ServeOptions::default().consumers(consumers);
         let served = handoff::serve(listener, &buffer, &options, &config, &|_| {}).into_result()?;
         Ok(served
             .into_iter()
@@ -78,10 +78,10 @@ pub(crate) fn take(
     interruptibly(py, |cancel| {
         let path = socket_path(path.as_deref())?;
         let driver = driver::driver(backend)?;
-        let config = Config::default().with_timeout(wait).with_cancel(cancel);
+        let config = Config::default().timeout(wait).cancel(cancel);
         let mut consumer = Consumer::connect(&driver, device, &path, &config, &|_| {})?;
         let access = if readonly { Access::ReadOnly } else { Access::ReadWrite };
-        let object = consumer.request(&Request::default().with_access(access))?;
+        let object = consumer.request(&Request::default().access(access))?;
         let answer = consumer.report(&object, &Verdict::unchecked(true))?;
         if !answer.verified {
             return Err(Failure::Library(Error::Peer(vmmfd::error::PeerError::Mismatch {

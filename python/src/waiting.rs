@@ -11,7 +11,10 @@ use std::{
 };
 
 use pyo3::prelude::*;
-use vmmfd::{Error, channel::Cancel};
+use vmmfd::{
+    Error,
+    channel::{Cancel, CancelReason},
+};
 
 use crate::error::{Failure, Outcome};
 
@@ -40,7 +43,7 @@ pub(crate) fn interruptibly<T: Send>(py: Python<'_>, work: impl FnOnce(&Cancel) 
                     Err(RecvTimeoutError::Timeout) => {
                         // `None` of an interpreter that ends: it has no handlers any more.
                         if let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) {
-                            cancel.cancel(0);
+                            cancel.cancel(CancelReason::Program);
                             return Err(raised.into());
                         }
                     }

@@ -37,7 +37,7 @@ pub(crate) struct Watch {
 
 impl Watch {
     pub(crate) fn new(client: Taken, prefix: &str, after: Option<(String, u64)>) -> Outcome<Self> {
-        let after = after.map(|(instance, seq)| WatchPlace { instance, seq });
+        let after = after.map(|(instance, seq)| WatchPlace::new(instance, seq));
         let watch = client.watch(prefix, after.as_ref())?;
         let of = client.ended().clone();
         Ok(Self {

@@ -8,6 +8,7 @@ use pyo3::{
 };
 use vmmfd::{
     Error,
+    channel::CancelReason,
     memory::Selector,
     weights::{Checkpoint, LoadOptions, Loaded, Tensor},
 };
@@ -130,7 +131,7 @@ pub(crate) fn load_safetensors(
                 Some(Ok(())) => Ok(()),
                 ended => {
                     raised = ended.and_then(Result::err);
-                    Err(Error::Interrupted { signal: 0 })
+                    Err(Error::Interrupted { reason: CancelReason::Program })
                 }
             }
         };
@@ -138,7 +139,7 @@ pub(crate) fn load_safetensors(
         if let Some(error) = raised {
             return Err(Failure::Python(error));
         }
-        let Loaded { memory, digest } = loaded?;
+        let Loaded { memory, digest, .. } = loaded?;
         let tensors = checkpoint.tensors().to_vec();
         Ok(Weights {
             memory: Owned::new(Arc::new(memory)),

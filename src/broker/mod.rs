@@ -8,7 +8,7 @@
 //! use std::{thread, time::Duration};
 //! use vmmfd::{
 //!     broker::{Client, Get, Put, PutPart, Server, ServerConfig},
-//!     channel::Cancel,
+//!     channel::{Cancel, CancelReason},
 //!     driver::{Backend, Choice, open},
 //!     memory::{Device, Region, Selector, Shared, Spec},
 //!     session::Config,
@@ -37,7 +37,7 @@
 //! object.part("all").expect("the part that was put").memory()?.copy_out(0, &mut bytes)?;
 //! assert_eq!(&bytes, b"weights");
 //! # drop((object, reader));
-//! # cancel.cancel(0);
+//! # cancel.cancel(CancelReason::Program);
 //! # serving.join().unwrap().ok();
 //! # std::fs::remove_dir_all(&folder).unwrap();
 //! # Ok(())

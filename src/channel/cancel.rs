@@ -5,7 +5,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
-        atomic::{AtomicI32, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -16,6 +16,7 @@ use nix::{
     sys::eventfd::{EfdFlags, EventFd},
 };
 
+pub use crate::error::CancelReason;
 use crate::error::{Error, Result};
 
 /// An eventfd that is not readable, close-on-exec and non-blocking. See eventfd(2).
@@ -37,10 +38,13 @@ type Check = Arc<dyn Fn() -> bool + Send + Sync>;
 #[derive(Debug)]
 struct Inner {
     event: EventFd,
-    signal: AtomicI32,
+    /// [`NOT_CANCELLED`], [`BY_PROGRAM`] or [`BY_SIGNAL`] with the signal's number in the lower half.
+    reason: AtomicU64,
 }
 
-const NOT_CANCELLED: i32 = -1;
+const NOT_CANCELLED: u64 = 0;
+const BY_PROGRAM: u64 = 1;
+const BY_SIGNAL: u64 = 1 << 32;
 
 /// How often a waiting thread calls its program's check.
 const CHECK_EVERY: Duration = Duration::from_millis(25);
@@ -54,13 +58,13 @@ impl Cancel {
     /// # Errors
     /// [`Error::System`]. See eventfd(2).
     pub fn new() -> Result<Self> {
-        let inner = Arc::new(Inner { event: eventfd()?, signal: AtomicI32::new(NOT_CANCELLED) });
+        let inner = Arc::new(Inner { event: eventfd()?, reason: AtomicU64::new(NOT_CANCELLED) });
         Ok(Self { inner, check: None })
     }
 
     /// The same request, with a check for waits that it or a clone of it is passed to. A waiting thread calls it at the beginning, when a
     /// signal's handler has run on it (`EINTR`), and at least every 40 ms. If it returns true that wait ends with
-    /// [`Error::Interrupted`] and the signal 0, and no other: the request is not made.
+    /// [`Error::Interrupted`] and the reason [`CancelReason::Program`], and no other: the request is not made.
     ///
     /// It is for a program whose signal handlers only set a flag that a thread has to look at, an interpreter say, and should return
     /// soon. It runs while the wait's connection is in use: it must not wait for another request on it.
@@ -69,9 +73,13 @@ impl Cancel {
         Self { check: Some(Arc::new(check)), ..self }
     }
 
-    /// Makes the request, permanently: because of this signal, or 0 if the program decided to. The first call counts.
-    pub fn cancel(&self, signal: i32) {
-        let first = self.inner.signal.compare_exchange(NOT_CANCELLED, signal, Ordering::AcqRel, Ordering::Acquire);
+    /// Makes the request, permanently. The reason of the first call counts.
+    pub fn cancel(&self, reason: CancelReason) {
+        let bits = match reason {
+            CancelReason::Program => BY_PROGRAM,
+            CancelReason::Signal(number) => BY_SIGNAL | u64::from(number.cast_unsigned()),
+        };
+        let first = self.inner.reason.compare_exchange(NOT_CANCELLED, bits, Ordering::AcqRel, Ordering::Acquire);
         if first.is_ok() && self.inner.event.write(1).is_err() {
             tracing::error!("cannot write to an eventfd: a wait may last until its deadline");
         }
@@ -82,9 +90,10 @@ impl Cancel {
     /// # Errors
     /// [`Error::Interrupted`] if it was.
     pub fn check(&self) -> Result<()> {
-        match self.inner.signal.load(Ordering::Acquire) {
+        match self.inner.reason.load(Ordering::Acquire) {
             NOT_CANCELLED => Ok(()),
-            signal => Err(Error::Interrupted { signal }),
+            BY_PROGRAM => Err(Error::Interrupted { reason: CancelReason::Program }),
+            bits => Err(Error::Interrupted { reason: CancelReason::Signal((bits as u32).cast_signed()) }),
         }
     }
 
@@ -145,7 +154,7 @@ impl Cancel {
         loop {
             self.check()?;
             if self.check.as_ref().is_some_and(|check| check()) {
-                return Err(Error::Interrupted { signal: 0 });
+                return Err(Error::Interrupted { reason: CancelReason::Program });
             }
             let left = deadline.saturating_duration_since(Instant::now());
             // Rounded up, so that the last wait does not end early and spin; long waits are split.
@@ -198,7 +207,7 @@ mod tests {
         let checked = cancel.clone().with_check(move || counted.fetch_add(1, Ordering::AcqRel) == 3);
         let begun = Instant::now();
         let ended = checked.pause(Duration::from_secs(30));
-        assert!(matches!(ended, Err(Error::Interrupted { signal: 0 })), "{ended:?}");
+        assert!(matches!(ended, Err(Error::Interrupted { reason: CancelReason::Program })), "{ended:?}");
         // At the beginning, and then three times.
         assert!(
             begun.elapsed() >= CHECK_EVERY * 3 && begun.elapsed() < Duration::from_secs(10),
@@ -208,8 +217,11 @@ mod tests {
         checked.pause(Duration::from_millis(1)).unwrap();
         checked.check().unwrap();
         cancel.check().unwrap();
-        cancel.cancel(15);
-        assert!(matches!(checked.pause(Duration::from_secs(30)), Err(Error::Interrupted { signal: 15 })));
+        cancel.cancel(CancelReason::Signal(15));
+        assert!(matches!(
+            checked.pause(Duration::from_secs(30)),
+            Err(Error::Interrupted { reason: CancelReason::Signal(15) })
+        ));
     }
 
     #[test]

@@ -32,10 +32,18 @@ pub use self::path::broker_socket_path;
 #[cfg(feature = "tools")]
 pub(crate) use self::path::default_broker_socket;
 use self::record::{Arrival, RecordSocket, check_type, is_gone};
-pub use self::{cancel::Cancel, connect::connect, listener::Listener, path::socket_path, peer::Peer, trust::Trust};
+pub use self::{
+    cancel::{Cancel, CancelReason},
+    connect::connect,
+    listener::Listener,
+    path::socket_path,
+    peer::Peer,
+    trust::Trust,
+};
+pub use crate::wire::Message;
 use crate::{
     error::{Error, PeerError, Result},
-    wire::{HEADER_LENGTH, MAX_BODY, Message, ProtocolError},
+    wire::{HEADER_LENGTH, MAX_BODY, ProtocolError},
 };
 
 /// How long a receiver polls its socket before it sleeps: about as long as waking up takes. A peer that answers at once, or sends

@@ -164,6 +164,7 @@ impl FromStr for Choice {
 
 /// A driver that was opened.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Opened {
     /// The driver.
     pub driver: Driver,

@@ -13,7 +13,7 @@ mod socket;
 #[cfg(feature = "weights")]
 mod weights;
 
-use std::{borrow::Cow, io};
+use std::{borrow::Cow, fmt, io};
 
 use nix::sys::signal::Signal;
 
@@ -113,10 +113,10 @@ pub enum Error {
     },
 
     /// The call was cancelled.
-    #[error("interrupted by {name}", name = signal_name(*signal))]
+    #[error("interrupted by {reason}")]
     Interrupted {
-        /// The signal that asked for it, or 0 if a program did.
-        signal: i32,
+        /// Who asked for it.
+        reason: CancelReason,
     },
 }
 
@@ -212,9 +212,26 @@ impl Error {
     }
 }
 
-/// The name of a signal, for a person.
-fn signal_name(signal: i32) -> &'static str {
-    Signal::try_from(signal).map_or("the program", Signal::as_str)
+/// Why a call was cancelled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CancelReason {
+    /// The program decided to.
+    Program,
+    /// The process received this signal.
+    Signal(i32),
+}
+
+impl fmt::Display for CancelReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Program => f.write_str("the program"),
+            Self::Signal(number) => match Signal::try_from(*number) {
+                Ok(signal) => f.write_str(signal.as_str()),
+                Err(_) => write!(f, "signal {number}"),
+            },
+        }
+    }
 }
 
 impl From<ProtocolError> for Error {

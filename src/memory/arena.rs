@@ -53,6 +53,7 @@ struct Arena {
 
 /// What [`Arenas`] hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct ArenaFigures {
     /// How many arenas there are: each is one descriptor.
     pub arenas: u64,

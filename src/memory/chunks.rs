@@ -55,6 +55,7 @@ struct State {
 
 /// How long the steps of making memory took, each for all allocations together.
 #[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
 pub struct Timings {
     /// Allocating.
     pub create: Duration,

@@ -125,6 +125,7 @@ pub enum Sharing {
 ///
 /// A description that another process sent is not checked until the memory is opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Description {
     /// The device that owns it, or next to which it is.
     pub device: DeviceIdentity,
@@ -183,6 +184,7 @@ impl Description {
 
 /// Some of the allocations of memory that is shared by [`Mechanism::Vmm`], side by side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Part {
     /// The index of the first of them.
     pub first: u64,

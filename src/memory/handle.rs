@@ -50,6 +50,7 @@ use crate::{
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "HandleData", into = "HandleData")]
+#[non_exhaustive]
 pub struct ArrayHandle {
     /// What is shared, and how.
     pub memory: Description,

@@ -106,7 +106,7 @@ struct Greeting {
 
 impl<'a> Acceptor<'a> {
     pub(super) fn new(dialect: Dialect, backend: Backend, config: &'a Config, conversations: &Cancel) -> Result<Self> {
-        let (cancel, conversations) = (config.cancel()?, conversations.clone());
+        let (cancel, conversations) = (config.cancellation()?, conversations.clone());
         Ok(Self { dialect, backend, config, cancel, conversations, idle: Vec::new(), expected: 0 })
     }
 

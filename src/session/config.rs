@@ -16,7 +16,7 @@ use crate::{
 /// # fn main() -> vmmfd::Result<()> {
 /// let config = Config::default();
 /// assert_eq!(config.timeout, Duration::from_secs(30));
-/// let impatient = Config::default().with_timeout(Duration::from_millis(500)).with_cancel(&Cancel::new()?);
+/// let impatient = Config::default().timeout(Duration::from_millis(500)).cancel(&Cancel::new()?);
 /// # drop(impatient);
 /// # Ok(())
 /// # }
@@ -40,23 +40,23 @@ impl Default for Config {
 }
 
 impl Config {
-    /// With another timeout.
-    pub fn with_timeout(self, timeout: Duration) -> Self {
+    /// Sets the timeout.
+    pub fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }
 
-    /// With other users to trust.
-    pub fn with_trust(self, trust: Trust) -> Self {
+    /// Sets which users to trust.
+    pub fn trust(self, trust: Trust) -> Self {
         Self { trust, ..self }
     }
 
-    /// With something that ends it early.
-    pub fn with_cancel(self, cancel: &Cancel) -> Self {
+    /// Sets what ends it early.
+    pub fn cancel(self, cancel: &Cancel) -> Self {
         Self { cancel: Some(cancel.clone()), ..self }
     }
 
     /// What ends it early, or something that never does.
-    pub(crate) fn cancel(&self) -> Result<Cancel> {
+    pub(crate) fn cancellation(&self) -> Result<Cancel> {
         self.cancel.clone().map_or_else(Cancel::new, Ok)
     }
 }

@@ -41,6 +41,7 @@ pub struct Checkpoint {
 
 /// A tensor of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Tensor {
     /// Its name.
     pub name: String,

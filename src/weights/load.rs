@@ -88,6 +88,7 @@ impl LoadOptions {
 
 /// Weights in memory.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Loaded {
     /// Their memory: a whole number of the device's granularity, with zeros between the tensors and behind the last one.
     pub memory: Shared,

@@ -190,6 +190,7 @@ pub type Check = serde_json::Map<String, serde_json::Value>;
 
 /// What a side says of the data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Verdict {
     /// Whether all was right, as far as the sender knows.
     pub verified: bool,
@@ -202,6 +203,11 @@ impl Verdict {
     /// The verdict of a side that checked nothing itself.
     pub fn unchecked(verified: bool) -> Self {
         Self { verified, check: None }
+    }
+
+    /// A verdict, with what the sender's check found.
+    pub fn new(verified: bool, check: Option<Check>) -> Self {
+        Self { verified, check }
     }
 }
 

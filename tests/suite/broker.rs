@@ -17,9 +17,10 @@ use vmmfd::{
         ArrayEntry, ClaimOf, Client, Condition, Found, Get, Lifetime, Put, PutPart, Quota, Server, ServerConfig,
         ServerReport,
     },
-    channel::Cancel,
+    channel::{Cancel, CancelReason},
     driver::{Backend, DeviceUuid, Driver},
     error::RefusalCode,
+    internals,
     memory::{Device, DeviceIdentity, Placement, Region, Selector, Shared, Sharing, Spec},
     session::Config,
 };
@@ -64,7 +65,9 @@ impl Broker {
     }
 
     pub(crate) fn with(subject: &Subject, mut config: ServerConfig) -> Self {
-        config.emulated = subject.kind == Kind::Fake;
+        if subject.kind == Kind::Fake {
+            config = internals::emulated(config);
+        }
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("broker.sock");
         let cancel = Cancel::new().unwrap();
@@ -78,14 +81,14 @@ impl Broker {
     }
 
     pub(crate) fn stop(mut self) -> ServerReport {
-        self.cancel.cancel(0);
+        self.cancel.cancel(CancelReason::Program);
         self.server.take().unwrap().join().unwrap().unwrap()
     }
 }
 
 impl Drop for Broker {
     fn drop(&mut self) {
-        self.cancel.cancel(0);
+        self.cancel.cancel(CancelReason::Program);
         if let Some(server) = self.server.take() {
             let _ = server.join();
         }
@@ -241,6 +244,7 @@ fn one_of_many_gets_the_claim_and_the_others_what_it_puts(subject: Subject) {
                     put(&client, "weights", &filled(&driver, MIB, None, 1), Condition::New).unwrap();
                     (1, true)
                 }
+                other => panic!("{other:?}"),
             })
         })
         .collect();
@@ -305,7 +309,7 @@ fn entry(name: &str, elements: u64, offset: u64) -> ArrayEntry {
     let float: ElementType = "float32".parse().unwrap();
     let mut array = ArrayDescriptor::new(float, [elements], Order::C).unwrap();
     array.offset = offset;
-    ArrayEntry { name: name.to_owned(), array, attributes: None }
+    ArrayEntry::new(name, array)
 }
 
 fn arrays_are_found_by_name_and_only_their_segments_come(subject: Subject) {

@@ -159,7 +159,7 @@ fn a_hundred_clients_see_whole_objects_through_many_restarts() {
     let subject = Subject::host();
     let served = Served::start(Keeper::Supervisor, &subject);
     let template = Template::new();
-    let connect = || Client::connect(&served.path, &Config::default().with_timeout(TIMEOUT)).unwrap();
+    let connect = || Client::connect(&served.path, &Config::default().timeout(TIMEOUT)).unwrap();
     let first = connect();
     for writer in 0..WRITERS {
         template.put(&first, &format!("n{writer}"), writer, Condition::New).unwrap();

@@ -334,7 +334,7 @@ fn big_table() -> String {
     let entry = |at: u64| {
         let float = "float32".parse().unwrap();
         let array = vmmfd::array::ArrayDescriptor::new(float, [4u64], vmmfd::array::Order::C).unwrap();
-        ArrayEntry { name: format!("layers.{at}"), array, attributes: None }
+        ArrayEntry::new(format!("layers.{at}"), array)
     };
     Attached::of(&(0..20_000).map(entry).collect::<Vec<_>>()).unwrap().as_str().to_owned()
 }

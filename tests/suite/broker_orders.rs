@@ -125,7 +125,7 @@ impl Broker<'_> {
     /// Puts another object, and gets each one.
     #[track_caller]
     fn check(&mut self) {
-        let client = Client::connect(&self.served.path, &Config::default().with_timeout(DEADLINE)).unwrap();
+        let client = Client::connect(&self.served.path, &Config::default().timeout(DEADLINE)).unwrap();
         let memory = filled(&self.subject.driver, 4096, None, self.objects);
         let part = PutPart::of("all", &memory).unwrap();
         client.put(&Put::new(format!("object-{}", self.objects)).part(part)).unwrap();

@@ -30,7 +30,8 @@ use tempfile::TempDir;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     broker::{Client, Quota, Server, ServerConfig},
-    channel::{Cancel, Trust},
+    channel::{Cancel, CancelReason, Trust},
+    internals,
     session::Config,
     wire::{
         HEADER_LENGTH, Hello, MAX_BODY, MAX_FDS,
@@ -80,7 +81,9 @@ impl Setup {
     fn config(&self) -> ServerConfig {
         let mut config = ServerConfig::default();
         (config.allow_uids, config.allow_gids) = (self.allow_uids.clone(), self.allow_gids.clone());
-        config.emulated = self.emulated;
+        if self.emulated {
+            config = internals::emulated(config);
+        }
         let mut quota = Quota::default();
         [quota.bytes, quota.objects, quota.leases, quota.connections] = self.quota;
         config.quota = quota;
@@ -105,7 +108,7 @@ pub(crate) struct Process {
 
 /// A client of a broker that runs as this process's user, or as another.
 pub(crate) fn connect(path: &Path, user: u32) -> vmmfd::Result<Client> {
-    Client::connect(path, &Config::default().with_trust(Trust { uids: vec![user] }))
+    Client::connect(path, &Config::default().trust(Trust { uids: vec![user] }))
 }
 
 impl Process {
@@ -246,7 +249,7 @@ fn serve_if_asked() {
     let server = Server::bind(&setup.path, setup.config(), &cancel).unwrap();
     thread::spawn(move || {
         let _ = io::stdin().read_to_end(&mut Vec::new());
-        cancel.cancel(0);
+        cancel.cancel(CancelReason::Program);
     });
     server.run().unwrap();
     std::process::exit(0);

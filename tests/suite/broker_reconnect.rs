@@ -26,9 +26,10 @@ use vmmfd::{
         ArrayEntry, ClaimOf, Client, Condition, Get, Lease, Lifetime, LossReason, Lost, Object, Owner, Put, PutPart,
         Restored, Server, ServerConfig,
     },
-    channel::Cancel,
+    channel::{Cancel, CancelReason},
     driver::Backend,
     error::{ErrorCode, PeerError, RefusalCode, SocketError},
+    internals,
     memory::{Region, Shared},
     session::Config,
     wire::{
@@ -119,8 +120,7 @@ impl Scripted {
 
     fn client_with(&self, timeout: Duration) -> (Client, Peer) {
         let path = self.path();
-        let connecting =
-            thread::spawn(move || Client::connect(&path, &Config::default().with_timeout(timeout)).unwrap());
+        let connecting = thread::spawn(move || Client::connect(&path, &Config::default().timeout(timeout)).unwrap());
         let peer = self.greet(FIRST);
         (connecting.join().unwrap(), peer)
     }
@@ -177,7 +177,7 @@ fn meanwhile<T: std::marker::Send + 'static>(what: impl FnOnce() -> T + std::mar
 fn weights(memory: &Shared) -> Put<'_> {
     let array = ArrayDescriptor::new("u8".parse().unwrap(), vec![8, 8], Order::C).unwrap();
     let part = PutPart::of("all", memory).unwrap().digest("blake3:aa");
-    let part = part.arrays([ArrayEntry { name: "w".to_owned(), array, attributes: None }]);
+    let part = part.arrays([ArrayEntry::new("w", array)]);
     let Some(metadata) = json!({"engine": "x", "a": 1}).as_object().cloned() else { panic!() };
     Put::new("a").part(part).metadata(metadata).condition(Condition::Any).mode(0o640).keep(3)
 }
@@ -207,8 +207,8 @@ impl Reader {
         let (client, peer) = broker.client_with(timeout);
         let (say, notices) = mpsc::channel();
         let (lost, restored) = (say.clone(), say);
-        client.on_lost(move |notice| drop(lost.send(Err(notice.clone()))));
-        client.on_restored(move |notice| drop(restored.send(Ok(notice.clone()))));
+        client.on_lost(move |_, notice| drop(lost.send(Err(notice.clone()))));
+        client.on_restored(move |_, notice| drop(restored.send(Ok(notice.clone()))));
         let memory = filled(&subject.driver, 2 * MIB, Some(MIB), 7);
         let putting = meanwhile({
             let client = client.clone();
@@ -551,6 +551,26 @@ fn a_lease_that_the_broker_has_ended_is_lost_and_never_offered() {
 }
 
 #[test]
+fn handlers_make_requests_with_the_client_they_get() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, 1, true);
+    let (say, answers) = mpsc::channel();
+    reader.client.on_lost(move |client, lost| drop(say.send((client.list(&lost.name), client.peer().pid))));
+    let peer = broker_dies(&mut reader, &broker, FIRST);
+    peer.resume();
+    peer.resumed(FIRST, &[token(1)]);
+    let puts = peer.resume().puts;
+    peer.resumed(FIRST, &puts);
+    assert!(matches!(peer.next().0, Message::List(list) if list.prefix == "a"));
+    peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    let (listed, pid) = answers.recv_timeout(PATIENCE).unwrap();
+    assert_eq!((listed.unwrap(), pid), (Vec::new(), std::process::id() as i32));
+    // The handler has no part in the connection's life.
+    drop(reader);
+    assert!(peer.0.receive().unwrap().is_none(), "the connection goes on");
+}
+
+#[test]
 fn what_a_broker_has_lost_is_offered_back_once_with_all_leases_of_it() {
     let (broker, subject) = (Scripted::new(), Subject::host());
     let mut reader = Reader::new(&broker, &subject, 3, true);
@@ -734,8 +754,8 @@ fn reader(path: &Path) -> (Client, Receiver<Result<Restored, Lost>>) {
     let client = Client::connect(path, &Config::default()).unwrap();
     let (say, notices) = mpsc::channel();
     let (lost, restored) = (say.clone(), say);
-    client.on_lost(move |notice| drop(lost.send(Err(notice.clone()))));
-    client.on_restored(move |notice| drop(restored.send(Ok(notice.clone()))));
+    client.on_lost(move |_, notice| drop(lost.send(Err(notice.clone()))));
+    client.on_restored(move |_, notice| drop(restored.send(Ok(notice.clone()))));
     (client, notices)
 }
 
@@ -753,7 +773,9 @@ fn versions_come_back_from_their_readers_when_the_broker_has_lost_all() {
         let path = folder.path().join("broker.sock");
         let start = || {
             let (cancel, mut config) = (Cancel::new().unwrap(), ServerConfig::default());
-            config.emulated = subject.kind == Kind::Fake;
+            if subject.kind == Kind::Fake {
+                config = internals::emulated(config);
+            }
             let server = Server::bind(&path, config, &cancel).unwrap();
             (cancel, meanwhile(move || server.run().unwrap()))
         };
@@ -770,7 +792,7 @@ fn versions_come_back_from_their_readers_when_the_broker_has_lost_all() {
         let lease = two.get(&Get::new("a")).unwrap();
         let before = one.stat("a", None).unwrap();
         assert_eq!((before.version.summary.version, before.version.summary.leases), (2, 2));
-        cancel.cancel(0);
+        cancel.cancel(CancelReason::Program);
         serving.join().unwrap();
         let (cancel, serving) = start();
         for notices in [&of_one, &of_two] {
@@ -788,7 +810,7 @@ fn versions_come_back_from_their_readers_when_the_broker_has_lost_all() {
         assert_bytes(&object, 7);
         drop((object, lease));
         until(|| one.who("").unwrap().leases.is_empty());
-        cancel.cancel(0);
+        cancel.cancel(CancelReason::Program);
         serving.join().unwrap();
     }
 }

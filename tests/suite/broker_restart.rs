@@ -456,7 +456,7 @@ fn what_both_took_with_them_comes_back_from_a_reader(mut subject: Subject) {
 fn a_get_that_waits_goes_on_over_restarts(mut subject: Subject) {
     subject.alone();
     let served = Served::start(Keeper::Supervisor, &subject);
-    let config = Config::default().with_timeout(Duration::from_secs(60));
+    let config = Config::default().timeout(Duration::from_secs(60));
     let client = Client::connect(&served.path, &config).unwrap();
     let waiting = thread::spawn(move || {
         let lease = client.get(&Get::new("late").wait(Duration::from_secs(500))).unwrap();

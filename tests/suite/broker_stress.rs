@@ -199,6 +199,7 @@ impl Actor<'_> {
             14 => match client.get_or_claim(&Get::new(&name), &ClaimOf::whole()).unwrap() {
                 Found::Lease(lease) => assert_eq!(whole(lease), known.unwrap().1),
                 Found::Claim(_claim) => assert_eq!(known, None),
+                other => panic!("{other:?}"),
             },
             _ => self.race(client),
         }

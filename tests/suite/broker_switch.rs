@@ -61,7 +61,7 @@ const SIZE: u64 = 6 * MIB;
 fn entry(name: &str, length: u64, offset: u64) -> ArrayEntry {
     let mut array = ArrayDescriptor::new(ElementType::U8, [length], Order::C).unwrap();
     array.offset = offset;
-    ArrayEntry { name: name.to_owned(), array, attributes: None }
+    ArrayEntry::new(name, array)
 }
 
 /// Puts a version of `a` whose bytes all have one value, in segments of 2 MiB.

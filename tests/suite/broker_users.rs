@@ -284,7 +284,7 @@ mod root {
         let path = alone.path.clone();
         as_user(OTHER, OTHER, &[], || {
             // It waits as long as it may for the socket to become another.
-            let config = Config::default().with_timeout(Duration::from_millis(100));
+            let config = Config::default().timeout(Duration::from_millis(100));
             let error = Client::connect(&path, &config).unwrap_err();
             assert!(matches!(error, Error::Socket(_)), "{error:?}");
         });

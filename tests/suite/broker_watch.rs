@@ -42,7 +42,7 @@ fn events(instance: &str, lost: bool, events: Vec<Event>, next: u64) -> Message 
 }
 
 fn at(instance: &str, seq: u64) -> WatchPlace {
-    WatchPlace { instance: instance.to_owned(), seq }
+    WatchPlace::new(instance, seq)
 }
 
 /// Receives a subscription, and asserts where it begins.
@@ -63,7 +63,7 @@ fn unsubscribed(raw: &Raw, meanwhile: Option<Message>) {
 }
 
 fn connect(meeting: &Meeting) -> Client {
-    Client::connect(&meeting.socket(), &Config::default().with_timeout(LONG)).unwrap()
+    Client::connect(&meeting.socket(), &Config::default().timeout(LONG)).unwrap()
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn a_broker_that_falls_silent_is_found_out() {
             let _ = end.recv();
         })],
     );
-    let client = Client::connect(&meeting.socket(), &Config::default().with_timeout(Duration::from_secs(5))).unwrap();
+    let client = Client::connect(&meeting.socket(), &Config::default().timeout(Duration::from_secs(5))).unwrap();
     let mut watch = client.watch("models/", None).unwrap();
     let error = watch.next(LONG).unwrap_err();
     assert!(matches!(error, Error::Peer(PeerError::Timeout { .. })), "{error}");

@@ -122,7 +122,7 @@ fn this_publisher_conforms() {
 
 /// Serves one subscriber after the other with three buffers in rotation.
 fn publish(listener: &Listener, through: &AtomicBool) {
-    let (driver, config) = (driver(), Config::default().with_timeout(Duration::from_secs(2)));
+    let (driver, config) = (driver(), Config::default().timeout(Duration::from_secs(2)));
     let device = Device::find(&driver, Selector::default()).unwrap();
     let serve = || -> vmmfd::Result<()> {
         let mut publisher = Publisher::accept(listener, &driver, &config)?;
@@ -154,7 +154,7 @@ fn this_subscriber_conforms() {
     let through = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
-            let (driver, config) = (driver(), Config::default().with_timeout(Duration::from_secs(2)));
+            let (driver, config) = (driver(), Config::default().timeout(Duration::from_secs(2)));
             let subscribe = || -> vmmfd::Result<()> {
                 let mut subscriber = Subscriber::connect(&driver, None, &meeting.socket(), 2, &config)?;
                 loop {

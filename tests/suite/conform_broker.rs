@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use vmmfd::{
     broker::{ClaimOf, Client, Get, Put, PutPart, Server, ServerConfig},
-    channel::Cancel,
+    channel::{Cancel, CancelReason},
     driver::{Backend, Choice, GRANULARITY, open},
     memory::{Device, Selector, Shared, Spec},
     session::Config,
@@ -67,7 +67,7 @@ impl Serving {
         let client = Client::connect(&self.path(), &Config::default()).unwrap();
         until(|| client.list("").unwrap().is_empty() && client.who("").unwrap().leases.is_empty());
         drop(client);
-        self.cancel.cancel(0);
+        self.cancel.cancel(CancelReason::Program);
         self.thread.take().unwrap().join().unwrap();
     }
 }

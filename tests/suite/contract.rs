@@ -19,6 +19,7 @@ use nix::{
 };
 use vmmfd::{
     Error,
+    channel::CancelReason,
     driver::{Access::ReadOnly, Access::ReadWrite, Attribute, code},
     error::ErrorKind,
     error::{DeviceError, MemoryError},
@@ -909,7 +910,7 @@ fn filling_and_checking_go_slice_by_slice_and_can_be_ended(subject: Subject) {
     mapping.copy_in(2 * slice, &[!read(&mapping, 2 * slice, 1)[0]]).unwrap();
     let found = pattern::verify(&mapping, 0, 0..size, Pattern::new(1), &mut |_| Ok(())).unwrap();
     assert_eq!((found.mismatches, found.first.unwrap().index), (1, 2 * slice / 4));
-    let mut stop = |_| Err(Error::Interrupted { signal: 0 });
+    let mut stop = |_| Err(Error::Interrupted { reason: CancelReason::Program });
     let ended = pattern::fill(&mapping, 0..size, Pattern::new(2), &mut stop);
     assert!(matches!(ended, Err(Error::Interrupted { .. })), "{ended:?}");
     let ended = pattern::verify(&mapping, 0, 0..size, Pattern::new(2), &mut stop);

@@ -24,7 +24,7 @@ use sendfd::SendWithFd;
 use vmmfd::{
     Error,
     array::{ArrayDescriptor, ElementType, Order},
-    channel::{Cancel, Channel, Listener, Trust},
+    channel::{Cancel, CancelReason, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, open},
     error::{DeviceError, PeerError, SocketError},
     memory::{Allocation, Device, Region, Selector},
@@ -243,10 +243,13 @@ mod records {
         thread::scope(|scope| {
             scope.spawn(|| {
                 thread::sleep(Duration::from_millis(20));
-                cancel.cancel(2);
-                cancel.cancel(15);
+                cancel.cancel(CancelReason::Signal(2));
+                cancel.cancel(CancelReason::Signal(15));
             });
-            assert!(matches!(channel.receive("for a test"), Err(Error::Interrupted { signal: 2 })));
+            assert!(matches!(
+                channel.receive("for a test"),
+                Err(Error::Interrupted { reason: CancelReason::Signal(2) })
+            ));
         });
     }
 
@@ -706,7 +709,7 @@ mod consumers {
         let listener = seqpacket();
         bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         listen(&listener, 1).unwrap();
-        let config = Config::default().with_timeout(Duration::from_secs(2));
+        let config = Config::default().timeout(Duration::from_secs(2));
         thread::scope(|scope| {
             let consumer = scope.spawn(|| {
                 let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
@@ -875,7 +878,7 @@ mod consumers {
         for &(code, change) in cases {
             let mut offer = sound.clone();
             change(&mut offer, other);
-            let request = session::handoff::Request::default().with_access(Access::ReadOnly);
+            let request = session::handoff::Request::default().access(Access::ReadOnly);
             against_asking(
                 |channel| {
                     greet(channel);

@@ -4,6 +4,7 @@ use std::{ops::Range, sync::Arc};
 
 use vmmfd::{
     Error,
+    channel::CancelReason,
     driver::{Access::ReadOnly, Access::ReadWrite, code},
     error::DeviceError,
     internals::{self, CudaDriver, Kernels, Location, Stretch, Verbs},
@@ -97,7 +98,7 @@ fn work_on_many_cpus_can_be_ended_and_fails_as_on_one(subject: Subject) {
     let mut ticks = 0;
     let mut stop = |_| {
         ticks += 1;
-        if ticks == 3 { Err(Error::Interrupted { signal: 0 }) } else { Ok(()) }
+        if ticks == 3 { Err(Error::Interrupted { reason: CancelReason::Program }) } else { Ok(()) }
     };
     let ended = pattern::verify(&mapping, 0, 0..24 << 20, Pattern::new(8), &mut stop);
     assert!(matches!(ended, Err(Error::Interrupted { .. })), "{ended:?}");

@@ -105,7 +105,7 @@ mod producers {
         let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
         let shared = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(4)).unwrap();
         let buffer = Buffer::new(shared, Replies, None).unwrap();
-        let options = ServeOptions::default().with_round_trip(true).with_turn(Duration::from_millis(200));
+        let options = ServeOptions::default().round_trip(true).turn(Duration::from_millis(200));
         for pause in [Duration::ZERO, Duration::from_millis(20)] {
             let (ours, theirs) = Channel::socket_pair().unwrap();
             let mut channel = Channel::new(theirs, PATIENCE, &Cancel::new().unwrap()).unwrap();
@@ -420,7 +420,7 @@ mod consumers {
                 give(channel, &offer, &fd);
                 assert!(matches!(answer(channel), (Message::Received(_), _)));
                 assert!(matches!(answer(channel), (Message::Result(_), _)));
-                channel.send(&Message::Result(Verdict { verified: true, check: Some(check) }), &[]).unwrap();
+                channel.send(&Message::Result(Verdict::new(true, Some(check))), &[]).unwrap();
                 let Failure { code, message } = failure(channel);
                 assert_eq!(code, ErrorCode::Protocol);
                 assert!(message.contains("expected a JSON object"), "{message}");

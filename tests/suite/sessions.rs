@@ -46,7 +46,7 @@ fn shared(size: u64) -> Shared {
 }
 
 fn within(milliseconds: u64) -> Config {
-    Config::default().with_timeout(Duration::from_millis(milliseconds))
+    Config::default().timeout(Duration::from_millis(milliseconds))
 }
 
 /// A producer and a consumer over a pair of sockets.
@@ -121,7 +121,7 @@ impl Content for Sum {
     fn judge(&self, memory: &Shared, offered: &Offered, result: &Verdict, _: Tick<'_>) -> Result<Verdict> {
         let replied = offered.reply && result.check.is_some();
         let verified = !replied || sum(memory)? == 5 * SIZE;
-        Ok(Verdict { verified, check: replied.then(|| check(5 * SIZE)) })
+        Ok(Verdict::new(verified, replied.then(|| check(5 * SIZE))))
     }
 }
 
@@ -137,7 +137,7 @@ impl Verifier for SumVerifier {
     fn verify(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<Verdict> {
         work(self.slow, tick)?;
         let (found, claimed) = (sum(object)?, object.check().unwrap()["sum"].as_u64().unwrap());
-        Ok(Verdict { verified: found == claimed, check: Some(check(found)) })
+        Ok(Verdict::new(found == claimed, Some(check(found))))
     }
 
     fn reply(&mut self, object: &ImportedObject, _: Tick<'_>) -> Result<()> {
@@ -174,7 +174,7 @@ fn listener(path: &Path) -> Listener {
 #[test]
 fn a_program_brings_its_own_content_and_check() {
     let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
-    let round_trip = ServeOptions::default().with_round_trip(true);
+    let round_trip = ServeOptions::default().round_trip(true);
     for (options, reply, checked, verified) in [
         (&ServeOptions::default(), 0, None, true),
         (&round_trip, 5, Some(check(5 * SIZE)), true),
@@ -183,12 +183,12 @@ fn a_program_brings_its_own_content_and_check() {
         let mut verifier = SumVerifier { reply, ..SumVerifier::default() };
         let (served, both) = converse(&buffer, options, &mut verifier);
         assert_eq!((both, served.mismatched(), served.error.is_none()), (verified, !verified, true), "{reply}");
-        assert_eq!(verifier.answer, Some(Verdict { verified, check: checked }));
+        assert_eq!(verifier.answer, Some(Verdict::new(verified, checked)));
     }
     // What the consumer finds wrong counts on both sides.
     let wrong = Buffer::new(shared(SIZE), Sum { off: 1, ..Sum::default() }, None).unwrap();
     let (served, both) = converse(&wrong, &round_trip, &mut SumVerifier::default());
-    assert_eq!((both, served.found), (false, Some(Verdict { verified: false, check: Some(check(3 * SIZE)) })));
+    assert_eq!((both, served.found), (false, Some(Verdict::new(false, Some(check(3 * SIZE))))));
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn a_buffer_is_filled_once_and_again_after_a_reply() {
         assert!(converse(&buffer, &ServeOptions::default(), &mut SumVerifier::default()).1);
         assert_eq!(fills(), 1);
     }
-    let round_trip = ServeOptions::default().with_round_trip(true);
+    let round_trip = ServeOptions::default().round_trip(true);
     for count in [1, 2, 3] {
         assert!(converse(&buffer, &round_trip, &mut SumVerifier { reply: 5, ..SumVerifier::default() }).1);
         assert_eq!(fills(), count);
@@ -234,7 +234,7 @@ fn a_consumer_that_ignores_the_check_is_served() {
     for round_trip in [false, true] {
         for verified in [true, false] {
             let buffer = Buffer::new(shared(SIZE), Exercise::pattern(7, &|_| {}), None).unwrap();
-            let options = ServeOptions::default().with_round_trip(round_trip);
+            let options = ServeOptions::default().round_trip(round_trip);
             let config = within(20_000);
             let (served, answer) = meet(&buffer, &options, [&config, &config], |mut consumer| {
                 let object = consumer.request(&Request::default()).unwrap();
@@ -292,7 +292,7 @@ fn each_side_sends_busy_as_often_as_the_other_needs() {
         // One consumer waits for another's turn to end.
         scope.spawn(|| {
             let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
-            let options = ServeOptions::default().with_round_trip(true);
+            let options = ServeOptions::default().round_trip(true);
             thread::scope(|scope| {
                 let slow =
                     scope.spawn(|| meet(&buffer, &options, [&patient, &patient], |consumer| turn(consumer, long)));
@@ -355,12 +355,12 @@ fn both_dialects_go_over_a_pair_of_sockets() {
         }
     });
     let buffer = Buffer::new(shared(SIZE), Exercise::pattern(7, &|_| {}), None).unwrap();
-    let (config, options) = (Config::default(), ServeOptions::default().with_round_trip(true));
+    let (config, options) = (Config::default(), ServeOptions::default().round_trip(true));
     let (served, verified) = meet(&buffer, &options, [&config, &config], |mut consumer| {
         let mut verifier = DataVerifier::new(&|_| {});
         // Any number of requests.
         (0..2).all(|_| {
-            let object = consumer.request(&Request::default().with_range(3..500)).unwrap();
+            let object = consumer.request(&Request::default().range(3..500)).unwrap();
             assert_eq!((object.range(), object.size(), object.is_whole()), (3..500, SIZE, false));
             let found = consumer.verify(&object, &mut verifier).unwrap();
             consumer.reply(&object, &mut verifier).unwrap();

@@ -579,7 +579,7 @@ fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) ->
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let cancel = Cancel::new().unwrap();
-    let config = Config::default().with_timeout(Duration::from_secs(5));
+    let config = Config::default().timeout(Duration::from_secs(5));
     let listener = Listener::bind(&path, false, config.timeout, &cancel).unwrap();
     thread::scope(|scope| {
         let serving = scope.spawn(|| serve(listener, buffer, &ServeOptions::default(), &config, &|_| {}));
@@ -663,8 +663,8 @@ fn memory_that_a_program_fills_itself_is_lent_as_it_is() {
     let array =
         vmmfd::array::ArrayDescriptor::new("u16".parse().unwrap(), vec![10, 50], vmmfd::array::Order::C).unwrap();
     let buffer = Buffer::new(memory, Unchecked, Some(array)).unwrap();
-    let ((), served) = meet(&buffer, &ServeOptions::default().with_round_trip(true), |mut consumer| {
-        let object = consumer.request(&handoff::Request::default().with_access(Access::ReadWrite)).unwrap();
+    let ((), served) = meet(&buffer, &ServeOptions::default().round_trip(true), |mut consumer| {
+        let object = consumer.request(&handoff::Request::default().access(Access::ReadWrite)).unwrap();
         assert_eq!(object.check(), None);
         let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
         assert_eq!(found, Verdict::unchecked(true));

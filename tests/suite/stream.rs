@@ -90,7 +90,7 @@ impl Place {
 
     fn with_timeout(timeout: Duration) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let config = Config::default().with_timeout(timeout);
+        let config = Config::default().timeout(timeout);
         let listener = Listener::bind(&folder.path().join("s"), false, PATIENCE, &Cancel::new().unwrap()).unwrap();
         Self { folder, listener, config }
     }
@@ -948,7 +948,7 @@ impl Liar {
         let listener = seqpacket();
         bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         listen(&listener, 1).unwrap();
-        let config = Config::default().with_timeout(PATIENCE);
+        let config = Config::default().timeout(PATIENCE);
         thread::scope(|scope| {
             let subscriber = scope.spawn(|| Subscriber::connect(&subject.driver, None, &path, 2, &config).unwrap());
             let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
@@ -1317,7 +1317,7 @@ fn legacy_memory_is_streamed_to_another_process(subject: Subject) {
                 command.env("STREAM", path);
             };
             in_child(&test, prepare, || {
-                let config = Config::default().with_timeout(PATIENCE);
+                let config = Config::default().timeout(PATIENCE);
                 let path = PathBuf::from(env::var_os("STREAM").unwrap());
                 let mut subscriber = Subscriber::connect(&subject.driver, None, &path, 1, &config).unwrap();
                 let mut seen = Vec::new();

@@ -79,7 +79,7 @@ pub(super) struct Exchange<'a> {
 impl Connection {
     /// Connects to the broker at a path. Waits up to the config's timeout for one to listen.
     pub(super) fn connect(path: &Path, config: &Config) -> Result<Self> {
-        let (dialler, mut incoming) = (Dialler::new(path, config, config.cancel()?), buffer());
+        let (dialler, mut incoming) = (Dialler::new(path, config, config.cancellation()?), buffer());
         let deadline = deadline_after(config.timeout);
         let dialled = dialler.dial_until(deadline, 0, &mut incoming)?;
         Ok(Self::new(dialled, incoming, Some(Arc::new(dialler))))
@@ -90,7 +90,7 @@ impl Connection {
         check_type(&socket)?;
         let peer = Peer::of(&socket)?;
         config.trust.check(peer)?;
-        let (cancel, mut incoming) = (config.cancel()?, buffer());
+        let (cancel, mut incoming) = (config.cancellation()?, buffer());
         let dialled = Dialled::greet(socket, peer, config.timeout, &cancel, &mut incoming)?;
         let dialler = path.map(|path| Arc::new(Dialler::new(path, config, cancel)));
         Ok(Self::new(dialled, incoming, dialler))

@@ -99,6 +99,7 @@ impl ClaimOf {
 
 /// What [`super::Client::get_or_claim`] returns.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Found {
     /// The object exists.
     Lease(Lease),

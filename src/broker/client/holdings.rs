@@ -10,6 +10,7 @@ use std::{
     },
 };
 
+use super::Client;
 use crate::{
     memory::Description,
     wire::broker::{ArrayEntry, Attached, Lifetime, Owner, Token},
@@ -170,7 +171,7 @@ impl Notice {
     }
 }
 
-type Handler<T> = Arc<dyn Fn(&T) + Send + Sync>;
+type Handler<T> = Arc<dyn Fn(&Client, &T) + Send + Sync>;
 
 /// What the caller wants to be called with.
 #[derive(Default)]

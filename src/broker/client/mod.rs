@@ -108,13 +108,14 @@ impl Client {
     /// mapped and valid. Each handler that is set is called.
     ///
     /// It is called on a thread of the connection's own, which meanwhile notices nothing else: it should return soon, and may make
-    /// requests. If it has a clone of this client, the connection never ends. Does not block.
-    pub fn on_lost(&self, call: impl Fn(&Lost) + Send + Sync + 'static) {
+    /// requests with the client that it is given. That is this one: do not let the handler capture a clone, with which the connection
+    /// would never end, and would later offer old versions back. Does not block.
+    pub fn on_lost(&self, call: impl Fn(&Client, &Lost) + Send + Sync + 'static) {
         self.0.handle(|handlers| handlers.lost.push(Arc::new(call)));
     }
 
     /// Calls this for each lease that the broker counts again, after the connection broke: as [`Client::on_lost`] does.
-    pub fn on_restored(&self, call: impl Fn(&Restored) + Send + Sync + 'static) {
+    pub fn on_restored(&self, call: impl Fn(&Client, &Restored) + Send + Sync + 'static) {
         self.0.handle(|handlers| handlers.restored.push(Arc::new(call)));
     }
 

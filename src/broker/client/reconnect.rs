@@ -13,6 +13,7 @@ use std::{
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{
+    Client,
     connection::{Connection, SPIN, is_broken, lock, receive_on, send_on, unexpected},
     holdings::{Held, LossReason, Notice},
     put,
@@ -329,7 +330,7 @@ impl Connection {
     }
 
     /// Calls the handlers with what is due.
-    pub(super) fn call_handlers(&self) {
+    pub(super) fn call_handlers(self: &Arc<Self>) {
         let (due, lost, restored) = {
             let mut handlers = lock(&self.handlers);
             if handlers.due.is_empty() {
@@ -337,11 +338,12 @@ impl Connection {
             }
             (std::mem::take(&mut handlers.due), handlers.lost.clone(), handlers.restored.clone())
         };
+        let client = Client(Arc::clone(self));
         for notice in due {
             // This thread has more to do.
             let called = panic::catch_unwind(AssertUnwindSafe(|| match &notice {
-                Notice::Lost(notice) => lost.iter().for_each(|call| call(notice)),
-                Notice::Restored(notice) => restored.iter().for_each(|call| call(notice)),
+                Notice::Lost(notice) => lost.iter().for_each(|call| call(&client, notice)),
+                Notice::Restored(notice) => restored.iter().for_each(|call| call(&client, notice)),
             }));
             if called.is_err() {
                 tracing::error!("a handler of a lease's loss or return panicked");

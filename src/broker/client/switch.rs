@@ -81,7 +81,7 @@ impl Layout {
 /// ```
 /// # use vmmfd::{
 /// #     broker::{Client, Condition, Get, Put, PutPart, Server, ServerConfig},
-/// #     channel::Cancel,
+/// #     channel::{Cancel, CancelReason},
 /// #     driver::{Backend, Choice, open},
 /// #     memory::{Device, Region, Selector, Shared, Spec},
 /// #     session::Config,
@@ -118,7 +118,7 @@ impl Layout {
 /// object.unpark(client.get(&Get::new("weights"))?)?;                      // The newest version there is.
 /// assert_eq!(object.parts()[0].memory()?.address(), address);
 /// # drop(object);
-/// # cancel.cancel(0);
+/// # cancel.cancel(CancelReason::Program);
 /// # serving.join().unwrap().ok();
 /// # std::fs::remove_dir_all(&folder).unwrap();
 /// # Ok(())

@@ -20,11 +20,19 @@ const ASK_AGAIN: Duration = Duration::from_secs(10);
 
 /// Where a watch stands: behind this event of this broker.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct WatchPlace {
     /// The UUID of what the broker holds. It stays over restarts that lose nothing.
     pub instance: String,
     /// The event's number.
     pub seq: u64,
+}
+
+impl WatchPlace {
+    /// Behind the event of this number.
+    pub fn new(instance: impl Into<String>, seq: u64) -> Self {
+        Self { instance: instance.into(), seq }
+    }
 }
 
 /// What [`Watch::next`] returns.

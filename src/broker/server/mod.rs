@@ -78,9 +78,8 @@ pub struct ServerConfig {
     /// Whether to hold the nodes of NVIDIA's devices open (`/dev/nvidia0` and so on): a device's driver state then stays, and the
     /// memory on it, also where persistence is off. A device that is held open can't be reset.
     pub hold_devices: bool,
-    /// Not for users: takes memfds for a GPU's memory, as the emulated driver of the tests makes it.
-    #[doc(hidden)]
-    pub emulated: bool,
+    /// Accepts memfds as a GPU's memory, as the emulated driver of the project's tests makes it.
+    pub(crate) emulated: bool,
 }
 
 impl Default for ServerConfig {

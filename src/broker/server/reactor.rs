@@ -29,7 +29,7 @@ use super::{
 use crate::{
     broker::store::Keeper,
     channel::{
-        Cancel, Listener, deadline_after,
+        Cancel, CancelReason, Listener, deadline_after,
         record::{Raw, is_gone, receive_raw},
     },
     error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
@@ -251,7 +251,7 @@ impl Reactor {
 
     /// Whether SIGHUP ended it: a server that systemd starts next goes on.
     fn is_hung_up(&self) -> bool {
-        matches!(self.cancel.check(), Err(Error::Interrupted { signal: nix::libc::SIGHUP }))
+        matches!(self.cancel.check(), Err(Error::Interrupted { reason: CancelReason::Signal(nix::libc::SIGHUP) }))
     }
 
     pub(super) fn timeout(&self) -> Duration {

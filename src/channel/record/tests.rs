@@ -1,7 +1,10 @@
 use std::{fs::File, os::fd::OwnedFd};
 
 use super::*;
-use crate::{channel::Channel, error::PeerError};
+use crate::{
+    channel::Channel,
+    error::{CancelReason, PeerError},
+};
 
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(20);
@@ -94,14 +97,14 @@ fn a_cancellation_ends_every_wait_also_where_records_are_queued() {
     let (socket, other, cancel) = pair(LONG);
     write(&other, b"queued");
     thread::scope(|scope| {
-        scope.spawn(|| cancel.cancel(15));
+        scope.spawn(|| cancel.cancel(CancelReason::Signal(15)));
         while cancel.check().is_ok() {
             thread::yield_now();
         }
-        assert!(matches!(receive(&socket), Err(Error::Interrupted { signal: 15 })));
+        assert!(matches!(receive(&socket), Err(Error::Interrupted { reason: CancelReason::Signal(15) })));
     });
     let full = (0..1_000_000).find_map(|_| socket.send("a record", &[0; 1024], &[]).err());
-    assert!(matches!(full, Some(Error::Interrupted { signal: 15 })), "{full:?}");
+    assert!(matches!(full, Some(Error::Interrupted { reason: CancelReason::Signal(15) })), "{full:?}");
     assert!(!socket.drain_until(&mut [0; 2], Instant::now() + LONG), "the peer has not closed its end");
 }
 

@@ -68,7 +68,7 @@ impl<'a> Buffer<'a> {
         config: &Config,
         observer: Observer<'_>,
     ) -> Result<Self> {
-        let (cancel, spec) = (config.cancel()?, spec.into());
+        let (cancel, spec) = (config.cancellation()?, spec.into());
         activate(device, &mut || cancel.check(), observer)?;
         let shared = Shared::create(device, spec)?;
         let (description, timings) = (shared.describe()?, shared.timings());

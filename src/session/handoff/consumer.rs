@@ -36,18 +36,18 @@ impl Default for Request {
 }
 
 impl Request {
-    /// Of another object.
-    pub fn with_object(self, object: impl Into<String>) -> Self {
+    /// Sets the object's name.
+    pub fn object(self, object: impl Into<String>) -> Self {
         Self { object: object.into(), ..self }
     }
 
-    /// With this access.
-    pub fn with_access(self, access: Access) -> Self {
+    /// Sets the access wanted.
+    pub fn access(self, access: Access) -> Self {
         Self { access: Some(access), ..self }
     }
 
-    /// Of these bytes.
-    pub fn with_range(self, range: Range<u64>) -> Self {
+    /// Sets which bytes.
+    pub fn range(self, range: Range<u64>) -> Self {
         Self { range: Some(range), ..self }
     }
 
@@ -270,7 +270,7 @@ impl<'a> Consumer<'a> {
         observer: Observer<'a>,
         connect: impl FnOnce(&Cancel) -> Result<Link>,
     ) -> Result<Self> {
-        let cancel = config.cancel()?;
+        let cancel = config.cancellation()?;
         let chosen = Chosen::new(driver, device, &cancel, observer)?;
         let begun = Instant::now();
         let link = connect(&cancel)?;

@@ -15,7 +15,7 @@ use super::{
     gate::Turn,
 };
 use crate::{
-    channel::{Cancel, Listener, Peer, deadline_after, eventfd},
+    channel::{Cancel, CancelReason, Listener, Peer, deadline_after, eventfd},
     driver::Backend,
     error::{Error, ErrorCode, PeerError, Result},
     memory::Region,
@@ -49,18 +49,18 @@ impl Default for ServeOptions {
 }
 
 impl ServeOptions {
-    /// With another number of consumers.
-    pub fn with_consumers(self, consumers: u64) -> Self {
+    /// Sets the number of consumers.
+    pub fn consumers(self, consumers: u64) -> Self {
         Self { consumers, ..self }
     }
 
-    /// With round trips, or without.
-    pub fn with_round_trip(self, round_trip: bool) -> Self {
+    /// Sets whether each consumer has the buffer to itself.
+    pub fn round_trip(self, round_trip: bool) -> Self {
         Self { round_trip, ..self }
     }
 
-    /// With a longest turn.
-    pub fn with_turn(self, turn: Duration) -> Self {
+    /// Sets the longest turn.
+    pub fn turn(self, turn: Duration) -> Self {
         Self { turn: Some(turn), ..self }
     }
 }
@@ -144,7 +144,7 @@ pub fn serve_connection(
     config: &Config,
     observer: Observer<'_>,
 ) -> Result<Served> {
-    let cancel = config.cancel()?;
+    let cancel = config.cancellation()?;
     let arrival = Acceptor::new(Dialect::Handoff, backend(buffer), config, &cancel)?.meet(socket)?;
     let context = Context { buffer, options, observer, failure: &|| None };
     Ok(attend(arrival, context))
@@ -198,7 +198,7 @@ impl State {
     /// What a consumer gets to know of a fill that failed. If it was interrupted, so is the consumer.
     fn refusal(&self) -> Option<Error> {
         match self.failure.as_ref()? {
-            Error::Interrupted { signal } => Some(Error::Interrupted { signal: *signal }),
+            Error::Interrupted { reason } => Some(Error::Interrupted { reason: *reason }),
             error => {
                 let message = format!("the producer could not fill the buffer: {}", error.in_full());
                 Some(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }))
@@ -229,16 +229,16 @@ impl<'a> Server<'a> {
             let accepted = self.accept_all(scope, &listener, &mut acceptor, &refusal);
             // No other consumer can come.
             drop(listener);
-            let signal = match &accepted {
-                Err(Error::Interrupted { signal }) => *signal,
-                _ => 0,
+            let reason = match &accepted {
+                Err(Error::Interrupted { reason }) => *reason,
+                _ => CancelReason::Program,
             };
-            self.over.cancel(signal);
+            self.over.cancel(reason);
             let full = || full("this producer has served all that it was to serve".to_owned());
-            acceptor.close_all(&match (signal, refusal()) {
-                (0, None | Some(Error::Interrupted { .. })) => full(),
-                (0, Some(refusal)) => refusal,
-                (signal, _) => Error::Interrupted { signal },
+            acceptor.close_all(&match (reason, refusal()) {
+                (CancelReason::Program, None | Some(Error::Interrupted { .. })) => full(),
+                (CancelReason::Program, Some(refusal)) => refusal,
+                (reason, _) => Error::Interrupted { reason },
             });
             accepted
         });
@@ -270,7 +270,7 @@ impl<'a> Server<'a> {
         acceptor: &mut Acceptor<'_>,
         failure: &'scope (dyn Fn() -> Option<Error> + Sync),
     ) -> Result<()> {
-        let cancel = self.config.cancel()?;
+        let cancel = self.config.cancellation()?;
         let alone = self.buffer.turn(Turn::Alone, Duration::from_millis(100), &mut || cancel.check())?;
         spawn(scope, "fill", move || {
             let filled = self.buffer.fill(&mut || self.over.check(), self.observer);

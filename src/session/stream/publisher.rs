@@ -92,7 +92,7 @@ impl Publisher {
     /// # Errors
     /// [`PeerError::NoConsumer`] if none has subscribed within the timeout; [`Error::Interrupted`]; [`Error::System`].
     pub fn accept(listener: &Listener, driver: &Driver, config: &Config) -> Result<Self> {
-        let cancel = config.cancel()?;
+        let cancel = config.cancellation()?;
         let mut acceptor = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?;
         let deadline = deadline_after(config.timeout);
         match acceptor.next(listener, None, deadline)? {
@@ -109,7 +109,7 @@ impl Publisher {
     /// [`PeerError::Mismatch`] and [`PeerError::Protocol`] if its peer does not subscribe; [`Error::Interrupted`];
     /// [`Error::System`].
     pub fn over(socket: OwnedFd, driver: &Driver, config: &Config) -> Result<Self> {
-        let cancel = config.cancel()?;
+        let cancel = config.cancellation()?;
         let arrival = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?.meet(socket)?;
         Self::with(arrival, driver, config)
     }

@@ -222,7 +222,7 @@ impl Subscriber {
         if keep == 0 {
             return Err(misused("a subscriber must keep one buffer at least"));
         }
-        let cancel = config.cancel()?;
+        let cancel = config.cancellation()?;
         let chosen = Chosen::new(driver, device, &cancel, &|_| {})?;
         let link = connect(&cancel)?;
         let mut subscriber = Self {

@@ -86,7 +86,7 @@ impl Consumer<'_> {
         self.object = None;
         match request {
             ConsumerRequest::Connect { socket } => {
-                let config = Config::default().with_timeout(self.task.timeout);
+                let config = Config::default().timeout(self.task.timeout);
                 let selector = Some(self.task.selector());
                 self.subscriber = Some(Subscriber::connect(&self.driver, selector, socket, KEEP, &config)?);
                 Ok(ConsumerResponse::Ready)
@@ -106,7 +106,7 @@ impl Consumer<'_> {
                 Ok(ConsumerResponse::Usable { at })
             }
             ConsumerRequest::Broker { socket } => {
-                let config = Config::default().with_timeout(self.task.timeout);
+                let config = Config::default().timeout(self.task.timeout);
                 self.broker = Some(Client::connect(socket, &config)?);
                 Ok(ConsumerResponse::Ready)
             }

@@ -224,7 +224,7 @@ impl Producer<'_> {
 
     /// Opens a session with each consumer that has none.
     fn connect(&mut self) -> Result<()> {
-        let config = Config::default().with_timeout(self.task.timeout);
+        let config = Config::default().timeout(self.task.timeout);
         let cancel = Cancel::new()?;
         for (number, consumer) in
             self.consumers.iter_mut().enumerate().filter(|(_, consumer)| consumer.publisher.is_none())

@@ -220,7 +220,7 @@ pub(in crate::tools) fn overdue(process: &str, what: &str, limit: Duration) -> E
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::LoadError;
+    use crate::error::{CancelReason, LoadError};
 
     fn shell(script: &str, group: Group) -> Process {
         Process::spawn("the shell", Command::new("sh").args(["-c", script]), group).unwrap()
@@ -259,9 +259,9 @@ mod tests {
         let stuck = shell("sleep 60", Group::Inherited);
         let cancel = Cancel::new().unwrap();
         assert_eq!(stuck.wait(Instant::now(), &cancel).unwrap(), None);
-        cancel.cancel(2);
+        cancel.cancel(CancelReason::Signal(2));
         let late = stuck.wait(Instant::now() + Duration::from_secs(60), &cancel);
-        assert!(matches!(late, Err(Error::Interrupted { signal: 2 })));
+        assert!(matches!(late, Err(Error::Interrupted { reason: CancelReason::Signal(2) })));
     }
 
     #[test]

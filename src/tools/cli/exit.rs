@@ -1,7 +1,7 @@
 //! Exit codes, the same for every command.
 
 use crate::{
-    error::{Error, ErrorKind},
+    error::{CancelReason, Error, ErrorKind},
     session::handoff::{ServeReport, Served},
     tools::error::kind_of,
 };
@@ -66,7 +66,7 @@ impl Exit {
     /// How a command ends that fails with an error.
     pub fn of(error: &Error) -> Self {
         match (kind_of(error), error) {
-            (_, Error::Interrupted { signal: signal @ 1.. }) => Self::Signal(*signal),
+            (_, Error::Interrupted { reason: CancelReason::Signal(signal) }) => Self::Signal(*signal),
             (ErrorKind::Usage, _) => Self::Usage,
             (ErrorKind::Object, _) => Self::Mismatch,
             (ErrorKind::Unsupported, _) => Self::Unsupported,

@@ -35,7 +35,7 @@ impl Meet {
     /// The session's part of the options.
     pub(super) fn config(&self, cancel: &Cancel) -> Config {
         let trust = Trust { uids: self.allow_uids.clone() };
-        Config::default().with_timeout(self.timeout).with_trust(trust).with_cancel(cancel)
+        Config::default().timeout(self.timeout).trust(trust).cancel(cancel)
     }
 }
 

@@ -108,7 +108,7 @@ impl Session for Produce {
         let content = content.with_engine(self.verify).with_corruption(self.corrupt);
         let buffer = Buffer::create(&device, spec, content, array, &config, &observer)?;
         let listener = Listener::bind(&path, !config.trust.uids.is_empty(), config.timeout, cancel)?;
-        let options = ServeOptions::default().with_consumers(self.consumers).with_round_trip(self.round_trip);
+        let options = ServeOptions::default().consumers(self.consumers).round_trip(self.round_trip);
         let report = handoff::serve(listener, &buffer, &options, &config, &observer);
         console.served(&report.served);
         Ok(Exit::of_service(report, self.consumers == 0)?)

@@ -27,7 +27,7 @@ use super::{
     report::{CommandReport, ErrorSummary, Failure},
 };
 use crate::{
-    channel::Cancel,
+    channel::{Cancel, CancelReason},
     driver::{Driver, cuda::exit_at_once},
     error::{Error, ErrorKind},
 };
@@ -53,7 +53,7 @@ pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
     let console = Arc::new(Console::new(S::ROLE, session.output()));
     let last = Arc::clone(&console);
     let interrupted = move |signal| {
-        last.finish(Err(Error::Interrupted { signal }));
+        last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
     };
     let result = watched(interrupted, None, |cancel| {
         raise_file_limit();
@@ -123,7 +123,7 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     let ending = Arc::new(Ending { name: T::NAME, json, progress, finished: Mutex::new(false) });
     let last = Arc::clone(&ending);
     let interrupted = move |signal| {
-        last.finish(Err(Error::Interrupted { signal }));
+        last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
     };
     let result = watched(interrupted, tool.restart(), |cancel| tool.run(cancel, &ending.progress));
     ExitCode::from(ending.finish(result).code())
@@ -215,11 +215,11 @@ fn watch(
         let signal = loop {
             let Ok(Some(received)) = waiting.read_signal() else { return };
             match (received.ssi_signo as i32, &restart) {
-                (SIGHUP, Some(restart)) => restart.cancel(SIGHUP),
+                (SIGHUP, Some(restart)) => restart.cancel(CancelReason::Signal(SIGHUP)),
                 (signal, _) => break signal,
             }
         };
-        cancel.cancel(signal);
+        cancel.cancel(CancelReason::Signal(signal));
         let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
         let grace = PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX);
         if poll(&mut fds, grace) != Ok(0) {
@@ -288,8 +288,8 @@ mod tests {
 
     #[test]
     fn an_error_of_the_library_keeps_its_class_and_any_other_its_causes() {
-        let library = library_error(Error::Interrupted { signal: 2 }.into());
-        assert!(matches!(library, Error::Interrupted { signal: 2 }), "{library:?}");
+        let library = library_error(Error::Interrupted { reason: CancelReason::Signal(2) }.into());
+        assert!(matches!(library, Error::Interrupted { reason: CancelReason::Signal(2) }), "{library:?}");
         let other = Err::<(), _>(io::Error::other("the disk is full")).context("the report can't be written");
         let other = library_error(other.unwrap_err());
         assert_eq!(other.in_full(), "the report can't be written: the disk is full");

@@ -15,7 +15,7 @@ use super::{
     outcome::{ProbeOutcome, ProbeResult, micros, timed},
 };
 use crate::{
-    channel::{Cancel, Listener, Trust},
+    channel::{Cancel, CancelReason, Listener, Trust},
     driver::{DeviceUuid, Diagnosis, Driver, EventHandle},
     error::{Error, PeerError, ProtocolError, Result},
     memory::{Device, Placement, Selector, Spec},
@@ -70,7 +70,7 @@ pub(super) struct Endpoint {
 
 impl Endpoint {
     pub(super) fn config(&self, cancel: &Cancel) -> Config {
-        Config::default().with_timeout(self.timeout).with_trust(self.trust.clone()).with_cancel(cancel)
+        Config::default().timeout(self.timeout).trust(self.trust.clone()).cancel(cancel)
     }
 }
 
@@ -90,13 +90,13 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
         }
     };
     control.send(&ControlRecord::Begin { probe: kind.probe.to_owned() })?;
-    let options = ServeOptions::default().with_round_trip(true);
+    let options = ServeOptions::default().round_trip(true);
     let (done, served) = thread::scope(|scope| {
         let serving = scope.spawn(|| handoff::serve(listener, &buffer, &options, &config, &|_| {}));
         let done = control.receive();
         // An end that fails before it has connected would be waited for until the timeout.
         if !matches!(done, Ok(ControlRecord::Done { error: None, .. })) {
-            cancel.cancel(0);
+            cancel.cancel(CancelReason::Program);
         }
         (done, serving.join())
     });

@@ -285,6 +285,7 @@ pub struct LeasePart {
 
 /// A named array in a part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ArrayEntry {
     /// Its name.
     pub name: String,
@@ -294,6 +295,18 @@ pub struct ArrayEntry {
     /// What its maker says of it: a JSON object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attributes: Option<Attached>,
+}
+
+impl ArrayEntry {
+    /// An array without attributes.
+    pub fn new(name: impl Into<String>, array: crate::array::ArrayDescriptor) -> Self {
+        Self { name: name.into(), array, attributes: None }
+    }
+
+    /// Sets what its maker says of it.
+    pub fn attributes(self, attributes: Attached) -> Self {
+        Self { attributes: Some(attributes), ..self }
+    }
 }
 
 /// Asks which objects there are.

@@ -112,7 +112,7 @@ impl BrokerClient<'_> {
 
     fn connect(&mut self, socket: &Path, connections: usize) -> Result<()> {
         self.clients.clear();
-        let config = Config::default().with_timeout(self.task.timeout);
+        let config = Config::default().timeout(self.task.timeout);
         let connected = (0..connections).map(|_| Client::connect(socket, &config));
         self.clients = connected.collect::<Result<_>>()?;
         Ok(())

@@ -47,7 +47,7 @@ pub(in crate::tools::bench) struct Maker {
 
 impl Maker {
     pub(in crate::tools::bench) fn connect(task: &Task, socket: &Path) -> Result<Self> {
-        let config = Config::default().with_timeout(task.timeout);
+        let config = Config::default().timeout(task.timeout);
         Ok(Self { client: Client::connect(socket, &config)?, objects: Vec::new(), shared: None, segments: None })
     }
 

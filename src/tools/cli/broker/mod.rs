@@ -69,7 +69,7 @@ impl MeetBroker {
     fn connect(&self, cancel: &Cancel) -> Result<Client> {
         let path = broker_socket_path(self.socket.as_deref())?;
         let trust = Trust { uids: self.allow_uids.clone() };
-        let config = Config::default().with_timeout(self.timeout).with_trust(trust).with_cancel(cancel);
+        let config = Config::default().timeout(self.timeout).trust(trust).cancel(cancel);
         let connect = |wait| connect_socket(&path, wait, &config.trust, cancel);
         let socket = match connect(self.timeout.min(APPEARS)) {
             Err(Error::Socket(SocketError::Absent { path, waited })) => {

@@ -15,7 +15,7 @@ use serde::Serialize;
 use super::{MeetBroker, SCHEMA, table::time};
 use crate::{
     broker::{Event, EventKind, WatchPlace, Watched},
-    channel::{Cancel, deadline_after},
+    channel::{Cancel, CancelReason, deadline_after},
     error::Error,
     tools::cli::{
         Exit, Output, Tool, ToolOutput,
@@ -212,7 +212,7 @@ fn end_with_output(cancel: &Cancel) -> Result<(), Error> {
         // Without events it waits for errors alone; for a file for ever.
         let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::empty())];
         while poll(&mut fds, PollTimeout::NONE) == Err(nix::errno::Errno::EINTR) {}
-        cancel.cancel(0);
+        cancel.cancel(CancelReason::Program);
     };
     let spawned = thread::Builder::new().name("output".to_owned()).spawn(wait);
     spawned.map(drop).map_err(|error| Error::system("start a thread", error))

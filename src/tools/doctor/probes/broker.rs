@@ -57,7 +57,7 @@ pub(super) fn broker(_: Backend) -> ProbeResult {
 /// Says hello to what is at a socket.
 fn ask(socket: &Path, shown: &str) -> ProbeResult {
     let begun = Instant::now();
-    let error = match Client::connect(socket, &Config::default().with_timeout(PATIENCE)) {
+    let error = match Client::connect(socket, &Config::default().timeout(PATIENCE)) {
         Ok(client) => {
             let meaning = format!("A broker answers, with pid {}.", client.peer().pid);
             return Ok(ProbeOutcome::ok(meaning).figure("answer_us", micros(begun.elapsed())));
