@@ -122,6 +122,14 @@ impl Listener {
         Ok(Self { socket, path: path.unwrap_or_default(), file: None })
     }
 
+    /// As [`Listener::from_fd`], of one that [`Listener::bind`] made at this path, whatever became of its file.
+    #[cfg(feature = "broker")]
+    pub(crate) fn inherited(socket: OwnedFd, path: &Path) -> Result<Self> {
+        let mut listener = Self::from_fd(socket)?;
+        path.clone_into(&mut listener.path);
+        Ok(listener)
+    }
+
     /// As [`Listener::from_fd`], of one that [`Listener::bind`] made at this path in another process: its own name is that of before
     /// the file was renamed. `None` if the file does not lead to it any more. Leaves a connection to be accepted that ends at once.
     ///
@@ -130,8 +138,7 @@ impl Listener {
     #[cfg(feature = "broker")]
     pub(crate) fn take_over(socket: OwnedFd, path: &Path) -> Result<Option<Self>> {
         use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-        let mut listener = Self::from_fd(socket)?;
-        path.clone_into(&mut listener.path);
+        let listener = Self::inherited(socket, path)?;
         match attempt(path)? {
             Attempt::Connected(_) => {
                 let mut fds = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];

@@ -2,7 +2,8 @@
 
 use std::{
     ffi::{CString, OsStr, OsString},
-    io,
+    fs::File,
+    io::{self, Read, Seek, Write},
     os::{
         fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
         unix::ffi::OsStrExt,
@@ -12,16 +13,23 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-use nix::libc;
+use nix::{
+    libc,
+    sys::memfd::{MFdFlags, memfd_create},
+};
 
 /// The first descriptor that a program is passed, as of sd_listen_fds(3).
 const FIRST: RawFd = 3;
+
+/// Says that the last descriptor is a file with the names of the others: in the environment they could exceed what execve(2) takes, with
+/// an environment or a stack limit that was fine before.
+const NAMES_IN_FILE: &str = "VMMFD_LISTEN_NAMES";
 
 /// How many digits the number of a process has at most.
 const PID_DIGITS: usize = 10;
 
 /// Takes the descriptors that this program was started with for it to use, by their names, and makes them close-on-exec: those that
-/// `LISTEN_FDS` and `LISTEN_FDNAMES` tell of, if `LISTEN_PID` is this process. The first call has them; each further one returns none.
+/// `LISTEN_FDS` and `LISTEN_FDNAMES` tell of, if `LISTEN_PID` is this process; of a [`Program`], the last one has the names. The first call has them; each further one returns none.
 ///
 /// # Errors
 /// EBADF if one of them is not open: then none is taken; `InvalidInput` if the variables can't be understood. See sd_listen_fds(3),
@@ -33,14 +41,23 @@ pub(crate) fn take_passed() -> io::Result<Vec<(String, OwnedFd)>> {
         return Ok(Vec::new());
     }
     let count = number("LISTEN_FDS").and_then(|count| RawFd::try_from(count).ok()).and_then(|of| FIRST.checked_add(of));
-    let end = count.ok_or(io::ErrorKind::InvalidInput)?;
+    let mut end = count.ok_or(io::ErrorKind::InvalidInput)?;
     for fd in FIRST..end {
         // SAFETY: integers; no memory is read or written.
         if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
             return Err(io::Error::last_os_error());
         }
     }
-    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let names = if std::env::var_os(NAMES_IN_FILE).is_some() && end > FIRST {
+        end -= 1;
+        // SAFETY: as below. It is not among those that are returned.
+        let mut names = File::from(unsafe { OwnedFd::from_raw_fd(end) });
+        let mut text = String::new();
+        names.rewind().and_then(|()| names.read_to_string(&mut text))?;
+        text
+    } else {
+        std::env::var("LISTEN_FDNAMES").unwrap_or_default()
+    };
     let names = names.split(':').chain(std::iter::repeat("unknown"));
     // SAFETY: they are open, as fcntl said. The program that started this one passed them for whatever asks for them by this
     // convention, and the flag sees to it that they are taken once.
@@ -55,6 +72,8 @@ pub(crate) struct Program {
     arguments: Vec<CString>,
     environment: Vec<CString>,
     fds: Vec<RawFd>,
+    /// The names, open until the program is executed.
+    _names: File,
 }
 
 impl Program {
@@ -62,7 +81,7 @@ impl Program {
     /// descriptors by their names.
     ///
     /// # Errors
-    /// `InvalidInput` if a text has a zero byte.
+    /// `InvalidInput` if a text has a zero byte. Those of memfd_create(2) and write(2).
     pub(crate) fn new<'a>(
         path: &Path,
         arguments: impl IntoIterator<Item = &'a OsStr>,
@@ -72,7 +91,7 @@ impl Program {
         let text =
             |text: &OsStr| CString::new(text.as_bytes()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
         let replaced = |name: &OsStr| {
-            ["LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID", "LISTEN_PIDFDID"].iter().any(|of| name == *of)
+            ["LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID", "LISTEN_PIDFDID", NAMES_IN_FILE].iter().any(|of| name == *of)
                 || more.iter().any(|(of, _)| name == *of)
         };
         let mut environment = Vec::new();
@@ -83,13 +102,17 @@ impl Program {
             environment.push(text(&joined(OsStr::new(name), value))?);
         }
         let names: Vec<&str> = fds.iter().map(|(name, _)| *name).collect();
+        let mut file = File::from(memfd_create(c"vmmfd-names", MFdFlags::MFD_CLOEXEC)?);
+        file.write_all(names.join(":").as_bytes())?;
+        let fds: Vec<RawFd> = fds.iter().map(|(_, fd)| fd.as_raw_fd()).chain([file.as_raw_fd()]).collect();
         environment.push(text(OsStr::new(&format!("LISTEN_FDS={}", fds.len())))?);
-        environment.push(text(OsStr::new(&format!("LISTEN_FDNAMES={}", names.join(":"))))?);
+        environment.push(text(OsStr::new(&format!("{NAMES_IN_FILE}=1")))?);
         Ok(Self {
             path: text(path.as_os_str())?,
             arguments: arguments.into_iter().map(text).collect::<io::Result<_>>()?,
             environment,
-            fds: fds.iter().map(|(_, fd)| fd.as_raw_fd()).collect(),
+            fds,
+            _names: file,
         })
     }
 
@@ -254,15 +277,15 @@ fn last_errno() -> i32 {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, io::Read, os::fd::AsFd};
+    use std::os::fd::AsFd;
 
     use super::*;
 
     /// What a shell that was started with these descriptors reads from each of them, in order.
     fn read_back(fds: &[BorrowedFd<'_>]) -> String {
         let (mut reader, writer) = io::pipe().unwrap();
-        let script = r#"test "$LISTEN_PID" = $$ || exit 9; i=3; while [ $i -lt $((3 + LISTEN_FDS - 1)) ]; do
-            cat /proc/self/fd/$i >&$((3 + LISTEN_FDS - 1)); i=$((i + 1)); done"#;
+        let script = r#"test "$LISTEN_PID" = $$ || exit 9; i=3; while [ $i -lt $((3 + LISTEN_FDS - 2)) ]; do
+            cat /proc/self/fd/$i >&$((3 + LISTEN_FDS - 2)); i=$((i + 1)); done"#;
         let mut passed: Vec<(&str, BorrowedFd<'_>)> = fds.iter().map(|fd| ("x", *fd)).collect();
         passed.push(("out", writer.as_fd()));
         let arguments = ["sh", "-c", script].map(OsStr::new);

@@ -2,6 +2,10 @@
 
 use std::{
     collections::VecDeque,
+    fs, io,
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::{Command, Stdio},
     sync::Mutex,
     thread,
     time::{Duration, Instant},
@@ -22,6 +26,7 @@ use crate::{
     broker::filled,
     broker_faults::value,
     broker_process::Raw,
+    running::binary,
     support::{
         Subject,
         served::{Keeper, Served, stored, with_argument},
@@ -221,3 +226,102 @@ fn stopped_supervisor_is_replaced() {
     }
     assert_eq!(broker.served.log().matches("the supervisor has read nothing for 5s").count(), 2);
 }
+
+/// A copy of the program in a folder, to be replaced.
+fn copied(from: &Path, to: &Path) {
+    let beside = to.with_extension("new");
+    // By a process of its own: no child that another test forks meanwhile holds the copy open for writing (ETXTBSY).
+    assert!(Command::new("cp").arg(from).arg(&beside).status().unwrap().success());
+    fs::rename(beside, to).unwrap();
+}
+
+#[test]
+fn another_program_at_the_path_loses_nothing() {
+    let subject = Subject::host();
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("vmmfd");
+    copied(&binary("vmmfd"), &program);
+    let served = Served::with(Keeper::Supervisor, &subject, &program, 0, &[]);
+    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
+    broker.check();
+    for (refusals, file) in [(1, Some("/bin/true")), (2, None)] {
+        match file {
+            Some(file) => copied(Path::new(file), &program),
+            None => fs::remove_file(&program).unwrap(),
+        }
+        let before = broker.pair();
+        kill(before[1], Signal::SIGHUP).unwrap();
+        broker.until("a refusal", || (broker.served.log().matches("no upgrade").count() == refusals).then_some(()));
+        assert_eq!(broker.pair(), before);
+        for process in [Process::Server, Process::Supervisor, Process::Server] {
+            broker.send(&[Event::Kill(process)]);
+        }
+    }
+    copied(&binary("vmmfd"), &program);
+    broker.send(&[Event::HangUp(Process::Supervisor)]);
+}
+
+#[test]
+fn removed_folder_keeps_the_objects() {
+    let subject = Subject::host();
+    let served = Served::start(Keeper::Supervisor, &subject);
+    let folder = served.path.parent().unwrap().to_owned();
+    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
+    broker.check();
+    let [server, supervisor] = broker.pair();
+    fs::remove_dir_all(&folder).unwrap();
+    kill(server, Signal::SIGKILL).unwrap();
+    broker.until("a server without a file", || broker.served.log().contains("clients can't connect").then_some(()));
+    fs::create_dir(&folder).unwrap();
+    kill(supervisor, Signal::SIGHUP).unwrap();
+    broker.pair();
+    broker.check();
+}
+
+#[test]
+fn short_file_limit_is_refused_at_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -f 64; exec \"$0\" serve --socket \"$1\""]);
+    let mut child =
+        command.arg(binary("vmmfd")).arg(folder.path().join("socket")).stderr(Stdio::piped()).spawn().unwrap();
+    let begun = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if begun.elapsed() > DEADLINE {
+            child.kill().unwrap();
+            panic!("it serves");
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    let text = io::read_to_string(child.stderr.take().unwrap()).unwrap();
+    assert!(text.contains("RLIMIT_FSIZE") && text.contains("ulimit -f unlimited"), "{text}");
+}
+
+#[test]
+fn full_environment_keeps_restarts_possible() {
+    let subject = Subject::host();
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("serve");
+    fs::write(&program, FULL_ENVIRONMENT.replace("PROGRAM", binary("vmmfd").to_str().unwrap())).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let served = Served::with(Keeper::Supervisor, &subject, &program, 0, &[]);
+    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
+    broker.check();
+    let client = Client::connect(&broker.served.path, &Config::default()).unwrap();
+    let memory = filled(&subject.driver, 4 << 20, Some(4096), 9);
+    client.put(&Put::new("many").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    for event in [Event::Kill(Process::Server), Event::HangUp(Process::Supervisor), Event::Kill(Process::Supervisor)] {
+        broker.send(&[event]);
+        assert_eq!(value(&client, &subject.driver, "many"), [9; 2]);
+    }
+}
+
+/// execve(2) takes a quarter of the stack limit for arguments and environment, and at least 128 KiB: this leaves 2 KiB of 256.
+const FULL_ENVIRONMENT: &str = r#"#!/bin/sh
+ulimit -s 1024
+used=$(($(env | wc -c) + $(env | wc -l) * 8))
+more=$(((256 * 1024 - used - 2048) / 2))
+first=$(head -c $more /dev/zero | tr '\0' x)
+export FIRST=$first SECOND=$first
+exec PROGRAM "$@"
+"#;

@@ -188,17 +188,27 @@ impl Server {
         // The store has it under its name, also if the file is gone.
         let in_store = socket.is_some();
         store.count(socket.as_ref().map(|_| Name::Socket));
+        let failed = |error| Error::system("duplicate a descriptor", error);
+        let without_file = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
         let taken = socket.map(|socket| Listener::take_over(socket, path)).transpose()?.flatten();
-        let listener = match taken {
-            Some(listener) => listener,
-            None => {
-                let listener = listen(path, &config, cancel)?.leave_file();
+        let listener = match taken.map_or_else(|| listen(path, &config, cancel).map(Err), |taken| Ok(Ok(taken))) {
+            Ok(Ok(taken)) => taken,
+            Ok(Err(listener)) => {
+                let listener = listener.leave_file();
                 if in_store {
                     store.remove(Name::Socket);
                 }
-                let socket = listener.as_fd().try_clone_to_owned();
-                store.keep_own(Name::Socket, socket.map_err(|error| Error::system("duplicate a descriptor", error))?);
+                store.keep_own(Name::Socket, listener.as_fd().try_clone_to_owned().map_err(failed)?);
                 listener
+            }
+            // The objects stay, also where the folder was removed.
+            Err(error) => {
+                let Some(socket) = without_file else { return Err(error) };
+                tracing::error!(
+                    error = error.in_full(),
+                    "clients can't connect, and the objects stay: make the socket's folder again and send SIGHUP"
+                );
+                Listener::inherited(socket, path)?
             }
         };
         others.iter().filter(|(name, _)| Name::read(name).is_none()).for_each(|(name, _)| store.remove_other(name));

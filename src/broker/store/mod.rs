@@ -11,8 +11,9 @@
 //! | `NTFY`, `PEER` | the supervisor's end of a pair of sockets, and the server's |
 //! | `SELF` | a pidfd of the server |
 //! | `SUPV` | a pidfd of the supervisor |
+//! | `ANSW` | a pipe for the proof of a program that is to take over |
 //!
-//! The last five are passed from one process to the next and never stored.
+//! The last six are passed from one process to the next and never stored.
 
 mod notice;
 mod passed;
@@ -42,9 +43,9 @@ use crate::{
     sys,
 };
 
-/// How many bytes one variable of the environment may have, its name included (`MAX_ARG_STRLEN` of Linux): the names of all
-/// descriptors come back in one.
-const NAMES: usize = 128 * 1024 - "LISTEN_FDNAMES=LIFE:NTFY:PEER:SELF:SUPV:".len() - 1;
+/// How many bytes one variable of the environment may have, its name included (`MAX_ARG_STRLEN` of Linux): systemd gives the names of
+/// all descriptors back in one.
+const NAMES: usize = 128 * 1024 - "LISTEN_FDNAMES=".len() - 1;
 
 /// Who keeps the descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -241,7 +242,7 @@ impl Store {
                     _ => "raise the limit of open files (ulimit -n)",
                 }
             ),
-            _ if names > NAMES => format!(
+            Keeper::Systemd if names > NAMES => format!(
                 "the store has {used} descriptors, and {more} more are asked for: their names would have {names} bytes, and \
                  {NAMES} can be given back; put fewer and larger segments"
             ),

@@ -186,7 +186,7 @@ fn what_would_not_fit_is_refused_with_the_figures() {
         refusal.message.contains("has 8 descriptors, and 3 more") && refusal.message.contains("FileDescriptorStoreMax")
     );
     // One variable of the environment has them all.
-    let store = keeper.store(Keeper::Supervisor, 1_000_000);
+    let store = keeper.store(Keeper::Systemd, 1_000_000);
     assert!(store.require_room(NAMES / 5, 4).is_ok());
     let refusal = store.require_room(NAMES / 5 + 1, 4).unwrap_err();
     assert!(refusal.message.contains("names") && refusal.message.contains("larger segments"), "{}", refusal.message);

@@ -9,7 +9,7 @@ use std::{
     ffi::{OsStr, OsString},
     io,
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{ffi::OsStrExt, net::UnixDatagram},
     },
     path::{Path, PathBuf},
@@ -28,7 +28,10 @@ use nix::{
     },
     unistd::Pid,
 };
-use rustix::process::{PidfdFlags, Signal as PidfdSignal, pidfd_open, pidfd_send_signal};
+use rustix::{
+    fs::{Mode, OFlags},
+    process::{PidfdFlags, Signal as PidfdSignal, pidfd_open, pidfd_send_signal},
+};
 
 use self::kept::KeptHere;
 pub(super) use self::kept::receive;
@@ -48,8 +51,15 @@ const PROGRAM: &str = "VMMFD_SERVE_PROGRAM";
 /// How many descriptors the supervisor needs besides those that it keeps.
 const OWN: u64 = 64;
 
-/// The program that this process executes, whatever is at its path now.
+/// The program that this process executes, whatever is at its path now: only an upgrade executes another one, after it has proved
+/// itself.
 const THIS: &str = "/proc/self/exe";
+
+/// The pipe over which a program proves that it can take over.
+const ANSWER: &str = "ANSW";
+
+/// The answer of a program that can: with the version of all that server and supervisor pass to and tell each other.
+const PROOF: &str = "vmmfd serve: supervision 1, catalogue readable\n";
 
 /// How long a server may take to end that was asked to.
 const STOP: Duration = Duration::from_secs(10);
@@ -113,15 +123,17 @@ impl Image {
         Ok(Self { program, arguments: std::env::args_os().collect() })
     }
 
+    /// `file` executed in place of this program.
     fn program(
         &self,
+        file: &Path,
         role: Role,
         more: &[(&str, OsString)],
         fds: &[(&str, BorrowedFd<'_>)],
     ) -> io::Result<sys::Program> {
         let mut variables = vec![(ROLE, role.text()), (PROGRAM, self.program.clone().into_os_string())];
         variables.extend(more.iter().cloned());
-        sys::Program::new(&self.program, self.arguments.iter().map(OsString::as_os_str), &variables, fds)
+        sys::Program::new(file, self.arguments.iter().map(OsString::as_os_str), &variables, fds)
     }
 }
 
@@ -182,7 +194,7 @@ pub(super) fn start_another() -> io::Result<Another> {
     let server = pidfd_of(pid)?;
     let socket = peer.try_clone()?;
     let fds = [(NOTIFY, notify.as_fd()), (PEER, peer.as_fd()), (LIFE, writer.as_fd()), (SERVER, server.as_fd())];
-    let program = Image::of_this_process()?.program(Role::Another(pid), &[], &fds)?;
+    let program = Image::of_this_process()?.program(Path::new(THIS), Role::Another(pid), &[], &fds)?;
     Ok(Another { process: SupervisorProcess::of_child(program.spawn()?)?, socket, life: reader })
 }
 
@@ -370,16 +382,7 @@ impl Supervisor {
         let supervisor = pidfd_of(process::id().cast_signed())?;
         let mut fds = vec![(LIFE, reader.as_fd()), (PEER, self.peer.as_fd()), (SUPERVISOR, supervisor.as_fd())];
         fds.extend(self.kept.all());
-        let pid = match self.image.program(Role::Server, &Self::variables(), &fds)?.spawn() {
-            Ok(pid) => pid,
-            // The file may be half replaced: this build serves meanwhile.
-            Err(error) if self.served => {
-                complain(&format!("{} can't be executed: {error}", self.image.program.display()));
-                let image = Image { program: THIS.into(), ..self.image.clone() };
-                image.program(Role::Server, &Self::variables(), &fds)?.spawn()?
-            }
-            Err(error) => return Err(error),
-        };
+        let pid = self.image.program(Path::new(THIS), Role::Server, &Self::variables(), &fds)?.spawn()?;
         let SupervisorProcess { pidfd, .. } = SupervisorProcess::of_child(pid)?;
         (self.ready, self.stopping) = (false, false);
         self.server = Some(Server { pid, pidfd, life: writer });
@@ -499,28 +502,44 @@ impl Supervisor {
     /// Goes on with the program that is at this one's path now: it is executed in place of this one, with all that is kept and the
     /// server that runs, which it then ends for one of its own. If that program can't, this one and its server go on.
     fn upgrade(&mut self) -> Result<()> {
-        if let Err(why) = self.check() {
-            complain(&format!("no upgrade: {why}; the server goes on"));
-            return Ok(());
-        }
+        let path = self.image.program.display().to_string();
+        let opened = self.open_program().map_err(|error| format!("{path} can't be opened: {error}"));
+        let file = match opened.and_then(|file| self.check(&executable(&file)).map(|()| file)) {
+            Ok(file) => file,
+            Err(why) => {
+                complain(&format!("no upgrade: {why}; the server goes on"));
+                return Ok(());
+            }
+        };
         let role = Role::Upgraded(self.server.as_ref().map_or(0, |server| server.pid));
         let mut fds = vec![(NOTIFY, self.notify.as_fd()), (PEER, self.peer.as_fd())];
         if let Some(server) = &self.server {
             fds.extend([(LIFE, server.life.as_fd()), (SERVER, server.pidfd.as_fd())]);
         }
         fds.extend(self.kept.all());
-        let program = self.image.program(role, &[], &fds);
+        let program = self.image.program(&executable(&file), role, &[], &fds);
         let program = program.map_err(|error| Error::system("upgrade", error))?;
         // Everything here is passed on. If the program can't be executed this build is, which is as if nothing had been asked.
         let error = program.execute(OsStr::new(THIS));
         Err(Error::system(format!("execute {}", self.image.program.display()), error))
     }
 
-    /// Asks the program at this one's path whether it could go on.
-    fn check(&mut self) -> std::result::Result<(), String> {
+    /// The program at this one's path: the same file is checked and then executed, even if another one replaces it meanwhile. Its
+    /// number is above those that the next program is passed.
+    fn open_program(&self) -> io::Result<OwnedFd> {
+        let file = rustix::fs::open(&self.image.program, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let above = self.kept.all().count() + usize::try_from(OWN).unwrap_or(usize::MAX);
+        Ok(rustix::io::fcntl_dupfd_cloexec(&file, i32::try_from(above).unwrap_or(i32::MAX))?)
+    }
+
+    /// Has a program prove that it can take over.
+    fn check(&mut self, file: &Path) -> std::result::Result<(), String> {
         let path = self.image.program.display().to_string();
-        let catalogues: Vec<_> = self.kept.all().filter(|(name, _)| name.starts_with("CAT")).collect();
-        let program = self.image.program(Role::Check, &Self::variables(), &catalogues);
+        let (answer, writer) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
+            .map_err(|errno| errno.to_string())?;
+        let mut fds: Vec<_> = self.kept.all().filter(|(name, _)| name.starts_with("CAT")).collect();
+        fds.push((ANSWER, writer.as_fd()));
+        let program = self.image.program(file, Role::Check, &Self::variables(), &fds);
         let pid =
             program.and_then(sys::Program::spawn).map_err(|error| format!("{path} can't be executed: {error}"))?;
         let pidfd = pidfd_of(pid).map_err(|error| error.to_string())?;
@@ -541,11 +560,24 @@ impl Supervisor {
             }
         }
         match waitpid(Pid::from_raw(pid), None) {
-            Ok(WaitStatus::Exited(_, 0)) => Ok(()),
-            Ok(WaitStatus::Exited(_, code)) => Err(format!("{path} can't go on with what is kept (exit code {code})")),
-            _ => Err(format!("{path} did not say whether it can go on with what is kept")),
+            Ok(WaitStatus::Exited(_, 0)) => {}
+            Ok(WaitStatus::Exited(_, code)) => {
+                return Err(format!("{path} can't go on with what is kept (exit code {code})"));
+            }
+            _ => return Err(format!("{path} did not say whether it can go on with what is kept")),
+        }
+        let mut text = [0; 256];
+        let length = nix::unistd::read(&answer, &mut text).unwrap_or(0);
+        match String::from_utf8_lossy(&text[..length]) {
+            text if text == PROOF => Ok(()),
+            text => Err(format!("{path} answers {text:?} in place of {PROOF:?}: it is no vmmfd that can take over")),
         }
     }
+}
+
+/// The path at which an open file can be executed.
+fn executable(file: &OwnedFd) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
 /// Says whether a server of this build could go on with what is passed to this process.
@@ -554,7 +586,16 @@ impl Supervisor {
 /// Why not.
 pub(crate) fn check() -> Result<()> {
     let passed = sys::take_passed().map_err(|error| Error::system("take the descriptors that were passed", error))?;
-    super::server::check_catalogues(Inherited::of(passed).catalogues)
+    let Inherited { catalogues, others, .. } = Inherited::of(passed);
+    super::server::check_catalogues(catalogues)?;
+    // An older supervisor looks at the exit code alone.
+    match others.into_iter().find(|(name, _)| name == ANSWER) {
+        Some((_, answer)) => {
+            let written = nix::unistd::write(&answer, PROOF.as_bytes());
+            written.map(drop).map_err(|errno| Error::system("answer the supervisor", errno))
+        }
+        None => Ok(()),
+    }
 }
 
 fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {

@@ -37,6 +37,8 @@ pub(crate) enum Keeper {
 pub(crate) struct Served {
     pub(crate) path: PathBuf,
     folder: TempDir,
+    /// Of its own: a test may remove the other one.
+    log_folder: TempDir,
     command: Vec<OsString>,
     supervisor: Option<Child>,
     pub(crate) manager: Option<Manager>,
@@ -56,7 +58,8 @@ impl Served {
         if subject.kind == Kind::Fake {
             command.push("--emulated".into());
         }
-        let mut served = Self { path, folder, command: command.clone(), supervisor: None, manager: None };
+        let log_folder = tempfile::tempdir().unwrap();
+        let mut served = Self { path, folder, log_folder, command: command.clone(), supervisor: None, manager: None };
         match keeper {
             Keeper::Supervisor => served.start_again(),
             Keeper::Systemd => {
@@ -84,13 +87,13 @@ impl Served {
         for name in ["NOTIFY_SOCKET", "FDSTORE", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"] {
             child.env_remove(name);
         }
-        child.stderr(fs::File::create(self.folder.path().join("log")).unwrap());
+        child.stderr(fs::File::create(self.log_folder.path().join("log")).unwrap());
         self.supervisor = Some(child.spawn().unwrap());
     }
 
     /// What the supervisor and its servers have written on stderr.
     pub(crate) fn log(&self) -> String {
-        fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+        fs::read_to_string(self.log_folder.path().join("log")).unwrap_or_default()
     }
 
     /// A connection over which hellos were exchanged, as soon as there can be one; and the server's pid.

@@ -143,7 +143,11 @@ impl Journal {
 
     /// Begins the life of another server with this log, which is in the store with its spare, if that has one.
     pub(super) fn start(&mut self, store: &mut Store) -> Result<()> {
-        self.log.append(&Record::Started).map_err(unusable)?;
+        match self.log.append(&Record::Started) {
+            // Nothing can be put until the limit is raised, and what there is can be got.
+            Err(error @ CatalogueError::Limit { .. }) => tracing::error!(%error, "this start is not written down"),
+            written => written.map_err(unusable)?,
+        }
         self.starts += 1;
         if self.spare.is_none() {
             self.renew_spare(store).map_err(|error| Error::system("make a memfd for the catalogue", error))?;

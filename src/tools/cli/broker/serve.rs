@@ -8,7 +8,11 @@ use std::{
 };
 
 use clap::Args;
-use nix::libc;
+use nix::{
+    errno::Errno,
+    libc,
+    sys::resource::{Resource, getrlimit, setrlimit},
+};
 use serde::Serialize;
 
 use super::{
@@ -21,6 +25,7 @@ use crate::{
         supervisor::{self, Role, Supervisor},
     },
     channel::{Cancel, broker_socket_path},
+    error::Error,
     tools::{
         cli::{
             Exit, Output, Tool, ToolOutput,
@@ -90,6 +95,27 @@ pub(in super::super) struct ServeOptions {
     output: Output,
 }
 
+/// What the catalogue may need: some hundred bytes for each version, and as much again while it is written anew.
+const CATALOGUE: u64 = 1 << 30;
+
+/// Raises the limit on the length of files, which a memfd has too. Refuses one that the catalogue could reach: nothing could be put or
+/// deleted then.
+fn require_file_size() -> crate::Result<()> {
+    let failed = |errno: Errno| Error::system("raise the limit on the length of files", errno);
+    let (soft, hard) = getrlimit(Resource::RLIMIT_FSIZE).map_err(failed)?;
+    if soft < hard {
+        setrlimit(Resource::RLIMIT_FSIZE, hard, hard).map_err(failed)?;
+    }
+    if hard < CATALOGUE {
+        let reason = format!(
+            "this process may write files of {hard} bytes (RLIMIT_FSIZE), and the catalogue may need {CATALOGUE}: \
+             use `ulimit -f unlimited`, or LimitFSIZE=infinity in the unit"
+        );
+        return Err(Error::system("serve", io::Error::other(reason)));
+    }
+    Ok(())
+}
+
 fn parse_gid(text: &str) -> Result<u32, String> {
     text.parse()
         .map_err(|_| format!("`{text}` is not a group's number: write it as `id -g` prints it, 0 to 4294967295"))
@@ -112,6 +138,15 @@ impl ServeOptions {
     /// Runs what this process is to be: the supervisor, or the server.
     pub(in super::super) fn start(self) -> ExitCode {
         let role = Role::from_environment();
+        if role != Role::First {
+            // Executed through /proc, it would be named after a number. It does not fail for a name.
+            let _ = nix::sys::prctl::set_name(c"vmmfd");
+        }
+        if role == Role::First
+            && let Err(error) = require_file_size()
+        {
+            return fail::<Self>(&error, self.output.json);
+        }
         match role {
             Role::Server => match Cancel::new() {
                 Ok(restart) => run_tool(Self { restart: Some(restart), ..self }),
@@ -181,7 +216,7 @@ impl Tool for ServeOptions {
     }
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
-        let path = broker_socket_path(self.socket.as_deref())?;
+        let path = self.path(Role::from_environment())?;
         let config = ServerConfig {
             allow_uids: self.allow_uids.clone(),
             allow_gids: self.allow_gids.clone(),
