@@ -60,6 +60,7 @@ check: ## format, lints, documentation and dependencies, warnings as errors; the
 	PYO3_NO_PYTHON=1 CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/python $(CARGO) clippy --locked --manifest-path python/Cargo.toml -- -D warnings
 	$(CARGO) build --locked --workspace --features launch
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --lib --no-default-features --features broker,weights,cudarc/cuda-12090
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
 	$(CARGO) package --locked --offline --allow-dirty
 	scripts/check-deny $(STRICT)

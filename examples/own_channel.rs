@@ -5,22 +5,28 @@
 //! ```
 //!
 //! What has to travel is a text, the serialised `ArrayHandle`, and the descriptors beside it. Any way to send both will do: here it
-//! is a socket pair and `sendfd`. The sender says when the memory may be used, and by whom, in its own messages.
-
-#![allow(unsafe_code, reason = "a descriptor that sendfd received is a number")]
+//! is a socket pair, and `sendmsg` and `recvmsg` of the crate rustix, which owns the descriptors that it receives. The sender says when
+//! the memory may be used, and by whom, in its own messages.
 
 use std::{
     env,
     error::Error,
-    io,
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
     os::{
-        fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+        fd::{AsFd, OwnedFd},
         unix::net::UnixStream,
     },
     process::Command,
 };
 
-use sendfd::{RecvWithFd, SendWithFd};
+use rustix::{
+    cmsg_space,
+    net::{
+        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+        recvmsg, sendmsg,
+    },
+};
 use vmmfd::{
     array::{ArrayDescriptor, Order},
     driver::{Access, Choice, Driver, open},
@@ -45,20 +51,32 @@ fn share(driver: &Driver) -> Result<(), Box<dyn Error>> {
     let (handle, fds) = ArrayHandle::of(&shared, bytes)?;
     let text = serde_json::to_string(&handle)?;
     println!("own_channel: sends {} descriptor and {text}", fds.len());
-    let fds: Vec<_> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
-    socket.send_with_fd(text.as_bytes(), &fds)?;
+    let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
+    let mut beside = SendAncillaryBuffer::new(&mut space);
+    if !beside.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err("there is room for one descriptor".into());
+    }
+    sendmsg(&socket, &[IoSlice::new(text.as_bytes())], &mut beside, SendFlags::NOSIGNAL)?;
     if receiver.wait()?.success() { Ok(()) } else { Err("the receiver failed".into()) }
 }
 
 fn receive(driver: &Driver) -> Result<(), Box<dyn Error>> {
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
-    let (mut text, mut fds) = ([0; 4096], [-1; 1]);
-    let (length, count) = socket.recv_with_fd(&mut text, &mut fds)?;
-    // SAFETY: the kernel made these for this process just now.
-    let fds: Vec<OwnedFd> = fds[..count].iter().map(|&fd| unsafe { OwnedFd::from_raw_fd(fd) }).collect();
+    let (mut text, mut space) = ([0; 4096], [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))]);
+    let mut beside = RecvAncillaryBuffer::new(&mut space);
+    let received = recvmsg(&socket, &mut [IoSliceMut::new(&mut text)], &mut beside, RecvFlags::CMSG_CLOEXEC)?;
+    let fds: Vec<OwnedFd> = beside
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        })
+        .flatten()
+        .collect();
 
     // What the text says is checked here; the descriptors are closed, also on failure.
-    let handle: ArrayHandle = serde_json::from_slice(&text[..length])?;
+    let handle: ArrayHandle = serde_json::from_slice(&text[..received.bytes])?;
     let array = handle.open(driver, None, fds, Access::ReadOnly)?;
     let mut hello = [0; 5];
     array.memory().copy_out(0, &mut hello)?;

@@ -40,7 +40,7 @@
 //!
 //! | Floor | Module | What it does |
 //! |---|---|---|
-//! | tools | [`tools::doctor`], [`tools::bench`], [`tools::check`] | whether a machine can share memory, and what that costs; patterns and files |
+//! | tools | `tools::doctor`, `tools::bench`, `tools::check`, with the feature `tools` | whether a machine can share memory, and what that costs; patterns and files |
 //! | service | [`weights`] | the tensors of safetensors files, read into memory that is shared |
 //! | service | [`broker`] | memory under names: a server that needs no driver, and its client |
 //! | meeting | [`session`] | the conversation between producer and consumer |

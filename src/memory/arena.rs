@@ -105,7 +105,7 @@ impl Arenas {
     ///
     /// # Errors
     /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for arenas of no bytes; those of
-    /// [`Device::require_sharing`]; [`Error::Driver`].
+    /// [`Device::require_sharing`]; [`Error::Driver`](crate::Error::Driver).
     ///
     /// Driver calls: `cuDeviceGetAttribute`, `cuMemGetAllocationGranularity`.
     pub fn new(device: &Device, arena: u64) -> Result<Self> {
