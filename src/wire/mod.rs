@@ -234,6 +234,8 @@ pub(crate) fn shorten(text: &mut String, most: usize) {
         let end = (0..=most - CUT.len()).rev().find(|at| text.is_char_boundary(*at));
         text.truncate(end.unwrap_or(0));
         text.push_str(CUT);
+        // It may be kept for long.
+        text.shrink_to_fit();
     }
 }
 

@@ -6,6 +6,7 @@ mod cases;
 mod arena;
 mod bench;
 mod broker;
+mod broker_bounds;
 mod broker_checks;
 mod broker_commands;
 mod broker_copy_on_write;

@@ -29,7 +29,11 @@ use nix::sys::resource::{Resource, getrlimit};
 
 #[cfg(feature = "internals")]
 pub(crate) use self::read::read_as_json;
-pub(in crate::broker) use self::{read::Unreadable, record::Record, segment_id::SegmentId};
+pub(in crate::broker) use self::{
+    read::{Records, Unreadable},
+    record::Record,
+    segment_id::SegmentId,
+};
 
 /// The layout that this build writes, and the only one that it reads.
 const FORMAT: u32 = 1;
@@ -45,7 +49,7 @@ const PREFIX: usize = 8;
 /// How much longer than twice its length when it was last written whole the log becomes, in bytes, before it is written again.
 const SLACK: u64 = 4 << 20;
 
-/// How much of a new log is collected before it is written, in bytes.
+/// How much of a log is read or written at once, in bytes.
 const CHUNK: usize = 256 << 10;
 
 /// Why a record can't be written.

@@ -6,7 +6,9 @@ use std::{
     os::{fd::OwnedFd, unix::fs::FileExt},
 };
 
-use super::{Catalogue, CatalogueError, FORMAT, HEADER, MAGIC, PREFIX, Record, checksum, file_limit, header_checksum};
+use super::{
+    CHUNK, Catalogue, CatalogueError, FORMAT, HEADER, MAGIC, PREFIX, Record, checksum, file_limit, header_checksum,
+};
 
 /// Why a catalogue can't be read.
 #[derive(Debug, thiserror::Error)]
@@ -55,36 +57,109 @@ impl Unreadable {
 }
 
 impl Catalogue {
-    /// Opens a log that another process wrote, or still writes, and returns its records. What was not written whole is left out: nothing
-    /// of it was acknowledged; the first [`Catalogue::append`] cuts it off. Reads the whole log, and changes nothing.
+    /// Opens a log that another process wrote, or still writes, to read its records. Reads the header alone, and changes nothing. When
+    /// the records have been read, [`Catalogue::append_behind`] says where the next one belongs.
     ///
     /// # Errors
     /// [`Unreadable`]; nothing was changed.
-    pub(in crate::broker) fn open(fd: OwnedFd) -> Result<(Self, Vec<Record>), Unreadable> {
+    pub(in crate::broker) fn load(fd: OwnedFd) -> Result<(Self, Records), Unreadable> {
         let file = File::from(fd);
         let written = file.metadata().map_err(Unreadable::system("examine"))?.len();
-        let mut bytes = vec![0; usize::try_from(written).unwrap_or(usize::MAX)];
+        let mut bytes = vec![0; usize::try_from(written).unwrap_or(usize::MAX).min(HEADER)];
         file.read_exact_at(&mut bytes, 0).map_err(Unreadable::system("read"))?;
-        let generation = read_header(&bytes)?;
-        let mut records = Vec::new();
-        let (mut at, mut base) = (HEADER, 0);
-        while let Some(payload) = next_payload(&bytes[at..]) {
-            let unknown = |reason| Unreadable::Record { offset: at as u64, reason };
-            records.push(serde_json::from_slice(payload).map_err(unknown)?);
-            at += PREFIX + payload.len();
-            // Up to here it was written whole: what is behind has come since.
-            if matches!(records.last(), Some(Record::Whole { .. })) {
-                base = at as u64;
-            }
-        }
-        let length = at as u64;
+        let (generation, length) = (read_header(&bytes)?, HEADER as u64);
+        let again = file.try_clone().map_err(Unreadable::system("read"))?;
+        let records = Records { file: again, written, at: length, base: 0, buffer: Vec::new(), taken: 0 };
         let catalogue =
-            Self { file, generation, length, torn: written > length, base, limit: file_limit()?, buffer: Vec::new() };
-        if catalogue.torn {
-            // It is cut off before something is appended: a server may still be writing it.
-            tracing::info!(bytes = written - length, "the catalogue ends with a record that was not written whole");
-        }
+            Self { file, generation, length, torn: false, base: 0, limit: file_limit()?, buffer: Vec::new() };
         Ok((catalogue, records))
+    }
+
+    /// Has records be appended behind those that were read. What was not written whole is left out: nothing of it was acknowledged;
+    /// the first [`Catalogue::append`] cuts it off, since a server may still be writing it.
+    pub(in crate::broker) fn append_behind(&mut self, records: &Records) {
+        (self.length, self.base, self.torn) = (records.at, records.base, records.written > records.at);
+        if self.torn {
+            let bytes = records.written - records.at;
+            tracing::info!(bytes, "the catalogue ends with a record that was not written whole");
+        }
+    }
+
+    /// Opens a log, and returns all its records at once.
+    ///
+    /// # Errors
+    /// [`Unreadable`]; nothing was changed.
+    #[cfg(any(test, feature = "internals"))]
+    pub(in crate::broker) fn open(fd: OwnedFd) -> Result<(Self, Vec<Record>), Unreadable> {
+        let (mut catalogue, mut records) = Self::load(fd)?;
+        let all = records.by_ref().collect::<Result<_, _>>()?;
+        catalogue.append_behind(&records);
+        Ok((catalogue, all))
+    }
+}
+
+/// The records of a log, one after the other: only a small part of the log is in memory at a time.
+#[derive(Debug)]
+pub(in crate::broker) struct Records {
+    file: File,
+    /// The length of the file when it was opened.
+    written: u64,
+    /// Where the next record begins.
+    at: u64,
+    /// Where the part ends that was written whole: what is behind it has come since.
+    base: u64,
+    buffer: Vec<u8>,
+    /// How many bytes of the buffer are before the next record.
+    taken: usize,
+}
+
+impl Records {
+    /// Reads so many bytes from the next record's begin on, unless the file ends before.
+    fn peek(&mut self, length: usize) -> Result<Option<&[u8]>, Unreadable> {
+        if self.buffer.len() - self.taken < length {
+            let left = self.written - self.at;
+            if left < length as u64 {
+                return Ok(None);
+            }
+            self.buffer.drain(..self.taken);
+            self.taken = 0;
+            let (have, more) = (self.buffer.len(), length.max(CHUNK).min(usize::try_from(left).unwrap_or(usize::MAX)));
+            // One long record is no reason to keep as much memory.
+            self.buffer.shrink_to(more);
+            self.buffer.resize(more, 0);
+            let read = self.file.read_exact_at(&mut self.buffer[have..], self.at + have as u64);
+            read.map_err(Unreadable::system("read"))?;
+        }
+        Ok(Some(&self.buffer[self.taken..self.taken + length]))
+    }
+
+    /// The next record, if it is whole.
+    fn read(&mut self) -> Result<Option<Record>, Unreadable> {
+        let offset = self.at;
+        let Some(&[l0, l1, l2, l3, c0, c1, c2, c3]) = self.peek(PREFIX)?.and_then(<[u8]>::first_chunk) else {
+            return Ok(None);
+        };
+        let (length, found) = ([l0, l1, l2, l3], u32::from_le_bytes([c0, c1, c2, c3]));
+        let whole = PREFIX + u32::from_le_bytes(length) as usize;
+        let Some(bytes) = self.peek(whole)? else { return Ok(None) };
+        let payload = &bytes[PREFIX..];
+        if found != checksum(&length, payload) {
+            return Ok(None);
+        }
+        let record = serde_json::from_slice(payload).map_err(|reason| Unreadable::Record { offset, reason })?;
+        (self.at, self.taken) = (offset + whole as u64, self.taken + whole);
+        if matches!(record, Record::Whole { .. }) {
+            self.base = self.at;
+        }
+        Ok(Some(record))
+    }
+}
+
+impl Iterator for Records {
+    type Item = Result<Record, Unreadable>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.read().transpose()
     }
 }
 
@@ -114,12 +189,4 @@ fn read_header(bytes: &[u8]) -> Result<u64, Unreadable> {
         return Err(Unreadable::Header { found, want });
     }
     Ok(u64::from_le_bytes([g0, g1, g2, g3, g4, g5, g6, g7]))
-}
-
-/// The payload of the record at the start of `bytes`, if that is whole.
-fn next_payload(bytes: &[u8]) -> Option<&[u8]> {
-    let (length, rest) = bytes.split_first_chunk::<4>()?;
-    let (found, rest) = rest.split_first_chunk::<4>()?;
-    let payload = rest.get(..u32::from_le_bytes(*length) as usize)?;
-    (u32::from_le_bytes(*found) == checksum(length, payload)).then_some(payload)
 }

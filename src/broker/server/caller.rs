@@ -70,15 +70,15 @@ impl Caller {
         if self.is_superuser() {
             return true;
         }
-        // As of files: the first class that fits decides.
-        let class = if self.uid == owner.uid && !self.is_unmapped() {
-            mode >> 6
-        } else if self.is_of(owner.gid, socket) {
-            mode >> 3
-        } else {
-            mode
-        };
-        class & bit != 0
+        class_of(self.uid, owner, mode, || self.is_of(owner.gid, socket)) & bit != 0
+    }
+
+    /// The caller's rights, without its connection.
+    pub(super) fn reader(&self, socket: &impl AsFd) -> Reader {
+        // Asks for the groups.
+        self.is_of(self.gid, socket);
+        let (is_superuser, groups) = (self.is_superuser(), self.groups.get().cloned().unwrap_or_default());
+        Reader { is_superuser, uid: self.uid, gid: self.gid, groups }
     }
 
     /// As [`Caller::may`], with the refusal.
@@ -107,6 +107,34 @@ impl Caller {
     /// The caller as the maker or reader of something. Reads `/proc`, which does not block.
     pub(super) fn describe(&self) -> Maker {
         Maker { pid: self.pid, uid: self.uid, command: command_of(self.pid) }
+    }
+}
+
+/// What decides which names a process may read.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Reader {
+    is_superuser: bool,
+    uid: u32,
+    gid: u32,
+    groups: Vec<u32>,
+}
+
+impl Reader {
+    /// As [`Caller::may`] of [`Right::Read`].
+    pub(super) fn may_read(&self, owner: Owner, mode: u16) -> bool {
+        let is_of = || self.gid == owner.gid || self.groups.contains(&owner.gid);
+        self.is_superuser || class_of(self.uid, owner, mode, is_of) & 0o4 != 0
+    }
+}
+
+/// The bits of a mode that hold for a user: as of files, the first class that fits decides.
+fn class_of(uid: u32, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> bool) -> u16 {
+    if uid == owner.uid && uid != sys::overflow_uid() {
+        mode >> 6
+    } else if is_of_group() {
+        mode >> 3
+    } else {
+        mode
     }
 }
 

@@ -7,6 +7,7 @@ use std::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
+    sync::Arc,
     time::Instant,
 };
 
@@ -16,9 +17,9 @@ use sendfd::SendWithFd;
 use super::{
     caller::Caller,
     gets::Waiting,
-    monitoring::Watching,
     objects::Objects,
     puts::{DraftKey, Upload},
+    watchers::Watching,
 };
 use crate::{
     broker::catalogue::SegmentId,
@@ -26,9 +27,6 @@ use crate::{
     sys,
     wire::broker::{Message, Token},
 };
-
-/// The most records that wait to be sent on one connection: a reply of the most segments has fewer.
-const MAX_QUEUE: usize = 64;
 
 /// A connection.
 #[derive(Debug)]
@@ -40,8 +38,7 @@ pub(super) struct Connection {
     pub(super) greeted: bool,
     /// The request that is not answered yet.
     pub(super) request: Request,
-    /// Its name, and when it came.
-    pub(super) asked: Option<(&'static str, Instant)>,
+    pub(super) asked: Option<Asked>,
     /// When something must have happened: hello, the end of a wait.
     pub(super) deadline: Option<Instant>,
     /// When its deadline is looked at next.
@@ -51,13 +48,15 @@ pub(super) struct Connection {
     /// Those of the last answer: while it is being sent, its segments are theirs.
     pub(super) sending: Vec<Token>,
     /// The names that it put and that go with it.
-    pub(super) names: HashSet<String>,
+    pub(super) names: HashSet<Arc<str>>,
     /// Records that the socket has not taken yet.
     queue: VecDeque<Outgoing>,
     /// Records of the answer behind the next acknowledgement.
     rest: VecDeque<Outgoing>,
     /// How many segments of its lease were sent with the last record.
     sent_segments: u64,
+    /// How many bytes of them are counted for its user.
+    counted: u64,
     /// How many descriptors the peer has not read yet, as far as is known.
     pub(super) unread: usize,
     /// Since when an answer waits for room for its descriptors.
@@ -66,6 +65,16 @@ pub(super) struct Connection {
     pub(super) unread_since: Option<Instant>,
     /// Whether it is in the list of those that may have something to read.
     pub(super) listed: bool,
+}
+
+/// A request that is not answered yet.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pub(super) verb: &'static str,
+    /// When it came.
+    pub(super) since: Instant,
+    /// How many bytes of memory are counted for its user.
+    pub(super) bytes: u64,
 }
 
 /// What a connection waits for.
@@ -109,6 +118,8 @@ impl Outgoing {
             Message::Segments(segments) => segments.first + segments.sizes.len() as u64,
             _ => 0,
         };
+        // It may wait for long.
+        bytes.shrink_to_fit();
         Ok(Self { bytes, fds, own: None, segments })
     }
 
@@ -132,8 +143,6 @@ pub(super) enum Sent {
     Full,
     /// The kernel's bound on descriptors in flight is reached: it is to be tried again soon.
     InFlight,
-    /// The connection must end: the peer does not read.
-    Stalled,
     /// The connection must end: the peer is gone.
     Gone,
 }
@@ -155,6 +164,7 @@ impl Connection {
             queue: VecDeque::new(),
             rest: VecDeque::new(),
             sent_segments: 0,
+            counted: 0,
             unread: 0,
             wants_room_since: None,
             unread_since: None,
@@ -173,18 +183,17 @@ impl Connection {
     }
 
     /// Takes an answer to be sent: the first record now, each other one when the one before is acknowledged.
-    pub(super) fn answer(&mut self, records: impl IntoIterator<Item = Outgoing>) -> Result<(), Sent> {
+    pub(super) fn answer(&mut self, records: impl IntoIterator<Item = Outgoing>) {
         let mut records = records.into_iter();
-        let Some(first) = records.next() else { return Ok(()) };
+        records.next().into_iter().for_each(|first| self.push(first));
         self.rest.extend(records);
-        self.push(first)
     }
 
     /// The peer has acknowledged a record, with so many segments of its lease: takes the next one to be sent.
     ///
     /// # Errors
     /// One sentence if nothing was to be acknowledged, or another number of segments.
-    pub(super) fn acknowledged(&mut self, segments: u64) -> Result<Result<(), Sent>, String> {
+    pub(super) fn acknowledged(&mut self, segments: u64) -> Result<(), String> {
         let Some(next) = self.rest.pop_front() else {
             return Err("received came where nothing is to be acknowledged".to_owned());
         };
@@ -192,17 +201,25 @@ impl Connection {
             let sent = self.sent_segments;
             return Err(format!("received says that {segments} segments of the lease came, and {sent} were sent"));
         }
-        Ok(self.push(next))
+        self.push(next);
+        Ok(())
     }
 
     /// Takes a record to be sent.
-    pub(super) fn push(&mut self, outgoing: Outgoing) -> Result<(), Sent> {
-        if self.queue.len() >= MAX_QUEUE {
-            return Err(Sent::Stalled);
-        }
+    pub(super) fn push(&mut self, outgoing: Outgoing) {
         self.sent_segments = outgoing.segments;
         self.queue.push_back(outgoing);
-        Ok(())
+    }
+
+    /// How many bytes of answers it has not sent, and how many of them were counted before.
+    pub(super) fn count_unsent(&mut self) -> (u64, u64) {
+        let unsent = self.queue.iter().chain(&self.rest).map(|record| record.bytes.len() as u64).sum();
+        (std::mem::replace(&mut self.counted, unsent), unsent)
+    }
+
+    /// How many bytes of answers are counted for its user.
+    pub(super) fn counted_unsent(&self) -> u64 {
+        self.counted
     }
 
     /// Whether a lease is one of which records are still to be sent.
@@ -272,6 +289,12 @@ impl Connection {
             self.unread_since = None;
         }
         self.unread + self.queued()
+    }
+
+    /// Whether the peer has not read all that was sent. Asks the kernel.
+    pub(super) fn is_unread(&mut self) -> bool {
+        self.unread();
+        self.unread_since.is_some()
     }
 
     /// How many descriptors were counted last that were sent and not read.

@@ -49,7 +49,7 @@ impl Reactor {
     /// Whether so many descriptors more may be sent to a user: at most half of what the kernel allows in flight and other users leave,
     /// so that there is some left for each. To end a connection makes no room: what its peer has not read stays in flight.
     pub(super) fn has_room(&mut self, uid: u32, more: usize) -> bool {
-        if self.unread.is_empty() && self.abandoned.is_empty() {
+        if self.in_flight.is_empty() && self.abandoned.is_empty() {
             return true;
         }
         if more <= self.room(uid) {
@@ -62,7 +62,7 @@ impl Reactor {
     /// How many descriptors may be sent to a user, as counted last.
     fn room(&self, uid: u32) -> usize {
         let (mut own, mut others) = (0, 0);
-        let connections = self.unread.iter().filter_map(|id| self.connections.get(id));
+        let connections = self.in_flight.iter().filter_map(|id| self.connections.get(id));
         let connected = connections.map(|connection| (connection.caller.uid, connection.counted_unread()));
         for (of, count) in connected.chain(self.abandoned.iter().map(|of| (of.uid, of.descriptors))) {
             *if of == uid { &mut own } else { &mut others } += count;
@@ -71,14 +71,11 @@ impl Reactor {
         (self.limit.saturating_sub(others) / 2).max(MAX_FDS).saturating_sub(own)
     }
 
-    /// Asks the kernel which connections have read what was sent.
+    /// Asks the kernel which connections have read the descriptors that were sent.
     pub(super) fn count_unread(&mut self) {
         let connections = &mut self.connections;
-        self.unread.retain(|id| {
-            connections.get_mut(id).is_some_and(|connection| {
-                connection.unread();
-                connection.unread_since.is_some()
-            })
+        self.in_flight.retain(|id| {
+            connections.get_mut(id).is_some_and(|connection| connection.is_unread() && connection.counted_unread() > 0)
         });
         let read = |of: &mut Abandoned| !is_unread(of.socket.as_fd());
         for Abandoned { socket, uid, .. } in self.abandoned.extract_if(.., read).collect::<Vec<_>>() {

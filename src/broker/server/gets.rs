@@ -7,6 +7,7 @@ use std::{
 
 use super::{
     ConnectionId,
+    caller::Caller,
     connection::{Connection, Outgoing, Request},
     objects::{Answer, LeaseParts, Question, Selected, Selection, random},
     reactor::Reactor,
@@ -32,24 +33,34 @@ pub(super) struct Waiting {
     deadline: Option<Instant>,
 }
 
+/// How many claims one connection holds, and all connections of one user.
+const MOST_CLAIMS: usize = 256;
+const MOST_CLAIMS_OF_USER: usize = 4096;
+
 /// Who makes an object that is not there: claims of all of it, or of its parts.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     names: HashMap<String, Vec<Holder>>,
-    tokens: HashMap<Token, String>,
+    /// The names that each connection has claims on, by the tokens of these.
+    held: HashMap<ConnectionId, HashMap<Token, String>>,
+    /// How many claims each user holds.
+    users: HashMap<u32, usize>,
 }
 
 #[derive(Debug)]
 struct Holder {
     connection: ConnectionId,
+    uid: u32,
     token: Token,
     claim: Claim,
 }
 
 impl Claims {
     /// Grants a claim if it does not collide with those that are held.
-    fn grant(&mut self, name: &str, connection: ConnectionId, claim: &Claim) -> Option<Token> {
-        let holders = self.names.entry(name.to_owned()).or_default();
+    ///
+    /// # Errors
+    /// If the caller holds as many as it may.
+    fn grant(&mut self, name: &str, caller: &Caller, claim: &Claim) -> Result<Option<Token>, BrokerError> {
         // Parts of one version: of the same group, and not the same part.
         let goes_with = |holder: &Holder| {
             let parts = (&holder.claim.part, &claim.part);
@@ -57,50 +68,67 @@ impl Claims {
                 && holder.claim.group == claim.group
                 && matches!(parts, (Some(held), Some(wanted)) if held != wanted)
         };
-        if !holders.iter().all(goes_with) {
-            return None;
+        if !self.names.get(name).is_none_or(|holders| holders.iter().all(goes_with)) {
+            return Ok(None);
+        }
+        let Caller { connection, uid, .. } = *caller;
+        let of_connection = self.held.get(&connection).map_or(0, HashMap::len);
+        let of_user = self.users.get(&uid).copied().unwrap_or(0);
+        if of_connection >= MOST_CLAIMS || of_user >= MOST_CLAIMS_OF_USER {
+            let message = format!(
+                "this connection holds {of_connection} claims of at most {MOST_CLAIMS} claims, and uid {uid} holds {of_user} of at \
+                 most {MOST_CLAIMS_OF_USER} claims: put or release what was claimed before"
+            );
+            return Err(BrokerError::new(RefusalCode::Quota, message));
         }
         let token = Token(random());
-        holders.push(Holder { connection, token, claim: claim.clone() });
-        self.tokens.insert(token, name.to_owned());
-        Some(token)
+        let holder = Holder { connection, uid, token, claim: claim.clone() };
+        self.names.entry(name.to_owned()).or_default().push(holder);
+        self.held.entry(connection).or_default().insert(token, name.to_owned());
+        *self.users.entry(uid).or_default() += 1;
+        Ok(Some(token))
     }
 
     /// Ends a claim. Returns the name that it was on.
     fn end(&mut self, connection: ConnectionId, token: Token) -> Option<String> {
-        let name = self.tokens.get(&token)?.clone();
+        let name = self.held.get(&connection)?.get(&token)?.clone();
         let holders = self.names.get_mut(&name)?;
-        let at = holders.iter().position(|holder| holder.token == token && holder.connection == connection)?;
-        holders.remove(at);
+        let at = holders.iter().position(|holder| holder.token == token)?;
+        let holder = holders.remove(at);
         if holders.is_empty() {
             self.names.remove(&name);
         }
-        self.tokens.remove(&token);
+        self.forget(&holder);
         Some(name)
     }
 
     /// Ends all claims on a name: it is there.
     fn end_all(&mut self, name: &str) {
         for holder in self.names.remove(name).unwrap_or_default() {
-            self.tokens.remove(&holder.token);
+            self.forget(&holder);
         }
     }
 
     /// Ends all claims of a connection. Returns the names that they were on.
-    fn end_of(&mut self, connection: ConnectionId) -> Vec<String> {
-        let of = |holder: &Holder| holder.connection == connection;
-        let names: Vec<String> =
-            self.names.iter().filter(|(_, holders)| holders.iter().any(of)).map(|(name, _)| name.clone()).collect();
-        for name in &names {
-            let Some(holders) = self.names.get_mut(name) else { continue };
-            for holder in holders.extract_if(.., |holder| of(holder)) {
-                self.tokens.remove(&holder.token);
-            }
-            if holders.is_empty() {
-                self.names.remove(name);
+    fn end_of(&mut self, connection: ConnectionId) -> HashSet<String> {
+        let tokens: Vec<Token> = self.held.get(&connection).map_or_else(Vec::new, |of| of.keys().copied().collect());
+        tokens.into_iter().filter_map(|token| self.end(connection, token)).collect()
+    }
+
+    /// Counts a claim no more.
+    fn forget(&mut self, holder: &Holder) {
+        if let Some(held) = self.held.get_mut(&holder.connection) {
+            held.remove(&holder.token);
+            if held.is_empty() {
+                self.held.remove(&holder.connection);
             }
         }
-        names
+        if let Some(count) = self.users.get_mut(&holder.uid) {
+            *count -= 1;
+            if *count == 0 {
+                self.users.remove(&holder.uid);
+            }
+        }
     }
 }
 
@@ -201,16 +229,18 @@ impl Reactor {
 
     /// An object is not there: grants the claim, waits, or refuses.
     fn absent(&mut self, id: ConnectionId, mut waiting: Waiting, name: &str, first: bool) {
-        if let Some(claim) = &waiting.get.claim {
-            if let Some(connection) = self.connections.get(&id)
-                && let Err(refusal) = self.objects.check_claim(&connection.caller, connection, name)
-            {
-                self.stop_waiting(id, &waiting.get);
-                return self.refuse(id, refusal);
-            }
-            if let Some(token) = self.claims.grant(name, id, claim) {
-                self.stop_waiting(id, &waiting.get);
-                return self.reply(id, &Message::Claimed(Claimed { token }));
+        if let (Some(claim), Some(connection)) = (&waiting.get.claim, self.connections.get(&id)) {
+            let granted = self.objects.check_claim(&connection.caller, connection, name);
+            match granted.and_then(|()| self.claims.grant(name, &connection.caller, claim)) {
+                Ok(None) => {}
+                Ok(Some(token)) => {
+                    self.stop_waiting(id, &waiting.get);
+                    return self.reply(id, &Message::Claimed(Claimed { token }));
+                }
+                Err(refusal) => {
+                    self.stop_waiting(id, &waiting.get);
+                    return self.refuse(id, refusal);
+                }
             }
         }
         let Some(wait) = waiting.get.wait_ms else {
@@ -336,15 +366,12 @@ impl Reactor {
         }
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.leases.extend(&tokens);
-            let asked = connection.asked.take();
             connection.sending = tokens;
             connection.deadline = None;
             connection.request = Request::None;
-            let pushed = connection.answer(records);
-            if let Some((verb, since)) = asked {
-                self.metrics.count(verb, "ok", since.elapsed());
-            }
-            self.pushed(id, pushed);
+            connection.answer(records);
+            self.count_request(id, "ok");
+            self.pushed(id);
         }
     }
 

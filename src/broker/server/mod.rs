@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `reactor` | the event loop, connections, time |
 //! | `admission` | which connections and descriptors are let in |
+//! | `bounds` | how much memory a request takes |
 //! | `verbs` | which message comes when |
 //! | `puts`, `gets` | the two verbs that take more than one step |
 //! | `objects/` | names, versions, leases, quotas; the catalogue of them |
@@ -14,9 +15,11 @@
 //! | `worker` | what may take long |
 //! | `closer` | closes that a peer may block |
 //! | `storing` | the store: what waits for it, and the end of its keeper |
-//! | `monitoring` | events and figures for those who look on |
+//! | `watchers` | events, for those who watch |
+//! | `monitoring` | figures of the server |
 
 mod admission;
+mod bounds;
 mod caller;
 mod closer;
 mod connection;
@@ -31,6 +34,7 @@ mod reactor;
 mod segments;
 mod storing;
 mod verbs;
+mod watchers;
 mod worker;
 
 use std::{
@@ -96,7 +100,7 @@ impl Default for ServerConfig {
 pub struct Quota {
     /// Bytes of memory, as their makers claim: also of versions that have no name any more.
     pub bytes: Option<u64>,
-    /// Names.
+    /// Names, and the earlier versions that they keep.
     pub objects: Option<u64>,
     /// Leases.
     pub leases: Option<u64>,
@@ -149,7 +153,8 @@ fn listen(path: &Path, config: &ServerConfig, cancel: &Cancel) -> Result<Listene
 /// # Errors
 /// Why not.
 pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
-    objects::Journal::open(catalogues).map(drop)
+    let Some((_, records)) = objects::Journal::open(catalogues)? else { return Ok(()) };
+    records.into_iter().try_for_each(|record| record.map(drop)).map_err(objects::unusable)
 }
 
 impl Server {

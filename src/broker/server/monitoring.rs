@@ -1,35 +1,21 @@
-//! What is told to those who look on: events, and figures of the server itself.
+//! Figures of the server itself.
 
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
-use super::{ConnectionId, caller::Right, connection::Request, objects::now_ms, reactor::Reactor};
-use crate::wire::broker::{Durations, Event, Events, Measured, Message, RequestCount, Room, StoreRoom, Watch};
+use super::{ConnectionId, bounds::memory_of, connection::Asked, objects::now_ms, reactor::Reactor};
+use crate::{
+    error::BrokerError,
+    wire::broker::{Durations, Measured, Message, RequestCount, Room, StoreRoom},
+};
 
 /// The upper bounds of the classes of durations, in microseconds.
 const BOUNDS: [u64; 12] = [25, 50, 100, 250, 500, 1_000, 2_500, 10_000, 100_000, 1_000_000, 10_000_000, 60_000_000];
 
-/// How many events are looked at for one record: the others wait until it is sent.
-const EVENTS_AT_ONCE: usize = 512;
-
-/// How many bytes of events are sent in one record, about.
-const PAGE: usize = 48 * 1024;
-
 /// How many bytes of totals.
 const TOTALS: usize = 32 * 1024;
-
-/// A connection that watches.
-#[derive(Debug)]
-pub(super) struct Watching {
-    prefix: String,
-    /// The last event that was looked at.
-    after: u64,
-    /// Whether it is still to be told that it watches, and that events were lost.
-    new: bool,
-    lost: bool,
-}
 
 /// What was asked of the server so far.
 #[derive(Debug)]
@@ -63,82 +49,23 @@ impl Metrics {
 
 impl Reactor {
     /// Notes that a request has come.
-    pub(super) fn begin_request(&mut self, id: ConnectionId, verb: &'static str) {
-        if let Some(connection) = self.connections.get_mut(&id) {
-            connection.asked = Some((verb, Instant::now()));
-        }
+    ///
+    /// # Errors
+    /// If the unanswered requests of its user take too much memory.
+    pub(super) fn begin_request(&mut self, id: ConnectionId, request: &Message) -> Result<(), BrokerError> {
+        let Some(connection) = self.connections.get_mut(&id) else { return Ok(()) };
+        let counted = self.objects.users().add_request(connection.caller.uid, memory_of(request));
+        let bytes = if counted.is_ok() { memory_of(request) } else { 0 };
+        connection.asked = Some(Asked { verb: request.name(), since: Instant::now(), bytes });
+        counted
     }
 
     /// Notes that a request is answered.
     pub(super) fn count_request(&mut self, id: ConnectionId, outcome: &str) {
-        let asked = self.connections.get_mut(&id).and_then(|connection| connection.asked.take());
-        if let Some((verb, since)) = asked {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if let Some(Asked { verb, since, bytes }) = connection.asked.take() {
+            self.objects.users().remove_request(connection.caller.uid, bytes);
             self.metrics.count(verb, outcome, since.elapsed());
-        }
-    }
-
-    /// A watch has come.
-    pub(super) fn watch_events(&mut self, id: ConnectionId, watch: Watch) {
-        let journal = self.objects.journal();
-        let other = watch.instance.as_ref().is_some_and(|instance| instance != journal.instance());
-        let (after, lost) = match watch.after {
-            // What another broker counted says nothing here: all that is known is new.
-            _ if other => (0, true),
-            Some(after) => (after.min(journal.last_event()), false),
-            None => (journal.last_event(), false),
-        };
-        let watching = Watching { prefix: watch.prefix, after, new: true, lost };
-        self.set_request(id, Request::Watch(Box::new(watching)));
-        self.watchers.insert(id);
-        self.send_events(id);
-    }
-
-    /// Sends those who watch what has happened since they were told last.
-    pub(super) fn tell_watchers(&mut self) {
-        let last = self.objects.journal().last_event();
-        if self.told == last {
-            return;
-        }
-        self.told = last;
-        for id in self.watchers.iter().copied().collect::<Vec<_>>() {
-            self.send_events(id);
-        }
-    }
-
-    /// Sends a connection the events that it was not sent, unless it has not read the last ones.
-    pub(super) fn send_events(&mut self, id: ConnectionId) {
-        loop {
-            let Some(connection) = self.connections.get_mut(&id).filter(|connection| !connection.is_blocked()) else {
-                return;
-            };
-            let Request::Watch(watching) = &mut connection.request else { return };
-            let journal = self.objects.journal();
-            let (forgotten, events) = journal.events_after(watching.after);
-            let lost = watching.lost || forgotten;
-            if !(watching.new || lost || watching.after < journal.last_event()) {
-                return;
-            }
-            let (mut page, mut length, mut next) = (Vec::<Event>::new(), 0, journal.last_event());
-            for (looked_at, seen) in events.enumerate() {
-                if length > PAGE || looked_at >= EVENTS_AT_ONCE {
-                    next = seen.event.seq - 1;
-                    break;
-                }
-                let visible = seen.event.name.starts_with(&watching.prefix)
-                    && connection.caller.may(Right::Read, seen.owner, seen.mode, &connection.socket);
-                if visible {
-                    length +=
-                        240 + seen.event.name.len() + seen.event.message.as_ref().map_or(0, |text| 2 * text.len());
-                    page.push(seen.event.clone());
-                }
-            }
-            let silent = page.is_empty() && !watching.new && !lost;
-            (watching.after, watching.new, watching.lost) = (next, false, false);
-            if silent {
-                continue;
-            }
-            let events = Events { instance: journal.instance().to_owned(), lost, events: page, next };
-            self.push_events(id, &Message::Events(events));
         }
     }
 

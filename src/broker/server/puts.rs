@@ -411,7 +411,7 @@ impl Reactor {
         let result = self.objects.publish(&caller, connection, &terms, staged);
         if result.is_ok() {
             if self.objects.follows_maker(&terms.name) {
-                connection.names.insert(terms.name.clone());
+                connection.names.insert(terms.name.as_str().into());
             }
             if let Some(restore) = &terms.restore {
                 let key = self.objects.current_key(&terms.name);

@@ -1,8 +1,7 @@
 //! The event loop: one thread that serves all connections, and never waits for one of them.
 
 use std::{
-    cmp::Reverse,
-    collections::{BinaryHeap, HashMap, HashSet, VecDeque},
+    collections::{BTreeSet, HashMap, HashSet, VecDeque},
     io,
     os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
@@ -21,9 +20,10 @@ use super::{
     flight::Abandoned,
     gets::Claims,
     monitoring::Metrics,
-    objects::Objects,
+    objects::{Expiry, Objects},
     puts::{Draft, DraftKey, Storing},
     storing::Supervision,
+    watchers::Watchers,
     worker::Worker,
 };
 use crate::{
@@ -63,6 +63,12 @@ pub(super) const SWEEP: Duration = Duration::from_secs(1);
 /// How long after the start clients can take up what they held of a server before this one.
 const GRACE: Duration = Duration::from_secs(10);
 
+/// How many leases and names of closed connections end before other connections are served.
+const ENDS_AT_ONCE: usize = 256;
+
+/// How many timers run before other connections are served.
+const TIMERS_AT_ONCE: usize = 256;
+
 /// What happens at a time.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Timer {
@@ -71,7 +77,7 @@ pub(super) enum Timer {
     /// A connection's send is to be tried again.
     Retry(ConnectionId),
     /// The lifetime of a name, unless it goes on.
-    Name(String),
+    Name(Arc<str>),
     /// To look at connections that do not read.
     Sweep,
     /// To tell the store what it could not be told.
@@ -103,20 +109,22 @@ pub(super) struct Reactor {
     pub(super) settles_later: bool,
     /// The nodes of devices that are held open.
     pub(super) devices: Vec<(u8, OwnedFd)>,
-    /// The connections that watch, and the last event that they were told of.
-    pub(super) watchers: HashSet<ConnectionId>,
-    pub(super) told: u64,
+    pub(super) watchers: Watchers,
     pub(super) metrics: Metrics,
     /// The connections whose gets wait for a name.
     pub(super) waiting: HashMap<String, HashSet<ConnectionId>>,
     /// Descriptors of puts that were admitted and are not checked yet.
     pub(super) uploading: usize,
     pub(super) last: ConnectionId,
-    timers: BinaryHeap<Reverse<(Instant, Timer)>>,
+    timers: BTreeSet<(Instant, Timer)>,
+    /// How many leases and names of closed connections may still end in this turn of the loop.
+    ends_left: usize,
     /// Connections that may have something to read.
     readable: Vec<ConnectionId>,
     /// Connections that have not read all that was sent with descriptors.
     pub(super) unread: HashSet<ConnectionId>,
+    /// Those of them that have not read descriptors.
+    pub(super) in_flight: HashSet<ConnectionId>,
     pub(super) abandoned: Vec<Abandoned>,
     sweeping: bool,
     pub(super) acceptable: bool,
@@ -147,7 +155,7 @@ impl Reactor {
             tracing::debug!(%error, "users that are not allowed can send descriptors before they are disconnected");
         }
         let (worker, closers) = Worker::start(waker)?;
-        let told = objects.journal().last_event();
+        let watchers = Watchers::new(objects.journal().last_event());
         let mut reactor = Self {
             poll,
             listener,
@@ -165,15 +173,16 @@ impl Reactor {
             supervision,
             settles_later: false,
             devices: Vec::new(),
-            watchers: HashSet::new(),
-            told,
+            watchers,
             metrics: Metrics::new(),
             waiting: HashMap::new(),
             uploading: 0,
             last: ConnectionId(CONNECTIONS),
-            timers: BinaryHeap::new(),
+            timers: BTreeSet::new(),
+            ends_left: ENDS_AT_ONCE,
             readable: Vec::new(),
             unread: HashSet::new(),
+            in_flight: HashSet::new(),
             abandoned: Vec::new(),
             sweeping: false,
             acceptable: true,
@@ -260,12 +269,13 @@ impl Reactor {
 
     /// How long the loop may sleep.
     fn patience(&self) -> Option<Duration> {
-        if self.acceptable || !self.readable.is_empty() {
+        if self.acceptable || !self.readable.is_empty() || self.objects.has_departed() || self.watchers.are_due() {
             return Some(Duration::ZERO);
         }
-        let Reverse((at, _)) = self.timers.peek()?;
+        let (at, _) = self.timers.first()?;
+        let left = at.saturating_duration_since(Instant::now());
         // epoll counts milliseconds: a moment too long, and not a spin before it.
-        Some(at.saturating_duration_since(Instant::now()) + Duration::from_millis(1))
+        Some(if left.is_zero() { left } else { left + Duration::from_millis(1) })
     }
 
     /// Notes that a connection may have something to read.
@@ -302,7 +312,9 @@ impl Reactor {
                 self.end(id, ErrorCode::Full, &message, "its user's descriptors can't be closed");
                 return false;
             }
-            let Some(connection) = self.connections.get(&id) else { return false };
+            // What it sends waits until it has read the last answer.
+            let waits = |connection: &&Connection| !connection.is_blocked();
+            let Some(connection) = self.connections.get(&id).filter(waits) else { return false };
             let mut incoming = std::mem::take(&mut self.incoming);
             let received = receive_raw(connection, &mut incoming, RecvFlags::DONTWAIT);
             let result = match received {
@@ -374,15 +386,15 @@ impl Reactor {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         if !matches!(connection.request, Request::Upload(_)) {
             connection.request = Request::None;
-            self.watchers.remove(&id);
+            self.watchers.remove(id);
             if connection.greeted {
                 connection.deadline = None;
             }
         }
         match Outgoing::of(message, Vec::new()) {
             Ok(record) => {
-                let pushed = connection.push(record.with(fd));
-                self.pushed(id, pushed);
+                connection.push(record.with(fd));
+                self.pushed(id);
             }
             Err(error) => {
                 tracing::error!(error = error.in_full(), kind = message.name(), "a reply can't be written");
@@ -397,8 +409,8 @@ impl Reactor {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         match Outgoing::of(message, Vec::new()) {
             Ok(record) => {
-                let pushed = connection.push(record);
-                self.pushed(id, pushed);
+                connection.push(record);
+                self.pushed(id);
             }
             Err(error) => tracing::error!(error = error.in_full(), "events can't be written"),
         }
@@ -416,10 +428,18 @@ impl Reactor {
     }
 
     /// Sends what was taken to be sent.
-    pub(super) fn pushed(&mut self, id: ConnectionId, pushed: Result<(), Sent>) {
-        match pushed {
-            Ok(()) => self.dispatch(id),
-            Err(sent) => self.sent(id, sent),
+    pub(super) fn pushed(&mut self, id: ConnectionId) {
+        self.dispatch(id);
+        self.count_unsent(id);
+    }
+
+    /// Counts what a connection has not taken yet for its user, and ends it if the user's connections leave too much.
+    fn count_unsent(&mut self, id: ConnectionId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let (before, unsent) = connection.count_unsent();
+        let uid = connection.caller.uid;
+        if self.objects.users().set_unread(uid, before, unsent) && unsent > 0 {
+            self.stalled(id);
         }
     }
 
@@ -442,13 +462,15 @@ impl Reactor {
             && connection.unread_since.is_some()
         {
             self.unread.insert(id);
+            if connection.counted_unread() > 0 {
+                self.in_flight.insert(id);
+            }
             self.sweep_later();
         }
         match sent {
             Sent::All => {}
             Sent::Full => self.watch(id, Interest::READABLE | Interest::WRITABLE),
             Sent::InFlight => self.timer(IN_FLIGHT_PAUSE, Timer::Retry(id)),
-            Sent::Stalled => self.stalled(id),
             Sent::Gone => self.close(id, "the peer is gone"),
         }
     }
@@ -474,10 +496,11 @@ impl Reactor {
         if self.connections.get(&id).is_none_or(|connection| !connection.is_blocked()) {
             return;
         }
-        self.dispatch(id);
+        self.pushed(id);
         if self.connections.get(&id).is_some_and(|connection| !connection.is_blocked()) {
             self.watch(id, Interest::READABLE);
-            self.send_events(id);
+            self.list(id);
+            self.watchers.enqueue(id);
         }
     }
 
@@ -505,9 +528,8 @@ impl Reactor {
     fn send_error(&mut self, id: ConnectionId, code: ErrorCode, message: &str) {
         if let Some(connection) = self.connections.get_mut(&id) {
             let error = Message::Error(Failure { code, message: message.to_owned() });
-            if let Ok(error) = Outgoing::of(&error, Vec::new())
-                && connection.push(error).is_ok()
-            {
+            if let Ok(error) = Outgoing::of(&error, Vec::new()) {
+                connection.push(error);
                 connection.flush(&self.objects);
             }
             let Caller { uid, pid, .. } = connection.caller;
@@ -521,20 +543,28 @@ impl Reactor {
         let Caller { uid, pid, .. } = connection.caller;
         tracing::debug!(uid, pid, leases = connection.leases.len(), why, "a connection is closed");
         self.unread.remove(&id);
-        self.watchers.remove(&id);
+        self.in_flight.remove(&id);
+        self.watchers.remove(id);
+        self.objects.users().set_unread(uid, connection.counted_unsent(), 0);
+        if let Some(asked) = &connection.asked {
+            self.objects.users().remove_request(uid, asked.bytes);
+        }
         match connection.request {
             Request::Upload(upload) => self.end_upload(*upload),
             Request::Parts(key) => self.withdraw(id, &key),
             Request::Object(waiting) => self.stop_waiting_of(id, &waiting),
             Request::None | Request::Worker | Request::Storing | Request::Watch(_) => {}
         }
-        for token in connection.leases {
-            self.objects.end_lease(token);
-        }
-        self.objects.maker_gone(id, connection.names);
+        self.objects.depart(id, uid, connection.leases, connection.names);
+        self.end_departed();
         // The socket is closed before others are answered in its place.
         self.close_socket(connection.socket, uid, connection.unread);
         self.end_claims(id);
+    }
+
+    /// Ends leases and names of connections that have closed, as many as this turn of the loop has left.
+    fn end_departed(&mut self) {
+        self.ends_left = self.objects.end_departed(self.ends_left);
     }
 
     pub(super) fn set_request(&mut self, id: ConnectionId, request: Request) {
@@ -551,28 +581,32 @@ impl Reactor {
     pub(super) fn set_deadline(&mut self, id: ConnectionId, deadline: Instant) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.deadline = Some(deadline);
-        // One timer for each connection: a client may make requests with long waits as often as it likes.
+        // One timer for each connection: a client may make requests with other waits as often as it likes.
         if connection.looked_at.is_none_or(|at| at > deadline) {
-            connection.looked_at = Some(deadline);
-            self.timers.push(Reverse((deadline, Timer::Connection(id))));
+            let before = connection.looked_at.replace(deadline);
+            if let Some(before) = before {
+                self.timers.remove(&(before, Timer::Connection(id)));
+            }
+            self.timers.insert((deadline, Timer::Connection(id)));
         }
     }
 
     pub(super) fn timer(&mut self, after: Duration, timer: Timer) {
-        self.timers.push(Reverse((deadline_after(after), timer)));
+        self.timers.insert((deadline_after(after), timer));
     }
 
     /// Closes what is to be closed, and does what is due.
     fn tidy(&mut self) {
         let now = Instant::now();
-        loop {
+        self.end_departed();
+        self.ends_left = ENDS_AT_ONCE;
+        for _ in 0..TIMERS_AT_ONCE {
             // Anew each time: what is due may end leases, and so begin the end of names.
-            let expiries = self.objects.take_expiries();
-            self.timers.extend(expiries.into_iter().map(|(at, name)| Reverse((at, Timer::Name(name)))));
-            if self.timers.peek().is_none_or(|Reverse((at, _))| *at > now) {
+            self.schedule_expiries();
+            if self.timers.first().is_none_or(|(at, _)| *at > now) {
                 break;
             }
-            let Some(Reverse((_, timer))) = self.timers.pop() else { break };
+            let Some((_, timer)) = self.timers.pop_first() else { break };
             match timer {
                 Timer::Connection(id) => self.late(id, now),
                 Timer::Retry(id) => self.flush(id),
@@ -586,7 +620,17 @@ impl Reactor {
                 Timer::Unclaimed => self.objects.end_unclaimed(),
             }
         }
+        self.schedule_expiries();
         self.worker.close(self.objects.take_garbage());
+    }
+
+    fn schedule_expiries(&mut self) {
+        for Expiry { name, at, before } in self.objects.take_expiries() {
+            if let Some(before) = before {
+                self.timers.remove(&(before, Timer::Name(name.clone())));
+            }
+            self.timers.insert((at, Timer::Name(name)));
+        }
     }
 
     /// Disconnects those that do not read.
@@ -594,6 +638,8 @@ impl Reactor {
         self.acceptable = true;
         self.closers.start();
         self.count_unread();
+        let connections = &mut self.connections;
+        self.unread.retain(|id| connections.get_mut(id).is_some_and(Connection::is_unread));
         let timeout = self.config.timeout;
         let stuck = |id: &&ConnectionId| {
             let since = self.connections.get(*id).and_then(|connection| connection.unread_since);

@@ -52,7 +52,7 @@ impl Reactor {
                 }
             }
             Message::Received(received) => match connection.acknowledged(received.segments) {
-                Ok(pushed) => self.pushed(id, pushed),
+                Ok(()) => self.pushed(id),
                 Err(problem) => self.break_off(id, &problem),
             },
             Message::Segments(segments) => self.segments(id, segments, fds),
@@ -60,10 +60,13 @@ impl Reactor {
                 self.reject(id, fds);
                 self.break_off(id, &format!("{} came before the answer to the request before it", other.name()));
             }
-            other => {
-                self.begin_request(id, other.name());
-                self.request(id, other, fds);
-            }
+            other => match self.begin_request(id, &other) {
+                Ok(()) => self.request(id, other, fds),
+                Err(refusal) => {
+                    self.reject(id, fds);
+                    self.refuse(id, refusal);
+                }
+            },
         }
     }
 

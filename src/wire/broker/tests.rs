@@ -333,7 +333,7 @@ fn the_page_has_the_limits_of_the_program() {
         row.and_then(|row| digits(row.split('|').nth(2).unwrap())).unwrap_or_else(|| panic!("no limit of {what}"))
     };
     for (what, limit) in [
-        ("parts of a version", MAX_PARTS as u64),
+        ("parts, or announced parts, of a `put`", MAX_PARTS as u64),
         ("segments of a version", MAX_SEGMENTS as u64),
         ("arrays of a part", MAX_ARRAYS as u64),
         ("metadata", MAX_METADATA),

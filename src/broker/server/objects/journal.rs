@@ -12,7 +12,7 @@ use super::random;
 use crate::{
     broker::{
         catalogue::{
-            self, Catalogue, CatalogueError, Record, Unreadable,
+            self, Catalogue, CatalogueError, Record, Records, Unreadable,
             record::{Answered, Deleted, Seen, Version},
         },
         store::{Keeper, Mark, Name, Store},
@@ -77,18 +77,18 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The newest of the logs that a server before this one left, with its records, and what it did not need. `None` if there is no
-    /// log among them.
+    /// The newest of the logs that a server before this one left, with its records, which are not read yet. `None` if there is no log
+    /// among them.
     ///
     /// # Errors
     /// If one of them was written by a newer build.
-    pub(in crate::broker::server) fn open(logs: [Option<OwnedFd>; 2]) -> Result<Option<(Self, Vec<Record>)>> {
-        let mut newest: Option<(Self, Vec<Record>)> = None;
+    pub(in crate::broker::server) fn open(logs: [Option<OwnedFd>; 2]) -> Result<Option<(Self, Records)>> {
+        let mut newest: Option<(Self, Records)> = None;
         let mut spare = None;
         for (second, fd) in [false, true].into_iter().zip(logs) {
             let Some(fd) = fd else { continue };
             let copy = fd.try_clone().map_err(|error| Error::system("duplicate a descriptor", error))?;
-            let (log, records) = match Catalogue::open(copy) {
+            let (log, records) = match Catalogue::load(copy) {
                 Ok(opened) => opened,
                 Err(Unreadable::Foreign { .. } | Unreadable::Short { .. }) => {
                     spare = Some(fd);
@@ -100,18 +100,14 @@ impl Journal {
                 spare = Some(fd);
                 continue;
             }
-            let (instance, starts) = match records.first() {
-                Some(Record::Begin { instance, starts }) => (instance.clone(), *starts),
-                _ => (String::new(), 0),
-            };
             let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
             let journal = Self {
                 log,
                 second,
                 spare: None,
                 spare_mark: Mark::default(),
-                instance,
-                starts,
+                instance: String::new(),
+                starts: 0,
                 events,
                 last: 0,
                 answered,
@@ -133,12 +129,18 @@ impl Journal {
     /// Notes what a record of a log that was opened says of the journal itself.
     pub(super) fn recall(&mut self, record: &Record) {
         match record {
+            Record::Begin { instance, starts } => (self.instance, self.starts) = (instance.clone(), *starts),
             Record::Seen(seen) => self.events.push_back(seen.clone()),
             Record::Answered(answered) => self.remember(answered.clone()),
             Record::Whole { seq } => self.last = *seq,
             Record::Started => self.starts += 1,
             _ => {}
         }
+    }
+
+    /// All records of the log were read.
+    pub(super) fn append_behind(&mut self, records: &Records) {
+        self.log.append_behind(records);
     }
 
     /// Begins the life of another server with this log, which is in the store with its spare, if that has one.
@@ -320,6 +322,6 @@ pub(super) fn event(kind: EventKind, of: &Version, at_ms: u64, uid: u32, pid: i3
 }
 
 /// Errors of a catalogue that a server can't start with.
-fn unusable(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+pub(in crate::broker::server) fn unusable(error: impl std::error::Error + Send + Sync + 'static) -> Error {
     Error::system("use the broker's catalogue", io::Error::other(error))
 }

@@ -1,6 +1,6 @@
 //! Leases: given, taken up by another connection, ended; and what their holders report.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use super::{Held, Objects, Version, now_ms, random, unwritten, unwritten_kind};
 use crate::{
@@ -9,17 +9,33 @@ use crate::{
         server::{ConnectionId, caller::Caller},
     },
     error::BrokerError,
-    wire::broker::{Resume, Token},
+    wire::{
+        broker::{Resume, Token},
+        shorten,
+    },
 };
 
 /// What a client has taken up.
 #[derive(Debug, Default)]
 pub(in crate::broker::server) struct TakenUp {
     pub(in crate::broker::server) leases: Vec<Token>,
-    pub(in crate::broker::server) names: Vec<String>,
+    pub(in crate::broker::server) names: Vec<Arc<str>>,
     /// The connections that had some of the leases.
     pub(in crate::broker::server) before: Vec<(ConnectionId, Token)>,
     pub(in crate::broker::server) lost: Vec<Token>,
+}
+
+/// How many bytes of a report are kept.
+const MAX_REPORT: usize = 256;
+
+/// A closed connection, and what is still to end with it.
+#[derive(Debug)]
+pub(super) struct Departed {
+    connection: ConnectionId,
+    /// The user that it counts for.
+    uid: Option<u32>,
+    leases: Vec<Token>,
+    names: Vec<Arc<str>>,
 }
 
 impl Objects {
@@ -54,11 +70,11 @@ impl Objects {
         self.users.add_lease(record.uid);
         if let Some(version) = self.versions.get_mut(&key) {
             version.leases += 1;
-            if let Some(name) = self.names.get_mut(&version.record.name).filter(|_| version.named) {
+            if let Some(name) = self.names.get_mut(version.record.name.as_str()).filter(|_| version.named) {
                 name.leases += 1;
             }
+            self.readers.add_lease(&version.record, record.uid, self.last_lease, token);
         }
-        self.numbers.insert(self.last_lease, token);
         self.leases.insert(token, Held { number: self.last_lease, record, holder });
     }
 
@@ -73,27 +89,23 @@ impl Objects {
         }
         let Some(key) = self.forget_lease(token) else { return };
         let Some(version) = self.versions.get(&key) else { return };
-        if version.named {
-            let (name, unused) = (version.record.name.clone(), version.leases == 0);
-            if unused {
-                self.drop_old(&name);
-            }
-            self.note_expiry(&name);
-        } else {
-            self.drop_if_unused(key);
+        let name = version.named.then(|| version.record.name.clone());
+        if version.leases == 0 {
+            self.drop_unless_kept(key);
         }
+        name.iter().for_each(|name| self.note_expiry(name));
         self.compact();
     }
 
     /// Takes a lease from those that are held. Returns the key of its version.
     pub(super) fn forget_lease(&mut self, token: Token) -> Option<u64> {
         let held = self.leases.remove(&token)?;
-        self.numbers.remove(&held.number);
         self.users.remove_lease(held.record.uid);
         let version = self.versions.get_mut(&held.record.key)?;
+        self.readers.remove_lease(&version.record, held.record.uid, held.number);
         version.leases -= 1;
         if version.named
-            && let Some(of) = self.names.get_mut(&version.record.name)
+            && let Some(of) = self.names.get_mut(version.record.name.as_str())
         {
             of.leases -= 1;
             if of.leases == 0 {
@@ -147,9 +159,9 @@ impl Objects {
                 continue;
             };
             let (key, name) = (version.record.key, &version.record.name);
-            if let Some(of) = self.names.get_mut(name).filter(|of| of.versions.back() == Some(&key)) {
+            if let Some(of) = self.names.get_mut(name.as_str()).filter(|of| of.current() == Some(key)) {
                 of.maker = Some(caller.connection);
-                taken.names.push(name.clone());
+                taken.names.push(name.as_str().into());
             }
         }
         taken
@@ -161,19 +173,71 @@ impl Objects {
         let leases = self.leases.iter().filter(|(_, held)| held.holder.is_none()).map(|(token, _)| *token);
         let leases: Vec<Token> = leases.collect();
         let names = self.names.iter().filter(|(_, of)| of.maker == Some(ConnectionId::BEFORE));
-        let names: Vec<String> = names.map(|(name, _)| name.clone()).collect();
+        let names: Vec<Arc<str>> = names.map(|(name, _)| Arc::clone(name)).collect();
         if !leases.is_empty() {
             tracing::info!(leases = leases.len(), "leases end that no client took up after the restart");
         }
-        leases.into_iter().for_each(|token| self.end_lease(token));
-        self.maker_gone(ConnectionId::BEFORE, names);
+        self.departed.push_back(Departed { connection: ConnectionId::BEFORE, uid: None, leases, names });
+    }
+
+    /// A connection has closed: its leases end, and the names that go with it, as far as [`Objects::end_departed`] comes at once. The
+    /// user has a connection more until they all have.
+    pub(in crate::broker::server) fn depart(
+        &mut self,
+        connection: ConnectionId,
+        uid: u32,
+        leases: impl IntoIterator<Item = Token>,
+        names: impl IntoIterator<Item = Arc<str>>,
+    ) {
+        let (leases, names) = (leases.into_iter().collect(), names.into_iter().collect());
+        self.users.add_connection(uid);
+        self.departed.push_back(Departed { connection, uid: Some(uid), leases, names });
+    }
+
+    /// Ends leases and names of closed connections, at most `most` of them. Returns how many more it could have ended: 0 if some may
+    /// be left.
+    pub(in crate::broker::server) fn end_departed(&mut self, mut most: usize) -> usize {
+        while let Some(mut departed) = self.departed.pop_front() {
+            let connection = departed.connection;
+            // Another connection may have taken some of them up.
+            let is_left = |held: &Held| held.holder.unwrap_or(ConnectionId::BEFORE) == connection;
+            while most > 0
+                && let Some(token) = departed.leases.pop()
+            {
+                most -= 1;
+                if self.leases.get(&token).is_some_and(is_left) {
+                    self.end_lease(token);
+                }
+            }
+            while most > 0
+                && let Some(name) = departed.names.pop()
+            {
+                most -= 1;
+                self.maker_gone(connection, &name);
+            }
+            if !departed.leases.is_empty() || !departed.names.is_empty() {
+                self.departed.push_front(departed);
+                return 0;
+            }
+            departed.uid.into_iter().for_each(|uid| self.users.remove_connection(uid));
+        }
+        most
+    }
+
+    /// Whether leases or names of closed connections are left.
+    pub(in crate::broker::server) fn has_departed(&self) -> bool {
+        !self.departed.is_empty()
     }
 
     /// Notes what a reader said of a version that it leases.
-    pub(in crate::broker::server) fn report(&mut self, caller: &Caller, token: Token, message: String) {
+    pub(in crate::broker::server) fn report(&mut self, caller: &Caller, token: Token, mut message: String) {
         const MOST: usize = 16;
         let Some(key) = self.leases.get(&token).map(|held| held.record.key) else { return };
-        let Some(version) = self.versions.get_mut(&key).filter(|version| version.reports.len() < MOST) else { return };
+        let Some(version) = self.versions.get(&key).filter(|version| version.reports.len() < MOST) else { return };
+        if !self.users.has_room_for_report(caller.uid) {
+            return;
+        }
+        shorten(&mut message, MAX_REPORT);
         let report = record::Report { key, reader: caller.describe(), at_ms: now_ms(), message };
         let record = &version.record;
         tracing::warn!(
@@ -187,8 +251,15 @@ impl Objects {
         if let Err(error) = self.write(&Record::Reported(report.clone())) {
             tracing::error!(%error, "cannot write down a report");
         }
-        if let Some(version) = self.versions.get_mut(&key) {
-            version.reports.push(report);
-        }
+        self.add_report(report);
+    }
+
+    /// Takes a report that is written down among those that are kept.
+    pub(super) fn add_report(&mut self, mut report: record::Report) {
+        let Some(version) = self.versions.get_mut(&report.key) else { return };
+        // Those before this limit were longer.
+        shorten(&mut report.message, MAX_REPORT);
+        self.users.add_report(report.reader.uid);
+        version.reports.push(report);
     }
 }

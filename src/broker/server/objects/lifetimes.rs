@@ -1,21 +1,28 @@
 //! When a name goes without being deleted.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::Objects;
 use crate::{broker::server::ConnectionId, wire::broker::Lifetime};
 
+/// When a name is to be looked at, whether its time is over.
+#[derive(Debug)]
+pub(in crate::broker::server) struct Expiry {
+    pub(in crate::broker::server) name: Arc<str>,
+    pub(in crate::broker::server) at: Instant,
+    /// When it was to be looked at until now.
+    pub(in crate::broker::server) before: Option<Instant>,
+}
+
 impl Objects {
-    /// A connection has ended that put names which go with it.
-    pub(in crate::broker::server) fn maker_gone(
-        &mut self,
-        connection: ConnectionId,
-        names: impl IntoIterator<Item = String>,
-    ) {
-        for name in names {
-            let Some(of) = self.names.get_mut(&name).filter(|of| of.maker == Some(connection)) else { continue };
+    /// The connection that put a name has ended.
+    pub(super) fn maker_gone(&mut self, connection: ConnectionId, name: &str) {
+        if let Some(of) = self.names.get_mut(name).filter(|of| of.maker == Some(connection)) {
             of.maker = None;
-            self.note_expiry(&name);
+            self.note_expiry(name);
         }
     }
 
@@ -36,8 +43,8 @@ impl Objects {
         };
         // One timer for each name: leases of it may end as often as their holders like.
         if let Some(at) = at.filter(|at| of.looked_at.is_none_or(|looked_at| looked_at > *at)) {
-            of.looked_at = Some(at);
-            self.expiries.push((at, name.to_owned()));
+            let before = of.looked_at.replace(at);
+            self.expiries.push(Expiry { name: name.into(), at, before });
         }
     }
 
@@ -58,7 +65,7 @@ impl Objects {
         } else if let Err(error) = self.remove(name, "its lifetime is over") {
             tracing::error!(name, %error, "cannot take a name away");
             // Its looking again is not noted, so that it is tried again with the next lease of it; and in a second.
-            self.expiries.push((now + Duration::from_secs(1), name.to_owned()));
+            self.expiries.push(Expiry { name: name.into(), at: now + Duration::from_secs(1), before: None });
         }
     }
 }

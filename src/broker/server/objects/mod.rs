@@ -7,11 +7,13 @@
 //! | `journal` | what is written down, and the events that are told of it |
 //! | `restore` | what a server before this one left |
 //! | `select`, `view`, `usage` | what is asked for, what there is, what each user has |
+//! | `readers` | indexes of names and leases by right to read |
 
 mod journal;
 mod leases;
 mod lifetimes;
 mod publish;
+mod readers;
 mod remove;
 mod restore;
 mod select;
@@ -21,16 +23,18 @@ mod view;
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
     time::{Instant, SystemTime},
 };
 
+use self::{journal::event, leases::Departed, readers::Readers, usage::Users};
 pub(super) use self::{
-    journal::Journal,
+    journal::{Journal, unusable},
     leases::TakenUp,
+    lifetimes::Expiry,
     publish::{NewPart, NewTable, Staged, Terms},
     select::{Answer, LeaseParts, Question, Selected, Selection},
 };
-use self::{journal::event, usage::Users};
 use super::{ConnectionId, Quota, segments::Segments};
 use crate::{
     broker::{
@@ -47,12 +51,13 @@ use crate::{
 /// What the broker holds.
 #[derive(Debug)]
 pub(super) struct Objects {
-    names: BTreeMap<String, Name>,
+    names: BTreeMap<Arc<str>, Name>,
     /// By their keys.
     versions: HashMap<u64, Version>,
     leases: HashMap<Token, Held>,
-    /// The leases by their numbers.
-    numbers: BTreeMap<u64, Token>,
+    readers: Readers,
+    /// Closed connections whose leases and names have not all ended yet.
+    departed: VecDeque<Departed>,
     users: Users,
     segments: Segments,
     journal: Journal,
@@ -66,7 +71,7 @@ pub(super) struct Objects {
     /// Versions that are gone, which could not be written down.
     undropped: Vec<u64>,
     /// Names whose time may be over at a moment.
-    expiries: Vec<(Instant, String)>,
+    expiries: Vec<Expiry>,
 }
 
 /// A name that exists.
@@ -76,8 +81,10 @@ struct Name {
     mode: u16,
     lifetime: Lifetime,
     keep: u32,
-    /// The keys of its versions that are there, the current one last.
-    versions: VecDeque<u64>,
+    /// The keys of its versions that are there, by their numbers: the last one is current.
+    versions: BTreeMap<u64, u64>,
+    /// How many versions before the current one count for the owner's quota.
+    kept: u64,
     /// The connection that put the current version, while it lives.
     maker: Option<ConnectionId>,
     /// Since when no lease of any version is held.
@@ -95,6 +102,30 @@ struct Version {
     /// Whether it can be had by its name.
     named: bool,
     reports: Vec<record::Report>,
+}
+
+impl Name {
+    /// The key of its current version.
+    fn current(&self) -> Option<u64> {
+        self.versions.last_key_value().map(|(_, key)| *key)
+    }
+
+    /// Whether a version is the current one, or one of the `keep` before it.
+    fn keeps(&self, number: u64) -> bool {
+        self.versions.range(number + 1..).nth(self.keep as usize).is_none()
+    }
+
+    /// How many versions before the current one `keep` covers.
+    fn earlier(&self) -> u64 {
+        u64::from(self.keep).min((self.versions.len() as u64).saturating_sub(1))
+    }
+
+    /// Takes a version from those that are there.
+    fn forget(&mut self, number: u64, key: u64) {
+        if self.versions.get(&number) == Some(&key) {
+            self.versions.remove(&number);
+        }
+    }
 }
 
 impl Version {
@@ -129,7 +160,8 @@ impl Objects {
             names: BTreeMap::new(),
             versions: HashMap::new(),
             leases: HashMap::new(),
-            numbers: BTreeMap::new(),
+            readers: Readers::default(),
+            departed: VecDeque::new(),
             users: Users::new(quota),
             segments: Segments::default(),
             journal,
@@ -154,13 +186,13 @@ impl Objects {
         let version = |key: &u64| self.versions.get(key).map(|version| &version.record);
         match record {
             Record::Published(record) => {
-                let replaces = self.names.contains_key(&record.name);
+                let replaces = self.names.contains_key(record.name.as_str());
                 let kind = if replaces { EventKind::Replaced } else { EventKind::Published };
                 let (uid, pid) = record.parts.first().map_or((record.owner.uid, 0), |of| (of.maker.uid, of.maker.pid));
                 Some(event(kind, record, record.created_ms, uid, pid, None))
             }
             Record::Deleted(deleted) => {
-                let current = self.current(self.names.get(&deleted.name)?);
+                let current = self.current(self.names.get(deleted.name.as_str())?);
                 Some(event(EventKind::Deleted, &current.record, deleted.at_ms, deleted.uid, deleted.pid, None))
             }
             Record::Leased(lease) => {
@@ -223,26 +255,24 @@ impl Objects {
     }
 
     /// Names to look at again, and when.
-    pub(super) fn take_expiries(&mut self) -> Vec<(Instant, String)> {
+    pub(super) fn take_expiries(&mut self) -> Vec<Expiry> {
         std::mem::take(&mut self.expiries)
     }
 
     /// Whether a name exists and has a version that a get with these words finds now.
     pub(super) fn find(&self, name: &str, version: Option<u64>, newer_than: Option<u64>) -> Option<u64> {
         let name = self.names.get(name)?;
-        let fits = |key: &&u64| {
-            let number = self.versions.get(*key).map_or(0, |found| found.record.version);
-            version.is_none_or(|wanted| wanted == number) && newer_than.is_none_or(|older| number > older)
+        let found = match version {
+            Some(wanted) => name.versions.get_key_value(&wanted),
+            None => name.versions.last_key_value(),
         };
-        match version {
-            Some(_) => name.versions.iter().rev().find(fits).copied(),
-            None => name.versions.back().filter(fits).copied(),
-        }
+        let (_, key) = found.filter(|(number, _)| newer_than.is_none_or(|older| **number > older))?;
+        Some(*key)
     }
 
     fn current(&self, name: &Name) -> &Version {
-        let key = name.versions.back().expect("a name has a current version");
-        self.versions.get(key).expect("a name's versions are there")
+        let key = name.current().expect("a name has a current version");
+        self.versions.get(&key).expect("a name's versions are there")
     }
 }
 

@@ -1,6 +1,6 @@
 //! How a version comes: checked, kept, written down.
 
-use std::{collections::VecDeque, os::fd::OwnedFd, time::Instant};
+use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Instant};
 
 use uuid::Builder;
 
@@ -109,16 +109,16 @@ impl Objects {
             );
         }
         if let Some(restore) = &terms.restore {
-            self.check_restore(caller, name, restore)?;
+            self.check_restore(caller, name, restore, keep.unwrap_or(0))?;
             return self.users.check_bytes(caller.uid, bytes);
         }
-        match self.names.get(name) {
+        match self.names.get(name.as_str()) {
             None => {
                 if let Some(wanted) = if_version {
                     let message = format!("`{name}` has no version {wanted}: there is no such object");
                     return refuse(RefusalCode::Version, message);
                 }
-                self.users.check_object(caller.uid)?;
+                self.users.check_objects(caller.uid, 1, 0)?;
             }
             Some(existing) => {
                 let current = self.current(existing).record.version;
@@ -147,6 +147,7 @@ impl Objects {
                     );
                     return refuse(RefusalCode::Invalid, message);
                 }
+                self.check_kept(existing, keep.unwrap_or(existing.keep))?;
             }
         }
         self.users.check_bytes(caller.uid, bytes)
@@ -161,9 +162,15 @@ impl Objects {
     ) -> Result<(), BrokerError> {
         check_mapped(caller)?;
         match self.names.get(name) {
-            None => self.users.check_object(caller.uid),
+            None => self.users.check_objects(caller.uid, 1, 0),
             Some(existing) => caller.require(Right::Write, name, existing.owner, existing.mode, socket),
         }
+    }
+
+    /// Checks whether a name may have one version more, and keep so many before it.
+    fn check_kept(&self, name: &Name, keep: u32) -> Result<(), BrokerError> {
+        let kept = u64::from(keep).min(name.versions.len() as u64);
+        self.users.check_objects(name.owner.uid, 0, kept.saturating_sub(name.kept))
     }
 
     /// Puts the descriptors of a put into the store, before it is published. On failure nothing of it is kept.
@@ -206,7 +213,7 @@ impl Objects {
             self.forget(kept);
             return Err(refusal);
         }
-        let existing = self.names.get(&terms.name);
+        let existing = self.names.get(terms.name.as_str());
         let restore = terms.restore.as_ref();
         // Of a version that is offered back the group counts if it is one of the caller's.
         let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
@@ -244,9 +251,10 @@ impl Objects {
         let Record::Published(record) = entry else { return Err(unwritten_kind()) };
         let number = record.version;
         self.add_version(*record);
-        let Some(name) = self.names.get_mut(&terms.name) else { return Err(unwritten_kind()) };
+        let Some(name) = self.names.get_mut(terms.name.as_str()) else { return Err(unwritten_kind()) };
         name.maker = Some(caller.connection);
-        self.drop_old(&terms.name);
+        // Those further back were not covered before, and have stayed since they have leases.
+        self.drop_old(&terms.name, MAX_KEPT as usize + 1);
         self.note_expiry(&terms.name);
         tracing::info!(name = terms.name, version = number, bytes, uid = caller.uid, pid = caller.pid, "published");
         Ok(published)
@@ -257,13 +265,31 @@ impl Objects {
         let record::Version { key, owner, mode, lifetime, keep, .. } = record;
         self.last_key = self.last_key.max(key);
         self.requests.extend(record.requests.iter().map(|request| (*request, key)));
-        let name = self.names.entry(record.name.clone()).or_insert_with(|| {
+        if !self.names.contains_key(record.name.as_str()) {
+            let name: Arc<str> = record.name.as_str().into();
+            self.readers.add_name(Arc::clone(&name), owner, mode);
+            let (versions, idle_since) = (BTreeMap::new(), Instant::now());
+            let new = Name {
+                owner,
+                mode,
+                lifetime,
+                keep,
+                versions,
+                kept: 0,
+                maker: None,
+                idle_since,
+                leases: 0,
+                looked_at: None,
+            };
             self.users.add_object(owner.uid);
-            let (versions, idle_since) = (VecDeque::new(), Instant::now());
-            Name { owner, mode, lifetime, keep, versions, maker: None, idle_since, leases: 0, looked_at: None }
-        });
+            self.names.insert(name, new);
+        }
+        let name = self.names.get_mut(record.name.as_str()).expect("a name that is there, or was added");
         (name.lifetime, name.keep) = (lifetime, keep);
-        name.versions.push_back(key);
+        name.versions.insert(record.version, key);
+        let earlier = name.earlier();
+        self.users.set_kept(name.owner.uid, name.kept, earlier);
+        name.kept = earlier;
         if name.leases == 0 {
             name.idle_since = Instant::now();
         }
@@ -313,11 +339,11 @@ impl Objects {
 
     /// The key of a name's current version.
     pub(in crate::broker::server) fn current_key(&self, name: &str) -> Option<u64> {
-        self.names.get(name)?.versions.back().copied()
+        self.names.get(name)?.current()
     }
 
     /// Checks the offer of a version that a server before this one had.
-    fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore) -> Result<(), BrokerError> {
+    fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore, keep: u32) -> Result<(), BrokerError> {
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
         let Restore { version, owner, id, .. } = restore;
         if !(caller.is_superuser() || caller.uid == owner.uid) {
@@ -339,7 +365,7 @@ impl Objects {
             let message = format!("version {} of `{}` has the id {id}", known.record.version, known.record.name);
             return refuse(RefusalCode::Exists, message);
         }
-        let Some(existing) = self.names.get(name) else { return self.users.check_object(owner.uid) };
+        let Some(existing) = self.names.get(name) else { return self.users.check_objects(owner.uid, 1, 0) };
         let current = &self.current(existing).record;
         if current.version >= *version {
             let message = format!("`{name}` exists, at version {} with the id {}", current.version, current.id);
@@ -350,7 +376,7 @@ impl Objects {
                 format!("`{name}` is uid {}'s, and the version offered was uid {}'s", existing.owner.uid, owner.uid);
             return refuse(RefusalCode::Denied, message);
         }
-        Ok(())
+        self.check_kept(existing, keep)
     }
 
     /// Puts the descriptors of parts into the store. What was kept so far is in `kept`, also after a failure.

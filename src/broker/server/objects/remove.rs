@@ -1,6 +1,9 @@
 //! How names and versions go, and how the catalogue is written anew without them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
 
 use nix::unistd::geteuid;
 
@@ -59,7 +62,7 @@ impl Objects {
         let name = deleted.name;
         let Some(gone) = self.forget_name(&name) else { return Ok(()) };
         tracing::info!(name, leases = gone.leases, "{why}");
-        gone.versions.into_iter().for_each(|key| self.drop_if_unused(key));
+        gone.versions.into_values().for_each(|key| self.drop_if_unused(key));
         self.compact();
         Ok(())
     }
@@ -67,8 +70,10 @@ impl Objects {
     /// Takes a name from those that are there: its versions have none then.
     pub(super) fn forget_name(&mut self, name: &str) -> Option<Name> {
         let gone = self.names.remove(name)?;
+        self.readers.remove_name(name, gone.owner, gone.mode);
         self.users.remove_object(gone.owner.uid);
-        for key in &gone.versions {
+        self.users.set_kept(gone.owner.uid, gone.kept, 0);
+        for key in gone.versions.values() {
             if let Some(version) = self.versions.get_mut(key) {
                 version.named = false;
             }
@@ -76,28 +81,28 @@ impl Objects {
         Some(gone)
     }
 
-    /// Gives back versions before the current one that nothing keeps.
-    pub(super) fn drop_old(&mut self, name: &str) {
-        let Some(of) = self.names.get_mut(name) else { return };
-        let keep = of.keep as usize + 1;
-        let mut dropped = Vec::new();
-        let beyond = of.versions.len().saturating_sub(keep);
-        let (versions, mut at) = (&self.versions, 0);
-        of.versions.retain(|key| {
-            at += 1;
-            let stays = at > beyond || versions.get(key).is_some_and(|version| version.leases > 0);
-            if !stays {
-                dropped.push(*key);
-            }
-            stays
-        });
-        for key in dropped {
-            if let Some(version) = self.versions.get_mut(&key) {
-                version.named = false;
-            }
-            self.drop_if_unused(key);
-        }
+    /// Gives back versions before the current one that nothing keeps: of the `most` newest that `keep` does not cover.
+    pub(super) fn drop_old(&mut self, name: &str, most: usize) {
+        let Some(of) = self.names.get(name) else { return };
+        let beyond = of.versions.values().rev().skip(of.keep as usize + 1).take(most);
+        let beyond: Vec<u64> = beyond.copied().collect();
+        beyond.into_iter().for_each(|key| self.drop_unless_kept(key));
         self.compact();
+    }
+
+    /// Gives the memory of a version back if it has no lease, and is not among those that its name keeps.
+    pub(super) fn drop_unless_kept(&mut self, key: u64) {
+        let Some(version) = self.versions.get_mut(&key).filter(|version| version.leases == 0) else { return };
+        if version.named
+            && let Some(of) = self.names.get_mut(version.record.name.as_str())
+        {
+            if of.keeps(version.record.version) {
+                return;
+            }
+            of.forget(version.record.version, key);
+            version.named = false;
+        }
+        self.drop_if_unused(key);
     }
 
     /// Gives the memory of a version back if it has no name and no lease.
@@ -120,6 +125,7 @@ impl Objects {
     pub(super) fn forget_version(&mut self, key: u64) -> Option<Version> {
         let version = self.versions.remove(&key)?;
         self.users.remove_version(version.payer(), version.charged(), &version.record.parts);
+        version.reports.iter().for_each(|report| self.users.remove_report(report.reader.uid));
         // They may still be sent again: not to be done again then, over what came between.
         for request in &version.record.requests {
             if self.requests.get(request) == Some(&key) {
@@ -177,7 +183,7 @@ pub(super) fn sized_segments_of(record: &record::Version) -> impl Iterator<Item 
 /// The records from which all that is held can be read again. What has no name comes first: a `Deleted` takes the name of all before
 /// it.
 fn records<'a>(
-    names: &'a BTreeMap<String, Name>,
+    names: &'a BTreeMap<Arc<str>, Name>,
     versions: &'a HashMap<u64, Version>,
     leases: &'a HashMap<Token, Held>,
 ) -> impl Iterator<Item = Record> + 'a {
@@ -190,7 +196,8 @@ fn records<'a>(
         .values()
         .filter(|version| !version.named)
         .flat_map(move |version| [published(version), unnamed(version)]);
-    let named = names.values().flat_map(|name| &name.versions).filter_map(|key| versions.get(key)).map(published);
+    let named =
+        names.values().flat_map(|name| name.versions.values()).filter_map(|key| versions.get(key)).map(published);
     let reports = versions.values().flat_map(|version| &version.reports).cloned().map(Record::Reported);
     let mut leases: Vec<&Held> = leases.values().collect();
     leases.sort_unstable_by_key(|held| held.number);

@@ -8,11 +8,12 @@ use std::{
 
 use super::{
     Journal, Objects,
+    journal::unusable,
     remove::{segments_of, sized_segments_of},
 };
 use crate::{
     broker::{
-        catalogue::{Record, SegmentId},
+        catalogue::{Record, Records, SegmentId},
         server::{ConnectionId, Quota},
         store::{Name, Store},
     },
@@ -47,7 +48,7 @@ impl Objects {
         };
         store.count(catalogue_names);
         let mut objects = Self::empty(quota, journal, store);
-        objects.replay(records);
+        objects.replay(records)?;
         objects.join(segments);
         objects.journal.start(&mut objects.store)?;
         objects.settle();
@@ -61,11 +62,13 @@ impl Objects {
         Ok(objects)
     }
 
-    /// Makes the changes of a log again, in memory alone.
-    fn replay(&mut self, records: Vec<Record>) {
+    /// Makes the changes of a log again, in memory alone. One record is in memory at a time: there may be as little of it as the server
+    /// before this one had.
+    fn replay(&mut self, mut records: Records) -> Result<()> {
         // What the log began with was told before it was written.
         let mut old = true;
-        for record in records {
+        for record in &mut records {
+            let record = record.map_err(unusable)?;
             let seen = if old { None } else { self.event_of(&record) };
             self.journal.recall(&record);
             self.journal.tell(seen);
@@ -79,9 +82,9 @@ impl Objects {
                 Record::Dropped { key } => {
                     self.forget_leases_of(key);
                     if let Some(version) = self.forget_version(key)
-                        && let Some(of) = self.names.get_mut(&version.record.name)
+                        && let Some(of) = self.names.get_mut(version.record.name.as_str())
                     {
-                        of.versions.retain(|other| *other != key);
+                        of.forget(version.record.version, key);
                         // The store had lost it.
                         if of.versions.is_empty() {
                             self.forget_name(&version.record.name);
@@ -96,17 +99,15 @@ impl Objects {
                 Record::Ended { token, .. } => {
                     self.forget_lease(token);
                 }
-                Record::Reported(report) => {
-                    if let Some(version) = self.versions.get_mut(&report.key) {
-                        version.reports.push(report);
-                    }
-                }
+                Record::Reported(report) => self.add_report(report),
                 Record::Begin { .. } | Record::Seen(_) | Record::Answered(_) | Record::Started => {}
             }
         }
+        self.journal.append_behind(&records);
         for of in self.names.values_mut() {
             of.maker = Some(ConnectionId::BEFORE);
         }
+        Ok(())
     }
 
     /// Gives the versions their descriptors. One that lacks some can't be had any more, and what no version names is removed.
@@ -157,8 +158,8 @@ impl Objects {
             version = number,
             "a version is lost: the store of descriptors has not all of its memory"
         );
-        if let Some(of) = self.names.get_mut(&name).filter(|_| version.named) {
-            of.versions.retain(|other| *other != key);
+        if let Some(of) = self.names.get_mut(name.as_str()).filter(|_| version.named) {
+            of.forget(number, key);
             if of.versions.is_empty() {
                 // The record of the version's end is that of the name's: it has no other.
                 self.forget_name(&name);
@@ -186,7 +187,7 @@ impl Objects {
             if let Some(of) = self.names.get_mut(&name) {
                 of.idle_since = Instant::now();
             }
-            self.drop_old(&name);
+            self.drop_old(&name, usize::MAX);
             self.note_expiry(&name);
         }
     }

@@ -170,7 +170,7 @@ impl Objects {
         answer: Option<&Answer>,
     ) -> Result<Selected, BrokerError> {
         // Also whether a version exists is only for those who may read the name.
-        if let Some(of) = self.names.get(&object.name) {
+        if let Some(of) = self.names.get(object.name.as_str()) {
             caller.require(Right::Read, &object.name, of.owner, of.mode, socket)?;
         }
         let Some(key) = self.find(&object.name, object.version, object.newer_than) else { return Ok(Selected::Absent) };

@@ -11,6 +11,18 @@ use crate::{
     wire::broker::{DeviceBytes, UserTotal},
 };
 
+/// How many earlier versions the names of one user keep, also without a quota.
+const MOST_KEPT: u64 = 4096;
+
+/// How many reports of one user are kept.
+const MOST_REPORTS: u64 = 1024;
+
+/// How many bytes of memory the unanswered requests of one user take.
+const MOST_REQUESTED: u64 = 16 << 20;
+
+/// How many bytes of answers one user leaves unread.
+const MOST_UNREAD: u64 = 32 << 20;
+
 /// What one user has.
 #[derive(Debug, Default)]
 struct Usage {
@@ -18,14 +30,22 @@ struct Usage {
     /// Bytes of parts that wait for others.
     waiting: u64,
     objects: u64,
+    /// Earlier versions that the user's names keep.
+    kept: u64,
     leases: u64,
     connections: u64,
+    reports: u64,
+    /// Bytes of memory that unanswered requests take.
+    requested: u64,
+    /// Bytes of answers that the sockets have not taken yet.
+    unread: u64,
     devices: Vec<DeviceBytes>,
 }
 
 impl Usage {
     fn is_empty(&self) -> bool {
-        (self.bytes, self.waiting, self.objects, self.leases, self.connections) == (0, 0, 0, 0, 0)
+        let Self { bytes, waiting, objects, kept, leases, connections, reports, requested, unread, .. } = *self;
+        [bytes, waiting, objects, kept, leases, connections, reports, requested, unread].iter().all(|count| *count == 0)
     }
 }
 
@@ -72,8 +92,22 @@ impl Users {
         Self::check(uid, "bytes (claimed)", has, more, Some(self.quota.bytes.unwrap_or(MOST).min(MOST)))
     }
 
-    pub(super) fn check_object(&self, uid: u32) -> Result<(), BrokerError> {
-        Self::check(uid, "objects", self.of(uid).map_or(0, |usage| usage.objects), 1, self.quota.objects)
+    /// Refuses so many names more, with so many earlier versions that they keep.
+    pub(super) fn check_objects(&self, uid: u32, names: u64, kept: u64) -> Result<(), BrokerError> {
+        if names + kept == 0 {
+            return Ok(());
+        }
+        let (has_names, has_kept) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
+        let what = if has_kept + kept == 0 { "objects" } else { "objects, the earlier versions kept among them," };
+        Self::check(uid, what, has_names + has_kept, names + kept, self.quota.objects)?;
+        if kept > 0 && has_kept + kept > MOST_KEPT {
+            let message = format!(
+                "uid {uid} has {has_kept} earlier versions that its names keep, and {MOST_KEPT} are the most: put with a smaller \
+                 `keep`, or delete names"
+            );
+            return Err(BrokerError::new(RefusalCode::Quota, message));
+        }
+        Ok(())
     }
 
     pub(super) fn check_lease(&self, uid: u32) -> Result<(), BrokerError> {
@@ -122,6 +156,11 @@ impl Users {
         self.change(uid, |usage| usage.objects -= 1);
     }
 
+    /// A name of this user keeps so many earlier versions, and kept so many before.
+    pub(super) fn set_kept(&mut self, uid: u32, before: u64, now: u64) {
+        self.change(uid, |usage| usage.kept = usage.kept + now - before);
+    }
+
     pub(super) fn add_lease(&mut self, uid: u32) {
         self.change(uid, |usage| usage.leases += 1);
     }
@@ -138,11 +177,57 @@ impl Users {
         self.change(uid, |usage| usage.connections -= 1);
     }
 
+    /// Whether one more report of a user is kept.
+    pub(super) fn has_room_for_report(&self, uid: u32) -> bool {
+        self.of(uid).is_none_or(|usage| usage.reports < MOST_REPORTS)
+    }
+
+    pub(super) fn add_report(&mut self, uid: u32) {
+        self.change(uid, |usage| usage.reports += 1);
+    }
+
+    pub(super) fn remove_report(&mut self, uid: u32) {
+        self.change(uid, |usage| usage.reports -= 1);
+    }
+
+    /// Counts a request that takes so many bytes of memory until it is answered.
+    ///
+    /// # Errors
+    /// If the user's requests would take too many. Then it is not counted.
+    pub(in crate::broker::server) fn add_request(&mut self, uid: u32, bytes: u64) -> Result<(), BrokerError> {
+        let has = self.of(uid).map_or(0, |usage| usage.requested);
+        if bytes > 0 && has + bytes > MOST_REQUESTED {
+            let message = format!(
+                "the unanswered requests of uid {uid} take {has} bytes and this one {bytes}, and {MOST_REQUESTED} bytes are the most: \
+                 wait in fewer connections, or expect fewer fields"
+            );
+            return Err(BrokerError::new(RefusalCode::Quota, message));
+        }
+        self.change(uid, |usage| usage.requested += bytes);
+        Ok(())
+    }
+
+    pub(in crate::broker::server) fn remove_request(&mut self, uid: u32, bytes: u64) {
+        self.change(uid, |usage| usage.requested -= bytes);
+    }
+
+    /// A connection of a user leaves so many bytes of answers unread, and left so many before. Whether all of the user's
+    /// connections together leave too many.
+    pub(in crate::broker::server) fn set_unread(&mut self, uid: u32, before: u64, now: u64) -> bool {
+        let mut all = 0;
+        self.change(uid, |usage| {
+            usage.unread = usage.unread + now - before;
+            all = usage.unread;
+        });
+        all > MOST_UNREAD
+    }
+
     /// What one user has, or all: in the order of their numbers, and as many of them and of their devices as fit so many bytes of
     /// JSON. A user may claim memory of any number of devices.
     pub(super) fn totals(&self, only: Option<u32>, most: usize) -> Vec<UserTotal> {
-        let wanted = |uid: &&u32| only.is_none_or(|only| only == **uid);
-        let mut uids: Vec<&u32> = self.users.keys().filter(wanted).collect();
+        let has_any = |usage: &Usage| usage.objects + usage.leases + usage.connections > 0 || !usage.devices.is_empty();
+        let wanted = |(uid, usage): &(&u32, &Usage)| only.is_none_or(|only| only == **uid) && has_any(usage);
+        let mut uids: Vec<&u32> = self.users.iter().filter(wanted).map(|(uid, _)| uid).collect();
         uids.sort_unstable();
         let mut left = most;
         let mut fits = |bytes: usize| {

@@ -1,6 +1,6 @@
 //! What is said of objects and leases.
 
-use std::{collections::VecDeque, ops::Bound, os::fd::AsFd};
+use std::{collections::BTreeMap, ops::Bound, os::fd::AsFd};
 
 use super::{Name, Objects, Version};
 use crate::{
@@ -65,11 +65,9 @@ impl Objects {
             _ => Bound::Included(prefix.as_str()),
         };
         let (mut objects, mut length) = (Vec::new(), 0);
-        let names = self.names.range::<str, _>((from, Bound::Unbounded));
-        for (name, of) in names.take_while(|(name, _)| name.starts_with(prefix.as_str())) {
-            if !caller.may(Right::Read, of.owner, of.mode, socket) {
-                continue;
-            }
+        let names = self.readers.names(caller, socket, from);
+        for name in names.take_while(|name| name.starts_with(prefix.as_str())) {
+            let Some(of) = self.names.get(name) else { continue };
             let summary = self.summary(of, self.current(of));
             length += 400 + name.len() + summary.devices.iter().map(|of| 100 + 2 * of.device.name.len()).sum::<usize>();
             if length > PAGE && !objects.is_empty() {
@@ -100,12 +98,11 @@ impl Objects {
         let (metadata, segment) = record.metadata.as_ref().map(to_wire).unzip();
         let report = |report: &record::Report| {
             let record::Report { reader, at_ms, message, .. } = report.clone();
-            let message: String = message.chars().take(256).collect();
             ReportInfo { reader, at_ms, message }
         };
         let info = VersionInfo {
             summary: self.summary(of, version),
-            versions: self.numbers_of(&of.versions),
+            versions: last_numbers(&of.versions),
             lifetime: of.lifetime,
             keep: of.keep,
             parts: record.parts.iter().map(part).collect(),
@@ -113,12 +110,6 @@ impl Objects {
             reports: version.reports.iter().map(report).collect(),
         };
         Ok((info, segment.flatten()))
-    }
-
-    /// The numbers of versions, the last thousand of them.
-    fn numbers_of(&self, keys: &VecDeque<u64>) -> Vec<u64> {
-        let versions = keys.iter().filter_map(|key| self.versions.get(key)).map(|version| version.record.version);
-        versions.skip(keys.len().saturating_sub(1000)).collect()
     }
 
     /// A version that the caller may read.
@@ -144,13 +135,11 @@ impl Objects {
     pub(in crate::broker::server) fn who(&self, caller: &Caller, socket: &impl AsFd, who: &Who) -> Leases {
         let (mut leases, mut length) = (Vec::new(), 0);
         let from = who.after.map_or(0, |after| after.saturating_add(1));
-        for (looked_at, (&number, token)) in self.numbers.range(from..).enumerate() {
-            let Some(held) = self.leases.get(token) else { continue };
+        for (looked_at, (number, token)) in self.readers.leases(caller, socket, from).enumerate() {
+            let Some(held) = self.leases.get(&token) else { continue };
             let Some(version) = self.versions.get(&held.record.key) else { continue };
             let record = &version.record;
-            let visible = record.name.starts_with(&who.prefix)
-                && (held.record.uid == caller.uid || caller.may(Right::Read, record.owner, record.mode, socket));
-            if !visible {
+            if !record.name.starts_with(&who.prefix) {
                 continue;
             }
             length += 320 + record.name.len();
@@ -188,6 +177,13 @@ impl Objects {
         let bytes = self.versions.values().map(Version::bytes).sum();
         (self.names.len() as u64, self.versions.len() as u64, self.leases.len() as u64, bytes)
     }
+}
+
+/// The numbers of versions in ascending order, the last thousand of them.
+fn last_numbers(versions: &BTreeMap<u64, u64>) -> Vec<u64> {
+    let mut numbers: Vec<u64> = versions.keys().rev().take(1000).copied().collect();
+    numbers.reverse();
+    numbers
 }
 
 /// A table as it is sent, and the segment whose descriptor goes with it.
