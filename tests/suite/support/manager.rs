@@ -240,19 +240,21 @@ impl Runner {
                 child = Some(self.start());
             }
             let ended = self.wait(paused, child.as_ref().map(|(_, end)| end.as_fd()));
-            if !paused {
-                self.read_all();
+            let mut state = self.shared.lock();
+            // A pause applies from the moment that `pause` returns, also if it came during the wait.
+            if state.paused {
+                continue;
             }
+            self.read_all(&mut state);
             if ended && let Some((mut gone, _)) = child.take() {
                 // One that traces it may have taken its status.
                 let _ = gone.wait();
                 // What it sent before counts.
-                self.read_all();
-                let mut state = self.shared.lock();
+                self.read_all(&mut state);
                 state.log.push("ended".to_owned());
                 state.main = None;
-                self.shared.changed.notify_all();
             }
+            self.shared.changed.notify_all();
         }
         if let Some((mut child, _)) = child {
             let _ = child.kill();
@@ -291,7 +293,7 @@ impl Runner {
         ended
     }
 
-    fn read_all(&self) {
+    fn read_all(&self, state: &mut State) {
         loop {
             let mut text = [0; 8192];
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253), ScmCredentials(1))];
@@ -305,9 +307,7 @@ impl Runner {
             });
             let fds: Vec<OwnedFd> = rights.flatten().collect();
             let text = String::from_utf8_lossy(&text[..received.bytes]).into_owned();
-            let mut state = self.shared.lock();
             state.message(&text, fds);
-            self.shared.changed.notify_all();
         }
     }
 
