@@ -38,6 +38,8 @@ _HEADER = struct.Struct("<4sHHII")
 _KINDS = ("hello", "request", "offer", "segments", "received", "result", "busy", "error", "pool") + (
     "subscribe", "ready", "done", "withdraw", "gone")  # Of streams, which are not spoken here.
 _BUSY_EVERY = 0.9
+# How the header of an `error` begins: magic, version, kind.
+_ERROR = b"VMFD\x01\x00\x08\x00"
 _WORD = 0xFFFF_FFFF
 
 Body = dict[str, Any]
@@ -59,6 +61,10 @@ class VersionError(VmmfdError):
     """The peer speaks no version that this side speaks."""
 
     code = "version"
+
+
+class UnreadableError(ProtocolError):
+    """The peer ended the conversation with an `error` that can't be read. It is not answered."""
 
 
 class PeerGone(VmmfdError):
@@ -413,8 +419,8 @@ class Channel:
             raise PeerGone("the peer takes no more messages") from None
 
     def receive(self, *kinds: str, first: bool = False) -> Message:
-        """The next message that is an answer, and of one of these kinds. A peer that has asked for nothing yet, whose `first`
-        it is, has nothing to be busy with."""
+        """The next message that is an answer, and of one of these kinds. With `first` the peer has asked for nothing that is not
+        answered, and so has nothing to be busy with."""
         while True:
             message = self._receive()
             if message.kind == "busy" and not first:
@@ -436,8 +442,10 @@ class Channel:
             if flags & socket.MSG_TRUNC:
                 raise ProtocolError(f"a record of more than {_HEADER.size + MAX_BODY} bytes")
             return self.decode(record, fds)
-        except BaseException:
+        except BaseException as error:
             close_all(fds)
+            if isinstance(error, ProtocolError) and record.startswith(_ERROR):
+                raise UnreadableError(f"the peer's error can't be read: {error}") from None
             raise
 
     def _take(self) -> tuple[bytes, list[int], int]:
@@ -500,7 +508,7 @@ class Channel:
     def end(self, error: BaseException | None = None) -> None:
         """Ends the conversation so that the last record arrives, which is an `error` if this side has one to tell."""
         with contextlib.closing(self._socket), contextlib.suppress(OSError):
-            if error is not None and not isinstance(error, (PeerError, PeerGone)):
+            if error is not None and not isinstance(error, (PeerError, PeerGone, UnreadableError)):
                 self._socket.sendmsg([self.encode("error", _error_body(error))], [], socket.MSG_NOSIGNAL)
             self._socket.shutdown(socket.SHUT_WR)
             # To close with records unread would take ours away too.
@@ -594,6 +602,8 @@ class Consumer:
         if self._theirs != self._backend:
             raise Refusal("backend", f"the memory is on backend {self._theirs}, and this side's is {self._backend}")
         memory = _check_offer(offer, object, access)
+        if memory["mechanism"] == "vmm":
+            _check_possible(memory, self._backend == "host" or memory["location"] == "host")
         offered = Offered(offer, range or (0, memory["size"]))
         try:
             if memory["mechanism"] == "vmm":
@@ -695,9 +705,23 @@ def _check_offer(offer: Body, object: str, access: str | None) -> Body:
     if array is not None and (len(array["shape"]) > 64 or _reach(array) > size):
         raise ProtocolError("an array is offered that is not inside the data, or has more than 64 dimensions")
     check = _get(offer, "check", dict, {})
-    if check.get("reply_salt") is not None and (offer["access"] == "ro" or check["reply_salt"] == check.get("salt")):
+    salt, reply, digest = (check.get(name) for name in ("salt", "reply_salt", "digest"))
+    if salt is not None and digest is not None:
+        raise ProtocolError("a check has both a salt and a digest")
+    if reply is not None and (offer["access"] == "ro" or salt in (None, reply)):
         raise ProtocolError("a reply is asked for that can't be written, or can't be told from what is there")
     return memory
+
+
+def _check_possible(memory: Body, of_machine: bool) -> None:
+    """No honest offer is larger: 4 TiB of a device, or the memory and swap space of this machine."""
+    most = 1 << 42
+    if of_machine:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":") for line in lines)
+        most = sum(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+    if memory["mapped_size"] > most:
+        raise Refusal("failed", f"{memory['mapped_size']} bytes of memory are offered, and there are at most {most}")
 
 
 def _reach(array: Body) -> int:
@@ -712,9 +736,10 @@ def _check_part(offered: Offered) -> Body:
     part, memory = _get(offered.offer, "part", dict), offered.memory
     first, segments, offset, size = (part[name] for name in ("first", "segments", "offset", "size"))
     begin, length = offered.range
-    inside = offset + size <= memory["mapped_size"] and first + segments <= memory["segments"] and segments > 0
-    whole = (size == memory["mapped_size"]) == (segments == memory["segments"])
-    if not (offset <= begin and inside and whole and offset + size >= begin + length):
+    behind = memory["segments"] - first - segments, memory["mapped_size"] - offset - size
+    # Before the part, in it and behind it: bytes are in segments, and no segment is empty.
+    pieces = all(0 <= count <= bytes and (count == 0) == (bytes == 0) for count, bytes in ((first, offset), (segments, size), behind))
+    if not (pieces and segments > 0 and offset <= begin and offset + size >= begin + length):
         raise ProtocolError(f"bytes {offered.range} were asked for, and {part} follows")
     return part
 
@@ -819,7 +844,8 @@ class _Service:
         results: list[Body] = []
         while True:
             try:
-                kind, request, _ = self._channel.receive("request", "subscribe", first=not results)
+                asked = ("request",) if results else ("request", "subscribe")
+                kind, request, _ = self._channel.receive(*asked, first=True)
                 if kind == "subscribe":
                     raise Refusal("object", "there is no stream here, only an object to request")
             except PeerGone:

@@ -43,7 +43,7 @@ pub use self::{
 pub use crate::wire::Message;
 use crate::{
     error::{Error, PeerError, Result},
-    wire::{HEADER_LENGTH, MAX_BODY, ProtocolError},
+    wire::{HEADER_LENGTH, MAX_BODY, ProtocolError, is_error},
 };
 
 /// How long a receiver polls its socket before it sleeps: about as long as waking up takes. A peer that answers at once, or sends
@@ -157,8 +157,16 @@ impl Channel {
     /// # Errors
     /// As [`Channel::receive`].
     pub(crate) fn receive_by(&mut self, deadline: Instant, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        let record = self.socket.receive_by(&mut self.incoming, deadline, purpose)?;
-        let message = Message::decode(&self.incoming[..record.length], record.fds.len())?;
+        let received = self.socket.receive_by(&mut self.incoming, deadline, purpose).and_then(|record| {
+            let message = Message::decode(&self.incoming[..record.length], record.fds.len())?;
+            Ok((message, record))
+        });
+        let (message, record) = received.map_err(|error| match error {
+            Error::Peer(PeerError::Protocol(source)) if is_error(&self.incoming) => {
+                ProtocolError::UnreadableError { source: Box::new(source) }.into()
+            }
+            error => error,
+        })?;
         tracing::debug!(kind = message.name(), fds = record.fds.len(), pid = self.peer.pid, "received");
         Ok((message, record.fds))
     }

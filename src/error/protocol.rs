@@ -76,6 +76,12 @@ pub enum ProtocolError {
         /// The most that a record carries.
         most: usize,
     },
+    /// The peer ended the conversation with an `error` that breaks the protocol itself. It is not answered.
+    #[error("the peer ended the conversation with an error that can't be read")]
+    UnreadableError {
+        /// What is wrong with the record.
+        source: Box<ProtocolError>,
+    },
     /// A message of a kind that does not belong here.
     #[error("{got} came where {want} belongs")]
     Unexpected {

@@ -5,6 +5,8 @@ use std::{
     sync::Arc,
 };
 
+use nix::sys::sysinfo::sysinfo;
+
 use super::{
     Allocation, Description, Device, LegacyMemory, Mapping, Part, Placement, Pointer, Pool, PoolBuffer, Region,
     Reservation, Sharing, check_range, pool::check_size,
@@ -279,6 +281,7 @@ impl Importing {
         if part.size == 0 {
             return nonsense(format!("a part has no memory: {part}"));
         }
+        check_possible(device, description, placement)?;
         let owner = match placement {
             Placement::Host => Owner::Host,
             _ if device.uuid() == description.device.uuid => Owner::Device(device.ordinal()),
@@ -413,6 +416,9 @@ impl Importing {
 /// More bytes than a process has addresses for: half of 48 bits is the kernel's.
 const ADDRESSES: u64 = 1 << 47;
 
+/// More bytes than a device has: 4 TiB, where the largest GPUs have a tenth of that. The driver would say how many only with a context.
+const MOST_OF_DEVICE: u64 = 1 << 42;
+
 /// Checks what a description says before it is used. Returns which memory it is.
 fn check(device: &Device, description: &Description, part: &Part) -> Result<Placement> {
     let Sharing::Vmm { placement, segments } = description.sharing else {
@@ -430,17 +436,37 @@ fn check(device: &Device, description: &Description, part: &Part) -> Result<Plac
             ));
         }
     }
-    let possible = segments <= mapped_size / granularity;
-    let whole = part.segments < segments || part.size == mapped_size;
-    let inside = part.offset.checked_add(part.size).is_some_and(|end| end <= mapped_size);
-    let counted = part.first.checked_add(part.segments).is_some_and(|end| end <= segments);
-    let empty = (part.size == 0) == (part.segments == 0);
-    if size > mapped_size || !(inside && counted && whole && possible && empty) {
+    let behind = |all: u64, before: u64, part: u64| all.checked_sub(before)?.checked_sub(part);
+    let pieces = [
+        Some((part.first, part.offset)),
+        Some((part.segments, part.size)),
+        behind(segments, part.first, part.segments).zip(behind(mapped_size, part.offset, part.size)),
+    ];
+    // Before the part, in it and behind it: bytes are in segments, none of which is empty or smaller than the granularity.
+    let possible = |(count, bytes): (u64, u64)| (count == 0) == (bytes == 0) && count <= bytes / granularity;
+    if size > mapped_size || !pieces.into_iter().all(|piece| piece.is_some_and(possible)) {
         return nonsense(format!(
             "{part}: that is no part of {size} bytes of data in {mapped_size} bytes of memory in {segments} segments"
         ));
     }
     Ok(placement)
+}
+
+/// Refuses memory that no machine could have, before addresses are reserved for it.
+fn check_possible(device: &Device, description: &Description, placement: Placement) -> Result<()> {
+    let (most, holder) = if placement == Placement::Host || device.is_host() {
+        let machine = sysinfo().map_err(|errno| Error::system("ask for the size of the machine's memory", errno))?;
+        (machine.ram_total().saturating_add(machine.swap_total()), "this machine has memory and swap space for")
+    } else {
+        (MOST_OF_DEVICE, "the limit for the memory of a device is")
+    };
+    match description.mapped_size {
+        size if size <= most => Ok(()),
+        size => {
+            let message = format!("{size} bytes of memory are offered, and {holder} {most}");
+            Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }))
+        }
+    }
 }
 
 /// What opens memory of a pool or legacy memory, and where the data begins behind that.

@@ -234,9 +234,11 @@ impl<'a> Acceptor<'a> {
                 let peer = idle.link.peer();
                 tracing::info!(pid = peer.pid, uid = peer.uid, error = error.in_full(), "a connection is refused");
                 match &error {
-                    Error::Peer(PeerError::Gone { .. }) | Error::Peer(PeerError::Reported { .. }) => {
-                        drop(self.idle.remove(index))
-                    }
+                    Error::Peer(
+                        PeerError::Gone { .. }
+                        | PeerError::Reported { .. }
+                        | PeerError::Protocol(ProtocolError::UnreadableError { .. }),
+                    ) => drop(self.idle.remove(index)),
                     _ => idle.refuse(&error),
                 }
                 Err(error)

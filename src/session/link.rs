@@ -36,6 +36,8 @@ pub(super) struct Link {
     busy_every: Duration,
     /// What the peer has to be done with, however often it says that it is busy.
     turn: Option<Turn>,
+    /// Whether the peer waits for nothing of this side, so that `busy` would break the protocol.
+    pub(super) at_rest: bool,
 }
 
 /// A time that the peer has for all that it does.
@@ -47,7 +49,7 @@ struct Turn {
 
 impl Link {
     pub(super) fn new(channel: Channel) -> Self {
-        Self { channel, active: Instant::now(), busy_every: BUSY_EVERY, turn: None }
+        Self { channel, active: Instant::now(), busy_every: BUSY_EVERY, turn: None, at_rest: false }
     }
 
     /// A link over a connected socket.
@@ -141,7 +143,8 @@ impl Link {
         self.turn = None;
     }
 
-    /// The next message of a peer that has asked for nothing yet, and so has nothing to be busy with.
+    /// The next message of a peer that has asked for nothing yet, or for nothing since its last request was answered: it has nothing to
+    /// be busy with, so that `busy` is returned like any other message.
     pub(super) fn receive_first(&mut self, deadline: Instant, purpose: &'static str) -> Result<Message> {
         match self.channel.receive_by(deadline, purpose)?.0 {
             // It is not answered with another.
@@ -156,7 +159,11 @@ impl Link {
     /// Says that this side is working, if it sent nothing for a while. To be called often.
     pub(super) fn busy(&mut self) -> Result<()> {
         self.channel.cancel().check()?;
-        if self.active.elapsed() >= self.busy_every { self.send(&Message::Busy(Busy {}), &[]) } else { Ok(()) }
+        if !self.at_rest && self.active.elapsed() >= self.busy_every {
+            self.send(&Message::Busy(Busy {}), &[])
+        } else {
+            Ok(())
+        }
     }
 
     /// Ends the conversation, with an `error` if this side has one that the peer does not know. Waits for the peer to leave as long
@@ -186,10 +193,14 @@ impl Link {
     }
 }
 
-/// The code that the peer gets of an error; `None` where the peer caused it by leaving, or reported it itself.
+/// The code that the peer gets of an error; `None` where the peer left or reported an error itself, readable or not.
 fn code_for(error: &Error) -> Option<ErrorCode> {
     Some(match error {
-        Error::Peer(PeerError::Reported { .. }) | Error::Peer(PeerError::Gone { .. }) => return None,
+        Error::Peer(
+            PeerError::Reported { .. }
+            | PeerError::Gone { .. }
+            | PeerError::Protocol(ProtocolError::UnreadableError { .. }),
+        ) => return None,
         Error::Peer(PeerError::Protocol(ProtocolError::Version { .. })) => ErrorCode::Version,
         Error::Peer(PeerError::Protocol(_)) => ErrorCode::Protocol,
         Error::Peer(PeerError::Mismatch { code, .. }) => *code,

@@ -63,6 +63,13 @@ pub(super) fn read(record: &[u8]) -> Result<Head<'_>, ProtocolError> {
     Ok(Head { kind: u16::from_le_bytes([k0, k1]), fds: u32::from_le_bytes([f0, f1, f2, f3]), body })
 }
 
+/// Whether a record that can't be read is an `error`, as far as its header shows.
+pub(crate) fn is_error(record: &[u8]) -> bool {
+    const ERROR: u16 = 8;
+    let named = [&MAGIC[..], &VERSION.to_le_bytes(), &ERROR.to_le_bytes()].concat();
+    record.starts_with(&named)
+}
+
 /// Checks how many descriptors came against the header and the message.
 pub(super) fn check_fds(kind: &'static str, want: usize, claimed: u32, got: usize) -> Result<(), ProtocolError> {
     if claimed as usize != want || got != want {

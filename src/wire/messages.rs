@@ -155,7 +155,7 @@ pub struct Offer {
     #[serde(default, deserialize_with = "strict::optional_object")]
     pub part: Option<Part>,
     /// What the consumer may check the data against, in the words of an extension. Receivers that do not know it ignore it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "strict::optional_check", skip_serializing_if = "Option::is_none")]
     pub check: Option<Check>,
     /// In a stream the number of the buffer, and only there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -195,7 +195,7 @@ pub struct Verdict {
     /// Whether all was right, as far as the sender knows.
     pub verified: bool,
     /// What its check found; `None` if it checked nothing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "strict::optional_check", skip_serializing_if = "Option::is_none")]
     pub check: Option<Check>,
 }
 

@@ -207,6 +207,8 @@ fn what_a_reader_would_not_see_is_checked_too() {
         refused(5, format!("{{\"segments\":{number}}}").as_bytes());
     }
     refused(5, b"{\"segments\":4,\"segments\":4}");
+    refused(6, br#"{"verified":true,"check":{"words":1,"mismatches":0,"words":1}}"#);
+    refused(6, br#"{"verified":true,"check":{"x":[{"y":1,"y":1}]}}"#);
     // A hello without the list of what its sender can do, or without patience.
     refused(1, br#"{"version":1,"backend":"host","pid":1,"timeout_ms":1}"#);
     let hello = |timeout: u64, capabilities: Vec<String>| {

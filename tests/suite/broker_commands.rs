@@ -378,11 +378,16 @@ fn bytes_that_are_not_as_the_digest_says_are_not_written(broker: Broker) {
     );
     ended.says("did not verify").says(&digest);
     assert!(!copy.exists());
+    // The maker sees it.
+    wait_for("the report", || broker.json(&["stat", "wrong"])["reports"].as_array().unwrap().len() == 1);
+    let report = &broker.json(&["stat", "wrong"])["reports"][0];
+    assert!(report["message"].as_str().unwrap().contains(&format!("its maker gave {digest}")), "{report}");
     let plain = broker.end(&["get", "wrong", "--backend", "auto"]);
     assert!(plain.code(1).stdout.contains("which is WRONG"), "{}", plain.stdout);
     // A digest of another kind can't be verified, which is no mismatch.
     let got = broker.json(&["get", "unknown", "--backend", "auto"]);
     assert_eq!((&got["verified"], &got["backend"]), (&json!(null), &json!("host")));
+    assert_eq!(broker.json(&["stat", "unknown"])["reports"], json!([]));
 }
 
 fn a_part_is_named_where_there_are_several(broker: Broker) {

@@ -78,9 +78,10 @@ fn driver() -> Driver {
 fn this_producer_conforms() {
     let meeting = Meeting::host();
     let options = ["--consumers", "0", "--size", "9MiB", "--chunk", "2MiB", "--timeout", "1s"];
-    for more in [&[][..], &["--round-trip"], &["--seal"]] {
+    let no_reply: &[&str] = &["round-trip-without-check"];
+    for (more, left_out) in [(&[][..], no_reply), (&["--round-trip"], &[]), (&["--seal"], no_reply)] {
         let producer = meeting.listening(&[&options, more].concat());
-        conforms(&conform(&meeting, "consumer", &[]).end(), &[]);
+        conforms(&conform(&meeting, "consumer", &[]).end(), left_out);
         producer.signal(Signal::SIGTERM);
         producer.end();
     }
@@ -404,6 +405,74 @@ fn a_producer_that_breaks_a_rule_is_found_out() {
     );
 }
 
+#[test]
+fn an_answer_that_a_rule_forbids_is_found_out() {
+    let one = |channel: &mut Channel| {
+        offer(channel, |_| {}, None);
+        heard(channel);
+        say(channel, &Message::Result(Verdict::unchecked(true)));
+        heard(channel);
+    };
+    // A wait that `busy` prolongs, and a subscription that is refused as if it were the first message.
+    breaks(
+        &against_producer("busy-between-requests", |channel| {
+            one(channel);
+            heard(channel);
+        }),
+        "H4",
+        "expected error `protocol`",
+    );
+    breaks(
+        &against_producer("subscribe-between-requests", |channel| {
+            one(channel);
+            say(channel, &error(ErrorCode::Object));
+        }),
+        "C13",
+        "expected error `protocol`, and got `object`",
+    );
+    breaks(
+        &against_producer("record: an error without a code", |channel| {
+            greet(channel);
+            heard(channel);
+            say(channel, &error(ErrorCode::Protocol));
+        }),
+        "H5",
+        "sent error after an error that can't be read",
+    );
+    breaks(
+        &against_producer("round-trip-without-check", |channel| {
+            let round_trip: fn(&mut Offer) = |offer| {
+                offer.access = Access::ReadWrite;
+                offer.check = serde_json::from_str(r#"{"salt":1,"reply_salt":2}"#).ok();
+            };
+            offer(channel, round_trip, None);
+            heard(channel);
+            say(channel, &Message::Result(Verdict::unchecked(false)));
+        }),
+        "C11",
+        "answered verified: false and a check where no reply was written",
+    );
+    // A consumer that checks the pattern, whatever else the check says.
+    for (case, rule) in [("salt-and-digest", "K1"), ("reply-salt-without-salt", "K1"), ("salt-twice", "R8")] {
+        let checks = |channel: &mut Channel| {
+            say(channel, &hello(Backend::Host));
+            heard(channel);
+            say(channel, &crate::conversation::request("default", None));
+            while let Ok((message, fds)) = channel.receive("for a test") {
+                if let Message::Segments(_) = message {
+                    say(channel, &Message::Received(Received { segments: fds.len() as u64 }));
+                    let check = serde_json::from_str(r#"{"words":524287,"mismatches":0}"#).ok();
+                    let mut verdict = Verdict::unchecked(true);
+                    verdict.check = check;
+                    say(channel, &Message::Result(verdict));
+                }
+            }
+        };
+        let found = if rule == "R8" { "and it hung up" } else { "expected error `protocol`, and it sent result" };
+        breaks(&against_consumer("producer", case, checks), rule, found);
+    }
+}
+
 /// A consumer that believes everything.
 fn believe(channel: &mut Channel) {
     say(channel, &hello(Backend::Host));
@@ -428,7 +497,10 @@ fn a_consumer_that_breaks_a_rule_is_found_out() {
         ("shorter-memory", "V1"),
         ("no-memory", "V1"),
         ("immutable-unsealed", "V4"),
-        ("far-more-than-comes", "V1"),
+        ("more-than-comes", "V1"),
+        ("far-more-than-there-is", "C9"),
+        ("all-bytes-in-the-first-of-two-segments", "C5"),
+        ("segment-before-the-first-byte", "C5"),
         ("more-than-there-can-be", "M1"),
         ("other-backend", "C2"),
         ("wrong-order", "C6"),

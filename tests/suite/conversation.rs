@@ -872,7 +872,15 @@ mod consumers {
                 legacy(offer);
                 offer.part = Some(Part { first: 0, segments: 0, offset: 0, size: 0 });
             }),
-            (ErrorCode::Failed, |offer, _| claims(offer, |claim| claim.digest = Some("sha256:00".into()))),
+            (ErrorCode::Failed, |offer, _| {
+                claims(offer, |claim| *claim = Claim { digest: Some("sha256:00".into()), ..Claim::default() })
+            }),
+            (ErrorCode::Protocol, |offer, _| {
+                claims(offer, |claim| claim.digest = Some(format!("blake3:{}", "0".repeat(64))))
+            }),
+            (ErrorCode::Protocol, |offer, _| {
+                claims(offer, |claim| *claim = Claim { reply_salt: Some(7), ..Claim::default() })
+            }),
             (ErrorCode::Device, |offer, other| offer.memory.device.uuid = other),
         ];
         for &(code, change) in cases {

@@ -31,7 +31,7 @@ use vmmfd::{
         stream::Subscriber,
     },
     tools::check::Figures,
-    wire::{Busy, Check, ErrorCode, Failure, Hello, Message, Offer, Received, Request, Segments},
+    wire::{Busy, Check, ErrorCode, Failure, Hello, Message, Offer, Part, Received, Request, Segments},
 };
 
 use crate::{
@@ -280,15 +280,22 @@ mod consumers {
     #[test]
     fn an_offer_of_more_than_there_can_be_is_the_peers_lie() {
         let (sound, fd) = offered(100);
-        for mapped_size in [1 << 46, 1 << 47, 1 << 63] {
+        let most = (1 << 26) - 1;
+        for (mapped_size, segments, code) in [
+            // Addresses could be reserved for both.
+            (1 << 46, 1, ErrorCode::Failed),
+            (most * GRANULARITY, most, ErrorCode::Failed),
+            (1 << 47, 1, ErrorCode::Protocol),
+            (1 << 63, 1, ErrorCode::Protocol),
+        ] {
             let mut offer = sound.clone();
-            offer.memory.mapped_size = mapped_size;
-            offer.part.as_mut().unwrap().size = mapped_size;
+            (offer.memory.mapped_size, offer.memory.segments) = (mapped_size, segments);
+            offer.part = Some(Part { segments, size: mapped_size, ..offer.part.unwrap() });
             let ended = against(
                 |channel| {
                     greet(channel, Backend::Host);
                     give(channel, &offer, &fd);
-                    assert_eq!(told(channel), ErrorCode::Protocol, "{mapped_size}");
+                    assert_eq!(told(channel), code, "{mapped_size}");
                 },
                 &["--json"],
             );

@@ -17,7 +17,7 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     channel::Channel,
     driver::{Access::ReadOnly, Access::ReadWrite, code},
-    error::{DeviceError, MemoryError, PeerError},
+    error::{DeviceError, ErrorCode, MemoryError, PeerError},
     memory::{
         Allocation, Array, ArrayHandle, Device, Imported, LegacyMemory, Mapping, Mechanism, Mirror, Placement, Pointer,
         Pool, Region, Selector, Shared, Sharing, Spec, VmmSpec,
@@ -54,6 +54,7 @@ cases! {
     elements_are_those_of_the_descriptor,
     a_file_goes_through_memory_of_every_kind_with_its_digest,
     a_failure_at_any_call_leaves_nothing,
+    memory_that_no_machine_has_reserves_no_addresses,
     ]
     gpus alone: [
     sealing_a_gpus_memory_is_an_agreement,
@@ -817,6 +818,18 @@ fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> R
         array.first(2)?;
     }
     Ok(())
+}
+
+fn memory_that_no_machine_has_reserves_no_addresses(subject: Subject) {
+    let shared = Shared::create(&subject.device(), Spec::vmm(1)).unwrap();
+    let (mut handle, fds) = ArrayHandle::of(&shared, bytes(1)).unwrap();
+    handle.memory.mapped_size = 1 << 46;
+    subject.faulty.take_verbs();
+    let refused = handle.open(&subject.driver, None, fds, ReadOnly);
+    let failed = matches!(refused, Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, .. })));
+    assert!(failed, "{refused:?}");
+    let verbs = subject.faulty.take_verbs();
+    assert!(!verbs.contains(&"import") && !verbs.contains(&"reserve"), "{verbs:?}");
 }
 
 fn a_failure_at_any_call_leaves_nothing(subject: Subject) {

@@ -251,10 +251,14 @@ impl Hold {
         let lacks_memory = matches!(error, Error::Driver { code: code::OUT_OF_MEMORY, .. });
         let blamed = matches!(error, Error::Peer(_) | Error::Driver { .. }) && !lacks_memory;
         if blamed {
-            let report = Report { token: self.held.token, message: error.in_full() };
-            // A report that does not arrive changes nothing here.
-            let _ = self.connection.send(&Message::Report(report), &[]);
+            self.send_report(error.in_full());
         }
+    }
+
+    fn send_report(&self, message: String) {
+        let report = Report { token: self.held.token, message };
+        // A report that does not arrive changes nothing here.
+        let _ = self.connection.send(&Message::Report(report), &[]);
     }
 }
 
@@ -359,6 +363,15 @@ impl Object {
     /// The parts that were asked for.
     pub fn parts(&self) -> &[ObjectPart] {
         &self.parts
+    }
+
+    /// Reports to the broker, in one sentence, that the memory is not what its maker described: that its digest is wrong, say. The broker
+    /// shows the report to everyone who may read the object, and watchers get the event `reported`. Does nothing while the object is
+    /// [parked](Object::park) without its lease. Blocks only while the broker reads nothing.
+    pub fn report(&self, message: impl Into<String>) {
+        if let Some(hold) = &self.hold {
+            hold.send_report(message.into());
+        }
     }
 
     /// The part of a name.

@@ -37,6 +37,7 @@ use crate::{
     wire::{
         Failure, HEADER_LENGTH, MAX_BODY,
         broker::{Message, Refusal},
+        is_error,
     },
 };
 
@@ -362,6 +363,10 @@ impl Reactor {
         }
         match Message::decode(&incoming[..bytes], fds.len()) {
             Ok(message) => self.message(id, message, fds),
+            Err(_) if is_error(&incoming[..bytes]) => {
+                self.reject(id, fds);
+                self.close(id, "it sent an error that can't be read");
+            }
             Err(error) => {
                 self.reject(id, fds);
                 let code = match error {

@@ -12,6 +12,7 @@ use super::{
     gate::{Entered, Turn},
 };
 use crate::{
+    channel::deadline_after,
     driver::Access,
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     memory::Region,
@@ -81,9 +82,10 @@ impl<'a> Conversation<'a> {
         let mut request = first;
         loop {
             self.answer(&request)?;
-            request = match self.link.receive("for another request") {
-                Ok((Message::Request(request), _)) => request,
-                Ok((other, _)) => return Err(unexpected(&other, "request")),
+            let deadline = deadline_after(self.link.channel.timeout());
+            request = match self.link.receive_first(deadline, "for another request") {
+                Ok(Message::Request(request)) => request,
+                Ok(other) => return Err(unexpected(&other, "request")),
                 // It has what it asked for: how it leaves does not matter. It may be about to ask for more, and learns why not.
                 Err(
                     error @ (Error::Peer(PeerError::Gone { .. })

@@ -293,6 +293,7 @@ impl<'a> Consumer<'a> {
     fn greet(&mut self) -> Result<()> {
         self.link.hello(self.chosen.backend(), &[])?;
         let (hello, _) = self.link.receive("for the producer's hello")?;
+        self.link.at_rest = true;
         // Whether the backends fit is the producer's to say, when it knows what is asked for. It may not have looked.
         self.backend = self.link.greeted(hello)?.backend;
         Ok(())
@@ -322,6 +323,7 @@ impl<'a> Consumer<'a> {
     fn open(&mut self, request: &Request, inspect: &mut dyn FnMut(&Offer) -> Result<()>) -> Result<ImportedObject> {
         let begun = Instant::now();
         self.link.send(&Message::Request(request.to_wire()?), &[])?;
+        self.link.at_rest = false;
         let offer = match self.link.receive("for the offer")? {
             (Message::Offer(offer), _) => {
                 check_backend(&self.backend, self.chosen.backend())?;
@@ -348,7 +350,8 @@ impl<'a> Consumer<'a> {
     }
 
     /// Says that this side is at work, if it was silent for a while. A program that works on an object for long calls it often,
-    /// between [`Consumer::request`] and [`Consumer::report`]; [`Consumer::verify`] and [`Consumer::reply`] do it themselves.
+    /// between [`Consumer::request`] and [`Consumer::report`]; [`Consumer::verify`] and [`Consumer::reply`] do it themselves. At any
+    /// other time it sends nothing.
     ///
     /// # Errors
     /// Those of the conversation.
@@ -385,6 +388,7 @@ impl<'a> Consumer<'a> {
     fn conclude(&mut self, object: &ImportedObject, found: &Verdict, verifier: &mut dyn Verifier) -> Result<Verdict> {
         let begun = Instant::now();
         self.link.send(&Message::Result(found.clone()), &[])?;
+        self.link.at_rest = true;
         let answer = match self.link.receive("for the producer's result")? {
             (Message::Result(verdict), _) => verdict,
             (other, _) => return Err(unexpected(&other, "result")),

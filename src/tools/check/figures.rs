@@ -45,8 +45,17 @@ impl Claim {
     /// # Errors
     /// [`PeerError::Protocol`]; [`PeerError::Mismatch`] for a digest of an unknown algorithm.
     pub fn inspect(&self, access: Access) -> Result<()> {
-        if self.reply_salt.is_some() && self.reply_salt == self.salt {
-            return Err(wrong("the reply's salt is the offer's own".to_owned()));
+        if let (Some(salt), Some(digest)) = (self.salt, &self.digest) {
+            return Err(wrong(format!(
+                "a check has the salt {salt} and the digest `{digest}`: only one of them belongs there"
+            )));
+        }
+        match (self.salt, self.reply_salt) {
+            (None, Some(reply)) => return Err(wrong(format!("a check has the reply_salt {reply} without a salt"))),
+            (Some(salt), Some(reply)) if salt == reply => {
+                return Err(wrong(format!("a check has the reply_salt {reply}, which is also its salt")));
+            }
+            _ => {}
         }
         if self.reply_salt.is_some() && access == Access::ReadOnly {
             return Err(wrong("a reply is requested in memory that is offered read-only".to_owned()));
@@ -218,5 +227,25 @@ mod tests {
         assert!(matches!(Claim::read(Some(&long)), Err(Error::Peer(PeerError::Protocol(_)))));
         let escape = check(r#"{"words":0,"mismatches":0,"digest":"\u001b[31m"}"#);
         assert_eq!(Figures::read(Some(&escape)).unwrap().unwrap().digest.as_deref(), Some(" [31m"));
+    }
+
+    #[test]
+    fn a_claim_has_a_salt_or_a_digest() {
+        let digest = || Some(format!("blake3:{}", "0".repeat(64)));
+        let claim = |salt, reply_salt, digest| Claim { salt, reply_salt, digest };
+        for sound in
+            [claim(Some(1), Some(2), None), claim(Some(1), None, None), claim(None, None, digest()), Claim::default()]
+        {
+            sound.inspect(Access::ReadWrite).unwrap();
+        }
+        for wrong in [
+            claim(Some(1), None, digest()),
+            claim(None, Some(2), None),
+            claim(None, Some(2), digest()),
+            claim(Some(1), Some(1), None),
+        ] {
+            let refused = wrong.inspect(Access::ReadWrite);
+            assert!(matches!(refused, Err(Error::Peer(PeerError::Protocol(_)))), "{wrong:?}: {refused:?}");
+        }
     }
 }

@@ -50,6 +50,7 @@ fn rule_of(error: &ProtocolError) -> &'static str {
                 () => "R4",
             }
         }
+        ProtocolError::UnreadableError { source } => rule_of(source),
         ProtocolError::Content(reason) if reason.contains("sizes") => "R3",
         ProtocolError::Content(_) => "R9",
         _ => "R1",

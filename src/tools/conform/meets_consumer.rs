@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use super::{
     Case, Scene,
     fault::Fault,
-    meets_producer::{checked, gives_up, impatient, record},
+    meets_producer::{checked, gives_up, impatient, record, record_of},
     memory::{Flaw, Lending, SALT, holds, memfd, not_memory},
     peer::{Heard, Peer},
     records::{about, unreadable},
@@ -17,6 +17,9 @@ use crate::{
     tools::check::{Figures, figures::Claim, pattern::words},
     wire::{Busy, ByteRange, Failure, HEADER_LENGTH, Hello, Message, Offer, Request, Segments, Verdict},
 };
+
+/// The salt of a reply.
+const REPLY: u32 = !SALT;
 
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = vec![
@@ -80,15 +83,30 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new("contradicting-result", &["K4"], contradicting_result),
     ];
     bad_offers(&mut cases);
+    bad_checks(&mut cases);
     bad_fields(&mut cases);
+    for (name, first) in [("all-bytes-in-the-first-of-two-segments", 0), ("segment-before-the-first-byte", 1)] {
+        cases.push(Case::new(name, &["C5"], move |scene, peer| {
+            let size = 2 * GRANULARITY;
+            let fd = memfd(size, Flaw::None).map_err(Fault::Failed)?;
+            let mut lending = Lending::new(scene, 1).map_err(Fault::Failed)?.with_descriptor(fd);
+            lending.segments[0].1 = size;
+            enlarge(&mut lending.offer, size);
+            (lending.offer.memory.segments, lending.offer.check) = (2, None);
+            change_part(&mut lending.offer, |part| part.first = first);
+            let request = greet(peer)?;
+            offer(peer, &lending.offer, &request)?;
+            let segments = Segments { first, sizes: vec![size] };
+            peer.send(&Message::Segments(segments), &[lending.segments[0].0.as_fd()])?;
+            peer.ends_with("C5", &[ErrorCode::Protocol], "one of two segments has all bytes")
+        }));
+    }
     bad_memory(&mut cases);
     for bad in unreadable().unwrap_or_default() {
         let name = format!("record: {}", bad.name);
         cases.push(Case::new(name, about(bad.rule), move |_, peer| {
             greet(peer)?;
-            let null = not_memory().map_err(Fault::Failed)?;
-            peer.send_record(&bad.record, &vec![null.as_fd(); bad.descriptors])?;
-            peer.ends_with(bad.rule, &[bad.code], &bad.name)
+            bad.send(peer)
         }));
     }
     cases
@@ -103,7 +121,7 @@ fn bad_offers(cases: &mut Vec<Case>) {
         ("no-data", &["M1"], |offer| offer.memory.size = 0),
         ("more-data-than-memory", &["M1"], |offer| offer.memory.size = offer.memory.mapped_size + 1),
         ("more-than-there-can-be", &["M1", "C9"], |offer| enlarge(offer, 1 << 47)),
-        ("far-more-than-comes", &["V1", "C9"], |offer| enlarge(offer, 1 << 46)),
+        ("more-than-comes", &["V1", "C9"], |offer| enlarge(offer, 2 * GRANULARITY)),
         ("half-a-unit", &["M1"], |offer| enlarge(offer, offer.memory.mapped_size - GRANULARITY / 2)),
         ("offset-with-vmm", &["M2"], |offer| offer.memory.offset = 4096),
         ("pool-with-vmm", &["M2"], |offer| offer.memory.pool = Some(1)),
@@ -136,6 +154,68 @@ fn bad_offers(cases: &mut Vec<Case>) {
             }
             peer.ends_with(rules[0], &[ErrorCode::Protocol], name)
         }));
+    }
+}
+
+/// Checks that contradict themselves, and memory that no machine has.
+fn bad_checks(cases: &mut Vec<Case>) {
+    let digest = || format!("blake3:{}", "0".repeat(64));
+    let checks = [
+        (
+            "salt-and-digest",
+            &["K1"] as &'static [&'static str],
+            format!(r#"{{"salt":{SALT},"digest":"{}"}}"#, digest()),
+        ),
+        ("reply-salt-without-salt", &["K1"], format!(r#"{{"reply_salt":{REPLY}}}"#)),
+        ("reply-salt-with-digest", &["K1"], format!(r#"{{"reply_salt":{REPLY},"digest":"{}"}}"#, digest())),
+        ("reply-salt-that-is-the-salt", &["K1"], format!(r#"{{"salt":{SALT},"reply_salt":{SALT}}}"#)),
+        ("salt-twice", &["R8"], format!(r#"{{"salt":{SALT},"salt":{SALT}}}"#)),
+    ];
+    for (name, rules, check) in checks {
+        cases.push(Case::new(name, rules, move |scene, peer| {
+            let mut lending = Lending::filled(scene, 1, false).map_err(Fault::Failed)?;
+            (lending.offer.access, lending.offer.check) = (Access::ReadWrite, None);
+            let request = greet(peer)?;
+            // Only as text has an object a name twice.
+            let body = body_of(&for_request(&lending.offer, &request))?.to_string();
+            peer.send_record(&record_of(3, &format!(r#"{{"check":{check},{}"#, &body[1..])), &[])?;
+            segments(peer, &lending, 0, 1)?;
+            refuses_check(peer, &lending, rules[0])
+        }));
+    }
+    cases.push(Case::new("far-more-than-there-is", &["C9"], |scene, peer| {
+        let mut lending = Lending::new(scene, 1).map_err(Fault::Failed)?;
+        let segments = (1 << 26) - 1;
+        enlarge(&mut lending.offer, segments * GRANULARITY);
+        lending.offer.memory.segments = segments;
+        change_part(&mut lending.offer, |part| part.segments = segments);
+        let request = greet(peer)?;
+        offer(peer, &lending.offer, &request)?;
+        self::segments(peer, &lending, 0, 1)?;
+        peer.ends_with("C9", &[ErrorCode::Failed], "128 TiB of memory are offered")
+    }));
+}
+
+/// A consumer that knows the extension ends the conversation because of its check.
+fn refuses_check(peer: &mut Peer, lending: &Lending, rule: &'static str) -> Result<(), Fault> {
+    let replied = || lending.shared.as_ref().map_or(Ok(false), |shared| holds(shared, REPLY)).map_err(Fault::Failed);
+    loop {
+        let found = match peer.hear()? {
+            Heard::Message(message, _) => match *message {
+                Message::Error(Failure { code: ErrorCode::Protocol, .. }) => {
+                    return peer.leaves("H5", "after its error");
+                }
+                Message::Result(Verdict { check: None, .. }) if !replied()? => {
+                    return Fault::left_out("the consumer does not know the extension Pattern and digest");
+                }
+                Message::Received(_) => continue,
+                Message::Error(Failure { code, message }) => format!("it sent error `{code}`: {message}"),
+                other => format!("it sent {}", other.name()),
+            },
+            Heard::End => "it hung up".to_owned(),
+            Heard::Silence => "nothing came".to_owned(),
+        };
+        return Fault::broken(rule, format!("a check contradicts itself: expected error `protocol`, and {found}"));
     }
 }
 
@@ -438,8 +518,7 @@ fn wrong_byte(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 
 fn round_trip(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     let mut lending = Lending::filled(scene, 1, false).map_err(Fault::Failed)?;
-    let reply = !SALT;
-    lending.offer.check = Some(Claim { salt: Some(SALT), reply_salt: Some(reply), digest: None }.to_check());
+    lending.offer.check = Some(Claim { salt: Some(SALT), reply_salt: Some(REPLY), digest: None }.to_check());
     lending.offer.access = Access::ReadWrite;
     let request = greet(peer)?;
     if request.access == Some(Access::ReadOnly) || request.range.is_some() {
@@ -447,7 +526,7 @@ fn round_trip(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     }
     let verdict = lend(peer, &lending, &request)?;
     right(&verdict, &lending, &request)?;
-    let replied = lending.shared.as_ref().map_or(Ok(false), |shared| holds(shared, reply)).map_err(Fault::Failed)?;
+    let replied = lending.shared.as_ref().map_or(Ok(false), |shared| holds(shared, REPLY)).map_err(Fault::Failed)?;
     if verdict.check.is_some() && !replied {
         return Fault::broken("C10", "sent its result with a check, and wrote no reply");
     }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use super::{
     Case, Scene,
     fault::Fault,
-    memory::{inspect, not_memory, verify},
+    memory::{inspect, verify},
     peer::{Heard, Peer},
     records::{about, unreadable},
 };
@@ -36,6 +36,18 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new("error", &["H5"], error_ends_it),
         Case::new("idle", &["H6"], idle),
         Case::new("silent-between-requests", &["H6"], silent_between_requests),
+        Case::new("busy-between-requests", &["H4"], |_, peer| {
+            between_requests(peer, &Message::Busy(Busy {}), "H4", "a consumer that asks for nothing is busy")
+        }),
+        Case::new("subscribe-between-requests", &["C13"], |_, peer| {
+            between_requests(
+                peer,
+                &Message::Subscribe(Subscribe { keep: 1 }),
+                "C13",
+                "a subscription follows a handoff",
+            )
+        }),
+        Case::new("round-trip-without-check", &["C11"], round_trip_without_check),
     ];
     let range = |offset, length| Request { range: Some(ByteRange { offset, length }), ..request() };
     refused_requests(&mut cases, "empty-range", ErrorCode::Range, range(0, 0));
@@ -95,9 +107,7 @@ pub(super) fn cases() -> Vec<Case> {
         let name = format!("record: {}", bad.name);
         cases.push(Case::new(name, about(bad.rule), move |_, peer| {
             greet(peer, peer.own_hello(&[]))?;
-            let null = not_memory().map_err(Fault::Failed)?;
-            peer.send_record(&bad.record, &vec![null.as_fd(); bad.descriptors])?;
-            peer.ends_with(bad.rule, &[bad.code], &bad.name)
+            bad.send(peer)
         }));
     }
     cases
@@ -415,12 +425,16 @@ fn unknown_fields(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
 
 /// A record of a body as it is.
 pub(super) fn record(kind: u16, body: &serde_json::Value) -> Vec<u8> {
-    let body = body.to_string().into_bytes();
+    record_of(kind, &body.to_string())
+}
+
+/// As [`record`], of a text that need not be JSON.
+pub(super) fn record_of(kind: u16, body: &str) -> Vec<u8> {
     let mut record = b"VMFD\x01\x00".to_vec();
     record.extend(kind.to_le_bytes());
     record.extend((body.len() as u32).to_le_bytes());
     record.extend([0; 4]);
-    record.extend(body);
+    record.extend(body.as_bytes());
     record
 }
 
@@ -474,4 +488,26 @@ fn silent_between_requests(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> 
     impatient(&hello)?;
     one(peer)?;
     gives_up(peer, &hello, "a consumer is silent after its result")
+}
+
+/// What may not come where another request, or the end, belongs.
+fn between_requests(peer: &mut Peer, message: &Message, rule: &'static str, fault: &str) -> Result<(), Fault> {
+    greet(peer, peer.own_hello(&[]))?;
+    one(peer)?;
+    peer.send(message, &[])?;
+    peer.ends_with(rule, &[ErrorCode::Protocol], fault)
+}
+
+/// A consumer that sends no check has written no reply.
+fn round_trip_without_check(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
+    greet(peer, peer.own_hello(&[]))?;
+    if take(peer, request())?.claim.reply_salt.is_none() {
+        return Fault::left_out("the producer asks for no reply");
+    }
+    match conclude(peer, Verdict::unchecked(true))? {
+        Verdict { verified: true, check: None } => Ok(()),
+        Verdict { verified, .. } => {
+            Fault::broken("C11", format!("answered verified: {verified} and a check where no reply was written"))
+        }
+    }
 }

@@ -64,6 +64,7 @@ pub(super) fn cases() -> Vec<Case> {
         after_a_turn("done-of-nothing", &["S9"], |turn| Message::Done(BufferTurn { buffer: u64::MAX, ..turn })),
         after_a_turn("gone-in-its-turn", &["S12"], |turn| Message::Gone(BufferNumber { buffer: turn.buffer })),
         after_a_turn("subscribe-twice", &["R2"], |_| Message::Subscribe(Subscribe { keep: 1 })),
+        after_a_turn("request-in-a-stream", &["C13"], |_| Message::Request(request())),
         after_a_turn("ready-from-a-subscriber", &["R2"], |turn| {
             Message::Ready(Ready { buffer: turn.buffer, generation: turn.generation, sizes: Vec::new() })
         }),

@@ -1,10 +1,13 @@
 //! Records that no implementation may take.
 
+use std::os::fd::AsFd;
+
 use serde::Deserialize;
 
+use super::{fault::Fault, memory::not_memory, peer::Peer};
 use crate::{
     error::{Error, ErrorCode, Result},
-    wire::{HEADER_LENGTH, MAX_BODY},
+    wire::{HEADER_LENGTH, MAX_BODY, is_error},
 };
 
 /// A record that breaks a rule wherever it comes.
@@ -15,6 +18,18 @@ pub(super) struct Unreadable {
     pub(super) record: Vec<u8>,
     /// How many descriptors come with it.
     pub(super) descriptors: usize,
+}
+
+impl Unreadable {
+    /// Sends it. The other end must end the conversation: with its code, but without a word after an `error`.
+    pub(super) fn send(&self, peer: &mut Peer) -> Result<(), Fault> {
+        let null = not_memory().map_err(Fault::Failed)?;
+        peer.send_record(&self.record, &vec![null.as_fd(); self.descriptors])?;
+        match is_error(&self.record) {
+            true => peer.leaves("H5", "after an error that can't be read"),
+            false => peer.ends_with(self.rule, &[self.code], &self.name),
+        }
+    }
 }
 
 #[derive(Deserialize)]

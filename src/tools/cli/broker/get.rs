@@ -37,7 +37,8 @@ use crate::{
 
 /// Maps an object of a broker read-only, verifies it and writes it to a file
 ///
-/// Where the maker gave a digest, and all of a part is asked for, the bytes are verified. The lease ends with the command.
+/// Where the maker gave a digest, and all of a part is asked for, the bytes are verified. A wrong digest is reported to the broker:
+/// `vmmfd stat` shows it. The lease ends with the command.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("got, and verified where there is a digest",
     "there is no such object or version, it is not as expected, or did not verify"))]
@@ -273,6 +274,7 @@ impl Tool for GetOptions {
             None => parts.iter().all(|part| part.verified == Some(true)).then_some(true),
         };
         if let Some(error) = &error {
+            object.report(error.message.as_str());
             progress.close();
             error.complain();
         }
