@@ -13,12 +13,12 @@ use std::{
     },
     path::{Path, PathBuf},
     process,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use nix::{
     errno::Errno,
-    fcntl::{AtFlags, Flock, FlockArg, renameat},
+    fcntl::{AtFlags, renameat},
     sys::stat::{FchmodatFlags, Mode, fchmod, fchmodat, fstatat},
     unistd::{UnlinkatFlags, unlinkat},
 };
@@ -28,9 +28,9 @@ use rustix::{
 };
 
 use super::{
-    Cancel, Peer, RETRY,
+    Cancel, Peer,
     connect::{Attempt, attempt, new_socket},
-    deadline_after,
+    lock::PathLock,
     path::{MAX_PATH, split},
     record::check_type,
 };
@@ -61,24 +61,41 @@ struct SocketFile {
 
 impl Listener {
     /// Listens at a path. A socket that no process listens on is replaced. The file has mode 0600, or 0666 if
-    /// `open_to_others`. Waits up to `timeout` for the lock on the folder.
+    /// `open_to_others`. Waits up to `timeout` for the lock, a file beside the
+    /// socket.
     ///
     /// The file always names a socket that listens: under the lock the socket is bound to another name, made to listen, and
     /// renamed.
     ///
     /// # Errors
     /// [`SocketError::AlreadyServed`] if another process listens there; [`SocketError::Path`] if the file is not a socket;
-    /// [`SocketError::FolderLocked`] if the folder stays locked for `timeout`; [`Error::System`], [`Error::Interrupted`].
+    /// [`SocketError::FolderLocked`] if another process holds the lock for `timeout`; [`Error::System`], [`Error::Interrupted`].
     ///
     /// See bind(2), listen(2), flock(2), rename(2).
     pub fn bind(path: &Path, open_to_others: bool, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        Self::bind_and_mark(path, open_to_others, false, timeout, cancel).map(|(listener, _)| listener)
+    }
+
+    /// As [`Listener::bind`]. `marks` leaves a mark beside the socket that goes with the socket's file. Also returns the process whose
+    /// mark was found: it did not end in order.
+    pub(crate) fn bind_and_mark(
+        path: &Path,
+        open_to_others: bool,
+        marks: bool,
+        timeout: Duration,
+        cancel: &Cancel,
+    ) -> Result<(Self, Option<i32>)> {
         let (folder_path, name) = split(path)?;
         let folder = File::open(&folder_path)
             .map_err(|error| Error::system(format!("open the folder {}", folder_path.display()), error))?;
-        let _locked = lock(&folder, &folder_path, timeout, cancel)?;
+        let lock = PathLock::take(&folder, &folder_path, &name, timeout, cancel)?;
         Self::check_free(path)?;
+        let marked_by = lock.marked_by();
 
-        let temporary = Temporary { folder: &folder, name: format!(".vmmfd-{}", process::id()).into() };
+        let mut hidden = OsString::from(".");
+        hidden.push(&name);
+        hidden.push(format!(".{}", process::id()));
+        let temporary = Temporary { folder: &folder, name: hidden };
         // A process with the same number may have died here and left it; the lock excludes processes that run.
         temporary.remove();
         let failed = |action: &str, error: io::Error| Error::system(format!("{action} {}", path.display()), error);
@@ -98,7 +115,12 @@ impl Listener {
         renameat(&folder, temporary.name.as_os_str(), &folder, name.as_os_str())
             .map_err(|errno| failed("rename the socket to", errno.into()))?;
         std::mem::forget(temporary);
-        Ok(Self { socket, path: path.to_owned(), file: Some(SocketFile { folder, name, inode }) })
+        let marked = if marks { lock.mark(process::id()) } else { lock.unmark() };
+        if let Err(error) = marked {
+            tracing::warn!(%error, "an end that is not in order will not be reported");
+        }
+        drop(lock);
+        Ok((Self { socket, path: path.to_owned(), file: Some(SocketFile { folder, name, inode }) }, marked_by))
     }
 
     /// Takes over a socket that listens already, such as one of systemd's socket activation. It is made close-on-exec and
@@ -170,8 +192,10 @@ impl Listener {
         let (folder_path, name) = split(path)?;
         let folder = File::open(&folder_path)
             .map_err(|error| Error::system(format!("open the folder {}", folder_path.display()), error))?;
-        let _locked = lock(&folder, &folder_path, timeout, cancel)?;
+        let lock = PathLock::take(&folder, &folder_path, &name, timeout, cancel)?;
         Self::check_free(path)?;
+        // If it can't be, the next broker reports an end that was in order.
+        let _ = lock.unmark();
         match unlinkat(&folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir) {
             Ok(()) | Err(Errno::ENOENT) => Ok(()),
             Err(errno) => Err(Error::system(format!("remove {}", path.display()), errno)),
@@ -237,11 +261,13 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         let Some(SocketFile { folder, name, inode }) = &self.file else { return };
-        let locked = Cancel::new().and_then(|cancel| lock(folder, &self.path, REMOVAL_LOCK, &cancel));
+        let folder_path = self.path.parent().unwrap_or(Path::new(""));
+        let locked = Cancel::new().and_then(|cancel| PathLock::take(folder, folder_path, name, REMOVAL_LOCK, &cancel));
         // Another process may hold the lock. Then the file is removed without it, which is a race for a moment.
-        let _locked = locked.inspect_err(|error| tracing::warn!(%error, "removing the socket without the lock"));
+        let locked = locked.inspect_err(|error| tracing::warn!(%error, "removing the socket without the lock"));
         // Another producer may have replaced it, when it no longer listened.
         if inode_of(folder, name) == Ok(*inode) {
+            let _ = locked.map(|lock| lock.unmark());
             let removed = unlinkat(folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
             if let Err(errno) = removed {
                 tracing::warn!(%errno, path = %self.path.display(), "cannot remove the socket");
@@ -280,24 +306,6 @@ fn through(folder: &File, name: &OsStr) -> PathBuf {
     Path::new("/proc/self/fd").join(folder.as_raw_fd().to_string()).join(name)
 }
 
-fn inode_of(folder: &File, name: &OsStr) -> nix::Result<(u64, u64)> {
+pub(super) fn inode_of(folder: &File, name: &OsStr) -> nix::Result<(u64, u64)> {
     fstatat(folder, name, AtFlags::AT_SYMLINK_NOFOLLOW).map(|stat| (stat.st_dev, stat.st_ino))
-}
-
-/// Locks a folder against other processes that bind or remove sockets in it. No file is left behind. See flock(2).
-fn lock(folder: &File, path: &Path, timeout: Duration, cancel: &Cancel) -> Result<Flock<File>> {
-    let failed = |error: io::Error| Error::system(format!("lock the folder {}", path.display()), error);
-    let deadline = deadline_after(timeout);
-    let mut folder = folder.try_clone().map_err(failed)?;
-    loop {
-        match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
-            Ok(locked) => return Ok(locked),
-            Err((back, Errno::EAGAIN | Errno::EINTR)) if Instant::now() < deadline => folder = back,
-            Err((_, Errno::EAGAIN)) => {
-                return Err(Error::Socket(SocketError::FolderLocked { path: path.to_owned(), waited: timeout }));
-            }
-            Err((_, errno)) => return Err(failed(errno.into())),
-        }
-        cancel.pause(RETRY)?;
-    }
 }

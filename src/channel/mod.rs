@@ -7,6 +7,7 @@
 mod cancel;
 mod connect;
 mod listener;
+mod lock;
 mod path;
 mod peer;
 pub(crate) mod record;

@@ -42,8 +42,8 @@ pub enum SocketError {
         pid: i32,
     },
 
-    /// Another process holds the lock on the socket's folder.
-    #[error("folder {path} stayed locked by another process for {waited:?}", path = path.display())]
+    /// Another process of this user holds the lock of a socket in this folder.
+    #[error("a socket in {path} stayed locked by another process for {waited:?}", path = path.display())]
     FolderLocked {
         /// The folder.
         path: PathBuf,

@@ -10,9 +10,13 @@ pub mod fork;
 mod process;
 #[cfg(feature = "broker")]
 mod socket;
+#[cfg(feature = "tools")]
+mod stderr;
 
 #[cfg(all(test, feature = "broker"))]
 pub(crate) use self::file::tests::without_kcmp;
+#[cfg(feature = "tools")]
+pub(crate) use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
 #[cfg(feature = "broker")]
 pub(crate) use self::{
     descriptor::replace,

@@ -308,7 +308,7 @@ fn full_environment_keeps_restarts_possible() {
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
     let client = Client::connect(&broker.served.path, &Config::default()).unwrap();
-    let memory = filled(&subject.driver, 4 << 20, Some(4096), 9);
+    let memory = filled(&subject.driver, 16 << 20, Some(4096), 9);
     client.put(&Put::new("many").part(PutPart::of("all", &memory).unwrap())).unwrap();
     for event in [Event::Kill(Process::Server), Event::HangUp(Process::Supervisor), Event::Kill(Process::Supervisor)] {
         broker.send(&[event]);
@@ -325,3 +325,51 @@ first=$(head -c $more /dev/zero | tr '\0' x)
 export FIRST=$first SECOND=$first
 exec PROGRAM "$@"
 "#;
+
+#[test]
+fn unread_stderr_blocks_nothing() {
+    let subject = Subject::host();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker.sock");
+    let mut child = Command::new(binary("vmmfd"));
+    child.args(["serve", "-vv", "--socket"]).arg(&path).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = child.spawn().unwrap();
+    let stderr = child.stderr.take().unwrap();
+    let begun = Instant::now();
+    let connect = || Client::connect(&path, &Config::default());
+    while connect().is_err() {
+        assert!(begun.elapsed() < DEADLINE, "it does not serve");
+        thread::sleep(Duration::from_millis(10));
+    }
+    // Some log lines each: more than the pipe and the queue hold.
+    for _ in 0..4000 {
+        connect().unwrap();
+    }
+    let client = connect().unwrap();
+    let memory = filled(&subject.driver, 4096, None, 3);
+    client.put(&Put::new("a").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    assert_eq!(value(&client, &subject.driver, "a"), [3; 2]);
+    let read = thread::spawn(move || io::read_to_string(stderr).unwrap());
+    kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
+    assert!(child.wait().unwrap().success());
+    let log = read.join().unwrap();
+    assert!(log.contains("lines of the log were dropped"), "{} bytes", log.len());
+}
+
+#[test]
+fn lock_of_the_folder_keeps_no_broker_from_starting() {
+    let subject = Subject::host();
+    let mut served = Served::start(Keeper::Supervisor, &subject);
+    let folder = served.path.parent().unwrap().to_owned();
+    assert_eq!(served.stop(), Some(0));
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "an end in order leaves no file");
+    // As any user can lock a folder that it can open.
+    let locked = fs::File::open(&folder).unwrap();
+    locked.lock().unwrap();
+    served.start_again();
+    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
+    broker.check();
+    assert!(!broker.served.log().contains("before this one"), "{}", broker.served.log());
+    let lock = fs::metadata(folder.join(".broker.sock.lock")).unwrap();
+    assert_eq!(lock.permissions().mode() & 0o777, 0o600);
+}

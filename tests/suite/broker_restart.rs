@@ -414,6 +414,8 @@ fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
     until(|| Raw::dial(&served.path).is_err());
     served.start_again();
     let (raw, _) = served.greeted();
+    let report = "the broker before this one was killed, with its supervisor if it had one";
+    assert!(served.log().contains(report) && served.log().contains(&format!("pid={server}")), "{}", served.log());
     let resumed = resume(&raw, &[held]);
     assert_ne!(resumed.instance, instance);
     assert_eq!(resumed.lost, [held]);

@@ -50,7 +50,7 @@ use std::{
 pub(crate) use self::inspect::inspect_and_classify;
 use self::{objects::Objects, reactor::Reactor, storing::Supervision};
 use super::{
-    store::{Inherited, Kept, Name, Store},
+    store::{Inherited, Keeper, Kept, Name, Store},
     supervisor::SupervisorProcess,
 };
 use crate::{
@@ -140,10 +140,19 @@ const CLOSING: Duration = Duration::from_secs(2);
 /// How many connections may wait to be accepted; the kernel has a bound of its own (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
 
-/// Listens at a path, for the users that the config allows.
-fn listen(path: &Path, config: &ServerConfig, cancel: &Cancel) -> Result<Listener> {
+/// Listens at a path, for the users that the config allows. Reports a broker there that did not end in order, unless this one goes on
+/// with its objects. `marks` has the next one report this one.
+fn listen(path: &Path, config: &ServerConfig, goes_on: bool, marks: bool, cancel: &Cancel) -> Result<Listener> {
     let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
-    let listener = Listener::bind(path, open_to_others, config.timeout, cancel)?;
+    let (listener, marked_by) = Listener::bind_and_mark(path, open_to_others, marks, config.timeout, cancel)?;
+    if let Some(pid) = marked_by.filter(|_| !goes_on) {
+        tracing::warn!(
+            pid,
+            path = %path.display(),
+            "the broker before this one was killed, with its supervisor if it had one, or the machine was restarted: its objects are \
+             lost, but for those that connected clients still hold and offer again"
+        );
+    }
     rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
     Ok(listener)
 }
@@ -164,7 +173,7 @@ impl Server {
     /// # Errors
     /// [`Error::Socket`] if the path is served already or can't be used; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let listener = listen(path, &config, cancel)?;
+        let listener = listen(path, &config, false, true, cancel)?;
         let path = listener.path().to_owned();
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
@@ -192,11 +201,15 @@ impl Server {
         let Inherited { socket, catalogues, segments, devices, life, supervisor, others, .. } = inherited;
         // The store has it under its name, also if the file is gone.
         let in_store = socket.is_some();
+        // Whether systemd keeps it when this ends is not known here.
+        let marks = store.keeper() != Keeper::Systemd;
         store.count(socket.as_ref().map(|_| Name::Socket));
         let failed = |error| Error::system("duplicate a descriptor", error);
         let without_file = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
         let taken = socket.map(|socket| Listener::take_over(socket, path)).transpose()?.flatten();
-        let listener = match taken.map_or_else(|| listen(path, &config, cancel).map(Err), |taken| Ok(Ok(taken))) {
+        let listener = match taken
+            .map_or_else(|| listen(path, &config, in_store, marks, cancel).map(Err), |taken| Ok(Ok(taken)))
+        {
             Ok(Ok(taken)) => taken,
             Ok(Err(listener)) => {
                 let listener = listener.leave_file();

@@ -519,6 +519,7 @@ impl Supervisor {
         fds.extend(self.kept.all());
         let program = self.image.program(&executable(&file), role, &[], &fds);
         let program = program.map_err(|error| Error::system("upgrade", error))?;
+        sys::flush_stderr();
         // Everything here is passed on. If the program can't be executed this build is, which is as if nothing had been asked.
         let error = program.execute(OsStr::new(THIS));
         Err(Error::system(format!("execute {}", self.image.program.display()), error))
@@ -608,6 +609,7 @@ fn complain(text: &str) {
     use std::io::Write;
     let mut line = format!("broker    supervisor {text}");
     crate::wire::clean(&mut line);
+    line.push('\n');
     // Where that is closed nothing is to be seen.
-    let _ = writeln!(io::stderr(), "{line}");
+    let _ = sys::Stderr.write_all(line.as_bytes());
 }

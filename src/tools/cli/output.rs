@@ -13,7 +13,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
 
-use crate::wire::clean;
+use crate::{sys::Stderr, wire::clean};
 
 /// The options of every command about its output.
 #[derive(Debug, Clone, Args)]
@@ -47,7 +47,7 @@ impl Output {
         };
         let subscriber = tracing_subscriber::fmt()
             .with_max_level(level)
-            .with_writer(io::stderr)
+            .with_writer(|| Stderr)
             // A closed standard error is not an error; by default it is a panic.
             .log_internal_errors(false)
             .with_ansi(is_coloured(&io::stderr()));
@@ -80,7 +80,8 @@ pub(super) fn complain(line: &str) {
     let mut line = line.to_owned();
     // Paths are the user's, and may have what a terminal would obey.
     clean(&mut line);
-    let _ = writeln!(io::stderr(), "{line}");
+    line.push('\n');
+    let _ = Stderr.write_all(line.as_bytes());
 }
 
 /// The width of the terminal. A line of the progress never fills it: what the terminal itself echoes, as `^C`, must not wrap.

@@ -26,6 +26,7 @@ use crate::{
     },
     channel::{Cancel, broker_socket_path},
     error::Error,
+    sys,
     tools::{
         cli::{
             Exit, Output, Tool, ToolOutput,
@@ -137,6 +138,16 @@ struct ServeReport {
 impl ServeOptions {
     /// Runs what this process is to be: the supervisor, or the server.
     pub(in super::super) fn start(self) -> ExitCode {
+        // A reader that has stopped must not stop the broker.
+        if let Err(error) = sys::never_block_on_stderr() {
+            return fail::<Self>(&Error::system("start a thread", error), self.output.json);
+        }
+        let code = self.run_role();
+        sys::flush_stderr();
+        code
+    }
+
+    fn run_role(self) -> ExitCode {
         let role = Role::from_environment();
         if role != Role::First {
             // Executed through /proc, it would be named after a number. It does not fail for a name.

@@ -1,0 +1,113 @@
+//! The lock of a socket's path: a file beside the socket that no other user can open.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs::{File, Permissions},
+    io::{self, Read},
+    os::unix::fs::{FileExt, MetadataExt, PermissionsExt},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg, OFlag, openat},
+    sys::stat::Mode,
+    unistd::{UnlinkatFlags, geteuid, unlinkat},
+};
+
+use super::{Cancel, RETRY, deadline_after, listener::inode_of};
+use crate::error::{Error, Result, SocketError};
+
+/// Excludes other processes that bind or remove the socket. Dropping it removes the file, unless it is marked.
+pub(super) struct PathLock<'a> {
+    folder: &'a File,
+    name: OsString,
+    file: Flock<File>,
+}
+
+impl<'a> PathLock<'a> {
+    /// Takes the lock of the socket of this name. See flock(2).
+    ///
+    /// # Errors
+    /// [`SocketError::FolderLocked`] if another process holds it for `timeout`; [`SocketError::Path`] if the file belongs to another
+    /// user; [`Error::System`], [`Error::Interrupted`].
+    pub(super) fn take(
+        folder: &'a File,
+        path: &Path,
+        socket: &OsStr,
+        timeout: Duration,
+        cancel: &Cancel,
+    ) -> Result<Self> {
+        let mut name = OsString::from(".");
+        name.push(socket);
+        name.push(".lock");
+        let failed = |error: io::Error| Error::system(format!("lock {}", path.join(&name).display()), error);
+        let deadline = deadline_after(timeout);
+        loop {
+            if let Some(file) = Self::open(folder, &name, path)? {
+                match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                    // The process before may have removed it: then the next one makes another.
+                    Ok(file) if is_at(&file, folder, &name).map_err(failed)? => return Ok(Self { folder, name, file }),
+                    Ok(_) | Err((_, Errno::EAGAIN | Errno::EINTR)) => {}
+                    Err((_, errno)) => return Err(failed(errno.into())),
+                }
+            }
+            if Instant::now() >= deadline {
+                return Err(Error::Socket(SocketError::FolderLocked { path: path.to_owned(), waited: timeout }));
+            }
+            cancel.pause(RETRY)?;
+        }
+    }
+
+    /// Opens the file. `None` if it is to be tried again.
+    fn open(folder: &File, name: &OsStr, path: &Path) -> Result<Option<File>> {
+        let failed = |error: io::Error| Error::system(format!("open {}", path.join(name).display()), error);
+        let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+        let file = openat(folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR).map_err(|errno| failed(errno.into()))?;
+        let file = File::from(file);
+        let metadata = file.metadata().map_err(failed)?;
+        if metadata.uid() != geteuid().as_raw() || !metadata.is_file() {
+            if geteuid().is_root() && unlinkat(folder, name, UnlinkatFlags::NoRemoveDir).is_ok() {
+                return Ok(None);
+            }
+            let reason = format!("uid {} owns its lock {}: remove that file", metadata.uid(), name.display());
+            return Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }));
+        }
+        // Whatever the umask took away.
+        file.set_permissions(Permissions::from_mode(0o600)).map_err(failed)?;
+        Ok(Some(file))
+    }
+
+    /// The process that marked it, if that did not end in order.
+    pub(super) fn marked_by(&self) -> Option<i32> {
+        let mut text = String::new();
+        (&*self.file).take(32).read_to_string(&mut text).ok()?;
+        text.trim().parse().ok()
+    }
+
+    /// Has the file stay, with a process's number, until [`PathLock::unmark`].
+    pub(super) fn mark(&self, pid: u32) -> io::Result<()> {
+        self.unmark()?;
+        self.file.write_all_at(format!("{pid}\n").as_bytes(), 0)
+    }
+
+    pub(super) fn unmark(&self) -> io::Result<()> {
+        self.file.set_len(0)
+    }
+}
+
+impl Drop for PathLock<'_> {
+    fn drop(&mut self) {
+        if self.file.metadata().is_ok_and(|metadata| metadata.len() == 0) {
+            // Before it is unlocked: the next process has opened this file or makes another.
+            let _ = unlinkat(self.folder, self.name.as_os_str(), UnlinkatFlags::NoRemoveDir);
+        }
+    }
+}
+
+/// Whether a name still leads to an open file.
+fn is_at(file: &File, folder: &File, name: &OsStr) -> io::Result<bool> {
+    let metadata = file.metadata()?;
+    Ok(inode_of(folder, name) == Ok((metadata.dev(), metadata.ino())))
+}
