@@ -138,7 +138,7 @@ mod root {
     use std::os::{fd::AsRawFd, unix::net::UnixDatagram};
 
     use sendfd::{RecvWithFd, SendWithFd};
-    use vmmfd::broker::Get;
+    use vmmfd::{broker::Get, error::RefusalCode, wire::broker::Delete};
 
     use super::*;
     use crate::{
@@ -302,5 +302,82 @@ mod root {
                 .ask(&Raw::hello(), &[])
                 .is_ok_and(|answer| matches!(answer, Some((Message::Hello(_), _))))
         });
+    }
+
+    /// A put of so many segments of one memfd, of which one has come.
+    fn reserving(material: &Material) -> Message {
+        let mut put = material.put("hostile");
+        put.sizes.truncate(1);
+        Message::Put(Box::new(put))
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn reservations_leave_other_users_their_share() {
+        let subject = Subject::host();
+        let allow_uids = vec![HOSTILE, OTHER, 0];
+        let server = Process::start(Setup { files: 2000, user: SERVER, allow_uids, ..Setup::of(&subject) });
+        let shared = filled(&subject.driver, 2 * MIB, None, 1);
+        let material = Material::of(&shared).repeated(200);
+        let mut refusal = None;
+        let held: Vec<Raw> = (0..13)
+            .map(|_| {
+                let raw = greeted_as(HOSTILE, &server);
+                match raw.ask(&reserving(&material), &material.fds()[..1]).unwrap() {
+                    Some((Message::Send(_), _)) => {}
+                    Some((Message::Refused(refused), _)) => refusal = Some(refused.message),
+                    other => panic!("{other:?}"),
+                }
+                raw
+            })
+            .collect();
+        let refusal = refusal.expect("all were admitted");
+        assert!(
+            refusal.starts_with("uid 24561 has ") && refusal.contains("asks for 202 more: its share is "),
+            "{refusal}"
+        );
+        // Another user puts as many, and they come whole.
+        let other = greeted_as(OTHER, &server);
+        let answer = other.ask(&Message::Put(Box::new(material.put("fair"))), &material.fds()).unwrap();
+        assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+        // What is given up is free again.
+        drop(held);
+        let raw = greeted_as(HOSTILE, &server);
+        until(|| {
+            let answer = raw.ask(&Message::Put(Box::new(material.put("mine"))), &material.fds()).unwrap();
+            matches!(answer, Some((Message::Published(_), _)))
+        });
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn kept_memory_leaves_other_users_their_share() {
+        let subject = Subject::host();
+        let allow_uids = vec![HOSTILE, OTHER, 0];
+        let server = Process::start(Setup { files: 500, user: SERVER, allow_uids, ..Setup::of(&subject) });
+        let put = |raw: &Raw, name: &str| {
+            let shared = filled(&subject.driver, 20 * 2 * MIB, Some(2 * MIB), 1);
+            let material = Material::of(&shared);
+            raw.ask(&Message::Put(Box::new(material.put(name))), &material.fds()).unwrap().unwrap().0
+        };
+        let hostile = greeted_as(HOSTILE, &server);
+        let kept = (0..6).map(|at| put(&hostile, &format!("hostile/{at}")));
+        let refused: Vec<Message> = kept.filter(|answer| !matches!(answer, Message::Published(_))).collect();
+        let Some(Message::Refused(refusal)) = refused.last() else { panic!("{refused:?}") };
+        assert_eq!(refusal.code, RefusalCode::Full);
+        assert!(refusal.message.contains("its share is "), "{}", refusal.message);
+        let other = greeted_as(OTHER, &server);
+        assert!(matches!(put(&other, "fair"), Message::Published(_)));
+        // One memfd counts once, however often it is named.
+        for name in ["hostile/0", "hostile/1"] {
+            let delete = Message::Delete(Delete { name: name.to_owned(), request: None });
+            assert!(matches!(hostile.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
+        }
+        let material = Material::of(&filled(&subject.driver, 2 * MIB, None, 1)).repeated(5);
+        for at in 0..10 {
+            let put = Message::Put(Box::new(material.put(&format!("same/{at}"))));
+            let answer = hostile.ask(&put, &material.fds()).unwrap();
+            assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+        }
     }
 }

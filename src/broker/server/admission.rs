@@ -12,7 +12,6 @@ use super::{
     ConnectionId,
     caller::Caller,
     connection::Connection,
-    puts::Draft,
     reactor::{Reactor, Timer},
 };
 use crate::{
@@ -75,7 +74,7 @@ impl Reactor {
             self.close_refused(socket, None);
             return Ok(());
         }
-        if let Err(message) = self.check_admission(uid) {
+        if let Err(message) = self.check_admission(&caller) {
             self.refuse_connection(&caller, &socket, ErrorCode::Full, message);
             self.close_refused(socket, Some(uid));
             return Ok(());
@@ -113,10 +112,11 @@ impl Reactor {
             || self.config.allow_gids.iter().any(|gid| caller.is_of(*gid, socket))
     }
 
-    fn check_admission(&mut self, uid: u32) -> Result<(), String> {
+    fn check_admission(&mut self, caller: &Caller) -> Result<(), String> {
+        let uid = caller.uid;
         self.objects.users().check_connection(uid).map_err(|refusal| refusal.message)?;
         self.closers.check(uid)?;
-        self.require_descriptors(1).map_err(|refusal| refusal.message)
+        self.require_descriptors(caller, 1).map_err(|refusal| refusal.message)
     }
 
     /// Why nothing may be received on a connection, since it may bring descriptors that can't be closed or have no room. The kernel
@@ -135,30 +135,36 @@ impl Reactor {
         }
     }
 
-    /// Refuses what would need more descriptors than this process may have.
-    pub(super) fn require_descriptors(&self, more: usize) -> Result<(), BrokerError> {
-        let used = self.descriptors();
-        if used + more + SPARE <= self.limit {
+    /// Refuses what would need more descriptors than this process may have, or than a user's share: half of what other users leave.
+    /// The server's own user and root, who may do everything, have no share.
+    pub(super) fn require_descriptors(&self, caller: &Caller, more: usize) -> Result<(), BrokerError> {
+        let (used, limit, uid) = (self.descriptors(), self.limit, caller.uid);
+        if used + more + SPARE > limit {
+            return Err(BrokerError::new(
+                RefusalCode::Full,
+                format!(
+                    "the broker has {used} descriptors, needs {SPARE} to spare, and {more} more are asked for: its limit is {limit}; \
+                     raise it (ulimit -n, LimitNOFILE)"
+                ),
+            ));
+        }
+        let own = self.objects.descriptors_of(uid) + self.closers.files_of(uid);
+        let share = limit.saturating_sub(SPARE + used.saturating_sub(own)) / 2;
+        if caller.is_superuser() || own + more <= share {
             return Ok(());
         }
-        let limit = self.limit;
         Err(BrokerError::new(
             RefusalCode::Full,
             format!(
-                "the broker has {used} descriptors, needs {SPARE} to spare, and {more} more are asked for: its limit is {limit}; \
-                 raise it (ulimit -n, LimitNOFILE)"
+                "uid {uid} has {own} descriptors in the broker and asks for {more} more: its share is {share}, half of what other \
+                 users leave; delete objects, or raise the broker's limit (ulimit -n, LimitNOFILE)"
             ),
         ))
     }
 
-    /// Descriptors that this process has, about.
+    /// Descriptors that this process has, about, and those that puts under way will bring.
     pub(super) fn descriptors(&self) -> usize {
-        let kept = self.objects.descriptors() + self.worker.closing() + self.closers.descriptors();
-        self.connections.len() + self.abandoned.len() + kept + self.uploading + self.held_back()
-    }
-
-    /// Descriptors that came and are not published yet.
-    fn held_back(&self) -> usize {
-        self.drafts.values().map(Draft::descriptors).sum()
+        let closing = self.worker.closing() + self.closers.descriptors();
+        self.connections.len() + self.abandoned.len() + self.objects.descriptors() + closing
     }
 }

@@ -48,6 +48,8 @@ struct Queue {
     connections: usize,
     /// Those that are being closed included.
     descriptors: usize,
+    /// The descriptors among them that are no connections.
+    files: usize,
     /// Whether it has a thread, or waits for one.
     busy: bool,
 }
@@ -74,6 +76,11 @@ impl Closers {
         self.descriptors
     }
 
+    /// How many of a user's are not closed yet, besides connections that count as the user's.
+    pub(super) fn files_of(&self, uid: u32) -> usize {
+        self.queues.get(&Some(uid)).map_or(0, |queue| queue.files)
+    }
+
     /// Why a user may send nothing more, if so many of its descriptors are not closed.
     pub(super) fn check(&self, uid: u32) -> Result<(), String> {
         let blocked = self.queues.get(&Some(uid)).map_or(0, |queue| queue.descriptors);
@@ -94,6 +101,7 @@ impl Closers {
         self.descriptors += fds.len();
         let queue = self.queues.entry(of).or_default();
         queue.descriptors += fds.len();
+        queue.files += fds.len() - connections;
         queue.connections += connections;
         queue.waiting.extend(fds);
         if !queue.busy {
@@ -141,11 +149,12 @@ impl Closers {
     }
 
     /// A thread has closed so many descriptors.
-    fn closed(&mut self, of: Origin, count: usize) {
+    fn closed(&mut self, of: Origin, count: usize, connections: usize) {
         self.threads -= 1;
         self.descriptors -= count;
         if let Some(queue) = self.queues.get_mut(&of) {
             queue.descriptors -= count;
+            queue.files -= count - connections;
             if queue.waiting.is_empty() {
                 self.queues.remove(&of);
             } else {
@@ -199,7 +208,7 @@ impl Reactor {
     }
 
     fn closed(&mut self, of: Origin, count: usize, connections: usize) {
-        self.closers.closed(of, count);
+        self.closers.closed(of, count, connections);
         if let Some(uid) = of {
             (0..connections).for_each(|_| self.objects.users().remove_connection(uid));
         }

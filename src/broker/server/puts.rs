@@ -89,11 +89,6 @@ impl Draft {
         self.puts.iter().flat_map(|(_, parts)| parts).any(|known| known.name == part)
     }
 
-    /// How many descriptors it has.
-    pub(super) fn descriptors(&self) -> usize {
-        self.puts.iter().flat_map(|(_, parts)| parts).map(|part| part.segments.len() + 1).sum()
-    }
-
     fn is_complete(&self) -> bool {
         self.announced.iter().all(|part| self.has(part))
     }
@@ -120,11 +115,16 @@ fn examine(id: ConnectionId, uid: u32, descriptors: usize, examination: Examinat
         Examined::Refused(refusal, fds) => Err((refusal, fds)),
     };
     Step::Done(Box::new(move |reactor: &mut Reactor| {
-        reactor.uploading -= descriptors;
+        reactor.objects.users().end_reservation(uid, descriptors);
         reactor.set_request(id, Request::None);
         reactor.prepared(id, uid, prepared);
         reactor.listen_again(id);
     }))
+}
+
+/// How many descriptors they have at most: those of segments and tables.
+fn descriptors_of(parts: &[NewPart]) -> usize {
+    parts.iter().map(|part| part.segments.len() + 1).sum()
 }
 
 /// Whether two lists name the same parts, in any order; neither names one twice.
@@ -162,7 +162,7 @@ impl Reactor {
                 let segments = fds.split_off(fds.len() - put.sizes.len());
                 let segments = put.sizes.iter().copied().zip(segments).collect::<Vec<_>>();
                 let upload = Upload { uid, put, terms, total, tables: fds, segments };
-                self.uploading += upload.descriptors();
+                self.objects.users().reserve(uid, upload.descriptors());
                 if upload.segments.len() < total {
                     self.set_request(id, Request::Upload(Box::new(upload)));
                     self.set_deadline(id, deadline_after(self.timeout()));
@@ -203,7 +203,7 @@ impl Reactor {
         let Some(connection) = self.connections.get(&id) else { return invalid("the connection has ended") };
         self.objects.check_put(&connection.caller, connection, &terms, bytes)?;
         let tables = put.parts.len() + 1;
-        self.require_descriptors(total + tables)?;
+        self.require_descriptors(&connection.caller, total + tables)?;
         Ok((terms, total))
     }
 
@@ -240,7 +240,7 @@ impl Reactor {
 
     /// Closes what came of a put that is given up.
     pub(super) fn end_upload(&mut self, upload: Upload) {
-        self.uploading -= upload.descriptors();
+        self.objects.users().end_reservation(upload.uid, upload.descriptors());
         self.reject_of(Some(upload.uid), upload.into_fds());
     }
 
@@ -340,6 +340,7 @@ impl Reactor {
             return Err(refusal);
         }
         self.objects.users().add_waiting(caller.uid, bytes);
+        self.objects.users().reserve(caller.uid, descriptors_of(&parts));
         let fresh = || Draft {
             uid: caller.uid,
             announced: announced.to_vec(),
@@ -365,6 +366,7 @@ impl Reactor {
         let waited = puts.iter().map(|(_, parts)| bytes_of(parts)).sum::<u64>()
             + metadata.as_ref().map_or(0, |(_, table)| table.length());
         self.objects.users().remove_waiting(uid, waited);
+        self.objects.users().end_reservation(uid, puts.iter().map(|(_, parts)| descriptors_of(parts)).sum());
         let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
         let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
         parts.sort_by_key(|part| announced.iter().position(|name| *name == part.name));
@@ -449,6 +451,7 @@ impl Reactor {
         let waited =
             gone.iter().map(|(_, parts)| bytes_of(parts)).sum::<u64>() + metadata.as_ref().map_or(0, NewTable::length);
         self.objects.users().remove_waiting(draft.uid, waited);
+        self.objects.users().end_reservation(draft.uid, gone.iter().map(|(_, parts)| descriptors_of(parts)).sum());
         let empty = draft.puts.is_empty();
         let rest = if empty { self.drafts.remove(key) } else { None };
         let rest = rest.and_then(|draft| draft.metadata).map(|(_, table)| table);

@@ -114,8 +114,6 @@ pub(super) struct Reactor {
     pub(super) metrics: Metrics,
     /// The connections whose gets wait for a name.
     pub(super) waiting: HashMap<String, HashSet<ConnectionId>>,
-    /// Descriptors of puts that were admitted and are not checked yet.
-    pub(super) uploading: usize,
     pub(super) last: ConnectionId,
     timers: BTreeSet<(Instant, Timer)>,
     /// How many leases and names of closed connections may still end in this turn of the loop.
@@ -177,7 +175,6 @@ impl Reactor {
             watchers,
             metrics: Metrics::new(),
             waiting: HashMap::new(),
-            uploading: 0,
             last: ConnectionId(CONNECTIONS),
             timers: BTreeSet::new(),
             ends_left: ENDS_AT_ONCE,

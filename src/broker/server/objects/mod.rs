@@ -240,9 +240,14 @@ impl Objects {
         self.segments.get(id)
     }
 
-    /// How many descriptors are kept.
+    /// How many descriptors are kept, or reserved for puts under way.
     pub(super) fn descriptors(&self) -> usize {
-        self.segments.len() + self.journal.descriptors()
+        self.segments.len() + self.journal.descriptors() + self.users.reserved()
+    }
+
+    /// How many descriptors a user has, connections included.
+    pub(super) fn descriptors_of(&self, uid: u32) -> usize {
+        self.users.descriptors_of(uid)
     }
 
     pub(super) fn users(&mut self) -> &mut Users {

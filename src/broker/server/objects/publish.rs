@@ -80,6 +80,8 @@ pub(in crate::broker::server) struct Terms {
 /// A version whose descriptors are on their way into the store.
 #[derive(Debug)]
 pub(in crate::broker::server) struct Staged {
+    /// Its maker.
+    uid: u32,
     metadata: Option<Table>,
     parts: Vec<record::Part>,
     kept: Vec<SegmentId>,
@@ -179,16 +181,17 @@ impl Objects {
         metadata: Option<NewTable>,
         parts: Vec<NewPart>,
     ) -> Result<Staged, BrokerError> {
+        let uid = parts.first().map_or(0, |part| part.maker.uid);
         let descriptors = 1 + parts.iter().map(|part| part.segments.len() + 1).sum::<usize>();
         if let Err(refusal) = self.store.require_room(descriptors, self.segments.longest_name(descriptors)) {
             self.discard(metadata, parts);
             return Err(refusal);
         }
         let mut kept = Vec::new();
-        match self.keep(metadata, parts, &mut kept) {
-            Ok((metadata, parts)) => Ok(Staged { metadata, parts, kept, mark: self.store.mark() }),
+        match self.keep(uid, metadata, parts, &mut kept) {
+            Ok((metadata, parts)) => Ok(Staged { uid, metadata, parts, kept, mark: self.store.mark() }),
             Err(refusal) => {
-                self.forget(kept);
+                self.forget(uid, kept);
                 Err(refusal)
             }
         }
@@ -196,7 +199,7 @@ impl Objects {
 
     /// Takes back what was staged and is not to be published.
     pub(in crate::broker::server) fn unstage(&mut self, staged: Staged) {
-        self.forget(staged.kept);
+        self.forget(staged.uid, staged.kept);
     }
 
     /// Publishes a version that was staged. On failure nothing of it is kept.
@@ -207,10 +210,10 @@ impl Objects {
         terms: &Terms,
         staged: Staged,
     ) -> Result<Published, BrokerError> {
-        let Staged { metadata, parts, kept, .. } = staged;
+        let Staged { uid, metadata, parts, kept, .. } = staged;
         let bytes = record::bytes_of(metadata.as_ref(), &parts);
         if let Err(refusal) = self.check_put(caller, socket, terms, bytes) {
-            self.forget(kept);
+            self.forget(uid, kept);
             return Err(refusal);
         }
         let existing = self.names.get(terms.name.as_str());
@@ -245,7 +248,7 @@ impl Objects {
         let published = Published { version: record.version, id: record.id.clone() };
         let entry = Record::Published(Box::new(record));
         if let Err(error) = self.write(&entry) {
-            self.forget(kept);
+            self.forget(uid, kept);
             return Err(unwritten(error));
         }
         let Record::Published(record) = entry else { return Err(unwritten_kind()) };
@@ -382,6 +385,7 @@ impl Objects {
     /// Puts the descriptors of parts into the store. What was kept so far is in `kept`, also after a failure.
     fn keep(
         &mut self,
+        uid: u32,
         metadata: Option<NewTable>,
         parts: Vec<NewPart>,
         kept: &mut Vec<SegmentId>,
@@ -394,6 +398,7 @@ impl Objects {
                     Some(duplicate) => self.garbage.push(duplicate),
                     None => self.store.keep(id),
                 }
+                self.users.add_segment(uid, id);
                 kept.push(id);
                 Some(id)
             }
@@ -422,8 +427,8 @@ impl Objects {
     }
 
     /// Takes back what was kept of a put that failed.
-    fn forget(&mut self, kept: Vec<SegmentId>) {
-        kept.into_iter().for_each(|id| self.release(id));
+    fn forget(&mut self, uid: u32, kept: Vec<SegmentId>) {
+        kept.into_iter().for_each(|id| self.release(uid, id));
     }
 
     /// Closes what was to be published.

@@ -117,7 +117,7 @@ impl Objects {
             return self.undropped.push(key);
         }
         if let Some(version) = self.forget_version(key) {
-            segments_of(&version.record).for_each(|id| self.release(id));
+            segments_of(&version.record).for_each(|id| self.release(version.payer(), id));
         }
     }
 
@@ -138,8 +138,9 @@ impl Objects {
         Some(version)
     }
 
-    /// Takes one reference to a segment away. With the last one its descriptor goes, from the store too.
-    pub(super) fn release(&mut self, id: SegmentId) {
+    /// Takes one of a user's references to a segment away. With the last one its descriptor goes, from the store too.
+    pub(super) fn release(&mut self, uid: u32, id: SegmentId) {
+        self.users.remove_segment(uid, id);
         if let Some(fd) = self.segments.release(id) {
             self.store.remove(Stored::Segment(id));
             self.garbage.push(fd);

@@ -131,8 +131,9 @@ impl Objects {
                         self.segments.restore(id, fd, size);
                     }
                     None if given.contains(&id) => self.segments.refer(id),
-                    None => {}
+                    None => continue,
                 }
+                self.users.add_segment(version.payer(), id);
             }
         }
         if !segments.is_empty() {

@@ -1,10 +1,10 @@
 //! What each user has in the broker, and may have.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, hash_map::Entry};
 
 use crate::{
     broker::{
-        catalogue::record,
+        catalogue::{SegmentId, record},
         server::{Quota, objects::view::add_bytes},
     },
     error::{BrokerError, RefusalCode},
@@ -39,13 +39,18 @@ struct Usage {
     requested: u64,
     /// Bytes of answers that the sockets have not taken yet.
     unread: u64,
+    /// Descriptors of puts that are not published: those that came, and those that are still to come.
+    reserved: usize,
+    /// The kept descriptors, and how often its versions have each.
+    segments: HashMap<SegmentId, u64>,
     devices: Vec<DeviceBytes>,
 }
 
 impl Usage {
     fn is_empty(&self) -> bool {
         let Self { bytes, waiting, objects, kept, leases, connections, reports, requested, unread, .. } = *self;
-        [bytes, waiting, objects, kept, leases, connections, reports, requested, unread].iter().all(|count| *count == 0)
+        let counts = [bytes, waiting, objects, kept, leases, connections, reports, requested, unread];
+        counts.iter().all(|count| *count == 0) && self.reserved == 0 && self.segments.is_empty()
     }
 }
 
@@ -54,11 +59,13 @@ impl Usage {
 pub(in crate::broker::server) struct Users {
     quota: Quota,
     users: HashMap<u32, Usage>,
+    /// What all users have reserved.
+    reserved: usize,
 }
 
 impl Users {
     pub(super) fn new(quota: Quota) -> Self {
-        Self { quota, users: HashMap::new() }
+        Self { quota, users: HashMap::new(), reserved: 0 }
     }
 
     fn of(&self, uid: u32) -> Option<&Usage> {
@@ -126,6 +133,43 @@ impl Users {
 
     pub(in crate::broker::server) fn remove_waiting(&mut self, uid: u32, bytes: u64) {
         self.change(uid, |usage| usage.waiting -= bytes);
+    }
+
+    /// Counts descriptors of a put that is not published, also those that are still to come.
+    pub(in crate::broker::server) fn reserve(&mut self, uid: u32, descriptors: usize) {
+        self.reserved += descriptors;
+        self.change(uid, |usage| usage.reserved += descriptors);
+    }
+
+    pub(in crate::broker::server) fn end_reservation(&mut self, uid: u32, descriptors: usize) {
+        self.reserved -= descriptors;
+        self.change(uid, |usage| usage.reserved -= descriptors);
+    }
+
+    /// How many descriptors all users have reserved.
+    pub(super) fn reserved(&self) -> usize {
+        self.reserved
+    }
+
+    /// Counts a kept descriptor that a version of the user has.
+    pub(super) fn add_segment(&mut self, uid: u32, id: SegmentId) {
+        self.change(uid, |usage| *usage.segments.entry(id).or_default() += 1);
+    }
+
+    pub(super) fn remove_segment(&mut self, uid: u32, id: SegmentId) {
+        self.change(uid, |usage| {
+            if let Entry::Occupied(mut entry) = usage.segments.entry(id) {
+                *entry.get_mut() -= 1;
+                if *entry.get() == 0 {
+                    entry.remove();
+                }
+            }
+        });
+    }
+
+    /// How many descriptors a user has: of connections, of puts under way, and kept ones.
+    pub(super) fn descriptors_of(&self, uid: u32) -> usize {
+        self.of(uid).map_or(0, |usage| usage.connections as usize + usage.reserved + usage.segments.len())
     }
 
     pub(super) fn add_version(&mut self, uid: u32, bytes: u64, parts: &[record::Part]) {
