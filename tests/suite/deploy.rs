@@ -248,12 +248,22 @@ fn the_broker_of_a_node_has_no_gpu_and_ends_only_when_a_person_deletes_it() {
     }
     let volumes = list(&pod["volumes"]);
     assert_eq!(volumes[0]["hostPath"]["path"].as_str(), Some("/run/vmmfd"));
-    // What uses it, or a unit of the host in its place, has the folder, its own GPU, and the same user.
+    // What uses it, or a unit of the host in its place, has the folder, its own GPU, and another user, as a process of the broker's
+    // user can take the broker's descriptors.
     let reader = &pods("kubernetes/host-broker.yaml")[0];
     let [container] = list(&reader["containers"]) else { panic!("not one container") };
     understood("vmmfd", &words(&container["args"]));
     assert_eq!(list(&container["resources"]["claims"]).len(), 1);
-    assert_eq!(reader["securityContext"], pod["securityContext"]);
+    let user = |pod: &Yaml| pod["securityContext"]["runAsUser"].as_i64().unwrap();
+    assert_ne!(user(reader), user(pod));
+    assert_eq!(reader["securityContext"]["seLinuxOptions"], pod["securityContext"]["seLinuxOptions"]);
+    let broker = &list(&pod["containers"])[0];
+    let allows = |container: &Yaml, user: i64| {
+        let arguments = words(&container["args"]);
+        arguments.windows(2).any(|pair| pair[0] == "--allow-uid" && pair[1] == user.to_string())
+    };
+    assert!(allows(broker, user(reader)) && allows(container, user(pod)));
+    assert!(words(&broker["args"]).iter().any(|word| word == "--quota"));
     assert_eq!(reader["volumes"], pod["volumes"]);
 }
 
