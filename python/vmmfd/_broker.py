@@ -234,8 +234,7 @@ class Broker(Closing):
         it, if it can reach it. With `wait` the object may come so much later.
 
         With `copy_on_write=True` the arrays are writable, and this process alone sees what it writes, as with `torch.load(mmap=True)`: the
-        kernel copies each page at the first write to it. Closing the lease, and `switch`, `park` and `refresh`, never write to the
-        object; what this process wrote is lost with the pages. The host backend alone has it.
+        kernel copies each page at the first write to it. `switch` and `park` discard what was written. The host backend alone has it.
 
         Raises `NotFound` if there is none, `Timeout` if none came in time, `Differs` if it is not as expected, `Denied`, `Invalid`,
         `Unsupported` if no device of this process can reach it, and with `copy_on_write` for memory of a GPU, which CUDA can't map so.

@@ -68,7 +68,8 @@ class Loaded:
 
     def refresh(self, *, moved: Literal["ignore"] | None = None) -> None:
         """Copies the current version's bytes into the private copies again, at their addresses: caches and statistics that the module has
-        written there since are lost. Does not wait: the copies are in order on PyTorch's current stream.
+        written there since are lost. Does not wait: the copies are in order on PyTorch's current stream. A module that was loaded with
+        `copy_on_write` has no private copies but those that `private` names, and keeps what was written to its other tensors.
 
         Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` does if tensors moved."""
         if self.lease.is_closed:
