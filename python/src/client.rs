@@ -158,8 +158,8 @@ impl Client {
     }
 
     /// Gets a lease of an object, and maps it.
-    #[pyo3(signature = (name, *, version=None, newer_than=None, parts=None, arrays=None, expect=None, digest=None, wait=None,
-                        device=None, copy_on_write=false))]
+    #[pyo3(signature = (name, *, version=None, newer_than=None, parts=None, arrays=None, expect=None, expect_owner=None,
+                        digest=None, wait=None, device=None, copy_on_write=false))]
     #[allow(clippy::too_many_arguments)]
     fn get(
         &self,
@@ -170,6 +170,7 @@ impl Client {
         parts: Option<Vec<String>>,
         arrays: Option<Vec<String>>,
         expect: Option<&Bound<'_, PyAny>>,
+        expect_owner: Option<u32>,
         digest: Option<&Bound<'_, PyAny>>,
         wait: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
@@ -177,7 +178,7 @@ impl Client {
     ) -> Outcome<Lease> {
         let device = device.map(device::selector).transpose()?;
         let selection = Selection { parts, arrays };
-        let get = request(name, version, newer_than, &selection, expect, digest)?;
+        let get = request(name, version, newer_than, &selection, expect, expect_owner, digest)?;
         let get = waiting(get, wait)?;
         let leased = self.0.call(py, Purpose::Any, |client| {
             let lease = client.get(&get)?;
@@ -186,7 +187,8 @@ impl Client {
         Ok(Lease::new(leased))
     }
 
-    /// Gets leases of several objects as they are at one moment, each a tuple of name, version, newer_than, parts, arrays, expect, digest.
+    /// Gets leases of several objects as they are at one moment, each a tuple of name, version, newer_than, parts, arrays, expect,
+    /// expect_owner, digest.
     #[pyo3(signature = (requests, *, wait=None, device=None, copy_on_write=false))]
     fn get_all(
         &self,
@@ -200,9 +202,9 @@ impl Client {
         let wait = waited(wait)?;
         let mut gets = Vec::with_capacity(requests.len());
         let mut selections = Vec::with_capacity(requests.len());
-        for (name, version, newer_than, parts, arrays, expect, digest) in requests {
+        for (name, version, newer_than, parts, arrays, expect, expect_owner, digest) in requests {
             let selection = Selection { parts, arrays };
-            gets.push(request(&name, version, newer_than, &selection, expect.as_ref(), digest.as_ref())?);
+            gets.push(request(&name, version, newer_than, &selection, expect.as_ref(), expect_owner, digest.as_ref())?);
             selections.push(selection);
         }
         let leased = self.0.call(py, Purpose::Any, |client| {
@@ -215,8 +217,8 @@ impl Client {
     }
 
     /// Gets a lease, or the claim of what does not exist.
-    #[pyo3(signature = (name, *, part=None, group=None, expect=None, digest=None, parts=None, arrays=None, wait=None, device=None,
-                        copy_on_write=false))]
+    #[pyo3(signature = (name, *, part=None, group=None, expect=None, expect_owner=None, digest=None, parts=None, arrays=None,
+                        wait=None, device=None, copy_on_write=false))]
     #[allow(clippy::too_many_arguments)]
     fn claim<'py>(
         &self,
@@ -225,6 +227,7 @@ impl Client {
         part: Option<String>,
         group: Option<String>,
         expect: Option<&Bound<'_, PyAny>>,
+        expect_owner: Option<u32>,
         digest: Option<&Bound<'_, PyAny>>,
         parts: Option<Vec<String>>,
         arrays: Option<Vec<String>>,
@@ -243,7 +246,7 @@ impl Client {
             }
         };
         let selection = Selection { parts, arrays };
-        let get = waiting(request(name, None, None, &selection, expect, digest)?, wait)?;
+        let get = waiting(request(name, None, None, &selection, expect, expect_owner, digest)?, wait)?;
         let found = self.0.call_with(py, Purpose::Any, |client| {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
@@ -264,7 +267,8 @@ impl Client {
     }
 
     /// Gets a version that is to take the addresses of one that is mapped, and imports it.
-    #[pyo3(signature = (lease, name=None, *, version=None, newer_than=None, expect=None, digest=None, wait=None))]
+    #[pyo3(signature = (lease, name=None, *, version=None, newer_than=None, expect=None, expect_owner=None, digest=None,
+                        wait=None))]
     #[allow(clippy::too_many_arguments)]
     fn prepare(
         &self,
@@ -274,18 +278,19 @@ impl Client {
         version: Option<u64>,
         newer_than: Option<u64>,
         expect: Option<&Bound<'_, PyAny>>,
+        expect_owner: Option<u32>,
         digest: Option<&Bound<'_, PyAny>>,
         wait: Option<&Bound<'_, PyAny>>,
     ) -> Outcome<Prepared> {
         let leased = lease.leased()?;
         let name = name.unwrap_or_else(|| leased.name(py));
-        let get = waiting(request(&name, version, newer_than, &leased.selection, expect, digest)?, wait)?;
+        let get = waiting(request(&name, version, newer_than, &leased.selection, expect, expect_owner, digest)?, wait)?;
         let prepared = self.0.call(py, Purpose::Any, |client| leased.prepare(client.get(&get)?))?;
         Ok(Prepared::new(prepared))
     }
 
     /// Gets the version that is to be where one was parked, and puts it there.
-    #[pyo3(signature = (lease, name=None, *, version=None, expect=None, digest=None, wait=None))]
+    #[pyo3(signature = (lease, name=None, *, version=None, expect=None, expect_owner=None, digest=None, wait=None))]
     #[allow(clippy::too_many_arguments)]
     fn unpark(
         &self,
@@ -294,13 +299,14 @@ impl Client {
         name: Option<String>,
         version: Option<u64>,
         expect: Option<&Bound<'_, PyAny>>,
+        expect_owner: Option<u32>,
         digest: Option<&Bound<'_, PyAny>>,
         wait: Option<&Bound<'_, PyAny>>,
     ) -> Outcome<()> {
         let leased = lease.leased()?;
         leased.check_parked()?;
         let name = name.unwrap_or_else(|| leased.name(py));
-        let get = waiting(request(&name, version, None, &leased.selection, expect, digest)?, wait)?;
+        let get = waiting(request(&name, version, None, &leased.selection, expect, expect_owner, digest)?, wait)?;
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
     }
 
@@ -325,8 +331,8 @@ impl Client {
             return Ok(Some(Lease::of(leased)));
         }
         let selection = Selection { parts: Some(vec![key.1.clone()]), arrays: None };
-        let get =
-            request(name, Some(version), None, &selection, None, None)?.range(start..start.saturating_add(length));
+        let get = request(name, Some(version), None, &selection, None, None, None)?
+            .range(start..start.saturating_add(length));
         let leased = self.0.call(py, Purpose::Any, |client| {
             let lease = client.get(&get)?;
             if lease.id() != key.0 {

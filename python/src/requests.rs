@@ -26,6 +26,7 @@ pub(crate) type Wanted<'py> = (
     Option<Vec<String>>,
     Option<Vec<String>>,
     Option<Bound<'py, PyAny>>,
+    Option<u32>,
     Option<Bound<'py, PyAny>>,
 );
 
@@ -36,6 +37,7 @@ pub(crate) fn request(
     newer_than: Option<u64>,
     selection: &Selection,
     expect: Option<&Bound<'_, PyAny>>,
+    expect_owner: Option<u32>,
     digest: Option<&Bound<'_, PyAny>>,
 ) -> Outcome<Get> {
     let mut get = Get::new(name);
@@ -50,6 +52,7 @@ pub(crate) fn request(
     if let Some(expect) = expect {
         get = get.expect(json::from_mapping(expect, "expect")?);
     }
+    get = expect_owner.into_iter().fold(get, Get::expect_owner);
     if let Some(digest) = digest {
         if digest.is_instance_of::<PyString>() {
             let part = match selection.parts.as_deref() {

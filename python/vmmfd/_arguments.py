@@ -37,6 +37,11 @@ def chosen(value: t.Any, what: str) -> list[str] | None:
     return unique
 
 
+def owner(value: t.Any) -> int | None:
+    """The number of a user."""
+    return whole(value, "expect_owner", 32)
+
+
 def whole(value: t.Any, what: str, bits: int = 64) -> int | None:
     """A number of a version or the like. Raises `Invalid` for what is none, a bool included."""
     number = None

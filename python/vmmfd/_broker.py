@@ -220,6 +220,7 @@ class Broker(Closing):
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
         expect: t.Json | None = None,
+        expect_owner: int | None = None,
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
@@ -229,9 +230,9 @@ class Broker(Closing):
 
         It is the current version, unless `version` names another that is still there; with `newer_than` only a later one. Of `parts` and
         `arrays`, if given, only the segments in which these lie are mapped. `expect` names fields of the metadata and the values that
-        they must have: equal as JSON, so that 1 is not 1.0, and a mapping in it has all fields of the other; `digest` is that of the one
-        part, or a mapping of parts to theirs. `device` uses the memory instead of the one that has
-        it, if it can reach it. With `wait` the object may come so much later.
+        they must have: equal as JSON, so that 1 is not 1.0, and a mapping in it has all fields of the other; `expect_owner` is the number
+        of the user who must own the name; `digest` is that of the one part, or a mapping of parts to theirs. `device` uses the memory
+        instead of the one that has it, if it can reach it. With `wait` the object may come so much later.
 
         With `copy_on_write=True` the arrays are writable, and this process alone sees what it writes, as with `torch.load(mmap=True)`: the
         kernel copies each page at the first write to it. `switch` and `park` discard what was written. The host backend alone has it.
@@ -248,6 +249,7 @@ class Broker(Closing):
                 parts=_arguments.chosen(parts, "parts"),
                 arrays=_arguments.chosen(arrays, "arrays"),
                 expect=expect,
+                expect_owner=_arguments.owner(expect_owner),
                 digest=_arguments.digest(digest),
                 wait=wait,
                 device=device,
@@ -265,11 +267,11 @@ class Broker(Closing):
     ) -> List[Lease]:
         """Gets leases of several objects as they are at one moment, all or none, in their order.
 
-        `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect`
-        and `digest`. Waits up to `wait` until all are there. `copy_on_write` is of all. Raises what `get` does.
+        `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect`,
+        `expect_owner` and `digest`. Waits up to `wait` until all are there. `copy_on_write` is of all. Raises what `get` does.
         """
         requests: List[t.Any] = []
-        options = ("version", "newer_than", "parts", "arrays", "expect", "digest")
+        options = ("version", "newer_than", "parts", "arrays", "expect", "expect_owner", "digest")
         named: Mapping[str, Mapping[str, t.Any]]
         if isinstance(wanted, Mapping):
             named = wanted
@@ -291,6 +293,7 @@ class Broker(Closing):
                     _arguments.chosen(given.get("parts"), "parts"),
                     _arguments.chosen(given.get("arrays"), "arrays"),
                     given.get("expect"),
+                    _arguments.owner(given.get("expect_owner")),
                     _arguments.digest(given.get("digest")),
                 )
             )
@@ -305,6 +308,7 @@ class Broker(Closing):
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
         expect: t.Json | None = None,
+        expect_owner: int | None = None,
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
@@ -323,6 +327,7 @@ class Broker(Closing):
             parts=_arguments.chosen(parts, "parts"),
             arrays=_arguments.chosen(arrays, "arrays"),
             expect=expect,
+            expect_owner=_arguments.owner(expect_owner),
             digest=_arguments.digest(digest),
             wait=wait,
             device=device,
@@ -338,11 +343,20 @@ class Broker(Closing):
         version: int | None = None,
         newer_than: int | None = None,
         expect: t.Json | None = None,
+        expect_owner: int | None = None,
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
     ) -> Prepared:
         """As `Lease.prepare`."""
-        return lease.prepare(name, version=version, newer_than=newer_than, expect=expect, digest=digest, wait=wait)
+        return lease.prepare(
+            name,
+            version=version,
+            newer_than=newer_than,
+            expect=expect,
+            expect_owner=expect_owner,
+            digest=digest,
+            wait=wait,
+        )
 
     def switch(self, lease: Lease, prepared: Prepared, *, exported: t.Literal["valid"] | None = None) -> Prepared:
         """As `Lease.switch`."""
@@ -359,11 +373,12 @@ class Broker(Closing):
         *,
         version: int | t.Literal["newest"] | None = None,
         expect: t.Json | None = None,
+        expect_owner: int | None = None,
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
     ) -> None:
         """As `Lease.unpark`."""
-        lease.unpark(name, version=version, expect=expect, digest=digest, wait=wait)
+        lease.unpark(name, version=version, expect=expect, expect_owner=expect_owner, digest=digest, wait=wait)
 
     def state_dict(
         self,
@@ -374,6 +389,7 @@ class Broker(Closing):
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
         expect: t.Json | None = None,
+        expect_owner: int | None = None,
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
@@ -397,6 +413,7 @@ class Broker(Closing):
             parts=parts,
             arrays=arrays,
             expect=expect,
+            expect_owner=expect_owner,
             digest=digest,
             wait=wait,
             device=device,
@@ -416,6 +433,7 @@ class Broker(Closing):
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
         expect: t.Json | None = None,
+        expect_owner: int | None = None,
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
@@ -433,6 +451,7 @@ class Broker(Closing):
             parts=parts,
             arrays=arrays,
             expect=expect,
+            expect_owner=expect_owner,
             digest=digest,
             wait=wait,
             device=device,

@@ -134,6 +134,7 @@ class Lease(Closing, Mapping[str, Array]):
         version: int | None = None,
         newer_than: int | None = None,
         expect: t.Json | None = None,
+        expect_owner: int | None = None,
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
     ) -> Prepared:
@@ -149,7 +150,14 @@ class Lease(Closing, Mapping[str, Array]):
             newer_than = self.version
         version, newer_than = _arguments.whole(version, "version"), _arguments.whole(newer_than, "newer_than")
         prepared = self._broker._native.prepare(
-            self._native, name, version=version, newer_than=newer_than, expect=expect, digest=_arguments.digest(digest), wait=wait
+            self._native,
+            name,
+            version=version,
+            newer_than=newer_than,
+            expect=expect,
+            expect_owner=_arguments.owner(expect_owner),
+            digest=_arguments.digest(digest),
+            wait=wait,
         )
         return Prepared(prepared)
 
@@ -182,6 +190,7 @@ class Lease(Closing, Mapping[str, Array]):
         *,
         version: int | t.Literal["newest"] | None = None,
         expect: t.Json | None = None,
+        expect_owner: int | None = None,
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
     ) -> None:
@@ -192,7 +201,15 @@ class Lease(Closing, Mapping[str, Array]):
         if version is None and name is None:
             version = self.version
         number = None if version == "newest" else _arguments.whole(version, "version")
-        self._broker._native.unpark(self._native, name, version=number, expect=expect, digest=_arguments.digest(digest), wait=wait)
+        self._broker._native.unpark(
+            self._native,
+            name,
+            version=number,
+            expect=expect,
+            expect_owner=_arguments.owner(expect_owner),
+            digest=_arguments.digest(digest),
+            wait=wait,
+        )
 
     def state_dict(
         self,

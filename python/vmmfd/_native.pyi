@@ -303,7 +303,9 @@ _Expected = Mapping[str, Any]
 _Digest = str | Mapping[str, str]
 _Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
 _PartPlan = tuple[str, list[Memory], list[_Entry], str | None]
-_Request = tuple[str, int | None, int | None, list[str] | None, list[str] | None, _Expected | None, _Digest | None]
+_Request = tuple[
+    str, int | None, int | None, list[str] | None, list[str] | None, _Expected | None, int | None, _Digest | None
+]
 
 @final
 class Client:
@@ -346,6 +348,7 @@ class Client:
         parts: list[str] | None = None,
         arrays: list[str] | None = None,
         expect: _Expected | None = None,
+        expect_owner: int | None = None,
         digest: _Digest | None = None,
         wait: _Time | None = None,
         device: _DeviceName | None = None,
@@ -366,6 +369,7 @@ class Client:
         part: str | None = None,
         group: str | None = None,
         expect: _Expected | None = None,
+        expect_owner: int | None = None,
         digest: _Digest | None = None,
         parts: list[str] | None = None,
         arrays: list[str] | None = None,
@@ -381,6 +385,7 @@ class Client:
         version: int | None = None,
         newer_than: int | None = None,
         expect: _Expected | None = None,
+        expect_owner: int | None = None,
         digest: _Digest | None = None,
         wait: _Time | None = None,
     ) -> Prepared: ...
@@ -391,6 +396,7 @@ class Client:
         *,
         version: int | None = None,
         expect: _Expected | None = None,
+        expect_owner: int | None = None,
         digest: _Digest | None = None,
         wait: _Time | None = None,
     ) -> None: ...

@@ -18,7 +18,7 @@ use vmmfd::{
 
 use crate::{
     broker::{filled, refused},
-    broker_faults::{CHUNK, CHUNKS, MANY, Material, get_message},
+    broker_faults::{CHUNK, CHUNKS, MANY, Material, get_message, memfd},
     broker_process::{Process, Raw, Setup},
     support::Subject,
 };
@@ -185,4 +185,126 @@ fn writable_memory_is_not_immutable() {
     let (code, message) = scene.put(put, &[memory.as_fd()]).unwrap_err();
     assert_eq!((code, message.contains("F_SEAL_WRITE")), (RefusalCode::Memory, true), "{message}");
     scene.assert_empty();
+}
+
+#[test]
+fn tables_count_towards_the_quota() {
+    let subject = Subject::host();
+    let quota = [Some(2 * MIB + 100_000), None, None, None];
+    let server = Process::start(Setup { quota, ..Setup::of(&subject) });
+    let (raw, memory) = (Raw::greeted(&server.path).unwrap(), Material::of(&filled(&subject.driver, MIB, None, 1)));
+    let put = |length: usize| {
+        let text = json!({"x": "x".repeat(length)}).to_string();
+        let table = memfd(&text);
+        let put = broker::Put { metadata: Some(Table::Length(text.len() as u64)), ..memory.put("a") };
+        match raw.ask(&Message::Put(Box::new(put)), &[table.as_fd(), memory.fds()[0]]).unwrap().unwrap().0 {
+            Message::Published(_) => Ok(()),
+            Message::Refused(refusal) => Err(refusal.code),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(put(200_000), Err(RefusalCode::Quota));
+    assert_eq!(put(90_000), Ok(()));
+    // It is given back with its version.
+    server.client().delete("a").unwrap();
+    assert_eq!(put(90_000), Ok(()));
+}
+
+#[test]
+fn table_that_parts_share_is_read_once() {
+    let subject = Subject::host();
+    let server = Process::start(Setup::of(&subject));
+    let raw = Raw::greeted(&server.path).unwrap();
+    let parts = 40;
+    let memory = Material::of(&filled(&subject.driver, 2 * MIB, None, 1)).repeated(parts);
+    let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
+    let text = format!("[ {} ]", (0..50_000).map(entry).collect::<Vec<_>>().join(", "));
+    let table = memfd(&text);
+    let put = |name: &str, tables: usize| {
+        let mut put = memory.put(name);
+        let one = put.parts[0].clone();
+        put.parts = (0..parts).map(|at| broker::PutPart { name: format!("p{at}"), ..one.clone() }).collect();
+        for (at, part) in put.parts.iter_mut().enumerate() {
+            (part.memory.size, part.memory.mapped_size, part.memory.segments) = (2 * MIB, 2 * MIB, 1);
+            part.arrays = (at < tables).then_some(Table::Length(text.len() as u64));
+        }
+        let fds: Vec<_> = std::iter::repeat_n(table.as_fd(), tables).chain(memory.fds()).collect();
+        let before = server.processor_ticks();
+        let answer = raw.ask(&Message::Put(Box::new(put)), &fds).unwrap();
+        assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+        server.processor_ticks() - before
+    };
+    put("warm", 1);
+    let (one, many) = ((0..5).map(|at| put(&format!("one/{at}"), 1)).sum::<u64>() / 5, put("many", parts));
+    eprintln!("{one} ticks for one part with the table, {many} for {parts}");
+    assert!(many < 5 * (one + 2), "{many} ticks for {parts} parts, {one} for one");
+    let found = server.client().stat("many", None).unwrap().version;
+    assert!(found.parts.iter().all(|part| part.arrays == 50_000));
+}
+
+#[test]
+fn shared_table_fits_the_smallest_part() {
+    let scene = Scene::new();
+    let memory = Material::of(&filled(&scene.subject.driver, 2 * MIB, None, 1)).repeated(3);
+    let text = json!([{"name": "a", "array": {"dtype": "uint8", "shape": [3 * MIB]}}]).to_string();
+    let table = memfd(&text);
+    let mut put = memory.put("a");
+    let one = put.parts[0].clone();
+    put.parts = [2, 1]
+        .into_iter()
+        .zip(["large", "small"])
+        .map(|(segments, name)| {
+            let mut part = broker::PutPart { name: name.to_owned(), ..one.clone() };
+            let size = segments * 2 * MIB;
+            (part.memory.size, part.memory.mapped_size, part.memory.segments) = (size, size, segments);
+            part.arrays = Some(Table::Length(text.len() as u64));
+            part
+        })
+        .collect();
+    let fds: Vec<_> = std::iter::repeat_n(table.as_fd(), 2).chain(memory.fds()).collect();
+    let (code, message) = scene.put(put, &fds).unwrap_err();
+    assert_eq!((code, message.contains("part `small`")), (RefusalCode::Invalid, true), "{message}");
+}
+
+#[test]
+fn deleted_name_is_not_offered_back() {
+    let scene = Scene::new();
+    let (fds, uid) = (scene.memory.fds(), nix::unistd::geteuid().as_raw());
+    let offer = |name: &str, id: u8| {
+        let restore = broker::Restore {
+            version: 3,
+            id: format!("0c2b6d3a-7f0e-4f3c-9d4b-0000000000{id:02x}"),
+            created_ms: 1_700_000_000_123,
+            owner: broker::Owner { uid, gid: uid },
+            leases: vec![Token([id; 16])],
+        };
+        let put = broker::Put { restore: Some(restore), mode: Some(0o644), ..scene.memory.put(name) };
+        scene.put(put, &fds).map(|published| published.version).map_err(|(code, _)| code)
+    };
+    assert_eq!(offer("a", 1), Ok(3));
+    scene.server.client().delete("a").unwrap();
+    // The same version, and an older one of the name.
+    assert_eq!(offer("a", 1), Err(RefusalCode::Denied));
+    assert_eq!(offer("a", 2), Err(RefusalCode::Denied));
+    assert_eq!(offer("b", 3), Ok(3));
+    assert_eq!(scene.put(scene.memory.put("a"), &fds).unwrap().version, 1);
+}
+
+#[test]
+fn get_expects_an_owner() {
+    let scene = Scene::new();
+    let (client, uid) = (scene.server.client(), nix::unistd::geteuid().as_raw());
+    scene.put(scene.memory.put("a"), &scene.memory.fds()).unwrap();
+    let lease = client.get(&Get::new("a").expect_owner(uid)).unwrap();
+    assert_eq!(lease.owner().uid, uid);
+    let other = Get::new("a").expect_owner(uid + 1);
+    let all = client.get_all(&[Get::new("a"), other.clone()], None);
+    let claimed = client.get_or_claim(&other, &vmmfd::broker::ClaimOf::whole());
+    for refusal in [refused(client.get(&other)), refused(all), refused(claimed)] {
+        assert_eq!(refusal.0, RefusalCode::Differs);
+        assert!(refusal.1.contains(&format!("its owner is uid {uid} and not {}", uid + 1)), "{}", refusal.1);
+    }
+    // Nothing is held but what fits.
+    let leases = || client.who("").unwrap().leases.len();
+    crate::broker::until(|| leases() == 1);
 }

@@ -530,6 +530,9 @@ fn bad_input_is_one_sentence(broker: Broker) {
         (&["serve", "--quota", "users=1"], "not a limit"),
         (&["serve", "--quota", "bytes=1GB"], "1GiB"),
         (&["serve", "--allow-gid", "wheel"], "not a group's number"),
+        (&["serve", "--allow-uid", "12345"], "--no-quota"),
+        (&["serve", "--no-supervisor", "--allow-gid", "12345"], "--quota bytes="),
+        (&["get", "a", "--owner", "root"], "not a user's number"),
     ] {
         let message = broker.refusal(arguments, 2, "usage");
         assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
@@ -537,6 +540,13 @@ fn bad_input_is_one_sentence(broker: Broker) {
         assert!(!ended.code(2).stderr.contains('\u{1b}'), "{:?}", ended.stderr);
     }
     assert_eq!(broker.names(), <[String; 0]>::default());
+    broker.put("owned", &data(10), &[]);
+    let owner = nix::unistd::geteuid().as_raw();
+    let got = broker.end(&["get", "owned", "--owner", &owner.to_string()]);
+    assert!(got.code(0).stdout.contains(&format!("uid {owner}")), "{}", got.stdout);
+    let other = broker.refusal(&["get", "owned", "--owner", &(owner + 1).to_string()], 1, "absent");
+    assert!(other.contains(&format!("its owner is uid {owner} and not {}", owner + 1)), "{other}");
+    broker.end(&["rm", "owned"]).code(0);
     // A device that is not there, and a backend that the object is not on.
     let device = broker.refusal(&["put", "a", "--from", file, "--device", "9"], 3, "unsupported");
     assert!(device.contains("device 9"), "{device}");

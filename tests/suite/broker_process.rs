@@ -68,6 +68,8 @@ pub(crate) struct Setup {
     pub(crate) allow_gids: Vec<u32>,
     /// [`Quota`]: bytes, objects, leases, connections.
     pub(crate) quota: [Option<u64>; 4],
+    /// Whether a broker before it left its socket's file, as one that was killed does.
+    pub(crate) after_loss: bool,
     /// Whether it runs in a user namespace that knows no other users.
     pub(crate) alone: bool,
     pub(crate) path: PathBuf,
@@ -118,6 +120,11 @@ impl Process {
         fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
         let path = folder.path().join("broker.sock");
         setup.path.clone_from(&path);
+        if setup.after_loss {
+            // Its file stays.
+            drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+            std::os::unix::fs::chown(&path, Some(setup.user), None).unwrap();
+        }
         let program = env::current_exe().unwrap();
         let mut command = if setup.alone {
             let mut command = Command::new("unshare");
@@ -131,7 +138,7 @@ impl Process {
         command.stdin(Stdio::piped()).stdout(Stdio::null()).current_dir("/");
         let child = command.spawn().unwrap();
         let process = Self { folder, path, child, user: setup.user };
-        crate::broker::until(|| process.path.exists());
+        crate::broker::until(|| Raw::dial(&process.path).is_ok());
         process
     }
 
@@ -189,6 +196,13 @@ impl Process {
     /// [`Process::files`] without those of memory.
     pub(crate) fn other_files(&self) -> BTreeMap<String, usize> {
         self.files().into_iter().filter(|(name, _)| !is_memory(name)).collect()
+    }
+
+    /// How long it has run on a processor, in clock ticks.
+    pub(crate) fn processor_ticks(&self) -> u64 {
+        let stat = fs::read_to_string(self.file("stat")).unwrap();
+        let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
     }
 
     /// What it has resident, in KiB.

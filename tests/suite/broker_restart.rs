@@ -138,7 +138,8 @@ fn connections_of_the_gap_wait_and_are_served(mut subject: Subject) {
 
 fn leases_are_taken_up_and_what_no_client_takes_up_ends(mut subject: Subject) {
     subject.alone();
-    let served = Served::with(Keeper::Supervisor, &subject, &binary("vmmfd"), 0, &["--allow-uid", "34561"]);
+    let served =
+        Served::with(Keeper::Supervisor, &subject, &binary("vmmfd"), 0, &["--allow-uid", "34561", "--no-quota"]);
     fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     let (first, _) = served.greeted();
     put(&first, &small(&subject, 1), "a", false);

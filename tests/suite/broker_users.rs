@@ -2,7 +2,10 @@
 
 use std::{
     fs,
-    os::{fd::AsFd, unix::fs::MetadataExt},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::Path,
     sync::Arc,
     time::Duration,
@@ -10,7 +13,7 @@ use std::{
 
 use vmmfd::{
     Error,
-    broker::{Client, Condition, Get, Put, PutPart},
+    broker::{ClaimOf, Client, Condition, Found, Get, Put, PutPart},
     driver::Backend,
     error::{ErrorCode, PeerError, RefusalCode},
     memory::{Chunk, Description},
@@ -20,7 +23,7 @@ use vmmfd::{
 
 use crate::{
     broker::{filled, refused, until},
-    broker_faults::Material,
+    broker_faults::{Material, memfd},
     broker_process::{self, Process, Raw, Setup, become_user},
     support::{Subject, in_fork},
 };
@@ -359,5 +362,155 @@ mod root {
             let owner = connect(&path).stat("a", None).unwrap().version.summary.owner;
             assert_eq!((owner.uid, owner.gid), (MAKER, TEAM));
         });
+    }
+
+    /// A put of some tables, each with its own memory.
+    fn put_of_tables(memory: &Material, name: &str, tables: &[OwnedFd], length: u64) -> broker::Put {
+        let mut put = memory.put(name);
+        let one = broker::PutPart { arrays: Some(broker::Table::Length(length)), ..put.parts[0].clone() };
+        put.parts = (0..tables.len()).map(|at| broker::PutPart { name: format!("p{at}"), ..one.clone() }).collect();
+        for part in &mut put.parts {
+            (part.memory.size, part.memory.mapped_size, part.memory.segments) = (2 * MIB, 2 * MIB, 1);
+        }
+        put
+    }
+
+    /// A table that takes long to read: of other JSON than this library writes.
+    fn slow_table(arrays: usize) -> String {
+        let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
+        format!("[ {} ]", (0..arrays).map(entry).collect::<Vec<_>>().join(", "))
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn users_take_turns_at_tables() {
+        let subject = Subject::host();
+        let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
+        let path = server.path.clone();
+        let memory = Material::of(&filled(&subject.driver, 2 * MIB, None, 1)).repeated(60);
+        let text = slow_table(20_000);
+        let tables: Vec<OwnedFd> = (0..60).map(|_| memfd(&text)).collect();
+        let small = Material::of(&filled(&subject.driver, 2 * MIB, None, 1));
+        let short = memfd(&slow_table(200));
+        let hostile = Raw::greeted(&path).unwrap();
+        let put = put_of_tables(&memory, "hostile", &tables, text.len() as u64);
+        let fds: Vec<_> = tables.iter().map(AsFd::as_fd).chain(memory.fds()).collect();
+        hostile.send(&Message::Put(Box::new(put)), &fds).unwrap();
+        as_user(OTHER, OTHER, &[], || {
+            let raw = Raw::greeted(&path).unwrap();
+            let put = put_of_tables(&small, "other", std::slice::from_ref(&short), slow_table(200).len() as u64);
+            let fds = [short.as_fd(), small.fds()[0]];
+            let answer = raw.ask(&Message::Put(Box::new(put)), &fds).unwrap();
+            assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+        });
+        // The larger work, which began before, is still under way.
+        hostile.0.set_nonblocking(true).unwrap();
+        assert_eq!(hostile.receive().unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn claims_need_the_right_to_put() {
+        let subject = Subject::host();
+        let overflow: u32 = fs::read_to_string("/proc/sys/kernel/overflowuid").unwrap().trim().parse().unwrap();
+        let server = Process::start(allowing(&subject, &[MAKER, OTHER, overflow]));
+        let path = server.path.clone();
+        let memory = Piece::new(&subject, MIB);
+        as_user(MAKER, MAKER, &[], || {
+            let client = connect(&path);
+            for (name, mode) in [("secret", 0o600), ("readable", 0o644), ("writable", 0o666)] {
+                client.put(&Put::new(name).mode(mode).part(memory.part())).unwrap();
+            }
+        });
+        let claims = |uid: u32, get: &Get, granted: bool| {
+            as_user(uid, uid, &[], || match connect(&path).get_or_claim(get, &ClaimOf::whole()) {
+                Ok(Found::Claim(_)) => assert!(granted, "{get:?} as {uid} was granted"),
+                Err(Error::Broker(error)) => assert_eq!((error.code, granted), (RefusalCode::Denied, false), "{get:?}"),
+                other => panic!("{other:?}"),
+            });
+        };
+        // Whether a version exists is told to readers alone.
+        for get in [Get::new("secret").version(99), Get::new("secret").newer_than(0), Get::new("secret").newer_than(1)]
+        {
+            as_user(OTHER, OTHER, &[], || assert_code(connect(&path).get(&get), Some(RefusalCode::Denied), "get"));
+            claims(OTHER, &get, false);
+        }
+        claims(OTHER, &Get::new("readable").newer_than(1), false);
+        claims(OTHER, &Get::new("writable").newer_than(1), true);
+        claims(OTHER, &Get::new("free"), true);
+        claims(overflow, &Get::new("other"), false);
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn lost_names_wait_for_their_owners() {
+        let subject = Subject::host();
+        let server = Process::start(Setup { after_loss: true, ..allowing(&subject, &[MAKER, OTHER]) });
+        let path = server.path.clone();
+        let memory = Material::of(&filled(&subject.driver, MIB, None, 1));
+        let squatter = Raw::greeted(&path).unwrap();
+        squatter.send(&Message::Put(Box::new(memory.put("models/x"))), &memory.fds()).unwrap();
+        as_user(MAKER, TEAM, &[], || {
+            let restore = Restore {
+                version: 3,
+                id: "0c2b6d3a-7f0e-4f3c-9d4b-000000000001".to_owned(),
+                created_ms: 1_700_000_000_123,
+                owner: Owner { uid: MAKER, gid: TEAM },
+                leases: vec![Token([1; 16])],
+            };
+            let put = broker::Put { restore: Some(restore), ..memory.put("models/x") };
+            let answer = Raw::greeted(&path).unwrap().ask(&Message::Put(Box::new(put)), &memory.fds()).unwrap();
+            assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+        });
+        match squatter.receive().unwrap().unwrap().0 {
+            Message::Refused(refusal) => assert_eq!(refusal.code, RefusalCode::Exists),
+            other => panic!("{other:?}"),
+        }
+        let root = server.client();
+        assert_eq!(root.stat("models/x", None).unwrap().version.summary.owner.uid, MAKER);
+        // After that time a put waits for nothing.
+        as_user(OTHER, OTHER, &[], || {
+            let answer = Raw::greeted(&path).unwrap().ask(&Message::Put(Box::new(memory.put("y"))), &memory.fds());
+            assert!(matches!(answer, Ok(Some((Message::Published(_), _)))), "{answer:?}");
+        });
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn made_up_devices_hide_no_other_user() {
+        let subject = Subject::host();
+        let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
+        let path = server.path.clone();
+        let memory = Material::of(&filled(&subject.driver, 2 * MIB, None, 1));
+        let put_many = |raw: &Raw, name: &str, from: u64| {
+            let parts = memory.put("").parts;
+            let part = |at: u64| {
+                let mut part = broker::PutPart { name: format!("p{at}"), ..parts[0].clone() };
+                part.memory.device.uuid = format!("00000000-0000-0000-0000-{:012x}", from + at).parse().unwrap();
+                part.memory.device.name = "x".repeat(255);
+                part
+            };
+            let put = broker::Put { parts: (0..50).map(part).collect(), sizes: vec![2 * MIB; 50], ..memory.put(name) };
+            let fds = vec![memory.fds()[0]; 50];
+            match raw.ask(&Message::Put(Box::new(put)), &fds).unwrap().unwrap().0 {
+                Message::Published(_) => Ok(()),
+                Message::Refused(refusal) => Err(refusal.code),
+                other => panic!("{other:?}"),
+            }
+        };
+        as_user(MAKER, MAKER, &[], || {
+            let raw = Raw::greeted(&path).unwrap();
+            let made: Vec<_> = (0..8).map(|at| put_many(&raw, &format!("made-up/{at}"), 50 * at)).collect();
+            assert_eq!((made[0], made[7]), (Ok(()), Err(RefusalCode::Quota)), "{made:?}");
+        });
+        let honest = Piece::new(&subject, 2 * MIB);
+        as_user(OTHER, OTHER, &[], || {
+            put(&connect(&path), "honest", &honest, Condition::New).unwrap();
+        });
+        let root = server.client();
+        for totals in [root.who("").unwrap().totals, root.metrics().unwrap().totals] {
+            let other = totals.iter().find(|total| total.uid == OTHER).expect("the other user is listed");
+            assert_eq!((other.objects, other.devices.len(), other.devices[0].bytes), (1, 1, 2 * MIB));
+        }
     }
 }

@@ -20,13 +20,14 @@ use crate::{
 #[must_use]
 pub struct Get {
     object: GetObject,
+    owner: Option<u32>,
     wait: Option<Duration>,
 }
 
 impl Get {
     /// The current version of an object, all of it, if it exists.
     pub fn new(name: impl Into<String>) -> Self {
-        Self { object: GetObject { name: name.into(), ..GetObject::default() }, wait: None }
+        Self { object: GetObject { name: name.into(), ..GetObject::default() }, owner: None, wait: None }
     }
 
     /// This version of it.
@@ -66,6 +67,11 @@ impl Get {
         self
     }
 
+    /// The user who must own its name: else the get fails with the code `differs`. Any user may put a name that does not exist.
+    pub fn expect_owner(self, uid: u32) -> Self {
+        Self { owner: Some(uid), ..self }
+    }
+
     /// The digest that a part must have.
     pub fn digest(mut self, part: impl Into<String>, digest: impl Into<String>) -> Self {
         self.object.digests.get_or_insert_with(BTreeMap::new).insert(part.into(), digest.into());
@@ -75,6 +81,13 @@ impl Get {
     /// Waits so long for the object to exist.
     pub fn wait(self, wait: Duration) -> Self {
         Self { wait: Some(wait), ..self }
+    }
+
+    fn check_owner(&self, lease: &Lease) -> Result<()> {
+        let Some(wanted) = self.owner.filter(|wanted| *wanted != lease.owner().uid) else { return Ok(()) };
+        let (name, owner) = (lease.name(), lease.owner().uid);
+        let message = format!("`{name}` is not as expected: its owner is uid {owner} and not {wanted}");
+        Err(BrokerError::new(RefusalCode::Differs, message).into())
     }
 }
 
@@ -125,7 +138,7 @@ impl Drop for Claim {
 /// Gets leases of all objects, or none.
 pub(super) fn get_all(connection: &Arc<Connection>, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
     let mut question = question(gets, wait, None)?;
-    connection.request(wait.unwrap_or_default(), |exchange, left| {
+    let leases = connection.request(wait.unwrap_or_default(), |exchange, left| {
         ask(exchange, &mut question, left)?;
         let mut leases = Vec::with_capacity(gets.len());
         for behind in (0..gets.len()).rev() {
@@ -136,7 +149,9 @@ pub(super) fn get_all(connection: &Arc<Connection>, gets: &[Get], wait: Option<D
             leases.push(take(connection, exchange, *header, fds, behind > 0)?);
         }
         Ok(leases)
-    })
+    })?;
+    gets.iter().zip(&leases).try_for_each(|(get, lease)| get.check_owner(lease))?;
+    Ok(leases)
 }
 
 /// As [`get_all`] of one, which waits as the get says.
@@ -148,7 +163,7 @@ pub(super) fn get(connection: &Arc<Connection>, get: &Get) -> Result<Lease> {
 /// Gets a lease, or the claim of what does not exist.
 pub(super) fn get_or_claim(connection: &Arc<Connection>, get: &Get, claim: &ClaimOf) -> Result<Found> {
     let mut question = question(std::slice::from_ref(get), get.wait, Some(claim))?;
-    connection.request(get.wait.unwrap_or_default(), |exchange, left| {
+    let found = connection.request(get.wait.unwrap_or_default(), |exchange, left| {
         ask(exchange, &mut question, left)?;
         match exchange.receive("for the lease or the claim")? {
             (Message::Lease(header), fds) => Ok(Found::Lease(take(connection, exchange, *header, fds, false)?)),
@@ -157,7 +172,11 @@ pub(super) fn get_or_claim(connection: &Arc<Connection>, get: &Get, claim: &Clai
             }
             (other, _) => Err(unexpected(&other, "lease")),
         }
-    })
+    })?;
+    if let Found::Lease(lease) = &found {
+        get.check_owner(lease)?;
+    }
+    Ok(found)
 }
 
 /// The request, once what it names is checked.

@@ -39,7 +39,10 @@ mod worker;
 
 use std::{
     collections::HashMap,
-    os::fd::{AsFd, OwnedFd},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::FileTypeExt,
+    },
     path::Path,
     sync::mpsc,
     thread,
@@ -141,9 +144,11 @@ const CLOSING: Duration = Duration::from_secs(2);
 const BACKLOG: i32 = 4096;
 
 /// Listens at a path, for the users that the config allows. Reports a broker there that did not end in order, unless this one goes on
-/// with its objects. `marks` has the next one report this one.
-fn listen(path: &Path, config: &ServerConfig, goes_on: bool, marks: bool, cancel: &Cancel) -> Result<Listener> {
+/// with its objects. `marks` has the next one report this one. Also returns whether names must be reserved for offers: the objects of
+/// the broker before this one are lost, and other users may connect.
+fn listen(path: &Path, config: &ServerConfig, goes_on: bool, marks: bool, cancel: &Cancel) -> Result<(Listener, bool)> {
     let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
+    let left = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     let (listener, marked_by) = Listener::bind_and_mark(path, open_to_others, marks, config.timeout, cancel)?;
     if let Some(pid) = marked_by.filter(|_| !goes_on) {
         tracing::warn!(
@@ -154,7 +159,8 @@ fn listen(path: &Path, config: &ServerConfig, goes_on: bool, marks: bool, cancel
         );
     }
     rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
-    Ok(listener)
+    let lost = (left || marked_by.is_some()) && !goes_on;
+    Ok((listener, lost && open_to_others))
 }
 
 /// Says whether this build could go on with these catalogues.
@@ -173,13 +179,15 @@ impl Server {
     /// # Errors
     /// [`Error::Socket`] if the path is served already or can't be used; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let listener = listen(path, &config, false, true, cancel)?;
+        let (listener, reserves) = listen(path, &config, false, true, cancel)?;
         let path = listener.path().to_owned();
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
         let objects = Objects::restore(config.quota, store, [None, None], HashMap::new())?;
         Ok(Self {
-            reactor: Reactor::new(listener, objects, Supervision::default(), config, cancel)?.holding(devices),
+            reactor: Reactor::new(listener, objects, Supervision::default(), config, cancel)?
+                .holding(devices)
+                .reserving(reserves),
             path,
         })
     }
@@ -207,12 +215,14 @@ impl Server {
         let failed = |error| Error::system("duplicate a descriptor", error);
         let without_file = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
         let taken = socket.map(|socket| Listener::take_over(socket, path)).transpose()?.flatten();
+        let mut reserves = false;
         let listener = match taken
             .map_or_else(|| listen(path, &config, in_store, marks, cancel).map(Err), |taken| Ok(Ok(taken)))
         {
             Ok(Ok(taken)) => taken,
-            Ok(Err(listener)) => {
+            Ok(Err((listener, left))) => {
                 let listener = listener.leave_file();
+                reserves = left && catalogues.iter().all(Option::is_none);
                 if in_store {
                     store.remove(Name::Socket);
                 }
@@ -241,7 +251,10 @@ impl Server {
         objects.store_mut().say("READY=1");
         let path = listener.path().to_owned();
         let supervision = Supervision::of(life, supervisor.map(SupervisorProcess::of_parent), restart);
-        Ok(Self { reactor: Reactor::new(listener, objects, supervision, config, cancel)?.holding(devices), path })
+        Ok(Self {
+            reactor: Reactor::new(listener, objects, supervision, config, cancel)?.holding(devices).reserving(reserves),
+            path,
+        })
     }
 
     /// Whether it goes on with what a server before it held.

@@ -202,6 +202,7 @@ impl Reactor {
         let (terms, total, bytes) = check(put)?;
         let Some(connection) = self.connections.get(&id) else { return invalid("the connection has ended") };
         self.objects.check_put(&connection.caller, connection, &terms, bytes)?;
+        self.objects.check_devices(&connection.caller, put.parts.iter().map(|part| &part.memory))?;
         let tables = put.parts.len() + 1;
         self.require_descriptors(&connection.caller, total + tables)?;
         Ok((terms, total))
@@ -398,8 +399,21 @@ impl Reactor {
         }
     }
 
+    /// The time is over in which names were reserved for offers of what a broker before this one lost.
+    pub(super) fn end_reservation(&mut self) {
+        self.reserves = false;
+        for storing in std::mem::take(&mut self.reserved) {
+            self.stored(storing);
+        }
+    }
+
     /// The descriptors of a version are in the store.
     pub(super) fn stored(&mut self, storing: Storing) {
+        // Its owner may still offer the name back: the broker has lost whose it was.
+        let is_new = storing.terms.restore.is_none() && self.objects.current_key(&storing.terms.name).is_none();
+        if self.reserves && is_new {
+            return self.reserved.push(storing);
+        }
         let Storing { makers, terms, staged } = storing;
         let first = makers.iter().find_map(|id| self.connections.get(id)).map(|connection| connection.caller.clone());
         let connection = first.as_ref().and_then(|caller| self.connections.get_mut(&caller.connection));

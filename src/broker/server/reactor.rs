@@ -104,6 +104,9 @@ pub(super) struct Reactor {
     pub(super) claims: Claims,
     /// Versions whose descriptors are on their way into the store, in their order.
     pub(super) storing: VecDeque<Storing>,
+    /// Whether names that do not exist are reserved for offers, and the versions of others that wait for the end of that.
+    pub(super) reserves: bool,
+    pub(super) reserved: Vec<Storing>,
     pub(super) watches_barrier: bool,
     pub(super) supervision: Supervision,
     /// Whether a timer for the store is set.
@@ -168,6 +171,8 @@ impl Reactor {
             drafts: HashMap::new(),
             claims: Claims::default(),
             storing: VecDeque::new(),
+            reserves: false,
+            reserved: Vec::new(),
             watches_barrier: false,
             supervision,
             settles_later: false,
@@ -192,6 +197,15 @@ impl Reactor {
             reactor.timer(GRACE, Timer::Unclaimed);
         }
         Ok(reactor)
+    }
+
+    /// Reserves the names that do not exist for offers, until clients can take up nothing any more.
+    pub(super) fn reserving(mut self, reserves: bool) -> Self {
+        self.reserves = reserves;
+        if reserves {
+            self.timer(GRACE, Timer::Unclaimed);
+        }
+        self
     }
 
     /// Holds these nodes of devices open.
@@ -619,7 +633,10 @@ impl Reactor {
                     self.settle_store();
                 }
                 Timer::Supervisor => self.check_supervisor(),
-                Timer::Unclaimed => self.objects.end_unclaimed(),
+                Timer::Unclaimed => {
+                    self.objects.end_unclaimed();
+                    self.end_reservation();
+                }
             }
         }
         self.schedule_expiries();

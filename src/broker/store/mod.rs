@@ -116,6 +116,11 @@ impl Kept {
         std::env::var_os("NOTIFY_SOCKET").is_some() && allowed().is_some()
     }
 
+    /// Whether a server before this one left what it held.
+    pub(crate) fn has_objects(&self) -> bool {
+        self.inherited.catalogues.iter().any(Option::is_some)
+    }
+
     /// The supervisor's store, with what it passed.
     ///
     /// # Errors

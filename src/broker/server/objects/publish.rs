@@ -155,6 +155,15 @@ impl Objects {
         self.users.check_bytes(caller.uid, bytes)
     }
 
+    /// Checks whether so many devices of a user can be counted.
+    pub(in crate::broker::server) fn check_devices<'a>(
+        &self,
+        caller: &Caller,
+        memory: impl Iterator<Item = &'a Memory>,
+    ) -> Result<(), BrokerError> {
+        self.users.check_devices(caller.uid, memory)
+    }
+
     /// Checks whether the caller may put a version of a name, which a claim of it is for.
     pub(in crate::broker::server) fn check_claim(
         &self,
@@ -212,7 +221,8 @@ impl Objects {
     ) -> Result<Published, BrokerError> {
         let Staged { uid, metadata, parts, kept, .. } = staged;
         let bytes = record::bytes_of(metadata.as_ref(), &parts);
-        if let Err(refusal) = self.check_put(caller, socket, terms, bytes) {
+        let checked = self.check_put(caller, socket, terms, bytes);
+        if let Err(refusal) = checked.and_then(|()| self.check_devices(caller, parts.iter().map(|part| &part.memory))) {
             self.forget(uid, kept);
             return Err(refusal);
         }
@@ -336,6 +346,7 @@ impl Objects {
                 == (name, restore.version, restore.id.as_str(), restore.owner.uid)
         };
         let may = caller.is_superuser() || !caller.is_unmapped() && caller.uid == restore.owner.uid;
+        let may = may && !self.journal.was_deleted(name, restore.owner.uid);
         let found = self.versions.iter().find(|(_, version)| same(&version.record));
         found.filter(|_| may).map(|(key, _)| *key)
     }

@@ -1,14 +1,18 @@
 //! What each user has in the broker, and may have.
 
-use std::collections::{HashMap, hash_map::Entry};
+use std::collections::{HashMap, HashSet, hash_map::Entry};
 
 use crate::{
     broker::{
         catalogue::{SegmentId, record},
         server::{Quota, objects::view::add_bytes},
     },
+    driver::DeviceUuid,
     error::{BrokerError, RefusalCode},
-    wire::broker::{DeviceBytes, UserTotal},
+    wire::{
+        Memory,
+        broker::{DeviceBytes, UserTotal},
+    },
 };
 
 /// How many earlier versions the names of one user keep, also without a quota.
@@ -22,6 +26,9 @@ const MOST_REQUESTED: u64 = 16 << 20;
 
 /// How many bytes of answers one user leaves unread.
 const MOST_UNREAD: u64 = 32 << 20;
+
+/// The most devices that a user may have memory of: a node has 16 GPUs, and each is at most seven devices.
+const MAX_DEVICES: usize = 128;
 
 /// What one user has.
 #[derive(Debug, Default)]
@@ -97,6 +104,26 @@ impl Users {
         const MOST: u64 = u64::MAX / 4;
         let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
         Self::check(uid, "bytes (claimed)", has, more, Some(self.quota.bytes.unwrap_or(MOST).min(MOST)))
+    }
+
+    /// Refuses memory of more devices than a node has.
+    pub(super) fn check_devices<'a>(
+        &self,
+        uid: u32,
+        memory: impl Iterator<Item = &'a Memory>,
+    ) -> Result<(), BrokerError> {
+        let known = self.of(uid).map_or(&[][..], |usage| &usage.devices);
+        let is_new = |uuid: &DeviceUuid| !known.iter().any(|of| of.device.uuid == *uuid);
+        let new: HashSet<DeviceUuid> = memory.map(|memory| memory.device.uuid).filter(is_new).collect();
+        let has = known.len();
+        if new.is_empty() || has + new.len() <= MAX_DEVICES {
+            return Ok(());
+        }
+        let message = format!(
+            "uid {uid} has memory of {has} devices and puts that of {} more: at most {MAX_DEVICES} are counted for a user",
+            new.len()
+        );
+        Err(BrokerError::new(RefusalCode::Quota, message))
     }
 
     /// Refuses so many names more, with so many earlier versions that they keep.
@@ -266,29 +293,30 @@ impl Users {
         all > MOST_UNREAD
     }
 
-    /// What one user has, or all: in the order of their numbers, and as many of them and of their devices as fit so many bytes of
-    /// JSON. A user may claim memory of any number of devices.
+    /// What one user has, or all, in the order of their numbers, in about so many bytes of JSON. Of devices each user has the same
+    /// share, those with the most memory first: a user may claim memory of devices that do not exist.
     pub(super) fn totals(&self, only: Option<u32>, most: usize) -> Vec<UserTotal> {
+        const USER: usize = 120;
         let has_any = |usage: &Usage| usage.objects + usage.leases + usage.connections > 0 || !usage.devices.is_empty();
         let wanted = |(uid, usage): &(&u32, &Usage)| only.is_none_or(|only| only == **uid) && has_any(usage);
-        let mut uids: Vec<&u32> = self.users.iter().filter(wanted).map(|(uid, _)| uid).collect();
+        let mut uids: Vec<u32> = self.users.iter().filter(wanted).map(|(uid, _)| *uid).collect();
         uids.sort_unstable();
-        let mut left = most;
-        let mut fits = |bytes: usize| {
-            let fits = bytes <= left;
-            left = left.saturating_sub(bytes);
-            fits
+        uids.truncate(most / USER);
+        let share = (most - uids.len() * USER) / uids.len().max(1);
+        let total = |uid: u32| {
+            let Usage { objects, leases, connections, ref devices, .. } = self.users[&uid];
+            let mut devices: Vec<&DeviceBytes> = devices.iter().collect();
+            devices.sort_by_key(|of| std::cmp::Reverse(of.bytes));
+            let mut left = share;
+            let mut fits = |of: &&&DeviceBytes| {
+                let length = 100 + 2 * of.device.name.len();
+                let fits = length <= left;
+                left = left.saturating_sub(length);
+                fits
+            };
+            let devices = devices.iter().take_while(&mut fits).map(|of| (*of).clone()).collect();
+            UserTotal { uid, objects, devices, leases, connections }
         };
-        let mut totals = Vec::new();
-        for uid in uids {
-            let usage = &self.users[uid];
-            if !fits(120) {
-                break;
-            }
-            let devices = usage.devices.iter().take_while(|of| fits(100 + 2 * of.device.name.len())).cloned().collect();
-            let Usage { objects, leases, connections, .. } = *usage;
-            totals.push(UserTotal { uid: *uid, objects, devices, leases, connections });
-        }
-        totals
+        uids.into_iter().map(total).collect()
     }
 }

@@ -24,7 +24,7 @@ use crate::{
             Exit, Output, Tool, ToolOutput,
             exit::exit_codes,
             leave_open,
-            options::{parse_range, parse_target, parse_timeout},
+            options::{parse_range, parse_target, parse_timeout, parse_uid},
             output::{Progress, json_line},
             raise_file_limit,
             report::{ErrorSummary, Step},
@@ -58,6 +58,10 @@ pub(in super::super) struct GetOptions {
     /// Fields that the metadata must have, with these values: a JSON object
     #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Object")]
     expect: Option<Check>,
+
+    /// User who must own the name: another user may have put it [default: any]
+    #[arg(long, value_name = "UID", value_parser = parse_uid, help_heading = "Object")]
+    owner: Option<u32>,
 
     /// Part to get [default: all]
     #[arg(long, value_name = "PART", help_heading = "Object")]
@@ -159,6 +163,7 @@ impl GetOptions {
         get = self.version.iter().fold(get, |get, version| get.version(*version));
         get = self.wait.iter().fold(get, |get, wait| get.wait(*wait));
         get = self.expect.iter().fold(get, |get, fields| get.expect(fields.clone()));
+        get = self.owner.iter().fold(get, |get, uid| get.expect_owner(*uid));
         get = self.part.iter().fold(get, |get, part| get.parts([part]));
         self.range.iter().fold(get, |get, range| get.range(range.clone()))
     }
@@ -318,8 +323,8 @@ fn mismatch(object: &str, part: &PartReport) -> ErrorSummary {
 }
 
 fn render(report: &GetReport) -> String {
-    let GetReport { name, version, backend, parts, to, .. } = report;
-    let mut text = String::new();
+    let GetReport { name, version, owner, backend, parts, to, .. } = report;
+    let mut text = field("owner", format!("uid {}, gid {}", owner.uid, owner.gid));
     for part in parts {
         let found = match part.verified {
             Some(true) => "as expected",

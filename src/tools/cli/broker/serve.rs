@@ -72,6 +72,10 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = parse_limit, help_heading = "Meeting")]
     quota: Vec<Limit>,
 
+    /// Let other users connect without a quota: each of them can then take all the room that the broker has
+    #[arg(long, conflicts_with = "quota", help_heading = "Meeting")]
+    no_quota: bool,
+
     /// Longest silence of a client in the middle of a request: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
@@ -168,7 +172,7 @@ impl ServeOptions {
                 self.output.start_log();
                 let done = match role {
                     Role::Check => supervisor::check().map(|()| 0),
-                    _ => self.path(role).and_then(|path| {
+                    _ => self.check_limits(role != Role::First).and_then(|()| self.path(role)).and_then(|path| {
                         // What it keeps has a descriptor each.
                         raise_file_limit();
                         Supervisor::new(&path, role)?.run()
@@ -180,6 +184,21 @@ impl ServeOptions {
                 }
             }
         }
+    }
+
+    /// Refuses to let other users connect without limits. A broker that goes on with objects does not refuse: its clients hold them.
+    fn check_limits(&self, goes_on: bool) -> crate::Result<()> {
+        let shared = !self.allow_uids.is_empty() || !self.allow_gids.is_empty();
+        if !shared || self.no_quota || !self.quota.is_empty() {
+            return Ok(());
+        }
+        let problem = "other users may connect, and nothing limits what they put: limit each user, as with --quota \
+                       bytes=64GiB,objects=1000,leases=10000,connections=100, or allow it with --no-quota";
+        match goes_on {
+            true => tracing::warn!("{problem}"),
+            false => return Err(Error::Misuse { problem: problem.to_owned() }),
+        }
+        Ok(())
     }
 
     /// Where the broker listens. Once it does, nothing depends on the folder being there: it may have been removed.
@@ -236,7 +255,10 @@ impl Tool for ServeOptions {
             emulated: self.emulated,
             timeout: self.timeout,
         };
-        let server = match self.kept()? {
+        let kept = self.kept()?;
+        let goes_on = Role::from_environment() == Role::Server || kept.as_ref().is_some_and(Kept::has_objects);
+        self.check_limits(goes_on)?;
+        let server = match kept {
             Some(kept) => Server::resume(&path, config, kept, cancel, self.restart.clone())?,
             None => {
                 let server = Server::bind(&path, config, cancel)?;
