@@ -20,13 +20,7 @@ use std::{
     process::Command,
 };
 
-use rustix::{
-    cmsg_space,
-    net::{
-        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-        recvmsg, sendmsg,
-    },
-};
+use rustix::{cmsg_space, net};
 use vmmfd::{
     array::{ArrayDescriptor, Order},
     driver::{Access, Choice, Driver, open},
@@ -53,23 +47,23 @@ fn share(driver: &Driver) -> Result<(), Box<dyn Error>> {
     println!("own_channel: sends {} descriptor and {text}", fds.len());
     let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
-    let mut beside = SendAncillaryBuffer::new(&mut space);
-    if !beside.push(SendAncillaryMessage::ScmRights(&fds)) {
+    let mut beside = net::SendAncillaryBuffer::new(&mut space);
+    if !beside.push(net::SendAncillaryMessage::ScmRights(&fds)) {
         return Err("there is room for one descriptor".into());
     }
-    sendmsg(&socket, &[IoSlice::new(text.as_bytes())], &mut beside, SendFlags::NOSIGNAL)?;
+    net::sendmsg(&socket, &[IoSlice::new(text.as_bytes())], &mut beside, net::SendFlags::NOSIGNAL)?;
     if receiver.wait()?.success() { Ok(()) } else { Err("the receiver failed".into()) }
 }
 
 fn receive(driver: &Driver) -> Result<(), Box<dyn Error>> {
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let (mut text, mut space) = ([0; 4096], [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))]);
-    let mut beside = RecvAncillaryBuffer::new(&mut space);
-    let received = recvmsg(&socket, &mut [IoSliceMut::new(&mut text)], &mut beside, RecvFlags::CMSG_CLOEXEC)?;
+    let mut beside = net::RecvAncillaryBuffer::new(&mut space);
+    let received = net::recvmsg(&socket, &mut [IoSliceMut::new(&mut text)], &mut beside, net::RecvFlags::CMSG_CLOEXEC)?;
     let fds: Vec<OwnedFd> = beside
         .drain()
         .filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            net::RecvAncillaryMessage::ScmRights(fds) => Some(fds),
             _ => None,
         })
         .flatten()
