@@ -10,13 +10,17 @@ pub mod fork;
 mod process;
 #[cfg(feature = "broker")]
 mod socket;
-#[cfg(feature = "tools")]
+// Of these the commands alone use all.
+#[cfg(feature = "broker")]
+#[cfg_attr(not(feature = "tools"), allow(dead_code))]
 mod stderr;
 
 #[cfg(all(test, feature = "broker"))]
 pub(crate) use self::file::tests::without_kcmp;
 #[cfg(feature = "tools")]
-pub(crate) use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
+pub(crate) use self::stderr::never_block_on_stderr;
+#[cfg(feature = "broker")]
+pub(crate) use self::stderr::{Stderr, flush_stderr};
 #[cfg(feature = "broker")]
 pub(crate) use self::{
     descriptor::replace,
