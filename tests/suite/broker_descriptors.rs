@@ -4,8 +4,10 @@
 use std::{
     fs,
     io::Write,
+    iter,
     net::{TcpListener, TcpStream},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    thread,
     time::Duration,
 };
 
@@ -38,14 +40,21 @@ impl Lingering {
         rustix::net::listen(&listener, 4096).unwrap();
         sockopt::set_socket_recv_buffer_size(&listener, 4096).unwrap();
         let connect = |_| {
-            let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             sockopt::set_socket_send_buffer_size(&stream, 4096).unwrap();
             sockopt::set_socket_linger(&stream, Some(LINGER)).unwrap();
             stream.set_nonblocking(true).unwrap();
-            while stream.write(&[0; 4096]).is_ok() {}
-            stream.into()
+            stream
         };
-        Self { files: (0..count).map(connect).collect(), _unread: listener }
+        let mut streams: Vec<TcpStream> = (0..count).map(connect).collect();
+        // What was sent may take a moment to fill the other end too.
+        let mut full = 0;
+        while full < 3 {
+            let written: usize = streams.iter_mut().map(|stream| fill(stream)).sum();
+            full = if written == 0 { full + 1 } else { 0 };
+            thread::sleep(Duration::from_millis(5));
+        }
+        Self { files: streams.into_iter().map(OwnedFd::from).collect(), _unread: listener }
     }
 
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
@@ -58,6 +67,11 @@ impl Lingering {
         raw.send_bytes(record, &self.fds()).unwrap();
         self.files.clear();
     }
+}
+
+/// Writes until there is no room. Returns how often there was.
+fn fill(stream: &mut TcpStream) -> usize {
+    iter::from_fn(|| stream.write(&[0; 4096]).ok()).count()
 }
 
 impl Drop for Lingering {
@@ -205,6 +219,8 @@ mod root {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|of| of.parse::<u32>().unwrap_or(0));
         let version = (numbers.next().unwrap(), numbers.next().unwrap());
         let server = start(&Subject::host(), &[OTHER]);
+        // The listening socket refuses descriptors once the server runs.
+        let _client = server.client();
         let file = fs::File::open("/dev/null").unwrap();
         let (raw, sent) = server.while_stopped(|| {
             let raw = dial_as(HOSTILE, &server);
@@ -342,10 +358,13 @@ mod root {
         assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
         // What is given up is free again.
         drop(held);
-        let raw = greeted_as(HOSTILE, &server);
         until(|| {
-            let answer = raw.ask(&Message::Put(Box::new(material.put("mine"))), &material.fds()).unwrap();
-            matches!(answer, Some((Message::Published(_), _)))
+            let raw = dial_as(HOSTILE, &server);
+            let greeted = raw.ask(&Raw::hello(), &[]);
+            greeted.is_ok_and(|answer| matches!(answer, Some((Message::Hello(_), _)))) && {
+                let answer = raw.ask(&Message::Put(Box::new(material.put("mine"))), &material.fds()).unwrap();
+                matches!(answer, Some((Message::Published(_), _)))
+            }
         });
     }
 
@@ -354,14 +373,14 @@ mod root {
     fn kept_memory_leaves_other_users_their_share() {
         let subject = Subject::host();
         let allow_uids = vec![HOSTILE, OTHER, 0];
-        let server = Process::start(Setup { files: 500, user: SERVER, allow_uids, ..Setup::of(&subject) });
+        let server = Process::start(Setup { files: 600, user: SERVER, allow_uids, ..Setup::of(&subject) });
         let put = |raw: &Raw, name: &str| {
             let shared = filled(&subject.driver, 20 * 2 * MIB, Some(2 * MIB), 1);
             let material = Material::of(&shared);
             raw.ask(&Message::Put(Box::new(material.put(name))), &material.fds()).unwrap().unwrap().0
         };
         let hostile = greeted_as(HOSTILE, &server);
-        let kept = (0..6).map(|at| put(&hostile, &format!("hostile/{at}")));
+        let kept = (0..10).map(|at| put(&hostile, &format!("hostile/{at}")));
         let refused: Vec<Message> = kept.filter(|answer| !matches!(answer, Message::Published(_))).collect();
         let Some(Message::Refused(refusal)) = refused.last() else { panic!("{refused:?}") };
         assert_eq!(refusal.code, RefusalCode::Full);
@@ -369,7 +388,7 @@ mod root {
         let other = greeted_as(OTHER, &server);
         assert!(matches!(put(&other, "fair"), Message::Published(_)));
         // One memfd counts once, however often it is named.
-        for name in ["hostile/0", "hostile/1"] {
+        for name in ["hostile/0", "hostile/1", "hostile/2"] {
             let delete = Message::Delete(Delete { name: name.to_owned(), request: None });
             assert!(matches!(hostile.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
         }
