@@ -1,7 +1,7 @@
 //! A process that puts and gets objects when it is asked to, and exports memory.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     broker::{Client, Get, Put, PutPart},
-    driver::Driver,
+    driver::{Driver, GRANULARITY},
     error::{Error, Result},
     memory::{Description, Device, Placement, Shared, Sharing, Spec},
     session::Config,
@@ -30,8 +30,8 @@ use crate::{
     },
 };
 
-/// The bytes of a memfd that is put as it is.
-const PAGE: u64 = 4096;
+/// The bytes of a memfd that is put as it is: a broker keeps no smaller ones.
+const PAGE: u64 = GRANULARITY;
 
 /// From the measuring process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -41,7 +41,7 @@ pub(super) enum ClientRequest {
     Connect { socket: PathBuf, connections: usize },
     /// Make memory, put it under this name, and free it here.
     Put { name: String, size: u64 },
-    /// Make so many memfds of a page each, and put each under a name of its own.
+    /// Make a memfd, and put it under so many names.
     PutPages { objects: usize },
     /// Delete an object.
     Delete { name: String },
@@ -102,7 +102,10 @@ impl BrokerClient<'_> {
                 let memory = Shared::create(&self.driver()?.1, Spec::vmm(size))?;
                 self.client()?.put(&Put::new(name).part(PutPart::of("all", &memory)?))?;
             }
-            ClientRequest::PutPages { objects } => (0..objects).try_for_each(|number| self.put_page(number))?,
+            ClientRequest::PutPages { objects } => {
+                let memfd = page().map_err(|errno| Error::system("make a memfd", errno))?;
+                (0..objects).try_for_each(|number| self.put_page(memfd.as_fd(), number))?;
+            }
             ClientRequest::Delete { name } => self.client()?.delete(&name)?,
             ClientRequest::Get { name, count, map, at } => return self.get(&name, count, map, at),
             ClientRequest::Export { size } => return self.export(size),
@@ -118,14 +121,13 @@ impl BrokerClient<'_> {
         Ok(())
     }
 
-    /// Puts a memfd of a page, as the host backend demands it, with nothing of a driver.
-    fn put_page(&self, number: usize) -> Result<()> {
-        let memfd = page().map_err(|errno| Error::system("make a memfd", errno))?;
+    /// Puts a memfd, as the host backend demands it, with nothing of a driver.
+    fn put_page(&self, memfd: BorrowedFd<'_>, number: usize) -> Result<()> {
         let (device, size) = (self.driver()?.1.identity(), PAGE);
         let sharing = Sharing::Vmm { placement: Placement::Device, segments: 1 };
         let description = Description { device, sharing, size, mapped_size: size, immutable: false };
         let backend = self.driver()?.0.backend();
-        let part = PutPart::of_segments("all", backend, description, [(size, memfd.as_fd())])?;
+        let part = PutPart::of_segments("all", backend, description, [(size, memfd)])?;
         self.client()?.put(&Put::new(format!("bench/page-{number}")).part(part)).map(drop)
     }
 
