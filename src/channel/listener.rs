@@ -17,7 +17,6 @@ use std::{
 };
 
 use nix::{
-    errno::Errno,
     fcntl::{AtFlags, renameat},
     sys::stat::{FchmodatFlags, Mode, fchmod, fchmodat, fstatat},
     unistd::{UnlinkatFlags, unlinkat},
@@ -197,7 +196,7 @@ impl Listener {
         // If it can't be, the next broker reports an end that was in order.
         let _ = lock.unmark();
         match unlinkat(&folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir) {
-            Ok(()) | Err(Errno::ENOENT) => Ok(()),
+            Ok(()) | Err(nix::errno::Errno::ENOENT) => Ok(()),
             Err(errno) => Err(Error::system(format!("remove {}", path.display()), errno)),
         }
     }

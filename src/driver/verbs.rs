@@ -98,7 +98,6 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// `cuMemMap`.
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()>;
 
-    #[cfg(feature = "broker")]
     /// As [`Verbs::map`] with an offset of 0, with copy-on-write pages: this process may write to it, and no other process sees what it
     /// writes. CUDA has no such mapping and answers `CUDA_ERROR_NOT_SUPPORTED`. mmap(2), `MAP_PRIVATE`.
     fn map_private(&self, address: u64, size: u64, handle: Handle) -> Result<()>;

@@ -338,7 +338,6 @@ impl Importing {
                 empty => {
                     let reservation = Reservation::new(&self.device, self.part.size)?;
                     let mut mapping = Mapping::empty(&reservation, 0, &self.device, self.access)?;
-                    #[cfg(feature = "broker")]
                     if self.private {
                         mapping.make_private();
                     }

@@ -310,7 +310,6 @@ impl Mapping {
     }
 
     /// Has what is pushed from now on mapped with copy-on-write pages, which this process may write to: on the host backend alone.
-    #[cfg(feature = "broker")]
     pub(super) fn make_private(&mut self) {
         (self.private, self.access) = (true, Access::ReadWrite);
     }
@@ -321,10 +320,10 @@ impl Mapping {
         let offset = self.address - self.reservation.address + self.size;
         check_range(offset, allocation.size, self.reservation.size)?;
         let (verbs, address) = (self.device.verbs(), self.address + self.size);
-        match self.private {
-            #[cfg(feature = "broker")]
-            true => verbs.map_private(address, allocation.size, allocation.handle)?,
-            _ => verbs.map(address, allocation.size, 0, allocation.handle)?,
+        if self.private {
+            verbs.map_private(address, allocation.size, allocation.handle)?;
+        } else {
+            verbs.map(address, allocation.size, 0, allocation.handle)?;
         }
         // From here on dropping it unmaps.
         self.size += allocation.size;

@@ -177,7 +177,6 @@ unsafe impl Verbs for CudaDriver {
         Ok(())
     }
 
-    #[cfg(feature = "broker")]
     fn map_private(&self, _: u64, _: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "map_private";
         let _known = self.core.known(CALL, handle)?;

@@ -41,7 +41,6 @@ pub(super) enum Pages {
     /// The memfd's, which is sealed: nothing can write to them.
     Sealed,
     /// The memfd's, until this process writes to one: it has a copy of that page from then on.
-    #[cfg_attr(not(feature = "broker"), allow(dead_code))]
     CopyOnWrite,
 }
 

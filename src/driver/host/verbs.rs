@@ -15,10 +15,12 @@ use nix::{
 };
 
 use super::{
-    Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, Memory, State,
+    Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, Memory,
     addresses::{Mapped, Pages, Reserved, pointer},
-    available, from_errno, holding, memfd, readable, writable,
+    available, from_errno, memfd, readable, writable,
 };
+#[cfg(feature = "broker")]
+use super::{State, holding};
 use crate::{
     driver::{
         Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
@@ -136,7 +138,6 @@ unsafe impl Verbs for HostDriver {
         self.map_pages("host map", (address, size), offset, handle, Memory::pages)
     }
 
-    #[cfg(feature = "broker")]
     fn map_private(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
         self.map_pages("host map_private", (address, size), 0, handle, |_| Pages::CopyOnWrite)
     }
