@@ -2,9 +2,10 @@
 
 use std::{
     fs,
-    io::{Read, Write},
+    io::{ErrorKind, Read, Write},
     net::{SocketAddr, TcpStream},
     process::{Command, Stdio},
+    sync::mpsc,
     time::Duration,
 };
 
@@ -33,6 +34,17 @@ struct Answer {
     body: String,
 }
 
+impl Answer {
+    /// Reads to the end.
+    fn read(mut stream: TcpStream) -> Self {
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{text:?}"));
+        let status = head.lines().next().unwrap().strip_prefix("HTTP/1.1 ").unwrap().to_owned();
+        Self { status, head: head.to_owned(), body: body.to_owned() }
+    }
+}
+
 fn vmmfd(place: &Meeting, arguments: &[&str]) -> Run {
     let mut run = place.bare("vmmfd");
     run.command.args(arguments).env("VMMFD_BROKER_SOCKET", place.socket());
@@ -58,15 +70,18 @@ impl Exporter {
     fn send(&self, request: &str) -> Answer {
         let mut stream = self.connect();
         stream.write_all(request.as_bytes()).unwrap();
-        let mut text = String::new();
-        stream.read_to_string(&mut text).unwrap();
-        let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{text:?}"));
-        let status = head.lines().next().unwrap().strip_prefix("HTTP/1.1 ").unwrap().to_owned();
-        Answer { status, head: head.to_owned(), body: body.to_owned() }
+        Answer::read(stream)
+    }
+
+    /// Sends a request, and does not wait for the answer.
+    fn ask(&self, path: &str) -> TcpStream {
+        let mut stream = self.connect();
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: {}\r\n\r\n", self.address).unwrap();
+        stream
     }
 
     fn get(&self, path: &str) -> Answer {
-        self.send(&format!("GET {path} HTTP/1.1\r\nHost: {}\r\n\r\n", self.address))
+        Answer::read(self.ask(path))
     }
 
     fn end(self) -> crate::running::Ended {
@@ -260,7 +275,7 @@ fn a_brokers_own_figures_are_those_of_what_it_did() {
 }
 
 #[test]
-fn other_requests_have_other_answers_and_slow_clients_hold_up_none() {
+fn other_requests_have_other_answers() {
     let place = Meeting::host();
     let exporter = Exporter::start(&place, &[]);
     for (request, status) in [
@@ -271,21 +286,102 @@ fn other_requests_have_other_answers_and_slow_clients_hold_up_none() {
     ] {
         assert_eq!(exporter.send(request).status, status, "{request}");
     }
-    // More than there are places, each with half a request.
-    let slow: Vec<TcpStream> = (0..40)
-        .map(|_| {
+    exporter.end().code(0);
+}
+
+/// Whether the exporter has closed a connection on which it sent nothing.
+fn is_closed(mut stream: &TcpStream) -> bool {
+    stream.set_nonblocking(true).unwrap();
+    let read = stream.read(&mut [0; 16]);
+    stream.set_nonblocking(false).unwrap();
+    match read {
+        Ok(got) => {
+            assert_eq!(got, 0);
+            true
+        }
+        Err(error) => error.kind() != ErrorKind::WouldBlock,
+    }
+}
+
+#[test]
+fn new_connections_replace_slow_ones() {
+    let place = Meeting::host();
+    let mut server = vmmfd(&place, &["serve"]).start();
+    server.until("listening");
+    let exporter = Exporter::start(&place, &["--timeout", "60s"]);
+    // 32 more than the exporter holds, each with nothing or with half a request.
+    let slow: Vec<TcpStream> = (0..160)
+        .map(|index| {
             let mut stream = exporter.connect();
-            stream.write_all(b"GET /healthz HTT").unwrap();
+            stream.write_all(if index % 2 == 0 { b"" } else { b"GET /healthz HTT" }).unwrap();
             stream
         })
         .collect();
+    assert_eq!(exporter.get("/healthz").status, "200 OK");
+    // None has timed out: the newest are all open.
+    let closed: Vec<bool> = slow.iter().map(is_closed).collect();
+    let count = closed.iter().filter(|closed| **closed).count();
+    assert!(count == 33 && closed[..33].iter().all(|closed| *closed), "{count} closed: {closed:?}");
+    // A slow client that no other client replaces loses its connection in the end.
+    assert!(matches!((&slow[159]).read(&mut [0; 16]), Ok(0) | Err(_)));
+    exporter.end().code(0);
+}
+
+#[test]
+fn waiting_requests_share_one_scrape() {
+    let place = Meeting::host();
+    let (release, released) = mpsc::channel();
+    let broker = StandIn::start(
+        &place.socket(),
+        vec![Box::new(move |raw| {
+            assert!(matches!(request(&raw), Message::Measure(_)));
+            released.recv().unwrap();
+            answer(&raw, Message::Measured(Box::new(measured()))).unwrap();
+            // The exporter ends before another request.
+            assert!(!matches!(raw.receive(), Ok(Some(_))));
+        })],
+    );
+    let exporter = Exporter::start(&place, &["--timeout", "60s"]);
+    let paths = ["/healthz", "/metrics"].repeat(20);
+    let waiting: Vec<TcpStream> = paths.iter().map(|path| exporter.ask(path)).collect();
+    // Answered after all the others were read, without the broker.
     assert_eq!(exporter.get("/").status, "404 Not Found");
-    for mut stream in slow {
-        let mut rest = Vec::new();
-        // It ends without an answer: it is closed, or reset.
-        assert!(stream.read_to_end(&mut rest).is_err() || rest.is_empty());
+    assert!(!waiting.iter().any(is_closed));
+    release.send(()).unwrap();
+    for (stream, path) in waiting.into_iter().zip(paths) {
+        let answer = Answer::read(stream);
+        assert_eq!(answer.status, "200 OK");
+        assert!(path == "/healthz" || value(&answer.body, "vmmfd_up") == 1.0, "{}", answer.body);
     }
     exporter.end().code(0);
+    broker.end();
+}
+
+#[test]
+fn stopped_broker_is_unavailable_to_all() {
+    let place = Meeting::host();
+    let mut server = vmmfd(&place, &["serve", "--no-supervisor"]).start();
+    server.until("listening");
+    // Over a connection of before, and over new ones.
+    let exporter = Exporter::start(&place, &[]);
+    assert_eq!(exporter.get("/healthz").status, "200 OK");
+    server.signal(Signal::SIGSTOP);
+    for _ in 0..2 {
+        let waiting: Vec<TcpStream> = (0..40).map(|_| exporter.ask("/healthz")).collect();
+        let metrics = exporter.ask("/metrics");
+        for stream in waiting {
+            let health = Answer::read(stream);
+            assert_eq!(health.status, "503 Service Unavailable");
+            assert!(health.body.starts_with("the broker does not answer: "), "{}", health.body);
+        }
+        assert_eq!(Answer::read(metrics).body, PLAIN.replace("vmmfd_up 1", "vmmfd_up 0"));
+    }
+    server.signal(Signal::SIGCONT);
+    wait_for("the broker", || exporter.get("/healthz").status == "200 OK");
+    assert_eq!(value(&exporter.get("/metrics").body, "vmmfd_up"), 1.0);
+    exporter.end().code(0);
+    server.signal(Signal::SIGTERM);
+    server.end().code(0);
 }
 
 #[test]

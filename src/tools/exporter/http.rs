@@ -1,12 +1,12 @@
-//! A server of HTTP/1.1 for monitoring: GET and HEAD, an answer from memory, one thread.
+//! A server of HTTP/1.1 for monitoring: GET and HEAD, answers from memory, one thread that never waits for an answer.
 //!
-//! Each connection has one request and a time to send it and to read its answer, so that slow clients hold up nothing but one of a
-//! few places. Heads of requests are parsed by `httparse`; bodies are not read.
+//! Each connection has one request. If there are too many connections, a slow client loses its connection to a new one. Heads of
+//! requests are parsed by `httparse`; bodies are not read.
 
 use std::{
     io::{self, Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
-    os::fd::AsFd,
+    os::fd::{AsFd, BorrowedFd},
     time::{Duration, Instant},
 };
 
@@ -20,8 +20,8 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The most connections at a time. Others wait in the listening socket.
-const MAX_CONNECTIONS: usize = 32;
+/// The most connections at a time.
+const MAX_CONNECTIONS: usize = 128;
 
 /// The longest head of a request, in bytes.
 const MAX_HEAD: usize = 8192;
@@ -30,7 +30,7 @@ const MAX_HEAD: usize = 8192;
 const MAX_HEADERS: usize = 64;
 
 /// How long a client may take for its request, and again to read the answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// How long the end of a connection is waited for after its answer: closed before, what the client still sends would make the kernel
 /// throw the answer away.
@@ -99,6 +99,24 @@ impl Response {
     }
 }
 
+/// Answers requests. No method blocks.
+pub(in crate::tools) trait Source {
+    /// Answers a request, or returns `None` if the request must wait.
+    fn answer(&mut self, request: &Request) -> Option<Response>;
+
+    /// How long a request may wait.
+    fn timeout(&self) -> Duration;
+
+    /// Readable when the requests that wait can be answered.
+    fn ready(&self) -> BorrowedFd<'_>;
+
+    /// Returns whether the requests that wait can be answered; then all of them are.
+    fn receive(&mut self) -> bool;
+
+    /// Answers a request that waited, also if it waited for too long.
+    fn answer_waiting(&mut self, request: &Request) -> Response;
+}
+
 /// What the bytes of a connection are so far.
 enum Head {
     /// Not all of the head.
@@ -146,6 +164,8 @@ struct Connection {
 
 enum State {
     Reading(Vec<u8>),
+    /// Until the source has the answer; the flag is that of [`Head::Whole`].
+    Waiting(Request, bool),
     Writing(Vec<u8>, usize),
     Lingering,
 }
@@ -160,12 +180,36 @@ impl Connection {
     fn interest(&self) -> PollFlags {
         match self.state {
             State::Reading(_) | State::Lingering => PollFlags::POLLIN,
+            // poll(2) reports a hangup without being asked.
+            State::Waiting(..) => PollFlags::empty(),
             State::Writing(..) => PollFlags::POLLOUT,
         }
     }
 
-    /// Goes as far as it can without waiting, but for the answer itself.
-    fn go_on(&mut self, answer: &mut dyn FnMut(&Request) -> Response) -> io::Result<Next> {
+    fn respond(&mut self, response: Response, head_only: bool) {
+        self.state = State::Writing(response.into_bytes(head_only), 0);
+        self.deadline = Instant::now() + PATIENCE;
+    }
+
+    /// Answers the request if it waits; returns whether it did.
+    fn answer_waiting(&mut self, source: &mut dyn Source) -> bool {
+        let State::Waiting(request, head_only) = &self.state else { return false };
+        let (response, head_only) = (source.answer_waiting(request), *head_only);
+        self.respond(response, head_only);
+        true
+    }
+
+    /// Reads and writes as far as possible without waiting. Returns whether the connection stays open.
+    fn advance(&mut self, source: &mut dyn Source) -> bool {
+        match self.go_on(source) {
+            Ok(Next::Wait) => true,
+            Ok(Next::Close) => false,
+            // What a client does to its own connection is no error of the server.
+            Err(error) => matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted),
+        }
+    }
+
+    fn go_on(&mut self, source: &mut dyn Source) -> io::Result<Next> {
         let mut chunk = [0; 1024];
         loop {
             match &mut self.state {
@@ -174,14 +218,19 @@ impl Connection {
                         0 => return Ok(Next::Close),
                         got => bytes.extend_from_slice(&chunk[..got]),
                     }
-                    let response = match parse(bytes) {
-                        Head::Partial => continue,
-                        Head::Whole(request, head_only) => answer(&request).into_bytes(head_only),
-                        Head::Wrong(response) => response.into_bytes(false),
-                    };
-                    self.state = State::Writing(response, 0);
-                    self.deadline = Instant::now() + PATIENCE;
+                    match parse(bytes) {
+                        Head::Partial => {}
+                        Head::Wrong(response) => self.respond(response, false),
+                        Head::Whole(request, head_only) => match source.answer(&request) {
+                            Some(response) => self.respond(response, head_only),
+                            None => {
+                                self.state = State::Waiting(request, head_only);
+                                self.deadline = Instant::now() + source.timeout();
+                            }
+                        },
+                    }
                 }
+                State::Waiting(..) => return Ok(Next::Wait),
                 State::Writing(bytes, done) => {
                     *done += self.stream.write(&bytes[*done..])?;
                     if *done == bytes.len() {
@@ -202,68 +251,73 @@ impl Connection {
 /// How long no connection is accepted after that has failed.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Answers requests until it is cancelled. `answer` may block: no other connection goes on meanwhile.
+/// Answers requests until it is cancelled.
 ///
 /// # Errors
 /// [`Error::Interrupted`] when it is cancelled; [`Error::System`] if the listening socket fails. See poll(2), accept(2).
-pub(in crate::tools) fn serve(
-    listener: &TcpListener,
-    cancel: &Cancel,
-    mut answer: impl FnMut(&Request) -> Response,
-) -> Result<()> {
+pub(in crate::tools) fn serve(listener: &TcpListener, cancel: &Cancel, source: &mut dyn Source) -> Result<()> {
     listener.set_nonblocking(true).map_err(|error| Error::system("listen without blocking", error))?;
+    // The oldest first.
     let mut connections: Vec<Connection> = Vec::new();
     loop {
         cancel.check()?;
+        let ready = wait(listener, cancel, &connections, source)?;
+        // Before any new request is read, which may ask the source again.
+        if source.receive() {
+            for connection in &mut connections {
+                connection.answer_waiting(source);
+            }
+        }
         let now = Instant::now();
-        let ready = wait(listener, cancel, &connections, now)?;
-        let mut at = 0;
-        for ready in ready {
-            if !ready {
-                // Those that have something are looked at first: the answer to another one may have taken long.
-                if connections[at].deadline > now {
-                    at += 1;
-                } else {
-                    drop(connections.remove(at));
-                }
-                continue;
-            }
-            match connections[at].go_on(&mut answer) {
-                Ok(Next::Wait) => at += 1,
-                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => at += 1,
-                // What a client does to its own connection is no error of the server.
-                Ok(Next::Close) | Err(_) => drop(connections.remove(at)),
-            }
-            cancel.check()?;
-        }
-        while connections.len() < MAX_CONNECTIONS {
-            match listener.accept() {
-                Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
-                    let deadline = Instant::now() + PATIENCE;
-                    connections.push(Connection { stream, state: State::Reading(Vec::new()), deadline });
-                }
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                // The client is gone already, or this process has no descriptor left: the next turn tries again.
-                Err(error) => {
-                    tracing::debug!(%error, "cannot accept a connection");
-                    if error.kind() != io::ErrorKind::ConnectionAborted {
-                        // It waits there still: without a pause this would go round and round.
-                        cancel.pause(PAUSE)?;
-                    }
-                    break;
-                }
-            }
-        }
+        let mut ready = ready.into_iter();
+        connections.retain_mut(|connection| match (ready.next(), &connection.state) {
+            _ if connection.deadline <= now => connection.answer_waiting(source),
+            // The client has hung up.
+            (Some(true), State::Waiting(..)) => false,
+            (Some(true), _) => connection.advance(source),
+            _ => true,
+        });
+        accept(listener, cancel, &mut connections)?;
     }
 }
 
+/// Accepts one connection if one is there. One at a time, so that each connection is read before newer ones can replace it.
+fn accept(listener: &TcpListener, cancel: &Cancel, connections: &mut Vec<Connection>) -> Result<()> {
+    match listener.accept() {
+        Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
+            if connections.len() >= MAX_CONNECTIONS {
+                connections.remove(replaced(connections));
+            }
+            let deadline = Instant::now() + PATIENCE;
+            connections.push(Connection { stream, state: State::Reading(Vec::new()), deadline });
+        }
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+        // The client is gone already, or this process has no descriptor left: the next turn tries again.
+        Err(error) => {
+            tracing::debug!(%error, "cannot accept a connection");
+            if error.kind() != io::ErrorKind::ConnectionAborted {
+                // It waits there still: without a pause this would go round and round.
+                cancel.pause(PAUSE)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The connection that a new one replaces: the oldest without a whole request, else the oldest that has its answer, else the oldest.
+fn replaced(connections: &[Connection]) -> usize {
+    let reading = |connection: &Connection| matches!(connection.state, State::Reading(_));
+    let answered = |connection: &Connection| !matches!(connection.state, State::Waiting(..));
+    connections.iter().position(reading).or_else(|| connections.iter().position(answered)).unwrap_or(0)
+}
+
 /// Waits for something to do, and returns which connections have something.
-fn wait(listener: &TcpListener, cancel: &Cancel, connections: &[Connection], now: Instant) -> Result<Vec<bool>> {
-    let mut waited = vec![PollFd::new(cancel.as_fd(), PollFlags::POLLIN)];
-    let listens = if connections.len() < MAX_CONNECTIONS { PollFlags::POLLIN } else { PollFlags::empty() };
-    waited.push(PollFd::new(listener.as_fd(), listens));
+fn wait(listener: &TcpListener, cancel: &Cancel, connections: &[Connection], source: &dyn Source) -> Result<Vec<bool>> {
+    let own = [cancel.as_fd(), source.ready(), listener.as_fd()];
+    let mut waited: Vec<PollFd<'_>> = own.iter().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)).collect();
     waited.extend(connections.iter().map(|connection| PollFd::new(connection.stream.as_fd(), connection.interest())));
+    let now = Instant::now();
     let first = connections.iter().map(|connection| connection.deadline.saturating_duration_since(now)).min();
     // A millisecond more, since poll(2) takes whole ones.
     let timeout = first.map_or(PollTimeout::NONE, |first| {
@@ -273,7 +327,7 @@ fn wait(listener: &TcpListener, cancel: &Cancel, connections: &[Connection], now
         Ok(_) | Err(Errno::EINTR) => {}
         Err(errno) => return Err(Error::system("wait for connections", errno)),
     }
-    Ok(waited[2..].iter().map(|fd| fd.any().unwrap_or(false)).collect())
+    Ok(waited[own.len()..].iter().map(|fd| fd.any().unwrap_or(false)).collect())
 }
 
 #[cfg(test)]

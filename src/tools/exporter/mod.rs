@@ -1,4 +1,5 @@
-//! What `vmmfd exporter` is made of: a small HTTP server, and the broker's figures as text for Prometheus.
+//! The parts of `vmmfd exporter`: a small HTTP server, scrapes of the broker, and their text for Prometheus.
 
 pub(super) mod http;
+pub(super) mod scraper;
 pub(super) mod text;

@@ -4,6 +4,7 @@ use std::{
     io::{self, Write},
     net::{SocketAddr, TcpListener},
     path::PathBuf,
+    thread,
     time::Duration,
 };
 
@@ -22,10 +23,7 @@ use crate::{
             options::{parse_timeout, parse_uid},
             output::{Progress, complain, json_line},
         },
-        exporter::{
-            http::{Request, Response, Status, serve},
-            text::{Format, render},
-        },
+        exporter::{http::serve, scraper::Scraper},
         stamp,
     },
 };
@@ -52,8 +50,8 @@ pub(in super::super) struct ExporterOptions {
     #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
 
-    /// Longest wait for each answer of the broker: 500ms, 30s, 2m
-    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = parse_timeout, help_heading = "Meeting")]
+    /// Longest wait of a request for the broker: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
 
     #[command(flatten)]
@@ -72,13 +70,13 @@ struct ExporterReport {
 }
 
 /// The connection to the broker, made when it is needed.
-struct Source<'a> {
+struct Connected<'a> {
     meet: MeetBroker,
     cancel: &'a Cancel,
     client: Option<Client>,
 }
 
-impl Source<'_> {
+impl Connected<'_> {
     /// Asks over the connection that there is, and if that is gone over a new one.
     fn ask(&mut self) -> Result<Metrics> {
         if let Some(client) = &self.client {
@@ -121,18 +119,14 @@ impl Tool for ExporterOptions {
         self.announce(address)?;
         let meet =
             MeetBroker { socket: Some(path.clone()), allow_uids: self.allow_uids.clone(), timeout: self.timeout };
-        let mut source = Source { meet, cancel, client: None };
-        let (mut requests, mut unanswered) = (0, 0);
-        let ended = serve(&listener, cancel, |request| {
-            requests += 1;
-            let (response, answered) = answer(request, || source.ask());
-            unanswered += u64::from(!answered);
-            response
-        });
-        match ended {
-            Err(Error::Interrupted { .. }) => {}
-            ended => ended?,
-        }
+        let mut broker = Connected { meet, cancel, client: None };
+        let (requests, unanswered) = thread::scope(|scope| {
+            let mut scraper = Scraper::start(scope, self.timeout, move || broker.ask())?;
+            match serve(&listener, cancel, &mut scraper) {
+                Ok(()) | Err(Error::Interrupted { .. }) => Ok(scraper.counts()),
+                Err(error) => Err(error),
+            }
+        })?;
         let report = ExporterReport {
             schema: SCHEMA,
             tool: stamp::tool(),
@@ -159,28 +153,5 @@ impl ExporterOptions {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
             _ => Ok(()),
         }
-    }
-}
-
-/// The answer to a request, and whether the broker had one where it was asked.
-fn answer(request: &Request, ask: impl FnOnce() -> Result<Metrics>) -> (Response, bool) {
-    match request.path.as_str() {
-        "/metrics" => {
-            let metrics = ask();
-            if let Err(error) = &metrics {
-                tracing::warn!(error = error.in_full(), "the broker does not answer");
-            }
-            let (answered, format) = (metrics.is_ok(), Format::asked(&request.accept));
-            let body = render(metrics.ok(), format);
-            (Response { status: Status::Ok, content_type: format.content_type(), body }, answered)
-        }
-        "/healthz" => match ask() {
-            Ok(_) => (Response::sentence(Status::Ok, "the broker answers"), true),
-            Err(error) => {
-                let sentence = format!("the broker does not answer: {}", error.in_full());
-                (Response::sentence(Status::Unavailable, &sentence), false)
-            }
-        },
-        _ => (Response::sentence(Status::NotFound, "here are /metrics and /healthz"), true),
     }
 }
