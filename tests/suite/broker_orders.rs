@@ -210,7 +210,7 @@ fn stopped_supervisor_is_replaced() {
     let served = Served::start(Keeper::Supervisor, &subject);
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
-    for _ in 0..2 {
+    for reports in 1..=2 {
         let [server, supervisor] = broker.pair();
         broker.events.push(Event::Stop(Process::Supervisor));
         kill(supervisor, Signal::SIGSTOP).unwrap();
@@ -221,10 +221,13 @@ fn stopped_supervisor_is_replaced() {
         });
         let after = broker.pair();
         assert_eq!(after[0], server);
+        broker.until("its report in the log", || {
+            let report = "the supervisor has read nothing for 5s";
+            (broker.served.log().matches(report).count() == reports).then_some(())
+        });
         // Also if the process that was stopped was to continue.
         broker.send(&[Event::Kill(Process::Server)]);
     }
-    assert_eq!(broker.served.log().matches("the supervisor has read nothing for 5s").count(), 2);
 }
 
 /// A copy of the program in a folder, to be replaced.
