@@ -91,11 +91,11 @@ impl Listener {
         Self::check_free(path)?;
         let marked_by = lock.marked_by();
 
-        let mut hidden = OsString::from(".");
-        hidden.push(&name);
-        hidden.push(format!(".{}", process::id()));
-        let temporary = Temporary { folder: &folder, name: hidden };
-        // A process with the same number may have died here and left it; the lock excludes processes that run.
+        // Short, since a path to a socket has at most 107 bytes, and unique among the processes that run: they hold other locks.
+        let number =
+            lock.inode().map_err(|error| Error::system(format!("inspect the lock of {}", path.display()), error))?;
+        let temporary = Temporary { folder: &folder, name: format!(".vmmfd-{number}").into() };
+        // A process that died here may have left it.
         temporary.remove();
         let failed = |action: &str, error: io::Error| Error::system(format!("{action} {}", path.display()), error);
         let socket = new_socket()?;

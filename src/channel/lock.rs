@@ -79,6 +79,11 @@ impl<'a> PathLock<'a> {
         Ok(Some(file))
     }
 
+    /// The file's inode number.
+    pub(super) fn inode(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.ino())
+    }
+
     /// The process that marked it, if that did not end in order.
     pub(super) fn marked_by(&self) -> Option<i32> {
         let mut text = String::new();

@@ -174,7 +174,9 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Device(DeviceError::Ambiguous { .. }) => ErrorKind::Usage,
-            Self::Memory(MemoryError::NotExchanged { source, .. }) => source.kind(),
+            Self::Memory(MemoryError::NotExchanged { source, .. } | MemoryError::NotImported { source, .. }) => {
+                source.kind()
+            }
             Self::Driver { code: code::NOT_SUPPORTED | code::NOT_PERMITTED, .. } | Self::Load(_) | Self::Device(_) => {
                 ErrorKind::Unsupported
             }

@@ -50,7 +50,7 @@ impl Lingering {
         // What was sent may take a moment to fill the other end too.
         let mut full = 0;
         while full < 3 {
-            let written: usize = streams.iter_mut().map(|stream| fill(stream)).sum();
+            let written: usize = streams.iter_mut().map(fill).sum();
             full = if written == 0 { full + 1 } else { 0 };
             thread::sleep(Duration::from_millis(5));
         }

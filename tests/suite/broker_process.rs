@@ -359,7 +359,7 @@ impl Raw {
     pub(crate) fn dial(path: &Path) -> io::Result<Self> {
         let socket = seqpacket();
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-        Self::over(socket.into())
+        Self::over(socket)
     }
 
     /// A connection that another process made.

@@ -48,6 +48,10 @@ fn refused(fd: OwnedFd, size: u64) -> (u32, String) {
     assert_eq!(inode.open_here(), 0, "the descriptor is still open");
     match answer {
         Err(Error::Driver { code, source: Some(reason), .. }) => (code, reason.to_string()),
+        Err(Error::Memory(MemoryError::NotImported { reason, source })) => match *source {
+            Error::Driver { code, .. } => (code, reason),
+            other => panic!("{other:?}"),
+        },
         other => panic!("{other:?}"),
     }
 }
@@ -164,7 +168,7 @@ fn a_hole_is_refused_and_not_filled() {
         let blocks = fstat(&watched).unwrap().st_blocks;
         let subject = Subject::host();
         let answer = Allocation::import(&subject.device(), fd, size);
-        let Err(Error::Driver { code: code::UNKNOWN, source: Some(reason), .. }) = answer else { panic!("{answer:?}") };
+        let Err(Error::Memory(MemoryError::NotImported { reason, .. })) = answer else { panic!("{answer:?}") };
         let expected = format!("{missing} of the memory's {size} bytes are not committed");
         assert!(reason.to_string().contains(&expected), "{reason}");
         assert_eq!(fstat(&watched).unwrap().st_blocks, blocks, "a page was touched");

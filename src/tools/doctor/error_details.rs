@@ -46,7 +46,8 @@ impl ErrorDetails {
             Error::Load(LoadError::NoDevice) => numbered("cuDeviceGetCount", code::NO_DEVICE),
             Error::Load(LoadError::Stub { .. }) => numbered("cuInit", code::STUB_LIBRARY),
             Error::Memory(MemoryError::OutOfMemory { .. }) => numbered("cuMemCreate", code::OUT_OF_MEMORY),
-            Error::Device(DeviceError::NoPeerAccess { source: Some(source), .. }) => {
+            Error::Device(DeviceError::NoPeerAccess { source: Some(source), .. })
+            | Error::Memory(MemoryError::NotImported { source, .. }) => {
                 Self { message: error.in_full(), ..Self::of(source) }
             }
             Error::Load(LoadError::NoLibrary { .. }) => {
