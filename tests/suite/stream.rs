@@ -1302,7 +1302,7 @@ fn memory_that_is_borrowed_and_not_closed_stays_allocated(subject: Subject) {
     // It is there still: it goes with the process.
     let (blocks, pools, _) = subject.faulty.taken();
     assert_eq!((blocks, pools), (1, 1));
-    std::mem::forget(subject);
+    subject.forget();
 }
 
 fn legacy_memory_is_streamed_to_another_process(subject: Subject) {

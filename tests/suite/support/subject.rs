@@ -89,6 +89,12 @@ impl Subject {
         }
     }
 
+    /// Ends the test without asking that all was given back. Other tests may then be alone.
+    pub(crate) fn forget(mut self) {
+        self.turn = Turn::Free;
+        std::mem::forget(self);
+    }
+
     pub(crate) fn device(&self) -> Device {
         Device::find(&self.driver, Selector::Ordinal(0)).unwrap()
     }
