@@ -11,7 +11,7 @@ use super::{
     connection::{Connection, Outgoing, Request},
     objects::{Answer, LeaseParts, Question, Selected, Selection, random},
     reactor::Reactor,
-    worker::{Job, Step},
+    worker::Step,
 };
 use crate::{
     broker::name::{check_component, check_name},
@@ -214,17 +214,7 @@ impl Reactor {
         let Some(uid) = self.connections.get(&id).map(|connection| connection.caller.uid) else { return };
         let small = questions.iter().all(|(_, question)| question.is_small());
         self.set_request(id, Request::Worker);
-        let mut next: Job = Box::new(move || look(id, waiting, questions, first));
-        if !small {
-            return self.worker.run(uid, next);
-        }
-        loop {
-            match next() {
-                Step::More(job) => next = job,
-                Step::Done(outcome) => return outcome(self),
-                Step::Nothing => return,
-            }
-        }
+        self.work(uid, small, Box::new(move || look(id, waiting, questions, first)));
     }
 
     /// An object is not there: grants the claim, waits, or refuses.

@@ -11,7 +11,7 @@ use super::{
     connection::Request,
     objects::{NewPart, NewTable, Staged, Terms},
     reactor::Reactor,
-    worker::{Job, Step},
+    worker::Step,
 };
 use crate::{
     broker::table::sealed,
@@ -251,17 +251,7 @@ impl Reactor {
         let Some(connection) = self.connections.get_mut(&id) else { return self.end_upload(upload) };
         let examination = Examination::new(upload, connection.caller.describe(), self.emulated);
         connection.request = Request::Worker;
-        let mut next: Job = Box::new(move || examine(id, uid, descriptors, examination));
-        if !small {
-            return self.worker.run(uid, next);
-        }
-        loop {
-            match next() {
-                Step::More(job) => next = job,
-                Step::Done(outcome) => return outcome(self),
-                Step::Nothing => return,
-            }
-        }
+        self.work(uid, small, Box::new(move || examine(id, uid, descriptors, examination)));
     }
 
     /// A put was looked at.

@@ -154,3 +154,19 @@ impl Drop for Worker {
         self.queue.end();
     }
 }
+
+impl Reactor {
+    /// Runs a user's work: here if it is small, else in the worker.
+    pub(super) fn work(&mut self, uid: u32, small: bool, mut next: Job) {
+        if !small {
+            return self.worker.run(uid, next);
+        }
+        loop {
+            match next() {
+                Step::More(job) => next = job,
+                Step::Done(outcome) => return outcome(self),
+                Step::Nothing => return,
+            }
+        }
+    }
+}
