@@ -16,6 +16,14 @@ use std::{
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use vmmfd::{
+    driver::{Backend, Choice, open},
+    session::{
+        Config,
+        handoff::{Consumer, Request},
+    },
+    tools::check::DataVerifier,
+};
 
 use crate::running::{HANGS, Meeting, On, wait_for};
 
@@ -225,12 +233,14 @@ fn nobody_comes_and_the_wait_ends() {
 #[test]
 fn a_consumer_that_came_too_late_is_turned_away() {
     let meeting = host();
-    // The first is held by its own check while the second asks.
-    let producer = meeting.listening(&["--size", "256M"]);
-    let mut first = meeting.consumer(&[]).start();
-    first.until("map");
+    let producer = meeting.listening(&[]);
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+    let config = Config::default();
+    let mut first = Consumer::connect(&driver, None, &meeting.socket(), &config, &|_| {}).unwrap();
+    let object = first.request(&Request::default()).unwrap();
     meeting.consumer(&[]).end().code(4).says("all of them have come");
-    first.end().code(0);
+    let found = first.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
+    first.report(&object, &found).unwrap();
     producer.end().code(0);
 }
 
