@@ -78,18 +78,22 @@ pub(crate) extern "C" fn vmmfd_torch_free(block: *mut c_void, _size: isize, devi
     let _ = catch_unwind(AssertUnwindSafe(free));
 }
 
-/// Makes ready to cut blocks for a device of CUDA, from arenas of `arena` bytes from now on.
+/// Makes ready to cut blocks for a device of CUDA, from arenas of `arena` bytes from now on, `size` bytes of which are expected.
 #[pyfunction]
-pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64) -> Outcome<()> {
+#[pyo3(signature = (device, arena, size=None))]
+pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64, size: Option<u64>) -> Outcome<()> {
     py.detach(|| {
         let ordinal = device as c_int;
-        if let Some(arenas) = arenas(ordinal) {
-            return Ok(arenas.set_arena_size(arena)?);
-        }
-        let device = driver::device(&driver::driver("cuda")?, Some(Selector::Ordinal(device)))?;
-        let arenas = Arc::new(Arenas::new(&device, arena)?);
-        lock(ARENAS.get()).entry(ordinal).or_insert(arenas);
-        Ok(())
+        let arenas = match arenas(ordinal) {
+            Some(arenas) => arenas,
+            None => {
+                let device = driver::device(&driver::driver("cuda")?, Some(Selector::Ordinal(device)))?;
+                let made = Arc::new(Arenas::new(&device, arena)?);
+                Arc::clone(lock(ARENAS.get()).entry(ordinal).or_insert(made))
+            }
+        };
+        arenas.set_arena_size(arena)?;
+        Ok(arenas.expect(size)?)
     })
 }
 

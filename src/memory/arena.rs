@@ -31,9 +31,14 @@ pub struct Arenas {
     state: Mutex<State>,
 }
 
+/// The largest arena that is made because there are many others, or because so much is expected.
+const LARGEST: u64 = 1 << 30;
+
 #[derive(Debug, Default)]
 struct State {
     arenas: Vec<Arena>,
+    /// How many bytes of those that [`Arenas::expect`] announced are in no arena yet.
+    expected: Option<u64>,
     /// Counts what was freed.
     freed: u64,
     /// What was freed up to this count is used by no work of the device any more.
@@ -134,13 +139,40 @@ impl Arenas {
         Ok(())
     }
 
+    /// Announces how many bytes will be allocated from now on. Later arenas together have exactly as many, each 1 GiB at most, and
+    /// arenas beyond that have [`Arenas::arena_size`]. `None`, as at first, lets arenas grow: each has [`Arenas::arena_size`], or a
+    /// quarter of what all arenas have, up to 1 GiB, if that is more.
+    ///
+    /// # Errors
+    /// [`Error::Forked`](crate::Error::Forked) in a fork of the process that made the arenas.
+    pub fn expect(&self, bytes: Option<u64>) -> Result<()> {
+        self.state()?.expected = bytes;
+        Ok(())
+    }
+
+    /// The size of a new arena for a block.
+    fn next_arena(&self, block: u64) -> Result<u64> {
+        let state = self.state()?;
+        let size = match state.expected {
+            Some(expected) if expected >= self.granularity => {
+                return Ok(round_up(expected.min(LARGEST), self.granularity)?.max(block));
+            }
+            Some(_) => self.arena_size(),
+            None => {
+                let all: u64 = state.arenas.iter().map(|arena| arena.memory.size()).sum();
+                self.arena_size().max(LARGEST.min(all / 4))
+            }
+        };
+        Ok((size / block).max(1) * block)
+    }
+
     /// Cuts a block of at least `size` bytes, a multiple of the granularity, and returns its address. It is mapped for the device; its
     /// contents are undefined. It stays until [`Arenas::free`].
     ///
     /// Where blocks were freed, waits until the work in the device's primary context is done, before another one is cut in their place.
     ///
-    /// A new arena is made if no other has room: as large as so many blocks of this size as fit into [`Arenas::arena_size`], and at
-    /// least one. So blocks of one size leave nothing over. Blocks for the driver's calls then.
+    /// If no arena has room, makes one of the size that [`Arenas::expect`] describes; unless bytes are expected, it is rounded down to a
+    /// multiple of this block, so that blocks of one size fill it. Blocks for the driver's calls then.
     ///
     /// # Errors
     /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for no bytes; those of [`Shared::create`].
@@ -152,7 +184,7 @@ impl Arenas {
             return Ok(address);
         }
         // Without the lock, which `free` and `find` need: two threads may make one arena more than they need.
-        let bytes = (self.arena_size() / size).max(1) * size;
+        let bytes = self.next_arena(size)?;
         let made = Shared::create(&self.device, Spec::vmm(bytes)).or_else(|error| match error {
             // Arenas that could not be given back before, or a smaller one.
             _ if self.sweep() => Shared::create(&self.device, Spec::vmm(bytes)),
@@ -161,7 +193,9 @@ impl Arenas {
         });
         let memory = Arc::new(made?);
         let address = memory.address();
-        self.state()?.arenas.push(Arena { memory, blocks: BTreeMap::from([(0, size)]), closed: false, freed: 0 });
+        let mut state = self.state()?;
+        state.expected = state.expected.map(|expected| expected.saturating_sub(memory.size()));
+        state.arenas.push(Arena { memory, blocks: BTreeMap::from([(0, size)]), closed: false, freed: 0 });
         Ok(address)
     }
 
@@ -170,7 +204,7 @@ impl Arenas {
     fn cut(&self, size: u64) -> Result<Option<u64>> {
         let freed = {
             let mut state = self.state()?;
-            let State { arenas, freed, finished } = &mut *state;
+            let State { arenas, freed, finished, .. } = &mut *state;
             let ready = arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size));
             if ready.is_some() || !arenas.iter().any(|arena| arena.can_be_cut() && arena.gap(size).is_some()) {
                 return Ok(ready);

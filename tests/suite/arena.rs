@@ -16,6 +16,8 @@ cases! {
     on crate::support::Subject; every backend: [
     blocks_are_cut_side_by_side_and_used_again,
     an_arena_without_blocks_is_given_back,
+    arenas_grow_with_their_total,
+    expected_bytes_fill_arenas_exactly,
     blocks_of_one_size_leave_nothing_over,
     a_closed_arena_is_never_cut_again_and_stays_for_who_has_it,
     a_read_only_arena_is_never_cut_again,
@@ -73,6 +75,30 @@ fn blocks_are_cut_side_by_side_and_used_again(subject: Subject) {
     assert!(arenas.find(other).is_some() && arenas.find(first - 1).is_none());
 }
 
+fn arenas_grow_with_their_total(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
+    (0..64).for_each(|_| assert!(arenas.allocate(unit).unwrap() > 0));
+    // 4, 4, 4, 4, 4, 5, 6, 7, 9, 11, 14.
+    assert_figures(&arenas, unit, [11, 0, 72, 64, 64]);
+}
+
+fn expected_bytes_fill_arenas_exactly(subject: Subject) {
+    let unit = subject.unit();
+    let arenas = Arenas::new(&subject.device(), 2 * unit).unwrap();
+    arenas.expect(Some(10 * unit)).unwrap();
+    for (block, figures) in
+        [(3, [1, 0, 10, 1, 3]), (6, [1, 0, 10, 2, 9]), (2, [2, 0, 12, 3, 11]), (5, [3, 0, 17, 4, 16])]
+    {
+        arenas.allocate(block * unit).unwrap();
+        assert_figures(&arenas, unit, figures);
+    }
+    // More than is expected in one block.
+    arenas.expect(Some(unit)).unwrap();
+    arenas.allocate(3 * unit).unwrap();
+    assert_figures(&arenas, unit, [4, 0, 20, 5, 19]);
+}
+
 fn an_arena_without_blocks_is_given_back(subject: Subject) {
     let unit = subject.unit();
     let before = subject.live();
@@ -97,10 +123,10 @@ fn blocks_of_one_size_leave_nothing_over(subject: Subject) {
     (0..6).for_each(|_| assert!(arenas.allocate(5 * unit).unwrap() > 0));
     assert_figures(&arenas, unit, [2, 0, 30, 6, 30]);
     // Another size holds for later ones.
-    arenas.set_arena_size(5 * unit + 1).unwrap();
-    assert_eq!(arenas.arena_size(), 6 * unit);
+    arenas.set_arena_size(7 * unit + 1).unwrap();
+    assert_eq!(arenas.arena_size(), 8 * unit);
     arenas.allocate(unit).unwrap();
-    assert_figures(&arenas, unit, [3, 0, 36, 7, 31]);
+    assert_figures(&arenas, unit, [3, 0, 38, 7, 31]);
     arenas.set_arena_size(0).unwrap_err();
 }
 

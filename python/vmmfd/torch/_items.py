@@ -13,6 +13,8 @@ class _Item(NamedTuple):
     kind: str
     persistent: bool
     requires_grad: bool = False
+    # The type of the device that readers are to have it on, if that is another than its own.
+    place: str | None = None
 
 
 def _items(value: Any) -> list[_Item]:

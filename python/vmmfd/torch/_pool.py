@@ -38,8 +38,9 @@ def _pluggable() -> Any:
 class Pool:
     """What `pool` returns: a context manager, to be entered once at a time, by one thread."""
 
-    def __init__(self, arena: int, device: Any) -> None:
+    def __init__(self, arena: int, device: Any, size: int | None) -> None:
         self._arena = arena
+        self._size = size
         self._device = device
         self._ordinal = -1
         self._thread = 0
@@ -61,7 +62,7 @@ class Pool:
             device = torch.cuda.current_device() if device.index is None else int(device.index)
         # PyTorch's context first: an error there is PyTorch's to say.
         torch.cuda.init()
-        _native.torch_pool_open(device, self._arena)
+        _native.torch_pool_open(device, self._arena, self._size)
         self._ordinal = device
         self._thread = threading.get_ident()
         self._begin()
@@ -107,28 +108,32 @@ class Pool:
         )
 
 
-def pool(arena: int = 256 << 20, device: Any = None) -> Pool:
-    """A context in which what this thread allocates with PyTorch on a GPU lies in memory that other processes can map.
+def pool(arena: int = 256 << 20, device: Any = None, *, size: int | None = None) -> Pool:
+    """A context in which this thread's PyTorch allocations on a GPU lie in memory that other processes can map.
 
         with vmmfd.torch.pool():
             model = load()
         broker.put("model", model)          # Without a copy.
 
-    `arena` is the size in bytes of the pieces that are taken from the driver: each is one descriptor, and is given back when nothing is
-    in it. `device` is a `torch.device`, its name or its number; by default PyTorch's current one. Needs PyTorch 2.6 or newer.
+    PyTorch's blocks are cut from arenas. Each arena is one allocation of the driver and one descriptor, and is given back once it is empty.
+    `arena` is the size of the smallest arenas in bytes. Arenas grow: each has a quarter of the bytes of all, up to 1 GiB, if that is more than
+    `arena`. `size`, if given, is how many bytes will be allocated: arenas of at most 1 GiB then have exactly that many bytes, and arenas
+    beyond them have `arena` bytes. `device` is a `torch.device`, its name or its number; by default PyTorch's current one. Needs PyTorch 2.6
+    or newer.
 
-    Everything in an arena is handed to readers with it, what lies beside the tensors that are published included. Publishing closes
-    arenas: nothing is allocated in them again, so that what readers see is never overwritten, whatever is deleted here. Memory of deleted
-    tensors goes back at `torch.cuda.empty_cache()`, as all of PyTorch's does.
+    Readers get whole arenas, with everything that lies beside the published tensors. Publishing closes arenas: nothing is allocated in them
+    again, so that what readers see is never overwritten, whatever is deleted here. Memory of deleted tensors goes back at
+    `torch.cuda.empty_cache()`, as all of PyTorch's does.
 
     Threads that are started inside allocate as ever: enter a pool in each. Blocks while the driver starts, if it has not.
 
     Raises `vmmfd.Unsupported` (a `NotImplementedError`) without a GPU or with an older PyTorch; `vmmfd.Invalid` (a `ValueError`) for a size
     or device that makes no sense; `vmmfd.Error` in a fork of a process that opened the driver.
     """
-    if isinstance(arena, bool) or not isinstance(arena, int) or not 0 < arena < 1 << 47:
-        raise Invalid(f"arena={arena!r} is no size of memory: give a number of bytes, such as 256 << 20")
-    return Pool(arena, device)
+    for name, value in (("arena", arena), ("size", 1 if size is None else size)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 47:
+            raise Invalid(f"{name}={value!r} is no size of memory: give a number of bytes, such as 256 << 20")
+    return Pool(arena, device, size)
 
 
 def _close(addresses: Iterable[int], storages: Iterable[Any]) -> None:

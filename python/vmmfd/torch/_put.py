@@ -110,7 +110,7 @@ def _plan(
     copy: bool | None = None,
     seal: bool = False,
 ) -> tuple[list[PartPlan], dict[str, Any], object]:
-    """What a put of a module or of a mapping of names to tensors is made of: parts, one for each device, what comes into the metadata, and
+    """What a put of a module, of a mapping of names to tensors or of a list of items is made of: parts, one for each device, what comes into the metadata, and
     what has to live until it is put. With `seal` checks that this process's right to write that memory can be taken then.
 
     Storages in arenas of `pool` are handed over as they are. Others are copied, to a multiple of 256 bytes each, in the order of their
@@ -118,7 +118,7 @@ def _plan(
     """
     torch = _torch()
     items, problems = [], []
-    for item in _items(value):
+    for item in value if isinstance(value, list) else _items(value):
         problem = _problem(item.tensor)
         if problem:
             problems.append(f"{item.name} {problem}")
@@ -219,6 +219,8 @@ def _entry(item: _Item, storage: _Storage | None) -> Entry:
         attributes["requires_grad"] = True
     if own is not None:
         attributes["torch_dtype"] = own
+    if item.place is not None:
+        attributes["place"] = item.place
     size = tensor.element_size()
     strides = None if tensor.is_contiguous() else [stride * size for stride in tensor.stride()]
     memory = offset = 0

@@ -1,0 +1,124 @@
+"""The identity of a checkpoint: the commit of its repository, or the digests of its weight files.
+
+Names, shapes and headers cannot distinguish a fine-tune from its base. The process that loads the files computes their digests once. A
+process that attaches later compares the kernel's record of the files (device, inode, size and both times) and reads a file only if that
+record differs, as it does for a copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from .._errors import Invalid
+
+# A file's digest is the SHA-256 of the SHA-256s of its pieces, so that several threads compute it.
+_PIECE = 64 << 20
+_THREADS = 8
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
+
+
+class Contents:
+    """The contents of a checkpoint as this process sees them. Files are found at once, and read by `record` and `difference` alone."""
+
+    def __init__(self, model: str, commit: str | None = None) -> None:
+        self.source = os.path.realpath(model) if os.path.exists(model) else model
+        found = _COMMIT.search(os.path.abspath(model))
+        self.commit = found[1] if found else commit
+        self.files = {path.name: path for path in _weight_files(Path(model))}
+        self._stats = {name: _stat(path) for name, path in self.files.items()}
+        self._digests: dict[str, str] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files in bytes."""
+        return sum(stat[2] for stat in self._stats.values())
+
+    def record(self) -> dict[str, Any]:
+        """The identity as JSON. Reads the files unless there is a commit.
+
+        Raises `Invalid` if there is neither a commit nor a file, or if a file was changed since this object was made."""
+        if self.commit is None and not self.files:
+            raise Invalid(
+                f"the weights of {self.source!r} have neither a commit nor files that can be compared: "
+                "give vLLM a local folder, or a repository with a revision"
+            )
+        recorded: dict[str, Any] = {"source": self.source, "commit": self.commit, "files": {}}
+        if self.commit is None:
+            self._read(list(self.files))
+            recorded["files"] = {name: {"stat": self._stats[name], "sha256": self._digests[name]} for name in self.files}
+        changed = [name for name, path in self.files.items() if _stat(path) != self._stats[name]]
+        if changed:
+            raise Invalid(f"{self.files[changed[0]]} was changed while it was loaded: load the model again")
+        return recorded
+
+    def difference(self, recorded: dict[str, Any]) -> str | None:
+        """How these contents differ from recorded ones, or None. Where the files are gone, the same source is the same contents."""
+        if self.commit is not None and recorded["commit"] is not None:
+            if self.commit == recorded["commit"]:
+                return None
+            return f"commit {self.commit}, and {recorded['commit']} in the object"
+        theirs = recorded["files"]
+        if not self.files:
+            return None if self.source == recorded["source"] else f"no weight files in {self.source}, and the object is of {recorded['source']}"
+        if self.files.keys() != theirs.keys():
+            return f"other files: {', '.join(sorted(self.files.keys() ^ theirs.keys()))}"
+        sizes = [name for name in self.files if self._stats[name][2] != theirs[name]["stat"][2]]
+        if sizes:
+            return f"{sizes[0]} has another size"
+        self._read([name for name in self.files if self._stats[name] != theirs[name]["stat"]])
+        others = [name for name, digest in self._digests.items() if digest != theirs[name]["sha256"]]
+        return f"{others[0]} has other bytes" if others else None
+
+    @property
+    def read(self) -> int:
+        """How many bytes of files this object has read."""
+        return sum(self._stats[name][2] for name in self._digests)
+
+    def _read(self, names: list[str]) -> None:
+        names = [name for name in names if name not in self._digests]
+        pieces = [(name, offset) for name in names for offset in range(0, max(self._stats[name][2], 1), _PIECE)]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            digests = list(threads.map(lambda piece: _piece(self.files[piece[0]], piece[1]), pieces))
+        for name in names:
+            mine = b"".join(digest for (of, _), digest in zip(pieces, digests, strict=True) if of == name)
+            self._digests[name] = hashlib.sha256(mine).hexdigest()
+
+
+def _piece(path: Path, offset: int) -> bytes:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        left = _PIECE
+        while left and (block := file.read(min(left, 1 << 20))):
+            digest.update(block)
+            left -= len(block)
+    return digest.digest()
+
+
+def _stat(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _weight_files(model: Path) -> list[Path]:
+    """The weight files of a folder: those of its index, or all of the first format that it has. A file is itself."""
+    if model.is_file():
+        return [model]
+    if not model.is_dir():
+        return []
+    index = model / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        return [model / name for name in names if (model / name).is_file()]
+    for suffix in _SUFFIXES:
+        found = sorted(path for path in model.iterdir() if path.suffix == suffix and path.is_file())
+        if found:
+            return found
+    return []

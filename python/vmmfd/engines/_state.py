@@ -1,0 +1,65 @@
+"""The plain Python values that loading leaves in a model: sizes that a kernel remembers, flags, `None` for a scale that is not there.
+
+A class that declares that it takes processed weights restores such values itself, or should: vLLM 0.33's kernel for FP8 with one scale for
+each tensor keeps a size that only the processing of weights sets. So the changes travel with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_PLAIN = (type(None), bool, int, float, str)
+
+State = dict[tuple[str, str], Any]
+"""Values by the path of a module and the attribute in it, `quant_method.fp8_linear.size` say. For an object that is not plain: its type."""
+
+
+def _holders(module: Any) -> Iterator[tuple[str, Any]]:
+    """What holds state of a module: itself, its quantisation method, and the method's kernels."""
+    yield "", module
+    method = getattr(module, "quant_method", None)
+    if method is not None and hasattr(method, "__dict__"):
+        yield "quant_method.", method
+        for name, value in vars(method).items():
+            if "kernel" in type(value).__name__.lower() and hasattr(value, "__dict__"):
+                yield f"quant_method.{name}.", value
+
+
+def state(model: Any) -> State:
+    """The state of all modules of a model now."""
+    import torch
+
+    found: State = {}
+    for path, module in model.named_modules():
+        for prefix, holder in _holders(module):
+            for name, value in vars(holder).items():
+                if isinstance(value, _PLAIN):
+                    found[path, prefix + name] = value
+                elif prefix and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+                    found[path, prefix + name] = [type(value).__name__]
+    return found
+
+
+def changes(before: State, after: State) -> list[list[Any]]:
+    """What was set between two states, as JSON."""
+    missing = object()
+    return [[*where, value] for where, value in after.items() if before.get(where, missing) != value]
+
+
+def restore(model: Any, changed: list[list[Any]]) -> list[str]:
+    """Sets the plain values of a maker in a model. Returns what the maker has beside them and the model has not, by its names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    absent = []
+    for path, attribute, value in changed:
+        *through, name = attribute.split(".")
+        holder = modules.get(path)
+        for step in through:
+            holder = getattr(holder, step, None)
+        if holder is None:
+            absent.append(f"{path}.{attribute}")
+        elif not isinstance(value, list):
+            vars(holder)[name] = value
+        elif vars(holder).get(name) is None:
+            absent.append(f"{path}.{attribute}, a {value[0]}")
+    return absent

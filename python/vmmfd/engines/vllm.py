@@ -1,0 +1,375 @@
+"""vLLM's load format `vmmfd`: one engine loads a model and leaves it in a broker, all others map the same memory.
+
+    vllm serve MODEL --load-format vmmfd
+
+vLLM finds `register` by the entry point `vllm.general_plugins`. `--model-loader-extra-config` takes a JSON object with these fields:
+
+- `broker`: the path of the broker's socket; by default the one that `vmmfd.connect()` finds.
+- `name`: the name of the object; by default one made of the model and the key below. The GPU's UUID and the rank are appended.
+- `on_missing`: `"load"` (the default) loads the model from disk and publishes it if there is no object; `"fail"` fails.
+- `wait`: how many seconds to wait for the object while another engine loads it, or with `"fail"` for any to appear; 600 by default.
+- `on_unsupported`: `"fail"` (the default) refuses a model that can't be shared; `"load"` loads it from disk for this engine alone.
+
+An object is used only if its key equals the engine's: engine and version, types, quantisation, parallel sizes and rank, the backends that
+change the layout of weights, and the identity of the contents. Otherwise the engine fails with an error that names the fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+import weakref
+from typing import Any
+
+import vmmfd
+
+from .._errors import Differs, Error, Invalid, NotFound, Timeout, Unsupported
+from . import _state
+from ._contents import Contents
+
+_FORMAT = "vmmfd"
+# Variables with which vLLM lays weights out otherwise.
+_VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_BATCH_INVARIANT")
+_DEFAULTS = {"broker": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"}
+
+# What `get_external_weight_memory` found, for `load_model`, which vLLM calls on another loader: the connection, the claim or lease, and the key.
+_found: dict[str, _Found] = {}
+_registered = False
+
+
+def register() -> None:
+    """Registers the load format with vLLM. Opens no driver and no connection. A second call does nothing."""
+    global _registered
+    if _registered:
+        return
+    from vllm.model_executor.model_loader import register_model_loader
+
+    register_model_loader(_FORMAT)(_loader_class())
+    _registered = True
+
+
+@dataclasses.dataclass
+class _Found:
+    broker: Any
+    name: str
+    held: Any
+    key: dict[str, Any]
+    contents: Contents
+    seconds: float
+
+
+def _options(given: Any) -> dict[str, Any]:
+    """The fields of `--model-loader-extra-config`, checked."""
+    given = given or {}
+    if not isinstance(given, dict):
+        raise Invalid(f"--model-loader-extra-config is a {type(given).__name__}: give a JSON object")
+    unknown = sorted(given.keys() - _DEFAULTS.keys())
+    if unknown:
+        raise Invalid(f"--model-loader-extra-config has {unknown[0]!r}: load format vmmfd takes {', '.join(_DEFAULTS)}")
+    options = _DEFAULTS | given
+    for field, values in (("on_missing", ("load", "fail")), ("on_unsupported", ("fail", "load"))):
+        if options[field] not in values:
+            raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is none of {', '.join(values)}")
+    for field in ("broker", "name"):
+        if options[field] is not None and (not isinstance(options[field], str) or not options[field]):
+            raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is no text")
+    wait = options["wait"]
+    if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
+        raise Invalid(f"--model-loader-extra-config has 'wait': {wait!r}: give seconds, 0 or more")
+    return options
+
+
+def _key(vllm_config: Any, model_config: Any) -> dict[str, Any]:
+    """What decides the layout and the values of weights after processing, but for the contents of the checkpoint."""
+    import vllm
+    from vllm.distributed import (
+        get_dp_group,
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    def of(config: str, field: str) -> Any:
+        return getattr(getattr(vllm_config, config, None), field, None)
+
+    parallel = vllm_config.parallel_config
+    hf_config = model_config.hf_config
+    values = {name: value for name, value in hf_config.to_dict().items() if name not in ("_name_or_path", "transformers_version")}
+    key = {
+        "engine": f"vllm {vllm.__version__}",
+        "architectures": getattr(hf_config, "architectures", None),
+        "dtype": model_config.dtype,
+        "quantization": model_config.quantization,
+        "quantization_config": getattr(model_config, "quantization_config", None),
+        "config": hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest(),
+        "model_impl": getattr(model_config, "model_impl", None),
+        "convert": getattr(model_config, "convert_type", None),
+        "kv_cache_dtype": of("cache_config", "cache_dtype"),
+        "kv_cache_dtype_skip_layers": sorted(of("cache_config", "kv_cache_dtype_skip_layers") or []),
+        "tensor_parallel": [get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()],
+        "pipeline_parallel": [get_pp_group().rank_in_group, get_pp_group().world_size],
+        "expert_parallel": None,
+        "moe_backend": of("kernel_config", "moe_backend"),
+        "linear_backend": of("kernel_config", "linear_backend"),
+        "linear_backend_per_quant": of("kernel_config", "linear_backend_per_quant"),
+        "attention_backend": of("attention_config", "backend"),
+        "lora": vllm_config.lora_config is not None,
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+    if parallel.enable_expert_parallel:
+        group = get_dp_group()
+        key["expert_parallel"] = [group.rank_in_group, group.world_size, getattr(parallel, "expert_placement_strategy", None)]
+    found: dict[str, Any] = json.loads(json.dumps(key, default=str))
+    return found
+
+
+def _object_name(options: dict[str, Any], model: str, device: str, key: dict[str, Any]) -> str:
+    """The name of the object: the user's or one of the model and the key, the GPU, and the rank where there are several."""
+    base = options["name"]
+    if base is None:
+        digest = hashlib.sha256(json.dumps([model, key], sort_keys=True).encode()).hexdigest()[:16]
+        plain = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in model.rstrip("/").rpartition("/")[2])
+        base = f"vllm/{plain[:80] or 'model'}-{digest}"
+    ranks = [
+        f"{short}{key[field][0]}of{key[field][1]}"
+        for short, field in (("tp", "tensor_parallel"), ("pp", "pipeline_parallel"), ("ep", "expert_parallel"))
+        if key[field] and key[field][1] > 1
+    ]
+    return "/".join([base, device, *ranks])
+
+
+def _check_key(found: _Found) -> None:
+    """Raises `Differs` unless the object of a lease is what this engine would load."""
+    recorded = found.held.metadata.get("vllm")
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("key"), dict) or not isinstance(recorded.get("contents"), dict):
+        raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: set another name")
+    theirs = recorded["key"]
+    fields = [
+        f"{field}: {theirs.get(field)!r} in the object, {found.key.get(field)!r} here"
+        for field in sorted(theirs.keys() | found.key.keys())
+        if theirs.get(field) != found.key.get(field)
+    ]
+    difference = found.contents.difference(recorded["contents"])
+    if difference:
+        fields.append(f"contents: {difference}")
+    if fields:
+        raise Differs(
+            f"{found.name!r} in the broker, version {found.held.version}, does not fit this engine ({'; '.join(fields)}). "
+            f"Set another name, or remove it with `vmmfd rm {found.name}`"
+        )
+
+
+def _unshareable(vllm_config: Any) -> str | None:
+    """Why the weights of a configuration can't be shared, or None."""
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        return "EPLB moves experts between ranks at run time"
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return "weight transfer writes to the weights at run time"
+    return None
+
+
+def _check_methods(model: Any) -> None:
+    """Raises `Unsupported` if a layer's quantisation does not declare that it takes processed weights."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not getattr(method, "supports_pre_processed_weights", False):
+            raise Unsupported(
+                f"layer {name or 'of the model'}: {type(method).__name__} does not declare that it takes processed weights. "
+                'Use --load-format auto, or set "on_unsupported": "load"',
+                kind="unsupported",
+            )
+
+
+def _loader_class() -> Any:
+    """The loader, a subclass of vLLM's."""
+    import torch
+    from vllm.logger import init_logger
+    from vllm.model_executor.model_loader import BaseModelLoader, utils
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from ..torch import _exact, pool
+
+    logger = init_logger("vllm.vmmfd")
+
+    class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
+        """vLLM's own loading. Refuses a model that can't be shared before it reads the weights, and remembers the model as it was built."""
+
+        must_be_shareable = True
+
+        def create_model(self, *arguments: Any, **named: Any) -> Any:
+            model = super().create_model(*arguments, **named)
+            if self.must_be_shareable:
+                _check_methods(model)
+            self.names, self.state = _exact.names(model), _state.state(model)
+            return model
+
+    class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
+        """Attaches a model's weights, or loads and publishes them."""
+
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(load_config)
+            self.options = _options(load_config.model_loader_extra_config)
+
+        def get_external_weight_memory(self, vllm_config: Any) -> int:
+            """The bytes that other processes hold for this engine, so that vLLM leaves them out of its own budget. Finds the object, or
+            takes the claim to load it."""
+            if _unshareable(vllm_config):
+                return 0
+            found = self._find(vllm_config, vllm_config.model_config)
+            _found[found.name] = found
+            return sum(part.mapped_size for part in found.held.parts) if isinstance(found.held, vmmfd.Lease) else 0
+
+        def download_model(self, model_config: Any) -> None:
+            self._from_disk().download_model(model_config)
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            raise Unsupported(
+                "load format vmmfd does not load into a model in place: other engines use the same memory. Restart the engine",
+                kind="unsupported",
+            )
+
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+            arguments: dict[str, Any] = {"vllm_config": vllm_config, "model_config": model_config, "prefix": prefix}
+            speculative = vllm_config.speculative_config
+            if speculative is not None and model_config is speculative.draft_model_config:
+                logger.info("vmmfd: the draft model is not shared, and loads from disk")
+                return self._from_disk().load_model(**arguments)
+            reason = _unshareable(vllm_config)
+            if reason:
+                if self.options["on_unsupported"] == "fail":
+                    raise Unsupported(
+                        f"this model can't be shared: {reason}. Use --load-format auto, or set \"on_unsupported\": \"load\"",
+                        kind="unsupported",
+                    )
+                logger.warning("vmmfd: loading from disk for this engine alone: %s", reason)
+                return self._from_disk().load_model(**arguments)
+            found = self._find(vllm_config, model_config)
+            if isinstance(found.held, vmmfd.Lease):
+                return self._attach(found, arguments)
+            with found.held:
+                return self._load(found, arguments)
+
+        def _device(self, vllm_config: Any) -> Any:
+            device = torch.device(self.load_config.device or vllm_config.device_config.device)
+            if device.type == "cuda" and device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+            return device
+
+        def _from_disk(self, loader: Any = DefaultModelLoader) -> Any:
+            return loader(dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={}))
+
+        def _find(self, vllm_config: Any, model_config: Any) -> _Found:
+            """The object, or the claim to make it. What was found before is taken."""
+            begin = time.perf_counter()
+            options, device = self.options, self._device(vllm_config)
+            backend = "cuda" if device.type == "cuda" else "host"
+            key = _key(vllm_config, model_config)
+            uuid = vmmfd.device_uuid(device.index or 0, backend=backend)
+            name = _object_name(options, model_config.model, uuid, key)
+            if name in _found:
+                return _found.pop(name)
+            broker = vmmfd.connect(options["broker"], backend=backend)
+            ask = broker.get if options["on_missing"] == "fail" else broker.claim
+            try:
+                held = ask(name)
+            except (NotFound, Timeout):
+                if not options["wait"]:
+                    raise
+                logger.info("vmmfd: waiting up to %g s for %s", options["wait"], name)
+                held = ask(name, wait=options["wait"])
+            commit = getattr(model_config.hf_config, "_commit_hash", None)
+            found = _Found(broker, name, held, key, Contents(model_config.model, commit), 0)
+            if isinstance(held, vmmfd.Lease):
+                try:
+                    _check_key(found)
+                except BaseException:
+                    held.close()
+                    raise
+            found.seconds = time.perf_counter() - begin
+            return found
+
+        def _attach(self, found: _Found, arguments: dict[str, Any]) -> Any:
+            """Builds the model on meta and gives it the object's tensors."""
+            try:
+                from vllm.model_executor.utils import weights_already_processed
+            except ImportError:
+                raise Unsupported("this vLLM takes no processed weights: install 0.33 or newer", kind="unsupported") from None
+            vllm_config, model_config = arguments["vllm_config"], arguments["model_config"]
+            times = [time.perf_counter()]
+            with set_default_torch_dtype(model_config.dtype):
+                with torch.device("meta"):
+                    model = utils.initialize_model(**arguments)
+                _check_methods(model)
+                times.append(time.perf_counter())
+                figures = _exact.attach(found.held, model)
+                times.append(time.perf_counter())
+                device = self._device(vllm_config)
+                with weights_already_processed():
+                    utils.process_weights_after_loading(model, model_config, device)
+                recorded = found.held.metadata["vllm"]
+                left = _exact.settle(model, device, set(recorded["none"]))
+                absent = _state.restore(model, recorded["state"])
+                if absent:
+                    raise Unsupported(f"processing left out what the maker of {found.name!r} has: {', '.join(absent[:5])}", kind="unsupported")
+                times.append(time.perf_counter())
+            # The lease lasts as long as the model.
+            weakref.finalize(model, found.held.close)
+            build, bind, process = (end - begin for begin, end in zip(times, times[1:], strict=False))
+            logger.info(
+                "vmmfd: attached %s version %d: %d arrays, %d bytes, %d of them copied; find %.4f s, meta build %.4f s, bind %.4f s, "
+                "process %.4f s; read %d bytes of files; left on meta: %s",
+                *(found.name, found.held.version, figures["arrays"], sum(part.size for part in found.held.parts), figures["bytes"]),
+                *(found.seconds, build, bind, process, found.contents.read, ", ".join(left) or "none"),
+            )
+            return model.eval()
+
+        def _load(self, found: _Found, arguments: dict[str, Any]) -> Any:
+            """Loads the model as vLLM does, in memory that can be shared, and publishes it."""
+            vllm_config = arguments["vllm_config"]
+            device = self._device(vllm_config)
+            loader = self._from_disk(DiskLoader)
+            loader.must_be_shareable = self.options["on_unsupported"] == "fail"
+            times = [time.perf_counter()]
+            with self._pool(device, found):
+                model = loader.load_model(**arguments)
+            times.append(time.perf_counter())
+            try:
+                _check_methods(model)
+                value = _exact.Exact(found.broker, model, device)
+                recorded = {
+                    "key": found.key,
+                    "contents": found.contents.record(),
+                    "none": sorted(loader.names & _exact.nones(model)),
+                    "state": _state.changes(loader.state, _state.state(model)),
+                }
+                times.append(time.perf_counter())
+                published = found.held.put(value, metadata={"vllm": recorded})
+            except Error as error:
+                if isinstance(error, Unsupported) and loader.must_be_shareable:
+                    raise
+                # The model is loaded and right: this engine serves it.
+                logger.warning("vmmfd: %s is loaded for this engine alone, and not published: %s", found.name, error)
+                return model
+            times.append(time.perf_counter())
+            load, digest, publish = (end - begin for begin, end in zip(times, times[1:], strict=False))
+            logger.info(
+                "vmmfd: loaded and published %s version %d: load %.3f s, digests of %d bytes of files %.3f s, publish %.4f s",
+                *(published.name, published.version, load, found.contents.read, digest, publish),
+            )
+            return model
+
+        def _pool(self, device: Any, found: _Found) -> Any:
+            if device.type != "cuda":
+                return contextlib.nullcontext()
+            ranks = found.key["tensor_parallel"][1] * found.key["pipeline_parallel"][1]
+            # Of the weights nearly all, and the rest in pieces as small as PyTorch's: a piece that is not full is memory lost.
+            return pool(20 << 20, device, size=max(found.contents.nbytes * 24 // 25 // ranks, 1))
+
+    return VmmfdLoader

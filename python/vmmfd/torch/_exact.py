@@ -1,0 +1,156 @@
+"""A module exactly as its maker left it: every tensor of every kind, with aliasing, and no other tensor.
+
+`broker.put` and `broker.load` compare an object with the module. An engine's module has other tensors before its weights are processed
+than afterwards, so here the object decides which tensors the module has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._errors import Differs, Invalid
+from ._base import _listed, _torch
+from ._get import _Mapped
+from ._items import _Item, _items
+from ._module import _held, _parameter
+from ._put import _plan
+
+_KINDS = ("parameter", "buffer", "attribute")
+# Dicts of a module that have their own tensors or modules.
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class Exact:
+    """A module to put: its parameters where they are, and copies of all other tensors, which the module may go on writing to.
+
+    Tensors on the CPU beside a GPU's come back on the CPU. Raises `Invalid` if a parameter is not on `device`.
+    """
+
+    def __init__(self, broker: Any, module: Any, device: Any) -> None:
+        torch = _torch()
+        self._client = broker._native
+        items = _items(module)
+        elsewhere = [item.name for item in items if item.kind == "parameter" and item.tensor.device.type != device.type]
+        if elsewhere:
+            raise Invalid(f"parameters that are not on {device.type} can't be shared:{_listed(elsewhere)}")
+        # An attribute that views a parameter stays a view of it.
+        own = {item.tensor.untyped_storage().data_ptr() for item in items if item.kind == "parameter"}
+        copies: dict[int, Any] = {}
+        self._items = [item if item.kind == "parameter" else _apart(item, own, copies, device) for item in items]
+
+    def _plan(self, copy: bool | None, device: Any) -> Any:
+        return _plan(self._client, self._items, copy=copy, device=device)
+
+
+def _apart(item: _Item, own: set[int], copies: dict[int, Any], device: Any) -> _Item:
+    """A tensor in a copy of its storage, on the device. Names that share a storage share the copy."""
+    tensor = item.tensor.detach()
+    if tensor.numel() == 0 or tensor.is_meta or tensor.layout != _torch().strided:
+        return item
+    if tensor.device.type != device.type:
+        return item._replace(tensor=tensor.to(device), place=tensor.device.type)
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    if address in own:
+        return item
+    if address not in copies:
+        copies[address] = storage.clone()
+    empty = _torch().empty(0, dtype=tensor.dtype, device=tensor.device)
+    return item._replace(tensor=empty.set_(copies[address], tensor.storage_offset(), tensor.shape, tensor.stride()))
+
+
+def attach(lease: Any, module: Any) -> dict[str, int]:
+    """Gives a module the tensors of a lease: parameters mapped, all others as private copies, unless they view a parameter.
+
+    What the module has under another kind or shape is replaced, and its other tensors stay. Returns how many `arrays` there are, and how
+    many `bytes` were copied. Raises `Differs`, before anything is changed, if the module lacks a submodule of the object.
+    """
+    torch = _torch()
+    modules = dict(module.named_modules(remove_duplicate=False))
+    with torch.inference_mode(False):
+        mapped = _Mapped(lease)
+        unknown = [row.name for row in mapped.rows if row.name.rpartition(".")[0] not in modules or row.kind not in _KINDS]
+        if unknown:
+            raise Differs(f"the model has no place for arrays of {lease.name!r}:{_listed(unknown)}")
+        storages = {(row.part, row.attributes.get("storage")) for row in mapped.rows if row.kind == "parameter"}
+        private = {
+            row.name for row in mapped.rows if row.kind != "parameter" and (row.part, row.attributes.get("storage")) not in storages
+        }
+        mapped.will_copy(row for row in mapped.rows if row.name in private)
+        tied: dict[tuple[Any, ...], Any] = {}
+        made: list[tuple[Any, str, str, Any, bool]] = []
+        for row in mapped.rows:
+            path, _, leaf = row.name.rpartition(".")
+            owner = modules[path]
+            key = row.identity if 0 not in row.array.shape else (id(owner), leaf), row.kind
+            if key not in tied:
+                tensor = mapped.tensor(row, row.name in private)
+                if row.attributes.get("place") == "cpu":
+                    tensor = tensor.cpu()
+                if row.kind == "parameter":
+                    old = owner._parameters.get(leaf)
+                    tensor = torch.nn.Parameter(tensor, requires_grad=False) if old is None else _parameter(tensor, old)
+                tied[key] = tensor
+            made.append((owner, leaf, row.kind, tied[key], bool(row.attributes.get("persistent", True))))
+    for owner, leaf, kind, tensor, is_persistent in made:
+        held = _held(owner, kind)
+        for table in (owner._parameters, owner._buffers, vars(owner)):
+            if table is not held:
+                table.pop(leaf, None)
+        held[leaf] = tensor
+        owner._non_persistent_buffers_set.discard(leaf)
+        if kind == "buffer" and not is_persistent:
+            owner._non_persistent_buffers_set.add(leaf)
+    copied = sum(copy.untyped_storage().nbytes() for copy, _ in mapped.private.values())
+    return {"arrays": len(made), "bytes": copied}
+
+
+def settle(module: Any, device: Any, nones: set[str]) -> list[str]:
+    """Ends what is left on the meta device, once the object's tensors are in place, as the maker did: what it has as None becomes None, and
+    all else is deleted. Tensors without elements are made. Returns the names that had elements.
+
+    Raises `Differs` for tensors on meta in lists and dicts, which an object does not carry."""
+    torch = _torch()
+    lists = [
+        f"{path}.{leaf}".lstrip(".")
+        for path, owner in module.named_modules()
+        for leaf, value in vars(owner).items()
+        if leaf not in _TABLES and isinstance(value, (list, tuple, dict))
+        for each in (value.values() if isinstance(value, dict) else value)
+        if isinstance(each, torch.Tensor) and each.is_meta and each.numel()
+    ]
+    if lists:
+        raise Differs(f"the model has tensors in lists or dicts, which are not shared:{_listed(lists)}")
+    modules = dict(module.named_modules(remove_duplicate=False))
+    left = []
+    for item in _items(module):
+        if not item.tensor.is_meta:
+            continue
+        path, _, leaf = item.name.rpartition(".")
+        held = _held(modules[path], item.kind)
+        if not item.tensor.numel():
+            empty = torch.empty_like(item.tensor, device=device)
+            held[leaf] = torch.nn.Parameter(empty, requires_grad=False) if item.kind == "parameter" else empty
+            continue
+        left.append(item.name)
+        if item.name in nones:
+            held[leaf] = None
+        else:
+            held.pop(leaf, None)
+    return left
+
+
+def names(module: Any) -> set[str]:
+    """The names of a module's tensors."""
+    return {item.name for item in _items(module)}
+
+
+def nones(module: Any) -> set[str]:
+    """The names of parameters and buffers that are None."""
+    return {
+        f"{path}.{leaf}".lstrip(".")
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for table in (owner._parameters, owner._buffers)
+        for leaf, tensor in table.items()
+        if tensor is None
+    }
