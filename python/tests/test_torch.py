@@ -101,3 +101,15 @@ def test_the_example_that_serves_a_model(socket: str) -> None:
     finally:
         serving.kill()
         serving.wait()
+
+
+def test_the_example_that_loads_a_model(broker: vmmfd.Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True, initializer_range=0.3, eos_token_id=None, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)[0].tolist()
+    broker.put("mine", model)
+    config.save_pretrained(tmp_path)
+    monkeypatch.setenv("VMMFD_BROKER_SOCKET", broker.path)
+    assert run(str(EXAMPLES / "load_model.py"), str(tmp_path), "mine", "host").splitlines()[-1] == str(tokens)

@@ -5,6 +5,7 @@
 vLLM finds `register` by the entry point `vllm.general_plugins`. `--model-loader-extra-config` takes a JSON object with these fields:
 
 - `broker`: the path of the broker's socket; by default the one that `vmmfd.connect()` finds.
+- `trust`: the numbers of users whose broker is trusted, besides root and this process's own user.
 - `name`: the name of the object; by default one made of the model and the key below. The GPU's UUID and the rank are appended.
 - `on_missing`: `"load"` (the default) loads the model from disk and publishes it if there is no object; `"fail"` fails.
 - `wait`: how many seconds to wait for the object while another engine loads it, or with `"fail"` for any to appear; 600 by default.
@@ -34,7 +35,7 @@ from ._contents import Contents
 _FORMAT = "vmmfd"
 # Variables with which vLLM lays weights out otherwise.
 _VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_BATCH_INVARIANT")
-_DEFAULTS = {"broker": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"}
+_DEFAULTS = {"broker": None, "trust": (), "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"}
 
 # What `get_external_weight_memory` found, for `load_model`, which vLLM calls on another loader: the connection, the claim or lease, and the key.
 _found: dict[str, _Found] = {}
@@ -77,6 +78,9 @@ def _options(given: Any) -> dict[str, Any]:
     for field in ("broker", "name"):
         if options[field] is not None and (not isinstance(options[field], str) or not options[field]):
             raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is no text")
+    trust = options["trust"]
+    if not isinstance(trust, (list, tuple)) or any(isinstance(user, bool) or not isinstance(user, int) or user < 0 for user in trust):
+        raise Invalid(f"--model-loader-extra-config has 'trust': {trust!r}: give a list of users' numbers")
     wait = options["wait"]
     if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
         raise Invalid(f"--model-loader-extra-config has 'wait': {wait!r}: give seconds, 0 or more")
@@ -275,7 +279,7 @@ def _loader_class() -> Any:
             name = _object_name(options, model_config.model, uuid, key)
             if name in _found:
                 return _found.pop(name)
-            broker = vmmfd.connect(options["broker"], backend=backend)
+            broker = vmmfd.connect(options["broker"], backend=backend, trust=options["trust"])
             ask = broker.get if options["on_missing"] == "fail" else broker.claim
             try:
                 held = ask(name)

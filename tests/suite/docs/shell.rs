@@ -4,7 +4,7 @@ use super::{root, source};
 use crate::running::Meeting;
 
 /// Programs of others, and of the shell: of these only the files are looked at that a line names.
-const OTHERS: [&str; 15] = [
+const OTHERS: [&str; 16] = [
     "cd",
     "scp",
     "ssh",
@@ -19,6 +19,7 @@ const OTHERS: [&str; 15] = [
     "cat",
     "install",
     "systemctl",
+    "vllm",
     "install",
 ];
 
