@@ -6,6 +6,7 @@ vLLM finds `register` by the entry point `vllm.general_plugins`. `--model-loader
 
 - `broker`: the path of the broker's socket; by default the one that `vmmfd.connect()` finds.
 - `trust`: the numbers of users whose broker is trusted, besides root and this process's own user.
+- `owner`: the number of the user whose object is used; by default this process's own. Another user's object is refused.
 - `name`: the name of the object; by default one made of the model and the key below. The GPU's UUID and the rank are appended.
 - `on_missing`: `"load"` (the default) loads the model from disk and publishes it if there is no object; `"fail"` fails.
 - `wait`: how many seconds to wait for the object while another engine loads it, or with `"fail"` for any to appear; 600 by default.
@@ -35,7 +36,7 @@ from ._contents import Contents
 _FORMAT = "vmmfd"
 # Variables with which vLLM lays weights out otherwise.
 _VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_BATCH_INVARIANT")
-_DEFAULTS = {"broker": None, "trust": (), "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"}
+_DEFAULTS = {"broker": None, "trust": (), "owner": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"}
 
 # What `get_external_weight_memory` found, for `load_model`, which vLLM calls on another loader: the connection, the claim or lease, and the key.
 _found: dict[str, _Found] = {}
@@ -81,6 +82,9 @@ def _options(given: Any) -> dict[str, Any]:
     trust = options["trust"]
     if not isinstance(trust, (list, tuple)) or any(isinstance(user, bool) or not isinstance(user, int) or user < 0 for user in trust):
         raise Invalid(f"--model-loader-extra-config has 'trust': {trust!r}: give a list of users' numbers")
+    owner = options["owner"]
+    if owner is not None and (isinstance(owner, bool) or not isinstance(owner, int) or owner < 0):
+        raise Invalid(f"--model-loader-extra-config has 'owner': {owner!r}: give a user's number")
     wait = options["wait"]
     if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
         raise Invalid(f"--model-loader-extra-config has 'wait': {wait!r}: give seconds, 0 or more")
@@ -281,13 +285,14 @@ def _loader_class() -> Any:
                 return _found.pop(name)
             broker = vmmfd.connect(options["broker"], backend=backend, trust=options["trust"])
             ask = broker.get if options["on_missing"] == "fail" else broker.claim
+            owner = os.geteuid() if options["owner"] is None else options["owner"]
             try:
-                held = ask(name)
+                held = ask(name, expect_owner=owner)
             except (NotFound, Timeout):
                 if not options["wait"]:
                     raise
                 logger.info("vmmfd: waiting up to %g s for %s", options["wait"], name)
-                held = ask(name, wait=options["wait"])
+                held = ask(name, wait=options["wait"], expect_owner=owner)
             commit = getattr(model_config.hf_config, "_commit_hash", None)
             found = _Found(broker, name, held, key, Contents(model_config.model, commit), 0)
             if isinstance(held, vmmfd.Lease):
