@@ -113,7 +113,7 @@ def _key(vllm_config: Any, model_config: Any) -> dict[str, Any]:
         "dtype": model_config.dtype,
         "quantization": model_config.quantization,
         "quantization_config": getattr(model_config, "quantization_config", None),
-        "config": hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest(),
+        "config": values,
         "model_impl": getattr(model_config, "model_impl", None),
         "convert": getattr(model_config, "convert_type", None),
         "kv_cache_dtype": of("cache_config", "cache_dtype"),
@@ -150,16 +150,24 @@ def _object_name(options: dict[str, Any], model: str, device: str, key: dict[str
     return "/".join([base, device, *ranks])
 
 
+def _flat(key: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a key, with those of the mappings in it as `mapping.field`."""
+    flat: dict[str, Any] = {}
+    for field, value in key.items():
+        flat.update({f"{field}.{name}": of for name, of in value.items()} if isinstance(value, dict) else {field: value})
+    return flat
+
+
 def _check_key(found: _Found) -> None:
     """Raises `Differs` unless the object of a lease is what this engine would load."""
     recorded = found.held.metadata.get("vllm")
     if not isinstance(recorded, dict) or not isinstance(recorded.get("key"), dict) or not isinstance(recorded.get("contents"), dict):
         raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: set another name")
-    theirs = recorded["key"]
+    theirs, ours = _flat(recorded["key"]), _flat(found.key)
     fields = [
-        f"{field}: {theirs.get(field)!r} in the object, {found.key.get(field)!r} here"
-        for field in sorted(theirs.keys() | found.key.keys())
-        if theirs.get(field) != found.key.get(field)
+        f"{field}: {theirs.get(field)!r} in the object, {ours.get(field)!r} here"
+        for field in sorted(theirs.keys() | ours.keys())
+        if theirs.get(field) != ours.get(field)
     ]
     difference = found.contents.difference(recorded["contents"])
     if difference:
