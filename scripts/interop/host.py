@@ -416,8 +416,8 @@ def refuses(meeting: Meeting) -> None:
 def conform(meeting: Meeting, role: str, left_out: list[str]) -> None:
     """Every rule that the tool tries is kept by what runs meanwhile, and only these cases are left out."""
     ended = subprocess.run(
-        [meeting.command("vmmfd"), "conform", meeting.path, "--as", role, "--json", "--timeout", "3s", "--wait", "5s"],
-        capture_output=True, text=True, timeout=120, check=False,
+        [meeting.command("vmmfd"), "conform", meeting.path, "--as", role, "--json", "--timeout", "10s", "--wait", "20s"],
+        capture_output=True, text=True, timeout=300, check=False,
     )
     expect("what the tool says on stderr", ended.stderr, "")
     report = json.loads(ended.stdout)
@@ -432,7 +432,7 @@ def producer_conforms(meeting: Meeting) -> None:
     device, through = host_device(meeting), threading.Event()
     with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments, ThreadPoolExecutor(1) as pool:
         offering = shared(device, segments)
-        with protocol.Producer(meeting.path, "host", 1.0) as producer:
+        with protocol.Producer(meeting.path, "host", 3.0) as producer:
 
             def serve() -> None:
                 while not through.is_set():
@@ -453,7 +453,7 @@ def consumer_conforms(meeting: Meeting) -> None:
 
     def consume() -> None:
         while not through.is_set():
-            with contextlib.suppress(protocol.VmmfdError, OSError), protocol.Consumer(meeting.path, "host", 1.0) as consumer:
+            with contextlib.suppress(protocol.VmmfdError, OSError), protocol.Consumer(meeting.path, "host", 3.0) as consumer:
                 with consumer.request(access="ro") as offered:
                     with consumer.working():
                         data, salt = asked_of(offered), offered.check.get("salt")
