@@ -87,6 +87,20 @@ def test_a_device_without_a_pool_gives_null(library: Library) -> None:
         _native.torch_pool_open(0, 0)
 
 
+def test_an_announced_size_is_one_arena(library: Library) -> None:
+    _native.torch_pool_open(0, 2 * MIB, 50 * MIB)
+    blocks = [library.malloc(size * MIB) for size in (20, 24, 6, 2)]
+    assert None not in blocks and figures() == [2, 0, 52, 4, 52]
+    for block in blocks:
+        library.free(block or 0)
+    _native.torch_pool_open(0, 16 * MIB)
+    grown = [library.malloc(2 * MIB) for _ in range(64)]
+    # Five of 16 MiB, then of 20, 24 and 30.
+    assert None not in grown and figures() == [8, 0, 154, 64, 128]
+    for block in grown:
+        library.free(block or 0)
+
+
 def test_a_closed_arena_is_not_cut(library: Library) -> None:
     block = library.malloc(2 * MIB)
     assert block is not None and _native.torch_pool_close(block + MIB)
