@@ -8,16 +8,18 @@ STRICT ?=
 # Where `make install` puts things; DESTDIR stands before it, for packages.
 PREFIX ?= /usr/local
 DESTDIR ?=
+# Groups of test-engines: tokens, large, failures.
+ENGINES ?=
 # Options of vmmfd bench.
 BENCH  ?=
 # What the bundle is for; another machine than this has a folder of its own.
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build install demo smoke test test-gpu test-python bench check check-ptx bundle wheel deb test-deb clean
+.PHONY: help build install demo smoke test test-gpu test-python test-engines engines-pack bench check check-ptx bundle wheel deb test-deb clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## build the commands into target/debug
 	$(CARGO) build --locked
@@ -48,6 +50,12 @@ test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
 test-python: ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
 	$(CARGO) build --locked --workspace
 	scripts/test-python $(CARGO) $(BIN) $(STRICT)
+
+engines-pack: ## dist-engines/: vLLM and the wheels that a GPU machine without a network lacks, 46 MB, from PyPI
+	python3 tests/engines/pack.py dist-engines
+
+test-engines: ## the load format vmmfd in the real vLLM, on a GPU, with the archives of engines-pack and the wheel; else says what is absent
+	python3 tests/engines/run.py $(STRICT) $(ENGINES)
 
 bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say
 	$(CARGO) build --locked --release

@@ -1,0 +1,139 @@
+"""A plug-in for vLLM that the tests install: it records when the worker's steps begin and end.
+
+Each event is a line of JSON in the file that ENGINES_TRACE names: the event, the process, its begin on the monotonic clock and its seconds.
+
+- ENGINES_PROFILE=1 profiles Worker.load_model. The profile's most expensive functions are an event.
+- ENGINES_PAUSE="SECONDS FILE" sleeps after the weights were read from disk, in the first process that creates FILE.
+- ENGINES_EMPTY_CACHE=N empties PyTorch's cache by both entry points in every Nth step of the model.
+"""
+import cProfile
+import functools
+import importlib.abc
+import importlib.util
+import json
+import os
+import pstats
+import sys
+import time
+
+WORKER = "vllm.v1.worker.gpu_worker"
+STEPS = ("init_device", "load_model", "determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
+_registered = False
+
+
+def emit(event, begin, **more):
+    line = json.dumps({"event": event, "pid": os.getpid(), "at": begin, "seconds": time.monotonic() - begin} | more) + "\n"
+    with open(os.environ["ENGINES_TRACE"], "a") as file:
+        file.write(line)
+
+
+def register():
+    """Traces the worker. vLLM's front end calls this too, and must not import the worker for it: that would change the times."""
+    global _registered
+    if _registered or "ENGINES_TRACE" not in os.environ:
+        return
+    _registered = True
+    if WORKER in sys.modules:
+        trace(sys.modules[WORKER])
+    else:
+        sys.meta_path.insert(0, AfterImport())
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Traces the worker's module once it is imported, also in a fork."""
+
+    def find_spec(self, name, path, target=None):
+        if name != WORKER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            trace(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def trace(gpu_worker):
+    from vllm.model_executor.model_loader import default_loader
+
+    for step in STEPS:
+        wrap(gpu_worker.Worker, step, prepare=trace_loader if step == "load_model" else None)
+    wrap(default_loader.DefaultModelLoader, "load_weights", after=pause)
+    every = int(os.environ.get("ENGINES_EMPTY_CACHE", "0"))
+    if every:
+        empty_caches(gpu_worker.Worker, every)
+
+
+def wrap(owner, name, prepare=None, after=None):
+    original = getattr(owner, name)
+    if getattr(original, "traced", False):
+        return
+
+    @functools.wraps(original)
+    def traced(self, *arguments, **named):
+        if prepare:
+            prepare(self)
+        profile = cProfile.Profile() if name == "load_model" and prepare and os.environ.get("ENGINES_PROFILE") else None
+        begin = time.monotonic()
+        emit(f"{owner.__name__}.{name} begins", begin)
+        try:
+            return profile.runcall(original, self, *arguments, **named) if profile else original(self, *arguments, **named)
+        finally:
+            emit(f"{owner.__name__}.{name}", begin, **({"top": most_expensive(profile)} if profile else {}))
+            if after:
+                after()
+
+    traced.traced = True
+    setattr(owner, name, traced)
+
+
+def trace_loader(worker):
+    """Traces load_model of the loader class that this engine uses."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    wrap(type(get_model_loader(worker.vllm_config.load_config)), "load_model")
+
+
+def most_expensive(profile, count=25):
+    """Functions by cumulative seconds: their place, seconds with what they call, own seconds, calls."""
+    rows = []
+    for (file, line, function), (_, calls, own, cumulative, _) in pstats.Stats(profile).stats.items():
+        place = "/".join(file.split("/")[-3:])
+        rows.append([f"{place}:{line} {function}", round(cumulative, 4), round(own, 4), calls])
+    return sorted(rows, key=lambda row: -row[1])[:count]
+
+
+def pause():
+    seconds, _, once = os.environ.get("ENGINES_PAUSE", "").partition(" ")
+    if not seconds:
+        return
+    try:
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    emit("pause begins", time.monotonic())
+    time.sleep(float(seconds))
+
+
+def empty_caches(worker, every):
+    import torch
+
+    original = worker.execute_model
+    calls = 0
+
+    @functools.wraps(original)
+    def execute_model(self, *arguments, **named):
+        nonlocal calls
+        calls += 1
+        if calls % every == 0:
+            begin = time.monotonic()
+            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
+            emit("caches emptied", begin, calls=calls)
+        return original(self, *arguments, **named)
+
+    worker.execute_model = execute_model
