@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,14 @@ class Contents:
     """The contents of a checkpoint as this process sees them. Files are found at once, and read by `record` and `difference` alone."""
 
     def __init__(self, model: str, commit: str | None = None) -> None:
-        self.source = os.path.realpath(model) if os.path.exists(model) else model
-        found = _COMMIT.search(os.path.abspath(model))
-        self.commit = found[1] if found else commit
-        self.files = {path.name: path for path in _weight_files(Path(model))}
-        self._stats = {name: _stat(path) for name, path in self.files.items()}
+        is_local = os.path.exists(model)
+        self.source = os.path.realpath(model) if is_local else model
+        found = _COMMIT.search(self.source if is_local else os.path.abspath(model))
+        # `commit` belongs to a repository: a local folder may have other files than the repository that its configuration names.
+        self.commit = found[1] if found else None if is_local else commit
+        with self._reading():
+            self.files = _weight_files(Path(model))
+            self._stats = {name: _stat(path) for name, path in self.files.items()}
         self._digests: dict[str, str] = {}
 
     @property
@@ -43,7 +48,8 @@ class Contents:
     def record(self) -> dict[str, Any]:
         """The identity as JSON. Reads the files unless there is a commit.
 
-        Raises `Invalid` if there is neither a commit nor a file, or if a file was changed since this object was made."""
+        Raises `Invalid` if there is neither a commit nor a file, if a file can't be read, or if one was changed since this object was
+        made."""
         if self.commit is None and not self.files:
             raise Invalid(
                 f"the weights of {self.source!r} have neither a commit nor files that can be compared: "
@@ -53,13 +59,15 @@ class Contents:
         if self.commit is None:
             self._read(list(self.files))
             recorded["files"] = {name: {"stat": self._stats[name], "sha256": self._digests[name]} for name in self.files}
-        changed = [name for name, path in self.files.items() if _stat(path) != self._stats[name]]
+        with self._reading():
+            changed = [name for name, path in self.files.items() if _stat(path) != self._stats[name]]
         if changed:
             raise Invalid(f"{self.files[changed[0]]} was changed while it was loaded: load the model again")
         return recorded
 
     def difference(self, recorded: dict[str, Any]) -> str | None:
-        """How these contents differ from recorded ones, or None. Where the files are gone, the same source is the same contents."""
+        """How these contents differ from recorded ones (see `is_record`), or None. Where the files are gone, the same source is the same
+        contents. Raises `Invalid` if a file can't be read."""
         if self.commit is not None and recorded["commit"] is not None:
             if self.commit == recorded["commit"]:
                 return None
@@ -67,6 +75,8 @@ class Contents:
         theirs = recorded["files"]
         if not self.files:
             return None if self.source == recorded["source"] else f"no weight files in {self.source}, and the object is of {recorded['source']}"
+        if recorded["commit"] is not None:
+            return f"the object is of commit {recorded['commit']}, and the files of {self.source} have none"
         if self.files.keys() != theirs.keys():
             return f"other files: {', '.join(sorted(self.files.keys() ^ theirs.keys()))}"
         sizes = [name for name in self.files if self._stats[name][2] != theirs[name]["stat"][2]]
@@ -84,11 +94,29 @@ class Contents:
     def _read(self, names: list[str]) -> None:
         names = [name for name in names if name not in self._digests]
         pieces = [(name, offset) for name in names for offset in range(0, max(self._stats[name][2], 1), _PIECE)]
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with self._reading(), ThreadPoolExecutor(_THREADS) as threads:
             digests = list(threads.map(lambda piece: _piece(self.files[piece[0]], piece[1]), pieces))
         for name in names:
             mine = b"".join(digest for (of, _), digest in zip(pieces, digests, strict=True) if of == name)
             self._digests[name] = hashlib.sha256(mine).hexdigest()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises `Invalid` in place of errors of the file system."""
+        try:
+            yield
+        except OSError as error:
+            raise Invalid(f"the weights of {self.source} can't be read: {error}") from error
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value has the form of what `Contents.record` returns."""
+    if not isinstance(value, dict) or not isinstance(value.get("source"), str) or not isinstance(value.get("files"), dict):
+        return False
+    return isinstance(value.get("commit", 0), (str, type(None))) and all(
+        isinstance(file, dict) and isinstance(file.get("sha256"), str) and isinstance(file.get("stat"), list) and len(file["stat"]) == 5
+        for file in value["files"].values()
+    )
 
 
 def _piece(path: Path, offset: int) -> bytes:
@@ -107,18 +135,23 @@ def _stat(path: Path) -> list[int]:
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def _weight_files(model: Path) -> list[Path]:
-    """The weight files of a folder: those of its index, or all of the first format that it has. A file is itself."""
+def _weight_files(model: Path) -> dict[str, Path]:
+    """The weight files of a folder by name: those of its index, or all of the first format that it has. A file is itself."""
     if model.is_file():
-        return [model]
+        return {model.name: model}
     if not model.is_dir():
-        return []
+        return {}
     index = model / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        return [model / name for name in names if (model / name).is_file()]
-    for suffix in _SUFFIXES:
-        found = sorted(path for path in model.iterdir() if path.suffix == suffix and path.is_file())
+        try:
+            listed = {name: model / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Invalid(f"{index} is not an index of weight files: it needs a weight_map of tensors to files") from error
+        found = {name: path for name, path in listed.items() if path.is_file()}
         if found:
             return found
-    return []
+    for suffix in _SUFFIXES:
+        found = {path.name: path for path in sorted(model.iterdir()) if path.suffix == suffix and path.is_file()}
+        if found:
+            return found
+    return {}

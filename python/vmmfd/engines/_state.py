@@ -6,9 +6,11 @@ each tensor keeps a size that only the processing of weights sets. So the change
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+# Exactly these types: an enum that is a str or an int would come back as the bare value.
 _PLAIN = (type(None), bool, int, float, str)
 
 State = dict[tuple[str, str], Any]
@@ -34,7 +36,9 @@ def state(model: Any) -> State:
     for path, module in model.named_modules():
         for prefix, holder in _holders(module):
             for name, value in vars(holder).items():
-                if isinstance(value, _PLAIN):
+                if not prefix and name == "training":
+                    continue  # Of every module, and the loader sets it itself.
+                if type(value) in _PLAIN:
                     found[path, prefix + name] = value
                 elif prefix and not isinstance(value, (torch.Tensor, torch.nn.Module)):
                     found[path, prefix + name] = [type(value).__name__]
@@ -42,9 +46,28 @@ def state(model: Any) -> State:
 
 
 def changes(before: State, after: State) -> list[list[Any]]:
-    """What was set between two states, as JSON."""
+    """What was set between two states, as JSON, which has no infinity."""
     missing = object()
-    return [[*where, value] for where, value in after.items() if before.get(where, missing) != value]
+    return [
+        [*where, {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value]
+        for where, value in after.items()
+        if before.get(where, missing) != value
+    ]
+
+
+def is_changes(value: Any) -> bool:
+    """Whether a value has the form of what `changes` returns."""
+    return isinstance(value, list) and all(
+        isinstance(row, list)
+        and len(row) == 3
+        and all(isinstance(of, str) for of in row[:2])
+        and (
+            isinstance(row[2], _PLAIN)
+            or row[2] in ({"float": "inf"}, {"float": "-inf"}, {"float": "nan"})
+            or (isinstance(row[2], list) and len(row[2]) == 1)
+        )
+        for row in value
+    )
 
 
 def restore(model: Any, changed: list[list[Any]]) -> list[str]:
@@ -52,12 +75,12 @@ def restore(model: Any, changed: list[list[Any]]) -> list[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
     absent = []
     for path, attribute, value in changed:
-        *through, name = attribute.split(".")
-        holder = modules.get(path)
-        for step in through:
-            holder = getattr(holder, step, None)
+        through, dot, name = attribute.rpartition(".")
+        holder = dict(_holders(modules[path])).get(through + dot) if path in modules else None
         if holder is None:
             absent.append(f"{path}.{attribute}")
+        elif isinstance(value, dict):
+            vars(holder)[name] = float(value["float"])
         elif not isinstance(value, list):
             vars(holder)[name] = value
         elif vars(holder).get(name) is None:

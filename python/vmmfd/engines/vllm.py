@@ -29,17 +29,20 @@ from typing import Any
 
 import vmmfd
 
-from .._errors import Differs, Error, Invalid, NotFound, Timeout, Unsupported
+from .._errors import Differs, Error, NotFound, Timeout, Unsupported
 from . import _state
-from ._contents import Contents
+from ._contents import Contents, is_record
+from ._options import read
 
 _FORMAT = "vmmfd"
 # Variables with which vLLM lays weights out otherwise.
 _VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_BATCH_INVARIANT")
-_DEFAULTS = {"broker": None, "trust": (), "owner": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"}
+# Lists of names that an object's metadata has: tensors that loading set to None, and tensors that it changed in shape.
+_NAMES = ("none", "reshaped")
 
-# What `get_external_weight_memory` found, for `load_model`, which vLLM calls on another loader: the connection, the claim or lease, and the key.
-_found: dict[str, _Found] = {}
+# What `get_external_weight_memory` found, for `load_model`, which vLLM calls on another loader: the connection, the claim or lease, and the
+# key. By the path of the broker and the name.
+_found: dict[tuple[str | None, str], _Found] = {}
 _registered = False
 
 
@@ -64,38 +67,12 @@ class _Found:
     seconds: float
 
 
-def _options(given: Any) -> dict[str, Any]:
-    """The fields of `--model-loader-extra-config`, checked."""
-    given = given or {}
-    if not isinstance(given, dict):
-        raise Invalid(f"--model-loader-extra-config is a {type(given).__name__}: give a JSON object")
-    unknown = sorted(given.keys() - _DEFAULTS.keys())
-    if unknown:
-        raise Invalid(f"--model-loader-extra-config has {unknown[0]!r}: load format vmmfd takes {', '.join(_DEFAULTS)}")
-    options = _DEFAULTS | given
-    for field, values in (("on_missing", ("load", "fail")), ("on_unsupported", ("fail", "load"))):
-        if options[field] not in values:
-            raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is none of {', '.join(values)}")
-    for field in ("broker", "name"):
-        if options[field] is not None and (not isinstance(options[field], str) or not options[field]):
-            raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is no text")
-    trust = options["trust"]
-    if not isinstance(trust, (list, tuple)) or any(isinstance(user, bool) or not isinstance(user, int) or user < 0 for user in trust):
-        raise Invalid(f"--model-loader-extra-config has 'trust': {trust!r}: give a list of users' numbers")
-    owner = options["owner"]
-    if owner is not None and (isinstance(owner, bool) or not isinstance(owner, int) or owner < 0):
-        raise Invalid(f"--model-loader-extra-config has 'owner': {owner!r}: give a user's number")
-    wait = options["wait"]
-    if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
-        raise Invalid(f"--model-loader-extra-config has 'wait': {wait!r}: give seconds, 0 or more")
-    return options
-
-
 def _key(vllm_config: Any, model_config: Any) -> dict[str, Any]:
     """What decides the layout and the values of weights after processing, but for the contents of the checkpoint."""
     import vllm
     from vllm.distributed import (
         get_dp_group,
+        get_pcp_group,
         get_pp_group,
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -120,7 +97,10 @@ def _key(vllm_config: Any, model_config: Any) -> dict[str, Any]:
         "kv_cache_dtype_skip_layers": sorted(of("cache_config", "kv_cache_dtype_skip_layers") or []),
         "tensor_parallel": [get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()],
         "pipeline_parallel": [get_pp_group().rank_in_group, get_pp_group().world_size],
-        "expert_parallel": None,
+        # These divide experts too, with and without expert parallelism.
+        "data_parallel": [get_dp_group().rank_in_group, get_dp_group().world_size],
+        "prefill_context_parallel": [get_pcp_group().rank_in_group, get_pcp_group().world_size],
+        "expert_parallel": getattr(parallel, "expert_placement_strategy", "linear") if parallel.enable_expert_parallel else None,
         "moe_backend": of("kernel_config", "moe_backend"),
         "linear_backend": of("kernel_config", "linear_backend"),
         "linear_backend_per_quant": of("kernel_config", "linear_backend_per_quant"),
@@ -128,15 +108,24 @@ def _key(vllm_config: Any, model_config: Any) -> dict[str, Any]:
         "lora": vllm_config.lora_config is not None,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
-    if parallel.enable_expert_parallel:
-        group = get_dp_group()
-        key["expert_parallel"] = [group.rank_in_group, group.world_size, getattr(parallel, "expert_placement_strategy", None)]
-    found: dict[str, Any] = json.loads(json.dumps(key, default=str))
-    return found
+    return {field: _plain(value) for field, value in key.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON that is the same in each process: sets have no order, and JSON has no infinity."""
+    if isinstance(value, dict):
+        return {str(field): _plain(of) for field, of in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    is_json = value is None or type(value) in (bool, str) or (type(value) in (int, float) and abs(value) < 1 << 63)
+    return value if is_json else str(value)
 
 
 def _object_name(options: dict[str, Any], model: str, device: str, key: dict[str, Any]) -> str:
-    """The name of the object: the user's or one of the model and the key, the GPU, and the rank where there are several."""
+    """The name of the object: the user's or one of the model and the key, the GPU, and the rank where there are several. `model` is a
+    folder's real path, or a repository."""
     base = options["name"]
     if base is None:
         digest = hashlib.sha256(json.dumps([model, key], sort_keys=True).encode()).hexdigest()[:16]
@@ -144,8 +133,11 @@ def _object_name(options: dict[str, Any], model: str, device: str, key: dict[str
         base = f"vllm/{plain[:80] or 'model'}-{digest}"
     ranks = [
         f"{short}{key[field][0]}of{key[field][1]}"
-        for short, field in (("tp", "tensor_parallel"), ("pp", "pipeline_parallel"), ("ep", "expert_parallel"))
-        if key[field] and key[field][1] > 1
+        for short, field in (
+            *(("tp", "tensor_parallel"), ("pp", "pipeline_parallel")),
+            *(("dp", "data_parallel"), ("pcp", "prefill_context_parallel")),
+        )
+        if key[field][1] > 1
     ]
     return "/".join([base, device, *ranks])
 
@@ -158,11 +150,23 @@ def _flat(key: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _recorded(found: _Found) -> dict[str, Any]:
+    """What the maker of an object recorded beside the tensors. Raises `Differs` for an object of another kind of maker."""
+    recorded = found.held.metadata.get("vllm")
+    if (
+        not isinstance(recorded, dict)
+        or not isinstance(recorded.get("key"), dict)
+        or not is_record(recorded.get("contents"))
+        or not _state.is_changes(recorded.get("state"))
+        or not all(isinstance(recorded.get(names), list) and all(isinstance(name, str) for name in recorded[names]) for names in _NAMES)
+    ):
+        raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: set another name")
+    return recorded
+
+
 def _check_key(found: _Found) -> None:
     """Raises `Differs` unless the object of a lease is what this engine would load."""
-    recorded = found.held.metadata.get("vllm")
-    if not isinstance(recorded, dict) or not isinstance(recorded.get("key"), dict) or not isinstance(recorded.get("contents"), dict):
-        raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: set another name")
+    recorded = _recorded(found)
     theirs, ours = _flat(recorded["key"]), _flat(found.key)
     fields = [
         f"{field}: {theirs.get(field)!r} in the object, {ours.get(field)!r} here"
@@ -185,6 +189,9 @@ def _unshareable(vllm_config: Any) -> str | None:
         return "EPLB moves experts between ranks at run time"
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         return "weight transfer writes to the weights at run time"
+    offload = getattr(vllm_config, "offload_config", None)
+    if getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0) or getattr(getattr(offload, "prefetch", None), "offload_group_size", 0):
+        return "offloading moves weights from the GPU"
     return None
 
 
@@ -218,12 +225,17 @@ def _loader_class() -> Any:
         """vLLM's own loading. Refuses a model that can't be shared before it reads the weights, and remembers the model as it was built."""
 
         must_be_shareable = True
+        claim: Any
 
         def create_model(self, *arguments: Any, **named: Any) -> Any:
             model = super().create_model(*arguments, **named)
-            if self.must_be_shareable:
+            try:
                 _check_methods(model)
-            self.names, self.state = _exact.names(model), _state.state(model)
+            except Unsupported:
+                if self.must_be_shareable:
+                    raise
+                self.claim.close()  # No other engine has to wait for this one.
+            self.layout, self.state = _exact.layout(model), _state.state(model)
             return model
 
     class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
@@ -231,7 +243,7 @@ def _loader_class() -> Any:
 
         def __init__(self, load_config: Any) -> None:
             super().__init__(load_config)
-            self.options = _options(load_config.model_loader_extra_config)
+            self.options = read(load_config.model_loader_extra_config)
 
         def get_external_weight_memory(self, vllm_config: Any) -> int:
             """The bytes that other processes hold for this engine, so that vLLM leaves them out of its own budget. Finds the object, or
@@ -239,7 +251,7 @@ def _loader_class() -> Any:
             if _unshareable(vllm_config):
                 return 0
             found = self._find(vllm_config, vllm_config.model_config)
-            _found[found.name] = found
+            _found[self.options["broker"], found.name] = found
             return sum(part.mapped_size for part in found.held.parts) if isinstance(found.held, vmmfd.Lease) else 0
 
         def download_model(self, model_config: Any) -> None:
@@ -268,7 +280,11 @@ def _loader_class() -> Any:
                 return self._from_disk().load_model(**arguments)
             found = self._find(vllm_config, model_config)
             if isinstance(found.held, vmmfd.Lease):
-                return self._attach(found, arguments)
+                try:
+                    return self._attach(found, arguments)
+                except BaseException:
+                    found.held.close()
+                    raise
             with found.held:
                 return self._load(found, arguments)
 
@@ -288,9 +304,10 @@ def _loader_class() -> Any:
             backend = "cuda" if device.type == "cuda" else "host"
             key = _key(vllm_config, model_config)
             uuid = vmmfd.device_uuid(device.index or 0, backend=backend)
-            name = _object_name(options, model_config.model, uuid, key)
-            if name in _found:
-                return _found.pop(name)
+            contents = Contents(model_config.model, getattr(model_config.hf_config, "_commit_hash", None))
+            name = _object_name(options, contents.source, uuid, key)
+            if (options["broker"], name) in _found:
+                return _found.pop((options["broker"], name))
             broker = vmmfd.connect(options["broker"], backend=backend, trust=options["trust"])
             ask = broker.get if options["on_missing"] == "fail" else broker.claim
             owner = os.geteuid() if options["owner"] is None else options["owner"]
@@ -301,8 +318,7 @@ def _loader_class() -> Any:
                     raise
                 logger.info("vmmfd: waiting up to %g s for %s", options["wait"], name)
                 held = ask(name, wait=options["wait"], expect_owner=owner)
-            commit = getattr(model_config.hf_config, "_commit_hash", None)
-            found = _Found(broker, name, held, key, Contents(model_config.model, commit), 0)
+            found = _Found(broker, name, held, key, contents, 0)
             if isinstance(held, vmmfd.Lease):
                 try:
                     _check_key(found)
@@ -325,12 +341,12 @@ def _loader_class() -> Any:
                     model = utils.initialize_model(**arguments)
                 _check_methods(model)
                 times.append(time.perf_counter())
-                figures = _exact.attach(found.held, model)
+                recorded = _recorded(found)
+                figures = _exact.attach(found.held, model, set(recorded["reshaped"]))
                 times.append(time.perf_counter())
                 device = self._device(vllm_config)
                 with weights_already_processed():
                     utils.process_weights_after_loading(model, model_config, device)
-                recorded = found.held.metadata["vllm"]
                 left = _exact.settle(model, device, set(recorded["none"]))
                 absent = _state.restore(model, recorded["state"])
                 if absent:
@@ -352,7 +368,7 @@ def _loader_class() -> Any:
             vllm_config = arguments["vllm_config"]
             device = self._device(vllm_config)
             loader = self._from_disk(DiskLoader)
-            loader.must_be_shareable = self.options["on_unsupported"] == "fail"
+            loader.must_be_shareable, loader.claim = self.options["on_unsupported"] == "fail", found.held
             times = [time.perf_counter()]
             with self._pool(device, found):
                 model = loader.load_model(**arguments)
@@ -363,12 +379,13 @@ def _loader_class() -> Any:
                 recorded = {
                     "key": found.key,
                     "contents": found.contents.record(),
-                    "none": sorted(loader.names & _exact.nones(model)),
+                    "none": sorted(loader.layout.keys() & _exact.nones(model)),
+                    "reshaped": _exact.reshaped(loader.layout, _exact.layout(model)),
                     "state": _state.changes(loader.state, _state.state(model)),
                 }
                 times.append(time.perf_counter())
                 published = found.held.put(value, metadata={"vllm": recorded})
-            except Error as error:
+            except (Error, RuntimeError) as error:
                 if isinstance(error, Unsupported) and loader.must_be_shareable:
                     raise
                 # The model is loaded and right: this engine serves it.

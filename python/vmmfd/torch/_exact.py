@@ -59,11 +59,13 @@ def _apart(item: _Item, own: set[int], copies: dict[int, Any], device: Any) -> _
     return item._replace(tensor=empty.set_(copies[address], tensor.storage_offset(), tensor.shape, tensor.stride()))
 
 
-def attach(lease: Any, module: Any) -> dict[str, int]:
+def attach(lease: Any, module: Any, reshaped: set[str]) -> dict[str, int]:
     """Gives a module the tensors of a lease: parameters mapped, all others as private copies, unless they view a parameter.
 
-    What the module has under another kind or shape is replaced, and its other tensors stay. Returns how many `arrays` there are, and how
-    many `bytes` were copied. Raises `Differs`, before anything is changed, if the module lacks a submodule of the object.
+    Parameters of the module of another shape are replaced, and its other tensors stay. Returns how many `arrays` there are, and how many
+    `bytes` were copied. Raises `Differs`, before anything is changed, if the module lacks a submodule of the object, or has another tensor
+    that is no parameter of another kind, shape or type than the object's: an engine writes to such tensors, and has its own maximum of
+    tokens, say. `reshaped` names those for which the object's is right.
     """
     torch = _torch()
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -72,6 +74,16 @@ def attach(lease: Any, module: Any) -> dict[str, int]:
         unknown = [row.name for row in mapped.rows if row.name.rpartition(".")[0] not in modules or row.kind not in _KINDS]
         if unknown:
             raise Differs(f"the model has no place for arrays of {lease.name!r}:{_listed(unknown)}")
+        here = layout(module)
+        others = [
+            f"{row.name}: {_text(theirs)} in the object, {_text(here[row.name])} here"
+            for row in mapped.rows
+            if row.kind != "parameter" and row.name in here and row.name not in reshaped
+            for theirs in [(row.kind, tuple(row.array.shape), row.dtype)]
+            if here[row.name] != theirs
+        ]
+        if others:
+            raise Differs(f"{lease.name!r} was published by an engine with other limits:{_listed(others)}")
         storages = {(row.part, row.attributes.get("storage")) for row in mapped.rows if row.kind == "parameter"}
         private = {
             row.name for row in mapped.rows if row.kind != "parameter" and (row.part, row.attributes.get("storage")) not in storages
@@ -94,7 +106,8 @@ def attach(lease: Any, module: Any) -> dict[str, int]:
             made.append((owner, leaf, row.kind, tied[key], bool(row.attributes.get("persistent", True))))
     for owner, leaf, kind, tensor, is_persistent in made:
         held = _held(owner, kind)
-        for table in (owner._parameters, owner._buffers, vars(owner)):
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, owner.__dict__)
+        for table in tables:
             if table is not held:
                 table.pop(leaf, None)
         held[leaf] = tensor
@@ -140,9 +153,22 @@ def settle(module: Any, device: Any, nones: set[str]) -> list[str]:
     return left
 
 
-def names(module: Any) -> set[str]:
-    """The names of a module's tensors."""
-    return {item.name for item in _items(module)}
+Layout = tuple[str, tuple[int, ...], Any]
+"""A tensor's kind, shape and type."""
+
+
+def layout(module: Any) -> dict[str, Layout]:
+    """The layouts of a module's tensors by name."""
+    return {item.name: (item.kind, tuple(item.tensor.shape), item.tensor.dtype) for item in _items(module)}
+
+
+def reshaped(before: dict[str, Layout], after: dict[str, Layout]) -> list[str]:
+    """The tensors whose layout changed between two layouts, but for parameters."""
+    return sorted(name for name, of in after.items() if of[0] != "parameter" and before.get(name, of) != of)
+
+
+def _text(of: Layout) -> str:
+    return f"{of[0]} {of[1]} of {of[2]}"
 
 
 def nones(module: Any) -> set[str]:

@@ -1,0 +1,5 @@
+import logging
+
+
+def init_logger(name: str):
+    return logging.getLogger(name)
