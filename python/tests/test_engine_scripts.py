@@ -65,6 +65,14 @@ def test_process_that_ended_is_reported(tmp_path: Path) -> None:
     assert bench.processes == []
 
 
+def test_incomplete_report_is_left(tmp_path: Path) -> None:
+    lab = load("lab")
+    path = tmp_path / "one.report"
+    assert lab.whole_lines(path) == []
+    path.write_text('{"event": "start"}\n{"event": "tok')
+    assert lab.whole_lines(path) == [{"event": "start"}]
+
+
 def test_row_reports_figures_and_failure(capsys: pytest.CaptureFixture[str]) -> None:
     lab = load("lab")
     bench = lab.Lab.__new__(lab.Lab)

@@ -134,8 +134,7 @@ class Engine(Process):
                          ENGINES_TRACE=str(self.trace_file), **(environment or {}))
 
     def reports(self, event):
-        lines = self.report.read_text().splitlines() if self.report.exists() else []
-        return [line for line in map(json.loads, lines) if line["event"] == event]
+        return [each for each in whole_lines(self.report) if each["event"] == event]
 
     def imported(self, seconds=120):
         return self.wait_for("end of imports", lambda: self.reports("imported"), seconds)[0]
@@ -167,8 +166,7 @@ class Engine(Process):
 
     def trace(self, event):
         """The begin and the seconds of an event of the worker, and what else it has."""
-        lines = self.trace_file.read_text().splitlines() if self.trace_file.exists() else []
-        found = [each for each in map(json.loads, lines) if each["event"] == event]
+        found = [each for each in whole_lines(self.trace_file) if each["event"] == event]
         if not found:
             raise Failed(f"{self.name} has no event {event!r}")
         return found[-1]
@@ -289,10 +287,12 @@ class Lab:
         self.memory = Memory()
 
     def checkpoints(self, *wanted):
-        """The folders of checkpoints, each a size and kind. Missing ones are written, all at once."""
+        """The folders of checkpoints, each a size and kind. Missing ones are written, all at once. A run that was killed may have left one
+        without its weights."""
         folders = [self.models / f"{size}-{kind}" for size, kind in wanted]
         writing = [Process(self, f"write-{folder.name}", [sys.executable, HERE / "checkpoint.py", folder, size, kind])
-                   for folder, (size, kind) in zip(folders, wanted) if not (folder / "config.json").exists()]
+                   for folder, (size, kind) in zip(folders, wanted)
+                   if not (folder / "config.json").exists() or not list(folder.glob("*.safetensors"))]
         for process in writing:
             process.wait_for("checkpoint", lambda process=process: process.child.poll() == 0, 120)
             process.end()
@@ -335,6 +335,11 @@ class Lab:
 def compilation(mode):
     """vLLM's compilation config. Mode None is its default."""
     return {"cudagraph_capture_sizes": GRAPH_SIZES} | ({} if mode is None else {"mode": mode})
+
+
+def whole_lines(path):
+    """The values of a file of JSON lines that another process appends to. Its last line may be incomplete."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def free_port():
