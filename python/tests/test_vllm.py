@@ -498,3 +498,29 @@ def test_users_name_has_device_and_ranks(broker: vmmfd.Broker, checkpoint: Path)
     assert made == f"{'n' * 150}/{DEVICE}/tp1023of1024/pp1023of1024/dp1023of1024/pcp1023of1024"
     with broker.claim(made) as claim:
         assert isinstance(claim, vmmfd.Claim)
+
+
+# Ranks
+
+
+def test_first_rank_asks_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import distributed
+
+    for rank, size, expected in ((0, 1, ["asked"]), (0, 2, ["asked", "barrier"]), (1, 2, ["barrier", "asked"])):
+        order: list[str] = []
+        monkeypatch.setattr(distributed, "world", [rank, size])
+        monkeypatch.setattr(distributed, "barriers", order)
+        with engine._in_turn():
+            order.append("asked")
+        assert order == expected, (rank, size)
+
+
+def test_other_ranks_go_on_after_an_error_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import distributed
+
+    order: list[str] = []
+    monkeypatch.setattr(distributed, "world", [0, 2])
+    monkeypatch.setattr(distributed, "barriers", order)
+    with pytest.raises(vmmfd.NotFound), engine._in_turn():
+        raise vmmfd.NotFound("no broker")
+    assert order == ["barrier"]

@@ -25,6 +25,7 @@ import json
 import os
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import vmmfd
@@ -183,6 +184,22 @@ def _check_key(found: _Found) -> None:
         )
 
 
+@contextlib.contextmanager
+def _in_turn() -> Iterator[None]:
+    """The first rank of an engine asks before the others. If all asked at once, two engines could get a claim each and wait for each other:
+    no rank loads before all ranks of its engine have their answer."""
+    from vllm.distributed import get_world_group
+
+    group = get_world_group()
+    if group.world_size > 1 and group.rank_in_group > 0:
+        group.barrier()
+    try:
+        yield
+    finally:
+        if group.world_size > 1 and group.rank_in_group == 0:
+            group.barrier()
+
+
 def _unshareable(vllm_config: Any) -> str | None:
     """Why the weights of a configuration can't be shared, or None."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
@@ -309,15 +326,8 @@ def _loader_class() -> Any:
             if (options["broker"], name) in _found:
                 return _found.pop((options["broker"], name))
             broker = vmmfd.connect(options["broker"], backend=backend, trust=options["trust"])
-            ask = broker.get if options["on_missing"] == "fail" else broker.claim
-            owner = os.geteuid() if options["owner"] is None else options["owner"]
-            try:
-                held = ask(name, expect_owner=owner)
-            except (NotFound, Timeout):
-                if not options["wait"]:
-                    raise
-                logger.info("vmmfd: waiting up to %g s for %s", options["wait"], name)
-                held = ask(name, wait=options["wait"], expect_owner=owner)
+            with _in_turn():
+                held = self._ask(broker, name)
             found = _Found(broker, name, held, key, contents, 0)
             if isinstance(held, vmmfd.Lease):
                 try:
@@ -327,6 +337,18 @@ def _loader_class() -> Any:
                     raise
             found.seconds = time.perf_counter() - begin
             return found
+
+        def _ask(self, broker: Any, name: str) -> Any:
+            """A lease of the object, or the claim to make it."""
+            ask = broker.get if self.options["on_missing"] == "fail" else broker.claim
+            owner = os.geteuid() if self.options["owner"] is None else self.options["owner"]
+            try:
+                return ask(name, expect_owner=owner)
+            except (NotFound, Timeout):
+                if not self.options["wait"]:
+                    raise
+            logger.info("vmmfd: waiting up to %g s for %s", self.options["wait"], name)
+            return ask(name, expect_owner=owner, wait=self.options["wait"])
 
         def _attach(self, found: _Found, arguments: dict[str, Any]) -> Any:
             """Builds the model on meta and gives it the object's tensors."""

@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
-tensor, pipeline, data, prefill = ([0, 1] for _ in range(4))
+tensor, pipeline, data, prefill, world = ([0, 1] for _ in range(5))
+# Called when a rank waits for all others.
+barriers: list = []
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -23,3 +25,7 @@ def get_dp_group() -> "GroupCoordinator":
 
 def get_pcp_group() -> "GroupCoordinator":
     return SimpleNamespace(rank_in_group=prefill[0], world_size=prefill[1])
+
+
+def get_world_group() -> "GroupCoordinator":
+    return SimpleNamespace(rank_in_group=world[0], world_size=world[1], barrier=lambda: barriers.append("barrier"))
