@@ -27,8 +27,9 @@ DEVICE = "GPU-00000000-0000-0000-0000-000000000000"
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`import vllm` finds the stand-in."""
     monkeypatch.syspath_prepend(str(STUB))
+    before = set(sys.modules)
     yield
-    for module in [module for module in sys.modules if module.partition(".")[0] == "vllm"]:
+    for module in [module for module in sys.modules.keys() - before if module.partition(".")[0] == "vllm"]:
         del sys.modules[module]
 
 

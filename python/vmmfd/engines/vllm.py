@@ -297,11 +297,7 @@ def _loader_class() -> Any:
                 return self._from_disk().load_model(**arguments)
             found = self._find(vllm_config, model_config)
             if isinstance(found.held, vmmfd.Lease):
-                try:
-                    return self._attach(found, arguments)
-                except BaseException:
-                    found.held.close()
-                    raise
+                return self._attach(found, arguments)
             with found.held:
                 return self._load(found, arguments)
 

@@ -1,0 +1,489 @@
+"""vLLM's load format with PyTorch, on the host backend, and a stand-in for vLLM: what is published, attached and refused."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import vmmfd
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from conftest import Child, Server  # noqa: E402
+from torch_models import is_mapped  # noqa: E402
+from vllm_engine import STUB, configure  # noqa: E402
+from vllm_models import Method, Model, describe, digest, engine, load, tensors  # noqa: E402
+from vmmfd.torch import _exact  # noqa: E402
+from vllm.model_executor.model_loader import default_loader, get_model_loader  # noqa: E402
+
+nn = torch.nn
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    default_loader.read.clear()
+    yield
+    engine._found.clear()
+
+
+@pytest.fixture
+def one(socket: str, folder: Path, name: str) -> Callable[..., Any]:
+    """Makes configurations of engines with one model and one broker."""
+
+    def make(model: Callable[[], Any] = Model, **extra: Any) -> Any:
+        return configure(folder, {"broker": socket, "name": name, **extra}, model, torch.bfloat16)
+
+    return make
+
+
+def object_of(name: str) -> str:
+    """The object of a user's name."""
+    return f"{name}/{vmmfd.device_uuid(0, backend='host')}"
+
+
+def attach(config: Any) -> tuple[Any, vmmfd.Lease]:
+    """A model that maps the object, and its lease."""
+    assert get_model_loader(config.load_config).get_external_weight_memory(config) > 0
+    (found,) = engine._found.values()
+    return load(config), found.held
+
+
+def from_disk(config: Any) -> Any:
+    """The model as vLLM's own loader leaves it."""
+    config.load_config.load_format, config.load_config.model_loader_extra_config = "auto", {}
+    return load(config)
+
+
+# Publish and attach
+
+
+def test_attached_tensors_equal_those_of_a_disk_load(one: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm.vmmfd")
+    expected = describe(from_disk(one()))
+    assert len(default_loader.read) == 1 and len(expected) > 15
+    maker = load(one())
+    assert len(default_loader.read) == 2 and "loaded and published" in caplog.text
+    attached, lease = attach(one())
+    assert len(default_loader.read) == 2 and lease.version == 1
+    for model in (maker, attached):
+        assert describe(model) == expected
+        assert not model.training and not any(module.training for module in model.modules())
+    assert not any(tensor.requires_grad for _, (_, tensor) in tensors(attached).items())
+
+
+def test_parameters_are_mapped_and_others_private(one: Callable[..., Any], name: str) -> None:
+    load(one())
+    attached, lease = attach(one())
+    for key, (kind, tensor) in tensors(attached).items():
+        shared = kind == "parameter" or key.endswith(".row")
+        assert is_mapped(tensor, lease) == shared or tensor.numel() == 0, key
+        if not shared:
+            tensor.add_(1)
+    assert torch.equal(attached.layers[0].folded, torch.full((6, 1), 2.0, dtype=torch.bfloat16))
+    again, _ = attach(one())
+    assert torch.equal(again.layers[0].folded, torch.ones(6, 1, dtype=torch.bfloat16))
+
+
+def test_ties_and_views_are_kept(one: Callable[..., Any]) -> None:
+    load(one())
+    attached, _ = attach(one())
+    assert attached.head.weight is attached.embed.weight
+    for layer in attached.layers:
+        assert layer.weight.stride() == (1, 32)
+        assert layer.row.data_ptr() == layer.weight[1].data_ptr()
+        assert layer.row.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+    assert attached.window.data_ptr() == attached.cache[1].data_ptr()
+    attached.cache.zero_()
+    assert attached.window.sum() == 0
+    assert "cache" not in attached.state_dict() and "layers.0.folded" in attached.state_dict()
+
+
+def test_makers_buffers_stay_its_own(one: Callable[..., Any], broker: vmmfd.Broker) -> None:
+    """What is put is the memory of parameters and of what views them, and copies of all other storages, each once."""
+    maker = load(one())
+    put = {item.name: item.tensor for item in _exact.Exact(broker, maker, torch.device("cpu"))._items}
+    assert put.keys() == tensors(maker).keys()
+    for key, (kind, tensor) in tensors(maker).items():
+        shared = kind == "parameter" or key.endswith(".row")
+        assert tensor.numel() == 0 or (put[key].data_ptr() == tensor.data_ptr()) == shared, key
+        assert torch.equal(put[key], tensor) and put[key].stride() == tensor.stride(), key
+    assert put["window"].data_ptr() == put["cache"][1].data_ptr()
+    maker.cache.zero_()
+    attached, _ = attach(one())
+    assert attached.cache.sum() > 0
+
+
+def test_removed_tensors_and_plain_values_are_restored(
+    one: Callable[..., Any], broker: vmmfd.Broker, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.vmmfd")
+    maker = load(one())
+    attached, _ = attach(one())
+    for model in (maker, attached):
+        for layer in model.layers:
+            assert not hasattr(layer, "raw_scale") and "raw_scale" not in layer._parameters
+            assert layer.input_scale is None
+            assert layer.quant_method.scaled.size == 32
+            assert layer.ceiling == float("inf") and layer.is_folded is True
+    assert not any(tensor.is_meta for _, tensor in tensors(attached).values())
+    # What the engine made and the maker had no more is reported.
+    line = next(record.getMessage() for record in caplog.records if "attached" in record.getMessage())
+    left = "layers.0.raw_scale, layers.0.input_scale, layers.1.raw_scale, layers.1.input_scale"
+    assert line.endswith(f"left on meta: {left}")
+    assert "read 0 bytes of files" in line
+    # The metadata has a limit: it holds no row for each module.
+    recorded = broker.stat(object_of(name)).metadata["vllm"]["state"]
+    assert {attribute for _, attribute, _ in recorded} == {"ceiling", "is_folded", "quant_method.scaled.size"}
+
+
+def test_attached_model_keeps_the_lease(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
+    load(one())
+    attached, lease = attach(one())
+    assert len(broker.who(name).leases) == 1
+    broker.delete(object_of(name))
+    expected = attached.embed.weight.sum()
+    gc.collect()
+    assert lease.is_held and attached.embed.weight.sum() == expected
+    del attached
+    gc.collect()
+    assert lease.is_closed and vmmfd._native._settle(10)
+    assert not broker.who(name).leases
+
+
+# The memory that others hold
+
+
+def test_external_memory_is_that_of_the_object(
+    one: Callable[..., Any], broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = one()
+    assert get_model_loader(config.load_config).get_external_weight_memory(config) == 0
+    with monkeypatch.context() as without:
+        without.delattr(vmmfd, "connect")
+        # The claim that it took is the one with which the model is loaded.
+        load(config)
+    assert not engine._found and len(default_loader.read) == 1
+    config = one()
+    mapped = get_model_loader(config.load_config).get_external_weight_memory(config)
+    assert mapped == broker.bytes_of(object_of(name)) > 0
+    assert get_model_loader(config.load_config).get_external_weight_memory(config) == mapped
+    monkeypatch.delattr(vmmfd, "connect")
+    load(config)
+    assert not engine._found and len(default_loader.read) == 1
+
+
+def test_found_object_is_of_its_broker(one: Callable[..., Any], server: Server) -> None:
+    """A second broker's object of the same name is another one."""
+    load(one())
+    config, other = one(), one(broker=server.path)
+    assert get_model_loader(config.load_config).get_external_weight_memory(config) > 0
+    assert get_model_loader(other.load_config).get_external_weight_memory(other) == 0
+    assert len(engine._found) == 2
+
+
+def test_object_deleted_meanwhile_is_attached(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
+    expected = digest(load(one()))
+    config = one()
+    assert get_model_loader(config.load_config).get_external_weight_memory(config) > 0
+    broker.delete(object_of(name))
+    assert digest(load(config)) == expected and len(default_loader.read) == 1
+
+
+# Refusals
+
+
+@contextlib.contextmanager
+def refused(kind: type[vmmfd.Error], text: str) -> Iterator[None]:
+    """An error, and nothing is read from disk."""
+    before = len(default_loader.read)
+    with pytest.raises(kind, match=text):
+        yield
+    assert len(default_loader.read) == before
+
+
+class Undeclared(Method):
+    supports_pre_processed_weights = False
+
+
+def test_undeclared_method_is_refused_before_weights_are_read(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
+    config = one(lambda: Model(method=Undeclared()))
+    with refused(vmmfd.Unsupported, r"layer layers\.1: Undeclared does not declare .* \"on_unsupported\": \"load\""):
+        load(config)
+    # The claim is passed on.
+    with broker.claim(object_of(name)) as claim:
+        assert isinstance(claim, vmmfd.Claim)
+
+
+def test_undeclared_method_loads_from_disk_if_asked(
+    one: Callable[..., Any], broker: vmmfd.Broker, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    claims = []
+
+    class Watched(Model):
+        def read(self, folder: str) -> None:
+            # No other engine has to wait for this one.
+            claims.append(broker.claim(object_of(name)))
+            super().read(folder)
+
+    model = load(one(lambda: Watched(method=Undeclared()), on_unsupported="load"))
+    assert len(default_loader.read) == 1 and describe(model) == describe(from_disk(one(lambda: Model(method=Undeclared()))))
+    assert isinstance(claims[0], vmmfd.Claim) and not broker.list(name)
+    assert "is loaded for this engine alone, and not published: layer layers.1: Undeclared" in caplog.text
+    claims[0].close()
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "reason"),
+    [
+        ("parallel_config", "enable_eplb", True, "EPLB"),
+        (None, "weight_transfer_config", object(), "weight transfer"),
+        ("offload_config.uva", "cpu_offload_gb", 4, "offloading"),
+        ("offload_config.prefetch", "offload_group_size", 2, "offloading"),
+    ],
+)
+def test_unshareable_configuration_is_refused(
+    one: Callable[..., Any], broker: vmmfd.Broker, name: str, config: str | None, field: str, value: Any, reason: str
+) -> None:
+    def changed(**extra: Any) -> Any:
+        made = one(**extra)
+        setattr(functools.reduce(getattr, config.split(".") if config else [], made), field, value)
+        return made
+
+    with refused(vmmfd.Unsupported, f"this model can't be shared: {reason} .*on_unsupported"):
+        load(changed())
+    made = changed(on_unsupported="load", broker="/absent")
+    assert get_model_loader(made.load_config).get_external_weight_memory(made) == 0
+    load(made)
+    assert len(default_loader.read) == 1 and not broker.list(name)
+
+
+def test_draft_loads_from_disk(one: Callable[..., Any]) -> None:
+    config = one(broker="/absent")
+    config.speculative_config = SimpleNamespace(draft_model_config=config.model_config)
+    load(config)
+    assert len(default_loader.read) == 1
+
+
+def test_load_in_place_is_refused(one: Callable[..., Any]) -> None:
+    config = one()
+    model = load(config)
+    with refused(vmmfd.Unsupported, "does not load into a model in place"):
+        get_model_loader(config.load_config).load_weights(model, config.model_config)
+
+
+def test_missing_object_fails_at_once(one: Callable[..., Any], name: str) -> None:
+    with refused(vmmfd.NotFound, re.escape(f"there is no object `{object_of(name)}`")):
+        load(one(on_missing="fail", wait=0))
+    with refused(vmmfd.Timeout, re.escape(f"there is no object `{object_of(name)}`, and none came within")):
+        load(one(on_missing="fail", wait=0.1))
+
+
+def test_engine_waits_no_longer_than_told(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
+    with broker.claim(object_of(name)):
+        for wait, kind in ((0, vmmfd.NotFound), (0.1, vmmfd.Timeout)):
+            with refused(kind, re.escape(object_of(name))):
+                load(one(wait=wait))
+
+
+def test_mismatch_never_loads_from_disk(one: Callable[..., Any], broker: vmmfd.Broker, name: str, folder: Path) -> None:
+    load(one())
+    config = one(on_unsupported="load")
+    config.model_config.dtype = torch.float16
+    with refused(vmmfd.Differs, "dtype: 'torch.bfloat16' in the object, 'torch.float16' here"):
+        load(config)
+    with refused(vmmfd.Differs, "dtype"):
+        get_model_loader(config.load_config).get_external_weight_memory(config)
+    (folder / "model.safetensors").write_bytes(b"WEIGHTS")
+    with refused(vmmfd.Differs, "contents: model.safetensors has other bytes"):
+        load(one())
+    gc.collect()
+    assert vmmfd._native._settle(10) and not broker.who(name).leases
+
+
+def test_missing_broker_is_named(one: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vmmfd, "connect", functools.partial(vmmfd.connect, timeout=0.1))
+    with refused(vmmfd.NotFound, re.escape(f"no broker on {tmp_path / 'absent'}")):
+        load(one(broker=str(tmp_path / "absent"), on_unsupported="load"))
+
+
+def test_other_limits_are_refused(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
+    """A buffer of the maker's size would be too small for the engine's tokens."""
+    load(one())
+    with refused(vmmfd.Differs, r"picked: attribute \(8, 2\) of torch.int32 in the object, attribute \(16, 2\) of torch.int32 here"):
+        load(one(lambda: Model(tokens=16)))
+    gc.collect()
+    assert vmmfd._native._settle(10) and not broker.who(name).leases
+    assert describe(load(one())) == describe(load(one()))
+
+
+def test_other_modules_are_refused(one: Callable[..., Any]) -> None:
+    load(one())
+
+    def smaller() -> Any:
+        model = Model()
+        del model.layers[1]
+        return model
+
+    with refused(vmmfd.Differs, r"has no place for arrays of .*\n- layers\.1\.weight"):
+        load(one(smaller))
+
+
+def test_tensors_in_lists_are_refused(one: Callable[..., Any]) -> None:
+    def make() -> Any:
+        model = Model()
+        model.layers[0].tables = {"a": [], "b": torch.ones(3)}
+        return model
+
+    load(one(make))
+    with refused(vmmfd.Differs, r"tensors in lists or dicts, which are not shared:\n- layers\.0\.tables"):
+        load(one(make))
+
+
+def test_state_that_the_engine_lacks_is_refused(one: Callable[..., Any]) -> None:
+    class Late(Method):
+        """Makes an object in processing alone."""
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            before = self.scaled.size
+            super().process_weights_after_loading(layer)
+            if self.scaled.size != before:
+                self.plan = object()
+
+    load(one(lambda: Model(method=Late())))
+    with refused(vmmfd.Unsupported, r"has: layers\.1\.quant_method\.plan, a object"):
+        load(one(lambda: Model(method=Late())))
+
+
+# Failures to publish
+
+
+def test_engine_over_quota_serves_alone(folder: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(tmp_path, "--quota", "bytes=1")
+    try:
+        config = configure(folder, {"broker": server.path, "name": name}, Model, torch.bfloat16)
+        model = load(config)
+        assert describe(model) == describe(from_disk(config))
+        assert f"{object_of(name)} is loaded for this engine alone, and not published: " in caplog.text
+        with vmmfd.connect(server.path, backend="host") as broker:
+            assert not broker.list()
+            with broker.claim(object_of(name)) as claim:
+                assert isinstance(claim, vmmfd.Claim)
+    finally:
+        server.end()
+
+
+def test_file_changed_during_the_load_is_not_published(
+    one: Callable[..., Any], broker: vmmfd.Broker, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Changing(Model):
+        def read(self, folder: str) -> None:
+            super().read(folder)
+            (Path(folder) / "model.safetensors").write_bytes(b"other weights")
+
+    load(one(Changing))
+    assert "not published: " in caplog.text and "model.safetensors was changed while it was loaded" in caplog.text
+    assert not broker.list(name)
+
+
+def test_failed_copy_leaves_the_engine_serving(
+    one: Callable[..., Any], broker: vmmfd.Broker, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(_exact, "_apart", full)
+    load(one())
+    assert "not published: out of memory" in caplog.text and not broker.list(name)
+
+
+# Several processes
+
+ENGINE = """
+import logging, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1].split(":")
+from vllm_engine import configure
+from vllm_models import Model, digest, load, torch
+from vllm.model_executor.model_loader import default_loader
+
+class Printing(logging.Handler):
+    def emit(self, record):
+        print("waiting" if "waiting up to" in record.getMessage() else "", flush=True)
+
+logging.getLogger("vllm.vmmfd").addHandler(Printing())
+logging.getLogger("vllm.vmmfd").setLevel(logging.INFO)
+
+class Held(Model):
+    def read(self, folder):
+        if "hold" in sys.argv:
+            print("reading", flush=True)
+            sys.stdin.read()
+        super().read(folder)
+
+print("started", flush=True)
+if "start" in sys.argv:
+    sys.stdin.readline()
+model = load(configure(sys.argv[2], {"broker": sys.argv[3], "name": sys.argv[4]}, Held, torch.bfloat16))
+print("loaded" if default_loader.read else "attached", digest(model), flush=True)
+"""
+
+
+@pytest.fixture
+def start(child: Callable[..., Child], socket: str, folder: Path, name: str) -> Callable[..., Child]:
+    paths = f"{STUB}:{Path(__file__).parent}"
+    return lambda *options: child(ENGINE, paths, str(folder), socket, name, *options, env={"OMP_NUM_THREADS": "1"})
+
+
+def test_one_of_four_engines_loads(start: Callable[..., Child]) -> None:
+    engines = [start("start") for _ in range(4)]
+    for each in engines:
+        each.wait_for("started")
+    for each in engines:
+        assert each.process.stdin is not None
+        each.process.stdin.write("\n")
+        each.process.stdin.flush()
+    ends = [each.end().split() for each in engines]
+    assert sorted(end[-2] for end in ends) == ["attached"] * 3 + ["loaded"]
+    assert len({end[-1] for end in ends}) == 1
+
+
+def test_killed_loader_is_replaced(start: Callable[..., Child]) -> None:
+    first = start("hold")
+    first.wait_for("reading")
+    others = [start() for _ in range(2)]
+    for each in others:
+        each.wait_for("waiting")
+    first.signal(signal.SIGKILL)
+    first.end(None)
+    ends = [each.end().split() for each in others]
+    assert sorted(end[-2] for end in ends) == ["attached", "loaded"]
+    assert ends[0][-1] == ends[1][-1]
+
+
+def test_interrupt_ends_the_wait(start: Callable[..., Child]) -> None:
+    first = start("hold")
+    first.wait_for("reading")
+    second = start()
+    second.wait_for("waiting")
+    second.signal(signal.SIGINT)
+    second.end(-signal.SIGINT)
+    # The loader still has the claim.
+    assert first.end().split()[-2] == "loaded"
