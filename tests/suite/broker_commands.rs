@@ -9,7 +9,8 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use vmmfd::{
-    broker::{Client, Condition, Get, Lease, Put, PutPart},
+    array::{ArrayDescriptor, ElementType, Order},
+    broker::{ArrayEntry, Client, Condition, Get, Lease, Put, PutPart},
     driver::{Backend, Choice, open},
     memory::{Device, Region, Selector, Shared, Spec},
     session::Config,
@@ -36,6 +37,8 @@ cases! {
     a_part_is_named_where_there_are_several,
     who_shows_the_holders_and_what_has_no_name_any_more,
     names_are_deleted_one_by_one,
+    prefix_is_deleted_only_as_listed,
+    one_array_is_written_alone,
     options_about_the_name_are_kept,
     a_limit_of_a_user_is_a_refusal_with_both_figures,
     bad_input_is_one_sentence,
@@ -467,6 +470,92 @@ fn names_are_deleted_one_by_one(broker: Broker) {
     assert_eq!(none.code(0).stdout, "");
     none.says("no objects");
     assert_eq!(broker.end(&["ls", "-q"]).code(0).stderr, "");
+}
+
+fn prefix_is_deleted_only_as_listed(broker: Broker) {
+    for name in ["models/a", "models/b", "models", "other"] {
+        broker.put(name, &data(10), &[]);
+    }
+    fn rm<'a>(options: &[&'a str]) -> Vec<&'a str> {
+        [&["rm", "--prefix", "models/"], options].concat()
+    }
+    let listed = broker.json(&rm(&["--dry-run"]));
+    assert_eq!((&listed["deleted"], &listed["error"]), (&json!([]), &json!(null)));
+    let names = |listed: &Value| -> Vec<String> {
+        let objects = listed["dry_run"]["objects"].as_array().unwrap();
+        objects.iter().map(|object| object["name"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(names(&listed), ["models/a", "models/b"]);
+    let shown = broker.end(&rm(&["--dry-run"]));
+    let first = listed["dry_run"]["confirm"].as_str().unwrap();
+    for words in
+        ["listed     models/a version 1: 10 bytes, 0 leases, uid ", "listed     models/b", "confirm    ", first]
+    {
+        assert!(shown.code(0).stdout.contains(words), "no {words} in {}", shown.stdout);
+    }
+    // Another object of the prefix, and another version of one: what was not listed is not deleted.
+    let confirmed = |code: &str| broker.refusal(&rm(&["--confirm", code]), 2, "usage");
+    broker.put("models/c", &data(10), &[]);
+    assert!(confirmed(first).contains("`models/` has 3 objects now"));
+    broker.end(&["rm", "models/c"]).code(0);
+    broker.put("models/b", &data(10), &["--replace"]);
+    assert!(confirmed(first).contains("nothing is deleted"));
+    for (options, words) in [
+        (&["rm", "--prefix", "models/"][..], "--confirm"),
+        (&["rm", "--prefix", "", "--dry-run"], "--prefix"),
+        (&["rm", "--prefix", "models/", "--dry-run", "--confirm", first], "--confirm"),
+        (&["rm", "other", "--prefix", "models/", "--dry-run"], "--prefix"),
+        (&["rm", "other", "--dry-run"], "--dry-run"),
+        (&["rm", "other", "--confirm", first], "--confirm"),
+    ] {
+        let message = broker.refusal(options, 2, "usage");
+        assert!(message.contains(words), "{options:?}: {message}");
+    }
+    assert!(broker.refusal(&["rm", "--prefix", "x", "--dry-run"], 1, "object").contains("begins with `x`"));
+    assert_eq!(broker.names(), ["models", "models/a", "models/b", "other"]);
+    let listed = broker.json(&rm(&["--dry-run"]));
+    let second = listed["dry_run"]["confirm"].as_str().unwrap();
+    assert_ne!(first, second);
+    let deleted = broker.json(&rm(&["--confirm", second]));
+    assert_eq!((&deleted["deleted"], &deleted["dry_run"]), (&json!(["models/a", "models/b"]), &json!(null)));
+    assert_eq!(broker.names(), ["models", "other"]);
+}
+
+fn one_array_is_written_alone(broker: Broker) {
+    let file = broker.place.folder().join("model.safetensors");
+    let names = ["a", "b"];
+    let written = [tensor("a", "F32", &[5], 20), tensor("b", "BF16", &[3 << 20], 6 << 20), tensor("e", "U8", &[0], 0)];
+    weights::write(&file, &written, json!({}));
+    broker.json(&["put", "m", "--safetensors", text(&file), "--chunk", "2MiB", "--digest"]);
+    let copy = broker.place.folder().join("copy");
+    for (name, of) in names.into_iter().zip(&written) {
+        let got = broker.json(&["get", "m", "--array", name, "--to", text(&copy), "--force"]);
+        assert!(fs::read(&copy).unwrap() == of.bytes, "{name}");
+        let part = &got["parts"][0];
+        assert_eq!((&part["length"], &part["verified"]), (&json!(of.bytes.len()), &json!(null)));
+        let arrays = part["arrays"].as_array().unwrap();
+        let array = arrays.iter().find(|array| array["name"] == name).unwrap();
+        assert_eq!(part["offset"], array["array"]["offset"]);
+    }
+    // Of four segments the first array is in one.
+    let lease = broker.client().get(&Get::new("m").arrays(["a"])).unwrap();
+    assert_eq!(lease.into_parts().remove(0).into_segments().len(), 1);
+    let none = broker.refusal(&["get", "m", "--array", "layer", "--to", text(&copy), "--force"], 1, "object");
+    assert!(none.contains("there is no array layer; its arrays are a, b, e (3 in all)"), "{none}");
+    broker.put("bytes", &data(10), &[]);
+    assert!(broker.refusal(&["get", "bytes", "--array", "a"], 1, "object").contains("it has no arrays"));
+    assert!(broker.refusal(&["get", "m", "--array", "e"], 2, "usage").contains("is empty"));
+    broker.refusal(&["get", "m", "--array", "a", "--range", "0:5"], 2, "usage");
+    // A column of a matrix has gaps.
+    let memory = memory(&data(1000));
+    let mut matrix = ArrayDescriptor::new("uint8".parse::<ElementType>().unwrap(), [10, 10], Order::C).unwrap();
+    matrix.offset = 100;
+    let column = matrix.slice(1, 2..3, 1).unwrap();
+    let part = PutPart::of("all", &memory).unwrap().arrays([ArrayEntry::new("column", column)]);
+    broker.client().put(&Put::new("matrix").part(part)).unwrap();
+    let gaps = broker.refusal(&["get", "matrix", "--array", "column", "--backend", "auto"], 2, "usage");
+    assert!(gaps.contains("--range 102:91"), "{gaps}");
+    assert!(fs::read(&copy).unwrap() == written[1].bytes);
 }
 
 fn options_about_the_name_are_kept(broker: Broker) {

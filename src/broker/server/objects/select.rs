@@ -26,6 +26,9 @@ use crate::{
 /// The most runs of one lease: more are one run from the first to the last.
 const MAX_RUNS: usize = 128;
 
+/// The most arrays that a refusal names.
+const NAMED: usize = 8;
+
 /// What an object's tables must be looked into for, before a get of it can be answered.
 #[derive(Debug)]
 pub(in crate::broker::server) struct Question {
@@ -36,6 +39,8 @@ pub(in crate::broker::server) struct Question {
     wanted: HashSet<String>,
     tables: VecDeque<(usize, Source)>,
     spans: Vec<(usize, Vec<Range<u64>>)>,
+    /// The first arrays of the tables that were searched, and how many there are.
+    present: (Vec<String>, usize),
 }
 
 /// A table.
@@ -87,8 +92,15 @@ impl Question {
         }
         let mut missing: Vec<&String> = self.wanted.iter().collect();
         missing.sort_unstable();
-        let missing: Vec<String> = missing.iter().take(8).map(|name| format!("there is no array {name}")).collect();
-        Err(differs(&self.name, &missing))
+        let missing =
+            missing.iter().take(NAMED).map(|name| format!("there is no array {}", shortened(name.to_string())));
+        let (names, all) = &self.present;
+        let more = if *all > names.len() { ", ..." } else { "" };
+        let present = match all {
+            0 => "it has no arrays".to_owned(),
+            _ => format!("its arrays are {}{more} ({all} in all)", names.join(", ")),
+        };
+        Err(differs(&self.name, &missing.chain([present]).collect::<Vec<String>>()))
     }
 
     fn failed(&self, error: &str) -> BrokerError {
@@ -117,6 +129,10 @@ impl Question {
         let text = table.read().map_err(|error| self.failed(&error))?;
         let entries = read_arrays(&text).map_err(|error| self.failed(&error.to_string()))?;
         let mut found = Vec::new();
+        let (names, all) = &mut self.present;
+        *all += entries.len();
+        let unnamed = NAMED - names.len();
+        names.extend(entries.iter().take(unnamed).map(|entry| shortened(entry.name.clone())));
         for entry in entries {
             if self.wanted.remove(&entry.name) {
                 found.push(entry.array.span().map_err(|error| self.failed(&error.in_full()))?);
@@ -131,7 +147,10 @@ impl Question {
 
 /// A value, as much of it as fits a sentence.
 fn short(value: &serde_json::Value) -> String {
-    let mut text = value.to_string();
+    shortened(value.to_string())
+}
+
+fn shortened(mut text: String) -> String {
     crate::wire::shorten(&mut text, 100);
     text
 }
@@ -250,7 +269,15 @@ impl Objects {
                 sources.collect::<Result<_, _>>()?
             }
         };
-        Ok(Question { key, name: object.name.clone(), expect, wanted, tables, spans: Vec::new() })
+        Ok(Question {
+            key,
+            name: object.name.clone(),
+            expect,
+            wanted,
+            tables,
+            spans: Vec::new(),
+            present: (Vec::new(), 0),
+        })
     }
 
     /// The lease of a selection as it is sent.

@@ -1,6 +1,6 @@
 //! `get`: maps an object of a broker, verifies it and writes it to a file.
 
-use std::{ops::Range, path::PathBuf, time::Duration};
+use std::{ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Args;
 use serde::Serialize;
@@ -15,8 +15,8 @@ use crate::{
     broker::{ArrayEntry, Get, Lease, Object, ObjectPart, Owner},
     channel::Cancel,
     driver::{Backend, Choice},
-    error::{Error, Result},
-    memory::{Region, Selector},
+    error::{Error, ProtocolError, Result},
+    memory::{Imported, Region, Selector},
     session::{interruptibly, start},
     tools::{
         check::files::{self, Target},
@@ -71,6 +71,10 @@ pub(in super::super) struct GetOptions {
     /// [default: all]
     #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range, help_heading = "Buffer")]
     range: Option<Range<u64>>,
+
+    /// Array to get: its bytes alone, as they lie in memory; only the segments that it lies in are sent and mapped [default: all]
+    #[arg(long, value_name = "ARRAY", conflicts_with = "range", help_heading = "Buffer")]
+    array: Option<String>,
 
     /// File to write the bytes to, created only when they are verified
     #[arg(long, value_name = "FILE", value_parser = parse_target, help_heading = "Buffer")]
@@ -165,7 +169,34 @@ impl GetOptions {
         get = self.expect.iter().fold(get, |get, fields| get.expect(fields.clone()));
         get = self.owner.iter().fold(get, |get, uid| get.expect_owner(*uid));
         get = self.part.iter().fold(get, |get, part| get.parts([part]));
+        get = self.array.iter().fold(get, |get, array| get.arrays([array]));
         self.range.iter().fold(get, |get, range| get.range(range.clone()))
+    }
+
+    /// The bytes to read of a part, and the memory that has them.
+    fn selected<'a>(&self, part: &'a ObjectPart) -> Result<(&'a Arc<Imported>, Range<u64>)> {
+        let Some(name) = &self.array else {
+            let range = self.range.clone().unwrap_or(0..part.description().size);
+            return Ok((part.memory()?, range));
+        };
+        let entry = part.arrays().iter().find(|entry| entry.name == *name);
+        let array = entry.map(|entry| &entry.array).ok_or_else(|| {
+            // The broker has found it: what it says of itself does not fit.
+            ProtocolError::Content(format!("part `{}` came for array `{name}`, which it does not have", part.name()))
+        })?;
+        let span = array.span()?;
+        let (length, bytes) = (span.end - span.start, array.bytes()?);
+        if length != bytes {
+            let problem = format!(
+                "array `{name}` has {bytes} bytes with gaps between them: write the {length} bytes that it lies in with --range {}:{length}",
+                span.start
+            );
+            return Err(Error::Misuse { problem });
+        }
+        match part.pieces().first().filter(|_| bytes > 0) {
+            Some(piece) => Ok((piece, span)),
+            None => Err(Error::Misuse { problem: format!("array `{name}` is empty: it has no bytes to write") }),
+        }
     }
 
     /// One file has the bytes of one part.
@@ -179,6 +210,7 @@ impl GetOptions {
         };
         match (&self.to, &self.range) {
             _ if lease.parts().len() == 1 => Ok(()),
+            _ if self.array.is_some() => several("an array is in"),
             (Some(_), _) => several("a file has the bytes of"),
             (None, Some(_)) => several("a range is of"),
             (None, None) => Ok(()),
@@ -193,8 +225,7 @@ impl GetOptions {
         cancel: &Cancel,
         progress: &Progress,
     ) -> Result<PartReport> {
-        let (memory, description) = (part.memory()?, part.description());
-        let range = self.range.clone().unwrap_or(0..description.size);
+        let ((memory, range), description) = (self.selected(part)?, part.description());
         let (mut target, all, mut done) = (target, range.end - range.start, 0);
         let digest = files::read(&**memory, memory.start(), range.clone(), &mut |bytes| {
             if let Some(target) = &mut target {
