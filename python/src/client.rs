@@ -13,7 +13,7 @@ use pyo3::{
 use serde::Serialize;
 use vmmfd::{
     broker::{ClaimOf, Condition, Found, Lifetime, Put},
-    channel::{Trust, broker_socket_path},
+    channel::{BrokerPath, Trust},
     session::Config,
 };
 
@@ -60,11 +60,15 @@ impl Client {
         if let Some(path) = path.as_ref().filter(|path| path.as_os_str().as_encoded_bytes().contains(&0)) {
             return Err(Failure::invalid(format!("path={path:?} has a null character in it: no file is called so")));
         }
-        let path = broker_socket_path(path.as_deref())?;
+        let found = BrokerPath::find(path.as_deref())?;
+        let path = found.path().to_owned();
         let config =
             Config::default().timeout(timeout).trust(Trust { uids: trust.clone() }).cancel(&signals::cancel()?);
         let connections = Arc::new(Connections::new(Place { path, backend, timeout, trust }, config));
-        connections.call(py, Purpose::Any, |_| Ok(()))?;
+        connections.call(py, Purpose::Any, |_| Ok(())).map_err(|failure| match failure {
+            Failure::Library(error) => Failure::Library(found.complete(error)),
+            other => other,
+        })?;
         Ok(Self(connections))
     }
 

@@ -159,7 +159,7 @@ impl Class {
             },
             Error::Memory(MemoryError::OutOfMemory { .. }) => Self::OutOfMemory,
             Error::Memory(MemoryError::TooManyDescriptors { .. }) => Self::Error,
-            Error::Socket(SocketError::Denied { .. }) => Self::Denied,
+            Error::Socket(SocketError::Denied { .. } | SocketError::ClosedFolder { .. }) => Self::Denied,
             Error::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => Self::NotFound,
             Error::Peer(PeerError::NoConsumer { .. }) => Self::Timeout,
             Error::Peer(PeerError::NotAllowed { .. }) => Self::Denied,
@@ -203,6 +203,9 @@ fn hint(error: &Error) -> Option<String> {
         }
         Error::Socket(SocketError::Denied { .. }) => {
             "start the server so that it admits this user: `vmmfd serve --allow-uid`, `--allow-gid`"
+        }
+        Error::Socket(SocketError::ClosedFolder { .. }) => {
+            "the folder's owner must let this user in: with chmod o+x, or with g+x for a group of this user"
         }
         Error::Peer(PeerError::NotAllowed { uid, .. }) => {
             return Some(format!("connect with trust=[{uid}] if that user is to be trusted"));

@@ -474,6 +474,20 @@ def test_names_are_checked(broker: vmmfd.Broker, name: str) -> None:
         broker.put(name, {"x": floats(1)})
 
 
+def test_the_systems_broker_is_found(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VMMFD_BROKER_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("VMMFD_SYSTEM_SOCKET", str(server.path))
+    with vmmfd.connect(backend="host") as broker:
+        assert broker.path == str(server.path)
+    absent = tmp_path / "absent.sock"
+    monkeypatch.setenv("VMMFD_SYSTEM_SOCKET", str(absent))
+    with pytest.raises(vmmfd.NotFound, match=f"no broker on {tmp_path}/vmmfd/broker.sock .* there is no {absent}"):
+        vmmfd.connect(backend="host", timeout=0.1)
+
+
 def test_there_is_no_broker(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no broker on") as caught:
         vmmfd.connect(tmp_path / "broker.sock", timeout=0.1)

@@ -28,7 +28,8 @@ def connect(
     """Connects to the broker that listens at `path`.
 
     `path` is by default that of the environment variable `VMMFD_BROKER_SOCKET`, else `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else
-    `/tmp/vmmfd-UID/broker.sock`. `backend` is where memory is made and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`:
+    `/tmp/vmmfd-UID/broker.sock`, and if no broker listens there, that of the system's broker, `/run/vmmfd/broker.sock`, if it exists.
+    `backend` is where memory is made and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`:
     what is got is used where it is, and what is copied goes to a GPU if there is one. No driver is loaded before memory is needed.
     `timeout`, in seconds or a `timedelta`, is the longest silence of the broker, and how long a broker is waited for, now and
     when it restarts. `trust` are the users, by number, that the broker may be of besides this process's and root.

@@ -12,7 +12,7 @@ use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with},
 };
 
-use super::{Cancel, Channel, Peer, RETRY, Trust, deadline_after};
+use super::{Cancel, Channel, Peer, RETRY, Trust, deadline_after, path::closed_folder};
 use crate::error::{Error, Result, SocketError};
 
 /// The result of one attempt to connect.
@@ -65,7 +65,7 @@ pub(super) fn new_socket() -> Result<OwnedFd> {
 /// # Errors
 /// [`SocketError::Absent`] if no process listens in time; [`SocketError::NotAccepted`] if its backlog stays full;
 /// [`SocketError::Denied`] if
-/// this user may not connect; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed) if the listener's user is not
+/// this user may not connect, [`SocketError::ClosedFolder`] if it may not enter a folder on the way; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed) if the listener's user is not
 /// trusted; [`SocketError::Path`],
 /// [`Error::Interrupted`], [`Error::System`].
 ///
@@ -95,7 +95,10 @@ pub(crate) fn connect_socket(
                 return Ok((socket, peer));
             }
             // The file may be left from a process that has ended; a producer that admits this user then replaces it.
-            Attempt::Denied => Error::Socket(SocketError::Denied { path: path() }),
+            Attempt::Denied => Error::Socket(match closed_folder(&path()) {
+                Some(folder) => SocketError::ClosedFolder { path: path(), folder },
+                None => SocketError::Denied { path: path() },
+            }),
             Attempt::Absent => Error::Socket(SocketError::Absent { path: path(), waited: timeout }),
             Attempt::Full => Error::Socket(SocketError::NotAccepted { path: path(), waited: timeout }),
         };

@@ -14,11 +14,17 @@ use std::{
 
 use nix::unistd::geteuid;
 
+#[cfg(feature = "broker")]
+use super::connect::{Attempt, attempt};
 use crate::error::{Error, Result, SocketError};
 
 /// The name of a broker's socket in the default folder.
 #[cfg(feature = "broker")]
 const BROKER_SOCKET: &str = "broker.sock";
+
+/// Where the packaged unit of the system's broker listens. `VMMFD_SYSTEM_SOCKET` names another path.
+#[cfg(feature = "broker")]
+const SYSTEM_BROKER_SOCKET: &str = "/run/vmmfd/broker.sock";
 
 /// The longest path of a socket: `sun_path` less its terminating zero. See unix(7).
 pub(super) const MAX_PATH: usize = 107;
@@ -36,7 +42,7 @@ pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
     usable(given, "vmmfd.sock")
 }
 
-/// The path of a broker's socket: the one given, or the default of this user.
+/// The path on which a broker listens: the one given, or the default of this user. Clients use [`BrokerPath::find`].
 ///
 /// As [`socket_path`], with the default `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else `/tmp/vmmfd-UID/broker.sock`.
 ///
@@ -47,11 +53,85 @@ pub fn broker_socket_path(given: Option<&Path>) -> Result<PathBuf> {
     usable(given, BROKER_SOCKET)
 }
 
+/// Where a client finds its broker.
+#[cfg(feature = "broker")]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BrokerPath {
+    path: PathBuf,
+    /// Why the broker that was not chosen can't be reached, as the end of a sentence.
+    otherwise: Option<String>,
+}
+
+#[cfg(feature = "broker")]
+impl BrokerPath {
+    /// The path that is given, else that of this user's broker, else that of the system's broker.
+    ///
+    /// This user's broker listens on `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else `/tmp/vmmfd-UID/broker.sock`. If no process listens there,
+    /// the system's broker is chosen, provided that its socket exists: `/run/vmmfd/broker.sock`, or the path in the environment
+    /// variable `VMMFD_SYSTEM_SOCKET`. If neither exists, the path is that of this user's broker, which may still start.
+    ///
+    /// Creates no folder. Does not block.
+    ///
+    /// # Errors
+    /// [`SocketError::Path`] for a given path that is too long or whose folder does not exist; [`SocketError::ClosedFolder`] if this
+    /// user may not enter a folder on the way to it; without a system's broker [`SocketError::UnsafeFolder`] and
+    /// [`SocketError::DefaultFolder`], as [`socket_path`].
+    pub fn find(given: Option<&Path>) -> Result<Self> {
+        if let Some(given) = given {
+            return Ok(Self { path: usable(Some(given), BROKER_SOCKET)?, otherwise: None });
+        }
+        let system = env::var_os("VMMFD_SYSTEM_SOCKET").filter(|path| !path.is_empty());
+        let system = system.map_or_else(|| PathBuf::from(SYSTEM_BROKER_SOCKET), PathBuf::from);
+        let missing = match fs::metadata(&system) {
+            Ok(_) => None,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                Some(format!("this user may not enter the folder of {}", system.display()))
+            }
+            Err(_) => Some(format!("there is no {}", system.display())),
+        };
+        match (default_broker_socket(), missing) {
+            (Ok(path), Some(missing)) => Ok(Self { path, otherwise: Some(missing) }),
+            (Ok(own), None) if !matches!(attempt(&own), Ok(Attempt::Absent)) => Ok(Self { path: own, otherwise: None }),
+            (Ok(own), None) => {
+                Ok(Self { path: system, otherwise: Some(format!("no process listens on {}", own.display())) })
+            }
+            (Err(_), None) => Ok(Self { path: system, otherwise: None }),
+            (Err(error), Some(_)) => Err(error),
+        }
+    }
+
+    /// The path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Adds the other path that was tried to the error of a connection without a broker.
+    pub fn complete(&self, error: Error) -> Error {
+        match error {
+            Error::Socket(SocketError::NoBroker { path, waited, .. }) if path == self.path => {
+                Error::Socket(SocketError::NoBroker { path, waited, otherwise: self.otherwise.clone() })
+            }
+            other => other,
+        }
+    }
+}
+
+/// The first folder on the way to a path that this user may not enter, if there is one.
+pub(super) fn closed_folder(path: &Path) -> Option<PathBuf> {
+    let mut folders: Vec<&Path> = path.ancestors().skip(1).filter(|folder| !folder.as_os_str().is_empty()).collect();
+    folders.reverse();
+    // To look up the folder itself in it takes the right to search it: see path_resolution(7).
+    let is_closed = |folder: &&Path| {
+        fs::metadata(folder.join(".")).is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
+    };
+    folders.into_iter().find(is_closed).map(Path::to_owned)
+}
+
 /// Where a broker of this user listens by default. Its folder is not created, and checked only if it exists.
 ///
 /// # Errors
 /// [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`], as [`socket_path`].
-#[cfg(feature = "tools")]
+#[cfg(feature = "broker")]
 pub(crate) fn default_broker_socket() -> Result<PathBuf> {
     let folder = default_folder();
     match fs::symlink_metadata(&folder) {
@@ -76,7 +156,10 @@ fn usable(given: Option<&Path>, name: &str) -> Result<PathBuf> {
     match fs::metadata(&folder) {
         Ok(metadata) if metadata.is_dir() => Ok(path),
         Ok(_) => Err(unusable(format!("{} is not a folder", folder.display()))),
-        Err(error) => Err(unusable(format!("its folder {} can't be opened: {error}", folder.display()))),
+        Err(error) => match closed_folder(&path) {
+            Some(folder) => Err(Error::Socket(SocketError::ClosedFolder { path, folder })),
+            None => Err(unusable(format!("its folder {} can't be opened: {error}", folder.display()))),
+        },
     }
 }
 

@@ -195,7 +195,8 @@ impl Error {
                 SocketError::Absent { .. }
                 | SocketError::NoBroker { .. }
                 | SocketError::NotAccepted { .. }
-                | SocketError::Denied { .. },
+                | SocketError::Denied { .. }
+                | SocketError::ClosedFolder { .. },
             )
             | Self::Peer(_) => ErrorKind::Peer,
             #[cfg(feature = "broker")]

@@ -61,12 +61,15 @@ pub enum SocketError {
     },
 
     /// No broker served the socket in time.
-    #[error("no broker on {path} within {waited:?}", path = path.display())]
+    #[error("no broker on {path} within {waited:?}{}", otherwise.iter().map(|other| format!(", and {other}")).collect::<String>(),
+        path = path.display())]
     NoBroker {
         /// The socket.
         path: PathBuf,
         /// How long was waited.
         waited: Duration,
+        /// Why no other broker was found, where others were looked for: the end of a sentence that names their path.
+        otherwise: Option<String>,
     },
 
     /// A process serves the socket and did not accept this connection in time: its backlog is full.
@@ -83,6 +86,15 @@ pub enum SocketError {
     Denied {
         /// The socket.
         path: PathBuf,
+    },
+
+    /// This user may not enter a folder on the way to the socket.
+    #[error("{path} can't be reached: this user may not enter the folder {folder}", path = path.display(), folder = folder.display())]
+    ClosedFolder {
+        /// The socket.
+        path: PathBuf,
+        /// The first folder that lacks the permission to search it (x).
+        folder: PathBuf,
     },
 
     /// A socket that the caller gave can't be used.

@@ -131,9 +131,17 @@ pub fn hint(error: &Error) -> Option<&str> {
         }
         Error::Peer(PeerError::TurnTooLong { .. }) => "a turn lasts ten times --timeout: raise it on this side",
         Error::Peer(PeerError::Gone { .. }) => "look at the peer's own error",
-        Error::Peer(PeerError::NotAllowed { .. }) => "allow that user with --allow-uid",
+        Error::Peer(PeerError::NotAllowed { .. }) => {
+            "if that user is to be trusted, give this command --allow-uid with its number"
+        }
         Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. })
-        | Error::Socket(SocketError::Denied { .. }) => "the other side must allow this user with --allow-uid",
+        | Error::Socket(SocketError::Denied { .. }) => {
+            "the process that listens there must be started with --allow-uid and this user's number; a broker also admits the members of \
+             a group with --allow-gid"
+        }
+        Error::Socket(SocketError::ClosedFolder { .. }) => {
+            "the folder's owner must let this user in: with chmod o+x, or with g+x for a group of this user"
+        }
         Error::Driver { code: code::OUT_OF_MEMORY, .. } => "free memory first, or ask for less",
         Error::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
             "the driver library and the kernel module differ in version: reboot, or rebuild the container"

@@ -261,7 +261,12 @@ mod root {
         let refused_as = |path: &Path, uid: u32, gid: u32, groups: &[u32]| {
             as_user(uid, gid, groups, || match try_connect(path) {
                 Err(Error::Peer(PeerError::Reported { code: ErrorCode::Refused, message })) => {
-                    assert!(message.contains(&format!("uid {uid} is not allowed here")), "{message}");
+                    assert!(
+                        message.contains(&format!(
+                            "uid {uid} is not allowed here: start the broker with --allow-uid {uid}"
+                        )),
+                        "{message}"
+                    );
                 }
                 other => panic!("{other:?}"),
             });

@@ -20,6 +20,7 @@ mod broker_model;
 mod broker_orders;
 mod broker_pages;
 mod broker_parts;
+mod broker_paths;
 mod broker_process;
 mod broker_reconnect;
 mod broker_replace;

@@ -361,7 +361,7 @@ fn ends_all(error: &Error) -> bool {
 fn no_broker(error: Error, timeout: Duration) -> Error {
     match error {
         Error::Socket(SocketError::Absent { path, .. }) => {
-            Error::Socket(SocketError::NoBroker { path, waited: timeout })
+            Error::Socket(SocketError::NoBroker { path, waited: timeout, otherwise: None })
         }
         other => other,
     }

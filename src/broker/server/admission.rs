@@ -69,7 +69,9 @@ impl Reactor {
         };
         let uid = caller.uid;
         if !self.is_allowed(&caller, &socket) {
-            let message = format!("uid {uid} is not allowed here");
+            let message = format!(
+                "uid {uid} is not allowed here: start the broker with --allow-uid {uid}, or with --allow-gid and a group of this user"
+            );
             self.refuse_connection(&caller, &socket, ErrorCode::Refused, message);
             self.close_refused(socket, None);
             return Ok(());

@@ -197,7 +197,10 @@ impl From<Error> for Fault {
     fn from(error: Error) -> Self {
         match error {
             Error::Socket(
-                SocketError::Absent { .. } | SocketError::NotAccepted { .. } | SocketError::Denied { .. },
+                SocketError::Absent { .. }
+                | SocketError::NotAccepted { .. }
+                | SocketError::Denied { .. }
+                | SocketError::ClosedFolder { .. },
             )
             | Error::Peer(PeerError::NoConsumer { .. } | PeerError::NotAllowed { .. }) => Self::Absent(error.in_full()),
             error => Self::Failed(error),

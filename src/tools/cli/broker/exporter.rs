@@ -14,7 +14,7 @@ use serde::Serialize;
 use super::{MeetBroker, SCHEMA};
 use crate::{
     broker::{Client, Metrics},
-    channel::{Cancel, broker_socket_path},
+    channel::{BrokerPath, Cancel},
     error::{Error, Result},
     tools::{
         cli::{
@@ -42,7 +42,8 @@ pub(in super::super) struct ExporterOptions {
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:9464", help_heading = "HTTP")]
     listen: SocketAddr,
 
-    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock]
+    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock; if no broker listens
+    /// there, /run/vmmfd/broker.sock if it exists]
     #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
     socket: Option<PathBuf>,
 
@@ -112,13 +113,14 @@ impl Tool for ExporterOptions {
     }
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
-        let path = broker_socket_path(self.socket.as_deref())?;
+        // A broker of this user that starts later, or the system's, is found at the next request.
+        let path = BrokerPath::find(self.socket.as_deref())?;
         let failed = |error| Error::system(format!("listen on {}", self.listen), error);
         let listener = TcpListener::bind(self.listen).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         self.announce(address)?;
         let meet =
-            MeetBroker { socket: Some(path.clone()), allow_uids: self.allow_uids.clone(), timeout: self.timeout };
+            MeetBroker { socket: self.socket.clone(), allow_uids: self.allow_uids.clone(), timeout: self.timeout };
         let mut broker = Connected { meet, cancel, client: None };
         let (requests, unanswered) = thread::scope(|scope| {
             let mut scraper = Scraper::start(scope, self.timeout, move || broker.ask())?;
@@ -131,7 +133,7 @@ impl Tool for ExporterOptions {
             schema: SCHEMA,
             tool: stamp::tool(),
             listen: address.to_string(),
-            socket: path.display().to_string(),
+            socket: BrokerPath::find(self.socket.as_deref()).unwrap_or(path).path().display().to_string(),
             requests,
             unanswered,
         };

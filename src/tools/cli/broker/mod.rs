@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     broker::{Client, DeviceBytes},
-    channel::{Cancel, Trust, broker_socket_path, connect_socket},
+    channel::{BrokerPath, Cancel, Trust, connect_socket},
     driver::{Backend, Opened, host},
     error::{Error, Result, SocketError},
     session::Config,
@@ -47,7 +47,8 @@ const APPEARS: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Meeting")]
 struct MeetBroker {
-    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock]
+    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock; if no broker listens
+    /// there, /run/vmmfd/broker.sock if it exists]
     #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET")]
     socket: Option<PathBuf>,
 
@@ -67,18 +68,20 @@ impl MeetBroker {
     /// # Errors
     /// As [`Client::connect`].
     fn connect(&self, cancel: &Cancel) -> Result<Client> {
-        let path = broker_socket_path(self.socket.as_deref())?;
+        let found = BrokerPath::find(self.socket.as_deref())?;
+        let path = found.path();
         let trust = Trust { uids: self.allow_uids.clone() };
         let config = Config::default().timeout(self.timeout).trust(trust).cancel(cancel);
-        let connect = |wait| connect_socket(&path, wait, &config.trust, cancel);
+        let connect = |wait| connect_socket(path, wait, &config.trust, cancel);
         let socket = match connect(self.timeout.min(APPEARS)) {
             Err(Error::Socket(SocketError::Absent { path, waited })) => {
-                return Err(Error::Socket(SocketError::NoBroker { path, waited }));
+                let absent = SocketError::NoBroker { path, waited, otherwise: None };
+                return Err(found.complete(Error::Socket(absent)));
             }
             Err(Error::Socket(SocketError::NotAccepted { .. })) => connect(self.timeout)?.0,
             connected => connected?.0,
         };
-        Client::over_at(socket, &path, &config)
+        Client::over_at(socket, path, &config)
     }
 }
 

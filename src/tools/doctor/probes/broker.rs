@@ -77,6 +77,9 @@ fn ask(socket: &Path, shown: &str) -> ProbeResult {
         Error::Socket(SocketError::Denied { .. }) => {
             (problem::DENIED, format!("This user may not connect to {shown}."))
         }
+        Error::Socket(SocketError::ClosedFolder { folder, .. }) => {
+            (problem::DENIED, format!("This user may not enter {}, the folder of {shown}.", folder.display()))
+        }
         Error::Peer(PeerError::NotAllowed { pid, uid }) => {
             (problem::OTHER, format!("Process {pid} of another user, uid {uid}, listens on {shown}."))
         }
