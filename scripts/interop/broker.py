@@ -164,7 +164,8 @@ _BODIES: dict[str, Body] = {
         "leases": _U64, "connections": _U64, "watchers": _U64, "descriptors": _ROOM, "store": {"kind": _TEXT, **_ROOM},
         "requests": _objects({"verb": _TEXT, "outcome": _TEXT, "count": _U64}),
         "durations": _objects({"verb": _TEXT, "bounds_us": _SIZES, "counts": _SIZES, "sum_us": _U64}),
-        "totals": _objects(_TOTAL),
+        "totals": _objects(_TOTAL), "version?": _TEXT, "lost_versions?": _U64,
+        "quota?": {"bytes?": _U64, "objects?": _U64, "leases?": _U64, "connections?": _U64},
     },
 }
 

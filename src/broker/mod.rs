@@ -67,6 +67,7 @@ pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
 #[cfg(feature = "tools")]
 pub(crate) use self::{store::Kept, table::read as read_table};
 pub use crate::wire::broker::{
-    ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldLease, Lifetime, Maker, Measured as Metrics,
-    Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary, UserTotal, VersionInfo,
+    ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldLease, Lifetime, Limits, Maker,
+    Measured as Metrics, Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary, UserTotal,
+    VersionInfo,
 };

@@ -5,10 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{ConnectionId, bounds::memory_of, connection::Asked, objects::now_ms, reactor::Reactor};
+use super::{ConnectionId, Quota, bounds::memory_of, connection::Asked, objects::now_ms, reactor::Reactor};
 use crate::{
     error::BrokerError,
-    wire::broker::{Durations, Measured, Message, RequestCount, Room, StoreRoom},
+    wire::broker::{Durations, Limits, Measured, Message, RequestCount, Room, StoreRoom},
 };
 
 /// The upper bounds of the classes of durations, in microseconds.
@@ -74,6 +74,7 @@ impl Reactor {
         let Some(caller) = self.connections.get(&id).map(|connection| connection.caller.clone()) else { return };
         let (objects, versions, leases, _) = self.objects.sums();
         let (used, allowed) = self.objects.store().room();
+        let Quota { bytes, objects: names, leases: held, connections } = self.config.quota;
         let number = |of: usize| u64::try_from(of).unwrap_or(u64::MAX);
         let outcome = |text: &String| if text.is_empty() { "ok".to_owned() } else { text.clone() };
         let requests = self.metrics.requests.iter().map(|((verb, text), count)| RequestCount {
@@ -105,6 +106,9 @@ impl Reactor {
             requests: requests.collect(),
             durations: durations.collect(),
             totals: self.objects.totals(&caller, TOTALS),
+            version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+            lost_versions: Some(self.objects.lost()),
+            quota: Some(Limits { bytes, objects: names, leases: held, connections }),
         };
         self.reply(id, &Message::Measured(Box::new(measured)));
     }

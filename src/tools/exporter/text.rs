@@ -10,7 +10,7 @@ use prometheus_client::{
 };
 
 use crate::{
-    broker::{Metrics, Room},
+    broker::{Limits, Metrics, UserTotal},
     driver::{Backend, host},
 };
 
@@ -84,33 +84,28 @@ impl Collector for Figures {
         ] {
             begin.gauge(name, help)?.encode_gauge(&value)?;
         }
-        let mut claimed = begin.gauge(
-            "vmmfd_claimed_bytes",
-            "Memory that the broker keeps, as its makers claim it, by device and by user of the name",
-        )?;
-        for total in &metrics.totals {
-            let uid = total.uid.to_string();
-            for of in &total.devices {
-                let backend = if of.device.name == host::DEVICE_NAME { Backend::Host } else { Backend::Cuda };
-                let device = of.device.uuid.prefixed(backend);
-                claimed
-                    .encode_family(&[("device", device.as_str()), ("uid", uid.as_str())])?
-                    .encode_gauge(&of.bytes)?;
-            }
+        users(&mut begin, metrics)?;
+        limits(&mut begin, metrics.quota.unwrap_or_default())?;
+        let (open, store) = (metrics.descriptors, &metrics.store);
+        for (name, help, value) in [
+            ("vmmfd_open_descriptors", "Open descriptors of the broker", open.used),
+            ("vmmfd_max_descriptors", "The most descriptors that the broker may have open", open.allowed),
+            ("vmmfd_stored_descriptors", "Descriptors in the store that outlives the broker's process", store.used),
+            ("vmmfd_max_stored_descriptors", "The most descriptors that fit the store", store.allowed),
+        ] {
+            begin.gauge(name, help)?.encode_gauge(&value)?;
         }
-        room(
-            &mut begin.gauge("vmmfd_descriptors", "Open descriptors of the broker, and how many it may have")?,
-            &[],
-            metrics.descriptors,
-        )?;
-        let store = &metrics.store;
-        let kind = label(&store.kind);
-        room(
-            &mut begin
-                .gauge("vmmfd_stored_descriptors", "Descriptors in the store that outlives the broker's process")?,
-            &[("store", kind.as_str())],
-            Room { used: store.used, allowed: store.allowed },
-        )?;
+        if let Some(lost) = metrics.lost_versions {
+            let help = "Versions that this process lost when it took over: not all of their memory had been kept";
+            begin.gauge("vmmfd_lost_versions", help)?.encode_gauge(&lost)?;
+        }
+        for (name, help, key, value) in [
+            ("vmmfd_build_info", "The version of the broker's program", "version", metrics.version.as_deref()),
+            ("vmmfd_store_info", "Who keeps the broker's descriptors", "kind", Some(store.kind.as_str())),
+        ] {
+            let Some(value) = value.map(label) else { continue };
+            begin.gauge(name, help)?.encode_family(&[(key, value)])?.encode_gauge(&1_u32)?;
+        }
         let started = metrics.started_ms as f64 / 1e3;
         begin
             .gauge("vmmfd_start_time_seconds", "When the broker's process started, in seconds since 1970")?
@@ -157,11 +152,45 @@ impl Begin<'_, '_> {
     }
 }
 
-/// How much of something is used and may be, as one gauge with a label.
-fn room(gauge: &mut MetricEncoder<'_>, labels: &[(&str, &str)], of: Room) -> fmt::Result {
-    for (state, value) in [("used", of.used), ("allowed", of.allowed)] {
-        let labels: Vec<(&str, &str)> = labels.iter().copied().chain([("state", state)]).collect();
-        gauge.encode_family(&labels)?.encode_gauge(&value)?;
+/// What is held for each user.
+fn users(begin: &mut Begin<'_, '_>, metrics: &Metrics) -> fmt::Result {
+    let mut claimed = begin.gauge(
+        "vmmfd_claimed_bytes",
+        "Memory that the broker keeps, as its makers claim it, by device and by user of the name",
+    )?;
+    for total in &metrics.totals {
+        let uid = total.uid.to_string();
+        for of in &total.devices {
+            let backend = if of.device.name == host::DEVICE_NAME { Backend::Host } else { Backend::Cuda };
+            let device = of.device.uuid.prefixed(backend);
+            claimed.encode_family(&[("device", device.as_str()), ("uid", uid.as_str())])?.encode_gauge(&of.bytes)?;
+        }
+    }
+    let counts: [(&str, &str, fn(&UserTotal) -> u64); 3] = [
+        ("vmmfd_user_objects", "Names that are a user's", |total| total.objects),
+        ("vmmfd_user_leases", "Leases that a user's processes hold", |total| total.leases),
+        ("vmmfd_user_connections", "Connections of a user's processes", |total| total.connections),
+    ];
+    for (name, help, count) in counts {
+        let mut gauge = begin.gauge(name, help)?;
+        for total in &metrics.totals {
+            gauge.encode_family(&[("uid", total.uid.to_string())])?.encode_gauge(&count(total))?;
+        }
+    }
+    Ok(())
+}
+
+/// What each user may have. A limit that is not set has no metric.
+fn limits(begin: &mut Begin<'_, '_>, quota: Limits) -> fmt::Result {
+    for (name, help, limit) in [
+        ("vmmfd_quota_bytes", "Memory and tables that each user may have, as claimed", quota.bytes),
+        ("vmmfd_quota_objects", "Names and earlier versions that each user may have", quota.objects),
+        ("vmmfd_quota_leases", "Leases that each user may hold", quota.leases),
+        ("vmmfd_quota_connections", "Connections that each user may have", quota.connections),
+    ] {
+        if let Some(limit) = limit {
+            begin.gauge(name, help)?.encode_gauge(&limit)?;
+        }
     }
     Ok(())
 }

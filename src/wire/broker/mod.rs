@@ -14,7 +14,9 @@ pub use self::{
         Leases, Lifetime, List, Maker, Objects, Owner, PartInfo, Published, Put, PutPart, Refusal, Release, Report,
         ReportInfo, Restore, Resume, Resumed, Send, Stat, Stop, Summary, Table, Token, UserTotal, VersionInfo, Who,
     },
-    monitoring::{Durations, Event, EventKind, Events, Measure, Measured, RequestCount, Room, StoreRoom, Watch},
+    monitoring::{
+        Durations, Event, EventKind, Events, Limits, Measure, Measured, RequestCount, Room, StoreRoom, Watch,
+    },
     table::Attached,
 };
 use super::{

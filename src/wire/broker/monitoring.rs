@@ -117,6 +117,32 @@ pub struct Measured {
     /// What is held for each user: for the server's user and root of all, for others their own.
     #[serde(deserialize_with = "strict::objects")]
     pub totals: Vec<UserTotal>,
+    /// The version of the server's program.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+    /// How many versions this server lost when it took over from another one: not all of their memory was kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost_versions: Option<u64>,
+    /// What each user may have.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
+    pub quota: Option<Limits>,
+}
+
+/// What each user may have; `None` is without a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Limits {
+    /// Bytes of memory and of tables, as claimed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    /// Names, and the earlier versions that they keep.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub objects: Option<u64>,
+    /// Leases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leases: Option<u64>,
+    /// Connections.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connections: Option<u64>,
 }
 
 /// How much of something is used, and may be.

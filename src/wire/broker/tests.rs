@@ -199,6 +199,9 @@ fn measured() -> Measured {
         requests: vec![RequestCount { verb: "get".into(), outcome: "absent".into(), count: 9 }],
         durations: vec![Durations { verb: "get".into(), bounds_us: vec![100], counts: vec![8, 1], sum_us: 700 }],
         totals: leases().totals,
+        version: Some("0.1.0".into()),
+        lost_versions: Some(1),
+        quota: Some(Limits { bytes: Some(1 << 40), objects: None, leases: Some(3), connections: None }),
     }
 }
 

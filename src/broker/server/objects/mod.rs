@@ -72,6 +72,8 @@ pub(super) struct Objects {
     undropped: Vec<u64>,
     /// Names whose time may be over at a moment.
     expiries: Vec<Expiry>,
+    /// Versions whose memory the store had not kept whole.
+    lost: u64,
 }
 
 /// A name that exists.
@@ -172,6 +174,7 @@ impl Objects {
             garbage: Vec::new(),
             undropped: Vec::new(),
             expiries: Vec::new(),
+            lost: 0,
         }
     }
 
@@ -208,6 +211,11 @@ impl Objects {
             }
             _ => None,
         }
+    }
+
+    /// How many versions this server could not take over whole.
+    pub(super) fn lost(&self) -> u64 {
+        self.lost
     }
 
     pub(super) fn journal(&self) -> &Journal {

@@ -148,6 +148,7 @@ impl Objects {
 
     /// Takes a version away of which the store lost descriptors.
     fn lose(&mut self, key: u64) {
+        self.lost += 1;
         self.forget_leases_of(key);
         if let Err(error) = self.write(&Record::Dropped { key }) {
             tracing::error!(%error, "cannot write down that a version is lost");
