@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
-    broker::{ArrayEntry, Client, Condition, Get, Lease, Put, PutPart},
+    broker::{ArrayEntry, ClaimOf, Client, Condition, Found, Get, Lease, Put, PutPart},
     driver::{Backend, Choice, open},
     memory::{Device, Region, Selector, Shared, Spec},
     session::Config,
@@ -41,6 +41,7 @@ cases! {
     one_array_is_written_alone,
     options_about_the_name_are_kept,
     a_limit_of_a_user_is_a_refusal_with_both_figures,
+    put_is_refused_before_a_device_is_used,
     bad_input_is_one_sentence,
     tables_fit_the_terminal,
     a_signal_ends_the_broker_in_order_and_it_reports_what_goes,
@@ -582,6 +583,36 @@ fn a_limit_of_a_user_is_a_refusal_with_both_figures(broker: Broker) {
     assert!(refused.contains('1') && refused.contains("objects"), "{refused}");
     limited.end(&["put", "b", "--from", text(&file)]).code(4).says("hint: delete what is not needed");
     assert_eq!(limited.names(), ["a"]);
+}
+
+fn put_is_refused_before_a_device_is_used(broker: Broker) {
+    let limited = broker.another(&["--quota", "objects=1,bytes=6MiB"]);
+    let (small, large) = (limited.file("small", &data(3 << 20)), limited.file("large", &data(7 << 20)));
+    let (small, large) = (text(&small), text(&large));
+    // There is no such device: a put that gets so far reports it.
+    let refused = |arguments: &[&str], code: i32, kind: &str, words: &str| {
+        let message = limited.refusal(&[&["put"], arguments, &["--device", "9"]].concat(), code, kind);
+        assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
+    };
+    refused(&["a", "--from", small], 3, "unsupported", "device 9");
+    refused(&["a", "--from", large], 4, "peer", "and its quota is 6291456");
+    limited.json(&["put", "a", "--from", small]);
+    refused(&["b", "--from", small], 4, "peer", "objects");
+    refused(&["a", "--from", small], 1, "object", "`a` exists");
+    refused(&["a", "--from", small, "--if-version", "2"], 1, "object", "is 1, and not 2");
+    refused(&["a", "--from", small, "--replace", "--mode", "644"], 2, "usage", "has mode 0600 and keeps it");
+    refused(&["a", "--from", small, "--replace", "--keep", "65"], 2, "usage", "at most 64");
+    refused(&["a", "--from", large, "--replace"], 4, "peer", "a replacement needs room for both versions");
+    let tiny = limited.file("tiny", &data(10));
+    refused(&["a", "--from", text(&tiny), "--replace", "--mode", "600"], 3, "unsupported", "device 9");
+    // The check leaves no claim behind: another process gets it at once.
+    let found = limited.client().get_or_claim(&Get::new("a").newer_than(1), &ClaimOf::whole()).unwrap();
+    assert!(matches!(found, Found::Claim(_)), "{found:?}");
+    // A put without the check is refused with the same words.
+    let memory = memory(&data(5 << 20));
+    let put = Put::new("a").condition(Condition::Any).part(PutPart::of("all", &memory).unwrap());
+    let refused = limited.client().put(&put).unwrap_err().in_full();
+    assert!(refused.contains("a replacement needs room for both versions"), "{refused}");
 }
 
 fn bad_input_is_one_sentence(broker: Broker) {

@@ -117,4 +117,38 @@ mod root {
         ended.code(4).says("does not let this user connect").says("must be started with --allow-uid");
         stop(server);
     }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn put_without_permission_is_refused_before_a_device_is_used() {
+        let mut place = Meeting::host();
+        fs::set_permissions(place.folder(), PermissionsExt::from_mode(0o755)).unwrap();
+        place.copy_binaries();
+        let (socket, file) = (place.folder().join("broker.sock"), place.folder().join("bytes"));
+        fs::write(&file, "bytes").unwrap();
+        let (path, file) = (socket.to_str().unwrap(), file.to_str().unwrap());
+        let other = OTHER.to_string();
+        let serve = ["serve", "--socket", path, "--allow-uid", &other, "--quota", "objects=100"];
+        let mut server = command(&place, &socket, &serve).start();
+        server.until("listening");
+        let put = |name: &str, options: &[&str]| {
+            let arguments = ["put", name, "--from", file, "--backend", "host", "--socket", path];
+            command(&place, &socket, &[&arguments, options].concat())
+        };
+        for (name, mode) in [("hidden", "600"), ("readable", "644"), ("shared", "666")] {
+            put(name, &["--mode", mode]).end().code(0);
+        }
+        let as_other = |name: &str, options: &[&str]| {
+            let mut run = put(name, &[options, &["--device", "9"]].concat());
+            run.command.uid(OTHER).gid(OTHER);
+            run.end()
+        };
+        as_other("readable", &["--replace"]).code(4).says("may not replace `readable`");
+        as_other("hidden", &[]).code(1).says("`hidden` exists");
+        // With the right to do it, the missing device is the error.
+        for (name, options) in [("shared", &["--replace"][..]), ("own", &[])] {
+            as_other(name, options).code(3).says("device 9");
+        }
+        stop(server);
+    }
 }

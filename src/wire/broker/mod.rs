@@ -42,6 +42,12 @@ pub const MAX_SEGMENTS: usize = 4096;
 /// The most arrays of a part.
 pub const MAX_ARRAYS: usize = 100_000;
 
+/// The most earlier versions that a name keeps.
+pub const MAX_KEPT: u32 = 64;
+
+/// Why a replacement may exceed a quota that the new version alone would not, as the end of a sentence.
+pub(crate) const NEEDS_BOTH: &str = "a replacement needs room for both versions";
+
 /// The longest metadata, in bytes.
 pub const MAX_METADATA: u64 = 1 << 20;
 

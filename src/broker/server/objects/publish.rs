@@ -21,7 +21,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         Memory,
-        broker::{Attached, Lifetime, Maker, Owner, Published, Restore, Token},
+        broker::{Attached, Lifetime, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, Restore, Token},
     },
 };
 
@@ -89,9 +89,6 @@ pub(in crate::broker::server) struct Staged {
     pub(in crate::broker::server) mark: Mark,
 }
 
-/// The most earlier versions that a name keeps.
-const MAX_KEPT: u32 = 64;
-
 impl Objects {
     /// Checks what can be checked of a put before its memory is looked at, and again when it is published.
     pub(in crate::broker::server) fn check_put(
@@ -150,6 +147,10 @@ impl Objects {
                     return refuse(RefusalCode::Invalid, message);
                 }
                 self.check_kept(existing, keep.unwrap_or(existing.keep))?;
+                return self
+                    .users
+                    .check_bytes(caller.uid, bytes)
+                    .map_err(|refusal| BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)));
             }
         }
         self.users.check_bytes(caller.uid, bytes)

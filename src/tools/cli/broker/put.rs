@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     array::ArrayDescriptor,
-    broker::{ArrayEntry, Client, Condition, Lifetime, Put, PutPart},
+    broker::{ArrayEntry, ClaimOf, Client, Condition, Get, Lifetime, Put, PutPart, Summary},
     channel::Cancel,
     driver::{Backend, Choice},
     error::{BrokerError, Error, RefusalCode, Result},
@@ -35,7 +35,7 @@ use crate::{
     weights::{Checkpoint, LoadOptions, Loaded},
     wire::{
         Check,
-        broker::{MAX_ARRAYS, MAX_METADATA},
+        broker::{MAX_ARRAYS, MAX_KEPT, MAX_METADATA, NEEDS_BOTH},
     },
 };
 
@@ -166,6 +166,14 @@ enum Input {
 }
 
 impl Input {
+    /// Bytes of data.
+    fn size(&self) -> u64 {
+        match self {
+            Self::File { source, .. } => source.size(),
+            Self::Weights(checkpoint) => checkpoint.size(),
+        }
+    }
+
     /// The arrays that readers find.
     fn arrays(&self) -> Vec<ArrayEntry> {
         let entry = |name: &str, array: &ArrayDescriptor| ArrayEntry {
@@ -191,25 +199,79 @@ impl PutOptions {
         }
     }
 
-    /// Fails where the put would be refused, before the file is loaded. The broker decides when it is put.
-    fn check_ahead(&self, client: &Client) -> Result<()> {
-        let found = match client.stat(&self.name, None) {
-            Ok(info) => Some(info.version.summary.version),
-            // It may exist, and not be this user's to know.
+    /// Fails if the broker would refuse a put of so many bytes, before they are loaded. The broker decides when it is put.
+    fn check_ahead(&self, client: &Client, bytes: u64) -> Result<()> {
+        let existing = match client.stat(&self.name, None) {
+            Ok(info) => Some(info.version.summary),
+            // It may exist, and this user may not read it.
             Err(Error::Broker(BrokerError { code: RefusalCode::Absent | RefusalCode::Denied, .. })) => None,
             Err(error) => return Err(error),
         };
+        self.check_existing(existing.as_ref())?;
+        self.check_permission(client, existing.as_ref())?;
+        self.check_quota(client, bytes, existing.is_some())
+    }
+
+    fn check_existing(&self, existing: Option<&Summary>) -> Result<()> {
         let name = &self.name;
         let refused = |code, message| Err(BrokerError::new(code, message).into());
-        match (found, self.condition()) {
-            (Some(found), Condition::New) => {
-                refused(RefusalCode::Exists, format!("`{name}` exists: its version is {found}"))
-            }
-            (Some(found), Condition::Version(wanted)) if found != wanted => {
+        if let Some(keep) = self.keep.filter(|&keep| keep > MAX_KEPT) {
+            let message = format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}");
+            return refused(RefusalCode::Invalid, message);
+        }
+        let Some(Summary { version: found, mode: was, .. }) = existing else { return Ok(()) };
+        match self.condition() {
+            Condition::New => refused(RefusalCode::Exists, format!("`{name}` exists: its version is {found}")),
+            Condition::Version(wanted) if *found != wanted => {
                 refused(RefusalCode::Version, format!("the version of `{name}` is {found}, and not {wanted}"))
             }
-            _ => Ok(()),
+            _ => match self.mode.filter(|mode| mode != was) {
+                Some(mode) => refused(
+                    RefusalCode::Invalid,
+                    format!("`{name}` has mode {was:04o} and keeps it when it is replaced: {mode:04o} was asked for"),
+                ),
+                None => Ok(()),
+            },
         }
+    }
+
+    /// Asks for the claim of the next version: only a user who may put it is granted one. It ends at once.
+    fn check_permission(&self, client: &Client, existing: Option<&Summary>) -> Result<()> {
+        let next = existing.iter().fold(Get::new(&self.name), |get, found| get.newer_than(found.version));
+        match client.get_or_claim(&next, &ClaimOf::whole()) {
+            Err(Error::Broker(refusal)) => match (refusal.code, existing, self.condition()) {
+                (RefusalCode::Quota, ..) | (RefusalCode::Denied, Some(_), _) => Err(refusal.into()),
+                // The broker denies the read of a name that exists.
+                (RefusalCode::Denied, None, Condition::New) => {
+                    let message = format!("`{}` exists, and this user may not read it", self.name);
+                    Err(BrokerError::new(RefusalCode::Exists, message).into())
+                }
+                // Another process holds the claim, or this user may replace the object and not read it.
+                _ => Ok(()),
+            },
+            granted => granted.map(drop),
+        }
+    }
+
+    fn check_quota(&self, client: &Client, bytes: u64, replaces: bool) -> Result<()> {
+        let metrics = client.metrics()?;
+        let Some(quota) = metrics.quota.and_then(|quota| quota.bytes) else { return Ok(()) };
+        // Each user has a total, since it has this connection. The broker numbers users as its own user namespace does.
+        let own = match metrics.totals.as_slice() {
+            [own] => Some(own),
+            several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
+        };
+        let Some(own) = own else { return Ok(()) };
+        let has = own.devices.iter().map(|of| of.bytes).fold(0, u64::saturating_add);
+        if has.saturating_add(bytes) <= quota {
+            return Ok(());
+        }
+        let both = if replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
+        let message = format!(
+            "uid {} has {has} bytes (claimed) and asks for {bytes} more, and its quota is {quota}{both}",
+            own.uid
+        );
+        Err(BrokerError::new(RefusalCode::Quota, message).into())
     }
 
     /// Opens what is to be put, and checks what can be checked of it before memory is taken.
@@ -334,7 +396,7 @@ impl Tool for PutOptions {
         let input = self.input()?;
         let metadata = self.metadata(&input)?;
         let client = self.meet.connect(cancel)?;
-        self.check_ahead(&client)?;
+        self.check_ahead(&client, input.size())?;
         let mut steps = Steps::default();
         let opened = steps.time("driver", || start(self.backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
