@@ -57,6 +57,7 @@ mod kernels;
 #[cfg(feature = "launch")]
 mod launch;
 mod legacy_and_pools;
+mod logs;
 mod options;
 mod protocol;
 mod protocol_files;

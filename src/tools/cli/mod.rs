@@ -11,6 +11,7 @@ mod describe;
 mod devices;
 mod doctor;
 mod exit;
+mod log;
 mod options;
 mod output;
 mod pages;

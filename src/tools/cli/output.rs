@@ -13,6 +13,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
 
+use super::log::{self, LogFormat};
 use crate::{sys::Stderr, wire::clean};
 
 /// The options of every command about its output.
@@ -26,6 +27,10 @@ pub struct Output {
     /// Log to stderr; twice for more
     #[arg(short, long, action = ArgAction::Count, conflicts_with = "quiet")]
     pub verbose: u8,
+
+    /// Format of the log: text, or json with one object a line. In the journal each line of text has its priority and no time
+    #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
+    log_format: LogFormat,
 
     /// Print only results and errors
     #[arg(short, long)]
@@ -45,14 +50,7 @@ impl Output {
             (false, 1) => LevelFilter::DEBUG,
             (false, _) => LevelFilter::TRACE,
         };
-        let subscriber = tracing_subscriber::fmt()
-            .with_max_level(level)
-            .with_writer(|| Stderr)
-            // A closed standard error is not an error; by default it is a panic.
-            .log_internal_errors(false)
-            .with_ansi(is_coloured(&io::stderr()));
-        // Fails only if the process has a subscriber already.
-        let _ = subscriber.try_init();
+        log::start(self.log_format, level);
     }
 
     /// Progress on standard error, if that is a terminal and neither `--quiet` nor `--json` is given.
@@ -80,8 +78,7 @@ pub(super) fn complain(line: &str) {
     let mut line = line.to_owned();
     // Paths are the user's, and may have what a terminal would obey.
     clean(&mut line);
-    line.push('\n');
-    let _ = Stderr.write_all(line.as_bytes());
+    let _ = Stderr.write_all(log::line(&line).as_bytes());
 }
 
 /// The width of the terminal. A line of the progress never fills it: what the terminal itself echoes, as `^C`, must not wrap.

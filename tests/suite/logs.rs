@@ -1,0 +1,73 @@
+//! The log on standard error: in the journal, and as JSON.
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::MetadataExt,
+};
+
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::running::Meeting;
+
+/// The lines that a broker logs with these options, while something is published and a second broker fails.
+fn lines(options: &[&str], in_journal: bool) -> Vec<String> {
+    let place = Meeting::host();
+    let (log, bytes, socket) = (place.folder().join("log"), place.folder().join("bytes"), place.socket());
+    fs::write(&bytes, "bytes").unwrap();
+    let (bytes, socket) = (bytes.to_str().unwrap(), socket.to_str().unwrap());
+    let file = File::create(&log).unwrap();
+    let about = file.metadata().unwrap();
+    let logged = |arguments: &[&str]| {
+        let mut run = place.bare("vmmfd");
+        run.command.args(arguments).args(options).stderr(File::options().append(true).open(&log).unwrap());
+        match in_journal {
+            true => run.env("JOURNAL_STREAM", format!("{}:{}", about.dev(), about.ino())),
+            false => run,
+        }
+    };
+    let mut server = logged(&["serve", "--socket", socket, "-v"]).start();
+    server.until("listening");
+    let mut put = place.bare("vmmfd");
+    put.command.args(["put", "a", "--from", bytes, "--backend", "host", "--socket", socket]);
+    put.end().code(0);
+    logged(&["stat", "b", "--socket", socket]).end().code(1);
+    server.signal(Signal::SIGTERM);
+    server.end().code(0);
+    let text = fs::read_to_string(&log).unwrap();
+    assert!(!text.is_empty());
+    text.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn journal_lines_have_priorities_and_no_time() {
+    let lines = lines(&[], true);
+    let priority = |line: &str| line.strip_prefix('<').and_then(|rest| rest.split_once('>')?.0.parse::<u8>().ok());
+    for line in &lines {
+        assert!(priority(line).is_some_and(|priority| (3..=7).contains(&priority)), "{line}");
+        let year = line.split(['-', '>']).nth(1).and_then(|year| year.trim().parse::<u16>().ok());
+        assert_eq!(year, None, "{line}");
+    }
+    let of =
+        |words: &str| priority(lines.iter().find(|line| line.contains(words)).unwrap_or_else(|| panic!("{lines:?}")));
+    assert_eq!((of("published"), of("error: "), of("hint: ")), (Some(6), Some(3), Some(6)));
+    // The variable names another file than this log.
+    let other = self::lines(&[], false);
+    assert!(!other.iter().any(|line| line.starts_with('<')), "{other:?}");
+}
+
+#[test]
+fn json_log_has_one_object_a_line() {
+    let lines = lines(&["--log-format", "json"], true);
+    let objects: Vec<Value> =
+        lines.iter().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}"))).collect();
+    for object in &objects {
+        assert!(["timestamp", "level", "message"].iter().all(|field| object[field].is_string()), "{object}");
+    }
+    let published = objects.iter().find(|object| object["message"] == "published").unwrap();
+    assert_eq!(
+        (&published["level"], &published["name"], &published["version"]),
+        (&"INFO".into(), &"a".into(), &1.into())
+    );
+    assert!(objects.iter().any(|object| object["level"] == "ERROR"), "{objects:?}");
+}
