@@ -48,8 +48,8 @@ class Contents:
     def record(self) -> dict[str, Any]:
         """The identity as JSON. Reads the files unless there is a commit.
 
-        Raises `Invalid` if there is neither a commit nor a file, if a file can't be read, or if one was changed since this object was
-        made."""
+        Raises `Invalid` if there is neither a commit nor a file, if a file can't be read, or if a file changed after this object
+        was made."""
         if self.commit is None and not self.files:
             raise Invalid(
                 f"the weights of {self.source!r} have neither a commit nor files that can be compared: "
@@ -102,7 +102,7 @@ class Contents:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raises `Invalid` in place of errors of the file system."""
+        """Turns file-system errors into `Invalid`."""
         try:
             yield
         except OSError as error:
@@ -136,7 +136,7 @@ def _stat(path: Path) -> list[int]:
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
-    """The weight files of a folder by name: those of its index, or all of the first format that it has. A file is itself."""
+    """A folder's weight files by name: the index's files, or all files of the first format found. For a file, the file."""
     if model.is_file():
         return {model.name: model}
     if not model.is_dir():

@@ -1,7 +1,7 @@
 """The plain Python values that loading leaves in a model: sizes that a kernel remembers, flags, `None` for a scale that is not there.
 
-A class that declares that it takes processed weights restores such values itself, or should: vLLM 0.33's kernel for FP8 with one scale for
-each tensor keeps a size that only the processing of weights sets. So the changes travel with the weights.
+A class that accepts processed weights should restore such values itself. vLLM 0.33's kernel for per-tensor FP8 does not: it keeps a size that
+only the processing of weights sets. So the changes travel with the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _holders(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def state(model: Any) -> State:
-    """The state of all modules of a model now."""
+    """The present state of a model's modules."""
     import torch
 
     found: State = {}
@@ -46,7 +46,7 @@ def state(model: Any) -> State:
 
 
 def changes(before: State, after: State) -> list[list[Any]]:
-    """What was set between two states, as JSON, which has no infinity."""
+    """The values set between two states, as JSON. Infinities become text, which JSON lacks."""
     missing = object()
     return [
         [*where, {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value]
@@ -71,7 +71,7 @@ def is_changes(value: Any) -> bool:
 
 
 def restore(model: Any, changed: list[list[Any]]) -> list[str]:
-    """Sets the plain values of a maker in a model. Returns what the maker has beside them and the model has not, by its names."""
+    """Sets a maker's plain values in a model. Returns the names of other objects that the maker has and the model lacks."""
     modules = dict(model.named_modules(remove_duplicate=False))
     absent = []
     for path, attribute, value in changed:

@@ -4,7 +4,7 @@
 
 vLLM finds `register` by the entry point `vllm.general_plugins`. `--model-loader-extra-config` takes a JSON object with these fields:
 
-- `broker`: the path of the broker's socket; by default the one that `vmmfd.connect()` finds.
+- `broker`: the path of the broker's socket; by default the path that `vmmfd.connect()` uses.
 - `trust`: the numbers of users whose broker is trusted, besides root and this process's own user.
 - `owner`: the number of the user whose object is used; by default this process's own. Another user's object is refused.
 - `name`: the name of the object; by default one made of the model and the key below. The GPU's UUID and the rank are appended.
@@ -36,7 +36,7 @@ from ._contents import Contents, is_record
 from ._options import read
 
 _FORMAT = "vmmfd"
-# Variables with which vLLM lays weights out otherwise.
+# Environment variables that change how vLLM lays out weights.
 _VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_BATCH_INVARIANT")
 # Lists of names that an object's metadata has: tensors that loading set to None, and tensors that it changed in shape.
 _NAMES = ("none", "reshaped")
@@ -144,7 +144,7 @@ def _object_name(options: dict[str, Any], model: str, device: str, key: dict[str
 
 
 def _flat(key: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a key, with those of the mappings in it as `mapping.field`."""
+    """A key without nested mappings: their fields are named `mapping.field`."""
     flat: dict[str, Any] = {}
     for field, value in key.items():
         flat.update({f"{field}.{name}": of for name, of in value.items()} if isinstance(value, dict) else {field: value})
@@ -152,7 +152,7 @@ def _flat(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(found: _Found) -> dict[str, Any]:
-    """What the maker of an object recorded beside the tensors. Raises `Differs` for an object of another kind of maker."""
+    """The maker's record beside the tensors. Raises `Differs` if another kind of program made the object."""
     recorded = found.held.metadata.get("vllm")
     if (
         not isinstance(recorded, dict)
@@ -166,7 +166,7 @@ def _recorded(found: _Found) -> dict[str, Any]:
 
 
 def _check_key(found: _Found) -> None:
-    """Raises `Differs` unless the object of a lease is what this engine would load."""
+    """Raises `Differs` unless the leased object equals the model that this engine would load."""
     recorded = _recorded(found)
     theirs, ours = _flat(recorded["key"]), _flat(found.key)
     fields = [
@@ -239,7 +239,7 @@ def _loader_class() -> Any:
     logger = init_logger("vllm.vmmfd")
 
     class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
-        """vLLM's own loading. Refuses a model that can't be shared before it reads the weights, and remembers the model as it was built."""
+        """vLLM's own loading. Refuses an unshareable model before the weights are read, and records the model as built."""
 
         must_be_shareable = True
         claim: Any
@@ -263,7 +263,7 @@ def _loader_class() -> Any:
             self.options = read(load_config.model_loader_extra_config)
 
         def get_external_weight_memory(self, vllm_config: Any) -> int:
-            """The bytes that other processes hold for this engine, so that vLLM leaves them out of its own budget. Finds the object, or
+            """The bytes that other processes hold for this engine, which vLLM leaves out of its own budget. Finds the object, or
             takes the claim to load it."""
             if _unshareable(vllm_config):
                 return 0
@@ -311,7 +311,7 @@ def _loader_class() -> Any:
             return loader(dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={}))
 
         def _find(self, vllm_config: Any, model_config: Any) -> _Found:
-            """The object, or the claim to make it. What was found before is taken."""
+            """The object, or the claim to make it. `load_model` takes over the result of `get_external_weight_memory`."""
             begin = time.perf_counter()
             options, device = self.options, self._device(vllm_config)
             backend = "cuda" if device.type == "cuda" else "host"

@@ -21,7 +21,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Exact:
-    """A module to put: its parameters where they are, and copies of all other tensors, which the module may go on writing to.
+    """A module to put: its parameters where they are, and copies of all other tensors, which the module may still write to.
 
     Tensors on the CPU beside a GPU's come back on the CPU. Raises `Invalid` if a parameter is not on `device`.
     """
@@ -60,12 +60,11 @@ def _apart(item: _Item, own: set[int], copies: dict[int, Any], device: Any) -> _
 
 
 def attach(lease: Any, module: Any, reshaped: set[str]) -> dict[str, int]:
-    """Gives a module the tensors of a lease: parameters mapped, all others as private copies, unless they view a parameter.
+    """Gives a module the tensors of a lease: parameters are mapped, other tensors are private copies unless they view a parameter.
 
-    Parameters of the module of another shape are replaced, and its other tensors stay. Returns how many `arrays` there are, and how many
-    `bytes` were copied. Raises `Differs`, before anything is changed, if the module lacks a submodule of the object, or has another tensor
-    that is no parameter of another kind, shape or type than the object's: an engine writes to such tensors, and has its own maximum of
-    tokens, say. `reshaped` names those for which the object's is right.
+    The object's parameters replace the module's, whatever their shape. A module's buffer or attribute must have the object's kind, shape and
+    type, unless `reshaped` names it: an engine writes to such tensors, up to limits of its own. Returns the number of `arrays` and the copied
+    `bytes`. Raises `Differs`, before anything changes, for such a mismatch and for an array whose submodule the module lacks.
     """
     torch = _torch()
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -119,8 +118,8 @@ def attach(lease: Any, module: Any, reshaped: set[str]) -> dict[str, int]:
 
 
 def settle(module: Any, device: Any, nones: set[str]) -> list[str]:
-    """Ends what is left on the meta device, once the object's tensors are in place, as the maker did: what it has as None becomes None, and
-    all else is deleted. Tensors without elements are made. Returns the names that had elements.
+    """Removes the tensors that are still on the meta device, as the maker did: those named in `nones` become None, others are deleted, and
+    tensors without elements are created. Returns the names of the removed tensors.
 
     Raises `Differs` for tensors on meta in lists and dicts, which an object does not carry."""
     torch = _torch()
