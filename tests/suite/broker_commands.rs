@@ -596,6 +596,7 @@ fn put_is_refused_before_a_device_is_used(broker: Broker) {
     };
     refused(&["a", "--from", small], 3, "unsupported", "device 9");
     refused(&["a", "--from", large], 4, "peer", "and its quota is 6291456");
+    refused(&["a", "--from", small, "--if-version", "1"], 1, "object", "there is no such object");
     limited.json(&["put", "a", "--from", small]);
     refused(&["b", "--from", small], 4, "peer", "objects");
     refused(&["a", "--from", small], 1, "object", "`a` exists");

@@ -203,8 +203,17 @@ impl PutOptions {
     fn check_ahead(&self, client: &Client, bytes: u64) -> Result<()> {
         let existing = match client.stat(&self.name, None) {
             Ok(info) => Some(info.version.summary),
-            // It may exist, and this user may not read it.
-            Err(Error::Broker(BrokerError { code: RefusalCode::Absent | RefusalCode::Denied, .. })) => None,
+            Err(Error::Broker(BrokerError { code: RefusalCode::Absent, .. })) => None,
+            Err(Error::Broker(BrokerError { code: RefusalCode::Denied, .. })) => {
+                // A user who may not read an object may still be allowed to replace it.
+                return match self.condition() {
+                    Condition::New => {
+                        let message = format!("`{}` exists, and this user may not read it", self.name);
+                        Err(BrokerError::new(RefusalCode::Exists, message).into())
+                    }
+                    _ => self.check_quota(client, bytes, true),
+                };
+            }
             Err(error) => return Err(error),
         };
         self.check_existing(existing.as_ref())?;
@@ -219,7 +228,14 @@ impl PutOptions {
             let message = format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}");
             return refused(RefusalCode::Invalid, message);
         }
-        let Some(Summary { version: found, mode: was, .. }) = existing else { return Ok(()) };
+        let Some(Summary { version: found, mode: was, .. }) = existing else {
+            return match self.condition() {
+                Condition::Version(wanted) => {
+                    refused(RefusalCode::Version, format!("`{name}` has no version {wanted}: there is no such object"))
+                }
+                _ => Ok(()),
+            };
+        };
         match self.condition() {
             Condition::New => refused(RefusalCode::Exists, format!("`{name}` exists: its version is {found}")),
             Condition::Version(wanted) if *found != wanted => {
@@ -239,39 +255,35 @@ impl PutOptions {
     fn check_permission(&self, client: &Client, existing: Option<&Summary>) -> Result<()> {
         let next = existing.iter().fold(Get::new(&self.name), |get, found| get.newer_than(found.version));
         match client.get_or_claim(&next, &ClaimOf::whole()) {
-            Err(Error::Broker(refusal)) => match (refusal.code, existing, self.condition()) {
-                (RefusalCode::Quota, ..) | (RefusalCode::Denied, Some(_), _) => Err(refusal.into()),
-                // The broker denies the read of a name that exists.
-                (RefusalCode::Denied, None, Condition::New) => {
-                    let message = format!("`{}` exists, and this user may not read it", self.name);
-                    Err(BrokerError::new(RefusalCode::Exists, message).into())
-                }
-                // Another process holds the claim, or this user may replace the object and not read it.
-                _ => Ok(()),
-            },
+            Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Denied => Err(refusal.into()),
+            // Another process holds the claim, or this user holds too many.
+            Err(Error::Broker(_)) => Ok(()),
             granted => granted.map(drop),
         }
     }
 
     fn check_quota(&self, client: &Client, bytes: u64, replaces: bool) -> Result<()> {
         let metrics = client.metrics()?;
-        let Some(quota) = metrics.quota.and_then(|quota| quota.bytes) else { return Ok(()) };
         // Each user has a total, since it has this connection. The broker numbers users as its own user namespace does.
         let own = match metrics.totals.as_slice() {
             [own] => Some(own),
             several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
         };
-        let Some(own) = own else { return Ok(()) };
-        let has = own.devices.iter().map(|of| of.bytes).fold(0, u64::saturating_add);
-        if has.saturating_add(bytes) <= quota {
-            return Ok(());
-        }
+        let (Some(own), Some(quota)) = (own, metrics.quota) else { return Ok(()) };
         let both = if replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
-        let message = format!(
-            "uid {} has {has} bytes (claimed) and asks for {bytes} more, and its quota is {quota}{both}",
-            own.uid
-        );
-        Err(BrokerError::new(RefusalCode::Quota, message).into())
+        let has_bytes = own.devices.iter().map(|of| of.bytes).fold(0, u64::saturating_add);
+        for (what, has, more, most) in [
+            ("objects", own.objects, u64::from(!replaces), quota.objects),
+            ("bytes (claimed)", has_bytes, bytes, quota.bytes),
+        ] {
+            if let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) {
+                let uid = own.uid;
+                let message =
+                    format!("uid {uid} has {has} {what} and asks for {more} more, and its quota is {most}{both}");
+                return Err(BrokerError::new(RefusalCode::Quota, message).into());
+            }
+        }
+        Ok(())
     }
 
     /// Opens what is to be put, and checks what can be checked of it before memory is taken.
