@@ -84,7 +84,7 @@ bundle: ## dist/: stripped programs and tests for a GPU node, glibc 2.28 or newe
 wheel: ## dist/: the Python package, for glibc 2.28 or newer, by maturin, and one for python3.14t; TARGET=aarch64-unknown-linux-gnu for another machine
 	scripts/wheel $(CARGO) $(DIST) $(TARGET)
 
-deb: ## target/debian/: a Debian package with vmmfd, its unit of systemd, man pages and completions; by cargo-deb
+deb: ## target/debian/: a Debian package with vmmfd, its units of systemd, man pages and completions; by cargo-deb
 	scripts/deb $(CARGO)
 
 test-deb: deb ## install the package into a root folder of its own, run it there, and remove it

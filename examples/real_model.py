@@ -201,8 +201,8 @@ def run(options: argparse.Namespace, children: list[Child], folder: Path) -> Non
 
     given = os.environ.get("VMMFD_BIN")
     server_command = [given] if given else [sys.executable, "-m", "vmmfd._command"]
-    # Without its supervisor: killed, it stays away.
-    server = Child("the server", [*server_command, "serve", "--socket", socket, "--no-supervisor"], options.limit)
+    # Without its keeper: killed, it stays away.
+    server = Child("the server", [*server_command, "serve", "--socket", socket, "--no-keeper"], options.limit)
     children.append(server)
     server.line()
 

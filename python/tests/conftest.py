@@ -67,7 +67,7 @@ class Server:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [*command(), "serve", "--socket", self.path, "--no-supervisor", *self.options],
+            [*command(), "serve", "--socket", self.path, "--no-keeper", *self.options],
             stdout=subprocess.PIPE,
             stderr=(self.folder / "server.log").open("a"),
             text=True,

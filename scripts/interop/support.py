@@ -64,7 +64,7 @@ class Child:
         return self._printed()
 
     def stop(self) -> None:
-        """Asks it to end, and waits for that. A broker must not be killed: its server would start another supervisor."""
+        """Asks it to end, and waits for that. A broker must not be killed: its server would start another keeper."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self._deadline)

@@ -48,13 +48,13 @@
 
 mod catalogue;
 mod client;
+// Of these the commands `serve` and `keeper` alone use all.
+#[cfg_attr(not(feature = "tools"), allow(dead_code))]
+pub(crate) mod keeper;
 mod name;
+#[cfg_attr(not(feature = "tools"), allow(dead_code))]
+pub(crate) mod notify;
 mod server;
-// Of these the command `serve` alone uses all.
-#[cfg_attr(not(feature = "tools"), allow(dead_code))]
-mod store;
-#[cfg_attr(not(feature = "tools"), allow(dead_code))]
-pub(crate) mod supervisor;
 mod table;
 
 pub use self::client::{
@@ -62,10 +62,10 @@ pub use self::client::{
     ObjectPart, Prepared, Put, PutPart, Restored, Watch, WatchPlace, Watched,
 };
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
+#[cfg(feature = "tools")]
+pub(crate) use self::table::read as read_table;
 #[cfg(feature = "internals")]
 pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
-#[cfg(feature = "tools")]
-pub(crate) use self::{store::Kept, table::read as read_table};
 pub use crate::wire::broker::{
     ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldLease, Lifetime, Limits, Maker,
     Measured as Metrics, Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary, UserTotal,

@@ -28,10 +28,10 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 pub(crate) use self::cancel::eventfd;
 #[cfg(any(feature = "broker", feature = "tools"))]
 pub(crate) use self::connect::connect_socket;
-#[cfg(feature = "tools")]
-pub(crate) use self::path::default_broker_socket;
 #[cfg(feature = "broker")]
 pub use self::path::{BrokerPath, broker_socket_path};
+#[cfg(feature = "tools")]
+pub(crate) use self::path::{default_broker_socket, private_socket_path};
 use self::record::{Arrival, RecordSocket, check_type, is_gone};
 pub use self::{
     cancel::{Cancel, CancelReason},

@@ -141,6 +141,24 @@ pub(crate) fn default_broker_socket() -> Result<PathBuf> {
     Ok(folder.join(BROKER_SOCKET))
 }
 
+/// A path that is given for a socket of this user alone. Its folder is created with mode 0700 if it does not exist.
+///
+/// # Errors
+/// [`SocketError::Path`] for a path that is too long; [`SocketError::UnsafeFolder`] if the folder is a link, belongs to another user or
+/// can be opened by others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
+#[cfg(feature = "tools")]
+pub(crate) fn private_socket_path(given: &Path) -> Result<PathBuf> {
+    let (folder, _) = split(given)?;
+    create_private(&folder)?;
+    let metadata = fs::symlink_metadata(&folder)
+        .map_err(|error| Error::Socket(SocketError::DefaultFolder { path: folder.clone(), source: error }))?;
+    if metadata.mode() & 0o077 != 0 {
+        let reason = format!("others may open it (mode {:o}): use a folder of mode 700", metadata.mode() & 0o7777);
+        return Err(Error::Socket(SocketError::UnsafeFolder { path: folder, reason }));
+    }
+    usable(Some(given), "")
+}
+
 /// The path that is given, or that of a name in the default folder, which is created.
 fn usable(given: Option<&Path>, name: &str) -> Result<PathBuf> {
     let path = match given {
@@ -173,16 +191,21 @@ fn default_folder() -> PathBuf {
 
 fn created_default_folder() -> Result<PathBuf> {
     let folder = default_folder();
-    let created = DirBuilder::new().mode(0o700).create(&folder);
+    create_private(&folder)?;
+    Ok(folder)
+}
+
+/// Creates a folder with mode 0700, and checks one that exists.
+fn create_private(folder: &Path) -> Result<()> {
+    let created = DirBuilder::new().mode(0o700).create(folder);
     // The umask may have removed the user's own rights too.
-    match created.and_then(|()| fs::set_permissions(&folder, Permissions::from_mode(0o700))) {
+    match created.and_then(|()| fs::set_permissions(folder, Permissions::from_mode(0o700))) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(Error::Socket(SocketError::DefaultFolder { path: folder, source: error }));
+            return Err(Error::Socket(SocketError::DefaultFolder { path: folder.to_owned(), source: error }));
         }
         _ => {}
     }
-    check_folder(&folder)?;
-    Ok(folder)
+    check_folder(folder)
 }
 
 /// Checks that no other user can put a socket into the folder, or another folder in its place.

@@ -262,13 +262,13 @@ fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
     let others =
         ["get of one array", "get of 10000 arrays", "send", "put", "send of 65 segments", "put of 65 segments"];
     expected.extend(others.map(|name| (name, 0)));
-    let supervised = [
-        "send, under the supervisor",
-        "put, under the supervisor",
-        "send of 65 segments, under the supervisor",
-        "put of 65 segments, under the supervisor",
+    let kept = [
+        "send, under a keeper",
+        "put, under a keeper",
+        "send of 65 segments, under a keeper",
+        "put of 65 segments, under a keeper",
     ];
-    expected.extend(supervised.map(|name| (name, 0)));
+    expected.extend(kept.map(|name| (name, 0)));
     expected.extend([2 << 20, 8 << 20].into_iter().flat_map(|size| SWITCHED.map(|name| (name, size))));
     let bursts = [
         ("get by 3 clients at once", 150),

@@ -35,7 +35,7 @@ const HOSTILE: usize = 20;
 const MOST: u64 = 64 << 10;
 
 fn serve(options: &[&str]) -> Served {
-    Served::with(Keeper::Supervisor, &Subject::host(), &binary("vmmfd"), 4096, options)
+    Served::with(Keeper::Supervisor, &Subject::host(), &binary("vmmfd"), options)
 }
 
 /// Puts many versions of one page.

@@ -652,7 +652,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
         (&["serve", "--quota", "bytes=1GB"], "1GiB"),
         (&["serve", "--allow-gid", "wheel"], "not a group's number"),
         (&["serve", "--allow-uid", "12345"], "--no-quota"),
-        (&["serve", "--no-supervisor", "--allow-gid", "12345"], "--quota bytes="),
+        (&["serve", "--no-keeper", "--allow-gid", "12345"], "--quota bytes="),
         (&["get", "a", "--owner", "root"], "not a user's number"),
     ] {
         let message = broker.refusal(arguments, 2, "usage");

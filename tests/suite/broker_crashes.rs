@@ -34,7 +34,7 @@ use crate::{
 cases! {
     on crate::support::Subject; every backend: [
     a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing,
-    a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing_under_systemd,
+    server_with_keeper_apart_killed_at_any_step_loses_nothing,
     a_server_that_is_killed_at_any_step_of_its_start_loses_nothing,
     a_supervisor_that_is_killed_at_any_step_loses_nothing,
     what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged,
@@ -369,15 +369,15 @@ fn a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing(mut subject: Subj
     server_killed_in(&subject, Keeper::Supervisor);
 }
 
-fn a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing_under_systemd(mut subject: Subject) {
+fn server_with_keeper_apart_killed_at_any_step_loses_nothing(mut subject: Subject) {
     subject.alone();
-    server_killed_in(&subject, Keeper::Systemd);
+    server_killed_in(&subject, Keeper::Apart);
 }
 
 /// Of the program's start: what the loader does before comes with it.
 fn a_server_that_is_killed_at_any_step_of_its_start_loses_nothing(mut subject: Subject) {
     subject.alone();
-    let scene = Scene::new(Keeper::Systemd, &subject);
+    let scene = Scene::new(Keeper::Apart, &subject);
     let manager = scene.served.manager.as_ref().unwrap();
     let flag = scene.served.stop_flag();
     let (mut nth, mut killed) = (0, true);

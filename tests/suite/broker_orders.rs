@@ -222,7 +222,7 @@ fn stopped_supervisor_is_replaced() {
         let after = broker.pair();
         assert_eq!(after[0], server);
         broker.until("its report in the log", || {
-            let report = "the supervisor has read nothing for 5s";
+            let report = "the keeper has read nothing for 5s";
             (broker.served.log().matches(report).count() == reports).then_some(())
         });
         // Also if the process that was stopped was to continue.
@@ -244,7 +244,7 @@ fn another_program_at_the_path_loses_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
     copied(&binary("vmmfd"), &program);
-    let served = Served::with(Keeper::Supervisor, &subject, &program, 0, &[]);
+    let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
     for (refusals, file) in [(1, Some("/bin/true")), (2, None)] {
@@ -307,7 +307,7 @@ fn full_environment_keeps_restarts_possible() {
     let program = folder.path().join("serve");
     fs::write(&program, FULL_ENVIRONMENT.replace("PROGRAM", binary("vmmfd").to_str().unwrap())).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
-    let served = Served::with(Keeper::Supervisor, &subject, &program, 0, &[]);
+    let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
     let client = Client::connect(&broker.served.path, &Config::default()).unwrap();

@@ -138,8 +138,7 @@ fn connections_of_the_gap_wait_and_are_served(mut subject: Subject) {
 
 fn leases_are_taken_up_and_what_no_client_takes_up_ends(mut subject: Subject) {
     subject.alone();
-    let served =
-        Served::with(Keeper::Supervisor, &subject, &binary("vmmfd"), 0, &["--allow-uid", "34561", "--no-quota"]);
+    let served = Served::with(Keeper::Supervisor, &subject, &binary("vmmfd"), &["--allow-uid", "34561", "--no-quota"]);
     fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     let (first, _) = served.greeted();
     put(&first, &small(&subject, 1), "a", false);
@@ -301,7 +300,7 @@ fn a_new_program_takes_over_and_nothing_is_lost(mut subject: Subject) {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
     copied(&program);
-    let served = Served::with(Keeper::Supervisor, &subject, &program, 0, &[]);
+    let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
     let (raw, first) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
     let (held, files) = lease(&raw, "a");
@@ -336,7 +335,7 @@ fn a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on(mut subjec
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
     copied(&program);
-    let served = Served::with(Keeper::Supervisor, &subject, &program, 0, &[]);
+    let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
     let (raw, server) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
     let supervisor = served.supervisor();
@@ -414,7 +413,7 @@ fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
     until(|| Raw::dial(&served.path).is_err());
     served.start_again();
     let (raw, _) = served.greeted();
-    let report = "the broker before this one was killed, with its supervisor if it had one";
+    let report = "the broker before this one ended, and its keeper if it had one";
     // A thread of its own writes the log.
     until(|| served.log().contains(report) && served.log().contains(&format!("pid={server}")));
     let resumed = resume(&raw, &[held]);

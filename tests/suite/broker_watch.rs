@@ -346,7 +346,7 @@ fn a_watch_goes_on_over_a_crash_of_the_server() {
     let (before, server) = (client.metrics().unwrap(), client.peer().pid);
     assert_eq!(before.restarts, 0);
     drop(client);
-    // The server alone: its supervisor starts the next one.
+    // The server alone: its keeper starts the next one.
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(server), Signal::SIGKILL).unwrap();
     watching.put("after");
     wait_for("the event behind the crash", || watching.watch.so_far().contains("\"after\""));

@@ -275,40 +275,62 @@ fn section(unit: &str, name: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn the_unit_never_gives_up_and_keeps_its_store() {
+fn units_never_give_up_and_never_end_each_other() {
+    for (file, folder, mode) in [("vmmfd.service", "vmmfd", "0755"), ("vmmfd-keeper.service", "vmmfd-keeper", "0700")] {
+        let unit = text(&format!("systemd/{file}"));
+        let service = section(&unit, "Service");
+        let value = |key: &str| {
+            let values: Vec<&str> = service.iter().filter(|(name, _)| name == key).map(|(_, value)| &**value).collect();
+            assert_eq!(values.len(), 1, "{key}");
+            values[0]
+        };
+        let dependencies = section(&unit, "Unit");
+        assert!(dependencies.contains(&("StartLimitIntervalSec".to_owned(), "0".to_owned())));
+        // systemd's restart of a crashed keeper would stop the server, which alone has everything then.
+        for absent in
+            ["Requires", "Requisite", "BindsTo", "PartOf", "Upholds", "PropagatesStopTo", "StopPropagatedFrom"]
+        {
+            assert!(!dependencies.iter().any(|(key, _)| key == absent), "{absent}");
+        }
+        for (key, wanted) in [
+            ("Type", "notify"),
+            ("NotifyAccess", "main"),
+            ("Restart", "always"),
+            ("RestartSec", "0"),
+            ("RuntimeDirectory", folder),
+            ("RuntimeDirectoryMode", mode),
+            ("RuntimeDirectoryPreserve", "yes"),
+            ("CapabilityBoundingSet", ""),
+            ("LimitNOFILE", "524288"),
+        ] {
+            assert_eq!(value(key), wanted, "{key}");
+        }
+        // In a user namespace or with a /proc of its own it would know no client.
+        for absent in ["PrivateUsers", "ProtectProc", "PrivatePIDs", "User", "DynamicUser", "FileDescriptorStoreMax"] {
+            assert!(!service.iter().any(|(key, _)| key == absent), "{absent}");
+        }
+        let commands = ["ExecStart", "ExecReload"].iter().filter_map(|key| {
+            service.iter().find(|(name, _)| name == key).map(|(_, command)| command.split(' ').map(str::to_owned))
+        });
+        for command in commands {
+            let mut command: Vec<String> = command.collect();
+            if command.pop_if(|last| last == "$VMMFD_OPTIONS").is_some() {
+                let commented = unit.split_once("VMMFD_OPTIONS=\"").unwrap().1.split_once('"').unwrap().0;
+                command.extend(commented.split(' ').map(str::to_owned));
+            }
+            assert_eq!(command.remove(0), "/usr/bin/vmmfd");
+            understood("vmmfd", &command);
+        }
+    }
     let unit = text("systemd/vmmfd.service");
+    let dependencies = section(&unit, "Unit");
+    for key in ["Wants", "After"] {
+        assert!(dependencies.contains(&(key.to_owned(), "vmmfd-keeper.service".to_owned())), "{key}");
+    }
     let service = section(&unit, "Service");
-    let value = |key: &str| {
-        let values: Vec<&str> = service.iter().filter(|(name, _)| name == key).map(|(_, value)| &**value).collect();
-        assert_eq!(values.len(), 1, "{key}");
-        values[0]
-    };
-    assert!(section(&unit, "Unit").contains(&("StartLimitIntervalSec".to_owned(), "0".to_owned())));
-    for (key, wanted) in [
-        ("Type", "notify"),
-        ("NotifyAccess", "main"),
-        ("Restart", "always"),
-        ("RestartSec", "0"),
-        ("FileDescriptorStorePreserve", "yes"),
-        ("RuntimeDirectory", "vmmfd"),
-        ("RuntimeDirectoryPreserve", "yes"),
-        ("CapabilityBoundingSet", ""),
-    ] {
-        assert_eq!(value(key), wanted, "{key}");
+    for (key, wanted) in [("RestartPreventExitStatus", "2"), ("WatchdogSignal", "SIGKILL")] {
+        assert!(service.contains(&(key.to_owned(), wanted.to_owned())), "{key}");
     }
-    // The names come back as one environment string, which may have 128 KiB with its zero byte: of four characters each and a
-    // colon, besides the three of four characters that are no segments.
-    let most: usize = value("FileDescriptorStoreMax").parse().unwrap();
-    assert!("LISTEN_FDNAMES=".len() + most * 5 < 128 << 10, "{most}");
-    // Each also has a number in the broker, beside its connections.
-    assert!(value("LimitNOFILE").parse::<usize>().unwrap() > 2 * most);
-    // In a user namespace or with a /proc of its own it would know no client.
-    for absent in ["PrivateUsers", "ProtectProc", "PrivatePIDs", "User", "DynamicUser"] {
-        assert!(!service.iter().any(|(key, _)| key == absent), "{absent}");
-    }
-    let command: Vec<String> = value("ExecStart").split(' ').map(str::to_owned).collect();
-    let [program, arguments @ .., options] = &command[..] else { panic!("{command:?}") };
-    assert_eq!((&**program, &**options), ("/usr/bin/vmmfd", "$VMMFD_OPTIONS"));
-    let commented = unit.split_once("VMMFD_OPTIONS=\"").unwrap().1.split_once('"').unwrap().0;
-    understood("vmmfd", &arguments.iter().cloned().chain(commented.split(' ').map(str::to_owned)).collect::<Vec<_>>());
+    let keeper = section(&text("systemd/vmmfd-keeper.service"), "Service");
+    assert!(keeper.contains(&("OOMScoreAdjust".to_owned(), "-900".to_owned())));
 }

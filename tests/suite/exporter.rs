@@ -114,7 +114,7 @@ fn measured() -> Metrics {
         connections: 6,
         watchers: 1,
         descriptors: Room { used: 40, allowed: 1000 },
-        store: StoreRoom { kind: "systemd\"\n".to_owned(), used: 7, allowed: 26_000 },
+        store: StoreRoom { kind: "keeper\"\n".to_owned(), used: 7, allowed: 26_000 },
         requests: vec![
             RequestCount { verb: "get".to_owned(), outcome: "ok".to_owned(), count: 10 },
             RequestCount { verb: "get".to_owned(), outcome: "absent".to_owned(), count: 2 },
@@ -184,7 +184,7 @@ fn figures_are_served_in_the_format_that_the_client_takes() {
         ("vmmfd_lost_versions", 1.0),
         ("vmmfd_build_info{version=\"0.1.0\"}", 1.0),
         // Characters that would end the label early are replaced, a line's end as in every message.
-        ("vmmfd_store_info{kind=\"systemd_ \"}", 1.0),
+        ("vmmfd_store_info{kind=\"keeper_ \"}", 1.0),
         ("vmmfd_start_time_seconds", 1_700_000_000.5),
         ("vmmfd_restarts_total", 2.0),
         ("vmmfd_requests_total{verb=\"get\",outcome=\"ok\"}", 10.0),
@@ -488,7 +488,7 @@ fn waiting_requests_share_one_scrape() {
 #[test]
 fn stopped_broker_is_unavailable_to_all() {
     let place = Meeting::host();
-    let mut server = vmmfd(&place, &["serve", "--no-supervisor"]).start();
+    let mut server = vmmfd(&place, &["serve", "--no-keeper"]).start();
     server.until("listening");
     // Over a connection of before, and over new ones.
     let exporter = Exporter::start(&place, &[]);

@@ -347,7 +347,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // A broker is asked to end: if its supervisor were killed, the server would start another.
+        // A broker is asked to end: if its keeper were killed, the server would start another.
         let command = fs::read(format!("/proc/{}/cmdline", self.child.id())).unwrap_or_default();
         if command.split(|byte| *byte == 0).nth(1) == Some(b"serve") {
             let _ = signal::kill(Pid::from_raw(self.pid().cast_signed()), Signal::SIGTERM);

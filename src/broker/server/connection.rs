@@ -91,7 +91,7 @@ pub(super) enum Request {
     Parts(DraftKey),
     /// An object.
     Object(Box<Waiting>),
-    /// The store, which is to keep what it put.
+    /// The keeper, which must have what it put.
     Storing,
     /// Events.
     Watch(Box<Watching>),

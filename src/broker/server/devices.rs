@@ -4,20 +4,20 @@
 use std::{collections::HashMap, fs, io, os::fd::OwnedFd};
 
 use crate::{
-    broker::store::{Name, Store},
+    broker::keeper::{Name, Store},
     error::{Error, Result},
 };
 
 /// Where the nodes are.
 const FOLDER: &str = "/dev";
 
-/// Holds the nodes of all devices open, and has the store hold them too; or none, if that is not wanted any more. `inherited` are those
-/// that the store held already. Opening one may take seconds, while the driver sets the device up.
+/// Holds the nodes of all devices open, and has the keeper hold them too; or none, if that is not wanted any more. `inherited` are those
+/// that the keeper held already. Opening one may take seconds, while the driver sets the device up.
 ///
 /// # Errors
 /// [`Error::System`] if there is none, or if one can't be opened.
 pub(super) fn hold(store: &mut Store, mut inherited: HashMap<u8, OwnedFd>, wanted: bool) -> Result<Vec<(u8, OwnedFd)>> {
-    store.count(inherited.keys().map(|number| Name::Device(*number)));
+    store.count(inherited.len());
     let mut held = Vec::new();
     let numbers = if wanted { numbers()? } else { Vec::new() };
     for number in numbers {

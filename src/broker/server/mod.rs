@@ -14,7 +14,7 @@
 //! | `flight` | descriptors that were sent and not read |
 //! | `worker` | what may take long |
 //! | `closer` | closes that a peer may block |
-//! | `storing` | the store: what waits for it, and the end of its keeper |
+//! | `storing` | the keeper: what waits for it, and its end |
 //! | `watchers` | events, for those who watch |
 //! | `monitoring` | figures of the server |
 
@@ -51,11 +51,8 @@ use std::{
 
 #[cfg(feature = "internals")]
 pub(crate) use self::inspect::inspect_and_classify;
-use self::{objects::Objects, reactor::Reactor, storing::Supervision};
-use super::{
-    store::{Inherited, Keeper, Kept, Name, Store},
-    supervisor::SupervisorProcess,
-};
+use self::{objects::Objects, reactor::Reactor, storing::Keeping};
+use super::keeper::{Inherited, Kept, Name, Store, Taken};
 use crate::{
     channel::{Cancel, Listener},
     error::{Error, Result},
@@ -143,19 +140,19 @@ const CLOSING: Duration = Duration::from_secs(2);
 /// How many connections may wait to be accepted; the kernel has a bound of its own (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
 
-/// Listens at a path, for the users that the config allows. Reports a broker there that did not end in order, unless this one goes on
-/// with its objects. `marks` has the next one report this one. Also returns whether names must be reserved for offers: the objects of
-/// the broker before this one are lost, and other users may connect.
-fn listen(path: &Path, config: &ServerConfig, goes_on: bool, marks: bool, cancel: &Cancel) -> Result<(Listener, bool)> {
+/// Listens at a path, for the users that the config allows. Reports that the objects of a broker there are lost, unless this one goes on
+/// with them. Also returns whether names must be reserved for offers: the objects of the broker before this one are lost, and other
+/// users may connect.
+fn listen(path: &Path, config: &ServerConfig, goes_on: bool, cancel: &Cancel) -> Result<(Listener, bool)> {
     let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
     let left = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
-    let (listener, marked_by) = Listener::bind_and_mark(path, open_to_others, marks, config.timeout, cancel)?;
+    let (listener, marked_by) = Listener::bind_and_mark(path, open_to_others, true, config.timeout, cancel)?;
     if let Some(pid) = marked_by.filter(|_| !goes_on) {
         tracing::warn!(
             pid,
             path = %path.display(),
-            "the broker before this one was killed, with its supervisor if it had one, or the machine was restarted: its objects are \
-             lost, but for those that connected clients still hold and offer again"
+            "the broker before this one ended, and its keeper if it had one, without removing its socket: its objects are lost, but for \
+             those that connected clients still hold and offer again"
         );
     }
     rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
@@ -179,24 +176,25 @@ impl Server {
     /// # Errors
     /// [`Error::Socket`] if the path is served already or can't be used; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let (listener, reserves) = listen(path, &config, false, true, cancel)?;
+        let (listener, reserves) = listen(path, &config, false, cancel)?;
         let path = listener.path().to_owned();
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
         let objects = Objects::restore(config.quota, store, [None, None], HashMap::new())?;
         Ok(Self {
-            reactor: Reactor::new(listener, objects, Supervision::default(), config, cancel)?
+            reactor: Reactor::new(listener, objects, Keeping::default(), config, cancel)?
                 .holding(devices)
                 .reserving(reserves),
             path,
         })
     }
 
-    /// As [`Server::bind`], with a store that keeps what is put for the next server, and with what the store kept of the one before
-    /// this. The socket's file stays when this ends. `restart` ends it once the supervisor has confirmed that it has everything. Blocks for as long as it takes to read the catalogue.
+    /// As [`Server::bind`], with a keeper that holds what is put for the next server, and with what it holds of the one before this. The
+    /// socket's file stays when this ends. `restart` ends it once the keeper has confirmed that it has everything. Blocks for as long
+    /// as it takes to read the catalogue.
     ///
     /// # Errors
-    /// Those of [`Server::bind`]; [`Error::System`] if the store can't be reached, or if the catalogue was written by a newer build.
+    /// Those of [`Server::bind`]; [`Error::System`] if the catalogue was written by a newer build.
     #[cfg_attr(not(feature = "tools"), allow(dead_code))]
     pub(crate) fn resume(
         path: &Path,
@@ -205,41 +203,38 @@ impl Server {
         cancel: &Cancel,
         restart: Option<Cancel>,
     ) -> Result<Self> {
-        let Kept { mut store, inherited } = kept;
-        let Inherited { socket, catalogues, segments, devices, life, supervisor, others, .. } = inherited;
-        // The store has it under its name, also if the file is gone.
+        let Kept(Taken { mut store, inherited, whole, link, keeper }) = kept;
+        let Inherited { socket, catalogues, segments, devices, others } = inherited;
+        // The keeper has it under its name, also if the file is gone.
         let in_store = socket.is_some();
-        // Whether systemd keeps it when this ends is not known here.
-        let marks = store.keeper() != Keeper::Systemd;
-        store.count(socket.as_ref().map(|_| Name::Socket));
+        store.count(usize::from(in_store));
         let failed = |error| Error::system("duplicate a descriptor", error);
         let without_file = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
         let taken = socket.map(|socket| Listener::take_over(socket, path)).transpose()?.flatten();
         let mut reserves = false;
-        let listener = match taken
-            .map_or_else(|| listen(path, &config, in_store, marks, cancel).map(Err), |taken| Ok(Ok(taken)))
-        {
-            Ok(Ok(taken)) => taken,
-            Ok(Err((listener, left))) => {
-                let listener = listener.leave_file();
-                reserves = left && catalogues.iter().all(Option::is_none);
-                if in_store {
-                    store.remove(Name::Socket);
+        let listener =
+            match taken.map_or_else(|| listen(path, &config, in_store, cancel).map(Err), |taken| Ok(Ok(taken))) {
+                Ok(Ok(taken)) => taken,
+                Ok(Err((listener, left))) => {
+                    let listener = listener.leave_file();
+                    reserves = left && catalogues.iter().all(Option::is_none);
+                    if in_store {
+                        store.remove(Name::Socket);
+                    }
+                    store.keep_own(Name::Socket, listener.as_fd().try_clone_to_owned().map_err(failed)?);
+                    listener
                 }
-                store.keep_own(Name::Socket, listener.as_fd().try_clone_to_owned().map_err(failed)?);
-                listener
-            }
-            // The objects stay, also where the folder was removed.
-            Err(error) => {
-                let Some(socket) = without_file else { return Err(error) };
-                tracing::error!(
-                    error = error.in_full(),
-                    "clients can't connect, and the objects stay: make the socket's folder again and send SIGHUP"
-                );
-                Listener::inherited(socket, path)?
-            }
-        };
-        others.iter().filter(|(name, _)| Name::read(name).is_none()).for_each(|(name, _)| store.remove_other(name));
+                // The objects stay, also where the folder was removed.
+                Err(error) => {
+                    let Some(socket) = without_file else { return Err(error) };
+                    tracing::error!(
+                        error = error.in_full(),
+                        "clients can't connect, and the objects stay: make the socket's folder again and send SIGHUP"
+                    );
+                    Listener::inherited(socket, path)?
+                }
+            };
+        others.into_iter().for_each(|name| store.remove_other(name));
         let goes_on = catalogues.iter().any(Option::is_some);
         let devices = devices::hold(&mut store, devices, config.hold_devices).or_else(|error| {
             // An option is no reason to keep from clients what is there.
@@ -247,12 +242,22 @@ impl Server {
                 tracing::error!("the devices can't be held open");
             })
         })?;
+        match (whole, goes_on) {
+            (true, _) => {}
+            (false, true) => tracing::error!(
+                "the keeper before this one ended too, before the server had sent the next one everything: versions that are lost follow"
+            ),
+            (false, false) => tracing::error!(
+                "everything is lost: the keeper before this one ended too, before the server had sent the next one the catalogue"
+            ),
+        }
         let mut objects = Objects::restore(config.quota, store, catalogues, segments)?;
-        objects.store_mut().say("READY=1");
+        objects.store_mut().complete();
+        objects.store_mut().serving();
         let path = listener.path().to_owned();
-        let supervision = Supervision::of(life, supervisor.map(SupervisorProcess::of_parent), restart);
+        let keeping = Keeping::new(link, keeper, restart);
         Ok(Self {
-            reactor: Reactor::new(listener, objects, supervision, config, cancel)?.holding(devices).reserving(reserves),
+            reactor: Reactor::new(listener, objects, keeping, config, cancel)?.holding(devices).reserving(reserves),
             path,
         })
     }
@@ -268,7 +273,7 @@ impl Server {
         &self.path
     }
 
-    /// Serves until it is cancelled. Blocks. What it holds goes with it, unless a store keeps it; what clients have mapped stays mapped.
+    /// Serves until it is cancelled. Blocks. What it holds goes with it, unless a keeper holds it; what clients have mapped stays mapped.
     ///
     /// # Errors
     /// [`Error::System`] if the event loop fails.

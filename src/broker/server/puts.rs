@@ -94,7 +94,7 @@ impl Draft {
     }
 }
 
-/// A version whose descriptors are on their way into the store.
+/// A version whose descriptors are on their way to the keeper.
 #[derive(Debug)]
 pub(super) struct Storing {
     makers: Vec<ConnectionId>,
@@ -364,7 +364,7 @@ impl Reactor {
         self.store(makers, terms, metadata.map(|(_, table)| table), parts);
     }
 
-    /// Puts the descriptors of a version into the store. It is published once they are there.
+    /// Has the descriptors of a version kept. It is published once they are.
     fn store(
         &mut self,
         makers: Vec<ConnectionId>,
@@ -397,7 +397,7 @@ impl Reactor {
         }
     }
 
-    /// The descriptors of a version are in the store.
+    /// The descriptors of a version are kept.
     pub(super) fn stored(&mut self, storing: Storing) {
         // Its owner may still offer the name back: the broker has lost whose it was.
         let is_new = storing.terms.restore.is_none() && self.objects.current_key(&storing.terms.name).is_none();
@@ -429,7 +429,7 @@ impl Reactor {
             self.answer_makers(&makers, &result);
             return self.published(&terms.name);
         }
-        // Another reader was faster, while this one's descriptors went into the store.
+        // Another reader was faster, while this one's descriptors went to the keeper.
         let faster = terms.restore.as_ref().and_then(|of| self.restored_before(caller.connection, &terms.name, of));
         self.answer_makers(&makers, &faster.map_or(result, Ok));
     }

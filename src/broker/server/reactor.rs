@@ -22,12 +22,12 @@ use super::{
     monitoring::Metrics,
     objects::{Expiry, Objects},
     puts::{Draft, DraftKey, Storing},
-    storing::Supervision,
+    storing::Keeping,
     watchers::Watchers,
     worker::Worker,
 };
 use crate::{
-    broker::store::Keeper,
+    broker::{keeper::Keeper, notify},
     channel::{
         Cancel, CancelReason, Listener, deadline_after,
         record::{Raw, is_gone, receive_raw},
@@ -45,9 +45,7 @@ const LISTENER: Key = Key(0);
 const WAKER: Key = Key(1);
 const CANCEL: Key = Key(2);
 pub(super) const STORE: Key = Key(3);
-pub(super) const BARRIER: Key = Key(4);
-pub(super) const LIFE: Key = Key(5);
-const RESTART: Key = Key(6);
+const RESTART: Key = Key(4);
 
 /// The first key of a connection.
 const CONNECTIONS: u64 = 16;
@@ -59,7 +57,7 @@ const RECORDS_AT_ONCE: usize = 8;
 pub(super) const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
 /// How often connections are looked at that do not read.
-pub(super) const SWEEP: Duration = Duration::from_secs(1);
+const SWEEP: Duration = Duration::from_secs(1);
 
 /// How long after the start clients can take up what they held of a server before this one.
 const GRACE: Duration = Duration::from_secs(10);
@@ -81,10 +79,12 @@ pub(super) enum Timer {
     Name(Arc<str>),
     /// To look at connections that do not read.
     Sweep,
-    /// To tell the store what it could not be told.
+    /// To tell the keeper what it could not be told.
     Store,
-    /// To look whether the supervisor reads what is sent to it.
-    Supervisor,
+    /// To look whether the keeper reads what is sent to it.
+    Keeper,
+    /// To tell the init that this process runs.
+    Watchdog,
     /// To end what no client took up of a server before this one.
     Unclaimed,
 }
@@ -93,7 +93,7 @@ pub(super) enum Timer {
 pub(super) struct Reactor {
     pub(super) poll: Poll,
     pub(super) listener: Listener,
-    cancel: Cancel,
+    pub(super) cancel: Cancel,
     pub(super) config: ServerConfig,
     pub(super) emulated: bool,
     pub(super) objects: Objects,
@@ -102,14 +102,13 @@ pub(super) struct Reactor {
     pub(super) connections: HashMap<ConnectionId, Connection>,
     pub(super) drafts: HashMap<DraftKey, Draft>,
     pub(super) claims: Claims,
-    /// Versions whose descriptors are on their way into the store, in their order.
+    /// Versions whose descriptors are on their way to the keeper, in their order.
     pub(super) storing: VecDeque<Storing>,
     /// Whether names that do not exist are reserved for offers, and the versions of others that wait for the end of that.
     pub(super) reserves: bool,
     pub(super) reserved: Vec<Storing>,
-    pub(super) watches_barrier: bool,
-    pub(super) supervision: Supervision,
-    /// Whether a timer for the store is set.
+    pub(super) keeping: Keeping,
+    /// Whether a timer for the keeper is set.
     pub(super) settles_later: bool,
     /// The nodes of devices that are held open.
     pub(super) devices: Vec<(u8, OwnedFd)>,
@@ -139,7 +138,7 @@ impl Reactor {
     pub(super) fn new(
         listener: Listener,
         objects: Objects,
-        supervision: Supervision,
+        keeping: Keeping,
         config: ServerConfig,
         cancel: &Cancel,
     ) -> Result<Self> {
@@ -147,7 +146,7 @@ impl Reactor {
         let poll = Poll::new().map_err(failed("make an epoll instance"))?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("make an eventfd"))?);
         let sources = [(listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)];
-        let restart = supervision.restart_request().map(|restart| (restart.as_fd(), RESTART));
+        let restart = keeping.restart_request().map(|restart| (restart.as_fd(), RESTART));
         for (fd, key) in sources.into_iter().chain(restart) {
             let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
             registered.map_err(failed("watch a descriptor"))?;
@@ -173,8 +172,7 @@ impl Reactor {
             storing: VecDeque::new(),
             reserves: false,
             reserved: Vec::new(),
-            watches_barrier: false,
-            supervision,
+            keeping,
             settles_later: false,
             devices: Vec::new(),
             watchers,
@@ -192,7 +190,8 @@ impl Reactor {
             limit: raise_limit(),
             incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
         };
-        reactor.watch_store().and_then(|()| reactor.watch_life()).map_err(failed("watch the store"))?;
+        reactor.watch_store().map_err(failed("watch the keeper"))?;
+        reactor.feed_watchdog();
         if reactor.objects.journal().restarts() > 0 {
             reactor.timer(GRACE, Timer::Unclaimed);
         }
@@ -216,7 +215,7 @@ impl Reactor {
     /// Serves until it is cancelled.
     pub(super) fn run(&mut self) -> Result<(u64, u64, u64, u64)> {
         let mut events = Events::with_capacity(1024);
-        while self.cancel.check().is_ok() && !self.may_restart() {
+        while !self.ends() {
             match self.poll.poll(&mut events, self.patience()) {
                 Err(error) if error.kind() != io::ErrorKind::Interrupted => {
                     return Err(Error::system("wait for connections", error));
@@ -226,9 +225,9 @@ impl Reactor {
             for event in &events {
                 match event.token() {
                     LISTENER => self.acceptable = true,
-                    WAKER | CANCEL | STORE | BARRIER => {}
-                    LIFE => self.supervisor_gone(),
-                    RESTART => self.begin_restart(),
+                    WAKER | CANCEL => {}
+                    STORE => self.keeping.readable |= event.is_readable() || event.is_read_closed(),
+                    RESTART => self.begin_end(),
                     Key(key) => {
                         let id = ConnectionId(key as u64);
                         if event.is_writable() {
@@ -251,10 +250,8 @@ impl Reactor {
         let sums = self.objects.sums();
         if self.objects.store().keeper() != Keeper::None {
             // What they hold is the next server's: nothing of it is written down as ended.
-            if self.cancel.check().is_err() && !self.is_hung_up() {
-                self.objects.store_mut().say("STOPPING=1");
-            }
-            self.settle_store();
+            self.report_end(sums);
+            self.objects.flush_store();
             for id in self.connections.keys().copied().collect::<Vec<_>>() {
                 self.send_error(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs");
             }
@@ -270,9 +267,17 @@ impl Reactor {
         Ok(sums)
     }
 
-    /// Whether SIGHUP ended it: a server that systemd starts next goes on.
-    fn is_hung_up(&self) -> bool {
+    /// Whether SIGHUP ended it: the next server goes on.
+    pub(super) fn is_hung_up(&self) -> bool {
         matches!(self.cancel.check(), Err(Error::Interrupted { reason: CancelReason::Signal(nix::libc::SIGHUP) }))
+    }
+
+    /// Tells the init that this process runs, if it watches it, and does so again in time.
+    fn feed_watchdog(&mut self) {
+        if let Some(every) = notify::watchdog() {
+            notify::notify("WATCHDOG=1");
+            self.timer(every / 3, Timer::Watchdog);
+        }
     }
 
     pub(super) fn timeout(&self) -> Duration {
@@ -632,7 +637,8 @@ impl Reactor {
                     self.settles_later = false;
                     self.settle_store();
                 }
-                Timer::Supervisor => self.check_supervisor(),
+                Timer::Keeper => self.look_after_keeper(),
+                Timer::Watchdog => self.feed_watchdog(),
                 Timer::Unclaimed => {
                     self.objects.end_unclaimed();
                     self.end_reservation();

@@ -128,6 +128,11 @@ impl Segments {
         self.segment(id).fd.as_fd()
     }
 
+    /// The descriptor of a segment, if it is kept.
+    pub(super) fn find(&self, id: SegmentId) -> Option<BorrowedFd<'_>> {
+        Some(self.slots.get(id.index())?.as_ref()?.fd.as_fd())
+    }
+
     /// How many bytes it was claimed to have.
     ///
     /// # Panics
@@ -190,12 +195,6 @@ impl Segments {
     /// The numbers of all that are kept.
     pub(super) fn ids(&self) -> impl Iterator<Item = SegmentId> {
         self.slots.iter().enumerate().filter_map(|(index, slot)| slot.as_ref().and(SegmentId::at(index)))
-    }
-
-    /// The longest name that so many more segments may get.
-    pub(super) fn longest_name(&self, more: usize) -> usize {
-        let last = self.slots.len() + more.saturating_sub(self.free.len());
-        SegmentId::at(last).map_or(4, |id| id.name().len())
     }
 
     /// How many descriptors are kept.

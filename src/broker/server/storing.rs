@@ -1,82 +1,86 @@
-//! The store as the event loop sees it: what waits for it, and what is done when its keeper dies.
+//! The keeper as the event loop sees it: what waits for it, and what is done when it dies.
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd},
     time::{Duration, Instant},
 };
 
 use mio::{Interest, unix::SourceFd};
 
-use super::reactor::{BARRIER, IN_FLIGHT_PAUSE, LIFE, Reactor, STORE, SWEEP, Timer};
+use super::reactor::{IN_FLIGHT_PAUSE, Reactor, STORE, Timer};
 use crate::{
-    broker::{
-        store::{Flushed, Keeper, Mark, Name},
-        supervisor::{self, Another, SupervisorProcess},
-    },
+    broker::keeper::{Flushed, Keeper, Link, Mark, Name, Process},
     channel::Cancel,
 };
 
-/// How long to wait before the next supervisor is started, if one dies again soon; and that at most.
+/// How long to wait before the next try to reach a keeper, if one dies again soon; and that at most, where this process starts it and
+/// where an init does.
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+const LONGEST_PAUSE_BY_PATH: Duration = Duration::from_millis(200);
 
-/// How often the supervisor is asked whether it has read what was sent since, and how long it may take to answer.
-const ASK_EVERY: Duration = Duration::from_secs(1);
-const LONGEST_ANSWER: Duration = Duration::from_secs(5);
+/// How often to look whether the keeper reads what was sent, and for how long it may read nothing.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+const LONGEST_SILENCE: Duration = Duration::from_secs(5);
 
-/// The supervisor, as its server sees it.
+/// How long a server that is asked to end waits for a keeper that has everything.
+const LONGEST_END: Duration = Duration::from_secs(10);
+
+/// The keeper of this server.
 #[derive(Debug, Default)]
-pub(super) struct Supervision {
-    /// The pipe that ends with it.
-    life: Option<OwnedFd>,
-    process: Option<SupervisorProcess>,
-    /// When the next one may be started, and how long to wait for the one after that.
+pub(super) struct Keeping {
+    /// `None` without a keeper.
+    link: Option<Link>,
+    keeper: Option<Process>,
+    /// When the next keeper may be tried, and how long to wait for the one after that.
     next: Option<Instant>,
     pause: Duration,
-    /// What SIGHUP requests: to end for another server. And the point that the supervisor must have confirmed by then.
+    /// The request of SIGHUP: to end for another server.
     restart: Option<Cancel>,
-    restart_mark: Option<Mark>,
-    /// What it was asked to confirm, and since when it was silent.
+    /// Before it ends a keeper must have confirmed this.
+    end_mark: Option<Mark>,
+    end_by: Option<Instant>,
+    /// How much the keeper is known to have read, and what it was asked to confirm, since when.
+    read: u64,
     asked: Option<(Mark, Instant)>,
     /// Whether a timer to look after it is set.
-    checks_later: bool,
+    looks_later: bool,
+    /// Whether the keeper may have sent something.
+    pub(super) readable: bool,
 }
 
-impl Supervision {
-    /// Of the supervisor that started this process.
-    pub(super) fn of(life: Option<OwnedFd>, process: Option<SupervisorProcess>, restart: Option<Cancel>) -> Self {
-        Self { life, process, restart, ..Self::default() }
+impl Keeping {
+    pub(super) fn new(link: Link, keeper: Process, restart: Option<Cancel>) -> Self {
+        Self { link: Some(link), keeper: Some(keeper), restart, ..Self::default() }
     }
 
     pub(super) fn restart_request(&self) -> Option<&Cancel> {
         self.restart.as_ref()
     }
+
+    /// Whether an init restarts server and keeper.
+    fn is_by_path(&self) -> bool {
+        matches!(self.link, Some(Link::Path(_)))
+    }
 }
 
 impl Reactor {
-    /// Sends the store what waits for it, and publishes what it has kept.
+    /// Sends the keeper what waits for it, and publishes what is kept.
     pub(super) fn settle_store(&mut self) {
         if self.objects.store().keeper() == Keeper::None && self.storing.is_empty() {
             return;
         }
-        if self.objects.store_mut().passed_barrier().is_some() {
-            // Closed, and with it no longer watched.
-            self.watches_barrier = false;
-            self.supervision.asked = None;
+        if std::mem::take(&mut self.keeping.readable) {
+            self.objects.store_mut().read();
         }
         loop {
-            let mark = match self.objects.store().keeper() {
-                Keeper::Supervisor => self.supervision.restart_mark.or(self.supervision.asked.map(|(mark, _)| mark)),
-                _ => self.storing.back().map(|storing| storing.staged.mark),
-            };
-            match self.objects.flush_store(mark) {
+            match self.objects.flush_store() {
                 Flushed::All | Flushed::Full => {}
                 Flushed::InFlight => self.settle_store_later(IN_FLIGHT_PAUSE),
                 Flushed::Gone => self.keeper_gone(),
             }
-            self.watch_barrier();
-            self.check_supervisor_later();
+            self.look_after_keeper_later();
             let kept = |storing: &mut super::puts::Storing| self.objects.store().has_kept(storing.staged.mark);
             if !self.storing.front_mut().is_some_and(kept) {
                 return;
@@ -87,22 +91,12 @@ impl Reactor {
         }
     }
 
-    /// Has the loop wake when the store's socket has room again.
+    /// Has the loop wake when the keeper has read or sent something.
     pub(super) fn watch_store(&mut self) -> io::Result<()> {
-        match self.objects.store().sources().0 {
-            Some(fd) => self.poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), STORE, Interest::WRITABLE),
+        let interest = Interest::READABLE | Interest::WRITABLE;
+        match self.objects.store().connection() {
+            Some(fd) => self.poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), STORE, interest),
             None => Ok(()),
-        }
-    }
-
-    fn watch_barrier(&mut self) {
-        let Some(fd) = self.objects.store().sources().1.filter(|_| !self.watches_barrier) else { return };
-        match self.poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), BARRIER, Interest::READABLE) {
-            Ok(()) => self.watches_barrier = true,
-            Err(error) => {
-                tracing::error!(%error, "a barrier can't be watched");
-                self.settle_store_later(IN_FLIGHT_PAUSE);
-            }
         }
     }
 
@@ -114,135 +108,148 @@ impl Reactor {
         }
     }
 
-    /// The process that keeps the descriptors is gone.
+    /// No keeper is connected: goes on with another one, which is sent everything. If there is none it is tried again, after longer and
+    /// longer pauses. Puts wait meanwhile.
     fn keeper_gone(&mut self) {
-        match self.objects.store().keeper() {
-            Keeper::Supervisor => self.supervisor_gone(),
-            // It keeps what it has, and is soon there again.
-            _ => {
-                let connected = self.objects.store_mut().connect_again().and_then(|()| self.watch_store());
-                if let Err(error) = connected {
-                    tracing::warn!(%error, "the store of descriptors can't be reached: puts wait for it");
-                }
-                self.settle_store_later(SWEEP);
-            }
-        }
-    }
-
-    /// The supervisor has died: starts another, which keeps everything anew. If that fails it is tried again, after longer and longer
-    /// pauses; meanwhile what is put is kept by this process alone.
-    pub(super) fn supervisor_gone(&mut self) {
         let now = Instant::now();
-        if self.objects.store().keeper() != Keeper::Supervisor {
-            return;
-        }
-        // Watched no longer, with its end closed. Without a socket the next look at the store comes back here.
-        self.supervision.life = None;
-        self.objects.store_mut().forget_keeper();
-        let supervision = &mut self.supervision;
-        let next = supervision.next.unwrap_or(now);
+        let keeping = &mut self.keeping;
+        let next = keeping.next.unwrap_or(now);
         if now < next {
             return self.settle_store_later(next.saturating_duration_since(now));
         }
         // One that lived for long is replaced at once, and the next one after a pause.
         let lived = now.saturating_duration_since(next);
-        supervision.pause =
-            if lived > LONGEST_PAUSE { PAUSE } else { (supervision.pause * 2).clamp(PAUSE, LONGEST_PAUSE) };
-        supervision.next = Some(now + supervision.pause);
-        tracing::warn!("the supervisor is gone: another is started");
+        let longest = if keeping.is_by_path() { LONGEST_PAUSE_BY_PATH } else { LONGEST_PAUSE };
+        keeping.pause = if lived > LONGEST_PAUSE { PAUSE } else { (keeping.pause * 2).clamp(PAUSE, longest) };
+        keeping.next = Some(now + keeping.pause);
         match self.begin_anew() {
-            Ok(()) => {
+            Ok(pid) => {
+                tracing::warn!(pid, "the keeper was gone: another one is sent everything");
                 // Whatever was on its way is among what is kept anew.
                 let mark = self.objects.store().mark();
                 self.storing.iter_mut().for_each(|storing| storing.staged.mark = mark);
-                self.settle_store_later(Duration::ZERO);
+                // At once: this process alone has everything meanwhile.
+                self.objects.flush_store();
+                self.settle_store_later(IN_FLIGHT_PAUSE);
             }
             Err(error) => {
-                tracing::error!(%error, "no supervisor can be started: what the broker holds is lost if it dies now");
-                self.end_supervisor();
-                self.objects.store_mut().forget_keeper();
-                self.settle_store_later(self.supervision.pause);
+                tracing::error!(%error, "no keeper can be reached: puts wait, and the memory is freed if this process dies now");
+                self.objects.store_mut().disconnect();
+                self.settle_store_later(self.keeping.pause);
             }
         }
     }
 
-    fn begin_anew(&mut self) -> io::Result<()> {
-        self.end_supervisor();
-        let Another { process, socket, life } = supervisor::start_another()?;
-        (self.supervision.process, self.supervision.life) = (Some(process), Some(life));
-        socket.set_nonblocking(true)?;
-        // The barrier of the supervisor before is closed, and with it no longer watched.
-        self.watches_barrier = false;
-        self.objects.store_mut().begin_anew(socket);
+    /// Connects to another keeper, and has everything kept anew. Returns its pid.
+    fn begin_anew(&mut self) -> io::Result<i32> {
+        let Some(link) = self.keeping.link.clone() else { return Err(io::ErrorKind::NotConnected.into()) };
+        if !self.keeping.is_by_path() {
+            // Two would start two servers.
+            self.end_keeper();
+        }
+        let (socket, process) = link.connect()?;
+        let pid = process.pid;
+        (self.keeping.keeper, self.keeping.asked, self.keeping.read) = (Some(process), None, 0);
+        self.objects.store_mut().begin_anew(socket)?;
         self.watch_store()?;
-        self.watch_life()?;
-        self.objects.keep_anew().map_err(io::Error::other)?;
+        self.objects.keep_catalogue().map_err(io::Error::other)?;
+        let socket = self.listener.as_fd().try_clone_to_owned()?;
+        self.objects.store_mut().keep_own(Name::Socket, socket);
         for (number, fd) in &self.devices {
             self.objects.store_mut().keep_own(Name::Device(*number), fd.try_clone()?);
         }
-        let socket = self.listener.as_fd().try_clone_to_owned()?;
-        self.objects.store_mut().keep_own(Name::Socket, socket);
-        self.objects.store_mut().say("READY=1");
-        Ok(())
+        self.objects.keep_segments();
+        self.objects.store_mut().complete();
+        self.objects.store_mut().serving();
+        if self.keeping.end_mark.is_some() {
+            self.keeping.end_mark = Some(self.objects.store_mut().sync());
+        }
+        Ok(pid)
     }
 
-    /// Kills the supervisor, if it lives: two would start two servers.
-    fn end_supervisor(&mut self) {
-        (self.supervision.life, self.supervision.asked) = (None, None);
-        if let Some(process) = self.supervision.process.take() {
+    /// Kills the keeper, if it lives.
+    fn end_keeper(&mut self) {
+        self.keeping.asked = None;
+        if let Some(process) = self.keeping.keeper.take() {
             process.kill();
         }
     }
 
-    fn check_supervisor_later(&mut self) {
+    fn look_after_keeper_later(&mut self) {
         let store = self.objects.store();
-        let confirmed = store.keeper() != Keeper::Supervisor || store.is_confirmed(store.mark());
-        if !confirmed && !self.supervision.checks_later {
-            self.supervision.checks_later = true;
-            self.timer(ASK_EVERY, Timer::Supervisor);
+        if store.connection().is_some() && store.sent() != self.keeping.read && !self.keeping.looks_later {
+            self.keeping.looks_later = true;
+            self.timer(LOOK_EVERY, Timer::Keeper);
         }
     }
 
-    /// Asks the supervisor whether it has read what was sent to it, and replaces it if it does not read: it may be stopped.
-    pub(super) fn check_supervisor(&mut self) {
-        self.supervision.checks_later = false;
-        match self.supervision.asked {
+    /// Looks whether the keeper has read what was sent, and replaces it if it reads nothing: it may be stopped.
+    pub(super) fn look_after_keeper(&mut self) {
+        self.keeping.looks_later = false;
+        let store = self.objects.store();
+        match self.keeping.asked {
+            _ if store.is_greeted() && !store.is_unread() => {
+                (self.keeping.asked, self.keeping.read) = (None, store.sent());
+            }
+            Some((mark, _)) if store.is_confirmed(mark) => self.keeping.asked = None,
             None => {
-                self.supervision.asked = Some((self.objects.store().mark(), Instant::now()));
+                self.keeping.asked = Some((self.objects.store_mut().sync(), Instant::now()));
                 self.settle_store();
             }
-            Some((_, since)) if since.elapsed() > LONGEST_ANSWER && self.objects.store().is_unread() => {
-                tracing::error!("the supervisor has read nothing for {LONGEST_ANSWER:?}: it is killed and replaced");
-                self.end_supervisor();
-                self.supervisor_gone();
+            Some((_, since)) if since.elapsed() > LONGEST_SILENCE => {
+                tracing::error!("the keeper has read nothing for {LONGEST_SILENCE:?}: it is killed and replaced");
+                self.end_keeper();
+                self.objects.store_mut().disconnect();
+                self.settle_store();
             }
             Some(_) => {}
         }
-        self.check_supervisor_later();
+        self.look_after_keeper_later();
     }
 
-    /// SIGHUP: another server is to go on with what the supervisor has confirmed.
-    pub(super) fn begin_restart(&mut self) {
-        if self.supervision.restart_mark.is_none() {
-            let mark = self.objects.store_mut().new_mark();
-            self.supervision.restart_mark = Some(mark);
-            self.supervision.asked = Some((mark, Instant::now()));
+    /// SIGHUP: another server is to go on with what the keeper has confirmed.
+    pub(super) fn begin_end(&mut self) {
+        if self.keeping.end_mark.is_none() {
+            let mark = self.objects.store_mut().sync();
+            self.keeping.end_mark = Some(mark);
         }
     }
 
-    /// Whether this server was asked to end for another one, and a supervisor has everything.
-    pub(super) fn may_restart(&self) -> bool {
-        self.supervision.restart_mark.is_some_and(|mark| self.objects.store().is_confirmed(mark))
+    /// Whether this server was asked to end for another one, and a keeper has everything.
+    fn may_end(&self) -> bool {
+        self.keeping.end_mark.is_some_and(|mark| self.objects.store().is_confirmed(mark))
     }
 
-    /// Has the loop wake when the supervisor dies.
-    pub(super) fn watch_life(&mut self) -> io::Result<()> {
-        match &self.supervision.life {
-            Some(life) => {
-                let registry = self.poll.registry();
-                registry.register(&mut SourceFd(&life.as_raw_fd()), LIFE, Interest::READABLE)
+    /// Whether the loop is to end.
+    pub(super) fn ends(&mut self) -> bool {
+        let cancelled = self.cancel.check().is_err();
+        if !cancelled || !self.keeping.is_by_path() {
+            return cancelled || self.may_end();
+        }
+        // It frees nothing, and so ends once a keeper has everything.
+        let now = Instant::now();
+        let by = *self.keeping.end_by.get_or_insert_with(|| now + LONGEST_END);
+        if self.keeping.end_mark.is_none() {
+            self.begin_end();
+            self.timer(LONGEST_END, Timer::Store);
+        }
+        self.may_end() || now >= by
+    }
+
+    /// Reports what becomes of everything that this server held, to its keeper and in the log.
+    pub(super) fn report_end(&mut self, (objects, versions, _, bytes): (u64, u64, u64, u64)) {
+        let held = format!("{objects} objects, {versions} versions, {bytes} bytes as claimed");
+        match &self.keeping.keeper {
+            _ if self.objects.store().keeper() == Keeper::None => return,
+            Some(keeper) if self.may_end() => tracing::info!(pid = keeper.pid, held, "the keeper has everything"),
+            _ if !self.keeping.is_by_path() => {}
+            _ => {
+                tracing::error!(held, "no keeper has everything after {LONGEST_END:?}: the rest is freed");
+                self.objects.report_unkept();
             }
-            None => Ok(()),
+        }
+        if self.cancel.check().is_err() && (self.keeping.is_by_path() || !self.is_hung_up()) {
+            self.objects.store_mut().stopping(held);
         }
     }
 }

@@ -8,8 +8,8 @@ use super::{
     Consume, Produce, Session,
     bench::BenchOptions,
     broker::{
-        ExporterOptions, GetOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions, WatchOptions,
-        WhoOptions,
+        ExporterOptions, GetOptions, KeeperOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions,
+        WatchOptions, WhoOptions,
     },
     conform::ConformOptions,
     devices::DevicesOptions,
@@ -41,6 +41,8 @@ enum Command {
     Consume(Box<Consume>),
     #[command(disable_help_flag = true)]
     Serve(ServeOptions),
+    #[command(disable_help_flag = true)]
+    Keeper(KeeperOptions),
     #[command(disable_help_flag = true)]
     Put(Box<PutOptions>),
     #[command(disable_help_flag = true)]
@@ -75,10 +77,11 @@ enum Command {
 }
 
 /// The commands, for the JSON of bad usage.
-const NAMES: [&str; 17] = [
+const NAMES: [&str; 18] = [
     "produce",
     "consume",
     ServeOptions::NAME,
+    KeeperOptions::NAME,
     PutOptions::NAME,
     GetOptions::NAME,
     LsOptions::NAME,
@@ -122,6 +125,7 @@ pub fn main() -> ExitCode {
             Command::Produce(produce) => run_session(*produce),
             Command::Consume(consume) => run_session(*consume),
             Command::Serve(serve) => serve.start(),
+            Command::Keeper(keeper) => keeper.start(),
             Command::Put(put) => run_tool(*put),
             Command::Get(get) => run_tool(*get),
             Command::Ls(ls) => run_tool(ls),

@@ -55,7 +55,7 @@ pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
     };
-    let result = watched(interrupted, None, |cancel| {
+    let result = watched(interrupted, None, GRACE, |cancel| {
         raise_file_limit();
         session.run(&console, cancel)
     });
@@ -79,6 +79,11 @@ pub(super) trait Tool {
     /// The request that SIGHUP makes, if it does not end this tool like the other signals.
     fn restart(&self) -> Option<&Cancel> {
         None
+    }
+
+    /// How long it may run after a signal.
+    fn grace(&self) -> Duration {
+        GRACE
     }
 }
 
@@ -125,7 +130,7 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
     };
-    let result = watched(interrupted, tool.restart(), |cancel| tool.run(cancel, &ending.progress));
+    let result = watched(interrupted, tool.restart(), tool.grace(), |cancel| tool.run(cancel, &ending.progress));
     ExitCode::from(ending.finish(result).code())
 }
 
@@ -153,11 +158,12 @@ fn print(text: &str, exit: Exit) -> Exit {
 fn watched<T>(
     interrupted: impl FnOnce(i32) + Send + 'static,
     restart: Option<&Cancel>,
+    grace: Duration,
     work: impl FnOnce(&Cancel) -> anyhow::Result<T>,
 ) -> Result<T, Error> {
     let signals = block_signals()?;
     let cancel = Cancel::new()?;
-    watch(signals, &cancel, restart.cloned(), interrupted)?;
+    watch(signals, &cancel, restart.cloned(), grace, interrupted)?;
     work(&cancel).map_err(library_error)
 }
 
@@ -192,7 +198,7 @@ pub(super) fn raise_file_limit() {
 }
 
 /// How long a command may run after a signal. Then it exits, and the kernel frees what it holds.
-const GRACE: Duration = Duration::from_secs(2);
+pub(super) const GRACE: Duration = Duration::from_secs(2);
 
 /// How long it may run after a second signal.
 const MOMENT: Duration = Duration::from_millis(200);
@@ -206,6 +212,7 @@ fn watch(
     signals: SigSet,
     cancel: &Cancel,
     restart: Option<Cancel>,
+    grace: Duration,
     last_output: impl FnOnce(i32) + Send + 'static,
 ) -> Result<(), Error> {
     let waiting = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC);
@@ -221,7 +228,7 @@ fn watch(
         };
         cancel.cancel(CancelReason::Signal(signal));
         let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
-        let grace = PollTimeout::try_from(GRACE).unwrap_or(PollTimeout::MAX);
+        let grace = PollTimeout::try_from(grace).unwrap_or(PollTimeout::MAX);
         if poll(&mut fds, grace) != Ok(0) {
             // Both signals may have been sent at once: files that are being removed get a moment.
             let moment = PollTimeout::try_from(MOMENT).unwrap_or(PollTimeout::ZERO);

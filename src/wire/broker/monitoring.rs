@@ -157,7 +157,7 @@ pub struct Room {
 /// The store of descriptors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRoom {
-    /// `none`, `supervisor` or `systemd`.
+    /// `none` or `keeper`.
     pub kind: String,
     /// Descriptors in it.
     pub used: u64,

@@ -4,14 +4,12 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flaw {
     None,
-    /// A put writes the catalogue before it sends the segments to the store.
+    /// A put writes the catalogue before it sends the segments to the keeper.
     CatalogueBeforeStore,
     /// A put is answered before it is written down.
     AnswerBeforeCatalogue,
-    /// Segments are removed from the store before it is written down that their version is gone.
+    /// Segments are removed from the keeper before it is written down that their version is gone.
     RemovalBeforeCatalogue,
-    /// Under systemd a put does not wait until its segments are stored.
-    NoBarrier,
     /// The numbers of segments are given away again before their removal is sent.
     RemovalAfterReuse,
     /// A request that was done is done again when it is repeated.
@@ -24,13 +22,13 @@ pub(super) enum Flaw {
     TokenAlone,
     /// Tokens are counted from the start of the server.
     TokensCounted,
-    /// A start leaves in the store what no version has.
+    /// A start leaves in the keeper what no version has.
     NothingRemovedAtTheStart,
     /// A start does not finish what a killed server began to give back.
     NothingDroppedAtTheStart,
-    /// After the supervisor's death the catalogue is stored before the segments.
-    CataloguesStoredFirst,
-    /// After the supervisor's death the catalogues alone are stored.
+    /// A start trusts a set of segments that the server before it had not sent whole to a new keeper.
+    IncompleteSetTrusted,
+    /// After the keeper's death the catalogues alone are sent to the next one.
     SegmentsNotStoredAnew,
     /// A lease is sent before it is written down.
     LeaseBeforeCatalogue,
@@ -43,11 +41,10 @@ pub(super) enum Flaw {
 }
 
 /// All of them.
-pub(super) const FLAWS: [Flaw; 18] = [
+pub(super) const FLAWS: [Flaw; 17] = [
     Flaw::CatalogueBeforeStore,
     Flaw::AnswerBeforeCatalogue,
     Flaw::RemovalBeforeCatalogue,
-    Flaw::NoBarrier,
     Flaw::RemovalAfterReuse,
     Flaw::RequestsForgotten,
     Flaw::RequestsForgottenByCompaction,
@@ -56,7 +53,7 @@ pub(super) const FLAWS: [Flaw; 18] = [
     Flaw::TokensCounted,
     Flaw::NothingRemovedAtTheStart,
     Flaw::NothingDroppedAtTheStart,
-    Flaw::CataloguesStoredFirst,
+    Flaw::IncompleteSetTrusted,
     Flaw::SegmentsNotStoredAnew,
     Flaw::LeaseBeforeCatalogue,
     Flaw::NoGrace,

@@ -1,7 +1,7 @@
-//! The broker as a model: its catalogue, its store and its leases, with a server that is killed at each step, searched through.
+//! The broker as a model: its catalogue, its keeper and its leases, with a server that is killed at each step, searched through.
 //!
 //! `world` says what there is and what must hold, `steps` what can happen, `search` looks at all of it. Two names, three clients of
-//! two users, two kills of the server or its supervisor, one of a client, one compaction. What is changed in order or left out
+//! two users, two kills of the server or its keeper, one of a client, one compaction. What is changed in order or left out
 //! (`Flaw`) must be found, or the search looks at nothing.
 
 mod flaws;
@@ -16,11 +16,11 @@ use self::{
     flaws::{FLAWS, Flaw},
     search::{Searched, search},
     steps::{Action, Model},
-    world::{Keeper, World},
+    world::World,
 };
 use crate::broker_pages::number;
 
-/// Requests, kills of server or supervisor, compactions, kills of clients.
+/// Requests, kills of server or keeper, compactions, kills of clients.
 type Bounds = (u8, u8, u8, u8);
 
 fn world((requests, crashes, compactions, deaths): Bounds) -> World {
@@ -35,21 +35,21 @@ fn kind(of: &impl std::fmt::Debug) -> String {
 
 /// Searches a model without a flaw. Returns before which steps the server was killed, and what else happened.
 #[track_caller]
-fn sound(keeper: Keeper, bounds: Bounds) -> (Searched, BTreeSet<String>, BTreeSet<String>) {
+fn sound(bounds: Bounds) -> (Searched, BTreeSet<String>, BTreeSet<String>) {
     let (mut killed, mut happened) = (BTreeSet::new(), BTreeSet::new());
     let note = |world: &World, action: &Action| {
         happened.insert(kind(action));
-        if let (Action::KillServer(_), Some(server)) = (action, &world.server) {
+        if let (Action::KillServer, Some(server)) = (action, &world.server) {
             killed.insert(server.steps.front().map_or_else(|| "Idle".to_owned(), kind));
         }
     };
-    match search(Model { keeper, flaw: Flaw::None }, world(bounds), note) {
+    match search(Model { flaw: Flaw::None }, world(bounds), note) {
         Ok(searched) => {
             let Searched { states, depth } = &searched;
-            eprintln!("{keeper:?} with {bounds:?}: {states} states, the last of them after {depth} actions");
+            eprintln!("{bounds:?}: {states} states, the last of them after {depth} actions");
             (searched, killed, happened)
         }
-        Err(wrong) => panic!("{keeper:?}: {}, after {:#?}", wrong.what, wrong.actions),
+        Err(wrong) => panic!("{}, after {:#?}", wrong.what, wrong.actions),
     }
 }
 
@@ -59,16 +59,9 @@ fn set(of: &[&str]) -> BTreeSet<String> {
 
 /// More with VMMFD_TEST_REQUESTS: each takes ten times as long.
 #[test]
-fn nothing_acknowledged_is_lost_under_the_supervisor() {
+fn nothing_acknowledged_is_lost() {
     let requests = u8::try_from(number("VMMFD_TEST_REQUESTS", 3)).unwrap();
-    let (searched, ..) = sound(Keeper::Supervisor, (requests, 2, 0, 0));
-    assert!(searched.states > 100_000, "{searched:?}");
-}
-
-#[test]
-fn nothing_acknowledged_is_lost_under_systemd() {
-    let requests = u8::try_from(number("VMMFD_TEST_REQUESTS", 3)).unwrap();
-    let (searched, ..) = sound(Keeper::Systemd, (requests, 2, 0, 0));
+    let (searched, ..) = sound((requests, 2, 0, 0));
     assert!(searched.states > 100_000, "{searched:?}");
 }
 
@@ -79,48 +72,39 @@ fn compaction_and_dead_clients_lose_nothing_and_the_server_is_killed_before_each
     let actions = ["Ask", "Compact", "EndGrace", "KillClient", "KillServer", "Reconnect", "Release", "Start"];
     let actions: Vec<&str> = actions.into_iter().chain(["Step", "TakeForeign"]).collect();
     let bounds = (2, 2, 1, 1);
-    let (_, killed, happened) = sound(Keeper::Supervisor, bounds);
-    assert_eq!(killed, set(&[&steps[..], &["SendCatalogues"]].concat()));
-    assert_eq!(happened, set(&[&actions[..], &["KillSupervisor", "StoreAnew"]].concat()));
-    let (_, killed, happened) = sound(Keeper::Systemd, bounds);
-    assert_eq!(killed, set(&[&steps[..], &["Barrier"]].concat()));
-    assert_eq!(happened, set(&[&actions[..], &["Read"]].concat()));
+    let (_, killed, happened) = sound(bounds);
+    assert_eq!(killed, set(&[&steps[..], &["SendCatalogues", "Complete"]].concat()));
+    assert_eq!(happened, set(&[&actions[..], &["KillKeeper", "StoreAnew"]].concat()));
 }
 
 #[test]
 fn each_change_of_an_order_is_found() {
-    use Keeper::{Supervisor, Systemd};
-    let both = &[Supervisor, Systemd][..];
     let (small, large) = ((2, 2, 1, 1), (3, 2, 0, 0));
-    let flaws: &[(Flaw, &[Keeper], Bounds, &str)] = &[
-        (Flaw::CatalogueBeforeStore, both, small, "of version 0 is None"),
-        (Flaw::AnswerBeforeCatalogue, both, small, "was answered as done, and is not"),
-        (Flaw::RemovalBeforeCatalogue, both, small, "of version 0 is None"),
-        (Flaw::NoBarrier, &[Systemd], small, "of version 0 is None"),
-        (Flaw::RemovalAfterReuse, &[Supervisor], large, "not 1"),
-        (Flaw::RemovalAfterReuse, &[Systemd], large, "stored as []"),
-        (Flaw::RequestsForgotten, both, small, "is refused, and was done"),
-        (Flaw::RequestsForgottenByCompaction, both, small, "is refused, and was done"),
-        (Flaw::HeaderFirst, both, small, "and no request did it"),
-        (Flaw::TokenAlone, both, small, "which it was not given"),
-        (Flaw::TokensCounted, both, large, "leases version 0"),
-        (Flaw::NothingRemovedAtTheStart, both, small, "is in 0 versions, and stored"),
-        (Flaw::NothingDroppedAtTheStart, both, small, "a version stays"),
-        (Flaw::CataloguesStoredFirst, &[Supervisor], small, "of version 0 is None"),
-        (Flaw::SegmentsNotStoredAnew, &[Supervisor], small, "stored as []"),
-        (Flaw::LeaseBeforeCatalogue, both, small, "can't take lease 0 up"),
-        (Flaw::NoGrace, both, small, "can't take lease 0 up"),
-        (Flaw::EndlessGrace, both, small, "stays, and no client has it"),
-        (Flaw::NoReferences, both, small, "is None, not"),
+    let flaws: &[(Flaw, Bounds, &str)] = &[
+        (Flaw::CatalogueBeforeStore, small, "of version 0 is None"),
+        (Flaw::AnswerBeforeCatalogue, small, "was answered as done, and is not"),
+        (Flaw::RemovalBeforeCatalogue, small, "of version 0 is None"),
+        (Flaw::RemovalAfterReuse, large, "stored as []"),
+        (Flaw::RequestsForgotten, small, "is refused, and was done"),
+        (Flaw::RequestsForgottenByCompaction, small, "is refused, and was done"),
+        (Flaw::HeaderFirst, small, "and no request did it"),
+        (Flaw::TokenAlone, small, "which it was not given"),
+        (Flaw::TokensCounted, large, "leases version 0"),
+        (Flaw::NothingRemovedAtTheStart, small, "is in 0 versions, and stored"),
+        (Flaw::NothingDroppedAtTheStart, small, "a version stays"),
+        (Flaw::IncompleteSetTrusted, small, "of version 0 is None"),
+        (Flaw::SegmentsNotStoredAnew, small, "stored as []"),
+        (Flaw::LeaseBeforeCatalogue, small, "can't take lease 0 up"),
+        (Flaw::NoGrace, small, "can't take lease 0 up"),
+        (Flaw::EndlessGrace, small, "stays, and no client has it"),
+        (Flaw::NoReferences, small, "is None, not"),
     ];
     let tried: BTreeSet<String> = flaws.iter().map(|(flaw, ..)| format!("{flaw:?}")).collect();
     assert_eq!(tried, FLAWS.iter().map(|flaw| format!("{flaw:?}")).collect());
-    for &(flaw, keepers, bounds, what) in flaws {
-        for &keeper in keepers {
-            match search(Model { keeper, flaw }, world(bounds), |_, _| {}) {
-                Ok(searched) => panic!("{flaw:?} under {keeper:?} is not found in {searched:?}"),
-                Err(wrong) => assert!(wrong.what.contains(what), "{flaw:?} under {keeper:?}: {wrong:#?}"),
-            }
+    for &(flaw, bounds, what) in flaws {
+        match search(Model { flaw }, world(bounds), |_, _| {}) {
+            Ok(searched) => panic!("{flaw:?} is not found in {searched:?}"),
+            Err(wrong) => assert!(wrong.what.contains(what), "{flaw:?}: {wrong:#?}"),
         }
     }
 }

@@ -1,12 +1,10 @@
 //! What can happen: requests, the server's steps, kills, and what comes after them.
 
-use std::collections::VecDeque;
-
 use super::{
     flaws::Flaw,
     world::{
-        Asked, CLIENTS, COMMON, Content, Datagram, File, Keeper, Kept, LEASES, Lease, NAMES, REQUESTS, Request,
-        SEGMENTS, Segment, Server, Step, Verb, Version, World, uid,
+        Asked, CLIENTS, COMMON, Content, File, Kept, LEASES, Lease, Message, NAMES, REQUESTS, Request, SEGMENTS,
+        Segment, Server, Step, Verb, Version, World, uid,
     },
 };
 
@@ -17,11 +15,8 @@ pub(super) enum Action {
     Release(usize, usize),
     /// The server's next step.
     Step,
-    /// The keeper reads what was sent, up to a barrier, and the server sees that it was reached.
-    Read,
-    /// The keeper has read so many of the messages, and reads no more.
-    KillServer(usize),
-    KillSupervisor,
+    KillServer,
+    KillKeeper,
     /// A client is killed.
     KillClient(usize),
     Start,
@@ -38,7 +33,6 @@ pub(super) enum Action {
 /// Which model is searched.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Model {
-    pub(super) keeper: Keeper,
     pub(super) flaw: Flaw,
 }
 
@@ -52,8 +46,8 @@ impl Model {
     /// What can happen in a state.
     pub(super) fn actions(self, world: &World) -> Vec<Action> {
         let mut actions = Vec::new();
-        if world.crashes > 0 && self.keeper == Keeper::Supervisor && world.logs_stored {
-            actions.push(Action::KillSupervisor);
+        if world.crashes > 0 && world.logs_stored {
+            actions.push(Action::KillKeeper);
         }
         let Some(server) = &world.server else {
             actions.push(Action::Start);
@@ -61,15 +55,11 @@ impl Model {
             return actions;
         };
         if world.crashes > 0 {
-            // What was sent may be read or not: so much of it.
-            actions.extend((0..=world.queue.len()).map(Action::KillServer));
+            actions.push(Action::KillServer);
         }
         if !server.is_idle() {
             actions.push(Action::Step);
             return actions;
-        }
-        if !world.queue.is_empty() {
-            actions.push(Action::Read);
         }
         if !server.stored {
             // Before all else, but for a kill.
@@ -126,13 +116,6 @@ impl Model {
     pub(super) fn next(self, world: &World, action: Action) -> Result<World, String> {
         let mut next = world.clone();
         self.apply(&mut next, action)?;
-        // Without a barrier it makes no difference when a message is read, but for one that is killed before.
-        let idle = next.server.as_ref().is_some_and(Server::is_idle);
-        if idle && !next.queue.iter().any(|datagram| matches!(datagram, Datagram::Barrier(_))) {
-            for datagram in std::mem::take(&mut next.queue) {
-                next.keep(&datagram);
-            }
-        }
         next.look()?;
         Ok(next)
     }
@@ -158,33 +141,21 @@ impl Model {
                 let step = server.steps.pop_front().expect("a step");
                 return self.step(world, step);
             }
-            Action::Read => {
-                while let Some(datagram) = world.queue.pop_front() {
-                    world.keep(&datagram);
-                    if let Datagram::Barrier(request) = datagram {
-                        self.push(world, [Step::Publish(request)]);
-                        break;
-                    }
-                }
-            }
-            Action::KillServer(read) => {
+            Action::KillServer => {
                 world.crashes -= 1;
                 let server = world.server.take().expect("a server");
                 world.excused = !server.stored;
                 world.clients.iter_mut().for_each(|client| client.connected = false);
-                for datagram in std::mem::take(&mut world.queue).into_iter().take(read) {
-                    world.keep(&datagram);
-                }
             }
-            Action::KillSupervisor => {
+            Action::KillKeeper => {
                 world.crashes -= 1;
                 world.store.clear();
                 world.logs_stored = false;
                 match &mut world.server {
                     Some(server) => {
-                        (server.stored, server.supervised) = (false, false);
+                        (server.stored, server.has_keeper) = (false, false);
                         // Should it be storing anew, it begins again.
-                        server.steps.retain(|step| *step != Step::SendCatalogues);
+                        server.steps.retain(|step| !matches!(step, Step::SendCatalogues | Step::Complete));
                     }
                     None => world.excused = true,
                 }
@@ -208,15 +179,11 @@ impl Model {
             Action::Start => return self.start(world),
             Action::StoreAnew => {
                 let server = world.server_mut();
-                server.supervised = true;
+                server.has_keeper = true;
                 let segments = (0..SEGMENTS).filter(|&segment| server.kept[segment].is_some()).map(Step::Send);
-                let mut steps: VecDeque<Step> = segments.filter(|_| !self.has(Flaw::SegmentsNotStoredAnew)).collect();
-                match self.has(Flaw::CataloguesStoredFirst) {
-                    true => steps.push_front(Step::SendCatalogues),
-                    false => steps.push_back(Step::SendCatalogues),
-                }
+                let segments = segments.filter(|_| !self.has(Flaw::SegmentsNotStoredAnew));
                 // They are of now: what is put later is sent when it is put.
-                server.steps = steps;
+                server.steps = [Step::SendCatalogues].into_iter().chain(segments).chain([Step::Complete]).collect();
             }
             Action::Reconnect(client) => return self.reconnect(world, client),
             Action::TakeForeign(client, token) => {
@@ -265,11 +232,10 @@ impl Model {
             Step::Send(segment) => {
                 let kept = world.server_mut().kept[segment].clone();
                 if let Some(Kept { file, .. }) = kept {
-                    self.send(world, Datagram::Store(segment, file));
+                    self.send(world, &Message::Keep(segment, file));
                 }
             }
-            Step::Remove(segment) => self.send(world, Datagram::Remove(segment)),
-            Step::Barrier(request) => self.send(world, Datagram::Barrier(request)),
+            Step::Remove(segment) => self.send(world, &Message::Remove(segment)),
             Step::Publish(request) => self.publish(world, request),
             Step::Delete(request) => self.delete(world, request),
             Step::Drop(version) => self.drop_version(world, version),
@@ -318,27 +284,16 @@ impl Model {
                 world.logs[1 - old].generation = world.logs[old].generation + 1;
             }
             Step::Clear(log) => world.logs[log] = Default::default(),
-            Step::SendCatalogues => {
-                world.logs_stored = true;
-                if !self.has(Flaw::CataloguesStoredFirst) {
-                    world.server_mut().stored = true;
-                }
-            }
-        }
-        if self.has(Flaw::CataloguesStoredFirst) && world.logs_stored {
-            let server = world.server_mut();
-            server.stored |= server.steps.is_empty();
+            Step::SendCatalogues => world.logs_stored = true,
+            Step::Complete => world.server_mut().stored = true,
         }
         Ok(())
     }
 
-    /// Sends a message to the keeper. The supervisor has it then, whatever becomes of the server.
-    fn send(self, world: &mut World, datagram: Datagram) {
-        match self.keeper {
-            Keeper::Systemd => world.queue.push_back(datagram),
-            Keeper::Supervisor if world.server_mut().supervised => world.keep(&datagram),
-            // What is there is stored anew.
-            Keeper::Supervisor => {}
+    /// Sends a message to the keeper, which has it then, whatever becomes of the server. Without one everything is sent anew later.
+    fn send(self, world: &mut World, message: &Message) {
+        if world.server_mut().has_keeper {
+            world.keep(message);
         }
     }
 
@@ -356,10 +311,7 @@ impl Model {
                 server.waiting.push((request, taken.map(|(segment, _)| segment)));
                 let new = taken.into_iter().filter(|(_, new)| *new);
                 let send: Vec<Step> = new.map(|(segment, _)| Step::Send(segment)).collect();
-                let publish = match self.keeper {
-                    Keeper::Systemd if !self.has(Flaw::NoBarrier) => Step::Barrier(request),
-                    _ => Step::Publish(request),
-                };
+                let publish = Step::Publish(request);
                 if self.has(Flaw::CatalogueBeforeStore) {
                     self.push(world, [Step::Publish(request)].into_iter().chain(send));
                 } else if self.has(Flaw::AnswerBeforeCatalogue) {
@@ -472,11 +424,14 @@ impl Model {
     }
 
     fn start(self, world: &mut World) -> Outcome {
-        let mut server = Server { stored: true, supervised: true, ..Server::default() };
+        let mut server = Server { stored: true, has_keeper: true, ..Server::default() };
         let generation = |log: usize| world.logs[log].generation;
         let valid: Vec<usize> = (0..2).filter(|&log| world.logs_stored && generation(log) > 0).collect();
         match valid.iter().copied().max_by_key(|&log| generation(log)) {
             Some(log) => {
+                if world.excused && !self.has(Flaw::IncompleteSetTrusted) {
+                    world.lose_incomplete(log);
+                }
                 server.log = log;
                 server.content = world.logs[log].content.clone();
                 if valid.len() > 1 {
@@ -599,7 +554,30 @@ impl World {
         (0..LEASES).find(|&token| server.content.leases[token].is_none() && !held(token)).expect("a token")
     }
 
-    /// Store and server are gone: what there was is forgotten.
+    /// Keeper and server ended before the keeper had all: versions that lack segments are lost.
+    fn lose_incomplete(&mut self, log: usize) {
+        for version in 0..REQUESTS {
+            let content = &mut self.logs[log].content;
+            let stored = |segment: &Segment| self.store.iter().any(|(name, _)| name == segment);
+            if content.versions[version].as_ref().is_none_or(|version| version.segments.iter().all(stored)) {
+                continue;
+            }
+            content.versions[version] = None;
+            for lease in
+                content.leases.iter_mut().filter(|lease| lease.as_ref().is_some_and(|of| of.version == version))
+            {
+                *lease = None;
+            }
+            content.current.iter_mut().for_each(|current| *current = current.filter(|of| *of != version));
+            // It was done, and is undone.
+            self.asked_mut(version).done = true;
+            let name = self.asked(version).name;
+            self.visible[name] = self.logs[log].content.current[name];
+            self.clients.iter_mut().for_each(|client| client.leases.retain(|&(_, leased)| leased != version));
+        }
+    }
+
+    /// Keeper and server are gone: what there was is forgotten.
     fn lose_all(&mut self) {
         self.clients.iter_mut().for_each(|client| client.leases.clear());
         self.visible = [None; NAMES];

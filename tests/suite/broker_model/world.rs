@@ -1,4 +1,4 @@
-//! What there is: the store of descriptors, the catalogues, the server and its clients; and what must hold in every state.
+//! What there is: the descriptors that the keeper holds, the catalogues, the server and its clients; and what must hold in every state.
 
 use std::collections::VecDeque;
 
@@ -28,15 +28,6 @@ pub(super) type File = u8;
 
 /// The file that is a part of every put.
 pub(super) const COMMON: File = CLIENTS as File;
-
-/// How the descriptors are kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Keeper {
-    /// The supervisor of `vmmfd serve`: it reads all that was sent before it starts another server, and may be killed itself.
-    Supervisor,
-    /// systemd: what a dead process sent and was not read yet may be lost, and it is not killed.
-    Systemd,
-}
 
 /// What a client asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -108,12 +99,11 @@ pub(super) struct Log {
     pub(super) content: Content,
 }
 
-/// A message to the store.
+/// A message to the keeper.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) enum Datagram {
-    Store(Segment, File),
+pub(super) enum Message {
+    Keep(Segment, File),
     Remove(Segment),
-    Barrier(Request),
 }
 
 /// What the server does at once: it may be killed between any two of them, and not within one.
@@ -121,12 +111,10 @@ pub(super) enum Datagram {
 pub(super) enum Step {
     /// Looks at a request.
     Admit(Request),
-    /// Sends a segment to the store.
+    /// Sends a segment to the keeper.
     Send(Segment),
-    /// Has a segment removed from the store.
+    /// Has a segment removed from the keeper.
     Remove(Segment),
-    /// Sends a barrier, and goes on with others until it is answered.
-    Barrier(Request),
     /// Writes down that a version is published.
     Publish(Request),
     /// Writes down that a name is deleted.
@@ -147,8 +135,10 @@ pub(super) enum Step {
     Switch,
     /// Makes a catalogue one without a header.
     Clear(usize),
-    /// Sends the catalogues to the store.
+    /// Sends the catalogues to a new keeper.
     SendCatalogues,
+    /// Tells it that it has everything.
+    Complete,
 }
 
 /// A segment that the server has.
@@ -168,14 +158,14 @@ pub(super) struct Server {
     /// The connections that hold the leases. Those that no client took up since the start have none.
     pub(super) holders: [Option<usize>; LEASES],
     pub(super) steps: VecDeque<Step>,
-    /// Puts whose barrier is not answered, and their segments.
+    /// Puts that are not published, and their segments.
     pub(super) waiting: Vec<(Request, [Segment; 2])>,
     /// Whether leases can still be taken up.
     pub(super) grace: bool,
-    /// Whether the store has all that it should.
+    /// Whether the keeper has all that it should.
     pub(super) stored: bool,
-    /// Whether there is a supervisor that reads what is sent.
-    pub(super) supervised: bool,
+    /// Whether there is a keeper that reads what is sent.
+    pub(super) has_keeper: bool,
     /// The next token, where a flawed server counts them.
     pub(super) tokens: usize,
     /// Removals that a flawed server sends later.
@@ -205,14 +195,12 @@ pub(super) struct World {
     pub(super) requests: [Option<Asked>; REQUESTS],
     pub(super) clients: [Client; CLIENTS],
     pub(super) server: Option<Server>,
-    /// Sent to the store, and not read.
-    pub(super) queue: VecDeque<Datagram>,
     /// Which names are of which files, in order.
     pub(super) store: Vec<(Segment, File)>,
     pub(super) logs: [Log; 2],
-    /// Whether the store has the catalogues.
+    /// Whether the keeper has the catalogues.
     pub(super) logs_stored: bool,
-    /// Whether the server died while the store had not all: then nothing need be left.
+    /// Whether the server died while the keeper had not all: then versions may be lost.
     pub(super) excused: bool,
     /// What clients saw last under each name.
     pub(super) visible: [Option<Request>; NAMES],
@@ -234,7 +222,7 @@ pub(super) fn uid(client: usize) -> u8 {
 
 impl World {
     pub(super) fn new(requests: u8, crashes: u8, compactions: u8, deaths: u8) -> Self {
-        let server = Server { stored: true, supervised: true, ..Server::default() };
+        let server = Server { stored: true, has_keeper: true, ..Server::default() };
         let mut logs = [Log::default(), Log::default()];
         logs[0].generation = 1;
         let clients = std::array::from_fn(|_| Client { connected: true, ..Client::default() });
@@ -242,7 +230,6 @@ impl World {
             requests: Default::default(),
             clients,
             server: Some(server),
-            queue: VecDeque::new(),
             store: Vec::new(),
             logs,
             logs_stored: true,
@@ -271,17 +258,12 @@ impl World {
     }
 
     /// What the keeper does with a message.
-    pub(super) fn keep(&mut self, datagram: &Datagram) {
-        match *datagram {
-            // An open file that is there already is dropped, name and all.
-            Datagram::Store(segment, file) => {
-                if !self.store.iter().any(|&(_, known)| known == file) {
-                    self.store.push((segment, file));
-                    self.store.sort_unstable();
-                }
-            }
-            Datagram::Remove(segment) => self.store.retain(|&(name, _)| name != segment),
-            Datagram::Barrier(_) => {}
+    pub(super) fn keep(&mut self, message: &Message) {
+        let (Message::Keep(segment, _) | Message::Remove(segment)) = *message;
+        self.store.retain(|&(name, _)| name != segment);
+        if let Message::Keep(segment, file) = *message {
+            self.store.push((segment, file));
+            self.store.sort_unstable();
         }
     }
 
@@ -393,7 +375,7 @@ impl World {
 
     /// Nothing is kept that no version has.
     fn leaks(&self, server: &Server) -> Result<(), String> {
-        if !self.queue.is_empty() || !server.waiting.is_empty() || !server.stored || !server.late.is_empty() {
+        if !server.waiting.is_empty() || !server.stored || !server.late.is_empty() {
             return Ok(());
         }
         let references = server.content.references();
@@ -431,8 +413,7 @@ impl World {
             let known = leased
                 || versioned(&server.content)
                 || self.logs.iter().any(|log| versioned(&log.content))
-                || self.visible.contains(&Some(request))
-                || !self.queue.is_empty();
+                || self.visible.contains(&Some(request));
             if !known {
                 self.requests[request] = None;
             }

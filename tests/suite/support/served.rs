@@ -1,4 +1,4 @@
-//! `vmmfd serve` with what keeps its descriptors, to be killed: under its own supervisor, or under the stand-in for systemd.
+//! `vmmfd serve` with its keeper, to be killed: one that it starts, or `vmmfd keeper` as a service of its own.
 
 use std::{
     ffi::OsString,
@@ -16,21 +16,19 @@ use nix::{
 use tempfile::TempDir;
 use vmmfd::wire::broker::Message;
 
-use super::{
-    Kind, Subject,
-    manager::{Manager, Unit},
-    stepper::children,
-};
+use super::{Kind, Subject, manager::Manager, stepper::children};
 use crate::{broker_process::Raw, running::binary};
 
 /// After how long a wait fails its test.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Who keeps the descriptors.
+/// Which process holds the descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keeper {
+    /// The one that plain `vmmfd serve` is.
     Supervisor,
-    Systemd,
+    /// `vmmfd keeper`: a stand-in for an init restarts it and the server.
+    Apart,
 }
 
 /// A broker that may die.
@@ -41,16 +39,18 @@ pub(crate) struct Served {
     log_folder: TempDir,
     command: Vec<OsString>,
     supervisor: Option<Child>,
+    /// Of the server, and of the keeper.
     pub(crate) manager: Option<Manager>,
+    pub(crate) keeper: Option<Manager>,
 }
 
 impl Served {
     pub(crate) fn start(keeper: Keeper, subject: &Subject) -> Self {
-        Self::with(keeper, subject, &binary("vmmfd"), 4096, &[])
+        Self::with(keeper, subject, &binary("vmmfd"), &[])
     }
 
-    /// The same, of another program, with so much room in systemd's store and these options.
-    pub(crate) fn with(keeper: Keeper, subject: &Subject, program: &Path, store_max: usize, options: &[&str]) -> Self {
+    /// The same, of another program and with these options.
+    pub(crate) fn with(keeper: Keeper, subject: &Subject, program: &Path, options: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("broker.sock");
         let mut command: Vec<OsString> = vec![program.into(), "serve".into(), "--socket".into(), path.clone().into()];
@@ -59,32 +59,46 @@ impl Served {
             command.push("--emulated".into());
         }
         let log_folder = tempfile::tempdir().unwrap();
-        let mut served = Self { path, folder, log_folder, command: command.clone(), supervisor: None, manager: None };
+        let mut served =
+            Self { path, folder, log_folder, command: command.clone(), supervisor: None, manager: None, keeper: None };
         match keeper {
             Keeper::Supervisor => served.start_again(),
-            Keeper::Systemd => {
-                let environment = Vec::new();
-                // Before it begins it stops, if a test asks for it.
-                let stop = format!("[ ! -e {} ] || kill -STOP $$; exec \"$0\" \"$@\"", served.stop_flag().display());
-                let shell = ["/bin/sh".into(), "-c".into(), stop.into()];
-                let command = shell.into_iter().chain(command).collect();
-                served.manager = Some(Manager::start(Unit { command, environment, store_max, restart: true }));
+            Keeper::Apart => {
+                let keeper = ["keeper".into(), "--socket".into(), served.keeper_path().into()];
+                let keeper = [OsString::from(program)].into_iter().chain(keeper).collect();
+                served.keeper = Some(Manager::start(stoppable(keeper, &served.keeper_stop_flag()), served.open_log()));
+                command.extend(["--keeper".into(), served.keeper_path().into()]);
+                served.manager = Some(Manager::start(stoppable(command, &served.stop_flag()), served.open_log()));
             }
         }
         served.greeted();
         served
     }
 
-    /// While this file is there, a server under systemd stops before it executes its program.
+    /// Where a keeper apart listens.
+    pub(crate) fn keeper_path(&self) -> PathBuf {
+        self.log_folder.path().join("keeper").join("keeper.sock")
+    }
+
+    fn open_log(&self) -> fs::File {
+        fs::OpenOptions::new().create(true).append(true).open(self.log_folder.path().join("log")).unwrap()
+    }
+
+    /// While this file is there, a server of the init stops before it executes its program.
     pub(crate) fn stop_flag(&self) -> PathBuf {
         self.folder.path().join("stop")
+    }
+
+    /// The same for a keeper of the init.
+    pub(crate) fn keeper_stop_flag(&self) -> PathBuf {
+        self.folder.path().join("stop-keeper")
     }
 
     /// Starts a supervisor, where there is none.
     pub(crate) fn start_again(&mut self) {
         let mut child = Command::new(&self.command[0]);
         child.args(&self.command[1..]).stdin(Stdio::null()).stdout(Stdio::null());
-        for name in ["NOTIFY_SOCKET", "FDSTORE", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"] {
+        for name in ["NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"] {
             child.env_remove(name);
         }
         child.stderr(fs::File::create(self.log_folder.path().join("log")).unwrap());
@@ -125,6 +139,9 @@ impl Served {
     /// The supervisor that lives now.
     #[track_caller]
     pub(crate) fn supervisor(&self) -> Pid {
+        if let Some(keeper) = &self.keeper {
+            return keeper.main(1);
+        }
         let first = self.supervisor.as_ref().map(|child| Pid::from_raw(child.id().cast_signed())).unwrap();
         if is_alive(first) {
             return first;
@@ -209,11 +226,7 @@ impl Served {
 
     /// How many descriptors of memory the server and its keeper have: each as many as the other.
     pub(crate) fn kept(&self, server: Pid) -> (usize, usize) {
-        let keeper = match &self.manager {
-            Some(manager) => manager.names().iter().filter(|name| *name != "SOCK").count(),
-            None => stored(self.supervisor()),
-        };
-        (stored(server), keeper)
+        (stored(server), stored(self.supervisor()))
     }
 
     /// What the server has resident, in KiB.
@@ -227,7 +240,7 @@ impl Served {
 impl Drop for Served {
     /// Ends all of them: those that have this broker's socket on their command lines.
     fn drop(&mut self) {
-        self.manager = None;
+        (self.manager, self.keeper) = (None, None);
         if thread::panicking() {
             eprintln!("{}", self.log());
         }
@@ -246,6 +259,12 @@ impl Drop for Served {
             thread::sleep(Duration::from_millis(1));
         }
     }
+}
+
+/// A command that stops before it executes its program, while a file is there.
+fn stoppable(command: Vec<OsString>, flag: &Path) -> Vec<OsString> {
+    let stop = format!("[ ! -e {} ] || kill -STOP $$; exec \"$0\" \"$@\"", flag.display());
+    ["/bin/sh".into(), "-c".into(), stop.into()].into_iter().chain(command).collect()
 }
 
 /// The processes that have this path on their command lines.

@@ -15,7 +15,7 @@ use crate::{
             self, Catalogue, CatalogueError, Record, Records, Unreadable,
             record::{Answered, Deleted, Seen, Version},
         },
-        store::{Keeper, Mark, Name, Store},
+        keeper::{Keeper, Mark, Name, Store},
     },
     error::{Error, Result},
     wire::broker::{Event, EventKind, Token},
@@ -37,11 +37,11 @@ const DELETED: usize = 1024;
 #[derive(Debug)]
 pub(in crate::broker::server) struct Journal {
     log: Catalogue,
-    /// Which of its two names the log has in the store.
+    /// Which of its two names the log has in the keeper.
     second: bool,
     /// The memfd of the other name: the next log.
     spare: Option<OwnedFd>,
-    /// Where in what is sent to the store the spare was.
+    /// The point behind the spare in what the keeper is sent.
     spare_mark: Mark,
     instance: String,
     starts: u64,
@@ -54,7 +54,7 @@ pub(in crate::broker::server) struct Journal {
 }
 
 impl Journal {
-    /// A new log, which is kept in the store.
+    /// A new log, which is kept by the keeper.
     pub(super) fn create(store: &mut Store) -> Result<Self> {
         let instance = Builder::from_random_bytes(random()).into_uuid().to_string();
         let records = [Record::Begin { instance: instance.clone(), starts: 1 }, Record::Whole { seq: 0 }];
@@ -143,7 +143,7 @@ impl Journal {
         self.log.append_behind(records);
     }
 
-    /// Begins the life of another server with this log, which is in the store with its spare, if that has one.
+    /// Begins the life of another server with this log, which the keeper has, with its spare if there is one.
     pub(super) fn start(&mut self, store: &mut Store) -> Result<()> {
         match self.log.append(&Record::Started) {
             // Nothing can be put until the limit is raised, and what there is can be got.
@@ -171,7 +171,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Makes the next spare before it is needed, if it is to be in a store by then.
+    /// Makes the next spare before it is needed, if the keeper must have it by then.
     fn renew_spare(&mut self, store: &mut Store) -> io::Result<()> {
         self.spare = None;
         if store.keeper() == Keeper::None {
@@ -228,7 +228,7 @@ impl Journal {
         self.answered.iter().find(|answered| answered.request == request)
     }
 
-    /// Whether the log should be written anew, and can be: what it is written into must be in the store when it counts.
+    /// Whether the log should be written anew, and can be: the keeper must have the next log before that counts.
     pub(super) fn should_compact(&self, store: &Store) -> bool {
         self.log.should_compact() && store.has_kept(self.spare_mark)
     }
@@ -236,11 +236,6 @@ impl Journal {
     /// Puts the next time off that the log is written anew.
     pub(super) fn postpone(&mut self) {
         self.log.postpone();
-    }
-
-    /// Where in what is sent to the store the spare was, if it is not known to be there yet and is needed soon.
-    pub(super) fn waits_for(&self, store: &Store) -> Option<Mark> {
-        (self.log.should_compact() && !store.has_kept(self.spare_mark)).then_some(self.spare_mark)
     }
 
     /// Writes the log anew: what it was before is history. Returns what is to be closed.
@@ -270,7 +265,7 @@ impl Journal {
         let whole = Record::Whole { seq: self.last };
         let records = std::iter::once(begin).chain(seen).chain(answered).chain(deleted).chain(state).chain([whole]);
         let old = self.log.compact(spare, records)?;
-        // The new log is in the store already. From here on it is the one; the old one goes, and its name is the next spare's.
+        // The keeper has the new log already. From here on it is valid; the old one goes, and its name is the next spare's.
         store.remove(Name::Catalogue(self.second));
         self.second = !self.second;
         if let Err(error) = self.renew_spare(store) {

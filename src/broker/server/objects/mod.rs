@@ -1,4 +1,4 @@
-//! Names, versions and leases: what the broker holds, the catalogue of it, and the store that keeps it for the next server. No
+//! Names, versions and leases: what the broker holds, the catalogue of it, and what the keeper is told. No
 //! sockets of clients, no waiting.
 //!
 //! | File | What it does |
@@ -27,7 +27,7 @@ use std::{
     time::{Instant, SystemTime},
 };
 
-use self::{journal::event, leases::Departed, readers::Readers, usage::Users};
+use self::{journal::event, leases::Departed, readers::Readers, remove::segments_of, usage::Users};
 pub(super) use self::{
     journal::{Journal, unusable},
     leases::TakenUp,
@@ -42,7 +42,7 @@ use crate::{
             CatalogueError, Record, SegmentId,
             record::{self, Seen},
         },
-        store::{Flushed, Mark, Store},
+        keeper::{Flushed, Store},
     },
     error::{BrokerError, RefusalCode},
     wire::broker::{EventKind, Lifetime, Owner, Token},
@@ -230,17 +230,37 @@ impl Objects {
         &mut self.store
     }
 
-    /// Tells the store what it was not told yet, and asks for a confirmation of what is before `mark`.
-    pub(super) fn flush_store(&mut self, mark: Option<Mark>) -> Flushed {
-        let mark = mark.max(self.journal.waits_for(&self.store));
+    /// Tells the keeper what it was not told yet.
+    pub(super) fn flush_store(&mut self) -> Flushed {
         let segments = &self.segments;
-        self.store.flush(|id| segments.get(id), mark)
+        self.store.flush(|id| segments.find(id))
     }
 
-    /// Has everything kept anew, by a store that has nothing yet.
-    pub(super) fn keep_anew(&mut self) -> crate::error::Result<()> {
-        self.segments.ids().for_each(|id| self.store.keep(id));
+    /// Has the catalogue kept anew, by a keeper that has nothing yet. It comes first: with it, an incomplete set shows what is lost.
+    pub(super) fn keep_catalogue(&mut self) -> crate::error::Result<()> {
         self.journal.keep(&mut self.store)
+    }
+
+    /// Has all segments kept anew.
+    pub(super) fn keep_segments(&mut self) {
+        self.segments.ids().for_each(|id| self.store.keep(id));
+    }
+
+    /// Reports each version that the keeper does not have whole.
+    pub(super) fn report_unkept(&self) {
+        let unsent = self.store.unsent();
+        let mut versions: Vec<&record::Version> = self.versions.values().map(|version| &version.record).collect();
+        versions.sort_by(|some, other| (&some.name, some.version).cmp(&(&other.name, other.version)));
+        for record in versions {
+            let lacks = unsent.as_ref().is_none_or(|unsent| segments_of(record).any(|id| unsent.contains(&id)));
+            if lacks {
+                tracing::error!(
+                    name = record.name,
+                    version = record.version,
+                    "a version is lost: the keeper has not all of its memory"
+                );
+            }
+        }
     }
 
     /// The descriptor of a segment that a lease is of.

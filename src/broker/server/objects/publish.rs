@@ -11,11 +11,11 @@ use crate::{
             Record, SegmentId,
             record::{self, Table},
         },
+        keeper::Mark,
         server::{
             caller::{Caller, Right},
             segments::NotKept,
         },
-        store::Mark,
     },
     driver::Backend,
     error::{BrokerError, RefusalCode},
@@ -77,7 +77,7 @@ pub(in crate::broker::server) struct Terms {
     pub(in crate::broker::server) restore: Option<Restore>,
 }
 
-/// A version whose descriptors are on their way into the store.
+/// A version whose descriptors are on their way to the keeper.
 #[derive(Debug)]
 pub(in crate::broker::server) struct Staged {
     /// Its maker.
@@ -85,7 +85,7 @@ pub(in crate::broker::server) struct Staged {
     metadata: Option<Table>,
     parts: Vec<record::Part>,
     kept: Vec<SegmentId>,
-    /// Once the store has kept everything up to here, it can be published.
+    /// Once the keeper has everything up to here, it can be published.
     pub(in crate::broker::server) mark: Mark,
 }
 
@@ -185,7 +185,7 @@ impl Objects {
         self.users.check_objects(name.owner.uid, 0, kept.saturating_sub(name.kept))
     }
 
-    /// Puts the descriptors of a put into the store, before it is published. On failure nothing of it is kept.
+    /// Has the descriptors of a put kept, before it is published. On failure nothing of it is kept.
     pub(in crate::broker::server) fn stage(
         &mut self,
         metadata: Option<NewTable>,
@@ -193,7 +193,7 @@ impl Objects {
     ) -> Result<Staged, BrokerError> {
         let uid = parts.first().map_or(0, |part| part.maker.uid);
         let descriptors = 1 + parts.iter().map(|part| part.segments.len() + 1).sum::<usize>();
-        if let Err(refusal) = self.store.require_room(descriptors, self.segments.longest_name(descriptors)) {
+        if let Err(refusal) = self.store.require_room(descriptors) {
             self.discard(metadata, parts);
             return Err(refusal);
         }
@@ -394,7 +394,7 @@ impl Objects {
         self.check_kept(existing, keep)
     }
 
-    /// Puts the descriptors of parts into the store. What was kept so far is in `kept`, also after a failure.
+    /// Has the descriptors of parts kept. What was kept so far is in `kept`, also after a failure.
     fn keep(
         &mut self,
         uid: u32,

@@ -14,8 +14,8 @@ use crate::{
             Record, SegmentId,
             record::{self, Answered, Deleted, Table},
         },
+        keeper::Name as Stored,
         server::caller::Caller,
-        store::Name as Stored,
     },
     error::{BrokerError, RefusalCode},
     wire::broker::{Published, Token},
@@ -138,7 +138,7 @@ impl Objects {
         Some(version)
     }
 
-    /// Takes one of a user's references to a segment away. With the last one its descriptor goes, from the store too.
+    /// Takes one of a user's references to a segment away. With the last one its descriptor goes, from the keeper too.
     pub(super) fn release(&mut self, uid: u32, id: SegmentId) {
         self.users.remove_segment(uid, id);
         if let Some(fd) = self.segments.release(id) {

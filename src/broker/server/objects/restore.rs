@@ -1,4 +1,4 @@
-//! What a server before this one left: read from its catalogue, and joined with the descriptors that the store kept.
+//! What a server before this one left: read from its catalogue, and joined with the descriptors that the keeper held.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -14,14 +14,14 @@ use super::{
 use crate::{
     broker::{
         catalogue::{Record, Records, SegmentId},
+        keeper::{Name, Store},
         server::{ConnectionId, Quota},
-        store::{Name, Store},
     },
     error::Result,
 };
 
 impl Objects {
-    /// What the store kept of a server before this one, or nothing yet.
+    /// What the keeper held of a server before this one, or nothing yet.
     ///
     /// # Errors
     /// If the catalogue was written by a newer build, or can't be used.
@@ -33,10 +33,10 @@ impl Objects {
     ) -> Result<Self> {
         let catalogue_names = [false, true].into_iter().zip(&catalogues).filter(|(_, fd)| fd.is_some());
         let catalogue_names: Vec<Name> = catalogue_names.map(|(second, _)| Name::Catalogue(second)).collect();
-        store.count(segments.keys().map(|id| Name::Segment(*id)));
+        store.count(catalogue_names.len());
+        store.count(segments.len());
         let Some((journal, records)) = Journal::open(catalogues)? else {
             // Without a catalogue none of it has a name.
-            store.count(catalogue_names.iter().copied());
             catalogue_names
                 .into_iter()
                 .chain(segments.keys().map(|id| Name::Segment(*id)))
@@ -46,7 +46,6 @@ impl Objects {
             objects.garbage.extend(segments.into_values());
             return Ok(objects);
         };
-        store.count(catalogue_names);
         let mut objects = Self::empty(quota, journal, store);
         objects.replay(records)?;
         objects.join(segments);
@@ -85,7 +84,7 @@ impl Objects {
                         && let Some(of) = self.names.get_mut(version.record.name.as_str())
                     {
                         of.forget(version.record.version, key);
-                        // The store had lost it.
+                        // The keeper had not all of it.
                         if of.versions.is_empty() {
                             self.forget_name(&version.record.name);
                         }
@@ -146,7 +145,7 @@ impl Objects {
         self.segments.collect_free();
     }
 
-    /// Takes a version away of which the store lost descriptors.
+    /// Takes a version away of which the keeper had not all descriptors.
     fn lose(&mut self, key: u64) {
         self.lost += 1;
         self.forget_leases_of(key);
@@ -155,11 +154,7 @@ impl Objects {
         }
         let Some(version) = self.forget_version(key) else { return };
         let (name, number) = (version.record.name, version.record.version);
-        tracing::error!(
-            name,
-            version = number,
-            "a version is lost: the store of descriptors has not all of its memory"
-        );
+        tracing::error!(name, version = number, "a version is lost: the keeper had not all of its memory");
         if let Some(of) = self.names.get_mut(name.as_str()).filter(|_| version.named) {
             of.forget(number, key);
             if of.versions.is_empty() {
@@ -169,7 +164,7 @@ impl Objects {
         }
     }
 
-    /// Forgets the leases of a version that the store lost.
+    /// Forgets the leases of a version that is lost.
     fn forget_leases_of(&mut self, key: u64) {
         if self.versions.get(&key).is_none_or(|version| version.leases == 0) {
             return;

@@ -15,7 +15,7 @@ use std::path::Path;
 use self::{
     client::ClientRequest,
     maker::{ARRAYS, SEGMENTS},
-    server::{Broker, Supervised},
+    server::{Broker, Kept},
 };
 pub(super) use self::{
     client::{ClientResponse, serve_client},
@@ -113,9 +113,9 @@ fn compare(run: &mut BenchRun<'_>, folder: &Path) -> Result<(bool, Capacity)> {
     if fits(run, "arrays and put", small + SEGMENTS * unit, capacity) {
         arrays(run, &producer, small)?;
         puts(run, &producer, small, "")?;
-        let supervised = Supervised::start(folder.join("supervised.sock"), emulated)?;
-        ask_done(&producer, &Request::Connect { socket: supervised.socket.clone() })?;
-        puts(run, &producer, small, ", under the supervisor")?;
+        let kept = Kept::start(folder.join("kept.sock"), emulated)?;
+        ask_done(&producer, &Request::Connect { socket: kept.socket.clone() })?;
+        puts(run, &producer, small, ", under a keeper")?;
         ask_done(&producer, &Request::Connect { socket: broker.socket.clone() })?;
     }
     let default = match run.plan.backend {

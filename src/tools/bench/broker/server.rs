@@ -50,23 +50,23 @@ pub(super) struct Broker {
     pub(super) socket: PathBuf,
 }
 
-/// `vmmfd serve` as users run it: a server under its supervisor. Dropping it ends both.
-pub(super) struct Supervised {
-    supervisor: Child,
+/// `vmmfd serve` as users run it: a server under its keeper. Dropping it ends both.
+pub(super) struct Kept {
+    keeper: Child,
     pub(super) socket: PathBuf,
 }
 
-impl Supervised {
+impl Kept {
     /// Starts it, and waits until it listens.
     pub(super) fn start(socket: PathBuf, emulated: bool) -> Result<Self> {
         let failed = |error| Error::system("start vmmfd serve", error);
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.args(["serve", "--socket"]).arg(&socket).args(emulated.then_some("--emulated"));
-        let mut supervisor = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+        let mut keeper = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
         let mut line = String::new();
         // It ends with the process, which has a deadline of its own for what it waits for.
-        let read = supervisor.stdout.take().map(|stdout| BufReader::new(stdout).read_line(&mut line));
-        let started = Self { supervisor, socket };
+        let read = keeper.stdout.take().map(|stdout| BufReader::new(stdout).read_line(&mut line));
+        let started = Self { keeper, socket };
         match read {
             Some(Ok(1..)) => Ok(started),
             _ => Err(failed(std::io::ErrorKind::UnexpectedEof.into())),
@@ -74,11 +74,11 @@ impl Supervised {
     }
 }
 
-impl Drop for Supervised {
+impl Drop for Kept {
     fn drop(&mut self) {
-        let pid = Pid::from_raw(self.supervisor.id().cast_signed());
-        if kill(pid, Signal::SIGTERM).is_err() || self.supervisor.wait().is_err() {
-            tracing::warn!(%pid, "the broker's supervisor can't be ended");
+        let pid = Pid::from_raw(self.keeper.id().cast_signed());
+        if kill(pid, Signal::SIGTERM).is_err() || self.keeper.wait().is_err() {
+            tracing::warn!(%pid, "the broker's keeper can't be ended");
         }
     }
 }

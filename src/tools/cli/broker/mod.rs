@@ -2,6 +2,7 @@
 
 mod exporter;
 mod get;
+mod keeper;
 mod ls;
 mod put;
 mod rm;
@@ -18,8 +19,8 @@ use clap::Args;
 use serde::Serialize;
 
 pub(super) use self::{
-    exporter::ExporterOptions, get::GetOptions, ls::LsOptions, put::PutOptions, rm::RmOptions, serve::ServeOptions,
-    stat::StatOptions, watch::WatchOptions, who::WhoOptions,
+    exporter::ExporterOptions, get::GetOptions, keeper::KeeperOptions, ls::LsOptions, put::PutOptions, rm::RmOptions,
+    serve::ServeOptions, stat::StatOptions, watch::WatchOptions, who::WhoOptions,
 };
 use super::{
     Output,

@@ -21,8 +21,9 @@ use super::{
 };
 use crate::{
     broker::{
-        Kept, Server, ServerConfig,
-        supervisor::{self, Role, Supervisor},
+        Server, ServerConfig,
+        keeper::{self, KeeperProcess, Kept, Role},
+        notify::notify,
     },
     channel::{Cancel, broker_socket_path},
     error::Error,
@@ -33,7 +34,7 @@ use crate::{
             exit::exit_codes,
             options::{parse_timeout, parse_uid},
             output::{Progress, complain, json_line},
-            run::{fail, raise_file_limit, run_tool},
+            run::{GRACE, fail, raise_file_limit, run_tool},
         },
         stamp,
         units::bytes,
@@ -46,10 +47,10 @@ use crate::{
 /// It needs no GPU and loads no driver: it keeps the descriptors of memory that clients put, and hands them out. What it keeps lives
 /// until it is deleted, or until the broker ends. It runs until SIGTERM or SIGINT, and then exits with 0.
 ///
-/// Two processes do it: the server, and a supervisor that keeps the server's descriptors too and starts another server if one is
-/// killed. Nothing is lost then, and clients connect again. If the supervisor is killed, the server starts another. SIGHUP to the
-/// supervisor upgrades: it goes on with the program that is at its path then. Under systemd, with FileDescriptorStoreMax, systemd does
-/// the supervisor's work.
+/// Two processes do it: the server, and a keeper that holds the server's descriptors too and starts another server if one is killed.
+/// Nothing is lost then, and clients connect again. If the keeper is killed, the server starts another. SIGHUP to the keeper upgrades:
+/// it goes on with the program that is at its path then. With --keeper an init restarts both: this process is the server alone, and
+/// `vmmfd keeper` another service. If both die at once, the memory is freed.
 ///
 /// Once it accepts connections it prints one line, `broker    listening  PATH ...`, on stdout, or with --json on stderr: wait for that
 /// line.
@@ -80,9 +81,13 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
 
-    /// Run without a supervisor: what the server holds is lost when it is killed
-    #[arg(long, help_heading = "Meeting")]
-    no_supervisor: bool,
+    /// Unix socket of a running `vmmfd keeper`, which holds what this server has when it is stopped or killed
+    #[arg(long, value_name = "PATH", conflicts_with = "no_keeper", help_heading = "Meeting")]
+    keeper: Option<PathBuf>,
+
+    /// Run without a keeper: what the server holds is lost when it is killed
+    #[arg(long, alias = "no-supervisor", help_heading = "Meeting")]
+    no_keeper: bool,
 
     /// Hold /dev/nvidia0 and so on open, so that the driver keeps the devices' memory also where persistence is off
     #[arg(long, help_heading = "Meeting")]
@@ -92,13 +97,16 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, hide = true, help_heading = "Meeting")]
     emulated: bool,
 
-    /// What SIGHUP requests of a server under a supervisor.
+    /// What SIGHUP requests of a server that its keeper starts again.
     #[arg(skip)]
     restart: Option<Cancel>,
 
     #[command(flatten)]
     output: Output,
 }
+
+/// How long a server may take at its end, which waits for 10 s for a keeper that has everything, and for closes.
+const END: Duration = Duration::from_secs(13);
 
 /// What the catalogue may need: some hundred bytes for each version, and as much again while it is written anew.
 const CATALOGUE: u64 = 1 << 30;
@@ -140,7 +148,7 @@ struct ServeReport {
 }
 
 impl ServeOptions {
-    /// Runs what this process is to be: the supervisor, or the server.
+    /// Runs what this process is to be: the keeper, or the server.
     pub(in super::super) fn start(self) -> ExitCode {
         // A reader that has stopped must not stop the broker.
         if let Err(error) = sys::never_block_on_stderr() {
@@ -167,15 +175,15 @@ impl ServeOptions {
                 Ok(restart) => run_tool(Self { restart: Some(restart), ..self }),
                 Err(error) => fail::<Self>(&error, self.output.json),
             },
-            Role::First if self.no_supervisor || Kept::is_by_systemd() => run_tool(self),
+            Role::First if self.no_keeper || self.keeper.is_some() => run_tool(self),
             _ => {
                 self.output.start_log();
                 let done = match role {
-                    Role::Check => supervisor::check().map(|()| 0),
+                    Role::Check => keeper::check().map(|()| 0),
                     _ => self.check_limits(role != Role::First).and_then(|()| self.path(role)).and_then(|path| {
                         // What it keeps has a descriptor each.
                         raise_file_limit();
-                        Supervisor::new(&path, role)?.run()
+                        KeeperProcess::of_service(&path, role)?.run()
                     }),
                 };
                 match done {
@@ -209,12 +217,12 @@ impl ServeOptions {
         }
     }
 
-    /// The store that is to keep what the server has.
-    fn kept(&self) -> crate::Result<Option<Kept>> {
-        match Role::from_environment() {
-            Role::Server => Kept::by_supervisor().map(Some),
-            _ if self.no_supervisor => Ok(None),
-            _ => Kept::by_systemd(),
+    /// What the keeper holds of a server before this one.
+    fn kept(&self, cancel: &Cancel) -> crate::Result<Option<Kept>> {
+        match &self.keeper {
+            _ if Role::from_environment() == Role::Server => Kept::of_parent(cancel).map(Some),
+            Some(path) => Kept::at(path, cancel).map(Some),
+            None => Ok(None),
         }
     }
 
@@ -245,6 +253,11 @@ impl Tool for ServeOptions {
         self.restart.as_ref()
     }
 
+    fn grace(&self) -> Duration {
+        // Under a keeper of its own it waits until that has everything.
+        if self.keeper.is_some() { GRACE + END } else { GRACE }
+    }
+
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let path = self.path(Role::from_environment())?;
         let config = ServerConfig {
@@ -255,17 +268,18 @@ impl Tool for ServeOptions {
             emulated: self.emulated,
             timeout: self.timeout,
         };
-        let kept = self.kept()?;
+        // What it takes over has a descriptor each.
+        raise_file_limit();
+        let kept = self.kept(cancel)?;
         let goes_on = Role::from_environment() == Role::Server || kept.as_ref().is_some_and(Kept::has_objects);
         self.check_limits(goes_on)?;
         let server = match kept {
             Some(kept) => Server::resume(&path, config, kept, cancel, self.restart.clone())?,
-            None => {
-                let server = Server::bind(&path, config, cancel)?;
-                Supervisor::tell_systemd("READY=1");
-                server
-            }
+            None => Server::bind(&path, config, cancel)?,
         };
+        if Role::from_environment() == Role::First {
+            notify("READY=1");
+        }
         if server.is_restarted() {
             tracing::info!(path = %server.path().display(), "serves again");
         } else {

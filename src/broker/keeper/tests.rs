@@ -1,0 +1,252 @@
+use std::{
+    fs::File,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use super::{
+    link::pair,
+    message::{Arrival, Message, receive, send},
+    *,
+};
+use crate::{broker::catalogue::SegmentId, error::RefusalCode};
+
+/// A store, and the keeper's end of its connection.
+struct Ends {
+    store: Store,
+    keeper: OwnedFd,
+    file: File,
+}
+
+impl Ends {
+    fn new(allowed: usize) -> Self {
+        let (ours, keeper) = pair().unwrap();
+        Self { store: Store::over(Some(ours), allowed), keeper, file: File::open("/dev/null").unwrap() }
+    }
+
+    fn flush(&mut self) -> Flushed {
+        self.store.flush(|_| Some(self.file.as_fd()))
+    }
+
+    fn next(&self) -> Option<Message> {
+        match receive(&self.keeper).unwrap() {
+            Arrival::Message(message, fds) => {
+                if let Message::Keep(names) = &message {
+                    assert_eq!(names.len(), fds.len());
+                }
+                Some(message)
+            }
+            _ => None,
+        }
+    }
+
+    fn all(&self) -> Vec<Message> {
+        std::iter::from_fn(|| self.next()).collect()
+    }
+
+    fn answer(&mut self, message: &Message) {
+        send(&self.keeper, message, &[]).unwrap();
+        self.store.read();
+    }
+}
+
+fn id(index: usize) -> SegmentId {
+    SegmentId::at(index).unwrap()
+}
+
+fn keep(names: &[&str]) -> Message {
+    Message::Keep(names.iter().map(|name| (*name).to_owned()).collect())
+}
+
+fn remove(names: &[&str]) -> Message {
+    Message::Remove(names.iter().map(|name| (*name).to_owned()).collect())
+}
+
+#[test]
+fn messages_arrive_as_they_were_sent() {
+    let (ours, theirs) = pair().unwrap();
+    let file = File::open("/dev/null").unwrap();
+    let messages = [
+        Message::Hello { version: 7, resends: true },
+        Message::Welcome { version: 8, allowed: 1 << 40 },
+        Message::Refused("why".to_owned()),
+        keep(&["1z", ".CAT0"]),
+        remove(&["a"]),
+        Message::Complete(true),
+        Message::Complete(false),
+        Message::Received(9),
+        Message::Sync(10),
+        Message::Synced(11),
+        Message::Serving,
+        Message::Stopping("2 objects".to_owned()),
+        Message::Reload,
+    ];
+    for message in messages {
+        let fds: Vec<BorrowedFd<'_>> = match &message {
+            Message::Keep(names) => names.iter().map(|_| file.as_fd()).collect(),
+            _ => Vec::new(),
+        };
+        send(&ours, &message, &fds).unwrap();
+        match receive(&theirs).unwrap() {
+            Arrival::Message(received, came) => assert_eq!((&received, came.len()), (&message, fds.len())),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(matches!(receive(&theirs).unwrap(), Arrival::Nothing));
+    drop(ours);
+    assert!(matches!(receive(&theirs).unwrap(), Arrival::End));
+}
+
+#[test]
+fn malformed_records_are_errors() {
+    let (ours, theirs) = pair().unwrap();
+    let long = [&[b'K', 33][..], &[b'a'; 33]].concat();
+    for record in [&b"?"[..], b"H", b"K\x05ab", b"R\x00", b"R\x01:", b"K\x01a", b"Y1", &long] {
+        rustix::net::send(&ours, record, rustix::net::SendFlags::empty()).unwrap();
+        assert_eq!(receive(&theirs).unwrap_err().kind(), std::io::ErrorKind::InvalidData, "{record:?}");
+    }
+}
+
+#[test]
+fn descriptors_go_together_in_windows() {
+    let mut ends = Ends::new(10_000);
+    (0..2000).for_each(|index| ends.store.keep(id(index)));
+    let mark = ends.store.mark();
+    let (mut names, mut records, mut full) = (Vec::new(), 0, 0);
+    while ends.flush() == Flushed::Full {
+        assert!(!ends.store.has_kept(mark));
+        full += 1;
+        let came: Vec<String> = ends
+            .all()
+            .into_iter()
+            .flat_map(|message| match message {
+                Message::Keep(names) => names,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        // The keeper has not reported them: nothing more comes.
+        assert!(came.len() <= WINDOW && ends.flush() == Flushed::Full && ends.next().is_none());
+        ends.answer(&Message::Received(came.len() as u64));
+        names.extend(came);
+        records += 1;
+    }
+    names.extend(ends.all().into_iter().flat_map(|message| match message {
+        Message::Keep(names) => names,
+        other => panic!("{other:?}"),
+    }));
+    assert!(ends.store.has_kept(mark) && full >= 3, "{full} windows");
+    assert!(records < 20, "{records}");
+    assert_eq!(names, (0..2000).map(|index| id(index).name()).collect::<Vec<_>>());
+}
+
+#[test]
+fn order_stays_and_vanished_segments_are_not_sent() {
+    let mut ends = Ends::new(100);
+    ends.store.keep(id(1));
+    ends.flush();
+    ends.store.keep(id(2));
+    ends.store.keep(id(3));
+    [1, 2].into_iter().for_each(|index| ends.store.remove(Name::Segment(id(index))));
+    // The number is given again at once.
+    ends.store.keep(id(2));
+    let mark = ends.store.mark();
+    let file = File::open("/dev/null").unwrap();
+    // By now another segment has the number 2, and none the number 3.
+    assert_eq!(ends.store.flush(|of| (of != id(3)).then(|| file.as_fd())), Flushed::All);
+    assert_eq!(ends.all(), [keep(&["1"]), keep(&["2"]), remove(&["1", "2"]), keep(&["2"])]);
+    assert!(ends.store.has_kept(mark));
+}
+
+#[test]
+fn only_a_synced_mark_is_confirmed() {
+    let mut ends = Ends::new(100);
+    ends.store.keep(id(1));
+    let mark = ends.store.sync();
+    assert_eq!(ends.flush(), Flushed::All);
+    assert!(ends.store.has_kept(mark) && !ends.store.is_confirmed(mark));
+    let Some(Message::Sync(number)) = ends.all().pop() else { panic!("no sync") };
+    ends.answer(&Message::Synced(number));
+    assert!(ends.store.is_confirmed(mark));
+    let later = ends.store.sync();
+    assert!(!ends.store.is_confirmed(later));
+}
+
+#[test]
+fn more_than_the_keeper_may_hold_is_refused() {
+    let mut ends = Ends::new(10);
+    (0..8).for_each(|index| ends.store.keep(id(index)));
+    assert!(ends.store.require_room(2).is_ok());
+    let refusal = ends.store.require_room(3).unwrap_err();
+    assert_eq!(refusal.code, RefusalCode::Full);
+    assert!(refusal.message.contains("has 8 descriptors, and 3 more") && refusal.message.contains("LimitNOFILE"));
+}
+
+#[test]
+fn next_keeper_counts_once_it_has_welcomed() {
+    let mut ends = Ends::new(100);
+    ends.store.keep(id(1));
+    ends.flush();
+    let (ours, keeper) = pair().unwrap();
+    ends.keeper = keeper;
+    ends.store.read();
+    // Its connection is gone: nothing counts as kept.
+    assert_eq!(ends.flush(), Flushed::Gone);
+    ends.store.keep(id(2));
+    assert!(!ends.store.has_kept(ends.store.mark()));
+    ends.store.begin_anew(ours).unwrap();
+    assert_eq!(ends.store.room().0, 0);
+    [1, 2].into_iter().for_each(|index| ends.store.keep(id(index)));
+    ends.store.complete();
+    let mark = ends.store.mark();
+    assert_eq!(ends.flush(), Flushed::All);
+    let hello = Message::Hello { version: VERSION, resends: true };
+    assert_eq!(ends.all(), [hello, keep(&["1", "2"]), Message::Complete(true)]);
+    // It may refuse this server.
+    assert!(!ends.store.has_kept(mark) && ends.store.unsent().is_none());
+    ends.answer(&Message::Welcome { version: VERSION, allowed: 7 });
+    assert!(ends.store.has_kept(mark) && ends.store.unsent().is_some_and(|unsent| unsent.is_empty()));
+    assert_eq!(ends.store.room(), (2, 7));
+}
+
+#[test]
+fn refusal_keeps_nothing() {
+    let mut ends = Ends::new(100);
+    let (ours, keeper) = pair().unwrap();
+    ends.keeper = keeper;
+    ends.store.begin_anew(ours).unwrap();
+    ends.store.keep(id(1));
+    let mark = ends.store.mark();
+    ends.answer(&Message::Refused("another server".to_owned()));
+    assert!(!ends.store.has_kept(mark));
+    assert_eq!(ends.flush(), Flushed::Gone);
+}
+
+#[test]
+fn without_a_keeper_everything_is_kept() {
+    let mut store = Store::none();
+    store.keep(id(1));
+    store.keep_own(Name::Socket, File::open("/dev/null").unwrap().into());
+    store.remove(Name::Segment(id(1)));
+    assert!(store.has_kept(store.mark()) && store.require_room(usize::MAX / 8).is_ok());
+    assert_eq!(store.flush(|_| unreachable!("no descriptor is asked for")), Flushed::All);
+}
+
+#[test]
+fn names_say_what_a_descriptor_is() {
+    let names = [Name::Catalogue(false), Name::Catalogue(true), Name::Device(255), Name::Socket, Name::Segment(id(71))];
+    let texts: Vec<String> = names.iter().map(ToString::to_string).collect();
+    for (name, text) in names.iter().zip(&texts) {
+        assert_eq!(Name::read(text), Some(*name), "{text}");
+    }
+    // The keeper hands over in this order.
+    assert!(texts.is_sorted() && texts[0].as_str() < "0", "{texts:?}");
+    for text in ["", "CAT0", ".CAT2", ".DEV256", ".DEV", "A", "stored", "zzzzz"] {
+        assert_eq!(Name::read(text), None, "{text}");
+    }
+    let mut inherited = Inherited::default();
+    for text in texts.iter().map(String::as_str).chain(["stored"]) {
+        inherited.add(text.to_owned(), File::open("/dev/null").unwrap().into());
+    }
+    assert!(inherited.socket.is_some() && inherited.catalogues.iter().all(Option::is_some));
+    assert!(inherited.segments.contains_key(&id(71)) && inherited.devices.contains_key(&255));
+    assert_eq!(inherited.others, ["stored"]);
+}

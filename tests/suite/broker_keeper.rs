@@ -1,0 +1,492 @@
+//! `vmmfd keeper` beside `vmmfd serve --keeper`, as two services of an init.
+
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    os::{
+        fd::{AsFd, AsRawFd, OwnedFd},
+        unix::{
+            fs::{FileExt, MetadataExt},
+            net::UnixDatagram,
+        },
+    },
+    path::Path,
+    process::{Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    libc,
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use vmmfd::{
+    broker::{Client, Get},
+    session::Config,
+    wire::{
+        Memory,
+        broker::{self, Message},
+    },
+};
+
+use crate::{
+    broker::until,
+    broker_crashes::token,
+    broker_pages::{PAGE, Template, page},
+    running::binary,
+    support::{
+        Subject,
+        served::{Keeper, Served, is_alive, is_stopped, stored},
+        stepper::{Call, From, trace},
+    },
+};
+
+/// After how long a wait fails its test.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How many segments an object has: two take several records of descriptors.
+const SEGMENTS: usize = 200;
+
+fn client(served: &Served) -> Client {
+    Client::connect(&served.path, &Config::default().timeout(PATIENCE)).unwrap()
+}
+
+/// Puts an object of many segments, all with this number.
+#[track_caller]
+fn put(served: &Served, name: &str, nonce: u8) {
+    let template = Template::new();
+    // One memfd, opened often: each open file is a segment.
+    let memory = page(nonce.into());
+    let opened = format!("/proc/self/fd/{}", memory.as_raw_fd());
+    let pages: Vec<fs::File> =
+        (0..SEGMENTS).map(|_| fs::OpenOptions::new().read(true).write(true).open(&opened).unwrap()).collect();
+    let memory: Memory = (&template.of(SEGMENTS as u64)).into();
+    let part = broker::PutPart { name: "all".to_owned(), memory, arrays: None, digest: None };
+    let (put, _) = template.raw_put(name, nonce.into(), false);
+    let put = broker::Put { parts: vec![part], sizes: vec![PAGE; SEGMENTS], request: Some(token()), ..put };
+    // While server or keeper is away it is sent again, and done once.
+    let begun = Instant::now();
+    loop {
+        let fds: Vec<_> = pages.iter().map(AsFd::as_fd).collect();
+        match served.greeted().0.ask(&Message::Put(Box::new(put.clone())), &fds) {
+            Ok(Some((Message::Published(_), _))) => return,
+            Ok(None) | Err(_) if begun.elapsed() < PATIENCE => {}
+            other => panic!("{other:?}: {}", served.log()),
+        }
+    }
+}
+
+/// What is in all segments of an object.
+#[track_caller]
+fn value(client: &Client, name: &str) -> u8 {
+    let lease = client.get(&Get::new(name)).unwrap();
+    let segments: Vec<OwnedFd> =
+        lease.into_parts().into_iter().flat_map(|part| part.into_segments()).map(|(_, fd)| fd).collect();
+    assert_eq!(segments.len(), SEGMENTS);
+    let nonces: BTreeSet<u64> = segments
+        .into_iter()
+        .map(|fd| {
+            let mut nonce = [0; 8];
+            fs::File::from(fd).read_exact_at(&mut nonce, 0).unwrap();
+            u64::from_le_bytes(nonce)
+        })
+        .collect();
+    assert_eq!(nonces.len(), 1);
+    nonces.first().map(|nonce| *nonce as u8).unwrap()
+}
+
+/// A broker with some objects, each of which has its index as its bytes.
+fn broker(subject: &Subject, objects: u8) -> Served {
+    let served = Served::start(Keeper::Apart, subject);
+    (0..objects).for_each(|index| put(&served, &format!("object-{index}"), index));
+    served
+}
+
+#[track_caller]
+fn check(served: &Served, objects: u8) {
+    let client = client(served);
+    for index in 0..objects {
+        assert_eq!(value(&client, &format!("object-{index}")), index, "{}", served.log());
+    }
+}
+
+/// Waits until the keeper that runs has everything that the server has.
+#[track_caller]
+fn settle(served: &Served) {
+    let begun = Instant::now();
+    loop {
+        let (server, keeper) = (served.server(), served.supervisor());
+        let counts = (stored(server), stored(keeper));
+        if counts.0 == counts.1 && counts.0 > 0 {
+            return;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{counts:?} descriptors: {}", served.log());
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[track_caller]
+fn wait_for_log(served: &Served, text: &str, times: usize) {
+    let begun = Instant::now();
+    while served.log().matches(text).count() < times {
+        assert!(begun.elapsed() < PATIENCE, "no {text:?} in: {}", served.log());
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Runs a command of the broker's programs to its end.
+fn output(arguments: &[&str], paths: &[&Path]) -> Output {
+    let mut command = Command::new(binary("vmmfd"));
+    command.args(arguments).args(paths).env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
+    command.output().unwrap()
+}
+
+#[test]
+fn kills_of_either_lose_nothing() {
+    let subject = Subject::host();
+    let served = broker(&subject, 1);
+    for round in 1..6 {
+        for process in ["server", "keeper"] {
+            settle(&served);
+            let (server, keeper) = (served.server(), served.supervisor());
+            if process == "server" {
+                kill(server, Signal::SIGKILL).unwrap();
+                served.wait_for_another(server, Instant::now());
+                assert_eq!(served.supervisor(), keeper);
+            } else {
+                kill(keeper, Signal::SIGKILL).unwrap();
+                // A put waits until the next one has everything.
+                put(&served, &format!("object-{round}"), round);
+                assert_eq!(served.server(), server);
+                assert_ne!(served.supervisor(), keeper);
+            }
+        }
+        check(&served, round + 1);
+    }
+}
+
+#[test]
+fn restarts_one_after_the_other_lose_nothing() {
+    let subject = Subject::host();
+    let served = broker(&subject, 3);
+    let (server, keeper) = (served.manager.as_ref().unwrap(), served.keeper.as_ref().unwrap());
+    for _ in 0..3 {
+        // The server is asked to end before it has sent the new keeper everything, and sends it first.
+        assert_eq!(keeper.stop(Signal::SIGTERM), Some(0));
+        keeper.start_again();
+        assert_eq!(server.stop(Signal::SIGTERM), Some(0));
+        server.start_again();
+        check(&served, 3);
+    }
+    assert!(!["is lost", "are lost"].iter().any(|text| served.log().contains(text)), "{}", served.log());
+}
+
+#[test]
+fn stopped_server_leaves_everything_with_the_keeper() {
+    let subject = Subject::host();
+    let served = broker(&subject, 2);
+    let server = served.manager.as_ref().unwrap();
+    assert_eq!(server.stop(Signal::SIGTERM), Some(0));
+    assert!(stored(served.supervisor()) > 2 * SEGMENTS);
+    server.start_again();
+    check(&served, 2);
+    assert_eq!(server.stop(Signal::SIGTERM), Some(0));
+    assert_eq!(served.keeper.as_ref().unwrap().stop(Signal::SIGTERM), Some(0));
+    // Who ends last reports how much is freed.
+    wait_for_log(&served, "descriptors: 2 objects, 2 versions, ", 1);
+}
+
+#[test]
+fn server_that_ends_without_a_keeper_names_its_objects() {
+    let subject = Subject::host();
+    let served = broker(&subject, 2);
+    assert_eq!(served.keeper.as_ref().unwrap().stop(Signal::SIGTERM), Some(0));
+    let begun = Instant::now();
+    assert_eq!(served.manager.as_ref().unwrap().stop(Signal::SIGTERM), Some(0));
+    assert!(begun.elapsed() > Duration::from_secs(5), "it waits for a keeper");
+    let log = served.log();
+    for text in ["the rest is freed", "object-0", "object-1"] {
+        assert!(log.contains(text), "no {text:?} in: {log}");
+    }
+}
+
+#[test]
+fn second_server_is_refused_with_the_first_pid() {
+    let subject = Subject::host();
+    let served = broker(&subject, 1);
+    let (first, folder) = (served.server(), tempfile::tempdir().unwrap());
+    let other = folder.path().join("other.sock");
+    let ended = output(&["serve", "--keeper"], &[&served.keeper_path(), Path::new("--socket"), &other]);
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(5), "{said}");
+    assert!(said.contains(&format!("it already serves pid {first}")), "{said}");
+    assert_eq!(served.server(), first);
+    check(&served, 1);
+}
+
+#[test]
+fn unreachable_keeper_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let (keeper, socket) = (folder.path().join("keeper.sock"), folder.path().join("broker.sock"));
+    let ended = output(&["serve", "--keeper"], &[&keeper, Path::new("--socket"), &socket]);
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(5), "{said}");
+    assert!(said.contains("reach the keeper at") && said.contains("vmmfd keeper"), "{said}");
+    // It never served, and so not without the objects.
+    assert!(!socket.exists());
+}
+
+#[test]
+fn keeper_in_an_open_folder_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o750)).unwrap();
+    let ended = output(&["keeper", "--socket"], &[&folder.path().join("keeper.sock")]);
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(5), "{said}");
+    assert!(said.contains("mode 750") && said.contains("700"), "{said}");
+}
+
+/// Sends the keeper at a path a record, and returns its answer.
+fn ask(path: &Path, record: &[u8]) -> io::Result<String> {
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    // The keeper may have refused it already.
+    let _ = rustix::net::send(&socket, record, SendFlags::NOSIGNAL);
+    let mut answer = [0; 4096];
+    let mut receive = || rustix::net::recv(&socket, &mut answer[..], RecvFlags::empty());
+    // A reset is reported once, ahead of the answer.
+    let (length, _) = receive().or_else(|_| receive())?;
+    Ok(String::from_utf8_lossy(&answer[..length]).into_owned())
+}
+
+#[test]
+fn other_protocol_versions_are_refused() {
+    let subject = Subject::host();
+    let served = broker(&subject, 1);
+    served.manager.as_ref().unwrap().stop(Signal::SIGTERM);
+    let answer = ask(&served.keeper_path(), &[b'H', 9, 0, 0, 0, 0]).unwrap();
+    assert!(answer.starts_with('X') && answer.contains("version 1") && answer.contains("version 9"), "{answer}");
+    // Records that are no messages end the connection, and nothing else.
+    for record in [&b"?"[..], b"K\x01a", b"H", &[b'K', 200, 1]] {
+        assert_eq!(ask(&served.keeper_path(), record).unwrap_or_default(), "");
+    }
+    served.manager.as_ref().unwrap().start_again();
+    check(&served, 1);
+}
+
+/// True of the `nth` message that a process sends or is about to receive.
+fn message(nth: usize) -> impl FnMut(&Call) -> bool {
+    let mut count = 0;
+    move |call| {
+        let counts = [libc::SYS_sendmsg, libc::SYS_recvmsg].contains(&call.number);
+        count += usize::from(counts);
+        counts && count == nth + 1
+    }
+}
+
+/// Kills the server before each message of its resend to a new keeper.
+#[test]
+fn interrupted_resend_names_each_lost_version() {
+    let subject = Subject::host();
+    let (mut nth, mut lost, mut whole, mut incomplete) = (0, 0, 0, 0);
+    loop {
+        let served = broker(&subject, 2);
+        let keeper = served.keeper.as_ref().unwrap();
+        let (server, starts) = (served.server(), served.manager.as_ref().unwrap().starts());
+        keeper.stop(Signal::SIGKILL);
+        let (_, traced) = trace(server, From::Idle, message(nth), || {
+            keeper.start_again();
+            thread::sleep(Duration::from_millis(300));
+        });
+        if traced.killed.is_none() {
+            check(&served, 2);
+            break;
+        }
+        served.manager.as_ref().unwrap().main(starts + 1);
+        served.greeted();
+        let client = client(&served);
+        let there: BTreeSet<String> = client.list("").unwrap().into_iter().map(|object| object.name).collect();
+        for name in ["object-0", "object-1"] {
+            if there.contains(name) {
+                assert_eq!(value(&client, name), name.as_bytes()[7] - b'0');
+            } else {
+                let is_named =
+                    |log: &str| log.lines().any(|line| line.contains("a version is lost") && line.contains(name));
+                let all = ["everything is lost", "its objects are lost"];
+                // A thread of its own writes the log.
+                let begun = Instant::now();
+                let (named, log) = loop {
+                    let log = served.log();
+                    let named = is_named(&log);
+                    if named || all.iter().any(|text| log.contains(text)) || begun.elapsed() > Duration::from_secs(20) {
+                        break (named, log);
+                    }
+                    thread::sleep(Duration::from_millis(5));
+                };
+                assert!(named || all.iter().any(|text| log.contains(text)), "{name} vanished at call {nth}: {log}");
+                incomplete += usize::from(named);
+                lost += 1;
+            }
+        }
+        whole += usize::from(there.len() == 2);
+        // The successor's set is whole again.
+        put(&served, "after", 7);
+        settle(&served);
+        nth += 1;
+    }
+    eprintln!(
+        "{nth} kills of the server in a resend: {lost} objects lost, {incomplete} of them by name, and none {whole} times"
+    );
+    assert!(incomplete > 0 && lost > incomplete, "{lost} {incomplete}");
+}
+
+/// Kills the keeper before each message of the resend to it, and of the put that waits for that.
+#[test]
+fn keeper_killed_during_a_resend_loses_nothing() {
+    let subject = Subject::host();
+    let served = broker(&subject, 2);
+    let keeper = served.keeper.as_ref().unwrap();
+    let (mut nth, server) = (0, served.server());
+    loop {
+        settle(&served);
+        let starts = keeper.starts();
+        fs::write(served.keeper_stop_flag(), "").unwrap();
+        kill(served.supervisor(), Signal::SIGKILL).unwrap();
+        let next = keeper.main(starts + 1);
+        until(|| is_stopped(next));
+        fs::remove_file(served.keeper_stop_flag()).unwrap();
+        let name = format!("during-{nth}");
+        let (_, traced) = trace(next, From::Stopped, message(nth), || put(&served, &name, 9));
+        check(&served, 2);
+        assert_eq!(value(&client(&served), &name), 9);
+        client(&served).delete(&name).unwrap();
+        if traced.killed.is_none() {
+            break;
+        }
+        nth += 1;
+    }
+    assert_eq!(served.server(), server);
+    eprintln!("{nth} kills of the keeper");
+    assert!(nth > 10);
+    let (server, _) = served.kill_server();
+    assert!(is_alive(server));
+    check(&served, 2);
+}
+
+/// A copy of the program in a folder, to be replaced.
+fn copied(from: &Path, to: &Path) {
+    let beside = to.with_extension("new");
+    // By a process of its own: no child that another test forks meanwhile holds the copy open for writing (ETXTBSY).
+    assert!(Command::new("cp").arg(from).arg(&beside).status().unwrap().success());
+    fs::rename(beside, to).unwrap();
+}
+
+#[test]
+fn reload_executes_the_new_program_in_place() {
+    let subject = Subject::host();
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("vmmfd");
+    copied(&binary("vmmfd"), &program);
+    let served = Served::with(Keeper::Apart, &subject, &program, &[]);
+    put(&served, "object-0", 0);
+    let (server, keeper) = (served.server(), served.supervisor());
+    let image = |pid: Pid| fs::metadata(format!("/proc/{pid}/exe")).unwrap().ino();
+    for round in 1..4 {
+        copied(&binary("vmmfd"), &program);
+        let ended = output(&["keeper", "--reload", "--socket"], &[&served.keeper_path()]);
+        assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+        assert_eq!((served.supervisor(), image(keeper)), (keeper, fs::metadata(&program).unwrap().ino()));
+        // The connection with the server goes on.
+        put(&served, &format!("object-{round}"), round);
+        assert_eq!(served.server(), server);
+    }
+    for other in ["/bin/true", "/bin/false"] {
+        let before = image(keeper);
+        copied(Path::new(other), &program);
+        let ended = output(&["keeper", "--reload", "--socket"], &[&served.keeper_path()]);
+        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert_eq!(ended.status.code(), Some(5), "{said}");
+        assert!(said.contains(&program.display().to_string()), "{said}");
+        assert_eq!((served.supervisor(), image(keeper)), (keeper, before));
+    }
+    copied(&binary("vmmfd"), &program);
+    served.kill_server();
+    check(&served, 4);
+}
+
+#[test]
+fn stopped_keeper_is_replaced() {
+    let subject = Subject::host();
+    let served = broker(&subject, 1);
+    let keeper = served.supervisor();
+    kill(keeper, Signal::SIGSTOP).unwrap();
+    put(&served, "object-1", 1);
+    wait_for_log(&served, "the keeper has read nothing for 5s", 1);
+    until(|| served.supervisor() != keeper);
+    put(&served, "object-2", 2);
+    settle(&served);
+    served.kill_server();
+    check(&served, 3);
+}
+
+#[test]
+fn init_hears_that_the_server_serves_and_lives() {
+    let folder = tempfile::tempdir().unwrap();
+    let (notify, socket) = (folder.path().join("notify"), folder.path().join("broker.sock"));
+    let heard = UnixDatagram::bind(&notify).unwrap();
+    heard.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut command = Command::new(binary("vmmfd"));
+    command.args(["serve", "--no-keeper", "--socket"]).arg(&socket).env("NOTIFY_SOCKET", &notify);
+    command.env("WATCHDOG_USEC", "300000").env_remove("WATCHDOG_PID").stdout(Stdio::null());
+    let mut server = command.spawn().unwrap();
+    let mut said = Vec::new();
+    while said.iter().filter(|text| *text == "WATCHDOG=1").count() < 4 || !said.contains(&"READY=1".to_owned()) {
+        let mut text = [0; 256];
+        let length = heard.recv(&mut text).unwrap();
+        said.push(String::from_utf8_lossy(&text[..length]).into_owned());
+    }
+    // A stopped server says nothing, and the init replaces it.
+    kill(Pid::from_raw(server.id().cast_signed()), Signal::SIGSTOP).unwrap();
+    heard.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    let silent = (0..100).any(|_| heard.recv(&mut [0; 256]).is_err());
+    server.kill().unwrap();
+    server.wait().unwrap();
+    assert!(silent);
+}
+
+mod root {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::{broker_process::become_user, support::in_fork};
+
+    const OTHER: u32 = 45672;
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn keeper_refuses_other_users() {
+        let subject = Subject::host();
+        let served = broker(&subject, 1);
+        let path = served.keeper_path();
+        let folder = path.parent().unwrap().to_owned();
+        in_fork(|| {
+            become_user(OTHER, OTHER, &[]);
+            // The folder.
+            ask(&path, &[b'H', 1, 0, 0, 0, 0]).is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
+        });
+        // Where an operator has opened folder and socket.
+        for open in [folder.parent().unwrap(), &folder, &path] {
+            fs::set_permissions(open, fs::Permissions::from_mode(0o777)).unwrap();
+        }
+        in_fork(|| {
+            become_user(OTHER, OTHER, &[]);
+            let answer = ask(&path, &[b'H', 1, 0, 0, 0, 0]).unwrap();
+            answer.starts_with('X') && answer.contains("must have one user")
+        });
+        assert!(served.log().contains(&format!("runs as uid {OTHER}")), "{}", served.log());
+        check(&served, 1);
+    }
+}
