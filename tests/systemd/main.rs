@@ -1,0 +1,350 @@
+//! The broker as two units of a real systemd, under load: `make test-systemd` boots that and runs this beside it.
+//!
+//! Four writers replace an object each and four readers get them, while server and keeper are killed, restarted, reloaded, stopped and
+//! upgraded. No put that was acknowledged may be lost, and no call may fail. Exits with 1 if one did.
+//!
+//! | Variable | |
+//! |---|---|
+//! | `VMMFD_TEST_SOCKET` | the broker's socket, as this process reaches it |
+//! | `VMMFD_TEST_IN` | a command that runs the shell command behind it in the booted system |
+//! | `VMMFD_TEST_PACKAGES` | packages to install in turn, as paths there |
+//! | `VMMFD_TEST_KILLS`, `VMMFD_TEST_RESTARTS` | how many kills, and how many of the other events, of each kind: 50, 20 |
+//! | `VMMFD_TEST_SEGMENTS` | how many segments the large store has: 30,000, for which `fs.nr_open` must be larger |
+
+use std::{
+    env,
+    fs::{File, OpenOptions},
+    os::fd::{AsFd, AsRawFd},
+    process::{Command, ExitCode, Output},
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use vmmfd::{
+    broker::{Client, Condition, Get, Put, PutPart},
+    driver::{Backend, Choice, Driver, open},
+    memory::{Device, Region, Selector, Shared, Sharing, Spec},
+    session::Config,
+};
+
+const WRITERS: usize = 4;
+
+/// After how long a wait fails the test.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How many segments an object of many has.
+const SEGMENTS: usize = 3_750;
+
+/// What is known of the load.
+#[derive(Default)]
+struct Load {
+    /// The last acknowledged number of each writer.
+    acknowledged: [AtomicU64; WRITERS],
+    gets: AtomicU64,
+    longest_us: AtomicU64,
+    failures: Mutex<Vec<String>>,
+    ends: AtomicBool,
+}
+
+impl Load {
+    fn fail(&self, text: String) {
+        eprintln!("test-systemd: FAILED: {text}");
+        self.failures.lock().unwrap().push(text);
+    }
+
+    fn puts(&self) -> u64 {
+        self.acknowledged.iter().map(|of| of.load(Ordering::Acquire)).sum()
+    }
+
+    /// Waits until each writer had two puts acknowledged, of which one began after this call.
+    fn settle(&self, after: &str) {
+        let before: Vec<u64> = self.acknowledged.iter().map(|of| of.load(Ordering::Acquire)).collect();
+        let begun = Instant::now();
+        while self.acknowledged.iter().zip(&before).any(|(of, before)| of.load(Ordering::Acquire) < before + 2) {
+            if begun.elapsed() > PATIENCE {
+                return self.fail(format!("no put is acknowledged after {after}"));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn number(name: &str, default: usize) -> usize {
+    env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}: {text}")))
+}
+
+fn client() -> Client {
+    let path = env::var_os("VMMFD_TEST_SOCKET").expect("VMMFD_TEST_SOCKET");
+    let begun = Instant::now();
+    loop {
+        match Client::connect(path.as_ref(), &Config::default().timeout(PATIENCE)) {
+            Ok(client) => return client,
+            Err(error) => assert!(begun.elapsed() < PATIENCE, "{}", error.in_full()),
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn driver() -> Driver {
+    open(Choice::Only(Backend::Host)).unwrap().driver
+}
+
+/// Runs a shell command in the booted system.
+fn run(command: &str) -> Output {
+    let prefix = env::var("VMMFD_TEST_IN").expect("VMMFD_TEST_IN");
+    let mut words = prefix.split(' ');
+    let mut process = Command::new(words.next().unwrap());
+    process.args(words).args(["sh", "-c", command]).output().unwrap()
+}
+
+fn say(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn filled(driver: &Driver, number: u64) -> Shared {
+    let device = Device::find(driver, Selector::default()).unwrap();
+    let memory = Shared::create(&device, Spec::vmm(4096)).unwrap();
+    memory.copy_in(0, &number.to_le_bytes()).unwrap();
+    memory
+}
+
+fn write(load: &Load, writer: usize) {
+    let (driver, client) = (driver(), client());
+    let name = format!("load/{writer}");
+    let first = load.acknowledged[writer].load(Ordering::Acquire) + 1;
+    for number in first.. {
+        if load.ends.load(Ordering::Acquire) {
+            return;
+        }
+        let memory = filled(&driver, number);
+        let put = Put::new(&name).condition(Condition::Any).part(PutPart::of("all", &memory).unwrap());
+        let begun = Instant::now();
+        match client.put(&put) {
+            Ok(_) => load.acknowledged[writer].store(number, Ordering::Release),
+            Err(error) => return load.fail(format!("put {number} of {name}: {}", error.in_full())),
+        }
+        load.longest_us.fetch_max(begun.elapsed().as_micros() as u64, Ordering::AcqRel);
+    }
+}
+
+/// The number in an object.
+fn read(client: &Client, driver: &Driver, name: &str) -> vmmfd::Result<u64> {
+    let object = client.get(&Get::new(name))?.open(driver, None)?;
+    let mut bytes = [0; 8];
+    object.part("all").expect("the part that was put").memory()?.copy_out(0, &mut bytes)?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+fn get(load: &Load, writer: usize) {
+    let (driver, client) = (driver(), client());
+    let name = format!("load/{writer}");
+    while !load.ends.load(Ordering::Acquire) {
+        let before = load.acknowledged[writer].load(Ordering::Acquire);
+        if before == 0 {
+            thread::sleep(Duration::from_millis(1));
+            continue;
+        }
+        match read(&client, &driver, &name) {
+            Ok(number) if number >= before => {}
+            Ok(number) => load.fail(format!("{name} has {number}, and {before} was acknowledged")),
+            Err(error) => return load.fail(format!("get of {name}: {}", error.in_full())),
+        }
+        load.gets.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+/// Runs a command in the system so often, under load, and prints what came of it.
+fn repeat(load: &Load, label: &str, times: usize, command: impl Fn(usize) -> String) {
+    load.longest_us.store(0, Ordering::Release);
+    let (begun, before) = (Instant::now(), load.puts());
+    for round in 0..times {
+        let command = command(round);
+        let output = run(&command);
+        if !output.status.success() {
+            load.fail(format!("{command}: {}", say(&output)));
+        }
+        load.settle(label);
+    }
+    let (longest, puts) = (load.longest_us.load(Ordering::Acquire) as f64 / 1e3, load.puts() - before);
+    println!(
+        "{label}: {times} times in {:.1} s, {puts} puts, the longest {longest:.1} ms",
+        begun.elapsed().as_secs_f64()
+    );
+}
+
+/// The time of a put without a fault, in microseconds: the median.
+fn put_us() -> u64 {
+    let (driver, client) = (driver(), client());
+    let memory = filled(&driver, 1);
+    let put = Put::new("quiet").condition(Condition::Any).part(PutPart::of("all", &memory).unwrap());
+    let mut times: Vec<u64> = (0..3000)
+        .map(|_| {
+            let begun = Instant::now();
+            client.put(&put).unwrap();
+            begun.elapsed().as_micros() as u64
+        })
+        .collect();
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+/// Puts objects of many segments: one memfd, opened often.
+fn put_many(objects: usize) {
+    let (driver, client) = (driver(), client());
+    let shared = filled(&driver, 7);
+    let mut description = shared.describe().unwrap();
+    let unit = description.mapped_size;
+    (description.size, description.mapped_size) = (unit * SEGMENTS as u64, unit * SEGMENTS as u64);
+    if let Sharing::Vmm { segments, .. } = &mut description.sharing {
+        *segments = SEGMENTS as u64;
+    }
+    for object in 0..objects {
+        let (_, chunks) = shared.chunks(0..shared.size()).unwrap().expect("memory of segments");
+        let path = format!("/proc/self/fd/{}", chunks[0].as_fd().as_raw_fd());
+        let files: Vec<File> =
+            (0..SEGMENTS).map(|_| OpenOptions::new().read(true).write(true).open(&path).unwrap()).collect();
+        let segments = files.iter().map(|file| (unit, file.as_fd()));
+        let part = PutPart::of_segments("all", Backend::Host, description.clone(), segments).unwrap();
+        client.put(&Put::new(format!("many/{object}")).part(part)).unwrap();
+    }
+}
+
+fn events(load: &Load, kills: usize, restarts: usize) {
+    let kill = |unit: &str| format!("systemctl kill -s KILL {unit}");
+    repeat(load, "SIGKILL of the server", kills, |_| kill("vmmfd"));
+    repeat(load, "SIGKILL of the keeper", kills, |_| kill("vmmfd-keeper"));
+    repeat(load, "SIGKILL of both in turn", kills, |round| kill(["vmmfd", "vmmfd-keeper"][round % 2]));
+    repeat(load, "restart of the server", restarts, |_| "systemctl restart vmmfd".to_owned());
+    repeat(load, "restart of the keeper", restarts, |_| "systemctl restart vmmfd-keeper".to_owned());
+    repeat(load, "restart of the keeper, then of the server", restarts, |_| {
+        "systemctl restart vmmfd-keeper && systemctl restart vmmfd".to_owned()
+    });
+    repeat(load, "reload of the keeper", restarts, |_| "systemctl reload vmmfd-keeper".to_owned());
+    repeat(load, "stop and start of the server", restarts, |_| {
+        "systemctl stop vmmfd && systemctl start vmmfd".to_owned()
+    });
+    repeat(load, "stop and start of the keeper", restarts, |_| {
+        "systemctl stop vmmfd-keeper && systemctl start vmmfd-keeper".to_owned()
+    });
+    repeat(load, "daemon-reexec", restarts, |_| "systemctl daemon-reexec".to_owned());
+    let packages = env::var("VMMFD_TEST_PACKAGES").unwrap_or_default();
+    let packages: Vec<&str> = packages.split_whitespace().collect();
+    if packages.is_empty() {
+        println!("dpkg -i: LEFT OUT, as there is no package");
+    } else {
+        repeat(load, "dpkg -i", restarts, |round| {
+            format!("dpkg -i --force-depends {}", packages[round % packages.len()])
+        });
+    }
+}
+
+fn many(load: &Load) {
+    let objects = number("VMMFD_TEST_SEGMENTS", 30_000) / SEGMENTS;
+    put_many(objects);
+    let timed = |label: &str, command: &str| {
+        load.longest_us.store(0, Ordering::Release);
+        let begun = Instant::now();
+        let output = run(command);
+        let ran = begun.elapsed();
+        if !output.status.success() {
+            load.fail(format!("{command}: {}", say(&output)));
+        }
+        load.settle(label);
+        let longest = load.longest_us.load(Ordering::Acquire) as f64 / 1e3;
+        println!(
+            "{label}, with {} segments: the command took {ran:.2?}, the longest put {longest:.1} ms",
+            objects * SEGMENTS
+        );
+    };
+    timed("restart of the server", "systemctl restart vmmfd");
+    timed("restart of the keeper, then of the server", "systemctl restart vmmfd-keeper && systemctl restart vmmfd");
+    timed(
+        "the keeper killed in a resend",
+        "systemctl kill -s KILL vmmfd-keeper; sleep 0.05; systemctl kill -s KILL vmmfd-keeper; true",
+    );
+    timed("SIGKILL of the server", "systemctl kill -s KILL vmmfd");
+    let client = client();
+    let there = client.list("many/").unwrap().len();
+    if there != objects {
+        load.fail(format!("{there} of {objects} objects with many segments are there"));
+    }
+    for object in 0..objects {
+        client.delete(&format!("many/{object}")).unwrap();
+    }
+}
+
+/// Bad options fail the unit visibly, and a stopped server is replaced.
+fn faults(load: &Load) {
+    load.ends.store(true, Ordering::Release);
+    run("echo 'VMMFD_OPTIONS=--nonsense' >/etc/default/vmmfd; systemctl restart vmmfd");
+    let begun = Instant::now();
+    loop {
+        let said = say(&run("systemctl is-failed vmmfd; systemctl status vmmfd --no-pager; rm /etc/default/vmmfd"));
+        if said.starts_with("failed") && said.contains("--nonsense") {
+            println!("bad options: the unit is failed, and its status has the error");
+            break;
+        }
+        if begun.elapsed() > PATIENCE {
+            return load.fail(format!("bad options: {said}"));
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+    run("systemctl start vmmfd");
+    let begun = Instant::now();
+    run("systemctl kill -s STOP vmmfd");
+    let _ = client();
+    println!("a stopped server: another one serves after {:.1} s", begun.elapsed().as_secs_f64());
+    run("systemctl kill -s STOP vmmfd-keeper");
+    let driver = driver();
+    let client = client();
+    let begun = Instant::now();
+    client.put(&Put::new("stopped-keeper").part(PutPart::of("all", &filled(&driver, 1)).unwrap())).unwrap();
+    thread::sleep(Duration::from_secs(8));
+    client.put(&Put::new("after-it").part(PutPart::of("all", &filled(&driver, 1)).unwrap())).unwrap();
+    println!("a stopped keeper: a put took {:.1} s at most", begun.elapsed().as_secs_f64() - 8.0);
+    for writer in 0..WRITERS {
+        let acknowledged = load.acknowledged[writer].load(Ordering::Acquire);
+        match read(&client, &driver, &format!("load/{writer}")) {
+            Ok(number) if number >= acknowledged => {}
+            other => load.fail(format!("load/{writer}: {other:?}, and {acknowledged} was acknowledged")),
+        }
+    }
+    let output =
+        run("systemctl stop vmmfd vmmfd-keeper; journalctl -u vmmfd-keeper -u vmmfd --no-pager -o cat | tail -4");
+    println!("the last lines of the journal:\n{}", say(&output).trim_end());
+}
+
+fn main() -> ExitCode {
+    let (kills, restarts) = (number("VMMFD_TEST_KILLS", 50), number("VMMFD_TEST_RESTARTS", 20));
+    println!("a put under the keeper: {} us (the median of 3000)", put_us());
+    let load = Load::default();
+    thread::scope(|scope| {
+        for writer in 0..WRITERS {
+            let load = &load;
+            scope.spawn(move || write(load, writer));
+            scope.spawn(move || get(load, writer));
+        }
+        load.settle("the start");
+        println!("units that are not enabled:");
+        events(&load, kills, restarts);
+        many(&load);
+        run("systemctl enable vmmfd vmmfd-keeper");
+        println!("units that are enabled:");
+        repeat(&load, "SIGKILL of both in turn", restarts, |round| {
+            format!("systemctl kill -s KILL {}", ["vmmfd", "vmmfd-keeper"][round % 2])
+        });
+        repeat(&load, "stop and start of the server", restarts, |_| {
+            "systemctl stop vmmfd && systemctl start vmmfd".to_owned()
+        });
+        load.ends.store(true, Ordering::Release);
+    });
+    faults(&load);
+    let failures = load.failures.into_inner().unwrap();
+    let puts: u64 = load.acknowledged.iter().map(|of| of.load(Ordering::Acquire)).sum();
+    println!("{puts} puts were acknowledged, {} gets answered, {} failures", load.gets.into_inner(), failures.len());
+    ExitCode::from(u8::from(!failures.is_empty()))
+}
