@@ -214,7 +214,7 @@ fn put_many(objects: usize) {
 }
 
 fn events(load: &Load, kills: usize, restarts: usize) {
-    let kill = |unit: &str| format!("systemctl kill -s KILL {unit}");
+    let kill = |unit: &str| format!("systemctl kill -s KILL --kill-whom=main {unit}");
     repeat(load, "SIGKILL of the server", kills, |_| kill("vmmfd"));
     repeat(load, "SIGKILL of the keeper", kills, |_| kill("vmmfd-keeper"));
     repeat(load, "SIGKILL of both in turn", kills, |round| kill(["vmmfd", "vmmfd-keeper"][round % 2]));
@@ -264,9 +264,9 @@ fn many(load: &Load) {
     timed("restart of the keeper, then of the server", "systemctl restart vmmfd-keeper && systemctl restart vmmfd");
     timed(
         "the keeper killed in a resend",
-        "systemctl kill -s KILL vmmfd-keeper; sleep 0.05; systemctl kill -s KILL vmmfd-keeper; true",
+        "kill='systemctl kill -s KILL --kill-whom=main vmmfd-keeper'; $kill; sleep 0.05; $kill; true",
     );
-    timed("SIGKILL of the server", "systemctl kill -s KILL vmmfd");
+    timed("SIGKILL of the server", "systemctl kill -s KILL --kill-whom=main vmmfd");
     let client = client();
     let there = client.list("many/").unwrap().len();
     if there != objects {
@@ -283,7 +283,7 @@ fn faults(load: &Load) {
     run("echo 'VMMFD_OPTIONS=--nonsense' >/etc/default/vmmfd; systemctl restart vmmfd");
     let begun = Instant::now();
     loop {
-        let said = say(&run("systemctl is-failed vmmfd; systemctl status vmmfd --no-pager; rm /etc/default/vmmfd"));
+        let said = say(&run("systemctl is-failed vmmfd; systemctl status vmmfd --no-pager"));
         if said.starts_with("failed") && said.contains("--nonsense") {
             println!("bad options: the unit is failed, and its status has the error");
             break;
@@ -293,12 +293,12 @@ fn faults(load: &Load) {
         }
         thread::sleep(Duration::from_millis(100));
     }
-    run("systemctl start vmmfd");
+    run("rm /etc/default/vmmfd; systemctl start vmmfd");
     let begun = Instant::now();
-    run("systemctl kill -s STOP vmmfd");
+    run("systemctl kill -s STOP --kill-whom=main vmmfd");
     let _ = client();
     println!("a stopped server: another one serves after {:.1} s", begun.elapsed().as_secs_f64());
-    run("systemctl kill -s STOP vmmfd-keeper");
+    run("systemctl kill -s STOP --kill-whom=main vmmfd-keeper");
     let driver = driver();
     let client = client();
     let begun = Instant::now();
@@ -335,7 +335,7 @@ fn main() -> ExitCode {
         run("systemctl enable vmmfd vmmfd-keeper");
         println!("units that are enabled:");
         repeat(&load, "SIGKILL of both in turn", restarts, |round| {
-            format!("systemctl kill -s KILL {}", ["vmmfd", "vmmfd-keeper"][round % 2])
+            format!("systemctl kill -s KILL --kill-whom=main {}", ["vmmfd", "vmmfd-keeper"][round % 2])
         });
         repeat(&load, "stop and start of the server", restarts, |_| {
             "systemctl stop vmmfd && systemctl start vmmfd".to_owned()
