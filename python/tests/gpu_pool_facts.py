@@ -316,7 +316,7 @@ def descriptors_of_8_gib() -> None:
     with pool():
         tensors = [torch.empty(16 * MIB, dtype=torch.bfloat16, device="cuda") for _ in range(256)]
     facts["figures_of_32_mib_each"] = figures()
-    expect(figures()["arenas"] == 32, "8 GiB of 32 MiB each are 32 arenas")
+    expect(figures()["arenas"] <= 20, "8 GiB of 32 MiB each are at most 20 arenas")
 
 
 @case

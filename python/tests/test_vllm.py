@@ -201,7 +201,7 @@ def key_of(config: Any) -> dict[str, Any]:
 
 def publish(broker: vmmfd.Broker, name: str, key: dict[str, Any], contents: dict[str, Any], **more: Any) -> None:
     """An object as the load format publishes one."""
-    recorded = {"key": key, "contents": contents, "none": [], "reshaped": [], "state": [], **more}
+    recorded = {"key": key, "contents": contents, "none": [], "reshaped": [], "state": [], "backends": {}, "untied": False, **more}
     broker.put(name, {"weight": vmmfd.empty((4,), "float32", backend="host")}, metadata={"vllm": recorded})
 
 
@@ -279,7 +279,7 @@ print(json.dumps(_key(config, config.model_config), sort_keys=True, allow_nan=Fa
 
 
 RECORD = {"source": "/m", "commit": "0" * 40, "files": {}}
-RECORDED = {"key": {}, "contents": RECORD, "none": [], "reshaped": [], "state": []}
+RECORDED = {"key": {}, "contents": RECORD, "none": [], "reshaped": [], "state": [], "backends": {}, "untied": False}
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ RECORDED = {"key": {}, "contents": RECORD, "none": [], "reshaped": [], "state": 
         {"vllm": None},
         {"vllm": []},
         *({"vllm": {key: value for key, value in RECORDED.items() if key != absent}} for absent in RECORDED),
-        *({"vllm": {**RECORDED, field: wrong}} for field in RECORDED for wrong in (5, "", None, [5], {"a": 5}) if (field, wrong) != ("key", {"a": 5})),
+        *({"vllm": {**RECORDED, field: wrong}} for field in RECORDED for wrong in (5, "", None, [5], {"a": 5}) if (field, wrong) not in (("key", {"a": 5}), ("backends", {"a": 5}))),
         *({"vllm": {**RECORDED, "contents": {**RECORD, field: wrong}}} for field in RECORD for wrong in (5, [], {"a": 5}, {"a": {"stat": []}})),
         {"vllm": {**RECORDED, "contents": {**RECORD, "files": {"a": {"stat": [1, 2], "sha256": ""}}}}},
         {"vllm": {**RECORDED, "contents": {"source": "/m", "files": {}}}},

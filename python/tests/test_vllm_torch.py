@@ -22,9 +22,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from conftest import Child, Server  # noqa: E402
 from torch_models import is_mapped  # noqa: E402
 from vllm_engine import STUB, configure  # noqa: E402
-from vllm_models import Method, Model, describe, digest, engine, load, tensors  # noqa: E402
+from vllm_models import Method, Model, ScaledKernel, describe, digest, engine, load, tensors  # noqa: E402
 from vmmfd.torch import _exact  # noqa: E402
-from vllm.model_executor.model_loader import default_loader, get_model_loader  # noqa: E402
+from vllm.model_executor.model_loader import default_loader, get_model_loader, utils  # noqa: E402
 
 nn = torch.nn
 
@@ -339,11 +339,86 @@ def test_other_modules_are_refused(one: Callable[..., Any]) -> None:
 
     def smaller() -> Any:
         model = Model()
-        del model.layers[1]
+        del model.embed
         return model
 
-    with refused(vmmfd.Differs, r"has no place for arrays of .*\n- layers\.1\.weight"):
+    with refused(vmmfd.Differs, r"has no place for arrays of .*\n- embed\.weight"):
         load(one(smaller))
+
+
+def test_other_backends_are_refused(one: Callable[..., Any]) -> None:
+    load(one())
+
+    class OtherKernel(ScaledKernel):
+        pass
+
+    def make() -> Any:
+        method = Method()
+        method.scaled = OtherKernel()
+        return Model(method=method)
+
+    with refused(vmmfd.Differs, r"other backends \(Method OtherKernel in 0 layers of the object, 1 here; Method ScaledKernel in 2 layers"):
+        load(one(make))
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    """Makes a tensor when its weights are processed, and has an object with its tensors beside itself, as vLLM's attention does."""
+
+    is_attention = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.empty(4), requires_grad=False)
+        self.impl = SimpleNamespace(sinks=self.sinks)
+        # On a device that is named, so with bytes also in a model on meta; another object has it too.
+        self.indices = torch.zeros(3, device="cpu")
+        self.impl.indices = self.indices
+
+    def make_tensors(self) -> None:
+        if "absorbed" in self._parameters:
+            self.absorbed.data.copy_(self.sinks.detach() * 2)
+        else:
+            self.absorbed = nn.Parameter(self.sinks.detach() * 2, requires_grad=False)
+
+
+class Attending(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+
+def test_attention_has_the_objects_tensors(one: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    process = utils.process_weights_after_loading
+
+    def processed(model: Any, *arguments: Any) -> None:
+        process(model, *arguments)
+        model.attention.make_tensors()
+
+    monkeypatch.setattr(utils, "process_weights_after_loading", processed)
+    maker = load(one(Attending))
+    attached, lease = attach(one(Attending))
+    attention = attached.attention
+    assert torch.equal(attention.absorbed, maker.attention.absorbed)
+    assert is_mapped(attention.absorbed, lease) and is_mapped(attention.sinks, lease)
+    assert attention.impl.sinks is attention.sinks
+    assert attention.impl.indices is attention.indices and not is_mapped(attention.indices, lease)
+
+
+def test_objects_that_keep_tensors_on_meta_are_refused(one: Callable[..., Any]) -> None:
+    def make() -> Any:
+        model = Model()
+        model.layers[0].impl = SimpleNamespace(lost=torch.ones(4))
+        return model
+
+    load(one(make))
+    with refused(vmmfd.Unsupported, r"can't be attached: processing left out .*layers\.0: SimpleNamespace\.lost"):
+        load(one(make))
+
+
+def test_models_refuse_new_weights(one: Callable[..., Any]) -> None:
+    for model in (load(one()), load(one())):
+        with pytest.raises(vmmfd.Unsupported, match="does not load into a model in place"):
+            model.load_weights([])
 
 
 def test_tensors_in_lists_are_refused(one: Callable[..., Any]) -> None:

@@ -7,7 +7,9 @@ only the processing of weights sets. So the changes travel with the weights.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 # Exactly these types: an enum that is a str or an int would come back as the bare value.
@@ -26,6 +28,26 @@ def _holders(module: Any) -> Iterator[tuple[str, Any]]:
         for name, value in vars(method).items():
             if "kernel" in type(value).__name__.lower() and hasattr(value, "__dict__"):
                 yield f"quant_method.{name}.", value
+
+
+def backends(model: Any) -> dict[str, int]:
+    """The backends that a model was built with: for each combination of quantisation method, kernels and attention, how many layers have it.
+    An option such as `auto` does not tell, as it depends on the machine and the environment."""
+    found: Counter[str] = Counter()
+    for _, module in model.named_modules():
+        words = [type(module.impl).__name__] if hasattr(getattr(module, "impl", None), "__dict__") else []
+        for prefix, holder in _holders(module):
+            if not prefix:
+                continue
+            words.append(type(holder).__name__)
+            for name, value in vars(holder).items():
+                if isinstance(value, (bool, Enum)):
+                    words.append(f"{name}={value.name if isinstance(value, Enum) else value}")
+                elif isinstance(value, type):
+                    words.append(f"{name}={value.__name__}")
+        if words:
+            found[" ".join(words)] += 1
+    return dict(found)
 
 
 def state(model: Any) -> State:

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import time
 import weakref
@@ -52,9 +53,14 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    from vllm.model_executor.model_loader import register_model_loader
+    try:
+        from vllm.model_executor.model_loader import register_model_loader
 
-    register_model_loader(_FORMAT)(_loader_class())
+        register_model_loader(_FORMAT)(_loader_class())
+    except Exception as error:
+        # vLLM calls this at each start, also where nobody asks for the load format.
+        logging.getLogger("vllm.vmmfd").warning("vmmfd: this vLLM can't have the load format vmmfd: %r", error)
+        return
     _registered = True
 
 
@@ -85,6 +91,11 @@ def _key(vllm_config: Any, model_config: Any) -> dict[str, Any]:
     parallel = vllm_config.parallel_config
     hf_config = model_config.hf_config
     values = {name: value for name, value in hf_config.to_dict().items() if name not in ("_name_or_path", "transformers_version")}
+    # vLLM unties embeddings if the files have a head of their own, and so not once the files are gone.
+    if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        values["tie_word_embeddings"] = True
+        if isinstance(values.get("text_config"), dict):
+            values["text_config"] = values["text_config"] | {"tie_word_embeddings": True}
     key = {
         "engine": f"vllm {vllm.__version__}",
         "architectures": getattr(hf_config, "architectures", None),
@@ -159,6 +170,8 @@ def _recorded(found: _Found) -> dict[str, Any]:
         or not isinstance(recorded.get("key"), dict)
         or not is_record(recorded.get("contents"))
         or not _state.is_changes(recorded.get("state"))
+        or not isinstance(recorded.get("backends"), dict)
+        or not isinstance(recorded.get("untied"), bool)
         or not all(isinstance(recorded.get(names), list) and all(isinstance(name, str) for name in recorded[names]) for names in _NAMES)
     ):
         raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: set another name")
@@ -226,10 +239,47 @@ def _check_methods(model: Any) -> None:
             )
 
 
+def _check_backends(name: str, theirs: dict[str, Any], ours: dict[str, int]) -> None:
+    """Raises `Differs` unless a model is built with the backends of an object's maker, which lay out weights."""
+    fields = [
+        f"{backend} in {theirs.get(backend, 0)} layers of the object, {ours.get(backend, 0)} here"
+        for backend in sorted(theirs.keys() | ours.keys())
+        if theirs.get(backend) != ours.get(backend)
+    ]
+    if fields:
+        raise Differs(f"{name!r} was made with other backends ({'; '.join(fields)}): start both engines with the same options and environment")
+
+
+@contextlib.contextmanager
+def _untied(model_config: Any, untied: bool) -> Iterator[None]:
+    """Builds a model with the head of the object's maker, tied or not, without a comparison of the weights."""
+    config = model_config.hf_config
+    if untied:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    before = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
+    if before:
+        model_config.word_embeddings_untied_by_checkpoint = False
+    try:
+        yield
+    finally:
+        if before or untied:
+            model_config.word_embeddings_untied_by_checkpoint = True
+
+
+def _refuse_loading(model: Any) -> None:
+    """Lets a model refuse new weights: other engines use the same memory."""
+
+    def load_weights(*_: Any, **__: Any) -> Any:
+        raise Unsupported("load format vmmfd does not load into a model in place: other engines use its memory", kind="unsupported")
+
+    model.load_weights = load_weights
+
+
 def _loader_class() -> Any:
     """The loader, a subclass of vLLM's."""
     import torch
     from vllm.logger import init_logger
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader import BaseModelLoader, utils
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -252,7 +302,7 @@ def _loader_class() -> Any:
                 if self.must_be_shareable:
                     raise
                 self.claim.close()  # No other engine has to wait for this one.
-            self.layout, self.state = _exact.layout(model), _state.state(model)
+            self.layout, self.state, self.backends = _exact.layout(model), _state.state(model), _state.backends(model)
             return model
 
     class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
@@ -297,7 +347,7 @@ def _loader_class() -> Any:
                 return self._from_disk().load_model(**arguments)
             found = self._find(vllm_config, model_config)
             if isinstance(found.held, vmmfd.Lease):
-                return self._attach(found, arguments)
+                return self._attach_or_load(found, arguments)
             with found.held:
                 return self._load(found, arguments)
 
@@ -346,6 +396,24 @@ def _loader_class() -> Any:
             logger.info("vmmfd: waiting up to %g s for %s", self.options["wait"], name)
             return ask(name, expect_owner=owner, wait=self.options["wait"])
 
+        def _attach_or_load(self, found: _Found, arguments: dict[str, Any]) -> Any:
+            """Attaches, or loads from disk for this engine alone if the model's classes do not take processed weights and the user asked so."""
+            try:
+                return self._attach(found, arguments)
+            except Differs:
+                raise
+            except Exception as error:
+                found.held.close()
+                if self.options["on_unsupported"] == "fail":
+                    raise Unsupported(
+                        f"{found.name!r} can't be attached: {str(error).rstrip('.')}. Use --load-format auto, or set \"on_unsupported\": \"load\"",
+                        kind="unsupported",
+                    ) from error
+                logger.warning("vmmfd: %s can't be attached, and loads from disk for this engine alone: %s", found.name, error)
+            # The first model's layers are registered here by their names.
+            arguments["vllm_config"].compilation_config.static_forward_context.clear()
+            return self._from_disk().load_model(**arguments)
+
         def _attach(self, found: _Found, arguments: dict[str, Any]) -> Any:
             """Builds the model on meta and gives it the object's tensors."""
             try:
@@ -354,29 +422,32 @@ def _loader_class() -> Any:
                 raise Unsupported("this vLLM takes no processed weights: install 0.33 or newer", kind="unsupported") from None
             vllm_config, model_config = arguments["vllm_config"], arguments["model_config"]
             times = [time.perf_counter()]
-            with set_default_torch_dtype(model_config.dtype):
+            recorded = _recorded(found)
+            with set_default_torch_dtype(model_config.dtype), _untied(model_config, recorded["untied"]):
                 with torch.device("meta"):
                     model = utils.initialize_model(**arguments)
                 _check_methods(model)
+                _check_backends(found.name, recorded["backends"], _state.backends(model))
                 times.append(time.perf_counter())
-                recorded = _recorded(found)
-                figures = _exact.attach(found.held, model, set(recorded["reshaped"]))
+                attached = _exact.attach(found.held, model, set(recorded["reshaped"]), is_deferred_attention_layer)
                 times.append(time.perf_counter())
                 device = self._device(vllm_config)
                 with weights_already_processed():
                     utils.process_weights_after_loading(model, model_config, device)
+                absent = attached.finish(model)
                 left = _exact.settle(model, device, set(recorded["none"]))
-                absent = _state.restore(model, recorded["state"])
+                absent += _state.restore(model, recorded["state"])
                 if absent:
-                    raise Unsupported(f"processing left out what the maker of {found.name!r} has: {', '.join(absent[:5])}", kind="unsupported")
+                    raise Unsupported(f"processing left out what the maker has: {', '.join(absent[:5])}", kind="unsupported")
                 times.append(time.perf_counter())
+            _refuse_loading(model)
             # The lease lasts as long as the model.
             weakref.finalize(model, found.held.close)
             build, bind, process = (end - begin for begin, end in zip(times, times[1:], strict=False))
             logger.info(
                 "vmmfd: attached %s version %d: %d arrays, %d bytes, %d of them copied; find %.4f s, meta build %.4f s, bind %.4f s, "
                 "process %.4f s; read %d bytes of files; left on meta: %s",
-                *(found.name, found.held.version, figures["arrays"], sum(part.size for part in found.held.parts), figures["bytes"]),
+                *(found.name, found.held.version, attached.arrays, sum(part.size for part in found.held.parts), attached.copied),
                 *(found.seconds, build, bind, process, found.contents.read, ", ".join(left) or "none"),
             )
             return model.eval()
@@ -400,6 +471,8 @@ def _loader_class() -> Any:
                     "none": sorted(loader.layout.keys() & _exact.nones(model)),
                     "reshaped": _exact.reshaped(loader.layout, _exact.layout(model)),
                     "state": _state.changes(loader.state, _state.state(model)),
+                    "backends": loader.backends,
+                    "untied": bool(getattr(vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False)),
                 }
                 times.append(time.perf_counter())
                 published = found.held.put(value, metadata={"vllm": recorded})
@@ -410,6 +483,7 @@ def _loader_class() -> Any:
                 logger.warning("vmmfd: %s is loaded for this engine alone, and not published: %s", found.name, error)
                 return model
             times.append(time.perf_counter())
+            _refuse_loading(model)
             load, digest, publish = (end - begin for begin, end in zip(times, times[1:], strict=False))
             logger.info(
                 "vmmfd: loaded and published %s version %d: load %.3f s, digests of %d bytes of files %.3f s, publish %.4f s",

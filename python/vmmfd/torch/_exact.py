@@ -6,6 +6,7 @@ than afterwards, so here the object decides which tensors the module has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .._errors import Differs, Invalid
@@ -59,12 +60,69 @@ def _apart(item: _Item, own: set[int], copies: dict[int, Any], device: Any) -> _
     return item._replace(tensor=empty.set_(copies[address], tensor.storage_offset(), tensor.shape, tensor.stride()))
 
 
-def attach(lease: Any, module: Any, reshaped: set[str]) -> dict[str, int]:
+def _place(tensor: Any) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+class Attached:
+    """The tensors that `attach` gave a module."""
+
+    def __init__(self) -> None:
+        self.arrays = 0
+        # The bytes of private copies.
+        self.copied = 0
+        # The module's former tensors, which other objects may have too: by their numbers, each with the one in its place.
+        self._replaced: dict[int, tuple[Any, Any]] = {}
+        # Tensors that have to wait until the weights are processed.
+        self._late: list[tuple[Any, str, str, Any, bool]] = []
+
+    def _install(self, owner: Any, leaf: str, kind: str, tensor: Any, is_persistent: bool) -> None:
+        held = _held(owner, kind)
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, owner.__dict__)
+        for table in tables:
+            old = table.get(leaf) if table is held else table.pop(leaf, None)
+            if isinstance(old, _torch().Tensor) and old is not tensor:
+                self._replaced[id(old)] = old, tensor
+        held[leaf] = tensor
+        owner._non_persistent_buffers_set.discard(leaf)
+        if kind == "buffer" and not is_persistent:
+            owner._non_persistent_buffers_set.add(leaf)
+
+    def finish(self, module: Any) -> list[str]:
+        """Gives the module the tensors that had to wait, and each object that a submodule holds the tensors in place of its former ones.
+        Returns the names of tensors on the meta device that such objects still have."""
+        torch = _torch()
+        for each in self._late:
+            self._install(*each)
+        left: list[str] = []
+        seen: set[int] = set()
+
+        def visit(path: str, holder: Any, depth: int) -> None:
+            if id(holder) in seen or isinstance(holder, (torch.Tensor, torch.nn.Module, type)) or not hasattr(holder, "__dict__"):
+                return
+            seen.add(id(holder))
+            for name, value in list(vars(holder).items()):
+                if not isinstance(value, torch.Tensor):
+                    if depth:
+                        visit(path, value, depth - 1)
+                elif id(value) in self._replaced:
+                    setattr(holder, name, self._replaced[id(value)][1])
+                elif value.is_meta and value.numel():
+                    left.append(f"{path}: {type(holder).__name__}.{name}")
+
+        for path, owner in module.named_modules():
+            for name, value in vars(owner).items():
+                if name not in _TABLES:
+                    visit(path, value, 1)
+        return left
+
+
+def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any], bool] = lambda _: False) -> Attached:
     """Gives a module the tensors of a lease: parameters are mapped, other tensors are private copies unless they view a parameter.
 
     The object's parameters replace the module's, whatever their shape. A module's buffer or attribute must have the object's kind, shape and
-    type, unless `reshaped` names it: an engine writes to such tensors, up to limits of its own. Returns the number of `arrays` and the copied
-    `bytes`. Raises `Differs`, before anything changes, for such a mismatch and for an array whose submodule the module lacks.
+    type, unless `reshaped` names it: an engine writes to such tensors, up to limits of its own. `is_late` names submodules whose processing
+    makes tensors: theirs wait for `Attached.finish`. Raises `Differs`, before anything changes, for such a mismatch and for an array whose submodule the module lacks.
     """
     torch = _torch()
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -89,6 +147,7 @@ def attach(lease: Any, module: Any, reshaped: set[str]) -> dict[str, int]:
         }
         mapped.will_copy(row for row in mapped.rows if row.name in private)
         tied: dict[tuple[Any, ...], Any] = {}
+        attached = Attached()
         made: list[tuple[Any, str, str, Any, bool]] = []
         for row in mapped.rows:
             path, _, leaf = row.name.rpartition(".")
@@ -98,23 +157,24 @@ def attach(lease: Any, module: Any, reshaped: set[str]) -> dict[str, int]:
                 tensor = mapped.tensor(row, row.name in private)
                 if row.attributes.get("place") == "cpu":
                     tensor = tensor.cpu()
+                old = _held(owner, row.kind).get(leaf)
+                if row.name in private and isinstance(old, torch.Tensor) and _place(old) == _place(tensor):
+                    # It has bytes already, and others may have it too.
+                    tensor = old.copy_(tensor)
                 if row.kind == "parameter":
                     old = owner._parameters.get(leaf)
                     tensor = torch.nn.Parameter(tensor, requires_grad=False) if old is None else _parameter(tensor, old)
                 tied[key] = tensor
             made.append((owner, leaf, row.kind, tied[key], bool(row.attributes.get("persistent", True))))
-    for owner, leaf, kind, tensor, is_persistent in made:
-        held = _held(owner, kind)
-        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, owner.__dict__)
-        for table in tables:
-            if table is not held:
-                table.pop(leaf, None)
-        held[leaf] = tensor
-        owner._non_persistent_buffers_set.discard(leaf)
-        if kind == "buffer" and not is_persistent:
-            owner._non_persistent_buffers_set.add(leaf)
-    copied = sum(copy.untyped_storage().nbytes() for copy, _ in mapped.private.values())
-    return {"arrays": len(made), "bytes": copied}
+    for each in made:
+        owner, leaf = each[:2]
+        if is_late(owner) and not any(leaf in table for table in (owner._parameters, owner._buffers, vars(owner))):
+            attached._late.append(each)
+        else:
+            attached._install(*each)
+    attached.arrays = len(made)
+    attached.copied = sum(copy.untyped_storage().nbytes() for copy, _ in mapped.private.values())
+    return attached
 
 
 def settle(module: Any, device: Any, nones: set[str]) -> list[str]:
