@@ -166,7 +166,8 @@ fn users(begin: &mut Begin<'_, '_>, metrics: &Metrics) -> fmt::Result {
             claimed.encode_family(&[("device", device.as_str()), ("uid", uid.as_str())])?.encode_gauge(&of.bytes)?;
         }
     }
-    let counts: [(&str, &str, fn(&UserTotal) -> u64); 3] = [
+    type Count = fn(&UserTotal) -> u64;
+    let counts: [(&str, &str, Count); 3] = [
         ("vmmfd_user_objects", "Names that are a user's", |total| total.objects),
         ("vmmfd_user_leases", "Leases that a user's processes hold", |total| total.leases),
         ("vmmfd_user_connections", "Connections of a user's processes", |total| total.connections),
