@@ -40,9 +40,10 @@ mod store;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use self::link::Kept;
+#[cfg(feature = "tools")]
 pub(crate) use self::{
     image::{Role, check},
-    link::Kept,
     process::{KeeperProcess, reload},
 };
 pub(super) use self::{

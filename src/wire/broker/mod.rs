@@ -389,7 +389,10 @@ impl Message {
                 }
             }
             Self::Measured(measured) => {
-                [&mut measured.instance, &mut measured.store.kind].into_iter().for_each(clean);
+                [&mut measured.instance, &mut measured.store.kind]
+                    .into_iter()
+                    .chain(&mut measured.version)
+                    .for_each(clean);
                 measured.requests.iter_mut().flat_map(|of| [&mut of.verb, &mut of.outcome]).for_each(clean);
                 measured.durations.iter_mut().for_each(|of| clean(&mut of.verb));
                 clean_totals(&mut measured.totals);
