@@ -101,6 +101,24 @@ fn run(command: &str) -> Output {
     process.args(words).args(["sh", "-c", command]).output().unwrap()
 }
 
+/// How often a new keeper was sent everything, as the journal says.
+fn resends() -> usize {
+    let output = run("journalctl -u vmmfd-keeper -o cat --no-pager | grep -c 'holds everything'");
+    String::from_utf8_lossy(&output.stdout).trim().parse().unwrap_or(0)
+}
+
+/// Waits until the next keeper has everything. Before that, puts may be acknowledged while the server alone has them: those that the
+/// old keeper's socket took before its end was seen.
+fn wait_for_resend(load: &Load, before: usize) {
+    let begun = Instant::now();
+    while resends() <= before {
+        if begun.elapsed() > PATIENCE {
+            return load.fail("no keeper was sent everything".to_owned());
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 fn say(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
@@ -163,9 +181,14 @@ fn repeat(load: &Load, label: &str, times: usize, command: impl Fn(usize) -> Str
     let (begun, before) = (Instant::now(), load.puts());
     for round in 0..times {
         let command = command(round);
+        let replaces = command.contains("vmmfd-keeper") && !command.contains("reload");
+        let resends = if replaces { resends() } else { 0 };
         let output = run(&command);
         if !output.status.success() {
             load.fail(format!("{command}: {}", say(&output)));
+        }
+        if replaces {
+            wait_for_resend(load, resends);
         }
         load.settle(label);
     }
@@ -247,11 +270,16 @@ fn many(load: &Load) {
     put_many(objects);
     let timed = |label: &str, command: &str| {
         load.longest_us.store(0, Ordering::Release);
+        let replaces = command.contains("vmmfd-keeper");
+        let resends = resends();
         let begun = Instant::now();
         let output = run(command);
         let ran = begun.elapsed();
         if !output.status.success() {
             load.fail(format!("{command}: {}", say(&output)));
+        }
+        if replaces {
+            wait_for_resend(load, resends);
         }
         load.settle(label);
         let longest = load.longest_us.load(Ordering::Acquire) as f64 / 1e3;
