@@ -38,7 +38,7 @@ use crate::{
     running::binary,
     support::{
         Subject,
-        served::{Keeper, Served, is_alive, is_stopped, stored},
+        served::{Keeper, Served, copied, is_alive, is_stopped, stored},
         stepper::{Call, From, trace},
     },
 };
@@ -374,14 +374,6 @@ fn keeper_killed_during_a_resend_loses_nothing() {
     let (server, _) = served.kill_server();
     assert!(is_alive(server));
     check(&served, 2);
-}
-
-/// A copy of the program in a folder, to be replaced.
-fn copied(from: &Path, to: &Path) {
-    let beside = to.with_extension("new");
-    // By a process of its own: no child that another test forks meanwhile holds the copy open for writing (ETXTBSY).
-    assert!(Command::new("cp").arg(from).arg(&beside).status().unwrap().success());
-    fs::rename(beside, to).unwrap();
 }
 
 #[test]

@@ -29,7 +29,7 @@ use crate::{
     running::binary,
     support::{
         Subject,
-        served::{Keeper, Served, stored, with_argument},
+        served::{Keeper, Served, copied, stored, with_argument},
     },
 };
 
@@ -228,14 +228,6 @@ fn stopped_supervisor_is_replaced() {
         // Also if the process that was stopped was to continue.
         broker.send(&[Event::Kill(Process::Server)]);
     }
-}
-
-/// A copy of the program in a folder, to be replaced.
-fn copied(from: &Path, to: &Path) {
-    let beside = to.with_extension("new");
-    // By a process of its own: no child that another test forks meanwhile holds the copy open for writing (ETXTBSY).
-    assert!(Command::new("cp").arg(from).arg(&beside).status().unwrap().success());
-    fs::rename(beside, to).unwrap();
 }
 
 #[test]

@@ -4,8 +4,6 @@ use std::{
     fs,
     io::Write,
     os::unix::fs::{FileExt, PermissionsExt},
-    path::Path,
-    process::Command,
     thread,
     time::{Duration, Instant},
 };
@@ -28,7 +26,7 @@ use crate::{
     running::binary,
     support::{
         Inode, Subject, in_fork,
-        served::{Keeper, Served, is_alive},
+        served::{Keeper, Served, copied, is_alive},
     },
 };
 
@@ -286,20 +284,11 @@ fn events_go_on_across_a_restart(mut subject: Subject) {
     drop(raw);
 }
 
-/// A copy of the program in a folder, to be replaced.
-fn copied(to: &Path) {
-    let beside = to.with_extension("new");
-    // By a process of its own: a child that another test forks meanwhile would hold the copy open for writing, and a file that is so is
-    // not executed (ETXTBSY).
-    assert!(Command::new("cp").arg(binary("vmmfd")).arg(&beside).status().unwrap().success());
-    fs::rename(beside, to).unwrap();
-}
-
 fn a_new_program_takes_over_and_nothing_is_lost(mut subject: Subject) {
     subject.alone();
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
-    copied(&program);
+    copied(&binary("vmmfd"), &program);
     let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
     let (raw, first) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
@@ -311,7 +300,7 @@ fn a_new_program_takes_over_and_nothing_is_lost(mut subject: Subject) {
         |pid: Pid| fs::metadata(format!("/proc/{pid}/exe")).map(|file| std::os::unix::fs::MetadataExt::ino(&file));
     for _ in 0..3 {
         let before = served.server();
-        copied(&program);
+        copied(&binary("vmmfd"), &program);
         let new = fs::metadata(&program).map(|file| std::os::unix::fs::MetadataExt::ino(&file)).unwrap();
         kill(supervisor, Signal::SIGHUP).unwrap();
         let (server, gap) = served.wait_for_another(before, Instant::now());
@@ -334,7 +323,7 @@ fn a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on(mut subjec
     subject.alone();
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
-    copied(&program);
+    copied(&binary("vmmfd"), &program);
     let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
     let (raw, server) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
@@ -358,7 +347,7 @@ fn a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on(mut subjec
     until(|| served.log().matches("no upgrade").count() == refusals + 1);
     assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
     // And then one that can.
-    copied(&program);
+    copied(&binary("vmmfd"), &program);
     kill(supervisor, Signal::SIGHUP).unwrap();
     served.wait_for_another(server, Instant::now());
     assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 1, 0)]);

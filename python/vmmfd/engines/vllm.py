@@ -72,6 +72,8 @@ class _Found:
     key: dict[str, Any]
     contents: Contents
     seconds: float
+    # The maker's record of an object.
+    recorded: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _key(vllm_config: Any, model_config: Any) -> dict[str, Any]:
@@ -178,8 +180,8 @@ def _recorded(found: _Found) -> dict[str, Any]:
     return recorded
 
 
-def _check_key(found: _Found) -> None:
-    """Raises `Differs` unless the leased object equals the model that this engine would load."""
+def _check_key(found: _Found) -> dict[str, Any]:
+    """The maker's record. Raises `Differs` unless the leased object equals the model that this engine would load."""
     recorded = _recorded(found)
     theirs, ours = _flat(recorded["key"]), _flat(found.key)
     fields = [
@@ -195,6 +197,7 @@ def _check_key(found: _Found) -> None:
             f"{found.name!r} in the broker, version {found.held.version}, does not fit this engine ({'; '.join(fields)}). "
             f"Set another name, or remove it with `vmmfd rm {found.name}`"
         )
+    return recorded
 
 
 @contextlib.contextmanager
@@ -377,7 +380,7 @@ def _loader_class() -> Any:
             found = _Found(broker, name, held, key, contents, 0)
             if isinstance(held, vmmfd.Lease):
                 try:
-                    _check_key(found)
+                    found.recorded = _check_key(found)
                 except BaseException:
                     held.close()
                     raise
@@ -422,7 +425,7 @@ def _loader_class() -> Any:
                 raise Unsupported("this vLLM takes no processed weights: install 0.33 or newer", kind="unsupported") from None
             vllm_config, model_config = arguments["vllm_config"], arguments["model_config"]
             times = [time.perf_counter()]
-            recorded = _recorded(found)
+            recorded = found.recorded
             with set_default_torch_dtype(model_config.dtype), _untied(model_config, recorded["untied"]):
                 with torch.device("meta"):
                     model = utils.initialize_model(**arguments)

@@ -122,7 +122,8 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
 
     The object's parameters replace the module's, whatever their shape. A module's buffer or attribute must have the object's kind, shape and
     type, unless `reshaped` names it: an engine writes to such tensors, up to limits of its own. `is_late` names submodules whose processing
-    makes tensors: theirs wait for `Attached.finish`. Raises `Differs`, before anything changes, for such a mismatch and for an array whose submodule the module lacks.
+    makes tensors: theirs wait for `Attached.finish`. Raises `Differs`, before anything changes, for such a mismatch and for an array whose
+    submodule the module lacks.
     """
     torch = _torch()
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -162,7 +163,6 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
                     # It has bytes already, and others may have it too.
                     tensor = old.copy_(tensor)
                 if row.kind == "parameter":
-                    old = owner._parameters.get(leaf)
                     tensor = torch.nn.Parameter(tensor, requires_grad=False) if old is None else _parameter(tensor, old)
                 tied[key] = tensor
             made.append((owner, leaf, row.kind, tied[key], bool(row.attributes.get("persistent", True))))

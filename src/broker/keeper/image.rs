@@ -113,6 +113,27 @@ pub(super) struct Passed<'a> {
     pub(super) words: &'a str,
 }
 
+impl<'a> Passed<'a> {
+    /// The names under which the kept descriptors are passed.
+    fn names(&self) -> Vec<String> {
+        self.kept.iter().map(|(name, _)| format!("{KEPT}{name}")).collect()
+    }
+
+    /// The kept descriptors under their names, and others, in the order of their numbers: none must make room for another when they are
+    /// numbered anew, as at the limit of open files there is no room.
+    fn numbered<'n>(
+        &self,
+        names: &'n [String],
+        others: impl IntoIterator<Item = (&'n str, Option<BorrowedFd<'a>>)>,
+    ) -> Vec<(&'n str, BorrowedFd<'a>)> {
+        let kept = names.iter().map(String::as_str).zip(self.kept.iter().map(|(_, fd)| *fd));
+        let others = others.into_iter().filter_map(|(name, fd)| Some((name, fd?)));
+        let mut fds: Vec<_> = kept.chain(others).collect();
+        fds.sort_by_key(|(_, fd)| fd.as_raw_fd());
+        fds
+    }
+}
+
 /// What a keeper was passed.
 #[derive(Debug, Default)]
 pub(super) struct Received {
@@ -198,11 +219,8 @@ impl Image {
         let file = opened.map_err(|errno| format!("{path} can't be opened: {errno}"))?;
         let (answer, writer) =
             nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).map_err(|errno| errno.to_string())?;
-        let names: Vec<String> = passed.kept.iter().map(|(name, _)| format!("{KEPT}{name}")).collect();
-        let mut fds: Vec<(&str, BorrowedFd<'_>)> =
-            names.iter().map(String::as_str).zip(passed.kept.iter().map(|(_, fd)| *fd)).collect();
-        fds.push((ANSWER, writer.as_fd()));
-        sort(&mut fds);
+        let names = passed.names();
+        let fds = passed.numbered(&names, [(ANSWER, Some(writer.as_fd()))]);
         let program = self.program(&executable(&file), Role::Check, "", &fds);
         let pid =
             program.and_then(sys::Program::spawn).map_err(|error| format!("{path} can't be executed: {error}"))?;
@@ -234,12 +252,9 @@ impl Image {
         process: Option<BorrowedFd<'_>>,
         passed: &Passed<'_>,
     ) -> io::Error {
-        let names: Vec<String> = passed.kept.iter().map(|(name, _)| format!("{KEPT}{name}")).collect();
-        let kept = names.iter().map(String::as_str).zip(passed.kept.iter().map(|(_, fd)| *fd));
+        let names = passed.names();
         let others = [(LINK, passed.server), (LISTENER, passed.listener), (ASKER, passed.asker), (SERVER, process)];
-        let others = others.into_iter().filter_map(|(name, fd)| Some((name, fd?)));
-        let mut fds: Vec<(&str, BorrowedFd<'_>)> = kept.chain(others).collect();
-        sort(&mut fds);
+        let fds = passed.numbered(&names, others);
         sys::flush_stderr();
         match self.program(&executable(file), role, passed.words, &fds) {
             Ok(program) => program.execute(std::ffi::OsStr::from_bytes(THIS.as_bytes())),
@@ -250,11 +265,6 @@ impl Image {
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
-}
-
-/// In the order of their numbers none must make room for another when they are numbered anew: at the limit of open files there is none.
-fn sort(fds: &mut [(&str, BorrowedFd<'_>)]) {
-    fds.sort_by_key(|(_, fd)| fd.as_raw_fd());
 }
 
 /// The path at which an open file can be executed.

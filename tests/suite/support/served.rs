@@ -305,3 +305,11 @@ pub(crate) fn stored(pid: Pid) -> usize {
     let memory = |link: &PathBuf| ["/memfd:", "/dev/nvidia"].iter().any(|of| link.to_string_lossy().starts_with(of));
     links.filter(memory).count()
 }
+
+/// A copy of the program in a folder, to be replaced.
+pub(crate) fn copied(from: &Path, to: &Path) {
+    let beside = to.with_extension("new");
+    // By a process of its own: no child that another test forks meanwhile holds the copy open for writing (ETXTBSY).
+    assert!(Command::new("cp").arg(from).arg(&beside).status().unwrap().success());
+    fs::rename(beside, to).unwrap();
+}
