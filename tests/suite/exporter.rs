@@ -4,7 +4,8 @@ use std::{
     collections::BTreeSet,
     fs,
     io::{ErrorKind, Read, Write},
-    net::{SocketAddr, TcpStream},
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::{fd::OwnedFd, unix::net::UnixListener},
     path::Path,
     process::{Command, Stdio},
     sync::mpsc,
@@ -21,7 +22,7 @@ use yaml_rust2::{Yaml, YamlLoader};
 
 use crate::{
     command_line::{fits, object},
-    running::{Meeting, Run, Running, wait_for},
+    running::{Meeting, Run, Running, binary, wait_for},
     support::stand_in::{StandIn, answer, request},
 };
 
@@ -57,7 +58,10 @@ fn vmmfd(place: &Meeting, arguments: &[&str]) -> Run {
 
 impl Exporter {
     fn start(place: &Meeting, options: &[&str]) -> Self {
-        let mut running = vmmfd(place, &[&["exporter", "--listen", "127.0.0.1:0"], options].concat()).start();
+        Self::of(vmmfd(place, &[&["exporter", "--listen", "127.0.0.1:0"], options].concat()).start())
+    }
+
+    fn of(mut running: Running) -> Self {
         running.until("listening");
         let line = running.so_far();
         let address = line.split_once("http://").unwrap().1.split_once('/').unwrap().0.parse().unwrap();
@@ -144,6 +148,29 @@ const PLAIN: &str = "\
 # TYPE vmmfd_up gauge
 vmmfd_up 1
 ";
+
+/// A command that is passed a socket as systemd passes one.
+fn with_socket(place: &Meeting, socket: OwnedFd) -> Run {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" exporter 3<&0 </dev/null"]).arg(binary("vmmfd"));
+    shell.env("VMMFD_BROKER_SOCKET", place.socket());
+    let mut run = place.bare("vmmfd").instead(shell);
+    run.command.stdin(socket);
+    run
+}
+
+#[test]
+fn passed_socket_is_served() {
+    let place = Meeting::host();
+    let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = socket.local_addr().unwrap();
+    let exporter = Exporter::of(with_socket(&place, socket.into()).start());
+    assert_eq!(exporter.address, address);
+    assert_eq!(exporter.get("/metrics").status, "200 OK");
+    exporter.end().code(0);
+    let unix = UnixListener::bind(place.folder().join("unix")).unwrap();
+    with_socket(&place, unix.into()).end().code(5).says("use the listening socket of LISTEN_FDS");
+}
 
 #[test]
 fn figures_are_served_in_the_format_that_the_client_takes() {

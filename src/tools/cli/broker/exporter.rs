@@ -16,6 +16,7 @@ use crate::{
     broker::{Client, Metrics},
     channel::{BrokerPath, Cancel},
     error::{Error, Result},
+    sys,
     tools::{
         cli::{
             Exit, Output, Tool, ToolOutput,
@@ -32,7 +33,8 @@ use crate::{
 ///
 /// GET /metrics has them as text; while the broker does not answer, only `vmmfd_up 0`. GET /healthz is 200 while the broker answers,
 /// and else 503 with the reason. It connects again when the broker restarts, and runs until SIGTERM or SIGINT. Memory by user and
-/// device is complete where it runs as the broker's user or root.
+/// device is complete where it runs as the broker's user or root. If systemd passes a listening socket (LISTEN_FDS), the exporter
+/// serves on that one, and does not use --listen.
 ///
 /// Once it accepts connections it prints one line, `exporter  listening  http://ADDRESS/metrics`, on stdout, or with --json on stderr.
 #[derive(Debug, Args)]
@@ -115,9 +117,7 @@ impl Tool for ExporterOptions {
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         // A broker of this user that starts later, or the system's, is found at the next request.
         let path = BrokerPath::find(self.socket.as_deref())?;
-        let failed = |error| Error::system(format!("listen on {}", self.listen), error);
-        let listener = TcpListener::bind(self.listen).map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
+        let (listener, address) = self.listener()?;
         self.announce(address)?;
         let meet =
             MeetBroker { socket: self.socket.clone(), allow_uids: self.allow_uids.clone(), timeout: self.timeout };
@@ -143,6 +143,29 @@ impl Tool for ExporterOptions {
 }
 
 impl ExporterOptions {
+    /// The listening socket that systemd passes, else a new one.
+    fn listener(&self) -> Result<(TcpListener, SocketAddr)> {
+        let passed = |error| Error::system("use the listening socket of LISTEN_FDS", error);
+        let bound = |error| Error::system(format!("listen on {}", self.listen), error);
+        let mut sockets = sys::take_passed().map_err(passed)?;
+        match (sockets.pop(), sockets.len()) {
+            (None, _) => {
+                let listener = TcpListener::bind(self.listen).map_err(bound)?;
+                let address = listener.local_addr().map_err(bound)?;
+                Ok((listener, address))
+            }
+            (Some((_, socket)), 0) => {
+                let listener = TcpListener::from(socket);
+                let address = listener.local_addr().map_err(passed)?;
+                Ok((listener, address))
+            }
+            (Some(_), others) => {
+                let reason = format!("it has {} sockets: pass one", others + 1);
+                Err(passed(io::Error::new(io::ErrorKind::InvalidInput, reason)))
+            }
+        }
+    }
+
     /// Prints that clients can connect. A closed pipe is not an error.
     fn announce(&self, address: SocketAddr) -> io::Result<()> {
         let line = format!("exporter  listening  http://{address}/metrics");
