@@ -201,6 +201,9 @@ fn hint(error: &Error) -> Option<String> {
                 path.display()
             ));
         }
+        Error::Socket(SocketError::Denied { group: Some(_), .. }) => {
+            "add this user to that group and log in again, or start the server with `--allow-uid`"
+        }
         Error::Socket(SocketError::Denied { .. }) => {
             "start the server so that it admits this user: `vmmfd serve --allow-uid`, `--allow-gid`"
         }

@@ -2,11 +2,15 @@
 
 use std::{
     fs,
-    os::{fd::OwnedFd, unix::fs::FileTypeExt},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileTypeExt, MetadataExt},
+    },
     path::Path,
     time::{Duration, Instant},
 };
 
+use nix::unistd::{Gid, Group};
 use rustix::{
     io::Errno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with},
@@ -46,6 +50,15 @@ pub(super) fn attempt(path: &Path) -> Result<Attempt> {
         })),
         Err(errno) => Err(Error::system(format!("connect to {}", path.display()), errno)),
     }
+}
+
+/// The group whose members may connect to a socket, if other users may not.
+fn group_of(path: &Path) -> Option<String> {
+    let metadata = fs::metadata(path).ok()?;
+    (metadata.mode() & 0o022 == 0o020).then(|| {
+        let group = Group::from_gid(Gid::from_raw(metadata.gid())).ok().flatten();
+        group.map_or_else(|| metadata.gid().to_string(), |group| group.name)
+    })
 }
 
 /// Whether a path is of another kind of file.
@@ -97,7 +110,7 @@ pub(crate) fn connect_socket(
             // The file may be left from a process that has ended; a producer that admits this user then replaces it.
             Attempt::Denied => Error::Socket(match closed_folder(&path()) {
                 Some(folder) => SocketError::ClosedFolder { path: path(), folder },
-                None => SocketError::Denied { path: path() },
+                None => SocketError::Denied { path: path(), group: group_of(&path()) },
             }),
             Attempt::Absent => Error::Socket(SocketError::Absent { path: path(), waited: timeout }),
             Attempt::Full => Error::Socket(SocketError::NotAccepted { path: path(), waited: timeout }),

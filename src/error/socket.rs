@@ -82,10 +82,12 @@ pub enum SocketError {
     },
 
     /// The socket is not for this user.
-    #[error("the process that listens on {path} does not let this user connect", path = path.display())]
+    #[error("the process that listens on {path} does not let this user connect{}", only_group(group.as_deref()), path = path.display())]
     Denied {
         /// The socket.
         path: PathBuf,
+        /// The group whose members may connect: its name, or its number if it has none.
+        group: Option<String>,
     },
 
     /// This user may not enter a folder on the way to the socket.
@@ -103,6 +105,10 @@ pub enum SocketError {
         /// Why: one sentence.
         problem: String,
     },
+}
+
+fn only_group(name: Option<&str>) -> String {
+    name.map(|name| format!(": the socket is for the group {name}")).unwrap_or_default()
 }
 
 fn process_name(pid: i32) -> String {

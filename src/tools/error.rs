@@ -134,6 +134,9 @@ pub fn hint(error: &Error) -> Option<&str> {
         Error::Peer(PeerError::NotAllowed { .. }) => {
             "if that user is to be trusted, give this command --allow-uid with its number"
         }
+        Error::Socket(SocketError::Denied { group: Some(_), .. }) => {
+            "add this user to that group and log in again, or start the process that listens there with --allow-uid and this user's number"
+        }
         Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. })
         | Error::Socket(SocketError::Denied { .. }) => {
             "the process that listens there must be started with --allow-uid and this user's number; a broker also admits the members of \

@@ -116,6 +116,15 @@ mod root {
         let ended = as_other(&socket, &["ls"]);
         ended.code(4).says("does not let this user connect").says("must be started with --allow-uid");
         stop(server);
+        // A socket of a group: its members may connect.
+        let socket = place.folder().join("group.sock");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        fs::set_permissions(&socket, PermissionsExt::from_mode(0o660)).unwrap();
+        let ended = as_other(&socket, &["ls", "--timeout", "1s"]);
+        ended
+            .code(4)
+            .says("the socket is for the group root")
+            .says("hint: add this user to that group and log in again");
     }
 
     #[test]

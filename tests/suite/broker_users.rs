@@ -282,6 +282,12 @@ mod root {
         allowed_as(&by_gid.path, OTHER, TEAM, &[]);
         allowed_as(&by_gid.path, OTHER, OTHER, &[1, TEAM]);
         refused_as(&by_gid.path, OTHER, OTHER, &[1]);
+        // The refusal names a group that has a name.
+        let by_name = Process::start(Setup { allow_gids: vec![0, TEAM], ..allowing(&subject, &[]) });
+        as_user(OTHER, OTHER, &[], || {
+            let message = try_connect(&by_name.path).unwrap_err().in_full();
+            assert!(message.contains(&format!("or add this user to the group root or {TEAM}")), "{message}");
+        });
         // Its own user and root come in always; if no other may, no other can even connect.
         let alone = Process::start(allowing(&subject, &[]));
         assert_eq!(fs::metadata(&alone.path).unwrap().mode() & 0o777, 0o600);

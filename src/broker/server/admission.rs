@@ -6,6 +6,7 @@ use std::{
 };
 
 use mio::{Interest, Token as Key, unix::SourceFd};
+use nix::unistd::{Gid, Group};
 use rustix::net::SendFlags;
 
 use super::{
@@ -29,6 +30,18 @@ const ACCEPTED_AT_ONCE: usize = 64;
 
 /// Descriptors that are neither a connection's nor memory: those of a record that is being received, and the server's own.
 const SPARE: usize = MAX_FDS + 64;
+
+/// How a user who is refused can be allowed by a group. Looks up the groups' names, which may ask another machine: not for each refusal.
+pub(super) fn how_to_join(gids: &[u32]) -> String {
+    if gids.is_empty() {
+        return "with --allow-gid and a group of this user".to_owned();
+    }
+    let name = |gid: &u32| match Group::from_gid(Gid::from_raw(*gid)) {
+        Ok(Some(group)) => group.name,
+        _ => gid.to_string(),
+    };
+    format!("add this user to the group {}", gids.iter().map(name).collect::<Vec<_>>().join(" or "))
+}
 
 impl Reactor {
     /// Takes the connections that wait.
@@ -70,7 +83,8 @@ impl Reactor {
         let uid = caller.uid;
         if !self.is_allowed(&caller, &socket) {
             let message = format!(
-                "uid {uid} is not allowed here: start the broker with --allow-uid {uid}, or with --allow-gid and a group of this user"
+                "uid {uid} is not allowed here: start the broker with --allow-uid {uid}, or {}",
+                self.join_a_group
             );
             self.refuse_connection(&caller, &socket, ErrorCode::Refused, message);
             self.close_refused(socket, None);

@@ -14,6 +14,7 @@ use rustix::net::{RecvFlags, ReturnFlags};
 
 use super::{
     ConnectionId, ServerConfig,
+    admission::how_to_join,
     caller::Caller,
     closer::Closers,
     connection::{Connection, Outgoing, Request, Sent},
@@ -96,6 +97,8 @@ pub(super) struct Reactor {
     pub(super) cancel: Cancel,
     pub(super) config: ServerConfig,
     pub(super) emulated: bool,
+    /// What a user who is refused can do besides `--allow-uid`.
+    pub(super) join_a_group: String,
     pub(super) objects: Objects,
     pub(super) worker: Worker,
     pub(super) closers: Closers,
@@ -162,6 +165,7 @@ impl Reactor {
             listener,
             cancel: cancel.clone(),
             emulated: config.emulated,
+            join_a_group: how_to_join(&config.allow_gids),
             config,
             objects,
             worker,

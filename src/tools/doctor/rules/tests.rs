@@ -375,7 +375,7 @@ fn container_cases() -> Vec<(&'static str, Meeting, Meeting)> {
     let own = || label("system_u:system_r:container_t:s0:c1,c2");
     let other = || label("system_u:system_r:container_t:s0:c3,c4");
     let denied = |permitted: bool| {
-        let error = Error::Socket(SocketError::Denied { path: "/run/vmmfd/vmmfd.sock".into() });
+        let error = Error::Socket(SocketError::Denied { path: "/run/vmmfd/vmmfd.sock".into(), group: None });
         let mut denied = finding("round-trip", Status::Failed, Some(ErrorDetails::of(&error)));
         denied.figures.insert("permitted".to_owned(), permitted.into());
         denied
