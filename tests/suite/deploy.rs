@@ -334,3 +334,22 @@ fn units_never_give_up_and_never_end_each_other() {
     let keeper = section(&text("systemd/vmmfd-keeper.service"), "Service");
     assert!(keeper.contains(&("OOMScoreAdjust".to_owned(), "-900".to_owned())));
 }
+
+#[test]
+fn exporter_serves_loopback_on_a_passed_socket() {
+    let socket = section(&text("systemd/vmmfd-exporter.socket"), "Socket");
+    assert_eq!(socket, [("ListenStream".to_owned(), "127.0.0.1:9464".to_owned())]);
+    let unit = text("systemd/vmmfd-exporter.service");
+    let dependencies = section(&unit, "Unit");
+    assert!(dependencies.contains(&("Requires".to_owned(), "vmmfd-exporter.socket".to_owned())));
+    let service = section(&unit, "Service");
+    for (key, wanted) in
+        [("PrivateNetwork", "yes"), ("RestrictAddressFamilies", "AF_UNIX"), ("CapabilityBoundingSet", "")]
+    {
+        assert!(service.contains(&(key.to_owned(), wanted.to_owned())), "{key}");
+    }
+    let (_, command) = service.iter().find(|(key, _)| key == "ExecStart").unwrap();
+    let command: Vec<String> = command.split(' ').map(str::to_owned).collect();
+    assert_eq!(command[0], "/usr/bin/vmmfd");
+    understood("vmmfd", &command[1..]);
+}
