@@ -704,12 +704,21 @@ mod consumers {
         check: impl FnOnce(Result<Findings, Error>),
         request: session::handoff::Request,
     ) {
+        against_within(PATIENCE, serve, check, request);
+    }
+
+    fn against_within(
+        timeout: Duration,
+        serve: impl FnOnce(&mut Channel) + Send,
+        check: impl FnOnce(Result<Findings, Error>),
+        request: session::handoff::Request,
+    ) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = seqpacket();
         bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         listen(&listener, 1).unwrap();
-        let config = Config::default().timeout(Duration::from_secs(2));
+        let config = Config::default().timeout(timeout);
         thread::scope(|scope| {
             let consumer = scope.spawn(|| {
                 let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
@@ -986,7 +995,8 @@ mod consumers {
                 |result| assert!(matches!(result, Err(Error::Peer(PeerError::Gone { .. }))), "{stage}: {result:?}"),
             );
         }
-        against(
+        against_within(
+            Duration::from_secs(5),
             |channel| {
                 greet(channel);
                 // Silent until the consumer gives up, and says so.
@@ -998,6 +1008,7 @@ mod consumers {
                     "{result:?}"
                 )
             },
+            session::handoff::Request::default(),
         );
     }
 

@@ -287,6 +287,11 @@ impl Lines {
         self.text.lock().unwrap().clone()
     }
 
+    /// Whether all is read that the process and its children will print.
+    fn is_whole(&self) -> bool {
+        self.reader.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     fn all(&mut self) -> String {
         if let Some(reader) = self.reader.take() {
             reader.join().unwrap();
@@ -319,7 +324,9 @@ impl Running {
         let deadline = Instant::now() + PATIENCE;
         let printed = |text: &str| text.lines().any(|line| line.split_whitespace().nth(1) == Some(step));
         while !printed(&self.stdout.so_far()) {
-            let running = self.child.try_wait().unwrap().is_none() || printed(&self.stdout.so_far());
+            // What an ended process printed may not all be read yet.
+            let ended = self.child.try_wait().unwrap().is_some() && self.stdout.is_whole();
+            let running = !ended || printed(&self.stdout.so_far());
             let never = || format!("{} never came to `{step}`: {}", self.name, self.so_far());
             assert!(running && Instant::now() < deadline, "{}", never());
             thread::sleep(Duration::from_millis(1));

@@ -579,7 +579,7 @@ fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) ->
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let cancel = Cancel::new().unwrap();
-    let config = Config::default().timeout(Duration::from_secs(5));
+    let config = Config::default().timeout(Duration::from_secs(20));
     let listener = Listener::bind(&path, false, config.timeout, &cancel).unwrap();
     thread::scope(|scope| {
         let serving = scope.spawn(|| serve(listener, buffer, &ServeOptions::default(), &config, &|_| {}));

@@ -20,7 +20,7 @@ use tempfile::TempDir;
 use vmmfd::{
     Error, Result,
     array::{ArrayDescriptor, ElementType, Order},
-    channel::{Cancel, Channel, Listener},
+    channel::{Cancel, CancelReason, Channel, Listener},
     driver::{Access::ReadOnly, Access::ReadWrite, Backend},
     error::{MemoryError, PeerError},
     memory::{Device, Pool, Region, Shared, Spec},
@@ -81,6 +81,8 @@ struct Place {
     folder: TempDir,
     listener: Listener,
     config: Config,
+    /// Ends the waits of both ends.
+    cancel: Cancel,
 }
 
 impl Place {
@@ -89,10 +91,10 @@ impl Place {
     }
 
     fn with_timeout(timeout: Duration) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let config = Config::default().timeout(timeout);
+        let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
+        let config = Config::default().timeout(timeout).cancel(&cancel);
         let listener = Listener::bind(&folder.path().join("s"), false, PATIENCE, &Cancel::new().unwrap()).unwrap();
-        Self { folder, listener, config }
+        Self { folder, listener, config, cancel }
     }
 
     fn path(&self) -> PathBuf {
@@ -731,7 +733,7 @@ fn memory_that_can_not_be_opened_is_not_acknowledged(subject: Subject) {
         refused(liar.subscriber.try_receive(), "the session has ended");
     }
     // Nor where a single buffer was asked for.
-    let Place { folder, listener, config } = Place::new();
+    let Place { folder, listener, config, .. } = Place::new();
     let path = folder.path().join("s");
     let shared = Shared::create(&subject.device(), Spec::vmm(10)).unwrap();
     let buffer = Buffer::new(shared, Unchecked, None).unwrap();
@@ -826,7 +828,7 @@ fn whoever_does_not_subscribe_is_refused_and_delays_nobody(subject: Subject) {
 }
 
 fn a_producer_without_streams_is_told_apart(subject: Subject) {
-    let Place { folder, listener, config } = Place::new();
+    let Place { folder, listener, config, .. } = Place::new();
     let path = folder.path().join("s");
     let shared = Shared::create(&subject.device(), Spec::vmm(10)).unwrap();
     let buffer = Buffer::new(shared, Unchecked, None).unwrap();
@@ -1138,11 +1140,13 @@ impl Liar {
 
 /// Both ends of a stream of two buffers and what a failure could interrupt there.
 fn everything(subject: &Subject, device: &Device, place: &Place) -> Result<()> {
+    // An end that fails before it is connected would leave the other one to wait.
+    let alone = |_: &Error| place.cancel.cancel(CancelReason::Program);
     let vmm = Spec::vmm(1).into();
     let specs = if subject.kind == Kind::Host { vec![vmm] } else { vec![vmm, Spec::pool(1)] };
     let memory = |spec: Spec| Shared::create(device, spec).map(Arc::new);
     let consume = || -> Result<()> {
-        let mut subscriber = place.subscribe(subject, 1)?;
+        let mut subscriber = place.subscribe(subject, 1).inspect_err(alone)?;
         for _ in 0..3 * specs.len() {
             let received = subscriber.receive()?;
             subscriber.give_back(received)?;
@@ -1154,7 +1158,7 @@ fn everything(subject: &Subject, device: &Device, place: &Place) -> Result<()> {
         }
     };
     let produce = || -> Result<()> {
-        let mut publisher = place.accept(subject)?;
+        let mut publisher = place.accept(subject).inspect_err(alone)?;
         let mut last = None;
         for &spec in &specs {
             let (one, two) = (memory(spec)?, memory(spec)?);
@@ -1179,9 +1183,7 @@ fn a_failure_at_any_call_leaves_nothing(mut subject: Subject) {
     subject.alone();
     let device = subject.device();
     everything(&subject, &device, &Place::new()).unwrap();
-    // Whoever fails before it is connected leaves the other one to wait.
-    let quick = || Place::with_timeout(Duration::from_secs(1));
-    let failed = subject.fail_each_call(|| everything(&subject, &device, &quick()));
+    let failed = subject.fail_each_call(|| everything(&subject, &device, &Place::new()));
     assert!(failed.len() > 20 && failed.contains(&"set_access"), "{failed:?}");
 }
 
