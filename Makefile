@@ -16,7 +16,7 @@ BENCH  ?=
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build install demo smoke test test-gpu test-python test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd clean
+.PHONY: help build install demo smoke test test-gpu test-python test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,10 @@ deb: ## target/debian/: a Debian package with vmmfd, its units of systemd, man p
 test-systemd: deb ## boot a real systemd (257 and 252) as root, and kill, restart and upgrade the broker's units there under load; not in CI
 	$(CARGO) build --locked --release --bin vmmfd --test systemd
 	VMMFD_TEST_PACKAGE="$$(ls target/debian/vmmfd_*.deb)" scripts/test-systemd $(or $(CARGO_TARGET_DIR),target)/release
+
+test-skew: ## commands and Python package of an older version, which it builds once from git, with these in both directions; not in CI
+	$(CARGO) build --locked --workspace
+	scripts/test-skew $(CARGO) $(BIN) $(STRICT)
 
 test-deb: deb ## install the package into a root folder of its own, run it there, and remove it
 	scripts/test-deb target/debian/vmmfd_*.deb

@@ -26,6 +26,7 @@ use rustix::fs::{Mode, OFlags};
 use super::{
     Inherited, PATIENCE,
     link::{Process, pair, pidfd_of, ready},
+    supervisor,
 };
 use crate::{
     error::{Error, Result},
@@ -72,11 +73,15 @@ pub(crate) enum Role {
     Reloaded(i32),
     /// The keeper of the server with this pid, which executed it.
     Another(i32),
+    /// A keeper in place of a supervisor, which an older build had instead, with the server of this pid.
+    AfterSupervisor(i32),
+    /// A server that such a supervisor started.
+    UnderSupervisor,
 }
 
 impl Role {
     pub(crate) fn from_environment() -> Self {
-        let role = std::env::var(ROLE).unwrap_or_default();
+        let Ok(role) = std::env::var(ROLE) else { return supervisor::role().unwrap_or(Self::First) };
         let of = |word| role.strip_prefix(word).and_then(|pid: &str| pid.parse().ok());
         match role.as_str() {
             "server" => Self::Server,
@@ -87,7 +92,7 @@ impl Role {
 
     fn text(self) -> OsString {
         match self {
-            Self::First => OsString::new(),
+            Self::First | Self::AfterSupervisor(_) | Self::UnderSupervisor => OsString::new(),
             Self::Server => "server".into(),
             Self::Check => "check".into(),
             Self::Reloaded(pid) => format!("reloaded:{pid}").into(),
@@ -144,10 +149,15 @@ pub(super) struct Received {
     /// The server's process, as a pidfd.
     pub(super) process: Option<OwnedFd>,
     pub(super) words: String,
+    /// Whether some of what the server had is not among `kept`.
+    pub(super) is_incomplete: bool,
 }
 
 impl Received {
-    pub(super) fn take() -> io::Result<Self> {
+    pub(super) fn take(role: Role) -> io::Result<Self> {
+        if let Role::AfterSupervisor(server) = role {
+            return supervisor::take_over(server);
+        }
         let mut received = Self { words: std::env::var(WORDS).unwrap_or_default(), ..Self::default() };
         for (name, fd) in sys::take_passed()? {
             match name.as_str() {
@@ -320,7 +330,7 @@ pub(crate) fn check() -> Result<()> {
         match name.strip_prefix(KEPT) {
             Some(kept) => inherited.add(kept.to_owned(), fd),
             None if name == ANSWER => answer = Some(fd),
-            None => {}
+            None => inherited.add(supervisor::name(&name), fd),
         }
     }
     crate::broker::server::check_catalogues(inherited.catalogues)?;

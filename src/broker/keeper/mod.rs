@@ -37,6 +37,7 @@ mod name;
 mod process;
 mod service;
 mod store;
+mod supervisor;
 #[cfg(test)]
 mod tests;
 
@@ -45,6 +46,7 @@ pub(crate) use self::link::Kept;
 pub(crate) use self::{
     image::{Role, check},
     process::{KeeperProcess, reload},
+    supervisor::replace_supervisor,
 };
 pub(super) use self::{
     link::{Link, Process, Taken},

@@ -92,7 +92,7 @@ impl KeeperProcess {
             // Another broker may serve this path.
             Listener::check_free(socket)?;
         }
-        let mut received = Received::take().map_err(failed)?;
+        let mut received = Received::take(role).map_err(failed)?;
         let service = Service::new(socket, role, received.process.take());
         Self::new(received, role, None, Some(service)).map_err(failed)
     }
@@ -104,7 +104,7 @@ impl KeeperProcess {
     /// [`Error::System`].
     pub(crate) fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
-        let mut received = Received::take().map_err(failed)?;
+        let mut received = Received::take(role).map_err(failed)?;
         let listener = match received.listener.take() {
             Some(listener) => Listener::inherited(listener, path)?,
             None => Listener::bind(path, false, PATIENCE, cancel)?,
@@ -120,7 +120,7 @@ impl KeeperProcess {
         listener: Option<(Listener, PathBuf)>,
         service: Option<Service>,
     ) -> io::Result<Self> {
-        let Received { kept, server, asker, words, .. } = received;
+        let Received { kept, server, asker, words, is_incomplete, .. } = received;
         let greeted = matches!(role, Role::Reloaded(_));
         let server = server.map(|socket| {
             let pid = service.as_ref().map_or_else(|| Peer::of(&socket).map_or(0, |peer| peer.pid), Service::pid);
@@ -130,7 +130,7 @@ impl KeeperProcess {
             image: Image::of_this_process()?,
             held: kept.into_iter().collect(),
             stale: BTreeSet::new(),
-            whole: true,
+            whole: !is_incomplete,
             server,
             newcomers: Vec::new(),
             listener,

@@ -61,31 +61,35 @@ fn remove(names: &[&str]) -> Message {
     Message::Remove(names.iter().map(|name| (*name).to_owned()).collect())
 }
 
+/// A server and its keeper may be of different builds: other bytes need another `VERSION`, and so does another `PROOF`.
 #[test]
 fn messages_arrive_as_they_were_sent() {
     let (ours, theirs) = pair().unwrap();
     let file = File::open("/dev/null").unwrap();
-    let messages = [
-        Message::Hello { version: 7, resends: true },
-        Message::Welcome { version: 8, allowed: 1 << 40 },
-        Message::Refused("why".to_owned()),
-        keep(&["1z", ".CAT0"]),
-        remove(&["a"]),
-        Message::Complete(true),
-        Message::Complete(false),
-        Message::Received(9),
-        Message::Sync(10),
-        Message::Synced(11),
-        Message::Serving,
-        Message::Stopping("2 objects".to_owned()),
-        Message::Reload,
+    let messages: [(Message, &[u8]); 13] = [
+        (Message::Hello { version: 7, resends: true }, b"H\x07\0\0\0\x01"),
+        (Message::Welcome { version: 8, allowed: 1 << 40 }, b"W\x08\0\0\0\0\0\0\0\0\x01\0\0"),
+        (Message::Refused("why".to_owned()), b"Xwhy"),
+        (keep(&["1z", ".CAT0"]), b"K\x021z\x05.CAT0"),
+        (remove(&["a"]), b"R\x01a"),
+        (Message::Complete(true), b"C\x01"),
+        (Message::Complete(false), b"C\0"),
+        (Message::Received(9), b"A\x09\0\0\0\0\0\0\0"),
+        (Message::Sync(10), b"Y\x0a\0\0\0\0\0\0\0"),
+        (Message::Synced(11), b"Z\x0b\0\0\0\0\0\0\0"),
+        (Message::Serving, b"S"),
+        (Message::Stopping("2 objects".to_owned()), b"E2 objects"),
+        (Message::Reload, b"L"),
     ];
-    for message in messages {
+    for (message, bytes) in messages {
         let fds: Vec<BorrowedFd<'_>> = match &message {
             Message::Keep(names) => names.iter().map(|_| file.as_fd()).collect(),
             _ => Vec::new(),
         };
         send(&ours, &message, &fds).unwrap();
+        let mut sent = [0; 64];
+        let (length, _) = rustix::net::recv(&theirs, &mut sent, rustix::net::RecvFlags::PEEK).unwrap();
+        assert_eq!(&sent[..length], bytes, "{message:?}");
         match receive(&theirs).unwrap() {
             Arrival::Message(received, came) => assert_eq!((&received, came.len()), (&message, fds.len())),
             other => panic!("{other:?}"),
@@ -94,6 +98,13 @@ fn messages_arrive_as_they_were_sent() {
     assert!(matches!(receive(&theirs).unwrap(), Arrival::Nothing));
     drop(ours);
     assert!(matches!(receive(&theirs).unwrap(), Arrival::End));
+}
+
+#[test]
+fn names_of_a_supervisor_become_names_of_a_keeper() {
+    let names = ["SOCK", "CAT0", "CAT1", "D00", "D0F", "0", "1z"].map(supervisor::name);
+    assert_eq!(names, [".SOCK", ".CAT0", ".CAT1", ".DEV0", ".DEV15", "0", "1z"]);
+    assert!(names.iter().all(|name| Name::read(name).is_some()));
 }
 
 #[test]

@@ -185,6 +185,21 @@ fn records_are_json_in_the_documented_words() {
     assert_eq!(bytes_of(catalogue.as_fd()), [&header[..], &framed(ended), &framed(deleted)].concat());
 }
 
+/// The file has records that builds have written: add lines, and change none. A record that is read otherwise, or not at all, needs
+/// another `FORMAT`, and a broker that is upgraded in place then refuses the new program.
+#[test]
+fn records_of_older_builds_are_read() {
+    let lines: Vec<&str> = include_str!("records.jsonl").lines().collect();
+    let framed: Vec<Vec<u8>> = lines.iter().map(|line| framed(line.as_bytes())).collect();
+    let log = [header(1).to_vec(), framed.concat()].concat();
+    let (_, records) = Catalogue::open(memfd_of(&log)).unwrap();
+    assert_eq!(records.len(), lines.len());
+    for (line, record) in lines.iter().zip(records) {
+        let value: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!(serde_json::to_value(record).unwrap(), value);
+    }
+}
+
 #[test]
 fn fields_that_a_later_build_adds_are_ignored() {
     let log = [&header(5)[..], &framed(br#"{"dropped":{"key":3,"later":[1,{}]}}"#)].concat();

@@ -175,6 +175,7 @@ impl ServeOptions {
                 Ok(restart) => run_tool(Self { restart: Some(restart), ..self }),
                 Err(error) => fail::<Self>(&error, self.output.json),
             },
+            Role::UnderSupervisor => fail::<Self>(&keeper::replace_supervisor(), self.output.json),
             Role::First if self.no_keeper || self.keeper.is_some() => run_tool(self),
             _ => {
                 self.output.start_log();
