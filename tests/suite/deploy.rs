@@ -3,13 +3,18 @@
 
 use std::{
     env, fs,
+    os::unix::fs::{PermissionsExt, chown},
     path::{Path, PathBuf},
     process::Command,
 };
 
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use yaml_rust2::{Yaml, YamlLoader};
 
-use crate::running::{Meeting, Run};
+use crate::running::{Meeting, Run, wait_for};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/deploy")
@@ -88,7 +93,7 @@ fn the_image_has_the_programs_and_asks_for_the_drivers_compute_libraries() {
         assert!(manifest.contains(&format!("[[bin]]\nname = \"{program}\"")));
         assert!(file.contains(&format!("/build/target/release/{program} ")), "{program}");
     }
-    assert!(file.contains("\nENV NVIDIA_DRIVER_CAPABILITIES=compute\n"));
+    assert!(file.contains("\nENV NVIDIA_DRIVER_CAPABILITIES=compute VMMFD_BROKER_SOCKET=/run/vmmfd/broker.sock\n"));
     assert!(file.contains("\nENTRYPOINT [\"vmmfd\"]\nCMD [\"doctor\"]\n") && !file.contains("alpine"));
     // What is built is not left out of what is sent to the builder.
     let kept = text("Dockerfile.dockerignore");
@@ -126,7 +131,7 @@ fn the_programs_take_the_options_of_every_end() {
         assert_eq!(ends.iter().filter(|end| end[0] == role).count(), count, "{role}");
     }
     let check = node_check();
-    let doctor = check.lines().find_map(|line| line.strip_prefix("vmmfd ")).unwrap();
+    let doctor = check.lines().find_map(|line| line.strip_prefix("vmmfd ")?.strip_suffix(" &")).unwrap();
     understood("vmmfd", &doctor.split(' ').map(str::to_owned).collect::<Vec<_>>());
 }
 
@@ -163,6 +168,67 @@ fn two_ends_share_one_gpu_and_the_folder_of_the_socket_and_nothing_else() {
         assert_eq!(words(&end["volumes"]), ["socket:/run/vmmfd"]);
         let [gpu] = list(&end["deploy"]["resources"]["reservations"]["devices"]) else { panic!("not one GPU") };
         assert!(words(&gpu["device_ids"])[0].starts_with("${VMMFD_GPU:?"));
+    }
+}
+
+/// The strictest of Kubernetes' pod security levels that a pod meets. What no file here has is refused.
+fn security_level(pod: &Yaml) -> &'static str {
+    let fields: Vec<&str> = pod.as_hash().unwrap().keys().filter_map(Yaml::as_str).collect();
+    for field in ["hostIPC", "hostPID", "hostNetwork", "hostUsers", "ephemeralContainers"] {
+        assert!(!fields.contains(&field), "{field}");
+    }
+    let context = &pod["securityContext"];
+    assert!(context["sysctls"].is_badvalue() && context["windowsOptions"].is_badvalue());
+    // The level alone may be set: baseline forbids a user and a role, and most types.
+    for field in ["type", "user", "role"] {
+        assert!(context["seLinuxOptions"][field].is_badvalue(), "{field}");
+    }
+    let volumes = |kinds: &[&str]| {
+        list(&pod["volumes"]).iter().all(|volume| {
+            let mut kind = volume.as_hash().unwrap().keys().filter_map(Yaml::as_str).filter(|key| *key != "name");
+            kind.all(|kind| kinds.contains(&kind))
+        })
+    };
+    if volumes(&["hostPath", "emptyDir"]) && !volumes(&["emptyDir"]) {
+        return "privileged";
+    }
+    assert!(volumes(&["emptyDir"]));
+    let restricted = |container: &Yaml| {
+        let own = &container["securityContext"];
+        own["allowPrivilegeEscalation"].as_bool() == Some(false)
+            && words(&own["capabilities"]["drop"]) == ["ALL"]
+            && own["capabilities"]["add"].is_badvalue()
+            && own["privileged"].is_badvalue()
+            && own["procMount"].is_badvalue()
+            && list(&container["ports"]).iter().all(|port| port["hostPort"].is_badvalue())
+    };
+    let of_pod = context["runAsNonRoot"].as_bool() == Some(true)
+        && context["runAsUser"].as_i64() != Some(0)
+        && context["seccompProfile"]["type"].as_str() == Some("RuntimeDefault");
+    assert!(of_pod && containers(pod).all(restricted), "it meets baseline at most");
+    "restricted"
+}
+
+#[test]
+fn page_has_the_security_level_of_each_pod() {
+    let page = include_str!("../../docs/containers.md");
+    for name in PODS {
+        let file = name.strip_prefix("kubernetes/").unwrap();
+        for pod in pods(name) {
+            let level = security_level(&pod);
+            let row = page
+                .lines()
+                .find(|line| line.starts_with(&format!("| `{file}` |")))
+                .unwrap_or_else(|| panic!("{file}"));
+            assert_eq!(row.split('|').nth(2).map(str::trim), Some(&*format!("`{level}`")), "{file}");
+        }
+    }
+    // But for the volume, a pod with a folder of the node meets the strictest level too.
+    for name in ["kubernetes/broker.yaml", "kubernetes/host-broker.yaml", "kubernetes/two-pods.yaml"] {
+        for mut pod in pods(name) {
+            pod.as_mut_hash().unwrap().remove(&Yaml::from_str("volumes"));
+            assert_eq!(security_level(&pod), "restricted", "{name}");
+        }
     }
 }
 
@@ -224,6 +290,112 @@ fn the_node_check_passes_without_a_gpu_and_with_one_that_works_and_fails_otherwi
     assert!(none.stdout.ends_with("no GPU on this node: nothing to check\n"), "{}", none.stdout);
 }
 
+/// Ends a process, if the test does not.
+struct EndedAtLast(i32);
+
+impl Drop for EndedAtLast {
+    fn drop(&mut self) {
+        let _ = kill(Pid::from_raw(self.0), Signal::SIGTERM);
+    }
+}
+
+mod namespaces {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    fn node_check_ends_at_sigterm() {
+        let pod = pods("kubernetes/node-check.yaml").remove(0);
+        let [checked] = list(&pod["containers"]) else { panic!("not one container") };
+        let command = words(&checked["command"]);
+        assert_eq!(command[..2], ["/bin/sh", "-c"]);
+        let meeting = Meeting::host();
+        // A doctor whose driver does not answer.
+        let doctor = meeting.folder().join("vmmfd");
+        fs::write(&doctor, "#!/bin/sh\nexec sleep infinity\n").unwrap();
+        fs::set_permissions(&doctor, fs::Permissions::from_mode(0o755)).unwrap();
+        for script in [&node_check(), &command[2]] {
+            let mut unshare = Command::new("unshare");
+            unshare.args(["--user", "--map-root-user", "--pid", "--fork", "--kill-child", "/bin/sh", "-c", script]);
+            unshare.env("PATH", format!("{}:/usr/bin:/bin", meeting.folder().display()));
+            let run = meeting.bare("vmmfd").instead(unshare).start();
+            // unshare, the shell as process 1, and the shell's child.
+            let child = |pid: u32| -> Option<u32> {
+                let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+                text.split_whitespace().next()?.parse().ok()
+            };
+            let shell = || child(run.pid()).filter(|shell| child(*shell).is_some());
+            wait_for("the shell's child", || shell().is_some());
+            kill(Pid::from_raw(shell().unwrap() as i32), Signal::SIGTERM).unwrap();
+            run.end();
+        }
+    }
+}
+
+mod root {
+    use super::*;
+
+    /// A program with the rights that `broker.yaml` and `host-broker.yaml` give it: a user, groups, no capability, and none to be had.
+    fn as_pod(meeting: &Meeting, user: u32, group: u32, arguments: &[&str]) -> Run {
+        let run = meeting.bare("vmmfd");
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", &user.to_string(), "--regid", &user.to_string(), "--groups", &group.to_string()]);
+        command.args(["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]);
+        command.arg(run.command.get_program()).args(arguments);
+        command.env_remove("VMMFD_BROKER_SOCKET").env_remove("XDG_RUNTIME_DIR");
+        run.instead(command)
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn broker_of_a_node_serves_all_users_of_its_group() {
+        let pod = pods("kubernetes/broker.yaml").remove(0);
+        let number = |field: &str| pod["securityContext"][field].as_i64().unwrap() as u32;
+        let (user, group) = (number("runAsUser"), node_group());
+        let mut meeting = Meeting::host();
+        meeting.copy_binaries();
+        fs::set_permissions(meeting.folder(), fs::Permissions::from_mode(0o755)).unwrap();
+        let folder = meeting.folder().join("run");
+        fs::create_dir(&folder).unwrap();
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o750)).unwrap();
+        chown(&folder, Some(user), Some(group)).unwrap();
+        let socket = folder.join("broker.sock").to_str().unwrap().to_owned();
+        let arguments: Vec<String> = words(&list(&pod["containers"])[0]["args"]);
+        let arguments = arguments.iter().map(|of| of.replace("/run/vmmfd/broker.sock", &socket)).collect::<Vec<_>>();
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let mut broker = as_pod(&meeting, user, number("runAsGroup"), &arguments).start();
+        let _end = EndedAtLast(broker.pid() as i32);
+        broker.until("listening");
+        let data = meeting.folder().join("data");
+        fs::write(&data, "data").unwrap();
+        let trusting = ["--socket", &socket, "--allow-uid", &user.to_string()];
+        let client = |user: u32, group: u32, arguments: &[&str]| {
+            as_pod(&meeting, user, group, &[arguments, &trusting].concat()).end()
+        };
+        // Users that no file names.
+        for user in [65532, 70001, 70002] {
+            let name = format!("of-{user}");
+            client(user, group, &["put", &name, "--from", data.to_str().unwrap(), "--backend", "host"]).code(0);
+            client(user, group, &["get", &name, "--backend", "host"]).code(0);
+        }
+        client(70002, group, &["get", "of-70001", "--backend", "host"]).code(4).says("may not read");
+        client(70003, 70003, &["ls"]).code(4).says(folder.to_str().unwrap());
+        broker.signal(Signal::SIGTERM);
+        broker.end().code(0);
+    }
+}
+
+/// The group whose users the DaemonSet's broker serves.
+fn node_group() -> u32 {
+    let pod = pods("kubernetes/broker.yaml").remove(0);
+    let arguments = words(&list(&pod["containers"])[0]["args"]);
+    let group = arguments.windows(2).find(|pair| pair[0] == "--allow-gid").unwrap()[1].parse().unwrap();
+    let file = text("kubernetes/broker.yaml");
+    let user = pod["securityContext"]["runAsUser"].as_i64().unwrap();
+    assert!(file.contains(&format!("'d /run/vmmfd-broker 0750 {user} {group}'")));
+    group
+}
+
 #[test]
 fn the_broker_of_a_node_has_no_gpu_and_ends_only_when_a_person_deletes_it() {
     let set = documents("kubernetes/broker.yaml").remove(0);
@@ -246,8 +418,13 @@ fn the_broker_of_a_node_has_no_gpu_and_ends_only_when_a_person_deletes_it() {
             understood("vmmfd", arguments);
         }
     }
-    let volumes = list(&pod["volumes"]);
-    assert_eq!(volumes[0]["hostPath"]["path"].as_str(), Some("/run/vmmfd"));
+    // The figures are for the pod alone, unless a person decides otherwise.
+    let exporter = &list(&pod["containers"])[1];
+    assert!(words(&exporter["args"]).windows(2).any(|pair| pair == ["--listen", "127.0.0.1:9464"]));
+    assert!(exporter["ports"].is_badvalue());
+    for address in ["10.1.2.3:9464", "[fd00::1]:9464"] {
+        understood("vmmfd", &["exporter", "--listen", address].map(str::to_owned));
+    }
     // What uses it, or a unit of the host in its place, has the folder, its own GPU, and another user, as a process of the broker's
     // user can take the broker's descriptors.
     let reader = &pods("kubernetes/host-broker.yaml")[0];
@@ -258,13 +435,19 @@ fn the_broker_of_a_node_has_no_gpu_and_ends_only_when_a_person_deletes_it() {
     assert_ne!(user(reader), user(pod));
     assert_eq!(reader["securityContext"]["seLinuxOptions"], pod["securityContext"]["seLinuxOptions"]);
     let broker = &list(&pod["containers"])[0];
-    let allows = |container: &Yaml, user: i64| {
-        let arguments = words(&container["args"]);
-        arguments.windows(2).any(|pair| pair[0] == "--allow-uid" && pair[1] == user.to_string())
-    };
-    assert!(allows(broker, user(reader)) && allows(container, user(pod)));
+    let trusted = user(pod).to_string();
+    assert!(words(&container["args"]).windows(2).any(|pair| pair == ["--allow-uid", &trusted]));
+    let groups: Vec<i64> =
+        list(&reader["securityContext"]["supplementalGroups"]).iter().filter_map(Yaml::as_i64).collect();
+    assert_eq!(groups, [i64::from(node_group())]);
+    assert!(text("kubernetes/host-broker.yaml").contains(&format!("--allow-gid {} --quota", node_group())));
     assert!(words(&broker["args"]).iter().any(|word| word == "--quota"));
-    assert_eq!(reader["volumes"], pod["volumes"]);
+    // A node may have the units and this broker.
+    let path = |pod: &Yaml| list(&pod["volumes"])[0]["hostPath"]["path"].as_str().map(str::to_owned);
+    assert_eq!(path(pod).as_deref(), Some("/run/vmmfd-broker"));
+    assert_eq!(path(reader).as_deref(), Some("/run/vmmfd"));
+    assert!(text("kubernetes/host-broker.yaml").contains("the path of the volume is /run/vmmfd-broker;"));
+    assert!(pods("kubernetes/two-pods.yaml").iter().all(|pod| path(pod).as_deref() == Some("/run/vmmfd-pods")));
 }
 
 /// The lines of a unit's section that set something, in order.
