@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +47,8 @@ def test_commands(client: str, server: str, versions: Versions, start: Start, tm
     path = broker.path
     watch = start(Child, [of.command(), "watch", "--socket", path, "--json"], tmp_path / "watch.log")
     assert json.loads(watch.line())["event"] == "following"
-    waits = start(Child, [of.command(), "get", "a/b", "--socket", path, "--backend", "host", "--wait", "50s", "--json"], tmp_path / "get.log")
+    get = [of.command(), "get", "a/b", "--socket", path, "--backend", "host", "--wait", "50s", "--json"]
+    waits = start(Child, get, tmp_path / "get.log")
     put(of, path, "a/b", b"one" * 1000, tmp_path, "--meta", '{"step":1}', "--digest", "--keep", "1")
     assert waits.end() == 0
     assert content(of, path, "a/b", tmp_path, "--expect", '{"step":1}')[:3000] == b"one" * 1000
@@ -96,7 +95,7 @@ def test_exporter(client: str, server: str, versions: Versions, start: Start, tm
 @both
 def test_wheel(client: str, server: str, versions: Versions, start: Start, tmp_path: Path) -> None:
     broker = start(Broker, versions[server], tmp_path)
-    maker, reader = (start(Wheel, versions[client], broker.path) for _ in range(2))
+    maker, reader, waiter = (start(Wheel, versions[client], broker.path) for _ in range(3))
     reader.run("watch = broker.watch('w'); watch.next(timeout=0.1)")
     maker.run("""
 published = broker.put("w/x", {"x": np.full(4, 1.0)}, metadata={"step": 1}, keep=1, digest="none")
@@ -110,7 +109,6 @@ assert x.tolist() == [1.0] * 4 and lease.version == 1
 assert broker.stat("w/x").metadata == {"step": 1}
 assert [held.version for held in broker.who("w/x").leases] == [1]
 """)
-    # The claim of the one is waited for by the other, also while the server is killed.
     reader.start("with broker.claim('w/made', wait=50) as other: result = np.from_dlpack(other['y']).tolist()")
     maker.run("found.put({'y': np.arange(3.0)})")
     assert reader.answer() == [0.0, 1.0, 2.0]
@@ -121,7 +119,11 @@ old = lease.switch(prepared, exported="valid")
 old.close()
 assert x.tolist() == [2.0] * 4 and lease.version == 2 and lease.is_held
 """)
+    # A claim ends with its server, and passes on to a process that waits for it.
+    maker.run("found = broker.claim('w/next', wait=20); assert isinstance(found, vmmfd.Claim)")
+    waiter.start("other = broker.claim('w/next', wait=50); result = isinstance(other, vmmfd.Claim)")
     os.kill(broker.pid, signal.SIGKILL)
+    assert waiter.answer()
     reader.run("""
 deadline = time.monotonic() + 50
 while [held.version for held in broker.who("w/x").leases] != [2] or not lease.is_held:
@@ -152,7 +154,7 @@ def test_restore(first: str, second: str, client: str, end: int, versions: Versi
     alone = "--no-supervisor" if first == OLD else "--no-keeper"
     broker = start(Broker, versions[first], tmp_path, alone)
     holder = start(Wheel, versions[client], broker.path)
-    ids = holder.run("""
+    id = holder.run("""
 broker.put("kept", {"x": np.arange(4.0)}, metadata={"step": 3}, mode=0o640)
 lease = broker.get("kept")
 broker.put("lost", {"x": np.arange(4.0)})
@@ -164,7 +166,7 @@ result = lease.id
     broker.options = ("--no-supervisor" if second == OLD else "--no-keeper",)
     broker.start()
     after = wait_for("the object", lambda: summaries(versions[NEW], broker.path))
-    assert after == [of for of in before if of[0] == "kept"] and after[0][2] == ids
+    assert after == [of for of in before if of[0] == "kept"] and after[0][2] == id
     holder.run("assert lease.is_held and broker.stat('kept').metadata == {'step': 3}")
     other = start(Wheel, versions[OLD if client == NEW else NEW], broker.path)
     assert other.run("result = np.from_dlpack(broker.get('kept')['x']).tolist()") == [0.0, 1.0, 2.0, 3.0]
@@ -303,6 +305,13 @@ def test_upgrade_in_place(way: str, versions: Versions, start: Start, tmp_path: 
             load.goes_on()
             wait_for("two processes", lambda: len(broker.processes()) == 2)
             load.goes_on()
+    has_all(broker, versions, tmp_path, holders, before)
+    # No way leads back. The server takes SIGHUP for a restart.
+    broker.replace(versions[OLD])
+    for pid in broker.processes():
+        os.kill(pid, signal.SIGHUP)
+    wait_for("the refusal", lambda: "can't go on with what the keeper holds (exit code" in broker.child.logged())
+    load.goes_on()
     has_all(broker, versions, tmp_path, holders, before)
     acknowledged = load.end()
     assert acknowledged <= {name for name, _, _ in summaries(versions[NEW], broker.path)}

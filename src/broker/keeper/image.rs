@@ -199,7 +199,9 @@ impl Image {
         words: &str,
         fds: &[(&str, BorrowedFd<'_>)],
     ) -> io::Result<sys::Program> {
-        let variables = [(ROLE, role.text()), (PROGRAM, self.path.clone().into_os_string()), (WORDS, words.into())];
+        let program = self.path.clone().into_os_string();
+        let variables =
+            [(ROLE, role.text()), (PROGRAM, program), (WORDS, words.into()), (supervisor::ROLE, OsString::new())];
         sys::Program::new(file, self.arguments.iter().map(OsString::as_os_str), &variables, fds)
     }
 

@@ -36,8 +36,8 @@ use crate::{
     sys,
 };
 
-/// The environment variable in which a supervisor named the role of a program.
-const ROLE: &str = "VMMFD_SERVE_ROLE";
+/// The environment variable in which a supervisor named the role of a program. It must not reach an older program that is checked.
+pub(super) const ROLE: &str = "VMMFD_SERVE_ROLE";
 
 /// The supervisor's end of the socket, the server's, a pipe that ended with the supervisor, and a pidfd of the server.
 const NOTIFY: &str = "NTFY";
