@@ -20,7 +20,7 @@ use crate::{
 /// Holds the descriptors, the listening socket and the catalogue of a broker's server while that is restarted
 ///
 /// It does nothing else: `vmmfd serve --keeper PATH` serves. An init restarts both, in any order, one at a time: restart, stop or crash
-/// of one of them loses nothing. When neither runs, the memory is freed. Plain `vmmfd serve` has a keeper of its own and needs none.
+/// of one of them loses nothing, and when neither runs, the memory is freed. Plain `vmmfd serve` has a keeper of its own and needs none.
 ///
 /// It runs until SIGTERM or SIGINT, and then exits with 0. SIGHUP, or --reload from another process, executes the program that is at its
 /// path then, in place: the pid stays.

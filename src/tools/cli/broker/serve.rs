@@ -47,10 +47,10 @@ use crate::{
 /// It needs no GPU and loads no driver: it keeps the descriptors of memory that clients put, and hands them out. What it keeps lives
 /// until it is deleted, or until the broker ends. It runs until SIGTERM or SIGINT, and then exits with 0.
 ///
-/// Two processes do it: the server, and a keeper that holds the server's descriptors too and starts another server if one is killed.
-/// Nothing is lost then, and clients connect again. If the keeper is killed, the server starts another. SIGHUP to the keeper upgrades:
-/// it goes on with the program that is at its path then. With --keeper an init restarts both: this process is the server alone, and
-/// `vmmfd keeper` another service. If both die at once, the memory is freed.
+/// Two processes do it: the server, and a keeper that holds the server's descriptors too. If one is killed, the other starts it again and
+/// clients connect again; nothing is lost unless both die at once, which frees the memory. SIGHUP to the keeper upgrades: it goes on with
+/// the program that is at its path then. With --keeper an init restarts both: this process is the server alone, and `vmmfd keeper`
+/// another service.
 ///
 /// Once it accepts connections it prints one line, `broker    listening  PATH ...`, on stdout, or with --json on stderr: wait for that
 /// line.
