@@ -108,6 +108,7 @@ _EVENT = {
     "pid": _i32, "message?": _TEXT,
 }
 _ROOM = {"used": _U64, "allowed": _U64}
+_LIMITS = {"bytes?": _U64, "device_bytes?": _U64, "objects?": _U64, "leases?": _U64, "connections?": _U64}
 _TOTAL = {"uid": _U32, "objects": _U64, "devices": _objects(_BYTES), "leases": _U64, "connections": _U64}
 _BODIES: dict[str, Body] = {
     **{kind: protocol._BODIES[kind] for kind in ("hello", "segments", "received", "busy", "error")},
@@ -165,7 +166,10 @@ _BODIES: dict[str, Body] = {
         "requests": _objects({"verb": _TEXT, "outcome": _TEXT, "count": _U64}),
         "durations": _objects({"verb": _TEXT, "bounds_us": _SIZES, "counts": _SIZES, "sum_us": _U64}),
         "totals": _objects(_TOTAL), "version?": _TEXT, "lost_versions?": _U64,
-        "quota?": {"bytes?": _U64, "objects?": _U64, "leases?": _U64, "connections?": _U64},
+        "quota?": _LIMITS, "total_quota?": _LIMITS, "pid?": _U32, "keeper?": {"pid": _U32, "started_ms?": _U64},
+        "crashes?": _objects(
+            {"at_ms": _U64, "process": _TEXT, "pid": _U32, "lost_versions?": _U64, "names?": _NAMES}
+        ),
     },
 }
 

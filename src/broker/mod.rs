@@ -67,7 +67,7 @@ pub(crate) use self::table::read as read_table;
 #[cfg(feature = "internals")]
 pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
 pub use crate::wire::broker::{
-    ArrayEntry, Attached, DeviceBytes, Durations, Event, EventKind, HeldLease, Lifetime, Limits, Maker,
-    Measured as Metrics, Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary, UserTotal,
-    VersionInfo,
+    ArrayEntry, Attached, Crash, DeviceBytes, Durations, Event, EventKind, HeldLease, KeeperInfo, Lifetime, Limits,
+    Maker, Measured as Metrics, Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary,
+    UserTotal, VersionInfo,
 };

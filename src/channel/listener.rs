@@ -8,7 +8,7 @@ use std::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::{
             ffi::OsStrExt,
-            fs::{FileTypeExt, MetadataExt},
+            fs::{FileTypeExt, MetadataExt, PermissionsExt},
         },
     },
     path::{Path, PathBuf},
@@ -17,9 +17,9 @@ use std::{
 };
 
 use nix::{
-    fcntl::{AtFlags, renameat},
-    sys::stat::{FchmodatFlags, Mode, fchmod, fchmodat, fstatat},
-    unistd::{UnlinkatFlags, unlinkat},
+    fcntl::{AtFlags, OFlag, openat, renameat},
+    sys::stat::{Mode, SFlag, fchmod, fstat, fstatat},
+    unistd::{Gid, UnlinkatFlags, fchownat, unlinkat},
 };
 use rustix::{
     io::{Errno as SocketErrno, FdFlags, fcntl_setfd, ioctl_fionbio},
@@ -72,14 +72,16 @@ impl Listener {
     ///
     /// See bind(2), listen(2), flock(2), rename(2).
     pub fn bind(path: &Path, open_to_others: bool, timeout: Duration, cancel: &Cancel) -> Result<Self> {
-        Self::bind_and_mark(path, open_to_others, false, timeout, cancel).map(|(listener, _)| listener)
+        let mode = if open_to_others { 0o666 } else { 0o600 };
+        let rights = |file: &SocketName<'_>| file.set_rights(mode, None);
+        Self::bind_and_mark(path, rights, false, timeout, cancel).map(|(listener, _)| listener)
     }
 
-    /// As [`Listener::bind`]. `marks` leaves a mark beside the socket that goes with the socket's file. Also returns the process whose
+    /// As [`Listener::bind`], with the rights that `rights` sets before the file has its name. `marks` leaves a mark beside the socket that goes with the socket's file. Also returns the process whose
     /// mark was found: it did not end in order.
     pub(crate) fn bind_and_mark(
         path: &Path,
-        open_to_others: bool,
+        rights: impl Fn(&SocketName<'_>) -> io::Result<()>,
         marks: bool,
         timeout: Duration,
         cancel: &Cancel,
@@ -106,9 +108,8 @@ impl Listener {
         bind(&socket, &address).map_err(|errno| failed("bind", errno.into()))?;
         // Against the umask. Before it listens, when no process can connect yet; and without following a link, which
         // another user with rights to this folder could have put there.
-        let mode = Mode::from_bits_truncate(if open_to_others { 0o666 } else { 0o600 });
-        fchmodat(&folder, temporary.name.as_os_str(), mode, FchmodatFlags::NoFollowSymlink)
-            .map_err(|errno| failed("set the rights of", errno.into()))?;
+        let file = SocketName { folder: &folder, name: &temporary.name };
+        rights(&file).map_err(|error| failed("set the rights of", error))?;
         listen(&socket, BACKLOG).map_err(|errno| failed("listen on", errno.into()))?;
         let inode = inode_of(&folder, &temporary.name).map_err(|errno| failed("inspect", errno.into()))?;
         renameat(&folder, temporary.name.as_os_str(), &folder, name.as_os_str())
@@ -207,19 +208,12 @@ impl Listener {
     /// # Errors
     /// [`SocketError::AlreadyServed`], [`SocketError::Path`], [`Error::System`].
     pub fn check_free(path: &Path) -> Result<()> {
-        let metadata = match fs::symlink_metadata(path) {
-            Ok(metadata) => metadata,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(error) => return Err(Error::system(format!("inspect {}", path.display()), error)),
-        };
-        if !metadata.file_type().is_socket() {
-            let reason = "a file of that name exists and is not a socket".to_owned();
-            return Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }));
-        }
+        let Some(metadata) = metadata_of(path)? else { return Ok(()) };
         match attempt(path)? {
-            Attempt::Connected(socket) => {
-                Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: Peer::of(&socket)?.pid }))
-            }
+            Attempt::Connected(socket) => Err(Error::Socket(SocketError::AlreadyServed {
+                path: path.to_owned(),
+                pid: Peer::of(&socket)?.living_pid(),
+            })),
             Attempt::Full => Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: 0 })),
             Attempt::Denied => {
                 let reason = format!(
@@ -230,6 +224,26 @@ impl Listener {
             }
             Attempt::Absent => Ok(()),
         }
+    }
+
+    /// Checks that no file which is not a socket is at a path.
+    ///
+    /// # Errors
+    /// [`SocketError::Path`], [`Error::System`].
+    #[cfg(feature = "tools")]
+    pub(crate) fn check_kind(path: &Path) -> Result<()> {
+        metadata_of(path).map(drop)
+    }
+
+    /// Sets the rights of the file at this listener's path anew.
+    ///
+    /// # Errors
+    /// [`Error::System`]; [`SocketError::Path`].
+    #[cfg(feature = "broker")]
+    pub(crate) fn set_rights(&self, rights: impl Fn(&SocketName<'_>) -> io::Result<()>) -> Result<()> {
+        let (folder, name) = split(&self.path)?;
+        let set = File::open(folder).and_then(|folder| rights(&SocketName { folder: &folder, name: &name }));
+        set.map_err(|error| Error::system(format!("set the rights of {}", self.path.display()), error))
     }
 
     /// The path that it listens on; empty for a socket without one.
@@ -272,6 +286,50 @@ impl Drop for Listener {
                 tracing::warn!(%errno, path = %self.path.display(), "cannot remove the socket");
             }
         }
+    }
+}
+
+/// A socket's file: its folder and its name there.
+#[derive(Debug)]
+pub(crate) struct SocketName<'a> {
+    folder: &'a File,
+    name: &'a OsStr,
+}
+
+impl SocketName<'_> {
+    /// Sets the group, if there is one to set, and then the mode.
+    ///
+    /// # Errors
+    /// See fchownat(2), chmod(2): `EPERM` if this process is not of that group.
+    pub(crate) fn set_rights(&self, mode: u32, group: Option<u32>) -> io::Result<()> {
+        let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        let file = openat(self.folder, self.name, flags, Mode::empty())?;
+        // Another user with rights to this folder could have put another file there.
+        if SFlag::from_bits_truncate(fstat(&file)?.st_mode & SFlag::S_IFMT.bits()) != SFlag::S_IFSOCK {
+            return Err(io::Error::other("a file that is not a socket has its name"));
+        }
+        if let Some(group) = group {
+            fchownat(&file, "", None, Some(Gid::from_raw(group)), AtFlags::AT_EMPTY_PATH)?;
+        }
+        // A descriptor of this kind takes no fchmod(2).
+        let through = Path::new("/proc/self/fd").join(file.as_raw_fd().to_string());
+        fs::set_permissions(through, fs::Permissions::from_mode(mode))
+    }
+}
+
+/// About the socket's file at a path, if there is one.
+///
+/// # Errors
+/// [`SocketError::Path`] for another kind of file; [`Error::System`].
+fn metadata_of(path: &Path) -> Result<Option<fs::Metadata>> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.file_type().is_socket() => Ok(Some(metadata)),
+        Ok(_) => {
+            let reason = "a file of that name exists and is not a socket".to_owned();
+            Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::system(format!("inspect {}", path.display()), error)),
     }
 }
 

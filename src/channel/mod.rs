@@ -29,6 +29,8 @@ pub(crate) use self::cancel::eventfd;
 #[cfg(any(feature = "broker", feature = "tools"))]
 pub(crate) use self::connect::connect_socket;
 #[cfg(feature = "broker")]
+pub(crate) use self::listener::SocketName;
+#[cfg(feature = "broker")]
 pub use self::path::{BrokerPath, broker_socket_path};
 #[cfg(feature = "tools")]
 pub(crate) use self::path::{default_broker_socket, private_socket_path};

@@ -1,4 +1,4 @@
-//! The one thing that is asked of NVML, the management library: whether a GPU's driver state stays when no process uses the GPU.
+//! NVML, the management library: whether a GPU's driver state stays when no process uses the GPU, and how much of its memory is used.
 //!
 //! Loaded only when it is asked, since a container often has the driver without it. Nothing is set.
 
@@ -25,7 +25,17 @@ const NO_SUCH_DEVICE: [Code; 2] = [2, 6];
 type ByUuid = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> Code;
 type Parent = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> Code;
 type Mode = unsafe extern "C" fn(*mut c_void, *mut c_int) -> Code;
+type Memory = unsafe extern "C" fn(*mut c_void, *mut MemoryInfo) -> Code;
 type Plain = unsafe extern "C" fn() -> Code;
+/// `nvmlMemory_t`.
+#[repr(C)]
+#[derive(Debug, Default)]
+struct MemoryInfo {
+    total: u64,
+    free: u64,
+    used: u64,
+}
+
 type Describe = unsafe extern "C" fn(Code) -> *const c_char;
 
 /// Whether persistence mode is on for a GPU, or for the GPU that a MIG instance is part of: the mode itself, or the daemon
@@ -39,25 +49,64 @@ type Describe = unsafe extern "C" fn(Code) -> *const c_char;
 /// Calls: `nvmlInit_v2`, `nvmlDeviceGetHandleByUUID`, `nvmlDeviceGetDeviceHandleFromMigDeviceHandle`,
 /// `nvmlDeviceGetPersistenceMode`, `nvmlShutdown`.
 pub(crate) fn persistence(uuid: DeviceUuid) -> Result<bool, String> {
+    ask(uuid, true, |library, device| {
+        // SAFETY: the type is that of the function in NVIDIA's nvml.h.
+        let mode: Mode = unsafe { function(library, "nvmlDeviceGetPersistenceMode") }?;
+        let mut on = 0;
+        // SAFETY: the handle is one that NVML has just returned; `nvmlEnableState_t` has the size of an int.
+        let code = unsafe { mode(device, &mut on) };
+        Ok(("nvmlDeviceGetPersistenceMode", code, on != 0))
+    })
+}
+
+/// How many bytes of a device's memory are used, by whichever process, and how many it has: of a GPU, or of a MIG instance.
+///
+/// Blocks for as long as the driver does: there is no deadline.
+///
+/// # Errors
+/// As [`persistence`].
+///
+/// Calls: `nvmlInit_v2`, `nvmlDeviceGetHandleByUUID`, `nvmlDeviceGetMemoryInfo`, `nvmlShutdown`.
+#[cfg(feature = "tools")]
+pub(crate) fn memory(uuid: DeviceUuid) -> Result<(u64, u64), String> {
+    ask(uuid, false, |library, device| {
+        // SAFETY: the type is that of the function in NVIDIA's nvml.h.
+        let memory: Memory = unsafe { function(library, "nvmlDeviceGetMemoryInfo") }?;
+        let mut info = MemoryInfo::default();
+        // SAFETY: the handle is one that NVML has just returned, and there is a place for one `nvmlMemory_t`.
+        let code = unsafe { memory(device, &mut info) };
+        Ok(("nvmlDeviceGetMemoryInfo", code, (info.used, info.total)))
+    })
+}
+
+/// The answer of a call with a device's handle, or with that of the GPU that an instance is part of: the call's name, code and result.
+fn ask<T>(
+    uuid: DeviceUuid,
+    of_whole_gpu: bool,
+    call: impl FnOnce(&Library, *mut c_void) -> Result<(&'static str, Code, T), String>,
+) -> Result<T, String> {
     // SAFETY: loading NVML runs its initialisers, which is what a program that asks it wants.
     let library = unsafe { Library::open(Some(LIBRARY), RTLD_NOW | RTLD_LOCAL) };
     let library = library.map_err(|error| match std::error::Error::source(&error) {
         Some(cause) => cause.to_string(),
         None => error.to_string(),
     })?;
-    let answer = ask(&library, uuid);
+    let answer = ask_library(&library, uuid, of_whole_gpu, call);
     // As with the driver library, nothing says that it may be unloaded.
     mem::forget(library);
     answer
 }
 
-fn ask(library: &Library, uuid: DeviceUuid) -> Result<bool, String> {
+fn ask_library<T>(
+    library: &Library,
+    uuid: DeviceUuid,
+    of_whole_gpu: bool,
+    call: impl FnOnce(&Library, *mut c_void) -> Result<(&'static str, Code, T), String>,
+) -> Result<T, String> {
     // SAFETY: the type is that of the function in NVIDIA's nvml.h.
     let init: Plain = unsafe { function(library, "nvmlInit_v2") }?;
     // SAFETY: as above.
     let by_uuid: ByUuid = unsafe { function(library, "nvmlDeviceGetHandleByUUID") }?;
-    // SAFETY: as above.
-    let mode: Mode = unsafe { function(library, "nvmlDeviceGetPersistenceMode") }?;
     // SAFETY: as above.
     let shutdown: Plain = unsafe { function(library, "nvmlShutdown") }?;
     // SAFETY: as above.
@@ -83,14 +132,15 @@ fn ask(library: &Library, uuid: DeviceUuid) -> Result<bool, String> {
             && find("MIG") == 0
         {
             let instance = device;
-            // SAFETY: the handle is one that NVML has just returned, and there is a place for one pointer.
-            code = unsafe { parent(instance, &mut device) };
+            code = match of_whole_gpu {
+                // SAFETY: the handle is one that NVML has just returned, and there is a place for one pointer.
+                true => unsafe { parent(instance, &mut device) },
+                false => 0,
+            };
         }
         check("nvmlDeviceGetHandleByUUID", code)?;
-        let mut on = 0;
-        // SAFETY: the handle is one that NVML has just returned; `nvmlEnableState_t` has the size of an int.
-        check("nvmlDeviceGetPersistenceMode", unsafe { mode(device, &mut on) })?;
-        Ok(on != 0)
+        let (name, code, answer) = call(library, device)?;
+        check(name, code).map(|()| answer)
     })();
     // SAFETY: it was initialised above, and no handle is used after this.
     unsafe { shutdown() };

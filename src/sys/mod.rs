@@ -25,7 +25,7 @@ pub(crate) use self::stderr::{Stderr, flush_stderr};
 pub(crate) use self::{
     descriptor::replace,
     file::kcmp,
-    process::{Program, take_passed},
+    process::{Program, started_ms, take_passed},
     socket::{pass_descriptors, passes_descriptors, peer_groups, unread},
 };
 

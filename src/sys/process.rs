@@ -1,4 +1,4 @@
-//! Descriptors that are passed from one program to the next.
+//! Descriptors that are passed from one program to the next, and the age of a process.
 
 use std::{
     ffi::{CString, OsStr, OsString},
@@ -11,12 +11,30 @@ use std::{
     path::Path,
     ptr,
     sync::atomic::{AtomicBool, Ordering},
+    time::SystemTime,
 };
 
 use nix::{
     libc,
     sys::memfd::{MFdFlags, memfd_create},
 };
+use rustix::time::{ClockId, clock_gettime};
+
+/// When a process started, in milliseconds since 1970, to the hundredth of a second. `None` if this PID namespace does not have it. See
+/// `starttime` in proc_pid_stat(5).
+pub(crate) fn started_ms(pid: u32) -> Option<u64> {
+    // The unit of times in /proc, on every architecture.
+    const TICK_MS: u64 = 10;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The command, in brackets, may have brackets and spaces itself. Behind it is the third field.
+    let ticks: u64 = stat.rsplit_once(") ")?.1.split(' ').nth(22 - 3)?.parse().ok()?;
+    let since_boot = clock_gettime(ClockId::Boottime);
+    let since_boot =
+        u64::try_from(since_boot.tv_sec).ok()? * 1000 + u64::try_from(since_boot.tv_nsec).ok()? / 1_000_000;
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
+    let age = since_boot.saturating_sub(ticks * TICK_MS);
+    Some(u64::try_from(now.as_millis()).ok()?.saturating_sub(age))
+}
 
 /// The first descriptor that a program is passed, as of sd_listen_fds(3).
 const FIRST: RawFd = 3;

@@ -71,6 +71,18 @@ pub(crate) fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -
     Ok(Vec::<Object<T>>::deserialize(from)?.into_iter().map(|Object(value)| value).collect())
 }
 
+/// As [`objects`], of a field that may be null.
+///
+/// # Errors
+/// The deserializer's.
+#[cfg(feature = "broker")]
+pub(crate) fn optional_objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
+    from: D,
+) -> Result<Option<Vec<T>>, D::Error> {
+    let objects = Option::<Vec<Object<T>>>::deserialize(from)?;
+    Ok(objects.map(|objects| objects.into_iter().map(|Object(value)| value).collect()))
+}
+
 /// Reads a JSON object, or null, in which no name comes twice at any depth. serde_json itself keeps the last value of a name.
 ///
 /// # Errors

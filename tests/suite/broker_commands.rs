@@ -650,9 +650,9 @@ fn bad_input_is_one_sentence(broker: Broker) {
         (&["ls", "--timeout", "5"], "has no unit"),
         (&["serve", "--quota", "users=1"], "not a limit"),
         (&["serve", "--quota", "bytes=1GB"], "1GiB"),
-        (&["serve", "--allow-gid", "wheel"], "not a group's number"),
-        (&["serve", "--allow-uid", "12345"], "--no-quota"),
-        (&["serve", "--no-keeper", "--allow-gid", "12345"], "--quota bytes="),
+        (&["serve", "--allow-gid", "no such group"], "is no group of this machine"),
+        (&["serve", "--allow-uid", "-5"], "unexpected argument"),
+        (&["serve", "--no-quota", "--total-quota", "objects=1"], "cannot be used with"),
         (&["get", "a", "--owner", "root"], "not a user's number"),
     ] {
         let message = broker.refusal(arguments, 2, "usage");

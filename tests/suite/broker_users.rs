@@ -13,7 +13,7 @@ use std::{
 
 use vmmfd::{
     Error,
-    broker::{ClaimOf, Client, Condition, Found, Get, Put, PutPart},
+    broker::{ClaimOf, Client, Condition, Found, Get, Put, PutPart, Quota},
     driver::Backend,
     error::{ErrorCode, PeerError, RefusalCode},
     memory::{Chunk, Description},
@@ -252,6 +252,61 @@ mod root {
         let root = server.client();
         let totals: Vec<(u32, u64)> = root.who("").unwrap().totals.iter().map(|of| (of.uid, of.objects)).collect();
         assert!(totals.contains(&(MAKER, 2)) && totals.contains(&(OTHER, 2)), "{totals:?}");
+    }
+
+    #[test]
+    #[ignore = "needs root: make test runs it as root"]
+    fn default_limits_stop_one_user_alone() {
+        let subject = Subject::host();
+        let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
+        let path = server.path.clone();
+        let memory = Piece::new(&subject, MIB);
+        let most = Quota::user();
+        let [taken, done] = ["taken", "done"].map(|name| path.with_file_name(name));
+        let as_maker = || {
+            let client = connect(&path);
+            // The same memory under as many names as it gets.
+            for at in 0..most.objects.unwrap() {
+                put(&client, &format!("hostile/{at}"), &memory, Condition::New).unwrap();
+            }
+            let (code, message) = refused(put(&client, "hostile/more", &memory, Condition::New));
+            assert_eq!(code, RefusalCode::Quota);
+            assert!(message.contains("asks for 1 more, and its quota is 20000"), "{message}");
+            let name = "hostile/0".to_owned();
+            let claimed = refused(client.get_or_claim(&Get::new("hostile/claim"), &ClaimOf::whole()));
+            assert_eq!(claimed.0, RefusalCode::Quota, "{}", claimed.1);
+            // As many connections as it gets: a quota or its share of the descriptors ends them.
+            let mut connections = Vec::new();
+            let message = loop {
+                match Raw::dial(&path).and_then(|raw| {
+                    raw.send(&Raw::hello(), &[])?;
+                    let answer = raw.receive()?;
+                    Ok((raw, answer))
+                }) {
+                    Ok((raw, Some((Message::Hello(_), _)))) => connections.push(raw),
+                    Ok((_, Some((Message::Error(failure), _)))) => break failure.message,
+                    other => panic!("{} connections, {:?}", connections.len(), other.map(|(_, answer)| answer)),
+                }
+            };
+            assert!(connections.len() as u64 <= most.connections.unwrap() && !message.is_empty(), "{message}");
+            fs::write(&taken, "").unwrap();
+            until(|| done.exists());
+            assert!(client.stat(&name, None).is_ok());
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| as_user(MAKER, MAKER, &[], as_maker));
+            until(|| taken.exists());
+            as_user(OTHER, OTHER, &[], || {
+                for at in 0..100 {
+                    let client = connect(&path);
+                    put(&client, &format!("honest/{at}"), &memory, Condition::New).unwrap();
+                    client.get(&Get::new(format!("honest/{at}"))).unwrap();
+                }
+            });
+            fs::write(&done, "").unwrap();
+        });
+        let root = server.client();
+        put(&root, "root", &memory, Condition::New).unwrap();
     }
 
     #[test]

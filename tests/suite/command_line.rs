@@ -370,7 +370,7 @@ fn a_machine_of_eight_gpus_is_reported_whole_and_in_order() {
 }
 
 /// What each command prints with `--json`. In the program, since the tests of a GPU run where the sources are not.
-const SCHEMAS: [(&str, &str); 20] = [
+const SCHEMAS: [(&str, &str); 22] = [
     ("bench", include_str!("../../docs/schemas/commands/bench.json")),
     ("cases", include_str!("../../docs/schemas/commands/cases.json")),
     ("completions", include_str!("../../docs/schemas/commands/completions.json")),
@@ -388,7 +388,9 @@ const SCHEMAS: [(&str, &str); 20] = [
     ("put", include_str!("../../docs/schemas/commands/put.json")),
     ("rm", include_str!("../../docs/schemas/commands/rm.json")),
     ("serve", include_str!("../../docs/schemas/commands/serve.json")),
+    ("serve-check", include_str!("../../docs/schemas/commands/serve-check.json")),
     ("stat", include_str!("../../docs/schemas/commands/stat.json")),
+    ("status", include_str!("../../docs/schemas/commands/status.json")),
     ("watch", include_str!("../../docs/schemas/commands/watch.json")),
     ("who", include_str!("../../docs/schemas/commands/who.json")),
 ];

@@ -497,7 +497,7 @@ fn units_never_give_up_and_never_end_each_other() {
         });
         for command in commands {
             let mut command: Vec<String> = command.collect();
-            if command.pop_if(|last| last == "$VMMFD_OPTIONS").is_some() {
+            if command.last().is_some_and(|last| last == "/etc/default/vmmfd") {
                 let commented = unit.split_once("VMMFD_OPTIONS=\"").unwrap().1.split_once('"').unwrap().0;
                 command.extend(commented.split(' ').map(str::to_owned));
             }

@@ -166,7 +166,7 @@ fn assert_explained(report: &Value, probe: &str, status: &str, rule: &str) {
 }
 
 /// Whether this machine has a driver of its own, which is found when the emulated one is not.
-fn has_driver() -> bool {
+pub(crate) fn has_driver() -> bool {
     fs::exists("/dev/nvidiactl").unwrap()
 }
 

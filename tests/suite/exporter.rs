@@ -138,7 +138,23 @@ fn measured() -> Metrics {
         }],
         version: Some("0.1.0".to_owned()),
         lost_versions: Some(1),
-        quota: Some(Limits { bytes: Some(1 << 40), objects: Some(100), leases: Some(1000), connections: Some(50) }),
+        total_quota: Some(Limits {
+            bytes: Some(1 << 42),
+            device_bytes: Some(1 << 41),
+            objects: Some(1000),
+            leases: Some(2000),
+            connections: Some(500),
+        }),
+        pid: Some(4711),
+        keeper: None,
+        crashes: None,
+        quota: Some(Limits {
+            bytes: Some(1 << 40),
+            device_bytes: Some(1 << 39),
+            objects: Some(100),
+            leases: Some(1000),
+            connections: Some(50),
+        }),
     }
 }
 
@@ -424,7 +440,8 @@ fn a_brokers_own_figures_are_those_of_what_it_did() {
     assert_eq!(value(&after, &format!("vmmfd_build_info{{version=\"{}\"}}", env!("CARGO_PKG_VERSION"))), 1.0);
     assert_eq!((value(&after, "vmmfd_lost_versions"), value(&after, "vmmfd_quota_objects")), (0.0, 2.0));
     assert_eq!(value(&after, &format!("vmmfd_user_objects{{uid=\"{}\"}}", nix::unistd::geteuid())), 2.0);
-    assert!(!after.contains("vmmfd_quota_leases"), "a limit that is not set has no metric: {after}");
+    assert_eq!(value(&after, "vmmfd_quota_leases"), 100_000.0, "the default");
+    assert!(!after.contains("vmmfd_total_quota_bytes"), "a limit that does not exist has no metric: {after}");
     checked_by_promtool(&after);
     exporter.end().code(0);
 }

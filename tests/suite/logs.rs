@@ -3,12 +3,24 @@
 use std::{
     fs::{self, File},
     os::unix::fs::MetadataExt,
+    time::Instant,
 };
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
 use serde_json::Value;
+use vmmfd::{
+    broker::{Client, Put, PutPart},
+    session::Config,
+};
 
-use crate::running::Meeting;
+use crate::{
+    broker::filled,
+    running::{Meeting, binary},
+    support::{
+        Subject,
+        served::{Keeper, Served},
+    },
+};
 
 /// The lines that a broker logs with these options, while something is published and a second broker fails.
 fn lines(options: &[&str], in_journal: bool) -> Vec<String> {
@@ -50,10 +62,51 @@ fn journal_lines_have_priorities_and_no_time() {
     }
     let of =
         |words: &str| priority(lines.iter().find(|line| line.contains(words)).unwrap_or_else(|| panic!("{lines:?}")));
-    assert_eq!((of("published"), of("error: "), of("hint: ")), (Some(6), Some(3), Some(6)));
+    assert_eq!((of("published"), of("serves"), of("error: "), of("hint: ")), (Some(7), Some(6), Some(3), Some(6)));
     // The variable names another file than this log.
     let other = self::lines(&[], false);
     assert!(!other.iter().any(|line| line.starts_with('<')), "{other:?}");
+}
+
+#[test]
+fn default_log_answers_an_operator_without_floods() {
+    let subject = Subject::host();
+    let served = Served::with(Keeper::Apart, &subject, &binary("vmmfd"), &["--quota", "objects=0"]);
+    let client = Client::connect(&served.path, &Config::default()).unwrap();
+    let memory = filled(&subject.driver, 1 << 20, None, 1);
+    for at in 0..50 {
+        let put = Put::new(format!("name-{at}")).part(PutPart::of("all", &memory).unwrap());
+        client.put(&put).unwrap_err();
+    }
+    let (old, keeper) = (served.server(), served.supervisor());
+    kill(old, Signal::SIGTERM).unwrap();
+    let (new, _) = served.wait_for_another(old, Instant::now());
+    served.kill_server();
+    let log = served.log();
+    let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
+    assert_eq!((count("reactor: refused "), count("its quota is 0")), (1, 1), "{log}");
+    let uid = nix::unistd::geteuid();
+    let again = format!("the same again in the last minute: a request refused for a quota uid={uid} count=49");
+    assert_eq!(count(&again), 1, "{log}");
+    assert_eq!((count("connection is closed"), count("reactor: serves ")), (0, 3), "{log}");
+    assert_eq!(count(&format!("ends: the keeper has everything pid={keeper}")), 1, "{log}");
+    assert_eq!(
+        count(&format!("WARN vmmfd::broker::server::history: the server before this one crashed pid={new}")),
+        1,
+        "{log}"
+    );
+    // Each line has its time once, the keeper's too.
+    for line in log.lines() {
+        assert_eq!(line.matches("Z ").count(), 1, "{line}");
+    }
+    // Without a keeper, what ends is said to be freed.
+    let place = Meeting::host();
+    let mut run = place.bare("vmmfd");
+    run.command.args(["serve", "--no-keeper", "--socket", place.socket().to_str().unwrap()]);
+    let mut server = run.start();
+    server.until("listening");
+    server.signal(Signal::SIGTERM);
+    server.end().code(0).says("ends: the memory is freed, but for what clients have mapped held=\"0 objects, ");
 }
 
 #[test]
@@ -67,7 +120,7 @@ fn json_log_has_one_object_a_line() {
     let published = objects.iter().find(|object| object["message"] == "published").unwrap();
     assert_eq!(
         (&published["level"], &published["name"], &published["version"]),
-        (&"INFO".into(), &"a".into(), &1.into())
+        (&"DEBUG".into(), &"a".into(), &1.into())
     );
     assert!(objects.iter().any(|object| object["level"] == "ERROR"), "{objects:?}");
 }

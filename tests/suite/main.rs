@@ -26,6 +26,7 @@ mod broker_process;
 mod broker_reconnect;
 mod broker_replace;
 mod broker_restart;
+mod broker_status;
 mod broker_stress;
 mod broker_switch;
 mod broker_users;

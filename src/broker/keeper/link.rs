@@ -125,6 +125,15 @@ pub(super) fn dial(path: &Path, wait: Duration, cancel: &Cancel) -> Result<(Owne
     Ok((socket, Process::of(peer.pid)))
 }
 
+/// Checks that a keeper of this user listens at a path.
+///
+/// # Errors
+/// [`Error::System`] if none does; [`Error::Socket`] if this user may not connect.
+#[cfg(feature = "tools")]
+pub(crate) fn check_reachable(path: &Path, cancel: &Cancel) -> Result<()> {
+    dial(path, Duration::ZERO, cancel).map(drop)
+}
+
 fn unreachable(path: &Path, error: io::Error) -> Error {
     Error::system(format!("reach the keeper at {}", path.display()), error)
 }
@@ -162,11 +171,6 @@ impl Kept {
         let failed = |error| Error::system("reach the keeper", error);
         let (socket, keeper) = image::passed_by_keeper().map_err(failed)?;
         take(socket, keeper, Link::Child, cancel).map_err(failed)
-    }
-
-    /// Whether a server before this one left its catalogue.
-    pub(crate) fn has_objects(&self) -> bool {
-        self.0.inherited.catalogues.iter().any(Option::is_some)
     }
 }
 

@@ -14,7 +14,8 @@
 //! | `Complete` | both | everything was sent; from the keeper also whether it had everything |
 //! | `Received` | both | how many descriptors more were received: at most [`WINDOW`] are under way |
 //! | `Sync`, `Synced` | server, keeper | a number, which the keeper returns once it has read everything before it |
-//! | `Serving`, `Stopping` | server | that it serves; that it ends in order, and what it held |
+//! | `Serving` | server | that it serves |
+//! | `Stopping` | both | that it ends because it was asked to, and, from the server, what it held |
 //! | `Reload` | a command | to execute the program at the keeper's path in place |
 //!
 //! The keeper reads a connection to its end before it serves the next one. A put therefore needs no reply: whatever the kernel took from
@@ -45,6 +46,7 @@ pub(crate) use self::link::Kept;
 #[cfg(feature = "tools")]
 pub(crate) use self::{
     image::{Role, check},
+    link::check_reachable,
     process::{KeeperProcess, reload},
     supervisor::replace_supervisor,
 };
@@ -65,13 +67,3 @@ const RECEIVED_EACH: usize = 64;
 
 /// How long one end waits for the other in a handover.
 const PATIENCE: std::time::Duration = std::time::Duration::from_secs(10);
-
-/// Says on standard error what an operator should see.
-fn log(text: &str) {
-    use std::io::Write;
-    let mut line = format!("keeper    {text}");
-    crate::wire::clean(&mut line);
-    line.push('\n');
-    // Where that is closed nothing is to be seen.
-    let _ = crate::sys::Stderr.write_all(line.as_bytes());
-}

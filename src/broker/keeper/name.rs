@@ -11,6 +11,8 @@ pub(in crate::broker) enum Name {
     Catalogue(bool),
     /// The listening socket.
     Socket,
+    /// The last crashes.
+    History,
     /// The node of a device that is held open.
     Device(u8),
     Segment(SegmentId),
@@ -23,6 +25,7 @@ impl Name {
             ".CAT0" => Some(Self::Catalogue(false)),
             ".CAT1" => Some(Self::Catalogue(true)),
             ".SOCK" => Some(Self::Socket),
+            ".HIST" => Some(Self::History),
             other => match other.strip_prefix(".DEV") {
                 Some(number) => number.parse().ok().map(Self::Device),
                 None => other.parse().ok().map(Self::Segment),
@@ -37,6 +40,7 @@ impl fmt::Display for Name {
             Self::Catalogue(false) => f.write_str(".CAT0"),
             Self::Catalogue(true) => f.write_str(".CAT1"),
             Self::Socket => f.write_str(".SOCK"),
+            Self::History => f.write_str(".HIST"),
             Self::Device(number) => write!(f, ".DEV{number}"),
             Self::Segment(id) => fmt::Display::fmt(id, f),
         }
@@ -47,6 +51,7 @@ impl fmt::Display for Name {
 #[derive(Debug, Default)]
 pub(in crate::broker) struct Inherited {
     pub(in crate::broker) socket: Option<OwnedFd>,
+    pub(in crate::broker) history: Option<OwnedFd>,
     pub(in crate::broker) catalogues: [Option<OwnedFd>; 2],
     pub(in crate::broker) segments: HashMap<SegmentId, OwnedFd>,
     pub(in crate::broker) devices: HashMap<u8, OwnedFd>,
@@ -59,6 +64,7 @@ impl Inherited {
         match Name::read(&name) {
             Some(Name::Catalogue(second)) => self.catalogues[usize::from(second)] = Some(fd),
             Some(Name::Socket) => self.socket = Some(fd),
+            Some(Name::History) => self.history = Some(fd),
             Some(Name::Device(number)) => drop(self.devices.insert(number, fd)),
             Some(Name::Segment(id)) => drop(self.segments.insert(id, fd)),
             None => self.others.push(name),

@@ -22,7 +22,6 @@ use super::{
     PATIENCE, RECEIVED_EACH, VERSION, WINDOW,
     image::{Image, Passed, Received, Role, allowed, until},
     link::{dial, ready, require_own_user},
-    log,
     message::{Arrival, MAX_TOGETHER, Message, receive, send},
     service::Service,
 };
@@ -139,7 +138,7 @@ impl KeeperProcess {
             words,
         };
         if let Some(asker) = asker {
-            log(&format!("reloaded: executes {}", keeper.image.path().display()));
+            tracing::info!("reloaded: executes {}", keeper.image.path().display());
             keeper.answer(&asker, &Message::Welcome { version: VERSION, allowed: allowed() });
         }
         Ok(keeper)
@@ -245,7 +244,7 @@ impl KeeperProcess {
                 Err(error) => Err(error),
             };
             if let Err(error) = taken {
-                log(&format!("the connection with the server is closed: {error}"));
+                tracing::warn!("the connection with the server is closed: {error}");
                 // It connects again, and sends everything.
                 self.server = None;
             }
@@ -255,7 +254,7 @@ impl KeeperProcess {
     fn lose_server(&mut self) {
         if let Some(server) = self.server.take().filter(|_| self.service.is_none()) {
             let count = self.held.len();
-            log(&format!("the server, pid {}, is gone: {count} descriptors are held for the next one", server.pid));
+            tracing::info!("the server, pid {}, is gone: {count} descriptors are held for the next one", server.pid);
         }
     }
 
@@ -291,7 +290,7 @@ impl KeeperProcess {
                     self.held.remove(&name);
                 }
                 if !std::mem::replace(&mut self.whole, true) {
-                    log(&format!("holds everything that the server has: {} descriptors", self.held.len()));
+                    tracing::info!("holds everything that the server has: {} descriptors", self.held.len());
                 }
             }
             // The last descriptors of the handover.
@@ -342,14 +341,14 @@ impl KeeperProcess {
                 Ok(Some(socket)) => socket,
                 Ok(None) => return,
                 Err(error) => {
-                    log(&format!("no connection can be accepted: {}", error.in_full()));
+                    tracing::warn!("no connection can be accepted: {}", error.in_full());
                     return thread::sleep(Duration::from_millis(10));
                 }
             };
             let peer = match Peer::of(&socket) {
                 Ok(peer) => peer,
                 Err(error) => {
-                    log(&error.in_full());
+                    tracing::warn!("{}", error.in_full());
                     continue;
                 }
             };
@@ -358,7 +357,7 @@ impl KeeperProcess {
                     self.newcomers.push(Newcomer { socket, pid: peer.pid, deadline: Instant::now() + PATIENCE });
                 }
                 Err(why) => {
-                    log(&format!("a connection is refused: {why}"));
+                    tracing::warn!("a connection is refused: {why}");
                     self.answer(&socket, &Message::Refused(why));
                 }
             }
@@ -392,14 +391,14 @@ impl KeeperProcess {
         self.read_server(usize::MAX);
         if let Some(server) = &self.server {
             let why = format!("it already serves pid {}: a keeper has one server", server.pid);
-            log(&format!("pid {pid} is refused: {why}"));
+            tracing::warn!("pid {pid} is refused: {why}");
             return self.answer(&socket, &Message::Refused(why));
         }
         self.server = Some(Connection { socket, pid, greeted: false, received: 0 });
         match self.greet(version, resends) {
-            Ok(()) => log(&format!("serves pid {pid}, with {} descriptors", self.held.len())),
+            Ok(()) => tracing::info!("serves pid {pid}, with {} descriptors", self.held.len()),
             Err(error) => {
-                log(&format!("pid {pid} is not served: {error}"));
+                tracing::warn!("pid {pid} is not served: {error}");
                 self.server = None;
             }
         }
@@ -434,7 +433,7 @@ impl KeeperProcess {
         let file = match self.image.check(&passed) {
             Ok(file) => file,
             Err(why) => {
-                log(&format!("no upgrade: {why}; everything goes on as before"));
+                tracing::warn!("no upgrade: {why}; everything goes on as before");
                 if let Some(asker) = asker {
                     self.answer(&asker, &Message::Refused(why));
                 }
@@ -460,7 +459,7 @@ impl KeeperProcess {
                 return;
             }
             if until(deadline).is_zero() && !std::mem::replace(&mut killed, true) {
-                log("the server does not end: it is killed");
+                tracing::warn!("the server does not end: it is killed");
                 service.signal(Signal::SIGKILL);
             }
             let mut fds = Vec::new();
@@ -481,10 +480,14 @@ impl KeeperProcess {
         }
         let count = self.held.len();
         match &self.server {
-            Some(server) => log(&format!("ends: the server, pid {}, has everything that was held here", server.pid)),
-            None if self.held.is_empty() => log("ends: it held nothing"),
-            None if self.words.is_empty() => log(&format!("ends, and frees {count} descriptors that no server has")),
-            None => log(&format!("ends, and frees {count} descriptors: {}", self.words)),
+            Some(server) => {
+                // If the server is gone there is nobody to tell.
+                let _ = send(&server.socket, &Message::Stopping(String::new()), &[]);
+                tracing::info!("ends: the server, pid {}, has everything that was held here", server.pid);
+            }
+            None if self.held.is_empty() => tracing::info!("ends: it held nothing"),
+            None if self.words.is_empty() => tracing::warn!("ends, and frees {count} descriptors that no server has"),
+            None => tracing::info!("ends, and frees {count} descriptors: {}", self.words),
         }
         0
     }

@@ -113,7 +113,7 @@ impl Service {
             }
             Err(error) if !self.served => Err(Error::system("start the server", error)),
             Err(error) => {
-                super::log(&format!("the server can't be started: {error}"));
+                tracing::warn!("the server can't be started: {error}");
                 self.restart_at = Some(self.pause());
                 Ok(None)
             }
@@ -123,7 +123,7 @@ impl Service {
     /// The server serves.
     pub(super) fn is_ready(&mut self) {
         if self.served && !self.ready {
-            super::log(&format!("the server runs again, as pid {}", self.pid()));
+            tracing::info!("the server runs again, as pid {}", self.pid());
         }
         (self.ready, self.served, self.failures) = (true, true, 0);
         notify("READY=1");
@@ -155,9 +155,9 @@ impl Service {
         match self.end? {
             End::Code(code) if !self.served || self.stopping || code == 0 => return Some(code),
             _ if self.stopping => return Some(0),
-            End::Code(code) => super::log(&format!("the server has ended with exit code {code}: another is started")),
-            End::Signal(signal) => super::log(&format!("the server was killed by signal {signal}: another is started")),
-            End::Unknown => super::log("the server was killed: another is started"),
+            End::Code(code) => tracing::warn!("the server has ended with exit code {code}: another is started"),
+            End::Signal(signal) => tracing::warn!("the server was killed by signal {signal}: another is started"),
+            End::Unknown => tracing::warn!("the server was killed: another is started"),
         }
         self.restart_at = Some(if ready { Instant::now() } else { self.pause() });
         None

@@ -76,6 +76,9 @@ pub(in crate::broker) struct Store {
     connection: Option<OwnedFd>,
     /// Whether the keeper accepted this connection.
     greeted: bool,
+    /// Whether the keeper ends because it was asked to, and whether one ended without that.
+    keeper_stops: bool,
+    keeper_crashed: bool,
     /// The most descriptors that the keeper holds, and how many it has.
     allowed: usize,
     used: usize,
@@ -95,6 +98,8 @@ impl Store {
             keeper: Keeper::None,
             connection: None,
             greeted: false,
+            keeper_stops: false,
+            keeper_crashed: false,
             allowed: 0,
             used: 0,
             queue: VecDeque::new(),
@@ -150,6 +155,11 @@ impl Store {
     /// Has another descriptor kept.
     pub(in crate::broker) fn keep_own(&mut self, name: Name, fd: OwnedFd) {
         self.used += 1;
+        self.push(Item::Keep(name, Source::Own(fd)));
+    }
+
+    /// Has a descriptor kept in place of the one that has this name.
+    pub(in crate::broker) fn replace(&mut self, name: Name, fd: OwnedFd) {
         self.push(Item::Keep(name, Source::Own(fd)));
     }
 
@@ -219,6 +229,11 @@ impl Store {
         self.greeted
     }
 
+    /// Whether a keeper that had accepted the connection has crashed since the last call.
+    pub(in crate::broker) fn take_crash(&mut self) -> bool {
+        std::mem::take(&mut self.keeper_crashed)
+    }
+
     /// Whether the keeper has not received everything that was sent.
     pub(in crate::broker) fn is_unread(&self) -> bool {
         self.connection().is_some_and(|socket| sys::unread(socket).is_ok_and(|bytes| bytes > 0))
@@ -282,6 +297,8 @@ impl Store {
                 return match error.raw_os_error() {
                     Some(nix::libc::EAGAIN) => Flushed::Full,
                     Some(nix::libc::ECONNRESET | nix::libc::ENOTCONN | nix::libc::EPIPE) => {
+                        // Its last message may say that it was asked to end.
+                        self.read();
                         self.disconnect();
                         Flushed::Gone
                     }
@@ -308,6 +325,7 @@ impl Store {
                 Ok(Arrival::Message(Message::Welcome { allowed, .. }, _)) => {
                     (self.greeted, self.allowed) = (true, usize::try_from(allowed).unwrap_or(usize::MAX));
                 }
+                Ok(Arrival::Message(Message::Stopping(_), _)) => self.keeper_stops = true,
                 Ok(Arrival::Message(Message::Refused(why), _)) => {
                     tracing::error!(why, "the keeper refuses this server");
                     self.disconnect();
@@ -333,12 +351,14 @@ impl Store {
         self.disconnect();
         send(&connection, &Message::Hello { version: VERSION, resends: true }, &[])?;
         self.connection = Some(connection);
+        self.keeper_stops = false;
         (self.used, self.in_flight, self.sent, self.confirmed) = (0, 0, self.queued, 0);
         Ok(())
     }
 
     /// Forgets the connection. Nothing counts as kept until another keeper has everything.
     pub(in crate::broker) fn disconnect(&mut self) {
+        self.keeper_crashed |= self.greeted && !self.keeper_stops;
         (self.connection, self.greeted) = (None, false);
         self.queue.clear();
     }

@@ -105,7 +105,7 @@ pub(super) fn take_over(pid: i32) -> io::Result<Received> {
     // Fails if it is no child.
     let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
     drop(ends);
-    super::log(&format!("takes over {} descriptors from the supervisor of an older build", kept.held.len()));
+    tracing::info!("takes over {} descriptors from the supervisor of an older build", kept.held.len());
     Ok(Received { is_incomplete: !kept.is_whole, kept: kept.held.into_iter().collect(), ..Received::default() })
 }
 

@@ -52,13 +52,17 @@ impl Reactor {
             }
             match self.listener.accept() {
                 Ok(Some(socket)) => {
-                    if let Err(error) = self.admit(socket) {
+                    if let Err(error) = self.admit(socket)
+                        && self.is_logged(sys::overflow_uid(), "a connection that can't be served")
+                    {
                         tracing::warn!(error = error.in_full(), "a connection can't be served");
                     }
                 }
                 Ok(None) => self.acceptable = false,
                 Err(error) => {
-                    tracing::error!(error = error.in_full(), "no connection can be accepted");
+                    if self.is_logged(sys::overflow_uid(), "no connection can be accepted") {
+                        tracing::error!(error = error.in_full(), "no connection can be accepted");
+                    }
                     self.acceptable = false;
                     self.timer(Duration::from_millis(100), Timer::Sweep);
                 }
@@ -112,9 +116,11 @@ impl Reactor {
     }
 
     /// Reports to a peer why it is not served.
-    fn refuse_connection(&self, caller: &Caller, socket: &OwnedFd, code: ErrorCode, message: String) {
-        let Caller { uid, pid, .. } = caller;
-        tracing::info!(uid, pid, message, "a connection is refused");
+    fn refuse_connection(&mut self, caller: &Caller, socket: &OwnedFd, code: ErrorCode, message: String) {
+        let Caller { uid, pid, .. } = *caller;
+        if self.is_logged(uid, "a connection refused") {
+            tracing::info!(uid, pid, message, "a connection is refused");
+        }
         let mut record = Vec::new();
         if Message::Error(Failure { code, message }).encode_into(&mut record).is_ok() {
             // Fails if the peer is gone.

@@ -53,7 +53,7 @@ impl Caller {
 
     /// Whether the caller may do everything: the server's own user and root.
     pub(super) fn is_superuser(&self) -> bool {
-        self.uid == 0 || self.uid == geteuid().as_raw()
+        is_superuser(self.uid)
     }
 
     /// Whether the kernel has no number for the caller's user here: all such users look alike, so none owns anything.
@@ -108,6 +108,11 @@ impl Caller {
     pub(super) fn describe(&self) -> Maker {
         Maker { pid: self.pid, uid: self.uid, command: command_of(self.pid) }
     }
+}
+
+/// Whether a user may do everything: the server's own and root.
+pub(super) fn is_superuser(uid: u32) -> bool {
+    uid == 0 || uid == geteuid().as_raw()
 }
 
 /// What decides which names a process may read.

@@ -11,6 +11,9 @@
 //! | `devices` | their nodes, held open |
 //! | `segments`, `inspect` | descriptors that are kept, and whether they may be |
 //! | `caller` | users, groups and what they may do |
+//! | `history` | crashes, for the next server |
+//! | `quota` | limits of users |
+//! | `repeats` | log lines that clients can cause at will |
 //! | `flight` | descriptors that were sent and not read |
 //! | `worker` | what may take long |
 //! | `closer` | closes that a peer may block |
@@ -26,11 +29,14 @@ mod connection;
 mod devices;
 mod flight;
 mod gets;
+mod history;
 mod inspect;
 mod monitoring;
 mod objects;
 mod puts;
+mod quota;
 mod reactor;
+mod repeats;
 mod segments;
 mod storing;
 mod verbs;
@@ -39,6 +45,7 @@ mod worker;
 
 use std::{
     collections::HashMap,
+    io,
     os::{
         fd::{AsFd, OwnedFd},
         unix::fs::FileTypeExt,
@@ -51,10 +58,11 @@ use std::{
 
 #[cfg(feature = "internals")]
 pub(crate) use self::inspect::inspect_and_classify;
-use self::{objects::Objects, reactor::Reactor, storing::Keeping};
+pub use self::quota::Quota;
+use self::{history::History, objects::Objects, quota::Rules, reactor::Reactor, storing::Keeping};
 use super::keeper::{Inherited, Kept, Name, Store, Taken};
 use crate::{
-    channel::{Cancel, Listener},
+    channel::{Cancel, Listener, SocketName},
     error::{Error, Result},
 };
 
@@ -75,8 +83,12 @@ pub struct ServerConfig {
     pub allow_uids: Vec<u32>,
     /// Groups whose users may connect.
     pub allow_gids: Vec<u32>,
-    /// What each user may have.
+    /// What each user may have. A limit that is `None` is that of [`Quota::user`], for all users but the server's own and root, who have
+    /// none then.
     pub quota: Quota,
+    /// What all users together may have. A limit that is `None` is that of [`Quota::total`]. A user other than the server's own and root
+    /// may have at most half of what the others leave.
+    pub total_quota: Quota,
     /// How long a connection may stay without a hello, and a client may leave unread what was sent to it: 30 s by default.
     pub timeout: Duration,
     /// Whether to hold the nodes of NVIDIA's devices open (`/dev/nvidia0` and so on): a device's driver state then stays, and the
@@ -88,24 +100,37 @@ pub struct ServerConfig {
 
 impl Default for ServerConfig {
     fn default() -> Self {
-        let (allow_uids, allow_gids, quota) = (Vec::new(), Vec::new(), Quota::default());
-        let timeout = Duration::from_secs(30);
-        Self { allow_uids, allow_gids, quota, timeout, hold_devices: false, emulated: false }
+        let (allow_uids, allow_gids, timeout) = (Vec::new(), Vec::new(), Duration::from_secs(30));
+        let (quota, total_quota) = (Quota::default(), Quota::default());
+        Self { allow_uids, allow_gids, quota, total_quota, timeout, hold_devices: false, emulated: false }
     }
 }
 
-/// What each user may have in a broker; `None` is without a limit.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Quota {
-    /// Bytes of memory, as their makers claim: also of versions that have no name any more.
-    pub bytes: Option<u64>,
-    /// Names, and the earlier versions that they keep.
-    pub objects: Option<u64>,
-    /// Leases.
-    pub leases: Option<u64>,
-    /// Connections.
-    pub connections: Option<u64>,
+impl ServerConfig {
+    fn is_open_to_others(&self) -> bool {
+        !self.allow_uids.is_empty() || !self.allow_gids.is_empty()
+    }
+
+    /// Lets those open the socket's file who may connect: this user alone, one group, or all users, whom the broker then tells apart.
+    fn set_rights(&self, file: &SocketName<'_>) -> io::Result<()> {
+        let mode = match (&*self.allow_uids, &*self.allow_gids) {
+            ([], []) => 0o600,
+            ([], &[group]) => match file.set_rights(0o660, Some(group)) {
+                Err(error) if error.raw_os_error() == Some(nix::libc::EPERM) => {
+                    tracing::info!(
+                        group,
+                        "the socket is open to all users, whom the broker refuses unless they are allowed: this process is not of the \
+                         group, and so can't give it the socket"
+                    );
+                    0o666
+                }
+                set => return set,
+            },
+            // A file has one group.
+            _ => 0o666,
+        };
+        file.set_rights(mode, None)
+    }
 }
 
 /// What a broker still held when it ended.
@@ -142,11 +167,12 @@ const BACKLOG: i32 = 4096;
 
 /// Listens at a path, for the users that the config allows. Reports that the objects of a broker there are lost, unless this one goes on
 /// with them. Also returns whether names must be reserved for offers: the objects of the broker before this one are lost, and other
-/// users may connect.
-fn listen(path: &Path, config: &ServerConfig, goes_on: bool, cancel: &Cancel) -> Result<(Listener, bool)> {
-    let open_to_others = !config.allow_uids.is_empty() || !config.allow_gids.is_empty();
+/// users may connect; and that broker's process, if it did not end in order.
+fn listen(path: &Path, config: &ServerConfig, goes_on: bool, cancel: &Cancel) -> Result<(Listener, bool, Option<u32>)> {
+    let open_to_others = config.is_open_to_others();
     let left = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
-    let (listener, marked_by) = Listener::bind_and_mark(path, open_to_others, true, config.timeout, cancel)?;
+    let (listener, marked_by) =
+        Listener::bind_and_mark(path, |file| config.set_rights(file), true, config.timeout, cancel)?;
     if let Some(pid) = marked_by.filter(|_| !goes_on) {
         tracing::warn!(
             pid,
@@ -155,9 +181,15 @@ fn listen(path: &Path, config: &ServerConfig, goes_on: bool, cancel: &Cancel) ->
              those that connected clients still hold and offer again"
         );
     }
-    rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))?;
+    lengthen_queue(&listener)?;
     let lost = (left || marked_by.is_some()) && !goes_on;
-    Ok((listener, lost && open_to_others))
+    Ok((listener, lost && open_to_others, marked_by.and_then(|pid| u32::try_from(pid).ok())))
+}
+
+/// Has many connections wait, and has the kernel name this process to those that connect: of a socket that was taken over it names the
+/// process that listened first. See `SO_PEERCRED` in unix(7).
+fn lengthen_queue(listener: &Listener) -> Result<()> {
+    rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))
 }
 
 /// Says whether this build could go on with these catalogues.
@@ -170,20 +202,24 @@ pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
 }
 
 impl Server {
-    /// Listens at a path. The socket's file has mode 0600, or 0666 if other users or groups are allowed. The limit of open files
+    /// Listens at a path. The socket's file has mode 0600; 0660 and the group if one group is allowed and this process is of it; else 0666
+    /// if other users or groups are allowed. The limit of open files
     /// of this process is raised as far as it may be.
     ///
     /// # Errors
     /// [`Error::Socket`] if the path is served already or can't be used; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let (listener, reserves) = listen(path, &config, false, cancel)?;
+        let (listener, reserves, before) = listen(path, &config, false, cancel)?;
         let path = listener.path().to_owned();
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
-        let objects = Objects::restore(config.quota, store, [None, None], HashMap::new())?;
+        let mut objects = Objects::restore(Rules::of(&config), store, [None, None], HashMap::new())?;
+        let mut history = History::default();
+        history.begin(before, objects.store_mut());
         Ok(Self {
             reactor: Reactor::new(listener, objects, Keeping::default(), config, cancel)?
                 .holding(devices)
+                .remembering(history)
                 .reserving(reserves),
             path,
         })
@@ -204,19 +240,27 @@ impl Server {
         restart: Option<Cancel>,
     ) -> Result<Self> {
         let Kept(Taken { mut store, inherited, whole, link, keeper }) = kept;
-        let Inherited { socket, catalogues, segments, devices, others } = inherited;
+        let Inherited { socket, history, catalogues, segments, devices, others } = inherited;
         // The keeper has it under its name, also if the file is gone.
         let in_store = socket.is_some();
-        store.count(usize::from(in_store));
+        store.count(usize::from(in_store) + usize::from(history.is_some()));
+        let mut history = History::read(history);
         let failed = |error| Error::system("duplicate a descriptor", error);
         let without_file = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
         let taken = socket.map(|socket| Listener::take_over(socket, path)).transpose()?.flatten();
-        let mut reserves = false;
+        let (mut reserves, mut before) = (false, None);
         let listener =
             match taken.map_or_else(|| listen(path, &config, in_store, cancel).map(Err), |taken| Ok(Ok(taken))) {
-                Ok(Ok(taken)) => taken,
-                Ok(Err((listener, left))) => {
+                Ok(Ok(taken)) => {
+                    // The options may be others now. Clients hold objects: this is no reason not to serve them.
+                    let _ = taken
+                        .set_rights(|file| config.set_rights(file))
+                        .inspect_err(|error| tracing::error!(error = error.in_full()));
+                    taken
+                }
+                Ok(Err((listener, left, marked_by))) => {
                     let listener = listener.leave_file();
+                    before = marked_by;
                     reserves = left && catalogues.iter().all(Option::is_none);
                     if in_store {
                         store.remove(Name::Socket);
@@ -251,13 +295,22 @@ impl Server {
                 "everything is lost: the keeper before this one ended too, before the server had sent the next one the catalogue"
             ),
         }
-        let mut objects = Objects::restore(config.quota, store, catalogues, segments)?;
+        lengthen_queue(&listener)?;
+        let mut objects = Objects::restore(Rules::of(&config), store, catalogues, segments)?;
+        let lost = objects.lost().clone();
+        match goes_on {
+            true => history.take_over(whole, &lost, objects.store_mut()),
+            false => history.begin(before.or((!whole).then_some(0)), objects.store_mut()),
+        }
         objects.store_mut().complete();
         objects.store_mut().serving();
         let path = listener.path().to_owned();
         let keeping = Keeping::new(link, keeper, restart);
         Ok(Self {
-            reactor: Reactor::new(listener, objects, keeping, config, cancel)?.holding(devices).reserving(reserves),
+            reactor: Reactor::new(listener, objects, keeping, config, cancel)?
+                .holding(devices)
+                .remembering(history)
+                .reserving(reserves),
             path,
         })
     }

@@ -2,13 +2,15 @@
 
 use std::{
     collections::BTreeMap,
+    process,
     time::{Duration, Instant},
 };
 
-use super::{ConnectionId, Quota, bounds::memory_of, connection::Asked, objects::now_ms, reactor::Reactor};
+use super::{ConnectionId, bounds::memory_of, connection::Asked, objects::now_ms, reactor::Reactor};
 use crate::{
     error::BrokerError,
-    wire::broker::{Durations, Limits, Measured, Message, RequestCount, Room, StoreRoom},
+    sys,
+    wire::broker::{Durations, KeeperInfo, Measured, Message, RequestCount, Room, StoreRoom},
 };
 
 /// The upper bounds of the classes of durations, in microseconds.
@@ -74,7 +76,13 @@ impl Reactor {
         let Some(caller) = self.connections.get(&id).map(|connection| connection.caller.clone()) else { return };
         let (objects, versions, leases, _) = self.objects.sums();
         let (used, allowed) = self.objects.store().room();
-        let Quota { bytes, objects: names, leases: held, connections } = self.config.quota;
+        let (quota, total_quota) = self.objects.users().rules().limits();
+        let crashes = self.history.crashes().cloned().map(|mut crash| {
+            if !caller.is_superuser() {
+                crash.names.clear();
+            }
+            crash
+        });
         let number = |of: usize| u64::try_from(of).unwrap_or(u64::MAX);
         let outcome = |text: &String| if text.is_empty() { "ok".to_owned() } else { text.clone() };
         let requests = self.metrics.requests.iter().map(|((verb, text), count)| RequestCount {
@@ -107,8 +115,12 @@ impl Reactor {
             durations: durations.collect(),
             totals: self.objects.totals(&caller, TOTALS),
             version: Some(env!("CARGO_PKG_VERSION").to_owned()),
-            lost_versions: Some(self.objects.lost()),
-            quota: Some(Limits { bytes, objects: names, leases: held, connections }),
+            lost_versions: Some(self.objects.lost().versions),
+            quota: Some(quota),
+            total_quota: Some(total_quota),
+            pid: Some(process::id()),
+            keeper: self.keeping.keeper_pid().map(|pid| KeeperInfo { pid, started_ms: sys::started_ms(pid) }),
+            crashes: Some(crashes.collect()),
         };
         self.reply(id, &Message::Measured(Box::new(measured)));
     }

@@ -202,7 +202,7 @@ impl Reactor {
         let (terms, total, bytes) = check(put)?;
         let Some(connection) = self.connections.get(&id) else { return invalid("the connection has ended") };
         self.objects.check_put(&connection.caller, connection, &terms, bytes)?;
-        self.objects.check_devices(&connection.caller, put.parts.iter().map(|part| &part.memory))?;
+        self.objects.check_devices(&connection.caller, &put.name, put.parts.iter().map(|part| &part.memory))?;
         let tables = put.parts.len() + 1;
         self.require_descriptors(&connection.caller, total + tables)?;
         Ok((terms, total))

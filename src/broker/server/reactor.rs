@@ -20,9 +20,11 @@ use super::{
     connection::{Connection, Outgoing, Request, Sent},
     flight::Abandoned,
     gets::Claims,
+    history::History,
     monitoring::Metrics,
     objects::{Expiry, Objects},
     puts::{Draft, DraftKey, Storing},
+    repeats::{self, Repeats},
     storing::Keeping,
     watchers::Watchers,
     worker::Worker,
@@ -88,6 +90,8 @@ pub(super) enum Timer {
     Watchdog,
     /// To end what no client took up of a server before this one.
     Unclaimed,
+    /// To log how often clients repeated what was logged.
+    Repeats,
 }
 
 /// The server's state.
@@ -116,6 +120,8 @@ pub(super) struct Reactor {
     /// The nodes of devices that are held open.
     pub(super) devices: Vec<(u8, OwnedFd)>,
     pub(super) watchers: Watchers,
+    pub(super) history: History,
+    repeats: Repeats,
     pub(super) metrics: Metrics,
     /// The connections whose gets wait for a name.
     pub(super) waiting: HashMap<String, HashSet<ConnectionId>>,
@@ -180,6 +186,8 @@ impl Reactor {
             settles_later: false,
             devices: Vec::new(),
             watchers,
+            history: History::default(),
+            repeats: Repeats::default(),
             metrics: Metrics::new(),
             waiting: HashMap::new(),
             last: ConnectionId(CONNECTIONS),
@@ -211,6 +219,11 @@ impl Reactor {
         self
     }
 
+    /// Goes on with this history of crashes.
+    pub(super) fn remembering(self, history: History) -> Self {
+        Self { history, ..self }
+    }
+
     /// Holds these nodes of devices open.
     pub(super) fn holding(self, devices: Vec<(u8, OwnedFd)>) -> Self {
         Self { devices, ..self }
@@ -218,6 +231,17 @@ impl Reactor {
 
     /// Serves until it is cancelled.
     pub(super) fn run(&mut self) -> Result<(u64, u64, u64, u64)> {
+        let (objects, versions, leases, bytes) = self.objects.sums();
+        tracing::info!(
+            path = %self.listener.path().display(),
+            keeper = self.keeping.keeper_pid(),
+            objects,
+            versions,
+            leases,
+            bytes,
+            restarts = self.objects.journal().restarts(),
+            "serves"
+        );
         let mut events = Events::with_capacity(1024);
         while !self.ends() {
             match self.poll.poll(&mut events, self.patience()) {
@@ -250,11 +274,12 @@ impl Reactor {
             self.tidy();
             self.tell_watchers();
         }
+        self.repeats.log();
         // Before the connections end, and their leases with them.
         let sums = self.objects.sums();
+        self.report_end(sums);
         if self.objects.store().keeper() != Keeper::None {
             // What they hold is the next server's: nothing of it is written down as ended.
-            self.report_end(sums);
             self.objects.flush_store();
             for id in self.connections.keys().copied().collect::<Vec<_>>() {
                 self.send_error(id, ErrorCode::Interrupted, "the broker stops: connect again when it runs");
@@ -446,10 +471,29 @@ impl Reactor {
         self.count_request(id, refusal.code.as_str());
         if let Some(connection) = self.connections.get(&id) {
             let Caller { uid, pid, .. } = connection.caller;
-            tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
+            // An operator can do something about these; the others are the client's own.
+            let kind = match refusal.code {
+                RefusalCode::Quota => "a request refused for a quota",
+                RefusalCode::Full => "a request refused for lack of room",
+                RefusalCode::Failed => "a request failed",
+                _ => "",
+            };
+            if !kind.is_empty() && self.is_logged(uid, kind) {
+                tracing::info!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
+            } else {
+                tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
+            }
         }
         let BrokerError { code, message } = refusal;
         self.reply(id, &Message::Refused(Refusal { code, message }));
+    }
+
+    /// Whether something that a user's clients can repeat at will is logged, and not counted.
+    pub(super) fn is_logged(&mut self, uid: u32, kind: &'static str) -> bool {
+        if self.repeats.is_empty() {
+            self.timer(repeats::EVERY, Timer::Repeats);
+        }
+        self.repeats.is_first(uid, kind)
     }
 
     /// Sends what was taken to be sent.
@@ -511,7 +555,9 @@ impl Reactor {
     fn stalled(&mut self, id: ConnectionId) {
         if let Some(connection) = self.connections.get(&id) {
             let Caller { uid, pid, .. } = connection.caller;
-            tracing::warn!(uid, pid, "a client does not read what was sent to it: it is disconnected");
+            if self.is_logged(uid, "a client disconnected that does not read") {
+                tracing::warn!(uid, pid, "a client does not read what was sent to it: it is disconnected");
+            }
         }
         self.close(id, "it does not read what is sent to it");
     }
@@ -558,7 +604,11 @@ impl Reactor {
                 connection.flush(&self.objects);
             }
             let Caller { uid, pid, .. } = connection.caller;
-            tracing::info!(uid, pid, %code, message, "a connection is ended");
+            if code == ErrorCode::Interrupted {
+                tracing::debug!(uid, pid, %code, message, "a connection is ended");
+            } else if self.is_logged(uid, "a connection ended for an error") {
+                tracing::info!(uid, pid, %code, message, "a connection is ended");
+            }
         }
     }
 
@@ -643,6 +693,12 @@ impl Reactor {
                 }
                 Timer::Keeper => self.look_after_keeper(),
                 Timer::Watchdog => self.feed_watchdog(),
+                Timer::Repeats => {
+                    self.repeats.log();
+                    if !self.repeats.is_empty() {
+                        self.timer(repeats::EVERY, Timer::Repeats);
+                    }
+                }
                 Timer::Unclaimed => {
                     self.objects.end_unclaimed();
                     self.end_reservation();

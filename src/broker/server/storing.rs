@@ -7,6 +7,7 @@ use std::{
 };
 
 use mio::{Interest, unix::SourceFd};
+use nix::unistd::geteuid;
 
 use super::reactor::{IN_FLIGHT_PAUSE, Reactor, STORE, Timer};
 use crate::{
@@ -53,6 +54,11 @@ pub(super) struct Keeping {
 impl Keeping {
     pub(super) fn new(link: Link, keeper: Process, restart: Option<Cancel>) -> Self {
         Self { link: Some(link), keeper: Some(keeper), restart, ..Self::default() }
+    }
+
+    /// The keeper's process, if there is a keeper that this PID namespace has.
+    pub(super) fn keeper_pid(&self) -> Option<u32> {
+        self.keeper.as_ref().and_then(|keeper| u32::try_from(keeper.pid).ok()).filter(|pid| *pid > 0)
     }
 
     pub(super) fn restart_request(&self) -> Option<&Cancel> {
@@ -122,6 +128,7 @@ impl Reactor {
         let longest = if keeping.is_by_path() { LONGEST_PAUSE_BY_PATH } else { LONGEST_PAUSE };
         keeping.pause = if lived > LONGEST_PAUSE { PAUSE } else { (keeping.pause * 2).clamp(PAUSE, longest) };
         keeping.next = Some(now + keeping.pause);
+        self.note_crash();
         match self.begin_anew() {
             Ok(pid) => {
                 tracing::warn!(pid, "the keeper was gone: another one is sent everything");
@@ -133,10 +140,20 @@ impl Reactor {
                 self.settle_store_later(IN_FLIGHT_PAUSE);
             }
             Err(error) => {
-                tracing::error!(%error, "no keeper can be reached: puts wait, and the memory is freed if this process dies now");
+                if self.is_logged(geteuid().as_raw(), "no keeper can be reached") {
+                    tracing::error!(%error, "no keeper can be reached: puts wait, and the memory is freed if this process dies now");
+                }
                 self.objects.store_mut().disconnect();
                 self.settle_store_later(self.keeping.pause);
             }
+        }
+    }
+
+    /// Remembers that the keeper crashed, if it did.
+    fn note_crash(&mut self) {
+        if self.objects.store_mut().take_crash() {
+            let pid = self.keeping.keeper_pid().unwrap_or(0);
+            self.history.keeper_crashed(pid, self.objects.store_mut());
         }
     }
 
@@ -155,6 +172,7 @@ impl Reactor {
         self.objects.keep_catalogue().map_err(io::Error::other)?;
         let socket = self.listener.as_fd().try_clone_to_owned()?;
         self.objects.store_mut().keep_own(Name::Socket, socket);
+        self.history.keep(self.objects.store_mut())?;
         for (number, fd) in &self.devices {
             self.objects.store_mut().keep_own(Name::Device(*number), fd.try_clone()?);
         }
@@ -198,8 +216,9 @@ impl Reactor {
             }
             Some((_, since)) if since.elapsed() > LONGEST_SILENCE => {
                 tracing::error!("the keeper has read nothing for {LONGEST_SILENCE:?}: it is killed and replaced");
-                self.end_keeper();
                 self.objects.store_mut().disconnect();
+                self.note_crash();
+                self.end_keeper();
                 self.settle_store();
             }
             Some(_) => {}
@@ -238,16 +257,19 @@ impl Reactor {
 
     /// Reports what becomes of everything that this server held, to its keeper and in the log.
     pub(super) fn report_end(&mut self, (objects, versions, _, bytes): (u64, u64, u64, u64)) {
+        const FREED: &str = "the memory is freed, but for what clients have mapped";
         let held = format!("{objects} objects, {versions} versions, {bytes} bytes as claimed");
         match &self.keeping.keeper {
-            _ if self.objects.store().keeper() == Keeper::None => return,
-            Some(keeper) if self.may_end() => tracing::info!(pid = keeper.pid, held, "the keeper has everything"),
-            _ if !self.keeping.is_by_path() => {}
-            _ => {
+            _ if self.objects.store().keeper() == Keeper::None => return tracing::info!(held, "ends: {FREED}"),
+            Some(keeper) if self.may_end() => tracing::info!(pid = keeper.pid, held, "ends: the keeper has everything"),
+            _ if self.keeping.is_by_path() => {
                 tracing::error!(held, "no keeper has everything after {LONGEST_END:?}: the rest is freed");
                 self.objects.report_unkept();
             }
+            _ if self.is_hung_up() => {}
+            _ => tracing::info!(held, "ends, and so does the keeper: {FREED}"),
         }
+        self.history.end(self.objects.store_mut());
         if self.cancel.check().is_err() && (self.keeping.is_by_path() || !self.is_hung_up()) {
             self.objects.store_mut().stopping(held);
         }

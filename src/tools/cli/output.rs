@@ -44,9 +44,18 @@ pub struct Output {
 impl Output {
     /// Sends the library's log to standard error, at the level that `-v` and `-q` ask for.
     pub(super) fn start_log(&self) {
+        self.start_log_at(LevelFilter::WARN);
+    }
+
+    /// As [`Output::start_log`], of a service: by default its log has what an operator needs.
+    pub(super) fn start_service_log(&self) {
+        self.start_log_at(LevelFilter::INFO);
+    }
+
+    fn start_log_at(&self, default: LevelFilter) {
         let level = match (self.quiet, self.verbose) {
             (true, _) => LevelFilter::ERROR,
-            (false, 0) => LevelFilter::WARN,
+            (false, 0) => default,
             (false, 1) => LevelFilter::DEBUG,
             (false, _) => LevelFilter::TRACE,
         };

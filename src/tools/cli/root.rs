@@ -9,13 +9,13 @@ use super::{
     bench::BenchOptions,
     broker::{
         ExporterOptions, GetOptions, KeeperOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions,
-        WatchOptions, WhoOptions,
+        StatusOptions, WatchOptions, WhoOptions, read_options_file,
     },
     conform::ConformOptions,
     devices::DevicesOptions,
     doctor::DoctorOptions,
     pages::{CompletionsOptions, ManOptions, Pages},
-    run::{Tool, run_session, run_tool, usage},
+    run::{Tool, one_line, run_session, run_tool, usage},
 };
 use crate::tools::{self, cli::EXIT_CODES};
 
@@ -43,6 +43,8 @@ enum Command {
     Serve(ServeOptions),
     #[command(disable_help_flag = true)]
     Keeper(KeeperOptions),
+    #[command(disable_help_flag = true)]
+    Status(StatusOptions),
     #[command(disable_help_flag = true)]
     Put(Box<PutOptions>),
     #[command(disable_help_flag = true)]
@@ -77,11 +79,12 @@ enum Command {
 }
 
 /// The commands, for the JSON of bad usage.
-const NAMES: [&str; 18] = [
+const NAMES: [&str; 19] = [
     "produce",
     "consume",
     ServeOptions::NAME,
     KeeperOptions::NAME,
+    StatusOptions::NAME,
     PutOptions::NAME,
     GetOptions::NAME,
     LsOptions::NAME,
@@ -118,14 +121,28 @@ fn standalone<S: Session + Args>() -> clap::Command {
     S::augment_args(command).arg(version.help("Print the version").help_heading("Output"))
 }
 
+/// Parses the command line, and for `serve` the options in its file too.
+fn parse() -> Result<Options, clap::Error> {
+    let options = Options::try_parse()?;
+    let Command::Serve(ServeOptions { options_file: Some(path), .. }) = &options.command else { return Ok(options) };
+    let wrong = |problem: String| clap::Error::raw(clap::error::ErrorKind::ValueValidation, problem + "\n");
+    let words = read_options_file(path).map_err(wrong)?;
+    let all = std::env::args_os().chain(words.into_iter().map(Into::into));
+    Options::try_parse_from(all).map_err(|error| match error.kind() {
+        clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => error,
+        _ => wrong(format!("{}: {}", path.display(), one_line(&error))),
+    })
+}
+
 /// Runs `vmmfd`: the whole of its `main`.
 pub fn main() -> ExitCode {
-    match Options::try_parse() {
+    match parse() {
         Ok(Options { command }) => match command {
             Command::Produce(produce) => run_session(*produce),
             Command::Consume(consume) => run_session(*consume),
             Command::Serve(serve) => serve.start(),
             Command::Keeper(keeper) => keeper.start(),
+            Command::Status(status) => run_tool(status),
             Command::Put(put) => run_tool(*put),
             Command::Get(get) => run_tool(*get),
             Command::Ls(ls) => run_tool(ls),

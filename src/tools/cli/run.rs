@@ -279,7 +279,7 @@ pub(super) fn usage(error: &clap::Error, command: Option<&'static str>) -> ExitC
 }
 
 /// The error of bad usage in one line: what was wrong, what is possible, and the tip.
-fn one_line(error: &clap::Error) -> String {
+pub(super) fn one_line(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let lines =
         text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));

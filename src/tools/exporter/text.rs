@@ -10,7 +10,7 @@ use prometheus_client::{
 };
 
 use crate::{
-    broker::{Limits, Metrics, UserTotal},
+    broker::{Metrics, UserTotal},
     driver::{Backend, host},
 };
 
@@ -85,7 +85,7 @@ impl Collector for Figures {
             begin.gauge(name, help)?.encode_gauge(&value)?;
         }
         users(&mut begin, metrics)?;
-        limits(&mut begin, metrics.quota.unwrap_or_default())?;
+        limits(&mut begin, metrics)?;
         let (open, store) = (metrics.descriptors, &metrics.store);
         for (name, help, value) in [
             ("vmmfd_open_descriptors", "Open descriptors of the broker", open.used),
@@ -181,13 +181,24 @@ fn users(begin: &mut Begin<'_, '_>, metrics: &Metrics) -> fmt::Result {
     Ok(())
 }
 
-/// What each user may have. A limit that is not set has no metric.
-fn limits(begin: &mut Begin<'_, '_>, quota: Limits) -> fmt::Result {
+/// What each user and all together may have. A limit that does not exist has no metric.
+fn limits(begin: &mut Begin<'_, '_>, metrics: &Metrics) -> fmt::Result {
+    let (user, total) = (metrics.quota.unwrap_or_default(), metrics.total_quota.unwrap_or_default());
     for (name, help, limit) in [
-        ("vmmfd_quota_bytes", "Memory and tables that each user may have, as claimed", quota.bytes),
-        ("vmmfd_quota_objects", "Names and earlier versions that each user may have", quota.objects),
-        ("vmmfd_quota_leases", "Leases that each user may hold", quota.leases),
-        ("vmmfd_quota_connections", "Connections that each user may have", quota.connections),
+        ("vmmfd_quota_bytes", "Memory and tables that each user may have, as claimed", user.bytes),
+        ("vmmfd_quota_device_bytes", "Memory of a device that each user may have, as claimed", user.device_bytes),
+        ("vmmfd_quota_objects", "Names and earlier versions that each user may have", user.objects),
+        ("vmmfd_quota_leases", "Leases that each user may hold", user.leases),
+        ("vmmfd_quota_connections", "Connections that each user may have", user.connections),
+        ("vmmfd_total_quota_bytes", "Memory and tables that all users may have, as claimed", total.bytes),
+        (
+            "vmmfd_total_quota_device_bytes",
+            "Memory of a device that all users may have, as claimed",
+            total.device_bytes,
+        ),
+        ("vmmfd_total_quota_objects", "Names and earlier versions that all users may have", total.objects),
+        ("vmmfd_total_quota_leases", "Leases that all users may hold", total.leases),
+        ("vmmfd_total_quota_connections", "Connections that all users may have", total.connections),
     ] {
         if let Some(limit) = limit {
             begin.gauge(name, help)?.encode_gauge(&limit)?;

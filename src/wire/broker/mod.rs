@@ -15,7 +15,8 @@ pub use self::{
         ReportInfo, Restore, Resume, Resumed, Send, Stat, Stop, Summary, Table, Token, UserTotal, VersionInfo, Who,
     },
     monitoring::{
-        Durations, Event, EventKind, Events, Limits, Measure, Measured, RequestCount, Room, StoreRoom, Watch,
+        Crash, Durations, Event, EventKind, Events, KeeperInfo, Limits, Measure, Measured, RequestCount, Room,
+        StoreRoom, Watch,
     },
     table::Attached,
 };
@@ -395,6 +396,10 @@ impl Message {
                     .for_each(clean);
                 measured.requests.iter_mut().flat_map(|of| [&mut of.verb, &mut of.outcome]).for_each(clean);
                 measured.durations.iter_mut().for_each(|of| clean(&mut of.verb));
+                for crash in measured.crashes.iter_mut().flatten() {
+                    clean(&mut crash.process);
+                    crash.names.iter_mut().for_each(clean);
+                }
                 clean_totals(&mut measured.totals);
             }
             _ => {}

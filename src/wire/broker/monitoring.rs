@@ -126,6 +126,45 @@ pub struct Measured {
     /// What each user may have.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub quota: Option<Limits>,
+    /// What all users together may have.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
+    pub total_quota: Option<Limits>,
+    /// The server's process, in its PID namespace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// The keeper's process.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
+    pub keeper: Option<KeeperInfo>,
+    /// The last crashes of server and keeper, the oldest first; `None` of a server that does not report them.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_objects")]
+    pub crashes: Option<Vec<Crash>>,
+}
+
+/// The process of a keeper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeeperInfo {
+    /// Its process, in the server's PID namespace.
+    pub pid: u32,
+    /// When it started, in milliseconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_ms: Option<u64>,
+}
+
+/// A crash of the server or its keeper: an end that was not requested.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Crash {
+    /// When it was noticed, in milliseconds since 1970.
+    pub at_ms: u64,
+    /// `server`, `keeper`, or `both`.
+    pub process: String,
+    /// The process, or 0 if it is not known; the server for `both`.
+    pub pid: u32,
+    /// How many versions were lost; `None` if everything was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost_versions: Option<u64>,
+    /// Some of the lost versions: reported to the server's user and root alone.
+    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    pub names: Vec<String>,
 }
 
 /// What each user may have; `None` is without a limit.
@@ -134,6 +173,9 @@ pub struct Limits {
     /// Bytes of memory and of tables, as claimed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
+    /// Bytes of memory of one device, as claimed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_bytes: Option<u64>,
     /// Names, and the earlier versions that they keep.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub objects: Option<u64>,

@@ -195,13 +195,23 @@ fn measured() -> Measured {
         connections: 5,
         watchers: 1,
         descriptors: Room { used: 20, allowed: 1 << 20 },
-        store: StoreRoom { kind: "supervisor".into(), used: 7, allowed: 1000 },
+        store: StoreRoom { kind: "keeper".into(), used: 7, allowed: 1000 },
         requests: vec![RequestCount { verb: "get".into(), outcome: "absent".into(), count: 9 }],
         durations: vec![Durations { verb: "get".into(), bounds_us: vec![100], counts: vec![8, 1], sum_us: 700 }],
         totals: leases().totals,
         version: Some("0.1.0".into()),
         lost_versions: Some(1),
-        quota: Some(Limits { bytes: Some(1 << 40), objects: None, leases: Some(3), connections: None }),
+        quota: Some(Limits { bytes: Some(1 << 40), leases: Some(3), ..Limits::default() }),
+        total_quota: Some(Limits { device_bytes: Some(1 << 41), ..Limits::default() }),
+        pid: Some(4711),
+        keeper: Some(KeeperInfo { pid: 4710, started_ms: Some(1_800_000_000_000) }),
+        crashes: Some(vec![Crash {
+            at_ms: 1_800_000_000_000,
+            process: "server".into(),
+            pid: 4700,
+            lost_versions: Some(1),
+            names: vec!["models/llama 7".into()],
+        }]),
     }
 }
 

@@ -6,6 +6,8 @@ use std::{
     ptr,
 };
 
+use vmmfd::driver::MemoryInfo;
+
 use crate::{
     Answer, controls,
     emulated::{initialise, initialised},
@@ -14,6 +16,7 @@ use crate::{
 
 const INVALID_ARGUMENT: c_uint = 2;
 const NOT_FOUND: c_uint = 6;
+const UNKNOWN: c_uint = 999;
 
 /// Added to a device's number it is the handle of the device, or of the one MIG instance that it has.
 const DEVICE: usize = 0x1000;
@@ -67,6 +70,19 @@ mod exports {
             let handle = place(handle)?;
             let found = DEVICE + device(instance, INSTANCE)? as usize;
             unsafe { handle.write(ptr::without_provenance_mut(found)) };
+            Ok(())
+        }
+
+        fn nvmlDeviceGetMemoryInfo(handle: *mut c_void, info: *mut [u64; 3]) {
+            let info = place(info)?;
+            let device = device(handle, DEVICE).or_else(|_| device(handle, INSTANCE))?;
+            let mut figures = [0; 3];
+            initialised(|driver| {
+                let MemoryInfo { free, total } = driver.memory_info(device).map_err(|_| UNKNOWN)?;
+                figures = [total, free, total - free];
+                Ok(())
+            })?;
+            unsafe { info.write(figures) };
             Ok(())
         }
 

@@ -35,7 +35,7 @@ pub(super) use self::{
     publish::{NewPart, NewTable, Staged, Terms},
     select::{Answer, LeaseParts, Question, Selected, Selection},
 };
-use super::{ConnectionId, Quota, segments::Segments};
+use super::{ConnectionId, Rules, history::Losses, segments::Segments};
 use crate::{
     broker::{
         catalogue::{
@@ -73,7 +73,7 @@ pub(super) struct Objects {
     /// Names whose time may be over at a moment.
     expiries: Vec<Expiry>,
     /// Versions whose memory the store had not kept whole.
-    lost: u64,
+    lost: Losses,
 }
 
 /// A name that exists.
@@ -157,14 +157,14 @@ struct Held {
 }
 
 impl Objects {
-    fn empty(quota: Quota, journal: Journal, store: Store) -> Self {
+    fn empty(rules: Rules, journal: Journal, store: Store) -> Self {
         Self {
             names: BTreeMap::new(),
             versions: HashMap::new(),
             leases: HashMap::new(),
             readers: Readers::default(),
             departed: VecDeque::new(),
-            users: Users::new(quota),
+            users: Users::new(rules),
             segments: Segments::default(),
             journal,
             store,
@@ -174,7 +174,7 @@ impl Objects {
             garbage: Vec::new(),
             undropped: Vec::new(),
             expiries: Vec::new(),
-            lost: 0,
+            lost: Losses::default(),
         }
     }
 
@@ -214,8 +214,8 @@ impl Objects {
     }
 
     /// How many versions this server could not take over whole.
-    pub(super) fn lost(&self) -> u64 {
-        self.lost
+    pub(super) fn lost(&self) -> &Losses {
+        &self.lost
     }
 
     pub(super) fn journal(&self) -> &Journal {

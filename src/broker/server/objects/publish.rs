@@ -156,13 +156,17 @@ impl Objects {
         self.users.check_bytes(caller.uid, bytes)
     }
 
-    /// Checks whether so many devices of a user can be counted.
+    /// Checks whether a put of this name leaves the user's devices and their memory within bounds.
     pub(in crate::broker::server) fn check_devices<'a>(
         &self,
         caller: &Caller,
+        name: &str,
         memory: impl Iterator<Item = &'a Memory>,
     ) -> Result<(), BrokerError> {
-        self.users.check_devices(caller.uid, memory)
+        self.users.check_devices(caller.uid, memory).map_err(|refusal| match self.names.contains_key(name) {
+            true => BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)),
+            false => refusal,
+        })
     }
 
     /// Checks whether the caller may put a version of a name, which a claim of it is for.
@@ -223,7 +227,9 @@ impl Objects {
         let Staged { uid, metadata, parts, kept, .. } = staged;
         let bytes = record::bytes_of(metadata.as_ref(), &parts);
         let checked = self.check_put(caller, socket, terms, bytes);
-        if let Err(refusal) = checked.and_then(|()| self.check_devices(caller, parts.iter().map(|part| &part.memory))) {
+        if let Err(refusal) =
+            checked.and_then(|()| self.check_devices(caller, &terms.name, parts.iter().map(|part| &part.memory)))
+        {
             self.forget(uid, kept);
             return Err(refusal);
         }
@@ -270,7 +276,7 @@ impl Objects {
         // Those further back were not covered before, and have stayed since they have leases.
         self.drop_old(&terms.name, MAX_KEPT as usize + 1);
         self.note_expiry(&terms.name);
-        tracing::info!(name = terms.name, version = number, bytes, uid = caller.uid, pid = caller.pid, "published");
+        tracing::debug!(name = terms.name, version = number, bytes, uid = caller.uid, pid = caller.pid, "published");
         Ok(published)
     }
 

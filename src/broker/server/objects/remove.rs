@@ -61,7 +61,7 @@ impl Objects {
         self.journal.note_deleted(&deleted);
         let name = deleted.name;
         let Some(gone) = self.forget_name(&name) else { return Ok(()) };
-        tracing::info!(name, leases = gone.leases, "{why}");
+        tracing::debug!(name, leases = gone.leases, "{why}");
         gone.versions.into_values().for_each(|key| self.drop_if_unused(key));
         self.compact();
         Ok(())

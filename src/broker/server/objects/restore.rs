@@ -15,7 +15,7 @@ use crate::{
     broker::{
         catalogue::{Record, Records, SegmentId},
         keeper::{Name, Store},
-        server::{ConnectionId, Quota},
+        server::{ConnectionId, Rules},
     },
     error::Result,
 };
@@ -26,7 +26,7 @@ impl Objects {
     /// # Errors
     /// If the catalogue was written by a newer build, or can't be used.
     pub(in crate::broker::server) fn restore(
-        quota: Quota,
+        rules: Rules,
         mut store: Store,
         catalogues: [Option<OwnedFd>; 2],
         segments: HashMap<SegmentId, OwnedFd>,
@@ -42,22 +42,15 @@ impl Objects {
                 .chain(segments.keys().map(|id| Name::Segment(*id)))
                 .for_each(|name| store.remove(name));
             let journal = Journal::create(&mut store)?;
-            let mut objects = Self::empty(quota, journal, store);
+            let mut objects = Self::empty(rules, journal, store);
             objects.garbage.extend(segments.into_values());
             return Ok(objects);
         };
-        let mut objects = Self::empty(quota, journal, store);
+        let mut objects = Self::empty(rules, journal, store);
         objects.replay(records)?;
         objects.join(segments);
         objects.journal.start(&mut objects.store)?;
         objects.settle();
-        tracing::info!(
-            objects = objects.names.len(),
-            versions = objects.versions.len(),
-            leases = objects.leases.len(),
-            restarts = objects.journal.restarts(),
-            "took over what a server before this one held"
-        );
         Ok(objects)
     }
 
@@ -147,13 +140,13 @@ impl Objects {
 
     /// Takes a version away of which the keeper had not all descriptors.
     fn lose(&mut self, key: u64) {
-        self.lost += 1;
         self.forget_leases_of(key);
         if let Err(error) = self.write(&Record::Dropped { key }) {
             tracing::error!(%error, "cannot write down that a version is lost");
         }
         let Some(version) = self.forget_version(key) else { return };
         let (name, number) = (version.record.name, version.record.version);
+        self.lost.add(&name, number);
         tracing::error!(name, version = number, "a version is lost: the keeper had not all of its memory");
         if let Some(of) = self.names.get_mut(name.as_str()).filter(|_| version.named) {
             of.forget(number, key);

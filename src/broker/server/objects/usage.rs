@@ -1,11 +1,14 @@
 //! What each user has in the broker, and may have.
 
-use std::collections::{HashMap, HashSet, hash_map::Entry};
+use std::collections::{HashMap, hash_map::Entry};
 
 use crate::{
     broker::{
         catalogue::{SegmentId, record},
-        server::{Quota, objects::view::add_bytes},
+        server::{
+            objects::view::add_bytes,
+            quota::{Counted, Rules},
+        },
     },
     driver::DeviceUuid,
     error::{BrokerError, RefusalCode},
@@ -61,18 +64,32 @@ impl Usage {
     }
 }
 
+/// What all users have together.
+#[derive(Debug, Default)]
+struct Sums {
+    bytes: u64,
+    objects: u64,
+    leases: u64,
+    connections: u64,
+    reserved: usize,
+    devices: HashMap<DeviceUuid, u64>,
+}
+
 /// All users.
 #[derive(Debug)]
 pub(in crate::broker::server) struct Users {
-    quota: Quota,
+    rules: Rules,
     users: HashMap<u32, Usage>,
-    /// What all users have reserved.
-    reserved: usize,
+    all: Sums,
 }
 
 impl Users {
-    pub(super) fn new(quota: Quota) -> Self {
-        Self { quota, users: HashMap::new(), reserved: 0 }
+    pub(super) fn new(rules: Rules) -> Self {
+        Self { rules, users: HashMap::new(), all: Sums::default() }
+    }
+
+    pub(in crate::broker::server) fn rules(&self) -> &Rules {
+        &self.rules
     }
 
     fn of(&self, uid: u32) -> Option<&Usage> {
@@ -88,42 +105,42 @@ impl Users {
         }
     }
 
-    /// Refuses what would exceed a quota, with both figures.
-    fn check(uid: u32, what: &str, has: u64, more: u64, quota: Option<u64>) -> Result<(), BrokerError> {
-        match quota {
-            Some(quota) if has.saturating_add(more) > quota => {
-                let message = format!("uid {uid} has {has} {what} and asks for {more} more, and its quota is {quota}");
-                Err(BrokerError::new(RefusalCode::Quota, message))
-            }
-            _ => Ok(()),
-        }
-    }
-
     pub(in crate::broker::server) fn check_bytes(&self, uid: u32, more: u64) -> Result<(), BrokerError> {
-        // More than that can't be counted.
         const MOST: u64 = u64::MAX / 4;
+        if self.all.bytes.saturating_add(more) > MOST {
+            let message = format!("{} bytes are claimed, and {more} more can't be counted", self.all.bytes);
+            return Err(BrokerError::new(RefusalCode::Quota, message));
+        }
         let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
-        Self::check(uid, "bytes (claimed)", has, more, Some(self.quota.bytes.unwrap_or(MOST).min(MOST)))
+        self.rules.check(uid, Counted::Bytes, "bytes (claimed)", (has, self.all.bytes), more)
     }
 
-    /// Refuses memory of more devices than a node has.
+    /// Refuses memory of more devices than a node has, and more memory of one than its quota.
     pub(super) fn check_devices<'a>(
         &self,
         uid: u32,
         memory: impl Iterator<Item = &'a Memory>,
     ) -> Result<(), BrokerError> {
         let known = self.of(uid).map_or(&[][..], |usage| &usage.devices);
-        let is_new = |uuid: &DeviceUuid| !known.iter().any(|of| of.device.uuid == *uuid);
-        let new: HashSet<DeviceUuid> = memory.map(|memory| memory.device.uuid).filter(is_new).collect();
+        let mut more = HashMap::<DeviceUuid, u64>::new();
+        memory.for_each(|memory| {
+            let bytes = more.entry(memory.device.uuid).or_default();
+            *bytes = bytes.saturating_add(memory.mapped_size);
+        });
+        let new = more.keys().filter(|uuid| !known.iter().any(|of| of.device.uuid == **uuid)).count();
         let has = known.len();
-        if new.is_empty() || has + new.len() <= MAX_DEVICES {
-            return Ok(());
+        if new > 0 && has + new > MAX_DEVICES {
+            let message = format!(
+                "uid {uid} has memory of {has} devices and puts that of {new} more: at most {MAX_DEVICES} are counted for a user"
+            );
+            return Err(BrokerError::new(RefusalCode::Quota, message));
         }
-        let message = format!(
-            "uid {uid} has memory of {has} devices and puts that of {} more: at most {MAX_DEVICES} are counted for a user",
-            new.len()
-        );
-        Err(BrokerError::new(RefusalCode::Quota, message))
+        more.into_iter().try_for_each(|(uuid, more)| {
+            let has = known.iter().find(|of| of.device.uuid == uuid).map_or(0, |of| of.bytes);
+            let all = self.all.devices.get(&uuid).copied().unwrap_or(0);
+            let what = format!("bytes (claimed) of the device {uuid}");
+            self.rules.check(uid, Counted::DeviceBytes, &what, (has, all), more)
+        })
     }
 
     /// Refuses so many names more, with so many earlier versions that they keep.
@@ -133,7 +150,7 @@ impl Users {
         }
         let (has_names, has_kept) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
         let what = if has_kept + kept == 0 { "objects" } else { "objects, the earlier versions kept among them," };
-        Self::check(uid, what, has_names + has_kept, names + kept, self.quota.objects)?;
+        self.rules.check(uid, Counted::Objects, what, (has_names + has_kept, self.all.objects), names + kept)?;
         if kept > 0 && has_kept + kept > MOST_KEPT {
             let message = format!(
                 "uid {uid} has {has_kept} earlier versions that its names keep, and {MOST_KEPT} are the most: put with a smaller \
@@ -145,37 +162,40 @@ impl Users {
     }
 
     pub(super) fn check_lease(&self, uid: u32) -> Result<(), BrokerError> {
-        Self::check(uid, "leases", self.of(uid).map_or(0, |usage| usage.leases), 1, self.quota.leases)
+        let has = self.of(uid).map_or(0, |usage| usage.leases);
+        self.rules.check(uid, Counted::Leases, "leases", (has, self.all.leases), 1)
     }
 
     pub(in crate::broker::server) fn check_connection(&self, uid: u32) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.connections);
-        Self::check(uid, "connections", has, 1, self.quota.connections)
+        self.rules.check(uid, Counted::Connections, "connections", (has, self.all.connections), 1)
     }
 
     /// Counts bytes of parts that wait for others.
     pub(in crate::broker::server) fn add_waiting(&mut self, uid: u32, bytes: u64) {
+        self.all.bytes += bytes;
         self.change(uid, |usage| usage.waiting += bytes);
     }
 
     pub(in crate::broker::server) fn remove_waiting(&mut self, uid: u32, bytes: u64) {
+        self.all.bytes -= bytes;
         self.change(uid, |usage| usage.waiting -= bytes);
     }
 
     /// Counts descriptors of a put that is not published, also those that are still to come.
     pub(in crate::broker::server) fn reserve(&mut self, uid: u32, descriptors: usize) {
-        self.reserved += descriptors;
+        self.all.reserved += descriptors;
         self.change(uid, |usage| usage.reserved += descriptors);
     }
 
     pub(in crate::broker::server) fn end_reservation(&mut self, uid: u32, descriptors: usize) {
-        self.reserved -= descriptors;
+        self.all.reserved -= descriptors;
         self.change(uid, |usage| usage.reserved -= descriptors);
     }
 
     /// How many descriptors all users have reserved.
     pub(super) fn reserved(&self) -> usize {
-        self.reserved
+        self.all.reserved
     }
 
     /// Counts a kept descriptor that a version of the user has.
@@ -200,6 +220,10 @@ impl Users {
     }
 
     pub(super) fn add_version(&mut self, uid: u32, bytes: u64, parts: &[record::Part]) {
+        self.all.bytes += bytes;
+        for part in parts {
+            *self.all.devices.entry(part.memory.device.uuid).or_default() += part.memory.mapped_size;
+        }
         self.change(uid, |usage| {
             usage.bytes += bytes;
             parts.iter().for_each(|part| add_bytes(&mut usage.devices, &part.memory));
@@ -207,6 +231,15 @@ impl Users {
     }
 
     pub(super) fn remove_version(&mut self, uid: u32, bytes: u64, parts: &[record::Part]) {
+        self.all.bytes -= bytes;
+        for part in parts {
+            if let Entry::Occupied(mut entry) = self.all.devices.entry(part.memory.device.uuid) {
+                *entry.get_mut() -= part.memory.mapped_size;
+                if *entry.get() == 0 {
+                    entry.remove();
+                }
+            }
+        }
         self.change(uid, |usage| {
             usage.bytes -= bytes;
             for part in parts {
@@ -220,31 +253,38 @@ impl Users {
     }
 
     pub(super) fn add_object(&mut self, uid: u32) {
+        self.all.objects += 1;
         self.change(uid, |usage| usage.objects += 1);
     }
 
     pub(super) fn remove_object(&mut self, uid: u32) {
+        self.all.objects -= 1;
         self.change(uid, |usage| usage.objects -= 1);
     }
 
     /// A name of this user keeps so many earlier versions, and kept so many before.
     pub(super) fn set_kept(&mut self, uid: u32, before: u64, now: u64) {
+        self.all.objects = self.all.objects + now - before;
         self.change(uid, |usage| usage.kept = usage.kept + now - before);
     }
 
     pub(super) fn add_lease(&mut self, uid: u32) {
+        self.all.leases += 1;
         self.change(uid, |usage| usage.leases += 1);
     }
 
     pub(super) fn remove_lease(&mut self, uid: u32) {
+        self.all.leases -= 1;
         self.change(uid, |usage| usage.leases -= 1);
     }
 
     pub(in crate::broker::server) fn add_connection(&mut self, uid: u32) {
+        self.all.connections += 1;
         self.change(uid, |usage| usage.connections += 1);
     }
 
     pub(in crate::broker::server) fn remove_connection(&mut self, uid: u32) {
+        self.all.connections -= 1;
         self.change(uid, |usage| usage.connections -= 1);
     }
 

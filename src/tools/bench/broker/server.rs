@@ -61,7 +61,7 @@ impl Kept {
     pub(super) fn start(socket: PathBuf, emulated: bool) -> Result<Self> {
         let failed = |error| Error::system("start vmmfd serve", error);
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
-        command.args(["serve", "--socket"]).arg(&socket).args(emulated.then_some("--emulated"));
+        command.args(["serve", "--quiet", "--socket"]).arg(&socket).args(emulated.then_some("--emulated"));
         let mut keeper = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
         let mut line = String::new();
         // It ends with the process, which has a deadline of its own for what it waits for.

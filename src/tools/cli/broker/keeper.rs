@@ -53,7 +53,7 @@ impl KeeperOptions {
             // Executed through /proc, it would be named after a number. It does not fail for a name.
             let _ = nix::sys::prctl::set_name(c"vmmfd");
         }
-        self.output.start_log();
+        self.output.start_service_log();
         let code = match self.keep(role) {
             Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)),
             Err(error) => fail::<Self>(&error, self.output.json),

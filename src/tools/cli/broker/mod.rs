@@ -4,10 +4,12 @@ mod exporter;
 mod get;
 mod keeper;
 mod ls;
+mod options_file;
 mod put;
 mod rm;
 mod serve;
 mod stat;
+mod status;
 mod table;
 mod values;
 mod watch;
@@ -18,9 +20,10 @@ use std::{path::PathBuf, time::Duration};
 use clap::Args;
 use serde::Serialize;
 
+pub(super) use self::options_file::read as read_options_file;
 pub(super) use self::{
     exporter::ExporterOptions, get::GetOptions, keeper::KeeperOptions, ls::LsOptions, put::PutOptions, rm::RmOptions,
-    serve::ServeOptions, stat::StatOptions, watch::WatchOptions, who::WhoOptions,
+    serve::ServeOptions, stat::StatOptions, status::StatusOptions, watch::WatchOptions, who::WhoOptions,
 };
 use super::{
     Output,
@@ -69,6 +72,11 @@ impl MeetBroker {
     /// # Errors
     /// As [`Client::connect`].
     fn connect(&self, cancel: &Cancel) -> Result<Client> {
+        self.connect_at(cancel).map(|(client, _)| client)
+    }
+
+    /// As [`MeetBroker::connect`], with the broker's socket.
+    fn connect_at(&self, cancel: &Cancel) -> Result<(Client, PathBuf)> {
         let found = BrokerPath::find(self.socket.as_deref())?;
         let path = found.path();
         let trust = Trust { uids: self.allow_uids.clone() };
@@ -82,7 +90,7 @@ impl MeetBroker {
             Err(Error::Socket(SocketError::NotAccepted { .. })) => connect(self.timeout)?.0,
             connected => connected?.0,
         };
-        Client::over_at(socket, path, &config)
+        Ok((Client::over_at(socket, path, &config)?, path.to_owned()))
     }
 }
 

@@ -17,23 +17,24 @@ use serde::Serialize;
 
 use super::{
     SCHEMA, count,
-    values::{Limit, parse_limit, quota},
+    values::{Limit, parse_group, parse_limit, parse_user, quota},
 };
 use crate::{
     broker::{
-        Server, ServerConfig,
+        Quota, Server, ServerConfig,
         keeper::{self, KeeperProcess, Kept, Role},
         notify::notify,
     },
-    channel::{Cancel, broker_socket_path},
+    channel::{Cancel, Listener, broker_socket_path, default_broker_socket},
     error::Error,
     sys,
     tools::{
         cli::{
             Exit, Output, Tool, ToolOutput,
             exit::exit_codes,
-            options::{parse_timeout, parse_uid},
+            options::parse_timeout,
             output::{Progress, complain, json_line},
+            report::ErrorSummary,
             run::{GRACE, fail, raise_file_limit, run_tool},
         },
         stamp,
@@ -61,21 +62,35 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
     socket: Option<PathBuf>,
 
-    /// User whose processes may connect, besides one's own and root; may be given several times
-    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
+    /// User whose processes may connect, besides one's own and root: name or number; may be given several times
+    #[arg(long = "allow-uid", value_name = "USER", value_parser = parse_user, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
 
-    /// Group whose users' processes may connect; may be given several times
-    #[arg(long = "allow-gid", value_name = "GID", value_parser = parse_gid, help_heading = "Meeting")]
+    /// Group whose users' processes may connect: name or number; may be given several times
+    #[arg(long = "allow-gid", value_name = "GROUP", value_parser = parse_group, help_heading = "Meeting")]
     allow_gids: Vec<u32>,
 
-    /// What each user may have: bytes (as claimed, with units), objects, leases, connections [default: no limits]
+    /// What each user may have: bytes and device-bytes (as claimed, with units), objects, leases, connections [default of users other than
+    /// one's own and root: bytes=16TiB, device-bytes=2TiB, objects=20000, leases=100000, connections=10000]
     #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = parse_limit, help_heading = "Meeting")]
     quota: Vec<Limit>,
 
-    /// Let other users connect without a quota: each of them can then take all the room that the broker has
-    #[arg(long, conflicts_with = "quota", help_heading = "Meeting")]
+    /// What all users together may have, with the same keys; each user may have half of what the others leave [default of users other
+    /// than one's own and root: objects=100000, leases=400000]
+    #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = parse_limit, help_heading = "Meeting")]
+    total_quota: Vec<Limit>,
+
+    /// Set no limits: each user who may connect can then take all the room that the broker has
+    #[arg(long, conflicts_with_all = ["quota", "total_quota"], help_heading = "Meeting")]
     no_quota: bool,
+
+    /// File with more options, in one line VMMFD_OPTIONS="..."; it is read at each start of a server
+    #[arg(long, value_name = "FILE", help_heading = "Meeting")]
+    pub(in super::super) options_file: Option<PathBuf>,
+
+    /// Check the options, the socket's path and whether the keeper answers, and start nothing
+    #[arg(long, help_heading = "Meeting")]
+    check: bool,
 
     /// Longest silence of a client in the middle of a request: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout, help_heading = "Meeting")]
@@ -129,11 +144,6 @@ fn require_file_size() -> crate::Result<()> {
     Ok(())
 }
 
-fn parse_gid(text: &str) -> Result<u32, String> {
-    text.parse()
-        .map_err(|_| format!("`{text}` is not a group's number: write it as `id -g` prints it, 0 to 4294967295"))
-}
-
 #[derive(Debug, Serialize)]
 struct ServeReport {
     schema: u32,
@@ -147,12 +157,28 @@ struct ServeReport {
     size: u64,
 }
 
+/// What a check of the options reports.
+#[derive(Debug, Serialize)]
+struct CheckReport {
+    schema: u32,
+    tool: String,
+    /// Where the broker would listen.
+    socket: String,
+}
+
 impl ServeOptions {
     /// Runs what this process is to be: the keeper, or the server.
     pub(in super::super) fn start(self) -> ExitCode {
+        if self.check {
+            return run_tool(self);
+        }
         // A reader that has stopped must not stop the broker.
         if let Err(error) = sys::never_block_on_stderr() {
             return fail::<Self>(&Error::system("start a thread", error), self.output.json);
+        }
+        self.output.start_service_log();
+        if let Some(path) = self.options_file.as_ref().filter(|path| !path.exists()) {
+            tracing::info!(path = %path.display(), "there is no options file");
         }
         let code = self.run_role();
         sys::flush_stderr();
@@ -178,10 +204,9 @@ impl ServeOptions {
             Role::UnderSupervisor => fail::<Self>(&keeper::replace_supervisor(), self.output.json),
             Role::First if self.no_keeper || self.keeper.is_some() => run_tool(self),
             _ => {
-                self.output.start_log();
                 let done = match role {
                     Role::Check => keeper::check().map(|()| 0),
-                    _ => self.check_limits(role != Role::First).and_then(|()| self.path(role)).and_then(|path| {
+                    _ => self.path(role).and_then(|path| {
                         // What it keeps has a descriptor each.
                         raise_file_limit();
                         KeeperProcess::of_service(&path, role)?.run()
@@ -195,19 +220,27 @@ impl ServeOptions {
         }
     }
 
-    /// Refuses to let other users connect without limits. A broker that goes on with objects does not refuse: its clients hold them.
-    fn check_limits(&self, goes_on: bool) -> crate::Result<()> {
-        let shared = !self.allow_uids.is_empty() || !self.allow_gids.is_empty();
-        if !shared || self.no_quota || !self.quota.is_empty() {
-            return Ok(());
-        }
-        let problem = "other users may connect, and nothing limits what they put: limit each user, as with --quota \
-                       bytes=64GiB,objects=1000,leases=10000,connections=100, or allow it with --no-quota";
-        match goes_on {
-            true => tracing::warn!("{problem}"),
-            false => return Err(Error::Misuse { problem: problem.to_owned() }),
-        }
-        Ok(())
+    /// Checks what can be checked without a start, and reports each problem.
+    fn check(&self, cancel: &Cancel) -> anyhow::Result<ToolOutput> {
+        let path = match &self.socket {
+            Some(_) => self.path(Role::First),
+            // Its folder is made by a start.
+            None => default_broker_socket(),
+        };
+        let path = path.and_then(|path| Listener::check_kind(&path).map(|()| path));
+        let keeper = self.keeper.iter().try_for_each(|path| keeper::check_reachable(path, cancel));
+        let mut problems: Vec<Error> = [require_file_size().err(), keeper.err()].into_iter().flatten().collect();
+        let path = path.map_err(|problem| problems.push(problem)).unwrap_or_default();
+        let Some(last) = problems.pop() else {
+            let report = CheckReport { schema: SCHEMA, tool: stamp::tool(), socket: path.display().to_string() };
+            let text = match self.output.json {
+                true => json_line(&report),
+                false => format!("broker    checked    the options are good; the socket is {}\n", report.socket),
+            };
+            return Ok(ToolOutput { text, exit: Exit::Verified });
+        };
+        problems.iter().for_each(|problem| ErrorSummary::of(problem).complain());
+        Err(last.into())
     }
 
     /// Where the broker listens. Once it does, nothing depends on the folder being there: it may have been removed.
@@ -260,11 +293,16 @@ impl Tool for ServeOptions {
     }
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        if self.check {
+            return self.check(cancel);
+        }
         let path = self.path(Role::from_environment())?;
+        let unlimited = self.no_quota.then(Quota::unlimited);
         let config = ServerConfig {
             allow_uids: self.allow_uids.clone(),
             allow_gids: self.allow_gids.clone(),
-            quota: quota(&self.quota),
+            quota: unlimited.unwrap_or_else(|| quota(&self.quota)),
+            total_quota: unlimited.unwrap_or_else(|| quota(&self.total_quota)),
             hold_devices: self.hold_devices,
             emulated: self.emulated,
             timeout: self.timeout,
@@ -272,8 +310,6 @@ impl Tool for ServeOptions {
         // What it takes over has a descriptor each.
         raise_file_limit();
         let kept = self.kept(cancel)?;
-        let goes_on = Role::from_environment() == Role::Server || kept.as_ref().is_some_and(Kept::has_objects);
-        self.check_limits(goes_on)?;
         let server = match kept {
             Some(kept) => Server::resume(&path, config, kept, cancel, self.restart.clone())?,
             None => Server::bind(&path, config, cancel)?,
@@ -281,9 +317,7 @@ impl Tool for ServeOptions {
         if Role::from_environment() == Role::First {
             notify("READY=1");
         }
-        if server.is_restarted() {
-            tracing::info!(path = %server.path().display(), "serves again");
-        } else {
+        if !server.is_restarted() {
             self.announce(&server)?;
         }
         let ended = server.run()?;

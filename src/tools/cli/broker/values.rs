@@ -1,5 +1,6 @@
 //! The values of the options of the broker's commands.
 
+use nix::unistd::{Group, User};
 use serde_json::Value;
 
 use crate::{
@@ -49,10 +50,33 @@ pub(super) fn parse_ttl(text: &str) -> Result<Lifetime, String> {
     }
 }
 
+/// Parses a user's name or number.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_user(text: &str) -> Result<u32, String> {
+    let named = |name| User::from_name(name).ok().flatten().map(|user| user.uid.as_raw());
+    text.parse().ok().or_else(|| named(text)).ok_or_else(|| {
+        format!("`{text}` is no user of this machine: write a name, or a number as `id -u` prints it, 0 to 4294967295")
+    })
+}
+
+/// Parses a group's name or number.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_group(text: &str) -> Result<u32, String> {
+    let named = |name| Group::from_name(name).ok().flatten().map(|group| group.gid.as_raw());
+    text.parse().ok().or_else(|| named(text)).ok_or_else(|| {
+        format!("`{text}` is no group of this machine: write a name, or a number as `id -g` prints it, 0 to 4294967295")
+    })
+}
+
 /// One limit of a user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Limit {
     Bytes(u64),
+    DeviceBytes(u64),
     Objects(u64),
     Leases(u64),
     Connections(u64),
@@ -72,10 +96,11 @@ pub(super) fn parse_limit(text: &str) -> Result<Limit, String> {
     };
     match key {
         "bytes" => parse_size(value).map(Limit::Bytes),
+        "device-bytes" => parse_size(value).map(Limit::DeviceBytes),
         "objects" => number(Limit::Objects),
         "leases" => number(Limit::Leases),
         "connections" => number(Limit::Connections),
-        _ => Err(format!("`{key}` is not a limit: write bytes, objects, leases or connections")),
+        _ => Err(format!("`{key}` is not a limit: write bytes, device-bytes, objects, leases or connections")),
     }
 }
 
@@ -85,6 +110,7 @@ pub(super) fn quota(limits: &[Limit]) -> Quota {
     for limit in limits {
         match *limit {
             Limit::Bytes(most) => quota.bytes = Some(most),
+            Limit::DeviceBytes(most) => quota.device_bytes = Some(most),
             Limit::Objects(most) => quota.objects = Some(most),
             Limit::Leases(most) => quota.leases = Some(most),
             Limit::Connections(most) => quota.connections = Some(most),
@@ -115,6 +141,12 @@ mod tests {
         }
         assert_eq!(parse_limit("bytes=1.5GiB"), Ok(Limit::Bytes(3 << 29)));
         assert_eq!(parse_limit("leases=0"), Ok(Limit::Leases(0)));
+        assert_eq!(parse_limit("device-bytes=80GiB"), Ok(Limit::DeviceBytes(80 << 30)));
+        assert_eq!((parse_user("root"), parse_user("7"), parse_group("7")), (Ok(0), Ok(7), Ok(7)));
+        for text in ["", "-1", "4294967296", "no such user"] {
+            assert!(parse_user(text).unwrap_err().contains("write "), "{text}");
+            assert!(parse_group(text).unwrap_err().contains("write "), "{text}");
+        }
         for text in ["", "bytes", "bytes=", "bytes=1GB", "objects=1GiB", "users=1", "leases=-1"] {
             assert!(parse_limit(text).unwrap_err().contains("write "), "{text}");
         }
