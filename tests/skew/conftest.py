@@ -164,11 +164,15 @@ class Broker:
         return found
 
     def close(self) -> None:
-        # Each of the two may have started another one meanwhile.
-        while pids := self.processes():
+        # Each of the two may start another one meanwhile, which one look at /proc can miss.
+        looks = 0
+        while looks < 5:
+            pids = self.processes()
+            looks = 0 if pids else looks + 1
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         self.child.close()
 
 

@@ -105,7 +105,16 @@ pub(super) fn take_over(pid: i32) -> io::Result<Received> {
     // Fails if it is no child.
     let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
     drop(ends);
-    tracing::info!("takes over {} descriptors from the supervisor of an older build", kept.held.len());
+    let descriptors = kept.held.len();
+    match kept.is_whole {
+        true => tracing::info!(descriptors, "takes over from the supervisor of an older build"),
+        false => {
+            tracing::error!(
+                descriptors,
+                "the server of an older build ended before it had sent all: versions are lost"
+            );
+        }
+    }
     Ok(Received { is_incomplete: !kept.is_whole, kept: kept.held.into_iter().collect(), ..Received::default() })
 }
 
