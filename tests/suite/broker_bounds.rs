@@ -35,7 +35,7 @@ const HOSTILE: usize = 20;
 const MOST: u64 = 64 << 10;
 
 fn serve(options: &[&str]) -> Served {
-    Served::with(Keeper::Supervisor, &Subject::host(), &binary("vmmfd"), options)
+    Served::with(Keeper::Own, &Subject::host(), &binary("vmmfd"), options)
 }
 
 /// Puts many versions of one page.
@@ -271,7 +271,8 @@ mod memory {
         let (new, _) = served.kill_server();
         let loaded_in = status(new, "VmHWM");
         eprintln!("{served_in} KiB while serving, {loaded_in} KiB while loading");
-        assert!(loaded_in <= served_in + 1024, "{served_in} KiB while serving, {loaded_in} KiB while loading");
+        // The live versions alone have 5 MiB of metadata.
+        assert!(loaded_in <= served_in + 2048, "{served_in} KiB while serving, {loaded_in} KiB while loading");
         assert_eq!(measure(&served.greeted().0).versions, 20 * 65);
     }
 }

@@ -366,7 +366,7 @@ fn server_killed_in(subject: &Subject, keeper: Keeper) {
 
 fn a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing(mut subject: Subject) {
     subject.alone();
-    server_killed_in(&subject, Keeper::Supervisor);
+    server_killed_in(&subject, Keeper::Own);
 }
 
 fn server_with_keeper_apart_killed_at_any_step_loses_nothing(mut subject: Subject) {
@@ -423,7 +423,7 @@ fn a_server_that_is_killed_at_any_step_of_its_start_loses_nothing(mut subject: S
 
 fn a_supervisor_that_is_killed_at_any_step_loses_nothing(mut subject: Subject) {
     subject.alone();
-    let mut scene = Scene::new(Keeper::Supervisor, &subject);
+    let mut scene = Scene::new(Keeper::Own, &subject);
     let mut kills = 0;
     for replace in [false, true] {
         let (mut nth, mut killed) = (0, true);
@@ -482,7 +482,7 @@ fn what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowled
     }
     let case = "what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged";
     let test = name_of(&subject, "broker_crashes", case);
-    let scene = Scene::new(Keeper::Supervisor, &subject);
+    let scene = Scene::new(Keeper::Own, &subject);
     let (mut kills, mut longest) = (0, Duration::ZERO);
     for order in [Order::ClientFirst, Order::ServerFirst] {
         for (step, made) in STEPS {

@@ -91,7 +91,7 @@ struct Sizes {
 fn cycles_with_crashes_leave_descriptors_memory_and_catalogue_as_they_were() {
     let cycles = number("VMMFD_TEST_CYCLES", 2000);
     let subject = Subject::host();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let template = Template::new();
     let mut client = Persistent { served: &served, raw: served.greeted().0, reconnects: 0 };
     // What stays all the time.
@@ -157,7 +157,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 fn a_hundred_clients_see_whole_objects_through_many_restarts() {
     let restarts = number("VMMFD_TEST_RESTARTS", 10);
     let subject = Subject::host();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let template = Template::new();
     let connect = || Client::connect(&served.path, &Config::default().timeout(TIMEOUT)).unwrap();
     let first = connect();

@@ -42,7 +42,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Process {
     Server,
-    Supervisor,
+    Keeper,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,11 +54,11 @@ enum Event {
 }
 
 const EVENTS: [Event; 6] = [
-    Event::Kill(Process::Supervisor),
+    Event::Kill(Process::Keeper),
     Event::Kill(Process::Server),
-    Event::HangUp(Process::Supervisor),
+    Event::HangUp(Process::Keeper),
     Event::HangUp(Process::Server),
-    Event::Stop(Process::Supervisor),
+    Event::Stop(Process::Keeper),
     Event::Stop(Process::Server),
 ];
 
@@ -76,7 +76,7 @@ impl Event {
     fn replaces(self) -> [bool; 2] {
         match self {
             Self::Kill(Process::Server) | Self::HangUp(_) => [true, false],
-            Self::Kill(Process::Supervisor) => [false, true],
+            Self::Kill(Process::Keeper) => [false, true],
             Self::Stop(_) => [false, false],
         }
     }
@@ -190,7 +190,7 @@ fn every_order_of_ends_loses_nothing() {
     let orders = EVENTS.into_iter().flat_map(|first| EVENTS.map(|second| [first, second]));
     in_threads(orders, |[first, second]| {
         let subject = Subject::host();
-        let served = Served::start(Keeper::Supervisor, &subject);
+        let served = Served::start(Keeper::Own, &subject);
         let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
         broker.check();
         for _ in 0..2 {
@@ -207,12 +207,12 @@ fn every_order_of_ends_loses_nothing() {
 #[test]
 fn stopped_supervisor_is_replaced() {
     let subject = Subject::host();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
     for reports in 1..=2 {
         let [server, supervisor] = broker.pair();
-        broker.events.push(Event::Stop(Process::Supervisor));
+        broker.events.push(Event::Stop(Process::Keeper));
         kill(supervisor, Signal::SIGSTOP).unwrap();
         // More than a socket's queue holds wherever `net.unix.max_dgram_qlen` is the kernel's own value of 10.
         (0..8).for_each(|_| broker.check());
@@ -236,7 +236,7 @@ fn another_program_at_the_path_loses_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
     copied(&binary("vmmfd"), &program);
-    let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
+    let served = Served::with(Keeper::Own, &subject, &program, &[]);
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
     for (refusals, file) in [(1, Some("/bin/true")), (2, None)] {
@@ -248,18 +248,18 @@ fn another_program_at_the_path_loses_nothing() {
         kill(before[1], Signal::SIGHUP).unwrap();
         broker.until("a refusal", || (broker.served.log().matches("no upgrade").count() == refusals).then_some(()));
         assert_eq!(broker.pair(), before);
-        for process in [Process::Server, Process::Supervisor, Process::Server] {
+        for process in [Process::Server, Process::Keeper, Process::Server] {
             broker.send(&[Event::Kill(process)]);
         }
     }
     copied(&binary("vmmfd"), &program);
-    broker.send(&[Event::HangUp(Process::Supervisor)]);
+    broker.send(&[Event::HangUp(Process::Keeper)]);
 }
 
 #[test]
 fn removed_folder_keeps_the_objects() {
     let subject = Subject::host();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let folder = served.path.parent().unwrap().to_owned();
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
@@ -299,13 +299,13 @@ fn full_environment_keeps_restarts_possible() {
     let program = folder.path().join("serve");
     fs::write(&program, FULL_ENVIRONMENT.replace("PROGRAM", binary("vmmfd").to_str().unwrap())).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
-    let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
+    let served = Served::with(Keeper::Own, &subject, &program, &[]);
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
     let client = Client::connect(&broker.served.path, &Config::default()).unwrap();
     let memory = filled(&subject.driver, 16 << 20, Some(4096), 9);
     client.put(&Put::new("many").part(PutPart::of("all", &memory).unwrap())).unwrap();
-    for event in [Event::Kill(Process::Server), Event::HangUp(Process::Supervisor), Event::Kill(Process::Supervisor)] {
+    for event in [Event::Kill(Process::Server), Event::HangUp(Process::Keeper), Event::Kill(Process::Keeper)] {
         broker.send(&[event]);
         assert_eq!(value(&client, &subject.driver, "many"), [9; 2]);
     }
@@ -354,7 +354,7 @@ fn unread_stderr_blocks_nothing() {
 #[test]
 fn lock_of_the_folder_keeps_no_broker_from_starting() {
     let subject = Subject::host();
-    let mut served = Served::start(Keeper::Supervisor, &subject);
+    let mut served = Served::start(Keeper::Own, &subject);
     let folder = served.path.parent().unwrap().to_owned();
     assert_eq!(served.stop(), Some(0));
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "an end in order leaves no file");

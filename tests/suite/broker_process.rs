@@ -216,7 +216,7 @@ impl Process {
         fs::read_to_string(self.file("maps")).unwrap()
     }
 
-    /// What it has logged, from the level of information on.
+    /// What it has logged, from DEBUG on.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.folder.path().join("log")).unwrap()
     }
@@ -258,7 +258,7 @@ fn serve_if_asked() {
         become_user(setup.user, setup.user, &[]);
     }
     let log = fs::File::create(setup.path.with_file_name("log")).unwrap();
-    tracing_subscriber::fmt().with_max_level(LevelFilter::INFO).with_ansi(false).with_writer(Mutex::new(log)).init();
+    tracing_subscriber::fmt().with_max_level(LevelFilter::DEBUG).with_ansi(false).with_writer(Mutex::new(log)).init();
     let cancel = Cancel::new().unwrap();
     let server = Server::bind(&setup.path, setup.config(), &cancel).unwrap();
     thread::spawn(move || {

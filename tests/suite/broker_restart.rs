@@ -93,7 +93,7 @@ fn leases(raw: &Raw) -> usize {
 
 fn supervisors_that_are_killed_one_after_the_other_are_replaced(mut subject: Subject) {
     subject.alone();
-    let mut served = Served::start(Keeper::Supervisor, &subject);
+    let mut served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
     let (raw, server) = served.greeted();
     put(&raw, &material, "a", false);
@@ -109,7 +109,7 @@ fn supervisors_that_are_killed_one_after_the_other_are_replaced(mut subject: Sub
 
 fn connections_of_the_gap_wait_and_are_served(mut subject: Subject) {
     subject.alone();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
     let (raw, server) = served.greeted();
     put(&raw, &material, "a", false);
@@ -136,7 +136,7 @@ fn connections_of_the_gap_wait_and_are_served(mut subject: Subject) {
 
 fn leases_are_taken_up_and_what_no_client_takes_up_ends(mut subject: Subject) {
     subject.alone();
-    let served = Served::with(Keeper::Supervisor, &subject, &binary("vmmfd"), &["--allow-uid", "34561", "--no-quota"]);
+    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--allow-uid", "34561", "--no-quota"]);
     fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     let (first, _) = served.greeted();
     put(&first, &small(&subject, 1), "a", false);
@@ -170,7 +170,7 @@ fn leases_are_taken_up_and_what_no_client_takes_up_ends(mut subject: Subject) {
 
 fn a_version_without_a_name_stays_while_its_lease_is_taken_up(mut subject: Subject) {
     subject.alone();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let (raw, _) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
     let (old, _) = lease(&raw, "a");
@@ -202,7 +202,7 @@ fn a_version_without_a_name_stays_while_its_lease_is_taken_up(mut subject: Subje
 /// Found by the model: a client whose answer was lost asks again after another has done the next thing.
 fn what_is_sent_again_is_done_once_whatever_came_between(mut subject: Subject) {
     subject.alone();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
     let send = |raw: &Raw, name: &str, request: Token| {
         let put = broker::Put { replace: true, request: Some(request), ..material.put(name) };
@@ -238,7 +238,7 @@ fn what_is_sent_again_is_done_once_whatever_came_between(mut subject: Subject) {
 
 fn events_go_on_across_a_restart(mut subject: Subject) {
     subject.alone();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
     let (raw, _) = served.greeted();
     let watch = |after: Option<(u64, String)>| {
@@ -289,7 +289,7 @@ fn a_new_program_takes_over_and_nothing_is_lost(mut subject: Subject) {
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
     copied(&binary("vmmfd"), &program);
-    let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
+    let served = Served::with(Keeper::Own, &subject, &program, &[]);
     let (raw, first) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
     let (held, files) = lease(&raw, "a");
@@ -324,7 +324,7 @@ fn a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on(mut subjec
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
     copied(&binary("vmmfd"), &program);
-    let served = Served::with(Keeper::Supervisor, &subject, &program, &[]);
+    let served = Served::with(Keeper::Own, &subject, &program, &[]);
     let (raw, server) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
     let supervisor = served.supervisor();
@@ -355,7 +355,7 @@ fn a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on(mut subjec
 
 fn a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on(mut subject: Subject) {
     subject.alone();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let (raw, server) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
     let catalogues: Vec<fs::File> = fs::read_dir(format!("/proc/{server}/fd"))
@@ -388,7 +388,7 @@ fn a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on(mut subje
 
 fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
     subject.alone();
-    let mut served = Served::start(Keeper::Supervisor, &subject);
+    let mut served = Served::start(Keeper::Own, &subject);
     let (raw, server) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
     let (held, _) = lease(&raw, "a");
@@ -415,7 +415,7 @@ fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
 
 fn what_both_took_with_them_comes_back_from_a_reader(mut subject: Subject) {
     subject.alone();
-    let mut served = Served::start(Keeper::Supervisor, &subject);
+    let mut served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 5);
     let (raw, server) = served.greeted();
     let published = put(&raw, &material, "a", false);
@@ -446,7 +446,7 @@ fn what_both_took_with_them_comes_back_from_a_reader(mut subject: Subject) {
 
 fn a_get_that_waits_goes_on_over_restarts(mut subject: Subject) {
     subject.alone();
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let config = Config::default().timeout(Duration::from_secs(60));
     let client = Client::connect(&served.path, &config).unwrap();
     let waiting = thread::spawn(move || {

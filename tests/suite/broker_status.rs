@@ -85,7 +85,7 @@ fn shows_processes_and_crashes(keeper: Keeper) {
 
 #[test]
 fn status_shows_processes_and_crashes() {
-    shows_processes_and_crashes(Keeper::Supervisor);
+    shows_processes_and_crashes(Keeper::Own);
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn requested_ends_are_no_crashes() {
     let shown = status(&served.path);
     assert_eq!((&shown["crashes"], &shown["restarts"]), (&json!([]), &json!(3)), "{}", served.log());
     // An upgrade of both in place.
-    let served = Served::start(Keeper::Supervisor, &subject);
+    let served = Served::start(Keeper::Own, &subject);
     let server = served.server();
     kill(served.supervisor(), Signal::SIGHUP).unwrap();
     served.wait_for_another(server, std::time::Instant::now());
@@ -267,7 +267,7 @@ fn socket_follows_the_options_at_a_start() {
 
 #[test]
 fn socket_follows_the_options_at_a_reload() {
-    socket_follows_the_options(Keeper::Supervisor, Signal::SIGHUP);
+    socket_follows_the_options(Keeper::Own, Signal::SIGHUP);
 }
 
 mod root {
@@ -319,7 +319,7 @@ mod root {
     #[ignore = "needs root: make test runs it as root"]
     fn status_of_anothers_broker_shows_ones_own() {
         let subject = Subject::host();
-        let served = Served::with(Keeper::Supervisor, &subject, &binary("vmmfd"), &["--allow-uid", "34561"]);
+        let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--allow-uid", "34561"]);
         fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
         let root = Client::connect(&served.path, &Config::default()).unwrap();
         drop(root.get(&Get::new("none")));

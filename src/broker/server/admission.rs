@@ -120,6 +120,8 @@ impl Reactor {
         let Caller { uid, pid, .. } = *caller;
         if self.is_logged(uid, "a connection refused") {
             tracing::info!(uid, pid, message, "a connection is refused");
+        } else {
+            tracing::debug!(uid, pid, message, "a connection is refused");
         }
         let mut record = Vec::new();
         if Message::Error(Failure { code, message }).encode_into(&mut record).is_ok() {

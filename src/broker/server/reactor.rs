@@ -557,6 +557,8 @@ impl Reactor {
             let Caller { uid, pid, .. } = connection.caller;
             if self.is_logged(uid, "a client disconnected that does not read") {
                 tracing::warn!(uid, pid, "a client does not read what was sent to it: it is disconnected");
+            } else {
+                tracing::debug!(uid, pid, "a client does not read what was sent to it: it is disconnected");
             }
         }
         self.close(id, "it does not read what is sent to it");
@@ -604,10 +606,10 @@ impl Reactor {
                 connection.flush(&self.objects);
             }
             let Caller { uid, pid, .. } = connection.caller;
-            if code == ErrorCode::Interrupted {
-                tracing::debug!(uid, pid, %code, message, "a connection is ended");
-            } else if self.is_logged(uid, "a connection ended for an error") {
+            if code != ErrorCode::Interrupted && self.is_logged(uid, "a connection ended for an error") {
                 tracing::info!(uid, pid, %code, message, "a connection is ended");
+            } else {
+                tracing::debug!(uid, pid, %code, message, "a connection is ended");
             }
         }
     }

@@ -105,7 +105,7 @@ struct Walk {
 
 impl Walk {
     fn new(seed: u64, subject: &Subject) -> Self {
-        let served = Served::start(Keeper::Supervisor, subject);
+        let served = Served::start(Keeper::Own, subject);
         let raws = (0..CLIENTS).map(|_| Some(served.greeted().0)).collect();
         Self {
             world: World::new(4, 2, 0, 1),

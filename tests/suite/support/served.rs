@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keeper {
     /// The one that plain `vmmfd serve` is.
-    Supervisor,
+    Own,
     /// `vmmfd keeper`: a stand-in for an init restarts it and the server.
     Apart,
 }
@@ -62,7 +62,7 @@ impl Served {
         let mut served =
             Self { path, folder, log_folder, command: command.clone(), supervisor: None, manager: None, keeper: None };
         match keeper {
-            Keeper::Supervisor => served.start_again(),
+            Keeper::Own => served.start_again(),
             Keeper::Apart => {
                 let keeper = ["keeper".into(), "--socket".into(), served.keeper_path().into()];
                 let keeper = [OsString::from(program)].into_iter().chain(keeper).collect();
