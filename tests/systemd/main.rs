@@ -260,7 +260,7 @@ fn events(load: &Load, kills: usize, restarts: usize) {
         println!("dpkg -i: LEFT OUT, as there is no package");
     } else {
         repeat(load, "dpkg -i", restarts, |round| {
-            format!("dpkg -i --force-depends {}", packages[round % packages.len()])
+            format!("dpkg -i {}", packages[round % packages.len()])
         });
     }
 }
