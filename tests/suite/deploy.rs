@@ -496,7 +496,9 @@ fn units_never_give_up_and_never_end_each_other() {
             service.iter().find(|(name, _)| name == key).map(|(_, command)| command.split(' ').map(str::to_owned))
         });
         for command in commands {
-            let mut command: Vec<String> = command.collect();
+            // The package's group need not exist here.
+            let mut command: Vec<String> =
+                command.map(|word| if word == "vmmfd" { "0".to_owned() } else { word }).collect();
             if command.last().is_some_and(|last| last == "/etc/default/vmmfd") {
                 let commented = unit.split_once("VMMFD_OPTIONS=\"").unwrap().1.split_once('"').unwrap().0;
                 command.extend(commented.split(' ').map(str::to_owned));
@@ -511,8 +513,16 @@ fn units_never_give_up_and_never_end_each_other() {
         assert!(dependencies.contains(&(key.to_owned(), "vmmfd-keeper.service".to_owned())), "{key}");
     }
     let service = section(&unit, "Service");
-    for (key, wanted) in [("RestartPreventExitStatus", "2"), ("WatchdogSignal", "SIGKILL")] {
+    for (key, wanted) in
+        [("RestartPreventExitStatus", "2"), ("WatchdogSignal", "SIGKILL"), ("SupplementaryGroups", "vmmfd")]
+    {
         assert!(service.contains(&(key.to_owned(), wanted.to_owned())), "{key}");
+    }
+    assert!(unit.contains(" --allow-gid vmmfd "));
+    for line in text("systemd/vmmfd.default").lines().filter_map(|line| line.strip_prefix("#VMMFD_OPTIONS=\"")) {
+        let mut command = vec!["serve".to_owned()];
+        command.extend(line.trim_end_matches('"').split(' ').map(str::to_owned));
+        understood("vmmfd", &command);
     }
     let keeper = section(&text("systemd/vmmfd-keeper.service"), "Service");
     assert!(keeper.contains(&("OOMScoreAdjust".to_owned(), "-900".to_owned())));

@@ -260,9 +260,7 @@ fn events(load: &Load, kills: usize, restarts: usize) {
     if packages.is_empty() {
         println!("dpkg -i: LEFT OUT, as there is no package");
     } else {
-        repeat(load, "dpkg -i", restarts, |round| {
-            format!("dpkg -i {}", packages[round % packages.len()])
-        });
+        repeat(load, "dpkg -i", restarts, |round| format!("dpkg -i {}", packages[round % packages.len()]));
     }
 }
 
