@@ -305,10 +305,12 @@ impl SocketName<'_> {
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let file = openat(self.folder, self.name, flags, Mode::empty())?;
         // Another user with rights to this folder could have put another file there.
-        if SFlag::from_bits_truncate(fstat(&file)?.st_mode & SFlag::S_IFMT.bits()) != SFlag::S_IFSOCK {
+        let status = fstat(&file)?;
+        if SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits()) != SFlag::S_IFSOCK {
             return Err(io::Error::other("a file that is not a socket has its name"));
         }
-        if let Some(group) = group {
+        // A filter of system calls may refuse fchownat(2).
+        if let Some(group) = group.filter(|group| *group != status.st_gid) {
             fchownat(&file, "", None, Some(Gid::from_raw(group)), AtFlags::AT_EMPTY_PATH)?;
         }
         // A descriptor of this kind takes no fchmod(2).

@@ -513,9 +513,7 @@ fn units_never_give_up_and_never_end_each_other() {
         assert!(dependencies.contains(&(key.to_owned(), "vmmfd-keeper.service".to_owned())), "{key}");
     }
     let service = section(&unit, "Service");
-    for (key, wanted) in
-        [("RestartPreventExitStatus", "2"), ("WatchdogSignal", "SIGKILL"), ("SupplementaryGroups", "vmmfd")]
-    {
+    for (key, wanted) in [("RestartPreventExitStatus", "2"), ("WatchdogSignal", "SIGKILL"), ("Group", "vmmfd")] {
         assert!(service.contains(&(key.to_owned(), wanted.to_owned())), "{key}");
     }
     assert!(unit.contains(" --allow-gid vmmfd "));

@@ -4,7 +4,7 @@ use super::{root, source};
 use crate::running::Meeting;
 
 /// Programs of others, and of the shell: of these only the files are looked at that a line names.
-const OTHERS: [&str; 16] = [
+const OTHERS: [&str; 17] = [
     "cd",
     "scp",
     "ssh",
@@ -18,6 +18,7 @@ const OTHERS: [&str; 16] = [
     "sudo",
     "cat",
     "install",
+    "groupadd",
     "systemctl",
     "vllm",
     "install",
