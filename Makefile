@@ -36,6 +36,7 @@ smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the ro
 	scripts/smoke $(BIN)
 
 test: ## every test that needs no GPU, then the round trip of the two commands and the broker: on the GPU, if there is one
+	$(CARGO) build --locked --workspace --features launch
 	$(CARGO) test --locked --workspace --features launch
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
 	scripts/test-protocol $(BIN) $(STRICT)
@@ -44,7 +45,7 @@ test: ## every test that needs no GPU, then the round trip of the two commands a
 	scripts/demo-broker $(BIN) --backend auto
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
-	$(CARGO) build --locked --features launch --bins --examples
+	$(CARGO) build --locked --workspace --features launch --bins --examples
 	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
 test-python: ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
@@ -58,7 +59,7 @@ test-engines: ## the load format vmmfd in the real vLLM, on a GPU, with the arch
 	python3 tests/engines/run.py $(STRICT) $(ENGINES)
 
 bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say
-	$(CARGO) build --locked --release
+	$(CARGO) build --locked --release -p vmmfd-cli -p vmmfd-bench
 	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
 check: ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that take the library alone
@@ -67,10 +68,9 @@ check: ## format, lints, documentation and dependencies, warnings as errors; the
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
 	PYO3_NO_PYTHON=1 CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/python $(CARGO) clippy --locked --manifest-path python/Cargo.toml -- -D warnings
 	$(CARGO) build --locked --workspace --features launch
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --features launch
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --lib --no-default-features --features broker,weights,cudarc/cuda-12090
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps -p vmmfd --features bindings,launch
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
-	$(CARGO) package --locked --offline --allow-dirty
+	scripts/check-package $(CARGO)
 	scripts/check-deny $(STRICT)
 	scripts/check-deploy $(STRICT)
 	scripts/check-aarch64 $(CARGO) $(STRICT)

@@ -3,26 +3,70 @@
 #![allow(unsafe_code)]
 
 use std::{
-    os::fd::{BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
     sync::Arc,
+    time::{Duration, Instant},
 };
+
+use nix::poll::PollFlags;
 
 pub use crate::driver::{
     bare::{Bare, Closing, Created, Opened, Opening},
-    cuda::CudaDriver,
+    cuda::{CudaDriver, exit_at_once},
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     host::{HostDriver, Live},
     kernels::{Counted, Kernels, Stretch},
     legacy::LegacyIpc,
+    nvml,
     pool::{PoolHandle, Pools},
     types::{Granularity, Location, Properties},
     verbs::{Handle, Identity, Verbs},
     window::{PageLocked, Window},
+    wsl,
 };
 use crate::{
-    broker::ServerConfig,
-    driver::{Backend, Driver},
+    array::ElementType,
+    broker::{Client, Server, ServerConfig},
+    channel::{Cancel, Listener, Peer},
+    driver::{Backend, DeviceUuid, Driver},
+    error::{BrokerError, ParseError, RefusalCode, Result},
+    memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
+    session::Config,
 };
+pub use crate::{
+    broker::{notify::notify, read_table},
+    channel::{
+        connect_socket, deadline_after, default_broker_socket, eventfd, private_socket_path,
+        record::{Record, RecordSocket},
+    },
+    memory::first_elements,
+    session::interruptibly,
+    sys::take_passed,
+    wire::{broker::NEEDS_BOTH, clean, is_error, shorten, strict::optional_object},
+};
+
+/// The keeper's side of the commands `serve` and `keeper`.
+pub mod keeper {
+    pub use crate::broker::keeper::{KeeperProcess, Kept, Role, check, check_reachable, reload, replace_supervisor};
+}
+
+/// Standard error that never blocks its process.
+pub mod stderr {
+    pub use crate::sys::{Stderr, flush_stderr, never_block_on_stderr};
+}
+
+/// The pages of the two protocols, with their rules, and the golden records.
+pub mod protocols {
+    /// `docs/protocol.md`.
+    pub const PAGE: &str = include_str!("../docs/protocol.md");
+    /// `docs/broker-protocol.md`.
+    pub const BROKER_PAGE: &str = include_str!("../docs/broker-protocol.md");
+    /// `docs/golden.json`.
+    pub const GOLDEN: &str = include_str!("../docs/golden.json");
+    /// `docs/broker-golden.json`.
+    pub const BROKER_GOLDEN: &str = include_str!("../docs/broker-golden.json");
+}
 
 /// Copies of memory that others may access at the same time.
 pub mod copy {
@@ -36,7 +80,7 @@ pub fn inspect_descriptor(
     backend: Backend,
     size: u64,
     emulated: bool,
-) -> (Result<(), String>, bool) {
+) -> (std::result::Result<(), String>, bool) {
     crate::broker::inspect_and_classify(fd, backend, size, emulated)
 }
 
@@ -49,8 +93,124 @@ pub fn emulated(config: ServerConfig) -> ServerConfig {
 ///
 /// # Errors
 /// One sentence on why it can't be read.
-pub fn read_catalogue(log: OwnedFd) -> Result<Vec<serde_json::Value>, String> {
+pub fn read_catalogue(log: OwnedFd) -> std::result::Result<Vec<serde_json::Value>, String> {
     crate::broker::read_as_json(log)
+}
+
+/// A description of memory that is not immutable.
+pub fn describe(device: DeviceIdentity, sharing: Sharing, size: u64, mapped_size: u64) -> Description {
+    Description { device, sharing, size, mapped_size, immutable: false }
+}
+
+/// Waits until a descriptor is ready, `false` at the deadline.
+///
+/// # Errors
+/// [`Error::Interrupted`]; [`Error::System`]. See poll(2).
+pub fn wait(cancel: &Cancel, fd: BorrowedFd<'_>, events: PollFlags, deadline: Instant) -> Result<bool> {
+    cancel.wait(fd, events, deadline)
+}
+
+/// Waits for so long.
+///
+/// # Errors
+/// Those of [`wait`].
+pub fn pause(cancel: &Cancel, time: Duration) -> Result<()> {
+    cancel.pause(time)
+}
+
+/// A connection that waits at a listener, if there is one.
+///
+/// # Errors
+/// [`Error::System`]. See accept(2).
+pub fn accept(listener: &Listener) -> Result<Option<OwnedFd>> {
+    listener.accept()
+}
+
+/// Checks that nothing but a socket has a path.
+///
+/// # Errors
+/// [`Error::Socket`](crate::Error::Socket); [`Error::System`](crate::Error::System).
+pub fn check_socket(path: &Path) -> Result<()> {
+    Listener::check_kind(path)
+}
+
+/// The process at the other end of a socket.
+///
+/// # Errors
+/// [`Error::System`].
+pub fn peer_of(socket: &impl AsFd) -> Result<Peer> {
+    Peer::of(socket)
+}
+
+/// A client over a socket that is connected to the path already.
+///
+/// # Errors
+/// Those of [`Client::connect`].
+pub fn client_over(socket: OwnedFd, path: &Path, config: &Config) -> Result<Client> {
+    Client::over_at(socket, path, config)
+}
+
+/// A server with what a keeper kept.
+///
+/// # Errors
+/// Those of [`Server::bind`]; [`Error::System`] if the catalogue was written by a newer build.
+pub fn resume(
+    path: &Path,
+    config: ServerConfig,
+    kept: keeper::Kept,
+    cancel: &Cancel,
+    restart: Option<Cancel>,
+) -> Result<Server> {
+    Server::resume(path, config, kept, cancel, restart)
+}
+
+/// Whether a server continues with what a server before it held.
+pub fn is_restarted(server: &Server) -> bool {
+    server.is_restarted()
+}
+
+/// A broker's refusal.
+pub fn refusal(code: RefusalCode, message: impl Into<String>) -> BrokerError {
+    BrokerError::new(code, message)
+}
+
+/// Text that is no value of what it is to be.
+pub fn parse_error(text: &str, what: &'static str, expected: &'static str) -> ParseError {
+    ParseError::new(text, what, expected)
+}
+
+/// The names of the element types.
+pub fn element_type_names() -> impl Iterator<Item = &'static str> {
+    ElementType::names()
+}
+
+/// A mirror with room for more than it shows first.
+///
+/// # Errors
+/// Those of [`Mirror::new`].
+pub fn sized_mirror(region: &dyn Region, offset: u64, length: u64, room: u64) -> Result<Mirror<'_>> {
+    Mirror::sized(region, offset, length, room)
+}
+
+/// Clears the bytes behind the data, up to the mapped size.
+///
+/// # Errors
+/// Those of [`Region::copy_in`].
+pub fn clear_padding(memory: &Shared) -> Result<()> {
+    memory.clear_padding()
+}
+
+/// The device that is meant. `identity` returns a device's ordinal, UUID and name for people.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device) if none or several are.
+pub fn choose_device<T>(
+    selector: Selector,
+    backend: Backend,
+    devices: &[T],
+    identity: impl Fn(&T) -> (i32, DeviceUuid, String),
+) -> Result<&T> {
+    selector.choose(backend, devices, identity)
 }
 
 /// A driver of these verbs.

@@ -40,7 +40,6 @@
 //!
 //! | Floor | Module | What it does |
 //! |---|---|---|
-//! | tools | `tools::doctor`, `tools::bench`, `tools::check`, with the feature `tools` | whether a machine can share memory, and what that costs; patterns and files |
 //! | service | [`weights`] | the tensors of safetensors files, read into memory that is shared |
 //! | service | [`broker`] | memory under names: a server that needs no driver, and its client |
 //! | meeting | [`session`] | the conversation between producer and consumer |
@@ -48,20 +47,17 @@
 //! | ground | [`driver`], [`array`](mod@array) | a verb for each driver call; typed arrays, described |
 //! | base | [`error`], [`fork`] | [`Error`]; whether this process is a fork |
 //!
-//! # The library alone
+//! # Cargo
 //!
-//! The feature `tools`, on by default, is what the commands are made of; `broker`, also on by default, is [`broker`], and `weights`,
-//! on by default too, is [`weights`]. A program takes
-//! the library without `tools`, and names the version of CUDA whose bindings cudarc is to have, which need not be the driver's:
+//! A program names the version of CUDA whose bindings cudarc has, which need not be the driver's:
 //!
 //! ```toml
-//! vmmfd = { version = "0.1", default-features = false }
+//! vmmfd = "0.1"
 //! cudarc = { version = "0.19", default-features = false, features = ["std", "driver", "dynamic-loading", "cuda-13000"] }
 //! ```
 //!
 //! Without a version cudarc's build stops with `Must specify one of the following features: [cuda-version-from-build-system,
-//! cuda-13040, ...]`. The feature `launch` adds `vmmfd::launch`: memory as cudarc's `DevicePtr`. The modules `tools` are parts of
-//! the commands, and not kept stable for other programs.
+//! cuda-13040, ...]`. The feature `weights`, on by default, is [`weights`]. The feature `launch` adds `vmmfd::launch`: memory as cudarc's `DevicePtr`. The feature `bindings` names a version for builds of this library alone.
 //!
 //! # Memory
 //!
@@ -91,6 +87,9 @@
 //! # }
 //! ```
 
+// What the commands and the tests use beneath the public API is there in every build.
+#![cfg_attr(not(feature = "internals"), allow(dead_code, unreachable_pub, unused_imports))]
+
 #[cfg(all(target_os = "linux", not(target_pointer_width = "64")))]
 compile_error!("vmmfd needs a 64-bit target: addresses and sizes of a GPU's memory have 64 bits.");
 
@@ -99,7 +98,7 @@ compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Uni
 
 #[cfg(target_os = "linux")]
 pub mod array;
-#[cfg(all(target_os = "linux", feature = "broker"))]
+#[cfg(target_os = "linux")]
 pub mod broker;
 #[cfg(target_os = "linux")]
 pub mod channel;
@@ -118,8 +117,6 @@ pub mod memory;
 pub mod session;
 #[cfg(target_os = "linux")]
 pub(crate) mod sys;
-#[cfg(all(target_os = "linux", feature = "tools"))]
-pub mod tools;
 #[cfg(all(target_os = "linux", feature = "weights"))]
 pub mod weights;
 #[cfg(target_os = "linux")]
@@ -133,7 +130,7 @@ pub use self::{
 };
 
 /// The code of the README and the pages, so that it is compiled and run.
-#[cfg(all(doctest, feature = "tools"))]
+#[cfg(all(doctest, feature = "internals"))]
 mod pages {
     #[doc = include_str!("../README.md")]
     struct ReadMe;

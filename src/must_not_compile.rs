@@ -81,7 +81,6 @@ struct MirrorOfNothing;
 ///     object.switch(next).map(drop)
 /// }
 /// ```
-#[cfg(feature = "broker")]
 struct MirrorOfAnother;
 
 /// Values of a type from bytes that may be none of it: `clone_dtoh` would make a `Vec<bool>` of what a peer wrote.

@@ -195,7 +195,6 @@ impl ElementType {
     }
 
     /// The names of all types but raw bytes: each one's in NumPy or ml_dtypes, and its others.
-    #[cfg(feature = "tools")]
     pub(crate) fn names() -> impl Iterator<Item = &'static str> {
         NAMES.iter().flat_map(|(_, name, others)| [*name].into_iter().chain(others.iter().copied()))
     }

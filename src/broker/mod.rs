@@ -48,11 +48,8 @@
 
 mod catalogue;
 mod client;
-// Of these the commands `serve` and `keeper` alone use all.
-#[cfg_attr(not(feature = "tools"), allow(dead_code))]
 pub(crate) mod keeper;
 mod name;
-#[cfg_attr(not(feature = "tools"), allow(dead_code))]
 pub(crate) mod notify;
 mod server;
 mod table;
@@ -62,9 +59,7 @@ pub use self::client::{
     ObjectPart, Prepared, Put, PutPart, Restored, Watch, WatchPlace, Watched,
 };
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
-#[cfg(feature = "tools")]
-pub(crate) use self::table::read as read_table;
-#[cfg(feature = "internals")]
+pub use self::table::read as read_table;
 pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
 pub use crate::wire::broker::{
     ArrayEntry, Attached, Crash, DeviceBytes, Durations, Event, EventKind, HeldLease, KeeperInfo, Lifetime, Limits,

@@ -9,7 +9,7 @@ use std::{
 use rustix::net::{SendFlags, SocketAddrUnix, sendto};
 
 /// Tells the init that started this process (`NOTIFY_SOCKET`). Does nothing if none is to be told. Does not block.
-pub(crate) fn notify(text: &str) {
+pub fn notify(text: &str) {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
     let address = match path.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddrUnix::new_abstract_name(name),

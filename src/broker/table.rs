@@ -32,7 +32,7 @@ pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// One sentence that says what is wrong with it.
-pub(crate) fn read(fd: BorrowedFd<'_>, length: u64, most: u64) -> Result<String, String> {
+pub fn read(fd: BorrowedFd<'_>, length: u64, most: u64) -> Result<String, String> {
     if length > most {
         return Err(format!("a table of {length} bytes is too long: at most {most} are allowed"));
     }

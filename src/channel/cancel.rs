@@ -20,7 +20,7 @@ pub use crate::error::CancelReason;
 use crate::error::{Error, Result};
 
 /// An eventfd that is not readable, close-on-exec and non-blocking. See eventfd(2).
-pub(crate) fn eventfd() -> Result<EventFd> {
+pub fn eventfd() -> Result<EventFd> {
     EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
         .map_err(|errno| Error::system("make an eventfd", errno))
 }
@@ -98,7 +98,6 @@ impl Cancel {
     }
 
     /// Readable once the request was made.
-    #[cfg(feature = "broker")]
     pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
         self.inner.event.as_fd()
     }

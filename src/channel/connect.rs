@@ -92,12 +92,7 @@ pub fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -
 ///
 /// # Errors
 /// As [`connect`].
-pub(crate) fn connect_socket(
-    path: &Path,
-    timeout: Duration,
-    trust: &Trust,
-    cancel: &Cancel,
-) -> Result<(OwnedFd, Peer)> {
+pub fn connect_socket(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<(OwnedFd, Peer)> {
     let deadline = deadline_after(timeout);
     loop {
         let path = || path.to_owned();

@@ -145,7 +145,6 @@ impl Listener {
     }
 
     /// As [`Listener::from_fd`], of one that [`Listener::bind`] made at this path, whatever became of its file.
-    #[cfg(feature = "broker")]
     pub(crate) fn inherited(socket: OwnedFd, path: &Path) -> Result<Self> {
         let mut listener = Self::from_fd(socket)?;
         path.clone_into(&mut listener.path);
@@ -157,7 +156,6 @@ impl Listener {
     ///
     /// # Errors
     /// Those of [`Listener::from_fd`] and [`Listener::check_free`].
-    #[cfg(feature = "broker")]
     pub(crate) fn take_over(socket: OwnedFd, path: &Path) -> Result<Option<Self>> {
         use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
         let listener = Self::inherited(socket, path)?;
@@ -176,7 +174,6 @@ impl Listener {
     }
 
     /// Has the file stay when this is dropped.
-    #[cfg(feature = "broker")]
     pub(crate) fn leave_file(self) -> Self {
         let mut listener = self;
         listener.file = None;
@@ -187,7 +184,6 @@ impl Listener {
     ///
     /// # Errors
     /// Those of [`Listener::bind`].
-    #[cfg(feature = "broker")]
     pub(crate) fn remove_unserved(path: &Path, timeout: Duration, cancel: &Cancel) -> Result<()> {
         let (folder_path, name) = split(path)?;
         let folder = File::open(&folder_path)
@@ -230,7 +226,6 @@ impl Listener {
     ///
     /// # Errors
     /// [`SocketError::Path`], [`Error::System`].
-    #[cfg(feature = "tools")]
     pub(crate) fn check_kind(path: &Path) -> Result<()> {
         metadata_of(path).map(drop)
     }
@@ -239,7 +234,6 @@ impl Listener {
     ///
     /// # Errors
     /// [`Error::System`]; [`SocketError::Path`].
-    #[cfg(feature = "broker")]
     pub(crate) fn set_rights(&self, rights: impl Fn(&SocketName<'_>) -> io::Result<()>) -> Result<()> {
         let (folder, name) = split(&self.path)?;
         let set = File::open(folder).and_then(|folder| rights(&SocketName { folder: &folder, name: &name }));

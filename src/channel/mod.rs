@@ -25,15 +25,11 @@ use std::{
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-pub(crate) use self::cancel::eventfd;
-#[cfg(any(feature = "broker", feature = "tools"))]
-pub(crate) use self::connect::connect_socket;
-#[cfg(feature = "broker")]
+pub use self::cancel::eventfd;
+pub use self::connect::connect_socket;
 pub(crate) use self::listener::SocketName;
-#[cfg(feature = "broker")]
 pub use self::path::{BrokerPath, broker_socket_path};
-#[cfg(feature = "tools")]
-pub(crate) use self::path::{default_broker_socket, private_socket_path};
+pub use self::path::{default_broker_socket, private_socket_path};
 use self::record::{Arrival, RecordSocket, check_type, is_gone};
 pub use self::{
     cancel::{Cancel, CancelReason},
@@ -247,7 +243,7 @@ impl AsFd for Channel {
 }
 
 /// The moment after so much time, or the last one that the clock has.
-pub(crate) fn deadline_after(time: Duration) -> Instant {
+pub fn deadline_after(time: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(time).unwrap_or_else(|| now + Duration::from_secs(u32::MAX.into()))
 }

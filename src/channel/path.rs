@@ -14,16 +14,13 @@ use std::{
 
 use nix::unistd::geteuid;
 
-#[cfg(feature = "broker")]
 use super::connect::{Attempt, attempt};
 use crate::error::{Error, Result, SocketError};
 
 /// The name of a broker's socket in the default folder.
-#[cfg(feature = "broker")]
 const BROKER_SOCKET: &str = "broker.sock";
 
 /// Where the packaged unit of the system's broker listens. `VMMFD_SYSTEM_SOCKET` names another path.
-#[cfg(feature = "broker")]
 const SYSTEM_BROKER_SOCKET: &str = "/run/vmmfd/broker.sock";
 
 /// The longest path of a socket: `sun_path` less its terminating zero. See unix(7).
@@ -48,13 +45,11 @@ pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
 ///
 /// # Errors
 /// As [`socket_path`].
-#[cfg(feature = "broker")]
 pub fn broker_socket_path(given: Option<&Path>) -> Result<PathBuf> {
     usable(given, BROKER_SOCKET)
 }
 
 /// Where a client finds its broker.
-#[cfg(feature = "broker")]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokerPath {
     path: PathBuf,
@@ -62,7 +57,6 @@ pub struct BrokerPath {
     otherwise: Option<String>,
 }
 
-#[cfg(feature = "broker")]
 impl BrokerPath {
     /// The path that is given, else that of this user's broker, else that of the system's broker.
     ///
@@ -131,8 +125,7 @@ pub(super) fn closed_folder(path: &Path) -> Option<PathBuf> {
 ///
 /// # Errors
 /// [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`], as [`socket_path`].
-#[cfg(feature = "broker")]
-pub(crate) fn default_broker_socket() -> Result<PathBuf> {
+pub fn default_broker_socket() -> Result<PathBuf> {
     let folder = default_folder();
     match fs::symlink_metadata(&folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -146,8 +139,7 @@ pub(crate) fn default_broker_socket() -> Result<PathBuf> {
 /// # Errors
 /// [`SocketError::Path`] for a path that is too long; [`SocketError::UnsafeFolder`] if the folder is a link, belongs to another user or
 /// can be opened by others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
-#[cfg(feature = "tools")]
-pub(crate) fn private_socket_path(given: &Path) -> Result<PathBuf> {
+pub fn private_socket_path(given: &Path) -> Result<PathBuf> {
     let (folder, _) = split(given)?;
     create_private(&folder)?;
     let metadata = fs::symlink_metadata(&folder)

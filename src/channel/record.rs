@@ -40,16 +40,16 @@ const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
 /// A record that was received: its bytes are in the caller's buffer.
 #[derive(Debug)]
-pub(crate) struct Record {
+pub struct Record {
     /// How many bytes it has, at least one.
-    pub(crate) length: usize,
+    pub length: usize,
     /// The descriptors that came with it, all close-on-exec.
-    pub(crate) fds: Vec<OwnedFd>,
+    pub fds: Vec<OwnedFd>,
 }
 
 /// What one receive call returned.
 #[derive(Debug)]
-pub(crate) enum Arrival {
+pub enum Arrival {
     Record(Record),
     /// A record that is too long, or whose descriptors were cut off. It is lost, and its descriptors are closed.
     Broken(ProtocolError),
@@ -59,7 +59,7 @@ pub(crate) enum Arrival {
 
 /// A connected socket whose waits end at a deadline, or when they are cancelled.
 #[derive(Debug)]
-pub(crate) struct RecordSocket {
+pub struct RecordSocket {
     /// Only its descriptor is used: `sendfd` accepts no other type.
     socket: Arc<UnixStream>,
     timeout: Duration,
@@ -75,7 +75,7 @@ impl RecordSocket {
     ///
     /// # Errors
     /// [`Error::System`]. See fcntl(2).
-    pub(crate) fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+    pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
         let socket = UnixStream::from(socket);
         socket.set_nonblocking(true).map_err(|error| Error::system("make the socket non-blocking", error))?;
         let (socket, cancel) = (Arc::new(socket), cancel.clone());
@@ -83,34 +83,33 @@ impl RecordSocket {
     }
 
     /// A socket that stays blocking: to receive is one system call, which ends only with a record or the connection.
-    #[cfg(feature = "tools")]
-    pub(crate) fn blocking(socket: OwnedFd, cancel: &Cancel) -> Self {
+    pub fn blocking(socket: OwnedFd, cancel: &Cancel) -> Self {
         let (socket, cancel) = (Arc::new(UnixStream::from(socket)), cancel.clone());
         Self { socket, timeout: Duration::MAX, cancel, spin: Duration::ZERO, blocking: true }
     }
 
     /// With a receiver that polls the socket for so long before it sleeps.
-    pub(crate) fn spinning(self, spin: Duration) -> Self {
+    pub fn spinning(self, spin: Duration) -> Self {
         Self { spin, ..self }
     }
 
     /// How long each call waits.
-    pub(crate) fn timeout(&self) -> Duration {
+    pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    #[cfg(feature = "tools")]
-    pub(crate) fn set_timeout(&mut self, timeout: Duration) {
+    /// Sets how long each call waits.
+    pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
 
     /// What cancels its waits.
-    pub(crate) fn cancel(&self) -> &Cancel {
+    pub fn cancel(&self) -> &Cancel {
         &self.cancel
     }
 
     /// The socket, to shut it down from another thread. No second descriptor: the process may have none left.
-    pub(crate) fn shared(&self) -> Arc<UnixStream> {
+    pub fn shared(&self) -> Arc<UnixStream> {
         Arc::clone(&self.socket)
     }
 
@@ -119,8 +118,7 @@ impl RecordSocket {
     ///
     /// # Errors
     /// [`Error::System`]. See dup3(2).
-    #[cfg(feature = "broker")]
-    pub(crate) fn replace(&self, by: &Self) -> Result<()> {
+    pub fn replace(&self, by: &Self) -> Result<()> {
         crate::sys::replace(self.as_fd(), by.as_fd()).map_err(|error| Error::system("replace a socket", error))
     }
 
@@ -128,7 +126,7 @@ impl RecordSocket {
     ///
     /// # Errors
     /// [`PeerError::Gone`], [`PeerError::Timeout`], [`Error::Interrupted`]; [`Error::System`]. See sendmsg(2), unix(7).
-    pub(crate) fn send(&self, what: &'static str, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+    pub fn send(&self, what: &'static str, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
         let purpose = "to send";
         let deadline = deadline_after(self.timeout);
@@ -160,8 +158,7 @@ impl RecordSocket {
     ///
     /// # Errors
     /// [`PeerError::Gone`]; [`Error::System`]. See send(2), unix(7).
-    #[cfg(feature = "broker")]
-    pub(crate) fn try_send(&self, what: &'static str, record: &[u8]) -> Result<bool> {
+    pub fn try_send(&self, what: &'static str, record: &[u8]) -> Result<bool> {
         loop {
             let sent = rustix::net::send(&*self.socket, record, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
             match sent.map_err(io::Error::from) {
@@ -184,8 +181,7 @@ impl RecordSocket {
     /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
     ///
     /// See recvmsg(2), unix(7).
-    #[cfg(feature = "tools")]
-    pub(crate) fn receive(&self, record: &mut [u8], purpose: &'static str) -> Result<Record> {
+    pub fn receive(&self, record: &mut [u8], purpose: &'static str) -> Result<Record> {
         self.receive_by(record, deadline_after(self.timeout), purpose)
     }
 
@@ -193,7 +189,7 @@ impl RecordSocket {
     ///
     /// # Errors
     /// As [`RecordSocket::receive`].
-    pub(crate) fn receive_by(&self, record: &mut [u8], deadline: Instant, purpose: &'static str) -> Result<Record> {
+    pub fn receive_by(&self, record: &mut [u8], deadline: Instant, purpose: &'static str) -> Result<Record> {
         let mut resets = 0;
         let mut asleep_from = None;
         loop {
@@ -225,7 +221,7 @@ impl RecordSocket {
     }
 
     /// One receive call. It does not wait unless the socket is blocking.
-    pub(crate) fn try_receive(&self, record: &mut [u8]) -> io::Result<Arrival> {
+    pub fn try_receive(&self, record: &mut [u8]) -> io::Result<Arrival> {
         let most = record.len().saturating_sub(1);
         let wait = if self.blocking { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
         let Raw { bytes, flags, fds } = receive_raw(&self.socket, record, wait)?;
@@ -241,13 +237,13 @@ impl RecordSocket {
     }
 
     /// Shuts down writing: the peer receives what was sent, and then the end of the connection. See shutdown(2).
-    pub(crate) fn shut_down_writing(&self) -> io::Result<()> {
+    pub fn shut_down_writing(&self) -> io::Result<()> {
         self.socket.shutdown(Shutdown::Write)
     }
 
     /// Receives and discards records until the peer has closed the connection (true), or the deadline or a cancellation
     /// (false).
-    pub(crate) fn drain_until(&self, record: &mut [u8], deadline: Instant) -> bool {
+    pub fn drain_until(&self, record: &mut [u8], deadline: Instant) -> bool {
         loop {
             match self.try_receive(record) {
                 Ok(Arrival::End) => return true,
@@ -277,11 +273,11 @@ impl AsFd for RecordSocket {
 /// What one system call received, whole or not.
 pub(crate) struct Raw {
     /// How many bytes; 0 at the end of the connection, or for an empty record.
-    pub(crate) bytes: usize,
+    pub bytes: usize,
     /// Whether something was cut off.
-    pub(crate) flags: ReturnFlags,
+    pub flags: ReturnFlags,
     /// The descriptors that came, all close-on-exec.
-    pub(crate) fds: Vec<OwnedFd>,
+    pub fds: Vec<OwnedFd>,
 }
 
 /// Receives a record, with as many descriptors as the kernel passes at once, also where none is expected: each is then owned.
@@ -305,7 +301,6 @@ pub(crate) fn receive_raw(socket: impl AsFd, record: &mut [u8], flags: RecvFlags
 }
 
 /// What is next in a socket's queue.
-#[cfg(feature = "broker")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     Record {
@@ -321,7 +316,6 @@ pub(crate) enum Next {
 ///
 /// # Errors
 /// `WouldBlock` if no record is there and the connection goes on. See recvmsg(2).
-#[cfg(feature = "broker")]
 pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
     // Without room for descriptors: the kernel installs none, and reports that it left some out.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];

@@ -1,7 +1,5 @@
 //! A handoff by the driver's calls alone: what the library is measured against.
 
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
-
 use std::{
     fmt::Debug,
     os::fd::{BorrowedFd, OwnedFd},

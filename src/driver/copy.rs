@@ -18,7 +18,6 @@
 //! long below 1 KiB. Which is best differs between processors, and the C library knows them. What counts of `memcpy` is its
 //! machine code: loads from the source and stores to the destination, never to bytes beside it, which C forbids.
 
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "the project's own benchmarks call it"))]
 #![allow(unsafe_code)]
 
 #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(any(miri, vmmfd_atomic_copy))))]

@@ -1,7 +1,5 @@
 //! What a diagnosis asks of a driver, and sharing has no use for.
 
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
-
 use std::{fmt::Debug, os::fd::OwnedFd, path::PathBuf, time::Duration};
 
 use super::Handle;

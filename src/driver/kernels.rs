@@ -1,6 +1,4 @@
-//! What a device's own kernels do with the pattern of [`crate::tools::check::pattern`].
-
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
+//! What a device's own kernels do with the pattern of the commands (`bin/src/check/pattern`).
 
 use std::{fmt::Debug, time::Duration};
 

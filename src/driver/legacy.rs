@@ -1,7 +1,5 @@
 //! CUDA's first way to share memory: a handle of 64 bytes, with no descriptor.
 
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
-
 use std::fmt::Debug;
 
 use crate::error::Result;

@@ -7,23 +7,19 @@
 //! A program opens a [`Driver`] and hands it to [`crate::memory::Device`]; the verbs themselves are not public, since they could
 //! take memory from under its owner.
 
-#[cfg(feature = "tools")]
 pub(crate) mod bare;
 pub(crate) mod copy;
 pub(crate) mod cuda;
-#[cfg(feature = "tools")]
 pub(crate) mod diagnosis;
 pub(crate) mod host;
-#[cfg(feature = "tools")]
 pub(crate) mod kernels;
 pub(crate) mod legacy;
-#[cfg(feature = "tools")]
-pub(crate) mod nvml;
+pub mod nvml;
 pub(crate) mod pool;
 pub(crate) mod types;
 pub(crate) mod verbs;
 pub(crate) mod window;
-pub(crate) mod wsl;
+pub mod wsl;
 
 use std::{
     fmt,
@@ -36,7 +32,6 @@ use crate::{
     fork::{PerProcess, ProcessIdentity},
 };
 
-#[cfg(feature = "tools")]
 pub(crate) use self::{
     bare::Bare,
     diagnosis::{Diagnosis, EventHandle, MadeFor},

@@ -48,7 +48,7 @@ type Describe = unsafe extern "C" fn(Code) -> *const c_char;
 ///
 /// Calls: `nvmlInit_v2`, `nvmlDeviceGetHandleByUUID`, `nvmlDeviceGetDeviceHandleFromMigDeviceHandle`,
 /// `nvmlDeviceGetPersistenceMode`, `nvmlShutdown`.
-pub(crate) fn persistence(uuid: DeviceUuid) -> Result<bool, String> {
+pub fn persistence(uuid: DeviceUuid) -> Result<bool, String> {
     ask(uuid, true, |library, device| {
         // SAFETY: the type is that of the function in NVIDIA's nvml.h.
         let mode: Mode = unsafe { function(library, "nvmlDeviceGetPersistenceMode") }?;
@@ -67,8 +67,7 @@ pub(crate) fn persistence(uuid: DeviceUuid) -> Result<bool, String> {
 /// As [`persistence`].
 ///
 /// Calls: `nvmlInit_v2`, `nvmlDeviceGetHandleByUUID`, `nvmlDeviceGetMemoryInfo`, `nvmlShutdown`.
-#[cfg(feature = "tools")]
-pub(crate) fn memory(uuid: DeviceUuid) -> Result<(u64, u64), String> {
+pub fn memory(uuid: DeviceUuid) -> Result<(u64, u64), String> {
     ask(uuid, false, |library, device| {
         // SAFETY: the type is that of the function in NVIDIA's nvml.h.
         let memory: Memory = unsafe { function(library, "nvmlDeviceGetMemoryInfo") }?;

@@ -1,7 +1,5 @@
 //! Memory pools: one descriptor for the pool, then 64 bytes for each pointer.
 
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
-
 use std::{
     fmt::Debug,
     os::fd::{BorrowedFd, OwnedFd},

@@ -1,7 +1,5 @@
 //! Plain words of the driver API: backends, devices, places, access.
 
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
-
 use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
@@ -83,7 +81,7 @@ impl DeviceUuid {
     }
 
     /// The UUID with the prefix that says of what it is: `GPU-` as in `CUDA_VISIBLE_DEVICES`, or `HOST-`.
-    pub(crate) fn prefixed(self, backend: Backend) -> String {
+    pub fn prefixed(self, backend: Backend) -> String {
         let prefix = match backend {
             Backend::Cuda => "GPU",
             Backend::Host => "HOST",
@@ -215,7 +213,6 @@ pub enum Granularity {
     /// What sizes must be a multiple of.
     Minimum,
     /// What gives the best performance.
-    #[cfg(feature = "tools")]
     Recommended,
 }
 

@@ -1,7 +1,6 @@
 //! One verb for each driver call: what a backend implements.
 
 #![allow(unsafe_code)]
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
 
 use std::{
     borrow::Cow,
@@ -14,7 +13,6 @@ use super::{
     Access, Attribute, Backend, DeviceUuid, Granularity, LegacyIpc, Location, MemoryInfo, PageLocked, Pools,
     Properties, Window, code,
 };
-#[cfg(feature = "tools")]
 use super::{Bare, Diagnosis, Kernels};
 use crate::error::{Error, Result};
 
@@ -102,7 +100,6 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// writes. CUDA has no such mapping and answers `CUDA_ERROR_NOT_SUPPORTED`. mmap(2), `MAP_PRIVATE`.
     fn map_private(&self, address: u64, size: u64, handle: Handle) -> Result<()>;
 
-    #[cfg(feature = "broker")]
     /// Maps a whole allocation in the place of a whole mapping of the same size, with the same access, in one step: at no moment is
     /// another thread given the addresses, or finds them empty. A mapping of [`Verbs::map_private`] stays one, and loses what
     /// was written to it. Refused while a [`Window`] is open on it. CUDA has no such call and answers `CUDA_ERROR_NOT_SUPPORTED`. After a
@@ -113,7 +110,6 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     fn unmap(&self, address: u64, size: u64) -> Result<()>;
 
     /// Fails as [`Verbs::unmap`] does while a [`Window`] is open on any of the range, and changes nothing. No driver call.
-    #[cfg(feature = "broker")]
     fn check_unused(&self, address: u64, size: u64) -> Result<()>;
 
     /// Sets what a device, or the CPUs of a NUMA node, may do with a range of whole mappings; `None` takes all access.
@@ -190,18 +186,15 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn pools(&self) -> Result<&dyn Pools>;
 
-    #[cfg(feature = "tools")]
     /// A handoff by the driver's calls alone, to measure the library against.
     fn bare(&self) -> Result<&dyn Bare>;
 
-    #[cfg(feature = "tools")]
     /// Kernels that write and check the pattern.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn kernels(&self) -> Result<&dyn Kernels>;
 
-    #[cfg(feature = "tools")]
     /// What is asked only to find out what the driver can do.
     ///
     /// # Errors

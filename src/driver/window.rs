@@ -1,6 +1,5 @@
 //! Memory that the CPU reaches by itself: private page-locked memory, and windows on mappings.
 
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
 #![allow(unsafe_code)]
 
 use std::{
@@ -55,7 +54,6 @@ impl PageLocked {
     }
 
     /// Its size in bytes.
-    #[cfg(feature = "internals")]
     pub fn size(&self) -> u64 {
         self.size as u64
     }
@@ -148,7 +146,6 @@ impl Window {
     }
 
     /// Its size in bytes.
-    #[cfg(feature = "internals")]
     pub fn size(&self) -> u64 {
         self.view.size
     }

@@ -3,12 +3,12 @@
 use std::fs;
 
 /// Whether the kernel of this machine is WSL's. Reads `/proc/version`; does not block. `false` if that can't be read.
-pub(crate) fn is_here() -> bool {
+pub fn is_here() -> bool {
     fs::read("/proc/version").is_ok_and(|version| is_named_in(&String::from_utf8_lossy(&version)))
 }
 
 /// Whether the text of `/proc/version` is of WSL's kernel.
-pub(crate) fn is_named_in(version: &str) -> bool {
+pub fn is_named_in(version: &str) -> bool {
     // `microsoft-standard-WSL2`; version 1 says `Microsoft` and has no GPU.
     version.to_ascii_lowercase().contains("microsoft")
 }

@@ -1,6 +1,5 @@
 //! What can go wrong, as one type: variants are what a caller branches on, fields what a person needs.
 
-#[cfg(feature = "broker")]
 mod broker;
 pub mod code;
 mod device;
@@ -17,7 +16,6 @@ use std::{borrow::Cow, fmt, io};
 
 use nix::sys::signal::Signal;
 
-#[cfg(feature = "broker")]
 pub use self::broker::{BrokerError, RefusalCode};
 pub use self::protocol::{ErrorCode, ProtocolError, UnknownCode};
 #[cfg(feature = "weights")]
@@ -73,7 +71,6 @@ pub enum Error {
     Peer(#[from] PeerError),
 
     /// A broker refused a request. The connection to it goes on.
-    #[cfg(feature = "broker")]
     #[error(transparent)]
     Broker(#[from] BrokerError),
 
@@ -154,7 +151,7 @@ impl ErrorKind {
 
 impl Error {
     /// A system call's failure: `action` completes the sentence "cannot ...".
-    pub(crate) fn system(action: impl Into<String>, source: impl Into<io::Error>) -> Self {
+    pub fn system(action: impl Into<String>, source: impl Into<io::Error>) -> Self {
         Self::System { action: action.into(), source: source.into() }
     }
 
@@ -199,7 +196,6 @@ impl Error {
                 | SocketError::ClosedFolder { .. },
             )
             | Self::Peer(_) => ErrorKind::Peer,
-            #[cfg(feature = "broker")]
             Self::Broker(BrokerError { code, .. }) => match code {
                 RefusalCode::Absent | RefusalCode::Exists | RefusalCode::Version | RefusalCode::Differs => {
                     ErrorKind::Object

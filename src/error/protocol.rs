@@ -182,7 +182,6 @@ macro_rules! named_codes {
         }
     };
 }
-#[cfg(feature = "broker")]
 pub(super) use named_codes;
 
 named_codes!(ErrorCode, CODES);

@@ -220,7 +220,7 @@ const SHOWN_OF_AN_ELEMENT: u64 = 32;
 ///
 /// # Errors
 /// [`MemoryError::Array`] if it makes no sense; [`MemoryError::OutOfRange`]; [`Error::Driver`].
-pub(crate) fn first_elements(memory: &dyn Region, array: &ArrayDescriptor, most: usize) -> Result<Vec<String>> {
+pub fn first_elements(memory: &dyn Region, array: &ArrayDescriptor, most: usize) -> Result<Vec<String>> {
     let offsets = array.offsets()?.take(most);
     // Only a raw element is larger: its beginning is enough.
     let size = array.dtype.size();

@@ -31,7 +31,6 @@ pub struct Imported {
     access: Access,
     pub(super) immutable: bool,
     /// Which NUMA node's CPUs may use it too, if it is host memory: for other memory that comes in its place.
-    #[cfg_attr(not(feature = "broker"), allow(dead_code))]
     pub(super) node: Option<i32>,
     /// Whether nothing is mapped: the addresses are kept for memory that comes back.
     pub(super) parked: bool,
@@ -159,7 +158,6 @@ impl Imported {
     }
 
     /// How many bytes of data it has, or had when it was parked.
-    #[cfg(feature = "broker")]
     pub(crate) fn data_size(&self) -> u64 {
         self.size
     }
@@ -168,7 +166,6 @@ impl Imported {
     ///
     /// # Errors
     /// [`Error::Misuse`] for memory of a pool, and for legacy memory.
-    #[cfg(feature = "broker")]
     pub(super) fn mapping(&mut self) -> Result<&mut Mapping> {
         match &mut self.memory {
             Memory::Vmm(mapping) => Ok(mapping),
@@ -180,7 +177,6 @@ impl Imported {
     }
 
     /// How many bytes of addresses are reserved for it.
-    #[cfg(feature = "broker")]
     pub(crate) fn room(&self) -> u64 {
         match &self.memory {
             Memory::Vmm(mapping) => mapping.room(),
@@ -255,7 +251,6 @@ pub(crate) struct Importing {
 #[derive(Debug, Default)]
 pub(crate) struct Remains(Vec<(Allocation, Arc<OwnedFd>)>);
 
-#[cfg(feature = "broker")]
 impl Remains {
     /// The handles, in the order of the segments.
     pub(super) fn allocations(&self) -> impl Iterator<Item = &Allocation> {
@@ -305,7 +300,6 @@ impl Importing {
     }
 
     /// Has it mapped with copy-on-write pages, to read and write: on the host backend alone. Before the first segment is taken.
-    #[cfg(feature = "broker")]
     pub(crate) fn copy_on_write(self) -> Self {
         Self { private: true, ..self }
     }

@@ -18,7 +18,6 @@ mod chunks;
 mod description;
 mod device;
 mod encoding;
-#[cfg(feature = "broker")]
 mod exchange;
 mod handle;
 mod imported;
@@ -48,10 +47,8 @@ pub use self::{
     vmm::{Allocation, Mapping, Reservation},
 };
 
-#[cfg(feature = "broker")]
 pub(crate) use self::exchange::{Place, Spare, exchange};
-#[cfg(feature = "tools")]
-pub(crate) use self::handle::first_elements;
+pub use self::handle::first_elements;
 pub(crate) use self::imported::{Importing, Remains};
 
 use std::{

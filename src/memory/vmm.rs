@@ -331,14 +331,12 @@ impl Mapping {
     }
 
     /// How many bytes of addresses are reserved from its first on.
-    #[cfg(feature = "broker")]
     pub(super) fn room(&self) -> u64 {
         self.reservation.size - (self.address - self.reservation.address)
     }
 
     /// Maps other allocations in the place of those that are mapped, each of which has the size of the one before it, with the same
     /// access. After a failure some of them may be there, and some addresses may be empty.
-    #[cfg(feature = "broker")]
     pub(super) fn replace<'a>(&mut self, allocations: impl Iterator<Item = &'a Allocation>) -> Result<()> {
         let mut address = self.address;
         for allocation in allocations {
@@ -363,7 +361,6 @@ impl Mapping {
     ///
     /// # Errors
     /// [`Error::Misuse`] if one is.
-    #[cfg(feature = "broker")]
     pub(super) fn check_unused(&self) -> Result<()> {
         if self.size == 0 {
             return Ok(());

@@ -161,7 +161,7 @@ fn activate(device: &Device, tick: &mut dyn FnMut() -> Result<()>, observer: Obs
 }
 
 /// Runs what can't be interrupted in a thread, which is left behind if `tick`, which is called meanwhile, fails.
-pub(crate) fn interruptibly<T: Send + 'static>(
+pub fn interruptibly<T: Send + 'static>(
     tick: &mut dyn FnMut() -> Result<()>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {

@@ -52,7 +52,7 @@ const PID_DIGITS: usize = 10;
 /// # Errors
 /// EBADF if one of them is not open: then none is taken; `InvalidInput` if the variables can't be understood. See sd_listen_fds(3),
 /// fcntl(2).
-pub(crate) fn take_passed() -> io::Result<Vec<(String, OwnedFd)>> {
+pub fn take_passed() -> io::Result<Vec<(String, OwnedFd)>> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
     if number("LISTEN_PID") != Some(std::process::id()) || TAKEN.swap(true, Ordering::AcqRel) {

@@ -40,7 +40,7 @@ struct Waiting {
 
 /// Writes to standard error. After [`never_block_on_stderr`] it queues what it is given, or drops and counts it while the queue is full.
 #[derive(Debug)]
-pub(crate) struct Stderr;
+pub struct Stderr;
 
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
@@ -62,7 +62,7 @@ impl Write for Stderr {
 ///
 /// # Errors
 /// Those of pthread_create(3).
-pub(crate) fn never_block_on_stderr() -> io::Result<()> {
+pub fn never_block_on_stderr() -> io::Result<()> {
     let (lines, to_write) = mpsc::channel();
     let waiting = Arc::new(Waiting::default());
     let shared = Arc::clone(&waiting);
@@ -77,7 +77,7 @@ pub(crate) fn never_block_on_stderr() -> io::Result<()> {
 }
 
 /// Waits until everything is written, but not for long: the reader may have stopped.
-pub(crate) fn flush_stderr() {
+pub fn flush_stderr() {
     let Some(Queue { waiting, .. }) = QUEUE.get() else { return };
     let begun = Instant::now();
     while waiting.bytes.load(Ordering::Acquire) > 0 && begun.elapsed() < LAST_WAIT {

@@ -64,7 +64,7 @@ pub(super) fn read(record: &[u8]) -> Result<Head<'_>, ProtocolError> {
 }
 
 /// Whether a record that can't be read is an `error`, as far as its header shows.
-pub(crate) fn is_error(record: &[u8]) -> bool {
+pub fn is_error(record: &[u8]) -> bool {
     const ERROR: u16 = 8;
     let named = [&MAGIC[..], &VERSION.to_le_bytes(), &ERROR.to_le_bytes()].concat();
     record.starts_with(&named)

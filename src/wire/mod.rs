@@ -1,6 +1,5 @@
 #![doc = include_str!("../../docs/protocol.md")]
 
-#[cfg(feature = "broker")]
 pub mod broker;
 mod frame;
 mod messages;
@@ -8,7 +7,7 @@ pub(crate) mod strict;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::frame::is_error;
+pub use self::frame::is_error;
 use self::frame::{Head, parse};
 pub use self::messages::{
     BufferNumber, BufferTurn, Busy, ByteRange, Check, Device, Failure, Hello, Location, Mechanism, Memory, Offer, Part,
@@ -229,7 +228,7 @@ fn bounded(name: &str) -> Result<(), ProtocolError> {
 }
 
 /// Cuts a text to so many bytes, between two characters.
-pub(crate) fn shorten(text: &mut String, most: usize) {
+pub fn shorten(text: &mut String, most: usize) {
     const CUT: &str = "...";
     if text.len() > most {
         let end = (0..=most - CUT.len()).rev().find(|at| text.is_char_boundary(*at));
@@ -241,7 +240,7 @@ pub(crate) fn shorten(text: &mut String, most: usize) {
 }
 
 /// Makes a text from outside fit for a terminal.
-pub(crate) fn clean(text: &mut String) {
+pub fn clean(text: &mut String) {
     // Controls, and what turns or hides text: those of Unicode's category Cf that terminals heed.
     let unfit = |c: char| {
         c.is_control()

@@ -45,7 +45,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
 ///
 /// # Errors
 /// The deserializer's.
-pub(crate) fn optional_object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
+pub fn optional_object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
     Ok(Option::<Object<T>>::deserialize(from)?.map(|Object(value)| value))
 }
 
@@ -66,7 +66,6 @@ pub(super) fn uuid<'de, D: Deserializer<'de>>(from: D) -> Result<DeviceUuid, D::
 ///
 /// # Errors
 /// The deserializer's.
-#[cfg(feature = "broker")]
 pub(crate) fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
     Ok(Vec::<Object<T>>::deserialize(from)?.into_iter().map(|Object(value)| value).collect())
 }
@@ -75,7 +74,6 @@ pub(crate) fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -
 ///
 /// # Errors
 /// The deserializer's.
-#[cfg(feature = "broker")]
 pub(crate) fn optional_objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     from: D,
 ) -> Result<Option<Vec<T>>, D::Error> {

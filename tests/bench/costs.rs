@@ -13,9 +13,9 @@ use vmmfd::{
     driver::{Access, Backend, Choice, open},
     internals::copy,
     memory::{Allocation, Device, Mapping, Region, Selector},
-    tools::check::pattern::{self, Pattern},
     wire::{Device as WireDevice, Location, Mechanism, Memory, Message, Offer, Part, Ready, Segments, Verdict},
 };
+use vmmfd_cli::check::pattern::{self, Pattern};
 
 fn main() {
     divan::main();

@@ -5,7 +5,7 @@ use std::{fs, io, path::PathBuf, process::Command};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::running::{Ended, HANGS, Meeting, Run, wait_for};
+use crate::running::{Ended, HANGS, Meeting, Run, binary, wait_for};
 
 cases! {
     on crate::running::Meeting; every backend: [
@@ -635,11 +635,10 @@ fn the_startup_of_commands_that_are_not_there_is_left_out() {
     let meeting = Meeting::host();
     let alone = tempfile::tempdir().unwrap();
     let run = bench(&meeting, &["startup"]);
-    let copy = alone.path().join("vmmfd");
     // By another process: a program that some child of this one still has open for writing does not start.
-    let copied = Command::new("cp").arg(run.command.get_program()).arg(&copy).status().unwrap();
-    assert!(copied.success());
-    let mut command = Command::new(copy);
+    let programs = ["vmmfd", "vmmfd-bench"].map(binary);
+    assert!(Command::new("cp").args(programs).arg(alone.path()).status().unwrap().success());
+    let mut command = Command::new(alone.path().join("vmmfd"));
     command.args(run.command.get_args());
     let ended = run.instead(command).end();
     assert_eq!(ended.code(0).stderr, "");

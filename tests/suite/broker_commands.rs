@@ -205,7 +205,7 @@ fn blake3(bytes: &[u8]) -> String {
     let device = Device::find(&memory, Selector::default()).unwrap();
     let memory = Shared::create(&device, Spec::vmm(bytes.len() as u64)).unwrap();
     memory.copy_in(0, bytes).unwrap();
-    let digest = vmmfd::tools::check::files::read(&memory, 0, 0..bytes.len() as u64, &mut |_| Ok(())).unwrap();
+    let digest = vmmfd_cli::check::files::read(&memory, 0, 0..bytes.len() as u64, &mut |_| Ok(())).unwrap();
     digest.strip_prefix("blake3:").unwrap().to_owned()
 }
 
@@ -750,7 +750,7 @@ mod demo {
         let programs = PathBuf::from(place.bare("vmmfd").command.get_program());
         // In a bundle it lies beside the programs.
         let bundled = programs.with_file_name("demo-broker");
-        let script = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo-broker"));
+        let script = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/demo-broker"));
         let script = if script.exists() { script } else { bundled };
         let mut demo = Command::new(script);
         demo.arg(programs.parent().unwrap()).args(["--backend", place.backend()]).args(options);

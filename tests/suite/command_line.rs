@@ -459,7 +459,7 @@ fn install_puts_the_program_its_pages_and_completions_below_a_prefix() {
     let meeting = Meeting::host();
     let program = vmmfd(&meeting, &[]).command.get_program().to_owned();
     let prefix = meeting.folder().join("destination/usr");
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/install");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install");
     let output = Command::new(script).arg(program).arg(&prefix).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     for (file, words) in [

@@ -239,7 +239,7 @@ fn pattern_at(offset: u64) -> OwnedFd {
     use std::os::unix::fs::FileExt;
     let mut bytes = vec![0; GRANULARITY as usize];
     // The salt of conform's memory.
-    vmmfd::tools::check::pattern::Pattern::new(0x5EED_1234).write(offset, &mut bytes);
+    vmmfd_cli::check::pattern::Pattern::new(0x5EED_1234).write(offset, &mut bytes);
     let memfd = zeros(SealFlag::F_SEAL_SHRINK);
     std::fs::File::from(memfd.try_clone().unwrap()).write_all_at(&bytes, 0).unwrap();
     fcntl(&memfd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SEAL)).unwrap();

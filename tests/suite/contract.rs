@@ -20,13 +20,15 @@ use nix::{
 use vmmfd::{
     Error,
     channel::CancelReason,
-    driver::{Access::ReadOnly, Access::ReadWrite, Attribute, code},
-    error::ErrorKind,
-    error::{DeviceError, MemoryError},
+    driver::{
+        Access::{ReadOnly, ReadWrite},
+        Attribute, code,
+    },
+    error::{DeviceError, ErrorKind, MemoryError},
     internals::{Granularity, Handle, Location, MadeFor, Properties, Stretch, Verbs},
     memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
-    tools::check::pattern::{self, Mismatch, Pattern},
 };
+use vmmfd_cli::check::pattern::{self, Mismatch, Pattern};
 
 use crate::support::{EXPORTABLE, Fault, Inode, Kind, Subject, code, in_fork};
 

@@ -32,15 +32,15 @@ use vmmfd::{
         self, Config, Verdict,
         handoff::{Findings, fetch},
     },
-    tools::check::{
-        DataVerifier, Figures,
-        figures::Claim,
-        pattern::{self, Mismatch, Pattern},
-    },
     wire::{
         Busy, ErrorCode, Failure, Hello, Location, MAX_FDS, Mechanism, Memory, Message, Offer, Part, Pointer,
         ProtocolError, Received, Request, Segments,
     },
+};
+use vmmfd_cli::check::{
+    DataVerifier, Figures,
+    figures::Claim,
+    pattern::{self, Mismatch, Pattern},
 };
 
 use crate::running::{Meeting, On};

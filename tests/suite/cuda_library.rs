@@ -12,13 +12,16 @@ use std::{
 
 use vmmfd::{
     Error,
-    driver::{self, Access::ReadOnly, Access::ReadWrite, Attribute, Backend, Choice, code},
-    error::ErrorKind,
-    error::{DeviceError, LoadError, MemoryError},
+    driver::{
+        self,
+        Access::{ReadOnly, ReadWrite},
+        Attribute, Backend, Choice, code,
+    },
+    error::{DeviceError, ErrorKind, LoadError, MemoryError},
     internals::{self, CudaDriver, Diagnosis, Granularity, LegacyIpc, Location, MadeFor, Pools, Verbs},
     memory::{Allocation, Device, Mapping, Region},
-    tools::check::pattern::{self, Pattern},
 };
+use vmmfd_cli::check::pattern::{self, Pattern};
 
 use crate::support::{Copy, EXPORTABLE, Fake, Subject, code, in_child, in_fork};
 
@@ -238,7 +241,7 @@ fn a_missing_symbol_is_an_error_that_names_it_when_it_is_needed() {
                 Error::Load(LoadError::MissingSymbol { symbol, library }) => {
                     assert_eq!(Path::new(library), fake.path());
                     assert_eq!(error.kind(), ErrorKind::Unsupported);
-                    assert!(vmmfd::tools::error::hint(error).unwrap().contains("update the driver"));
+                    assert!(vmmfd_cli::error::hint(error).unwrap().contains("update the driver"));
                     Some(*symbol)
                 }
                 _ => None,
@@ -303,7 +306,7 @@ fn the_stub_library_is_told_from_a_driver() {
     match CudaDriver::load_from(fake.path()) {
         Err(error @ Error::Load(LoadError::Stub { .. })) => {
             assert!(error.to_string().contains(fake.path().to_str().unwrap()), "{error}");
-            assert!(vmmfd::tools::error::hint(&error).unwrap().contains("LD_LIBRARY_PATH"));
+            assert!(vmmfd_cli::error::hint(&error).unwrap().contains("LD_LIBRARY_PATH"));
         }
         other => panic!("{other:?}"),
     }

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, fs, path::Path, process::Command};
 
 use nix::{libc, sys::signal::Signal, unistd::Pid};
 use serde_json::Value;
-use vmmfd::tools::doctor::rules::RULES;
+use vmmfd_cli::doctor::rules::RULES;
 
 use crate::{
     running::{Meeting, Run, wait_for},

@@ -285,7 +285,7 @@ fn text(yaml: &Yaml) -> &str {
 }
 
 fn deployed(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/deploy").join(name);
+    let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("scripts/deploy").join(name);
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
@@ -324,7 +324,7 @@ fn alerts_name_served_metrics_and_the_runbook() {
         };
         assert!(page.lines().any(is_section), "{name}: docs/broker.md has no section {section}");
     }
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/deploy/prometheus/rules.yml");
+    let file = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("scripts/deploy/prometheus/rules.yml");
     match Command::new("promtool").args(["check", "rules"]).arg(file).output() {
         Ok(ended) => assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr)),
         Err(_) => println!("LEFT OUT: promtool is not installed"),
@@ -365,7 +365,7 @@ fn page_describes_each_served_metric() {
 }
 
 fn docs_page() -> String {
-    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/broker.md")).unwrap()
+    fs::read_to_string(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("docs/broker.md")).unwrap()
 }
 
 /// Prometheus's own reader of the format, where it is installed.

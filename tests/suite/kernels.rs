@@ -5,12 +5,15 @@ use std::{ops::Range, sync::Arc};
 use vmmfd::{
     Error,
     channel::CancelReason,
-    driver::{Access::ReadOnly, Access::ReadWrite, code},
+    driver::{
+        Access::{ReadOnly, ReadWrite},
+        code,
+    },
     error::DeviceError,
     internals::{self, CudaDriver, Kernels, Location, Stretch, Verbs},
     memory::{Allocation, Device, Mapping, Region, Selector},
-    tools::check::pattern::{self, Engine, EngineChoice, Mismatch, Pattern, Verification},
 };
+use vmmfd_cli::check::pattern::{self, Engine, EngineChoice, Mismatch, Pattern, Verification};
 
 use crate::support::{Copy, EXPORTABLE, Fault, Kind, Mapped, Subject, code};
 

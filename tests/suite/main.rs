@@ -55,7 +55,6 @@ mod host_memory;
 mod identity;
 mod kernel_floor;
 mod kernels;
-#[cfg(feature = "launch")]
 mod launch;
 mod legacy_and_pools;
 mod logs;

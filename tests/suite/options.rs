@@ -22,8 +22,8 @@ use vmmfd::{
         Config,
         handoff::{Consumer, Request},
     },
-    tools::check::DataVerifier,
 };
+use vmmfd_cli::check::DataVerifier;
 
 use crate::running::{HANGS, Meeting, On, wait_for};
 

@@ -30,9 +30,9 @@ use vmmfd::{
         handoff::{Buffer, Content, ServeOptions, serve_connection},
         stream::Subscriber,
     },
-    tools::check::Figures,
     wire::{Busy, Check, ErrorCode, Failure, Hello, Message, Offer, Part, Received, Request, Segments},
 };
+use vmmfd_cli::check::Figures;
 
 use crate::{
     conversation::{PATIENCE, answer, dial, hello, request, seqpacket, told},

@@ -28,9 +28,9 @@ use vmmfd::{
         Config,
         stream::{Publisher, Subscriber},
     },
-    tools::check::{figures::Claim, files::Source, pattern::Pattern},
     wire::{ErrorCode, HEADER_LENGTH, MAX_FDS, Message},
 };
+use vmmfd_cli::check::{figures::Claim, files::Source, pattern::Pattern};
 
 use crate::{conversation::seqpacket, running::Meeting, support::schema::mismatch};
 

@@ -7,10 +7,10 @@ use vmmfd::{
     driver::Access::ReadWrite,
     error::MemoryError,
     memory::{Allocation, Mapping, Mirror, Region},
-    tools::check::{
-        files::{self, Source},
-        pattern::{self, Engine, EngineChoice, Pattern},
-    },
+};
+use vmmfd_cli::check::{
+    files::{self, Source},
+    pattern::{self, Engine, EngineChoice, Pattern},
 };
 
 use crate::support::Subject;

@@ -18,8 +18,7 @@ use vmmfd::{
     Error, Result,
     channel::{Channel, Listener},
     driver::{Access, Backend, Choice, Driver, open},
-    error::PeerError,
-    error::{ErrorCode, ProtocolError},
+    error::{ErrorCode, PeerError, ProtocolError},
     memory::{Device, Region, Selector, Shared, Spec},
     session::{
         Check, Config, Verdict,
@@ -29,8 +28,8 @@ use vmmfd::{
         },
         stream::{Publisher, Subscriber},
     },
-    tools::check::{DataVerifier, Exercise},
 };
+use vmmfd_cli::check::{DataVerifier, Exercise};
 
 use crate::{
     conversation::seqpacket,

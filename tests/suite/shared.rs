@@ -16,7 +16,10 @@ use vmmfd::{
     Error, Result,
     array::{ArrayDescriptor, ElementType, Order},
     channel::Channel,
-    driver::{Access::ReadOnly, Access::ReadWrite, code},
+    driver::{
+        Access::{ReadOnly, ReadWrite},
+        code,
+    },
     error::{DeviceError, ErrorCode, MemoryError, PeerError},
     memory::{
         Allocation, Array, ArrayHandle, Device, Imported, LegacyMemory, Mapping, Mechanism, Mirror, Placement, Pointer,
@@ -26,8 +29,8 @@ use vmmfd::{
         Config, Verdict,
         handoff::{Buffer, Consumer, Request, ServeOptions, Unchecked, serve_connection},
     },
-    tools::check::files::{self, Source, Target},
 };
+use vmmfd_cli::check::files::{self, Source, Target};
 
 use crate::support::{Fault, Inode, Kind, Subject, code, in_child};
 

@@ -20,9 +20,9 @@ use vmmfd::{
         Config, Verdict,
         handoff::{self, Buffer, Consumer, ServeOptions, Served, Unchecked, serve},
     },
-    tools::check::{DataVerifier, Exercise},
     wire::{self, Hello, Message, Received},
 };
+use vmmfd_cli::check::{DataVerifier, Exercise};
 
 use crate::running::{Meeting, On};
 
@@ -262,7 +262,7 @@ fn a_file_arrives_as_it_was(meeting: Meeting) {
     let producer = meeting.listening(&["--size", "1001", "--seed", "7"]);
     meeting.consumer(&["--to", to, "--force"]).end().code(0);
     let mut pattern = vec![0; 1001];
-    vmmfd::tools::check::pattern::Pattern::new(7).write(0, &mut pattern);
+    vmmfd_cli::check::pattern::Pattern::new(7).write(0, &mut pattern);
     assert_eq!(fs::read(to).unwrap(), pattern);
     producer.end().code(0);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
@@ -515,7 +515,7 @@ fn options_that_do_not_go_together_are_bad_usage() {
 fn a_file_that_changes_under_the_reader_is_told() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1000).unwrap();
-    let source = vmmfd::tools::check::files::Source::open(file.path()).unwrap();
+    let source = vmmfd_cli::check::files::Source::open(file.path()).unwrap();
     let memory = shared(Spec::vmm(source.size()));
     file.as_file().set_len(999).unwrap();
     let told = source.load(&memory, &mut |_| Ok(())).unwrap_err().to_string();

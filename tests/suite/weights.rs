@@ -18,9 +18,9 @@ use vmmfd::{
     Error, Result,
     error::{ErrorKind, WeightsError},
     memory::Region,
-    tools::check::files,
     weights::{ALIGNMENT, Checkpoint, LoadOptions},
 };
+use vmmfd_cli::check::files;
 
 use crate::support::Subject;
 

@@ -89,7 +89,6 @@ impl Catalogue {
     ///
     /// # Errors
     /// [`Unreadable`]; nothing was changed.
-    #[cfg(any(test, feature = "internals"))]
     pub(in crate::broker) fn open(fd: OwnedFd) -> Result<(Self, Vec<Record>), Unreadable> {
         let (mut catalogue, mut records) = Self::load(fd)?;
         let all = records.by_ref().collect::<Result<_, _>>()?;
@@ -164,7 +163,6 @@ impl Iterator for Records {
 }
 
 /// The records of a log as JSON, for the project's own tests. A torn last one is cut off.
-#[cfg(feature = "internals")]
 pub(crate) fn read_as_json(log: OwnedFd) -> Result<Vec<serde_json::Value>, String> {
     let (_, records) = Catalogue::open(log).map_err(|error| error.to_string())?;
     records.iter().map(|record| serde_json::to_value(record).map_err(|error| error.to_string())).collect()

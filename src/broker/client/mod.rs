@@ -99,7 +99,6 @@ impl Client {
     }
 
     /// As [`Client::connect`], over a socket that is connected to the path already.
-    #[cfg(feature = "tools")]
     pub(crate) fn over_at(socket: OwnedFd, path: &Path, config: &Config) -> Result<Self> {
         Connection::over(socket, Some(path), config).map(Arc::new).map(Self)
     }

@@ -62,7 +62,7 @@ const ANSWER: &str = "ANSWER";
 
 /// What a process that the broker executes does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Role {
+pub enum Role {
     /// No process of the broker executed it.
     First,
     /// Serves, under the keeper that executed it.
@@ -80,7 +80,8 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    pub(crate) fn from_environment() -> Self {
+    /// What the environment says that it is.
+    pub fn from_environment() -> Self {
         let Ok(role) = std::env::var(ROLE) else { return supervisor::role().unwrap_or(Self::First) };
         let of = |word| role.strip_prefix(word).and_then(|pid: &str| pid.parse().ok());
         match role.as_str() {
@@ -325,7 +326,7 @@ pub(super) fn passed_by_keeper() -> io::Result<(OwnedFd, Process)> {
 ///
 /// # Errors
 /// Why not.
-pub(crate) fn check() -> Result<()> {
+pub fn check() -> Result<()> {
     let failed = |error| Error::system("take the descriptors that were passed", error);
     let (mut inherited, mut answer) = (Inherited::default(), None);
     for (name, fd) in sys::take_passed().map_err(failed)? {

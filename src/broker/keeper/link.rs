@@ -129,8 +129,7 @@ pub(super) fn dial(path: &Path, wait: Duration, cancel: &Cancel) -> Result<(Owne
 ///
 /// # Errors
 /// [`Error::System`] if none does; [`Error::Socket`] if this user may not connect.
-#[cfg(feature = "tools")]
-pub(crate) fn check_reachable(path: &Path, cancel: &Cancel) -> Result<()> {
+pub fn check_reachable(path: &Path, cancel: &Cancel) -> Result<()> {
     dial(path, Duration::ZERO, cancel).map(drop)
 }
 
@@ -151,14 +150,14 @@ pub(in crate::broker) struct Taken {
 
 /// What a keeper holds for a server that starts.
 #[derive(Debug)]
-pub(crate) struct Kept(pub(in crate::broker) Taken);
+pub struct Kept(pub(in crate::broker) Taken);
 
 impl Kept {
     /// What the keeper at a path holds. Waits for the keeper for 10 s at most.
     ///
     /// # Errors
     /// [`Error::System`] if it can't be reached, refuses this server or does not answer: a server that went on would be empty.
-    pub(crate) fn at(path: &Path, cancel: &Cancel) -> Result<Self> {
+    pub fn at(path: &Path, cancel: &Cancel) -> Result<Self> {
         let (socket, keeper) = dial(path, PATIENCE, cancel)?;
         take(socket, keeper, Link::Path(path.to_owned()), cancel).map_err(|error| unreachable(path, error))
     }
@@ -167,7 +166,7 @@ impl Kept {
     ///
     /// # Errors
     /// As [`Kept::at`].
-    pub(crate) fn of_parent(cancel: &Cancel) -> Result<Self> {
+    pub fn of_parent(cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("reach the keeper", error);
         let (socket, keeper) = image::passed_by_keeper().map_err(failed)?;
         take(socket, keeper, Link::Child, cancel).map_err(failed)

@@ -42,9 +42,8 @@ mod supervisor;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::link::Kept;
-#[cfg(feature = "tools")]
-pub(crate) use self::{
+pub use self::link::Kept;
+pub use self::{
     image::{Role, check},
     link::check_reachable,
     process::{KeeperProcess, reload},

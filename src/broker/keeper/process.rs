@@ -61,7 +61,7 @@ struct Newcomer {
 
 /// The keeper.
 #[derive(Debug)]
-pub(crate) struct KeeperProcess {
+pub struct KeeperProcess {
     image: Image,
     /// The descriptors, by their names.
     held: BTreeMap<String, OwnedFd>,
@@ -85,7 +85,7 @@ impl KeeperProcess {
     ///
     /// # Errors
     /// [`Error::System`].
-    pub(crate) fn of_service(socket: &Path, role: Role) -> Result<Self> {
+    pub fn of_service(socket: &Path, role: Role) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
         if role == Role::First {
             // Another broker may serve this path.
@@ -101,7 +101,7 @@ impl KeeperProcess {
     /// # Errors
     /// [`Error::Socket`](crate::Error::Socket) if another process listens there, or if others may look into the folder;
     /// [`Error::System`].
-    pub(crate) fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
+    pub fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
         let mut received = Received::take(role).map_err(failed)?;
         let listener = match received.listener.take() {
@@ -148,7 +148,7 @@ impl KeeperProcess {
     ///
     /// # Errors
     /// [`Error::System`].
-    pub(crate) fn run(mut self) -> Result<i32> {
+    pub fn run(mut self) -> Result<i32> {
         let result = self.keep();
         self.finish();
         result
@@ -566,7 +566,7 @@ fn send_all(socket: &OwnedFd, message: &Message, fds: &[BorrowedFd<'_>]) -> io::
 ///
 /// # Errors
 /// [`Error::System`] if the keeper refuses that program, or can't be reached.
-pub(crate) fn reload(path: &Path, cancel: &Cancel) -> Result<()> {
+pub fn reload(path: &Path, cancel: &Cancel) -> Result<()> {
     let failed = |why: String| Error::system(format!("reload the keeper at {}", path.display()), io::Error::other(why));
     let (socket, _) = dial(path, Duration::ZERO, cancel)?;
     send(&socket, &Message::Reload, &[]).map_err(|error| failed(error.to_string()))?;

@@ -120,7 +120,7 @@ pub(super) fn take_over(pid: i32) -> io::Result<Received> {
 
 /// Has the supervisor that started this program as its server execute it in place of itself, which ends this process. Returns only if
 /// the supervisor does not.
-pub(crate) fn replace_supervisor() -> Error {
+pub fn replace_supervisor() -> Error {
     // The supervisor's mask is not for a process that waits for its end.
     let _ = SigSet::empty().thread_set_mask();
     let _ = kill(getppid(), Signal::SIGHUP);

@@ -95,7 +95,6 @@ pub(super) fn kind(fd: BorrowedFd<'_>) -> Kind {
 }
 
 /// [`inspect`], and whether [`kind`] is [`Kind::Foreign`], for the project's own tests.
-#[cfg(feature = "internals")]
 pub(crate) fn inspect_and_classify(
     fd: BorrowedFd<'_>,
     backend: Backend,

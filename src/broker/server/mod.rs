@@ -56,7 +56,6 @@ use std::{
     time::Duration,
 };
 
-#[cfg(feature = "internals")]
 pub(crate) use self::inspect::inspect_and_classify;
 pub use self::quota::Quota;
 use self::{history::History, objects::Objects, quota::Rules, reactor::Reactor, storing::Keeping};
@@ -231,7 +230,6 @@ impl Server {
     ///
     /// # Errors
     /// Those of [`Server::bind`]; [`Error::System`] if the catalogue was written by a newer build.
-    #[cfg_attr(not(feature = "tools"), allow(dead_code))]
     pub(crate) fn resume(
         path: &Path,
         config: ServerConfig,
@@ -316,7 +314,6 @@ impl Server {
     }
 
     /// Whether it goes on with what a server before it held.
-    #[cfg_attr(not(feature = "tools"), allow(dead_code))]
     pub(crate) fn is_restarted(&self) -> bool {
         self.reactor.objects.journal().restarts() > 0
     }

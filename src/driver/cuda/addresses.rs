@@ -80,7 +80,6 @@ impl Addresses {
     }
 
     /// Whether a device may access all of a range so: what a kernel must know before, where a copy is only refused.
-    #[cfg(feature = "tools")]
     pub(super) fn let_device(&self, ordinal: i32, address: u64, size: u64, access: Access) -> bool {
         let enough = |mapped: &Mapped| match mapped.devices.get(&ordinal) {
             Some(Access::ReadWrite) => true,
@@ -93,7 +92,6 @@ impl Addresses {
     }
 
     /// Whether there is a range, and all of it is mapped.
-    #[cfg(feature = "tools")]
     pub(super) fn map_all(&self, address: u64, size: u64) -> bool {
         size > 0 && self.covered(address, size)
     }

@@ -124,7 +124,6 @@ pub(super) struct Opaque(pub [u8; 64]);
 pub(super) const HANDLE_TYPE_POSIX_FD: c_uint =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
 /// Bindings older than CUDA 12.4 have no name for it.
-#[cfg(feature = "tools")]
 pub(super) const HANDLE_TYPE_FABRIC: c_uint = 8;
 
 const _: () = {
@@ -316,7 +315,6 @@ impl Functions {
     }
 
     /// The file that the library was loaded from, as the loader names it.
-    #[cfg(feature = "tools")]
     pub(super) fn file(&self) -> Result<std::path::PathBuf> {
         use std::{ffi::OsStr, mem::MaybeUninit, os::unix::ffi::OsStrExt};
 

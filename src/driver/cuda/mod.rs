@@ -11,15 +11,11 @@
 //! [`super::copy`].
 
 #![allow(unsafe_code)]
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
 
 mod addresses;
-#[cfg(feature = "tools")]
 mod bare;
-#[cfg(feature = "tools")]
 mod diagnosis;
 mod ffi;
-#[cfg(feature = "tools")]
 mod kernels;
 mod legacy;
 mod pool;
@@ -39,13 +35,11 @@ use std::{
 use cudarc::driver::sys::{self};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
-#[cfg(feature = "tools")]
 use self::kernels::Slot;
 use self::{
     addresses::Addresses,
     ffi::{AllocationProp, Functions, HANDLE_TYPE_POSIX_FD},
 };
-#[cfg(feature = "tools")]
 use super::EventHandle;
 use super::{
     Access, Handle, Identity, Location, PoolHandle, Properties, Verbs, code, failure, failure_with,
@@ -81,7 +75,6 @@ struct KnownPool {
 }
 
 /// The events that the driver gave out, and the device that each is of.
-#[cfg(feature = "tools")]
 type EventTable = BTreeMap<EventHandle, i32>;
 
 /// What page-locked memory and windows keep alive beyond the driver object. It is also the other mechanisms, some of whose
@@ -93,12 +86,10 @@ struct Core {
     origin: ProcessIdentity,
     contexts: Mutex<BTreeMap<i32, Context>>,
     /// The kernels of each device. A call holds a device's own while one runs; it is taken before the addresses.
-    #[cfg(feature = "tools")]
     programs: Mutex<BTreeMap<i32, Slot>>,
     /// A call on a handle holds it for reading, so that the handle is not released under it.
     handles: RwLock<BTreeSet<Handle>>,
     /// A call on an event holds it for reading, so that the event is not destroyed under it.
-    #[cfg(feature = "tools")]
     events: RwLock<EventTable>,
     /// A call on a pool holds it for reading, so that the pool is not destroyed under it. It is taken before the addresses.
     pools: RwLock<PoolTable>,
@@ -140,7 +131,6 @@ impl CudaDriver {
     ///
     /// # Errors
     /// As [`CudaDriver::load`].
-    #[cfg(feature = "internals")]
     pub fn load_from(path: &std::path::Path) -> Result<Self> {
         let name = path
             .to_str()
@@ -171,10 +161,8 @@ impl CudaDriver {
                 identity: Identity::new(),
                 origin,
                 contexts: Mutex::default(),
-                #[cfg(feature = "tools")]
                 programs: Mutex::default(),
                 handles: RwLock::default(),
-                #[cfg(feature = "tools")]
                 events: RwLock::default(),
                 pools: RwLock::default(),
                 opening: Mutex::default(),
@@ -336,7 +324,6 @@ impl PageLocker for Core {
     }
 }
 
-#[cfg(feature = "tools")]
 impl Core {
     /// Gives back what the tools loaded.
     fn drop_tools(&mut self) {
@@ -362,7 +349,6 @@ impl Drop for Core {
         if self.origin.check().is_err() {
             return;
         }
-        #[cfg(feature = "tools")]
         self.drop_tools();
         let contexts = self.contexts.get_mut().unwrap_or_else(PoisonError::into_inner);
         for (ordinal, context) in contexts {
@@ -376,8 +362,7 @@ impl Drop for Core {
 
 /// Ends the process without the exit handlers that libraries registered: the driver's may wait for ever for a thread that
 /// is inside it.
-#[cfg(feature = "tools")]
-pub(crate) fn exit_at_once(code: i32) -> ! {
+pub fn exit_at_once(code: i32) -> ! {
     // SAFETY: it does not return, and needs nothing.
     unsafe { nix::libc::_exit(code) }
 }

@@ -25,7 +25,6 @@ use crate::{
     error::Result,
 };
 
-#[cfg(feature = "tools")]
 use crate::driver::{Bare, Diagnosis, Kernels};
 
 // SAFETY: the tables know what is mapped, and answer for nothing else; a mapping goes only with its entry.
@@ -110,7 +109,6 @@ unsafe impl Verbs for CudaDriver {
         self.check_location(properties.location)?;
         let option = match which {
             Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
-            #[cfg(feature = "tools")]
             Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
         };
         let mut granularity = 0;
@@ -183,7 +181,6 @@ unsafe impl Verbs for CudaDriver {
         Err(failure(CALL, code::NOT_SUPPORTED))
     }
 
-    #[cfg(feature = "broker")]
     fn replace(&self, _: u64, _: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "replace";
         let _known = self.core.known(CALL, handle)?;
@@ -198,7 +195,6 @@ unsafe impl Verbs for CudaDriver {
         Ok(())
     }
 
-    #[cfg(feature = "broker")]
     fn check_unused(&self, address: u64, size: u64) -> Result<()> {
         self.own("check_unused", address, size).map(drop)
     }
@@ -379,19 +375,16 @@ unsafe impl Verbs for CudaDriver {
         Ok(&*self.core)
     }
 
-    #[cfg(feature = "tools")]
     fn bare(&self) -> Result<&dyn Bare> {
         self.core.origin.check()?;
         Ok(&*self.core)
     }
 
-    #[cfg(feature = "tools")]
     fn kernels(&self) -> Result<&dyn Kernels> {
         self.core.origin.check()?;
         Ok(&*self.core)
     }
 
-    #[cfg(feature = "tools")]
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
         self.core.origin.check()?;
         Ok(&*self.core)

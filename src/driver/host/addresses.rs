@@ -128,7 +128,6 @@ impl Reserved {
     ///
     /// # Safety
     /// No thread accesses the mapping as something that does not change.
-    #[cfg(feature = "broker")]
     pub(super) unsafe fn replace(&mut self, start: u64, memfd: impl AsFd, pages: Pages) -> nix::Result<()> {
         let Some(Mapped { size, access, .. }) = self.mapped.remove(&start) else { return Err(Errno::EINVAL) };
         let over = |start, length| {

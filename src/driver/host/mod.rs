@@ -7,11 +7,9 @@
 //! a GPU. Like the CUDA backend it knows what it gave out, and answers `CUDA_ERROR_INVALID_VALUE` for all else.
 
 #![allow(unsafe_code)]
-#![cfg_attr(not(feature = "internals"), allow(unreachable_pub, reason = "some are for the project's own tests alone"))]
 
 mod addresses;
 mod available;
-#[cfg(feature = "tools")]
 mod bare;
 pub(crate) mod memfd;
 mod verbs;
@@ -90,7 +88,6 @@ struct Memory {
 }
 
 /// How many objects of a driver are alive: all zero when everything was given back.
-#[cfg(feature = "internals")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Live {
     /// Allocations created or imported and not released.
@@ -112,7 +109,6 @@ impl HostDriver {
     ///
     /// # Errors
     /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if it is no power of two or no multiple of the page size.
-    #[cfg(feature = "internals")]
     pub fn with_granularity(bytes: u64) -> Result<Self> {
         // SAFETY: no pointers.
         let page = u64::try_from(unsafe { nix::libc::sysconf(nix::libc::_SC_PAGESIZE) }).unwrap_or(4096);
@@ -140,7 +136,6 @@ impl HostDriver {
     }
 
     /// How many objects are alive.
-    #[cfg(feature = "internals")]
     pub fn live(&self) -> Live {
         let state = self.read();
         Live {

@@ -19,7 +19,6 @@ use super::{
     addresses::{Mapped, Pages, Reserved, pointer},
     available, from_errno, memfd, readable, writable,
 };
-#[cfg(feature = "broker")]
 use super::{State, holding};
 use crate::{
     driver::{
@@ -29,7 +28,6 @@ use crate::{
     error::Result,
 };
 
-#[cfg(feature = "tools")]
 use crate::driver::{Bare, Diagnosis, Kernels};
 
 // SAFETY: the table knows what is mapped, and answers for nothing else; a mapping goes only with its entry.
@@ -142,7 +140,6 @@ unsafe impl Verbs for HostDriver {
         self.map_pages("host map_private", (address, size), 0, handle, |_| Pages::CopyOnWrite)
     }
 
-    #[cfg(feature = "broker")]
     fn replace(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "host replace";
         self.origin.check()?;
@@ -183,7 +180,6 @@ unsafe impl Verbs for HostDriver {
         Ok(())
     }
 
-    #[cfg(feature = "broker")]
     fn check_unused(&self, address: u64, size: u64) -> Result<()> {
         self.origin.check()?;
         // Windows are opened while the state is held.
@@ -389,18 +385,15 @@ unsafe impl Verbs for HostDriver {
         self.lacking("memory pools (cuMemPoolCreate)")
     }
 
-    #[cfg(feature = "tools")]
     fn bare(&self) -> Result<&dyn Bare> {
         self.origin.check()?;
         Ok(self)
     }
 
-    #[cfg(feature = "tools")]
     fn kernels(&self) -> Result<&dyn Kernels> {
         self.lacking("kernels that write and check the pattern: that is a GPU's")
     }
 
-    #[cfg(feature = "tools")]
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
         self.lacking("what only a CUDA driver is asked (diagnosis)")
     }

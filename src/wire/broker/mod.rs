@@ -47,7 +47,7 @@ pub const MAX_ARRAYS: usize = 100_000;
 pub const MAX_KEPT: u32 = 64;
 
 /// Why a replacement may exceed a quota that the new version alone would not, as the end of a sentence.
-pub(crate) const NEEDS_BOTH: &str = "a replacement needs room for both versions";
+pub const NEEDS_BOTH: &str = "a replacement needs room for both versions";
 
 /// The longest metadata, in bytes.
 pub const MAX_METADATA: u64 = 1 << 20;

@@ -5,7 +5,7 @@ use std::{
     ffi::{CStr, c_int, c_uint, c_void},
 };
 
-use vmmfd::tools::check::pattern::Pattern;
+use vmmfd_cli::check::pattern::Pattern;
 
 use crate::{
     Answer,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use vmmfd::tools::{
+use vmmfd_cli::{
     cli::EXIT_CODES,
     doctor::rules::{RULES, Rule},
 };

@@ -17,7 +17,7 @@ use std::{
 
 /// The folder of the sources.
 fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
 }
 
 /// A file of the sources.
@@ -80,7 +80,7 @@ impl Page {
         assert!(
             found == want,
             "{path} is out of date after `{mark}`:\n  it has   {}\n  and not  {}\n\
-             UPDATE_DOCS=1 cargo test --features launch --test suite -- docs",
+             UPDATE_DOCS=1 cargo test -p vmmfd-cli --test suite -- docs",
             differs.unwrap_or(ends).0,
             differs.unwrap_or(ends).1
         );

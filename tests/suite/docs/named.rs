@@ -29,7 +29,7 @@ fn each_guarantee_has_tests_that_exist() {
 /// The text of every error of the library, the commands and the driver's codes.
 fn texts_of_errors() -> Vec<String> {
     let mut texts = Vec::new();
-    let mut folders = vec![root().join("src")];
+    let mut folders = ["src", "bin/src"].map(|folder| root().join(folder)).to_vec();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -98,7 +98,7 @@ fn the_versions_are_those_of_the_manifest() {
     for page in ["README.md", "docs/CONTRIBUTING.md"] {
         assert!(source(page).contains(&format!("Rust {rust}")), "{page}: Rust {rust}");
     }
-    let tools = manifest.split_once("tools = [").unwrap().1.split_once(']').unwrap().0;
+    let tools = manifest.split_once("\nbindings = [").unwrap().1.split_once(']').unwrap().0;
     let bindings = tools.split_once("cudarc/cuda-").unwrap().1.split_once('"').unwrap().0.parse::<u32>().unwrap();
     let version = format!("bindings of CUDA {}.{}", bindings / 1000, bindings % 1000 / 10);
     assert!(source("docs/library.md").contains(&version), "{version}");

@@ -81,7 +81,7 @@ fn the_doctors_report_has_every_probe() {
     let page = Page::read("docs/doctor.md");
     let report = page.block("doctor");
     // Of one device, so no pairs. A report may have been made with --faults.
-    let probes = || vmmfd::tools::doctor::PROBES.iter().filter(|probe| probe.name != "peer");
+    let probes = || vmmfd_cli::doctor::PROBES.iter().filter(|probe| probe.name != "peer");
     let faulting: Vec<&str> = probes().filter(|probe| probe.faults).map(|probe| probe.name).collect();
     let shown: Vec<&str> = report
         .iter()

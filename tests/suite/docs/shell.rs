@@ -72,7 +72,7 @@ fn understood(program: &str, arguments: &[String]) -> Result<(), String> {
 }
 
 fn cargo(arguments: &[String]) -> Result<(), String> {
-    let manifest = source("Cargo.toml");
+    let manifest = ["Cargo.toml", "bin/Cargo.toml", "tests/bench/Cargo.toml"].map(source).concat();
     let mut words = arguments.iter().take_while(|word| *word != "--");
     while let Some(word) = words.next() {
         let mut named = || words.next().ok_or_else(|| format!("{word} names nothing"));
@@ -80,7 +80,8 @@ fn cargo(arguments: &[String]) -> Result<(), String> {
             "--example" => root().join(format!("examples/{}.rs", named()?)).exists(),
             "--bin" | "--test" | "--bench" => manifest.contains(&format!("name = \"{}\"", named()?)),
             "--features" => manifest.contains(&format!("\n{} = [", named()?)),
-            "--path" => named()? == ".",
+            "--path" => named()? == "bin",
+            "-p" => manifest.contains(&format!("name = \"{}\"", named()?)),
             word => {
                 let known = ["run", "test", "bench", "doc", "install", "build", "vmmfd", "--open", "--locked"];
                 known.contains(&word)

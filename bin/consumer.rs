@@ -1,9 +1,0 @@
-//! `consumer`: imports a buffer, verifies it and reports the result: `vmmfd consume` as a program of its own.
-
-use std::process::ExitCode;
-
-use vmmfd::tools::cli::{self, Consume};
-
-fn main() -> ExitCode {
-    cli::main_of::<Consume>()
-}

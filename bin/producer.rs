@@ -1,9 +1,0 @@
-//! `producer`: fills a buffer and shares it: `vmmfd produce` as a program of its own.
-
-use std::process::ExitCode;
-
-use vmmfd::tools::cli::{self, Produce};
-
-fn main() -> ExitCode {
-    cli::main_of::<Produce>()
-}

@@ -1,0 +1,7 @@
+//! `vmmfd`: all commands as one program.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    vmmfd_cli::cli::main()
+}

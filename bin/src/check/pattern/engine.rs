@@ -1,0 +1,297 @@
+//! The engines that write and check the pattern: the device's kernels, and this machine's CPUs.
+
+use std::{
+    fmt,
+    ops::Range,
+    str::FromStr,
+    time::{Duration, Instant},
+};
+
+use serde::{Deserialize, Serialize};
+use vmmfd::{
+    driver::Access,
+    error::{DeviceError, Error, MemoryError, ParseError, Result},
+    internals::{Counted, Kernels, Stretch, parse_error},
+    memory::Region,
+};
+
+use super::{Mismatch, Pattern, SLICE, Verification, host, slices, touched, word};
+use crate::check::check_range;
+use crate::verbs::HasVerbs;
+
+/// An engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Engine {
+    /// Kernels on the GPU: the bytes do not leave it.
+    Gpu,
+    /// This machine's CPUs, on copies.
+    Host,
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Gpu => "gpu",
+            Self::Host => "host",
+        })
+    }
+}
+
+/// Which engine to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum EngineChoice {
+    /// The engine that is estimated to be faster; the host where no kernels can be loaded.
+    #[default]
+    Auto,
+    /// This engine, or an error.
+    Only(Engine),
+}
+
+impl FromStr for EngineChoice {
+    type Err = ParseError;
+
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "gpu" => Ok(Self::Only(Engine::Gpu)),
+            "host" => Ok(Self::Only(Engine::Host)),
+            _ => Err(parse_error(text, "an engine", "gpu, host or auto")),
+        }
+    }
+}
+
+/// Which engine did some work, and how long it took.
+#[derive(Debug)]
+pub struct Work {
+    /// The engine.
+    pub engine: Engine,
+    /// How long it took: on the GPU only the kernels, by events of the device.
+    pub elapsed: Duration,
+    /// Why the host did it although the GPU would have been faster, for a warning.
+    pub fallback: Option<Error>,
+}
+
+/// The time to load the kernels if the driver has to compile them: 79 ms on an H200's host.
+const LOAD: Duration = Duration::from_millis(79);
+
+/// The time to start a kernel and to wait for its end.
+const LAUNCH: Duration = Duration::from_micros(40);
+
+/// Bytes per second by the host, with pageable copies: 5 GB/s on an H200's host.
+const HOST_RATE: f64 = 5e9;
+
+/// Bytes per second by kernels, which every GPU exceeds.
+const GPU_RATE: f64 = 1e11;
+
+/// The most bytes of one kernel, which can't be interrupted while the peer waits. On memory behind PCIe it takes half a second.
+const SPAN: usize = 8 << 30;
+
+impl EngineChoice {
+    /// As [`super::fill`], with the chosen engine.
+    ///
+    /// # Errors
+    /// Those of [`super::fill`]; [`MemoryError::ReadOnly`]; [`DeviceError::Unsupported`] if the GPU is chosen and has no kernels.
+    ///
+    /// Driver calls: `cuLaunchKernel`, `cuStreamSynchronize`, or those of [`super::fill`].
+    pub fn fill(
+        self,
+        region: &dyn Region,
+        range: Range<u64>,
+        pattern: Pattern,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<Work> {
+        let behind = range.end..region.size();
+        let size = range.end.saturating_sub(range.start);
+        let chosen = self.choose(region, 0, &range)?;
+        let Chosen::Gpu(kernels) = chosen else {
+            return chosen.by_host(|| host::fill(region, range, pattern, progress)).map(|((), work)| work);
+        };
+        let elapsed = write_by(kernels, region, 0, range, pattern, progress)?;
+        let zeros = vec![0; behind.end.saturating_sub(behind.start).min(SLICE as u64) as usize];
+        for part in slices(behind, SLICE) {
+            region.copy_in(part.start, &zeros[..(part.end - part.start) as usize])?;
+            progress(size)?;
+        }
+        region.synchronize()?;
+        Ok(Work { engine: Engine::Gpu, elapsed, fallback: None })
+    }
+
+    /// As [`super::write`], with the chosen engine.
+    ///
+    /// # Errors
+    /// Those of [`EngineChoice::fill`].
+    pub fn write(
+        self,
+        region: &dyn Region,
+        start: u64,
+        range: Range<u64>,
+        pattern: Pattern,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<Work> {
+        let chosen = self.choose(region, start, &range)?;
+        let Chosen::Gpu(kernels) = chosen else {
+            return chosen.by_host(|| host::write(region, start, range, pattern, progress)).map(|((), work)| work);
+        };
+        let elapsed = write_by(kernels, region, start, range, pattern, progress)?;
+        Ok(Work { engine: Engine::Gpu, elapsed, fallback: None })
+    }
+
+    /// As [`super::verify`], with the chosen engine. The result is the same.
+    ///
+    /// # Errors
+    /// Those of [`super::verify`]; [`DeviceError::Unsupported`] if the GPU is chosen and has no kernels.
+    ///
+    /// Driver calls: `cuLaunchKernel`, `cuMemcpyDtoH`, or those of [`super::verify`].
+    pub fn verify(
+        self,
+        region: &dyn Region,
+        start: u64,
+        range: Range<u64>,
+        pattern: Pattern,
+        progress: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<(Verification, Work)> {
+        let chosen = self.choose(region, start, &range)?;
+        let Chosen::Gpu(kernels) = chosen else {
+            return chosen.by_host(|| host::verify(region, start, range, pattern, progress));
+        };
+        let (mut all, mut elapsed) = (Verification::default(), Duration::ZERO);
+        for part in slices(range.clone(), SPAN) {
+            let stretch = stretch(region, start, &part, pattern);
+            let counted = kernels.verify(region.device().ordinal(), &stretch)?;
+            elapsed += counted.took;
+            all.join(verification(region, start, &part, pattern, counted)?);
+            progress(part.end - range.start)?;
+        }
+        Ok((all, Work { engine: Engine::Gpu, elapsed, fallback: None }))
+    }
+
+    /// Chooses the engine.
+    fn choose<'a>(self, region: &'a dyn Region, start: u64, range: &Range<u64>) -> Result<Chosen<'a>> {
+        check_range(region, start, range)?;
+        let (device, here) = (region.device(), Chosen::Host { fallback: None });
+        let kernels = match (self, device.verbs().kernels()) {
+            (Self::Only(Engine::Host), _) | (Self::Auto, Err(Error::Device(DeviceError::Unsupported { .. }))) => {
+                return Ok(here);
+            }
+            (_, kernels) => kernels?,
+        };
+        let fits = (region.address() + (range.start - start)) % 4 == range.start % 4;
+        if self == Self::Only(Engine::Gpu) {
+            let problem = "the GPU checks the pattern only where the memory's words begin at multiples of 4 bytes";
+            let unfit = || Error::Misuse { problem: problem.to_owned() };
+            return if fits { Ok(Chosen::Gpu(kernels)) } else { Err(unfit()) };
+        }
+        if !fits || !pays(kernels.are_loaded(device.ordinal()), range.end - range.start) {
+            return Ok(here);
+        }
+        match kernels.load(device.ordinal()) {
+            Ok(()) => Ok(Chosen::Gpu(kernels)),
+            Err(error @ Error::Forked { .. }) => Err(error),
+            // The driver's compiler is missing, or fails.
+            Err(error) => Ok(Chosen::Host { fallback: Some(error) }),
+        }
+    }
+}
+
+/// Whether the GPU is faster than the host.
+fn pays(loaded: bool, size: u64) -> bool {
+    let at = |rate: f64| Duration::from_secs_f64(size as f64 / rate);
+    let load = if loaded { Duration::ZERO } else { LOAD };
+    load + LAUNCH + at(GPU_RATE) < at(HOST_RATE)
+}
+
+/// The chosen engine.
+enum Chosen<'a> {
+    Gpu(&'a dyn Kernels),
+    Host { fallback: Option<Error> },
+}
+
+impl Chosen<'_> {
+    fn by_host<T>(self, work: impl FnOnce() -> Result<T>) -> Result<(T, Work)> {
+        let fallback = match self {
+            Self::Host { fallback } => fallback,
+            Self::Gpu(_) => None,
+        };
+        let begun = Instant::now();
+        let result = work()?;
+        Ok((result, Work { engine: Engine::Host, elapsed: begun.elapsed(), fallback }))
+    }
+}
+
+/// A part of an object, in memory that begins with the object's byte `start`.
+fn stretch(region: &dyn Region, start: u64, part: &Range<u64>, pattern: Pattern) -> Stretch {
+    let address = region.address() + (part.start - start);
+    Stretch { address, start: part.start, size: part.end - part.start, salt: pattern.salt() }
+}
+
+fn write_by(
+    kernels: &dyn Kernels,
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<Duration> {
+    if region.access() == Access::ReadOnly {
+        return Err(Error::Memory(MemoryError::ReadOnly));
+    }
+    let mut elapsed = Duration::ZERO;
+    for part in slices(range.clone(), SPAN) {
+        elapsed += kernels.fill(region.device().ordinal(), &stretch(region, start, &part, pattern))?;
+        progress(part.end - range.start)?;
+    }
+    Ok(elapsed)
+}
+
+/// What a kernel found, as the host reports it.
+fn verification(
+    region: &dyn Region,
+    start: u64,
+    part: &Range<u64>,
+    pattern: Pattern,
+    counted: Counted,
+) -> Result<Verification> {
+    let words = touched(part);
+    let first = match counted.first {
+        Some(index) if words.contains(&index) => {
+            let inside = (index * 4).max(part.start)..(index * 4).saturating_add(4).min(part.end);
+            let (mut found, mut expected) = ([0; 4], [0; 4]);
+            let length = (inside.end - inside.start) as usize;
+            region.copy_out(inside.start - start, &mut found[..length])?;
+            pattern.write(inside.start, &mut expected[..length]);
+            let skip = (inside.start % 4) as usize;
+            let (found, expected) = (word(skip, &found[..length]), word(skip, &expected[..length]));
+            // Another process may have corrected it since the kernel read it.
+            (found != expected).then_some(Mismatch { index, expected, found })
+        }
+        _ => None,
+    };
+    Ok(Verification { words: words.end - words.start, mismatches: counted.mismatches, first })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_gpu_is_chosen_where_it_is_faster() {
+        for (loaded, size, gpu) in [
+            (false, 1 << 20, false),
+            (false, 64 << 20, false),
+            (false, 1 << 30, true),
+            (true, 4096, false),
+            (true, 1 << 20, true),
+        ] {
+            assert_eq!(pays(loaded, size), gpu, "{size} bytes, loaded: {loaded}");
+        }
+    }
+
+    #[test]
+    fn choices_are_read_by_name() {
+        assert_eq!("auto".parse(), Ok(EngineChoice::Auto));
+        assert_eq!("gpu".parse(), Ok(EngineChoice::Only(Engine::Gpu)));
+        assert_eq!("host".parse(), Ok(EngineChoice::Only(Engine::Host)));
+        assert!("cpu".parse::<EngineChoice>().unwrap_err().to_string().contains("write gpu, host or auto"));
+    }
+}

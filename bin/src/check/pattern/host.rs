@@ -1,0 +1,181 @@
+//! The engine of this machine's CPUs: each works on a slice at a time.
+
+use std::{
+    ops::Range,
+    panic,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+};
+
+use vmmfd::{error::Result, memory::Region};
+
+use super::{Checker, Pattern, Verification, slices};
+use crate::check::check_range;
+
+/// The host memory that each CPU uses at a time, in bytes: what its cache holds, and a multiple of 4.
+pub const SLICE: usize = 1 << 20;
+
+/// The least bytes for which another thread is faster than one.
+const ALONE: u64 = 4 << 20;
+
+/// Fills a range of memory with the pattern, and the rest behind it with zeros, so that no old content is shared. All GPU work is done
+/// when it returns.
+///
+/// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
+///
+/// # Errors
+/// [`MemoryError::OutOfRange`](vmmfd::error::MemoryError::OutOfRange) if the range is not inside the memory; the errors of the
+/// copies and of `progress`.
+///
+/// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
+pub fn fill(
+    region: &dyn Region,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let all = range.start..region.size();
+    put(region, 0, (range, all), pattern, progress)
+}
+
+/// Writes the pattern into a range of an object's bytes, and changes no other. The memory begins with the object's byte `start`.
+/// All else is as for [`fill`].
+///
+/// # Errors
+/// As for [`fill`].
+pub fn write(
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    put(region, start, (range.clone(), range), pattern, progress)
+}
+
+/// Writes a range of the pattern, and zeros into the rest of `all`.
+fn put(
+    region: &dyn Region,
+    start: u64,
+    (range, all): (Range<u64>, Range<u64>),
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    check_range(region, start, &range)?;
+    let work = |slice: &mut Vec<u8>, part: Range<u64>| {
+        slice.resize((part.end - part.start) as usize, 0);
+        let data = range.end.saturating_sub(part.start).min(slice.len() as u64) as usize;
+        pattern.write(part.start, &mut slice[..data]);
+        slice[data..].fill(0);
+        region.copy_in(part.start - start, slice)
+    };
+    spread(all, Vec::new, work, &mut |(), done| progress(done))?;
+    region.synchronize()
+}
+
+/// Checks a range of an object's bytes against the pattern. The memory begins with the object's byte `start`.
+///
+/// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
+///
+/// # Errors
+/// [`MemoryError::OutOfRange`](vmmfd::error::MemoryError::OutOfRange) if the range is not inside the memory; the errors of the
+/// copies and of `progress`. Wrong data is no
+/// error: see [`Verification`].
+///
+/// Driver call: `cuMemcpyDtoH`.
+pub fn verify(
+    region: &dyn Region,
+    start: u64,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<Verification> {
+    check_range(region, start, &range)?;
+    let begin = || (Vec::new(), Checker::new(pattern));
+    let work = |(found, checker): &mut (Vec<u8>, Checker), part: Range<u64>| {
+        found.resize((part.end - part.start) as usize, 0);
+        region.copy_out(part.start - start, found)?;
+        checker.check(part.start, found);
+        Ok(std::mem::take(&mut checker.verification))
+    };
+    let mut all = Verification::default();
+    spread(range, begin, work, &mut |found, done| {
+        all.join(found);
+        progress(done)
+    })?;
+    Ok(all)
+}
+
+/// Works on each slice of a range, on all CPUs, each with a state from `begin`. `take` is called on this thread with the result
+/// of a
+/// slice and the number of bytes done, in any order; the first error ends the work.
+fn spread<S, T: Send>(
+    range: Range<u64>,
+    begin: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, Range<u64>) -> Result<T> + Sync,
+    take: &mut dyn FnMut(T, u64) -> Result<()>,
+) -> Result<()> {
+    let size = range.end.saturating_sub(range.start);
+    let cpus = thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
+    let workers = cpus.min(size / ALONE);
+    let mut done = 0;
+    let mut finish = |length, result| {
+        done += length;
+        take(result, done)
+    };
+    if workers < 2 {
+        let mut state = begin();
+        return slices(range, SLICE).try_for_each(|part| finish(part.end - part.start, work(&mut state, part)?));
+    }
+
+    let (left, over) = (Mutex::new(slices(range, SLICE)), AtomicBool::new(false));
+    let next = || match over.load(Ordering::Relaxed) {
+        true => None,
+        false => left.lock().unwrap_or_else(PoisonError::into_inner).next(),
+    };
+    let (sender, receiver) = mpsc::channel();
+    let worker = |sender: mpsc::Sender<(u64, Result<T>)>| {
+        let mut state = begin();
+        while let Some(part) = next() {
+            let length = part.end - part.start;
+            if sender.send((length, work(&mut state, part))).is_err() {
+                break;
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let worker = &worker;
+        // If a thread can't be started, the others do its share.
+        let threads: Vec<_> = (1..workers)
+            .filter_map(|_| {
+                let sender = sender.clone();
+                thread::Builder::new().name("pattern".to_owned()).spawn_scoped(scope, move || worker(sender)).ok()
+            })
+            .collect();
+        let mut state = begin();
+        let mut result = Ok(());
+        while result.is_ok()
+            && let Some(part) = next()
+        {
+            let length = part.end - part.start;
+            result = work(&mut state, part).and_then(|found| finish(length, found));
+            for (length, found) in receiver.try_iter() {
+                result = result.and_then(|()| finish(length, found?));
+            }
+        }
+        drop(sender);
+        over.store(true, Ordering::Relaxed);
+        // Wait for the slices that are still being worked on.
+        for (length, found) in receiver {
+            result = result.and_then(|()| finish(length, found?));
+        }
+        for thread in threads {
+            thread.join().unwrap_or_else(|panicked| panic::resume_unwind(panicked));
+        }
+        result
+    })
+}

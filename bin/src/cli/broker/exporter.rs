@@ -1,0 +1,182 @@
+//! `exporter`: the broker's figures for Prometheus.
+
+use std::{
+    io::{self, Write},
+    net::{SocketAddr, TcpListener},
+    path::PathBuf,
+    thread,
+    time::Duration,
+};
+
+use clap::Args;
+use serde::Serialize;
+use vmmfd::{
+    broker::{Client, Metrics},
+    channel::{BrokerPath, Cancel},
+    error::{Error, Result},
+    internals::take_passed,
+};
+
+use super::{MeetBroker, SCHEMA};
+use crate::{
+    cli::{
+        Exit, Output, Tool, ToolOutput,
+        exit::exit_codes,
+        options::{parse_timeout, parse_uid},
+        output::{Progress, complain, json_line},
+    },
+    exporter::{http::serve, scraper::Scraper},
+    stamp,
+};
+
+/// Serves the figures of a broker over HTTP, for Prometheus
+///
+/// GET /metrics has them as text; while the broker does not answer, only `vmmfd_up 0`. GET /healthz is 200 while the broker answers,
+/// and else 503 with the reason. It connects again when the broker restarts, and runs until SIGTERM or SIGINT. Memory by user and
+/// device is complete where it runs as the broker's user or root. If systemd passes a listening socket (LISTEN_FDS), the exporter
+/// serves on that one, and does not use --listen.
+///
+/// Once it accepts connections it prints one line, `exporter  listening  http://ADDRESS/metrics`, on stdout, or with --json on stderr.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("a signal ended it"))]
+pub(in super::super) struct ExporterOptions {
+    /// Address to listen on; port 0 is any free one
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:9464", help_heading = "HTTP")]
+    listen: SocketAddr,
+
+    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock; if no broker listens
+    /// there, /run/vmmfd/broker.sock if it exists]
+    #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
+    socket: Option<PathBuf>,
+
+    /// User that the broker may belong to, besides one's own and root; may be given several times
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
+    allow_uids: Vec<u32>,
+
+    /// Longest wait of a request for the broker: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = parse_timeout, help_heading = "Meeting")]
+    timeout: Duration,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct ExporterReport {
+    schema: u32,
+    tool: String,
+    listen: String,
+    socket: String,
+    /// Requests that were answered, and those of them that the broker did not answer.
+    requests: u64,
+    unanswered: u64,
+}
+
+/// The connection to the broker, made when it is needed.
+struct Connected<'a> {
+    meet: MeetBroker,
+    cancel: &'a Cancel,
+    client: Option<Client>,
+}
+
+impl Connected<'_> {
+    /// Asks over the connection that there is, and if that is gone over a new one.
+    fn ask(&mut self) -> Result<Metrics> {
+        if let Some(client) = &self.client {
+            match client.metrics() {
+                Ok(metrics) => return Ok(metrics),
+                Err(error) => {
+                    self.client = None;
+                    // A broker that does not answer has had its time.
+                    let waited = matches!(
+                        error,
+                        Error::Peer(vmmfd::error::PeerError::Timeout { .. })
+                            | Error::Socket(vmmfd::error::SocketError::NoBroker { .. })
+                            | Error::Interrupted { .. }
+                    );
+                    if waited {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        let client = self.meet.connect(self.cancel)?;
+        let metrics = client.metrics()?;
+        self.client = Some(client);
+        Ok(metrics)
+    }
+}
+
+impl Tool for ExporterOptions {
+    const NAME: &'static str = "exporter";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        // A broker of this user that starts later, or the system's, is found at the next request.
+        let path = BrokerPath::find(self.socket.as_deref())?;
+        let (listener, address) = self.listener()?;
+        self.announce(address)?;
+        let meet =
+            MeetBroker { socket: self.socket.clone(), allow_uids: self.allow_uids.clone(), timeout: self.timeout };
+        let mut broker = Connected { meet, cancel, client: None };
+        let (requests, unanswered) = thread::scope(|scope| {
+            let mut scraper = Scraper::start(scope, self.timeout, move || broker.ask())?;
+            match serve(&listener, cancel, &mut scraper) {
+                Ok(()) | Err(Error::Interrupted { .. }) => Ok(scraper.counts()),
+                Err(error) => Err(error),
+            }
+        })?;
+        let report = ExporterReport {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            listen: address.to_string(),
+            socket: BrokerPath::find(self.socket.as_deref()).unwrap_or(path).path().display().to_string(),
+            requests,
+            unanswered,
+        };
+        let text = if self.output.json { json_line(&report) } else { String::new() };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+impl ExporterOptions {
+    /// The listening socket that systemd passes, else a new one.
+    fn listener(&self) -> Result<(TcpListener, SocketAddr)> {
+        let passed = |error| Error::system("use the listening socket of LISTEN_FDS", error);
+        let bound = |error| Error::system(format!("listen on {}", self.listen), error);
+        let mut sockets = take_passed().map_err(passed)?;
+        match (sockets.pop(), sockets.len()) {
+            (None, _) => {
+                let listener = TcpListener::bind(self.listen).map_err(bound)?;
+                let address = listener.local_addr().map_err(bound)?;
+                Ok((listener, address))
+            }
+            (Some((_, socket)), 0) => {
+                let listener = TcpListener::from(socket);
+                let address = listener.local_addr().map_err(passed)?;
+                Ok((listener, address))
+            }
+            (Some(_), others) => {
+                let reason = format!("it has {} sockets: pass one", others + 1);
+                Err(passed(io::Error::new(io::ErrorKind::InvalidInput, reason)))
+            }
+        }
+    }
+
+    /// Prints that clients can connect. A closed pipe is not an error.
+    fn announce(&self, address: SocketAddr) -> io::Result<()> {
+        let line = format!("exporter  listening  http://{address}/metrics");
+        if self.output.json {
+            complain(&line);
+            return Ok(());
+        }
+        let mut stdout = io::stdout().lock();
+        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+            _ => Ok(()),
+        }
+    }
+}

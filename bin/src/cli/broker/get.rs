@@ -1,0 +1,373 @@
+//! `get`: maps an object of a broker, verifies it and writes it to a file.
+
+use std::{ops::Range, path::PathBuf, sync::Arc, time::Duration};
+
+use clap::Args;
+use serde::Serialize;
+use vmmfd::{
+    array::ArrayDescriptor,
+    broker::{ArrayEntry, Get, Lease, Object, ObjectPart, Owner},
+    channel::Cancel,
+    driver::{Backend, Choice},
+    error::{Error, ProtocolError, Result},
+    internals::interruptibly,
+    memory::{Imported, Region, Selector},
+    session::start,
+    wire::Check,
+};
+
+use super::{
+    DeviceSize, MeetBroker, SCHEMA, Steps,
+    table::{field, time},
+    values::parse_object,
+};
+use crate::{
+    check::files::{self, Target},
+    cli::values::CHOICE,
+    cli::{
+        Exit, Output, Tool, ToolOutput,
+        exit::exit_codes,
+        leave_open,
+        options::{parse_range, parse_target, parse_timeout, parse_uid},
+        output::{Progress, json_line},
+        raise_file_limit,
+        report::{ErrorSummary, Step},
+    },
+    stamp,
+    units::bytes,
+};
+
+/// Maps an object of a broker read-only, verifies it and writes it to a file
+///
+/// Where the maker gave a digest, and all of a part is asked for, the bytes are verified. A wrong digest is reported to the broker:
+/// `vmmfd stat` shows it. The lease ends with the command.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("got, and verified where there is a digest",
+    "there is no such object or version, it is not as expected, or did not verify"))]
+pub(in super::super) struct GetOptions {
+    /// Name of the object
+    #[arg(value_name = "NAME")]
+    name: String,
+
+    /// Version to get [default: the current one]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Object")]
+    version: Option<u64>,
+
+    /// Wait this long for the object to exist: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", value_parser = parse_timeout, help_heading = "Object")]
+    wait: Option<Duration>,
+
+    /// Fields that the metadata must have, with these values: a JSON object
+    #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Object")]
+    expect: Option<Check>,
+
+    /// User who must own the name: another user may have put it [default: any]
+    #[arg(long, value_name = "UID", value_parser = parse_uid, help_heading = "Object")]
+    owner: Option<u32>,
+
+    /// Part to get [default: all]
+    #[arg(long, value_name = "PART", help_heading = "Object")]
+    part: Option<String>,
+
+    /// Range of bytes, with units as in 4MiB:1MiB; of a part in chunks only those that cover it are sent and mapped
+    /// [default: all]
+    #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range, help_heading = "Buffer")]
+    range: Option<Range<u64>>,
+
+    /// Array to get: its bytes alone, as they lie in memory; only the segments that it lies in are sent and mapped [default: all]
+    #[arg(long, value_name = "ARRAY", conflicts_with = "range", help_heading = "Buffer")]
+    array: Option<String>,
+
+    /// File to write the bytes to, created only when they are verified
+    #[arg(long, value_name = "FILE", value_parser = parse_target, help_heading = "Buffer")]
+    to: Option<PathBuf>,
+
+    /// Replace the file if it exists
+    #[arg(long, requires = "to", help_heading = "Buffer")]
+    force: bool,
+
+    /// Where the memory is; auto takes what the object says
+    #[arg(
+        long,
+        value_name = "BACKEND",
+        value_parser = CHOICE,
+        env = "VMMFD_BACKEND",
+        default_value = "auto",
+        hide_possible_values = true,
+        help_heading = "Sharing"
+    )]
+    backend: Choice,
+
+    /// Device to use it on, also another that can access the memory; a UUID may be cut short [default: the device that it is on]
+    #[arg(long, value_name = "ORDINAL|UUID", help_heading = "Sharing")]
+    device: Option<Selector>,
+
+    #[command(flatten)]
+    meet: MeetBroker,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct GetReport {
+    schema: u32,
+    tool: String,
+    name: String,
+    version: u64,
+    id: String,
+    /// In UTC (RFC 3339).
+    created: String,
+    owner: Owner,
+    metadata: Check,
+    backend: Backend,
+    parts: Vec<PartReport>,
+    /// Whether all parts are right; null if one of them has nothing to check it against.
+    verified: Option<bool>,
+    /// The file that was written.
+    to: Option<String>,
+    steps: Vec<Step>,
+    error: Option<ErrorSummary>,
+}
+
+#[derive(Debug, Serialize)]
+struct PartReport {
+    name: String,
+    /// The device that owns the memory, with the bytes of it.
+    device: DeviceSize,
+    /// Bytes of data in all of the part.
+    size: u64,
+    segments: u64,
+    /// What was read of it.
+    offset: u64,
+    length: u64,
+    arrays: Vec<ArrayLine>,
+    /// What its maker said.
+    expected: Option<String>,
+    /// Of what was read.
+    digest: String,
+    verified: Option<bool>,
+}
+
+#[derive(Debug, Serialize)]
+struct ArrayLine {
+    name: String,
+    array: ArrayDescriptor,
+    attributes: Option<serde_json::Value>,
+}
+
+impl From<&ArrayEntry> for ArrayLine {
+    fn from(of: &ArrayEntry) -> Self {
+        // What is no JSON has not been taken for attributes.
+        let attributes = of.attributes.as_ref().and_then(|attributes| attributes.read().ok());
+        Self { name: of.name.clone(), array: of.array.clone(), attributes }
+    }
+}
+
+impl GetOptions {
+    fn request(&self) -> Get {
+        let mut get = Get::new(&self.name);
+        get = self.version.iter().fold(get, |get, version| get.version(*version));
+        get = self.wait.iter().fold(get, |get, wait| get.wait(*wait));
+        get = self.expect.iter().fold(get, |get, fields| get.expect(fields.clone()));
+        get = self.owner.iter().fold(get, |get, uid| get.expect_owner(*uid));
+        get = self.part.iter().fold(get, |get, part| get.parts([part]));
+        get = self.array.iter().fold(get, |get, array| get.arrays([array]));
+        self.range.iter().fold(get, |get, range| get.range(range.clone()))
+    }
+
+    /// The bytes to read of a part, and the memory that has them.
+    fn selected<'a>(&self, part: &'a ObjectPart) -> Result<(&'a Arc<Imported>, Range<u64>)> {
+        let Some(name) = &self.array else {
+            let range = self.range.clone().unwrap_or(0..part.description().size);
+            return Ok((part.memory()?, range));
+        };
+        let entry = part.arrays().iter().find(|entry| entry.name == *name);
+        let array = entry.map(|entry| &entry.array).ok_or_else(|| {
+            // The broker has found it: what it says of itself does not fit.
+            ProtocolError::Content(format!("part `{}` came for array `{name}`, which it does not have", part.name()))
+        })?;
+        let span = array.span()?;
+        let (length, bytes) = (span.end - span.start, array.bytes()?);
+        if length != bytes {
+            let problem = format!(
+                "array `{name}` has {bytes} bytes with gaps between them: write the {length} bytes that it lies in with --range {}:{length}",
+                span.start
+            );
+            return Err(Error::Misuse { problem });
+        }
+        match part.pieces().first().filter(|_| bytes > 0) {
+            Some(piece) => Ok((piece, span)),
+            None => Err(Error::Misuse { problem: format!("array `{name}` is empty: it has no bytes to write") }),
+        }
+    }
+
+    /// One file has the bytes of one part.
+    fn check_parts(&self, lease: &Lease) -> Result<()> {
+        let several = |verb: &str| {
+            let names: Vec<&str> = lease.parts().iter().take(8).map(|part| part.name()).collect();
+            let (name, all, more) = (&self.name, lease.parts().len(), lease.parts().len() > names.len());
+            let names = format!("{}{}", names.join(", "), if more { ", ..." } else { "" });
+            let problem = format!("`{name}` has {all} parts ({names}), and {verb} one: name it with --part");
+            Err(Error::Misuse { problem })
+        };
+        match (&self.to, &self.range) {
+            _ if lease.parts().len() == 1 => Ok(()),
+            _ if self.array.is_some() => several("an array is in"),
+            (Some(_), _) => several("a file has the bytes of"),
+            (None, Some(_)) => several("a range is of"),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// Reads a part, writes it to the file if there is one, and compares it with its digest if all of it is read.
+    fn read(
+        &self,
+        part: &ObjectPart,
+        target: Option<&mut Target>,
+        cancel: &Cancel,
+        progress: &Progress,
+    ) -> Result<PartReport> {
+        let ((memory, range), description) = (self.selected(part)?, part.description());
+        let (mut target, all, mut done) = (target, range.end - range.start, 0);
+        let digest = files::read(&**memory, memory.start(), range.clone(), &mut |bytes| {
+            if let Some(target) = &mut target {
+                target.write(bytes)?;
+            }
+            done += bytes.len() as u64;
+            progress.bytes(done, all);
+            cancel.check()
+        })?;
+        let expected = part.digest().map(str::to_owned);
+        let comparable = expected.as_ref().filter(|it| files::is_known(it) && range == (0..description.size));
+        let verified = comparable.map(|expected| *expected == digest);
+        Ok(PartReport {
+            name: part.name().to_owned(),
+            device: DeviceSize {
+                uuid: description.device.uuid.prefixed(memory.device().backend()),
+                name: description.device.name.clone(),
+                size: description.mapped_size,
+            },
+            size: description.size,
+            segments: description.segments(),
+            offset: range.start,
+            length: all,
+            arrays: part.arrays().iter().map(ArrayLine::from).collect(),
+            expected,
+            digest,
+            verified,
+        })
+    }
+
+    /// Reads all parts. The file gets its name if none is wrong.
+    fn read_all(
+        &self,
+        object: &Object,
+        mut target: Option<Target>,
+        cancel: &Cancel,
+        progress: &Progress,
+    ) -> Result<(Vec<PartReport>, Option<PathBuf>)> {
+        let parts = object.parts().iter().map(|part| self.read(part, target.as_mut(), cancel, progress));
+        let parts = parts.collect::<Result<Vec<PartReport>>>()?;
+        let written = match target.filter(|_| parts.iter().all(|part| part.verified != Some(false))) {
+            None => None,
+            Some(target) => {
+                let file = target.file()?;
+                // The disk may be slow. If this side is stopped meanwhile, the temporary file is removed.
+                let sync = move || file.sync_all().map_err(|error| Error::system("sync a file", error));
+                interruptibly(&mut || cancel.check(), sync)?;
+                Some(target.finish()?)
+            }
+        };
+        Ok((parts, written))
+    }
+}
+
+impl Tool for GetOptions {
+    const NAME: &'static str = "get";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+        raise_file_limit();
+        // Before the connection, so that nothing is read that can't be written.
+        let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
+        let client = self.meet.connect(cancel)?;
+        let mut steps = Steps::default();
+        let lease = steps.time("get", || client.get(&self.request()))?;
+        self.check_parts(&lease)?;
+        let backend = match self.backend {
+            Choice::Auto => lease.backend().parse().unwrap_or(Choice::Auto),
+            only => only,
+        };
+        let opened = steps.time("driver", || start(backend, cancel, &|_| {}))?;
+        leave_open(&opened.driver);
+        let object = steps.time("open", || lease.open(&opened.driver, self.device))?;
+        let (parts, to) = steps.time("read", || self.read_all(&object, target, cancel, progress))?;
+        let wrong = parts.iter().find(|part| part.verified == Some(false));
+        let error = wrong.map(|part| mismatch(object.name(), part));
+        let verified = match &error {
+            Some(_) => Some(false),
+            None => parts.iter().all(|part| part.verified == Some(true)).then_some(true),
+        };
+        if let Some(error) = &error {
+            object.report(error.message.as_str());
+            progress.close();
+            error.complain();
+        }
+        let report = GetReport {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            name: object.name().to_owned(),
+            version: object.version(),
+            id: object.id().to_owned(),
+            created: time(milliseconds(object.created())),
+            owner: object.owner(),
+            metadata: object.metadata()?,
+            backend: opened.driver.backend(),
+            parts,
+            verified,
+            to: to.map(|path| path.display().to_string()),
+            steps: steps.0,
+            error,
+        };
+        let exit = if report.error.is_some() { Exit::Mismatch } else { Exit::Verified };
+        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        Ok(ToolOutput { text, exit })
+    }
+}
+
+fn milliseconds(time: std::time::SystemTime) -> u64 {
+    let since = time.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn mismatch(object: &str, part: &PartReport) -> ErrorSummary {
+    let expected = part.expected.as_deref().unwrap_or_default();
+    let (name, digest) = (&part.name, &part.digest);
+    ErrorSummary {
+        kind: "mismatch",
+        message: format!("part `{name}` of `{object}` did not verify: it has {digest}, and its maker gave {expected}"),
+        hint: Some(
+            "a process that has the memory wrote to it, or its maker gave a wrong digest: see `vmmfd stat`".to_owned(),
+        ),
+    }
+}
+
+fn render(report: &GetReport) -> String {
+    let GetReport { name, version, owner, backend, parts, to, .. } = report;
+    let mut text = field("owner", format!("uid {}, gid {}", owner.uid, owner.gid));
+    for part in parts {
+        let found = match part.verified {
+            Some(true) => "as expected",
+            Some(false) => "which is WRONG",
+            None => "not verified",
+        };
+        let PartReport { name: of, device: DeviceSize { name: device, uuid, .. }, length, digest, .. } = part;
+        let what = format!("{name} version {version} part {of}: {}, {backend}: {device} {uuid}", bytes(*length));
+        text += &field("got", format!("{what}, {digest}, {found}"));
+    }
+    to.iter().fold(text, |text, path| text + &field("saved", path))
+}

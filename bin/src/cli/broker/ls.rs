@@ -1,0 +1,152 @@
+//! `ls`: the objects that there are.
+
+use clap::Args;
+use serde::Serialize;
+use vmmfd::{
+    broker::{Owner, Summary},
+    channel::Cancel,
+};
+
+use super::{
+    DeviceSize, MeetBroker, SCHEMA, devices_in_short,
+    table::{Column, Table, age, time, width},
+};
+use crate::{
+    cli::{
+        Exit, Output, Tool, ToolOutput,
+        exit::exit_codes,
+        output::{Progress, complain, json_line},
+    },
+    stamp,
+    units::about,
+};
+
+/// Lists the objects of a broker that this user may read
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("listed"))]
+pub(in super::super) struct LsOptions {
+    /// Only those whose names begin with this
+    #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
+    prefix: String,
+
+    #[command(flatten)]
+    meet: MeetBroker,
+
+    /// Show more than the names; sizes are as their makers claim them
+    #[arg(short, long, help_heading = "Output")]
+    long: bool,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct LsReport {
+    schema: u32,
+    tool: String,
+    objects: Vec<ObjectLine>,
+}
+
+/// An object as `ls` and `stat` have it in JSON. Sizes are in bytes, as claimed.
+#[derive(Debug, Serialize)]
+pub(super) struct ObjectLine {
+    pub(super) name: String,
+    pub(super) version: u64,
+    pub(super) id: String,
+    /// Of data.
+    pub(super) size: u64,
+    /// The UUID of the device, if it is one.
+    pub(super) device: Option<String>,
+    /// The memory on each device.
+    pub(super) devices: Vec<DeviceSize>,
+    pub(super) backend: String,
+    pub(super) parts: u64,
+    pub(super) segments: u64,
+    pub(super) arrays: u64,
+    pub(super) leases: u64,
+    pub(super) owner: Owner,
+    /// In octal digits.
+    pub(super) mode: String,
+    /// In UTC (RFC 3339).
+    pub(super) created: String,
+    #[serde(skip)]
+    pub(super) created_ms: u64,
+}
+
+impl From<&Summary> for ObjectLine {
+    fn from(of: &Summary) -> Self {
+        let devices: Vec<DeviceSize> = of.devices.iter().map(DeviceSize::from).collect();
+        let device = match devices.as_slice() {
+            [one] => Some(one.uuid.clone()),
+            _ => None,
+        };
+        Self {
+            name: of.name.clone(),
+            version: of.version,
+            id: of.id.clone(),
+            size: of.size,
+            device,
+            devices,
+            backend: of.backend.clone(),
+            parts: of.parts,
+            segments: of.segments,
+            arrays: of.arrays,
+            leases: of.leases,
+            owner: of.owner,
+            mode: format!("{:04o}", of.mode),
+            created: time(of.created_ms),
+            created_ms: of.created_ms,
+        }
+    }
+}
+
+impl Tool for LsOptions {
+    const NAME: &'static str = "ls";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let objects = self.meet.connect(cancel)?.list(&self.prefix)?;
+        let objects: Vec<ObjectLine> = objects.iter().map(ObjectLine::from).collect();
+        let text = match (self.output.json, self.long) {
+            (true, _) => json_line(&LsReport { schema: SCHEMA, tool: stamp::tool(), objects }),
+            (false, _) if objects.is_empty() => {
+                if !self.output.quiet {
+                    complain("notice: there are no objects that this user may read");
+                }
+                String::new()
+            }
+            (false, true) => table(&objects).render(width()),
+            (false, false) => objects.iter().map(|object| format!("{}\n", object.name)).collect(),
+        };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+fn table(objects: &[ObjectLine]) -> Table<8> {
+    let mut table = Table::new([
+        Column::left("MODE").optional(),
+        Column::right("UID").optional(),
+        Column::right("VERSION"),
+        Column::right("SIZE"),
+        Column::right("LEASES").optional(),
+        Column::left("DEVICE").optional(),
+        Column::right("AGE").optional(),
+        Column::left("NAME"),
+    ]);
+    for object in objects {
+        table.row([
+            object.mode.clone(),
+            object.owner.uid.to_string(),
+            object.version.to_string(),
+            about(object.size),
+            object.leases.to_string(),
+            devices_in_short(&object.devices),
+            age(object.created_ms),
+            object.name.clone(),
+        ]);
+    }
+    table
+}

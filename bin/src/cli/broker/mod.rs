@@ -1,0 +1,160 @@
+//! The broker's commands: `serve`, and what a client does with objects.
+
+mod exporter;
+mod get;
+mod keeper;
+mod ls;
+mod options_file;
+mod put;
+mod rm;
+mod serve;
+mod stat;
+mod status;
+mod table;
+mod values;
+mod watch;
+mod who;
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::Args;
+use serde::Serialize;
+use vmmfd::{
+    broker::{Client, DeviceBytes},
+    channel::{BrokerPath, Cancel, Trust},
+    driver::{Backend, DEVICE_NAME, Opened},
+    error::{Error, Result, SocketError},
+    internals::{client_over, connect_socket},
+    session::Config,
+    wire,
+};
+
+pub(super) use self::options_file::read as read_options_file;
+pub(super) use self::{
+    exporter::ExporterOptions, get::GetOptions, keeper::KeeperOptions, ls::LsOptions, put::PutOptions, rm::RmOptions,
+    serve::ServeOptions, stat::StatOptions, status::StatusOptions, watch::WatchOptions, who::WhoOptions,
+};
+use super::{
+    Output,
+    options::{parse_timeout, parse_uid},
+    output::complain,
+    report::Step,
+};
+
+/// The version of the commands' JSON objects.
+const SCHEMA: u32 = 1;
+
+/// How long a command waits for a broker to listen. A broker that was started just before needs a moment; where there is none, a
+/// command fails after this and does not wait for its `--timeout`.
+const APPEARS: Duration = Duration::from_secs(1);
+
+/// Where the broker is.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Meeting")]
+struct MeetBroker {
+    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock; if no broker listens
+    /// there, /run/vmmfd/broker.sock if it exists]
+    #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET")]
+    socket: Option<PathBuf>,
+
+    /// User that the broker may belong to, besides one's own and root; may be given several times
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid)]
+    allow_uids: Vec<u32>,
+
+    /// Longest wait for each answer of the broker: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
+    timeout: Duration,
+}
+
+impl MeetBroker {
+    /// Connects to the broker. Waits for one to listen for at most [`APPEARS`], and for the timeout where it listens and accepts no
+    /// connection.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    fn connect(&self, cancel: &Cancel) -> Result<Client> {
+        self.connect_at(cancel).map(|(client, _)| client)
+    }
+
+    /// As [`MeetBroker::connect`], with the broker's socket.
+    fn connect_at(&self, cancel: &Cancel) -> Result<(Client, PathBuf)> {
+        let found = BrokerPath::find(self.socket.as_deref())?;
+        let path = found.path();
+        let trust = Trust { uids: self.allow_uids.clone() };
+        let config = Config::default().timeout(self.timeout).trust(trust).cancel(cancel);
+        let connect = |wait| connect_socket(path, wait, &config.trust, cancel);
+        let socket = match connect(self.timeout.min(APPEARS)) {
+            Err(Error::Socket(SocketError::Absent { path, waited })) => {
+                let absent = SocketError::NoBroker { path, waited, otherwise: None };
+                return Err(found.complete(Error::Socket(absent)));
+            }
+            Err(Error::Socket(SocketError::NotAccepted { .. })) => connect(self.timeout)?.0,
+            connected => connected?.0,
+        };
+        Ok((client_over(socket, path, &config)?, path.to_owned()))
+    }
+}
+
+/// The steps of a command with their times.
+#[derive(Debug, Default)]
+struct Steps(Vec<Step>);
+
+impl Steps {
+    /// Does a step.
+    fn time<T>(&mut self, name: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let begun = std::time::Instant::now();
+        let result = work()?;
+        self.0.push(Step { name, us: u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX), by: None });
+        Ok(result)
+    }
+}
+
+/// Memory of a device, as claimed, for the JSON objects.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct DeviceSize {
+    uuid: String,
+    name: String,
+    size: u64,
+}
+
+impl DeviceSize {
+    fn of(device: &wire::Device, size: u64) -> Self {
+        // A total of the broker's names no backend: the host's device has a name of its own.
+        let backend = if device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda };
+        Self { uuid: device.uuid.prefixed(backend), name: device.name.clone(), size }
+    }
+
+    /// The UUID, cut short as far as options still accept it.
+    fn short(&self) -> &str {
+        self.uuid.get(..self.uuid.len() - 28).unwrap_or(&self.uuid)
+    }
+}
+
+impl From<&DeviceBytes> for DeviceSize {
+    fn from(bytes: &DeviceBytes) -> Self {
+        Self::of(&bytes.device, bytes.bytes)
+    }
+}
+
+/// Devices in short: the one, or how many they are.
+fn devices_in_short(devices: &[DeviceSize]) -> String {
+    match devices {
+        [] => "-".to_owned(),
+        [one] => one.short().to_owned(),
+        several => format!("{} devices", several.len()),
+    }
+}
+
+/// Notices that no GPU is used, unless the host backend was asked for, and returns why.
+fn no_gpu(opened: &Opened, output: &Output) -> Option<String> {
+    let reason = opened.fallback.as_ref().map(Error::in_full)?;
+    if !output.json {
+        complain(&format!("notice: no GPU is used: {reason}; ordinary host memory is used instead"));
+    }
+    Some(reason)
+}
+
+/// A number and its noun.
+fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}

@@ -1,0 +1,460 @@
+//! `put`: hands a file's bytes over to a broker, or the tensors of safetensors files, in the memory of a GPU.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+use vmmfd::{
+    array::ArrayDescriptor,
+    broker::{ArrayEntry, ClaimOf, Client, Condition, Get, Lifetime, Put, PutPart, Summary},
+    channel::Cancel,
+    driver::{Backend, Choice},
+    error::{BrokerError, Error, RefusalCode, Result},
+    internals::{NEEDS_BOTH, clear_padding, refusal},
+    memory::{Device, Region, Selector, Shared, Spec},
+    session::start,
+    weights::{Checkpoint, LoadOptions, Loaded},
+    wire::{
+        Check,
+        broker::{MAX_ARRAYS, MAX_KEPT, MAX_METADATA},
+    },
+};
+
+use super::{
+    DeviceSize, MeetBroker, SCHEMA, Steps, no_gpu,
+    table::field,
+    values::{parse_mode, parse_object, parse_ttl},
+};
+use crate::{
+    check::files::Source,
+    cli::values::CHOICE,
+    cli::{
+        ArrayOptions, Exit, Output, Tool, ToolOutput,
+        exit::exit_codes,
+        leave_open,
+        options::parse_source,
+        output::{Progress, json_line},
+        parse_size, raise_file_limit,
+        report::Step,
+    },
+    stamp,
+    units::bytes,
+};
+
+/// The name of the one part, and of the array in it.
+const PART: &str = "all";
+const ARRAY: &str = "array";
+
+/// The key of the metadata that the files' own are under.
+const SAFETENSORS: &str = "safetensors";
+
+/// Loads a file, or a model's weights, into the memory of a GPU and hands that over to a broker, under a name
+///
+/// The broker keeps it, and this command ends. Readers see the object whole or not at all.
+#[derive(Debug, Args)]
+// The name first: `--safetensors` would take it for a file.
+#[command(override_usage = "vmmfd put [OPTIONS] <NAME> <--from <FILE>|--safetensors <FILE|DIR>...>")]
+#[command(after_help = exit_codes!("the broker has it", "the name exists, or its version is another than --if-version"))]
+pub(in super::super) struct PutOptions {
+    /// Name of the object: components of A-Z, a-z, 0-9, `.`, `_` and `-`, separated by `/`
+    #[arg(value_name = "NAME")]
+    name: String,
+
+    /// Replace what has the name: this is its next version
+    #[arg(long, help_heading = "Object")]
+    replace: bool,
+
+    /// Replace what has the name if its current version is this one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Object")]
+    if_version: Option<u64>,
+
+    /// What to say of this version: a JSON object, for readers that check it with --expect
+    #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Object")]
+    meta: Option<Check>,
+
+    /// Compute the digest of the bytes (BLAKE3) for readers to verify
+    #[arg(long, help_heading = "Object")]
+    digest: bool,
+
+    /// Delete the name this long after its last lease ended, or never [default: what the name has, or never]
+    #[arg(long, value_name = "DURATION", value_parser = parse_ttl, help_heading = "Object")]
+    ttl: Option<Lifetime>,
+
+    /// Who may read (get, list) and write (replace), as of a file; what has the name keeps its mode [default: 600]
+    #[arg(long, value_name = "OCTAL", value_parser = parse_mode, help_heading = "Object")]
+    mode: Option<u16>,
+
+    /// Keep this many versions before the current one [default: what the name has, or 0]
+    #[arg(long, value_name = "N", help_heading = "Object")]
+    keep: Option<u32>,
+
+    /// File whose bytes to put
+    #[arg(
+        long,
+        value_name = "FILE",
+        value_parser = parse_source,
+        required_unless_present = "safetensors",
+        conflicts_with = "safetensors",
+        help_heading = "Buffer"
+    )]
+    from: Option<PathBuf>,
+
+    /// Safetensors files whose tensors to put, each an array of its name: files, a folder with all of a model's (those of its
+    /// *.safetensors.index.json, if it has one), or an index. What the files say of themselves is in the metadata, under `safetensors`
+    #[arg(
+        long,
+        value_name = "FILE|DIR",
+        num_args = 1..,
+        value_parser = parse_source,
+        conflicts_with_all = ["dtype", "shape", "order"],
+        help_heading = "Buffer"
+    )]
+    safetensors: Vec<PathBuf>,
+
+    #[command(flatten)]
+    array: ArrayOptions,
+
+    /// Where to keep the memory
+    #[arg(long, value_name = "BACKEND",
+        value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
+    backend: Choice,
+
+    /// Device to allocate on; a UUID may be cut short
+    #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
+    device: Selector,
+
+    /// Allocate it in chunks of this size, mapped side by side; rounded up like sizes [default: one allocation;
+    /// 1GiB with --safetensors]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
+    chunk: Option<u64>,
+
+    /// Make it reachable by RDMA (gpuDirectRDMACapable). A GPU's own memory alone can be, where the device supports it, and never
+    /// on WSL2
+    #[arg(long, help_heading = "Sharing")]
+    rdma: bool,
+
+    #[command(flatten)]
+    meet: MeetBroker,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct PutReport {
+    schema: u32,
+    tool: String,
+    name: String,
+    version: u64,
+    id: String,
+    backend: Backend,
+    /// Why it is the host backend, where that was not asked for.
+    fallback: Option<String>,
+    /// With the bytes of memory on it.
+    device: DeviceSize,
+    /// Bytes of data.
+    size: u64,
+    segments: u64,
+    array: Option<ArrayDescriptor>,
+    /// How many arrays it has.
+    arrays: usize,
+    digest: Option<String>,
+    steps: Vec<Step>,
+}
+
+/// What is put.
+enum Input {
+    File { source: Source, array: Option<ArrayDescriptor> },
+    Weights(Box<Checkpoint>),
+}
+
+impl Input {
+    /// Bytes of data.
+    fn size(&self) -> u64 {
+        match self {
+            Self::File { source, .. } => source.size(),
+            Self::Weights(checkpoint) => checkpoint.size(),
+        }
+    }
+
+    /// The arrays that readers find.
+    fn arrays(&self) -> Vec<ArrayEntry> {
+        let entry = |name: &str, array: &ArrayDescriptor| ArrayEntry::new(name, array.clone());
+        match self {
+            Self::File { array, .. } => array.iter().map(|array| entry(ARRAY, array)).collect(),
+            Self::Weights(checkpoint) => {
+                checkpoint.tensors().iter().map(|tensor| entry(&tensor.name, &tensor.array)).collect()
+            }
+        }
+    }
+}
+
+impl PutOptions {
+    fn condition(&self) -> Condition {
+        match (self.if_version, self.replace) {
+            (Some(version), _) => Condition::Version(version),
+            (None, true) => Condition::Any,
+            (None, false) => Condition::New,
+        }
+    }
+
+    /// Fails if the broker would refuse a put of so many bytes, before they are loaded. The broker decides when it is put.
+    fn check_ahead(&self, client: &Client, bytes: u64) -> Result<()> {
+        let existing = match client.stat(&self.name, None) {
+            Ok(info) => Some(info.version.summary),
+            Err(Error::Broker(BrokerError { code: RefusalCode::Absent, .. })) => None,
+            Err(Error::Broker(BrokerError { code: RefusalCode::Denied, .. })) => {
+                // A user who may not read an object may still be allowed to replace it.
+                return match self.condition() {
+                    Condition::New => {
+                        let message = format!("`{}` exists, and this user may not read it", self.name);
+                        Err(refusal(RefusalCode::Exists, message).into())
+                    }
+                    _ => self.check_quota(client, bytes, true),
+                };
+            }
+            Err(error) => return Err(error),
+        };
+        self.check_existing(existing.as_ref())?;
+        self.check_permission(client, existing.as_ref())?;
+        self.check_quota(client, bytes, existing.is_some())
+    }
+
+    fn check_existing(&self, existing: Option<&Summary>) -> Result<()> {
+        let name = &self.name;
+        let refused = |code, message| Err(refusal(code, message).into());
+        if let Some(keep) = self.keep.filter(|&keep| keep > MAX_KEPT) {
+            let message = format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}");
+            return refused(RefusalCode::Invalid, message);
+        }
+        let Some(Summary { version: found, mode: was, .. }) = existing else {
+            return match self.condition() {
+                Condition::Version(wanted) => {
+                    refused(RefusalCode::Version, format!("`{name}` has no version {wanted}: there is no such object"))
+                }
+                _ => Ok(()),
+            };
+        };
+        match self.condition() {
+            Condition::New => refused(RefusalCode::Exists, format!("`{name}` exists: its version is {found}")),
+            Condition::Version(wanted) if *found != wanted => {
+                refused(RefusalCode::Version, format!("the version of `{name}` is {found}, and not {wanted}"))
+            }
+            _ => match self.mode.filter(|mode| mode != was) {
+                Some(mode) => refused(
+                    RefusalCode::Invalid,
+                    format!("`{name}` has mode {was:04o} and keeps it when it is replaced: {mode:04o} was asked for"),
+                ),
+                None => Ok(()),
+            },
+        }
+    }
+
+    /// Asks for the claim of the next version: only a user who may put it is granted one. It ends at once.
+    fn check_permission(&self, client: &Client, existing: Option<&Summary>) -> Result<()> {
+        let next = existing.iter().fold(Get::new(&self.name), |get, found| get.newer_than(found.version));
+        match client.get_or_claim(&next, &ClaimOf::whole()) {
+            Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Denied => Err(refusal.into()),
+            // Another process holds the claim, or this user holds too many.
+            Err(Error::Broker(_)) => Ok(()),
+            granted => granted.map(drop),
+        }
+    }
+
+    fn check_quota(&self, client: &Client, bytes: u64, replaces: bool) -> Result<()> {
+        let metrics = client.metrics()?;
+        // Each user has a total, since it has this connection. The broker numbers users as its own user namespace does.
+        let own = match metrics.totals.as_slice() {
+            [own] => Some(own),
+            several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
+        };
+        let (Some(own), Some(quota)) = (own, metrics.quota) else { return Ok(()) };
+        let both = if replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
+        let has_bytes = own.devices.iter().map(|of| of.bytes).fold(0, u64::saturating_add);
+        for (what, has, more, most) in [
+            ("objects", own.objects, u64::from(!replaces), quota.objects),
+            ("bytes (claimed)", has_bytes, bytes, quota.bytes),
+        ] {
+            if let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) {
+                let uid = own.uid;
+                let message =
+                    format!("uid {uid} has {has} {what} and asks for {more} more, and its quota is {most}{both}");
+                return Err(refusal(RefusalCode::Quota, message).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens what is to be put, and checks what can be checked of it before memory is taken.
+    fn input(&self) -> Result<Input> {
+        let Some(from) = &self.from else {
+            let checkpoint = Checkpoint::open(&self.safetensors)?;
+            let tensors = checkpoint.tensors().len();
+            if tensors > MAX_ARRAYS {
+                let message = format!("{tensors} tensors are too many: an object has at most {MAX_ARRAYS} arrays");
+                return Err(refusal(RefusalCode::Invalid, message).into());
+            }
+            return Ok(Input::Weights(Box::new(checkpoint)));
+        };
+        let source = Source::open(from)?;
+        let array = self.array.resolve(Some(source.size()))?;
+        Ok(Input::File { source, array })
+    }
+
+    /// What to say of this version: what the options say, and what the files say of themselves.
+    fn metadata(&self, input: &Input) -> Result<Option<Check>> {
+        let mut metadata = self.meta.clone();
+        if let Input::Weights(checkpoint) = input
+            && !checkpoint.metadata().is_empty()
+        {
+            let own = checkpoint.metadata().clone();
+            metadata.get_or_insert_default().entry(SAFETENSORS).or_insert_with(|| own.into());
+        }
+        let length =
+            metadata.as_ref().and_then(|fields| serde_json::to_string(fields).ok()).map_or(0, |text| text.len());
+        if length as u64 > MAX_METADATA {
+            let message = format!("the metadata has {length} bytes, and at most {MAX_METADATA} are allowed");
+            return Err(refusal(RefusalCode::Invalid, message).into());
+        }
+        Ok(metadata)
+    }
+
+    /// Loads it into new memory. Returns its digest too, if it is asked for.
+    fn load(
+        &self,
+        input: &Input,
+        device: &Device,
+        steps: &mut Steps,
+        cancel: &Cancel,
+        progress: &Progress,
+    ) -> Result<(Shared, Option<String>)> {
+        match input {
+            Input::File { source, .. } => {
+                let (memory, digest) = self.load_file(source, device, steps, cancel, progress)?;
+                Ok((memory, self.digest.then_some(digest)))
+            }
+            Input::Weights(checkpoint) => {
+                let options = LoadOptions::new().sealed();
+                let options = self.chunk.map_or(options, |chunk| options.chunk(chunk));
+                let options = if self.rdma { options.gpu_direct_rdma() } else { options };
+                let options = if self.digest { options.digest() } else { options };
+                let loaded = steps.time("load", || {
+                    checkpoint.load(device, &options, &mut |done| {
+                        progress.bytes(done, checkpoint.size());
+                        cancel.check()
+                    })
+                });
+                let Loaded { memory, digest, .. } = loaded?;
+                Ok((memory, digest))
+            }
+        }
+    }
+
+    /// Loads a file into new memory. Returns its digest too.
+    fn load_file(
+        &self,
+        source: &Source,
+        device: &Device,
+        steps: &mut Steps,
+        cancel: &Cancel,
+        progress: &Progress,
+    ) -> Result<(Shared, String)> {
+        let size = source.size();
+        let spec = self.chunk.map_or(Spec::vmm(size), |chunk| Spec::vmm(size).chunk(chunk));
+        let spec = if self.rdma { spec.gpu_direct_rdma() } else { spec };
+        // What is published is never written again: the kernel enforces it on the host backend.
+        let memory = steps.time("create", || Shared::create(device, spec.sealed()))?;
+        let digest = steps.time("load", || {
+            let digest = source.load(&memory, &mut |done| {
+                progress.bytes(done, size);
+                cancel.check()
+            })?;
+            clear_padding(&memory)?;
+            memory.synchronize()?;
+            memory.seal()?;
+            Ok(digest)
+        })?;
+        Ok((memory, digest))
+    }
+
+    /// What is put of it.
+    fn put<'a>(
+        &self,
+        memory: &'a Shared,
+        arrays: Vec<ArrayEntry>,
+        digest: Option<&str>,
+        metadata: Option<Check>,
+    ) -> Result<Put<'a>> {
+        let part = PutPart::of(PART, memory)?.arrays(arrays);
+        let part = digest.into_iter().fold(part, PutPart::digest);
+        let mut put = Put::new(&self.name).condition(self.condition()).part(part);
+        put = metadata.into_iter().fold(put, Put::metadata);
+        put = self.mode.iter().fold(put, |put, mode| put.mode(*mode));
+        put = self.ttl.iter().fold(put, |put, lifetime| put.lifetime(*lifetime));
+        Ok(self.keep.iter().fold(put, |put, versions| put.keep(*versions)))
+    }
+}
+
+impl Tool for PutOptions {
+    const NAME: &'static str = "put";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+        raise_file_limit();
+        let input = self.input()?;
+        let metadata = self.metadata(&input)?;
+        let client = self.meet.connect(cancel)?;
+        self.check_ahead(&client, input.size())?;
+        let mut steps = Steps::default();
+        let opened = steps.time("driver", || start(self.backend, cancel, &|_| {}))?;
+        leave_open(&opened.driver);
+        let fallback = no_gpu(&opened, &self.output);
+        let device = Device::find(&opened.driver, self.device)?;
+        let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;
+        let entries = input.arrays();
+        let arrays = entries.len();
+        let put = self.put(&memory, entries, digest.as_deref(), metadata)?;
+        let published = steps.time("put", || client.put(&put))?;
+        let description = memory.describe()?;
+        let report = PutReport {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            name: self.name.clone(),
+            version: published.version,
+            id: published.id,
+            backend: opened.driver.backend(),
+            fallback,
+            device: DeviceSize {
+                uuid: device.prefixed_uuid(),
+                name: device.name().to_owned(),
+                size: description.mapped_size,
+            },
+            size: description.size,
+            segments: description.segments(),
+            array: match input {
+                Input::File { array, .. } => array,
+                Input::Weights(_) => None,
+            },
+            arrays,
+            digest,
+            steps: steps.0,
+        };
+        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+fn render(report: &PutReport) -> String {
+    let PutReport {
+        name, version, size, backend, arrays, device: DeviceSize { name: device, uuid, .. }, digest, ..
+    } = report;
+    let digest = digest.as_ref().map_or_else(String::new, |digest| format!(", {digest}"));
+    let arrays = match arrays {
+        0 | 1 => String::new(),
+        several => format!(" of {several} arrays"),
+    };
+    field("put", format!("{name} version {version}: {}{arrays}, {backend}: {device} {uuid}{digest}", bytes(*size)))
+}

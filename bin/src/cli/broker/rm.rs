@@ -1,0 +1,191 @@
+//! `rm`: takes names away.
+
+use clap::{ArgGroup, Args, builder::NonEmptyStringValueParser};
+use serde::Serialize;
+use vmmfd::{
+    broker::Client,
+    channel::Cancel,
+    error::{Error, RefusalCode, Result},
+    internals::refusal,
+};
+
+use super::{MeetBroker, SCHEMA, count, ls::ObjectLine, table::field};
+use crate::{
+    cli::{
+        Exit, Output, Tool, ToolOutput,
+        exit::exit_codes,
+        output::{Progress, json_line},
+        report::ErrorSummary,
+    },
+    stamp,
+    units::about,
+};
+
+/// Takes names away
+///
+/// Readers keep what they hold; the broker gives the memory back when the last lease of it ends. Of several names each is tried, and
+/// the exit code is that of the first that failed.
+///
+/// All names with a prefix are deleted in two steps: --dry-run lists the objects and prints a code, and --confirm with this code deletes
+/// them. If one of the objects was replaced or deleted in between, or another one came, nothing is deleted.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("deleted, or listed by --dry-run", "a name has no object, or no name has the prefix"))]
+#[command(group = ArgGroup::new("step").args(["dry_run", "confirm"]))]
+pub(in super::super) struct RmOptions {
+    /// Names of the objects
+    #[arg(value_name = "NAME", required_unless_present = "prefix")]
+    names: Vec<String>,
+
+    /// All objects that this user may read and whose names begin with this; needs --dry-run or --confirm
+    #[arg(long, value_name = "PREFIX", value_parser = NonEmptyStringValueParser::new(), conflicts_with = "names",
+        requires = "step", help_heading = "Prefix")]
+    prefix: Option<String>,
+
+    // clap drops a `requires` of an argument that another one conflicts with: so the names conflict with each of these.
+    /// List the objects with the prefix and print the code for --confirm; delete nothing
+    #[arg(long, requires = "prefix", conflicts_with = "names", help_heading = "Prefix")]
+    dry_run: bool,
+
+    /// Delete the objects that --dry-run listed with this code
+    #[arg(long, value_name = "CODE", requires = "prefix", conflicts_with = "names", help_heading = "Prefix")]
+    confirm: Option<String>,
+
+    #[command(flatten)]
+    meet: MeetBroker,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct RmReport {
+    schema: u32,
+    tool: String,
+    deleted: Vec<String>,
+    failed: Vec<Failed>,
+    dry_run: Option<Listed>,
+    /// The error that the command exits with.
+    error: Option<ErrorSummary>,
+}
+
+/// The objects with a prefix.
+#[derive(Debug, Serialize)]
+struct Listed {
+    objects: Vec<ObjectLine>,
+    /// The code of exactly these versions.
+    confirm: String,
+}
+
+impl Listed {
+    fn of(client: &Client, prefix: &str) -> Result<Self> {
+        let objects: Vec<ObjectLine> = client.list(prefix)?.iter().map(ObjectLine::from).collect();
+        if objects.is_empty() {
+            let message = format!("this user may read no object whose name begins with `{prefix}`");
+            return Err(refusal(RefusalCode::Absent, message).into());
+        }
+        let mut digest = blake3::Hasher::new();
+        for object in &objects {
+            // Neither a name nor a UUID contains a zero byte.
+            digest.update(format!("{}\0{}\0", object.name, object.id).as_bytes());
+        }
+        let confirm = digest.finalize().to_hex()[..12].to_owned();
+        Ok(Self { objects, confirm })
+    }
+
+    fn render(&self) -> String {
+        let line = |object: &ObjectLine| {
+            let ObjectLine { name, version, size, leases, owner, .. } = object;
+            let leases = count(*leases, "lease");
+            field("listed", format!("{name} version {version}: {}, {leases}, uid {}", about(*size), owner.uid))
+        };
+        self.objects.iter().map(line).chain([field("confirm", &self.confirm)]).collect()
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Failed {
+    name: String,
+    error: ErrorSummary,
+}
+
+impl Tool for RmOptions {
+    const NAME: &'static str = "rm";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let client = self.meet.connect(cancel)?;
+        let names = match &self.prefix {
+            None => self.names.clone(),
+            Some(prefix) => {
+                let listed = Listed::of(&client, prefix)?;
+                if self.dry_run {
+                    return Ok(self.dry_run(listed));
+                }
+                self.check_confirmed(prefix, &listed)?;
+                listed.objects.into_iter().map(|object| object.name).collect()
+            }
+        };
+        Ok(self.delete(&client, names))
+    }
+}
+
+impl RmOptions {
+    fn dry_run(&self, listed: Listed) -> ToolOutput {
+        let text = match self.output.json {
+            false => listed.render(),
+            true => json_line(&RmReport {
+                schema: SCHEMA,
+                tool: stamp::tool(),
+                deleted: Vec::new(),
+                failed: Vec::new(),
+                dry_run: Some(listed),
+                error: None,
+            }),
+        };
+        ToolOutput { text, exit: Exit::Verified }
+    }
+
+    fn check_confirmed(&self, prefix: &str, listed: &Listed) -> Result<()> {
+        let Some(code) = self.confirm.as_ref().filter(|code| **code != listed.confirm) else { return Ok(()) };
+        let objects = count(listed.objects.len() as u64, "object");
+        let problem = format!(
+            "`{prefix}` has {objects} now, which are not the objects of --confirm {code}: nothing is deleted; list them again with \
+             --dry-run"
+        );
+        Err(Error::Misuse { problem })
+    }
+
+    fn delete(&self, client: &Client, names: Vec<String>) -> ToolOutput {
+        let (mut deleted, mut failed, mut first) = (Vec::new(), Vec::new(), None::<Error>);
+        for name in names {
+            match client.delete(&name) {
+                Ok(()) => deleted.push(name),
+                Err(error) => {
+                    let summary = ErrorSummary::of(&error);
+                    summary.complain();
+                    failed.push(Failed { name, error: summary });
+                    // After any other error the connection can't be used, and the names behind it are not tried.
+                    let goes_on = matches!(error, Error::Broker(_));
+                    first.get_or_insert(error);
+                    if !goes_on {
+                        break;
+                    }
+                }
+            }
+        }
+        let exit = first.as_ref().map_or(Exit::Verified, Exit::of);
+        let error = first.as_ref().map(ErrorSummary::of);
+        let text = match (self.output.json, self.output.quiet) {
+            (true, _) => {
+                let (tool, dry_run) = (stamp::tool(), None);
+                json_line(&RmReport { schema: SCHEMA, tool, deleted, failed, dry_run, error })
+            }
+            (false, true) => String::new(),
+            (false, false) => deleted.iter().map(|name| format!("deleted  {name}\n")).collect(),
+        };
+        ToolOutput { text, exit }
+    }
+}

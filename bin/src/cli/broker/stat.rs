@@ -1,0 +1,233 @@
+//! `stat`: all that is known of an object.
+
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+use vmmfd::{
+    broker::{Lifetime, Maker, ObjectInfo, PartInfo, ReportInfo},
+    channel::Cancel,
+    wire::{self, Check},
+};
+
+use super::{
+    DeviceSize, MeetBroker, SCHEMA, count,
+    ls::ObjectLine,
+    table::{age, field, time},
+};
+use crate::{
+    cli::{
+        Exit, Output, Tool, ToolOutput,
+        exit::exit_codes,
+        output::{Progress, json_line},
+    },
+    stamp,
+    units::bytes,
+};
+
+/// The longest metadata that the text shows, in characters.
+const MOST_METADATA: usize = 2000;
+
+/// Shows what a broker knows of an object
+///
+/// Sizes and devices are as its makers claim them: the broker, which has no driver, can't check them. A reader whose driver refuses a
+/// size reports it, and the report is shown here.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("shown", "there is no such object, or no such version of it"))]
+pub(in super::super) struct StatOptions {
+    /// Name of the object
+    #[arg(value_name = "NAME")]
+    name: String,
+
+    /// Version to show [default: the current one]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Object")]
+    version: Option<u64>,
+
+    #[command(flatten)]
+    meet: MeetBroker,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct StatReport {
+    schema: u32,
+    tool: String,
+    object: ObjectLine,
+    /// Those that can be had by number.
+    versions: Vec<u64>,
+    lifetime: Lifetime,
+    /// How many versions before the current one stay.
+    keep: u32,
+    metadata: Check,
+    parts: Vec<PartLine>,
+    reports: Vec<ReportLine>,
+}
+
+#[derive(Debug, Serialize)]
+struct PartLine {
+    name: String,
+    device: DeviceSize,
+    location: wire::Location,
+    /// Bytes of data, as claimed; those of `device` are of memory.
+    size: u64,
+    segments: u64,
+    immutable: bool,
+    arrays: u64,
+    digest: Option<String>,
+    maker: Maker,
+}
+
+#[derive(Debug, Serialize)]
+struct ReportLine {
+    reader: Maker,
+    /// In UTC (RFC 3339).
+    at: String,
+    message: String,
+}
+
+impl From<&PartInfo> for PartLine {
+    fn from(of: &PartInfo) -> Self {
+        let memory = &of.memory;
+        Self {
+            name: of.name.clone(),
+            device: DeviceSize::of(&memory.device, memory.mapped_size),
+            location: memory.location,
+            size: memory.size,
+            segments: memory.segments,
+            immutable: memory.immutable,
+            arrays: of.arrays,
+            digest: of.digest.clone(),
+            maker: of.maker.clone(),
+        }
+    }
+}
+
+impl From<&ReportInfo> for ReportLine {
+    fn from(of: &ReportInfo) -> Self {
+        Self { reader: of.reader.clone(), at: time(of.at_ms), message: of.message.clone() }
+    }
+}
+
+impl From<&ObjectInfo> for StatReport {
+    fn from(of: &ObjectInfo) -> Self {
+        let version = &of.version;
+        Self {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            object: ObjectLine::from(&version.summary),
+            versions: version.versions.clone(),
+            lifetime: version.lifetime,
+            keep: version.keep,
+            metadata: of.metadata.clone(),
+            parts: version.parts.iter().map(PartLine::from).collect(),
+            reports: version.reports.iter().map(ReportLine::from).collect(),
+        }
+    }
+}
+
+impl Tool for StatOptions {
+    const NAME: &'static str = "stat";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let info = self.meet.connect(cancel)?.stat(&self.name, self.version)?;
+        let report = StatReport::from(&info);
+        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+fn render(report: &StatReport) -> String {
+    let StatReport { object, versions, lifetime, keep, metadata, parts, reports, .. } = report;
+    let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
+    let mapped = object.devices.iter().fold(0u64, |sum, device| sum.saturating_add(device.size));
+    let mut text = field("name", &object.name);
+    text += &field("version", format!("{}, id {}; available: {}", object.version, object.id, versions.join(", ")));
+    text += &field("size", format!("{} of data in {} of memory, as claimed", bytes(object.size), bytes(mapped)));
+    text += &field("backend", &object.backend);
+    text += &field("owner", format!("uid {}, gid {}, mode {}", object.owner.uid, object.owner.gid, object.mode));
+    text += &field("created", format!("{}, {} ago", object.created, age(object.created_ms)));
+    text += &field("lifetime", described(*lifetime));
+    if *keep > 0 {
+        text += &field("keep", format!("{} before the current one", count(u64::from(*keep), "version")));
+    }
+    text += &field("leases", object.leases.to_string());
+    if !metadata.is_empty() {
+        text += &field("metadata", shortened(&serde_json::Value::from(metadata.clone()).to_string()));
+    }
+    for part in parts {
+        text += &part_line(part);
+    }
+    for ReportLine { reader, at, message } in reports {
+        text += &field("report", format!("{at} by {}: {message}", process(reader)));
+    }
+    text
+}
+
+fn part_line(part: &PartLine) -> String {
+    let PartLine { name, device, location, size, segments, arrays, digest, maker, .. } = part;
+    let mut line = format!("{name}: {} on {} {}", bytes(*size), device.uuid, device.name);
+    if *location == wire::Location::Host {
+        line += ", host memory";
+    }
+    if *segments > 1 {
+        line += &format!(", {}", count(*segments, "segment"));
+    }
+    if *arrays > 0 {
+        line += &format!(", {}", count(*arrays, "array"));
+    }
+    if let Some(digest) = digest {
+        line += &format!(", {digest}");
+    }
+    field("part", format!("{line}; put by {}", process(maker)))
+}
+
+fn process(of: &Maker) -> String {
+    let command = of.command.as_ref().map_or_else(String::new, |command| format!(" ({command})"));
+    format!("pid {}{command}, uid {}", of.pid, of.uid)
+}
+
+fn described(lifetime: Lifetime) -> String {
+    match lifetime {
+        Lifetime::Deleted => "until it is deleted".to_owned(),
+        Lifetime::Maker => "while its maker is connected".to_owned(),
+        Lifetime::Idle { ms } => {
+            format!("{} after its last lease", humantime::format_duration(Duration::from_millis(ms)))
+        }
+        Lifetime::Leased => "while its maker is connected or a lease is held".to_owned(),
+        _ => "for a time that this command does not know".to_owned(),
+    }
+}
+
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(MOST_METADATA) {
+        None => text.to_owned(),
+        Some((end, _)) => format!("{}... ({} bytes; --json has all)", &text[..end], text.len()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_metadata_is_cut_where_a_character_ends() {
+        let long = "\u{e4}".repeat(MOST_METADATA + 1);
+        let short = shortened(&long);
+        assert!(
+            short.starts_with(&"\u{e4}".repeat(MOST_METADATA)) && short.ends_with("... (4002 bytes; --json has all)")
+        );
+        assert_eq!(shortened("{}"), "{}");
+    }
+
+    #[test]
+    fn lifetimes_are_sentences() {
+        assert_eq!(described(Lifetime::Idle { ms: 90_500 }), "1m 30s 500ms after its last lease");
+        assert_eq!(described(Lifetime::Deleted), "until it is deleted");
+    }
+}

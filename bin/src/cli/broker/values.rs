@@ -1,0 +1,156 @@
+//! The values of the options of the broker's commands.
+
+use nix::unistd::{Group, User};
+use serde_json::Value;
+use vmmfd::{
+    broker::{Lifetime, Quota},
+    wire::Check,
+};
+
+use crate::cli::options::{parse_size, parse_timeout};
+
+/// Parses a JSON object.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_object(text: &str) -> Result<Check, String> {
+    match serde_json::from_str(text) {
+        Ok(Value::Object(fields)) => Ok(fields),
+        Ok(_) => Err(r#"it is JSON and no object: write fields with values, as {"engine": "x"}"#.to_owned()),
+        Err(error) => Err(format!(r#"it is not JSON ({error}): write fields with values, as {{"engine": "x"}}"#)),
+    }
+}
+
+/// Parses permissions, as chmod(1) has them in octal.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_mode(text: &str) -> Result<u16, String> {
+    let octal = !text.is_empty() && text.len() <= 4 && text.bytes().all(|digit| matches!(digit, b'0'..=b'7'));
+    match octal.then(|| u16::from_str_radix(text, 8).ok()).flatten() {
+        Some(mode) if mode & !0o666 == 0 => Ok(mode),
+        Some(_) => Err(format!("`{text}` has more than read and write: write at most 666")),
+        None => Err(format!("`{text}` is not a mode: write it in octal digits, as 600 or 644")),
+    }
+}
+
+/// Parses how long a name stays after its last lease.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_ttl(text: &str) -> Result<Lifetime, String> {
+    if text == "never" {
+        return Ok(Lifetime::Deleted);
+    }
+    let time = parse_timeout(text).map_err(|problem| format!("{problem}, or never"))?;
+    match u64::try_from(time.as_millis()) {
+        Ok(0) => Err(format!("`{text}` is less than a millisecond: write at least 1ms, or never")),
+        Ok(ms) => Ok(Lifetime::Idle { ms }),
+        Err(_) => Err(format!("`{text}` is too long: write never")),
+    }
+}
+
+/// Parses a user's name or number.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_user(text: &str) -> Result<u32, String> {
+    let named = |name| User::from_name(name).ok().flatten().map(|user| user.uid.as_raw());
+    text.parse().ok().or_else(|| named(text)).ok_or_else(|| {
+        format!("`{text}` is no user of this machine: write a name, or a number as `id -u` prints it, 0 to 4294967295")
+    })
+}
+
+/// Parses a group's name or number.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_group(text: &str) -> Result<u32, String> {
+    let named = |name| Group::from_name(name).ok().flatten().map(|group| group.gid.as_raw());
+    text.parse().ok().or_else(|| named(text)).ok_or_else(|| {
+        format!("`{text}` is no group of this machine: write a name, or a number as `id -g` prints it, 0 to 4294967295")
+    })
+}
+
+/// One limit of a user.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Limit {
+    Bytes(u64),
+    DeviceBytes(u64),
+    Objects(u64),
+    Leases(u64),
+    Connections(u64),
+}
+
+/// Parses `KEY=VALUE`.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_limit(text: &str) -> Result<Limit, String> {
+    let Some((key, value)) = text.split_once('=') else {
+        return Err(format!("`{text}` has no value: write it as bytes=8GiB or objects=100"));
+    };
+    let number = |of: fn(u64) -> Limit| {
+        let number = value.parse().map(of);
+        number.map_err(|_| format!("`{value}` is not a number of {key}: write a whole number"))
+    };
+    match key {
+        "bytes" => parse_size(value).map(Limit::Bytes),
+        "device-bytes" => parse_size(value).map(Limit::DeviceBytes),
+        "objects" => number(Limit::Objects),
+        "leases" => number(Limit::Leases),
+        "connections" => number(Limit::Connections),
+        _ => Err(format!("`{key}` is not a limit: write bytes, device-bytes, objects, leases or connections")),
+    }
+}
+
+/// The limits together; of several of one kind the last counts.
+pub(super) fn quota(limits: &[Limit]) -> Quota {
+    let mut quota = Quota::default();
+    for limit in limits {
+        match *limit {
+            Limit::Bytes(most) => quota.bytes = Some(most),
+            Limit::DeviceBytes(most) => quota.device_bytes = Some(most),
+            Limit::Objects(most) => quota.objects = Some(most),
+            Limit::Leases(most) => quota.leases = Some(most),
+            Limit::Connections(most) => quota.connections = Some(most),
+        }
+    }
+    quota
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_read_and_refused_in_one_sentence() {
+        assert_eq!(parse_mode("644"), Ok(0o644));
+        assert_eq!(parse_mode("0600"), Ok(0o600));
+        for text in ["", "8", "-1", "755", "1666", "rw", "00644", "+644"] {
+            assert!(parse_mode(text).unwrap_err().contains("write "), "{text}");
+        }
+        assert_eq!(parse_ttl("never"), Ok(Lifetime::Deleted));
+        assert_eq!(parse_ttl("2m"), Ok(Lifetime::Idle { ms: 120_000 }));
+        for text in ["", "0s", "30", "1us", "soon"] {
+            assert!(parse_ttl(text).unwrap_err().contains("never"), "{text}");
+        }
+        assert_eq!(parse_object(r#"{"a": [1]}"#).unwrap()["a"][0], 1);
+        for text in ["", "[1]", "3", "{", "{'a': 1}"] {
+            assert!(parse_object(text).unwrap_err().contains("write "), "{text}");
+        }
+        assert_eq!(parse_limit("bytes=1.5GiB"), Ok(Limit::Bytes(3 << 29)));
+        assert_eq!(parse_limit("leases=0"), Ok(Limit::Leases(0)));
+        assert_eq!(parse_limit("device-bytes=80GiB"), Ok(Limit::DeviceBytes(80 << 30)));
+        assert_eq!((parse_user("root"), parse_user("7"), parse_group("7")), (Ok(0), Ok(7), Ok(7)));
+        for text in ["", "-1", "4294967296", "no such user"] {
+            assert!(parse_user(text).unwrap_err().contains("write "), "{text}");
+            assert!(parse_group(text).unwrap_err().contains("write "), "{text}");
+        }
+        for text in ["", "bytes", "bytes=", "bytes=1GB", "objects=1GiB", "users=1", "leases=-1"] {
+            assert!(parse_limit(text).unwrap_err().contains("write "), "{text}");
+        }
+        let quota = quota(&[Limit::Objects(1), Limit::Bytes(2), Limit::Objects(3)]);
+        assert_eq!((quota.bytes, quota.objects, quota.leases, quota.connections), (Some(2), Some(3), None, None));
+    }
+}

@@ -1,0 +1,252 @@
+//! `watch`: what happens to the objects of a broker, as it happens.
+
+use std::{
+    io::{self, Write},
+    os::fd::AsFd,
+    str::FromStr,
+    thread,
+    time::Duration,
+};
+
+use clap::Args;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use serde::Serialize;
+use vmmfd::{
+    broker::{Event, EventKind, WatchPlace, Watched},
+    channel::{Cancel, CancelReason},
+    error::Error,
+    internals::{clean, deadline_after, wait},
+};
+
+use super::{MeetBroker, SCHEMA, table::time};
+use crate::cli::{
+    Exit, Output, Tool, ToolOutput,
+    exit::exit_codes,
+    output::{Progress, complain, json_line},
+};
+
+/// How long each wait for events lasts; nothing is seen of it.
+const WAIT: Duration = Duration::from_secs(3600);
+
+/// Shows what happens to the objects of a broker, one line an event, as it happens
+///
+/// published, replaced, deleted, reported (a reader found it not to be as claimed), leased and ended (a lease of it), of names that this
+/// user may read. A line with lost says that events before the next one are not known any more. It goes on over a restart of the
+/// broker, and runs until SIGTERM or SIGINT, or until its output is closed.
+#[derive(Debug, Args)]
+#[command(
+    after_help = exit_codes!("a signal ended it, or its output was closed"),
+    mut_arg("json", |json| json.help("Print each event as one JSON object on a line of its own; first one of where it begins"))
+)]
+pub(in super::super) struct WatchOptions {
+    /// Only of names that begin with this
+    #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
+    prefix: String,
+
+    /// Begin behind this event of an earlier watch, as --json has them [default: what happens from now on]
+    #[arg(long, value_name = "INSTANCE:SEQ", value_parser = parse_place)]
+    after: Option<WatchPlace>,
+
+    #[command(flatten)]
+    meet: MeetBroker,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+fn parse_place(text: &str) -> Result<WatchPlace, String> {
+    let place = text.rsplit_once(':').and_then(|(instance, seq)| {
+        let seq = seq.parse().ok()?;
+        // As the broker writes it, however it was written here.
+        let instance = uuid::Uuid::from_str(instance).ok()?.to_string();
+        Some(WatchPlace::new(instance, seq))
+    });
+    place.ok_or_else(|| {
+        format!("`{text}` is not the place of an event: write instance and seq of a line of --json, with a colon between them")
+    })
+}
+
+/// What a pipe takes whole once it has room, in bytes: `PIPE_BUF`, which POSIX lets no system have less of.
+const PIECE: usize = 512;
+
+/// A line of `--json`.
+#[derive(Debug, Serialize)]
+struct Line<'a> {
+    schema: u32,
+    /// `following`, `lost`, or what happened.
+    event: &'a str,
+    /// With `seq` the place behind this line.
+    instance: &'a str,
+    seq: u64,
+    #[serde(flatten)]
+    of: Option<Details<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct Details<'a> {
+    /// In UTC (RFC 3339).
+    at: String,
+    name: &'a str,
+    version: u64,
+    id: &'a str,
+    uid: u32,
+    pid: i32,
+    message: Option<&'a str>,
+}
+
+fn kind_name(kind: EventKind) -> &'static str {
+    match kind {
+        EventKind::Published => "published",
+        EventKind::Replaced => "replaced",
+        EventKind::Deleted => "deleted",
+        EventKind::Reported => "reported",
+        EventKind::Leased => "leased",
+        EventKind::Ended => "ended",
+        // A newer broker's.
+        _ => "unknown",
+    }
+}
+
+impl WatchOptions {
+    fn line(&self, watched: Option<&Watched>, place: &WatchPlace) -> String {
+        let event = match watched {
+            Some(Watched::Event(event)) => Some(event),
+            _ => None,
+        };
+        let word = match watched {
+            None => "following",
+            Some(Watched::Event(event)) => kind_name(event.kind),
+            Some(_) => "lost",
+        };
+        if self.output.json {
+            let WatchPlace { instance, seq, .. } = place;
+            let line = Line { schema: SCHEMA, event: word, instance, seq: *seq, of: event.map(Details::of) };
+            return json_line(&line);
+        }
+        let mut line = match event {
+            Some(event) => text(event, word),
+            None => "lost       events before the next one are not known any more".to_owned(),
+        };
+        clean(&mut line);
+        line + "\n"
+    }
+}
+
+impl<'a> Details<'a> {
+    fn of(event: &'a Event) -> Self {
+        let Event { at_ms, name, version, id, uid, pid, message, .. } = event;
+        Self { at: time(*at_ms), name, version: *version, id, uid: *uid, pid: *pid, message: message.as_deref() }
+    }
+}
+
+fn text(event: &Event, word: &str) -> String {
+    let Event { at_ms, name, version, uid, pid, message, .. } = event;
+    let message = message.as_ref().map(|message| format!(": {message}")).unwrap_or_default();
+    format!("{word:<9}  {}  {name} version {version}, uid {uid} pid {pid}{message}", time(*at_ms))
+}
+
+impl Tool for WatchOptions {
+    const NAME: &'static str = "watch";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let client = self.meet.connect(cancel)?;
+        let mut watch = client.watch(&self.prefix, self.after.as_ref())?;
+        end_with_output(cancel)?;
+        if self.output.json {
+            if !print(&self.line(None, watch.place()), cancel)? {
+                return Ok(ended());
+            }
+        } else if !self.output.quiet {
+            let WatchPlace { instance, seq, .. } = watch.place();
+            complain(&format!("watch     following  behind event {seq} of {instance}"));
+        }
+        loop {
+            match watch.next(WAIT) {
+                Ok(Some(watched)) => {
+                    if !print(&self.line(Some(&watched), watch.place()), cancel)? {
+                        return Ok(ended());
+                    }
+                }
+                Ok(None) => {}
+                Err(Error::Interrupted { .. }) => return Ok(ended()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+fn ended() -> ToolOutput {
+    ToolOutput { text: String::new(), exit: Exit::Verified }
+}
+
+/// Prints a line at once. False if the output is closed, or if the command is to end while its reader does not read.
+fn print(line: &str, cancel: &Cancel) -> io::Result<bool> {
+    let mut stdout = io::stdout().lock();
+    for piece in line.as_bytes().chunks(PIECE) {
+        let room = wait(cancel, stdout.as_fd(), PollFlags::POLLOUT, deadline_after(Duration::MAX));
+        if matches!(room, Err(Error::Interrupted { .. })) {
+            return Ok(false);
+        }
+        match stdout.write_all(piece) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(false),
+            Err(error) => return Err(error),
+        }
+    }
+    match stdout.flush() {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Cancels when the last reader of the output is gone, which a command that writes nothing for hours would not see.
+fn end_with_output(cancel: &Cancel) -> Result<(), Error> {
+    let cancel = cancel.clone();
+    let wait = move || {
+        let stdout = io::stdout();
+        // Without events it waits for errors alone; for a file for ever.
+        let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::empty())];
+        while poll(&mut fds, PollTimeout::NONE) == Err(nix::errno::Errno::EINTR) {}
+        cancel.cancel(CancelReason::Program);
+    };
+    let spawned = thread::Builder::new().name("output".to_owned()).spawn(wait);
+    spawned.map(drop).map_err(|error| Error::system("start a thread", error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_is_read_as_a_line_has_it() {
+        let place = parse_place("0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f:17").unwrap();
+        assert_eq!((&*place.instance, place.seq), ("0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f", 17));
+        for text in ["", "17", ":17", "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f", "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f:-1"]
+        {
+            assert!(parse_place(text).unwrap_err().contains("write "), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_line_of_text_can_not_be_made_to_look_like_two() {
+        let event = Event {
+            seq: 3,
+            at_ms: 1_000,
+            kind: EventKind::Reported,
+            name: "models/tiny".to_owned(),
+            version: 2,
+            id: String::new(),
+            uid: 7,
+            pid: 9,
+            message: Some("wrong\npublished".to_owned()),
+        };
+        let mut line = text(&event, kind_name(event.kind));
+        clean(&mut line);
+        assert_eq!(line, "reported   1970-01-01T00:00:01.000Z  models/tiny version 2, uid 7 pid 9: wrong published");
+    }
+}

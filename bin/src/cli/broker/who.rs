@@ -1,0 +1,268 @@
+//! `who`: the leases that are held, and what they hold.
+
+use std::collections::BTreeMap;
+
+use clap::Args;
+use serde::Serialize;
+use vmmfd::{
+    broker::{HeldLease, Holders, UserTotal},
+    channel::Cancel,
+};
+
+use super::{
+    DeviceSize, MeetBroker, SCHEMA,
+    table::{Column, Table, age, time, width},
+};
+use crate::{
+    cli::{
+        Exit, Output, Tool, ToolOutput,
+        exit::exit_codes,
+        output::{Progress, complain, json_line},
+    },
+    stamp,
+    units::about,
+};
+
+/// Shows which processes hold which objects of a broker
+///
+/// With what each user and each device has in it, as claimed. A process that ended its lease and kept the memory mapped is not seen
+/// here: look at `nvidia-smi` then.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("shown"))]
+pub(in super::super) struct WhoOptions {
+    /// Only leases of objects whose names begin with this
+    #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
+    prefix: String,
+
+    #[command(flatten)]
+    meet: MeetBroker,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct WhoReport {
+    schema: u32,
+    tool: String,
+    leases: Vec<LeaseLine>,
+    unnamed: Vec<Unnamed>,
+    users: Vec<UserLine>,
+    devices: Vec<DeviceSize>,
+}
+
+#[derive(Debug, Serialize)]
+struct LeaseLine {
+    number: u64,
+    name: String,
+    version: u64,
+    id: String,
+    /// Whether the version can still be had by its name.
+    named: bool,
+    pid: i32,
+    uid: u32,
+    command: Option<String>,
+    /// In UTC (RFC 3339).
+    since: String,
+    size: u64,
+    #[serde(skip)]
+    since_ms: u64,
+}
+
+/// A version that no name has any more.
+#[derive(Debug, Clone, Serialize)]
+struct Unnamed {
+    name: String,
+    version: u64,
+    id: String,
+    leases: u64,
+    /// What the largest of its leases has.
+    size: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct UserLine {
+    uid: u32,
+    objects: u64,
+    size: u64,
+    devices: Vec<DeviceSize>,
+    leases: u64,
+    connections: u64,
+}
+
+impl From<&HeldLease> for LeaseLine {
+    fn from(of: &HeldLease) -> Self {
+        Self {
+            number: of.number,
+            name: of.name.clone(),
+            version: of.version,
+            id: of.id.clone(),
+            named: of.named,
+            pid: of.pid,
+            uid: of.uid,
+            command: of.command.clone(),
+            since: time(of.since_ms),
+            size: of.size,
+            since_ms: of.since_ms,
+        }
+    }
+}
+
+impl From<&UserTotal> for UserLine {
+    fn from(of: &UserTotal) -> Self {
+        let devices: Vec<DeviceSize> = of.devices.iter().map(DeviceSize::from).collect();
+        let size = total(&devices);
+        Self { uid: of.uid, objects: of.objects, size, devices, leases: of.leases, connections: of.connections }
+    }
+}
+
+fn total(devices: &[DeviceSize]) -> u64 {
+    devices.iter().fold(0, |sum, device| sum.saturating_add(device.size))
+}
+
+impl WhoReport {
+    fn of(holders: &Holders) -> Self {
+        let users: Vec<UserLine> = holders.totals.iter().map(UserLine::from).collect();
+        Self {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            leases: holders.leases.iter().map(LeaseLine::from).collect(),
+            unnamed: unnamed(&holders.leases),
+            devices: by_device(users.iter().flat_map(|user| &user.devices)),
+            users,
+        }
+    }
+}
+
+/// The versions that no name has any more, in the order of their names.
+fn unnamed(leases: &[HeldLease]) -> Vec<Unnamed> {
+    let mut found = BTreeMap::<(&str, u64, &str), Unnamed>::new();
+    for lease in leases.iter().filter(|lease| !lease.named) {
+        let HeldLease { name, version, id, size, .. } = lease;
+        let entry = found.entry((name, *version, id)).or_insert_with(|| Unnamed {
+            name: name.clone(),
+            version: *version,
+            id: id.clone(),
+            leases: 0,
+            size: 0,
+        });
+        (entry.leases, entry.size) = (entry.leases + 1, entry.size.max(*size));
+    }
+    found.into_values().collect()
+}
+
+/// The sums of what several users have.
+fn by_device<'a>(devices: impl Iterator<Item = &'a DeviceSize>) -> Vec<DeviceSize> {
+    let mut sums = BTreeMap::<&str, DeviceSize>::new();
+    for device in devices {
+        let sum = sums.entry(&device.uuid).or_insert_with(|| DeviceSize { size: 0, ..device.clone() });
+        sum.size = sum.size.saturating_add(device.size);
+    }
+    sums.into_values().collect()
+}
+
+impl Tool for WhoOptions {
+    const NAME: &'static str = "who";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let report = WhoReport::of(&self.meet.connect(cancel)?.who(&self.prefix)?);
+        if report.leases.is_empty() && !self.output.json && !self.output.quiet {
+            complain("notice: there are no leases that this user may see");
+        }
+        let text = if self.output.json { json_line(&report) } else { render(&report, width()) };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+fn render(report: &WhoReport, width: Option<usize>) -> String {
+    let mut tables = Vec::new();
+    if !report.leases.is_empty() {
+        let mut table = Table::new([
+            Column::right("PID"),
+            Column::right("UID").optional(),
+            Column::left("COMMAND").optional(),
+            Column::right("SIZE"),
+            Column::right("SINCE").optional(),
+            Column::right("VERSION"),
+            Column::left("NAME"),
+        ]);
+        for lease in &report.leases {
+            table.row([
+                lease.pid.to_string(),
+                lease.uid.to_string(),
+                lease.command.clone().unwrap_or_else(|| "-".to_owned()),
+                about(lease.size),
+                age(lease.since_ms),
+                lease.version.to_string(),
+                lease.name.clone(),
+            ]);
+        }
+        tables.push(table.render(width));
+    }
+    if !report.unnamed.is_empty() {
+        let mut table = Table::new([
+            Column::right("SIZE"),
+            Column::right("LEASES"),
+            Column::right("VERSION"),
+            Column::left("NO LONGER NAMED"),
+        ]);
+        for version in &report.unnamed {
+            let Unnamed { name, version, leases, size, .. } = version;
+            table.row([about(*size), leases.to_string(), version.to_string(), name.clone()]);
+        }
+        tables.push(table.render(width));
+    }
+    if !report.users.is_empty() {
+        let mut table = Table::new([
+            Column::right("USER"),
+            Column::right("OBJECTS"),
+            Column::right("SIZE"),
+            Column::right("LEASES"),
+            Column::right("CONNECTIONS").optional(),
+        ]);
+        for user in &report.users {
+            let UserLine { uid, objects, size, leases, connections, .. } = user;
+            let counts = [uid.to_string(), objects.to_string(), about(*size), leases.to_string()];
+            let [uid, objects, size, leases] = counts;
+            table.row([uid, objects, size, leases, connections.to_string()]);
+        }
+        tables.push(table.render(width));
+    }
+    if !report.devices.is_empty() {
+        let mut table = Table::new([Column::right("SIZE"), Column::left("NAME").optional(), Column::left("DEVICE")]);
+        for DeviceSize { uuid, name, size } in &report.devices {
+            table.row([about(*size), name.clone(), uuid.clone()]);
+        }
+        tables.push(table.render(width));
+    }
+    tables.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lease(number: u64, name: &str, id: &str, named: bool, size: u64) -> HeldLease {
+        let (name, id) = (name.to_owned(), id.to_owned());
+        HeldLease { number, name, version: 1, id, named, pid: 7, uid: 0, command: None, since_ms: 0, size }
+    }
+
+    #[test]
+    fn versions_without_a_name_are_counted_once() {
+        let leases = [lease(1, "b", "x", false, 5), lease(2, "b", "x", false, 9), lease(3, "b", "y", false, 1)];
+        let found = unnamed(&[&leases[..], &[lease(4, "a", "z", true, 2)]].concat());
+        let found: Vec<_> = found.iter().map(|one| (one.id.as_str(), one.leases, one.size)).collect();
+        assert_eq!(found, [("x", 2, 9), ("y", 1, 1)]);
+    }
+
+    #[test]
+    fn devices_are_summed_over_users() {
+        let of = |uuid: &str, size| DeviceSize { uuid: uuid.to_owned(), name: String::new(), size };
+        let sums = by_device([of("b", 1), of("a", 2), of("b", u64::MAX)].iter());
+        assert_eq!(sums, [of("a", 2), of("b", u64::MAX)]);
+    }
+}

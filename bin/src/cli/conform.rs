@@ -1,0 +1,119 @@
+//! `conform`: which rules of the protocol an implementation breaks.
+
+use std::{fmt::Write, path::PathBuf, time::Duration};
+
+use clap::{Args, ValueEnum, builder::PossibleValue};
+use vmmfd::channel::{Cancel, Trust, socket_path};
+
+use super::{
+    Exit, Output, Tool, ToolOutput,
+    exit::exit_codes,
+    options::{parse_timeout, parse_uid},
+    output::{Progress, json_line},
+};
+use crate::conform::{self, CaseReport, ConformPlan, Role};
+
+/// Meets an implementation of the protocol as its peer, and reports which rules of docs/protocol.md or, of a broker,
+/// of docs/broker-protocol.md it breaks
+///
+/// The memory is of the host backend: no GPU is needed, and none is tested. As a producer or a publisher this side listens, and each
+/// connection is one case: start the other end again and again until this command has ended. As a consumer, a subscriber or a
+/// client it connects for each case: let the other end serve any number of them. Most cases break a rule on purpose, which the other end must notice.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("every rule that was tried was kept", "a rule was broken"))]
+pub(super) struct ConformOptions {
+    /// Unix socket to meet at: this side connects to it, or listens there, by its role
+    #[arg(value_name = "SOCKET", required_unless_present = "list")]
+    socket: Option<PathBuf>,
+
+    /// Cases to try, by name, separated by commas [default: all]
+    #[arg(long, value_name = "CASE,...", value_delimiter = ',', help_heading = "Probes")]
+    only: Vec<String>,
+
+    /// List the cases with the rules that each is about, and try none
+    #[arg(long, conflicts_with = "only", help_heading = "Probes")]
+    list: bool,
+
+    /// What this side plays
+    #[arg(long = "as", value_name = "ROLE", help_heading = "Meeting")]
+    role: Role,
+
+    /// User that the other end may belong to, besides one's own and root; may be given several times
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
+    allow_uids: Vec<u32>,
+
+    /// How long to wait for the other end to listen, or for its next connection
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout, help_heading = "Meeting")]
+    wait: Duration,
+
+    /// How long the other end may be silent: what this side says in `hello`
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = parse_timeout, help_heading = "Meeting")]
+    timeout: Duration,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+impl ValueEnum for Role {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Consumer, Self::Producer, Self::Subscriber, Self::Publisher, Self::Client]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(self.as_str()).help(match self {
+            Self::Consumer => "connects to a producer of buffers",
+            Self::Producer => "listens for consumers of buffers",
+            Self::Subscriber => "connects to a publisher of streams",
+            Self::Publisher => "listens for subscribers to a stream",
+            Self::Client => "connects to a broker, and leaves nothing in it",
+        }))
+    }
+}
+
+impl Tool for ConformOptions {
+    const NAME: &'static str = "conform";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let cases = conform::cases(self.role);
+        if self.list {
+            let text = if self.output.json {
+                let case = |(name, rules): &(String, _)| serde_json::json!({"name": name, "rules": rules});
+                json_line(&serde_json::json!({"schema": 1, "cases": cases.iter().map(case).collect::<Vec<_>>()}))
+            } else {
+                let mut text = String::new();
+                for (name, rules) in cases {
+                    writeln!(text, "{name:<44}  {}", rules.join(" "))?;
+                }
+                text
+            };
+            return Ok(ToolOutput { text, exit: Exit::Verified });
+        }
+        let plan = ConformPlan {
+            socket: socket_path(self.socket.as_deref())?,
+            role: self.role,
+            only: self.only.clone(),
+            trust: Trust { uids: self.allow_uids.clone() },
+            wait: self.wait,
+            timeout: self.timeout,
+        };
+        let all = if self.only.is_empty() { cases.len() } else { self.only.len() };
+        let done = std::cell::Cell::new(0);
+        progress.step("waiting for the other end", 0, all);
+        let report = conform::run(&plan, cancel, &|case: &CaseReport| {
+            tracing::info!(name = case.name, outcome = ?case.outcome, "a case has ended");
+            done.set(done.get() + 1);
+            progress.step(&case.name, done.get(), all);
+        })?;
+        let exit = match report.exit_code() {
+            0 => Exit::Verified,
+            1 => Exit::Mismatch,
+            _ => Exit::Peer,
+        };
+        let text = if self.output.json { json_line(&report) } else { conform::render(&report) };
+        Ok(ToolOutput { text, exit })
+    }
+}

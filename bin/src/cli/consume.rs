@@ -1,0 +1,88 @@
+//! `consume`: imports a buffer, verifies it and reports the result.
+
+use std::{ops::Range, path::PathBuf};
+
+use clap::Args;
+use vmmfd::{
+    channel::{Cancel, socket_path},
+    driver::{Access, Choice},
+    memory::Selector,
+    session::{
+        Event,
+        handoff::{self, Request},
+        start,
+    },
+};
+
+use super::{
+    Console, Exit, Meet, Output, Session, leave_open, parse_range, parse_target,
+    values::{ACCESS, CHOICE, ENGINE},
+};
+use crate::check::{self, DataVerifier, files::Target, pattern::EngineChoice};
+
+/// Imports a buffer from a producer, verifies it and reports the result.
+///
+/// It may be started before the producer, and waits for it.
+#[derive(Debug, Args)]
+pub struct Consume {
+    /// Range of bytes, with units as in 4MiB:1MiB; of a buffer in chunks only those that cover it are sent and mapped
+    /// [default: all]
+    #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range, help_heading = "Buffer")]
+    range: Option<Range<u64>>,
+
+    /// File to write the bytes to, created only when they are verified
+    #[arg(long, value_name = "FILE", value_parser = parse_target, help_heading = "Buffer")]
+    to: Option<PathBuf>,
+
+    /// Replace the file if it exists
+    #[arg(long, requires = "to", help_heading = "Buffer")]
+    force: bool,
+
+    /// What checks the pattern
+    #[arg(long, value_name = "ENGINE", value_parser = ENGINE, default_value = "auto", help_heading = "Buffer")]
+    verify: EngineChoice,
+
+    /// Where the memory is; the producer's must be the same
+    #[arg(long, value_name = "BACKEND",
+        value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
+    backend: Choice,
+
+    /// Device to use it on, also another that can access the memory; a UUID may be cut short [default: the device that it is on]
+    #[arg(long, value_name = "ORDINAL|UUID", help_heading = "Sharing")]
+    device: Option<Selector>,
+
+    /// Access to map it with [default: rw in a round trip, else ro]
+    #[arg(long, value_name = "ACCESS", value_parser = ACCESS, help_heading = "Sharing")]
+    access: Option<Access>,
+
+    #[command(flatten)]
+    meet: Meet,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+impl Session for Consume {
+    const ROLE: &'static str = "consumer";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
+        let observer = |event: Event<'_>| console.event(event);
+        let path = socket_path(self.meet.socket.as_deref())?;
+        // Before the connection, so that nothing is sent that can't be written.
+        let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
+        let opened = start(self.backend, cancel, &observer)?;
+        leave_open(&opened.driver);
+        let config = self.meet.config(cancel);
+        let mut request = Request::default();
+        (request.access, request.range) = (self.access, self.range.clone());
+        let steps = |event: check::Event<'_>| console.check(event);
+        let mut verifier = DataVerifier::new(&steps).with_engine(self.verify).with_target(target);
+        let findings = handoff::fetch(&opened.driver, self.device, &path, &request, &mut verifier, &config, &observer)?;
+        console.findings(&findings);
+        Ok(if findings.verified() { Exit::Verified } else { Exit::Mismatch })
+    }
+}

@@ -1,0 +1,64 @@
+//! Parts of a line of output.
+
+use vmmfd::{
+    array::ArrayDescriptor,
+    driver::Access,
+    memory::{Description, Mechanism, Placement},
+};
+
+use crate::check::{Figures, pattern::Mismatch};
+
+pub(super) fn spelled(access: Access) -> &'static str {
+    match access {
+        Access::ReadOnly => "read-only",
+        Access::ReadWrite => "read-write",
+    }
+}
+
+pub(super) fn findings(verified: bool, figures: &Figures) -> String {
+    let Figures { words, mismatches, first_mismatch, digest } = figures;
+    match digest {
+        Some(digest) if verified => format!("{digest}, as expected"),
+        Some(digest) => format!("{digest}, which is WRONG"),
+        None if *words == 0 => "nothing to check it against".to_owned(),
+        None => format!("{words} words, {mismatches} wrong{}", first_words(*first_mismatch)),
+    }
+}
+
+/// An array's type and shape, with its strides.
+pub(super) fn described(array: &ArrayDescriptor) -> String {
+    match (&array.strides, array.strides_in_bytes()) {
+        (None, Ok(strides)) => ArrayDescriptor { strides: Some(strides), ..array.clone() }.to_string(),
+        _ => array.to_string(),
+    }
+}
+
+/// How memory is shared, if not by VMM, on a device, as one allocation.
+pub(super) fn kind(description: &Description) -> String {
+    let mut kind = String::new();
+    if description.mechanism() != Mechanism::Vmm {
+        kind += &format!(", {}", description.mechanism());
+    }
+    if description.placement() != Placement::Device {
+        kind += &format!(", {} memory", description.placement());
+    }
+    if description.segments() > 1 {
+        kind += &format!(", {} chunks", description.segments());
+    }
+    kind
+}
+
+/// One descriptor by its number, several by their count.
+pub(super) fn numbers(fds: &[i32]) -> String {
+    match fds {
+        [] => "no fd".to_owned(),
+        [fd] => format!("fd {fd}"),
+        many => format!("{} fds", many.len()),
+    }
+}
+
+pub(super) fn first_words(first: Option<Mismatch>) -> String {
+    first.map_or_else(String::new, |first| {
+        format!(", the first at word {}: {:#010x} instead of {:#010x}", first.index, first.found, first.expected)
+    })
+}

@@ -1,0 +1,152 @@
+//! `devices`: the devices that this process sees, and what can be shared of each.
+
+use std::{collections::BTreeMap, fmt::Write};
+
+use clap::Args;
+use serde::Serialize;
+use vmmfd::{
+    channel::Cancel,
+    driver::{Backend, Choice, open},
+    error::{Error, ErrorKind},
+    memory::{Allocation, Device, Shared, Spec},
+};
+
+use super::{
+    Exit, Output, Tool, ToolOutput,
+    exit::exit_codes,
+    leave_open,
+    output::{Progress, complain, json_line},
+    values::CHOICE,
+};
+use crate::verbs::HasVerbs;
+use crate::{stamp, units::about};
+
+/// Lists the devices with what can be shared of each, found out by allocating and exporting a granule each way
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("listed"))]
+pub(super) struct DevicesOptions {
+    /// Where the memory is
+    #[arg(long, value_name = "BACKEND",
+        value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
+    backend: Choice,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Debug, Serialize)]
+struct DevicesReport {
+    schema: u32,
+    tool: String,
+    backend: Backend,
+    /// Why it is the host backend, where that was not asked for.
+    fallback: Option<String>,
+    devices: Vec<DeviceLine>,
+}
+
+#[derive(Debug, Serialize)]
+struct DeviceLine {
+    ordinal: i32,
+    uuid: String,
+    name: String,
+    /// Bytes, as the driver counts them.
+    memory: Option<u64>,
+    free: Option<u64>,
+    granularity: Option<u64>,
+    /// By mechanism: whether memory of it can be made and exported here.
+    sharing: BTreeMap<&'static str, Tried>,
+}
+
+#[derive(Debug, Serialize)]
+struct Tried {
+    works: bool,
+    /// The error, where it does not.
+    error: Option<String>,
+}
+
+impl Tried {
+    fn of(result: Result<(), Error>) -> Result<Self, Error> {
+        match result {
+            Err(error) if error.kind() == ErrorKind::Interrupted => Err(error),
+            result => Ok(Self { works: result.is_ok(), error: result.err().map(|error| error.in_full()) }),
+        }
+    }
+}
+
+/// One device, tried. Blocks while its context is made, which takes the driver some 100 ms.
+fn tried(device: &Device) -> Result<DeviceLine, Error> {
+    let info = device.memory_info()?;
+    let granularity = device.granularity();
+    let size = granularity.as_ref().copied().unwrap_or(1);
+    let vmm = Allocation::create(device, size).and_then(|memory| memory.export().map(drop));
+    let pool = device.verbs().pools().and_then(|_| Shared::create(device, Spec::pool(size)));
+    let legacy = device.verbs().legacy().and_then(|_| Shared::create(device, Spec::legacy(size)));
+    let sharing = BTreeMap::from([
+        ("vmm", Tried::of(vmm)?),
+        ("pool", Tried::of(pool.map(drop))?),
+        ("legacy", Tried::of(legacy.map(drop))?),
+    ]);
+    Ok(DeviceLine {
+        ordinal: device.ordinal(),
+        uuid: device.prefixed_uuid(),
+        name: device.name().to_owned(),
+        memory: Some(info.total),
+        free: Some(info.free),
+        granularity: granularity.ok(),
+        sharing,
+    })
+}
+
+impl Tool for DevicesOptions {
+    const NAME: &'static str = "devices";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+        progress.step("starting the driver", 0, 1);
+        let opened = open(self.backend)?;
+        leave_open(&opened.driver);
+        let all = Device::all(&opened.driver)?;
+        let mut devices = Vec::new();
+        for (number, device) in all.iter().enumerate() {
+            cancel.check()?;
+            progress.step(device.name(), number, all.len());
+            devices.push(tried(device)?);
+        }
+        let report = DevicesReport {
+            schema: 1,
+            tool: stamp::tool(),
+            backend: opened.driver.backend(),
+            fallback: opened.fallback.as_ref().map(Error::in_full),
+            devices,
+        };
+        if let (Some(reason), false) = (&report.fallback, self.output.json) {
+            progress.close();
+            complain(&format!("notice: no GPU is listed: {reason}; ordinary host memory is listed instead"));
+        }
+        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+fn render(report: &DevicesReport) -> String {
+    let mut text = String::new();
+    for device in &report.devices {
+        let DeviceLine { ordinal, uuid, name, memory, free, granularity, sharing } = device;
+        let size = |bytes: Option<u64>| bytes.map_or_else(|| "unknown".to_owned(), about);
+        // Writing to a string can't fail.
+        let _ = writeln!(text, "{ordinal}  {uuid}  {name}");
+        let _ =
+            writeln!(text, "   memory   {}, {} free, granularity {}", size(*memory), size(*free), size(*granularity));
+        for mechanism in ["vmm", "pool", "legacy"] {
+            let result = match sharing.get(mechanism) {
+                Some(Tried { error: Some(error), .. }) => format!("no: {error}"),
+                _ => "yes".to_owned(),
+            };
+            let _ = writeln!(text, "   {mechanism:<7}  {result}");
+        }
+    }
+    text
+}

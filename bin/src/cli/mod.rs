@@ -1,0 +1,38 @@
+//! The commands: their options, the shape of a run, exit codes.
+//!
+//! The commands are parts of this package and not of its interface: nothing here is kept stable for other programs.
+
+mod broker;
+mod conform;
+mod console;
+mod consume;
+mod describe;
+mod devices;
+mod doctor;
+mod exit;
+mod laboratory;
+mod log;
+mod options;
+mod output;
+mod pages;
+mod produce;
+mod report;
+mod root;
+mod run;
+mod values;
+
+pub use self::{
+    console::Console,
+    consume::Consume,
+    exit::{EXIT_CODES, Exit},
+    options::{parse_size, parse_target, parse_timeout},
+    output::{Output, Progress, json_line},
+    produce::Produce,
+    root::{main, main_of, main_of_tool, parser_of_tool},
+    run::{Session, Tool, ToolOutput, raise_file_limit},
+    values::BACKEND,
+};
+use self::{
+    options::{ArrayOptions, Extent, Meet, parse_range, parse_salt, sharing},
+    run::leave_open,
+};

@@ -1,0 +1,404 @@
+//! Options of the commands, and how their values are parsed.
+
+use std::{ops::Range, path::PathBuf, time::Duration};
+
+use clap::Args;
+use vmmfd::{
+    array::{self, ArrayDescriptor, ElementType, Order},
+    channel::{Cancel, Trust},
+    error::{DeviceError, Error, MemoryError, ParseError},
+    memory::{Device, Mechanism, Placement, Spec},
+    session::Config,
+};
+
+use super::values::{ElementTypeParser, ORDER};
+use crate::check::files::Source;
+use crate::verbs::HasVerbs;
+
+/// Where two processes meet.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Meeting")]
+pub(super) struct Meet {
+    /// Unix socket to meet at [default: $XDG_RUNTIME_DIR/vmmfd/vmmfd.sock, else /tmp/vmmfd-UID/vmmfd.sock]
+    #[arg(long, value_name = "PATH", env = "VMMFD_SOCKET")]
+    pub(super) socket: Option<PathBuf>,
+
+    /// User that the peer may belong to, besides one's own and root; may be given several times
+    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid)]
+    pub(super) allow_uids: Vec<u32>,
+
+    /// Longest wait for the peer to appear, and in each step: 500ms, 30s, 2m
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
+    pub(super) timeout: Duration,
+}
+
+impl Meet {
+    /// The session's part of the options.
+    pub(super) fn config(&self, cancel: &Cancel) -> Config {
+        let trust = Trust { uids: self.allow_uids.clone() };
+        Config::default().timeout(self.timeout).trust(trust).cancel(cancel)
+    }
+}
+
+/// Which bytes are in a buffer.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Buffer")]
+pub(super) struct Extent {
+    /// Size of the buffer: bytes, or with a unit of powers of 1024, as 64MiB, 64M or 1.5GiB [default: 1MiB]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "shape")]
+    size: Option<u64>,
+
+    /// Size of the buffer in 32-bit words
+    #[arg(long, value_name = "N", value_parser = parse_elements, conflicts_with_all = ["size", "dtype", "shape"])]
+    elements: Option<u64>,
+
+    /// File whose bytes to share, instead of a pattern
+    #[arg(long, value_name = "FILE", value_parser = parse_source, conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
+    from: Option<PathBuf>,
+}
+
+/// What a buffer's bytes are elements of.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Array")]
+pub(super) struct ArrayOptions {
+    /// Element type, by its name in NumPy, ml_dtypes, PyTorch or Rust, as float32, f32, bfloat16, bf16, half or u8, or by a
+    /// typestr, as >i2 [default with --shape: uint32]
+    #[arg(long, value_name = "TYPE", value_parser = ElementTypeParser, hide_possible_values = true)]
+    dtype: Option<ElementType>,
+
+    /// Lengths of the array's dimensions, as 1024x768 or 1024,768 [default with --dtype: as many elements as there is room for]
+    #[arg(long, value_name = "N[xM...]", value_parser = parse_shape)]
+    shape: Option<Shape>,
+
+    /// Order of the array's elements [default: C]
+    #[arg(long, value_name = "ORDER", value_parser = ORDER, requires = "shape", ignore_case = true)]
+    order: Option<Order>,
+}
+
+/// The specification that `--mechanism`, `--location`, `--chunk` and `--rdma` make together.
+///
+/// # Errors
+/// [`DeviceError::Unsupported`] for options that the mechanism does not support.
+pub(super) fn sharing(
+    device: &Device,
+    size: u64,
+    mechanism: Mechanism,
+    location: Placement,
+    chunk: Option<u64>,
+    rdma: bool,
+) -> Result<Spec, Error> {
+    let spec = match mechanism {
+        Mechanism::Pool => {
+            // An error of the driver comes before one of the options.
+            device.verbs().pools()?;
+            Spec::pool(size)
+        }
+        Mechanism::Legacy => {
+            device.verbs().legacy()?;
+            Spec::legacy(size)
+        }
+        _ => {
+            let spec = Spec::vmm(size).placement(location);
+            let spec = if rdma { spec.gpu_direct_rdma() } else { spec };
+            return Ok(chunk.map_or(spec, |chunk| spec.chunk(chunk)).into());
+        }
+    };
+    let unsupported = |feature| Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
+    match (chunk, location) {
+        _ if rdma => unsupported("memory that RDMA can reach and that is not shared by vmm"),
+        (Some(_), _) => unsupported("a buffer of several allocations that is not shared by vmm"),
+        (None, Placement::Device) => Ok(spec),
+        (None, _) => unsupported("memory of the host that is not shared by vmm"),
+    }
+}
+
+/// A list that clap takes as one value: a `Vec` would be an option that is given several times.
+type Shape = std::sync::Arc<[u64]>;
+
+fn parse_shape(text: &str) -> Result<Shape, ParseError> {
+    array::parse_shape(text).map(Shape::from)
+}
+
+const DEFAULT_SIZE: u64 = 1 << 20;
+
+impl Extent {
+    /// The file, the size, and the array that the options name.
+    ///
+    /// # Errors
+    /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the
+    /// file or the size.
+    pub(super) fn resolve(
+        &self,
+        array: &ArrayOptions,
+    ) -> Result<(Option<Source>, u64, Option<ArrayDescriptor>), Error> {
+        let source = self.from.as_deref().map(Source::open).transpose()?;
+        let size = source.as_ref().map(Source::size).or(self.size).or(self.elements);
+        let array = array.resolve(size)?;
+        let bytes = array.as_ref().map(ArrayDescriptor::bytes).transpose()?;
+        Ok((source, size.or(bytes).unwrap_or(DEFAULT_SIZE), array))
+    }
+}
+
+impl ArrayOptions {
+    /// The array that the options name, of data of this size in bytes, where it is known.
+    ///
+    /// # Errors
+    /// Those of [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the data.
+    pub(super) fn resolve(&self, size: Option<u64>) -> Result<Option<ArrayDescriptor>, Error> {
+        let array = match (&self.shape, self.dtype) {
+            (None, None) => return Ok(None),
+            (Some(shape), dtype) => {
+                let dtype = dtype.unwrap_or(ElementType::U32);
+                ArrayDescriptor::new(dtype, &shape[..], self.order.unwrap_or(Order::C))?
+            }
+            (None, Some(dtype)) => {
+                let size = size.unwrap_or(DEFAULT_SIZE);
+                ArrayDescriptor::new(dtype, [size / dtype.size()], Order::C)?
+            }
+        };
+        let bytes = array.bytes()?;
+        match size {
+            Some(size) if bytes != size => {
+                let problem = format!("an array {array} has {bytes} bytes, and there are {size}");
+                Err(Error::Memory(MemoryError::Array { problem }))
+            }
+            _ => Ok(Some(array)),
+        }
+    }
+}
+
+/// Parses the path of a file to read.
+pub(super) fn parse_source(text: &str) -> Result<PathBuf, String> {
+    path(
+        text,
+        "the size of a buffer is fixed before it is filled, and that of standard input is not known: save it to a file",
+    )
+}
+
+/// Parses the path of a file to write.
+///
+/// # Errors
+/// A sentence that says why `-`, standard output, is refused.
+pub fn parse_target(text: &str) -> Result<PathBuf, String> {
+    path(text, "a file appears only once it is complete and right, which standard output can't do: name a file")
+}
+
+fn path(text: &str, why_no_stream: &str) -> Result<PathBuf, String> {
+    match text {
+        "" => Err("an empty name: name a file".to_owned()),
+        "-" => Err(format!("`-` is not supported: {why_no_stream} (a file of that name is ./-)")),
+        _ => Ok(PathBuf::from(text)),
+    }
+}
+
+/// Parses a number of 32-bit words, and returns bytes.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_elements(text: &str) -> Result<u64, String> {
+    let words: u64 =
+        text.parse().map_err(|_| format!("`{text}` is not a number of words: write a whole number from 1"))?;
+    match words.checked_mul(4) {
+        Some(0) => Err(format!("`{text}` words are no memory: write at least 1")),
+        Some(size) => Ok(size),
+        None => Err(format!("`{text}` words are more bytes than 64 bits can hold: write fewer")),
+    }
+}
+
+/// Parses a user's number.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_uid(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| format!("`{text}` is not a user's number: write it as `id -u` prints it, 0 to 4294967295"))
+}
+
+/// Parses a range of bytes, `OFFSET:LENGTH`, both with or without a unit.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_range(text: &str) -> Result<Range<u64>, String> {
+    let parts = text.split_once(':').filter(|(offset, length)| !offset.is_empty() && !length.is_empty());
+    let (offset, length) = parts.ok_or_else(|| {
+        format!("`{text}` is not a range of bytes: write its offset and length, as 4MiB:1MiB or 0:100")
+    })?;
+    // A range may begin at 0, which is not a size.
+    let offset = if offset == "0" { 0 } else { parse_size(offset)? };
+    let length = parse_size(length)?;
+    match offset.checked_add(length) {
+        Some(end) => Ok(offset..end),
+        None => Err(format!("`{text}` ends beyond 64 bits: write less")),
+    }
+}
+
+/// Parses a length of time with its unit.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub fn parse_timeout(text: &str) -> Result<Duration, String> {
+    if text.parse::<f64>().is_ok() && humantime::parse_duration(&format!("{text}s")).is_ok() {
+        return Err(format!("`{text}` has no unit: write {text}s for seconds, or {text}ms"));
+    }
+    match humantime::parse_duration(text) {
+        Ok(time) if time.is_zero() => Err(format!("`{text}` is no time: write more than zero")),
+        Ok(time) => Ok(time),
+        Err(_) => Err(format!("`{text}` is not a length of time: write it as 500ms, 30s or 2m")),
+    }
+}
+
+/// Parses a salt: 32 bits, decimal or hexadecimal.
+///
+/// # Errors
+/// One sentence that says what to write instead.
+pub(super) fn parse_salt(text: &str) -> Result<u32, String> {
+    let hexadecimal = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
+    let (digits, radix) = hexadecimal.map_or((text, 10), |digits| (digits, 16));
+    let plain = !digits.is_empty() && digits.chars().all(|digit| digit.is_digit(radix));
+    let salt = plain.then(|| u32::from_str_radix(digits, radix).ok()).flatten();
+    salt.ok_or_else(|| format!("`{text}` is not a 32-bit number: write 0 to 4294967295, or 0x0 to 0xffffffff"))
+}
+
+const UNITS: [(char, u32); 6] = [('k', 10), ('m', 20), ('g', 30), ('t', 40), ('p', 50), ('e', 60)];
+
+/// Parses a size in bytes: a whole number, or a number with a unit of powers of 1024: `64MiB`, `64M`, `1.5GiB`,
+/// in any case.
+///
+/// # Errors
+/// One sentence that says what to write instead, also for `64MB`, which could be 64000000 or 67108864.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let nonsense = || format!("`{text}` is not a size: write bytes as 1048576, or with a unit as 64MiB, 64M or 1.5GiB");
+    let lower = text.to_ascii_lowercase();
+    let end = lower.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(lower.len());
+    let (number, unit) = lower.split_at(end);
+    let shift = match unit.chars().next() {
+        None => 0,
+        Some(letter) => {
+            let (_, shift) = *UNITS.iter().find(|(known, _)| *known == letter).ok_or_else(nonsense)?;
+            match &unit[1..] {
+                "" | "ib" => shift,
+                "b" => {
+                    let letter = letter.to_ascii_uppercase();
+                    return Err(format!(
+                        "`{text}` could mean powers of 1000 or of 1024: write {number}{letter}iB, which is of 1024"
+                    ));
+                }
+                _ => return Err(nonsense()),
+            }
+        }
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if whole.is_empty() || (number.contains('.') && (fraction.is_empty() || shift == 0)) {
+        return Err(nonsense());
+    }
+    let too_large = || format!("`{text}` is more than 64 bits can hold: write less than 16EiB");
+    let fraction = fraction.trim_end_matches('0');
+    if fraction.len() > 18 {
+        return Err(format!("`{text}` is not a whole number of bytes: write fewer decimals"));
+    }
+    let scale = 10u128.pow(fraction.len() as u32);
+    let digits: u128 = format!("{whole}{fraction}").parse().map_err(|_| too_large())?;
+    let scaled = digits.checked_mul(1 << shift).ok_or_else(too_large)?;
+    if scaled % scale != 0 {
+        return Err(format!("`{text}` is not a whole number of bytes: write fewer decimals"));
+    }
+    match u64::try_from(scaled / scale) {
+        Ok(0) => Err(format!("`{text}` is no memory: write at least 1 byte")),
+        Ok(size) => Ok(size),
+        Err(_) => Err(too_large()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_powers_of_1024() {
+        for (text, size) in [
+            ("1", 1),
+            ("1048576", 1 << 20),
+            ("64MiB", 64 << 20),
+            ("64M", 64 << 20),
+            ("64mib", 64 << 20),
+            ("64m", 64 << 20),
+            ("1.5GiB", 3 << 29),
+            ("1.50g", 3 << 29),
+            ("0.5k", 512),
+            ("2K", 2048),
+            ("1TiB", 1 << 40),
+            ("15EiB", 15 << 60),
+            ("18446744073709551615", u64::MAX),
+            ("007", 7),
+        ] {
+            assert_eq!(parse_size(text), Ok(size), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_invalid_size_is_refused_in_one_sentence() {
+        for text in [
+            "",
+            " ",
+            "0",
+            "0M",
+            "0.0G",
+            "-1",
+            "+1",
+            "1.5",
+            "1.",
+            ".5G",
+            "1..5G",
+            "1.2.3G",
+            "MiB",
+            "64MB",
+            "64kb",
+            "64Mi",
+            "64 MiB",
+            "64MiBs",
+            "16EiB",
+            "18446744073709551616",
+            "99999999999999999999999999999999999999999999",
+            "1e9",
+            "0x10",
+            "0.3K",
+            "1.0000000000000000000000001G",
+            "64µ",
+            "٣",
+            "NaN",
+            "inf",
+            "64M\n",
+        ] {
+            let error = parse_size(text).unwrap_err();
+            assert!(error.starts_with(&format!("`{text}` ")) && error.contains("write "), "{text:?}: {error}");
+        }
+        assert!(parse_size("64MB").unwrap_err().contains("write 64MiB"));
+    }
+
+    #[test]
+    fn elements_are_words_of_4_bytes() {
+        assert_eq!(parse_elements("3"), Ok(12));
+        for text in ["", "0", "-1", "1.5", "1M", "4611686018427387904"] {
+            assert!(parse_elements(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn salts_are_32_bits() {
+        for (text, salt) in [("0", 0), ("4294967295", u32::MAX), ("0xdeadBEEF", 0xdead_beef), ("0X10", 16)] {
+            assert_eq!(parse_salt(text), Ok(salt));
+        }
+        for text in ["", "-1", "+1", "4294967296", "0x", "0x100000000", "0x-1", "1.0", "ten"] {
+            assert!(parse_salt(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_timeout_needs_a_unit_and_a_length() {
+        assert_eq!(parse_timeout("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_timeout("1m 30s"), Ok(Duration::from_secs(90)));
+        assert!(parse_timeout("30").unwrap_err().contains("30s"));
+        for text in ["", "0s", "-5s", "soon", "inf", "NaN", "1e99", "99999999999999999999s", "1.5"] {
+            assert!(parse_timeout(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! What a command writes: its options, its colours, and the progress of long work on a terminal.
+
+use std::{
+    env,
+    io::{self, IsTerminal, Write},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use anstream::{AutoStream, ColorChoice, stream::RawStream};
+use clap::{ArgAction, Args};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use tracing_subscriber::filter::LevelFilter;
+use vmmfd::internals::{clean, stderr::Stderr};
+
+use super::log::{self, LogFormat};
+
+/// The options of every command about its output.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Output")]
+pub struct Output {
+    /// Print one JSON object on stdout at the end, also on failure and bad usage, and nothing else
+    #[arg(long)]
+    pub json: bool,
+
+    /// Log to stderr; twice for more
+    #[arg(short, long, action = ArgAction::Count, conflicts_with = "quiet")]
+    pub verbose: u8,
+
+    /// Format of the log: text, or json with one object a line. In the journal each line of text has its priority and no time
+    #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
+    log_format: LogFormat,
+
+    /// Print only results and errors
+    #[arg(short, long)]
+    pub quiet: bool,
+
+    /// Print this help; -h is shorter
+    #[arg(short, long, action = ArgAction::Help)]
+    help: Option<bool>,
+}
+
+impl Output {
+    /// Sends the library's log to standard error, at the level that `-v` and `-q` ask for.
+    pub(super) fn start_log(&self) {
+        self.start_log_at(LevelFilter::WARN);
+    }
+
+    /// As [`Output::start_log`], of a service: by default its log has what an operator needs.
+    pub(super) fn start_service_log(&self) {
+        self.start_log_at(LevelFilter::INFO);
+    }
+
+    fn start_log_at(&self, default: LevelFilter) {
+        let level = match (self.quiet, self.verbose) {
+            (true, _) => LevelFilter::ERROR,
+            (false, 0) => default,
+            (false, 1) => LevelFilter::DEBUG,
+            (false, _) => LevelFilter::TRACE,
+        };
+        log::start(self.log_format, level);
+    }
+
+    /// Progress on standard error, if that is a terminal and neither `--quiet` nor `--json` is given.
+    pub(super) fn progress(&self) -> Progress {
+        let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
+        Progress::new(!self.quiet && !self.json && !dumb && io::stderr().is_terminal())
+    }
+}
+
+/// Whether a stream is to be coloured: if it is a terminal, unless `NO_COLOR`, `CLICOLOR`, `CLICOLOR_FORCE` or `TERM=dumb` decides.
+pub(super) fn is_coloured(stream: &impl RawStream) -> bool {
+    AutoStream::choice(stream) != ColorChoice::Never
+}
+
+/// A report as one line of JSON.
+pub fn json_line(report: &impl Serialize) -> String {
+    match serde_json::to_string(report) {
+        Ok(text) => text + "\n",
+        Err(error) => format!("{{\"schema\":1,\"error\":{{\"kind\":\"system\",\"message\":\"{error}\"}}}}\n"),
+    }
+}
+
+/// Writes a line to standard error. A closed one is not an error.
+pub(super) fn complain(line: &str) {
+    let mut line = line.to_owned();
+    // Paths are the user's, and may have what a terminal would obey.
+    clean(&mut line);
+    let _ = Stderr.write_all(log::line(&line).as_bytes());
+}
+
+/// The width of the terminal. A line of the progress never fills it: what the terminal itself echoes, as `^C`, must not wrap.
+fn width() -> usize {
+    rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col))
+}
+
+/// A transfer that is shorter shows no bar.
+const PATIENCE: Duration = Duration::from_millis(300);
+
+/// How often what moves by itself is drawn.
+const TICK: Duration = Duration::from_millis(120);
+
+/// The progress of long work, as one line on a terminal, which is gone when the work ends.
+#[derive(Debug)]
+pub struct Progress(Option<Mutex<Line>>);
+
+#[derive(Debug, Default)]
+struct Line {
+    /// When the work began that is under way.
+    begun: Option<Instant>,
+    bar: Option<ProgressBar>,
+    /// Whether the command has ended: nothing is drawn any more.
+    closed: bool,
+}
+
+impl Progress {
+    fn new(shown: bool) -> Self {
+        Self(shown.then(Mutex::default))
+    }
+
+    /// Shows how many bytes are done. The bar goes when all are.
+    pub(super) fn bytes(&self, done: u64, all: u64) {
+        let Some(mut line) = self.line() else { return };
+        if done >= all {
+            return line.clear();
+        }
+        let template = || match width() {
+            ..60 => "{bar:5} {bytes}/{total_bytes} {eta}".to_owned(),
+            wide => format!("{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}", (wide - 50).clamp(5, 40)),
+        };
+        if let Some(bar) = line.bar(template, PATIENCE) {
+            bar.set_length(all);
+            bar.set_position(done);
+        }
+    }
+
+    /// Shows which step is under way, and how many are done.
+    pub fn step(&self, what: &str, done: usize, all: usize) {
+        let Some(mut line) = self.line() else { return };
+        if let Some(bar) = line.bar(|| "{spinner} {pos}/{len} {msg}".to_owned(), Duration::ZERO) {
+            bar.set_length(all as u64);
+            bar.set_position(done as u64);
+            bar.set_message(what.chars().take(width().saturating_sub(16)).collect::<String>());
+            bar.enable_steady_tick(TICK);
+        }
+    }
+
+    /// Runs something that prints, with the line out of its way.
+    pub(super) fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
+        let line = self.line();
+        match line.as_ref().and_then(|line| line.bar.as_ref()) {
+            Some(bar) => bar.suspend(print),
+            None => print(),
+        }
+    }
+
+    /// Takes the line away, for good.
+    pub(super) fn close(&self) {
+        if let Some(mut line) = self.line() {
+            line.clear();
+            line.closed = true;
+        }
+    }
+
+    fn line(&self) -> Option<MutexGuard<'_, Line>> {
+        self.0.as_ref().map(|line| line.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Line {
+    /// The bar, once the work has taken this long.
+    fn bar(&mut self, template: impl FnOnce() -> String, patience: Duration) -> Option<&ProgressBar> {
+        if self.closed {
+            return None;
+        }
+        let begun = *self.begun.get_or_insert_with(Instant::now);
+        if self.bar.is_none() && begun.elapsed() >= patience {
+            let style = ProgressStyle::with_template(&template()).unwrap_or_else(|_| ProgressStyle::default_bar());
+            self.bar = Some(ProgressBar::new(1).with_elapsed(begun.elapsed()).with_style(style));
+        }
+        self.bar.as_ref()
+    }
+
+    fn clear(&mut self) {
+        self.begun = None;
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! `completions` and `man`: what shells and man know of the commands, written from their parsers.
+
+use std::{io, path::PathBuf};
+
+use clap::{Args, Command};
+use clap_complete::Shell;
+use vmmfd::{channel::Cancel, error::Error};
+
+use super::{
+    Exit, Output, Tool, ToolOutput,
+    exit::exit_codes,
+    output::{Progress, json_line},
+};
+
+/// Prints completions of the options for a shell
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("printed"))]
+pub(super) struct CompletionsOptions {
+    /// Shell
+    #[arg(value_name = "SHELL")]
+    shell: Shell,
+
+    /// Command to complete
+    #[arg(long, value_name = "COMMAND", default_value = "vmmfd", value_parser = ["vmmfd", "producer", "consumer"],
+        help_heading = "Output")]
+    of: String,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Writes man pages of all commands into a folder
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("written"))]
+pub(super) struct ManOptions {
+    /// Folder to write them to; it is created if it does not exist
+    #[arg(value_name = "DIR")]
+    folder: PathBuf,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+/// One of the two, with the parsers of the commands by name: they are made of all options, these included.
+pub(super) struct Pages<O> {
+    pub(super) options: O,
+    pub(super) parser: fn(&str) -> Command,
+}
+
+impl Tool for Pages<CompletionsOptions> {
+    const NAME: &'static str = "completions";
+
+    fn output(&self) -> &Output {
+        &self.options.output
+    }
+
+    fn run(&self, _cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let mut script = Vec::new();
+        let CompletionsOptions { shell, of, output } = &self.options;
+        clap_complete::generate(*shell, &mut (self.parser)(of), of.as_str(), &mut script);
+        let script = String::from_utf8(script)?;
+        let json = || serde_json::json!({"schema": 1, "shell": shell.to_string(), "script": script});
+        Ok(ToolOutput { text: if output.json { json_line(&json()) } else { script }, exit: Exit::Verified })
+    }
+}
+
+impl Tool for Pages<ManOptions> {
+    const NAME: &'static str = "man";
+
+    fn output(&self) -> &Output {
+        &self.options.output
+    }
+
+    fn run(&self, _cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let ManOptions { folder, output } = &self.options;
+        let failed = |error: io::Error| Error::system(format!("write man pages into {}", folder.display()), error);
+        std::fs::create_dir_all(folder).map_err(failed)?;
+        let mut pages = Vec::new();
+        for name in ["vmmfd", "producer", "consumer"] {
+            let mut command = (self.parser)(name);
+            command.build();
+            write(&command, folder, &mut pages).map_err(failed)?;
+        }
+        let text = match (output.json, output.quiet) {
+            (true, _) => {
+                let pages: Vec<String> = pages.iter().map(|page| page.display().to_string()).collect();
+                json_line(&serde_json::json!({"schema": 1, "pages": pages}))
+            }
+            (false, true) => String::new(),
+            (false, false) => pages.iter().map(|page| format!("{}\n", page.display())).collect(),
+        };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+/// Writes the page of a command, and those of its subcommands.
+fn write(command: &Command, folder: &std::path::Path, pages: &mut Vec<PathBuf>) -> io::Result<()> {
+    for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
+        write(sub, folder, pages)?;
+    }
+    pages.push(clap_mangen::Man::new(command.clone()).generate_to(folder)?);
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! `produce`: fills a buffer and shares it.
+
+use clap::Args;
+use vmmfd::{
+    channel::{Cancel, Listener, socket_path},
+    driver::Choice,
+    memory::{Device, Mechanism, Placement, Selector},
+    session::{
+        Event,
+        handoff::{self, Buffer, ServeOptions},
+        start,
+    },
+};
+
+use super::{
+    ArrayOptions, Console, Exit, Extent, Meet, Output, Session, leave_open, parse_salt, parse_size, sharing,
+    values::{CHOICE, ENGINE, MECHANISM, PLACEMENT},
+};
+use crate::check::{self, Exercise, pattern::EngineChoice};
+
+/// Fills a buffer with a pattern or a file and shares it with consumers, which verify it.
+#[derive(Debug, Args)]
+pub struct Produce {
+    #[command(flatten)]
+    extent: Extent,
+
+    /// Salt of the pattern, 32 bits, decimal or 0x; 0 is the classic pattern [default: random]
+    #[arg(long, value_name = "SALT", value_parser = parse_salt, help_heading = "Buffer")]
+    seed: Option<u32>,
+
+    /// Flip one byte after filling, which both sides must report
+    #[arg(long, help_heading = "Buffer")]
+    corrupt: bool,
+
+    /// What writes and checks the pattern
+    #[arg(long, value_name = "ENGINE", value_parser = ENGINE, default_value = "auto", help_heading = "Buffer")]
+    verify: EngineChoice,
+
+    #[command(flatten)]
+    array: ArrayOptions,
+
+    /// Where the memory is
+    #[arg(long, value_name = "BACKEND",
+        value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
+    backend: Choice,
+
+    /// Device to allocate on; a UUID may be cut short
+    #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
+    device: Selector,
+
+    /// How to share the memory; the consumer uses the same
+    #[arg(long, value_name = "MECHANISM", value_parser = MECHANISM, default_value = "vmm", help_heading = "Sharing")]
+    mechanism: Mechanism,
+
+    /// Which memory to allocate
+    #[arg(long, value_name = "LOCATION", value_parser = PLACEMENT, default_value = "device", help_heading = "Sharing")]
+    location: Placement,
+
+    /// Allocate it in chunks of this size, mapped side by side; rounded up like sizes [default: one allocation]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
+    chunk: Option<u64>,
+
+    /// Make it reachable by RDMA (gpuDirectRDMACapable). A GPU's own memory alone can be, where the device supports it, and never
+    /// on WSL2
+    #[arg(long, help_heading = "Sharing")]
+    rdma: bool,
+
+    /// Offer it read-only after filling it. Host memory is sealed against every holder of its descriptor; a GPU's is read-only
+    /// by agreement, since its descriptor grants full access
+    #[arg(long, conflicts_with = "round_trip", help_heading = "Sharing")]
+    seal: bool,
+
+    #[command(flatten)]
+    meet: Meet,
+
+    /// Consumers to serve, concurrently if they connect at the same time; 0: until a signal
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Meeting")]
+    consumers: u64,
+
+    /// Serve one consumer at a time, which writes a reply, and verify the reply
+    #[arg(long, help_heading = "Meeting")]
+    round_trip: bool,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+impl Session for Produce {
+    const ROLE: &'static str = "producer";
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
+        let observer = |event: Event<'_>| console.event(event);
+        let (source, size, array) = self.extent.resolve(&self.array)?;
+        console.array(array.as_ref());
+        let path = socket_path(self.meet.socket.as_deref())?;
+        Listener::check_free(&path)?;
+        let config = self.meet.config(cancel);
+        let opened = start(self.backend, cancel, &observer)?;
+        leave_open(&opened.driver);
+        let device = Device::find(&opened.driver, self.device)?;
+        let spec = sharing(&device, size, self.mechanism, self.location, self.chunk, self.rdma)?;
+        let spec = if self.seal { spec.sealed() } else { spec };
+        let steps = |event: check::Event<'_>| console.check(event);
+        let content = match source {
+            Some(source) => Exercise::file(source, &steps),
+            None => Exercise::pattern(self.seed.unwrap_or_else(rand::random), &steps),
+        };
+        let content = content.with_engine(self.verify).with_corruption(self.corrupt);
+        let buffer = Buffer::create(&device, spec, content, array, &config, &observer)?;
+        let listener = Listener::bind(&path, !config.trust.uids.is_empty(), config.timeout, cancel)?;
+        let options = ServeOptions::default().consumers(self.consumers).round_trip(self.round_trip);
+        let report = handoff::serve(listener, &buffer, &options, &config, &observer);
+        console.served(&report.served);
+        Ok(Exit::of_service(report, self.consumers == 0)?)
+    }
+}

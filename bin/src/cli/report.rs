@@ -1,0 +1,137 @@
+//! The JSON object of a command, as data.
+
+use serde::Serialize;
+use vmmfd::{array::ArrayDescriptor, driver::Backend, error::Error, session::handoff::Served};
+
+use super::output::complain;
+use crate::{
+    check::pattern::{Engine, Mismatch},
+    error::{hint, kind_of},
+    stamp,
+};
+
+/// The version of the JSON object.
+const SCHEMA: u32 = 1;
+
+/// The JSON object, with its fields in the order in which they are printed.
+#[derive(Debug, Serialize)]
+pub(super) struct CommandReport {
+    pub(super) schema: u32,
+    pub(super) role: &'static str,
+    pub(super) backend: Option<Backend>,
+    pub(super) device: Option<UsedDevice>,
+    pub(super) size: Option<u64>,
+    pub(super) mapped_size: Option<u64>,
+    pub(super) granularity: Option<u64>,
+    pub(super) mechanism: Option<String>,
+    pub(super) location: Option<String>,
+    pub(super) segments: Option<u64>,
+    pub(super) array: Option<ArrayDescriptor>,
+    pub(super) verified: Option<bool>,
+    pub(super) mismatches: u64,
+    pub(super) first_mismatch: Option<Mismatch>,
+    pub(super) digest: Option<String>,
+    pub(super) steps: Vec<Step>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) consumers: Option<Vec<ConsumerReport>>,
+    pub(super) error: Option<ErrorSummary>,
+}
+
+impl CommandReport {
+    /// A report without results.
+    pub(super) fn new(role: &'static str) -> Self {
+        Self {
+            schema: SCHEMA,
+            role,
+            backend: None,
+            device: None,
+            size: None,
+            mapped_size: None,
+            granularity: None,
+            mechanism: None,
+            location: None,
+            segments: None,
+            array: None,
+            verified: None,
+            mismatches: 0,
+            first_mismatch: None,
+            digest: None,
+            steps: Vec::new(),
+            consumers: (role == "producer").then(Vec::new),
+            error: None,
+        }
+    }
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct UsedDevice {
+    pub(super) name: String,
+    pub(super) uuid: String,
+    pub(super) ordinal: i32,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Step {
+    pub(super) name: &'static str,
+    pub(super) us: u64,
+    /// The engine that wrote or checked the pattern.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) by: Option<Engine>,
+}
+
+/// The result of one of a producer's consumers.
+#[derive(Debug, Serialize)]
+pub(super) struct ConsumerReport {
+    pub(super) pid: i32,
+    pub(super) uid: u32,
+    pub(super) outcome: &'static str,
+    pub(super) error: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct ErrorSummary {
+    pub(super) kind: &'static str,
+    pub(super) message: String,
+    pub(super) hint: Option<String>,
+}
+
+impl ErrorSummary {
+    pub(super) fn of(error: &Error) -> Self {
+        Self { kind: kind_of(error).as_str(), message: error.in_full(), hint: hint(error).map(str::to_owned) }
+    }
+
+    /// Prints it on standard error.
+    pub(super) fn complain(&self) {
+        complain(&format!("error: {}", self.message));
+        if let Some(hint) = &self.hint {
+            complain(&format!("  hint: {hint}"));
+        }
+    }
+}
+
+impl From<&Served> for ConsumerReport {
+    fn from(served: &Served) -> Self {
+        let outcome = match &served.error {
+            _ if served.mismatched() => "mismatch",
+            None => "verified",
+            Some(_) => "failed",
+        };
+        let error = served.error.as_ref().map(Error::in_full);
+        Self { pid: served.peer.pid, uid: served.peer.uid, outcome, error }
+    }
+}
+
+/// The failure of a command that has no report to print: its JSON object.
+#[derive(Debug, Serialize)]
+pub(super) struct Failure {
+    schema: u32,
+    tool: String,
+    command: Option<&'static str>,
+    error: ErrorSummary,
+}
+
+impl Failure {
+    pub(super) fn new(command: Option<&'static str>, error: ErrorSummary) -> Self {
+        Self { schema: 1, tool: stamp::tool(), command, error }
+    }
+}

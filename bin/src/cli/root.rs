@@ -1,0 +1,200 @@
+//! `vmmfd`: all commands as one program.
+
+use std::{ffi::OsString, process::ExitCode};
+
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use vmmfd::Result;
+
+use super::{
+    Consume, Produce, Session,
+    broker::{
+        ExporterOptions, GetOptions, KeeperOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions,
+        StatusOptions, WatchOptions, WhoOptions, read_options_file,
+    },
+    conform::ConformOptions,
+    devices::DevicesOptions,
+    doctor::DoctorOptions,
+    laboratory::{self, BENCH},
+    pages::{CompletionsOptions, ManOptions, Pages},
+    run::{Tool, one_line, run_session, run_tool, usage},
+};
+use crate::{child, cli::EXIT_CODES, doctor};
+
+/// Shares GPU memory between processes: hands it over, keeps it under names, diagnoses and measures.
+#[derive(Debug, Parser)]
+#[command(
+    name = "vmmfd",
+    version,
+    subcommand_required = true,
+    arg_required_else_help = true,
+    disable_help_subcommand = true
+)]
+struct Options {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    #[command(after_help = EXIT_CODES, disable_help_flag = true)]
+    Produce(Box<Produce>),
+    #[command(after_help = EXIT_CODES, disable_help_flag = true)]
+    Consume(Box<Consume>),
+    #[command(disable_help_flag = true)]
+    Serve(ServeOptions),
+    #[command(disable_help_flag = true)]
+    Keeper(KeeperOptions),
+    #[command(disable_help_flag = true)]
+    Status(StatusOptions),
+    #[command(disable_help_flag = true)]
+    Put(Box<PutOptions>),
+    #[command(disable_help_flag = true)]
+    Get(Box<GetOptions>),
+    #[command(disable_help_flag = true)]
+    Ls(LsOptions),
+    #[command(disable_help_flag = true)]
+    Stat(StatOptions),
+    #[command(disable_help_flag = true)]
+    Rm(RmOptions),
+    #[command(disable_help_flag = true)]
+    Who(WhoOptions),
+    #[command(disable_help_flag = true)]
+    Watch(WatchOptions),
+    #[command(disable_help_flag = true)]
+    Exporter(ExporterOptions),
+    #[command(disable_help_flag = true)]
+    Doctor(DoctorOptions),
+    #[command(disable_help_flag = true)]
+    Devices(DevicesOptions),
+    /// Measures handoffs between two real processes, compared with the driver's own calls
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// Options of vmmfd-bench; --help lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTIONS")]
+        options: Vec<OsString>,
+    },
+    #[command(disable_help_flag = true)]
+    Conform(ConformOptions),
+    #[command(disable_help_flag = true)]
+    Completions(CompletionsOptions),
+    #[command(disable_help_flag = true)]
+    Man(ManOptions),
+    /// A child process of the doctor or the bench
+    #[command(name = child::SUBCOMMAND, hide = true)]
+    Child { task: String },
+}
+
+/// The commands, for the JSON of bad usage.
+const NAMES: [&str; 19] = [
+    "produce",
+    "consume",
+    ServeOptions::NAME,
+    KeeperOptions::NAME,
+    StatusOptions::NAME,
+    PutOptions::NAME,
+    GetOptions::NAME,
+    LsOptions::NAME,
+    StatOptions::NAME,
+    RmOptions::NAME,
+    WhoOptions::NAME,
+    WatchOptions::NAME,
+    ExporterOptions::NAME,
+    DoctorOptions::NAME,
+    DevicesOptions::NAME,
+    BENCH,
+    ConformOptions::NAME,
+    Pages::<CompletionsOptions>::NAME,
+    Pages::<ManOptions>::NAME,
+];
+
+/// The parser of a program by its name.
+fn parser(name: &str) -> clap::Command {
+    match name {
+        Produce::ROLE => standalone::<Produce>(Produce::ROLE),
+        Consume::ROLE => standalone::<Consume>(Consume::ROLE),
+        _ => Options::command(),
+    }
+}
+
+/// The parser of a command that is a program of its own.
+fn standalone<A: Args>(name: &'static str) -> clap::Command {
+    let command = clap::Command::new(name)
+        .version(env!("CARGO_PKG_VERSION"))
+        .after_help(EXIT_CODES)
+        .disable_help_flag(true)
+        .disable_version_flag(true);
+    let version = clap::Arg::new("version").short('V').long("version").action(clap::ArgAction::Version);
+    A::augment_args(command).arg(version.help("Print the version").help_heading("Output"))
+}
+
+/// The parser of a tool that is a program of its own.
+pub fn parser_of_tool<T: Tool + Args>() -> clap::Command {
+    standalone::<T>(T::PROGRAM).bin_name(T::USAGE)
+}
+
+/// Parses the command line, and for `serve` the options in its file too.
+fn parse() -> Result<Options, clap::Error> {
+    let options = Options::try_parse()?;
+    let Command::Serve(ServeOptions { options_file: Some(path), .. }) = &options.command else { return Ok(options) };
+    let wrong = |problem: String| clap::Error::raw(clap::error::ErrorKind::ValueValidation, problem + "\n");
+    let words = read_options_file(path).map_err(wrong)?;
+    let all = std::env::args_os().chain(words.into_iter().map(Into::into));
+    Options::try_parse_from(all).map_err(|error| match error.kind() {
+        clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => error,
+        _ => wrong(format!("{}: {}", path.display(), one_line(&error))),
+    })
+}
+
+/// Runs `vmmfd`: the whole of its `main`.
+pub fn main() -> ExitCode {
+    match parse() {
+        Ok(Options { command }) => match command {
+            Command::Produce(produce) => run_session(*produce),
+            Command::Consume(consume) => run_session(*consume),
+            Command::Serve(serve) => serve.start(),
+            Command::Keeper(keeper) => keeper.start(),
+            Command::Status(status) => run_tool(status),
+            Command::Put(put) => run_tool(*put),
+            Command::Get(get) => run_tool(*get),
+            Command::Ls(ls) => run_tool(ls),
+            Command::Stat(stat) => run_tool(stat),
+            Command::Rm(rm) => run_tool(rm),
+            Command::Who(who) => run_tool(who),
+            Command::Watch(watch) => run_tool(watch),
+            Command::Exporter(exporter) => run_tool(exporter),
+            Command::Doctor(doctor) => run_tool(doctor),
+            Command::Devices(devices) => run_tool(devices),
+            Command::Bench { options } => laboratory::run(&options),
+            Command::Conform(conform) => run_tool(conform),
+            Command::Completions(options) => run_tool(Pages { options, parser }),
+            Command::Man(options) => run_tool(Pages { options, parser }),
+            Command::Child { task } => child::run(&task, doctor::run_task),
+        },
+        Err(error) => {
+            let name = std::env::args_os().nth(1).and_then(|name| name.into_string().ok());
+            usage(&error, NAMES.into_iter().find(|known| name.as_deref() == Some(known)))
+        }
+    }
+}
+
+/// Runs a command that is a program of its own: the whole of its `main`.
+pub fn main_of<S: Session + Args>() -> ExitCode {
+    let parsed = standalone::<S>(S::ROLE).try_get_matches().and_then(|matches| S::from_arg_matches(&matches));
+    match parsed {
+        Ok(session) => run_session(session),
+        Err(error) => usage(&error, Some(S::ROLE)),
+    }
+}
+
+/// Runs a tool that is a program of its own, and whose child processes do `task`: the whole of its `main`.
+pub fn main_of_tool<T: Tool + Args>(task: impl FnOnce(&child::Entered) -> Result<()>) -> ExitCode {
+    let mut arguments = std::env::args().skip(1);
+    if let (Some(child::SUBCOMMAND), Some(of)) = (arguments.next().as_deref(), arguments.next()) {
+        child::run(&of, task);
+    }
+    let parsed = parser_of_tool::<T>().try_get_matches().and_then(|matches| T::from_arg_matches(&matches));
+    match parsed {
+        Ok(tool) => run_tool(tool),
+        Err(error) => usage(&error, Some(T::NAME)),
+    }
+}

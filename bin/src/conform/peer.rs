@@ -1,0 +1,208 @@
+//! The other end: what is said to it, and what it says.
+
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    process,
+    time::{Duration, Instant},
+};
+
+use vmmfd::{
+    channel::{Cancel, Peer as Who},
+    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
+    internals::{RecordSocket, deadline_after, peer_of},
+    wire::{Failure, HEADER_LENGTH, Hello, MAX_BODY, Message, VERSION},
+};
+
+use super::fault::Fault;
+
+/// One connection.
+pub(super) struct Peer {
+    socket: RecordSocket,
+    who: Who,
+    record: Vec<u8>,
+    timeout: Duration,
+    /// Whether it has said anything at all.
+    pub(super) spoke: bool,
+}
+
+/// How a protocol reads a record that came with so many descriptors.
+type Decode<M> = fn(&[u8], usize) -> Result<M, ProtocolError>;
+
+/// What was heard.
+pub(super) enum Heard<M = Message> {
+    Message(Box<M>, Vec<OwnedFd>),
+    /// It has shut down writing, or is gone.
+    End,
+    /// Nothing, for as long as this side said that it waits.
+    Silence,
+}
+
+/// How long the other end has to leave when a case is through.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// How many timeouts the other end has in all, whatever it sends.
+const PATIENCE: u32 = 10;
+
+impl Peer {
+    pub(super) fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        let (who, socket) = (peer_of(&socket)?, RecordSocket::new(socket, timeout, cancel)?);
+        // A byte more than the longest record, so that a longer one shows.
+        Ok(Self { socket, who, record: vec![0; HEADER_LENGTH + MAX_BODY + 1], timeout, spoke: false })
+    }
+
+    pub(super) fn who(&self) -> Who {
+        self.who
+    }
+
+    /// This side's `hello`.
+    pub(super) fn own_hello(&self, capabilities: &[&str]) -> Hello {
+        let capabilities = capabilities.iter().map(ToString::to_string).collect();
+        let timeout_ms = u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX).max(1);
+        Hello { version: VERSION, capabilities, backend: "host".to_owned(), pid: process::id(), timeout_ms }
+    }
+
+    /// Sends a message. That the other end has left is seen with what it says.
+    pub(super) fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), Fault> {
+        let record = message.encode().map_err(|error| Fault::Failed(error.into()))?;
+        self.send_record(&record, fds)
+    }
+
+    /// Sends a record as it is.
+    pub(super) fn send_record(&self, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Fault> {
+        match self.socket.send("a record", record, fds) {
+            Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => Ok(()),
+            Err(Error::Peer(PeerError::Timeout { .. })) => Fault::broken("H3", "reads nothing, and says nothing"),
+            Err(error) => Err(Fault::Failed(error)),
+        }
+    }
+
+    /// This side has no more to say.
+    pub(super) fn shut_down_writing(&self) {
+        // Fails if it has left.
+        let _ = self.socket.shut_down_writing();
+    }
+
+    /// What comes next, `busy` included.
+    pub(super) fn hear_all(&mut self) -> Result<Heard, Fault> {
+        self.hear_as(Message::decode)
+    }
+
+    /// What comes next, as the protocol of `decode` reads it.
+    pub(super) fn hear_as<M>(&mut self, decode: Decode<M>) -> Result<Heard<M>, Fault> {
+        let received = self.socket.receive_by(&mut self.record, deadline_after(self.timeout), "for a record");
+        self.spoke |= received.is_ok();
+        match received {
+            Ok(record) => match decode(&self.record[..record.length], record.fds.len()) {
+                Ok(message) => Ok(Heard::Message(Box::new(message), record.fds)),
+                Err(error) => Err(Fault::of_record(&error)),
+            },
+            Err(Error::Peer(PeerError::Gone { .. })) => Ok(Heard::End),
+            Err(Error::Peer(PeerError::Timeout { .. })) => Ok(Heard::Silence),
+            Err(Error::Peer(PeerError::Protocol(error))) => Err(Fault::of_record(&error)),
+            Err(error) => Err(Fault::Failed(error)),
+        }
+    }
+
+    /// How long each silence may last.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// How long the other end has in all for one answer, whatever it sends.
+    pub(super) fn patience(&self) -> Duration {
+        self.timeout.saturating_mul(PATIENCE)
+    }
+
+    /// What comes next that is not `busy`. One that says nothing else for ten times the timeout is taken for silent.
+    pub(super) fn hear(&mut self) -> Result<Heard, Fault> {
+        let patience = Instant::now().checked_add(self.timeout.saturating_mul(PATIENCE));
+        loop {
+            match self.hear_all()? {
+                Heard::Message(message, _) if matches!(*message, Message::Busy(_)) => {
+                    if patience.is_some_and(|patience| Instant::now() >= patience) {
+                        return Ok(Heard::Silence);
+                    }
+                }
+                heard => return Ok(heard),
+            }
+        }
+    }
+
+    /// The next message, which must be there: `what` belongs by the rule.
+    pub(super) fn next(&mut self, rule: &'static str, what: &str) -> Result<(Message, Vec<OwnedFd>), Fault> {
+        let heard = self.hear()?;
+        self.must(heard, rule, what)
+    }
+
+    /// What was heard, if it is a message and no `error`.
+    pub(super) fn must(&self, heard: Heard, rule: &'static str, what: &str) -> Result<(Message, Vec<OwnedFd>), Fault> {
+        match heard {
+            Heard::Message(message, fds) => match *message {
+                Message::Error(Failure { code, message }) => match code {
+                    ErrorCode::Full | ErrorCode::Refused | ErrorCode::Interrupted => {
+                        Err(Fault::Absent(format!("the other end takes no more connections: {message} ({code})")))
+                    }
+                    code => Fault::broken(rule, format!("sent error `{code}` where {what} belongs: {message}")),
+                },
+                message => Ok((message, fds)),
+            },
+            Heard::End => Fault::broken(rule, format!("hung up without an error where {what} belongs")),
+            Heard::Silence => Fault::broken("H3", format!("sent neither {what} nor `busy` for {:?}", self.timeout)),
+        }
+    }
+
+    /// The other end must end the conversation with one of these codes, because of the rule, and shut down writing. What it had said
+    /// before it could know is passed over.
+    pub(super) fn ends_with(&mut self, rule: &'static str, codes: &[ErrorCode], fault: &str) -> Result<(), Fault> {
+        let names = || codes.iter().map(ToString::to_string).collect::<Vec<_>>().join("` or `");
+        let deadline = deadline_after(self.timeout.saturating_mul(PATIENCE));
+        loop {
+            if Instant::now() >= deadline {
+                return Fault::broken(
+                    rule,
+                    format!("{fault}: expected error `{}`, and other records came without end", names()),
+                );
+            }
+            match self.hear()? {
+                Heard::Message(message, _) => match *message {
+                    Message::Error(Failure { code, .. }) if codes.contains(&code) => break,
+                    Message::Error(Failure { code, message }) => {
+                        let found = format!("{fault}: expected error `{}`, and got `{code}`: {message}", names());
+                        return Fault::broken(rule, found);
+                    }
+                    Message::Result(_) => {
+                        let found = format!("{fault}: expected error `{}`, and got a result", names());
+                        return Fault::broken(rule, found);
+                    }
+                    _ => {}
+                },
+                Heard::End => {
+                    return Fault::broken(rule, format!("{fault}: expected error `{}`, and it hung up", names()));
+                }
+                Heard::Silence => {
+                    return Fault::broken(rule, format!("{fault}: expected error `{}`, and nothing came", names()));
+                }
+            }
+        }
+        match self.hear_all()? {
+            Heard::End => Ok(()),
+            Heard::Message(message, _) => Fault::broken("H5", format!("sent {} after its error", message.name())),
+            Heard::Silence => Fault::broken("H5", "did not shut down writing after its error"),
+        }
+    }
+
+    /// The other end must shut down writing, having said nothing more; `error` is no answer to an `error`.
+    pub(super) fn leaves(&mut self, rule: &'static str, when: &str) -> Result<(), Fault> {
+        match self.hear()? {
+            Heard::End => Ok(()),
+            Heard::Message(message, _) => Fault::broken(rule, format!("sent {} {when}", message.name())),
+            Heard::Silence => Fault::broken(rule, format!("did not shut down writing {when}")),
+        }
+    }
+
+    /// Ends the connection so that the last record arrives.
+    pub(super) fn leave(mut self) {
+        self.shut_down_writing();
+        let _ = self.socket.drain_until(&mut self.record, deadline_after(FAREWELL.min(self.timeout)));
+    }
+}

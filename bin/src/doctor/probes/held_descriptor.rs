@@ -1,0 +1,144 @@
+//! The probe of memory that a process without the driver keeps: what a broker does.
+
+use std::{
+    fs,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use vmmfd::{
+    driver::Access,
+    error::{Error, PeerError, ProtocolError, Result},
+    memory::{Allocation, Device, Mapping},
+};
+
+use super::{
+    machine::loaded,
+    one_process::{shows, write},
+};
+use crate::verbs::HasVerbs;
+use crate::{
+    check::pattern::Pattern,
+    doctor::{
+        ErrorDetails, Status,
+        context::ProbeContext,
+        outcome::{ProbeOutcome, ProbeResult, timed},
+        task::Role,
+    },
+    line::Line,
+};
+
+/// What the two processes report.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+enum Report {
+    /// The memory has its bytes, and its descriptor comes next.
+    Made {
+        size: u64,
+    },
+    /// The descriptor is here, in a process that has no driver library mapped, or this one.
+    Held {
+        library: Option<String>,
+    },
+    Failed {
+        error: ErrorDetails,
+    },
+}
+
+/// The record that a descriptor comes with.
+const DESCRIPTOR: &[u8] = b"descriptor";
+
+pub(super) fn held_descriptor(context: &mut ProbeContext) -> ProbeResult {
+    let pattern = rand::random();
+    let (mut maker, made) = context
+        .start_child("the process that makes the memory", Role::Make { device: context.device.ordinal(), pattern })?;
+    let (mut holder, held) = context.start_child("the process that holds the descriptor", Role::Hold {})?;
+    let explain = |error| maker.explain(error, context.patience());
+    let size = match made.receive().map_err(explain)? {
+        Report::Made { size } => size,
+        Report::Failed { error } => return Err(error.of_other_end().into()),
+        Report::Held { .. } => return Err(unexpected("made").into()),
+    };
+    let fd = receive_descriptor(&made).map_err(explain)?;
+    // This process has the driver, so it must not be what keeps the memory.
+    held.send_bare(DESCRIPTOR, &[fd.as_fd()])?;
+    drop(fd);
+    let explain = |error| holder.explain(error, context.patience());
+    match held.receive().map_err(explain)? {
+        Report::Held { library: None } => {}
+        Report::Held { library: Some(library) } => {
+            let meaning = format!("Every process here has {library} mapped, so none can hold a descriptor without it.");
+            return Ok(ProbeOutcome::new(Status::Skipped, meaning));
+        }
+        Report::Failed { error } => return Err(error.of_other_end().into()),
+        Report::Made { .. } => return Err(unexpected("held").into()),
+    }
+    maker.kill();
+    // It gives the descriptor back, and closes its own.
+    held.send(&Value::Null)?;
+    let fd = receive_descriptor(&held).map_err(explain)?;
+    holder.kill();
+    let (imported, import_us) = timed(|| Allocation::import(&context.device, fd, size))?;
+    let mapping = Mapping::new(&imported, Access::ReadOnly)?;
+    if !shows(&mapping, Pattern::new(pattern))? {
+        return Ok(ProbeOutcome::failed("The bytes changed while a descriptor alone held the memory."));
+    }
+    let meaning =
+        "A descriptor in a process without the driver keeps memory, with its bytes, when its maker is killed.";
+    Ok(ProbeOutcome::ok(meaning).figure("bytes", size).figure("import_us", import_us))
+}
+
+fn unexpected(want: &'static str) -> Error {
+    ProtocolError::Unexpected { got: "another report", want }.into()
+}
+
+fn receive_descriptor(line: &Line) -> Result<OwnedFd> {
+    let mut record = [0; DESCRIPTOR.len() + 1];
+    let mut fds = line.receive_bare(&mut record)?.fds;
+    match (fds.pop(), fds.is_empty()) {
+        (Some(fd), true) => Ok(fd),
+        _ => Err(ProtocolError::Content("a record that is to bring one descriptor".to_owned()).into()),
+    }
+}
+
+/// Makes memory of a granule with a pattern in it, sends its descriptor, and waits to be killed.
+pub(in crate::doctor) fn make(device: Result<Device>, pattern: u32, line: &Line) -> Result<()> {
+    let made = device.and_then(|device| {
+        device.require_sharing()?;
+        let allocation = Allocation::create(&device, 1)?;
+        let mapping = Mapping::new(&allocation, Access::ReadWrite)?;
+        write(&mapping, Pattern::new(pattern))?;
+        // Nothing of this process may be under way on the device when it is killed.
+        device.verbs().synchronize(device.ordinal())?;
+        allocation.export()?;
+        Ok((allocation, mapping))
+    });
+    match &made {
+        Ok((allocation, _)) => {
+            line.send(&Report::Made { size: allocation.size() })?;
+            line.send_bare(DESCRIPTOR, &[allocation.export()?])?;
+        }
+        Err(error) => line.send(&Report::Failed { error: ErrorDetails::of(error) })?,
+    }
+    until_ended(line)
+}
+
+/// Holds a descriptor until the parent asks for it back. It does not load the driver.
+pub(in crate::doctor) fn hold(line: &Line) -> Result<()> {
+    let fd = receive_descriptor(line)?;
+    let library = loaded(&fs::read("/proc/self/maps").unwrap_or_default()).map(|path| path.display().to_string());
+    line.send(&Report::Held { library })?;
+    let _: Value = line.receive()?;
+    line.send_bare(DESCRIPTOR, &[fd.as_fd()])?;
+    drop(fd);
+    until_ended(line)
+}
+
+/// Waits until the parent ends this process, or has ended.
+fn until_ended(line: &Line) -> Result<()> {
+    match line.receive::<Value>() {
+        Ok(_) | Err(Error::Peer(PeerError::Gone { .. })) => Ok(()),
+        Err(error) => Err(error),
+    }
+}

@@ -1,0 +1,314 @@
+//! Probes of one process.
+
+use std::{
+    fs::{self, File},
+    io,
+    ops::RangeInclusive,
+    os::fd::{AsRawFd, OwnedFd},
+    sync::Arc,
+    time::Instant,
+};
+
+use nix::sys::stat::fstat;
+use vmmfd::{
+    driver::{Access, Attribute},
+    error::{Error, Result},
+    internals::{Granularity, Handle, Location, MadeFor, Properties, Verbs},
+    memory::{Allocation, Mapping, Region},
+};
+
+use crate::verbs::HasVerbs;
+use crate::{
+    check::pattern::{self, Pattern},
+    doctor::{
+        ErrorDetails, Status,
+        context::ProbeContext,
+        outcome::{ProbeOutcome, ProbeResult, micros, timed},
+    },
+    units::bytes,
+};
+
+/// What most probes allocate, in bytes, before it is rounded up.
+pub(super) const SIZE: u64 = 2 << 20;
+
+/// Every attribute that matters to sharing, with its name in a report.
+const ATTRIBUTES: [(&str, Attribute); 9] = [
+    ("virtual_memory_management", Attribute::VirtualMemoryManagement),
+    ("posix_file_descriptor", Attribute::PosixFileDescriptor),
+    ("fabric_handle", Attribute::FabricHandle),
+    ("gpu_direct_rdma", Attribute::GpuDirectRdma),
+    ("compute_mode", Attribute::ComputeMode),
+    ("memory_pools", Attribute::MemoryPools),
+    ("pool_handle_types", Attribute::PoolHandleTypes),
+    ("host_numa_id", Attribute::HostNumaId),
+    ("host_numa_virtual_memory_management", Attribute::HostNumaVirtualMemoryManagement),
+];
+
+pub(super) fn attributes(context: &mut ProbeContext) -> ProbeResult {
+    let mut outcome = ProbeOutcome::ok("The attributes that the device claims; the other probes test them.");
+    let mut first = None;
+    for (name, attribute) in ATTRIBUTES {
+        match context.device.attribute(attribute) {
+            Ok(value) => outcome = outcome.figure(name, value),
+            // An old driver does not know the newest attributes.
+            Err(error) => first = first.or(Some(error)),
+        }
+    }
+    match first {
+        Some(error) if outcome.figures.is_empty() => Err(error.into()),
+        _ => Ok(outcome),
+    }
+}
+
+pub(super) fn granularity(context: &mut ProbeContext) -> ProbeResult {
+    let device = &context.device;
+    let location = Location::Device(device.ordinal());
+    let properties = Properties { location, exportable: true, immutable: false, gpu_direct_rdma: false };
+    let minimum = device.verbs().granularity(&properties, Granularity::Minimum)?;
+    let recommended = device.verbs().granularity(&properties, Granularity::Recommended)?;
+    let meaning = format!("Shared memory comes in multiples of {}.", bytes(minimum));
+    Ok(ProbeOutcome::ok(meaning).figure("minimum_bytes", minimum).figure("recommended_bytes", recommended))
+}
+
+pub(super) fn memory(context: &mut ProbeContext) -> ProbeResult {
+    let device = &context.device;
+    let (allocation, create_us) = timed(|| Allocation::create(device, SIZE))?;
+    let (mapping, map_us) = timed(|| Mapping::new(&allocation, Access::ReadWrite))?;
+    let pattern = Pattern::new(rand::random());
+    let begun = Instant::now();
+    let good = holds(&mapping, pattern)?;
+    if !good {
+        return Ok(ProbeOutcome::failed("Memory does not hold the bytes that were copied into it."));
+    }
+    let outcome = ProbeOutcome::ok("Memory of the device can be allocated, mapped, written and read.")
+        .figure("create_us", create_us)
+        .figure("map_us", map_us)
+        .figure("copy_us", micros(begun.elapsed()))
+        .figure("bytes", allocation.size());
+    Ok(match device.memory_info() {
+        Ok(info) => outcome.figure("free_bytes", info.free).figure("total_bytes", info.total),
+        Err(_) => outcome,
+    })
+}
+
+/// Writes a pattern, reads it back, and returns whether it is the same.
+fn holds(region: &dyn Region, pattern: Pattern) -> Result<bool> {
+    write(region, pattern)?;
+    shows(region, pattern)
+}
+
+pub(super) fn write(region: &dyn Region, pattern: Pattern) -> Result<()> {
+    pattern::fill(region, 0..region.size(), pattern, &mut |_| Ok(()))
+}
+
+pub(super) fn shows(region: &dyn Region, pattern: Pattern) -> Result<bool> {
+    Ok(pattern::verify(region, 0, 0..region.size(), pattern, &mut |_| Ok(()))?.passed())
+}
+
+pub(super) fn export(context: &mut ProbeContext) -> ProbeResult {
+    let allocation = Allocation::create(&context.device, SIZE)?;
+    let (fd, export_us) = timed(|| allocation.export())?;
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let target = fs::read_link(path).map(|target| target.display().to_string());
+    let outcome = ProbeOutcome::ok("Memory can be exported as a descriptor.").figure("export_us", export_us);
+    let outcome = match target {
+        Ok(target) => outcome.figure("descriptor", target),
+        Err(error) => outcome.figure("descriptor", format!("unknown: {error}")),
+    };
+    Ok(match fstat(fd) {
+        Ok(stat) => outcome.figure("mode", format!("{:o}", stat.st_mode)).figure("size_bytes", stat.st_size),
+        Err(_) => outcome,
+    })
+}
+
+fn duplicate(allocation: &Allocation) -> Result<OwnedFd> {
+    let fd = allocation.export()?.try_clone_to_owned();
+    fd.map_err(|error| Error::system("duplicate a descriptor", error))
+}
+
+pub(super) fn import(context: &mut ProbeContext) -> ProbeResult {
+    let pattern = Pattern::new(rand::random());
+    let allocation = Allocation::create(&context.device, SIZE)?;
+    let fd = duplicate(&allocation)?;
+    write(&Mapping::new(&allocation, Access::ReadWrite)?, pattern)?;
+    let (imported, import_us) = timed(|| Allocation::import(&context.device, fd, allocation.size()))?;
+    let (mapping, map_us) = timed(|| Mapping::new(&imported, Access::ReadOnly))?;
+    if !shows(&mapping, pattern)? {
+        return Ok(ProbeOutcome::failed("Imported memory does not show what was written before the export."));
+    }
+    let outcome = ProbeOutcome::ok("An exported descriptor can be imported, as the same memory.");
+    Ok(outcome.figure("import_us", import_us).figure("map_us", map_us))
+}
+
+pub(super) fn aliases(context: &mut ProbeContext) -> ProbeResult {
+    let allocation = Allocation::create(&context.device, SIZE)?;
+    let one = Mapping::new(&allocation, Access::ReadWrite)?;
+    let other = Mapping::new(&allocation, Access::ReadWrite)?;
+    for (writer, reader) in [(&one, &other), (&other, &one)] {
+        let pattern = Pattern::new(rand::random());
+        write(writer, pattern)?;
+        if !shows(reader, pattern)? {
+            return Ok(ProbeOutcome::failed(
+                "Bytes written through one mapping do not show in another mapping of the same memory.",
+            ));
+        }
+    }
+    Ok(ProbeOutcome::ok("Two mappings of one allocation show the same bytes."))
+}
+
+pub(super) fn read_only_copy(context: &mut ProbeContext) -> ProbeResult {
+    let allocation = Allocation::create(&context.device, SIZE)?;
+    write(&Mapping::new(&allocation, Access::ReadWrite)?, Pattern::new(1))?;
+    let mapping = Mapping::new(&allocation, Access::ReadOnly)?;
+    // The mapping works, so it is the write that is refused.
+    let mut bytes = [0; 4];
+    mapping.copy_out(0, &mut bytes)?;
+    // By the driver's own call: the library would refuse it before.
+    match context.device.verbs().copy_in(context.device.ordinal(), mapping.address(), &[!bytes[0]]) {
+        Ok(()) => Ok(ProbeOutcome::failed("A copy into a read-only mapping succeeded.")),
+        Err(error) if shows(&mapping, Pattern::new(1))? => {
+            Ok(ProbeOutcome::ok("The driver refuses a copy into a read-only mapping.")
+                .figure("refused", error.in_full()))
+        }
+        Err(_) => Ok(ProbeOutcome::failed("A copy into a read-only mapping was refused and still changed the bytes.")),
+    }
+}
+
+/// The errors of a context whose kernel has faulted: `CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`.
+const FAULTS: RangeInclusive<u32> = 700..=719;
+
+pub(super) fn read_only_store(context: &mut ProbeContext) -> ProbeResult {
+    const VALUE: u32 = 0x5EED_F00D;
+    let device = &context.device;
+    let (driver, ordinal) = (device.verbs(), device.ordinal());
+    let diagnosis = driver.diagnosis()?;
+    let allocation = Allocation::create(device, SIZE)?;
+    let writable = Mapping::new(&allocation, Access::ReadWrite)?;
+    let read_only = Mapping::new(&allocation, Access::ReadOnly)?;
+    // Without this, a store that never happens would look like one that is refused.
+    diagnosis.store(ordinal, writable.address(), VALUE)?;
+    let mut word = [0; 4];
+    read_only.copy_out(0, &mut word)?;
+    if word != VALUE.to_le_bytes() {
+        return Ok(ProbeOutcome::failed("A kernel's store into a writable mapping does not show in another mapping."));
+    }
+    match diagnosis.store(ordinal, read_only.address(), !VALUE) {
+        Ok(()) => Ok(ProbeOutcome::failed("A kernel's store into a read-only mapping succeeded.")),
+        Err(Error::Driver { code, name, .. }) if FAULTS.contains(&code) => {
+            Ok(ProbeOutcome::ok("A kernel's store into a read-only mapping faults.")
+                .figure("fault", format!("{name} ({code})")))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+pub(super) fn wrong_descriptor(context: &mut ProbeContext) -> ProbeResult {
+    let device = &context.device;
+    let size = device.granularity()?;
+    let io = |action: &'static str| move |error: io::Error| Error::system(action, error);
+    let null = || File::open("/dev/null").map(OwnedFd::from).map_err(io("open /dev/null"));
+    let pipe = || io::pipe().map(|(reader, _)| OwnedFd::from(reader)).map_err(io("create a pipe"));
+    let file = || tempfile::tempfile_in(&context.folder).map(OwnedFd::from).map_err(io("create a temporary file"));
+    let mut refusals = Vec::new();
+    for (what, fd) in [("/dev/null", null()?), ("a pipe", pipe()?), ("a file", file()?)] {
+        match Allocation::import(device, fd, size) {
+            Ok(_) => return Ok(ProbeOutcome::failed(format!("{what} was imported as if it were memory."))),
+            Err(error) => refusals.push(format!("{what}: {}", ErrorDetails::of(&error).message)),
+        }
+    }
+    // The process and its context must still work.
+    let allocation = Allocation::create(device, SIZE)?;
+    if !holds(&Mapping::new(&allocation, Access::ReadWrite)?, Pattern::new(2))? {
+        return Ok(ProbeOutcome::failed("After a wrong descriptor was refused, memory no longer holds its bytes."));
+    }
+    let outcome = ProbeOutcome::ok("A descriptor that is not memory is refused, without side effects.");
+    Ok(outcome.figure("refused", refusals))
+}
+
+/// How often an export is measured; the median is reported.
+const ROUNDS: usize = 5;
+
+pub(super) fn export_cost(context: &mut ProbeContext) -> ProbeResult {
+    let device = &context.device;
+    let cost = || -> Result<u64> {
+        let mut times = Vec::new();
+        for _ in 0..ROUNDS {
+            let allocation: Arc<Allocation> = Allocation::create(device, SIZE)?;
+            let (_, us) = timed(|| allocation.export())?;
+            times.push(us);
+        }
+        times.sort_unstable();
+        Ok(times[ROUNDS / 2])
+    };
+    let alone_us = cost()?;
+    let held = Allocation::create(device, SIZE)?;
+    held.export()?;
+    let held_us = cost()?;
+    let meaning = match alone_us > held_us.saturating_mul(3) {
+        true => "An export is far cheaper while the process holds another exported descriptor open: keep one.",
+        false => "An export costs the same whether or not another exported descriptor is held open.",
+    };
+    Ok(ProbeOutcome::ok(meaning).figure("alone_us", alone_us).figure("held_us", held_us))
+}
+
+/// Memory of a kind that [`Allocation`] does not offer. Dropping it frees it.
+struct SpecialMemory<'a> {
+    driver: &'a dyn Verbs,
+    handle: Handle,
+    size: u64,
+    reserved: Option<u64>,
+    mapped: Option<u64>,
+}
+
+impl<'a> SpecialMemory<'a> {
+    fn create(context: &'a ProbeContext, made_for: MadeFor) -> Result<Self> {
+        let (driver, ordinal) = (context.device.verbs(), context.device.ordinal());
+        let size = SIZE.next_multiple_of(context.device.granularity()?);
+        let handle = driver.diagnosis()?.create_with(ordinal, size, made_for)?;
+        Ok(Self { driver, handle, size, reserved: None, mapped: None })
+    }
+
+    fn map(&mut self, ordinal: i32) -> Result<u64> {
+        let address = self.driver.reserve(self.size, 0)?;
+        self.reserved = Some(address);
+        self.driver.map(address, self.size, 0, self.handle)?;
+        self.mapped = Some(address);
+        self.driver.set_access(address, self.size, Location::Device(ordinal), Some(Access::ReadWrite))?;
+        Ok(address)
+    }
+}
+
+impl Drop for SpecialMemory<'_> {
+    fn drop(&mut self) {
+        let unmapped = self.mapped.map_or(Ok(()), |address| self.driver.unmap(address, self.size));
+        let freed = self.reserved.map_or(Ok(()), |address| self.driver.free(address, self.size));
+        for error in [unmapped, freed, self.driver.release(self.handle)].into_iter().filter_map(Result::err) {
+            tracing::error!(%error, "cannot free a probe's memory");
+        }
+    }
+}
+
+pub(super) fn dma_buf(context: &mut ProbeContext) -> ProbeResult {
+    let ordinal = context.device.ordinal();
+    let mut memory = SpecialMemory::create(context, MadeFor::Rdma)?;
+    let address = memory.map(ordinal)?;
+    let (fd, export_us) = timed(|| memory.driver.diagnosis()?.export_dma_buf(ordinal, address, memory.size))?;
+    let stat = fstat(&fd).map_err(|errno| Error::system("inspect a dma-buf", errno))?;
+    let outcome = ProbeOutcome::ok("Memory can be exported as a dma-buf, for devices of other vendors.");
+    Ok(outcome.figure("export_us", export_us).figure("size_bytes", stat.st_size))
+}
+
+pub(super) fn fabric(context: &mut ProbeContext) -> ProbeResult {
+    let memory = match SpecialMemory::create(context, MadeFor::Fabric) {
+        Err(error)
+            if ErrorDetails::of(&error).is_unsupported()
+                && context.device.attribute(Attribute::FabricHandle).is_ok_and(|on| on != 0) =>
+        {
+            let meaning = "The device claims fabric handles, and the driver creates none: attributes are claims.";
+            return Ok(ProbeOutcome::new(Status::Unsupported, meaning).with_error(ErrorDetails::of(&error)));
+        }
+        memory => memory?,
+    };
+    let (_, export_us) = timed(|| memory.driver.diagnosis()?.export_fabric(memory.handle))?;
+    Ok(ProbeOutcome::ok("Memory can be exported to other machines of the fabric.").figure("export_us", export_us))
+}

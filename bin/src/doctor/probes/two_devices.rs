@@ -1,0 +1,75 @@
+//! The probe of two devices: one uses memory of the other.
+
+use std::time::Duration;
+
+use vmmfd::{
+    driver::{Access, code},
+    error::Result,
+    memory::{Allocation, Device, Mapping, Region, Reservation},
+};
+
+use super::one_process::{SIZE, shows, write};
+use crate::verbs::HasVerbs;
+use crate::{
+    check::pattern::Pattern,
+    doctor::{
+        ErrorDetails, Status,
+        context::ProbeContext,
+        outcome::{ProbeOutcome, ProbeResult},
+    },
+};
+
+pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
+    let device = &context.device;
+    let claimed = device.can_access(owner)?;
+    let allocation = Allocation::create(owner, SIZE)?;
+    let theirs = Mapping::new(&allocation, Access::ReadWrite)?;
+    let reservation = Reservation::new(device, allocation.size())?;
+    let mapped = Mapping::side_by_side(&reservation, 0, std::slice::from_ref(&allocation), device, Access::ReadWrite);
+    let ours = match mapped {
+        Ok(mapping) => mapping,
+        Err(error) if !claimed => {
+            let meaning = "This device can't access that one's memory, and does not claim to.";
+            let outcome = ProbeOutcome::new(Status::Unsupported, meaning);
+            return Ok(outcome.with_error(ErrorDetails::of(&error)).figure("claimed", false));
+        }
+        Err(error) => return Err(error.into()),
+    };
+    for (writer, reader) in [(&theirs, &ours), (&ours, &theirs)] {
+        let pattern = Pattern::new(rand::random());
+        write(writer, pattern)?;
+        writer.synchronize()?;
+        if !shows(reader, pattern)? {
+            return Ok(ProbeOutcome::failed("One device does not see what the other wrote.").figure("claimed", claimed));
+        }
+    }
+    let outcome = ProbeOutcome::ok("This device reads and writes that one's memory.").figure("claimed", claimed);
+    drop((ours, theirs));
+    match speed(device, owner) {
+        Ok(speed) => Ok(outcome.figure("read_gb_per_s", speed).figure("copied_bytes", COPY)),
+        Err(error) => {
+            let error = ErrorDetails::of(&error);
+            // It works, and its speed can't be measured with an old driver, or with too little memory.
+            let unmeasured = error.is_unsupported() || error.code == Some(code::OUT_OF_MEMORY);
+            if unmeasured { Ok(outcome) } else { Err(error.into()) }
+        }
+    }
+}
+
+/// How many bytes are copied to measure the speed.
+const COPY: u64 = 64 << 20;
+
+/// How fast this device copies from the owner's memory, in GB/s: the best of three copies.
+fn speed(device: &Device, owner: &Device) -> Result<f64> {
+    let far = Allocation::create(owner, COPY)?;
+    let near = Mapping::new(&Allocation::create(device, COPY)?, Access::ReadWrite)?;
+    let reservation = Reservation::new(device, far.size())?;
+    let far = Mapping::side_by_side(&reservation, 0, std::slice::from_ref(&far), device, Access::ReadWrite)?;
+    let diagnosis = device.verbs().diagnosis()?;
+    let mut best = Duration::MAX;
+    for _ in 0..3 {
+        best = best.min(diagnosis.copy_within(device.ordinal(), near.address(), far.address(), COPY)?);
+    }
+    let speed = COPY as f64 / best.as_secs_f64().max(1e-9) / 1e9;
+    Ok((speed * 10.0).round() / 10.0)
+}

@@ -1,0 +1,105 @@
+//! Conditions that several rules share.
+
+use vmmfd::error::code;
+
+use crate::doctor::{Environment, Finding, Status, environment::Node, error_details::NO_LIBRARY};
+
+/// The probes of virtual memory management that are not required: they fail where the required ones do.
+pub(super) const VMM: &[&str] = &[
+    "attributes",
+    "granularity",
+    "aliases",
+    "read-only-copy",
+    "read-only-store",
+    "wrong-descriptor",
+    "exporter-killed",
+    "memory-returned",
+    "held-descriptor",
+    "export-cost",
+];
+
+/// The probes in which one process, or one handle, uses memory of another.
+pub(super) const SHARING: &[&str] = &[
+    "export",
+    "import",
+    "round-trip",
+    "wrong-descriptor",
+    "exporter-killed",
+    "memory-returned",
+    "held-descriptor",
+    "export-cost",
+    "read-only-copy",
+    "read-only-store",
+    "host-numa",
+    "pool",
+    "legacy",
+    "event",
+];
+
+pub(super) fn is_of(finding: &Finding, probes: &[&str]) -> bool {
+    probes.contains(&finding.probe.as_str())
+}
+
+pub(super) fn has_error(finding: &Finding) -> bool {
+    finding.error.is_some()
+}
+
+pub(super) fn error_code(finding: &Finding) -> Option<u32> {
+    finding.error.as_ref()?.code
+}
+
+pub(super) fn error_kind(finding: &Finding) -> Option<&str> {
+    Some(&finding.error.as_ref()?.kind)
+}
+
+pub(super) fn message_has(finding: &Finding, words: &str) -> bool {
+    finding.error.as_ref().is_some_and(|error| error.message.contains(words))
+}
+
+pub(super) fn is_call(finding: &Finding, call: &str) -> bool {
+    finding.error.as_ref().is_some_and(|error| error.call.as_deref() == Some(call))
+}
+
+pub(super) fn no_library(finding: &Finding) -> bool {
+    message_has(finding, NO_LIBRARY)
+}
+
+pub(super) fn no_device(finding: &Finding) -> bool {
+    is_of(finding, &["driver"])
+        && (error_code(finding) == Some(code::NO_DEVICE) || message_has(finding, "finds no device"))
+}
+
+pub(super) fn cu_init_unknown(finding: &Finding) -> bool {
+    is_of(finding, &["driver"]) && error_code(finding) == Some(code::UNKNOWN)
+}
+
+pub(super) fn fabric_denied(finding: &Finding) -> bool {
+    is_of(finding, &["fabric"]) && error_code(finding) == Some(code::NOT_PERMITTED)
+}
+
+pub(super) fn device_hidden(finding: &Finding) -> bool {
+    let imports = is_of(finding, SHARING) || is_call(finding, "cuMemImportFromShareableHandle");
+    imports && error_code(finding) == Some(code::INVALID_DEVICE)
+}
+
+/// Whether a GPU's driver does not support it: nor does host memory most of it, which says nothing about a GPU.
+pub(super) fn unsupported(finding: &Finding, environment: &Environment, probes: &[&str]) -> bool {
+    is_of(finding, probes) && finding.status == Status::Unsupported && environment.library.is_some()
+}
+
+/// The categories of an SELinux label, such as `c1,c2` of `system_u:system_r:container_t:s0:c1,c2`. AppArmor's have none.
+pub(super) fn categories(environment: &Environment) -> Option<&str> {
+    environment.label.as_deref()?.splitn(5, ':').nth(4)
+}
+
+/// Whether two ends have SELinux categories, and different ones.
+pub(super) fn other_categories(own: &Environment, peer: &Environment) -> bool {
+    let both = categories(own).zip(categories(peer));
+    both.is_some_and(|(own, theirs)| own != theirs)
+}
+
+/// Whether a node is a GPU's own, such as `/dev/nvidia0`.
+pub(super) fn is_gpu(node: &Node) -> bool {
+    let number = node.path.strip_prefix("/dev/nvidia");
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}

@@ -1,0 +1,147 @@
+//! The verdict: one sentence and the exit code.
+
+use std::collections::BTreeSet;
+
+use vmmfd::driver::Backend;
+
+use super::{DoctorReport, Finding, PROBES, Scope, Status};
+
+/// The verdict and the exit code of a report. A required probe without a finding counts as failed.
+pub(super) fn of(report: &DoctorReport) -> (String, u8) {
+    let driver = report.machine.iter().find(|finding| finding.probe == "driver");
+    if let Some(driver) = driver.filter(|driver| driver.status != Status::Ok) {
+        let error = driver.error.as_ref();
+        let why = driver.cause.clone().or_else(|| error.map(|error| error.message.clone())).unwrap_or_default();
+        return match error.is_some_and(|error| error.is_nothing_to_test()) {
+            true => (format!("There is nothing here to test: {}.", why.trim_end_matches('.')), 3),
+            false => (format!("The driver can't be used: {}.", why.trim_end_matches('.')), 1),
+        };
+    }
+    let mut failures = Vec::new();
+    for name in required(report, Scope::Machine) {
+        failures.extend(lacking(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
+    }
+    // A meeting that broke off before it had a device reports that as a finding about the machine.
+    for name in required(report, Scope::Device) {
+        let broken = report.machine.iter().find(|finding| finding.probe == *name && finding.status != Status::Ok);
+        failures.extend(broken.map(|finding| format!("{name} was cut short{}", reason(finding))));
+    }
+    let mut good = report.devices.len();
+    for device in &report.devices {
+        let failed = required(report, Scope::Device).find_map(|name| {
+            lacking(&device.findings, name).map(|why| format!("device {} fails at {name}{why}", device.ordinal))
+        });
+        good -= usize::from(failed.is_some());
+        failures.extend(failed);
+    }
+    for pair in &report.pairs {
+        for name in required(report, Scope::Pair) {
+            let (device, owner) = (pair.device, pair.owner);
+            let why = lacking(&pair.findings, name);
+            failures.extend(why.map(|why| format!("device {device} fails at {name} with device {owner}{why}")));
+        }
+    }
+    if report.pairs.is_empty() && required(report, Scope::Pair).next().is_some() {
+        failures.push("no pair of devices was tried".to_owned());
+    }
+    if report.devices.is_empty() && required(report, Scope::Device).next().is_some() {
+        failures.push("no device was tried".to_owned());
+    }
+
+    let mut sentence = subject(report, good);
+    for failure in &failures {
+        sentence += &format!("; {failure}");
+    }
+    sentence += &remarks(report);
+    (sentence + ".", u8::from(!failures.is_empty()))
+}
+
+/// The required probes of a scope.
+fn required(report: &DoctorReport, scope: Scope) -> impl Iterator<Item = &String> {
+    let named = move |name: &&String| PROBES.iter().any(|probe| probe.name == **name && probe.scope() == scope);
+    report.required.iter().filter(named)
+}
+
+/// How many devices passed the required probes.
+fn subject(report: &DoctorReport, good: usize) -> String {
+    let all = report.devices.len();
+    let whole = report.required.iter().any(|probe| probe == "round-trip");
+    let what = match (report.backend, all) {
+        (Backend::Cuda, 1) => "GPU",
+        (Backend::Cuda, _) => "GPUs",
+        (Backend::Host, _) => "stand-in of host memory (no GPU was tested)",
+    };
+    let asked = |scope: Scope| required(report, scope).next().is_some();
+    match (all, whole) {
+        _ if !asked(Scope::Device) && !asked(Scope::Pair) => "The driver starts".to_owned(),
+        (0, _) => "The driver starts".to_owned(),
+        (_, true) => format!("VMM fd sharing works on {good} of {all} {what}"),
+        (_, false) => format!("The required probes succeed on {good} of {all} {what}"),
+    }
+}
+
+/// What the verdict adds: the features that users ask for most, and every other failure.
+fn remarks(report: &DoctorReport) -> String {
+    const FEATURES: [(&str, &str); 3] =
+        [("fabric", "fabric handles do not"), ("pool", "memory pools do not"), ("legacy", "legacy handles do not")];
+    let of_devices =
+        report.devices.iter().flat_map(|device| device.findings.iter().map(|found| (device.ordinal, found)));
+    let of_devices: Vec<(i32, &Finding)> =
+        of_devices.filter(|(_, finding)| !report.required.contains(&finding.probe)).collect();
+    let mut text = String::new();
+    for (probe, feature) in FEATURES {
+        let lacking = |(_, finding): &&(i32, &Finding)| {
+            finding.probe == probe && [Status::Failed, Status::Unsupported].contains(&finding.status)
+        };
+        let without: Vec<&(i32, &Finding)> = of_devices.iter().filter(lacking).collect();
+        if report.backend == Backend::Cuda
+            && let Some((_, first)) = without.first()
+        {
+            let which = match without.len() == report.devices.len() {
+                true => String::new(),
+                false => format!(" on {}", devices(without.iter().map(|(ordinal, _)| *ordinal))),
+            };
+            text += &format!("; {feature}{which}{}", reason(first));
+        }
+    }
+    let others = of_devices.iter().filter(|(_, finding)| {
+        finding.status == Status::Failed && !FEATURES.iter().any(|(probe, _)| finding.probe == *probe)
+    });
+    let pairs = report.pairs.iter().flat_map(|pair| &pair.findings);
+    let pairs = pairs.filter(|finding| finding.status == Status::Failed && !report.required.contains(&finding.probe));
+    let also: BTreeSet<&str> =
+        others.map(|(_, finding)| finding.probe.as_str()).chain(pairs.map(|finding| finding.probe.as_str())).collect();
+    if !also.is_empty() {
+        text += &format!("; also failed: {}", also.into_iter().collect::<Vec<_>>().join(", "));
+    }
+    text
+}
+
+fn devices(ordinals: impl Iterator<Item = i32>) -> String {
+    let ordinals: Vec<String> = ordinals.map(|ordinal| ordinal.to_string()).collect();
+    format!("device {}", ordinals.join(", "))
+}
+
+/// Why a probe did not succeed; `None` if it did.
+fn lacking(findings: &[Finding], probe: &str) -> Option<String> {
+    match findings.iter().find(|finding| finding.probe == probe) {
+        Some(finding) if finding.status == Status::Ok => None,
+        Some(finding) => Some(reason(finding)),
+        None => Some(", which reported nothing".to_owned()),
+    }
+}
+
+fn reason(finding: &Finding) -> String {
+    // It stands in the middle of a sentence; a name in capitals stays as it is.
+    let lower = |cause: &str| match cause.split_at_checked(1) {
+        Some((first, rest)) if rest.starts_with(|c: char| c.is_ascii_lowercase()) => first.to_lowercase() + rest,
+        _ => cause.to_owned(),
+    };
+    let cause = finding.cause.as_deref().map(|cause| lower(cause.trim_end_matches('.')));
+    let short = || finding.error.as_ref().map(|error| error.message.clone());
+    let meaning = || Some(lower(finding.meaning.trim_end_matches('.'))).filter(|_| finding.status == Status::Skipped);
+    match cause.or_else(short).or_else(meaning) {
+        Some(why) => format!(": {why}"),
+        None => String::new(),
+    }
+}

@@ -1,0 +1,175 @@
+//! The tools' own errors, and hints for the user about these and the library's.
+
+use std::{path::PathBuf, time::Duration};
+
+use vmmfd::error::{
+    BrokerError, DeviceError, Error, ErrorCode, ErrorKind, LoadError, MemoryError, PeerError, RefusalCode, SocketError,
+    code,
+};
+
+/// An error of the tools. As the library's [`Error`] it is in [`Error::Caller`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ToolError {
+    /// A file can't be used.
+    #[error("{} {problem}", path.display())]
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// Why, as the rest of a sentence.
+        problem: String,
+    },
+
+    /// The other end of a doctor's meeting did not appear.
+    #[error("no other doctor met this one at {} within {waited:?}", path.display())]
+    Absent {
+        /// The socket.
+        path: PathBuf,
+        /// How long it was waited for.
+        waited: Duration,
+        /// The command that is missing: `serve` or `join`.
+        missing: &'static str,
+    },
+
+    /// A child process failed, died, or is stuck.
+    #[error("{process} {message}")]
+    Child {
+        /// Its part: `the producer`.
+        process: String,
+        /// What happened to it, as the rest of a sentence: `was killed by SIGABRT`.
+        message: String,
+        /// The hint of its own error.
+        hint: Option<String>,
+    },
+}
+
+impl ToolError {
+    /// The error of the tools, if it is one.
+    pub fn of(error: &Error) -> Option<&Self> {
+        match error {
+            Error::Caller(caller) => caller.downcast_ref(),
+            _ => None,
+        }
+    }
+
+    /// Whether an error is [`ToolError::File`].
+    pub fn is_file(error: &Error) -> bool {
+        matches!(Self::of(error), Some(Self::File { .. }))
+    }
+}
+
+impl From<ToolError> for Error {
+    fn from(error: ToolError) -> Self {
+        Self::Caller(Box::new(error))
+    }
+}
+
+/// The class of an error, by which the commands exit.
+pub fn kind_of(error: &Error) -> ErrorKind {
+    match ToolError::of(error) {
+        Some(ToolError::File { .. }) => ErrorKind::Usage,
+        Some(ToolError::Absent { .. }) => ErrorKind::Peer,
+        Some(ToolError::Child { .. }) | None => error.kind(),
+    }
+}
+
+/// What the user can do about an error, if there is a general answer.
+pub fn hint(error: &Error) -> Option<&str> {
+    if let Some(own) = ToolError::of(error) {
+        return match own {
+            ToolError::Child { hint, .. } => hint.as_deref(),
+            ToolError::File { .. } => None,
+            ToolError::Absent { missing: "serve", .. } => {
+                Some("run `vmmfd doctor serve` on the same --socket, or wait longer with --wait")
+            }
+            ToolError::Absent { .. } => {
+                Some("run `vmmfd doctor join` on the same --socket, or wait longer with --wait")
+            }
+        };
+    }
+    Some(match error {
+        Error::Load(LoadError::NoLibrary { .. }) => {
+            "install NVIDIA's driver, or give the container the GPU (for Docker: --gpus all); \
+             --backend host tries the tools on ordinary memory"
+        }
+        Error::Load(LoadError::Stub { .. }) => "take the toolkit's stubs folder out of LD_LIBRARY_PATH",
+        Error::Load(LoadError::MissingSymbol { .. }) => "CUDA 11.4 or newer is needed: update the driver",
+        Error::Load(LoadError::NoDevice) => {
+            "look at nvidia-smi -L, and at CUDA_VISIBLE_DEVICES; --backend host tries the tools on ordinary memory"
+        }
+        Error::Device(DeviceError::NotFound { backend: "host", .. }) => "the host backend has one device, 0",
+        Error::Device(DeviceError::NotFound { .. }) => {
+            "ordinals are counted among the devices that CUDA_VISIBLE_DEVICES leaves"
+        }
+        Error::Device(DeviceError::Ambiguous { .. }) => "write more digits of the UUID",
+        Error::Device(DeviceError::Unsupported { .. }) => "`vmmfd devices` lists what can be shared of each device",
+        Error::Device(DeviceError::NoPeerAccess { .. }) => {
+            "choose a device of the same NVLink or PCIe group with --device; nvidia-smi topo -p2p r shows which can"
+        }
+        Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise ulimit -n, or take larger chunks",
+        Error::Forked { .. } => "start the process with exec, or initialise the driver after the fork",
+        Error::Memory(MemoryError::OutOfMemory { .. }) => "ask for less, or free memory first",
+        Error::Socket(SocketError::UnsafeFolder { .. }) | Error::Socket(SocketError::FolderLocked { .. }) => {
+            "name a socket in a folder of your own with --socket"
+        }
+        Error::Socket(SocketError::DefaultFolder { .. }) => "look at XDG_RUNTIME_DIR, or name a socket with --socket",
+        Error::Socket(SocketError::NotAccepted { .. }) => {
+            "look at the process that listens there: it may be stopped, or have too many connections"
+        }
+        Error::Socket(SocketError::Path { .. }) => "name another path with --socket",
+        Error::Socket(SocketError::AlreadyServed { .. }) => "stop that process, or use another --socket",
+        Error::Socket(SocketError::Absent { .. }) => {
+            "start a producer on the same --socket, or wait longer with --timeout"
+        }
+        Error::Socket(SocketError::NoBroker { .. }) => "start one with `vmmfd serve`, or name its socket with --socket",
+        Error::Broker(BrokerError { code, .. }) => return refusal_hint(*code),
+        Error::Peer(PeerError::NoConsumer { .. }) => {
+            "start a consumer on the same --socket, or wait longer with --timeout"
+        }
+        Error::Peer(PeerError::Timeout { .. }) => {
+            "the peer may be stuck or much slower: look at it, or raise --timeout on both sides"
+        }
+        Error::Peer(PeerError::TurnTooLong { .. }) => "a turn lasts ten times --timeout: raise it on this side",
+        Error::Peer(PeerError::Gone { .. }) => "look at the peer's own error",
+        Error::Peer(PeerError::NotAllowed { .. }) => {
+            "if that user is to be trusted, give this command --allow-uid with its number"
+        }
+        Error::Socket(SocketError::Denied { group: Some(_), .. }) => {
+            "add this user to that group and log in again, or start the process that listens there with --allow-uid and this user's number"
+        }
+        Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. })
+        | Error::Socket(SocketError::Denied { .. }) => {
+            "the process that listens there must be started with --allow-uid and this user's number; a broker also admits the members of \
+             a group with --allow-gid"
+        }
+        Error::Socket(SocketError::ClosedFolder { .. }) => {
+            "the folder's owner must let this user in: with chmod o+x, or with g+x for a group of this user"
+        }
+        Error::Driver { code: code::OUT_OF_MEMORY, .. } => "free memory first, or ask for less",
+        Error::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
+            "the driver library and the kernel module differ in version: reboot, or rebuild the container"
+        }
+        Error::Driver { call: "cuInit", .. } => "look at nvidia-smi and the kernel log: the driver is there and fails",
+        _ => return None,
+    })
+}
+
+/// What the user can do about a broker's refusal, if there is a general answer.
+fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
+    Some(match code {
+        RefusalCode::Absent => "`vmmfd ls` lists the objects that this user may read; `vmmfd get --wait` waits for one",
+        RefusalCode::Exists => "replace it with --replace, or take another name",
+        RefusalCode::Version => {
+            "another process has replaced it: `vmmfd stat` shows its version, with which to try again"
+        }
+        RefusalCode::Differs => "`vmmfd stat` shows its sizes, metadata and digests",
+        RefusalCode::Denied => {
+            "its owner and the broker's user delete it; the --mode of its first put says who reads and replaces it"
+        }
+        RefusalCode::Quota => "delete what is not needed, or raise the limit with `vmmfd serve --quota`",
+        RefusalCode::Full => "raise ulimit -n for the broker, or put memory in larger chunks",
+        RefusalCode::Timeout => "wait longer, or look for the process that was to put it",
+        RefusalCode::Failed => "look at the broker's log",
+        _ => return None,
+    })
+}

@@ -1,7 +1,0 @@
-//! `vmmfd`: all commands as one program.
-
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    vmmfd::tools::cli::main()
-}

@@ -1,0 +1,160 @@
+//! Many clients at once, and many objects: how fast the broker serves, what CPU time a get takes it, and what memory it needs.
+
+use std::path::Path;
+
+use nix::sys::resource::{Resource, getrlimit};
+use vmmfd::{driver::Backend, error::Result};
+
+use super::{Broker, ClientProcess, ClientRequest, SMALL, figure};
+use crate::{
+    broker::ClientResponse,
+    plan::Bench,
+    report::Figure,
+    run::{BenchRun, Capacity, unexpected, warm_up},
+    stats::{Samples, now},
+};
+use vmmfd_cli::units::about;
+
+/// The name of the object that all clients get.
+const NAME: &str = "bench/load";
+
+/// How many gets each client makes for each sample that is planned: one alone ends too soon to count CPU time.
+const GETS: usize = 10;
+
+/// How many gets one client reports at most: as many as a record has room for.
+const MOST_GETS: usize = 5000;
+
+/// What a process with a context of its own takes of a GPU's memory, at most.
+const CONTEXT: u64 = 640 << 20;
+
+/// How long the clients have to receive the request, in nanoseconds, and each of them.
+const HEAD_START: u64 = 20_000_000;
+const HEAD_START_EACH: u64 = 500_000;
+
+/// Clients without a GPU, and the gets a second of all of them.
+const HOST_CLIENTS: usize = 4;
+const HOST_AT_LEAST: f64 = 10_000.0;
+
+/// Objects and connections that a broker holds, and its resident memory then, in megabytes.
+const HELD: usize = 1000;
+const HELD_AT_MOST: f64 = 30.0;
+
+/// How many descriptors a process needs for each connection, at most.
+const FDS_EACH: u64 = 4;
+
+pub(super) fn measure(run: &mut BenchRun<'_>, folder: &Path, emulated: bool, capacity: Capacity) -> Result<()> {
+    let (backend, clients) = (run.plan.backend, run.plan.clients);
+    many_clients(run, folder, emulated, clients, false)?;
+    let needed = (clients as u64 + 1).saturating_mul(CONTEXT);
+    if backend == Backend::Cuda && needed > capacity.usable {
+        let (needed, there) = (about(needed), about(capacity.usable));
+        run.leave_out(format!("broker mapped by {clients} clients at once: they need {needed}, and there are {there}"));
+    } else {
+        many_clients(run, folder, emulated, clients, true)?;
+    }
+    host_objects(run, folder)?;
+    held(run, folder)
+}
+
+/// Measures clients of the run's backend, which map what they get or do not.
+fn many_clients(run: &mut BenchRun<'_>, folder: &Path, emulated: bool, clients: usize, map: bool) -> Result<()> {
+    let backend = run.plan.backend;
+    let broker = Broker::start(run, folder.join(if map { "mapped.sock" } else { "load.sock" }), emulated)?;
+    let what = format!("get by {clients} clients at once{}", if map { ", mapped" } else { "" });
+    burst(run, &broker, backend, clients, map, &what, None)
+}
+
+/// Measures a few clients of host memory, which need no GPU.
+fn host_objects(run: &mut BenchRun<'_>, folder: &Path) -> Result<()> {
+    let broker = Broker::start(run, folder.join("host.sock"), false)?;
+    let what = format!("get of host memory by {HOST_CLIENTS} clients at once");
+    burst(run, &broker, Backend::Host, HOST_CLIENTS, false, &what, Some(HOST_AT_LEAST))
+}
+
+/// Lets clients get one object again and again, all at the same time.
+fn burst(
+    run: &mut BenchRun<'_>,
+    broker: &Broker,
+    backend: Backend,
+    clients: usize,
+    map: bool,
+    what: &str,
+    at_least: Option<f64>,
+) -> Result<()> {
+    run.tick(what, 0, 2)?;
+    let maker = ClientProcess::start(run, backend, true, broker)?;
+    maker.call(&ClientRequest::Put { name: NAME.to_owned(), size: SMALL })?;
+    // Their drivers start at the same time.
+    let clients = (0..clients).map(|_| ClientProcess::launch(run, backend, map)).collect::<Result<Vec<_>>>()?;
+    for client in &clients {
+        client.ready()?;
+        client.connect(broker, 1)?;
+    }
+    let count = if map { run.plan.count } else { run.plan.count.saturating_mul(GETS) }.min(MOST_GETS);
+    get(run, &clients, warm_up(run.plan.count), map)?;
+    run.tick(what, 1, 2)?;
+    let before = broker.cpu()?;
+    let (samples, seconds) = get(run, &clients, count, map)?;
+    let after = broker.cpu()?;
+    let gets = samples.0.len() as f64;
+    run.figure(Figure {
+        bench: Bench::Broker,
+        name: format!("{what}, all together"),
+        size: 0,
+        value: gets / seconds,
+        unit: "/s",
+        at_most: None,
+        at_least,
+    });
+    let total_us = after.total_us - before.total_us;
+    for (part, us) in [
+        ("", total_us),
+        (" in the program", after.user_us - before.user_us),
+        (" in the kernel", after.system_us - before.system_us),
+    ] {
+        figure(run, format!("{what}: CPU time of the broker{part}, each"), 0, us / gets, "us", None);
+    }
+    figure(run, format!("{what}: use of one CPU by the broker"), 0, total_us / seconds / 1e4, "%", None);
+    run.add(Bench::Broker, 0, vec![(what.to_owned(), samples)], "");
+    Ok(())
+}
+
+/// Returns the times of all gets of all clients, and how many seconds passed from the first to the last.
+fn get(run: &BenchRun<'_>, clients: &[ClientProcess], count: usize, map: bool) -> Result<(Samples, f64)> {
+    let at = now() + HEAD_START + HEAD_START_EACH * clients.len() as u64;
+    for client in clients {
+        client.0.send(&ClientRequest::Get { name: NAME.to_owned(), count, map, at })?;
+    }
+    let (mut samples, mut first, mut last) = (Samples::default(), u64::MAX, 0);
+    for client in clients {
+        run.cancel.check()?;
+        let ClientResponse::Gets { begun, ended, us } = client.receive()? else { return Err(unexpected()) };
+        samples.0.extend(us);
+        (first, last) = (first.min(begun), last.max(ended));
+    }
+    Ok((samples, last.saturating_sub(first) as f64 / 1e9))
+}
+
+/// Measures the memory of a broker with many objects and connections.
+fn held(run: &mut BenchRun<'_>, folder: &Path) -> Result<()> {
+    let needed = HELD as u64 * FDS_EACH;
+    if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && most < needed
+    {
+        run.leave_out(format!("broker with {HELD} objects: a process may open {most} files, and this takes {needed}"));
+        return Ok(());
+    }
+    run.tick("objects and connections", 0, 1)?;
+    let broker = Broker::start(run, folder.join("held.sock"), false)?;
+    let maker = ClientProcess::start(run, Backend::Host, true, &broker)?;
+    let idle = broker.resident()?;
+    maker.call(&ClientRequest::PutPages { objects: HELD })?;
+    let many = ClientProcess::launch(run, Backend::Host, false)?;
+    many.ready()?;
+    many.connect(&broker, HELD)?;
+    let resident = broker.resident()?;
+    figure(run, "resident memory of the broker, idle".to_owned(), 0, idle / 1e6, "MB", None);
+    let what = format!("resident memory of the broker, {HELD} objects and {HELD} connections");
+    figure(run, what, 0, resident / 1e6, "MB", Some(HELD_AT_MOST));
+    Ok(())
+}

@@ -1,0 +1,71 @@
+//! What a process of a bench does from its start to its end.
+
+use std::{
+    io::{self, Write},
+    thread,
+};
+
+use serde::Serialize;
+use vmmfd::error::{Error, PeerError, Result};
+
+use super::{
+    broker, consumer, producer,
+    protocol::{ConsumerResponse, Failure, Response},
+    single,
+    task::{Role, Task},
+};
+use vmmfd_cli::{
+    child::Entered,
+    line::{Line, typed},
+};
+
+/// Does the task of a child process.
+///
+/// # Errors
+/// What can't be reported to the parent over the line.
+pub fn run_task(child: &Entered) -> Result<()> {
+    let task: Task = typed(child.task.clone())?;
+    match &task.role {
+        Role::Producer { folder, consumers } => {
+            let line = child.line()?;
+            report(&line, producer::serve(&task, folder, *consumers, &line), Response::Failed)
+        }
+        Role::Consumer => {
+            let line = child.line()?;
+            report(&line, consumer::serve(&task, &line), ConsumerResponse::Failed)
+        }
+        Role::Single => {
+            let line = child.line()?;
+            report(&line, single::serve(&task, &line), Response::Failed)
+        }
+        Role::BrokerServer { socket, emulated } => {
+            let line = child.line()?;
+            report(&line, broker::serve(&task, socket, *emulated, &line), Response::Failed)
+        }
+        Role::BrokerClient { driver } => {
+            let line = child.line()?;
+            report(&line, broker::serve_client(&task, *driver, &line), broker::ClientResponse::Failed)
+        }
+        // It ends with its parent.
+        Role::GroupLeader => loop {
+            thread::park();
+        },
+        Role::BareStart => {
+            let (driver, device) = task.open()?;
+            device.activate()?;
+            // As an ordinary program ends: the kernel frees what the driver holds.
+            std::mem::forget(driver);
+            let written = writeln!(io::stdout(), "ready").and_then(|()| io::stdout().flush());
+            written.map_err(|error| Error::system("write to standard output", error))?;
+            std::process::exit(0)
+        }
+    }
+}
+
+/// Reports an error to the parent, unless the parent has gone.
+fn report<T: Serialize>(line: &Line, result: Result<()>, record: impl FnOnce(Failure) -> T) -> Result<()> {
+    match result {
+        Err(error) if !matches!(error, Error::Peer(PeerError::Gone { .. })) => line.send(&record(error.into())),
+        result => result,
+    }
+}

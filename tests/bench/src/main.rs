@@ -1,0 +1,10 @@
+//! `vmmfd-bench`: what handing over memory costs beside the driver's own calls. `vmmfd bench` runs it.
+
+use std::process::ExitCode;
+
+use vmmfd_bench::{BenchOptions, run_task};
+use vmmfd_cli::cli;
+
+fn main() -> ExitCode {
+    cli::main_of_tool::<BenchOptions>(run_task)
+}

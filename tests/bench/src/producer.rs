@@ -1,0 +1,380 @@
+//! The process that shares memory, and measures the handoffs.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    sync::{Arc, Barrier},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::fcntl::{FcntlArg, fcntl};
+use vmmfd::{
+    channel::{Cancel, Listener},
+    driver::{Access, Backend, Driver},
+    error::{Error, PeerError, ProtocolError, Result},
+    internals::{Bare, Created},
+    memory::{Device, Pointer, Shared, Spec},
+    session::{
+        Config,
+        stream::{BufferId, Publisher},
+    },
+};
+
+use super::{
+    broker::Maker,
+    process::BenchProcess,
+    protocol::{ConsumerRequest, ConsumerResponse, Method, Request, Response},
+    stats::now,
+    task::{Role, Task},
+};
+use vmmfd_cli::line::Line;
+use vmmfd_cli::verbs::HasVerbs;
+
+/// How long a consumer has to go to sleep on its socket, as it would between two handoffs.
+const ASLEEP: Duration = Duration::from_micros(30);
+
+/// The memory that is prepared, all of one size.
+#[derive(Default)]
+struct Prepared {
+    size: u64,
+    /// For the floor and the session.
+    shared: Option<Arc<Shared>>,
+    /// The descriptors of its segments, for the floor.
+    fds: Vec<OwnedFd>,
+    /// Memory that is exported each time.
+    created: Option<Created>,
+    legacy: Option<(Shared, Pointer)>,
+    pool: Option<(Shared, Pointer)>,
+}
+
+/// A consumer process, and the session with it.
+pub(super) struct ConsumerHandle {
+    pub(super) process: BenchProcess,
+    publisher: Option<Publisher>,
+    /// The buffer that it holds.
+    held: Option<BufferId>,
+    /// The buffer that is handed over now, and withdrawn afterwards.
+    fresh: Option<BufferId>,
+}
+
+struct Producer<'a> {
+    task: &'a Task,
+    driver: Driver,
+    device: Device,
+    folder: &'a Path,
+    consumers: Vec<ConsumerHandle>,
+    prepared: Prepared,
+    maker: Option<Maker>,
+}
+
+/// Answers the requests of the measuring process, until that ends the connection.
+pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -> Result<()> {
+    let (driver, device) = task.open()?;
+    device.activate()?;
+    let child = task.with(Role::Consumer);
+    let consumers = (0..consumers).map(|_| {
+        let process = BenchProcess::start(&child)?;
+        Ok(ConsumerHandle { process, publisher: None, held: None, fresh: None })
+    });
+    let consumers = consumers.collect::<Result<Vec<_>>>()?;
+    // They start their drivers at the same time.
+    consumers.iter().try_for_each(ConsumerHandle::ready)?;
+    line.send(&Response::started(&device)?)?;
+    let mut producer = Producer { task, driver, device, folder, consumers, prepared: Prepared::default(), maker: None };
+    loop {
+        let response = match line.receive()? {
+            Request::Prepare { size, segment, methods } => {
+                producer.prepare(size, segment, &methods).map(|()| Response::Done)
+            }
+            Request::IsEmulated => producer.is_emulated().map(Response::IsEmulated),
+            Request::Connect { socket } => producer.connect_to_broker(&socket).map(|()| Response::Done),
+            Request::Measure { method } => producer.measure(method).map(|us| Response::Time { us }),
+            Request::Clear => producer.clear().map(|()| Response::Done),
+            _ => Err(ProtocolError::Unexpected { got: "request", want: "one for a producer" }.into()),
+        };
+        line.send(&Response::of(response))?;
+    }
+}
+
+impl ConsumerHandle {
+    pub(super) fn call(&self, request: &ConsumerRequest) -> Result<()> {
+        self.process.send(request)?;
+        self.ready()
+    }
+
+    pub(super) fn ready(&self) -> Result<()> {
+        match self.process.receive()? {
+            ConsumerResponse::Ready => Ok(()),
+            ConsumerResponse::Usable { .. } | ConsumerResponse::Got { .. } => {
+                Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into())
+            }
+            ConsumerResponse::Failed(failure) => Err(failure.of(self.process.name())),
+        }
+    }
+
+    /// Waits until it has the memory, and returns when that was.
+    fn usable(&self) -> Result<u64> {
+        match self.process.receive()? {
+            ConsumerResponse::Usable { at } => Ok(at),
+            ConsumerResponse::Ready | ConsumerResponse::Got { .. } => {
+                Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into())
+            }
+            ConsumerResponse::Failed(failure) => Err(failure.of(self.process.name())),
+        }
+    }
+
+    fn publisher(&mut self) -> Result<&mut Publisher> {
+        self.publisher.as_mut().ok_or(ProtocolError::Unexpected { got: "request", want: "a session" }.into())
+    }
+
+    /// Withdraws a buffer from the session.
+    fn withdraw(&mut self, buffer: BufferId) -> Result<()> {
+        // The consumer responds when it waits for the withdrawal, and again when it has released the buffer.
+        self.call(&ConsumerRequest::Release)?;
+        self.publisher()?.withdraw(buffer)?;
+        self.ready()
+    }
+
+    /// Adds memory to the session as a new buffer.
+    fn describe(&mut self, memory: &Arc<Shared>) -> Result<()> {
+        self.fresh = Some(self.publisher()?.add(memory, None, Access::ReadWrite)?);
+        Ok(())
+    }
+
+    /// Announces a buffer that no GPU work is pending on, and returns when that began.
+    fn publish(&mut self, buffer: BufferId) -> Result<u64> {
+        let begun = now();
+        self.publisher()?.announce(buffer)?;
+        Ok(begun)
+    }
+
+    /// Waits until the buffer was usable, and until it is given back.
+    fn end_of_turn(&mut self) -> Result<u64> {
+        let at = self.usable()?;
+        self.publisher()?.take_back()?;
+        Ok(at)
+    }
+}
+
+impl Producer<'_> {
+    fn prepare(&mut self, size: u64, segment: Option<u64>, methods: &[Method]) -> Result<()> {
+        let wants = |method: Method| methods.contains(&method);
+        let mut prepared = Prepared { size, ..Prepared::default() };
+        let common = |method: &Method| !matches!(method, Method::ExportEach | Method::Legacy | Method::Pool);
+        if methods.iter().any(common) {
+            let spec = Spec::vmm(size);
+            let shared = Arc::new(Shared::create(&self.device, segment.map_or(spec, |segment| spec.chunk(segment)))?);
+            let chunks = shared.chunks(0..size)?.map_or(Vec::new(), |(_, chunks)| chunks);
+            let fds = chunks.iter().map(|chunk| chunk.as_fd().try_clone_to_owned()).collect::<io::Result<_>>();
+            prepared.fds = fds.map_err(|error| Error::system("duplicate a descriptor", error))?;
+            prepared.shared = Some(shared);
+        }
+        if wants(Method::ExportEach) {
+            prepared.created = Some(self.driver.verbs().bare()?.create(self.device.ordinal(), size)?);
+        }
+        if wants(Method::Legacy) {
+            prepared.legacy = Some(self.with_pointer(Spec::legacy(size))?);
+        }
+        if wants(Method::Pool) {
+            let pooled = self.with_pointer(Spec::pool(size))?;
+            if let Some(pool) = pooled.0.pool() {
+                for consumer in &self.consumers {
+                    consumer.process.send(&ConsumerRequest::Pool)?;
+                    consumer.process.line.send_bare(&[0], &[pool.export()?])?;
+                    consumer.ready()?;
+                }
+            }
+            prepared.pool = Some(pooled);
+        }
+        self.prepared = prepared;
+        if [Method::Fresh, Method::Described, Method::Again].into_iter().any(wants) {
+            self.connect()?;
+        }
+        if wants(Method::Again) {
+            self.hold()?;
+        }
+        match (&mut self.maker, &self.prepared.shared) {
+            (Some(maker), Some(shared)) => maker.prepare(shared, methods),
+            _ => Ok(()),
+        }
+    }
+
+    /// Memory that is shared by a handle of 64 bytes.
+    fn with_pointer(&self, spec: Spec) -> Result<(Shared, Pointer)> {
+        let shared = Shared::create(&self.device, spec)?;
+        let pointer = shared.describe()?.pointer();
+        let pointer = pointer.ok_or(ProtocolError::Content("the description has no handle of 64 bytes".to_owned()))?;
+        Ok((shared, pointer))
+    }
+
+    fn is_emulated(&self) -> Result<bool> {
+        let bare = self.driver.verbs().bare()?;
+        let created = bare.create(self.device.ordinal(), self.device.granularity()?)?;
+        let seals = bare.export(&created).map(|fd| fcntl(&fd, FcntlArg::F_GET_SEALS));
+        bare.release(created)?;
+        // A driver's descriptor is of a device, which has none.
+        Ok(self.driver.backend() == Backend::Cuda && seals?.is_ok())
+    }
+
+    fn connect_to_broker(&mut self, socket: &Path) -> Result<()> {
+        self.maker = Some(Maker::connect(self.task, socket)?);
+        let request = ConsumerRequest::Broker { socket: socket.to_owned() };
+        self.consumers.iter().try_for_each(|consumer| consumer.call(&request))
+    }
+
+    /// Opens a session with each consumer that has none.
+    fn connect(&mut self) -> Result<()> {
+        let config = Config::default().timeout(self.task.timeout);
+        let cancel = Cancel::new()?;
+        for (number, consumer) in
+            self.consumers.iter_mut().enumerate().filter(|(_, consumer)| consumer.publisher.is_none())
+        {
+            let socket = self.folder.join(format!("{}-{number}", std::process::id()));
+            let listener = Listener::bind(&socket, false, config.timeout, &cancel)?;
+            consumer.process.send(&ConsumerRequest::Connect { socket })?;
+            consumer.publisher = Some(Publisher::accept(&listener, &self.driver, &config)?);
+            consumer.ready()?;
+        }
+        Ok(())
+    }
+
+    /// Makes each consumer hold the buffer.
+    fn hold(&mut self) -> Result<()> {
+        let (shared, size) = self.shared()?;
+        for consumer in &mut self.consumers {
+            let buffer = consumer.publisher()?.add(&shared, None, Access::ReadWrite)?;
+            consumer.call(&ConsumerRequest::Open { method: Method::Fresh, size, segments: 1 })?;
+            consumer.publish(buffer)?;
+            consumer.end_of_turn()?;
+            consumer.held = Some(buffer);
+        }
+        Ok(())
+    }
+
+    fn shared(&self) -> Result<(Arc<Shared>, u64)> {
+        let shared = self.prepared.shared.clone().ok_or(not_prepared())?;
+        Ok((shared, self.prepared.size))
+    }
+
+    /// Hands over once to all consumers, and returns the time in microseconds until the last one has the memory.
+    fn measure(&mut self, method: Method) -> Result<f64> {
+        if let (Some(maker), [consumer]) = (&self.maker, &self.consumers[..])
+            && let Some(us) = maker.measure(method, consumer)?
+        {
+            return Ok(us);
+        }
+        let size = self.prepared.size;
+        if method == Method::Fresh {
+            let (shared, _) = self.shared()?;
+            self.consumers.iter_mut().try_for_each(|consumer| consumer.describe(&shared))?;
+        }
+        for consumer in &self.consumers {
+            let segments = self.prepared.fds.len();
+            consumer.call(&ConsumerRequest::Open { method, size, segments })?;
+        }
+        until_asleep();
+        let (prepared, bare) = (&self.prepared, self.driver.verbs().bare()?);
+        let begun = match &mut self.consumers[..] {
+            [consumer] => hand_over(method, consumer, prepared, bare)?,
+            consumers => {
+                let barrier = Barrier::new(consumers.len());
+                let begun = thread::scope(|scope| {
+                    let threads: Vec<_> = consumers
+                        .iter_mut()
+                        .map(|consumer| {
+                            scope.spawn(|| {
+                                barrier.wait();
+                                hand_over(method, consumer, prepared, bare)
+                            })
+                        })
+                        .collect();
+                    let begun = threads.into_iter().map(|thread| {
+                        thread
+                            .join()
+                            .map_err(|_| Error::Peer(PeerError::Gone { purpose: "for a thread to hand over" }))?
+                    });
+                    begun.collect::<Result<Vec<_>>>()
+                })?;
+                Begun { at: begun.iter().map(|begun| begun.at).min().unwrap_or(0), _fd: None }
+            }
+        };
+        let session = matches!(method, Method::Fresh | Method::Described | Method::Again);
+        let mut last = 0;
+        for consumer in &mut self.consumers {
+            last = last.max(if session { consumer.end_of_turn()? } else { consumer.usable()? });
+        }
+        for consumer in &mut self.consumers {
+            if let Some(fresh) = consumer.fresh.take() {
+                consumer.withdraw(fresh)?;
+            }
+        }
+        Ok(last.saturating_sub(begun.at) as f64 / 1000.0)
+    }
+
+    fn clear(&mut self) -> Result<()> {
+        for consumer in &mut self.consumers {
+            consumer.call(&ConsumerRequest::Close)?;
+            if let Some(held) = consumer.held.take() {
+                consumer.withdraw(held)?;
+            }
+        }
+        self.maker.iter_mut().try_for_each(Maker::clear)?;
+        let prepared = std::mem::take(&mut self.prepared);
+        match prepared.created {
+            Some(created) => self.driver.verbs().bare()?.release(created),
+            None => Ok(()),
+        }
+    }
+}
+
+/// When a handoff began, and the descriptor to close after it.
+struct Begun {
+    at: u64,
+    _fd: Option<OwnedFd>,
+}
+
+/// Hands over to one consumer.
+fn hand_over(method: Method, consumer: &mut ConsumerHandle, prepared: &Prepared, bare: &dyn Bare) -> Result<Begun> {
+    let begun = now();
+    let mut handoff = Begun { at: begun, _fd: None };
+    match method {
+        Method::Floor => {
+            let fds: Vec<BorrowedFd<'_>> = prepared.fds.iter().map(AsFd::as_fd).collect();
+            consumer.process.line.send_bare(&[0], &fds)?
+        }
+        Method::ExportEach => {
+            let fd = bare.export(prepared.created.as_ref().ok_or(not_prepared())?)?;
+            consumer.process.line.send_bare(&[0], &[fd.as_fd()])?;
+            handoff._fd = Some(fd);
+        }
+        Method::Described => {
+            consumer.describe(prepared.shared.as_ref().ok_or(not_prepared())?)?;
+            consumer.publish(consumer.fresh.ok_or(not_prepared())?)?;
+        }
+        Method::Fresh => handoff.at = consumer.publish(consumer.fresh.ok_or(not_prepared())?)?,
+        Method::Again => {
+            let held = consumer.held.ok_or(not_prepared())?;
+            handoff.at = consumer.publish(held)?;
+        }
+        Method::Legacy => consumer.process.line.send_bare(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, &[])?,
+        Method::Pool => consumer.process.line.send_bare(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, &[])?,
+        Method::Hop => consumer.process.line.send_bare(&[0], &[])?,
+        // Of the broker.
+        _ => return Err(not_prepared()),
+    }
+    Ok(handoff)
+}
+
+/// Gives another process the time to go to sleep on its socket.
+pub(super) fn until_asleep() {
+    let begun = Instant::now();
+    while begun.elapsed() < ASLEEP {
+        std::hint::spin_loop();
+    }
+}
+
+pub(super) fn not_prepared() -> Error {
+    ProtocolError::Unexpected { got: "request", want: "one that prepares it" }.into()
+}

@@ -1,0 +1,162 @@
+//! A run of the benches: its processes, its sizes, and the report that it adds to.
+
+use std::{collections::BTreeMap, fs, thread, time::Duration};
+
+use vmmfd::{
+    channel::Cancel,
+    error::{Error, ProtocolError, Result},
+};
+
+use super::{
+    plan::{Bench, BenchPlan, Observer, Progress},
+    process::BenchProcess,
+    protocol::{Request, Response},
+    report::{BenchReport, Figure, Machine, SCHEMA, Series},
+    stats::{Samples, Summary},
+    task::{Role, Task},
+};
+use vmmfd_cli::stamp;
+
+/// What the names of the bench's folders begin with.
+pub(super) const FOLDER: &str = "vmmfd-bench.";
+
+/// The largest part of the free memory that is used.
+const USED: f64 = 0.95;
+
+/// A timeout that clocks and sockets can still represent.
+const LONGEST_STEP: Duration = Duration::from_secs(24 * 3600);
+
+/// The memory of a device.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Capacity {
+    /// The bytes that may be used.
+    pub(super) usable: u64,
+    pub(super) granularity: u64,
+}
+
+/// A run of the benches.
+pub(super) struct BenchRun<'a> {
+    pub(super) plan: &'a BenchPlan,
+    pub(super) cancel: &'a Cancel,
+    observer: Observer<'a>,
+    pub(super) report: BenchReport,
+}
+
+impl<'a> BenchRun<'a> {
+    pub(super) fn new(plan: &'a BenchPlan, cancel: &'a Cancel, observer: Observer<'a>) -> Self {
+        let text = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+        let machine = Machine {
+            kernel: text("/proc/sys/kernel/osrelease").unwrap_or_default(),
+            cpus: thread::available_parallelism().map_or(0, usize::from),
+            module: text("/sys/module/nvidia/version"),
+            ..Machine::default()
+        };
+        let report = BenchReport {
+            schema: SCHEMA,
+            tool: stamp::tool(),
+            made: stamp::now(),
+            backend: plan.backend,
+            machine,
+            count: plan.count,
+            warm_up: warm_up(plan.count),
+            series: Vec::new(),
+            figures: Vec::new(),
+            left_out: Vec::new(),
+        };
+        Self { plan, cancel, observer, report }
+    }
+
+    pub(super) fn task(&self, role: Role) -> Task {
+        let BenchPlan { backend, device, .. } = self.plan;
+        Task { backend: *backend, device: device.to_string(), timeout: self.step(), role }
+    }
+
+    /// How long one step may take.
+    pub(super) fn step(&self) -> Duration {
+        self.plan.timeout.min(LONGEST_STEP)
+    }
+
+    /// Starts a process, and waits until its driver is ready. Returns also the memory of its device.
+    pub(super) fn start(&mut self, role: Role, variables: &[(&str, &str)]) -> Result<(BenchProcess, Capacity)> {
+        let process = BenchProcess::leader(&self.task(role), self.cancel, variables)?;
+        match receive(&process)? {
+            Response::Started { name, uuid, version, granularity, free } => {
+                let machine = &mut self.report.machine;
+                (machine.device, machine.uuid, machine.cuda) = (name, uuid, version);
+                Ok((process, Capacity { usable: (free as f64 * USED) as u64, granularity }))
+            }
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// The sizes to measure at, each once.
+    pub(super) fn sizes(&self, default: &[u64], capacity: Capacity) -> Vec<u64> {
+        let mut sizes = Vec::new();
+        for size in if self.plan.sizes.is_empty() { default } else { &self.plan.sizes } {
+            let largest = u64::MAX - u64::MAX % capacity.granularity;
+            let size = size.checked_next_multiple_of(capacity.granularity).unwrap_or(largest);
+            if !sizes.contains(&size) {
+                sizes.push(size);
+            }
+        }
+        sizes
+    }
+
+    /// Reports the progress, and fails if the run is cancelled.
+    pub(super) fn tick(&self, what: &str, done: usize, all: usize) -> Result<()> {
+        (self.observer)(Progress { what, done, all });
+        self.cancel.check()
+    }
+
+    pub(super) fn leave_out(&mut self, what: String) {
+        self.report.left_out.push(what);
+    }
+
+    pub(super) fn figure(&mut self, figure: Figure) {
+        self.report.figures.push(figure);
+    }
+
+    /// Adds measurements, with their ratios to the one called `floor`.
+    pub(super) fn add(&mut self, bench: Bench, size: u64, measured: Vec<(String, Samples)>, floor: &str) {
+        let summaries: BTreeMap<&String, Summary> =
+            measured.iter().filter_map(|(name, samples)| Some((name, samples.summary()?))).collect();
+        let floor = summaries.get(&floor.to_owned()).map(|floor| floor.p50_us);
+        for (name, samples) in &measured {
+            let Some(&summary) = summaries.get(name) else { continue };
+            let ratio = floor.filter(|floor| *floor > 0.0).map(|floor| summary.p50_us / floor);
+            let (name, samples) = (name.clone(), samples.0.clone());
+            self.report.series.push(Series { bench, name, size, summary, ratio, rate: None, samples });
+        }
+    }
+}
+
+/// How many samples come before those that count.
+pub(super) fn warm_up(count: usize) -> usize {
+    (count / 10).clamp(2, 20)
+}
+
+/// Sends a request, and returns the response.
+pub(super) fn ask(process: &BenchProcess, request: &Request) -> Result<Response> {
+    process.send(request)?;
+    receive(process)
+}
+
+pub(super) fn receive(process: &BenchProcess) -> Result<Response> {
+    match process.receive()? {
+        Response::Failed(failure) => Err(failure.of(process.name())),
+        answer => Ok(answer),
+    }
+}
+
+/// Sends a request that has no result.
+pub(super) fn ask_done(process: &BenchProcess, request: &Request) -> Result<()> {
+    match ask(process, request)? {
+        Response::Done => Ok(()),
+        _ => Err(unexpected()),
+    }
+}
+
+/// The error of a response that does not fit the request.
+pub(super) fn unexpected() -> Error {
+    ProtocolError::Unexpected { got: "response", want: "that of the request" }.into()
+}
