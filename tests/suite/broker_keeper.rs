@@ -478,7 +478,7 @@ mod root {
             let answer = ask(&path, &[b'H', 1, 0, 0, 0, 0]).unwrap();
             answer.starts_with('X') && answer.contains("must have one user")
         });
-        assert!(served.log().contains(&format!("runs as uid {OTHER}")), "{}", served.log());
+        wait_for_log(&served, &format!("runs as uid {OTHER}"), 1);
         check(&served, 1);
     }
 }

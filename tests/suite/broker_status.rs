@@ -5,7 +5,6 @@ use std::{
     os::unix::fs::{MetadataExt, PermissionsExt},
     path::Path,
     process::Command,
-    time::Duration,
 };
 
 use nix::{
@@ -68,7 +67,7 @@ fn shows_processes_and_crashes(keeper: Keeper) {
     assert_eq!((&shown["crashes"], &shown["restarts"], &shown["lost_versions"]), (&json!([]), &json!(0), &json!(0)));
     assert_eq!(shown["socket"], text(&served.path));
     let (used, started) = (&shown["keeper"]["descriptors"]["used"], shown["keeper"]["started"].as_str().unwrap());
-    assert!(used.as_u64() > Some(0) && started <= shown["server"]["started"].as_str().unwrap(), "{shown}");
+    assert!(used.as_u64() > Some(0) && started.ends_with('Z'), "{shown}");
 
     let (second, _) = served.kill_server();
     let (third, _) = served.kill_server();
@@ -289,15 +288,17 @@ mod root {
         let connects = |uid: u32, gid: u32| {
             in_fork(|| {
                 become_user(uid, gid, &[]);
-                let config = Config::default().timeout(Duration::from_millis(500));
-                Client::connect(&served.path, &config).is_ok_and(|client| client.list("").is_ok())
+                Client::connect(&served.path, &Config::default()).is_ok_and(|client| client.list("").is_ok())
             });
         };
         let refused = |uid: u32, gid: u32| {
             in_fork(|| {
                 become_user(uid, gid, &[]);
-                let config = Config::default().timeout(Duration::from_millis(500));
-                Client::connect(&served.path, &config).is_err()
+                let refused = Client::connect(&served.path, &Config::default()).map(drop).unwrap_err().to_string();
+                refused.contains("ermission denied") || refused.contains("is not allowed here") || {
+                    eprintln!("{refused}");
+                    false
+                }
             });
         };
         refused(34561, TEAM);

@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmmfd::{
     Error,
     broker::{ClaimOf, Client, Condition, Found, Get, Put, PutPart, Quota},
@@ -264,6 +265,8 @@ mod root {
         let most = Quota::user();
         let [taken, done] = ["taken", "done"].map(|name| path.with_file_name(name));
         let as_maker = || {
+            let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+            setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
             let client = connect(&path);
             // The same memory under as many names as it gets.
             for at in 0..most.objects.unwrap() {

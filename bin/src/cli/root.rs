@@ -3,7 +3,7 @@
 use std::{ffi::OsString, process::ExitCode};
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
-use vmmfd::Result;
+use vmmfd::{Result, internals::keeper::Role};
 
 use super::{
     Consume, Produce, Session,
@@ -137,12 +137,19 @@ fn parse() -> Result<Options, clap::Error> {
     let options = Options::try_parse()?;
     let Command::Serve(ServeOptions { options_file: Some(path), .. }) = &options.command else { return Ok(options) };
     let wrong = |problem: String| clap::Error::raw(clap::error::ErrorKind::ValueValidation, problem + "\n");
-    let words = read_options_file(path).map_err(wrong)?;
-    let all = std::env::args_os().chain(words.into_iter().map(Into::into));
-    Options::try_parse_from(all).map_err(|error| match error.kind() {
-        clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => error,
-        _ => wrong(format!("{}: {}", path.display(), one_line(&error))),
-    })
+    let parsed = read_options_file(path).map_err(wrong).and_then(|words| {
+        let all = std::env::args_os().chain(words.into_iter().map(Into::into));
+        Options::try_parse_from(all).map_err(|error| match error.kind() {
+            clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => error,
+            _ => wrong(format!("{}: {}", path.display(), one_line(&error))),
+        })
+    });
+    // A keeper that a running server starts is not to fail for what was written into the file since.
+    if parsed.is_err() && !matches!(Role::from_environment(), Role::First | Role::Server | Role::Check) {
+        Ok(options)
+    } else {
+        parsed
+    }
 }
 
 /// Runs `vmmfd`: the whole of its `main`.

@@ -60,6 +60,11 @@ impl Process {
         Self { pid, pidfd: pidfd_of(pid).ok(), is_child: false }
     }
 
+    /// Waits for its end, for so long. An end that can't be seen counts as one.
+    pub(in crate::broker) fn ends_within(&self, wait: Duration) -> bool {
+        self.pidfd.as_ref().is_none_or(|pidfd| ready(pidfd, PollFlags::POLLIN, wait))
+    }
+
     /// Kills it, also if it is stopped. Does not block.
     pub(in crate::broker) fn kill(self) {
         if let Some(pidfd) = &self.pidfd {
@@ -174,10 +179,10 @@ impl Kept {
 }
 
 /// Takes over everything that the keeper at the other end holds. Blocks.
-fn take(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel) -> io::Result<Kept> {
+pub(super) fn take(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel) -> io::Result<Kept> {
     let (mut inherited, mut allowed, mut received, mut unreported) = (Inherited::default(), 0, 0, 0);
     send(&socket, &Message::Hello { version: VERSION, resends: false }, &[])?;
-    let taken = |inherited, connection, allowed, whole| {
+    let taken = |inherited, connection, allowed, whole, keeper| {
         let allowed = usize::try_from(allowed).unwrap_or(usize::MAX);
         Kept(Taken { store: Store::over(connection, allowed), inherited, whole, link, keeper })
     };
@@ -196,16 +201,22 @@ fn take(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel) -> io::Re
             }
             Arrival::Message(Message::Complete(whole), _) => {
                 tracing::debug!(descriptors = received, whole, "the keeper handed over what it held");
-                return Ok(taken(inherited, Some(socket), allowed, whole));
+                return Ok(taken(inherited, Some(socket), allowed, whole, keeper));
             }
             Arrival::Message(Message::Refused(why), _) => return Err(io::Error::other(why)),
             Arrival::Message(message, _) => {
                 return Err(io::Error::other(format!("it sent {message:?}, which is no part of a handover")));
             }
+            // It has everything still: the next server takes it over, and what came here is dropped.
+            Arrival::End if !keeper.ends_within(PATIENCE) => {
+                return Err(io::Error::other(
+                    "it gave up the handover, because this server did not read: start the server again",
+                ));
+            }
             // No other process may have what came.
             Arrival::End if inherited.catalogues.iter().any(Option::is_some) => {
                 tracing::error!(descriptors = received, "the keeper ended in the middle of the handover");
-                return Ok(taken(inherited, None, allowed, false));
+                return Ok(taken(inherited, None, allowed, false, keeper));
             }
             Arrival::End => return Err(io::Error::other("it ended before it had handed over what it held")),
             Arrival::Nothing => wait(&socket, cancel)?,

@@ -1,14 +1,14 @@
 use std::{
     fs::File,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
 };
 
 use super::{
-    link::pair,
+    link::{pair, take},
     message::{Arrival, Message, receive, send},
     *,
 };
-use crate::{broker::catalogue::SegmentId, error::RefusalCode};
+use crate::{broker::catalogue::SegmentId, channel::Cancel, error::RefusalCode};
 
 /// A store, and the keeper's end of its connection.
 struct Ends {
@@ -216,6 +216,25 @@ fn next_keeper_counts_once_it_has_welcomed() {
     ends.answer(&Message::Welcome { version: VERSION, allowed: 7 });
     assert!(ends.store.has_kept(mark) && ends.store.unsent().is_some_and(|unsent| unsent.is_empty()));
     assert_eq!(ends.store.room(), (2, 7));
+}
+
+/// What was received counts only where the keeper has ended: one that lives has all of it.
+#[test]
+fn handover_is_broken_off_only_by_the_keepers_death() {
+    let part_of_a_handover = |keeper: &std::process::Child| {
+        let (ours, theirs) = pair().unwrap();
+        let file = File::open("/dev/null").unwrap();
+        send(&theirs, &keep(&[".CAT0"]), &[file.as_fd()]).unwrap();
+        nix::sys::socket::shutdown(theirs.as_raw_fd(), nix::sys::socket::Shutdown::Write).unwrap();
+        take(ours, Process::of(keeper.id().cast_signed()), Link::Child, &Cancel::new().unwrap())
+    };
+    let mut keeper = std::process::Command::new("sleep").arg("3600").spawn().unwrap();
+    let alive = part_of_a_handover(&keeper).map(drop);
+    keeper.kill().unwrap();
+    let dead = part_of_a_handover(&keeper);
+    keeper.wait().unwrap();
+    assert!(alive.unwrap_err().to_string().starts_with("it gave up the handover"));
+    assert!(!dead.unwrap().0.whole);
 }
 
 #[test]

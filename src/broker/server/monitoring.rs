@@ -119,7 +119,11 @@ impl Reactor {
             quota: Some(quota),
             total_quota: Some(total_quota),
             pid: Some(process::id()),
-            keeper: self.keeping.keeper_pid().map(|pid| KeeperInfo { pid, started_ms: sys::started_ms(pid) }),
+            keeper: self
+                .keeping
+                .keeper_pid()
+                .filter(|_| self.objects.store().is_greeted())
+                .map(|pid| KeeperInfo { pid, started_ms: sys::started_ms(pid) }),
             crashes: Some(crashes.collect()),
         };
         self.reply(id, &Message::Measured(Box::new(measured)));

@@ -26,6 +26,9 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const LONGEST_SILENCE: Duration = Duration::from_secs(5);
 
 /// How long a server that is asked to end waits for a keeper that has everything.
+/// How long a process that ends keeps its pidfd unreadable after its sockets are closed.
+const DYING: Duration = Duration::from_millis(50);
+
 const LONGEST_END: Duration = Duration::from_secs(10);
 
 /// The keeper of this server.
@@ -123,15 +126,28 @@ impl Reactor {
         if now < next {
             return self.settle_store_later(next.saturating_duration_since(now));
         }
-        // One that lived for long is replaced at once, and the next one after a pause.
+        // One that lived for long is replaced at once, and the next one after a pause. One that lives has closed the connection, and would
+        // soon do it again.
         let lived = now.saturating_duration_since(next);
-        let longest = if keeping.is_by_path() { LONGEST_PAUSE_BY_PATH } else { LONGEST_PAUSE };
+        let lives = keeping.keeper.as_ref().is_some_and(|keeper| !keeper.ends_within(DYING));
+        let longest = if keeping.is_by_path() && !lives { LONGEST_PAUSE_BY_PATH } else { LONGEST_PAUSE };
         keeping.pause = if lived > LONGEST_PAUSE { PAUSE } else { (keeping.pause * 2).clamp(PAUSE, longest) };
         keeping.next = Some(now + keeping.pause);
+        if lives && keeping.is_by_path() {
+            keeping.pause = LONGEST_PAUSE;
+            keeping.next = Some(now + LONGEST_PAUSE);
+            let allowed = self.objects.store().room().1;
+            tracing::warn!(
+                allowed,
+                "the keeper lives and has closed the connection: does it have too few descriptors (LimitNOFILE)?"
+            );
+            // It did not crash.
+            self.objects.store_mut().take_crash();
+        }
         self.note_crash();
         match self.begin_anew() {
             Ok(pid) => {
-                tracing::warn!(pid, "the keeper was gone: another one is sent everything");
+                tracing::warn!(pid, "no keeper was connected: this one is sent everything");
                 // Whatever was on its way is among what is kept anew.
                 let mark = self.objects.store().mark();
                 self.storing.iter_mut().for_each(|storing| storing.staged.mark = mark);
@@ -231,6 +247,8 @@ impl Reactor {
         if self.keeping.end_mark.is_none() {
             let mark = self.objects.store_mut().sync();
             self.keeping.end_mark = Some(mark);
+            // Nothing else may wake the loop of an idle server.
+            self.settle_store();
         }
     }
 

@@ -43,7 +43,8 @@ impl Reactor {
             Message::Report(report) => {
                 if connection.leases.contains(&report.token) {
                     let caller = connection.caller.clone();
-                    self.objects.report(&caller, report.token, report.message);
+                    let is_logged = self.is_logged(caller.uid, "a report of memory that is not as claimed");
+                    self.objects.report(&caller, report.token, report.message, is_logged);
                 }
             }
             Message::Stop(_) => {

@@ -318,7 +318,10 @@ impl Tool for ServeOptions {
             notify("READY=1");
         }
         if !is_restarted(&server) {
-            self.announce(&server)?;
+            // A full disk behind it must not end a broker.
+            if let Err(error) = self.announce(&server) {
+                tracing::warn!(%error, "cannot write to standard output");
+            }
         }
         let ended = server.run()?;
         if cancel.check().is_ok() && self.restart.as_ref().is_some_and(|restart| restart.check().is_err()) {

@@ -247,6 +247,10 @@ fn render(report: &StatusReport) -> String {
     let up = age(server.started_ms);
     let mut text = field("server", format!("{}, up {up}, vmmfd {version}, {}", pid(server.pid), report.socket));
     text += &match keeper {
+        // A server that says its own pid says the keeper's.
+        Some(KeeperLine { pid: None, .. }) if server.pid.is_some() => {
+            field("keeper", "none has everything: puts wait, and the memory is with the server alone")
+        }
         Some(keeper) => {
             let up = keeper.started_ms.map(|ms| format!(", up {}", age(ms))).unwrap_or_default();
             field("keeper", format!("{}{up}, holds {}", pid(keeper.pid), room(&keeper.descriptors)))

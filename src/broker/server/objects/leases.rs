@@ -230,7 +230,13 @@ impl Objects {
     }
 
     /// Notes what a reader said of a version that it leases.
-    pub(in crate::broker::server) fn report(&mut self, caller: &Caller, token: Token, mut message: String) {
+    pub(in crate::broker::server) fn report(
+        &mut self,
+        caller: &Caller,
+        token: Token,
+        mut message: String,
+        is_logged: bool,
+    ) {
         const MOST: usize = 16;
         let Some(key) = self.leases.get(&token).map(|held| held.record.key) else { return };
         let Some(version) = self.versions.get(&key).filter(|version| version.reports.len() < MOST) else { return };
@@ -240,14 +246,16 @@ impl Objects {
         shorten(&mut message, MAX_REPORT);
         let report = record::Report { key, reader: caller.describe(), at_ms: now_ms(), message };
         let record = &version.record;
-        tracing::warn!(
-            name = record.name,
-            version = record.version,
-            uid = caller.uid,
-            pid = caller.pid,
-            message = report.message,
-            "a reader reports that memory is not as claimed"
-        );
+        if is_logged {
+            tracing::warn!(
+                name = record.name,
+                version = record.version,
+                uid = caller.uid,
+                pid = caller.pid,
+                message = report.message,
+                "a reader reports that memory is not as claimed"
+            );
+        }
         if let Err(error) = self.write(&Record::Reported(report.clone())) {
             tracing::error!(%error, "cannot write down a report");
         }
