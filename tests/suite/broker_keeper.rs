@@ -297,9 +297,11 @@ fn interrupted_resend_names_each_lost_version() {
         let keeper = served.keeper.as_ref().unwrap();
         let (server, starts) = (served.server(), served.manager.as_ref().unwrap().starts());
         keeper.stop(Signal::SIGKILL);
+        let all_sent = || served.log().matches("holds everything that the server has").count();
+        let before = all_sent();
         let (_, traced) = trace(server, From::Idle, message(nth), || {
             keeper.start_again();
-            thread::sleep(Duration::from_millis(300));
+            until(|| !is_alive(server) || all_sent() > before);
         });
         if traced.killed.is_none() {
             check(&served, 2);
