@@ -298,12 +298,12 @@ fn parent_that_serves(pid: Pid) -> Option<Pid> {
     line.split(|&byte| byte == 0).any(|argument| argument == b"serve").then(|| Pid::from_raw(parent))
 }
 
-/// How many descriptors of memory a process has.
+/// How many descriptors of memory and catalogues a process has. The history of crashes, which has one more after the first, does not count.
 pub(crate) fn stored(pid: Pid) -> usize {
     let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return 0 };
     let links = entries.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
     let memory = |link: &PathBuf| ["/memfd:", "/dev/nvidia"].iter().any(|of| link.to_string_lossy().starts_with(of));
-    links.filter(memory).count()
+    links.filter(memory).filter(|link| !link.to_string_lossy().contains("vmmfd-history")).count()
 }
 
 /// A copy of the program in a folder, to be replaced.
