@@ -384,7 +384,8 @@ fn watchers_that_do_not_read_delay_no_get() {
     let reader = served.greeted().0;
     let alone = median_get(&reader, "a");
     let _watchers = watchers(&served, "", 3000);
-    let watched = median_get(&reader, "a");
+    // Other programs may take the processor meanwhile: what the watchers cost, they cost each time.
+    let watched = (0..10).map(|_| median_get(&reader, "a")).min().unwrap();
     eprintln!("{alone:?} alone, {watched:?} with 3000 watchers");
     assert!(watched < 25 * alone, "{alone:?} alone, {watched:?} with 3000 watchers");
 }

@@ -129,6 +129,13 @@ impl Scripted {
 /// The broker's end of a connection. Dropping it is what the client sees of a broker that was killed.
 struct Peer(Raw);
 
+impl Drop for Peer {
+    /// Ends the connection, also where a fork of another test has its socket too.
+    fn drop(&mut self) {
+        let _ = self.0.0.shutdown(std::net::Shutdown::Both);
+    }
+}
+
 impl Peer {
     #[track_caller]
     fn next(&self) -> (Message, Vec<OwnedFd>) {
