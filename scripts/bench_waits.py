@@ -100,7 +100,7 @@ def main() -> None:
         given = os.environ.get("VMMFD_BIN")
         command = [given] if given else [sys.executable, "-m", "vmmfd._command"]
         try:
-            server = subprocess.Popen([*command, "serve", "--socket", socket, "--no-keeper"], stdout=subprocess.PIPE, text=True)
+            server = subprocess.Popen([*command, "serve", "--quiet", "--socket", socket, "--no-keeper"], stdout=subprocess.PIPE, text=True)
         except OSError as error:
             raise SystemExit(f"bench_waits: VMMFD_BIN={given}: {error}") from None
         try:
