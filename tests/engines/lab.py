@@ -258,9 +258,9 @@ class Memory:
         return after - before, peak - before
 
     def settled(self, seconds=20):
-        """The used memory once it is constant for a second: that of an ended process goes with a delay."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() - self.samples[-1][0] < 1 and time.monotonic() < deadline:
+        """The used memory once it has been constant for 2 seconds from this call on: that of an ended process goes with a delay."""
+        begin = time.monotonic()
+        while time.monotonic() - max(begin, self.samples[-1][0]) < 2 and time.monotonic() < begin + seconds:
             time.sleep(0.1)
         return self.read()
 
