@@ -317,15 +317,21 @@ pub(crate) enum Next {
 /// # Errors
 /// `WouldBlock` if no record is there and the connection goes on. See recvmsg(2).
 pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
-    // Without room for descriptors: the kernel installs none, and reports that it left some out.
+    // With `SO_PASSCRED` this has no room for descriptors, and the kernel reports that it left them out. Else it installs a few.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
     let mut parts = [io::IoSliceMut::new(&mut byte)];
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let seen = rustix::net::recvmsg(&socket, &mut parts, &mut ancillary, flags)?;
-    let descriptors = seen.flags.contains(ReturnFlags::CTRUNC);
-    let credentials = ancillary.drain().any(|message| matches!(message, RecvAncillaryMessage::ScmCredentials(_)));
+    let (mut descriptors, mut credentials) = (seen.flags.contains(ReturnFlags::CTRUNC), false);
+    for message in ancillary.drain() {
+        match message {
+            RecvAncillaryMessage::ScmRights(_) => descriptors = true,
+            RecvAncillaryMessage::ScmCredentials(_) => credentials = true,
+            _ => {}
+        }
+    }
     Ok(if seen.bytes > 0 || credentials || descriptors { Next::Record { descriptors } } else { Next::End })
 }
 

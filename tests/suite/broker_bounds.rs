@@ -3,6 +3,7 @@
 use std::{
     fs,
     os::fd::{AsFd, OwnedFd},
+    path::Path,
     thread,
     time::{Duration, Instant},
 };
@@ -19,7 +20,8 @@ use vmmfd::{
 
 use crate::{
     broker::until,
-    broker_pages::{Template, page},
+    broker_faults::memfd,
+    broker_pages::{PAGE, Template, page},
     broker_process::Raw,
     running::binary,
     support::{
@@ -275,6 +277,39 @@ mod memory {
         assert!(loaded_in <= served_in + 4096, "{served_in} KiB while serving, {loaded_in} KiB while loading");
         assert_eq!(measure(&served.greeted().0).versions, 20 * 65);
     }
+}
+
+#[test]
+fn puts_wait_for_the_close_of_replaced_memory() {
+    let served = serve(&[]);
+    // Work that the worker does step by step, and closes nothing in a step.
+    let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
+    let text = format!("[ {} ]", (0..100_000).map(entry).collect::<Vec<_>>().join(", "));
+    let tables: Vec<OwnedFd> = (0..8).map(|_| memfd(&text)).collect();
+    let (mut put, _) = Template::new().raw_put("tables", 0, true);
+    let part = broker::PutPart { arrays: Some(Table::Length(text.len() as u64)), ..put.parts[0].clone() };
+    put.parts = (0..tables.len()).map(|at| broker::PutPart { name: format!("{at}"), ..part.clone() }).collect();
+    put.sizes = vec![PAGE; tables.len()];
+    let memory = page(0);
+    let pages = std::iter::repeat_n(memory.as_fd(), tables.len());
+    let busy = served.greeted().0;
+    busy.send(&Message::Put(Box::new(put)), &tables.iter().map(AsFd::as_fd).chain(pages).collect::<Vec<_>>()).unwrap();
+    busy.0.set_nonblocking(true).unwrap();
+
+    let mut maker = Maker::new(&served);
+    let (mut puts, mut most) = (0, 0);
+    while busy.receive().is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock) {
+        for _ in 0..32 {
+            maker.page = page(0);
+            maker.publish("a");
+        }
+        puts += 32;
+        let files = fs::read_dir(format!("/proc/{}/fd", served.server())).unwrap();
+        let held = |file: &fs::DirEntry| fs::read_link(file.path()).is_ok_and(|of| of == Path::new("/memfd:page (deleted)"));
+        most = most.max(files.flatten().filter(held).count());
+    }
+    eprintln!("{puts} puts, and the server held {most}");
+    assert!(puts > 300 && most < 320, "{puts} puts, and the server held {most}");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use rustix::net::SendFlags;
 use super::{
     ConnectionId,
     caller::Caller,
-    connection::Connection,
+    connection::{Connection, Request},
     reactor::{Reactor, Timer},
 };
 use crate::{
@@ -156,6 +156,27 @@ impl Reactor {
                 Err(format!("the broker can't receive descriptors: it is close to its limit of {}", self.limit))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Whether a connection's next record has descriptors and waits, since the worker does not close memory as fast as it comes.
+    pub(super) fn must_wait(&mut self, id: ConnectionId) -> bool {
+        let brings = |connection: &Connection| matches!(peek(connection), Ok(Next::Record { descriptors: true }));
+        let waits = self.worker.is_behind() && self.connections.get(&id).is_some_and(brings);
+        if waits {
+            self.held_up.insert(id);
+        }
+        waits
+    }
+
+    /// Receives from the connections that waited for the worker.
+    pub(super) fn receive_again(&mut self) {
+        for id in std::mem::take(&mut self.held_up) {
+            // It could not go on with its put.
+            if self.connections.get(&id).is_some_and(|connection| matches!(connection.request, Request::Upload(_))) {
+                self.set_deadline(id, deadline_after(self.timeout()));
+            }
+            self.list(id);
         }
     }
 

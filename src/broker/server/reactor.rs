@@ -136,6 +136,8 @@ pub(super) struct Reactor {
     /// Those of them that have not read descriptors.
     pub(super) in_flight: HashSet<ConnectionId>,
     pub(super) abandoned: Vec<Abandoned>,
+    /// Connections with a put that waits until the worker has closed memory.
+    pub(super) held_up: HashSet<ConnectionId>,
     sweeping: bool,
     pub(super) acceptable: bool,
     /// The most descriptors that this process may have.
@@ -197,6 +199,7 @@ impl Reactor {
             unread: HashSet::new(),
             in_flight: HashSet::new(),
             abandoned: Vec::new(),
+            held_up: HashSet::new(),
             sweeping: false,
             acceptable: true,
             limit: raise_limit(),
@@ -356,6 +359,9 @@ impl Reactor {
         for _ in 0..RECORDS_AT_ONCE {
             if let Err(message) = self.check_room_to_receive(id) {
                 self.end(id, ErrorCode::Full, &message, "its user's descriptors can't be closed");
+                return false;
+            }
+            if self.must_wait(id) {
                 return false;
             }
             // What it sends waits until it has read the last answer.
@@ -754,6 +760,9 @@ impl Reactor {
             return self.end(id, ErrorCode::Timeout, &message, "it said no hello");
         }
         if matches!(connection.request, Request::Upload(_)) {
+            if self.held_up.contains(&id) {
+                return self.set_deadline(id, deadline_after(self.config.timeout));
+            }
             let message = format!("the segments of a put did not come within {:?}", self.config.timeout);
             return self.end(id, ErrorCode::Timeout, &message, "the segments of its put did not come");
         }

@@ -16,6 +16,9 @@ use mio::Waker;
 use super::{closer::Closers, reactor::Reactor};
 use crate::error::{Error, Result};
 
+/// How many descriptors of memory may wait to be closed before puts wait for that. The rest of the memory would be held by nobody.
+const MOST_CLOSING: usize = 256;
+
 /// What the event loop does with what a job found.
 pub(super) type Outcome = Box<dyn FnOnce(&mut Reactor) + Send>;
 
@@ -87,7 +90,28 @@ impl Queue {
 pub(super) struct Worker {
     queue: Arc<Queue>,
     outcomes: Receiver<Outcome>,
-    closing: Arc<AtomicUsize>,
+    closing: Arc<Closing>,
+}
+
+/// Memory that the worker closes.
+#[derive(Debug, Default)]
+struct Closing {
+    waiting: Mutex<Vec<OwnedFd>>,
+    /// Those that are being closed included.
+    count: AtomicUsize,
+}
+
+impl Closing {
+    fn close(&self) -> Step {
+        let fds = std::mem::take(&mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner));
+        let count = fds.len();
+        drop(fds);
+        let before = self.count.fetch_sub(count, Ordering::Relaxed);
+        if before > MOST_CLOSING && before - count <= MOST_CLOSING {
+            return Step::Done(Box::new(Reactor::receive_again));
+        }
+        Step::Nothing
+    }
 }
 
 impl Worker {
@@ -129,23 +153,29 @@ impl Worker {
         self.outcomes.try_iter().collect()
     }
 
-    /// Closes memory, whose last close takes as long as it is large.
+    /// Closes memory, whose last close takes as long as it is large. All that waits is closed in one step.
     pub(super) fn close(&self, fds: Vec<OwnedFd>) {
-        if !fds.is_empty() {
-            let (count, closing) = (fds.len(), Arc::clone(&self.closing));
-            closing.fetch_add(count, Ordering::Relaxed);
-            let close = move || {
-                drop(fds);
-                closing.fetch_sub(count, Ordering::Relaxed);
-                Step::Nothing
-            };
-            self.queue.add(None, Box::new(close));
+        if fds.is_empty() {
+            return;
         }
+        self.closing.count.fetch_add(fds.len(), Ordering::Relaxed);
+        let mut waiting = self.closing.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let begins = waiting.is_empty();
+        waiting.extend(fds);
+        if begins {
+            let closing = Arc::clone(&self.closing);
+            self.queue.add(None, Box::new(move || closing.close()));
+        }
+    }
+
+    /// Whether so much memory waits to be closed that no more is to come: [`Reactor::receive_again`] follows.
+    pub(super) fn is_behind(&self) -> bool {
+        self.closing() > MOST_CLOSING
     }
 
     /// How many descriptors of memory are not closed yet.
     pub(super) fn closing(&self) -> usize {
-        self.closing.load(Ordering::Relaxed)
+        self.closing.count.load(Ordering::Relaxed)
     }
 }
 
