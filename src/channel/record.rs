@@ -23,8 +23,8 @@ use nix::{
 use rustix::{
     io::Errno,
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketType,
-        sockopt,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, RecvMsg, ReturnFlags, SendFlags,
+        SocketType, sockopt,
     },
 };
 use sendfd::SendWithFd;
@@ -311,28 +311,29 @@ pub(crate) enum Next {
     End,
 }
 
-/// Looks at the next record and leaves it in the queue. Does not block, and closes no descriptor for good. Without `SO_PASSCRED` an
-/// empty record is the same as the end.
+/// Looks at the next record of a socket with `SO_PASSCRED` and leaves it in the queue. Does not block, and installs no descriptor.
 ///
 /// # Errors
 /// `WouldBlock` if no record is there and the connection goes on. See recvmsg(2).
 pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
-    // With `SO_PASSCRED` this has no room for descriptors, and the kernel reports that it left them out. Else it installs a few.
+    // The credentials leave no room for descriptors: the kernel installs none, and reports that it left some out.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let mut byte = [0];
-    let mut parts = [io::IoSliceMut::new(&mut byte)];
-    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let seen = rustix::net::recvmsg(&socket, &mut parts, &mut ancillary, flags)?;
-    let (mut descriptors, mut credentials) = (seen.flags.contains(ReturnFlags::CTRUNC), false);
-    for message in ancillary.drain() {
-        match message {
-            RecvAncillaryMessage::ScmRights(_) => descriptors = true,
-            RecvAncillaryMessage::ScmCredentials(_) => credentials = true,
-            _ => {}
-        }
-    }
+    let seen = look(socket, &mut ancillary)?;
+    let descriptors = seen.flags.contains(ReturnFlags::CTRUNC);
+    let credentials = ancillary.drain().any(|message| matches!(message, RecvAncillaryMessage::ScmCredentials(_)));
     Ok(if seen.bytes > 0 || credentials || descriptors { Next::Record { descriptors } } else { Next::End })
+}
+
+/// Whether the next record of a socket without `SO_PASSCRED` has descriptors. Leaves it in the queue, does not block, and installs no
+/// descriptor: to close a duplicate may block as well.
+pub(crate) fn brings_descriptors(socket: impl AsFd) -> bool {
+    look(socket, &mut RecvAncillaryBuffer::default()).is_ok_and(|seen| seen.flags.contains(ReturnFlags::CTRUNC))
+}
+
+fn look(socket: impl AsFd, ancillary: &mut RecvAncillaryBuffer<'_>) -> rustix::io::Result<RecvMsg> {
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    rustix::net::recvmsg(socket, &mut [io::IoSliceMut::new(&mut [0])], ancillary, flags)
 }
 
 /// Checks that a socket keeps records apart and passes descriptors.

@@ -305,7 +305,8 @@ fn puts_wait_for_the_close_of_replaced_memory() {
         }
         puts += 32;
         let files = fs::read_dir(format!("/proc/{}/fd", served.server())).unwrap();
-        let held = |file: &fs::DirEntry| fs::read_link(file.path()).is_ok_and(|of| of == Path::new("/memfd:page (deleted)"));
+        let held =
+            |file: &fs::DirEntry| fs::read_link(file.path()).is_ok_and(|of| of == Path::new("/memfd:page (deleted)"));
         most = most.max(files.flatten().filter(held).count());
     }
     eprintln!("{puts} puts, and the server held {most}");

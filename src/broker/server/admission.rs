@@ -16,10 +16,7 @@ use super::{
     reactor::{Reactor, Timer},
 };
 use crate::{
-    channel::{
-        deadline_after,
-        record::{Next, peek},
-    },
+    channel::{deadline_after, record::brings_descriptors},
     error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
     sys,
     wire::{Failure, MAX_FDS, broker::Message},
@@ -151,18 +148,15 @@ impl Reactor {
         if self.descriptors() + SPARE <= self.limit {
             return Ok(());
         }
-        match peek(connection) {
-            Ok(Next::Record { descriptors: true }) => {
-                Err(format!("the broker can't receive descriptors: it is close to its limit of {}", self.limit))
-            }
-            _ => Ok(()),
+        if brings_descriptors(connection) {
+            return Err(format!("the broker can't receive descriptors: it is close to its limit of {}", self.limit));
         }
+        Ok(())
     }
 
     /// Whether a connection's next record has descriptors and waits, since the worker does not close memory as fast as it comes.
     pub(super) fn must_wait(&mut self, id: ConnectionId) -> bool {
-        let brings = |connection: &Connection| matches!(peek(connection), Ok(Next::Record { descriptors: true }));
-        let waits = self.worker.is_behind() && self.connections.get(&id).is_some_and(brings);
+        let waits = self.worker.is_behind() && self.connections.get(&id).is_some_and(brings_descriptors);
         if waits {
             self.held_up.insert(id);
         }
