@@ -79,7 +79,7 @@ enum Command {
     Completions(CompletionsOptions),
     #[command(disable_help_flag = true)]
     Man(ManOptions),
-    /// A child process of the doctor or the bench
+    /// A child process of the doctor
     #[command(name = child::SUBCOMMAND, hide = true)]
     Child { task: String },
 }

@@ -25,10 +25,10 @@ const LONGEST_PAUSE_BY_PATH: Duration = Duration::from_millis(200);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 const LONGEST_SILENCE: Duration = Duration::from_secs(5);
 
-/// How long a server that is asked to end waits for a keeper that has everything.
 /// How long a process that ends keeps its pidfd unreadable after its sockets are closed.
 const DYING: Duration = Duration::from_millis(50);
 
+/// How long a server that is asked to end waits for a keeper that has everything.
 const LONGEST_END: Duration = Duration::from_secs(10);
 
 /// The keeper of this server.
@@ -130,12 +130,15 @@ impl Reactor {
         // soon do it again.
         let lived = now.saturating_duration_since(next);
         let lives = keeping.keeper.as_ref().is_some_and(|keeper| !keeper.ends_within(DYING));
-        let longest = if keeping.is_by_path() && !lives { LONGEST_PAUSE_BY_PATH } else { LONGEST_PAUSE };
-        keeping.pause = if lived > LONGEST_PAUSE { PAUSE } else { (keeping.pause * 2).clamp(PAUSE, longest) };
+        let has_closed = lives && keeping.is_by_path();
+        let longest = if keeping.is_by_path() { LONGEST_PAUSE_BY_PATH } else { LONGEST_PAUSE };
+        keeping.pause = match () {
+            () if has_closed => LONGEST_PAUSE,
+            () if lived > LONGEST_PAUSE => PAUSE,
+            () => (keeping.pause * 2).clamp(PAUSE, longest),
+        };
         keeping.next = Some(now + keeping.pause);
-        if lives && keeping.is_by_path() {
-            keeping.pause = LONGEST_PAUSE;
-            keeping.next = Some(now + LONGEST_PAUSE);
+        if has_closed {
             let allowed = self.objects.store().room().1;
             tracing::warn!(
                 allowed,
