@@ -297,8 +297,8 @@ mod root {
             assert!(client.stat(&name, None).is_ok());
         };
         std::thread::scope(|scope| {
-            scope.spawn(|| as_user(MAKER, MAKER, &[], as_maker));
-            until(|| taken.exists());
+            let maker = scope.spawn(|| as_user(MAKER, MAKER, &[], as_maker));
+            until(|| taken.exists() || maker.is_finished());
             as_user(OTHER, OTHER, &[], || {
                 for at in 0..100 {
                     let client = connect(&path);

@@ -14,6 +14,7 @@ use super::{
     caller::Caller,
     connection::{Connection, Request},
     reactor::{Reactor, Timer},
+    worker::MOST_WHILE_BEHIND,
 };
 use crate::{
     channel::{deadline_after, record::brings_descriptors},
@@ -154,9 +155,13 @@ impl Reactor {
         Ok(())
     }
 
-    /// Whether a connection's next record has descriptors and waits, since the worker does not close memory as fast as it comes.
+    /// Whether a connection's next record has descriptors and waits, since the worker does not close memory as fast as its user sends it.
     pub(super) fn must_wait(&mut self, id: ConnectionId) -> bool {
-        let waits = self.worker.is_behind() && self.connections.get(&id).is_some_and(brings_descriptors);
+        // What the records before it replaced.
+        self.worker.close(self.objects.take_garbage());
+        let Some(connection) = self.connections.get(&id).filter(|_| self.worker.is_behind()) else { return false };
+        let sent = self.sent_while_behind.get(&connection.caller.uid).copied().unwrap_or(0);
+        let waits = sent >= MOST_WHILE_BEHIND && brings_descriptors(connection);
         if waits {
             self.held_up.insert(id);
         }
@@ -165,6 +170,7 @@ impl Reactor {
 
     /// Receives from the connections that waited for the worker.
     pub(super) fn receive_again(&mut self) {
+        self.sent_while_behind.clear();
         for id in std::mem::take(&mut self.held_up) {
             // It could not go on with its put.
             if self.connections.get(&id).is_some_and(|connection| matches!(connection.request, Request::Upload(_))) {

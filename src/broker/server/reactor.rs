@@ -136,8 +136,10 @@ pub(super) struct Reactor {
     /// Those of them that have not read descriptors.
     pub(super) in_flight: HashSet<ConnectionId>,
     pub(super) abandoned: Vec<Abandoned>,
-    /// Connections with a put that waits until the worker has closed memory.
+    /// Connections with a put that waits until the worker has closed memory, and how many descriptors each user has sent since it is
+    /// behind.
     pub(super) held_up: HashSet<ConnectionId>,
+    pub(super) sent_while_behind: HashMap<u32, usize>,
     sweeping: bool,
     pub(super) acceptable: bool,
     /// The most descriptors that this process may have.
@@ -200,6 +202,7 @@ impl Reactor {
             in_flight: HashSet::new(),
             abandoned: Vec::new(),
             held_up: HashSet::new(),
+            sent_while_behind: HashMap::new(),
             sweeping: false,
             acceptable: true,
             limit: raise_limit(),
@@ -395,6 +398,12 @@ impl Reactor {
     /// One record has come.
     fn record(&mut self, id: ConnectionId, incoming: &[u8], raw: Raw) {
         let Raw { bytes, flags, fds } = raw;
+        if !fds.is_empty()
+            && self.worker.is_behind()
+            && let Some(connection) = self.connections.get(&id)
+        {
+            *self.sent_while_behind.entry(connection.caller.uid).or_default() += fds.len();
+        }
         if bytes == 0 {
             self.reject(id, fds);
             return self.close(id, "the peer has closed it");

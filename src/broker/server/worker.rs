@@ -16,8 +16,10 @@ use mio::Waker;
 use super::{closer::Closers, reactor::Reactor};
 use crate::error::{Error, Result};
 
-/// How many descriptors of memory may wait to be closed before puts wait for that. The rest of the memory would be held by nobody.
+/// How many descriptors of memory may wait to be closed before a user's puts wait for that, and how many more each user may send then.
+/// What waits holds memory that has no name any more.
 const MOST_CLOSING: usize = 256;
+pub(super) const MOST_WHILE_BEHIND: usize = 64;
 
 /// What the event loop does with what a job found.
 pub(super) type Outcome = Box<dyn FnOnce(&mut Reactor) + Send>;
@@ -168,7 +170,7 @@ impl Worker {
         }
     }
 
-    /// Whether so much memory waits to be closed that no more is to come: [`Reactor::receive_again`] follows.
+    /// Whether much memory waits to be closed, so that users may send little more: [`Reactor::receive_again`] follows.
     pub(super) fn is_behind(&self) -> bool {
         self.closing() > MOST_CLOSING
     }
