@@ -4,10 +4,8 @@
 use std::{
     fs,
     io::Write,
-    iter,
     net::{TcpListener, TcpStream},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    thread,
     time::Duration,
 };
 
@@ -39,22 +37,16 @@ impl Lingering {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         rustix::net::listen(&listener, 4096).unwrap();
         sockopt::set_socket_recv_buffer_size(&listener, 4096).unwrap();
-        let connect = |_| {
+        let connect = |_| -> OwnedFd {
             let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            sockopt::set_socket_send_buffer_size(&stream, 4096).unwrap();
+            // More than the other end ever takes.
+            sockopt::set_socket_send_buffer_size(&stream, 1 << 16).unwrap();
             sockopt::set_socket_linger(&stream, Some(LINGER)).unwrap();
             stream.set_nonblocking(true).unwrap();
-            stream
+            while (&stream).write(&[0; 4096]).is_ok() {}
+            stream.into()
         };
-        let mut streams: Vec<TcpStream> = (0..count).map(connect).collect();
-        // What was sent may take a moment to fill the other end too.
-        let mut full = 0;
-        while full < 3 {
-            let written: usize = streams.iter_mut().map(fill).sum();
-            full = if written == 0 { full + 1 } else { 0 };
-            thread::sleep(Duration::from_millis(5));
-        }
-        Self { files: streams.into_iter().map(OwnedFd::from).collect(), _unread: listener }
+        Self { files: (0..count).map(connect).collect(), _unread: listener }
     }
 
     fn fds(&self) -> Vec<BorrowedFd<'_>> {
@@ -67,11 +59,6 @@ impl Lingering {
         raw.send_bytes(record, &self.fds()).unwrap();
         self.files.clear();
     }
-}
-
-/// Writes until there is no room. Returns how often there was.
-fn fill(stream: &mut TcpStream) -> usize {
-    iter::from_fn(|| stream.write(&[0; 4096]).ok()).count()
 }
 
 impl Drop for Lingering {
