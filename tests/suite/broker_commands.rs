@@ -606,6 +606,12 @@ fn put_is_refused_before_a_device_is_used(broker: Broker) {
     refused(&["a", "--from", large, "--replace"], 4, "peer", "a replacement needs room for both versions");
     let tiny = limited.file("tiny", &data(10));
     refused(&["a", "--from", text(&tiny), "--replace", "--mode", "600"], 3, "unsupported", "device 9");
+    // The device is known only once it is open: then the broker is not asked either.
+    let by_device = broker.another(&["--quota", "device-bytes=6MiB"]);
+    let message = by_device.refusal(&["put", "a", "--from", large], 4, "peer");
+    assert!(message.contains("bytes (claimed) of the device") && message.contains("quota is 6291456"), "{message}");
+    let answered = by_device.client().metrics().unwrap().requests;
+    assert!(answered.iter().all(|request| request.verb != "put"), "{answered:?}");
     // The check leaves no claim behind: another process gets it at once.
     let found = limited.client().get_or_claim(&Get::new("a").newer_than(1), &ClaimOf::whole()).unwrap();
     assert!(matches!(found, Found::Claim(_)), "{found:?}");

@@ -8,7 +8,7 @@ use vmmfd::{
     array::ArrayDescriptor,
     broker::{ArrayEntry, ClaimOf, Client, Condition, Get, Lifetime, Put, PutPart, Summary},
     channel::Cancel,
-    driver::{Backend, Choice},
+    driver::{Backend, Choice, DeviceUuid},
     error::{BrokerError, Error, RefusalCode, Result},
     internals::{NEEDS_BOTH, clear_padding, refusal},
     memory::{Device, Region, Selector, Shared, Spec},
@@ -198,8 +198,9 @@ impl PutOptions {
         }
     }
 
-    /// Fails if the broker would refuse a put of so many bytes, before they are loaded. The broker decides when it is put.
-    fn check_ahead(&self, client: &Client, bytes: u64) -> Result<()> {
+    /// Fails if the broker would refuse a put of so many bytes, before they are loaded. The broker decides when it is put. Returns whether
+    /// there is such an object.
+    fn check_ahead(&self, client: &Client, bytes: u64) -> Result<bool> {
         let existing = match client.stat(&self.name, None) {
             Ok(info) => Some(info.version.summary),
             Err(Error::Broker(BrokerError { code: RefusalCode::Absent, .. })) => None,
@@ -210,14 +211,14 @@ impl PutOptions {
                         let message = format!("`{}` exists, and this user may not read it", self.name);
                         Err(refusal(RefusalCode::Exists, message).into())
                     }
-                    _ => self.check_quota(client, bytes, true),
+                    _ => self.check_quota(client, bytes, true, None),
                 };
             }
             Err(error) => return Err(error),
         };
         self.check_existing(existing.as_ref())?;
         self.check_permission(client, existing.as_ref())?;
-        self.check_quota(client, bytes, existing.is_some())
+        self.check_quota(client, bytes, existing.is_some(), None)
     }
 
     fn check_existing(&self, existing: Option<&Summary>) -> Result<()> {
@@ -261,28 +262,38 @@ impl PutOptions {
         }
     }
 
-    fn check_quota(&self, client: &Client, bytes: u64, replaces: bool) -> Result<()> {
+    /// Checks the quotas of a user, or those of a device if there is one. Returns `replaces`.
+    fn check_quota(&self, client: &Client, bytes: u64, replaces: bool, device: Option<&Device>) -> Result<bool> {
         let metrics = client.metrics()?;
         // Each user has a total, since it has this connection. The broker numbers users as its own user namespace does.
         let own = match metrics.totals.as_slice() {
             [own] => Some(own),
             several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
         };
-        let (Some(own), Some(quota)) = (own, metrics.quota) else { return Ok(()) };
-        let both = if replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
-        let has_bytes = own.devices.iter().map(|of| of.bytes).fold(0, u64::saturating_add);
-        for (what, has, more, most) in [
-            ("objects", own.objects, u64::from(!replaces), quota.objects),
-            ("bytes (claimed)", has_bytes, bytes, quota.bytes),
-        ] {
+        let (Some(own), Some(quota)) = (own, metrics.quota) else { return Ok(replaces) };
+        let has_bytes = |device: Option<DeviceUuid>| {
+            let counted = own.devices.iter().filter(|of| device.is_none_or(|device| of.device.uuid == device));
+            counted.map(|of| of.bytes).fold(0, u64::saturating_add)
+        };
+        let rows = match device {
+            Some(device) => {
+                let what = format!("bytes (claimed) of the device {}", device.uuid());
+                vec![(what, has_bytes(Some(device.uuid())), bytes, quota.device_bytes)]
+            }
+            None => vec![
+                ("objects".to_owned(), own.objects, u64::from(!replaces), quota.objects),
+                ("bytes (claimed)".to_owned(), has_bytes(None), bytes, quota.bytes),
+            ],
+        };
+        for (what, has, more, most) in rows {
             if let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) {
-                let uid = own.uid;
+                let (uid, both) = (own.uid, if replaces { format!("; {NEEDS_BOTH}") } else { String::new() });
                 let message =
                     format!("uid {uid} has {has} {what} and asks for {more} more, and its quota is {most}{both}");
                 return Err(refusal(RefusalCode::Quota, message).into());
             }
         }
-        Ok(())
+        Ok(replaces)
     }
 
     /// Opens what is to be put, and checks what can be checked of it before memory is taken.
@@ -407,12 +418,13 @@ impl Tool for PutOptions {
         let input = self.input()?;
         let metadata = self.metadata(&input)?;
         let client = self.meet.connect(cancel)?;
-        self.check_ahead(&client, input.size())?;
+        let replaces = self.check_ahead(&client, input.size())?;
         let mut steps = Steps::default();
         let opened = steps.time("driver", || start(self.backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
         let fallback = no_gpu(&opened, &self.output);
         let device = Device::find(&opened.driver, self.device)?;
+        self.check_quota(&client, input.size(), replaces, Some(&device))?;
         let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;
         let entries = input.arrays();
         let arrays = entries.len();
