@@ -40,6 +40,9 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// How many segments an object of many has.
 const SEGMENTS: usize = 3_750;
 
+/// Descriptors that the broker keeps for other things than segments.
+const SPARE: usize = 1_000;
+
 /// What is known of the load.
 #[derive(Default)]
 struct Load {
@@ -264,8 +267,27 @@ fn events(load: &Load, kills: usize, restarts: usize) {
     }
 }
 
+/// Sets a flag when it is dropped.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 fn many(load: &Load) {
-    let objects = number("VMMFD_TEST_SEGMENTS", 30_000) / SEGMENTS;
+    let wanted = number("VMMFD_TEST_SEGMENTS", 30_000);
+    let room = client().metrics().unwrap().descriptors;
+    let free = room.allowed.saturating_sub(room.used) as usize;
+    let objects = wanted.min(free.saturating_sub(SPARE)) / SEGMENTS;
+    if objects < wanted / SEGMENTS {
+        println!(
+            "{wanted} segments: LEFT OUT, {} instead, as a unit may have {} files here",
+            objects * SEGMENTS,
+            room.allowed
+        );
+    }
     put_many(objects);
     let timed = |label: &str, command: &str| {
         load.longest_us.store(0, Ordering::Release);
@@ -357,6 +379,8 @@ fn main() -> ExitCode {
     }
     let load = Load::default();
     thread::scope(|scope| {
+        // Also a panic ends the load.
+        let _ends = Ends(&load.ends);
         for writer in 0..WRITERS {
             let load = &load;
             scope.spawn(move || write(load, writer));
@@ -374,7 +398,6 @@ fn main() -> ExitCode {
         repeat(&load, "stop and start of the server", restarts, |_| {
             "systemctl stop vmmfd && systemctl start vmmfd".to_owned()
         });
-        load.ends.store(true, Ordering::Release);
     });
     faults(&load);
     let failures = load.failures.into_inner().unwrap();
