@@ -96,7 +96,8 @@ impl Setup {
     }
 }
 
-fn is_memory(name: &str) -> bool {
+/// Whether a descriptor is of memory or of a catalogue, by the name that /proc has for it.
+pub(crate) fn is_memory(name: &str) -> bool {
     // The history of crashes is there whatever the broker keeps.
     let memfd = name.starts_with("/memfd:") && !name.contains("vmmfd-history");
     memfd || name.starts_with("/dev/nvidia")

@@ -129,8 +129,8 @@ impl Reactor {
         // One that lived for long is replaced at once, and the next one after a pause. One that lives has closed the connection, and would
         // soon do it again.
         let lived = now.saturating_duration_since(next);
-        let lives = keeping.keeper.as_ref().is_some_and(|keeper| !keeper.ends_within(DYING));
-        let has_closed = lives && keeping.is_by_path();
+        let lives = |keeper: &Process| !keeper.ends_within(DYING);
+        let has_closed = keeping.is_by_path() && keeping.keeper.as_ref().is_some_and(lives);
         let longest = if keeping.is_by_path() { LONGEST_PAUSE_BY_PATH } else { LONGEST_PAUSE };
         keeping.pause = match () {
             () if has_closed => LONGEST_PAUSE,

@@ -17,7 +17,10 @@ use tempfile::TempDir;
 use vmmfd::wire::broker::Message;
 
 use super::{Kind, Subject, manager::Manager, stepper::children};
-use crate::{broker_process::Raw, running::binary};
+use crate::{
+    broker_process::{Raw, is_memory},
+    running::binary,
+};
 
 /// After how long a wait fails its test.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -302,8 +305,7 @@ fn parent_that_serves(pid: Pid) -> Option<Pid> {
 pub(crate) fn stored(pid: Pid) -> usize {
     let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return 0 };
     let links = entries.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
-    let memory = |link: &PathBuf| ["/memfd:", "/dev/nvidia"].iter().any(|of| link.to_string_lossy().starts_with(of));
-    links.filter(memory).filter(|link| !link.to_string_lossy().contains("vmmfd-history")).count()
+    links.filter(|link| is_memory(&link.to_string_lossy())).count()
 }
 
 /// A copy of the program in a folder, to be replaced.
