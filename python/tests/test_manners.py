@@ -59,7 +59,7 @@ put("other"); parked = broker.get("other"); parked.park()
 
 
 def interrupt(child: Child) -> None:
-    """Interrupts each of its waits. scripts/bench_waits.py measures how long that takes."""
+    """Interrupts each of its waits. tests/bench/waits.py measures how long that takes."""
     for _ in range(3):
         child.wait_for("ready")
         time.sleep(0.15)
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_call_while_the_server_is_stopped(server: Server, child: C
 
 
 def test_how_soon_can_be_measured() -> None:
-    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_waits.py"
+    script = Path(__file__).resolve().parents[2] / "tests" / "bench" / "waits.py"
     ended = subprocess.run([sys.executable, script, "--runs", "1"], capture_output=True, text=True, timeout=LIMIT)
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     heading, *rows = ended.stdout.splitlines()

@@ -565,6 +565,31 @@ def test_a_pool_says_what_it_can_not_do() -> None:
     del tensors
 
 
+@pytest.mark.parametrize(
+    "holder",
+    {
+        "local": "tensor = allocate()",
+        "open_pool": "entered = vmmfd.torch.pool(); entered.__enter__(); tensor = allocate()",
+        "cycle": "class Node: pass\nnode = Node(); node.self, node.tensor = node, allocate()",
+        "module": "sys.kept = allocate()",
+        "thread": """
+started = threading.Event()
+def hold():
+    tensor = allocate(); started.set(); threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start(); started.wait()
+""",
+    }.items(),
+    ids=lambda holder: holder[0],
+)
+def test_process_ends_with_pool_tensors(child: Callable[..., Child], holder: tuple[str, str]) -> None:
+    begin = """import sys, threading, torch, vmmfd.torch
+def allocate():
+    with vmmfd.torch.pool():
+        return torch.ones(30 << 20, device="cuda")
+"""
+    child(begin + holder[1]).end()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.xfail(strict=True, raises=RuntimeError, reason="PyTorch 2.11 fails an assertion (uc >= 0) with pools on two GPUs")
 def test_a_module_on_two_gpus_has_a_part_for_each(broker: vmmfd.Broker, name: str) -> None:

@@ -74,7 +74,7 @@ def ends(wait: str, socket: str, runs: int) -> list[float]:
                 process.send_signal(signal.SIGINT)
                 ended = process.stdout.readline()
                 if not ended:
-                    raise SystemExit(f"bench_waits: the process that waits in {wait} did not go on after Ctrl-C")
+                    raise SystemExit(f"waits: the process that waits in {wait} did not go on after Ctrl-C")
                 taken.append(float(ended) - sent)
         finally:
             limit.cancel()
@@ -89,7 +89,7 @@ def main() -> None:
     if runs < 1:
         parser.error(f"--runs {runs} is no number of runs: give 1 or more")
     if importlib.util.find_spec("vmmfd") is None:
-        raise SystemExit("bench_waits: the package vmmfd is not installed here: pip install the wheel that `make wheel` builds")
+        raise SystemExit("waits: the package vmmfd is not installed here: pip install the wheel that `make wheel` builds")
     # What is started is ended then too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"{'ms':24} {'median':>8} {'slowest':>8}")
@@ -102,11 +102,11 @@ def main() -> None:
         try:
             server = subprocess.Popen([*command, "serve", "--quiet", "--socket", socket, "--no-keeper"], stdout=subprocess.PIPE, text=True)
         except OSError as error:
-            raise SystemExit(f"bench_waits: VMMFD_BIN={given}: {error}") from None
+            raise SystemExit(f"waits: VMMFD_BIN={given}: {error}") from None
         try:
             assert server.stdout is not None
             if "listening" not in server.stdout.readline():
-                raise SystemExit("bench_waits: the broker's server did not start")
+                raise SystemExit("waits: the broker's server did not start")
             for name, wait in WAITS.items():
                 print(f"{'Ctrl-C in ' + name:24} {shown(ends(wait, socket, runs))}", flush=True)
         finally:

@@ -524,7 +524,7 @@ def show(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    print(f"bench_peers: {text}", file=sys.stderr, flush=True)
+    print(f"peers: {text}", file=sys.stderr, flush=True)
 
 
 # The command
@@ -608,12 +608,12 @@ def vmmfd_from(path: str) -> list[Series]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"bench_peers: {message}\n")
+        self.exit(2, f"peers: {message}\n")
 
 
 def arguments() -> argparse.Namespace:
     parser = Parser(
-        prog="bench_peers.py",
+        prog="peers.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit codes: 0, done; 1, a peer failed, or with --strict was not run; 2, usage; 3, no GPU.",

@@ -1,6 +1,6 @@
 """What each library does with arrays that may only be read: prints the table of docs/python.md.
 
-    python gpu_readonly_table.py [--backend auto|cuda|host] [--write]
+    python readonly_table.py [--backend auto|cuda|host] [--write]
 
 Each library that is installed is tried in a process of its own, in each way that it takes foreign memory: with an array that is mapped
 read-only, with the same one by promise (`writable("promise")`), and with one that may be written. `--write` also tries, in further
