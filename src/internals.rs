@@ -28,11 +28,10 @@ pub use crate::driver::{
 use crate::{
     array::ElementType,
     broker::{Client, Server, ServerConfig},
-    channel::{Cancel, Listener, Peer},
+    channel::{Cancel, Config, Listener, Peer},
     driver::{Backend, DeviceUuid, Driver},
     error::{BrokerError, ParseError, RefusalCode, Result},
     memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
-    session::Config,
 };
 pub use crate::{
     broker::{notify::notify, read_table},

@@ -99,11 +99,15 @@ compile_error!("vmmfd needs Linux: it passes memory as file descriptors over Uni
 #[cfg(target_os = "linux")]
 pub mod array;
 #[cfg(target_os = "linux")]
+mod base;
+#[cfg(target_os = "linux")]
 pub mod broker;
 #[cfg(target_os = "linux")]
 pub mod channel;
 #[cfg(target_os = "linux")]
 pub mod driver;
+#[cfg(target_os = "linux")]
+mod encoding;
 #[cfg(target_os = "linux")]
 pub mod error;
 #[cfg(all(target_os = "linux", feature = "internals"))]

@@ -14,7 +14,7 @@ use nix::{
     sys::stat::fstat,
 };
 
-use crate::driver::host::memfd;
+use crate::sys::memfd;
 
 /// The seals of a table: no process can change it any more.
 const SEALS: SealFlag =

@@ -5,6 +5,7 @@
 //! one at once, asks for close-on-exec and reports truncation.
 
 mod cancel;
+mod config;
 mod connect;
 mod listener;
 mod lock;
@@ -33,6 +34,7 @@ pub use self::path::{default_broker_socket, private_socket_path};
 use self::record::{Arrival, RecordSocket, check_type, is_gone};
 pub use self::{
     cancel::{Cancel, CancelReason},
+    config::Config,
     connect::connect,
     listener::Listener,
     path::socket_path,

@@ -29,7 +29,7 @@ use std::{
 
 use crate::{
     error::{Error, LoadError, ParseError, Result},
-    fork::{PerProcess, ProcessIdentity},
+    sys::fork::{PerProcess, ProcessIdentity},
 };
 
 pub(crate) use self::{
@@ -39,7 +39,7 @@ pub(crate) use self::{
 };
 pub use self::{
     host::{DEVICE_NAME, GRANULARITY},
-    types::{Access, Attribute, Backend, DeviceUuid, MemoryInfo},
+    types::{Attribute, MemoryInfo},
 };
 pub(crate) use self::{
     legacy::LegacyIpc,
@@ -48,7 +48,10 @@ pub(crate) use self::{
     verbs::{Handle, Identity, Verbs, cover, failure, failure_with},
     window::{PageLocked, Window},
 };
-pub use crate::error::code;
+pub use crate::{
+    base::{Access, Backend, DeviceUuid},
+    error::code,
+};
 
 /// An opened driver: CUDA's, or the host backend. Clones are the same one.
 ///

@@ -1,6 +1,6 @@
 //! What shared memory is and how another process opens it, in this library's own types.
 //!
-//! They say nothing of the wire: `encoding.rs` converts them to and from its plain data.
+//! They say nothing of the wire: `src/encoding.rs` converts them to and from its plain data.
 
 use std::{fmt, str::FromStr};
 

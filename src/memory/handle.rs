@@ -6,11 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use serde::{Deserialize, Serialize};
-
-use super::{
-    Description, Device, Imported, LegacyMemory, Pointer, Region, Selector, Shared, check_range, encoding::HandleData,
-};
+use super::{Description, Device, Imported, LegacyMemory, Pointer, Region, Selector, Shared, check_range};
 use crate::{
     array::{ArrayDescriptor, Interface},
     driver::{Access, Driver},
@@ -48,8 +44,7 @@ use crate::{
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "HandleData", into = "HandleData")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArrayHandle {
     /// What is shared, and how.

@@ -17,7 +17,6 @@ mod arena;
 mod chunks;
 mod description;
 mod device;
-mod encoding;
 mod exchange;
 mod handle;
 mod imported;

@@ -6,9 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::Config;
 use crate::{
-    channel::{Cancel, Channel, Peer, deadline_after},
+    channel::{Cancel, Channel, Config, Peer, deadline_after},
     driver::Backend,
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     wire::{Busy, Failure, Hello, Message, VERSION},

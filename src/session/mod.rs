@@ -8,7 +8,6 @@
 //! Each of them meets its peer at a path, or talks over a connected socket that the caller already has.
 
 mod acceptor;
-mod config;
 pub mod handoff;
 mod link;
 mod opening;
@@ -21,7 +20,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-pub use self::config::Config;
+#[doc(inline)]
+pub use crate::channel::Config;
 pub use crate::wire::{Check, Verdict};
 use crate::{
     channel::{Cancel, Peer},

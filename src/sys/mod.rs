@@ -1,9 +1,10 @@
-//! System calls that no crate here wraps, each behind a safe function. The only place outside `driver/` with `unsafe`.
+//! Descriptors, memfds and processes: system calls behind safe functions. The only place outside `driver/` with `unsafe`.
 #![allow(unsafe_code)]
 
 mod descriptor;
 mod file;
 pub mod fork;
+pub(crate) mod memfd;
 mod process;
 mod socket;
 mod stderr;

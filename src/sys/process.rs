@@ -319,7 +319,7 @@ mod tests {
     }
 
     fn holding(text: &str) -> File {
-        let file = crate::driver::host::memfd::empty(c"test").map(File::from).unwrap();
+        let file = crate::sys::memfd::empty(c"test").map(File::from).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, text.as_bytes(), 0).unwrap();
         file
     }

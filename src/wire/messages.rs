@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::strict;
 use crate::{
     array::ArrayDescriptor,
-    driver::{Access, DeviceUuid},
+    base::{Access, DeviceUuid},
     error::ErrorCode,
 };
 

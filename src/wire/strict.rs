@@ -8,7 +8,7 @@ use serde::{
 };
 use serde_json::{Map, Value};
 
-use crate::driver::DeviceUuid;
+use crate::base::DeviceUuid;
 
 /// Reads a struct from an object alone. What serde derives takes an array of the fields' values too.
 ///

@@ -3,7 +3,7 @@
 use super::*;
 use crate::{
     array::{ArrayDescriptor, Order},
-    driver::{Access, DeviceUuid},
+    base::{Access, DeviceUuid},
 };
 
 fn every_message() -> Vec<Message> {

@@ -215,7 +215,7 @@ impl Catalogue {
 /// # Errors
 /// Those of memfd_create(2).
 pub(in crate::broker) fn memfd() -> io::Result<OwnedFd> {
-    crate::driver::host::memfd::empty(c"vmmfd-catalogue").map_err(io::Error::from)
+    crate::sys::memfd::empty(c"vmmfd-catalogue").map_err(io::Error::from)
 }
 
 fn file_limit() -> Result<u64, CatalogueError> {

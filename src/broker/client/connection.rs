@@ -18,14 +18,13 @@ use super::{
 };
 use crate::{
     channel::{
-        Peer, deadline_after,
+        Config, Peer, deadline_after,
         record::{RecordSocket, check_type},
     },
     driver::Driver,
     error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, Result},
-    fork::ProcessIdentity,
     memory::{Device, DeviceIdentity},
-    session::Config,
+    sys::fork::ProcessIdentity,
     wire::{
         HEADER_LENGTH, MAX_BODY,
         broker::{Message, Release, Stop, Token},

@@ -29,9 +29,8 @@ pub use self::{
 };
 use super::name::check_name;
 use crate::{
-    channel::Peer,
+    channel::{Config, Peer},
     error::{Error, ProtocolError, Result},
-    session::Config,
     wire::{
         Check,
         broker::{

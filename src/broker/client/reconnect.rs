@@ -19,9 +19,8 @@ use super::{
     put,
 };
 use crate::{
-    channel::{Cancel, Peer, Trust, connect_socket, deadline_after, record::RecordSocket},
+    channel::{Cancel, Config, Peer, Trust, connect_socket, deadline_after, record::RecordSocket},
     error::{Error, ErrorCode, PeerError, Result, SocketError},
-    session::Config,
     wire::{
         Hello, VERSION,
         broker::{BROKER, MAX_RESUMED, Message, NO_BACKEND, Release, Resume, Resumed, Token},

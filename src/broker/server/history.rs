@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::objects::now_ms;
 use crate::{
     broker::keeper::{Keeper, Name, Store},
-    driver::host::memfd,
+    sys::memfd,
     wire::{broker::Crash, shorten},
 };
 

@@ -12,7 +12,7 @@ use std::{io, os::fd::BorrowedFd};
 use nix::fcntl::{FcntlArg, fcntl};
 use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, statx};
 
-use crate::driver::{Backend, host::memfd};
+use crate::{driver::Backend, sys::memfd};
 
 /// The major number of NVIDIA's character devices, `/dev/nvidiactl` among them, of which every export of a GPU's memory is.
 /// Reserved for NVIDIA in the kernel's `Documentation/admin-guide/devices.txt`, and `NV_MAJOR_DEVICE_NUMBER` in the driver's source

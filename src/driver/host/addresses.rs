@@ -5,7 +5,7 @@
 //! memory for its own tables). Then the range is a hole, and another thread's mmap(2) may be given it at once. Making the mapping
 //! elsewhere and moving it with mremap(2) is no way around: that unmaps its destination first, too. So a range whose mapping
 //! failed is reserved again where it is still free, and is lost where that is not certain: never mapped, unmapped or freed
-//! again, as it may have another owner. No peer can bring that about: see [`super::memfd::inspect`].
+//! again, as it may have another owner. No peer can bring that about: see [`crate::sys::memfd::inspect`].
 
 use std::{collections::BTreeMap, ffi::c_void, num::NonZeroUsize, ops::Range, os::fd::AsFd, ptr::NonNull};
 

@@ -14,9 +14,9 @@ use super::{
     },
     HostDriver,
     addresses::{length, nonzero, pointer},
-    from_errno, memfd,
+    from_errno,
 };
-use crate::error::Result;
+use crate::{error::Result, sys::memfd};
 
 impl Bare for HostDriver {
     fn create(&self, _: i32, size: u64) -> Result<Created> {

@@ -11,7 +11,6 @@
 mod addresses;
 mod available;
 mod bare;
-pub(crate) mod memfd;
 mod verbs;
 
 use std::{

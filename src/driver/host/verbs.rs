@@ -17,7 +17,7 @@ use nix::{
 use super::{
     Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, Memory,
     addresses::{Mapped, Pages, Reserved, pointer},
-    available, from_errno, memfd, readable, writable,
+    available, from_errno, readable, writable,
 };
 use super::{State, holding};
 use crate::{
@@ -26,6 +26,7 @@ use crate::{
         Pools, Properties, Verbs, Window, code, copy, failure, failure_with, window::View,
     },
     error::Result,
+    sys::memfd,
 };
 
 use crate::driver::{Bare, Diagnosis, Kernels};

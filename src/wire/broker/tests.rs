@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::{
     array::{ArrayDescriptor, Order},
-    driver::DeviceUuid,
+    base::DeviceUuid,
     wire::{ByteRange, Check, Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory, Part},
 };
 

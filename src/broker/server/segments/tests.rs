@@ -7,7 +7,7 @@ use std::{
 use nix::libc;
 
 use super::*;
-use crate::{driver::host::memfd, sys::without_kcmp};
+use crate::sys::{memfd, without_kcmp};
 
 /// Of one inode, as those of GPUs' memory are.
 fn devices(count: usize) -> Vec<OwnedFd> {

@@ -1,11 +1,11 @@
-//! Descriptions as plain wire data, and back. Nothing else in this folder knows the wire.
+//! Descriptions of memory as plain wire data, and back: for the sessions and the broker. `memory` itself knows no wire.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::{ArrayHandle, Description, DeviceIdentity, Part, Placement, Pointer, Sharing};
 use crate::{
     array::ArrayDescriptor,
     error::{Error, ProtocolError, Result},
+    memory::{ArrayHandle, Description, DeviceIdentity, Part, Placement, Pointer, Sharing},
     wire,
 };
 
@@ -97,7 +97,7 @@ impl From<wire::Part> for Part {
 
 /// An [`ArrayHandle`] as it serialises.
 #[derive(Serialize, Deserialize)]
-pub(super) struct HandleData {
+struct HandleData {
     #[serde(deserialize_with = "wire::strict::object")]
     memory: wire::Memory,
     #[serde(default)]
@@ -105,18 +105,16 @@ pub(super) struct HandleData {
     array: ArrayDescriptor,
 }
 
-impl From<ArrayHandle> for HandleData {
-    fn from(handle: ArrayHandle) -> Self {
-        let ArrayHandle { memory, segments, array } = handle;
-        Self { memory: (&memory).into(), segments, array }
+impl Serialize for ArrayHandle {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { memory, segments, array } = self;
+        HandleData { memory: memory.into(), segments: segments.clone(), array: array.clone() }.serialize(serializer)
     }
 }
 
-impl TryFrom<HandleData> for ArrayHandle {
-    type Error = Error;
-
-    fn try_from(data: HandleData) -> Result<Self> {
-        let HandleData { memory, segments, array } = data;
-        Ok(Self { memory: memory.try_into()?, segments, array })
+impl<'de> Deserialize<'de> for ArrayHandle {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let HandleData { memory, segments, array } = HandleData::deserialize(deserializer)?;
+        Ok(Self { memory: memory.try_into().map_err(de::Error::custom)?, segments, array })
     }
 }

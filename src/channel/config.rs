@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use crate::{
-    channel::{Cancel, Trust},
-    error::Result,
-};
+use super::{Cancel, Trust};
+use crate::error::Result;
 
 /// How a session treats its peer: how long it waits, whom it trusts, what ends it early.
 ///

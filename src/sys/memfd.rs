@@ -18,7 +18,7 @@ use nix::{
     unistd::ftruncate,
 };
 
-use crate::driver::code;
+use crate::error::code;
 
 /// An empty memfd to which seals can be added, close-on-exec. `name` is for people, in `/proc/PID/fd`. Does not block.
 ///
@@ -36,7 +36,7 @@ pub(crate) fn empty(name: &CStr) -> nix::Result<OwnedFd> {
 }
 
 /// A memfd of `size` bytes, every page of it committed.
-pub(super) fn create(size: u64) -> nix::Result<OwnedFd> {
+pub(crate) fn create(size: u64) -> nix::Result<OwnedFd> {
     let memfd = empty(c"vmmfd")?;
     let length = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
     // To go beyond it is not an error first but a signal, which ends the process.
@@ -49,7 +49,7 @@ pub(super) fn create(size: u64) -> nix::Result<OwnedFd> {
     Ok(memfd)
 }
 
-pub(super) fn add_seals(memfd: &OwnedFd, seals: SealFlag) -> nix::Result<()> {
+pub(crate) fn add_seals(memfd: &OwnedFd, seals: SealFlag) -> nix::Result<()> {
     fcntl(memfd, FcntlArg::F_ADD_SEALS(seals)).map(drop)
 }
 
@@ -59,7 +59,7 @@ pub(super) fn add_seals(memfd: &OwnedFd, seals: SealFlag) -> nix::Result<()> {
 ///
 /// # Errors
 /// EBUSY while a process has it mapped to write; see fcntl(2).
-pub(super) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
+pub(crate) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
     let seals = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
     match add_seals(memfd, seals | SealFlag::F_SEAL_FUTURE_WRITE) {
         Err(Errno::EINVAL) => add_seals(memfd, seals),
