@@ -85,7 +85,7 @@ fn default_log_answers_an_operator_without_floods() {
     let lines_with = |words: &str| served.log().lines().filter(|line| line.contains(words)).count();
     until(|| lines_with("reactor: serves ") == 2);
     served.kill_server();
-    let crashed = format!("WARN vmmfd::broker::server::history: the server before this one crashed pid={new}");
+    let crashed = format!("WARN vmmfd::broker::server::state::history: the server before this one crashed pid={new}");
     until(|| lines_with("reactor: serves ") == 3 && lines_with(&crashed) > 0);
     let log = served.log();
     let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();

@@ -1,51 +1,17 @@
 //! The server: one process that keeps memory under names, and needs no driver.
 //!
-//! | File | What it does |
+//! | Folder | What it has |
 //! |---|---|
-//! | `reactor` | the event loop, connections, time |
-//! | `admission` | which connections and descriptors are let in |
-//! | `bounds` | how much memory a request takes |
-//! | `verbs` | which message comes when |
-//! | `puts`, `gets` | the two verbs that take more than one step |
-//! | `objects/` | names, versions, leases, quotas; the catalogue of them |
-//! | `devices` | their nodes, held open |
-//! | `segments`, `inspect` | descriptors that are kept, and whether they may be |
-//! | `caller` | users, groups and what they may do |
-//! | `history` | crashes, for the next server |
-//! | `quota` | limits of users |
-//! | `repeats` | log lines that clients can cause at will |
-//! | `flight` | descriptors that were sent and not read |
-//! | `worker` | what may take long |
-//! | `closer` | closes that a peer may block |
-//! | `storing` | the keeper: what waits for it, and its end |
-//! | `watchers` | events, for those who watch |
-//! | `monitoring` | figures of the server |
+//! | `io/` | sockets, the event loop, timers |
+//! | `verbs/` | what each request does |
+//! | `state/` | what the server holds |
 
-mod admission;
-mod bounds;
-mod caller;
-mod closer;
-mod connection;
-mod devices;
-mod flight;
-mod gets;
-mod history;
-mod inspect;
-mod monitoring;
-mod objects;
-mod puts;
-mod quota;
-mod reactor;
-mod repeats;
-mod segments;
-mod storing;
+mod io;
+mod state;
 mod verbs;
-mod watchers;
-mod worker;
 
 use std::{
     collections::HashMap,
-    io,
     os::{
         fd::{AsFd, OwnedFd},
         unix::fs::FileTypeExt,
@@ -56,9 +22,16 @@ use std::{
     time::Duration,
 };
 
-pub(crate) use self::inspect::inspect_and_classify;
-pub use self::quota::Quota;
-use self::{history::History, objects::Objects, quota::Rules, reactor::Reactor, storing::Keeping};
+pub(crate) use self::state::inspect::inspect_and_classify;
+pub use self::state::quota::Quota;
+use self::{
+    io::{devices, keeper::Keeping, reactor::Reactor},
+    state::{
+        history::History,
+        objects::{self, Objects},
+        quota::Rules,
+    },
+};
 use super::keeper::{Inherited, Kept, Name, Store, Taken};
 use crate::{
     channel::{Cancel, Listener, SocketName},
@@ -111,7 +84,7 @@ impl ServerConfig {
     }
 
     /// Lets those open the socket's file who may connect: this user alone, one group, or all users, whom the broker then tells apart.
-    fn set_rights(&self, file: &SocketName<'_>) -> io::Result<()> {
+    fn set_rights(&self, file: &SocketName<'_>) -> std::io::Result<()> {
         let mode = match (&*self.allow_uids, &*self.allow_gids) {
             ([], []) => 0o600,
             ([], &[group]) => match file.set_rights(0o660, Some(group)) {

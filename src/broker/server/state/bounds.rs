@@ -1,0 +1,83 @@
+//! How much memory a request takes while it waits for its answer.
+
+use serde_json::Value;
+
+use crate::wire::broker::{Get, GetObject, Message, Put, Table, Watch};
+
+/// What an allocation takes beside its content, and a vector or text beside that.
+const ALLOCATION: usize = 16;
+const HEAD: usize = 24;
+
+/// What the server keeps of any request.
+const REQUEST: usize = 512;
+
+/// About how many bytes of memory a request takes until it is answered: 0 of one that is answered at once.
+pub(crate) fn memory_of(request: &Message) -> u64 {
+    let bytes = match request {
+        Message::Get(get) => REQUEST + of_get(get),
+        Message::Put(put) => REQUEST + of_put(put),
+        Message::Watch(Watch { prefix, .. }) => REQUEST + 2 * text(prefix),
+        _ => 0,
+    };
+    bytes as u64
+}
+
+fn text(text: &str) -> usize {
+    HEAD + ALLOCATION + text.len()
+}
+
+fn of_get(get: &Get) -> usize {
+    let object = |object: &GetObject| {
+        let lists = [&object.parts, &object.arrays].into_iter().flatten().flatten();
+        let digests = object.digests.iter().flatten().map(|(part, digest)| text(part) + text(digest));
+        let expect = object.expect.iter().flatten().map(|(field, value)| text(field) + ENTRY + heap(value));
+        // Its name stands among those that are waited for, too.
+        size_of::<GetObject>()
+            + 3 * text(&object.name)
+            + lists.map(|name| text(name)).sum::<usize>()
+            + digests.sum::<usize>()
+            + expect.sum::<usize>()
+    };
+    get.objects.iter().map(object).sum()
+}
+
+fn of_put(put: &Put) -> usize {
+    let table = |table: &Option<Table>| match table {
+        Some(Table::Inline(attached)) => text(attached.as_str()),
+        _ => 0,
+    };
+    let part = |part: &crate::wire::broker::PutPart| {
+        size_of_val(part)
+            + table(&part.arrays)
+            + text(&part.name)
+            + text(&part.memory.device.name)
+            + part.digest.as_deref().map_or(0, text)
+    };
+    let announced = put.announced.iter().map(|name| text(name));
+    let leases = put.restore.as_ref().map_or(0, |restore| size_of_val(restore.leases.as_slice()));
+    table(&put.metadata)
+        + put.parts.iter().map(part).sum::<usize>()
+        + announced.sum::<usize>()
+        + size_of_val(put.sizes.as_slice())
+        + leases
+}
+
+/// What an entry of a JSON object takes: a node of the tree has room for eleven, and may hold half as many.
+const ENTRY: usize = 2 * (HEAD + size_of::<Value>());
+const NODE: usize = 11 * (HEAD + size_of::<Value>()) + ALLOCATION;
+
+/// What a JSON value takes beside itself.
+fn heap(value: &Value) -> usize {
+    match value {
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+        Value::String(string) => ALLOCATION + string.capacity(),
+        Value::Array(values) => {
+            ALLOCATION + values.capacity() * size_of::<Value>() + values.iter().map(heap).sum::<usize>()
+        }
+        Value::Object(fields) if fields.is_empty() => 0,
+        Value::Object(fields) => {
+            let contents = fields.iter().map(|(field, value)| ALLOCATION + field.len() + heap(value));
+            NODE.max(fields.len() * ENTRY) + contents.sum::<usize>()
+        }
+    }
+}

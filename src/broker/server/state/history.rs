@@ -1,0 +1,194 @@
+//! The last crashes of server and keeper, kept beside the catalogue for the next server.
+
+use std::{
+    collections::VecDeque,
+    fs::File,
+    io::{self, Read, Seek, Write},
+    os::fd::OwnedFd,
+    process,
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::broker::server::state::objects::now_ms;
+use crate::{
+    broker::keeper::{Keeper, Name, Store},
+    sys::memfd,
+    wire::{broker::Crash, shorten},
+};
+
+/// The most crashes that are remembered, names of lost versions in each, and bytes of such a name.
+const MOST_CRASHES: usize = 16;
+const MOST_NAMES: usize = 3;
+const MOST_BYTES: usize = 100;
+
+/// The longest text that is read.
+const MAX_TEXT: u64 = 64 << 10;
+
+/// What a crash lost.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Losses {
+    pub(crate) versions: u64,
+    names: Vec<String>,
+}
+
+impl Losses {
+    /// Counts a lost version, and remembers the first ones.
+    pub(crate) fn add(&mut self, name: &str, version: u64) {
+        self.versions += 1;
+        if self.names.len() < MOST_NAMES {
+            let mut name = format!("{name} {version}");
+            shorten(&mut name, MOST_BYTES);
+            self.names.push(name);
+        }
+    }
+}
+
+/// What a server writes down for the next one: a memfd of its own each time, so that it is never half written.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct History {
+    /// The server that has not ended in order.
+    running: Option<u32>,
+    crashes: VecDeque<Crash>,
+    #[serde(skip)]
+    file: Option<OwnedFd>,
+}
+
+impl History {
+    /// The history that a server before this one wrote. One that can't be read is empty: it is no reason not to serve.
+    pub(crate) fn read(file: Option<OwnedFd>) -> Self {
+        let Some(file) = file else { return Self::default() };
+        let read = || -> io::Result<Self> {
+            let mut text = Vec::new();
+            let mut source = File::from(file.try_clone()?);
+            source.rewind()?;
+            source.take(MAX_TEXT).read_to_end(&mut text)?;
+            Ok(serde_json::from_slice(&text)?)
+        };
+        let read =
+            read().inspect_err(|error| tracing::warn!(%error, "the history of crashes can't be read: it begins anew"));
+        Self { file: Some(file), ..read.unwrap_or_default() }
+    }
+
+    pub(crate) fn crashes(&self) -> impl Iterator<Item = &Crash> {
+        self.crashes.iter()
+    }
+
+    /// This server takes over. `whole` is whether the keeper had everything.
+    pub(crate) fn take_over(&mut self, whole: bool, lost: &Losses, store: &mut Store) {
+        let process = match (self.running, whole) {
+            (Some(_), false) => "both",
+            (None, false) => "keeper",
+            (Some(_), true) => "server",
+            (None, true) => "",
+        };
+        if !process.is_empty() || lost.versions > 0 {
+            let process = if process.is_empty() { "both" } else { process };
+            self.push(process, self.running, Some(lost.clone()));
+        }
+        self.running = Some(process::id());
+        self.save(store);
+    }
+
+    /// This server begins with nothing. A process before it, if there was one, did not end in order and left nothing.
+    pub(crate) fn begin(&mut self, before: Option<u32>, store: &mut Store) {
+        if let Some(pid) = before.or(self.running) {
+            let process = if store.keeper() == Keeper::None { "server" } else { "both" };
+            self.push(process, Some(pid), None);
+        }
+        self.running = Some(process::id());
+        self.save(store);
+    }
+
+    /// The keeper crashed, and this server has everything.
+    pub(crate) fn keeper_crashed(&mut self, pid: u32, store: &mut Store) {
+        self.push("keeper", Some(pid), Some(Losses::default()));
+        self.save(store);
+    }
+
+    /// This server ends in order.
+    pub(crate) fn end(&mut self, store: &mut Store) {
+        self.running = None;
+        self.save(store);
+    }
+
+    /// Has it kept by a keeper that has nothing.
+    pub(crate) fn keep(&self, store: &mut Store) -> io::Result<()> {
+        if let Some(file) = &self.file {
+            store.keep_own(Name::History, file.try_clone()?);
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, process: &str, pid: Option<u32>, lost: Option<Losses>) {
+        let (lost_versions, names) = lost.map(|lost| (lost.versions, lost.names)).unzip();
+        let lost = lost_versions.map_or_else(|| "everything".to_owned(), |lost: u64| format!("{lost} versions"));
+        tracing::warn!(
+            pid,
+            lost,
+            "{}",
+            match process {
+                "server" => "the server before this one crashed",
+                "keeper" => "the keeper crashed",
+                _ => "server and keeper crashed",
+            }
+        );
+        self.crashes.push_back(Crash {
+            at_ms: now_ms(),
+            process: process.to_owned(),
+            pid: pid.unwrap_or(0),
+            lost_versions,
+            names: names.unwrap_or_default(),
+        });
+        while self.crashes.len() > MOST_CRASHES {
+            self.crashes.pop_front();
+        }
+    }
+
+    fn save(&mut self, store: &mut Store) {
+        let write = |history: &Self| -> io::Result<[OwnedFd; 2]> {
+            let mut file = File::from(memfd::empty(c"vmmfd-history")?);
+            file.write_all(&serde_json::to_vec(history)?)?;
+            Ok([file.try_clone()?.into(), file.into()])
+        };
+        match write(self) {
+            Ok([copy, file]) => match self.file.replace(file) {
+                Some(_) => store.replace(Name::History, copy),
+                None => store.keep_own(Name::History, copy),
+            },
+            Err(error) => tracing::warn!(%error, "the history of crashes can't be written"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn history_passes_to_the_next_server_and_is_bounded() {
+        let mut store = Store::none();
+        let mut first = History::default();
+        first.begin(None, &mut store);
+        let mut lost = Losses::default();
+        (1..=5).for_each(|version| lost.add("a/name", version));
+        let mut second = History::read(first.file.take());
+        second.take_over(false, &lost, &mut store);
+        let crash = second.crashes().next().unwrap();
+        assert_eq!((crash.process.as_str(), crash.pid, crash.lost_versions), ("both", process::id(), Some(5)));
+        assert_eq!(crash.names, ["a/name 1", "a/name 2", "a/name 3"]);
+        (0..100).for_each(|pid| second.keeper_crashed(pid, &mut store));
+        second.end(&mut store);
+        let mut third = History::read(second.file.take());
+        third.take_over(true, &Losses::default(), &mut store);
+        let pids: Vec<u32> = third.crashes().map(|crash| crash.pid).collect();
+        assert_eq!(pids, (100 - MOST_CRASHES as u32..100).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn damaged_history_begins_anew() {
+        let mut file = File::from(memfd::empty(c"vmmfd-history").unwrap());
+        file.write_all(b"{\"running\":1,").unwrap();
+        assert_eq!(History::read(Some(file.into())).crashes().count(), 0);
+    }
+}

@@ -1,0 +1,322 @@
+//! What is written down of every change, and what is told of it to those who watch.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    os::fd::OwnedFd,
+};
+
+use uuid::Builder;
+
+use super::random;
+use crate::{
+    broker::{
+        catalogue::{
+            self, Catalogue, CatalogueError, Record, Records, Unreadable,
+            record::{Answered, Deleted, Seen, Version},
+        },
+        keeper::{Keeper, Mark, Name, Store},
+    },
+    error::{Error, Result},
+    wire::broker::{Event, EventKind, Token},
+};
+
+/// How many events are known at least, if there were as many.
+const EVENTS: usize = 16 * 1024;
+
+/// How many of them are written into a new log: those who watch are seldom further behind.
+const EVENTS_KEPT: usize = 1024;
+
+/// How many requests are known that were done and have left nothing: deletes, and puts of versions that are gone.
+const ANSWERED: usize = 1024;
+
+/// How many names of each user are known that were deleted.
+const DELETED: usize = 1024;
+
+/// The catalogue, the events and what else is the same for the next server.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    log: Catalogue,
+    /// Which of its two names the log has in the keeper.
+    second: bool,
+    /// The memfd of the other name: the next log.
+    spare: Option<OwnedFd>,
+    /// The point behind the spare in what the keeper is sent.
+    spare_mark: Mark,
+    instance: String,
+    starts: u64,
+    events: VecDeque<Seen>,
+    /// The number of the last event.
+    last: u64,
+    answered: VecDeque<Answered>,
+    /// Names that were deleted in the life of this instance, by their owners: clients may still hold versions of them.
+    deleted: HashMap<u32, VecDeque<String>>,
+}
+
+impl Journal {
+    /// A new log, which is kept by the keeper.
+    pub(crate) fn create(store: &mut Store) -> Result<Self> {
+        let instance = Builder::from_random_bytes(random()).into_uuid().to_string();
+        let records = [Record::Begin { instance: instance.clone(), starts: 1 }, Record::Whole { seq: 0 }];
+        let memfd = catalogue::memfd().map_err(|error| Error::system("make a memfd for the catalogue", error))?;
+        let log = Catalogue::create(memfd, records).map_err(unusable)?;
+        let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
+        let mut journal = Self {
+            log,
+            second: false,
+            spare: None,
+            spare_mark: Mark::default(),
+            instance,
+            starts: 1,
+            events,
+            last: 0,
+            answered,
+            deleted,
+        };
+        journal.keep(store)?;
+        Ok(journal)
+    }
+
+    /// The newest of the logs that a server before this one left, with its records, which are not read yet. `None` if there is no log
+    /// among them.
+    ///
+    /// # Errors
+    /// If one of them was written by a newer build.
+    pub(crate) fn open(logs: [Option<OwnedFd>; 2]) -> Result<Option<(Self, Records)>> {
+        let mut newest: Option<(Self, Records)> = None;
+        let mut spare = None;
+        for (second, fd) in [false, true].into_iter().zip(logs) {
+            let Some(fd) = fd else { continue };
+            let copy = fd.try_clone().map_err(|error| Error::system("duplicate a descriptor", error))?;
+            let (log, records) = match Catalogue::load(copy) {
+                Ok(opened) => opened,
+                Err(Unreadable::Foreign { .. } | Unreadable::Short { .. }) => {
+                    spare = Some(fd);
+                    continue;
+                }
+                Err(error) => return Err(unusable(error)),
+            };
+            if newest.as_ref().is_some_and(|(known, _)| known.log.generation() > log.generation()) {
+                spare = Some(fd);
+                continue;
+            }
+            let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
+            let journal = Self {
+                log,
+                second,
+                spare: None,
+                spare_mark: Mark::default(),
+                instance: String::new(),
+                starts: 0,
+                events,
+                last: 0,
+                answered,
+                deleted,
+            };
+            if let Some((older, _)) = newest.replace((journal, records)) {
+                spare = Some(
+                    older
+                        .log
+                        .as_fd()
+                        .try_clone_to_owned()
+                        .map_err(|error| Error::system("duplicate a descriptor", error))?,
+                );
+            }
+        }
+        Ok(newest.map(|(journal, records)| (Self { spare, ..journal }, records)))
+    }
+
+    /// Notes what a record of a log that was opened says of the journal itself.
+    pub(crate) fn recall(&mut self, record: &Record) {
+        match record {
+            Record::Begin { instance, starts } => (self.instance, self.starts) = (instance.clone(), *starts),
+            Record::Seen(seen) => self.events.push_back(seen.clone()),
+            Record::Answered(answered) => self.remember(answered.clone()),
+            Record::Whole { seq } => self.last = *seq,
+            Record::Started => self.starts += 1,
+            _ => {}
+        }
+    }
+
+    /// All records of the log were read.
+    pub(crate) fn append_behind(&mut self, records: &Records) {
+        self.log.append_behind(records);
+    }
+
+    /// Begins the life of another server with this log, which the keeper has, with its spare if there is one.
+    pub(crate) fn start(&mut self, store: &mut Store) -> Result<()> {
+        match self.log.append(&Record::Started) {
+            // Nothing can be put until the limit is raised, and what there is can be got.
+            Err(error @ CatalogueError::Limit { .. }) => tracing::error!(%error, "this start is not written down"),
+            written => written.map_err(unusable)?,
+        }
+        self.starts += 1;
+        if self.spare.is_none() {
+            self.renew_spare(store).map_err(|error| Error::system("make a memfd for the catalogue", error))?;
+        }
+        Ok(())
+    }
+
+    /// Has the log and its spare kept.
+    pub(crate) fn keep(&mut self, store: &mut Store) -> Result<()> {
+        let failed = |error| Error::system("keep the catalogue", error);
+        store.keep_own(Name::Catalogue(self.second), self.log.as_fd().try_clone_to_owned().map_err(failed)?);
+        match &self.spare {
+            Some(spare) => {
+                store.keep_own(Name::Catalogue(!self.second), spare.try_clone().map_err(failed)?);
+                self.spare_mark = store.mark();
+            }
+            None => self.renew_spare(store).map_err(failed)?,
+        }
+        Ok(())
+    }
+
+    /// Makes the next spare before it is needed, if the keeper must have it by then.
+    fn renew_spare(&mut self, store: &mut Store) -> io::Result<()> {
+        self.spare = None;
+        if store.keeper() == Keeper::None {
+            return Ok(());
+        }
+        let memfd = catalogue::memfd()?;
+        store.keep_own(Name::Catalogue(!self.second), memfd.try_clone()?);
+        self.spare = Some(memfd);
+        self.spare_mark = store.mark();
+        Ok(())
+    }
+
+    /// Writes a change down, and then tells of it.
+    pub(crate) fn write(&mut self, record: &Record, seen: Option<Seen>) -> Result<(), CatalogueError> {
+        self.log.append(record)?;
+        self.tell(seen);
+        Ok(())
+    }
+
+    /// Numbers an event and keeps it for those who watch.
+    pub(crate) fn tell(&mut self, seen: Option<Seen>) {
+        let Some(mut seen) = seen else { return };
+        self.last += 1;
+        seen.event.seq = self.last;
+        if self.events.len() >= EVENTS {
+            self.events.pop_front();
+        }
+        self.events.push_back(seen);
+    }
+
+    /// Notes that a request was done that has left nothing: a delete, or the put of a version that is gone.
+    pub(crate) fn remember(&mut self, answered: Answered) {
+        push_bounded(&mut self.answered, answered, ANSWERED);
+    }
+
+    /// Notes that a name was taken away, and by which request.
+    pub(crate) fn note_deleted(&mut self, deleted: &Deleted) {
+        let Deleted { name, request, owner, .. } = deleted;
+        if let Some(request) = *request {
+            self.remember(Answered { request, name: Some(name.clone()), published: None });
+        }
+        if let Some(owner) = owner {
+            push_bounded(self.deleted.entry(*owner).or_default(), name.clone(), DELETED);
+        }
+    }
+
+    /// Whether a name of this user was deleted in the life of this instance, as far as that is known.
+    pub(crate) fn was_deleted(&self, name: &str, owner: u32) -> bool {
+        self.deleted.get(&owner).is_some_and(|names| names.iter().any(|deleted| deleted == name))
+    }
+
+    /// A request that was done and has left nothing.
+    pub(crate) fn answered(&self, request: Token) -> Option<&Answered> {
+        self.answered.iter().find(|answered| answered.request == request)
+    }
+
+    /// Whether the log should be written anew, and can be: the keeper must have the next log before that counts.
+    pub(crate) fn should_compact(&self, store: &Store) -> bool {
+        self.log.should_compact() && store.has_kept(self.spare_mark)
+    }
+
+    /// Puts the next time off that the log is written anew.
+    pub(crate) fn postpone(&mut self) {
+        self.log.postpone();
+    }
+
+    /// Writes the log anew: what it was before is history. Returns what is to be closed.
+    pub(crate) fn compact(
+        &mut self,
+        store: &mut Store,
+        state: impl Iterator<Item = Record>,
+    ) -> Result<OwnedFd, CatalogueError> {
+        let failed = |source| CatalogueError::System { action: "make room for", source };
+        if self.spare.is_none() {
+            self.renew_spare(store).map_err(failed)?;
+        }
+        // It stays the spare if this fails.
+        let spare = match &self.spare {
+            Some(spare) => spare.try_clone(),
+            None => catalogue::memfd(),
+        };
+        let spare = spare.map_err(failed)?;
+        let begin = Record::Begin { instance: self.instance.clone(), starts: self.starts };
+        let kept = self.events.len().saturating_sub(EVENTS_KEPT);
+        let seen = self.events.iter().skip(kept).cloned().map(Record::Seen);
+        let answered = self.answered.iter().cloned().map(Record::Answered);
+        let deleted = self.deleted.iter().flat_map(|(owner, names)| names.iter().map(|name| (*owner, name.clone())));
+        let deleted = deleted.map(|(owner, name)| {
+            Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner: Some(owner) })
+        });
+        let whole = Record::Whole { seq: self.last };
+        let records = std::iter::once(begin).chain(seen).chain(answered).chain(deleted).chain(state).chain([whole]);
+        let old = self.log.compact(spare, records)?;
+        // The keeper has the new log already. From here on it is valid; the old one goes, and its name is the next spare's.
+        store.remove(Name::Catalogue(self.second));
+        self.second = !self.second;
+        if let Err(error) = self.renew_spare(store) {
+            tracing::warn!(%error, "no memfd for the next catalogue");
+        }
+        Ok(old)
+    }
+
+    /// How many descriptors it has.
+    pub(crate) fn descriptors(&self) -> usize {
+        1 + usize::from(self.spare.is_some())
+    }
+
+    pub(crate) fn instance(&self) -> &str {
+        &self.instance
+    }
+
+    /// How many servers have started before this one.
+    pub(crate) fn restarts(&self) -> u64 {
+        self.starts.saturating_sub(1)
+    }
+
+    /// The number of the last event.
+    pub(crate) fn last_event(&self) -> u64 {
+        self.last
+    }
+
+    /// The events behind a number, and whether some before the first of them are not known any more.
+    pub(crate) fn events_after(&self, after: u64) -> (bool, impl Iterator<Item = &Seen>) {
+        let first = self.last + 1 - self.events.len() as u64;
+        let skip = usize::try_from((after + 1).saturating_sub(first)).unwrap_or(usize::MAX);
+        (after + 1 < first, self.events.iter().skip(skip))
+    }
+}
+
+/// Adds an entry, in place of the oldest one if there are so many.
+fn push_bounded<T>(entries: &mut VecDeque<T>, entry: T, most: usize) {
+    if entries.len() >= most {
+        entries.pop_front();
+    }
+    entries.push_back(entry);
+}
+
+/// An event of a version. It has its number when it is told.
+pub(crate) fn event(kind: EventKind, of: &Version, at_ms: u64, uid: u32, pid: i32, message: Option<String>) -> Seen {
+    let (name, id) = (of.name.clone(), of.id.clone());
+    let event = Event { seq: 0, at_ms, kind, name, version: of.version, id, uid, pid, message };
+    Seen { event, owner: of.owner, mode: of.mode }
+}
+
+/// Errors of a catalogue that a server can't start with.
+pub(crate) fn unusable(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+    Error::system("use the broker's catalogue", io::Error::other(error))
+}

@@ -1,0 +1,262 @@
+//! Leases: given, taken up by another connection, ended; and what their holders report.
+
+use std::{sync::Arc, time::Instant};
+
+use super::{Held, Objects, Version, now_ms, random, unwritten, unwritten_kind};
+use crate::{
+    broker::{
+        catalogue::{Record, record},
+        server::{ConnectionId, state::caller::Caller},
+    },
+    error::BrokerError,
+    wire::{
+        broker::{Resume, Token},
+        shorten,
+    },
+};
+
+/// What a client has taken up.
+#[derive(Debug, Default)]
+pub(crate) struct TakenUp {
+    pub(crate) leases: Vec<Token>,
+    pub(crate) names: Vec<Arc<str>>,
+    /// The connections that had some of the leases.
+    pub(crate) before: Vec<(ConnectionId, Token)>,
+    pub(crate) lost: Vec<Token>,
+}
+
+/// How many bytes of a report are kept.
+const MAX_REPORT: usize = 256;
+
+/// A closed connection, and what is still to end with it.
+#[derive(Debug)]
+pub(crate) struct Departed {
+    connection: ConnectionId,
+    /// The user that it counts for.
+    uid: Option<u32>,
+    leases: Vec<Token>,
+    names: Vec<Arc<str>>,
+}
+
+impl Objects {
+    /// Gives a lease of a version. `bytes` is what is handed out of it.
+    pub(crate) fn lease(&mut self, caller: &Caller, key: u64, bytes: u64) -> Result<Token, BrokerError> {
+        self.users.check_lease(caller.uid)?;
+        let record = record::Lease {
+            token: Token(random()),
+            key,
+            uid: caller.uid,
+            pid: caller.pid,
+            since_ms: now_ms(),
+            size: bytes,
+        };
+        let token = record.token;
+        let entry = Record::Leased(record);
+        self.write(&entry).map_err(unwritten)?;
+        let Record::Leased(record) = entry else { return Err(unwritten_kind()) };
+        self.add_lease(record, Some(caller.connection));
+        Ok(token)
+    }
+
+    /// Takes a lease that is written down among those that are held.
+    pub(crate) fn add_lease(&mut self, record: record::Lease, holder: Option<ConnectionId>) {
+        let (token, key) = (record.token, record.key);
+        self.last_lease += 1;
+        self.users.add_lease(record.uid);
+        if let Some(version) = self.versions.get_mut(&key) {
+            version.leases += 1;
+            if let Some(name) = self.names.get_mut(version.record.name.as_str()).filter(|_| version.named) {
+                name.leases += 1;
+            }
+            self.readers.add_lease(&version.record, record.uid, self.last_lease, token);
+        }
+        self.leases.insert(token, Held { number: self.last_lease, record, holder });
+    }
+
+    /// Ends a lease.
+    pub(crate) fn end_lease(&mut self, token: Token) {
+        if !self.leases.contains_key(&token) {
+            return;
+        }
+        // Not written down, it would come back after a crash, and end then, since no process has its token.
+        if let Err(error) = self.write(&Record::Ended { token, at_ms: now_ms() }) {
+            tracing::error!(%error, "cannot write down that a lease ended");
+        }
+        let Some(key) = self.forget_lease(token) else { return };
+        let Some(version) = self.versions.get(&key) else { return };
+        let name = version.named.then(|| version.record.name.clone());
+        if version.leases == 0 {
+            self.drop_unless_kept(key);
+        }
+        name.iter().for_each(|name| self.note_expiry(name));
+        self.compact();
+    }
+
+    /// Takes a lease from those that are held. Returns the key of its version.
+    pub(crate) fn forget_lease(&mut self, token: Token) -> Option<u64> {
+        let held = self.leases.remove(&token)?;
+        self.users.remove_lease(held.record.uid);
+        let version = self.versions.get_mut(&held.record.key)?;
+        self.readers.remove_lease(&version.record, held.record.uid, held.number);
+        version.leases -= 1;
+        if version.named
+            && let Some(of) = self.names.get_mut(version.record.name.as_str())
+        {
+            of.leases -= 1;
+            if of.leases == 0 {
+                of.idle_since = Instant::now();
+            }
+        }
+        Some(held.record.key)
+    }
+
+    /// The connection that has a lease.
+    pub(crate) fn holder(&self, token: Token) -> Option<ConnectionId> {
+        self.leases.get(&token)?.holder
+    }
+
+    /// Gives the leases with these tokens of a version that was offered back.
+    pub(crate) fn lease_again(&mut self, caller: &Caller, key: u64, tokens: &[Token]) -> Vec<Token> {
+        let size = self.versions.get(&key).map_or(0, Version::bytes);
+        let mut given = Vec::new();
+        for token in tokens {
+            let (uid, pid) = (caller.uid, caller.pid);
+            let entry = Record::Leased(record::Lease { token: *token, key, uid, pid, since_ms: now_ms(), size });
+            if self.leases.contains_key(token) || self.users.check_lease(uid).is_err() || self.write(&entry).is_err() {
+                continue;
+            }
+            let Record::Leased(record) = entry else { continue };
+            self.add_lease(record, Some(caller.connection));
+            given.push(*token);
+        }
+        given
+    }
+
+    /// A client takes up its leases and puts with another connection. Returns the leases and the names that are that connection's
+    /// now, the connections that they were of, and the tokens that are not the caller's.
+    pub(crate) fn resume(&mut self, caller: &Caller, resume: &Resume) -> TakenUp {
+        let mut taken = TakenUp::default();
+        for token in &resume.leases {
+            match self.leases.get_mut(token).filter(|held| held.record.uid == caller.uid) {
+                Some(held) => {
+                    let before = held.holder.replace(caller.connection).filter(|before| *before != caller.connection);
+                    taken.before.extend(before.map(|before| (before, *token)));
+                    taken.leases.push(*token);
+                }
+                None => taken.lost.push(*token),
+            }
+        }
+        for request in &resume.puts {
+            let version = self.requests.get(request).and_then(|key| self.versions.get(key));
+            let version = version.filter(|version| version.payer() == caller.uid);
+            let Some(version) = version else {
+                taken.lost.push(*request);
+                continue;
+            };
+            let (key, name) = (version.record.key, &version.record.name);
+            if let Some(of) = self.names.get_mut(name.as_str()).filter(|of| of.current() == Some(key)) {
+                of.maker = Some(caller.connection);
+                taken.names.push(name.as_str().into());
+            }
+        }
+        taken
+    }
+
+    /// The time is over in which what a server before this one knew can be taken up: ends the leases and the makers' names that
+    /// were not.
+    pub(crate) fn end_unclaimed(&mut self) {
+        let leases = self.leases.iter().filter(|(_, held)| held.holder.is_none()).map(|(token, _)| *token);
+        let leases: Vec<Token> = leases.collect();
+        let names = self.names.iter().filter(|(_, of)| of.maker == Some(ConnectionId::BEFORE));
+        let names: Vec<Arc<str>> = names.map(|(name, _)| Arc::clone(name)).collect();
+        if !leases.is_empty() {
+            tracing::info!(leases = leases.len(), "leases end that no client took up after the restart");
+        }
+        self.departed.push_back(Departed { connection: ConnectionId::BEFORE, uid: None, leases, names });
+    }
+
+    /// A connection has closed: its leases end, and the names that go with it, as far as [`Objects::end_departed`] comes at once. The
+    /// user has a connection more until they all have.
+    pub(crate) fn depart(
+        &mut self,
+        connection: ConnectionId,
+        uid: u32,
+        leases: impl IntoIterator<Item = Token>,
+        names: impl IntoIterator<Item = Arc<str>>,
+    ) {
+        let (leases, names) = (leases.into_iter().collect(), names.into_iter().collect());
+        self.users.add_connection(uid);
+        self.departed.push_back(Departed { connection, uid: Some(uid), leases, names });
+    }
+
+    /// Ends leases and names of closed connections, at most `most` of them. Returns how many more it could have ended: 0 if some may
+    /// be left.
+    pub(crate) fn end_departed(&mut self, mut most: usize) -> usize {
+        while let Some(mut departed) = self.departed.pop_front() {
+            let connection = departed.connection;
+            // Another connection may have taken some of them up.
+            let is_left = |held: &Held| held.holder.unwrap_or(ConnectionId::BEFORE) == connection;
+            while most > 0
+                && let Some(token) = departed.leases.pop()
+            {
+                most -= 1;
+                if self.leases.get(&token).is_some_and(is_left) {
+                    self.end_lease(token);
+                }
+            }
+            while most > 0
+                && let Some(name) = departed.names.pop()
+            {
+                most -= 1;
+                self.maker_gone(connection, &name);
+            }
+            if !departed.leases.is_empty() || !departed.names.is_empty() {
+                self.departed.push_front(departed);
+                return 0;
+            }
+            departed.uid.into_iter().for_each(|uid| self.users.remove_connection(uid));
+        }
+        most
+    }
+
+    /// Whether leases or names of closed connections are left.
+    pub(crate) fn has_departed(&self) -> bool {
+        !self.departed.is_empty()
+    }
+
+    /// Notes what a reader said of a version that it leases.
+    pub(crate) fn report(&mut self, caller: &Caller, token: Token, mut message: String, is_logged: bool) {
+        const MOST: usize = 16;
+        let Some(key) = self.leases.get(&token).map(|held| held.record.key) else { return };
+        let Some(version) = self.versions.get(&key).filter(|version| version.reports.len() < MOST) else { return };
+        if !self.users.has_room_for_report(caller.uid) {
+            return;
+        }
+        shorten(&mut message, MAX_REPORT);
+        let report = record::Report { key, reader: caller.describe(), at_ms: now_ms(), message };
+        let record = &version.record;
+        if is_logged {
+            tracing::warn!(
+                name = record.name,
+                version = record.version,
+                uid = caller.uid,
+                pid = caller.pid,
+                message = report.message,
+                "a reader reports that memory is not as claimed"
+            );
+        }
+        if let Err(error) = self.write(&Record::Reported(report.clone())) {
+            tracing::error!(%error, "cannot write down a report");
+        }
+        self.add_report(report);
+    }
+
+    /// Takes a report that is written down among those that are kept.
+    pub(crate) fn add_report(&mut self, mut report: record::Report) {
+        let Some(version) = self.versions.get_mut(&report.key) else { return };
+        // Those before this limit were longer.
+        shorten(&mut report.message, MAX_REPORT);
+        self.users.add_report(report.reader.uid);
+        version.reports.push(report);
+    }
+}

@@ -1,0 +1,71 @@
+//! When a name goes without being deleted.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::Objects;
+use crate::{broker::server::ConnectionId, wire::broker::Lifetime};
+
+/// When a name is to be looked at, whether its time is over.
+#[derive(Debug)]
+pub(crate) struct Expiry {
+    pub(crate) name: Arc<str>,
+    pub(crate) at: Instant,
+    /// When it was to be looked at until now.
+    pub(crate) before: Option<Instant>,
+}
+
+impl Objects {
+    /// The connection that put a name has ended.
+    pub(crate) fn maker_gone(&mut self, connection: ConnectionId, name: &str) {
+        if let Some(of) = self.names.get_mut(name).filter(|of| of.maker == Some(connection)) {
+            of.maker = None;
+            self.note_expiry(name);
+        }
+    }
+
+    /// Whether a name's lifetime depends on the connection that put it.
+    pub(crate) fn follows_maker(&self, name: &str) -> bool {
+        self.names.get(name).is_some_and(|of| matches!(of.lifetime, Lifetime::Maker | Lifetime::Leased))
+    }
+
+    /// Notes when a name is to be looked at again, if its lifetime may end.
+    pub(crate) fn note_expiry(&mut self, name: &str) {
+        let Some(of) = self.names.get_mut(name) else { return };
+        let at = match of.lifetime {
+            Lifetime::Deleted => return,
+            Lifetime::Idle { ms } if of.leases == 0 => of.idle_since.checked_add(Duration::from_millis(ms)),
+            Lifetime::Maker if of.maker.is_none() => Some(of.idle_since),
+            Lifetime::Leased if of.maker.is_none() && of.leases == 0 => Some(of.idle_since),
+            _ => None,
+        };
+        // One timer for each name: leases of it may end as often as their holders like.
+        if let Some(at) = at.filter(|at| of.looked_at.is_none_or(|looked_at| looked_at > *at)) {
+            let before = of.looked_at.replace(at);
+            self.expiries.push(Expiry { name: name.into(), at, before });
+        }
+    }
+
+    /// Takes a name away whose time is over.
+    pub(crate) fn expire(&mut self, name: &str, now: Instant) {
+        let Some(of) = self.names.get_mut(name) else { return };
+        of.looked_at = None;
+        let over = match of.lifetime {
+            Lifetime::Deleted => false,
+            Lifetime::Idle { ms } => {
+                of.leases == 0 && now.saturating_duration_since(of.idle_since) >= Duration::from_millis(ms)
+            }
+            Lifetime::Maker => of.maker.is_none(),
+            Lifetime::Leased => of.maker.is_none() && of.leases == 0,
+        };
+        if !over {
+            self.note_expiry(name);
+        } else if let Err(error) = self.remove(name, "its lifetime is over") {
+            tracing::error!(name, %error, "cannot take a name away");
+            // Its looking again is not noted, so that it is tried again with the next lease of it; and in a second.
+            self.expiries.push(Expiry { name: name.into(), at: now + Duration::from_secs(1), before: None });
+        }
+    }
+}

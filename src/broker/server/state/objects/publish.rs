@@ -1,0 +1,471 @@
+//! How a version comes: checked, kept, written down.
+
+use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Instant};
+
+use uuid::Builder;
+
+use super::{Name, Objects, Version, now_ms, random, unwritten, unwritten_kind, used_before};
+use crate::{
+    broker::{
+        catalogue::{
+            Record, SegmentId,
+            record::{self, Table},
+        },
+        keeper::Mark,
+        server::state::{
+            caller::{Caller, Right},
+            segments::NotKept,
+        },
+    },
+    driver::Backend,
+    error::{BrokerError, RefusalCode},
+    wire::{
+        Memory,
+        broker::{Attached, Lifetime, MAX_KEPT, Maker, NEEDS_BOTH, Owner, Published, Restore, Token},
+    },
+};
+
+/// A part that was checked and is to be published.
+#[derive(Debug)]
+pub(crate) struct NewPart {
+    pub(crate) name: String,
+    pub(crate) memory: Memory,
+    pub(crate) arrays: Option<NewTable>,
+    pub(crate) array_count: u64,
+    pub(crate) digest: Option<String>,
+    pub(crate) maker: Maker,
+    pub(crate) segments: Vec<(u64, OwnedFd)>,
+}
+
+impl NewPart {
+    /// Bytes of memory and of its table, as claimed.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.memory.mapped_size + self.arrays.as_ref().map_or(0, NewTable::length)
+    }
+}
+
+/// A table that was checked and is to be kept.
+#[derive(Debug)]
+pub(crate) enum NewTable {
+    Inline(Attached),
+    Memfd { fd: OwnedFd, length: u64 },
+}
+
+impl NewTable {
+    /// In bytes.
+    pub(crate) fn length(&self) -> u64 {
+        match self {
+            Self::Inline(text) => text.as_str().len() as u64,
+            Self::Memfd { length, .. } => *length,
+        }
+    }
+}
+
+/// What a put says besides its parts.
+#[derive(Debug, Clone)]
+pub(crate) struct Terms {
+    pub(crate) name: String,
+    pub(crate) replace: bool,
+    pub(crate) if_version: Option<u64>,
+    pub(crate) mode: Option<u16>,
+    pub(crate) lifetime: Option<Lifetime>,
+    pub(crate) keep: Option<u32>,
+    pub(crate) backend: Backend,
+    /// What the clients call their puts.
+    pub(crate) requests: Vec<Token>,
+    /// What the version was that is offered back.
+    pub(crate) restore: Option<Restore>,
+}
+
+/// A version whose descriptors are on their way to the keeper.
+#[derive(Debug)]
+pub(crate) struct Staged {
+    /// Its maker.
+    uid: u32,
+    metadata: Option<Table>,
+    parts: Vec<record::Part>,
+    kept: Vec<SegmentId>,
+    /// Once the keeper has everything up to here, it can be published.
+    pub(crate) mark: Mark,
+}
+
+impl Objects {
+    /// Checks what can be checked of a put before its memory is looked at, and again when it is published.
+    pub(crate) fn check_put(
+        &self,
+        caller: &Caller,
+        socket: &impl std::os::fd::AsFd,
+        terms: &Terms,
+        bytes: u64,
+    ) -> Result<(), BrokerError> {
+        let Terms { name, replace, if_version, mode, keep, .. } = terms;
+        let refuse = |code, message: String| Err(BrokerError::new(code, message));
+        check_mapped(caller)?;
+        if let Some(keep) = keep.filter(|&keep| keep > MAX_KEPT) {
+            return refuse(
+                RefusalCode::Invalid,
+                format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}"),
+            );
+        }
+        if let Some(restore) = &terms.restore {
+            self.check_restore(caller, name, restore, keep.unwrap_or(0))?;
+            return self.users.check_bytes(caller.uid, bytes);
+        }
+        match self.names.get(name.as_str()) {
+            None => {
+                if let Some(wanted) = if_version {
+                    let message = format!("`{name}` has no version {wanted}: there is no such object");
+                    return refuse(RefusalCode::Version, message);
+                }
+                self.users.check_objects(caller.uid, 1, 0)?;
+            }
+            Some(existing) => {
+                let current = self.current(existing).record.version;
+                if !replace {
+                    let message = format!("`{name}` exists, at version {current}: replace it, or choose another name");
+                    return refuse(RefusalCode::Exists, message);
+                }
+                caller.require(Right::Write, name, existing.owner, existing.mode, socket)?;
+                let owns = caller.is_superuser() || caller.uid == existing.owner.uid && !caller.is_unmapped();
+                let changes = terms.lifetime.is_some_and(|lifetime| lifetime != existing.lifetime)
+                    || keep.is_some_and(|keep| keep != existing.keep);
+                if changes && !owns {
+                    let (uid, owner) = (caller.uid, existing.owner.uid);
+                    let message =
+                        format!("uid {uid} may replace `{name}`, and not say how long it stays: it is uid {owner}'s");
+                    return refuse(RefusalCode::Denied, message);
+                }
+                if let Some(wanted) = if_version.filter(|wanted| *wanted != current) {
+                    let message = format!("`{name}` is at version {current}, and not at {wanted}");
+                    return refuse(RefusalCode::Version, message);
+                }
+                if let Some(mode) = mode.filter(|mode| *mode != existing.mode) {
+                    let was = existing.mode;
+                    let message = format!(
+                        "`{name}` has mode {was:04o} and keeps it when it is replaced: {mode:04o} was asked for"
+                    );
+                    return refuse(RefusalCode::Invalid, message);
+                }
+                self.check_kept(existing, keep.unwrap_or(existing.keep))?;
+                return self
+                    .users
+                    .check_bytes(caller.uid, bytes)
+                    .map_err(|refusal| BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)));
+            }
+        }
+        self.users.check_bytes(caller.uid, bytes)
+    }
+
+    /// Checks whether a put of this name leaves the user's devices and their memory within bounds.
+    pub(crate) fn check_devices<'a>(
+        &self,
+        caller: &Caller,
+        name: &str,
+        memory: impl Iterator<Item = &'a Memory>,
+    ) -> Result<(), BrokerError> {
+        self.users.check_devices(caller.uid, memory).map_err(|refusal| match self.names.contains_key(name) {
+            true => BrokerError::new(refusal.code, format!("{}; {NEEDS_BOTH}", refusal.message)),
+            false => refusal,
+        })
+    }
+
+    /// Checks whether the caller may put a version of a name, which a claim of it is for.
+    pub(crate) fn check_claim(
+        &self,
+        caller: &Caller,
+        socket: &impl std::os::fd::AsFd,
+        name: &str,
+    ) -> Result<(), BrokerError> {
+        check_mapped(caller)?;
+        match self.names.get(name) {
+            None => self.users.check_objects(caller.uid, 1, 0),
+            Some(existing) => caller.require(Right::Write, name, existing.owner, existing.mode, socket),
+        }
+    }
+
+    /// Checks whether a name may have one version more, and keep so many before it.
+    fn check_kept(&self, name: &Name, keep: u32) -> Result<(), BrokerError> {
+        let kept = u64::from(keep).min(name.versions.len() as u64);
+        self.users.check_objects(name.owner.uid, 0, kept.saturating_sub(name.kept))
+    }
+
+    /// Has the descriptors of a put kept, before it is published. On failure nothing of it is kept.
+    pub(crate) fn stage(&mut self, metadata: Option<NewTable>, parts: Vec<NewPart>) -> Result<Staged, BrokerError> {
+        let uid = parts.first().map_or(0, |part| part.maker.uid);
+        let descriptors = 1 + parts.iter().map(|part| part.segments.len() + 1).sum::<usize>();
+        if let Err(refusal) = self.store.require_room(descriptors) {
+            self.discard(metadata, parts);
+            return Err(refusal);
+        }
+        let mut kept = Vec::new();
+        match self.keep(uid, metadata, parts, &mut kept) {
+            Ok((metadata, parts)) => Ok(Staged { uid, metadata, parts, kept, mark: self.store.mark() }),
+            Err(refusal) => {
+                self.forget(uid, kept);
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Takes back what was staged and is not to be published.
+    pub(crate) fn unstage(&mut self, staged: Staged) {
+        self.forget(staged.uid, staged.kept);
+    }
+
+    /// Publishes a version that was staged. On failure nothing of it is kept.
+    pub(crate) fn publish(
+        &mut self,
+        caller: &Caller,
+        socket: &impl std::os::fd::AsFd,
+        terms: &Terms,
+        staged: Staged,
+    ) -> Result<Published, BrokerError> {
+        let Staged { uid, metadata, parts, kept, .. } = staged;
+        let bytes = record::bytes_of(metadata.as_ref(), &parts);
+        let checked = self.check_put(caller, socket, terms, bytes);
+        if let Err(refusal) =
+            checked.and_then(|()| self.check_devices(caller, &terms.name, parts.iter().map(|part| &part.memory)))
+        {
+            self.forget(uid, kept);
+            return Err(refusal);
+        }
+        let existing = self.names.get(terms.name.as_str());
+        let restore = terms.restore.as_ref();
+        // Of a version that is offered back the group counts if it is one of the caller's.
+        let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
+        let offered = restore.map(|restore| restore.owner);
+        let offered = offered.filter(|owner| caller.is_superuser() || caller.is_of(owner.gid, socket));
+        let owner = existing.map_or(offered.unwrap_or(own), |name| name.owner);
+        let mode = existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode);
+        let lifetime = terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default();
+        let keep = terms.keep.or(existing.map(|name| name.keep)).unwrap_or(0);
+        let next = existing.map_or(0, |name| self.current(name).record.version) + 1;
+        let record = record::Version {
+            key: self.last_key + 1,
+            name: terms.name.clone(),
+            version: restore.map_or(next, |restore| restore.version),
+            id: restore.map_or_else(
+                || Builder::from_random_bytes(random()).into_uuid().to_string(),
+                |restore| restore.id.clone(),
+            ),
+            created_ms: restore.map_or_else(now_ms, |restore| restore.created_ms),
+            owner,
+            mode,
+            lifetime,
+            backend: terms.backend,
+            keep,
+            requests: terms.requests.clone(),
+            metadata,
+            parts,
+        };
+        let published = Published { version: record.version, id: record.id.clone() };
+        let entry = Record::Published(Box::new(record));
+        if let Err(error) = self.write(&entry) {
+            self.forget(uid, kept);
+            return Err(unwritten(error));
+        }
+        let Record::Published(record) = entry else { return Err(unwritten_kind()) };
+        let number = record.version;
+        self.add_version(*record);
+        let Some(name) = self.names.get_mut(terms.name.as_str()) else { return Err(unwritten_kind()) };
+        name.maker = Some(caller.connection);
+        // Those further back were not covered before, and have stayed since they have leases.
+        self.drop_old(&terms.name, MAX_KEPT as usize + 1);
+        self.note_expiry(&terms.name);
+        tracing::debug!(name = terms.name, version = number, bytes, uid = caller.uid, pid = caller.pid, "published");
+        Ok(published)
+    }
+
+    /// Takes a version that is written down among those that are there: it is the current one of its name then.
+    pub(crate) fn add_version(&mut self, record: record::Version) {
+        let record::Version { key, owner, mode, lifetime, keep, .. } = record;
+        self.last_key = self.last_key.max(key);
+        self.requests.extend(record.requests.iter().map(|request| (*request, key)));
+        if !self.names.contains_key(record.name.as_str()) {
+            let name: Arc<str> = record.name.as_str().into();
+            self.readers.add_name(Arc::clone(&name), owner, mode);
+            let (versions, idle_since) = (BTreeMap::new(), Instant::now());
+            let new = Name {
+                owner,
+                mode,
+                lifetime,
+                keep,
+                versions,
+                kept: 0,
+                maker: None,
+                idle_since,
+                leases: 0,
+                looked_at: None,
+            };
+            self.users.add_object(owner.uid);
+            self.names.insert(name, new);
+        }
+        let name = self.names.get_mut(record.name.as_str()).expect("a name that is there, or was added");
+        (name.lifetime, name.keep) = (lifetime, keep);
+        name.versions.insert(record.version, key);
+        let earlier = name.earlier();
+        self.users.set_kept(name.owner.uid, name.kept, earlier);
+        name.kept = earlier;
+        if name.leases == 0 {
+            name.idle_since = Instant::now();
+        }
+        let version = Version { record, leases: 0, named: true, reports: Vec::new() };
+        self.users.add_version(version.payer(), version.charged(), &version.record.parts);
+        self.versions.insert(key, version);
+    }
+
+    /// What a put of this name published that has come before.
+    ///
+    /// # Errors
+    /// [`RefusalCode::Invalid`] if the request was another one.
+    pub(crate) fn published_before(
+        &self,
+        caller: &Caller,
+        name: &str,
+        request: Token,
+    ) -> Result<Option<Published>, BrokerError> {
+        let Some(version) = self.requests.get(&request).and_then(|key| self.versions.get(key)) else {
+            return match self.journal.answered(request) {
+                None => Ok(None),
+                Some(answered) if answered.is_of(name) && answered.published.is_some() => {
+                    Ok(answered.published.clone())
+                }
+                Some(_) => Err(used_before()),
+            };
+        };
+        let record = &version.record;
+        let published = Published { version: record.version, id: record.id.clone() };
+        match version.payer() == caller.uid {
+            false => Ok(None),
+            true if record.name == name => Ok(Some(published)),
+            true => Err(used_before()),
+        }
+    }
+
+    /// The key of a version that a caller offers back, if it is there and the caller could have offered it.
+    pub(crate) fn restored(&self, caller: &Caller, name: &str, restore: &Restore) -> Option<u64> {
+        let same = |of: &record::Version| {
+            (of.name.as_str(), of.version, of.id.as_str(), of.owner.uid)
+                == (name, restore.version, restore.id.as_str(), restore.owner.uid)
+        };
+        let may = caller.is_superuser() || !caller.is_unmapped() && caller.uid == restore.owner.uid;
+        let may = may && !self.journal.was_deleted(name, restore.owner.uid);
+        let found = self.versions.iter().find(|(_, version)| same(&version.record));
+        found.filter(|_| may).map(|(key, _)| *key)
+    }
+
+    /// The key of a name's current version.
+    pub(crate) fn current_key(&self, name: &str) -> Option<u64> {
+        self.names.get(name)?.current()
+    }
+
+    /// Checks the offer of a version that a server before this one had.
+    fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore, keep: u32) -> Result<(), BrokerError> {
+        let refuse = |code, message: String| Err(BrokerError::new(code, message));
+        let Restore { version, owner, id, .. } = restore;
+        if !(caller.is_superuser() || caller.uid == owner.uid) {
+            let (uid, owner) = (caller.uid, owner.uid);
+            let message = format!("uid {uid} may not offer `{name}` back: it was uid {owner}'s");
+            return refuse(RefusalCode::Denied, message);
+        }
+        if !(1..=u64::MAX / 2).contains(version)
+            || uuid::Uuid::parse_str(id).map(|id| id.to_string()).ok().as_ref() != Some(id)
+        {
+            return refuse(RefusalCode::Invalid, format!("`{name}` had no version {version} with the id `{id}`"));
+        }
+        if self.journal.was_deleted(name, owner.uid) {
+            let message =
+                format!("`{name}` was deleted since this broker lost it: it can be put anew, and not offered back");
+            return refuse(RefusalCode::Denied, message);
+        }
+        if let Some(known) = self.versions.values().find(|known| known.record.id == *id) {
+            let message = format!("version {} of `{}` has the id {id}", known.record.version, known.record.name);
+            return refuse(RefusalCode::Exists, message);
+        }
+        let Some(existing) = self.names.get(name) else { return self.users.check_objects(owner.uid, 1, 0) };
+        let current = &self.current(existing).record;
+        if current.version >= *version {
+            let message = format!("`{name}` exists, at version {} with the id {}", current.version, current.id);
+            return refuse(RefusalCode::Exists, message);
+        }
+        if existing.owner.uid != owner.uid {
+            let message =
+                format!("`{name}` is uid {}'s, and the version offered was uid {}'s", existing.owner.uid, owner.uid);
+            return refuse(RefusalCode::Denied, message);
+        }
+        self.check_kept(existing, keep)
+    }
+
+    /// Has the descriptors of parts kept. What was kept so far is in `kept`, also after a failure.
+    fn keep(
+        &mut self,
+        uid: u32,
+        metadata: Option<NewTable>,
+        parts: Vec<NewPart>,
+        kept: &mut Vec<SegmentId>,
+    ) -> Result<(Option<Table>, Vec<record::Part>), BrokerError> {
+        // The first failure. What comes behind it is closed.
+        let mut failed = None;
+        let mut add = |fd: OwnedFd, size: u64| match self.segments.add(fd, size) {
+            Ok((id, duplicate)) => {
+                match duplicate {
+                    Some(duplicate) => self.garbage.push(duplicate),
+                    None => self.store.keep(id),
+                }
+                self.users.add_segment(uid, id);
+                kept.push(id);
+                Some(id)
+            }
+            Err(NotKept { fd, reason }) => {
+                self.garbage.push(fd);
+                failed.get_or_insert(reason);
+                None
+            }
+        };
+        let table = |table: NewTable, add: &mut dyn FnMut(OwnedFd, u64) -> Option<SegmentId>| match table {
+            NewTable::Inline(text) => Some(Table::Inline(text)),
+            NewTable::Memfd { fd, length } => add(fd, length).map(|segment| Table::Kept { segment, length }),
+        };
+        let metadata = metadata.and_then(|metadata| table(metadata, &mut add));
+        let mut records = Vec::with_capacity(parts.len());
+        for part in parts {
+            let NewPart { name, memory, arrays, array_count, digest, maker, segments } = part;
+            let arrays = arrays.and_then(|arrays| table(arrays, &mut add));
+            let segments = segments.into_iter().filter_map(|(size, fd)| add(fd, size).map(|id| (id, size))).collect();
+            records.push(record::Part { name, memory, arrays, array_count, maker, digest, segments });
+        }
+        match failed {
+            None => Ok((metadata, records)),
+            Some(reason) => Err(BrokerError::new(RefusalCode::Memory, reason.to_string())),
+        }
+    }
+
+    /// Takes back what was kept of a put that failed.
+    fn forget(&mut self, uid: u32, kept: Vec<SegmentId>) {
+        kept.into_iter().for_each(|id| self.release(uid, id));
+    }
+
+    /// Closes what was to be published.
+    pub(crate) fn discard(&mut self, metadata: Option<NewTable>, parts: Vec<NewPart>) {
+        let mut tables = vec![metadata];
+        for part in parts {
+            tables.push(part.arrays);
+            self.garbage.extend(part.segments.into_iter().map(|(_, fd)| fd));
+        }
+        self.garbage.extend(tables.into_iter().flatten().filter_map(|table| match table {
+            NewTable::Memfd { fd, .. } => Some(fd),
+            NewTable::Inline(_) => None,
+        }));
+    }
+}
+
+/// Refuses a caller that can own nothing.
+fn check_mapped(caller: &Caller) -> Result<(), BrokerError> {
+    if !caller.is_unmapped() {
+        return Ok(());
+    }
+    let uid = caller.uid;
+    let message =
+        format!("uid {uid} stands for all users without a number here, and owns nothing: put as another user");
+    Err(BrokerError::new(RefusalCode::Denied, message))
+}

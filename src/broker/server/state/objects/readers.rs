@@ -1,0 +1,116 @@
+//! Indexes by right to read: a request visits only the names and leases that its caller may see.
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet, BinaryHeap},
+    iter,
+    ops::Bound,
+    os::fd::AsFd,
+    sync::Arc,
+};
+
+use crate::{
+    broker::{
+        catalogue::record,
+        server::state::caller::{Caller, Right},
+    },
+    wire::broker::{Owner, Token},
+};
+
+/// Names and leases, grouped by the owner, group and mode that decide who may read them.
+///
+/// A request compares its caller with each group once. There are about as many groups as users and modes, however many names
+/// there are.
+#[derive(Debug, Default)]
+pub(crate) struct Readers {
+    names: BTreeMap<Rights, BTreeSet<Arc<str>>>,
+    /// Also by the lease's user, who sees it in any case. Each lease by its number.
+    leases: BTreeMap<(Rights, u32), BTreeMap<u64, Token>>,
+}
+
+/// What decides who may read a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Rights {
+    uid: u32,
+    gid: u32,
+    mode: u16,
+}
+
+impl Rights {
+    fn of(owner: Owner, mode: u16) -> Self {
+        Self { uid: owner.uid, gid: owner.gid, mode }
+    }
+
+    fn allow(self, caller: &Caller, socket: &impl AsFd) -> bool {
+        let Self { uid, gid, mode } = self;
+        caller.may(Right::Read, Owner { uid, gid }, mode, socket)
+    }
+}
+
+impl Readers {
+    pub(crate) fn add_name(&mut self, name: Arc<str>, owner: Owner, mode: u16) {
+        self.names.entry(Rights::of(owner, mode)).or_default().insert(name);
+    }
+
+    pub(crate) fn remove_name(&mut self, name: &str, owner: Owner, mode: u16) {
+        let rights = Rights::of(owner, mode);
+        if let Some(names) = self.names.get_mut(&rights) {
+            names.remove(name);
+            if names.is_empty() {
+                self.names.remove(&rights);
+            }
+        }
+    }
+
+    pub(crate) fn add_lease(&mut self, version: &record::Version, uid: u32, number: u64, token: Token) {
+        let group = (Rights::of(version.owner, version.mode), uid);
+        self.leases.entry(group).or_default().insert(number, token);
+    }
+
+    pub(crate) fn remove_lease(&mut self, version: &record::Version, uid: u32, number: u64) {
+        let group = (Rights::of(version.owner, version.mode), uid);
+        if let Some(leases) = self.leases.get_mut(&group) {
+            leases.remove(&number);
+            if leases.is_empty() {
+                self.leases.remove(&group);
+            }
+        }
+    }
+
+    /// The names from `from` on that the caller may read, in ascending order.
+    pub(crate) fn names<'a>(
+        &'a self,
+        caller: &'a Caller,
+        socket: &'a impl AsFd,
+        from: Bound<&'a str>,
+    ) -> impl Iterator<Item = &'a str> {
+        let readable = self.names.iter().filter(|(rights, _)| rights.allow(caller, socket));
+        merge(readable.map(move |(_, names)| names.range::<str, _>((from, Bound::Unbounded)).map(|name| &**name)))
+    }
+
+    /// The leases from `from` on that the caller may see, in ascending order of their numbers.
+    pub(crate) fn leases<'a>(
+        &'a self,
+        caller: &'a Caller,
+        socket: &'a impl AsFd,
+        from: u64,
+    ) -> impl Iterator<Item = (u64, Token)> {
+        let sees = move |rights: Rights, uid: u32| uid == caller.uid || rights.allow(caller, socket);
+        let visible = self.leases.iter().filter(move |((rights, uid), _)| sees(*rights, *uid));
+        merge(visible.map(move |(_, leases)| leases.range(from..).map(|(number, token)| (*number, *token))))
+    }
+}
+
+/// The items of several ascending sequences, in ascending order.
+fn merge<T: Ord>(sequences: impl Iterator<Item = impl Iterator<Item = T>>) -> impl Iterator<Item = T> {
+    let mut sequences: Vec<_> = sequences.collect();
+    let mut heads: BinaryHeap<Reverse<(T, usize)>> = BinaryHeap::with_capacity(sequences.len());
+    for (at, sequence) in sequences.iter_mut().enumerate() {
+        heads.extend(sequence.next().map(|item| Reverse((item, at))));
+    }
+    iter::from_fn(move || {
+        let Reverse((item, at)) = heads.pop()?;
+        heads.extend(sequences[at].next().map(|next| Reverse((next, at))));
+        Some(item)
+    })
+}

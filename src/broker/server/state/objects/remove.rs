@@ -1,0 +1,202 @@
+//! How names and versions go, and how the catalogue is written anew without them.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use nix::unistd::geteuid;
+
+use super::{Held, Name, Objects, Version, now_ms, unwritten, unwritten_kind, used_before};
+use crate::{
+    broker::{
+        catalogue::{
+            Record, SegmentId,
+            record::{self, Answered, Deleted, Table},
+        },
+        keeper::Name as Stored,
+        server::state::caller::Caller,
+    },
+    error::{BrokerError, RefusalCode},
+    wire::broker::{Published, Token},
+};
+
+impl Objects {
+    /// Takes a name away.
+    pub(crate) fn delete(&mut self, caller: &Caller, name: &str, request: Option<Token>) -> Result<(), BrokerError> {
+        let answered = request.and_then(|request| self.journal.answered(request));
+        if let Some(answered) = answered {
+            return if answered.is_of(name) && answered.published.is_none() { Ok(()) } else { Err(used_before()) };
+        }
+        let Some(existing) = self.names.get(name) else {
+            return Err(BrokerError::new(RefusalCode::Absent, format!("there is no object `{name}`")));
+        };
+        let owner = existing.owner.uid;
+        if !(caller.is_superuser() || caller.uid == owner && !caller.is_unmapped()) {
+            let message = format!("uid {} may not delete `{name}`: it is uid {owner}'s", caller.uid);
+            return Err(BrokerError::new(RefusalCode::Denied, message));
+        }
+        let (uid, pid) = (caller.uid, caller.pid);
+        let deleted = Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request, owner: Some(owner) };
+        self.take_away(deleted, "deleted")
+    }
+
+    /// Takes a name away for which no process asks.
+    pub(crate) fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
+        let (uid, pid) = (geteuid().as_raw(), std::process::id().cast_signed());
+        let deleted = Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request: None, owner: None };
+        self.take_away(deleted, why)
+    }
+
+    /// Takes a name away, and the versions of it that no lease holds.
+    fn take_away(&mut self, deleted: Deleted, why: &'static str) -> Result<(), BrokerError> {
+        let entry = Record::Deleted(deleted);
+        self.write(&entry).map_err(unwritten)?;
+        let Record::Deleted(deleted) = entry else { return Err(unwritten_kind()) };
+        self.journal.note_deleted(&deleted);
+        let name = deleted.name;
+        let Some(gone) = self.forget_name(&name) else { return Ok(()) };
+        tracing::debug!(name, leases = gone.leases, "{why}");
+        gone.versions.into_values().for_each(|key| self.drop_if_unused(key));
+        self.compact();
+        Ok(())
+    }
+
+    /// Takes a name from those that are there: its versions have none then.
+    pub(super) fn forget_name(&mut self, name: &str) -> Option<Name> {
+        let gone = self.names.remove(name)?;
+        self.readers.remove_name(name, gone.owner, gone.mode);
+        self.users.remove_object(gone.owner.uid);
+        self.users.set_kept(gone.owner.uid, gone.kept, 0);
+        for key in gone.versions.values() {
+            if let Some(version) = self.versions.get_mut(key) {
+                version.named = false;
+            }
+        }
+        Some(gone)
+    }
+
+    /// Gives back versions before the current one that nothing keeps: of the `most` newest that `keep` does not cover.
+    pub(crate) fn drop_old(&mut self, name: &str, most: usize) {
+        let Some(of) = self.names.get(name) else { return };
+        let beyond = of.versions.values().rev().skip(of.keep as usize + 1).take(most);
+        let beyond: Vec<u64> = beyond.copied().collect();
+        beyond.into_iter().for_each(|key| self.drop_unless_kept(key));
+        self.compact();
+    }
+
+    /// Gives the memory of a version back if it has no lease, and is not among those that its name keeps.
+    pub(crate) fn drop_unless_kept(&mut self, key: u64) {
+        let Some(version) = self.versions.get_mut(&key).filter(|version| version.leases == 0) else { return };
+        if version.named
+            && let Some(of) = self.names.get_mut(version.record.name.as_str())
+        {
+            if of.keeps(version.record.version) {
+                return;
+            }
+            of.forget(version.record.version, key);
+            version.named = false;
+        }
+        self.drop_if_unused(key);
+    }
+
+    /// Gives the memory of a version back if it has no name and no lease.
+    pub(crate) fn drop_if_unused(&mut self, key: u64) {
+        let unused = |version: &Version| !version.named && version.leases == 0;
+        if !self.versions.get(&key).is_some_and(unused) {
+            return;
+        }
+        // The numbers of its segments are used again: not before it is written down that they are no more its.
+        if let Err(error) = self.write(&Record::Dropped { key }) {
+            tracing::error!(%error, "cannot write down that a version is gone: its memory stays until that is possible");
+            return self.undropped.push(key);
+        }
+        if let Some(version) = self.forget_version(key) {
+            segments_of(&version.record).for_each(|id| self.release(version.payer(), id));
+        }
+    }
+
+    /// Takes a version from those that are there. Its segments are the caller's to release.
+    pub(super) fn forget_version(&mut self, key: u64) -> Option<Version> {
+        let version = self.versions.remove(&key)?;
+        self.users.remove_version(version.payer(), version.charged(), &version.record.parts);
+        version.reports.iter().for_each(|report| self.users.remove_report(report.reader.uid));
+        // They may still be sent again: not to be done again then, over what came between.
+        for request in &version.record.requests {
+            if self.requests.get(request) == Some(&key) {
+                self.requests.remove(request);
+                let published = Published { version: version.record.version, id: version.record.id.clone() };
+                let name = Some(version.record.name.clone());
+                self.journal.remember(Answered { request: *request, name, published: Some(published) });
+            }
+        }
+        Some(version)
+    }
+
+    /// Takes one of a user's references to a segment away. With the last one its descriptor goes, from the keeper too.
+    pub(crate) fn release(&mut self, uid: u32, id: SegmentId) {
+        self.users.remove_segment(uid, id);
+        if let Some(fd) = self.segments.release(id) {
+            self.store.remove(Stored::Segment(id));
+            self.garbage.push(fd);
+        }
+    }
+
+    /// Writes the catalogue anew once most of it is history.
+    pub(crate) fn compact(&mut self) {
+        for key in std::mem::take(&mut self.undropped) {
+            self.drop_if_unused(key);
+        }
+        if !self.journal.should_compact(&self.store) {
+            return;
+        }
+        let state = records(&self.names, &self.versions, &self.leases);
+        match self.journal.compact(&mut self.store, state) {
+            Ok(old) => self.garbage.push(old),
+            Err(error) => {
+                tracing::warn!(%error, "cannot write the catalogue anew: it goes on growing");
+                self.journal.postpone();
+            }
+        }
+    }
+}
+
+/// The segments of a version, its tables included, in no certain order: one may come more than once.
+pub(crate) fn segments_of(record: &record::Version) -> impl Iterator<Item = SegmentId> {
+    sized_segments_of(record).map(|(id, _)| id)
+}
+
+/// As [`segments_of`], with the size of each.
+pub(crate) fn sized_segments_of(record: &record::Version) -> impl Iterator<Item = (SegmentId, u64)> {
+    let tables = record.metadata.iter().chain(record.parts.iter().flat_map(|part| &part.arrays));
+    let tables = tables.filter_map(|table| match table {
+        Table::Kept { segment, length } => Some((*segment, *length)),
+        Table::Inline(_) => None,
+    });
+    tables.chain(record.parts.iter().flat_map(|part| part.segments.iter().copied()))
+}
+
+/// The records from which all that is held can be read again. What has no name comes first: a `Deleted` takes the name of all before
+/// it.
+fn records<'a>(
+    names: &'a BTreeMap<Arc<str>, Name>,
+    versions: &'a HashMap<u64, Version>,
+    leases: &'a HashMap<Token, Held>,
+) -> impl Iterator<Item = Record> + 'a {
+    let published = |version: &Version| Record::Published(Box::new(version.record.clone()));
+    let unnamed = |version: &Version| {
+        let name = version.record.name.clone();
+        Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner: None })
+    };
+    let unnamed = versions
+        .values()
+        .filter(|version| !version.named)
+        .flat_map(move |version| [published(version), unnamed(version)]);
+    let named =
+        names.values().flat_map(|name| name.versions.values()).filter_map(|key| versions.get(key)).map(published);
+    let reports = versions.values().flat_map(|version| &version.reports).cloned().map(Record::Reported);
+    let mut leases: Vec<&Held> = leases.values().collect();
+    leases.sort_unstable_by_key(|held| held.number);
+    let leases = leases.into_iter().map(|held| Record::Leased(held.record.clone()));
+    unnamed.chain(named).chain(reports).chain(leases)
+}

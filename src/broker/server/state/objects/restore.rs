@@ -1,0 +1,184 @@
+//! What a server before this one left: read from its catalogue, and joined with the descriptors that the keeper held.
+
+use std::{
+    collections::{HashMap, HashSet},
+    os::fd::OwnedFd,
+    time::Instant,
+};
+
+use super::{
+    Journal, Objects,
+    journal::unusable,
+    remove::{segments_of, sized_segments_of},
+};
+use crate::{
+    broker::{
+        catalogue::{Record, Records, SegmentId},
+        keeper::{Name, Store},
+        server::{ConnectionId, state::quota::Rules},
+    },
+    error::Result,
+};
+
+impl Objects {
+    /// What the keeper held of a server before this one, or nothing yet.
+    ///
+    /// # Errors
+    /// If the catalogue was written by a newer build, or can't be used.
+    pub(crate) fn restore(
+        rules: Rules,
+        mut store: Store,
+        catalogues: [Option<OwnedFd>; 2],
+        segments: HashMap<SegmentId, OwnedFd>,
+    ) -> Result<Self> {
+        let catalogue_names = [false, true].into_iter().zip(&catalogues).filter(|(_, fd)| fd.is_some());
+        let catalogue_names: Vec<Name> = catalogue_names.map(|(second, _)| Name::Catalogue(second)).collect();
+        store.count(catalogue_names.len());
+        store.count(segments.len());
+        let Some((journal, records)) = Journal::open(catalogues)? else {
+            // Without a catalogue none of it has a name.
+            catalogue_names
+                .into_iter()
+                .chain(segments.keys().map(|id| Name::Segment(*id)))
+                .for_each(|name| store.remove(name));
+            let journal = Journal::create(&mut store)?;
+            let mut objects = Self::empty(rules, journal, store);
+            objects.garbage.extend(segments.into_values());
+            return Ok(objects);
+        };
+        let mut objects = Self::empty(rules, journal, store);
+        objects.replay(records)?;
+        objects.join(segments);
+        objects.journal.start(&mut objects.store)?;
+        objects.settle();
+        Ok(objects)
+    }
+
+    /// Makes the changes of a log again, in memory alone. One record is in memory at a time: there may be as little of it as the server
+    /// before this one had.
+    fn replay(&mut self, mut records: Records) -> Result<()> {
+        // What the log began with was told before it was written.
+        let mut old = true;
+        for record in &mut records {
+            let record = record.map_err(unusable)?;
+            let seen = if old { None } else { self.event_of(&record) };
+            self.journal.recall(&record);
+            self.journal.tell(seen);
+            match record {
+                Record::Whole { .. } => old = false,
+                Record::Published(version) => self.add_version(*version),
+                Record::Deleted(deleted) => {
+                    self.journal.note_deleted(&deleted);
+                    self.forget_name(&deleted.name);
+                }
+                Record::Dropped { key } => {
+                    self.forget_leases_of(key);
+                    if let Some(version) = self.forget_version(key)
+                        && let Some(of) = self.names.get_mut(version.record.name.as_str())
+                    {
+                        of.forget(version.record.version, key);
+                        // The keeper had not all of it.
+                        if of.versions.is_empty() {
+                            self.forget_name(&version.record.name);
+                        }
+                    }
+                }
+                Record::Leased(lease) => {
+                    if self.versions.contains_key(&lease.key) {
+                        self.add_lease(lease, None);
+                    }
+                }
+                Record::Ended { token, .. } => {
+                    self.forget_lease(token);
+                }
+                Record::Reported(report) => self.add_report(report),
+                Record::Begin { .. } | Record::Seen(_) | Record::Answered(_) | Record::Started => {}
+            }
+        }
+        self.journal.append_behind(&records);
+        for of in self.names.values_mut() {
+            of.maker = Some(ConnectionId::BEFORE);
+        }
+        Ok(())
+    }
+
+    /// Gives the versions their descriptors. One that lacks some can't be had any more, and what no version names is removed.
+    fn join(&mut self, mut segments: HashMap<SegmentId, OwnedFd>) {
+        let lacks = |key: &u64| {
+            let record = &self.versions[key].record;
+            segments_of(record).any(|id| !segments.contains_key(&id))
+        };
+        let mut keys: Vec<u64> = self.versions.keys().copied().collect();
+        keys.sort_unstable();
+        let lost: Vec<u64> = keys.iter().copied().filter(lacks).collect();
+        for key in lost {
+            self.lose(key);
+        }
+        let mut given = HashSet::new();
+        for version in self.versions.values() {
+            for (id, size) in sized_segments_of(&version.record) {
+                match segments.remove(&id) {
+                    Some(fd) => {
+                        given.insert(id);
+                        self.segments.restore(id, fd, size);
+                    }
+                    None if given.contains(&id) => self.segments.refer(id),
+                    None => continue,
+                }
+                self.users.add_segment(version.payer(), id);
+            }
+        }
+        if !segments.is_empty() {
+            tracing::info!(descriptors = segments.len(), "descriptors that no version names are removed");
+        }
+        for (id, fd) in segments {
+            self.store.remove(Name::Segment(id));
+            self.garbage.push(fd);
+        }
+        self.segments.collect_free();
+    }
+
+    /// Takes a version away of which the keeper had not all descriptors.
+    fn lose(&mut self, key: u64) {
+        self.forget_leases_of(key);
+        if let Err(error) = self.write(&Record::Dropped { key }) {
+            tracing::error!(%error, "cannot write down that a version is lost");
+        }
+        let Some(version) = self.forget_version(key) else { return };
+        let (name, number) = (version.record.name, version.record.version);
+        self.lost.add(&name, number);
+        tracing::error!(name, version = number, "a version is lost: the keeper had not all of its memory");
+        if let Some(of) = self.names.get_mut(name.as_str()).filter(|_| version.named) {
+            of.forget(number, key);
+            if of.versions.is_empty() {
+                // The record of the version's end is that of the name's: it has no other.
+                self.forget_name(&name);
+            }
+        }
+    }
+
+    /// Forgets the leases of a version that is lost.
+    fn forget_leases_of(&mut self, key: u64) {
+        if self.versions.get(&key).is_none_or(|version| version.leases == 0) {
+            return;
+        }
+        let tokens = self.leases.iter().filter(|(_, held)| held.record.key == key).map(|(token, _)| *token);
+        for token in tokens.collect::<Vec<_>>() {
+            self.forget_lease(token);
+        }
+    }
+
+    /// Does what a server may have been killed before.
+    fn settle(&mut self) {
+        let unnamed = self.versions.iter().filter(|(_, version)| !version.named && version.leases == 0);
+        let unnamed: Vec<u64> = unnamed.map(|(key, _)| *key).collect();
+        unnamed.into_iter().for_each(|key| self.drop_if_unused(key));
+        for name in self.names.keys().cloned().collect::<Vec<_>>() {
+            if let Some(of) = self.names.get_mut(&name) {
+                of.idle_since = Instant::now();
+            }
+            self.drop_old(&name, usize::MAX);
+            self.note_expiry(&name);
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! Which segments a get is answered with.
+
+use std::{
+    collections::{HashSet, VecDeque},
+    ops::Range,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use super::{Objects, Version, view::to_wire};
+use crate::{
+    broker::{
+        catalogue::{
+            SegmentId,
+            record::{self, Table},
+        },
+        server::state::caller::{Caller, Right},
+        table,
+    },
+    error::{BrokerError, RefusalCode},
+    wire::{
+        Check, Part as Run,
+        broker::{Attached, GetObject, LeaseHeader, LeasePart, MAX_METADATA, MAX_TABLE, Token, read_arrays},
+    },
+};
+
+/// The most runs of one lease: more are one run from the first to the last.
+const MAX_RUNS: usize = 128;
+
+/// The most arrays that a refusal names.
+const NAMED: usize = 8;
+
+/// What an object's tables must be looked into for, before a get of it can be answered.
+#[derive(Debug)]
+pub(crate) struct Question {
+    key: u64,
+    name: String,
+    expect: Option<(Check, Option<Source>)>,
+    /// The names of arrays that were not found yet, and the tables of the parts in which they may be.
+    wanted: HashSet<String>,
+    tables: VecDeque<(usize, Source)>,
+    spans: Vec<(usize, Vec<Range<u64>>)>,
+    /// The first arrays of the tables that were searched, and how many there are.
+    present: (Vec<String>, usize),
+}
+
+/// A table.
+#[derive(Debug)]
+enum Source {
+    Inline(Attached),
+    Memfd { fd: OwnedFd, length: u64, most: u64 },
+}
+
+impl Source {
+    fn is_small(&self) -> bool {
+        matches!(self, Self::Inline(_))
+    }
+
+    fn read(self) -> Result<String, String> {
+        match self {
+            Self::Inline(text) => Ok(text.as_str().to_owned()),
+            Self::Memfd { fd, length, most } => table::read(fd.as_fd(), length, most),
+        }
+    }
+}
+
+/// What was found in an object's tables: for each part with arrays that were asked for, which bytes they have.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    key: u64,
+    spans: Vec<(usize, Vec<Range<u64>>)>,
+}
+
+impl Question {
+    /// Whether the answer takes no time.
+    pub(crate) fn is_small(&self) -> bool {
+        let metadata = self.expect.as_ref().and_then(|(_, source)| source.as_ref());
+        metadata.into_iter().chain(self.tables.iter().map(|(_, source)| source)).all(Source::is_small)
+    }
+
+    /// Looks into the next table, which takes some milliseconds if it is large. `None` if there are more.
+    pub(crate) fn step(&mut self) -> Result<Option<Answer>, BrokerError> {
+        if let Some((expect, source)) = self.expect.take() {
+            self.compare(&expect, source)?;
+        } else if let Some((part, source)) = self.tables.pop_front() {
+            self.search(part, source)?;
+        }
+        if self.expect.is_some() || !self.tables.is_empty() {
+            return Ok(None);
+        }
+        if self.wanted.is_empty() {
+            return Ok(Some(Answer { key: self.key, spans: std::mem::take(&mut self.spans) }));
+        }
+        let mut missing: Vec<&String> = self.wanted.iter().collect();
+        missing.sort_unstable();
+        let missing =
+            missing.iter().take(NAMED).map(|name| format!("there is no array {}", shortened(name.to_string())));
+        let (names, all) = &self.present;
+        let more = if *all > names.len() { ", ..." } else { "" };
+        let present = match all {
+            0 => "it has no arrays".to_owned(),
+            _ => format!("its arrays are {}{more} ({all} in all)", names.join(", ")),
+        };
+        Err(differs(&self.name, &missing.chain([present]).collect::<Vec<String>>()))
+    }
+
+    fn failed(&self, error: &str) -> BrokerError {
+        BrokerError::new(RefusalCode::Failed, format!("a table of `{}`: {error}", self.name))
+    }
+
+    /// Compares the metadata with what is expected of it.
+    fn compare(&self, expect: &Check, metadata: Option<Source>) -> Result<(), BrokerError> {
+        let metadata = metadata.map(Source::read).transpose().map_err(|error| self.failed(&error))?;
+        let metadata: Check = metadata
+            .map(|text| serde_json::from_str(&text))
+            .transpose()
+            .map_err(|error| self.failed(&error.to_string()))?
+            .unwrap_or_default();
+        let difference = |(field, wanted): (&String, &serde_json::Value)| match metadata.get(field) {
+            Some(found) if found == wanted => None,
+            Some(found) => Some(format!("{field} is {} and not {}", short(found), short(wanted))),
+            None => Some(format!("{field} is absent and not {}", short(wanted))),
+        };
+        let differences: Vec<String> = expect.iter().filter_map(difference).collect();
+        if differences.is_empty() { Ok(()) } else { Err(differs(&self.name, &differences)) }
+    }
+
+    /// Searches a part's table for arrays that are wanted.
+    fn search(&mut self, part: usize, table: Source) -> Result<(), BrokerError> {
+        let text = table.read().map_err(|error| self.failed(&error))?;
+        let entries = read_arrays(&text).map_err(|error| self.failed(&error.to_string()))?;
+        let mut found = Vec::new();
+        let (names, all) = &mut self.present;
+        *all += entries.len();
+        let unnamed = NAMED - names.len();
+        names.extend(entries.iter().take(unnamed).map(|entry| shortened(entry.name.clone())));
+        for entry in entries {
+            if self.wanted.remove(&entry.name) {
+                found.push(entry.array.span().map_err(|error| self.failed(&error.in_full()))?);
+            }
+        }
+        if !found.is_empty() {
+            self.spans.push((part, found));
+        }
+        Ok(())
+    }
+}
+
+/// A value, as much of it as fits a sentence.
+fn short(value: &serde_json::Value) -> String {
+    shortened(value.to_string())
+}
+
+fn shortened(mut text: String) -> String {
+    crate::wire::shorten(&mut text, 100);
+    text
+}
+
+fn differs(name: &str, differences: &[String]) -> BrokerError {
+    BrokerError::new(RefusalCode::Differs, format!("`{name}` is not as expected: {}", differences.join("; ")))
+}
+
+/// What of a version is handed out.
+#[derive(Debug)]
+pub(crate) struct Selection {
+    pub(crate) key: u64,
+    /// The parts by their indices, each with its runs.
+    parts: Vec<(usize, Vec<Run>)>,
+    /// Bytes of memory.
+    pub(crate) bytes: u64,
+}
+
+/// What a get of one object comes to.
+pub(crate) enum Selected {
+    /// This.
+    Ready(Selection),
+    /// There is none yet.
+    Absent,
+    /// Its tables must be looked into first.
+    Ask(Question),
+}
+
+impl Objects {
+    /// Selects what a get of an object is answered with. `answer` is what was found in its tables, if that was asked.
+    pub(crate) fn select(
+        &self,
+        caller: &Caller,
+        socket: &impl AsFd,
+        object: &GetObject,
+        answer: Option<&Answer>,
+    ) -> Result<Selected, BrokerError> {
+        // Also whether a version exists is only for those who may read the name.
+        if let Some(of) = self.names.get(object.name.as_str()) {
+            caller.require(Right::Read, &object.name, of.owner, of.mode, socket)?;
+        }
+        let Some(key) = self.find(&object.name, object.version, object.newer_than) else { return Ok(Selected::Absent) };
+        let Some(version) = self.versions.get(&key) else { return Ok(Selected::Absent) };
+        let parts = chosen(version, object)?;
+        if let Some(digests) = &object.digests {
+            check_digests(version, digests)?;
+        }
+        if object.expect.is_none() && object.arrays.is_none() {
+            let parts = parts.into_iter().map(|index| {
+                let part = &version.record.parts[index];
+                match object.range {
+                    None => Ok((index, vec![all_of(part)])),
+                    Some(range) => {
+                        let size = part.memory.size;
+                        let bytes = range.within(size).ok_or_else(|| {
+                            let (offset, length) = (range.offset, range.length);
+                            let message = format!(
+                                "{length} bytes from {offset} on are not inside part `{}` of `{}`, which has {size}",
+                                part.name, object.name
+                            );
+                            BrokerError::new(RefusalCode::Differs, message)
+                        })?;
+                        Ok((index, runs_of(part, vec![bytes])))
+                    }
+                }
+            });
+            return parts.collect::<Result<_, _>>().map(|parts| Selected::Ready(Selection::new(key, parts)));
+        }
+        let Some(answer) = answer.filter(|answer| answer.key == key) else {
+            return self.question(key, version, object, &parts).map(Selected::Ask);
+        };
+        let parts = if object.arrays.is_some() {
+            answer
+                .spans
+                .iter()
+                .map(|(index, spans)| (*index, runs_of(&version.record.parts[*index], spans.clone())))
+                .collect()
+        } else {
+            parts.into_iter().map(|index| (index, vec![all_of(&version.record.parts[index])])).collect()
+        };
+        Ok(Selected::Ready(Selection::new(key, parts)))
+    }
+
+    fn question(
+        &self,
+        key: u64,
+        version: &Version,
+        object: &GetObject,
+        parts: &[usize],
+    ) -> Result<Question, BrokerError> {
+        let source = |table: &Table, most: u64| match table {
+            Table::Inline(text) => Ok(Source::Inline(text.clone())),
+            Table::Kept { segment, length } => {
+                let fd = self.segments.get(*segment).try_clone_to_owned();
+                let fd = fd.map_err(|error| {
+                    let message = format!("the broker has no descriptor left to read a table with: {error}");
+                    BrokerError::new(RefusalCode::Full, message)
+                })?;
+                Ok(Source::Memfd { fd, length: *length, most })
+            }
+        };
+        let record = &version.record;
+        let expect = match &object.expect {
+            None => None,
+            Some(expect) => {
+                let metadata = record.metadata.as_ref().map(|table| source(table, MAX_METADATA)).transpose()?;
+                Some((expect.clone(), metadata))
+            }
+        };
+        let wanted: HashSet<String> = object.arrays.iter().flatten().cloned().collect();
+        let tables = match wanted.is_empty() {
+            true => VecDeque::new(),
+            false => {
+                let tables = parts.iter().filter_map(|&index| Some((index, record.parts[index].arrays.as_ref()?)));
+                let sources = tables.map(|(index, table)| source(table, MAX_TABLE).map(|source| (index, source)));
+                sources.collect::<Result<_, _>>()?
+            }
+        };
+        Ok(Question {
+            key,
+            name: object.name.clone(),
+            expect,
+            wanted,
+            tables,
+            spans: Vec::new(),
+            present: (Vec::new(), 0),
+        })
+    }
+
+    /// The lease of a selection as it is sent.
+    pub(crate) fn describe_lease(&self, token: Token, selection: &Selection) -> Option<LeaseParts> {
+        let record = &self.versions.get(&selection.key)?.record;
+        let (mut tables, mut segments) = (Vec::new(), Vec::new());
+        let (metadata, segment) = record.metadata.as_ref().map(to_wire).unzip();
+        tables.extend(segment.flatten());
+        let mut parts = Vec::with_capacity(selection.parts.len());
+        for (index, runs) in &selection.parts {
+            let part = &record.parts[*index];
+            let (arrays, segment) = part.arrays.as_ref().map(to_wire).unzip();
+            tables.extend(segment.flatten());
+            for run in runs {
+                let (first, count) = (run.first as usize, run.segments as usize);
+                segments.extend_from_slice(&part.segments[first..first + count]);
+            }
+            parts.push(LeasePart {
+                name: part.name.clone(),
+                memory: part.memory.clone(),
+                runs: runs.clone(),
+                arrays,
+                digest: part.digest.clone(),
+            });
+        }
+        let all = |(index, runs): &(usize, Vec<Run>)| {
+            runs.iter().map(|run| run.segments).sum::<u64>() == record.parts[*index].segments.len() as u64
+        };
+        let whole = selection.parts.len() == record.parts.len() && selection.parts.iter().all(all);
+        let header = LeaseHeader {
+            token,
+            name: record.name.clone(),
+            version: record.version,
+            id: record.id.clone(),
+            created_ms: record.created_ms,
+            owner: record.owner,
+            backend: record.backend.as_str().to_owned(),
+            metadata,
+            mode: Some(record.mode),
+            lifetime: Some(record.lifetime),
+            keep: Some(record.keep),
+            whole,
+            parts,
+            sizes: Vec::new(),
+        };
+        Some(LeaseParts { header, tables, segments })
+    }
+}
+
+/// A lease before it is sent.
+#[derive(Debug)]
+pub(crate) struct LeaseParts {
+    /// Its message, without the segments' sizes.
+    pub(crate) header: LeaseHeader,
+    /// The tables, in the order of their descriptors.
+    pub(crate) tables: Vec<SegmentId>,
+    /// The segments with their sizes.
+    pub(crate) segments: Vec<(SegmentId, u64)>,
+}
+
+impl Selection {
+    fn new(key: u64, parts: Vec<(usize, Vec<Run>)>) -> Self {
+        let bytes = parts.iter().flat_map(|(_, runs)| runs).map(|run| run.size).sum();
+        Self { key, parts, bytes }
+    }
+}
+
+/// The parts that a get asks for, by their indices.
+fn chosen(version: &Version, object: &GetObject) -> Result<Vec<usize>, BrokerError> {
+    let parts = &version.record.parts;
+    let chosen: Vec<usize> = match &object.parts {
+        None => (0..parts.len()).collect(),
+        Some(names) => {
+            let index = |name: &String| {
+                let at = parts.iter().position(|part| part.name == *name);
+                at.ok_or_else(|| {
+                    let known: Vec<&str> = parts.iter().map(|part| part.name.as_str()).collect();
+                    let mut message = format!("it has the parts {}", known.join(", "));
+                    crate::wire::shorten(&mut message, 300);
+                    differs(&object.name, &[format!("there is no part {name}"), message])
+                })
+            };
+            let mut chosen = names.iter().map(index).collect::<Result<Vec<usize>, _>>()?;
+            let mut seen = Vec::new();
+            chosen.retain(|index| {
+                !seen.contains(index) && {
+                    seen.push(*index);
+                    true
+                }
+            });
+            chosen
+        }
+    };
+    if object.range.is_some() && chosen.len() != 1 {
+        let message = format!("a range is of one part, and `{}` has {}: name the part", object.name, chosen.len());
+        return Err(BrokerError::new(RefusalCode::Invalid, message));
+    }
+    Ok(chosen)
+}
+
+fn check_digests(version: &Version, digests: &std::collections::BTreeMap<String, String>) -> Result<(), BrokerError> {
+    let difference = |(name, wanted): (&String, &String)| {
+        let part = version.record.parts.iter().find(|part| part.name == *name);
+        match part.map(|part| part.digest.as_deref()) {
+            None => Some(format!("there is no part {name}")),
+            Some(None) => Some(format!("part {name} has no digest")),
+            Some(Some(found)) if found == wanted => None,
+            Some(Some(found)) => Some(format!("the digest of part {name} is {found} and not {wanted}")),
+        }
+    };
+    let differences: Vec<String> = digests.iter().filter_map(difference).collect();
+    match differences.is_empty() {
+        true => Ok(()),
+        false => Err(differs(&version.record.name, &differences)),
+    }
+}
+
+/// All segments of a part.
+fn all_of(part: &record::Part) -> Run {
+    Run { first: 0, segments: part.segments.len() as u64, offset: 0, size: part.memory.mapped_size }
+}
+
+/// The segments in which some bytes of a part lie.
+fn runs_of(part: &record::Part, mut spans: Vec<Range<u64>>) -> Vec<Run> {
+    spans.sort_unstable_by_key(|span| span.start);
+    // Where each segment begins, and where the last one ends.
+    let mut starts = vec![0u64];
+    for (_, size) in &part.segments {
+        starts.push(starts[starts.len() - 1] + size);
+    }
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for span in spans {
+        let last_byte = span.end.max(span.start + 1) - 1;
+        let at =
+            |byte: u64| starts.partition_point(|start| *start <= byte).saturating_sub(1).min(part.segments.len() - 1);
+        let (first, end) = (at(span.start), at(last_byte) + 1);
+        match ranges.last_mut() {
+            Some(last) if first <= last.end => last.end = last.end.max(end),
+            _ => ranges.push(first..end),
+        }
+    }
+    if ranges.len() > MAX_RUNS {
+        let end = ranges[ranges.len() - 1].end;
+        ranges.truncate(1);
+        ranges[0].end = end;
+    }
+    let run = |range: Range<usize>| Run {
+        first: range.start as u64,
+        segments: range.len() as u64,
+        offset: starts[range.start],
+        size: starts[range.end] - starts[range.start],
+    };
+    ranges.into_iter().map(run).collect()
+}

@@ -1,0 +1,362 @@
+//! What each user has in the broker, and may have.
+
+use std::collections::{HashMap, hash_map::Entry};
+
+use crate::{
+    broker::{
+        catalogue::{SegmentId, record},
+        server::state::{
+            objects::view::add_bytes,
+            quota::{Counted, Rules},
+        },
+    },
+    driver::DeviceUuid,
+    error::{BrokerError, RefusalCode},
+    wire::{
+        Memory,
+        broker::{DeviceBytes, UserTotal},
+    },
+};
+
+/// How many earlier versions the names of one user keep, also without a quota.
+const MOST_KEPT: u64 = 4096;
+
+/// How many reports of one user are kept.
+const MOST_REPORTS: u64 = 1024;
+
+/// How many bytes of memory the unanswered requests of one user take.
+const MOST_REQUESTED: u64 = 16 << 20;
+
+/// How many bytes of answers one user leaves unread.
+const MOST_UNREAD: u64 = 32 << 20;
+
+/// The most devices that a user may have memory of: a node has 16 GPUs, and each is at most seven devices.
+const MAX_DEVICES: usize = 128;
+
+/// What one user has.
+#[derive(Debug, Default)]
+struct Usage {
+    bytes: u64,
+    /// Bytes of parts that wait for others.
+    waiting: u64,
+    objects: u64,
+    /// Earlier versions that the user's names keep.
+    kept: u64,
+    leases: u64,
+    connections: u64,
+    reports: u64,
+    /// Bytes of memory that unanswered requests take.
+    requested: u64,
+    /// Bytes of answers that the sockets have not taken yet.
+    unread: u64,
+    /// Descriptors of puts that are not published: those that came, and those that are still to come.
+    reserved: usize,
+    /// The kept descriptors, and how often its versions have each.
+    segments: HashMap<SegmentId, u64>,
+    devices: Vec<DeviceBytes>,
+}
+
+impl Usage {
+    fn is_empty(&self) -> bool {
+        let Self { bytes, waiting, objects, kept, leases, connections, reports, requested, unread, .. } = *self;
+        let counts = [bytes, waiting, objects, kept, leases, connections, reports, requested, unread];
+        counts.iter().all(|count| *count == 0) && self.reserved == 0 && self.segments.is_empty()
+    }
+}
+
+/// What all users have together.
+#[derive(Debug, Default)]
+struct Sums {
+    bytes: u64,
+    objects: u64,
+    leases: u64,
+    connections: u64,
+    reserved: usize,
+    devices: HashMap<DeviceUuid, u64>,
+}
+
+/// All users.
+#[derive(Debug)]
+pub(crate) struct Users {
+    rules: Rules,
+    users: HashMap<u32, Usage>,
+    all: Sums,
+}
+
+impl Users {
+    pub(crate) fn new(rules: Rules) -> Self {
+        Self { rules, users: HashMap::new(), all: Sums::default() }
+    }
+
+    pub(crate) fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
+    fn of(&self, uid: u32) -> Option<&Usage> {
+        self.users.get(&uid)
+    }
+
+    /// Changes what a user has. A user with nothing is forgotten.
+    fn change(&mut self, uid: u32, change: impl FnOnce(&mut Usage)) {
+        let usage = self.users.entry(uid).or_default();
+        change(usage);
+        if usage.is_empty() {
+            self.users.remove(&uid);
+        }
+    }
+
+    pub(crate) fn check_bytes(&self, uid: u32, more: u64) -> Result<(), BrokerError> {
+        const MOST: u64 = u64::MAX / 4;
+        if self.all.bytes.saturating_add(more) > MOST {
+            let message = format!("{} bytes are claimed, and {more} more can't be counted", self.all.bytes);
+            return Err(BrokerError::new(RefusalCode::Quota, message));
+        }
+        let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
+        self.rules.check(uid, Counted::Bytes, "bytes (claimed)", (has, self.all.bytes), more)
+    }
+
+    /// Refuses memory of more devices than a node has, and more memory of one than its quota.
+    pub(crate) fn check_devices<'a>(
+        &self,
+        uid: u32,
+        memory: impl Iterator<Item = &'a Memory>,
+    ) -> Result<(), BrokerError> {
+        let known = self.of(uid).map_or(&[][..], |usage| &usage.devices);
+        let mut more = HashMap::<DeviceUuid, u64>::new();
+        memory.for_each(|memory| {
+            let bytes = more.entry(memory.device.uuid).or_default();
+            *bytes = bytes.saturating_add(memory.mapped_size);
+        });
+        let new = more.keys().filter(|uuid| !known.iter().any(|of| of.device.uuid == **uuid)).count();
+        let has = known.len();
+        if new > 0 && has + new > MAX_DEVICES {
+            let message = format!(
+                "uid {uid} has memory of {has} devices and puts that of {new} more: at most {MAX_DEVICES} are counted for a user"
+            );
+            return Err(BrokerError::new(RefusalCode::Quota, message));
+        }
+        more.into_iter().try_for_each(|(uuid, more)| {
+            let has = known.iter().find(|of| of.device.uuid == uuid).map_or(0, |of| of.bytes);
+            let all = self.all.devices.get(&uuid).copied().unwrap_or(0);
+            let what = format!("bytes (claimed) of the device {uuid}");
+            self.rules.check(uid, Counted::DeviceBytes, &what, (has, all), more)
+        })
+    }
+
+    /// Refuses so many names more, with so many earlier versions that they keep.
+    pub(crate) fn check_objects(&self, uid: u32, names: u64, kept: u64) -> Result<(), BrokerError> {
+        if names + kept == 0 {
+            return Ok(());
+        }
+        let (has_names, has_kept) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
+        let what = if has_kept + kept == 0 { "objects" } else { "objects, the earlier versions kept among them," };
+        self.rules.check(uid, Counted::Objects, what, (has_names + has_kept, self.all.objects), names + kept)?;
+        if kept > 0 && has_kept + kept > MOST_KEPT {
+            let message = format!(
+                "uid {uid} has {has_kept} earlier versions that its names keep, and {MOST_KEPT} are the most: put with a smaller \
+                 `keep`, or delete names"
+            );
+            return Err(BrokerError::new(RefusalCode::Quota, message));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check_lease(&self, uid: u32) -> Result<(), BrokerError> {
+        let has = self.of(uid).map_or(0, |usage| usage.leases);
+        self.rules.check(uid, Counted::Leases, "leases", (has, self.all.leases), 1)
+    }
+
+    pub(crate) fn check_connection(&self, uid: u32) -> Result<(), BrokerError> {
+        let has = self.of(uid).map_or(0, |usage| usage.connections);
+        self.rules.check(uid, Counted::Connections, "connections", (has, self.all.connections), 1)
+    }
+
+    /// Counts bytes of parts that wait for others.
+    pub(crate) fn add_waiting(&mut self, uid: u32, bytes: u64) {
+        self.all.bytes += bytes;
+        self.change(uid, |usage| usage.waiting += bytes);
+    }
+
+    pub(crate) fn remove_waiting(&mut self, uid: u32, bytes: u64) {
+        self.all.bytes -= bytes;
+        self.change(uid, |usage| usage.waiting -= bytes);
+    }
+
+    /// Counts descriptors of a put that is not published, also those that are still to come.
+    pub(crate) fn reserve(&mut self, uid: u32, descriptors: usize) {
+        self.all.reserved += descriptors;
+        self.change(uid, |usage| usage.reserved += descriptors);
+    }
+
+    pub(crate) fn end_reservation(&mut self, uid: u32, descriptors: usize) {
+        self.all.reserved -= descriptors;
+        self.change(uid, |usage| usage.reserved -= descriptors);
+    }
+
+    /// How many descriptors all users have reserved.
+    pub(crate) fn reserved(&self) -> usize {
+        self.all.reserved
+    }
+
+    /// Counts a kept descriptor that a version of the user has.
+    pub(crate) fn add_segment(&mut self, uid: u32, id: SegmentId) {
+        self.change(uid, |usage| *usage.segments.entry(id).or_default() += 1);
+    }
+
+    pub(crate) fn remove_segment(&mut self, uid: u32, id: SegmentId) {
+        self.change(uid, |usage| {
+            if let Entry::Occupied(mut entry) = usage.segments.entry(id) {
+                *entry.get_mut() -= 1;
+                if *entry.get() == 0 {
+                    entry.remove();
+                }
+            }
+        });
+    }
+
+    /// How many descriptors a user has: of connections, of puts under way, and kept ones.
+    pub(crate) fn descriptors_of(&self, uid: u32) -> usize {
+        self.of(uid).map_or(0, |usage| usage.connections as usize + usage.reserved + usage.segments.len())
+    }
+
+    pub(crate) fn add_version(&mut self, uid: u32, bytes: u64, parts: &[record::Part]) {
+        self.all.bytes += bytes;
+        for part in parts {
+            *self.all.devices.entry(part.memory.device.uuid).or_default() += part.memory.mapped_size;
+        }
+        self.change(uid, |usage| {
+            usage.bytes += bytes;
+            parts.iter().for_each(|part| add_bytes(&mut usage.devices, &part.memory));
+        });
+    }
+
+    pub(crate) fn remove_version(&mut self, uid: u32, bytes: u64, parts: &[record::Part]) {
+        self.all.bytes -= bytes;
+        for part in parts {
+            if let Entry::Occupied(mut entry) = self.all.devices.entry(part.memory.device.uuid) {
+                *entry.get_mut() -= part.memory.mapped_size;
+                if *entry.get() == 0 {
+                    entry.remove();
+                }
+            }
+        }
+        self.change(uid, |usage| {
+            usage.bytes -= bytes;
+            for part in parts {
+                let of = |device: &&mut DeviceBytes| device.device.uuid == part.memory.device.uuid;
+                if let Some(device) = usage.devices.iter_mut().find(of) {
+                    device.bytes -= part.memory.mapped_size;
+                }
+            }
+            usage.devices.retain(|device| device.bytes > 0);
+        });
+    }
+
+    pub(crate) fn add_object(&mut self, uid: u32) {
+        self.all.objects += 1;
+        self.change(uid, |usage| usage.objects += 1);
+    }
+
+    pub(crate) fn remove_object(&mut self, uid: u32) {
+        self.all.objects -= 1;
+        self.change(uid, |usage| usage.objects -= 1);
+    }
+
+    /// A name of this user keeps so many earlier versions, and kept so many before.
+    pub(crate) fn set_kept(&mut self, uid: u32, before: u64, now: u64) {
+        self.all.objects = self.all.objects + now - before;
+        self.change(uid, |usage| usage.kept = usage.kept + now - before);
+    }
+
+    pub(crate) fn add_lease(&mut self, uid: u32) {
+        self.all.leases += 1;
+        self.change(uid, |usage| usage.leases += 1);
+    }
+
+    pub(crate) fn remove_lease(&mut self, uid: u32) {
+        self.all.leases -= 1;
+        self.change(uid, |usage| usage.leases -= 1);
+    }
+
+    pub(crate) fn add_connection(&mut self, uid: u32) {
+        self.all.connections += 1;
+        self.change(uid, |usage| usage.connections += 1);
+    }
+
+    pub(crate) fn remove_connection(&mut self, uid: u32) {
+        self.all.connections -= 1;
+        self.change(uid, |usage| usage.connections -= 1);
+    }
+
+    /// Whether one more report of a user is kept.
+    pub(crate) fn has_room_for_report(&self, uid: u32) -> bool {
+        self.of(uid).is_none_or(|usage| usage.reports < MOST_REPORTS)
+    }
+
+    pub(crate) fn add_report(&mut self, uid: u32) {
+        self.change(uid, |usage| usage.reports += 1);
+    }
+
+    pub(crate) fn remove_report(&mut self, uid: u32) {
+        self.change(uid, |usage| usage.reports -= 1);
+    }
+
+    /// Counts a request that takes so many bytes of memory until it is answered.
+    ///
+    /// # Errors
+    /// If the user's requests would take too many. Then it is not counted.
+    pub(crate) fn add_request(&mut self, uid: u32, bytes: u64) -> Result<(), BrokerError> {
+        let has = self.of(uid).map_or(0, |usage| usage.requested);
+        if bytes > 0 && has + bytes > MOST_REQUESTED {
+            let message = format!(
+                "the unanswered requests of uid {uid} take {has} bytes and this one {bytes}, and {MOST_REQUESTED} bytes are the most: \
+                 wait in fewer connections, or expect fewer fields"
+            );
+            return Err(BrokerError::new(RefusalCode::Quota, message));
+        }
+        self.change(uid, |usage| usage.requested += bytes);
+        Ok(())
+    }
+
+    pub(crate) fn remove_request(&mut self, uid: u32, bytes: u64) {
+        self.change(uid, |usage| usage.requested -= bytes);
+    }
+
+    /// A connection of a user leaves so many bytes of answers unread, and left so many before. Whether all of the user's
+    /// connections together leave too many.
+    pub(crate) fn set_unread(&mut self, uid: u32, before: u64, now: u64) -> bool {
+        let mut all = 0;
+        self.change(uid, |usage| {
+            usage.unread = usage.unread + now - before;
+            all = usage.unread;
+        });
+        all > MOST_UNREAD
+    }
+
+    /// What one user has, or all, in the order of their numbers, in about so many bytes of JSON. Of devices each user has the same
+    /// share, those with the most memory first: a user may claim memory of devices that do not exist.
+    pub(crate) fn totals(&self, only: Option<u32>, most: usize) -> Vec<UserTotal> {
+        const USER: usize = 120;
+        let has_any = |usage: &Usage| usage.objects + usage.leases + usage.connections > 0 || !usage.devices.is_empty();
+        let wanted = |(uid, usage): &(&u32, &Usage)| only.is_none_or(|only| only == **uid) && has_any(usage);
+        let mut uids: Vec<u32> = self.users.iter().filter(wanted).map(|(uid, _)| *uid).collect();
+        uids.sort_unstable();
+        uids.truncate(most / USER);
+        let share = (most - uids.len() * USER) / uids.len().max(1);
+        let total = |uid: u32| {
+            let Usage { objects, leases, connections, ref devices, .. } = self.users[&uid];
+            let mut devices: Vec<&DeviceBytes> = devices.iter().collect();
+            devices.sort_by_key(|of| std::cmp::Reverse(of.bytes));
+            let mut left = share;
+            let mut fits = |of: &&&DeviceBytes| {
+                let length = 100 + 2 * of.device.name.len();
+                let fits = length <= left;
+                left = left.saturating_sub(length);
+                fits
+            };
+            let devices = devices.iter().take_while(&mut fits).map(|of| (*of).clone()).collect();
+            UserTotal { uid, objects, devices, leases, connections }
+        };
+        uids.into_iter().map(total).collect()
+    }
+}

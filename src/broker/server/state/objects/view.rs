@@ -1,0 +1,195 @@
+//! What is said of objects and leases.
+
+use std::{collections::BTreeMap, ops::Bound, os::fd::AsFd};
+
+use super::{Name, Objects, Version};
+use crate::{
+    broker::{
+        catalogue::{
+            SegmentId,
+            record::{self, Table},
+        },
+        server::state::caller::{Caller, Right, command_of},
+    },
+    error::{BrokerError, RefusalCode},
+    wire::{
+        self, Memory,
+        broker::{
+            DeviceBytes, HeldLease, Leases, List, Objects as Page, PartInfo, ReportInfo, Stat, Summary, UserTotal,
+            VersionInfo, Who,
+        },
+    },
+};
+
+/// How many bytes of a page's JSON are filled at most: a summary has fewer than the rest of a record.
+const PAGE: usize = 48 * 1024;
+
+/// How many names and leases are looked at for one page at most: the others wait until it is done.
+const LOOKED_AT: usize = 4096;
+
+/// Adds a part's memory to that of its device.
+pub(crate) fn add_bytes(devices: &mut Vec<DeviceBytes>, memory: &Memory) {
+    match devices.iter_mut().find(|device| device.device.uuid == memory.device.uuid) {
+        Some(device) => device.bytes += memory.mapped_size,
+        None => devices.push(DeviceBytes { device: memory.device.clone(), bytes: memory.mapped_size }),
+    }
+}
+
+impl Objects {
+    fn summary(&self, name: &Name, version: &Version) -> Summary {
+        let record = &version.record;
+        let mut devices = Vec::new();
+        record.parts.iter().for_each(|part| add_bytes(&mut devices, &part.memory));
+        Summary {
+            name: record.name.clone(),
+            version: record.version,
+            id: record.id.clone(),
+            size: record.parts.iter().map(|part| part.memory.size).sum(),
+            devices,
+            backend: record.backend.as_str().to_owned(),
+            parts: record.parts.len() as u64,
+            segments: record.parts.iter().map(|part| part.segments.len() as u64).sum(),
+            arrays: record.parts.iter().map(|part| part.array_count).sum(),
+            leases: version.leases,
+            owner: name.owner,
+            mode: name.mode,
+            created_ms: record.created_ms,
+        }
+    }
+
+    /// A page of the names that the caller may read.
+    pub(crate) fn list(&self, caller: &Caller, socket: &impl AsFd, list: &List) -> Page {
+        let List { prefix, after } = list;
+        let from = match after {
+            Some(after) if after >= prefix => Bound::Excluded(after.as_str()),
+            _ => Bound::Included(prefix.as_str()),
+        };
+        let (mut objects, mut length) = (Vec::new(), 0);
+        let names = self.readers.names(caller, socket, from);
+        for name in names.take_while(|name| name.starts_with(prefix.as_str())) {
+            let Some(of) = self.names.get(name) else { continue };
+            let summary = self.summary(of, self.current(of));
+            length += 400 + name.len() + summary.devices.iter().map(|of| 100 + 2 * of.device.name.len()).sum::<usize>();
+            if length > PAGE && !objects.is_empty() {
+                return Page { objects, more: true };
+            }
+            objects.push(summary);
+        }
+        Page { objects, more: false }
+    }
+
+    /// All that is known of a version, and the segment of its metadata.
+    pub(crate) fn stat(
+        &self,
+        caller: &Caller,
+        socket: &impl AsFd,
+        stat: &Stat,
+    ) -> Result<(VersionInfo, Option<SegmentId>), BrokerError> {
+        let Stat { name, version } = stat;
+        let (of, version) = self.readable(caller, socket, name, *version)?;
+        let record = &version.record;
+        let part = |part: &record::Part| PartInfo {
+            name: part.name.clone(),
+            memory: part.memory.clone(),
+            arrays: part.array_count,
+            digest: part.digest.clone(),
+            maker: part.maker.clone(),
+        };
+        let (metadata, segment) = record.metadata.as_ref().map(to_wire).unzip();
+        let report = |report: &record::Report| {
+            let record::Report { reader, at_ms, message, .. } = report.clone();
+            ReportInfo { reader, at_ms, message }
+        };
+        let info = VersionInfo {
+            summary: self.summary(of, version),
+            versions: last_numbers(&of.versions),
+            lifetime: of.lifetime,
+            keep: of.keep,
+            parts: record.parts.iter().map(part).collect(),
+            metadata,
+            reports: version.reports.iter().map(report).collect(),
+        };
+        Ok((info, segment.flatten()))
+    }
+
+    /// A version that the caller may read.
+    pub(super) fn readable(
+        &self,
+        caller: &Caller,
+        socket: &impl AsFd,
+        name: &str,
+        version: Option<u64>,
+    ) -> Result<(&Name, &Version), BrokerError> {
+        let absent = |message: String| BrokerError::new(RefusalCode::Absent, message);
+        let of = self.names.get(name).ok_or_else(|| absent(format!("there is no object `{name}`")))?;
+        caller.require(Right::Read, name, of.owner, of.mode, socket)?;
+        let Some(key) = self.find(name, version, None) else {
+            let (wanted, current) = (version.unwrap_or_default(), self.current(of).record.version);
+            return Err(absent(format!("`{name}` has no version {wanted} (any more): it is at version {current}")));
+        };
+        self.versions.get(&key).map(|version| (of, version)).ok_or_else(|| absent(format!("`{name}` is gone")))
+    }
+
+    /// A page of the leases that the caller may know of. With the last page come the totals: all users' for the superuser, else the
+    /// caller's.
+    pub(crate) fn who(&self, caller: &Caller, socket: &impl AsFd, who: &Who) -> Leases {
+        let (mut leases, mut length) = (Vec::new(), 0);
+        let from = who.after.map_or(0, |after| after.saturating_add(1));
+        for (looked_at, (number, token)) in self.readers.leases(caller, socket, from).enumerate() {
+            let Some(held) = self.leases.get(&token) else { continue };
+            let Some(version) = self.versions.get(&held.record.key) else { continue };
+            let record = &version.record;
+            if !record.name.starts_with(&who.prefix) {
+                continue;
+            }
+            length += 320 + record.name.len();
+            if length > PAGE || looked_at > LOOKED_AT && !leases.is_empty() {
+                return Leases { leases, more: true, totals: Vec::new() };
+            }
+            leases.push(HeldLease {
+                number,
+                name: record.name.clone(),
+                version: record.version,
+                id: record.id.clone(),
+                named: version.named,
+                pid: held.record.pid,
+                uid: held.record.uid,
+                command: command_of(held.record.pid),
+                since_ms: held.record.since_ms,
+                size: held.record.size,
+            });
+        }
+        // They have a page of their own if there are many leases.
+        if length > PAGE / 3 && !leases.is_empty() {
+            return Leases { leases, more: true, totals: Vec::new() };
+        }
+        let totals = self.totals(caller, PAGE / 2);
+        Leases { leases, more: false, totals }
+    }
+
+    /// What users have: all for the superuser, else the caller.
+    pub(crate) fn totals(&self, caller: &Caller, most: usize) -> Vec<UserTotal> {
+        self.users.totals((!caller.is_superuser()).then_some(caller.uid), most)
+    }
+
+    /// What goes with the broker, for its last words.
+    pub(crate) fn sums(&self) -> (u64, u64, u64, u64) {
+        let bytes = self.versions.values().map(Version::bytes).sum();
+        (self.names.len() as u64, self.versions.len() as u64, self.leases.len() as u64, bytes)
+    }
+}
+
+/// The numbers of versions in ascending order, the last thousand of them.
+fn last_numbers(versions: &BTreeMap<u64, u64>) -> Vec<u64> {
+    let mut numbers: Vec<u64> = versions.keys().rev().take(1000).copied().collect();
+    numbers.reverse();
+    numbers
+}
+
+/// A table as it is sent, and the segment whose descriptor goes with it.
+pub(crate) fn to_wire(table: &Table) -> (wire::broker::Table, Option<SegmentId>) {
+    match table {
+        Table::Inline(text) => (wire::broker::Table::Inline(text.clone()), None),
+        Table::Kept { segment, length } => (wire::broker::Table::Length(*length), Some(*segment)),
+    }
+}

@@ -1,0 +1,196 @@
+//! How much users may have: each one, and all together.
+
+use crate::broker::server::{ServerConfig, state::caller::is_superuser};
+use crate::{
+    error::{BrokerError, RefusalCode},
+    wire::broker::Limits,
+};
+
+/// What a user, or all users together, may have in a broker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Quota {
+    /// Bytes of memory, as their makers claim: also of versions that have no name any more.
+    pub bytes: Option<u64>,
+    /// Bytes of memory of each device, as their makers claim.
+    pub device_bytes: Option<u64>,
+    /// Names, and the earlier versions that they keep.
+    pub objects: Option<u64>,
+    /// Leases.
+    pub leases: Option<u64>,
+    /// Connections.
+    pub connections: Option<u64>,
+}
+
+impl Quota {
+    /// What each user other than the server's own and root may have by default.
+    pub const fn user() -> Self {
+        Self {
+            bytes: Some(16 << 40),
+            device_bytes: Some(2 << 40),
+            objects: Some(20_000),
+            leases: Some(100_000),
+            connections: Some(10_000),
+        }
+    }
+
+    /// What all users together may have by default. Their memory is what the devices have, and the descriptors bound their connections.
+    pub const fn total() -> Self {
+        Self { bytes: None, device_bytes: None, objects: Some(100_000), leases: Some(400_000), connections: None }
+    }
+
+    /// Without any limit, for the server's own user and root too.
+    pub const fn unlimited() -> Self {
+        let most = Some(u64::MAX);
+        Self { bytes: most, device_bytes: most, objects: most, leases: most, connections: most }
+    }
+
+    /// The limits of this one, and where it has none those of another one.
+    fn or(self, other: Self) -> Self {
+        Self {
+            bytes: self.bytes.or(other.bytes),
+            device_bytes: self.device_bytes.or(other.device_bytes),
+            objects: self.objects.or(other.objects),
+            leases: self.leases.or(other.leases),
+            connections: self.connections.or(other.connections),
+        }
+    }
+
+    fn limits(self) -> Limits {
+        // The largest number stands for none.
+        let limit = |of: Option<u64>| of.filter(|&most| most < u64::MAX);
+        Limits {
+            bytes: limit(self.bytes),
+            device_bytes: limit(self.device_bytes),
+            objects: limit(self.objects),
+            leases: limit(self.leases),
+            connections: limit(self.connections),
+        }
+    }
+}
+
+/// Something that users have a limited number of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Counted {
+    Bytes,
+    DeviceBytes,
+    Objects,
+    Leases,
+    Connections,
+}
+
+impl Counted {
+    fn of(self, quota: &Quota) -> Option<u64> {
+        match self {
+            Self::Bytes => quota.bytes,
+            Self::DeviceBytes => quota.device_bytes,
+            Self::Objects => quota.objects,
+            Self::Leases => quota.leases,
+            Self::Connections => quota.connections,
+        }
+    }
+
+    /// Its key in the options.
+    fn key(self) -> &'static str {
+        match self {
+            Self::Bytes => "bytes",
+            Self::DeviceBytes => "device-bytes",
+            Self::Objects => "objects",
+            Self::Leases => "leases",
+            Self::Connections => "connections",
+        }
+    }
+}
+
+/// The limits that hold: the ones that were given hold for every user, the default ones not for the server's own and root.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Rules {
+    user: Quota,
+    total: Quota,
+}
+
+impl Rules {
+    pub(crate) fn of(config: &ServerConfig) -> Self {
+        Self { user: config.quota, total: config.total_quota }
+    }
+
+    /// What each user other than the server's own and root may have, and all together.
+    pub(crate) fn limits(&self) -> (Limits, Limits) {
+        (self.user.or(Quota::user()).limits(), self.total.or(Quota::total()).limits())
+    }
+
+    /// Refuses more of something, with all figures. The user has `has` of it, and all users together `all`.
+    pub(crate) fn check(
+        &self,
+        uid: u32,
+        counted: Counted,
+        what: &str,
+        (has, all): (u64, u64),
+        more: u64,
+    ) -> Result<(), BrokerError> {
+        let is_superuser = is_superuser(uid);
+        let limit = |given: Quota, default: Quota| {
+            let default = if is_superuser { Quota::default() } else { default };
+            counted.of(&given.or(default))
+        };
+        let refuse = |limit: String| {
+            let message = format!("uid {uid} has {has} {what} and asks for {more} more, and {limit}");
+            Err(BrokerError::new(RefusalCode::Quota, message))
+        };
+        if let Some(most) = limit(self.user, Quota::user()).filter(|most| has.saturating_add(more) > *most) {
+            return refuse(format!("its quota is {most}"));
+        }
+        let Some(total) = limit(self.total, Quota::total()) else { return Ok(()) };
+        let left = total.saturating_sub(all - has);
+        let share = if is_superuser { left } else { left / 2 };
+        if has.saturating_add(more) <= share {
+            return Ok(());
+        }
+        let (half, key) = (if is_superuser { "what" } else { "half of what" }, counted.key());
+        refuse(format!("its share is {share}, {half} other users leave of {total}: raise --total-quota {key}="))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOMEBODY: u32 = 34_560;
+
+    fn rules(user: Quota, total: Quota) -> Rules {
+        Rules { user, total }
+    }
+
+    fn check(rules: &Rules, uid: u32, has: u64, all: u64, more: u64) -> Result<(), String> {
+        rules.check(uid, Counted::Objects, "objects", (has, all), more).map_err(|refusal| refusal.message)
+    }
+
+    #[test]
+    fn defaults_hold_for_others_alone() {
+        let rules = Rules::default();
+        let most = Quota::user().objects.unwrap();
+        assert_eq!(check(&rules, SOMEBODY, most - 1, most - 1, 1), Ok(()));
+        let refusal = check(&rules, SOMEBODY, most, most, 1).unwrap_err();
+        assert!(refusal.ends_with(&format!("asks for 1 more, and its quota is {most}")), "{refusal}");
+        assert_eq!(check(&rules, 0, most, most, 1), Ok(()));
+        // One that is given holds for all.
+        let given = self::rules(Quota { objects: Some(1), ..Quota::default() }, Quota::default());
+        assert!(check(&given, 0, 1, 1, 1).is_err());
+        let unlimited = self::rules(Quota::unlimited(), Quota::unlimited());
+        assert_eq!(check(&unlimited, SOMEBODY, most, most, 1), Ok(()));
+    }
+
+    #[test]
+    fn one_user_leaves_others_half_of_the_total() {
+        let rules = rules(Quota::default(), Quota { objects: Some(100), ..Quota::default() });
+        assert_eq!(check(&rules, SOMEBODY, 49, 49, 1), Ok(()));
+        let refusal = check(&rules, SOMEBODY, 50, 50, 1).unwrap_err();
+        let want = "its share is 50, half of what other users leave of 100: raise --total-quota objects=";
+        assert!(refusal.ends_with(want), "{refusal}");
+        // The next user has half of the rest, and root all of it.
+        assert_eq!(check(&rules, SOMEBODY + 1, 24, 74, 1), Ok(()));
+        assert!(check(&rules, SOMEBODY + 1, 25, 75, 1).is_err());
+        assert_eq!(check(&rules, 0, 24, 99, 1), Ok(()));
+        assert!(check(&rules, 0, 25, 100, 1).is_err());
+    }
+}

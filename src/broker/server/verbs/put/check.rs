@@ -1,0 +1,329 @@
+//! What is wrong with a put: in what it says, in its memory, in its tables.
+
+use std::{
+    collections::{HashMap, HashSet},
+    os::fd::{AsFd, OwnedFd},
+    time::Duration,
+};
+
+use super::{Prepared, Upload, invalid, refuse};
+use crate::{
+    broker::{
+        name::{check_component, check_name},
+        server::state::{
+            inspect::{Inode, inode, inspect},
+            objects::{NewPart, NewTable, Terms},
+        },
+        table,
+    },
+    driver::{Backend, GRANULARITY},
+    error::{BrokerError, RefusalCode},
+    wire::{
+        Check, Mechanism,
+        broker::{
+            MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS, MAX_TABLE, Maker,
+            Put, PutPart, Table, read_arrays,
+        },
+    },
+};
+
+/// More bytes than a process has addresses for: half of 48 bits is the kernel's.
+const ADDRESSES: u64 = 1 << 47;
+
+/// Checks what a put says, without a look at its memory.
+pub(crate) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
+    check_name(&put.name)?;
+    put.group.iter().try_for_each(|group| check_component("group", group))?;
+    let backends = [Backend::Cuda, Backend::Host];
+    let Some(backend) = backends.into_iter().find(|backend| backend.as_str() == put.backend) else {
+        return invalid(format!("the backend `{}` is not known here: it is cuda or host", put.backend));
+    };
+    if let Some(mode) = put.mode.filter(|mode| mode & !0o666 != 0) {
+        return invalid(format!("mode {mode:o} has more than read and write: at most 666"));
+    }
+    if put.parts.is_empty() {
+        return invalid(format!("a put of `{}` brings no part", put.name));
+    }
+    let mut announced = HashSet::new();
+    for name in &put.announced {
+        check_component("part", name)?;
+        if !announced.insert(name.as_str()) {
+            return invalid(format!("part `{name}` is announced twice"));
+        }
+    }
+    let (mut total, mut bytes, mut names) = (0u64, 0u64, HashSet::new());
+    for part in &put.parts {
+        let name = &part.name;
+        check_component("part", name)?;
+        if !names.insert(name.as_str()) {
+            return invalid(format!("part `{name}` comes twice"));
+        }
+        if !announced.is_empty() && !announced.contains(name.as_str()) {
+            return invalid(format!("part `{name}` is not among those that are announced"));
+        }
+        let memory = &part.memory;
+        if memory.mechanism != Mechanism::Vmm {
+            return invalid(format!(
+                "part `{name}` is not shared by vmm: pools and legacy handles die with their maker, so a broker can't keep them"
+            ));
+        }
+        if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
+            return invalid(format!("part `{name}` is shared by vmm, and has fields of another mechanism"));
+        }
+        let (size, mapped) = (memory.size, memory.mapped_size);
+        if size == 0 || size > mapped || mapped >= ADDRESSES {
+            return invalid(format!(
+                "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: at least 1 in at most {ADDRESSES}"
+            ));
+        }
+        // The rule of the memory's driver, which refuses to map anything else.
+        if !mapped.is_multiple_of(GRANULARITY) {
+            return invalid(format!(
+                "part `{name}` claims {mapped} bytes of memory: its size is a multiple of the granularity, {GRANULARITY} bytes"
+            ));
+        }
+        if memory.segments == 0 {
+            return invalid(format!("part `{name}` has no segment"));
+        }
+        total = total.saturating_add(memory.segments);
+        bytes = bytes.saturating_add(mapped);
+    }
+    bytes = bytes.saturating_add(check_lengths(put)?);
+    if put.restore.is_some() && (put.announced.len() > put.parts.len() || put.if_version.is_some()) {
+        return invalid("a version that is offered back comes whole, and replaces none that is there");
+    }
+    if put.announced.len() > put.parts.len() && put.group.is_none() {
+        return invalid("parts of others are announced, and no group says which are of the same version");
+    }
+    if total > MAX_SEGMENTS as u64 {
+        return invalid(format!("{total} segments are too many: an object has at most {MAX_SEGMENTS}"));
+    }
+    if put.sizes.is_empty() || put.sizes.len() as u64 > total {
+        return invalid(format!("{} segments come with a put of {total}: it brings at least one", put.sizes.len()));
+    }
+    let terms = Terms {
+        name: put.name.clone(),
+        replace: put.replace || put.if_version.is_some(),
+        if_version: put.if_version,
+        mode: put.mode,
+        lifetime: put.lifetime,
+        keep: put.keep,
+        backend,
+        requests: put.request.into_iter().collect(),
+        restore: put.restore.clone(),
+    };
+    Ok((terms, total as usize, bytes))
+}
+
+/// Checks the lengths of a put's tables, as claimed. Returns their sum.
+fn check_lengths(put: &Put) -> Result<u64, BrokerError> {
+    let arrays = put.parts.iter().filter_map(|part| {
+        let table = part.arrays.as_ref()?;
+        Some((format!("the table of part `{}`", part.name), table, MAX_TABLE))
+    });
+    let metadata = put.metadata.iter().map(|table| ("the metadata".to_owned(), table, MAX_METADATA));
+    let (mut sum, mut inline) = (0u64, 0);
+    for (what, table, most) in metadata.chain(arrays) {
+        let (length, most, place) = match table {
+            Table::Length(length) => (*length, most, "in a memfd"),
+            Table::Inline(text) => (text.as_str().len() as u64, MAX_INLINE as u64, "in the record"),
+        };
+        if length > most {
+            return invalid(format!("{what} has {length} bytes {place}: at most {most} are allowed there"));
+        }
+        if matches!(table, Table::Inline(_)) {
+            inline += length;
+        }
+        sum = sum.saturating_add(length);
+    }
+    match inline <= MAX_INLINE_TOGETHER as u64 {
+        true => Ok(sum),
+        false => invalid(format!(
+            "the tables in the record have {inline} bytes together: at most {MAX_INLINE_TOGETHER} are allowed, so send some in memfds"
+        )),
+    }
+}
+
+/// The examination of a put's descriptors and tables, in steps: other users' work comes between them.
+pub(crate) struct Examination {
+    upload: Upload,
+    maker: Maker,
+    emulated: bool,
+    /// How many arrays each part has that was examined.
+    counts: Vec<u64>,
+    /// How many tables and segments those parts have.
+    tables: usize,
+    segments: usize,
+    /// The memfds of tables that were read, with their claimed lengths, and how many arrays each has.
+    read: HashMap<(Inode, u64), u64>,
+}
+
+/// What a step of an examination leads to.
+pub(crate) enum Examined {
+    /// There is more to examine.
+    More(Box<Examination>),
+    /// The put may be published.
+    Sound(Prepared),
+    /// It is refused. Its descriptors are the caller's to close.
+    Refused(BrokerError, Vec<OwnedFd>),
+}
+
+impl Examination {
+    pub(crate) fn new(upload: Upload, maker: Maker, emulated: bool) -> Self {
+        let (counts, read) = (Vec::with_capacity(upload.put.parts.len()), HashMap::new());
+        Self { upload, maker, emulated, counts, tables: 0, segments: 0, read }
+    }
+
+    /// Examines the metadata and the first part, or the next part. Reads one table of arrays at most.
+    pub(crate) fn step(mut self) -> Examined {
+        let next = match self.counts.len() {
+            0 => self.examine_metadata().and_then(|()| self.examine_part()),
+            _ => self.examine_part(),
+        };
+        match next {
+            Err(refusal) => Examined::Refused(refusal, self.upload.into_fds()),
+            Ok(()) if self.counts.len() < self.upload.put.parts.len() => Examined::More(Box::new(self)),
+            Ok(()) => Examined::Sound(self.finish()),
+        }
+    }
+
+    fn examine_metadata(&mut self) -> Result<(), BrokerError> {
+        let Some(metadata) = &self.upload.put.metadata else { return Ok(()) };
+        let text = match metadata {
+            Table::Inline(text) => text.as_str().to_owned(),
+            Table::Length(length) => {
+                let fd = &self.upload.tables[self.tables];
+                self.tables += 1;
+                table::read(fd.as_fd(), *length, MAX_METADATA)
+                    .or_else(|problem| invalid(format!("the metadata: {problem}")))?
+            }
+        };
+        match serde_json::from_str::<Check>(&text) {
+            Ok(_) => Ok(()),
+            Err(error) => invalid(format!("the metadata is not a JSON object: {error}")),
+        }
+    }
+
+    fn examine_part(&mut self) -> Result<(), BrokerError> {
+        let at = self.counts.len();
+        let count = match &self.upload.put.parts[at].arrays {
+            None => 0,
+            Some(Table::Inline(text)) => check_arrays(&self.upload.put.parts[at], text.as_str())?,
+            Some(Table::Length(length)) => self.count_arrays(at, *length)?,
+        };
+        self.counts.push(count);
+        let Upload { put, terms, segments, .. } = &self.upload;
+        let part = &put.parts[at];
+        let (name, memory) = (&part.name, &part.memory);
+        let segments = segments[self.segments..].iter().take(memory.segments as usize);
+        let mut sum = 0u64;
+        for (at, (size, fd)) in segments.enumerate() {
+            if !size.is_multiple_of(GRANULARITY) {
+                return invalid(format!(
+                    "segment {at} of part `{name}` has {size} bytes: its size is a multiple of the granularity, {GRANULARITY} bytes"
+                ));
+            }
+            if let Err(unfit) = inspect(fd.as_fd(), terms.backend, *size, memory.immutable, self.emulated) {
+                return refuse(RefusalCode::Memory, format!("segment {at} of part `{name}` can't be kept: {unfit}"));
+            }
+            sum = sum.saturating_add(*size);
+        }
+        if sum != memory.mapped_size {
+            let mapped = memory.mapped_size;
+            return invalid(format!("part `{name}` has segments of {sum} bytes together, and claims {mapped}"));
+        }
+        self.segments += memory.segments as usize;
+        Ok(())
+    }
+
+    /// How many arrays the table of a part has. A memfd that several parts name is read once.
+    fn count_arrays(&mut self, at: usize, length: u64) -> Result<u64, BrokerError> {
+        let Upload { put, tables, .. } = &self.upload;
+        let fd = &tables[self.tables];
+        let refusal = |problem: String| {
+            BrokerError::new(RefusalCode::Invalid, format!("part `{}`: {problem}", put.parts[at].name))
+        };
+        let unknown = |error| refusal(format!("the descriptor of a table can't be examined: {error}"));
+        let file = inode(fd.as_fd()).map_err(unknown)?;
+        if let Some(count) = self.read.get(&(file, length)) {
+            self.tables += 1;
+            return Ok(*count);
+        }
+        // Its arrays must fit the smallest part that has them.
+        let tables_of = put.parts[at..].iter().filter(|part| matches!(part.arrays, Some(Table::Length(_))));
+        let parts = tables_of.zip(&tables[self.tables..]);
+        let same = parts.filter(|(_, other)| inode(other.as_fd()).is_ok_and(|other| other == file));
+        let smallest = same.map(|(part, _)| part).min_by_key(|part| part.memory.size).unwrap_or(&put.parts[at]);
+        let text = table::read(fd.as_fd(), length, MAX_TABLE).map_err(refusal)?;
+        let count = check_arrays(smallest, &text)?;
+        self.read.insert((file, length), count);
+        self.tables += 1;
+        Ok(count)
+    }
+
+    fn finish(self) -> Prepared {
+        let Self { upload: Upload { put, terms, tables, segments, .. }, maker, counts, .. } = self;
+        let (mut tables, mut segments) = (tables.into_iter(), segments.into_iter());
+        let mut take = |table: Table| match table {
+            Table::Length(length) => tables.next().map(|fd| NewTable::Memfd { fd, length }),
+            Table::Inline(text) => Some(NewTable::Inline(text)),
+        };
+        let metadata = put.metadata.and_then(&mut take);
+        let mut parts = Vec::with_capacity(put.parts.len());
+        for (part, array_count) in put.parts.into_iter().zip(counts) {
+            let arrays = part.arrays.and_then(&mut take);
+            let segments = segments.by_ref().take(part.memory.segments as usize).collect();
+            let (name, memory, digest, maker) = (part.name, part.memory, part.digest, maker.clone());
+            parts.push(NewPart { name, memory, arrays, array_count, digest, maker, segments });
+        }
+        let wait = Duration::from_millis(put.wait_ms.unwrap_or(0));
+        let mut announced = put.announced;
+        if announced.is_empty() {
+            announced = parts.iter().map(|part| part.name.clone()).collect();
+        }
+        Prepared { terms, announced, group: put.group, wait, metadata, parts }
+    }
+}
+
+/// Checks a table of arrays. Returns how many they are.
+fn check_arrays(part: &PutPart, text: &str) -> Result<u64, BrokerError> {
+    let (part, size) = (&part.name, part.memory.size);
+    let arrays = match read_arrays(text) {
+        Ok(arrays) => arrays,
+        Err(error) => return invalid(format!("the table of part `{part}` is not one of arrays: {error}")),
+    };
+    if arrays.len() > MAX_ARRAYS {
+        let got = arrays.len();
+        return invalid(format!("{got} arrays in part `{part}` are too many: at most {MAX_ARRAYS} are allowed"));
+    }
+    let mut names = HashSet::with_capacity(arrays.len());
+    for entry in &arrays {
+        let mut shown = entry.name.clone();
+        crate::wire::shorten(&mut shown, 100);
+        if entry.name.is_empty() || entry.name.len() > 1024 {
+            let length = entry.name.len();
+            return invalid(format!(
+                "the name of an array in part `{part}` has {length} bytes, and 1 to 1024 are allowed"
+            ));
+        }
+        if !names.insert(entry.name.as_str()) {
+            return invalid(format!("array `{shown}` is twice in part `{part}`"));
+        }
+        if let Err(error) = entry.array.check(size) {
+            return invalid(format!(
+                "array `{shown}` is not inside part `{part}` of {size} bytes: {}",
+                error.in_full()
+            ));
+        }
+        if let Some(attributes) = &entry.attributes {
+            let text = attributes.as_str();
+            if text.len() > MAX_ATTRIBUTES || !text.starts_with('{') {
+                return invalid(format!(
+                    "the attributes of array `{shown}` have {} bytes: a JSON object of at most {MAX_ATTRIBUTES} is allowed",
+                    text.len()
+                ));
+            }
+        }
+    }
+    Ok(arrays.len() as u64)
+}
