@@ -238,7 +238,7 @@ fn sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured(meeting: Meeting)
 }
 
 /// What is compared at each size.
-const COMPARED: [&str; 4] = ["floor", "handoff", "handoff, with description", "get"];
+const COMPARED: [&str; 5] = ["floor", "handoff", "handoff, with description", "handoff by a sleeper", "get"];
 const EXPORTS: [&str; 4] = [
     "export, the broker holds memory",
     "create to release, the broker holds memory",
@@ -309,10 +309,12 @@ fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
         is("get, more than a handoff", size, get - median("handoff", size), "us", Some(15.0));
         let described = get - median("handoff, with description", size);
         is("get, more than a handoff with description", size, described, "us", None);
+        let woken = get - median("handoff by a sleeper", size);
+        is("get, more than a handoff by a sleeper", size, woken, "us", Some(15.0));
         let of_the_driver = median(SWITCHED[1], size) / median(SWITCHED[0], size);
         is("switch, of the driver's unmap, map and set access", size, of_the_driver, "x", Some(1.2));
     }
-    let more = median(&segmented[3], 8 << 20) - median(&segmented[1], 8 << 20);
+    let more = median(&segmented[4], 8 << 20) - median(&segmented[1], 8 << 20);
     is("get, in segments of 2 MiB, more than a handoff", 8 << 20, more, "us", Some(15.0));
     let more = (median(others[1], 0) - median(others[0], 0)) / 1e3;
     is("get of 10000 arrays, more than of one", 0, more, "ms", Some(3.0));
@@ -521,8 +523,8 @@ fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
         assert_eq!(sentence(ended.code(5)), format!("{who} failed: {call} failed: CUDA_ERROR_UNKNOWN (999)"));
         assert_eq!(ended.stdout, "");
     }
-    // Those before are the floor's and the two handoffs'.
-    let ended = bench(&meeting, &["broker"]).env("FAKECUDA_FAIL", "cuMemImportFromShareableHandle:4:999").end();
+    // The floor and the three handoffs come before.
+    let ended = bench(&meeting, &["broker"]).env("FAKECUDA_FAIL", "cuMemImportFromShareableHandle:5:999").end();
     let said = sentence(ended.code(5));
     let call = "cuMemImportFromShareableHandle failed: CUDA_ERROR_UNKNOWN (999)";
     assert!(said.starts_with("a consumer failed: ") && said.ends_with(call), "{said}");

@@ -34,6 +34,7 @@ pub fn run_task(child: &Entered) -> Result<()> {
             let line = child.line()?;
             report(&line, consumer::serve(&task, &line), ConsumerResponse::Failed)
         }
+        Role::Sleeper => broker::serve_sleeper(&child.line()?),
         Role::Single => {
             let line = child.line()?;
             report(&line, single::serve(&task, &line), Response::Failed)

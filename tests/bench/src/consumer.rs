@@ -16,7 +16,7 @@ use vmmfd::{
 };
 
 use super::{
-    broker::Switching,
+    broker::{Sleeper, Switching},
     producer::until_asleep,
     protocol::{ConsumerRequest, ConsumerResponse, Method},
     stats::{now, us},
@@ -38,6 +38,7 @@ struct Consumer<'a> {
     opened: Option<Opened>,
     /// The same, of several segments.
     segments: Option<Segments>,
+    sleeper: Option<Sleeper>,
     broker: Option<Client>,
     /// The object that was got last, until the next request.
     object: Option<Object>,
@@ -67,6 +68,7 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
         pool: None,
         opened: None,
         segments: None,
+        sleeper: None,
         broker: None,
         object: None,
         switching: None,
@@ -103,11 +105,20 @@ impl Consumer<'_> {
             ConsumerRequest::Open { method, size, segments } => {
                 self.line.send(&ConsumerResponse::Ready)?;
                 let at = match (method, segments) {
-                    (Method::Floor, 2..) => self.open_segments(*size)?,
+                    (Method::Floor, 2..) => self.open_segments(self.line.receive_bare(&mut [0; 2])?.fds, *size)?,
                     _ => self.open(*method, *size)?,
                 };
                 Ok(ConsumerResponse::Usable { at })
             }
+            ConsumerRequest::Sleeper => {
+                let fds = self.line.receive_bare(&mut [0; 2])?.fds;
+                if self.sleeper.is_none() {
+                    self.sleeper = Some(Sleeper::start(self.task)?);
+                }
+                self.sleeper.as_ref().map_or_else(not_prepared, |sleeper| sleeper.keep(&fds))?;
+                Ok(ConsumerResponse::Ready)
+            }
+            ConsumerRequest::Wake { size } => self.wake(*size),
             ConsumerRequest::Broker { socket } => {
                 let config = Config::default().timeout(self.task.timeout);
                 self.broker = Some(Client::connect(socket, &config)?);
@@ -131,6 +142,7 @@ impl Consumer<'_> {
             // All else is closed before each request.
             ConsumerRequest::Close => {
                 self.switching.take().map_or(Ok(()), Switching::close)?;
+                self.sleeper.as_ref().map_or(Ok(()), |sleeper| sleeper.keep(&[]))?;
                 Ok(ConsumerResponse::Ready)
             }
             ConsumerRequest::Release => {
@@ -155,13 +167,8 @@ impl Consumer<'_> {
         let ordinal = self.device.ordinal();
         match method {
             Method::Floor | Method::ExportEach => {
-                let bare = self.driver.verbs().bare()?;
                 let fd = self.descriptor()?;
-                let (opened, _) = bare.open(ordinal, fd.as_fd(), size)?;
-                let at = now();
-                // Other consumers may still be opening theirs, which closing would disturb.
-                self.opened = Some(opened);
-                Ok(at)
+                self.open_descriptor(&fd, size)
             }
             Method::Fresh | Method::Described | Method::Again => {
                 let Some(subscriber) = &mut self.subscriber else { return not_prepared() };
@@ -197,9 +204,18 @@ impl Consumer<'_> {
         }
     }
 
+    /// Opens memory of one segment by the driver's calls, until the next request: other consumers may still be opening theirs, which closing
+    /// would disturb.
+    fn open_descriptor(&mut self, fd: &OwnedFd, size: u64) -> Result<u64> {
+        let (opened, _) = self.driver.verbs().bare()?.open(self.device.ordinal(), fd.as_fd(), size)?;
+        let at = now();
+        self.opened = Some(opened);
+        Ok(at)
+    }
+
     /// Opens memory of several segments of one size by the driver's calls, side by side.
-    fn open_segments(&mut self, size: u64) -> Result<u64> {
-        let (verbs, fds) = (self.driver.verbs(), self.line.receive_bare(&mut [0; 2])?.fds);
+    fn open_segments(&mut self, fds: Vec<OwnedFd>, size: u64) -> Result<u64> {
+        let verbs = self.driver.verbs();
         let segment = size / fds.len().max(1) as u64;
         let address = verbs.reserve(size, 0)?;
         let mut handles = Vec::with_capacity(fds.len());
@@ -219,6 +235,19 @@ impl Consumer<'_> {
         verbs.unmap(segments.address, segments.size)?;
         verbs.free(segments.address, segments.size)?;
         segments.handles.into_iter().try_for_each(|handle| verbs.release(handle))
+    }
+
+    /// Wakes the sleeper, and opens what it sends until the next request.
+    fn wake(&mut self, size: u64) -> Result<ConsumerResponse> {
+        let Some(sleeper) = &self.sleeper else { return not_prepared() };
+        until_asleep();
+        let begun = Instant::now();
+        let fds = sleeper.hand_over()?;
+        match &fds[..] {
+            [fd] => self.open_descriptor(fd, size)?,
+            _ => self.open_segments(fds, size)?,
+        };
+        Ok(ConsumerResponse::Got { us: us(begun.elapsed()) })
     }
 
     /// Gets an object of the broker, which stays open until the next request.

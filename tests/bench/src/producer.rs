@@ -177,6 +177,14 @@ impl Producer<'_> {
         if wants(Method::Legacy) {
             prepared.legacy = Some(self.with_pointer(Spec::legacy(size))?);
         }
+        if wants(Method::Sleeper) {
+            let fds: Vec<BorrowedFd<'_>> = prepared.fds.iter().map(AsFd::as_fd).collect();
+            for consumer in &self.consumers {
+                consumer.process.send(&ConsumerRequest::Sleeper)?;
+                consumer.process.line.send_bare(&[0], &fds)?;
+                consumer.ready()?;
+            }
+        }
         if wants(Method::Pool) {
             let pooled = self.with_pointer(Spec::pool(size))?;
             if let Some(pool) = pooled.0.pool() {

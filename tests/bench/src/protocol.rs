@@ -35,6 +35,8 @@ pub(super) enum Method {
     Pool,
     /// A record of one byte.
     Hop,
+    /// The driver calls and the socket of the floor, by a process that slept since its last handoff, from the request on.
+    Sleeper,
     /// A lease of an object of the broker, until the memory is usable.
     Get,
     /// The same, of an object that has one array.
@@ -203,6 +205,10 @@ pub(super) enum ConsumerRequest {
     Pool,
     /// Open what is handed over next, of so many bytes, in so many segments.
     Open { method: Method, size: u64, segments: usize },
+    /// Let a sleeper keep the descriptors that come with the next bare record.
+    Sleeper,
+    /// Wake the sleeper, and open what it hands over, of so many bytes.
+    Wake { size: u64 },
     /// Connect to the broker at this socket.
     Broker { socket: PathBuf },
     /// Get an object of the broker, and one of its arrays if one is named.

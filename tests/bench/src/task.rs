@@ -28,6 +28,8 @@ pub(super) enum Role {
     Producer { folder: PathBuf, consumers: usize },
     /// Opens the memory that the producer shares.
     Consumer,
+    /// Sends the memory of a consumer back when that wakes it.
+    Sleeper,
     /// Measures what takes one process.
     Single,
     /// Starts the driver, prints `ready`, and exits.
@@ -46,6 +48,7 @@ impl Role {
         match self {
             Self::Producer { .. } => "the producer",
             Self::Consumer => "a consumer",
+            Self::Sleeper => "the sleeper",
             Self::Single => "the process that is measured",
             Self::BareStart => "a bare start",
             Self::BrokerServer { .. } => "the broker",

@@ -86,6 +86,7 @@ impl Maker {
     /// Measures a method of the broker, or the send that is compared with one; `None` for any other method.
     pub(crate) fn measure(&self, method: Method, consumer: &ConsumerHandle) -> Result<Option<f64>> {
         match method {
+            Method::Sleeper => got(consumer, &ConsumerRequest::Wake { size: self.shared()?.size() }),
             Method::Get => get(consumer, PLAIN, None),
             Method::GetOneArray => get(consumer, ONE_ARRAY, Some(array(0)?.name)),
             Method::GetManyArrays => get(consumer, MANY_ARRAYS, Some(array(ARRAYS - 1)?.name)),

@@ -8,6 +8,7 @@ mod exports;
 mod load;
 mod maker;
 mod server;
+mod sleeper;
 mod switching;
 
 use std::path::Path;
@@ -23,6 +24,7 @@ pub(super) use self::{
     client::{ClientResponse, serve_client},
     maker::Maker,
     server::serve,
+    sleeper::{Sleeper, serve_sleeper},
     switching::Switching,
 };
 use super::{
@@ -47,14 +49,15 @@ const SMALL: u64 = 2 << 20;
 const MANY: u64 = 64;
 
 /// What is measured at each size: the floor first, then what a get is compared with, and the get last.
-const COMPARED: [(&str, Method); 4] = [
+const COMPARED: [(&str, Method); 5] = [
     ("floor", Method::Floor),
     ("handoff", Method::Fresh),
     ("handoff, with description", Method::Described),
+    ("handoff by a sleeper", Method::Sleeper),
     ("get", Method::Get),
 ];
 
-/// How much longer a get may be than a handoff, in microseconds.
+/// How much longer a get may be than a handoff by a busy sender and by an idle one, in microseconds.
 const GET_AT_MOST: f64 = 15.0;
 
 /// How much longer a get of very many arrays may be than one of one array, in milliseconds.
@@ -144,10 +147,12 @@ fn gets(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64, segment: Opt
     let suffix = segment.map_or(String::new(), |segment| format!(", in segments of {}", about(segment)));
     let methods = COMPARED.map(|(_, method)| method);
     let samples = take_turns(run, producer, &format!("getting {}{suffix}", about(size)), size, segment, &methods)?;
-    let [_, handoff, described, get] = [0, 1, 2, 3].map(|number| median(&samples[number]));
-    for (name, other, at_most) in
-        [("a handoff", handoff, Some(GET_AT_MOST)), ("a handoff with description", described, None)]
-    {
+    let [_, handoff, described, sleeper, get] = [0, 1, 2, 3, 4].map(|number| median(&samples[number]));
+    for (name, other, at_most) in [
+        ("a handoff", handoff, Some(GET_AT_MOST)),
+        ("a handoff with description", described, None),
+        ("a handoff by a sleeper", sleeper, Some(GET_AT_MOST)),
+    ] {
         figure(run, format!("get{suffix}, more than {name}"), size, get - other, "us", at_most);
     }
     let names = COMPARED.map(|(name, _)| format!("{name}{suffix}"));
