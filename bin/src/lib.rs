@@ -13,6 +13,7 @@ pub mod doctor;
 pub mod error;
 mod exporter;
 pub mod line;
+pub mod schema;
 pub mod stamp;
 pub mod temporary;
 pub mod units;

@@ -68,8 +68,7 @@ pub(crate) fn name_of(kind: u16) -> &'static str {
 
 /// What of a body does not fit the schema of its kind.
 pub(crate) fn misfit(kind: &str, body: &Value) -> Option<String> {
-    let schema = schema(kind);
-    mismatch(&schema, &schema, body)
+    mismatch(&schema(kind), body)
 }
 
 #[test]
@@ -118,7 +117,9 @@ fn golden_records_that_break_a_rule_are_refused() {
         assert!(PROTOCOL.contains(&rule), "{rule} is not on the page");
         // What is wrong with a body, and not with the record around it, the schema of its kind refuses too; it can't say how long
         // a text is in bytes, and the reader of JSON here takes the last of two fields of a name.
-        let about_bodies = ["R6", "R7", "M3", "M4", "R9"].contains(&record["rule"].as_str().unwrap());
+        // To a schema 1.0 is an integer.
+        let about_bodies = ["R6", "R7", "M3", "M4", "R9"].contains(&record["rule"].as_str().unwrap())
+            && record["name"] != "a version with a point";
         if about_bodies {
             let body: Value = serde_json::from_slice(&bytes[HEADER_LENGTH..]).unwrap();
             let mut of_kind = list(&golden, "records").iter().filter(|known| self::bytes(known)[6..8] == bytes[6..8]);

@@ -1,6 +1,11 @@
 //! What all commands have in common: help, JSON, exit codes; and the small ones: devices, completions, man pages.
 
-use std::{fs, process::Command};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    process::Command,
+    sync::Mutex,
+};
 
 use serde_json::{Value, json};
 
@@ -63,6 +68,7 @@ fn help_has_the_same_groups_and_exit_codes_everywhere() {
         &["conform"],
         &["completions"],
         &["man"],
+        &["schema"],
     ] {
         for flag in ["-h", "--help"] {
             let text = help(&meeting, &[arguments, &[flag]].concat());
@@ -127,6 +133,7 @@ fn json_prints_one_object_whatever_happens() {
         (&["completions", "--json"], 2, "usage"),
         (&["man", "--json"], 2, "usage"),
         (&["man", "--json", "/proc/nope"], 5, "system"),
+        (&["schema", "--json", "nope"], 2, "usage"),
         (&["produce", "--json", "--device", "9", "--socket", socket, "--backend", "cuda"], 3, "unsupported"),
         (&["consume", "--json", "--timeout", "100ms", "--socket", socket, "--backend", "cuda"], 4, "peer"),
         (&["produce", "--json", "--timeout", "100ms", "--socket", socket, "--backend", "cuda"], 4, "peer"),
@@ -369,44 +376,82 @@ fn a_machine_of_eight_gpus_is_reported_whole_and_in_order() {
     assert!(report["verdict"].as_str().unwrap().contains("8 of 8"), "{}", report["verdict"]);
 }
 
-/// What each command prints with `--json`. In the program, since the tests of a GPU run where the sources are not.
-const SCHEMAS: [(&str, &str); 22] = [
-    ("bench", include_str!("../../docs/schemas/commands/bench.json")),
-    ("cases", include_str!("../../docs/schemas/commands/cases.json")),
-    ("completions", include_str!("../../docs/schemas/commands/completions.json")),
-    ("conform", include_str!("../../docs/schemas/commands/conform.json")),
-    ("consume", include_str!("../../docs/schemas/commands/consume.json")),
-    ("devices", include_str!("../../docs/schemas/commands/devices.json")),
-    ("doctor", include_str!("../../docs/schemas/commands/doctor.json")),
-    ("exporter", include_str!("../../docs/schemas/commands/exporter.json")),
-    ("failure", include_str!("../../docs/schemas/commands/failure.json")),
-    ("get", include_str!("../../docs/schemas/commands/get.json")),
-    ("ls", include_str!("../../docs/schemas/commands/ls.json")),
-    ("man", include_str!("../../docs/schemas/commands/man.json")),
-    ("probes", include_str!("../../docs/schemas/commands/probes.json")),
-    ("produce", include_str!("../../docs/schemas/commands/produce.json")),
-    ("put", include_str!("../../docs/schemas/commands/put.json")),
-    ("rm", include_str!("../../docs/schemas/commands/rm.json")),
-    ("serve", include_str!("../../docs/schemas/commands/serve.json")),
-    ("serve-check", include_str!("../../docs/schemas/commands/serve-check.json")),
-    ("stat", include_str!("../../docs/schemas/commands/stat.json")),
-    ("status", include_str!("../../docs/schemas/commands/status.json")),
-    ("watch", include_str!("../../docs/schemas/commands/watch.json")),
-    ("who", include_str!("../../docs/schemas/commands/who.json")),
-];
+/// Runs `vmmfd schema`.
+fn schema(arguments: &[&str]) -> Ended {
+    vmmfd(&Meeting::host(), &[&["schema"][..], arguments].concat()).end()
+}
 
-/// Checks an output against the schema of that name in docs/schemas/commands.
+/// Holds a report against its schema, as `vmmfd schema` prints it.
 #[track_caller]
 pub(crate) fn fits(name: &str, value: &Value) {
-    let schema = SCHEMAS.iter().find(|(of, _)| *of == name).unwrap_or_else(|| panic!("there is no schema {name}")).1;
-    let schema: Value = serde_json::from_str(schema).unwrap();
-    if let Some(what) = mismatch(&schema, &schema, value) {
+    if let Some(what) = mismatch(&document(name), value) {
         panic!("{name}: {what}: {value}");
     }
 }
 
+#[track_caller]
+fn document(name: &str) -> Value {
+    static DOCUMENTS: Mutex<BTreeMap<String, Value>> = Mutex::new(BTreeMap::new());
+    let known = DOCUMENTS.lock().unwrap().get(name).cloned();
+    known.unwrap_or_else(|| {
+        let printed: Value = serde_json::from_str(&schema(&[name]).code(0).stdout).unwrap();
+        DOCUMENTS.lock().unwrap().insert(name.to_owned(), printed.clone());
+        printed
+    })
+}
+
 #[test]
-fn every_object_is_as_its_schema_says() {
+fn every_command_with_json_has_a_schema() {
+    let names = schema(&[]).code(0).stdout.clone();
+    let names: BTreeSet<&str> = names.lines().collect();
+    let help = help(&Meeting::host(), &["--help"]);
+    let listed = help.split("Commands:").nth(1).unwrap().split("Options:").next().unwrap();
+    let commands = listed.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    let commands: Vec<&str> = commands.filter_map(|line| line.split_whitespace().next()).collect();
+    assert!(commands.len() > 15, "{help}");
+    // The keeper prints failures alone.
+    for command in commands.into_iter().filter(|command| *command != "keeper") {
+        assert!(names.contains(command), "{command} is not among {names:?}");
+    }
+    for name in &names {
+        let document = document(name);
+        assert_eq!(document["properties"]["schema"]["const"], 1, "{name}");
+        let report = object(schema(&[name, "--json"]).code(0));
+        fits("schema", &report);
+        assert_eq!((&report["document"], report["names"].as_array().unwrap().len()), (&document, names.len()));
+    }
+    fits("schema", &object(schema(&["--json"]).code(0)));
+    schema(&["nope"]).code(2).says("nope");
+}
+
+#[test]
+fn schemas_refuse_reports_that_differ() {
+    let report = || object(&vmmfd(&Meeting::fake(), &["devices", "--json", "--backend", "cuda"]).end());
+    let differs = |path: &str, value: Option<Value>| {
+        let mut report = report();
+        let (parent, field) = path.rsplit_once('/').unwrap();
+        let parent = report.pointer_mut(parent).unwrap().as_object_mut().unwrap();
+        match value {
+            Some(value) => drop(parent.insert(field.to_owned(), value)),
+            None => drop(parent.remove(field)),
+        }
+        mismatch(&document("devices"), &report)
+    };
+    for (path, value) in [
+        ("/schema", Some(json!(2))),
+        ("/backend", Some(json!("moon"))),
+        ("/devices/0/free", Some(json!(-1))),
+        ("/devices/0/uuid", None),
+        ("/devices/0/colour", Some(json!("red"))),
+        ("/devices/0/sharing/vmm/works", Some(json!("yes"))),
+    ] {
+        let found = differs(path, value);
+        assert!(found.is_some(), "{path}");
+    }
+}
+
+#[test]
+fn every_report_fits_its_schema() {
     let meeting = Meeting::fake();
     let socket = meeting.socket();
     let socket = ["--backend", "cuda", "--json", "--socket", socket.to_str().unwrap()];
@@ -438,11 +483,11 @@ fn every_object_is_as_its_schema_says() {
         ("failure", &["nope", "--json"]),
         ("doctor", &["doctor", "--json", "--faults"]),
         ("doctor", &["doctor", "--json", "--backend", "host"]),
-        ("probes", &["doctor", "--json", "--list"]),
+        ("doctor-list", &["doctor", "--json", "--list"]),
         ("devices", &["devices", "--json", "--backend", "cuda"]),
         ("devices", &["devices", "--json", "--backend", "host"]),
         ("bench", &["bench", "--json", "--count", "2", "--size", "2MiB,1PiB", "--clients", "2"]),
-        ("cases", &["conform", "--json", "--list", "--as", "producer"]),
+        ("conform-list", &["conform", "--json", "--list", "--as", "producer"]),
         ("conform", &["conform", "--json", "--as", "consumer", "--wait", "50ms", "/tmp/no-such-socket.sock"]),
         ("completions", &["completions", "--json", "fish"]),
         ("man", &["man", "--json", meeting.folder().join("man").to_str().unwrap()]),

@@ -3,6 +3,8 @@
 use std::{fmt::Write, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum, builder::PossibleValue};
+use schemars::JsonSchema;
+use serde::Serialize;
 use vmmfd::channel::{Cancel, Trust, socket_path};
 
 use super::{
@@ -11,7 +13,10 @@ use super::{
     options::{parse_timeout, parse_uid},
     output::{Progress, json_line},
 };
-use crate::conform::{self, CaseReport, ConformPlan, Role};
+use crate::{
+    conform::{self, CaseReport, ConformPlan, ConformReport, Role},
+    schema::{Named, VERSION, document},
+};
 
 /// Meets an implementation of the protocol as its peer, and reports which rules of docs/protocol.md or, of a broker,
 /// of docs/broker-protocol.md it breaks
@@ -54,6 +59,20 @@ pub(super) struct ConformOptions {
     output: Output,
 }
 
+/// What `--list` prints.
+#[derive(Debug, Serialize, JsonSchema)]
+struct ListReport {
+    schema: u32,
+    cases: Vec<ListedCase>,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+struct ListedCase {
+    name: String,
+    /// The rules of the protocol that it is about.
+    rules: &'static [&'static str],
+}
+
 impl ValueEnum for Role {
     fn value_variants<'a>() -> &'a [Self] {
         &[Self::Consumer, Self::Producer, Self::Subscriber, Self::Publisher, Self::Client]
@@ -73,6 +92,9 @@ impl ValueEnum for Role {
 impl Tool for ConformOptions {
     const NAME: &'static str = "conform";
 
+    const REPORTS: &'static [Named] =
+        &[("conform", document::<ConformReport>), ("conform-list", document::<ListReport>)];
+
     fn output(&self) -> &Output {
         &self.output
     }
@@ -81,8 +103,8 @@ impl Tool for ConformOptions {
         let cases = conform::cases(self.role);
         if self.list {
             let text = if self.output.json {
-                let case = |(name, rules): &(String, _)| serde_json::json!({"name": name, "rules": rules});
-                json_line(&serde_json::json!({"schema": 1, "cases": cases.iter().map(case).collect::<Vec<_>>()}))
+                let cases = cases.into_iter().map(|(name, rules)| ListedCase { name, rules });
+                json_line(&ListReport { schema: VERSION, cases: cases.collect() })
             } else {
                 let mut text = String::new();
                 for (name, rules) in cases {

@@ -1,8 +1,9 @@
 //! `devices`: the devices that this process sees, and what can be shared of each.
 
-use std::{collections::BTreeMap, fmt::Write};
+use std::fmt::Write;
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     channel::Cancel,
@@ -19,7 +20,11 @@ use super::{
     values::CHOICE,
 };
 use crate::verbs::HasVerbs;
-use crate::{stamp, units::about};
+use crate::{
+    schema::{self, Named, VERSION, document},
+    stamp,
+    units::about,
+};
 
 /// Lists the devices with what can be shared of each, found out by allocating and exporting a granule each way
 #[derive(Debug, Args)]
@@ -34,17 +39,18 @@ pub(super) struct DevicesOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct DevicesReport {
     schema: u32,
     tool: String,
+    #[schemars(with = "schema::Backend")]
     backend: Backend,
     /// Why it is the host backend, where that was not asked for.
     fallback: Option<String>,
     devices: Vec<DeviceLine>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct DeviceLine {
     ordinal: i32,
     uuid: String,
@@ -53,11 +59,18 @@ struct DeviceLine {
     memory: Option<u64>,
     free: Option<u64>,
     granularity: Option<u64>,
-    /// By mechanism: whether memory of it can be made and exported here.
-    sharing: BTreeMap<&'static str, Tried>,
+    sharing: Sharing,
 }
 
-#[derive(Debug, Serialize)]
+/// Whether memory of each mechanism can be allocated and exported on a device.
+#[derive(Debug, Serialize, JsonSchema)]
+struct Sharing {
+    legacy: Tried,
+    pool: Tried,
+    vmm: Tried,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
 struct Tried {
     works: bool,
     /// The error, where it does not.
@@ -81,11 +94,8 @@ fn tried(device: &Device) -> Result<DeviceLine, Error> {
     let vmm = Allocation::create(device, size).and_then(|memory| memory.export().map(drop));
     let pool = device.verbs().pools().and_then(|_| Shared::create(device, Spec::pool(size)));
     let legacy = device.verbs().legacy().and_then(|_| Shared::create(device, Spec::legacy(size)));
-    let sharing = BTreeMap::from([
-        ("vmm", Tried::of(vmm)?),
-        ("pool", Tried::of(pool.map(drop))?),
-        ("legacy", Tried::of(legacy.map(drop))?),
-    ]);
+    let sharing =
+        Sharing { vmm: Tried::of(vmm)?, pool: Tried::of(pool.map(drop))?, legacy: Tried::of(legacy.map(drop))? };
     Ok(DeviceLine {
         ordinal: device.ordinal(),
         uuid: device.prefixed_uuid(),
@@ -99,6 +109,8 @@ fn tried(device: &Device) -> Result<DeviceLine, Error> {
 
 impl Tool for DevicesOptions {
     const NAME: &'static str = "devices";
+
+    const REPORTS: &'static [Named] = &[("devices", document::<DevicesReport>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -116,7 +128,7 @@ impl Tool for DevicesOptions {
             devices.push(tried(device)?);
         }
         let report = DevicesReport {
-            schema: 1,
+            schema: VERSION,
             tool: stamp::tool(),
             backend: opened.driver.backend(),
             fallback: opened.fallback.as_ref().map(Error::in_full),
@@ -140,11 +152,8 @@ fn render(report: &DevicesReport) -> String {
         let _ = writeln!(text, "{ordinal}  {uuid}  {name}");
         let _ =
             writeln!(text, "   memory   {}, {} free, granularity {}", size(*memory), size(*free), size(*granularity));
-        for mechanism in ["vmm", "pool", "legacy"] {
-            let result = match sharing.get(mechanism) {
-                Some(Tried { error: Some(error), .. }) => format!("no: {error}"),
-                _ => "yes".to_owned(),
-            };
+        for (mechanism, tried) in [("vmm", &sharing.vmm), ("pool", &sharing.pool), ("legacy", &sharing.legacy)] {
+            let result = tried.error.as_ref().map_or_else(|| "yes".to_owned(), |error| format!("no: {error}"));
             let _ = writeln!(text, "   {mechanism:<7}  {result}");
         }
     }

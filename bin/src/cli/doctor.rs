@@ -6,6 +6,8 @@ use clap::{
     Args, Subcommand,
     builder::{PossibleValue, PossibleValuesParser},
 };
+use schemars::JsonSchema;
+use serde::Serialize;
 use vmmfd::{
     channel::{Cancel, Trust},
     driver::Backend,
@@ -20,9 +22,12 @@ use super::{
     output::{Progress, is_coloured, json_line},
     values::BACKEND,
 };
-use crate::doctor::{
-    self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES, Probe,
-    text::{self, Style},
+use crate::{
+    doctor::{
+        self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES, Probe,
+        text::{self, Style},
+    },
+    schema::{Named, VERSION, document},
 };
 
 const CODES: &str = exit_codes!(
@@ -124,12 +129,29 @@ fn probe_names() -> PossibleValuesParser {
     PossibleValuesParser::new(PROBES.iter().map(|probe| PossibleValue::new(probe.name).help(probe.about)))
 }
 
-fn listing() -> serde_json::Value {
-    let probe = |probe: &Probe| {
-        let Probe { name, about, required, faults, .. } = probe;
-        serde_json::json!({"name": name, "about": about, "required": required, "faults": faults})
-    };
-    serde_json::json!({"schema": 1, "probes": PROBES.iter().map(probe).collect::<Vec<_>>()})
+/// What `--list` prints.
+#[derive(Debug, Serialize, JsonSchema)]
+struct ListReport {
+    schema: u32,
+    probes: Vec<ListedProbe>,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+struct ListedProbe {
+    name: &'static str,
+    about: &'static str,
+    /// Whether it must be `ok` for the verdict.
+    required: bool,
+    /// Whether it provokes a fault of the GPU.
+    faults: bool,
+}
+
+impl ListReport {
+    fn new() -> Self {
+        let probe =
+            |&Probe { name, about, required, faults, .. }: &Probe| ListedProbe { name, about, required, faults };
+        Self { schema: VERSION, probes: PROBES.iter().map(probe).collect() }
+    }
 }
 
 fn list() -> String {
@@ -147,6 +169,8 @@ fn list() -> String {
 impl Tool for DoctorOptions {
     const NAME: &'static str = "doctor";
 
+    const REPORTS: &'static [Named] = &[("doctor", document::<DoctorReport>), ("doctor-list", document::<ListReport>)];
+
     fn output(&self) -> &Output {
         match &self.end {
             Some(MeetCommand::Serve(meet) | MeetCommand::Join(meet)) => &meet.output,
@@ -162,7 +186,7 @@ impl Tool for DoctorOptions {
         }
         let json = self.output().json;
         if self.list {
-            let text = if json { json_line(&listing()) } else { list() };
+            let text = if json { json_line(&ListReport::new()) } else { list() };
             return Ok(ToolOutput { text, exit: Exit::Verified });
         }
         if let Some(file) = &self.show {

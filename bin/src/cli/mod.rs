@@ -19,6 +19,7 @@ mod produce;
 mod report;
 mod root;
 mod run;
+mod schema;
 mod values;
 
 pub use self::{

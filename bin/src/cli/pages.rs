@@ -4,6 +4,8 @@ use std::{io, path::PathBuf};
 
 use clap::{Args, Command};
 use clap_complete::Shell;
+use schemars::JsonSchema;
+use serde::Serialize;
 use vmmfd::{channel::Cancel, error::Error};
 
 use super::{
@@ -11,6 +13,7 @@ use super::{
     exit::exit_codes,
     output::{Progress, json_line},
 };
+use crate::schema::{Named, VERSION, document};
 
 /// Prints completions of the options for a shell
 #[derive(Debug, Args)]
@@ -41,6 +44,20 @@ pub(super) struct ManOptions {
     output: Output,
 }
 
+#[derive(Debug, Serialize, JsonSchema)]
+struct CompletionsReport {
+    schema: u32,
+    shell: String,
+    script: String,
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+struct ManReport {
+    schema: u32,
+    /// The files that were written.
+    pages: Vec<String>,
+}
+
 /// One of the two, with the parsers of the commands by name: they are made of all options, these included.
 pub(super) struct Pages<O> {
     pub(super) options: O,
@@ -49,6 +66,8 @@ pub(super) struct Pages<O> {
 
 impl Tool for Pages<CompletionsOptions> {
     const NAME: &'static str = "completions";
+
+    const REPORTS: &'static [Named] = &[("completions", document::<CompletionsReport>)];
 
     fn output(&self) -> &Output {
         &self.options.output
@@ -59,13 +78,18 @@ impl Tool for Pages<CompletionsOptions> {
         let CompletionsOptions { shell, of, output } = &self.options;
         clap_complete::generate(*shell, &mut (self.parser)(of), of.as_str(), &mut script);
         let script = String::from_utf8(script)?;
-        let json = || serde_json::json!({"schema": 1, "shell": shell.to_string(), "script": script});
-        Ok(ToolOutput { text: if output.json { json_line(&json()) } else { script }, exit: Exit::Verified })
+        let text = match output.json {
+            true => json_line(&CompletionsReport { schema: VERSION, shell: shell.to_string(), script }),
+            false => script,
+        };
+        Ok(ToolOutput { text, exit: Exit::Verified })
     }
 }
 
 impl Tool for Pages<ManOptions> {
     const NAME: &'static str = "man";
+
+    const REPORTS: &'static [Named] = &[("man", document::<ManReport>)];
 
     fn output(&self) -> &Output {
         &self.options.output
@@ -84,7 +108,7 @@ impl Tool for Pages<ManOptions> {
         let text = match (output.json, output.quiet) {
             (true, _) => {
                 let pages: Vec<String> = pages.iter().map(|page| page.display().to_string()).collect();
-                json_line(&serde_json::json!({"schema": 1, "pages": pages}))
+                json_line(&ManReport { schema: VERSION, pages })
             }
             (false, true) => String::new(),
             (false, false) => pages.iter().map(|page| format!("{}\n", page.display())).collect(),

@@ -1,5 +1,6 @@
 //! The JSON object of a command, as data.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{array::ArrayDescriptor, driver::Backend, error::Error, session::handoff::Served};
 
@@ -7,25 +8,28 @@ use super::output::complain;
 use crate::{
     check::pattern::{Engine, Mismatch},
     error::{hint, kind_of},
+    schema::{self, VERSION},
     stamp,
 };
 
-/// The version of the JSON object.
-const SCHEMA: u32 = 1;
-
 /// The JSON object, with its fields in the order in which they are printed.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct CommandReport {
     pub(super) schema: u32,
+    #[schemars(extend("enum" = ["producer", "consumer"]))]
     pub(super) role: &'static str,
+    #[schemars(with = "Option<schema::Backend>")]
     pub(super) backend: Option<Backend>,
     pub(super) device: Option<UsedDevice>,
     pub(super) size: Option<u64>,
     pub(super) mapped_size: Option<u64>,
     pub(super) granularity: Option<u64>,
+    #[schemars(with = "Option<schema::Mechanism>")]
     pub(super) mechanism: Option<String>,
+    #[schemars(with = "Option<schema::Location>")]
     pub(super) location: Option<String>,
     pub(super) segments: Option<u64>,
+    #[schemars(with = "Option<schema::Array>")]
     pub(super) array: Option<ArrayDescriptor>,
     pub(super) verified: Option<bool>,
     pub(super) mismatches: u64,
@@ -41,7 +45,7 @@ impl CommandReport {
     /// A report without results.
     pub(super) fn new(role: &'static str) -> Self {
         Self {
-            schema: SCHEMA,
+            schema: VERSION,
             role,
             backend: None,
             device: None,
@@ -63,14 +67,14 @@ impl CommandReport {
     }
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct UsedDevice {
     pub(super) name: String,
     pub(super) uuid: String,
     pub(super) ordinal: i32,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct Step {
     pub(super) name: &'static str,
     pub(super) us: u64,
@@ -80,16 +84,18 @@ pub(super) struct Step {
 }
 
 /// The result of one of a producer's consumers.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct ConsumerReport {
     pub(super) pid: i32,
     pub(super) uid: u32,
+    #[schemars(extend("enum" = ["verified", "mismatch", "failed"]))]
     pub(super) outcome: &'static str,
     pub(super) error: Option<String>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct ErrorSummary {
+    #[schemars(with = "schema::Kind")]
     pub(super) kind: &'static str,
     pub(super) message: String,
     pub(super) hint: Option<String>,
@@ -122,7 +128,7 @@ impl From<&Served> for ConsumerReport {
 }
 
 /// The failure of a command that has no report to print: its JSON object.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct Failure {
     schema: u32,
     tool: String,
@@ -132,6 +138,6 @@ pub(super) struct Failure {
 
 impl Failure {
     pub(super) fn new(command: Option<&'static str>, error: ErrorSummary) -> Self {
-        Self { schema: 1, tool: stamp::tool(), command, error }
+        Self { schema: VERSION, tool: stamp::tool(), command, error }
     }
 }

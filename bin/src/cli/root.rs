@@ -1,8 +1,11 @@
 //! `vmmfd`: all commands as one program.
 
-use std::{ffi::OsString, process::ExitCode};
+use std::{
+    ffi::{OsStr, OsString},
+    process::ExitCode,
+};
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use vmmfd::{Result, internals::keeper::Role};
 
 use super::{
@@ -17,6 +20,7 @@ use super::{
     laboratory::{self, BENCH},
     pages::{CompletionsOptions, ManOptions, Pages},
     run::{Tool, one_line, run_session, run_tool, usage},
+    schema::{SchemaOptions, Schemas},
 };
 use crate::{child, cli::EXIT_CODES, doctor};
 
@@ -79,13 +83,15 @@ enum Command {
     Completions(CompletionsOptions),
     #[command(disable_help_flag = true)]
     Man(ManOptions),
+    #[command(disable_help_flag = true)]
+    Schema(SchemaOptions),
     /// A child process of the doctor
     #[command(name = child::SUBCOMMAND, hide = true)]
     Child { task: String },
 }
 
 /// The commands, for the JSON of bad usage.
-const NAMES: [&str; 19] = [
+const NAMES: [&str; 20] = [
     "produce",
     "consume",
     ServeOptions::NAME,
@@ -105,6 +111,7 @@ const NAMES: [&str; 19] = [
     ConformOptions::NAME,
     Pages::<CompletionsOptions>::NAME,
     Pages::<ManOptions>::NAME,
+    Schemas::NAME,
 ];
 
 /// The parser of a program by its name.
@@ -175,6 +182,10 @@ pub fn main() -> ExitCode {
             Command::Conform(conform) => run_tool(conform),
             Command::Completions(options) => run_tool(Pages { options, parser }),
             Command::Man(options) => run_tool(Pages { options, parser }),
+            Command::Schema(options) if options.is_of_laboratory() => {
+                laboratory::run(&std::env::args_os().skip(1).collect::<Vec<_>>())
+            }
+            Command::Schema(options) => run_tool(Schemas::from(options)),
             Command::Child { task } => child::run(&task, doctor::run_task),
         },
         Err(error) => {
@@ -195,9 +206,21 @@ pub fn main_of<S: Session + Args>() -> ExitCode {
 
 /// Runs a tool that is a program of its own, and whose child processes do `task`: the whole of its `main`.
 pub fn main_of_tool<T: Tool + Args>(task: impl FnOnce(&child::Entered) -> Result<()>) -> ExitCode {
-    let mut arguments = std::env::args().skip(1);
-    if let (Some(child::SUBCOMMAND), Some(of)) = (arguments.next().as_deref(), arguments.next()) {
-        child::run(&of, task);
+    let mut arguments = std::env::args_os().skip(1);
+    match arguments.next().as_deref().and_then(OsStr::to_str) {
+        Some(child::SUBCOMMAND) => {
+            if let Some(of) = arguments.next().and_then(|of| of.into_string().ok()) {
+                child::run(&of, task);
+            }
+        }
+        Some(Schemas::NAME) => {
+            let parsed = standalone::<SchemaOptions>(Schemas::NAME).try_get_matches_from(std::env::args_os().skip(1));
+            return match parsed.and_then(|matches| SchemaOptions::from_arg_matches(&matches)) {
+                Ok(options) => run_tool(Schemas::of(options, T::REPORTS)),
+                Err(error) => usage(&error, Some(Schemas::NAME)),
+            };
+        }
+        _ => {}
     }
     let parsed = parser_of_tool::<T>().try_get_matches().and_then(|matches| T::from_arg_matches(&matches));
     match parsed {

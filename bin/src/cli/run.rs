@@ -32,6 +32,7 @@ use super::{
     output::{Output, Progress, complain, json_line},
     report::{CommandReport, ErrorSummary, Failure},
 };
+use crate::schema::Named;
 
 /// A command that hands memory over: its steps are printed as they happen.
 pub trait Session {
@@ -73,6 +74,9 @@ pub trait Tool {
 
     /// What a user types to run it.
     const USAGE: &'static str = Self::NAME;
+
+    /// The reports that it prints with `--json`.
+    const REPORTS: &'static [Named] = &[];
 
     /// The options about its output.
     fn output(&self) -> &Output;

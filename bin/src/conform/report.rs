@@ -2,20 +2,19 @@
 
 use std::fmt::Write;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::{ConformPlan, fault::Fault, page};
-
-/// The version of the report as JSON.
-const SCHEMA: u32 = 1;
+use crate::schema::VERSION;
 
 /// What `vmmfd conform` reports.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, JsonSchema)]
 #[non_exhaustive]
 pub struct ConformReport {
-    /// The version of this form.
     pub schema: u32,
     /// What this side played.
+    #[schemars(extend("enum" = ["consumer", "producer", "publisher", "subscriber", "client"]))]
     pub role: &'static str,
     /// Where.
     pub socket: String,
@@ -30,7 +29,7 @@ pub struct ConformReport {
 }
 
 /// What came of one case.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, JsonSchema)]
 #[non_exhaustive]
 pub struct CaseReport {
     /// Its name.
@@ -44,7 +43,7 @@ pub struct CaseReport {
 }
 
 /// What can come of a case.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Outcome {
@@ -59,7 +58,7 @@ pub enum Outcome {
 }
 
 /// A rule that was broken.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, JsonSchema)]
 #[non_exhaustive]
 pub struct RuleReport {
     /// Its number.
@@ -75,7 +74,7 @@ pub struct RuleReport {
 impl ConformReport {
     pub(super) fn new(plan: &ConformPlan) -> Self {
         Self {
-            schema: SCHEMA,
+            schema: VERSION,
             role: plan.role.as_str(),
             socket: plan.socket.display().to_string(),
             conforms: None,

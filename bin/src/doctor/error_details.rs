@@ -1,5 +1,6 @@
 //! An error in a report, and what can be concluded from it alone.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use vmmfd::{
@@ -14,7 +15,7 @@ pub(super) const NO_LIBRARY: &str = "no CUDA driver library loads: ";
 pub(super) const NODES_DENIED: &str = "this process may not open ";
 
 /// An error that a probe met.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ErrorDetails {
     /// The driver call or system call, if it is known.
     #[serde(default)]

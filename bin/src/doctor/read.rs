@@ -5,8 +5,9 @@ use std::{fs::File, io::Read, path::Path};
 use serde_json::Value;
 use vmmfd::error::{Error, Result};
 
-use super::{DoctorReport, clean::clean_all, report::SCHEMA};
+use super::{DoctorReport, clean::clean_all};
 use crate::error::ToolError;
+use crate::schema::VERSION;
 
 /// More bytes than any report has.
 const LARGEST: u64 = 16 << 20;
@@ -25,8 +26,8 @@ pub fn read(path: &Path) -> Result<DoctorReport> {
     }
     let mut value: Value = serde_json::from_slice(&text).map_err(|error| unfit(format!("is not a report: {error}")))?;
     match value.get("schema").and_then(Value::as_u64) {
-        Some(schema) if schema == u64::from(SCHEMA) => {}
-        Some(schema) => return Err(unfit(format!("is a report of schema {schema}, and this program reads {SCHEMA}"))),
+        Some(schema) if schema == u64::from(VERSION) => {}
+        Some(schema) => return Err(unfit(format!("is a report of schema {schema}, and this program reads {VERSION}"))),
         None => return Err(unfit("is not a report: it has no schema".to_owned())),
     }
     clean_all(&mut value);

@@ -2,26 +2,27 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use vmmfd::driver::{Backend, DeviceUuid};
 
 use super::{Environment, ErrorDetails};
-use crate::stamp;
-
-/// The version of the JSON object.
-pub const SCHEMA: u32 = 1;
+use crate::{
+    schema::{self, VERSION},
+    stamp,
+};
 
 /// Everything that was found on a machine, or on both ends of a meeting.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DoctorReport {
-    /// [`SCHEMA`].
     pub schema: u32,
     /// The program that made it, such as `vmmfd 0.1.0`.
     pub tool: String,
     /// When it was made: RFC 3339, in UTC, to the second.
     pub made: String,
     /// The backend that the probes ran on.
+    #[schemars(with = "schema::Backend")]
     pub backend: Backend,
     /// The environment of this end.
     pub environment: Environment,
@@ -39,6 +40,7 @@ pub struct DoctorReport {
     /// The conclusion, in one sentence.
     pub verdict: String,
     /// The exit code of the command: 0, 1 or 3.
+    #[schemars(extend("enum" = [0, 1, 3]))]
     pub exit_code: u8,
 }
 
@@ -46,7 +48,7 @@ impl DoctorReport {
     /// A report without findings, made now.
     pub(super) fn new(backend: Backend, environment: Environment, required: Vec<String>) -> Self {
         Self {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             made: stamp::now(),
             backend,
@@ -63,20 +65,21 @@ impl DoctorReport {
 }
 
 /// The findings about one device.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DeviceReport {
     /// Its ordinal in the process that made the report.
     pub ordinal: i32,
     /// Its name.
     pub name: String,
     /// Its identity.
+    #[schemars(with = "schema::Id")]
     pub uuid: DeviceUuid,
     /// The findings, in the order of the probes.
     pub findings: Vec<Finding>,
 }
 
 /// The findings about one device that uses another's memory.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PairReport {
     /// The ordinal of the device that uses the memory.
     pub device: i32,
@@ -87,7 +90,7 @@ pub struct PairReport {
 }
 
 /// The result of one probe.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Finding {
     /// The probe's name, as in `--only`.
     pub probe: String,
@@ -116,7 +119,7 @@ pub struct Finding {
 }
 
 /// The status of a probe.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
     /// It works.

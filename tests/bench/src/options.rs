@@ -12,9 +12,10 @@ use vmmfd_cli::{
         raise_file_limit,
     },
     exit_codes,
+    schema::{Named, document},
 };
 
-use crate::{self as bench, Bench};
+use crate::{self as bench, Bench, BenchReport};
 
 /// Measures handoffs between two real processes, compared with the driver's own calls
 #[derive(Debug, Args)]
@@ -103,6 +104,7 @@ impl Tool for BenchOptions {
     const NAME: &'static str = "bench";
     const PROGRAM: &'static str = "vmmfd-bench";
     const USAGE: &'static str = "vmmfd bench";
+    const REPORTS: &'static [Named] = &[("bench", document::<BenchReport>)];
 
     fn output(&self) -> &Output {
         &self.output

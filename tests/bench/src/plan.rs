@@ -2,12 +2,13 @@
 
 use std::{str::FromStr, time::Duration};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use vmmfd::{driver::Backend, error::Result, memory::Selector};
 
 /// Something to measure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Bench {
     /// Memory that the consumer does not hold, by each method.

@@ -1,23 +1,22 @@
 //! The report of a run, as data.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::driver::Backend;
+use vmmfd_cli::schema;
 
 use super::{plan::Bench, stats::Summary};
 
-/// The version of the JSON object.
-pub(super) const SCHEMA: u32 = 1;
-
 /// The measurements of a run.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub struct BenchReport {
-    /// The version of the JSON object.
     pub schema: u32,
     /// The program that made it.
     pub tool: String,
     /// When it was made: RFC 3339, in UTC, to the second.
     pub made: String,
     /// The backend.
+    #[schemars(with = "schema::Backend")]
     pub backend: Backend,
     /// The machine.
     pub machine: Machine,
@@ -34,7 +33,7 @@ pub struct BenchReport {
 }
 
 /// The machine of a run.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Default, Serialize, JsonSchema)]
 pub struct Machine {
     /// The kernel's release.
     pub kernel: String,
@@ -51,7 +50,7 @@ pub struct Machine {
 }
 
 /// The samples of one measurement at one size.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, JsonSchema)]
 pub struct Series {
     /// Its bench.
     pub bench: Bench,
@@ -72,7 +71,7 @@ pub struct Series {
 }
 
 /// A number that is no distribution.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, JsonSchema)]
 pub struct Figure {
     /// Its bench.
     pub bench: Bench,

@@ -11,11 +11,11 @@ use super::{
     plan::{Bench, BenchPlan, Observer, Progress},
     process::BenchProcess,
     protocol::{Request, Response},
-    report::{BenchReport, Figure, Machine, SCHEMA, Series},
+    report::{BenchReport, Figure, Machine, Series},
     stats::{Samples, Summary},
     task::{Role, Task},
 };
-use vmmfd_cli::stamp;
+use vmmfd_cli::{schema::VERSION, stamp};
 
 /// What the names of the bench's folders begin with.
 pub(super) const FOLDER: &str = "vmmfd-bench.";
@@ -52,7 +52,7 @@ impl<'a> BenchRun<'a> {
             ..Machine::default()
         };
         let report = BenchReport {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             made: stamp::now(),
             backend: plan.backend,

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The number of parts of a run whose medians are compared.
@@ -16,7 +17,7 @@ const TOO_NOISY: f64 = 0.2;
 pub(super) struct Samples(pub(super) Vec<f64>);
 
 /// Their statistics, in microseconds.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Summary {
     /// The number of samples.
     pub count: usize,

@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vmmfd::{
     driver::Access,
@@ -20,7 +21,7 @@ use crate::check::check_range;
 use crate::verbs::HasVerbs;
 
 /// An engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
     /// Kernels on the GPU: the bytes do not leave it.

@@ -9,6 +9,7 @@ use std::{
 };
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Client, Metrics},
@@ -17,7 +18,7 @@ use vmmfd::{
     internals::take_passed,
 };
 
-use super::{MeetBroker, SCHEMA};
+use super::MeetBroker;
 use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
@@ -26,6 +27,7 @@ use crate::{
         output::{Progress, complain, json_line},
     },
     exporter::{http::serve, scraper::Scraper},
+    schema::{Named, VERSION, document},
     stamp,
 };
 
@@ -61,7 +63,7 @@ pub(in super::super) struct ExporterOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct ExporterReport {
     schema: u32,
     tool: String,
@@ -110,6 +112,8 @@ impl Connected<'_> {
 impl Tool for ExporterOptions {
     const NAME: &'static str = "exporter";
 
+    const REPORTS: &'static [Named] = &[("exporter", document::<ExporterReport>)];
+
     fn output(&self) -> &Output {
         &self.output
     }
@@ -130,7 +134,7 @@ impl Tool for ExporterOptions {
             }
         })?;
         let report = ExporterReport {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             listen: address.to_string(),
             socket: BrokerPath::find(self.socket.as_deref()).unwrap_or(path).path().display().to_string(),

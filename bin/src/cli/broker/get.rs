@@ -3,6 +3,7 @@
 use std::{ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
@@ -17,7 +18,7 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceSize, MeetBroker, SCHEMA, Steps,
+    DeviceSize, MeetBroker, Steps,
     table::{field, time},
     values::parse_object,
 };
@@ -33,6 +34,7 @@ use crate::{
         raise_file_limit,
         report::{ErrorSummary, Step},
     },
+    schema::{self, Named, VERSION, document},
     stamp,
     units::bytes,
 };
@@ -109,17 +111,21 @@ pub(in super::super) struct GetOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct GetReport {
     schema: u32,
     tool: String,
     name: String,
+    #[schemars(range(min = 1))]
     version: u64,
+    #[schemars(with = "schema::Id")]
     id: String,
-    /// In UTC (RFC 3339).
+    #[schemars(with = "schema::Time")]
     created: String,
+    #[schemars(with = "schema::Owner")]
     owner: Owner,
     metadata: Check,
+    #[schemars(with = "schema::Backend")]
     backend: Backend,
     parts: Vec<PartReport>,
     /// Whether all parts are right; null if one of them has nothing to check it against.
@@ -130,7 +136,7 @@ struct GetReport {
     error: Option<ErrorSummary>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct PartReport {
     name: String,
     /// The device that owns the memory, with the bytes of it.
@@ -149,10 +155,12 @@ struct PartReport {
     verified: Option<bool>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct ArrayLine {
     name: String,
+    #[schemars(with = "schema::Array")]
     array: ArrayDescriptor,
+    #[schemars(with = "Option<Check>")]
     attributes: Option<serde_json::Value>,
 }
 
@@ -286,6 +294,8 @@ impl GetOptions {
 impl Tool for GetOptions {
     const NAME: &'static str = "get";
 
+    const REPORTS: &'static [Named] = &[("get", document::<GetReport>)];
+
     fn output(&self) -> &Output {
         &self.output
     }
@@ -318,7 +328,7 @@ impl Tool for GetOptions {
             error.complain();
         }
         let report = GetReport {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             name: object.name().to_owned(),
             version: object.version(),

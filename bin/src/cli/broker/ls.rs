@@ -1,6 +1,7 @@
 //! `ls`: the objects that there are.
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Owner, Summary},
@@ -8,7 +9,7 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceSize, MeetBroker, SCHEMA, devices_in_short,
+    DeviceSize, MeetBroker, devices_in_short,
     table::{Column, Table, age, time, width},
 };
 use crate::{
@@ -17,6 +18,7 @@ use crate::{
         exit::exit_codes,
         output::{Progress, complain, json_line},
     },
+    schema::{self, Named, VERSION, document},
     stamp,
     units::about,
 };
@@ -40,7 +42,7 @@ pub(in super::super) struct LsOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct LsReport {
     schema: u32,
     tool: String,
@@ -48,10 +50,12 @@ struct LsReport {
 }
 
 /// An object as `ls` and `stat` have it in JSON. Sizes are in bytes, as claimed.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct ObjectLine {
     pub(super) name: String,
+    #[schemars(range(min = 1))]
     pub(super) version: u64,
+    #[schemars(with = "schema::Id")]
     pub(super) id: String,
     /// Of data.
     pub(super) size: u64,
@@ -64,10 +68,12 @@ pub(super) struct ObjectLine {
     pub(super) segments: u64,
     pub(super) arrays: u64,
     pub(super) leases: u64,
+    #[schemars(with = "schema::Owner")]
     pub(super) owner: Owner,
     /// In octal digits.
+    #[schemars(regex(pattern = "^[0-7]{4}$"))]
     pub(super) mode: String,
-    /// In UTC (RFC 3339).
+    #[schemars(with = "schema::Time")]
     pub(super) created: String,
     #[serde(skip)]
     pub(super) created_ms: u64,
@@ -103,6 +109,8 @@ impl From<&Summary> for ObjectLine {
 impl Tool for LsOptions {
     const NAME: &'static str = "ls";
 
+    const REPORTS: &'static [Named] = &[("ls", document::<LsReport>)];
+
     fn output(&self) -> &Output {
         &self.output
     }
@@ -111,7 +119,7 @@ impl Tool for LsOptions {
         let objects = self.meet.connect(cancel)?.list(&self.prefix)?;
         let objects: Vec<ObjectLine> = objects.iter().map(ObjectLine::from).collect();
         let text = match (self.output.json, self.long) {
-            (true, _) => json_line(&LsReport { schema: SCHEMA, tool: stamp::tool(), objects }),
+            (true, _) => json_line(&LsReport { schema: VERSION, tool: stamp::tool(), objects }),
             (false, _) if objects.is_empty() => {
                 if !self.output.quiet {
                     complain("notice: there are no objects that this user may read");

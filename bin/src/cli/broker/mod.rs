@@ -18,6 +18,7 @@ mod who;
 use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Client, DeviceBytes},
@@ -40,9 +41,6 @@ use super::{
     output::complain,
     report::Step,
 };
-
-/// The version of the commands' JSON objects.
-const SCHEMA: u32 = 1;
 
 /// How long a command waits for a broker to listen. A broker that was started just before needs a moment; where there is none, a
 /// command fails after this and does not wait for its `--timeout`.
@@ -110,7 +108,7 @@ impl Steps {
 }
 
 /// Memory of a device, as claimed, for the JSON objects.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 struct DeviceSize {
     uuid: String,
     name: String,

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
@@ -21,7 +22,7 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceSize, MeetBroker, SCHEMA, Steps, no_gpu,
+    DeviceSize, MeetBroker, Steps, no_gpu,
     table::field,
     values::{parse_mode, parse_object, parse_ttl},
 };
@@ -37,6 +38,7 @@ use crate::{
         parse_size, raise_file_limit,
         report::Step,
     },
+    schema::{self, Named, VERSION, document},
     stamp,
     units::bytes,
 };
@@ -140,13 +142,16 @@ pub(in super::super) struct PutOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct PutReport {
     schema: u32,
     tool: String,
     name: String,
+    #[schemars(range(min = 1))]
     version: u64,
+    #[schemars(with = "schema::Id")]
     id: String,
+    #[schemars(with = "schema::Backend")]
     backend: Backend,
     /// Why it is the host backend, where that was not asked for.
     fallback: Option<String>,
@@ -155,6 +160,7 @@ struct PutReport {
     /// Bytes of data.
     size: u64,
     segments: u64,
+    #[schemars(with = "Option<schema::Array>")]
     array: Option<ArrayDescriptor>,
     /// How many arrays it has.
     arrays: usize,
@@ -409,6 +415,8 @@ impl PutOptions {
 impl Tool for PutOptions {
     const NAME: &'static str = "put";
 
+    const REPORTS: &'static [Named] = &[("put", document::<PutReport>)];
+
     fn output(&self) -> &Output {
         &self.output
     }
@@ -432,7 +440,7 @@ impl Tool for PutOptions {
         let published = steps.time("put", || client.put(&put))?;
         let description = memory.describe()?;
         let report = PutReport {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             name: self.name.clone(),
             version: published.version,

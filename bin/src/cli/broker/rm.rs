@@ -1,6 +1,7 @@
 //! `rm`: takes names away.
 
 use clap::{ArgGroup, Args, builder::NonEmptyStringValueParser};
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::Client,
@@ -9,7 +10,7 @@ use vmmfd::{
     internals::refusal,
 };
 
-use super::{MeetBroker, SCHEMA, count, ls::ObjectLine, table::field};
+use super::{MeetBroker, count, ls::ObjectLine, table::field};
 use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
@@ -17,6 +18,7 @@ use crate::{
         output::{Progress, json_line},
         report::ErrorSummary,
     },
+    schema::{Named, VERSION, document},
     stamp,
     units::about,
 };
@@ -57,7 +59,7 @@ pub(in super::super) struct RmOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct RmReport {
     schema: u32,
     tool: String,
@@ -69,10 +71,11 @@ struct RmReport {
 }
 
 /// The objects with a prefix.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct Listed {
     objects: Vec<ObjectLine>,
-    /// The code of exactly these versions.
+    /// The code for --confirm, of exactly these versions.
+    #[schemars(regex(pattern = "^[0-9a-f]{12}$"))]
     confirm: String,
 }
 
@@ -102,7 +105,7 @@ impl Listed {
     }
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct Failed {
     name: String,
     error: ErrorSummary,
@@ -110,6 +113,8 @@ struct Failed {
 
 impl Tool for RmOptions {
     const NAME: &'static str = "rm";
+
+    const REPORTS: &'static [Named] = &[("rm", document::<RmReport>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -137,7 +142,7 @@ impl RmOptions {
         let text = match self.output.json {
             false => listed.render(),
             true => json_line(&RmReport {
-                schema: SCHEMA,
+                schema: VERSION,
                 tool: stamp::tool(),
                 deleted: Vec::new(),
                 failed: Vec::new(),
@@ -181,7 +186,7 @@ impl RmOptions {
         let text = match (self.output.json, self.output.quiet) {
             (true, _) => {
                 let (tool, dry_run) = (stamp::tool(), None);
-                json_line(&RmReport { schema: SCHEMA, tool, deleted, failed, dry_run, error })
+                json_line(&RmReport { schema: VERSION, tool, deleted, failed, dry_run, error })
             }
             (false, true) => String::new(),
             (false, false) => deleted.iter().map(|name| format!("deleted  {name}\n")).collect(),

@@ -13,6 +13,7 @@ use nix::{
     libc,
     sys::resource::{Resource, getrlimit, setrlimit},
 };
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Quota, Server, ServerConfig},
@@ -26,7 +27,7 @@ use vmmfd::{
 };
 
 use super::{
-    SCHEMA, count,
+    count,
     values::{Limit, parse_group, parse_limit, parse_user, quota},
 };
 use crate::{
@@ -38,6 +39,7 @@ use crate::{
         report::ErrorSummary,
         run::{GRACE, fail, raise_file_limit, run_tool},
     },
+    schema::{Named, VERSION, document},
     stamp,
     units::bytes,
 };
@@ -143,21 +145,21 @@ fn require_file_size() -> vmmfd::Result<()> {
     Ok(())
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct ServeReport {
     schema: u32,
     tool: String,
     socket: String,
     pid: u32,
-    /// What went with it.
+    /// How many of each it held when it ended.
     objects: u64,
     versions: u64,
     leases: u64,
     size: u64,
 }
 
-/// What a check of the options reports.
-#[derive(Debug, Serialize)]
+/// What `vmmfd serve --check` reports.
+#[derive(Debug, Serialize, JsonSchema)]
 struct CheckReport {
     schema: u32,
     tool: String,
@@ -231,7 +233,7 @@ impl ServeOptions {
         let mut problems: Vec<Error> = [require_file_size().err(), keeper.err()].into_iter().flatten().collect();
         let path = path.map_err(|problem| problems.push(problem)).unwrap_or_default();
         let Some(last) = problems.pop() else {
-            let report = CheckReport { schema: SCHEMA, tool: stamp::tool(), socket: path.display().to_string() };
+            let report = CheckReport { schema: VERSION, tool: stamp::tool(), socket: path.display().to_string() };
             let text = match self.output.json {
                 true => json_line(&report),
                 false => format!("broker    checked    the options are good; the socket is {}\n", report.socket),
@@ -277,6 +279,8 @@ impl ServeOptions {
 
 impl Tool for ServeOptions {
     const NAME: &'static str = "serve";
+
+    const REPORTS: &'static [Named] = &[("serve", document::<ServeReport>), ("serve-check", document::<CheckReport>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -328,7 +332,7 @@ impl Tool for ServeOptions {
             return Ok(ToolOutput { text: String::new(), exit: Exit::Signal(libc::SIGHUP) });
         }
         let report = ServeReport {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             socket: path.display().to_string(),
             pid: process::id(),

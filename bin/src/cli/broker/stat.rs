@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Lifetime, Maker, ObjectInfo, PartInfo, ReportInfo},
@@ -11,7 +12,7 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceSize, MeetBroker, SCHEMA, count,
+    DeviceSize, MeetBroker, count,
     ls::ObjectLine,
     table::{age, field, time},
 };
@@ -21,6 +22,7 @@ use crate::{
         exit::exit_codes,
         output::{Progress, json_line},
     },
+    schema::{self, Named, VERSION, document},
     stamp,
     units::bytes,
 };
@@ -50,13 +52,14 @@ pub(in super::super) struct StatOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct StatReport {
     schema: u32,
     tool: String,
     object: ObjectLine,
     /// Those that can be had by number.
     versions: Vec<u64>,
+    #[schemars(with = "schema::Lifetime")]
     lifetime: Lifetime,
     /// How many versions before the current one stay.
     keep: u32,
@@ -65,10 +68,11 @@ struct StatReport {
     reports: Vec<ReportLine>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct PartLine {
     name: String,
     device: DeviceSize,
+    #[schemars(with = "schema::Location")]
     location: wire::Location,
     /// Bytes of data, as claimed; those of `device` are of memory.
     size: u64,
@@ -76,13 +80,15 @@ struct PartLine {
     immutable: bool,
     arrays: u64,
     digest: Option<String>,
+    #[schemars(with = "schema::Process")]
     maker: Maker,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct ReportLine {
+    #[schemars(with = "schema::Process")]
     reader: Maker,
-    /// In UTC (RFC 3339).
+    #[schemars(with = "schema::Time")]
     at: String,
     message: String,
 }
@@ -114,7 +120,7 @@ impl From<&ObjectInfo> for StatReport {
     fn from(of: &ObjectInfo) -> Self {
         let version = &of.version;
         Self {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             object: ObjectLine::from(&version.summary),
             versions: version.versions.clone(),
@@ -129,6 +135,8 @@ impl From<&ObjectInfo> for StatReport {
 
 impl Tool for StatOptions {
     const NAME: &'static str = "stat";
+
+    const REPORTS: &'static [Named] = &[("stat", document::<StatReport>)];
 
     fn output(&self) -> &Output {
         &self.output

@@ -3,6 +3,7 @@
 use std::{sync::mpsc, thread, time::Duration};
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Crash, Limits, Metrics, Room},
@@ -13,7 +14,7 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceSize, MeetBroker, SCHEMA, count,
+    DeviceSize, MeetBroker, count,
     table::{age, field, time},
 };
 use crate::{
@@ -22,6 +23,7 @@ use crate::{
         exit::exit_codes,
         output::{Progress, complain, json_line},
     },
+    schema::{self, Named, VERSION, document},
     stamp,
     units::{about, bytes},
 };
@@ -44,7 +46,7 @@ pub(in super::super) struct StatusOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct StatusReport {
     schema: u32,
     tool: String,
@@ -69,30 +71,33 @@ struct StatusReport {
     devices: Vec<DeviceLine>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct ServerLine {
     pid: Option<u32>,
     version: Option<String>,
-    /// In UTC (RFC 3339).
+    #[schemars(with = "schema::Time")]
     started: String,
+    #[schemars(with = "schema::Room")]
     descriptors: Room,
     #[serde(skip)]
     started_ms: u64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct KeeperLine {
     pid: Option<u32>,
-    /// In UTC (RFC 3339).
+    #[schemars(with = "Option<schema::Time>")]
     started: Option<String>,
+    #[schemars(with = "schema::Room")]
     descriptors: Room,
     #[serde(skip)]
     started_ms: Option<u64>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct CrashLine {
-    /// When it was noticed, in UTC (RFC 3339).
+    /// When it was noticed.
+    #[schemars(with = "schema::Time")]
     at: String,
     /// `server`, `keeper` or `both`.
     process: String,
@@ -105,7 +110,7 @@ struct CrashLine {
     at_ms: u64,
 }
 
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, JsonSchema)]
 struct QuotaLine {
     bytes: Option<u64>,
     device_bytes: Option<u64>,
@@ -114,7 +119,7 @@ struct QuotaLine {
     connections: Option<u64>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct DeviceLine {
     /// As claimed.
     #[serde(flatten)]
@@ -153,7 +158,7 @@ impl StatusReport {
             }
         });
         Self {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             socket,
             server: ServerLine {
@@ -222,6 +227,8 @@ fn reported(uuids: Vec<DeviceUuid>) -> Vec<Result<(u64, u64), String>> {
 
 impl Tool for StatusOptions {
     const NAME: &'static str = "status";
+
+    const REPORTS: &'static [Named] = &[("status", document::<StatusReport>)];
 
     fn output(&self) -> &Output {
         &self.output

@@ -10,6 +10,7 @@ use std::{
 
 use clap::Args;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Event, EventKind, WatchPlace, Watched},
@@ -18,12 +19,13 @@ use vmmfd::{
     internals::{clean, deadline_after, wait},
 };
 
-use super::{MeetBroker, SCHEMA, table::time};
+use super::{MeetBroker, table::time};
 use crate::cli::{
     Exit, Output, Tool, ToolOutput,
     exit::exit_codes,
     output::{Progress, complain, json_line},
 };
+use crate::schema::{self, Named, VERSION, document};
 
 /// How long each wait for events lasts; nothing is seen of it.
 const WAIT: Duration = Duration::from_secs(3600);
@@ -70,24 +72,27 @@ fn parse_place(text: &str) -> Result<WatchPlace, String> {
 const PIECE: usize = 512;
 
 /// A line of `--json`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct Line<'a> {
     schema: u32,
     /// `following`, `lost`, or what happened.
     event: &'a str,
     /// With `seq` the place behind this line.
+    #[schemars(with = "schema::Id")]
     instance: &'a str,
     seq: u64,
     #[serde(flatten)]
     of: Option<Details<'a>>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct Details<'a> {
-    /// In UTC (RFC 3339).
+    #[schemars(with = "schema::Time")]
     at: String,
     name: &'a str,
+    #[schemars(range(min = 1))]
     version: u64,
+    #[schemars(with = "schema::Id")]
     id: &'a str,
     uid: u32,
     pid: i32,
@@ -120,7 +125,7 @@ impl WatchOptions {
         };
         if self.output.json {
             let WatchPlace { instance, seq, .. } = place;
-            let line = Line { schema: SCHEMA, event: word, instance, seq: *seq, of: event.map(Details::of) };
+            let line = Line { schema: VERSION, event: word, instance, seq: *seq, of: event.map(Details::of) };
             return json_line(&line);
         }
         let mut line = match event {
@@ -147,6 +152,8 @@ fn text(event: &Event, word: &str) -> String {
 
 impl Tool for WatchOptions {
     const NAME: &'static str = "watch";
+
+    const REPORTS: &'static [Named] = &[("watch", document::<Line<'static>>)];
 
     fn output(&self) -> &Output {
         &self.output

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use clap::Args;
+use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{HeldLease, Holders, UserTotal},
@@ -10,7 +11,7 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceSize, MeetBroker, SCHEMA,
+    DeviceSize, MeetBroker,
     table::{Column, Table, age, time, width},
 };
 use crate::{
@@ -19,6 +20,7 @@ use crate::{
         exit::exit_codes,
         output::{Progress, complain, json_line},
     },
+    schema::{self, Named, VERSION, document},
     stamp,
     units::about,
 };
@@ -41,7 +43,7 @@ pub(in super::super) struct WhoOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct WhoReport {
     schema: u32,
     tool: String,
@@ -51,18 +53,20 @@ struct WhoReport {
     devices: Vec<DeviceSize>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct LeaseLine {
     number: u64,
     name: String,
+    #[schemars(range(min = 1))]
     version: u64,
+    #[schemars(with = "schema::Id")]
     id: String,
     /// Whether the version can still be had by its name.
     named: bool,
     pid: i32,
     uid: u32,
     command: Option<String>,
-    /// In UTC (RFC 3339).
+    #[schemars(with = "schema::Time")]
     since: String,
     size: u64,
     #[serde(skip)]
@@ -70,17 +74,19 @@ struct LeaseLine {
 }
 
 /// A version that no name has any more.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, JsonSchema)]
 struct Unnamed {
     name: String,
+    #[schemars(range(min = 1))]
     version: u64,
+    #[schemars(with = "schema::Id")]
     id: String,
     leases: u64,
     /// What the largest of its leases has.
     size: u64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct UserLine {
     uid: u32,
     objects: u64,
@@ -124,7 +130,7 @@ impl WhoReport {
     fn of(holders: &Holders) -> Self {
         let users: Vec<UserLine> = holders.totals.iter().map(UserLine::from).collect();
         Self {
-            schema: SCHEMA,
+            schema: VERSION,
             tool: stamp::tool(),
             leases: holders.leases.iter().map(LeaseLine::from).collect(),
             unnamed: unnamed(&holders.leases),
@@ -163,6 +169,8 @@ fn by_device<'a>(devices: impl Iterator<Item = &'a DeviceSize>) -> Vec<DeviceSiz
 
 impl Tool for WhoOptions {
     const NAME: &'static str = "who";
+
+    const REPORTS: &'static [Named] = &[("who", document::<WhoReport>)];
 
     fn output(&self) -> &Output {
         &self.output

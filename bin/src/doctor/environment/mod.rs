@@ -3,12 +3,13 @@
 mod lines;
 mod read;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The environment of one end. What could not be read is absent.
 ///
 /// No device is opened, since opening a faulty one may never return.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Environment {
     /// The kernel: name, release and machine, as uname(2) has them.
@@ -74,7 +75,7 @@ pub struct Environment {
 }
 
 /// A C library.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CLibrary {
     /// glibc, for which NVIDIA's driver library is built.
@@ -98,7 +99,7 @@ impl CLibrary {
 }
 
 /// The driver library, as it was loaded.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Library {
     /// The path that it was loaded from.
     pub path: String,
@@ -111,7 +112,7 @@ pub struct Library {
 }
 
 /// A device node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Node {
     /// Its path.
     pub path: String,
@@ -126,7 +127,7 @@ pub struct Node {
 }
 
 /// A limit of a process; `None` is unlimited.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Limit {
     /// The limit in force.
     #[serde(default)]
@@ -137,7 +138,7 @@ pub struct Limit {
 }
 
 /// A folder in shared memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SharedMemory {
     /// Whether the folder exists.
     pub exists: bool,

@@ -3,7 +3,10 @@ use std::collections::BTreeMap;
 use serde_json::json;
 
 use super::*;
-use crate::doctor::report::{DeviceReport, PairReport, SCHEMA};
+use crate::{
+    doctor::report::{DeviceReport, PairReport},
+    schema::VERSION,
+};
 
 fn finding(probe: &str, status: Status, meaning: &str) -> Finding {
     Finding {
@@ -40,7 +43,7 @@ fn working() -> DoctorReport {
     let export = finding("export", Status::Ok, "Memory becomes a descriptor.");
     let copy = finding("memory", Status::Ok, "It is created, mapped and copied.");
     DoctorReport {
-        schema: SCHEMA,
+        schema: VERSION,
         tool: "vmmfd 0.1.0".to_owned(),
         made: "2026-11-21T16:00:00Z".to_owned(),
         backend: Backend::Cuda,

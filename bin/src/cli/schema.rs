@@ -1,0 +1,134 @@
+//! `schema`: the JSON Schemas of the commands' reports.
+
+use clap::{Args, builder::PossibleValuesParser};
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde_json::Value;
+use vmmfd::{channel::Cancel, error::Error};
+
+use super::{
+    Exit, Output, Tool, ToolOutput,
+    broker::{
+        ExporterOptions, GetOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions, StatusOptions,
+        WatchOptions, WhoOptions,
+    },
+    conform::ConformOptions,
+    devices::DevicesOptions,
+    doctor::DoctorOptions,
+    exit::exit_codes,
+    laboratory::BENCH,
+    output::{Progress, json_line},
+    pages::{CompletionsOptions, ManOptions, Pages},
+    report::{CommandReport, Failure},
+};
+use crate::schema::{Named, VERSION, document};
+
+/// Prints the JSON Schema of what a command prints with --json
+///
+/// `failure` is what every command but produce and consume prints if it fails. `watch` is each line of its output.
+#[derive(Debug, Args)]
+#[command(after_help = exit_codes!("printed"))]
+pub(super) struct SchemaOptions {
+    /// Report [default: list the names]
+    #[arg(value_name = "NAME", value_parser = PossibleValuesParser::new(names()), hide_possible_values = true)]
+    name: Option<String>,
+
+    #[command(flatten)]
+    output: Output,
+}
+
+/// The reports of `vmmfd`.
+fn reports() -> Vec<Named> {
+    const SHARED: &[Named] = &[
+        ("produce", document::<CommandReport>),
+        ("consume", document::<CommandReport>),
+        ("failure", document::<Failure>),
+    ];
+    [
+        SHARED,
+        ServeOptions::REPORTS,
+        StatusOptions::REPORTS,
+        PutOptions::REPORTS,
+        GetOptions::REPORTS,
+        LsOptions::REPORTS,
+        StatOptions::REPORTS,
+        RmOptions::REPORTS,
+        WhoOptions::REPORTS,
+        WatchOptions::REPORTS,
+        ExporterOptions::REPORTS,
+        DoctorOptions::REPORTS,
+        DevicesOptions::REPORTS,
+        ConformOptions::REPORTS,
+        Pages::<CompletionsOptions>::REPORTS,
+        Pages::<ManOptions>::REPORTS,
+        Schemas::REPORTS,
+    ]
+    .concat()
+}
+
+/// The names of all reports in alphabetical order. That of `bench` is another program's.
+fn names() -> Vec<&'static str> {
+    let mut names: Vec<&str> = reports().iter().map(|(name, _)| *name).chain([BENCH]).collect();
+    names.sort_unstable();
+    names
+}
+
+/// What `vmmfd schema` prints.
+#[derive(Debug, Serialize, JsonSchema)]
+struct SchemaReport {
+    schema: u32,
+    /// The names of all reports.
+    names: Vec<&'static str>,
+    /// The JSON Schema of the report that was asked for.
+    document: Option<Value>,
+}
+
+/// The command, with the reports of its program.
+pub(super) struct Schemas {
+    options: SchemaOptions,
+    reports: Vec<Named>,
+}
+
+impl Schemas {
+    /// The command of another program with these reports.
+    pub(super) fn of(options: SchemaOptions, reports: &[Named]) -> Self {
+        Self { options, reports: reports.to_vec() }
+    }
+}
+
+impl SchemaOptions {
+    /// Whether the report is that of `vmmfd-bench`, which has its type.
+    pub(super) fn is_of_laboratory(&self) -> bool {
+        self.name.as_deref() == Some(BENCH)
+    }
+}
+
+impl From<SchemaOptions> for Schemas {
+    fn from(options: SchemaOptions) -> Self {
+        Self { options, reports: reports() }
+    }
+}
+
+impl Tool for Schemas {
+    const NAME: &'static str = "schema";
+
+    const REPORTS: &'static [Named] = &[("schema", document::<SchemaReport>)];
+
+    fn output(&self) -> &Output {
+        &self.options.output
+    }
+
+    fn run(&self, _cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        let derive = |name: &String| match self.reports.iter().find(|(known, _)| known == name) {
+            Some((_, document)) => Ok(document()),
+            None => Err(Error::Misuse { problem: format!("this program has no report `{name}`") }),
+        };
+        let document = self.options.name.as_ref().map(derive).transpose()?;
+        let text = match &document {
+            _ if self.options.output.json => json_line(&SchemaReport { schema: VERSION, names: names(), document }),
+            Some(document) => serde_json::to_string_pretty(document)? + "\n",
+            None => names().iter().map(|name| format!("{name}\n")).collect(),
+        };
+        Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
