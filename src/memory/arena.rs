@@ -28,14 +28,14 @@ pub struct Arenas {
     device: Device,
     granularity: u64,
     arena: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<ArenaState>,
 }
 
 /// The largest arena that is made because there are many others, or because so much is expected.
 const LARGEST: u64 = 1 << 30;
 
 #[derive(Debug, Default)]
-struct State {
+struct ArenaState {
     arenas: Vec<Arena>,
     /// How many bytes of those that [`Arenas::expect`] announced are in no arena yet.
     expected: Option<u64>,
@@ -52,7 +52,7 @@ struct Arena {
     /// Sizes by offset.
     blocks: BTreeMap<u64, u64>,
     closed: bool,
-    /// When a block of it was freed last, by the count of [`State`]: work that was queued before may still use it.
+    /// When a block of it was freed last, by the count of [`ArenaState`]: work that was queued before may still use it.
     freed: u64,
 }
 
@@ -204,7 +204,7 @@ impl Arenas {
     fn cut(&self, size: u64) -> Result<Option<u64>> {
         let freed = {
             let mut state = self.state()?;
-            let State { arenas, freed, finished, .. } = &mut *state;
+            let ArenaState { arenas, freed, finished, .. } = &mut *state;
             let ready = arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size));
             if ready.is_some() || !arenas.iter().any(|arena| arena.can_be_cut() && arena.gap(size).is_some()) {
                 return Ok(ready);
@@ -217,7 +217,7 @@ impl Arenas {
             return Ok(None);
         }
         let mut state = self.state()?;
-        let State { arenas, finished, .. } = &mut *state;
+        let ArenaState { arenas, finished, .. } = &mut *state;
         *finished = freed.max(*finished);
         Ok(arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size)))
     }
@@ -232,7 +232,7 @@ impl Arenas {
     pub fn free(&self, address: u64) -> bool {
         let (freed, empty) = {
             let Ok(mut state) = self.state() else { return false };
-            let State { arenas, freed, .. } = &mut *state;
+            let ArenaState { arenas, freed, .. } = &mut *state;
             let Some(arena) = arenas.iter_mut().find(|arena| arena.holds(address)) else { return false };
             let block = arena.blocks.remove(&(address - arena.memory.address()));
             if block.is_some() {
@@ -297,7 +297,7 @@ impl Arenas {
         }
     }
 
-    fn state(&self) -> Result<MutexGuard<'_, State>> {
+    fn state(&self) -> Result<MutexGuard<'_, ArenaState>> {
         self.device.driver().check_fork()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }

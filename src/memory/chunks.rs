@@ -39,12 +39,12 @@ pub(super) struct Chunks {
     timings: Timings,
     export_time: OnceLock<Duration>,
     /// Held during driver calls that may be long: whoever only reads sizes and descriptors does not need it.
-    state: Mutex<State>,
+    state: Mutex<SealState>,
 }
 
 /// What sealing and taking access change.
 #[derive(Debug)]
-struct State {
+struct SealState {
     /// None after a failure to seal: nothing can be used then.
     mapping: Option<Mapping>,
     /// Those that are not exported yet, because they are still to be sealed.
@@ -123,7 +123,7 @@ impl Chunks {
         }
         timed(&mut timings.map, || mapping.allow(properties.location.host_node()))?;
         let segments = (chunks.len() + unsealed.len()) as u64;
-        let state = Mutex::new(State { mapping: Some(mapping), unsealed, sealed: None });
+        let state = Mutex::new(SealState { mapping: Some(mapping), unsealed, sealed: None });
         let exported = if to_be_sealed { OnceLock::new() } else { OnceLock::from(chunks) };
         let (device, usable, export_time) = (device.clone(), AtomicBool::new(true), OnceLock::new());
         Ok(Self {
@@ -261,7 +261,7 @@ impl Chunks {
         self.usable.load(Ordering::Acquire)
     }
 
-    fn state(&self) -> Result<MutexGuard<'_, State>> {
+    fn state(&self) -> Result<MutexGuard<'_, SealState>> {
         self.device.driver().check_fork()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }

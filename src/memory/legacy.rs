@@ -2,9 +2,13 @@
 
 use std::sync::Arc;
 
-use super::{Device, Pointer, Region, report, round_up};
+use super::{
+    Device, Pointer, Region,
+    offered::{OpenError, Step},
+    report, round_up,
+};
 use crate::{
-    driver::Access,
+    driver::{Access, code},
     error::{Error, MemoryError, Result},
 };
 
@@ -52,10 +56,15 @@ impl LegacyMemory {
     ///
     /// Driver calls: `cuIpcOpenMemHandle`, `cuMemGetAddressRange`.
     pub fn open(device: &Device, handle: &Pointer) -> Result<Arc<Self>> {
+        Self::open_offered(device, handle).map_err(Error::from)
+    }
+
+    /// As [`LegacyMemory::open`], with the step that failed.
+    pub(super) fn open_offered(device: &Device, handle: &Pointer) -> Result<Arc<Self>, OpenError> {
         let (driver, ordinal) = (device.verbs(), device.ordinal());
         let address = driver.legacy()?.open(ordinal, &handle.0).map_err(|error| match error {
-            Error::Driver { code: crate::driver::code::INVALID_CONTEXT, .. } => Error::Memory(MemoryError::OwnHandle),
-            error => error,
+            Error::Driver { code: code::INVALID_CONTEXT, .. } => Error::Memory(MemoryError::OwnHandle).into(),
+            error => OpenError::at(Step::Open)(error),
         })?;
         // From here on dropping it closes it.
         let mut memory = Self { device: device.clone(), address, size: 0, opened: true };

@@ -20,13 +20,13 @@ use crate::{
 pub struct Mirror<'a> {
     region: &'a dyn Region,
     range: Range<u64>,
-    memory: Memory,
+    memory: MirrorBacking,
     /// Whether the copy has what is to be written back.
     changed: bool,
 }
 
 #[derive(Debug)]
-enum Memory {
+enum MirrorBacking {
     Direct(Window),
     Copy(PageLocked),
 }
@@ -67,7 +67,7 @@ impl<'a> Mirror<'a> {
         let (device, address) = (region.device(), locate(region, offset, length)?);
         let window = if length > 0 { device.verbs().window(address, length).map(Some) } else { Ok(None) };
         let memory = match window {
-            Ok(Some(window)) => Memory::Direct(window),
+            Ok(Some(window)) => MirrorBacking::Direct(window),
             // Out of the CPU's reach.
             Err(Error::Driver { code: code::INVALID_VALUE, .. }) if !device.is_host() => Self::copy(region, room)?,
             Ok(None) => Self::copy(region, room)?,
@@ -76,9 +76,9 @@ impl<'a> Mirror<'a> {
         Ok(Self { region, range: offset..offset + length, memory, changed: false })
     }
 
-    fn copy(region: &dyn Region, size: u64) -> Result<Memory> {
+    fn copy(region: &dyn Region, size: u64) -> Result<MirrorBacking> {
         let device = region.device();
-        device.verbs().page_lock(device.ordinal(), size.max(1)).map(Memory::Copy)
+        device.verbs().page_lock(device.ordinal(), size.max(1)).map(MirrorBacking::Copy)
     }
 
     /// How many bytes it mirrors.
@@ -88,15 +88,15 @@ impl<'a> Mirror<'a> {
 
     /// Whether it is the memory itself, and no copy.
     pub fn is_direct(&self) -> bool {
-        matches!(self.memory, Memory::Direct(_))
+        matches!(self.memory, MirrorBacking::Direct(_))
     }
 
     /// The bytes: of a copy, or of sealed memory. `None` where another process may write at any time: then [`Mirror::read`].
     pub fn bytes(&self) -> Option<&[u8]> {
         let length = self.length();
         match &self.memory {
-            Memory::Direct(window) => window.slice(),
-            Memory::Copy(copy) => Some(&copy[..length]),
+            MirrorBacking::Direct(window) => window.slice(),
+            MirrorBacking::Copy(copy) => Some(&copy[..length]),
         }
     }
 
@@ -105,7 +105,7 @@ impl<'a> Mirror<'a> {
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         let length = self.length();
         match &mut self.memory {
-            Memory::Copy(copy) if self.region.access() == Access::ReadWrite => {
+            MirrorBacking::Copy(copy) if self.region.access() == Access::ReadWrite => {
                 self.changed = true;
                 Some(&mut copy[..length])
             }
@@ -120,8 +120,8 @@ impl<'a> Mirror<'a> {
     pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         check_range(offset, to.len() as u64, self.size())?;
         match &self.memory {
-            Memory::Direct(window) => window.read(offset, to),
-            Memory::Copy(copy) => {
+            MirrorBacking::Direct(window) => window.read(offset, to),
+            MirrorBacking::Copy(copy) => {
                 to.copy_from_slice(&copy[offset as usize..][..to.len()]);
                 Ok(())
             }
@@ -138,8 +138,8 @@ impl<'a> Mirror<'a> {
             return Err(Error::Memory(MemoryError::ReadOnly));
         }
         match &mut self.memory {
-            Memory::Direct(window) => window.write(offset, from),
-            Memory::Copy(copy) => {
+            MirrorBacking::Direct(window) => window.write(offset, from),
+            MirrorBacking::Copy(copy) => {
                 copy[offset as usize..][..from.len()].copy_from_slice(from);
                 self.changed = true;
                 Ok(())
@@ -153,7 +153,7 @@ impl<'a> Mirror<'a> {
     /// [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
     pub fn refresh(&mut self) -> Result<()> {
         let length = self.length();
-        if let Memory::Copy(copy) = &mut self.memory {
+        if let MirrorBacking::Copy(copy) = &mut self.memory {
             self.region.copy_out(self.range.start, &mut copy[..length])?;
         }
         self.changed = false;
@@ -165,7 +165,7 @@ impl<'a> Mirror<'a> {
     /// # Errors
     /// [`Error::Driver`]; it can be tried again. Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
     pub fn commit(&mut self) -> Result<()> {
-        if let Memory::Copy(copy) = &self.memory
+        if let MirrorBacking::Copy(copy) = &self.memory
             && self.changed
         {
             self.region.copy_in(self.range.start, &copy[..self.length()])?;
@@ -185,7 +185,7 @@ impl<'a> Mirror<'a> {
         self.commit()?;
         check_range(offset, length, self.region.size())?;
         match &self.memory {
-            Memory::Copy(copy) if copy.len() as u64 >= length => self.range = offset..offset + length,
+            MirrorBacking::Copy(copy) if copy.len() as u64 >= length => self.range = offset..offset + length,
             _ => {
                 *self = Self::make(self.region, offset, length, length)?;
             }

@@ -20,8 +20,11 @@ mod device;
 mod exchange;
 mod handle;
 mod imported;
+mod importing;
 mod legacy;
 mod mirror;
+mod offered;
+mod opening;
 mod pool;
 #[cfg(test)]
 mod races;
@@ -48,7 +51,7 @@ pub use self::{
 
 pub(crate) use self::exchange::{Place, Spare, exchange};
 pub use self::handle::first_elements;
-pub(crate) use self::imported::{Importing, Remains};
+pub(crate) use self::importing::{Importing, Remains};
 
 use std::{
     fmt,

@@ -8,7 +8,11 @@ use std::{
     },
 };
 
-use super::{Device, Pointer, Region, report};
+use super::{
+    Device, Pointer, Region,
+    offered::{OpenError, Step},
+    report,
+};
 use crate::{
     driver::{Access, PoolHandle},
     error::{DeviceError, Error, MemoryError, Result},
@@ -48,10 +52,15 @@ impl Pool {
     ///
     /// Driver calls: `cuMemPoolImportFromShareableHandle`, `cuMemPoolSetAccess`.
     pub fn import(device: &Device, fd: OwnedFd) -> Result<Arc<Self>> {
+        Self::import_offered(device, fd).map_err(Error::from)
+    }
+
+    /// As [`Pool::import`], with the step that failed.
+    pub(super) fn import_offered(device: &Device, fd: OwnedFd) -> Result<Arc<Self>, OpenError> {
         device.require_pools()?;
         let pools = device.verbs().pools()?;
         // From here on dropping it gives it back.
-        let pool = Self::own(device, pools.import(fd.as_fd())?);
+        let pool = Self::own(device, pools.import(fd.as_fd()).map_err(OpenError::at(Step::Open))?);
         pools.allow(pool.handle, device.ordinal())?;
         Ok(Arc::new(pool))
     }
@@ -146,8 +155,14 @@ impl PoolBuffer {
     ///
     /// Driver calls: `cuMemPoolImportPointer`, `cuMemGetAddressRange`.
     pub fn import(pool: &Arc<Pool>, pointer: &Pointer) -> Result<Arc<Self>> {
+        Self::import_offered(pool, pointer).map_err(Error::from)
+    }
+
+    /// As [`PoolBuffer::import`], with the step that failed.
+    pub(super) fn import_offered(pool: &Arc<Pool>, pointer: &Pointer) -> Result<Arc<Self>, OpenError> {
         let (driver, ordinal) = (pool.device.verbs(), pool.device.ordinal());
-        let address = driver.pools()?.import_pointer(pool.handle, ordinal, &pointer.0)?;
+        let imported = driver.pools()?.import_pointer(pool.handle, ordinal, &pointer.0);
+        let address = imported.map_err(OpenError::at(Step::Open))?;
         // From here on dropping it gives it back.
         let mut buffer = Self { address, size: 0, pool: Arc::clone(pool) };
         let (base, size) = driver.extent(ordinal, address)?;

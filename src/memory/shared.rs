@@ -26,7 +26,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Shared {
     device: Device,
-    memory: Memory,
+    memory: SharedBacking,
     /// Whether it is never written any more.
     sealed: AtomicBool,
     /// Whether this process can't write it any more. Others may.
@@ -35,7 +35,7 @@ pub struct Shared {
 }
 
 #[derive(Debug)]
-enum Memory {
+enum SharedBacking {
     Vmm(Chunks),
     Pool {
         buffer: Arc<PoolBuffer>,
@@ -69,12 +69,12 @@ impl Shared {
         let mut shared = match kind {
             Kind::Vmm { chunk, placement, gpu_direct_rdma } => {
                 let chunks = Chunks::create(device, size, chunk, placement, gpu_direct_rdma, sealed)?;
-                return Ok(Self::of(device, Memory::Vmm(chunks)));
+                return Ok(Self::of(device, SharedBacking::Vmm(chunks)));
             }
             Kind::Pool => Self::in_pool(&Pool::create(device)?, size)?,
             Kind::Legacy => {
                 let memory = LegacyMemory::allocate(device, size)?;
-                Self::of(device, Memory::Legacy { memory, offset: 0, size, padded: true })
+                Self::of(device, SharedBacking::Legacy { memory, offset: 0, size, padded: true })
             }
         };
         shared.timings.create = begun.elapsed();
@@ -89,7 +89,7 @@ impl Shared {
     /// Driver calls: those of [`PoolBuffer::allocate`].
     pub fn in_pool(pool: &Arc<Pool>, size: u64) -> Result<Self> {
         let buffer = PoolBuffer::allocate(pool, size)?;
-        Ok(Self::of(&buffer.device().clone(), Memory::Pool { buffer }))
+        Ok(Self::of(&buffer.device().clone(), SharedBacking::Pool { buffer }))
     }
 
     /// Shares a part of legacy memory: `size` bytes from `offset` on. A receiver of it can reach all of the memory.
@@ -98,10 +98,10 @@ impl Shared {
     /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if there are not as many.
     pub fn in_legacy(memory: &Arc<LegacyMemory>, offset: u64, size: u64) -> Result<Self> {
         check_range(offset, size, memory.size())?;
-        Ok(Self::of(memory.device(), Memory::Legacy { memory: Arc::clone(memory), offset, size, padded: false }))
+        Ok(Self::of(memory.device(), SharedBacking::Legacy { memory: Arc::clone(memory), offset, size, padded: false }))
     }
 
-    fn of(device: &Device, memory: Memory) -> Self {
+    fn of(device: &Device, memory: SharedBacking) -> Self {
         let (sealed, read_only) = (AtomicBool::new(false), AtomicBool::new(false));
         Self { device: device.clone(), memory, sealed, read_only, timings: Timings::default() }
     }
@@ -110,9 +110,9 @@ impl Shared {
     /// the process does no harm: what is open elsewhere was seen to stay.
     pub(crate) fn abandon(&self) {
         match &self.memory {
-            Memory::Vmm(_) => {}
-            Memory::Pool { buffer } => mem::forget(Arc::clone(buffer)),
-            Memory::Legacy { memory, .. } => mem::forget(Arc::clone(memory)),
+            SharedBacking::Vmm(_) => {}
+            SharedBacking::Pool { buffer } => mem::forget(Arc::clone(buffer)),
+            SharedBacking::Legacy { memory, .. } => mem::forget(Arc::clone(memory)),
         }
     }
 
@@ -131,7 +131,7 @@ impl Shared {
     /// [`super::Allocation::seal`].
     pub fn seal(&self) -> Result<bool> {
         let enforced = match &self.memory {
-            Memory::Vmm(chunks) => chunks.seal()?,
+            SharedBacking::Vmm(chunks) => chunks.seal()?,
             _ => false,
         };
         self.sealed.store(true, Ordering::Release);
@@ -150,7 +150,7 @@ impl Shared {
     ///
     /// Driver calls: those of [`Device::wait_for_work`], `cuMemSetAccess`.
     pub fn make_read_only(&self) -> Result<()> {
-        let Memory::Vmm(chunks) = &self.memory else {
+        let SharedBacking::Vmm(chunks) = &self.memory else {
             let feature = "memory of a pool, or legacy memory, that this process only reads";
             return Err(Error::Device(DeviceError::Unsupported { device: self.device.to_string(), feature }));
         };
@@ -166,19 +166,19 @@ impl Shared {
     /// [`Error::Driver`]. Driver calls: those of [`Region::copy_in`].
     pub(crate) fn clear_padding(&self) -> Result<()> {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.clear_padding(),
-            Memory::Legacy { memory, size, padded: true, .. } => clear(&**memory, *size..memory.size()),
-            Memory::Pool { .. } | Memory::Legacy { .. } => Ok(()),
+            SharedBacking::Vmm(chunks) => chunks.clear_padding(),
+            SharedBacking::Legacy { memory, size, padded: true, .. } => clear(&**memory, *size..memory.size()),
+            SharedBacking::Pool { .. } | SharedBacking::Legacy { .. } => Ok(()),
         }
     }
 
     /// How many bytes a receiver maps: at least [`Region::size`], rounded up as the mechanism rounds.
     pub fn mapped_size(&self) -> u64 {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.mapped_size(),
-            Memory::Pool { buffer } => buffer.size(),
-            Memory::Legacy { memory, padded: true, .. } => memory.size(),
-            Memory::Legacy { size, .. } => *size,
+            SharedBacking::Vmm(chunks) => chunks.mapped_size(),
+            SharedBacking::Pool { buffer } => buffer.size(),
+            SharedBacking::Legacy { memory, padded: true, .. } => memory.size(),
+            SharedBacking::Legacy { size, .. } => *size,
         }
     }
 
@@ -190,11 +190,13 @@ impl Shared {
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     pub fn describe(&self) -> Result<Description> {
         let sharing = match &self.memory {
-            Memory::Vmm(chunks) => Sharing::Vmm { placement: chunks.placement(), segments: chunks.segments() },
-            Memory::Pool { buffer } => {
+            SharedBacking::Vmm(chunks) => Sharing::Vmm { placement: chunks.placement(), segments: chunks.segments() },
+            SharedBacking::Pool { buffer } => {
                 Sharing::Pool { pool: buffer.pool().number(), pointer: buffer.pointer()?, offset: 0 }
             }
-            Memory::Legacy { memory, offset, .. } => Sharing::Legacy { pointer: memory.handle()?, offset: *offset },
+            SharedBacking::Legacy { memory, offset, .. } => {
+                Sharing::Legacy { pointer: memory.handle()?, offset: *offset }
+            }
         };
         Ok(Description {
             device: self.device.identity(),
@@ -213,7 +215,7 @@ impl Shared {
     /// ends before it begins.
     pub fn chunks(&self, range: Range<u64>) -> Result<Option<(Part, Vec<Arc<Chunk>>)>> {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.part(range).map(Some),
+            SharedBacking::Vmm(chunks) => chunks.part(range).map(Some),
             _ => Ok(None),
         }
     }
@@ -221,7 +223,7 @@ impl Shared {
     /// How long the steps of making it took.
     pub fn timings(&self) -> Timings {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.timings(),
+            SharedBacking::Vmm(chunks) => chunks.timings(),
             _ => self.timings,
         }
     }
@@ -229,7 +231,7 @@ impl Shared {
     /// The pool that it is of, if it is of one.
     pub fn pool(&self) -> Option<&Arc<Pool>> {
         match &self.memory {
-            Memory::Pool { buffer } => Some(buffer.pool()),
+            SharedBacking::Pool { buffer } => Some(buffer.pool()),
             _ => None,
         }
     }
@@ -244,17 +246,17 @@ impl Region for Shared {
 
     fn address(&self) -> u64 {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.address(),
-            Memory::Pool { buffer } => buffer.address(),
-            Memory::Legacy { memory, offset, .. } => memory.address() + offset,
+            SharedBacking::Vmm(chunks) => chunks.address(),
+            SharedBacking::Pool { buffer } => buffer.address(),
+            SharedBacking::Legacy { memory, offset, .. } => memory.address() + offset,
         }
     }
 
     fn size(&self) -> u64 {
         match &self.memory {
-            Memory::Vmm(chunks) => chunks.size(),
-            Memory::Pool { buffer } => buffer.size(),
-            Memory::Legacy { size, .. } => *size,
+            SharedBacking::Vmm(chunks) => chunks.size(),
+            SharedBacking::Pool { buffer } => buffer.size(),
+            SharedBacking::Legacy { size, .. } => *size,
         }
     }
 
@@ -264,6 +266,6 @@ impl Region for Shared {
     }
 
     fn is_protected(&self) -> bool {
-        matches!(self.memory, Memory::Vmm(_))
+        matches!(self.memory, SharedBacking::Vmm(_))
     }
 }

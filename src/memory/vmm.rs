@@ -5,7 +5,11 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use super::{Device, Placement, Region, check_range, report, round_up};
+use super::{
+    Device, Placement, Region, check_range,
+    offered::{OpenError, Step},
+    report, round_up,
+};
 use crate::{
     driver::{Access, Handle, Location, Properties, code},
     error::{DeviceError, Error, MemoryError, Result},
@@ -88,16 +92,17 @@ impl Allocation {
     ///
     /// Driver calls: `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
     pub fn import(device: &Device, fd: OwnedFd, size: u64) -> Result<Arc<Self>> {
-        Self::import_borrowed(device, fd.as_fd(), size).map(Arc::new).map_err(|error| not_imported(&fd, error))
+        let imported = Self::import_offered(device, fd.as_fd(), size);
+        imported.map(Arc::new).map_err(|failed| not_imported(&fd, failed.into()))
     }
 
     /// As [`Allocation::import`]; `fd` stays the caller's, to be closed when it likes.
-    pub(super) fn import_borrowed(device: &Device, fd: BorrowedFd<'_>, size: u64) -> Result<Self> {
+    pub(super) fn import_offered(device: &Device, fd: BorrowedFd<'_>, size: u64) -> Result<Self, OpenError> {
         let granularity = device.granularity()?;
         if size == 0 || !size.is_multiple_of(granularity) {
-            return Err(Error::Memory(MemoryError::Unaligned { size, granularity }));
+            return Err(Error::Memory(MemoryError::Unaligned { size, granularity }).into());
         }
-        let handle = device.verbs().import(fd, size)?;
+        let handle = device.verbs().import(fd, size).map_err(OpenError::at(Step::Open))?;
         // From here on dropping it releases the handle.
         let mut imported = Self::own(device, handle, size, device.shareable(Placement::Device)?);
         imported.properties = device.verbs().properties(handle)?;

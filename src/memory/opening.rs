@@ -1,0 +1,115 @@
+//! Opens memory that another process shares, by any mechanism.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use super::{
+    Description, Device, LegacyMemory, Part, Pointer, Pool, PoolBuffer, Region, Sharing, check_range,
+    imported::{Imported, ImportedBacking},
+    importing::Importing,
+    offered::nonsense,
+    pool::check_size,
+};
+use crate::{
+    driver::Access,
+    error::{Error, ErrorCode, PeerError, Result},
+};
+
+impl Imported {
+    /// Opens memory from its description, the sizes of all its segments, and the descriptors that came with it: with
+    /// [`Sharing::Vmm`] one for each segment, with [`Sharing::Pool`] the pool's, with [`Sharing::Legacy`] none.
+    ///
+    /// `device` may be another than the owner's, if it can reach it. The descriptors are closed on success and on failure.
+    ///
+    /// # Errors
+    /// [`PeerError::Protocol`] if the description contradicts itself; [`PeerError::Mismatch`] if the memory is not what it says;
+    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) if the device can't reach it; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for a mechanism that this side
+    /// lacks;
+    /// [`MemoryError::OwnHandle`](crate::error::MemoryError::OwnHandle); [`Error::Driver`].
+    ///
+    /// Driver calls: those of [`Allocation::import`](super::Allocation::import) and [`Mapping::side_by_side`](super::Mapping::side_by_side); of [`Pool::import`] and
+    /// [`PoolBuffer::import`]; of [`LegacyMemory::open`].
+    pub fn open(
+        device: &Device,
+        description: &Description,
+        segments: &[u64],
+        mut fds: Vec<OwnedFd>,
+        access: Access,
+    ) -> Result<Self> {
+        let want = if description.pool().is_some() { 1 } else { segments.len() };
+        if fds.len() != want {
+            return nonsense(format!("{want} descriptors belong to this memory, and {} came", fds.len()));
+        }
+        match description.sharing {
+            Sharing::Vmm { .. } => {
+                let count = segments.len() as u64;
+                let part = Part { first: 0, segments: count, offset: 0, size: description.mapped_size };
+                let mut importing = Importing::begin(device, description, &part, access)?;
+                importing.take(segments, fds)?;
+                importing.finish().map(|(imported, _)| imported)
+            }
+            Sharing::Pool { .. } => {
+                let pool = Self::pool(device, description, fds.remove(0))?;
+                Self::of_pool(&pool, description, access)
+            }
+            Sharing::Legacy { .. } => Self::of_legacy(device, description, access),
+        }
+    }
+
+    /// Imports the pool that memory is of: once, where several buffers of it come by a channel of the caller's own.
+    ///
+    /// # Errors
+    /// Those of [`Imported::open`]. Driver calls: those of [`Pool::import`].
+    pub fn pool(device: &Device, description: &Description, fd: OwnedFd) -> Result<Arc<Pool>> {
+        Pool::import_offered(device, fd).map_err(|error| error.explain(device, description))
+    }
+
+    /// Opens memory of a pool that was imported before.
+    ///
+    /// # Errors
+    /// Those of [`Imported::open`]. Driver calls: those of [`PoolBuffer::import`].
+    pub fn of_pool(pool: &Arc<Pool>, description: &Description, access: Access) -> Result<Self> {
+        let (pointer, offset) = pointer(description)?;
+        check_size(pool.device(), description.mapped_size)?;
+        let buffer =
+            PoolBuffer::import_offered(pool, &pointer).map_err(|error| error.explain(pool.device(), description))?;
+        Self::opened(buffer, offset, description, access)
+    }
+
+    /// Opens a legacy handle.
+    ///
+    /// # Errors
+    /// Those of [`Imported::open`]. Driver calls: those of [`LegacyMemory::open`].
+    pub(crate) fn of_legacy(device: &Device, description: &Description, access: Access) -> Result<Self> {
+        // What this side lacks comes first.
+        device.verbs().legacy()?;
+        let (pointer, offset) = pointer(description)?;
+        let memory =
+            LegacyMemory::open_offered(device, &pointer).map_err(|error| error.explain(device, description))?;
+        Self::opened(memory, offset, description, access)
+    }
+
+    fn opened(region: Arc<dyn Region>, offset: u64, description: &Description, access: Access) -> Result<Self> {
+        let Description { size, mapped_size, immutable, .. } = *description;
+        if size > mapped_size {
+            return nonsense(format!("{size} bytes of data in {mapped_size} bytes of memory"));
+        }
+        // The driver does not know the size that is claimed.
+        if check_range(offset, mapped_size, region.size()).is_err() {
+            let message = format!(
+                "{mapped_size} bytes from {offset} on are claimed of memory that has {} bytes: it is not the memory described",
+                region.size()
+            );
+            return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }));
+        }
+        let memory = ImportedBacking::Opened { region, offset, mapped_size };
+        Ok(Self { memory, start: 0, size, access, immutable, node: None, parked: false })
+    }
+}
+
+/// What opens memory of a pool or legacy memory, and where the data begins behind that.
+fn pointer(description: &Description) -> Result<(Pointer, u64)> {
+    match description.sharing {
+        Sharing::Pool { pointer, offset, .. } | Sharing::Legacy { pointer, offset } => Ok((pointer, offset)),
+        Sharing::Vmm { .. } => nonsense("memory without the 64 bytes that open it".to_owned()),
+    }
+}
