@@ -336,7 +336,7 @@ fn arrays_are_found_by_name_and_only_their_segments_come(subject: Subject) {
     assert!(matches!(object.array("middle"), Err(Error::Memory(_))));
     assert_eq!(refused(object.array("other")).0, RefusalCode::Absent);
     let lease = client.get(&Get::new("a").arrays(["middle"])).unwrap();
-    assert_eq!(lease.into_parts().remove(0).into_segments().len(), 2);
+    assert_eq!(lease.into_parts().remove(0).into_segments().unwrap().len(), 2);
     let (code, message) = refused(client.get(&Get::new("a").arrays(["first", "nothing"])));
     assert_eq!(code, RefusalCode::Differs);
     assert!(message.contains("there is no array nothing"), "{message}");

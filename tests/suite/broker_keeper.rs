@@ -83,7 +83,7 @@ fn put(served: &Served, name: &str, nonce: u8) {
 fn value(client: &Client, name: &str) -> u8 {
     let lease = client.get(&Get::new(name)).unwrap();
     let segments: Vec<OwnedFd> =
-        lease.into_parts().into_iter().flat_map(|part| part.into_segments()).map(|(_, fd)| fd).collect();
+        lease.into_parts().into_iter().flat_map(|part| part.into_segments().unwrap()).map(|(_, fd)| fd).collect();
     assert_eq!(segments.len(), SEGMENTS);
     let nonces: BTreeSet<u64> = segments
         .into_iter()

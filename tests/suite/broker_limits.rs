@@ -366,7 +366,10 @@ mod root {
         as_user(OTHER, &|| {
             let client = connect(&path, SERVER).unwrap();
             for _ in 0..20 {
-                assert_eq!(client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().len(), 200);
+                assert_eq!(
+                    client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().unwrap().len(),
+                    200
+                );
             }
         });
         // A process of the same user hears why it gets none, and is served when those have gone.
@@ -378,7 +381,7 @@ mod root {
         drop(unread);
         server.wait_for_ends(&client);
         for _ in 0..20 {
-            assert_eq!(client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().len(), 200);
+            assert_eq!(client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().unwrap().len(), 200);
         }
     }
 
@@ -406,7 +409,9 @@ mod root {
         in_fork(|| {
             become_user(OTHER, OTHER, &[]);
             let client = connect(&path, SERVER).unwrap();
-            (0..20).all(|_| client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().len() == 200)
+            (0..20).all(|_| {
+                client.get(&Get::new("a")).unwrap().into_parts().remove(0).into_segments().unwrap().len() == 200
+            })
         });
         drop(unread);
         server.wait_for_ends(&client);

@@ -119,7 +119,8 @@ pub(crate) fn pages_of(nonce: u64) -> u64 {
 /// What a lease is of, if it is whole.
 pub(crate) fn whole(lease: Lease) -> u64 {
     let nonce = lease.metadata().unwrap()["nonce"].as_u64().unwrap();
-    let segments: Vec<(u64, OwnedFd)> = lease.into_parts().into_iter().flat_map(|part| part.into_segments()).collect();
+    let segments: Vec<(u64, OwnedFd)> =
+        lease.into_parts().into_iter().flat_map(|part| part.into_segments().unwrap()).collect();
     assert_eq!(segments.len() as u64, pages_of(nonce));
     for (size, fd) in &segments {
         assert_eq!((*size, nonce_of(fd)), (PAGE, nonce));

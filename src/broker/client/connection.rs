@@ -5,16 +5,17 @@ use std::{
     path::Path,
     process,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use super::{
+    dial::{Dialled, Dialler},
     holdings::{Handlers, Held, Holdings},
-    reconnect::{Dialled, Dialler},
-    watcher::Watcher,
+    records::{buffer, is_broken, lock, receive_on, send_on},
+    waker::Waker,
 };
 use crate::{
     channel::{
@@ -22,21 +23,14 @@ use crate::{
         record::{RecordSocket, check_type},
     },
     driver::Driver,
-    error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, Result},
+    error::{Error, PeerError, Result},
     memory::{Device, DeviceIdentity},
     sys::fork::ProcessIdentity,
-    wire::{
-        HEADER_LENGTH, MAX_BODY,
-        broker::{Message, Release, Stop, Token},
-    },
+    wire::broker::{Message, Release, Stop, Token},
 };
 
 /// The most puts that are noted to be taken up.
 const MAX_PUTS: usize = 4096;
-
-/// How long an answer is polled for before the thread sleeps. The broker has most often to be woken for a request, and then takes
-/// some microseconds; to be woken in turn would cost as much again.
-pub(super) const SPIN: Duration = Duration::from_micros(150);
 
 /// A connection over which a broker answered a hello.
 #[derive(Debug)]
@@ -60,7 +54,7 @@ pub(super) struct Connection {
     /// How often a wait was to end.
     stops: AtomicU64,
     /// The thread that notices that it broke; `None` if there could be none.
-    watcher: OnceLock<Watcher>,
+    pub(super) watcher: OnceLock<Waker>,
 }
 
 /// A request, and the right to its answers.
@@ -268,20 +262,7 @@ impl Connection {
         self.is_own() && self.up.load(Ordering::Acquire) && held.is_counted()
     }
 
-    /// Starts the thread that notices that the connection broke, if there is none.
-    fn watch(self: &Arc<Self>) {
-        if self.watcher.get().is_some() {
-            return;
-        }
-        match Watcher::start(self) {
-            // One that another thread has started meanwhile stays; this one ends.
-            Ok(watcher) => drop(self.watcher.set(watcher)),
-            // The next lease tries again.
-            Err(error) => tracing::warn!(%error, "leases are not taken up while no request is made"),
-        }
-    }
-
-    /// Wakes that thread.
+    /// Wakes the thread that notices that the connection broke.
     pub(super) fn wake_watcher(&self) {
         if let Some(watcher) = self.watcher.get() {
             watcher.wake();
@@ -346,7 +327,7 @@ impl Drop for Connection {
             watcher.wake();
         } else {
             // A fork has no watcher, which would end; so the fork's descriptor of the socket ends here.
-            watcher.bury(self.socket.as_fd());
+            watcher.replace_in_fork(self.socket.as_fd());
         }
     }
 }
@@ -422,60 +403,4 @@ impl Drop for Exchange<'_> {
             let _ = self.connection.socket.shared().shutdown(std::net::Shutdown::Both);
         }
     }
-}
-
-/// Sends a record.
-pub(super) fn send_on(socket: &RecordSocket, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-    let (kind, want, got) = (message.name(), message.fd_count(), fds.len());
-    if want != got {
-        return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
-    }
-    let mut record = Vec::with_capacity(512);
-    message.encode_into(&mut record)?;
-    tracing::debug!(kind, fds = got, "to the broker");
-    socket.send(kind, &record, fds)
-}
-
-/// Waits for a message. A refusal is an error, and so is one that the broker reports.
-pub(super) fn receive_on(
-    socket: &RecordSocket,
-    incoming: &mut [u8],
-    deadline: impl Fn() -> Instant,
-    purpose: &'static str,
-) -> Result<(Message, Vec<OwnedFd>)> {
-    loop {
-        let record = socket.receive_by(incoming, deadline(), purpose)?;
-        let message = Message::decode(&incoming[..record.length], record.fds.len())?;
-        tracing::debug!(kind = message.name(), fds = record.fds.len(), "from the broker");
-        match message {
-            Message::Busy(_) => {}
-            Message::Refused(refusal) => {
-                return Err(BrokerError { code: refusal.code, message: refusal.message }.into());
-            }
-            Message::Error(failure) => {
-                return Err(Error::Peer(PeerError::Reported { code: failure.code, message: failure.message }));
-            }
-            message => return Ok((message, record.fds)),
-        }
-    }
-}
-
-/// Room for a record: a byte more than the longest one, so that a longer one shows.
-pub(super) fn buffer() -> Vec<u8> {
-    vec![0; HEADER_LENGTH + MAX_BODY + 1]
-}
-
-/// Whether an error means that the broker has gone, or is about to: then another one may take its place.
-pub(super) fn is_broken(error: &Error) -> bool {
-    matches!(error, Error::Peer(PeerError::Gone { .. } | PeerError::Reported { code: ErrorCode::Interrupted, .. }))
-}
-
-/// What came does not belong there.
-pub(super) fn unexpected(got: &Message, want: &'static str) -> Error {
-    ProtocolError::Unexpected { got: got.name(), want }.into()
-}
-
-/// Locks what a thread that panicked leaves as it should be.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

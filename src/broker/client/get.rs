@@ -3,8 +3,9 @@
 use std::{collections::BTreeMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use super::{
-    connection::{Connection, Exchange, unexpected},
+    connection::{Connection, Exchange},
     lease::Lease,
+    records::unexpected,
 };
 use crate::{
     broker::name::{check_component, check_name},

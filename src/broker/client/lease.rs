@@ -1,72 +1,33 @@
-//! A lease of an object, and the object mapped.
+//! A lease of an object.
 
 use std::{
-    collections::HashMap,
-    os::fd::OwnedFd,
+    io,
+    os::fd::{AsFd, OwnedFd},
     sync::{Arc, OnceLock},
     thread,
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use super::{
     connection::Connection,
+    hold::{Hold, about_its_version},
     holdings::{Held, Whole, WholePart},
-    switch::Layout,
+    object::{Layout, Object, ObjectPart},
 };
 use crate::{
     broker::table,
+    channel::deadline_after,
     driver::{Access, Driver},
-    error::{BrokerError, DeviceError, Error, MemoryError, ProtocolError, RefusalCode, Result, code},
-    memory::{Array, Description, Device, Imported, Importing, Part, Region, Remains, Selector},
+    error::{DeviceError, Error, ErrorCode, PeerError, ProtocolError, Result},
+    memory::{Description, Device, Imported, Importing, Part, Remains, Selector},
     wire::{
         Check,
-        broker::{
-            ArrayEntry, Attached, LeaseHeader, MAX_ARRAYS, MAX_METADATA, MAX_TABLE, Message, Owner, Report, Table,
-            read_arrays,
-        },
+        broker::{ArrayEntry, Attached, LeaseHeader, MAX_ARRAYS, MAX_METADATA, MAX_TABLE, Owner, Table, read_arrays},
     },
 };
 
-/// What a lease and the object that is opened with it both say of their version.
-macro_rules! about_its_version {
-    () => {
-        /// The object's name.
-        pub fn name(&self) -> &str {
-            &self.name
-        }
-
-        /// Its version, counted from 1.
-        pub fn version(&self) -> u64 {
-            self.version
-        }
-
-        /// The version's UUID.
-        pub fn id(&self) -> &str {
-            &self.id
-        }
-
-        /// When it was published.
-        pub fn created(&self) -> SystemTime {
-            self.created
-        }
-
-        /// Whose it is.
-        pub fn owner(&self) -> Owner {
-            self.owner
-        }
-
-        /// What its maker says of it; empty if nothing.
-        ///
-        /// # Errors
-        /// [`Error::Peer`] if it is not a JSON object.
-        pub fn metadata(&self) -> Result<Check> {
-            let Some(text) = &self.metadata else { return Ok(Check::new()) };
-            text.read().map_err(|error| ProtocolError::Content(format!("the metadata is wrong: {error}")).into())
-        }
-    };
-}
-
-pub(super) use about_its_version;
+/// How long a descriptor is waited for that is being offered back: longer than an offer takes.
+const OFFERED: Duration = Duration::from_secs(5);
 
 /// A hold on a version of an object: the broker keeps it, and counts this process among its readers. It ends when it is dropped,
 /// and with the connection. Where the broker is restarted it goes on: see [`Client`](super::Client).
@@ -83,19 +44,6 @@ pub struct Lease {
     pub(super) backend: String,
     pub(super) metadata: Option<Attached>,
     pub(super) parts: Vec<LeasedPart>,
-}
-
-/// What ends a lease when it is dropped.
-#[derive(Debug)]
-pub(super) struct Hold {
-    pub(super) connection: Arc<Connection>,
-    held: Arc<Held>,
-}
-
-impl Drop for Hold {
-    fn drop(&mut self) {
-        self.connection.release(self.held.token, "the lease");
-    }
 }
 
 /// A part of a lease, not mapped.
@@ -240,28 +188,6 @@ impl Lease {
     }
 }
 
-impl Hold {
-    /// Whether the broker counts it, as far as is known.
-    fn is_held(&self) -> bool {
-        self.connection.counts(&self.held)
-    }
-
-    /// Reports memory that is not as claimed.
-    pub(super) fn report(&self, error: &Error) {
-        let lacks_memory = matches!(error, Error::Driver { code: code::OUT_OF_MEMORY, .. });
-        let blamed = matches!(error, Error::Peer(_) | Error::Driver { .. }) && !lacks_memory;
-        if blamed {
-            self.send_report(error.in_full());
-        }
-    }
-
-    fn send_report(&self, message: String) {
-        let report = Report { token: self.held.token, message };
-        // A report that does not arrive changes nothing here.
-        let _ = self.connection.send(&Message::Report(report), &[]);
-    }
-}
-
 impl LeasedPart {
     /// Its name.
     pub fn name(&self) -> &str {
@@ -284,8 +210,17 @@ impl LeasedPart {
     }
 
     /// The segments, each with its size in bytes and its descriptor, which the caller then owns: to import them by other means.
-    pub fn into_segments(self) -> Vec<(u64, OwnedFd)> {
-        self.runs.into_iter().flat_map(|run| run.segments).map(|(size, fd)| (size, owned(fd))).collect()
+    ///
+    /// # Errors
+    /// [`Error::System`] if this process may open no more files while the connection's thread offers the version back to a broker
+    /// that lost it, and that takes longer than five seconds. The descriptors are closed then.
+    pub fn into_segments(self) -> Result<Vec<(u64, OwnedFd)>> {
+        let deadline = deadline_after(OFFERED);
+        let segments = self.runs.into_iter().flat_map(|run| run.segments);
+        let owned = segments.map(|(size, fd)| Ok((size, owned(fd, deadline, OwnedFd::try_clone)?)));
+        let action =
+            || format!("take the descriptors of part `{}`, which is being offered back to the broker", self.name);
+        owned.collect::<io::Result<_>>().map_err(|error| Error::system(action(), error))
     }
 
     /// What it takes to offer it back.
@@ -334,155 +269,6 @@ impl Run {
     }
 }
 
-/// An object that is mapped, and the lease of it, which ends when it is dropped.
-///
-/// Memory and arrays that were taken from it stay mapped for as long as they live, also after the lease ended and when the broker
-/// is gone. The broker then no longer counts this process among the readers.
-#[derive(Debug)]
-pub struct Object {
-    pub(super) parts: Vec<ObjectPart>,
-    pub(super) name: String,
-    pub(super) version: u64,
-    pub(super) id: String,
-    pub(super) created: SystemTime,
-    pub(super) owner: Owner,
-    pub(super) metadata: Option<Attached>,
-    /// None once it was parked without it.
-    pub(super) hold: Option<Hold>,
-    pub(super) layout: Layout,
-}
-
-impl Object {
-    about_its_version!();
-
-    /// Whether the broker counts this process among the readers: see [`Lease::is_held`].
-    pub fn is_held(&self) -> bool {
-        self.hold.as_ref().is_some_and(Hold::is_held)
-    }
-
-    /// The parts that were asked for.
-    pub fn parts(&self) -> &[ObjectPart] {
-        &self.parts
-    }
-
-    /// Reports to the broker, in one sentence, that the memory is not what its maker described: that its digest is wrong, say. The broker
-    /// shows the report to everyone who may read the object, and watchers get the event `reported`. Does nothing while the object is
-    /// [parked](Object::park) without its lease. Blocks only while the broker reads nothing.
-    pub fn report(&self, message: impl Into<String>) {
-        if let Some(hold) = &self.hold {
-            hold.send_report(message.into());
-        }
-    }
-
-    /// The part of a name.
-    pub fn part(&self, name: &str) -> Option<&ObjectPart> {
-        self.parts.iter().find(|part| part.name == name)
-    }
-
-    /// The array of a name, in whichever part it is.
-    ///
-    /// # Errors
-    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for; [`Error::Misuse`]
-    /// while it is [parked](Object::park).
-    pub fn array(&self, name: &str) -> Result<Array> {
-        let part = self.parts.iter().find(|part| part.entry(name).is_some());
-        part.ok_or_else(|| no_array(name))?.array(name)
-    }
-}
-
-/// A part of an [`Object`], mapped.
-#[derive(Debug)]
-pub struct ObjectPart {
-    pub(super) name: String,
-    pub(super) description: Description,
-    pub(super) digest: Option<String>,
-    pub(super) arrays: Arc<Vec<ArrayEntry>>,
-    pub(super) memory: Vec<Arc<Imported>>,
-    /// The handles and descriptors of the segments of each piece: with them it is mapped again if another version can't take its place.
-    pub(super) remains: Vec<Remains>,
-    /// Where each array is in the table, from the first look for one on.
-    pub(super) index: OnceLock<HashMap<String, usize>>,
-}
-
-impl ObjectPart {
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// What it is.
-    pub fn description(&self) -> &Description {
-        &self.description
-    }
-
-    /// The digest of its bytes, in its maker's words.
-    pub fn digest(&self) -> Option<&str> {
-        self.digest.as_deref()
-    }
-
-    /// Its memory: one piece, unless arrays were asked for that lie apart.
-    ///
-    /// # Errors
-    /// [`Error::Misuse`] if it is several pieces: see [`ObjectPart::pieces`]; and while the object is [parked](Object::park).
-    pub fn memory(&self) -> Result<&Arc<Imported>> {
-        self.check_mapped()?;
-        match self.memory.as_slice() {
-            [memory] => Ok(memory),
-            several => {
-                let problem =
-                    format!("part `{}` is mapped in {} pieces: take them one by one", self.name, several.len());
-                Err(Error::Misuse { problem })
-            }
-        }
-    }
-
-    /// The pieces of its memory, in their order: [`Imported::start`] is where each begins. While the object is [parked](Object::park)
-    /// they are of 0 bytes.
-    pub fn pieces(&self) -> &[Arc<Imported>] {
-        &self.memory
-    }
-
-    /// The arrays in it, in its maker's order: all of them, also if only some of the memory was asked for.
-    pub fn arrays(&self) -> &[ArrayEntry] {
-        &self.arrays
-    }
-
-    /// The array of a name.
-    ///
-    /// # Errors
-    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for; [`Error::Misuse`]
-    /// while the object is [parked](Object::park).
-    pub fn array(&self, name: &str) -> Result<Array> {
-        self.check_mapped()?;
-        let mut descriptor = self.entry(name).ok_or_else(|| no_array(name))?.array.clone();
-        let span = descriptor.span()?;
-        let inside = |piece: &&Arc<Imported>| {
-            let start = piece.start();
-            start <= span.start && span.end <= start + piece.size()
-        };
-        let Some(piece) = self.memory.iter().find(inside) else {
-            let (offset, length) = (span.start, span.end - span.start);
-            let size = self.memory.iter().map(|piece| piece.size()).sum();
-            return Err(Error::Memory(MemoryError::OutOfRange { offset, length, size }));
-        };
-        descriptor.offset -= piece.start();
-        Array::new(Arc::clone(piece) as Arc<dyn Region>, descriptor)
-    }
-
-    fn check_mapped(&self) -> Result<()> {
-        match self.memory.iter().any(|piece| piece.is_parked()) {
-            false => Ok(()),
-            true => Err(Error::Misuse { problem: format!("part `{}` is parked: nothing is mapped", self.name) }),
-        }
-    }
-
-    fn entry(&self, name: &str) -> Option<&ArrayEntry> {
-        let index =
-            self.index.get_or_init(|| (0..).zip(self.arrays.iter()).map(|(at, of)| (of.name.clone(), at)).collect());
-        index.get(name).map(|at| &self.arrays[*at])
-    }
-}
-
 /// Checks that the memory of an object is a driver's.
 pub(super) fn check_backend(name: &str, backend: &str, driver: &Driver) -> Result<()> {
     let own = driver.backend();
@@ -490,26 +276,27 @@ pub(super) fn check_backend(name: &str, backend: &str, driver: &Driver) -> Resul
         return Ok(());
     }
     let message = format!("the memory of `{name}` is on backend {backend}, and this process uses {own}");
-    Err(Error::Peer(crate::error::PeerError::Mismatch { code: crate::error::ErrorCode::Backend, message }))
+    Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
 }
 
-/// The descriptor, or one of its own while it is being offered back.
-fn owned(mut fd: Arc<OwnedFd>) -> OwnedFd {
+/// The descriptor, or a duplicate while another thread offers it back. Without room for a duplicate, waits for the other thread until
+/// the deadline.
+fn owned(
+    mut fd: Arc<OwnedFd>,
+    deadline: Instant,
+    duplicate: impl Fn(&OwnedFd) -> io::Result<OwnedFd>,
+) -> io::Result<OwnedFd> {
     loop {
         fd = match Arc::try_unwrap(fd) {
-            Ok(fd) => return fd,
-            Err(shared) => match shared.try_clone() {
-                Ok(fd) => return fd,
-                // There is none left. An offer takes no longer than a put.
+            Ok(fd) => return Ok(fd),
+            Err(shared) => match duplicate(&shared) {
+                Err(error) if Instant::now() >= deadline => return Err(error),
                 Err(_) => shared,
+                duplicate => return duplicate,
             },
         };
         thread::sleep(Duration::from_millis(1));
     }
-}
-
-fn no_array(name: &str) -> Error {
-    BrokerError::new(RefusalCode::Absent, format!("there is no array `{name}`")).into()
 }
 
 /// The text of a table, whichever way it came.
@@ -518,7 +305,6 @@ fn text_of(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) 
     match table {
         Table::Inline(text) => Ok(text.as_str().to_owned()),
         Table::Length(length) => {
-            use std::os::fd::AsFd;
             let fd = tables.next().ok_or_else(|| wrong("a table came without its descriptor".to_owned()))?;
             table::read(fd.as_fd(), length, most).map_err(wrong)
         }
@@ -537,4 +323,36 @@ fn arrays_of(text: &str, size: u64) -> Result<Vec<ArrayEntry>> {
         check.map_err(|error| wrong(format!("array `{}` is not inside the memory: {error}", entry.name)))?;
     }
     Ok(arrays)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn none_left(_: &OwnedFd) -> io::Result<OwnedFd> {
+        Err(io::Error::from_raw_os_error(nix::libc::EMFILE))
+    }
+
+    fn shared() -> (Arc<OwnedFd>, Arc<OwnedFd>) {
+        let fd = Arc::new(io::pipe().unwrap().0.into());
+        (Arc::clone(&fd), fd)
+    }
+
+    #[test]
+    fn descriptor_wait_ends_at_deadline() {
+        let (fd, _offered) = shared();
+        let error = owned(fd, deadline_after(Duration::from_millis(20)), none_left).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(nix::libc::EMFILE));
+    }
+
+    #[test]
+    fn descriptor_is_taken_after_the_offer() {
+        let (fd, offered) = shared();
+        let offering = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(20));
+            drop(offered);
+        });
+        owned(fd, deadline_after(Duration::from_secs(20)), none_left).unwrap();
+        offering.join().unwrap();
+    }
 }

@@ -1,6 +1,6 @@
 //! How much the broker holds and does.
 
-use super::{Client, connection::unexpected};
+use super::{Client, records::unexpected};
 use crate::{
     error::Result,
     wire::broker::{Measure, Measured, Message},

@@ -1,13 +1,18 @@
 //! The client of a broker.
 
 mod connection;
+mod dial;
 mod get;
+mod hold;
 mod holdings;
 mod lease;
 mod metrics;
+mod object;
 mod put;
 mod reconnect;
+mod records;
 mod switch;
+mod waker;
 mod watch;
 mod watcher;
 
@@ -18,11 +23,12 @@ use std::{
     time::Duration,
 };
 
-use self::connection::{Connection, unexpected};
+use self::{connection::Connection, records::unexpected};
 pub use self::{
     get::{Claim, ClaimOf, Found, Get},
     holdings::{LossReason, Lost, Restored},
-    lease::{Lease, LeasedPart, Object, ObjectPart},
+    lease::{Lease, LeasedPart},
+    object::{Object, ObjectPart},
     put::{Condition, Put, PutPart},
     switch::Prepared,
     watch::{Watch, WatchPlace, Watched},

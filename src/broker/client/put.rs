@@ -7,8 +7,9 @@ use std::{
 };
 
 use super::{
-    connection::{Connection, Exchange, unexpected},
+    connection::{Connection, Exchange},
     holdings::{Held, Whole},
+    records::unexpected,
 };
 use crate::{
     broker::{

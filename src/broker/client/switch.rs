@@ -6,7 +6,11 @@ use std::{
     time::SystemTime,
 };
 
-use super::lease::{Hold, Lease, LeasedPart, Object, ObjectPart, about_its_version, check_backend};
+use super::{
+    hold::{Hold, about_its_version},
+    lease::{Lease, LeasedPart, Run, check_backend},
+    object::{Layout, Object, ObjectPart},
+};
 use crate::{
     error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
     memory::{Description, Device, Imported, Place, Region, Spare, exchange},
@@ -48,16 +52,6 @@ struct PreparedPart {
     digest: Option<String>,
     arrays: Arc<Vec<ArrayEntry>>,
     spares: Vec<Spare>,
-}
-
-/// Stands for where the data and arrays of an object are: versions that have the same share one.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Layout(Arc<()>);
-
-impl Layout {
-    fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
 }
 
 /// A version at addresses that stay: tensors, pointers and captured CUDA graphs that have them go on with other bytes.
@@ -348,7 +342,7 @@ impl<'a> Shape<'a> {
     }
 
     fn of_leased(part: &'a LeasedPart) -> Self {
-        let piece = |run: &super::lease::Run| {
+        let piece = |run: &Run| {
             let (start, room) = (run.part.offset, run.part.size);
             Piece { start, size: part.description.size.min(start.saturating_add(room)).saturating_sub(start), room }
         };

@@ -5,14 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    Client,
-    connection::{Exchange, unexpected},
-};
+use super::{Client, connection::Exchange, records::unexpected};
 use crate::{
     channel::deadline_after,
     error::{BrokerError, Error, PeerError, RefusalCode, Result},
-    wire::broker::{Event, Events, Message, Stop, Watch as Request},
+    wire::broker::{self, Event, Events, Message, Stop},
 };
 
 /// How long the broker is left without a request: one that has stopped answering is found out by the next.
@@ -145,7 +142,7 @@ impl Watch {
     }
 
     fn subscribe(&mut self, exchange: &mut Exchange<'_>, until: Instant) -> Result<()> {
-        let request = Message::Watch(Request {
+        let request = Message::Watch(broker::Watch {
             prefix: self.prefix.clone(),
             after: self.seen.as_ref().map(|seen| seen.seq),
             instance: self.seen.as_ref().map(|seen| seen.instance.clone()),

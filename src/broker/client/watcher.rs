@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::AsFd,
     os::unix::net::UnixStream,
     sync::{Arc, TryLockError, Weak},
     thread,
@@ -18,8 +18,10 @@ use nix::{
 };
 
 use super::{
-    connection::{Connection, buffer, lock},
-    reconnect::Dialler,
+    connection::Connection,
+    dial::Dialler,
+    records::{buffer, lock},
+    waker::Waker,
 };
 use crate::{
     channel::eventfd,
@@ -32,51 +34,49 @@ const OTHERS: Duration = Duration::from_millis(20);
 /// The first and the longest pause between two attempts.
 const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_secs(1)];
 
-/// The thread of a connection that holds leases. It sleeps in poll(2) until the other end is closed; then it makes the connection
+impl Connection {
+    /// Starts the thread that notices that the connection broke, if there is none.
+    pub(super) fn watch(self: &Arc<Self>) {
+        if self.watcher.get().is_some() {
+            return;
+        }
+        match start(self) {
+            // One that another thread has started meanwhile stays; this one ends.
+            Ok(watcher) => drop(self.watcher.set(watcher)),
+            // The next lease tries again.
+            Err(error) => tracing::warn!(%error, "leases are not taken up while no request is made"),
+        }
+    }
+}
+
+/// Starts the thread of a connection that holds leases. It sleeps in poll(2) until the other end is closed; then it makes the connection
 /// again, since the broker waits only so long for what it held to be taken up.
 ///
 /// It costs one thread and one descriptor, from the first lease to the end of the connection, which it does not keep alive. It makes no
 /// driver call.
-#[derive(Debug)]
-pub(super) struct Watcher {
-    wake: Arc<EventFd>,
-}
-
-impl Watcher {
-    /// # Errors
-    /// [`Error::System`]. See eventfd(2), pthread_create(3).
-    pub(super) fn start(connection: &Arc<Connection>) -> Result<Self> {
-        let wake = Arc::new(eventfd()?);
-        let watch = Watch {
-            connection: Arc::downgrade(connection),
-            dialler: connection.dialler.clone(),
-            socket: connection.socket.shared(),
-            wake: Arc::clone(&wake),
-        };
-        // The program's signals are for the program's threads. What a fault raises has to stay with the thread.
-        let mut signals = SigSet::all();
-        for fault in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGTRAP, Signal::SIGABRT]
-        {
-            signals.remove(fault);
-        }
-        let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK);
-        let started = thread::Builder::new().name("vmmfd-broker".to_owned()).spawn(move || watch.run());
-        if let Ok(before) = before {
-            let _ = before.thread_set_mask();
-        }
-        started.map_err(|error| Error::system("start a thread", error))?;
-        Ok(Self { wake })
+///
+/// # Errors
+/// [`Error::System`]. See eventfd(2), pthread_create(3).
+fn start(connection: &Arc<Connection>) -> Result<Waker> {
+    let wake = Arc::new(eventfd()?);
+    let watch = Watch {
+        connection: Arc::downgrade(connection),
+        dialler: connection.dialler.clone(),
+        socket: connection.socket.shared(),
+        wake: Arc::clone(&wake),
+    };
+    // The program's signals are for the program's threads. What a fault raises has to stay with the thread.
+    let mut signals = SigSet::all();
+    for fault in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGTRAP, Signal::SIGABRT] {
+        signals.remove(fault);
     }
-
-    pub(super) fn wake(&self) {
-        // It fails only if it is to be woken very often already.
-        let _ = self.wake.write(1);
+    let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK);
+    let started = thread::Builder::new().name("vmmfd-broker".to_owned()).spawn(move || watch.run());
+    if let Ok(before) = before {
+        let _ = before.thread_set_mask();
     }
-
-    /// In a fork: closes its copy of the socket.
-    pub(super) fn bury(&self, socket: BorrowedFd<'_>) {
-        let _ = crate::sys::replace(socket, self.wake.as_fd());
-    }
+    started.map_err(|error| Error::system("start a thread", error))?;
+    Ok(Waker::new(wake))
 }
 
 /// What the thread has.

@@ -66,7 +66,7 @@ impl Bare {
         let (verbs, mut segments) = (driver.verbs(), [Vec::new(), Vec::new()]);
         for (name, segments) in OBJECTS.into_iter().zip(&mut segments) {
             for part in client.get(&Get::new(name))?.into_parts() {
-                for (size, fd) in part.into_segments() {
+                for (size, fd) in part.into_segments()? {
                     use std::os::fd::AsFd;
                     segments.push((verbs.import(fd.as_fd(), size)?, size));
                 }

@@ -1,0 +1,120 @@
+//! Connects to a broker and exchanges hellos.
+
+use std::{
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    process,
+    time::{Duration, Instant},
+};
+
+use super::records::{SPIN, is_broken, receive_on, send_on, unexpected};
+use crate::{
+    channel::{Cancel, Config, Peer, Trust, connect_socket, deadline_after, record::RecordSocket},
+    error::{Error, ErrorCode, PeerError, Result, SocketError},
+    wire::{
+        Hello, VERSION,
+        broker::{BROKER, Message, NO_BACKEND, Resume, Resumed},
+    },
+};
+
+/// The longest pause before a request is sent again that broke the connection.
+const LONGEST_PAUSE: Duration = Duration::from_millis(256);
+
+/// How a connection is made.
+#[derive(Debug)]
+pub(super) struct Dialler {
+    path: PathBuf,
+    pub(super) timeout: Duration,
+    trust: Trust,
+    cancel: Cancel,
+}
+
+/// A connection over which hellos were exchanged.
+#[derive(Debug)]
+pub(super) struct Dialled {
+    pub(super) socket: RecordSocket,
+    pub(super) peer: Peer,
+    /// The UUID of what the broker holds.
+    pub(super) instance: String,
+}
+
+impl Dialler {
+    pub(super) fn new(path: &Path, config: &Config, cancel: Cancel) -> Self {
+        Self { path: path.to_owned(), timeout: config.timeout, trust: config.trust.clone(), cancel }
+    }
+
+    /// Connects and exchanges hellos. Waits for a process to listen until then, and for its answers as long as the timeout says.
+    pub(super) fn dial(&self, deadline: Instant, incoming: &mut [u8]) -> Result<Dialled> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let connected = connect_socket(&self.path, left, &self.trust, &self.cancel);
+        let (socket, peer) = connected.map_err(|error| no_broker(error, self.timeout))?;
+        Dialled::greet(socket, peer, self.timeout, &self.cancel, incoming)
+    }
+
+    /// As [`Dialler::dial`], again and again while the connection breaks. `tries` is how often that went wrong before.
+    pub(super) fn dial_until(&self, deadline: Instant, mut tries: u32, incoming: &mut [u8]) -> Result<Dialled> {
+        loop {
+            match self.dial(deadline, incoming) {
+                Err(error) if is_broken(&error) && Instant::now() < deadline => {}
+                dialled => return dialled,
+            }
+            tries += 1;
+            self.pause(tries)?;
+        }
+    }
+
+    /// Waits before it is tried again.
+    pub(super) fn pause(&self, tries: u32) -> Result<()> {
+        let pause = Duration::from_millis(1 << tries.min(8));
+        self.cancel.pause(pause.min(LONGEST_PAUSE))
+    }
+}
+
+impl Dialled {
+    /// Exchanges hellos, and learns what the broker holds: in one round, since each is answered at once.
+    pub(super) fn greet(
+        socket: OwnedFd,
+        peer: Peer,
+        timeout: Duration,
+        cancel: &Cancel,
+        incoming: &mut [u8],
+    ) -> Result<Self> {
+        let socket = RecordSocket::new(socket, timeout, cancel)?.spinning(SPIN);
+        let hello = Message::Hello(Hello {
+            version: VERSION,
+            capabilities: vec![BROKER.to_owned()],
+            backend: NO_BACKEND.to_owned(),
+            pid: process::id(),
+            timeout_ms: super::milliseconds(timeout).max(1),
+        });
+        let sent =
+            send_on(&socket, &hello, &[]).and_then(|()| send_on(&socket, &Message::Resume(Resume::default()), &[]));
+        match sent {
+            // The broker says why before it closes the connection.
+            Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => {}
+            Err(error) => return Err(error),
+        }
+        match receive_on(&socket, incoming, || deadline_after(timeout), "for the broker's hello")? {
+            (Message::Hello(hello), _) if hello.capabilities.iter().any(|named| named == BROKER) => {}
+            (Message::Hello(_), _) => {
+                let message = "the process at the other end is no broker: its hello lacks the capability `broker`";
+                return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message: message.to_owned() }));
+            }
+            (other, _) => return Err(unexpected(&other, "hello")),
+        }
+        match receive_on(&socket, incoming, || deadline_after(timeout), "for what the broker holds")? {
+            (Message::Resumed(Resumed { instance, .. }), _) => Ok(Self { socket, peer, instance }),
+            (other, _) => Err(unexpected(&other, "resumed")),
+        }
+    }
+}
+
+/// The error of a socket without a listener, in words that fit a broker.
+fn no_broker(error: Error, timeout: Duration) -> Error {
+    match error {
+        Error::Socket(SocketError::Absent { path, .. }) => {
+            Error::Socket(SocketError::NoBroker { path, waited: timeout, otherwise: None })
+        }
+        other => other,
+    }
+}

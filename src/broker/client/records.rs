@@ -1,0 +1,73 @@
+//! The broker's records over a socket.
+
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    channel::record::RecordSocket,
+    error::{BrokerError, Error, ErrorCode, PeerError, ProtocolError, Result},
+    wire::{HEADER_LENGTH, MAX_BODY, broker::Message},
+};
+
+/// How long an answer is polled for before the thread sleeps. The broker has most often to be woken for a request, and then takes
+/// some microseconds; to be woken in turn would cost as much again.
+pub(super) const SPIN: Duration = Duration::from_micros(150);
+
+/// Sends a record.
+pub(super) fn send_on(socket: &RecordSocket, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    let (kind, want, got) = (message.name(), message.fd_count(), fds.len());
+    if want != got {
+        return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
+    }
+    let mut record = Vec::with_capacity(512);
+    message.encode_into(&mut record)?;
+    tracing::debug!(kind, fds = got, "to the broker");
+    socket.send(kind, &record, fds)
+}
+
+/// Waits for a message. A refusal is an error, and so is one that the broker reports.
+pub(super) fn receive_on(
+    socket: &RecordSocket,
+    incoming: &mut [u8],
+    deadline: impl Fn() -> Instant,
+    purpose: &'static str,
+) -> Result<(Message, Vec<OwnedFd>)> {
+    loop {
+        let record = socket.receive_by(incoming, deadline(), purpose)?;
+        let message = Message::decode(&incoming[..record.length], record.fds.len())?;
+        tracing::debug!(kind = message.name(), fds = record.fds.len(), "from the broker");
+        match message {
+            Message::Busy(_) => {}
+            Message::Refused(refusal) => {
+                return Err(BrokerError { code: refusal.code, message: refusal.message }.into());
+            }
+            Message::Error(failure) => {
+                return Err(Error::Peer(PeerError::Reported { code: failure.code, message: failure.message }));
+            }
+            message => return Ok((message, record.fds)),
+        }
+    }
+}
+
+/// Room for a record: a byte more than the longest one, so that a longer one shows.
+pub(super) fn buffer() -> Vec<u8> {
+    vec![0; HEADER_LENGTH + MAX_BODY + 1]
+}
+
+/// Whether an error means that the broker has gone, or is about to: then another one may take its place.
+pub(super) fn is_broken(error: &Error) -> bool {
+    matches!(error, Error::Peer(PeerError::Gone { .. } | PeerError::Reported { code: ErrorCode::Interrupted, .. }))
+}
+
+/// What came does not belong there.
+pub(super) fn unexpected(got: &Message, want: &'static str) -> Error {
+    ProtocolError::Unexpected { got: got.name(), want }.into()
+}
+
+/// Locks what a thread that panicked leaves as it should be.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
