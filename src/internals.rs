@@ -12,7 +12,7 @@ use std::{
 use nix::poll::PollFlags;
 
 pub use crate::driver::{
-    bare::{Bare, Closing, Created, Opened, Opening},
+    bare::{Bare, BareMapping, Closing, Created, Opening},
     cuda::{CudaDriver, exit_at_once},
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     host::{HostDriver, Live},
@@ -20,8 +20,8 @@ pub use crate::driver::{
     legacy::LegacyIpc,
     nvml,
     pool::{PoolHandle, Pools},
-    types::{Granularity, Location, Properties},
-    verbs::{Handle, Identity, Verbs},
+    types::{Granularity, Handle, Identity, Location, Properties},
+    verbs::Verbs,
     window::{PageLocked, Window},
     wsl,
 };

@@ -18,7 +18,7 @@ use std::{
 
 use nix::{
     fcntl::{AtFlags, OFlag, openat, renameat},
-    sys::stat::{Mode, SFlag, fchmod, fstat, fstatat},
+    sys::stat::{Mode, SFlag, fchmod, fstat},
     unistd::{Gid, UnlinkatFlags, fchownat, unlinkat},
 };
 use rustix::{
@@ -28,8 +28,8 @@ use rustix::{
 
 use super::{
     Cancel, Peer,
-    connect::{Attempt, attempt, new_socket},
-    lock::PathLock,
+    attempt::{Attempt, attempt, new_socket},
+    lock::{PathLock, inode_of},
     path::{MAX_PATH, split},
     record::check_type,
 };
@@ -357,8 +357,4 @@ impl Drop for Temporary<'_> {
 /// The path of a file in an open folder, which is short however deep the folder is.
 fn through(folder: &File, name: &OsStr) -> PathBuf {
     Path::new("/proc/self/fd").join(folder.as_raw_fd().to_string()).join(name)
-}
-
-pub(super) fn inode_of(folder: &File, name: &OsStr) -> nix::Result<(u64, u64)> {
-    fstatat(folder, name, AtFlags::AT_SYMLINK_NOFOLLOW).map(|stat| (stat.st_dev, stat.st_ino))
 }

@@ -11,12 +11,12 @@ use std::{
 
 use nix::{
     errno::Errno,
-    fcntl::{Flock, FlockArg, OFlag, openat},
-    sys::stat::Mode,
+    fcntl::{AtFlags, Flock, FlockArg, OFlag, openat},
+    sys::stat::{Mode, fstatat},
     unistd::{UnlinkatFlags, geteuid, unlinkat},
 };
 
-use super::{Cancel, RETRY, deadline_after, listener::inode_of};
+use super::{Cancel, RETRY, deadline_after};
 use crate::error::{Error, Result, SocketError};
 
 /// Excludes other processes that bind or remove the socket. Dropping it removes the file, unless it is marked.
@@ -115,4 +115,9 @@ impl Drop for PathLock<'_> {
 fn is_at(file: &File, folder: &File, name: &OsStr) -> io::Result<bool> {
     let metadata = file.metadata()?;
     Ok(inode_of(folder, name) == Ok((metadata.dev(), metadata.ino())))
+}
+
+/// The device and inode number of a file, by its folder and name.
+pub(super) fn inode_of(folder: &File, name: &OsStr) -> nix::Result<(u64, u64)> {
+    fstatat(folder, name, AtFlags::AT_SYMLINK_NOFOLLOW).map(|stat| (stat.st_dev, stat.st_ino))
 }

@@ -4,6 +4,7 @@
 //! and a program that does not must ignore it before it uses this module. They are received with rustix, which owns each
 //! one at once, asks for close-on-exec and reports truncation.
 
+mod attempt;
 mod cancel;
 mod config;
 mod connect;

@@ -14,7 +14,7 @@ use std::{
 
 use nix::unistd::geteuid;
 
-use super::connect::{Attempt, attempt};
+use super::attempt::{Attempt, attempt};
 use crate::error::{Error, Result, SocketError};
 
 /// The name of a broker's socket in the default folder.

@@ -20,7 +20,7 @@ pub struct Created {
 
 /// Memory that was opened and is usable. It is there until [`Bare::close`], or the end of the process.
 #[derive(Debug)]
-pub struct Opened {
+pub struct BareMapping {
     pub(super) by: Identity,
     pub(super) handle: u64,
     pub(super) address: u64,
@@ -71,10 +71,10 @@ pub trait Bare: Debug + Send + Sync {
 
     /// Opens memory for reading and writing. `cuMemImportFromShareableHandle`, `cuMemAddressReserve`, `cuMemMap`,
     /// `cuMemSetAccess`.
-    fn open(&self, ordinal: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(Opened, Opening)>;
+    fn open(&self, ordinal: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(BareMapping, Opening)>;
 
     /// Closes it. `cuMemUnmap`, `cuMemAddressFree`, `cuMemRelease`.
-    fn close(&self, opened: Opened) -> Result<Closing>;
+    fn close(&self, opened: BareMapping) -> Result<Closing>;
 }
 
 /// That what is given back, or used, was made by this driver object: another one may have given out the same number.

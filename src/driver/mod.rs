@@ -11,6 +11,7 @@ pub(crate) mod bare;
 pub(crate) mod copy;
 pub(crate) mod cuda;
 pub(crate) mod diagnosis;
+mod failure;
 pub(crate) mod host;
 pub(crate) mod kernels;
 pub(crate) mod legacy;
@@ -37,16 +38,17 @@ pub(crate) use self::{
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     kernels::Kernels,
 };
+pub(crate) use self::{
+    failure::{failure, failure_with},
+    legacy::LegacyIpc,
+    pool::{PoolHandle, Pools},
+    types::{Granularity, Handle, Identity, Location, Properties},
+    verbs::{Verbs, cover},
+    window::{PageLocked, Window},
+};
 pub use self::{
     host::{DEVICE_NAME, GRANULARITY},
     types::{Attribute, MemoryInfo},
-};
-pub(crate) use self::{
-    legacy::LegacyIpc,
-    pool::{PoolHandle, Pools},
-    types::{Granularity, Location, Properties},
-    verbs::{Handle, Identity, Verbs, cover, failure, failure_with},
-    window::{PageLocked, Window},
 };
 pub use crate::{
     base::{Access, Backend, DeviceUuid},

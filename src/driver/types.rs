@@ -1,4 +1,27 @@
-//! Plain words of the driver API: devices, places, attributes.
+//! Plain words of the driver API: handles, places, attributes.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A driver object: no two of a process have the same. What one gives out carries it, so that no other takes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Identity(u32);
+
+impl Identity {
+    /// One that no driver object had before.
+    pub(super) fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// A physical allocation, as a driver object numbers it. Only a backend makes one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Handle {
+    /// Who gave it out.
+    pub(super) by: Identity,
+    /// The backend's own number.
+    pub(super) number: u64,
+}
 
 /// Where physical memory is, or who accesses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -28,7 +51,7 @@ pub struct Properties {
     /// Whether it can be exported as a POSIX file descriptor. It must be asked for at creation, and reads `false` on an
     /// imported allocation, which can't be exported again.
     pub exportable: bool,
-    /// Whether no holder of it, in any process, can write to it any more: see [`Verbs::seal`]. Nothing is made so: at
+    /// Whether no holder of it, in any process, can write to it any more: see [`super::Verbs::seal`]. Nothing is made so: at
     /// creation it must be `false`.
     pub immutable: bool,
     /// Whether other devices of the bus, such as network cards, can access it: `gpuDirectRDMACapable`. It must be asked for at

@@ -3,44 +3,20 @@
 #![allow(unsafe_code)]
 
 use std::{
-    borrow::Cow,
-    fmt, io,
+    fmt,
     os::fd::{BorrowedFd, OwnedFd},
-    sync::atomic::{AtomicU32, Ordering},
 };
 
 use super::{
-    Access, Attribute, Backend, DeviceUuid, Granularity, LegacyIpc, Location, MemoryInfo, PageLocked, Pools,
-    Properties, Window, code,
+    Access, Attribute, Backend, Bare, DeviceUuid, Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location,
+    MemoryInfo, PageLocked, Pools, Properties, Window,
 };
-use super::{Bare, Diagnosis, Kernels};
-use crate::error::{Error, Result};
-
-/// A driver object: no two of a process have the same. What one gives out carries it, so that no other takes it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Identity(u32);
-
-impl Identity {
-    /// One that no driver object had before.
-    pub(super) fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
-    }
-}
-
-/// A physical allocation, as a driver object numbers it. Only a backend makes one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Handle {
-    /// Who gave it out.
-    pub(super) by: Identity,
-    /// The backend's own number.
-    pub(super) number: u64,
-}
+use crate::error::Result;
 
 /// The driver, a verb for each call.
 ///
-/// Addresses are of this process; sizes and offsets are bytes. Every call fails with [`Error::Forked`] in a fork of the
-/// process that initialised the driver, and with [`Error::Driver`] and the driver's own code otherwise. A handle or an
+/// Addresses are of this process; sizes and offsets are bytes. Every call fails with [`Error::Forked`](crate::Error::Forked) in a fork of the
+/// process that initialised the driver, and with [`Error::Driver`](crate::Error::Driver) and the driver's own code otherwise. A handle or an
 /// address that this driver object did not give out, or took back, is answered with `CUDA_ERROR_INVALID_VALUE` and
 /// reaches neither the driver nor memory: so no call of safe code can corrupt anything.
 ///
@@ -200,17 +176,6 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn diagnosis(&self) -> Result<&dyn Diagnosis>;
-}
-
-/// The error of a call that returned `code`, with no more known about it.
-pub(crate) fn failure(call: &'static str, code: u32) -> Error {
-    failure_with(call, code, None)
-}
-
-/// The error of a call that returned `code` because of what the operating system said.
-pub(crate) fn failure_with(call: &'static str, code: u32, source: Option<io::Error>) -> Error {
-    let name = code::name(code).map_or(Cow::Borrowed("an error that this build does not know"), Cow::Borrowed);
-    Error::Driver { call, code, name, source }
 }
 
 /// Whether mappings, given as addresses and sizes in ascending order, cover a range without a gap.

@@ -81,12 +81,12 @@ pub(super) struct Acceptor<'a> {
 #[derive(Debug)]
 struct Idle {
     link: Link,
-    state: State,
+    stage: Stage,
     deadline: Instant,
 }
 
 #[derive(Debug)]
-enum State {
+enum Stage {
     /// It has sent nothing.
     Silent,
     /// It has said hello.
@@ -188,15 +188,15 @@ impl<'a> Acceptor<'a> {
     /// Closes a connection, which learns why: the oldest of those that were refused already, else of those that have sent nothing,
     /// else of all.
     fn evict(&mut self) {
-        let first = |of: fn(&State) -> bool| self.idle.iter().position(|idle| of(&idle.state));
-        let refused = first(|state| matches!(state, State::Refused(_)));
-        let Some(index) = refused.or_else(|| first(|state| matches!(state, State::Silent))).or_else(|| first(|_| true))
+        let first = |of: fn(&Stage) -> bool| self.idle.iter().position(|idle| of(&idle.stage));
+        let refused = first(|stage| matches!(stage, Stage::Refused(_)));
+        let Some(index) = refused.or_else(|| first(|stage| matches!(stage, Stage::Silent))).or_else(|| first(|_| true))
         else {
             return;
         };
         tracing::debug!("an idle connection is closed to make room");
         let mut idle = self.idle.remove(index);
-        if !matches!(idle.state, State::Refused(_)) {
+        if !matches!(idle.stage, Stage::Refused(_)) {
             let message = "there are too many connections that have asked for nothing: try again".to_owned();
             idle.refuse(&Error::Peer(PeerError::Mismatch { code: ErrorCode::Full, message }));
         }
@@ -204,7 +204,7 @@ impl<'a> Acceptor<'a> {
 
     fn admit(&mut self, socket: OwnedFd) -> Result<()> {
         let link = Link::over(socket, self.config, &self.conversations)?;
-        let mut idle = Idle { link, state: State::Silent, deadline: deadline_after(self.config.timeout) };
+        let mut idle = Idle { link, stage: Stage::Silent, deadline: deadline_after(self.config.timeout) };
         if let Err(refused) = self.config.trust.check(idle.link.peer()) {
             idle.refuse(&refused);
         }
@@ -216,7 +216,7 @@ impl<'a> Acceptor<'a> {
     fn hear(&mut self, index: usize) -> Result<Option<Arrival>> {
         let (dialect, backend) = (self.dialect, self.backend);
         let idle = &mut self.idle[index];
-        if let State::Refused(left) = &mut idle.state {
+        if let Stage::Refused(left) = &mut idle.stage {
             if idle.link.channel.discard() || *left == 0 {
                 self.idle.remove(index);
             } else {
@@ -253,10 +253,10 @@ impl<'a> Acceptor<'a> {
             if idle.deadline > now {
                 return true;
             }
-            let purpose = match idle.state {
-                State::Silent => "for the consumer's hello",
-                State::Greeted(_) => FOR_A_REQUEST,
-                State::Refused(_) => return false,
+            let purpose = match idle.stage {
+                Stage::Silent => "for the consumer's hello",
+                Stage::Greeted(_) => FOR_A_REQUEST,
+                Stage::Refused(_) => return false,
             };
             idle.refuse(&Error::Peer(PeerError::Timeout { purpose, waited }));
             true
@@ -265,7 +265,7 @@ impl<'a> Acceptor<'a> {
 
     /// Ends all connections for a reason, and gives the peers a moment to read it.
     pub(super) fn close_all(mut self, reason: &Error) {
-        for idle in self.idle.iter_mut().filter(|idle| !matches!(idle.state, State::Refused(_))) {
+        for idle in self.idle.iter_mut().filter(|idle| !matches!(idle.stage, Stage::Refused(_))) {
             idle.refuse(reason);
         }
         // Not with the cancel of the conversations, which may be the reason.
@@ -292,18 +292,18 @@ impl Idle {
             message => message?,
         };
         let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
-        match (&self.state, message, dialect) {
-            (State::Silent, hello, _) => {
+        match (&self.stage, message, dialect) {
+            (Stage::Silent, hello, _) => {
                 let Hello { backend, capabilities: theirs, .. } = self.link.greeted(hello)?;
                 let capabilities = if dialect == Dialect::Stream { &[STREAM][..] } else { &[] };
                 self.link.hello(own, capabilities)?;
-                self.state = State::Greeted(Greeting { backend, streams: theirs.iter().any(|named| named == STREAM) });
+                self.stage = Stage::Greeted(Greeting { backend, streams: theirs.iter().any(|named| named == STREAM) });
                 Ok(None)
             }
-            (State::Greeted(greeting), Message::Request(request), Dialect::Handoff) => {
+            (Stage::Greeted(greeting), Message::Request(request), Dialect::Handoff) => {
                 Ok(Some((greeting.backend.clone(), Wish::Buffer(request))))
             }
-            (State::Greeted(Greeting { backend, streams }), Message::Subscribe(subscribe), Dialect::Stream) => {
+            (Stage::Greeted(Greeting { backend, streams }), Message::Subscribe(subscribe), Dialect::Stream) => {
                 let wrong = |message: &str| Err(ProtocolError::Content(message.to_owned()).into());
                 if !streams {
                     return wrong("a consumer subscribes whose hello lacks the capability `stream`");
@@ -314,11 +314,11 @@ impl Idle {
                     keep => Ok(Some((backend.clone(), Wish::Stream(keep)))),
                 }
             }
-            (State::Greeted(_), Message::Subscribe(_), Dialect::Handoff) => refuse(
+            (Stage::Greeted(_), Message::Subscribe(_), Dialect::Handoff) => refuse(
                 ErrorCode::Object,
                 "this producer has no stream to subscribe to, only a buffer to request".to_owned(),
             ),
-            (State::Greeted(_), Message::Request(request), Dialect::Stream) => refuse(
+            (Stage::Greeted(_), Message::Request(request), Dialect::Stream) => refuse(
                 ErrorCode::Object,
                 format!(
                     "there is no object `{}` here: this producer has a stream, to which a consumer subscribes",
@@ -334,7 +334,7 @@ impl Idle {
     fn refuse(&mut self, error: &Error) {
         self.link.report(error);
         self.link.channel.shut_down_writing();
-        self.state = State::Refused(DISCARDED);
+        self.stage = Stage::Refused(DISCARDED);
         self.deadline = deadline_after(GOODBYE);
     }
 }

@@ -177,7 +177,7 @@ impl Chosen {
 
 /// Memory that was offered, open.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenedOffer {
     pub(super) memory: Imported,
     /// The pool that it is of, with the producer's number.
     pub(super) pool: Option<(u64, Arc<Pool>)>,
@@ -203,10 +203,10 @@ pub(super) fn open(
     range: &Range<u64>,
     known: Option<Arc<Pool>>,
     brought: (&[u64], Vec<OwnedFd>),
-) -> Result<Opened> {
+) -> Result<OpenedOffer> {
     let Offer { memory: description, access, .. } = offer;
     let mut opening = Duration::ZERO;
-    let plain = |memory| Opened {
+    let plain = |memory| OpenedOffer {
         memory,
         pool: None,
         remains: Remains::default(),
@@ -220,11 +220,11 @@ pub(super) fn open(
         let fds = take_segments(link, &mut importing, part.first, brought, &mut opening)?;
         let (memory, remains) = timed(&mut opening, || importing.finish())?;
         let unacknowledged = Some(fds.len());
-        return Ok(Opened { remains, fds, opening, unacknowledged, ..plain(memory) });
+        return Ok(OpenedOffer { remains, fds, opening, unacknowledged, ..plain(memory) });
     }
     let Some(number) = description.pool() else {
         let memory = timed(&mut opening, || Imported::of_legacy(device, description, *access))?;
-        return Ok(Opened { opening, ..plain(memory) });
+        return Ok(OpenedOffer { opening, ..plain(memory) });
     };
     // What this side lacks comes first.
     device.require_pools()?;
@@ -237,7 +237,7 @@ pub(super) fn open(
         }
     };
     let memory = timed(&mut opening, || Imported::of_pool(&pool, description, *access))?;
-    Ok(Opened { pool: Some((number, pool)), fds, opening, unacknowledged, ..plain(memory) })
+    Ok(OpenedOffer { pool: Some((number, pool)), fds, opening, unacknowledged, ..plain(memory) })
 }
 
 /// Takes the segments that came already, and one record of segments after another. Acknowledges each but the last, which is to be

@@ -33,7 +33,7 @@ const MAX_INDEX: u64 = 100_000_000;
 /// own. It holds the files open, and no memory of a device.
 #[derive(Debug)]
 pub struct Checkpoint {
-    files: Vec<Opened>,
+    files: Vec<WeightsFile>,
     tensors: Vec<Tensor>,
     pub(super) layout: Layout,
     metadata: Check,
@@ -75,12 +75,12 @@ impl Checkpoint {
         let (mut files, mut entries, mut metadata) = (Vec::new(), Vec::new(), BTreeMap::new());
         let mut names: HashMap<String, usize> = HashMap::new();
         for Found { path, named_by, expected } in found {
-            let file = Opened::open(&path, named_by.as_deref())?;
+            let file = WeightsFile::open(&path, named_by.as_deref())?;
             let Header { metadata: own, tensors } = file.header()?;
             let index = files.len();
             for tensor in &tensors {
                 if let Some(&other) = names.get(&tensor.name) {
-                    let other: &Opened = files.get(other).unwrap_or(&file);
+                    let other: &WeightsFile = files.get(other).unwrap_or(&file);
                     let (name, other) = (&tensor.name, other.path.display());
                     return Err(
                         file.unfit(format!("has a tensor {name:?}, and so has {other}: a name is a single tensor's"))
@@ -144,7 +144,7 @@ impl Checkpoint {
 
     /// Fails if a file was changed since it was opened: its tensors would be half old and half new.
     pub(super) fn check_unchanged(&self) -> Result<()> {
-        self.files.iter().try_for_each(Opened::check_unchanged)
+        self.files.iter().try_for_each(WeightsFile::check_unchanged)
     }
 }
 
@@ -212,7 +212,7 @@ fn find_in(folder: &Path, files: &mut Vec<Found>) -> Result<()> {
 
 /// Finds the files that an index names.
 fn find_by(index: &Path, files: &mut Vec<Found>) -> Result<()> {
-    let opened = Opened::open(index, None)?;
+    let opened = WeightsFile::open(index, None)?;
     if opened.size > MAX_INDEX {
         return Err(opened.unfit(format!("has {} bytes, and an index at most {MAX_INDEX}", opened.size)));
     }
@@ -243,7 +243,7 @@ fn find_by(index: &Path, files: &mut Vec<Found>) -> Result<()> {
 /// Compares the tensors of a file with those that an index says are in it.
 fn compare<'a>(
     index: &Path,
-    file: &Opened,
+    file: &WeightsFile,
     expected: &BTreeSet<String>,
     names: impl Iterator<Item = &'a str>,
 ) -> Result<()> {
@@ -264,7 +264,7 @@ fn compare<'a>(
 }
 
 /// The files' metadata together.
-fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[Opened]) -> Check {
+fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[WeightsFile]) -> Check {
     let of_all = |values: Vec<(usize, String)>| match values.as_slice() {
         [(_, first), others @ ..] if others.iter().all(|(_, value)| value == first) => first.clone().into(),
         _ => values
@@ -281,7 +281,7 @@ fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[Opened]) -> 
 
 /// A regular file, opened.
 #[derive(Debug)]
-struct Opened {
+struct WeightsFile {
     path: PathBuf,
     file: File,
     size: u64,
@@ -301,7 +301,7 @@ impl Times {
     }
 }
 
-impl Opened {
+impl WeightsFile {
     fn open(path: &Path, named_by: Option<&Path>) -> Result<Self> {
         // Non-blocking, so that a pipe does not wait for its other end.
         let file = File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path);

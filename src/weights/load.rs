@@ -138,7 +138,7 @@ impl Checkpoint {
             next: AtomicU64::new(0),
             done: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
-            state: Mutex::new(State { running: 0, error: None, hashes: Vec::new() }),
+            state: Mutex::new(Reading { running: 0, error: None, hashes: Vec::new() }),
             ended: Condvar::new(),
         };
         thread::scope(|scope| {
@@ -169,7 +169,7 @@ impl Checkpoint {
             work.wait(progress);
         });
         let Work { memory, state, .. } = work;
-        let State { error, hashes, .. } = state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let Reading { error, hashes, .. } = state.into_inner().unwrap_or_else(PoisonError::into_inner);
         let memory = match (error, memory.into_inner().flatten()) {
             (Some(error), _) => return Err(error),
             (None, Some(memory)) => memory,
@@ -222,7 +222,7 @@ struct Work<'a> {
     /// Bytes that are copied.
     done: AtomicU64,
     stopped: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<Reading>,
     /// A thread has ended.
     ended: Condvar,
 }
@@ -251,7 +251,7 @@ impl Drop for Awaited<'_> {
     }
 }
 
-struct State {
+struct Reading {
     running: usize,
     /// The first one.
     error: Option<Error>,
@@ -259,7 +259,7 @@ struct State {
 }
 
 impl Work<'_> {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Reading> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -9,7 +9,7 @@ use std::{
 use super::{
     super::{
         Access, Location,
-        bare::{Bare, Closing, Created, Opened, Opening, check, lap},
+        bare::{Bare, BareMapping, Closing, Created, Opening, check, lap},
     },
     Core, adopt,
     ffi::{AccessDesc, AllocationProp, HANDLE_TYPE_POSIX_FD},
@@ -44,7 +44,7 @@ impl Bare for Core {
         unsafe { self.functions.mem_release(created.handle) }
     }
 
-    fn open(&self, ordinal: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(Opened, Opening)> {
+    fn open(&self, ordinal: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(BareMapping, Opening)> {
         self.origin.check()?;
         let access =
             AccessDesc { location: Location::Device(ordinal).into(), flags: flags_of(Some(Access::ReadWrite)) };
@@ -63,10 +63,10 @@ impl Bare for Core {
             self.functions.mem_set_access(address, size as usize, &access, 1)?;
             opening.set_access = lap(&mut last);
         }
-        Ok((Opened { by: self.identity, handle, address, size }, opening))
+        Ok((BareMapping { by: self.identity, handle, address, size }, opening))
     }
 
-    fn close(&self, opened: Opened) -> Result<Closing> {
+    fn close(&self, opened: BareMapping) -> Result<Closing> {
         self.origin.check()?;
         check("cuMemUnmap", opened.by, self.identity)?;
         let (mut closing, mut last) = (Closing::default(), Instant::now());

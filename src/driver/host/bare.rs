@@ -9,7 +9,7 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::{
     super::{
-        bare::{Bare, Closing, Created, Opened, Opening, check, lap},
+        bare::{Bare, BareMapping, Closing, Created, Opening, check, lap},
         code, failure_with,
     },
     HostDriver,
@@ -42,7 +42,7 @@ impl Bare for HostDriver {
         Ok(())
     }
 
-    fn open(&self, _: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(Opened, Opening)> {
+    fn open(&self, _: i32, fd: BorrowedFd<'_>, size: u64) -> Result<(BareMapping, Opening)> {
         self.origin.check()?;
         let mut last = Instant::now();
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -50,10 +50,13 @@ impl Bare for HostDriver {
         let start = unsafe { mmap(None, nonzero(size), protection, MapFlags::MAP_SHARED, fd.as_fd(), 0) }
             .map_err(|errno| from_errno("host map", errno))?;
         let opening = Opening { map: lap(&mut last), ..Opening::default() };
-        Ok((Opened { by: self.identity, handle: fd.as_raw_fd() as u64, address: start.as_ptr() as u64, size }, opening))
+        Ok((
+            BareMapping { by: self.identity, handle: fd.as_raw_fd() as u64, address: start.as_ptr() as u64, size },
+            opening,
+        ))
     }
 
-    fn close(&self, opened: Opened) -> Result<Closing> {
+    fn close(&self, opened: BareMapping) -> Result<Closing> {
         self.origin.check()?;
         check("host unmap", opened.by, self.identity)?;
         let mut last = Instant::now();

@@ -62,21 +62,21 @@ pub struct HostDriver {
 struct Space {
     origin: ProcessIdentity,
     /// A copy holds it for reading, so that nothing is unmapped under it.
-    state: RwLock<State>,
+    state: RwLock<Resources>,
     /// Only opened, and only asked for, while the state is held.
     windows: Arc<Windows>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Resources {
     handles_made: u64,
-    handles: BTreeMap<Handle, Memory>,
+    handles: BTreeMap<Handle, PhysicalMemory>,
     reservations: BTreeMap<u64, Reserved>,
 }
 
 /// Physical memory, for as long as a handle names it. Mappings hold their pages by themselves.
 #[derive(Debug)]
-struct Memory {
+struct PhysicalMemory {
     memfd: OwnedFd,
     size: u64,
     exportable: bool,
@@ -144,11 +144,11 @@ impl HostDriver {
         }
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, State> {
+    fn read(&self) -> RwLockReadGuard<'_, Resources> {
         self.space.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, State> {
+    fn write(&self) -> RwLockWriteGuard<'_, Resources> {
         self.space.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -176,12 +176,12 @@ impl HostDriver {
         (address, size): (u64, u64),
         offset: u64,
         handle: Handle,
-        pages: impl FnOnce(&Memory) -> Pages,
+        pages: impl FnOnce(&PhysicalMemory) -> Pages,
     ) -> Result<()> {
         self.origin.check()?;
         let invalid = || failure(call, code::INVALID_VALUE);
         let mut state = self.write();
-        let State { handles, reservations, .. } = &mut *state;
+        let Resources { handles, reservations, .. } = &mut *state;
         let memory = handles.get(&handle).ok_or_else(invalid)?;
         let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
         if size == 0 || !address.is_multiple_of(self.granularity) {
@@ -201,7 +201,7 @@ impl HostDriver {
     }
 }
 
-impl Memory {
+impl PhysicalMemory {
     /// The pages that a mapping of it has, unless they are to be copied on write.
     fn pages(&self) -> Pages {
         if self.immutable { Pages::Sealed } else { Pages::Shared }
@@ -229,7 +229,7 @@ impl Drop for Space {
     }
 }
 
-impl State {
+impl Resources {
     /// The reservation that holds a range.
     fn reservation(&mut self, address: u64, size: u64) -> Option<&mut Reserved> {
         holding(&mut self.reservations, address, size)
@@ -241,7 +241,7 @@ impl State {
         found.is_some_and(|(_, reserved)| reserved.covers(address, size, usable))
     }
 
-    fn add(&mut self, by: Identity, memory: Memory) -> Handle {
+    fn add(&mut self, by: Identity, memory: PhysicalMemory) -> Handle {
         self.handles_made += 1;
         let handle = Handle { by, number: self.handles_made };
         self.handles.insert(handle, memory);

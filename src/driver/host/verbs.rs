@@ -15,11 +15,11 @@ use nix::{
 };
 
 use super::{
-    Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, Memory,
+    Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, PhysicalMemory,
     addresses::{Mapped, Pages, Reserved, pointer},
     available, from_errno, readable, writable,
 };
-use super::{State, holding};
+use super::{Resources, holding};
 use crate::{
     driver::{
         Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
@@ -97,7 +97,7 @@ unsafe impl Verbs for HostDriver {
         let memfd = memfd::create(size).map_err(|errno| from_errno(CALL, errno))?;
         Ok(self.write().add(
             self.identity,
-            Memory { memfd, size, exportable: properties.exportable, closed: false, immutable: false },
+            PhysicalMemory { memfd, size, exportable: properties.exportable, closed: false, immutable: false },
         ))
     }
 
@@ -134,7 +134,7 @@ unsafe impl Verbs for HostDriver {
     }
 
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
-        self.map_pages("host map", (address, size), offset, handle, Memory::pages)
+        self.map_pages("host map", (address, size), offset, handle, PhysicalMemory::pages)
     }
 
     fn map_private(&self, address: u64, size: u64, handle: Handle) -> Result<()> {
@@ -146,7 +146,7 @@ unsafe impl Verbs for HostDriver {
         self.origin.check()?;
         let invalid = || failure(CALL, code::INVALID_VALUE);
         let mut state = self.write();
-        let State { handles, reservations, .. } = &mut *state;
+        let Resources { handles, reservations, .. } = &mut *state;
         let memory = handles.get(&handle).ok_or_else(invalid)?;
         let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
         let mapped = reserved.mapped.get(&address).filter(|mapped| mapped.size == size).ok_or_else(invalid)?;
@@ -234,7 +234,7 @@ unsafe impl Verbs for HostDriver {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         let memfd = fd.try_clone_to_owned().map_err(|error| fails((code::OPERATING_SYSTEM, error)))?;
-        Ok(self.write().add(self.identity, Memory { memfd, size, exportable: false, closed: true, immutable }))
+        Ok(self.write().add(self.identity, PhysicalMemory { memfd, size, exportable: false, closed: true, immutable }))
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {

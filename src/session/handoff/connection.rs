@@ -7,9 +7,10 @@ use std::{
 };
 
 use super::{
-    Offered, ServeOptions,
+    Offered,
     buffer::Buffer,
     gate::{Entered, Turn},
+    options::ServeOptions,
 };
 use crate::{
     channel::deadline_after,

@@ -2,7 +2,7 @@
 
 use std::{fmt, ops::Range};
 
-use super::ImportedObject;
+use super::object::ImportedObject;
 use crate::{
     error::Result,
     memory::Shared,

@@ -17,12 +17,12 @@ pub(super) enum Turn {
 
 #[derive(Debug, Default)]
 pub(super) struct Gate {
-    state: Mutex<State>,
+    state: Mutex<Turns>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Turns {
     tickets: u64,
     waiting: VecDeque<u64>,
     sharing: usize,
@@ -67,7 +67,7 @@ impl Gate {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Turns> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

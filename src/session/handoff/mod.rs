@@ -51,11 +51,15 @@ mod connection;
 mod consumer;
 mod content;
 mod gate;
+mod object;
+mod options;
 mod server;
 
 pub use self::{
     buffer::Buffer,
-    consumer::{Consumer, Findings, ImportedObject, Request, fetch},
+    consumer::{Consumer, Findings, Request, fetch},
     content::{Content, Offered, Tick, Unchecked, Verifier},
-    server::{ServeOptions, ServeReport, Served, serve, serve_connection},
+    object::ImportedObject,
+    options::ServeOptions,
+    server::{ServeReport, Served, serve, serve_connection},
 };

@@ -13,6 +13,7 @@ use super::{
     buffer::Buffer,
     connection::{Context, Conversation},
     gate::Turn,
+    options::ServeOptions,
 };
 use crate::{
     channel::{Cancel, CancelReason, Listener, Peer, deadline_after, eventfd},
@@ -27,43 +28,6 @@ use crate::{
 
 /// How many consumers a service without end remembers.
 const REMEMBERED: usize = 1000;
-
-/// How a buffer is served.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct ServeOptions {
-    /// How many consumers to serve, or 0 for any number until it is cancelled: 1 by default.
-    pub consumers: u64,
-    /// Whether each consumer has the buffer to itself and replies into it, if the content expects that: not by default, and never
-    /// into a sealed buffer.
-    pub round_trip: bool,
-    /// How long a consumer may have the buffer to itself in a round trip, however often it says that it is busy; by default ten
-    /// times the timeout. Then its conversation ends with [`PeerError::TurnTooLong`], and it is the next one's turn.
-    pub turn: Option<Duration>,
-}
-
-impl Default for ServeOptions {
-    fn default() -> Self {
-        Self { consumers: 1, round_trip: false, turn: None }
-    }
-}
-
-impl ServeOptions {
-    /// Sets the number of consumers.
-    pub fn consumers(self, consumers: u64) -> Self {
-        Self { consumers, ..self }
-    }
-
-    /// Sets whether each consumer has the buffer to itself.
-    pub fn round_trip(self, round_trip: bool) -> Self {
-        Self { round_trip, ..self }
-    }
-
-    /// Sets the longest turn.
-    pub fn turn(self, turn: Duration) -> Self {
-        Self { turn: Some(turn), ..self }
-    }
-}
 
 /// A consumer that was served, or refused.
 #[derive(Debug)]
@@ -178,11 +142,11 @@ struct Server<'a> {
     over: Cancel,
     /// Readable when the thread that accepts has to look at the state again.
     wake: EventFd,
-    state: Mutex<State>,
+    state: Mutex<ServiceState>,
 }
 
 #[derive(Default)]
-struct State {
+struct ServiceState {
     /// Why the buffer will never be filled.
     failure: Option<Error>,
     /// How many consumers have asked, of those that count.
@@ -194,7 +158,7 @@ struct State {
     served: Vec<Served>,
 }
 
-impl State {
+impl ServiceState {
     /// What a consumer gets to know of a fill that failed. If it was interrupted, so is the consumer.
     fn refusal(&self) -> Option<Error> {
         match self.failure.as_ref()? {
@@ -242,7 +206,7 @@ impl<'a> Server<'a> {
             });
             accepted
         });
-        let State { failure, served, .. } = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let ServiceState { failure, served, .. } = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         let error = match (accepted, failure) {
             // Interrupted only because all consumers were refused before it was done.
             (Ok(()), Some(Error::Interrupted { .. })) => None,
@@ -252,7 +216,7 @@ impl<'a> Server<'a> {
         ServeReport { served, error }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ServiceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

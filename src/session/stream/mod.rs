@@ -65,6 +65,7 @@
 //! ```
 
 mod publisher;
+mod received;
 mod subscriber;
 
 use std::{
@@ -72,10 +73,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-pub use self::{
-    publisher::Publisher,
-    subscriber::{Received, Subscriber},
-};
+pub use self::{publisher::Publisher, received::Received, subscriber::Subscriber};
 use crate::error::{Error, ProtocolError};
 
 /// A buffer of a stream, as one end of one session knows it. Another session's is never equal to it, nor accepted in its place.

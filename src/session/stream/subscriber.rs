@@ -1,22 +1,23 @@
-//! The end that uses the buffers. It is long because it is one state machine: what a message may do depends on what each method below
-//! leaves behind.
+//! The end that uses the buffers.
 
 use std::{
     collections::BTreeMap,
-    fmt,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{BufferId, MAX_BUFFERS, SessionNumber, misused, over, wrong};
+use super::{
+    BufferId, MAX_BUFFERS, SessionNumber, misused, over,
+    received::{Held, Received},
+    wrong,
+};
 use crate::{
-    array::ArrayDescriptor,
     channel::{Cancel, Peer, connect, deadline_after},
-    driver::{Access, Driver},
+    driver::Driver,
     error::{Error, ErrorCode, PeerError, Result},
-    memory::{Array, Device, Imported, Mechanism, Pool, Region, Remains, Selector},
+    memory::{Mechanism, Pool, Region, Remains, Selector},
     session::{
         Config,
         link::{Link, unexpected},
@@ -80,97 +81,6 @@ impl Kept {
     fn is_dropped(&mut self) -> bool {
         // Not by the count alone: what the last user did must be seen to be done.
         self.in_use && Arc::get_mut(&mut self.held).is_some()
-    }
-}
-
-/// A buffer's memory.
-#[derive(Debug)]
-struct Held {
-    id: BufferId,
-    memory: Imported,
-    array: Option<ArrayDescriptor>,
-    // Dropped after the memory.
-    pool: Option<(u64, Arc<Pool>)>,
-    // And this at the very end, where the memory is the producer's to free.
-    _connection: Option<Arc<Connection>>,
-}
-
-/// A buffer in use, which is this side's until it is given back. [`Region::size`] is its bytes of data.
-///
-/// Dropped without [`Subscriber::give_back`] it is given back with the next call of the subscriber. It can be used also when the
-/// producer is gone; of memory of a pool and legacy memory the connection lasts until it is dropped.
-pub struct Received {
-    held: Arc<Held>,
-    generation: u64,
-    usable: Instant,
-}
-
-impl Received {
-    /// Which buffer it is.
-    pub fn id(&self) -> BufferId {
-        self.held.id
-    }
-
-    /// How often the buffer was published, with this time.
-    pub fn generation(&self) -> u64 {
-        self.generation
-    }
-
-    /// Since when it can be used: of a new buffer, from before `received` was sent to the producer.
-    pub fn usable_since(&self) -> Instant {
-        self.usable
-    }
-
-    /// What the data is made of, if the producer says.
-    pub fn array(&self) -> Option<&ArrayDescriptor> {
-        self.held.array.as_ref()
-    }
-
-    /// How many bytes are mapped: at least [`Region::size`]. What lies behind the data is the producer's padding.
-    pub fn mapped_size(&self) -> u64 {
-        self.held.memory.mapped_size()
-    }
-
-    /// The typed array that it holds, if the producer says so. It is given back with the next call of the subscriber after the
-    /// array and its views are dropped.
-    ///
-    /// # Errors
-    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if it is not inside the memory, which was checked before.
-    pub fn into_array(self) -> Result<Option<Array>> {
-        match self.held.array.clone() {
-            Some(array) => Array::new(Arc::new(self), array).map(Some),
-            None => Ok(None),
-        }
-    }
-}
-
-impl crate::memory::sealed::Sealed for Received {}
-
-impl Region for Received {
-    fn device(&self) -> &Device {
-        self.held.memory.device()
-    }
-
-    fn address(&self) -> u64 {
-        self.held.memory.address()
-    }
-
-    fn size(&self) -> u64 {
-        self.held.memory.size()
-    }
-
-    fn access(&self) -> Access {
-        self.held.memory.access()
-    }
-
-    fn is_protected(&self) -> bool {
-        self.held.memory.is_protected()
-    }
-}
-
-impl fmt::Debug for Received {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "generation {} of buffer {} at {:#x}", self.generation, self.held.id, self.address())
     }
 }
 
@@ -275,7 +185,7 @@ impl Subscriber {
     /// [`Error::Driver`] from opening a buffer; those of the
     /// conversation.
     ///
-    /// Driver calls, for a new buffer: those of [`Imported::open`], before them those that close another.
+    /// Driver calls, for a new buffer: those of [`Imported::open`](crate::memory::Imported::open), before them those that close another.
     pub fn receive(&mut self) -> Result<Received> {
         self.receive_within(self.timeout)
     }

@@ -1,6 +1,7 @@
 #![doc = include_str!("../../../docs/broker-protocol.md")]
 
 mod arrays;
+mod listing;
 mod messages;
 mod monitoring;
 mod table;
@@ -9,10 +10,12 @@ mod tests;
 
 pub(crate) use self::arrays::read_arrays;
 pub use self::{
+    listing::{
+        DeviceBytes, HeldLease, Leases, List, Objects, PartInfo, ReportInfo, Stat, Summary, UserTotal, VersionInfo, Who,
+    },
     messages::{
-        ArrayEntry, Claim, Claimed, Delete, DeviceBytes, Done, Get, GetObject, HeldLease, LeaseHeader, LeasePart,
-        Leases, Lifetime, List, Maker, Objects, Owner, PartInfo, Published, Put, PutPart, Refusal, Release, Report,
-        ReportInfo, Restore, Resume, Resumed, Send, Stat, Stop, Summary, Table, Token, UserTotal, VersionInfo, Who,
+        ArrayEntry, Claim, Claimed, Delete, Done, Get, GetObject, LeaseHeader, LeasePart, Lifetime, Maker, Owner,
+        Published, Put, PutPart, Refusal, Release, Report, Restore, Resume, Resumed, Send, Stop, Table, Token,
     },
     monitoring::{
         Crash, Durations, Event, EventKind, Events, KeeperInfo, Limits, Measure, Measured, RequestCount, Room,

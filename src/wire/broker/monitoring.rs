@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::messages::{UserTotal, or_default};
+use super::{listing::UserTotal, messages::or_default};
 use crate::wire::strict;
 
 /// Asks for what happens to names from now on, or since an event.

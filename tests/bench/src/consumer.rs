@@ -10,7 +10,7 @@ use vmmfd::{
     broker::{Client, Get, Object},
     driver::{Access, Driver},
     error::{Error, PeerError, ProtocolError, Result},
-    internals::{Handle, Location, Opened, PoolHandle},
+    internals::{BareMapping, Handle, Location, PoolHandle},
     memory::{Device, Region},
     session::{Config, stream::Subscriber},
 };
@@ -35,7 +35,7 @@ struct Consumer<'a> {
     device: Device,
     subscriber: Option<Subscriber>,
     /// The memory opened last, until it is closed before the next request.
-    opened: Option<Opened>,
+    opened: Option<BareMapping>,
     /// The same, of several segments.
     segments: Option<Segments>,
     sleeper: Option<Sleeper>,

@@ -1,0 +1,58 @@
+//! One attempt to connect to a socket.
+
+use std::{
+    fs,
+    os::{fd::OwnedFd, unix::fs::FileTypeExt},
+    path::Path,
+};
+
+use rustix::{
+    io::Errno,
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with},
+};
+
+use crate::error::{Error, Result, SocketError};
+
+/// The result of one attempt to connect.
+pub(super) enum Attempt {
+    Connected(OwnedFd),
+    /// There is no socket, or no process listens on it.
+    Absent,
+    /// The backlog is full.
+    Full,
+    /// This user may not connect.
+    Denied,
+}
+
+/// Tries to connect. Does not block.
+pub(super) fn attempt(path: &Path) -> Result<Attempt> {
+    let address = SocketAddrUnix::new(path);
+    let address = address.map_err(|errno| Error::system(format!("address {}", path.display()), errno))?;
+    let socket = new_socket()?;
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) => Ok(Attempt::Connected(socket)),
+        Err(Errno::CONNREFUSED) if is_no_socket(path) => Err(Error::Socket(SocketError::Path {
+            path: path.to_owned(),
+            reason: "a file of that name exists and is not a socket".to_owned(),
+        })),
+        Err(Errno::NOENT | Errno::CONNREFUSED) => Ok(Attempt::Absent),
+        Err(Errno::AGAIN | Errno::INTR) => Ok(Attempt::Full),
+        Err(Errno::ACCESS | Errno::PERM) => Ok(Attempt::Denied),
+        Err(Errno::PROTOTYPE) => Err(Error::Socket(SocketError::Path {
+            path: path.to_owned(),
+            reason: "another program listens on it, with another type of socket".to_owned(),
+        })),
+        Err(errno) => Err(Error::system(format!("connect to {}", path.display()), errno)),
+    }
+}
+
+/// Whether a path is of another kind of file.
+fn is_no_socket(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| !metadata.file_type().is_socket())
+}
+
+/// Non-blocking, since a full backlog would block `connect`.
+pub(super) fn new_socket() -> Result<OwnedFd> {
+    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
+        .map_err(|errno| Error::system("make a SOCK_SEQPACKET socket", errno))
+}
