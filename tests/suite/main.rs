@@ -71,6 +71,7 @@ mod sessions;
 mod shared;
 mod sharing_commands;
 mod stream;
+mod structure;
 mod support;
 mod terminal;
 mod users;

@@ -1,0 +1,244 @@
+//! The structure of the library: which folder may use which, no circles, and bounds on files and functions.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
+
+/// Each folder or file of `src/`, with those whose paths it may name. `lib.rs` declares them all, and `internals.rs` opens them to the
+/// project's own programs.
+const LAYERS: [(&str, &[&str]); 14] = [
+    ("error", &[]),
+    ("base", &["error"]),
+    ("array", &["error"]),
+    ("sys", &["error"]),
+    ("wire", &["array", "base", "error"]),
+    ("driver", &["base", "error", "sys"]),
+    ("channel", &["error", "sys", "wire"]),
+    ("memory", &["array", "driver", "error", "sys"]),
+    ("encoding", &["array", "error", "memory", "wire"]),
+    ("session", &["array", "channel", "driver", "error", "memory", "wire"]),
+    ("weights", &["array", "driver", "error", "memory", "wire"]),
+    ("broker", &["array", "channel", "driver", "error", "memory", "sys", "wire"]),
+    ("launch", &["driver", "error", "memory"]),
+    ("must_not_compile", &[]),
+];
+
+/// What only `driver` itself may name: users of a driver do not know which backend they have.
+const BACKENDS: [&str; 2] = ["driver::cuda", "driver::host"];
+
+/// These folders are being split, and have circles and long files until then.
+const BEING_SPLIT: [&str; 2] = ["broker/server/", "broker/keeper/"];
+
+/// A source file without its comments and unit tests.
+struct File {
+    name: String,
+    module: Vec<String>,
+    lines: Vec<String>,
+    reason: bool,
+    /// Each path of this crate that it names, with the line and the name that it has in this file.
+    paths: Vec<(usize, Vec<String>, String)>,
+}
+
+impl File {
+    fn read(root: &Path, path: &Path) -> Self {
+        let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
+        let mut module: Vec<String> = name.trim_end_matches(".rs").split('/').map(str::to_owned).collect();
+        module.pop_if(|last| ["mod", "lib"].contains(&last.as_str()));
+        let text = fs::read_to_string(path).unwrap();
+        let reason = text.lines().take(3).any(|line| line.contains("more than 500 lines"));
+        let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+        let lines: Vec<String> = code.lines().map(|line| line.split("//").next().unwrap().to_owned()).collect();
+        let mut file = Self { name, module, lines, reason, paths: Vec::new() };
+        let tokens = file.tokens();
+        let mut at = 0;
+        while at < tokens.len() {
+            let begins = ["crate", "super", "self"].contains(&tokens[at].1.as_str());
+            let is_path = begins && tokens.get(at + 1).is_some_and(|next| next.1 == "::");
+            at = if is_path { file.take_path(&tokens, at, &[]) } else { at + 1 };
+        }
+        file
+    }
+
+    /// Identifiers, `::` and other characters, each with its line.
+    fn tokens(&self) -> Vec<(usize, String)> {
+        let mut tokens = Vec::new();
+        for (number, line) in (1..).zip(&self.lines) {
+            let mut rest = line.trim_start();
+            while let Some(first) = rest.chars().next() {
+                let word = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+                let length = if rest.starts_with("::") { 2 } else { word.max(first.len_utf8()) };
+                tokens.push((number, rest[..length].to_owned()));
+                rest = rest[length..].trim_start();
+            }
+        }
+        tokens
+    }
+
+    /// Reads a path, or each path of a group, behind `prefix`. Returns where the next token is.
+    fn take_path(&mut self, tokens: &[(usize, String)], mut at: usize, prefix: &[String]) -> usize {
+        let (mut path, line) = (prefix.to_vec(), tokens[at].0);
+        let token = |at: usize| tokens.get(at).map_or("", |token| token.1.as_str());
+        loop {
+            match token(at) {
+                "{" => {
+                    at += 1;
+                    while !["}", ""].contains(&token(at)) {
+                        at = if token(at) == "," { at + 1 } else { self.take_path(tokens, at, &path) };
+                    }
+                    return at + 1;
+                }
+                "super" if path.is_empty() => path = self.module[..self.module.len() - 1].to_vec(),
+                "super" => drop(path.pop()),
+                "crate" => {}
+                "self" if path.is_empty() => path = self.module.clone(),
+                "self" => {}
+                segment => path.push(segment.to_owned()),
+            }
+            if token(at + 1) != "::" {
+                break;
+            }
+            at += 2;
+        }
+        let mut name = path.last().cloned().unwrap_or_default();
+        if token(at + 1) == "as" {
+            name = token(at + 2).to_owned();
+            at += 2;
+        }
+        self.paths.push((line, path, name));
+        at + 1
+    }
+
+    fn is_face(&self) -> bool {
+        self.name.ends_with("mod.rs") || ["lib.rs", "internals.rs"].contains(&self.name.as_str())
+    }
+
+    fn is_being_split(&self) -> bool {
+        BEING_SPLIT.iter().any(|folder| self.name.starts_with(folder))
+    }
+}
+
+fn files() -> BTreeMap<Vec<String>, File> {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../src"));
+    let (mut folders, mut files) = (vec![root.to_owned()], BTreeMap::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            if entry.is_dir() {
+                folders.push(entry);
+            } else if entry.extension().is_some_and(|extension| extension == "rs") {
+                let file = File::read(root, &entry);
+                files.insert(file.module.clone(), file);
+            }
+        }
+    }
+    assert!(files.len() > 100, "{}", files.len());
+    files
+}
+
+/// The module in which the item of a path is, behind the names by which other modules export it.
+fn defined_in<'a>(files: &'a BTreeMap<Vec<String>, File>, path: &[String], depth: u8) -> Option<&'a File> {
+    let length = (0..=path.len()).rev().find(|length| files.contains_key(&path[..*length]))?;
+    let file = &files[&path[..length]];
+    let exported = path.get(length).and_then(|name| file.paths.iter().find(|(_, _, alias)| alias == name));
+    match exported {
+        Some((_, target, _)) if depth > 0 && target[..] != path[..=length] && target.len() > 1 => {
+            defined_in(files, &[target, &path[length + 1..]].concat(), depth - 1)
+        }
+        _ => Some(file),
+    }
+}
+
+#[track_caller]
+fn assert_none(problems: &[String]) {
+    assert!(problems.is_empty(), "\n{}", problems.join("\n"));
+}
+
+#[test]
+fn files_use_only_lower_layers() {
+    let (files, layers) = (files(), BTreeMap::from(LAYERS));
+    let mut problems = Vec::new();
+    for file in files.values().filter(|file| !["lib.rs", "internals.rs"].contains(&file.name.as_str())) {
+        let own = file.module[0].as_str();
+        let allowed = layers.get(own).unwrap_or_else(|| panic!("src/{}: `{own}` is in no layer", file.name));
+        for (line, path, _) in &file.paths {
+            let Some(first) = path.first() else { continue };
+            let exported = || defined_in(&files, path, 4).and_then(|file| file.module.first()).cloned();
+            let used = if layers.contains_key(first.as_str()) { Some(first.clone()) } else { exported() };
+            if let Some(used) = used.filter(|used| used != own && !allowed.contains(&used.as_str())) {
+                problems.push(format!("src/{}:{line}: `{own}` must not use `{used}` ({})", file.name, path.join("::")));
+            }
+            if own != "driver" && BACKENDS.contains(&path[..path.len().min(2)].join("::").as_str()) {
+                problems.push(format!("src/{}:{line}: only `driver` knows a backend ({})", file.name, path.join("::")));
+            }
+        }
+    }
+    assert_none(&problems);
+}
+
+/// A folder's `mod.rs` and the files of the folder may name each other: it is their face.
+#[test]
+fn files_form_no_circles() {
+    let files = files();
+    let uses = |file: &File| -> BTreeSet<&Vec<String>> {
+        let targets = file.paths.iter().filter_map(|(_, path, _)| defined_in(&files, path, 4));
+        targets
+            .filter(|target| target.module != file.module && !target.is_face())
+            .map(|target| &target.module)
+            .collect()
+    };
+    let mut left: BTreeMap<&Vec<String>, BTreeSet<&Vec<String>>> = files
+        .values()
+        .filter(|file| !file.is_face() && !file.is_being_split())
+        .map(|file| (&file.module, uses(file)))
+        .collect();
+    // What uses nothing that is left is in no circle.
+    while let Some(module) =
+        left.iter().find(|(_, uses)| !uses.iter().any(|used| left.contains_key(used))).map(|(m, _)| *m)
+    {
+        left.remove(module);
+    }
+    let name = |module: &Vec<String>| files[module].name.clone();
+    let problems = left.iter().map(|(module, uses)| {
+        let uses: Vec<String> = uses.iter().filter(|used| left.contains_key(*used)).map(|used| name(used)).collect();
+        format!("src/{}: in a circle, or it leads to one, through {}", name(module), uses.join(", "))
+    });
+    assert_none(&problems.collect::<Vec<_>>());
+}
+
+#[test]
+fn long_files_give_a_reason() {
+    let files = files();
+    let long = files.values().filter(|file| file.lines.len() > 500 && !file.reason && !file.is_being_split());
+    let problems = long.map(|file| {
+        format!(
+            "src/{}: {} lines: split it, or say in its first lines why it has `more than 500 lines`",
+            file.name,
+            file.lines.len()
+        )
+    });
+    assert_none(&problems.collect::<Vec<_>>());
+}
+
+#[test]
+fn functions_have_at_most_80_lines() {
+    let mut problems = Vec::new();
+    for file in files().values().filter(|file| !file.is_being_split()) {
+        for (at, line) in file.lines.iter().enumerate() {
+            let indent = &line[..line.len() - line.trim_start().len()];
+            let words: Vec<&str> = line.split_whitespace().take_while(|word| !word.contains('"')).collect();
+            let is_function =
+                words.iter().take(5).any(|word| *word == "fn") && line.trim_end().ends_with(['{', '(', '>']);
+            let end = format!("{indent}}}");
+            let length = file.lines[at..].iter().position(|line| *line == end).map_or(0, |length| length + 1);
+            if is_function && length > 80 {
+                problems.push(format!(
+                    "src/{}:{}: a function of {length} lines, and at most 80 are allowed",
+                    file.name,
+                    at + 1
+                ));
+            }
+        }
+    }
+    assert_none(&problems);
+}
