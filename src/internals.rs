@@ -20,7 +20,7 @@ pub use crate::driver::{
     legacy::LegacyIpc,
     nvml,
     pool::{PoolHandle, Pools},
-    types::{Granularity, Handle, Identity, Location, Properties},
+    types::{Granularity, Handle, Location, Properties},
     verbs::Verbs,
     window::{PageLocked, Window},
     wsl,

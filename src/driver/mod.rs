@@ -97,6 +97,7 @@ impl Driver {
     /// # Safety
     /// Both ends of each range are valid for as many bytes until this returns. Where the range goes to may be written by this process,
     /// and nothing of Rust's lies there.
+    #[doc(alias("cuMemcpyDtoD", "cuStreamSynchronize"))]
     #[allow(unsafe_code)]
     pub unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
         // SAFETY: the caller's promise.
@@ -108,6 +109,7 @@ impl Driver {
     /// # Errors
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an address that the driver does not know, and with
     /// `CUDA_ERROR_NOT_SUPPORTED` on the host backend; [`Error::Forked`]. Driver call: `cuPointerGetAttribute`.
+    #[doc(alias = "cuPointerGetAttribute")]
     pub fn device_of(&self, address: u64) -> Result<i32> {
         self.verbs().device_of(address)
     }
@@ -118,6 +120,7 @@ impl Driver {
     /// [`Error::Driver`]; [`Error::Forked`] in a fork of the process that opened it.
     ///
     /// Driver call: `cuDriverGetVersion`.
+    #[doc(alias = "cuDriverGetVersion")]
     pub fn version(&self) -> Result<i32> {
         self.verbs().version()
     }
@@ -190,6 +193,7 @@ pub struct Opened {
 /// there and fails is never a reason to fall back.
 ///
 /// Driver calls: `cuInit`, `cuDeviceGetCount`.
+#[doc(alias("cuInit", "cuDeviceGetCount"))]
 pub fn open(choice: Choice) -> Result<Opened> {
     let cuda = |driver| Opened { driver, fallback: None };
     match choice {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A driver object: no two of a process have the same. What one gives out carries it, so that no other takes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Identity(u32);
+pub(crate) struct Identity(u32);
 
 impl Identity {
     /// One that no driver object had before.

@@ -113,6 +113,7 @@ impl Arenas {
     /// [`Device::require_sharing`]; [`Error::Driver`](crate::Error::Driver).
     ///
     /// Driver calls: `cuDeviceGetAttribute`, `cuMemGetAllocationGranularity`.
+    #[doc(alias("cuDeviceGetAttribute", "cuMemGetAllocationGranularity"))]
     pub fn new(device: &Device, arena: u64) -> Result<Self> {
         device.require_sharing()?;
         let granularity = device.granularity()?;
@@ -229,6 +230,7 @@ impl Arenas {
     /// Work that uses the block must be in the primary context, or finished.
     ///
     /// Driver calls: those of [`Device::wait_for_work`], `cuMemUnmap`, `cuMemAddressFree`.
+    #[doc(alias("cuMemUnmap", "cuMemAddressFree"))]
     pub fn free(&self, address: u64) -> bool {
         let (freed, empty) = {
             let Ok(mut state) = self.state() else { return false };

@@ -31,6 +31,7 @@ impl Device {
     /// [`Error::Driver`].
     ///
     /// Driver calls: `cuDeviceGetCount`, and for each `cuDeviceGet`, `cuDeviceGetName`, `cuDeviceGetUuid_v2`.
+    #[doc(alias("cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetUuid_v2"))]
     pub fn all(driver: &Driver) -> Result<Vec<Self>> {
         (0..driver.verbs().device_count()?).map(|ordinal| Self::open(driver, ordinal)).collect()
     }
@@ -102,6 +103,7 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
+    #[doc(alias = "cuDeviceGetAttribute")]
     pub fn attribute(&self, attribute: Attribute) -> Result<i32> {
         self.verbs().device_attribute(self.ordinal(), attribute)
     }
@@ -110,6 +112,7 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemGetInfo`.
+    #[doc(alias = "cuMemGetInfo")]
     pub fn memory_info(&self) -> Result<MemoryInfo> {
         self.verbs().memory_info(self.ordinal())
     }
@@ -118,6 +121,7 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemGetAllocationGranularity`, the first time.
+    #[doc(alias = "cuMemGetAllocationGranularity")]
     pub fn granularity(&self) -> Result<u64> {
         if let Some(&granularity) = self.0.granularity.get() {
             return Ok(granularity);
@@ -140,6 +144,7 @@ impl Device {
     /// [`DeviceError::Unsupported`] names what it lacks; [`Error::Driver`].
     ///
     /// Driver call: `cuDeviceGetAttribute`.
+    #[doc(alias = "cuDeviceGetAttribute")]
     pub fn require_sharing(&self) -> Result<()> {
         for (attribute, feature) in [
             (Attribute::VirtualMemoryManagement, "virtual memory management (cuMemCreate)"),
@@ -156,6 +161,7 @@ impl Device {
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`]; [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
+    #[doc(alias = "cuDeviceGetAttribute")]
     pub fn require_pools(&self) -> Result<()> {
         self.verbs().pools()?;
         const POSIX_FD: i32 = 1;
@@ -176,6 +182,7 @@ impl Device {
     /// [`DeviceError::Unsupported`] where it can't: also on WSL2, and on the host backend; [`Error::Driver`].
     ///
     /// Driver call: `cuDeviceGetAttribute`.
+    #[doc(alias = "cuDeviceGetAttribute")]
     pub fn require_gpu_direct_rdma(&self) -> Result<()> {
         let feature = match self.backend() {
             Backend::Cuda if wsl::is_here() => {
@@ -196,6 +203,7 @@ impl Device {
     /// memory of another machine; [`DeviceError::NotFound`]; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.
+    #[doc(alias = "cuDeviceCanAccessPeer")]
     pub fn for_memory_of(driver: &Driver, owner: &DeviceIdentity, wanted: Option<&Self>) -> Result<Self> {
         let visible = match wanted {
             Some(wanted) if wanted.uuid() == owner.uuid => return Ok(wanted.clone()),
@@ -242,6 +250,7 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDevicePrimaryCtxRetain`.
+    #[doc(alias = "cuDevicePrimaryCtxRetain")]
     pub fn activate(&self) -> Result<()> {
         self.verbs().activate(self.ordinal())
     }
@@ -252,6 +261,7 @@ impl Device {
     /// [`Error::Driver`], also for an earlier asynchronous failure, and while a stream is being captured.
     ///
     /// Driver call: `cuCtxSynchronize`.
+    #[doc(alias = "cuCtxSynchronize")]
     pub fn synchronize(&self) -> Result<()> {
         self.verbs().synchronize(self.ordinal())
     }
@@ -264,6 +274,7 @@ impl Device {
     ///
     /// Driver calls: `cuThreadExchangeStreamCaptureMode`, `cuMemHostAlloc`, `cuMemFreeHost`. (`cuCtxSynchronize` ends every capture of
     /// the context, and so does freeing in the mode that a thread begins with.)
+    #[doc(alias("cuThreadExchangeStreamCaptureMode", "cuMemHostAlloc", "cuMemFreeHost", "cuCtxSynchronize"))]
     pub fn wait_for_work(&self) -> Result<()> {
         self.verbs().wait_for_work(self.ordinal())
     }
@@ -272,6 +283,7 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDeviceCanAccessPeer`.
+    #[doc(alias = "cuDeviceCanAccessPeer")]
     pub fn can_access(&self, owner: &Self) -> Result<bool> {
         self.check_driver(owner)?;
         self.verbs().can_access_peer(self.ordinal(), owner.ordinal())

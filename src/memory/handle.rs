@@ -64,6 +64,7 @@ impl ArrayHandle {
     /// [`Error::Driver`]; [`Error::System`].
     ///
     /// Driver calls: `cuMemPoolExportToShareableHandle`, `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
+    #[doc(alias("cuMemPoolExportToShareableHandle", "cuMemPoolExportPointer", "cuIpcGetMemHandle"))]
     pub fn of(shared: &Shared, array: ArrayDescriptor) -> Result<(Self, Vec<OwnedFd>)> {
         array.check(shared.size())?;
         let mut fds = Vec::new();
@@ -167,6 +168,7 @@ impl Array {
     ///
     /// # Errors
     /// [`MemoryError::Array`] for an index outside; [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
+    #[doc(alias = "cuMemcpyDtoH")]
     pub fn element(&self, index: &[u64]) -> Result<Vec<u8>> {
         element_at(&*self.memory, self.descriptor.dtype.size(), self.descriptor.offset_of(index)?)
     }
@@ -175,6 +177,7 @@ impl Array {
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemcpyDtoH` for each.
+    #[doc(alias = "cuMemcpyDtoH")]
     pub fn first(&self, most: usize) -> Result<Vec<String>> {
         first_elements(&*self.memory, &self.descriptor, most)
     }

@@ -19,6 +19,7 @@ const BLOCK: u64 = 2 << 20;
 /// Memory that is shared by a `CUipcMemHandle`, or that was. Always readable and writable.
 ///
 /// Dropping it frees it, or closes what was opened. A process that opened it must close it before its owner frees it.
+#[doc(alias("cuMemAlloc", "cuMemFree", "cuIpcOpenMemHandle", "cuIpcCloseMemHandle"))]
 #[derive(Debug)]
 pub struct LegacyMemory {
     device: Device,
@@ -36,6 +37,7 @@ impl LegacyMemory {
     /// [`Error::Driver`].
     ///
     /// Driver call: `cuMemAlloc`.
+    #[doc(alias = "cuMemAlloc")]
     pub fn allocate(device: &Device, size: u64) -> Result<Arc<Self>> {
         let legacy = device.verbs().legacy()?;
         let size = round_up(size, BLOCK)?;
@@ -55,6 +57,7 @@ impl LegacyMemory {
     /// owner has gone.
     ///
     /// Driver calls: `cuIpcOpenMemHandle`, `cuMemGetAddressRange`.
+    #[doc(alias("cuIpcOpenMemHandle", "cuMemGetAddressRange"))]
     pub fn open(device: &Device, handle: &Pointer) -> Result<Arc<Self>> {
         Self::open_offered(device, handle).map_err(Error::from)
     }
@@ -79,6 +82,7 @@ impl LegacyMemory {
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for memory that was opened itself.
     ///
     /// Driver call: `cuIpcGetMemHandle`.
+    #[doc(alias = "cuIpcGetMemHandle")]
     pub fn handle(&self) -> Result<Pointer> {
         self.device.verbs().legacy()?.handle(self.device.ordinal(), self.address).map(Pointer)
     }

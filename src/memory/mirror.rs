@@ -38,6 +38,7 @@ impl<'a> Mirror<'a> {
     /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemHostAlloc`, `cuMemcpyDtoH`.
+    #[doc(alias("cuMemHostAlloc", "cuMemcpyDtoH"))]
     pub fn of(region: &'a dyn Region, offset: u64, length: u64) -> Result<Self> {
         Self::sized(region, offset, length, length)
     }
@@ -49,6 +50,7 @@ impl<'a> Mirror<'a> {
     /// As [`Mirror::of`].
     ///
     /// Driver call: `cuMemHostAlloc`.
+    #[doc(alias = "cuMemHostAlloc")]
     pub fn to_fill(region: &'a dyn Region, offset: u64, length: u64) -> Result<Self> {
         if region.access() == Access::ReadOnly {
             return Self::of(region, offset, length);
@@ -151,6 +153,7 @@ impl<'a> Mirror<'a> {
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
+    #[doc(alias = "cuMemcpyDtoH")]
     pub fn refresh(&mut self) -> Result<()> {
         let length = self.length();
         if let MirrorBacking::Copy(copy) = &mut self.memory {
@@ -164,6 +167,7 @@ impl<'a> Mirror<'a> {
     ///
     /// # Errors
     /// [`Error::Driver`]; it can be tried again. Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
+    #[doc(alias("cuMemcpyHtoD", "cuStreamSynchronize"))]
     pub fn commit(&mut self) -> Result<()> {
         if let MirrorBacking::Copy(copy) = &self.memory
             && self.changed
@@ -181,6 +185,7 @@ impl<'a> Mirror<'a> {
     /// [`MemoryError::OutOfRange`] if the range is not inside; those of [`Mirror::of`] and [`Mirror::commit`].
     ///
     /// Driver calls: those of [`Mirror::commit`], `cuMemcpyDtoH`.
+    #[doc(alias = "cuMemcpyDtoH")]
     pub fn turn_to(&mut self, offset: u64, length: u64, read: bool) -> Result<()> {
         self.commit()?;
         check_range(offset, length, self.region.size())?;

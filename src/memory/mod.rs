@@ -94,6 +94,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// [`MemoryError::ReadOnly`]; [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
+    #[doc(alias("cuMemcpyHtoD", "cuStreamSynchronize"))]
     fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
         if self.access() == Access::ReadOnly {
             return Err(Error::Memory(MemoryError::ReadOnly));
@@ -113,6 +114,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
     ///
     /// Driver call: `cuMemcpyDtoH`.
+    #[doc(alias = "cuMemcpyDtoH")]
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         let address = locate(self, offset, to.len() as u64)?;
         self.device().verbs().copy_out(self.device().ordinal(), address, to)
@@ -166,6 +168,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure. Driver call: `cuCtxSynchronize`.
+    #[doc(alias = "cuCtxSynchronize")]
     fn synchronize(&self) -> Result<()> {
         self.device().verbs().synchronize(self.device().ordinal())
     }

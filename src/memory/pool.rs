@@ -21,6 +21,7 @@ use crate::{
 /// A memory pool with a descriptor, or one that was imported. Dropping it gives it back.
 ///
 /// A process that has the descriptor can reach all of the pool, not only the buffers that it was given.
+#[doc(alias("cuMemPoolCreate", "cuMemPoolDestroy"))]
 #[derive(Debug)]
 pub struct Pool {
     device: Device,
@@ -37,6 +38,7 @@ impl Pool {
     /// [`DeviceError::Unsupported`] on the host backend, and if the device has no such pools; [`Error::Driver`].
     ///
     /// Driver calls: `cuDeviceGetAttribute`, `cuMemPoolCreate`.
+    #[doc(alias("cuDeviceGetAttribute", "cuMemPoolCreate"))]
     pub fn create(device: &Device) -> Result<Arc<Self>> {
         device.require_pools()?;
         let pools = device.verbs().pools()?;
@@ -51,6 +53,7 @@ impl Pool {
     /// `CUDA_ERROR_NOT_SUPPORTED` if `fd` is no pool.
     ///
     /// Driver calls: `cuMemPoolImportFromShareableHandle`, `cuMemPoolSetAccess`.
+    #[doc(alias("cuMemPoolImportFromShareableHandle", "cuMemPoolSetAccess"))]
     pub fn import(device: &Device, fd: OwnedFd) -> Result<Arc<Self>> {
         Self::import_offered(device, fd).map_err(Error::from)
     }
@@ -87,6 +90,7 @@ impl Pool {
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for a pool that was imported.
     ///
     /// Driver call: `cuMemPoolExportToShareableHandle`, the first time.
+    #[doc(alias = "cuMemPoolExportToShareableHandle")]
     pub fn export(&self) -> Result<BorrowedFd<'_>> {
         if let Some(fd) = self.exported.get() {
             return Ok(fd.as_fd());
@@ -107,6 +111,7 @@ impl Drop for Pool {
 /// Memory of a pool, always readable and writable. Dropping it gives it back.
 ///
 /// A process that imported it must release it before its owner frees it.
+#[doc(alias("cuMemAllocFromPoolAsync", "cuMemFreeAsync"))]
 #[derive(Debug)]
 pub struct PoolBuffer {
     address: u64,
@@ -137,6 +142,7 @@ impl PoolBuffer {
     /// both figures; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemAllocFromPoolAsync`, `cuStreamSynchronize`.
+    #[doc(alias("cuMemAllocFromPoolAsync", "cuStreamSynchronize"))]
     pub fn allocate(pool: &Arc<Pool>, size: u64) -> Result<Arc<Self>> {
         if size == 0 {
             return Err(Error::Memory(MemoryError::InvalidSize { size, max: MOST }));
@@ -154,6 +160,7 @@ impl PoolBuffer {
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` if the pool has no such memory.
     ///
     /// Driver calls: `cuMemPoolImportPointer`, `cuMemGetAddressRange`.
+    #[doc(alias("cuMemPoolImportPointer", "cuMemGetAddressRange"))]
     pub fn import(pool: &Arc<Pool>, pointer: &Pointer) -> Result<Arc<Self>> {
         Self::import_offered(pool, pointer).map_err(Error::from)
     }
@@ -177,6 +184,7 @@ impl PoolBuffer {
     ///
     /// Driver calls: `cuMemPoolExportPointer`, and before it once `cuMemPoolExportToShareableHandle`: of a pool that was not
     /// exported the driver was seen to give out no pointers.
+    #[doc(alias("cuMemPoolExportPointer", "cuMemPoolExportToShareableHandle"))]
     pub fn pointer(&self) -> Result<Pointer> {
         self.pool.export()?;
         let device = &self.pool.device;

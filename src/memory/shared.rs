@@ -129,6 +129,7 @@ impl Shared {
     ///
     /// Driver calls: `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`. See
     /// [`super::Allocation::seal`].
+    #[doc(alias("cuMemUnmap", "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"))]
     pub fn seal(&self) -> Result<bool> {
         let enforced = match &self.memory {
             SharedBacking::Vmm(chunks) => chunks.seal()?,
@@ -149,6 +150,7 @@ impl Shared {
     /// [`Error::Driver`], also while a [`super::Mirror`] of it is open: nothing is changed then.
     ///
     /// Driver calls: those of [`Device::wait_for_work`], `cuMemSetAccess`.
+    #[doc(alias = "cuMemSetAccess")]
     pub fn make_read_only(&self) -> Result<()> {
         let SharedBacking::Vmm(chunks) = &self.memory else {
             let feature = "memory of a pool, or legacy memory, that this process only reads";
@@ -188,6 +190,7 @@ impl Shared {
     /// [`Error::Driver`] where the driver does not give the 64 bytes out.
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
+    #[doc(alias("cuMemPoolExportPointer", "cuIpcGetMemHandle"))]
     pub fn describe(&self) -> Result<Description> {
         let sharing = match &self.memory {
             SharedBacking::Vmm(chunks) => Sharing::Vmm { placement: chunks.placement(), segments: chunks.segments() },

@@ -19,6 +19,7 @@ use crate::{
 ///
 /// Dropping it gives the handle back (`cuMemRelease`) and closes the exported descriptor; the memory itself lives until
 /// the last handle, mapping and descriptor of it, in any process, is gone.
+#[doc(alias("cuMemCreate", "cuMemRelease"))]
 #[derive(Debug)]
 pub struct Allocation {
     device: Device,
@@ -36,6 +37,7 @@ impl Allocation {
     /// [`Error::Driver`].
     ///
     /// Driver calls: `cuMemGetAllocationGranularity`, `cuMemCreate`.
+    #[doc(alias("cuMemGetAllocationGranularity", "cuMemCreate"))]
     pub fn create(device: &Device, size: u64) -> Result<Arc<Self>> {
         Self::create_at(device, Placement::Device, size)
     }
@@ -47,6 +49,7 @@ impl Allocation {
     /// no host-NUMA memory.
     ///
     /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
+    #[doc(alias = "cuDeviceGetAttribute")]
     pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
         Self::create_with(device, &device.shareable(placement)?, size)
     }
@@ -58,6 +61,7 @@ impl Allocation {
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) also where the driver creates it without.
     ///
     /// Driver calls: `cuDeviceGetAttribute`, those of [`Allocation::create`], `cuMemGetAllocationPropertiesFromHandle`.
+    #[doc(alias("cuDeviceGetAttribute", "cuMemGetAllocationPropertiesFromHandle"))]
     pub fn create_gpu_direct_rdma(device: &Device, size: u64) -> Result<Arc<Self>> {
         Self::create_with(device, &device.shareable_for(Placement::Device, true)?, size)
     }
@@ -91,6 +95,7 @@ impl Allocation {
     /// [`MemoryError::NotImported`] if `fd` is no such memory; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
+    #[doc(alias("cuMemImportFromShareableHandle", "cuMemGetAllocationPropertiesFromHandle"))]
     pub fn import(device: &Device, fd: OwnedFd, size: u64) -> Result<Arc<Self>> {
         let imported = Self::import_offered(device, fd.as_fd(), size);
         imported.map(Arc::new).map_err(|failed| not_imported(&fd, failed.into()))
@@ -121,6 +126,7 @@ impl Allocation {
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an imported allocation, which can't be exported again.
     ///
     /// Driver call: `cuMemExportToShareableHandle`, the first time.
+    #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export(&self) -> Result<BorrowedFd<'_>> {
         if let Some(fd) = self.exported.get() {
             return Ok(fd.as_fd());
@@ -196,6 +202,7 @@ impl Drop for Allocation {
 }
 
 /// A range of addresses of this process, kept free for mappings. Dropping it frees them.
+#[doc(alias("cuMemAddressReserve", "cuMemAddressFree"))]
 #[derive(Debug)]
 pub struct Reservation {
     device: Device,
@@ -208,6 +215,7 @@ impl Reservation {
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemAddressReserve`.
+    #[doc(alias = "cuMemAddressReserve")]
     pub fn new(device: &Device, size: u64) -> Result<Arc<Self>> {
         let address = device.verbs().reserve(size, 0)?;
         Ok(Arc::new(Self { device: device.clone(), address, size }))
@@ -235,6 +243,7 @@ impl Drop for Reservation {
 /// It keeps the memory alive, also when the [`Allocation`]s are dropped. Other processes, and other mappings, see the same
 /// bytes and may write them at any time. Work of your own on a GPU stream must be finished before it is dropped: unmapping
 /// does not always wait for it.
+#[doc(alias("cuMemMap", "cuMemUnmap"))]
 #[derive(Debug)]
 pub struct Mapping {
     device: Device,
@@ -254,6 +263,7 @@ impl Mapping {
     /// [`Error::Driver`]: with `CUDA_ERROR_NOT_SUPPORTED` if an imported allocation does not have the size claimed.
     ///
     /// Driver calls: `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`.
+    #[doc(alias("cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"))]
     pub fn new(allocation: &Arc<Allocation>, access: Access) -> Result<Self> {
         let reservation = Reservation::new(allocation.device(), allocation.size())?;
         Self::at(&reservation, 0, allocation, access)
@@ -267,6 +277,7 @@ impl Mapping {
     /// object; [`Error::Driver`] as for [`Mapping::new`], and with `CUDA_ERROR_INVALID_VALUE` if something is mapped there.
     ///
     /// Driver calls: `cuMemMap`, `cuMemSetAccess`.
+    #[doc(alias("cuMemMap", "cuMemSetAccess"))]
     pub fn at(
         reservation: &Arc<Reservation>,
         offset: u64,
@@ -283,6 +294,7 @@ impl Mapping {
     /// Those of [`Mapping::at`]; [`Error::Driver`] with `CUDA_ERROR_PEER_ACCESS_UNSUPPORTED` if the device can't reach them.
     ///
     /// Driver calls: `cuMemMap` for each, `cuMemSetAccess` for all at once.
+    #[doc(alias("cuMemMap", "cuMemSetAccess"))]
     pub fn side_by_side(
         reservation: &Arc<Reservation>,
         offset: u64,

@@ -110,6 +110,7 @@ impl Checkpoint {
     ///
     /// Driver calls: those of [`Shared::create`], `cuMemHostAlloc`, `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuMemFreeHost`; with
     /// [`LoadOptions::sealed`] those of [`Shared::seal`].
+    #[doc(alias("cuMemHostAlloc", "cuMemcpyHtoD", "cuStreamSynchronize", "cuMemFreeHost"))]
     pub fn load(
         &self,
         device: &Device,

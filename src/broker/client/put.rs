@@ -152,6 +152,7 @@ impl<'a> PutPart<'a> {
     /// [`Error::Broker`] for memory of a pool and for legacy memory, which die with their maker; [`Error::Driver`].
     ///
     /// Driver call: `cuCtxSynchronize`.
+    #[doc(alias = "cuCtxSynchronize")]
     pub fn of(name: impl Into<String>, memory: &'a Shared) -> Result<Self> {
         let name = name.into();
         let description = memory.describe()?;

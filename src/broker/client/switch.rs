@@ -192,6 +192,7 @@ impl Object {
     ///
     /// Driver calls: `cuCtxSynchronize`; for each piece `cuMemUnmap`, `cuMemMap` for each segment, `cuMemSetAccess` once. On the host
     /// backend mmap(2) with `MAP_FIXED`, once for each segment.
+    #[doc(alias("cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess"))]
     pub fn switch(&mut self, next: Prepared) -> Result<Prepared> {
         if self.is_parked() {
             let problem = format!("`{}` is parked, so there is nothing to switch from: unpark it", self.name);
@@ -213,6 +214,7 @@ impl Object {
     /// Those of [`Object::switch`]: as it was, or parked with its lease.
     ///
     /// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemRelease`.
+    #[doc(alias("cuCtxSynchronize", "cuMemUnmap", "cuMemRelease"))]
     pub fn park(&mut self, keep_lease: bool) -> Result<()> {
         if !self.is_parked() {
             let mut places = Vec::new();

@@ -153,6 +153,7 @@ impl Publisher {
     /// be; [`Error::Driver`]; those of the conversation, which end it.
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
+    #[doc(alias("cuMemPoolExportPointer", "cuIpcGetMemHandle"))]
     pub fn add(&mut self, memory: &Arc<Shared>, array: Option<ArrayDescriptor>, access: Access) -> Result<BufferId> {
         if self.over {
             return Err(over());
@@ -203,6 +204,7 @@ impl Publisher {
     /// conversation, which end it.
     ///
     /// Driver call: `cuCtxSynchronize`.
+    #[doc(alias = "cuCtxSynchronize")]
     pub fn publish(&mut self, id: BufferId) -> Result<u64> {
         self.idle(id)?.memory.synchronize()?;
         self.announce(id)

@@ -368,6 +368,7 @@ impl Subscriber {
     /// those of the conversation, which end it.
     ///
     /// Driver call: `cuCtxSynchronize`.
+    #[doc(alias = "cuCtxSynchronize")]
     pub fn give_back(&mut self, received: Received) -> Result<()> {
         self.check_session()?;
         let number = received.held.id.number;

@@ -2,6 +2,7 @@
 //!
 //! `UPDATE_DOCS=1` rewrites what is generated, in place of comparing it: see `docs/CONTRIBUTING.md`.
 
+mod aliases;
 mod blocks;
 mod generated;
 mod links;
