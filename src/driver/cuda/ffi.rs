@@ -342,9 +342,6 @@ impl Functions {
         if code == code::STUB_LIBRARY {
             return Error::Load(LoadError::Stub { library: self.library.to_owned() });
         }
-        if code == code::NO_DEVICE && call == "cuInit" {
-            return Error::Load(LoadError::NoDevice);
-        }
         let mut name = ptr::null();
         let named = self.get_error_name.is_some_and(|function| {
             // SAFETY: the pointer is valid for the one write; an unknown code is answered with an error.

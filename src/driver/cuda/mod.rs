@@ -147,7 +147,10 @@ impl CudaDriver {
         }
         let initialised = load().and_then(|functions| {
             // SAFETY: no pointers.
-            unsafe { functions.init(0) }?;
+            unsafe { functions.init(0) }.map_err(|error| match error {
+                Error::Driver { code: code::NO_DEVICE, .. } => Error::Load(LoadError::NoDevice),
+                error => error,
+            })?;
             Ok(functions)
         });
         if initialised.is_err() && exchanged.is_ok() {

@@ -187,7 +187,9 @@ impl Subscriber {
     ///
     /// Driver calls, for a new buffer: those of [`Imported::open`](crate::memory::Imported::open), before them those that close another.
     pub fn receive(&mut self) -> Result<Received> {
-        self.receive_within(self.timeout)
+        let waited = self.timeout;
+        let timeout = Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, waited });
+        self.receive_within(waited)?.ok_or(timeout)
     }
 
     /// As [`Subscriber::receive`], without waiting for a turn to begin: `None` if none has.
@@ -195,13 +197,11 @@ impl Subscriber {
     /// # Errors
     /// Those of [`Subscriber::receive`].
     pub fn try_receive(&mut self) -> Result<Option<Received>> {
-        match self.receive_within(Duration::ZERO) {
-            Err(Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, .. })) => Ok(None),
-            result => result.map(Some),
-        }
+        self.receive_within(Duration::ZERO)
     }
 
-    fn receive_within(&mut self, patience: Duration) -> Result<Received> {
+    /// As [`Subscriber::receive`]; `None` if no turn begins in time.
+    fn receive_within(&mut self, patience: Duration) -> Result<Option<Received>> {
         self.remains = None;
         self.return_dropped()?;
         if self.buffers.len() >= self.keep && self.buffers.values().all(|kept| kept.in_use) {
@@ -217,9 +217,7 @@ impl Subscriber {
             late += usize::from(Instant::now() >= deadline);
             let left = deadline.saturating_duration_since(Instant::now());
             let (message, fds) = match self.link.receive_within(left, FOR_A_BUFFER) {
-                Err(Error::Peer(PeerError::Timeout { purpose, .. })) => {
-                    return Err(Error::Peer(PeerError::Timeout { purpose, waited: patience }));
-                }
+                Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
                 received => self.guard(received)?,
             };
             let taken = match message {
@@ -229,12 +227,12 @@ impl Subscriber {
                 other => Err(unexpected(&other, "ready, offer or withdraw")),
             };
             match self.guard(taken)? {
-                Some(received) => return Ok(received),
+                received @ Some(_) => return Ok(received),
                 // What was withdrawn may have been dropped meanwhile, and goes with that.
                 None => self.return_dropped()?,
             }
         }
-        Err(Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, waited: patience }))
+        Ok(None)
     }
 
     /// A buffer that is described.
