@@ -45,9 +45,12 @@ pub use crate::{
     wire::{broker::NEEDS_BOTH, clean, is_error, shorten, strict::optional_object},
 };
 
-/// The keeper's side of the commands `serve` and `keeper`.
+/// The processes of the commands `serve` and `keeper`.
 pub mod keeper {
-    pub use crate::broker::keeper::{KeeperProcess, Kept, Role, check, check_reachable, reload, replace_supervisor};
+    pub use crate::broker::{
+        keeper::{Role, check_reachable, reload},
+        start::{ServiceProcess, begin_service, run_keeper},
+    };
 }
 
 /// Standard error that never blocks its process.
@@ -149,21 +152,13 @@ pub fn client_over(socket: OwnedFd, path: &Path, config: &Config) -> Result<Clie
     Client::over_at(socket, path, config)
 }
 
-/// A server with what a keeper kept.
-///
-/// # Errors
-/// Those of [`Server::bind`]; [`Error::System`] if the catalogue was written by a newer build.
-pub fn resume(
-    path: &Path,
-    config: ServerConfig,
-    kept: keeper::Kept,
-    cancel: &Cancel,
-    restart: Option<Cancel>,
-) -> Result<Server> {
-    Server::resume(path, config, kept, cancel, restart)
+/// The configuration of a server that its keeper started. Cancelling `restart` ends it for the next server, once the keeper has confirmed
+/// that it has everything.
+pub fn started_by_keeper(config: ServerConfig, restart: Cancel) -> ServerConfig {
+    ServerConfig { started_by_keeper: Some(restart), ..config }
 }
 
-/// Whether a server continues with what a server before it held.
+/// Whether a server continues with the objects of a server before it.
 pub fn is_restarted(server: &Server) -> bool {
     server.is_restarted()
 }

@@ -52,12 +52,14 @@ pub(crate) mod keeper;
 mod name;
 pub(crate) mod notify;
 mod server;
+pub(crate) mod start;
 mod table;
 
 pub use self::client::{
     Claim, ClaimOf, Client, Condition, Found, Get, Holders, Lease, LeasedPart, LossReason, Lost, Object, ObjectInfo,
     ObjectPart, Prepared, Put, PutPart, Restored, Watch, WatchPlace, Watched,
 };
+pub use self::keeper::KeeperPath;
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 pub use self::table::read as read_table;
 pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};

@@ -22,7 +22,7 @@ cases! {
 }
 
 /// The folder of the examples: of the bundle, or where cargo puts them.
-fn folder() -> PathBuf {
+pub(crate) fn folder() -> PathBuf {
     let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
     let found = [beside.join("examples"), beside.join("../examples")].into_iter().find(|folder| folder.is_dir());
     found.unwrap_or_else(|| panic!("no examples beside {}: cargo build --examples --features launch", beside.display()))

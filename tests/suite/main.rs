@@ -13,6 +13,7 @@ mod broker_copy_on_write;
 mod broker_crashes;
 mod broker_cycles;
 mod broker_descriptors;
+mod broker_embedded;
 mod broker_faults;
 mod broker_files;
 mod broker_keeper;

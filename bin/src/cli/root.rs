@@ -151,12 +151,8 @@ fn parse() -> Result<Options, clap::Error> {
             _ => wrong(format!("{}: {}", path.display(), one_line(&error))),
         })
     });
-    // A keeper that a running server starts is not to fail for what was written into the file since.
-    if parsed.is_err() && !matches!(Role::from_environment(), Role::First | Role::Server | Role::Check) {
-        Ok(options)
-    } else {
-        parsed
-    }
+    // A keeper must not fail, while a server runs, because the file was changed since.
+    if parsed.is_err() && Role::of_this_process().replaces_a_keeper() { Ok(options) } else { parsed }
 }
 
 /// Runs `vmmfd`: the whole of its `main`.

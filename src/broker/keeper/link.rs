@@ -1,105 +1,53 @@
-//! How a server gets to its keeper, and takes over what that holds.
+//! How a server finds or starts its keeper, and takes over what that holds.
 
 use std::{
-    io,
-    os::fd::{AsFd, OwnedFd},
+    fs, io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
     path::{Path, PathBuf},
-    thread,
     time::{Duration, Instant},
 };
 
-use nix::{
-    poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::wait::waitpid,
-    unistd::{Pid, geteuid, getppid},
-};
-use rustix::{
-    net::{AddressFamily, SocketFlags, SocketType, socketpair},
-    process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
-};
+use nix::poll::PollFlags;
 
 use super::{
-    Inherited, PATIENCE, RECEIVED_EACH, Store, VERSION, image,
+    HANDOVER_TIMEOUT, Inherited, RECEIVED_EACH, Store, VERSION,
+    dial::{dial, dial_if_there, unreachable},
+    image::Image,
     message::{Arrival, Message, receive, send},
+    passed::passed_by_keeper,
+    peer::Process,
 };
 use crate::{
-    channel::{Cancel, Peer, Trust, connect_socket},
-    error::{Error, Result, SocketError},
+    channel::{Cancel, private_socket_path},
+    error::{Error, Result},
 };
 
-/// How a server gets to a keeper.
+/// The keeper of a [`Server`](crate::broker::Server): a process that holds the server's descriptors too, so that the objects outlive the
+/// server's process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KeeperPath {
+    /// The `vmmfd` program. The server starts it as `vmmfd keeper`, unless the keeper of an earlier server at the same path still runs,
+    /// and starts another if that dies. It listens in the folder `PATH.keeper` beside the broker's socket `PATH`, and is no child that
+    /// the program must wait for. It ends when a server ends that was asked to and has no versions; otherwise it stays and holds them
+    /// for the next server, also if none comes: SIGTERM ends it and frees them.
+    Program(PathBuf),
+    /// The socket of a `vmmfd keeper` that an init starts and restarts.
+    Socket(PathBuf),
+}
+
+/// How a server gets its next keeper.
 #[derive(Debug, Clone)]
 pub(in crate::broker) enum Link {
     /// It connects to the keeper at a path, which an init restarts.
     Path(PathBuf),
-    /// It starts the keeper.
-    Child,
-}
-
-/// A keeper, as its server sees it. Dropping this leaves the process running.
-#[derive(Debug)]
-pub(in crate::broker) struct Process {
-    pub(in crate::broker) pid: i32,
-    /// `None` if this PID namespace does not have it.
-    pidfd: Option<OwnedFd>,
-    /// Whether this process started it.
-    is_child: bool,
-}
-
-impl Process {
-    pub(super) fn of_child(pid: i32, pidfd: OwnedFd) -> Self {
-        Self { pid, pidfd: Some(pidfd), is_child: true }
-    }
-
-    /// The keeper that started this process, with this pidfd.
-    pub(super) fn of_parent(pidfd: OwnedFd) -> Self {
-        Self { pid: getppid().as_raw(), pidfd: Some(pidfd), is_child: false }
-    }
-
-    pub(super) fn of(pid: i32) -> Self {
-        Self { pid, pidfd: pidfd_of(pid).ok(), is_child: false }
-    }
-
-    /// Waits for its end, for so long. An end that can't be seen counts as one.
-    pub(in crate::broker) fn ends_within(&self, wait: Duration) -> bool {
-        self.pidfd.as_ref().is_none_or(|pidfd| ready(pidfd, PollFlags::POLLIN, wait))
-    }
-
-    /// Kills it, also if it is stopped. Does not block.
-    pub(in crate::broker) fn kill(self) {
-        if let Some(pidfd) = &self.pidfd {
-            // Fails if it has ended.
-            let _ = pidfd_send_signal(pidfd, Signal::KILL);
-        }
-        if self.is_child {
-            let pid = Pid::from_raw(self.pid);
-            // Its end may take as long as a device needs. Without this thread it stays a zombie.
-            let _ = thread::Builder::new().name("reaper".to_owned()).spawn(move || waitpid(pid, None));
-        }
-    }
-}
-
-/// The two ends of a connection.
-pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
-}
-
-pub(super) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
-    let pid = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-    Ok(pidfd_open(pid, PidfdFlags::empty())?)
-}
-
-/// Checks that the other end is a process of this user.
-pub(super) fn require_own_user(peer: Peer) -> std::result::Result<(), String> {
-    let own = geteuid().as_raw();
-    if peer.uid == own {
-        return Ok(());
-    }
-    Err(format!(
-        "pid {} runs as uid {}, and this process as uid {own}: keeper and server must have one user",
-        peer.pid, peer.uid
-    ))
+    /// It starts the keeper, which listens at `socket` and outlives it.
+    Program { image: Image, socket: PathBuf },
+    /// It starts the keeper, which starts the next server.
+    Pair(Image),
 }
 
 impl Link {
@@ -113,33 +61,31 @@ impl Link {
                 let dialled = Cancel::new().and_then(|cancel| dial(path, Duration::ZERO, &cancel));
                 dialled.map_err(|error| io::Error::other(error.in_full()))
             }
-            Self::Child => image::start_keeper(),
+            Self::Program { image, .. } | Self::Pair(image) => image.start_keeper(),
         }
     }
-}
 
-/// Connects to the keeper at a path. Waits so long for it to listen.
-pub(super) fn dial(path: &Path, wait: Duration, cancel: &Cancel) -> Result<(OwnedFd, Process)> {
-    let (socket, peer) = connect_socket(path, wait, &Trust::default(), cancel).map_err(|error| match error {
-        Error::Socket(SocketError::Absent { .. }) => {
-            unreachable(path, io::Error::other("no keeper listens there; start one with `vmmfd keeper --socket PATH`"))
+    /// Whether this process starts the keeper.
+    pub(in crate::broker) fn starts_keeper(&self) -> bool {
+        !matches!(self, Self::Path(_))
+    }
+
+    /// Whether the keeper stays when the server was asked to end.
+    pub(in crate::broker) fn keeper_stays(&self) -> bool {
+        !matches!(self, Self::Pair(_))
+    }
+
+    /// Ends a keeper that the program started, and that holds no version. Returns whether it has ended: then the next server starts
+    /// another.
+    pub(in crate::broker) fn end_unused(&self, keeper: &Process) -> bool {
+        let Self::Program { socket, .. } = self else { return false };
+        if !keeper.terminate(HANDOVER_TIMEOUT) {
+            return false;
         }
-        error => error,
-    })?;
-    require_own_user(peer).map_err(|why| unreachable(path, io::Error::other(why)))?;
-    Ok((socket, Process::of(peer.pid)))
-}
-
-/// Checks that a keeper of this user listens at a path.
-///
-/// # Errors
-/// [`Error::System`] if none does; [`Error::Socket`] if this user may not connect.
-pub fn check_reachable(path: &Path, cancel: &Cancel) -> Result<()> {
-    dial(path, Duration::ZERO, cancel).map(drop)
-}
-
-fn unreachable(path: &Path, error: io::Error) -> Error {
-    Error::system(format!("reach the keeper at {}", path.display()), error)
+        // Fails if it has another file.
+        let _ = socket.parent().map(fs::remove_dir);
+        true
+    }
 }
 
 /// What a server takes over, and from where.
@@ -155,39 +101,95 @@ pub(in crate::broker) struct Taken {
 
 /// What a keeper holds for a server that starts.
 #[derive(Debug)]
-pub struct Kept(pub(in crate::broker) Taken);
+pub(in crate::broker) struct Kept(pub(in crate::broker) Taken);
 
 impl Kept {
-    /// What the keeper at a path holds. Waits for the keeper for 10 s at most.
+    /// What the keeper of the broker at a path holds.
     ///
     /// # Errors
-    /// [`Error::System`] if it can't be reached, refuses this server or does not answer: a server that went on would be empty.
-    pub fn at(path: &Path, cancel: &Cancel) -> Result<Self> {
-        let (socket, keeper) = dial(path, PATIENCE, cancel)?;
-        take(socket, keeper, Link::Path(path.to_owned()), cancel).map_err(|error| unreachable(path, error))
+    /// [`Error::System`] if the keeper can't be reached or started, refuses this server or does not answer: a server that went on would
+    /// be empty.
+    pub(in crate::broker) fn of(keeper: &KeeperPath, broker: &Path, cancel: &Cancel) -> Result<Self> {
+        match keeper {
+            KeeperPath::Socket(path) => {
+                let (socket, keeper) = dial(path, HANDOVER_TIMEOUT, cancel)?;
+                take(socket, keeper, Link::Path(path.clone()), cancel).map_err(|error| unreachable(path, error))
+            }
+            KeeperPath::Program(path) => Self::of_program(path, broker, cancel),
+        }
+    }
+
+    fn of_program(program: &Path, broker: &Path, cancel: &Cancel) -> Result<Self> {
+        let failed = |error| Error::system(format!("start the keeper {}", program.display()), error);
+        let absolute = |path: &Path| std::path::absolute(path).map_err(failed);
+        let mut folder = absolute(broker)?.into_os_string();
+        folder.push(".keeper");
+        let socket = private_socket_path(&PathBuf::from(folder).join("keeper.sock"))?;
+        let image = Image::of_keeper(&absolute(program)?, &socket);
+        let running = dial_if_there(&socket, Duration::ZERO, cancel)?;
+        let is_new = running.is_none();
+        let (connection, keeper) = match running {
+            Some(running) => running,
+            None => require_other_program(program).and_then(|()| image.start_keeper()).map_err(failed)?,
+        };
+        let taken = take(connection, keeper, Link::Program { image, socket: socket.clone() }, cancel);
+        taken.map_err(|error| if is_new { failed(error) } else { unreachable(&socket, error) })
     }
 
     /// What the keeper holds that started this process.
     ///
     /// # Errors
-    /// As [`Kept::at`].
-    pub fn of_parent(cancel: &Cancel) -> Result<Self> {
+    /// As [`Kept::of`].
+    pub(in crate::broker) fn of_parent(cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("reach the keeper", error);
-        let (socket, keeper) = image::passed_by_keeper().map_err(failed)?;
-        take(socket, keeper, Link::Child, cancel).map_err(failed)
+        let (socket, keeper) = passed_by_keeper().map_err(failed)?;
+        let link = Link::Pair(Image::of_this_process().map_err(failed)?);
+        take(socket, keeper, link, cancel).map_err(failed)
     }
 }
 
-/// Takes over everything that the keeper at the other end holds. Blocks.
+/// Refuses this process's own program as its keeper: it would start itself again and again.
+fn require_other_program(program: &Path) -> io::Result<()> {
+    let file = |path: &Path| fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino()));
+    if file(program)? == file(Path::new("/proc/self/exe"))? {
+        return Err(io::Error::other("it is this program itself: name the `vmmfd` program"));
+    }
+    Ok(())
+}
+
+/// Takes over everything that the keeper at the other end holds. Blocks. Kills a keeper that this process started if that fails.
 pub(super) fn take(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel) -> io::Result<Kept> {
+    match receive_all(&socket, &keeper, cancel) {
+        Ok(Handover { inherited, allowed, is_whole }) => {
+            let connection = allowed.map(|_| socket);
+            let allowed = allowed.map_or(0, |allowed| usize::try_from(allowed).unwrap_or(usize::MAX));
+            let store = Store::over(connection, allowed);
+            Ok(Kept(Taken { store, inherited, whole: is_whole, link, keeper }))
+        }
+        Err(error) => {
+            keeper.kill_child();
+            Err(error)
+        }
+    }
+}
+
+/// What came from a keeper.
+struct Handover {
+    inherited: Inherited,
+    /// How many descriptors the keeper may hold; `None` if it has ended.
+    allowed: Option<u64>,
+    is_whole: bool,
+}
+
+fn receive_all(socket: &OwnedFd, keeper: &Process, cancel: &Cancel) -> io::Result<Handover> {
     let (mut inherited, mut allowed, mut received, mut unreported) = (Inherited::default(), 0, 0, 0);
-    send(&socket, &Message::Hello { version: VERSION, resends: false }, &[])?;
-    let taken = |inherited, connection, allowed, whole, keeper| {
-        let allowed = usize::try_from(allowed).unwrap_or(usize::MAX);
-        Kept(Taken { store: Store::over(connection, allowed), inherited, whole, link, keeper })
-    };
+    match send(socket, &Message::Hello { version: VERSION, resends: false }, &[]) {
+        // It has ended: the next receive returns the end.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+        sent => sent?,
+    }
     loop {
-        match receive(&socket)? {
+        match receive(socket)? {
             Arrival::Message(Message::Welcome { allowed: most, .. }, _) => allowed = most,
             Arrival::Message(Message::Keep(names), fds) => {
                 received += names.len();
@@ -195,47 +197,41 @@ pub(super) fn take(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel
                 names.into_iter().zip(fds).for_each(|(name, fd)| inherited.add(name, fd));
                 if unreported >= RECEIVED_EACH {
                     // Fails if the keeper has ended: the next receive returns the end.
-                    let _ = send(&socket, &Message::Received(unreported as u64), &[]);
+                    let _ = send(socket, &Message::Received(unreported as u64), &[]);
                     unreported = 0;
                 }
             }
-            Arrival::Message(Message::Complete(whole), _) => {
-                tracing::debug!(descriptors = received, whole, "the keeper handed over what it held");
-                return Ok(taken(inherited, Some(socket), allowed, whole, keeper));
+            Arrival::Message(Message::Complete(is_whole), _) => {
+                tracing::debug!(descriptors = received, is_whole, "the keeper handed over what it held");
+                return Ok(Handover { inherited, allowed: Some(allowed), is_whole });
             }
             Arrival::Message(Message::Refused(why), _) => return Err(io::Error::other(why)),
             Arrival::Message(message, _) => {
                 return Err(io::Error::other(format!("it sent {message:?}, which is no part of a handover")));
             }
-            // It has everything still: the next server takes it over, and what came here is dropped.
-            Arrival::End if !keeper.ends_within(PATIENCE) => {
+            // It still has everything: the next server takes it over, and this process drops its part.
+            Arrival::End if !keeper.ends_within(HANDOVER_TIMEOUT) => {
                 return Err(io::Error::other(
                     "it gave up the handover, because this server did not read: start the server again",
                 ));
             }
-            // No other process may have what came.
+            // Perhaps no other process has the descriptors that came.
             Arrival::End if inherited.catalogues.iter().any(Option::is_some) => {
                 tracing::error!(descriptors = received, "the keeper ended in the middle of the handover");
-                return Ok(taken(inherited, None, allowed, false, keeper));
+                return Ok(Handover { inherited, allowed: None, is_whole: false });
             }
             Arrival::End => return Err(io::Error::other("it ended before it had handed over what it held")),
-            Arrival::Nothing => wait(&socket, cancel)?,
+            Arrival::Nothing => wait(socket, cancel)?,
         }
     }
 }
 
 /// Waits for the keeper's next message.
 fn wait(socket: &OwnedFd, cancel: &Cancel) -> io::Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + HANDOVER_TIMEOUT;
     match cancel.wait(socket.as_fd(), PollFlags::POLLIN, deadline) {
         Ok(true) => Ok(()),
-        Ok(false) => Err(io::Error::other(format!("it does not answer within {PATIENCE:?}"))),
+        Ok(false) => Err(io::Error::other(format!("it does not answer within {HANDOVER_TIMEOUT:?}"))),
         Err(error) => Err(io::Error::other(error.in_full())),
     }
-}
-
-/// Waits until a socket is ready, for so long. Returns whether it is.
-pub(super) fn ready(socket: &OwnedFd, flags: PollFlags, wait: Duration) -> bool {
-    let mut fds = [PollFd::new(socket.as_fd(), flags)];
-    poll(&mut fds, PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX)).is_ok_and(|count| count > 0)
 }

@@ -1,8 +1,23 @@
 //! The keeper: a process that holds descriptors under names and does nothing else, so that they outlive the server.
 //!
-//! Server and keeper are two ends of one `SOCK_SEQPACKET` connection. `vmmfd keeper` listens at a path and `vmmfd serve --keeper PATH`
-//! connects to it; plain `vmmfd serve` is a keeper that starts the server with one end of a pair. The messages are the same, and only
-//! the responsibility for restarts differs: an init restarts the two processes in the first case, each restarts the other in the second.
+//! Server and keeper are two ends of one `SOCK_SEQPACKET` connection. The messages are always the same; the responsibility for restarts
+//! differs:
+//!
+//! | Server | Keeper | Restarts the server | Restarts the keeper |
+//! |---|---|---|---|
+//! | `vmmfd serve --keeper PATH`, [`KeeperPath::Socket`] | `vmmfd keeper`, which listens at the path | an init | an init |
+//! | a program with [`KeeperPath::Program`] | `vmmfd keeper`, which the server starts | its init, or its user | the server |
+//! | `vmmfd serve` | the first process, which starts the server with one end of a pair | the keeper | the server |
+//!
+//! | File | Job |
+//! |---|---|
+//! | `role` | what a process does: the environment variables |
+//! | `image`, `passed` | which program is executed, and with which descriptors |
+//! | `peer`, `dial`, `link` | how a server finds or starts its keeper, and takes over |
+//! | `store` | the server's end: what the keeper was sent |
+//! | `process`, `held`, `newcomers`, `service` | the keeper: its loop, its descriptors, new connections, the server that it starts |
+//! | `supervisor` | takes over from an older build |
+//! | `message`, `name` | the records, and the names of descriptors |
 //!
 //! | Message | From | Meaning |
 //! |---|---|---|
@@ -31,28 +46,36 @@
 //! | the keeper's new program during a reload | the old program is executed again; if that fails, as of the keeper |
 //! | both at once | the memory is freed, except for that which clients hold |
 
+mod dial;
+mod held;
 mod image;
 mod link;
 mod message;
 mod name;
+mod newcomers;
+mod passed;
+mod peer;
 mod process;
+mod role;
 mod service;
 mod store;
 mod supervisor;
 #[cfg(test)]
 mod tests;
 
-pub use self::link::Kept;
 pub use self::{
-    image::{Role, check},
-    link::check_reachable,
-    process::{KeeperProcess, reload},
-    supervisor::replace_supervisor,
+    dial::{check_reachable, reload},
+    link::KeeperPath,
+    role::Role,
 };
 pub(super) use self::{
-    link::{Link, Process, Taken},
+    image::answer_check,
+    link::{Kept, Link, Taken},
     name::{Inherited, Name},
+    peer::Process,
+    process::KeeperProcess,
     store::{Flushed, Keeper, Mark, Store},
+    supervisor::replace_supervisor,
 };
 
 /// The version of the messages, and of what a program passes to the one that it executes in place.
@@ -61,8 +84,11 @@ const VERSION: u32 = 1;
 /// The most descriptors that are sent and not received yet: the kernel bounds the number for each user (`ETOOMANYREFS`).
 const WINDOW: usize = 512;
 
-/// How many descriptors are received before the sender is told.
+/// After how many descriptors the receiver reports that it has them.
 const RECEIVED_EACH: usize = 64;
 
+/// How many descriptors a keeper needs besides those that it holds.
+const OWN_DESCRIPTORS: u64 = 64;
+
 /// How long one end waits for the other in a handover.
-const PATIENCE: std::time::Duration = std::time::Duration::from_secs(10);
+const HANDOVER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);

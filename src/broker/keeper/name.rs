@@ -60,7 +60,7 @@ pub(in crate::broker) struct Inherited {
 }
 
 impl Inherited {
-    pub(super) fn add(&mut self, name: String, fd: OwnedFd) {
+    pub(in crate::broker) fn add(&mut self, name: String, fd: OwnedFd) {
         match Name::read(&name) {
             Some(Name::Catalogue(second)) => self.catalogues[usize::from(second)] = Some(fd),
             Some(Name::Socket) => self.socket = Some(fd),

@@ -1,12 +1,10 @@
 //! The keeper's process.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::{Path, PathBuf},
-    thread,
-    time::{Duration, Instant},
+    path::Path,
+    time::Duration,
 };
 
 use nix::{
@@ -19,10 +17,14 @@ use nix::{
 };
 
 use super::{
-    PATIENCE, RECEIVED_EACH, VERSION, WINDOW,
-    image::{Image, Passed, Received, Role, allowed, until},
-    link::{dial, ready, require_own_user},
-    message::{Arrival, MAX_TOGETHER, Message, receive, send},
+    OWN_DESCRIPTORS, RECEIVED_EACH, VERSION,
+    held::Held,
+    image::Image,
+    message::{Arrival, Message, receive, send},
+    newcomers::{Newcomers, Request, answer},
+    passed::{Passed, Received},
+    peer::until,
+    role::Role,
     service::Service,
 };
 use crate::{
@@ -34,12 +36,6 @@ use crate::{
 /// How many messages of the server are read before signals and other connections have their turn.
 const AT_ONCE: usize = 256;
 
-/// How many connections may be accepted and not have said what they are.
-const NEWCOMERS: usize = 16;
-
-/// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
-const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
-
 /// A connection with a server.
 #[derive(Debug)]
 struct Connection {
@@ -47,37 +43,23 @@ struct Connection {
     pid: i32,
     /// Whether its hello has come.
     greeted: bool,
-    /// How many descriptors came that it was not told of.
+    /// How many descriptors came that were not reported to it.
     received: usize,
-}
-
-/// A connection that has not said what it is.
-#[derive(Debug)]
-struct Newcomer {
-    socket: OwnedFd,
-    pid: i32,
-    deadline: Instant,
 }
 
 /// The keeper.
 #[derive(Debug)]
-pub struct KeeperProcess {
+pub(in crate::broker) struct KeeperProcess {
     image: Image,
-    /// The descriptors, by their names.
-    held: BTreeMap<String, OwnedFd>,
-    /// Names of `held` that a server which sends everything anew has not sent yet.
-    stale: BTreeSet<String>,
-    /// Whether the server has sent everything that it has.
-    whole: bool,
+    held: Held,
     server: Option<Connection>,
-    newcomers: Vec<Newcomer>,
     /// Where servers connect, unless this process starts them.
-    listener: Option<(Listener, PathBuf)>,
+    newcomers: Option<Newcomers>,
     service: Option<Service>,
     /// Whether to execute the program at this one's path, and the connection that waits for the result.
     reload: Option<Option<OwnedFd>>,
-    /// What the last server said that it held, when it ended in order.
-    words: String,
+    /// Whether the init of this process waits to hear that the keeper is ready.
+    notifies: bool,
 }
 
 impl KeeperProcess {
@@ -85,9 +67,9 @@ impl KeeperProcess {
     ///
     /// # Errors
     /// [`Error::System`].
-    pub fn of_service(socket: &Path, role: Role) -> Result<Self> {
+    pub(in crate::broker) fn of_service(socket: &Path, role: Role) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
-        if role == Role::First {
+        if role.is_first() {
             // Another broker may serve this path.
             Listener::check_free(socket)?;
         }
@@ -96,30 +78,20 @@ impl KeeperProcess {
         Self::new(received, role, None, Some(service)).map_err(failed)
     }
 
-    /// The keeper that listens at a path, for servers that an init starts.
+    /// The keeper that listens at a path, for servers that another process starts.
     ///
     /// # Errors
     /// [`Error::Socket`](crate::Error::Socket) if another process listens there, or if others may look into the folder;
     /// [`Error::System`].
-    pub fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
+    pub(in crate::broker) fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
         let mut received = Received::take(role).map_err(failed)?;
-        let listener = match received.listener.take() {
-            Some(listener) => Listener::inherited(listener, path)?,
-            None => Listener::bind(path, false, PATIENCE, cancel)?,
-        };
-        // A connection that is closed in the meantime must not block accept(2).
-        rustix::io::ioctl_fionbio(&listener, true).map_err(|errno| failed(errno.into()))?;
-        Self::new(received, role, Some((listener, path.to_owned())), None).map_err(failed)
+        let newcomers = Newcomers::at(path, received.listener.take(), cancel)?;
+        Self::new(received, role, Some(newcomers), None).map_err(failed)
     }
 
-    fn new(
-        received: Received,
-        role: Role,
-        listener: Option<(Listener, PathBuf)>,
-        service: Option<Service>,
-    ) -> io::Result<Self> {
-        let Received { kept, server, asker, words, is_incomplete, .. } = received;
+    fn new(received: Received, role: Role, newcomers: Option<Newcomers>, service: Option<Service>) -> io::Result<Self> {
+        let Received { kept, server, asker, last_report, is_incomplete, .. } = received;
         let greeted = matches!(role, Role::Reloaded(_));
         let server = server.map(|socket| {
             let pid = service.as_ref().map_or_else(|| Peer::of(&socket).map_or(0, |peer| peer.pid), Service::pid);
@@ -127,19 +99,17 @@ impl KeeperProcess {
         });
         let keeper = Self {
             image: Image::of_this_process()?,
-            held: kept.into_iter().collect(),
-            stale: BTreeSet::new(),
-            whole: !is_incomplete,
+            held: Held::new(kept, !is_incomplete, last_report),
             server,
-            newcomers: Vec::new(),
-            listener,
+            // A server that starts its keeper is no init, and its own init waits for its own word.
+            notifies: service.is_none() && !matches!(role, Role::Another(_)),
+            newcomers,
             service,
             reload: None,
-            words,
         };
         if let Some(asker) = asker {
             tracing::info!("reloaded: executes {}", keeper.image.path().display());
-            keeper.answer(&asker, &Message::Welcome { version: VERSION, allowed: allowed() });
+            answer(&asker, &Message::Welcome { version: VERSION, allowed: allowed() });
         }
         Ok(keeper)
     }
@@ -148,7 +118,7 @@ impl KeeperProcess {
     ///
     /// # Errors
     /// [`Error::System`].
-    pub fn run(mut self) -> Result<i32> {
+    pub(in crate::broker) fn run(mut self) -> Result<i32> {
         let result = self.keep();
         self.finish();
         result
@@ -159,7 +129,7 @@ impl KeeperProcess {
         let failed = |errno: Errno| Error::system("wait for signals", errno);
         signals.thread_block().map_err(failed)?;
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK).map_err(failed)?;
-        if self.service.is_none() {
+        if self.notifies {
             notify("READY=1");
         }
         if self.service.as_mut().is_some_and(Service::take_outdated) {
@@ -172,8 +142,7 @@ impl KeeperProcess {
             self.start_server()?;
             self.wait(&signals)?;
             self.read_server(AT_ONCE);
-            self.accept();
-            self.read_newcomers();
+            self.serve_newcomers();
             while let Ok(Some(signal)) = signals.read_signal() {
                 match Signal::try_from(signal.ssi_signo.cast_signed()) {
                     Ok(Signal::SIGHUP) => self.reload = self.reload.take().or(Some(None)),
@@ -213,17 +182,11 @@ impl KeeperProcess {
         }
         let mut fds = vec![watch(signals.as_fd())];
         fds.extend(self.server.as_ref().map(|server| watch(server.socket.as_fd())));
-        fds.extend(
-            self.listener
-                .as_ref()
-                .filter(|_| self.newcomers.len() < NEWCOMERS)
-                .map(|(listener, _)| watch(listener.as_fd())),
-        );
-        fds.extend(self.newcomers.iter().map(|newcomer| watch(newcomer.socket.as_fd())));
+        fds.extend(self.newcomers.iter().flat_map(Newcomers::watched).map(watch));
         let service = self.service.as_ref();
         fds.extend(service.and_then(Service::pidfd).map(watch));
-        let moments =
-            service.and_then(Service::restart_at).into_iter().chain(self.newcomers.iter().map(|of| of.deadline));
+        let moments = service.and_then(Service::restart_at).into_iter();
+        let moments = moments.chain(self.newcomers.as_ref().and_then(Newcomers::deadline));
         let timeout = moments.min().map_or(PollTimeout::NONE, |at| {
             PollTimeout::try_from(until(at) + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
         });
@@ -271,8 +234,7 @@ impl KeeperProcess {
             Message::Keep(names) => {
                 server.received += names.len();
                 for (name, fd) in names.into_iter().zip(fds) {
-                    self.stale.remove(&name);
-                    self.held.insert(name, fd);
+                    self.held.keep(name, fd);
                 }
                 if server.received >= RECEIVED_EACH {
                     let received = std::mem::take(&mut server.received) as u64;
@@ -280,30 +242,20 @@ impl KeeperProcess {
                 }
             }
             Message::Remove(names) => {
-                for name in names {
-                    self.stale.remove(&name);
-                    self.held.remove(&name);
-                }
+                names.iter().for_each(|name| self.held.remove(name));
             }
-            Message::Complete(_) => {
-                for name in std::mem::take(&mut self.stale) {
-                    self.held.remove(&name);
-                }
-                if !std::mem::replace(&mut self.whole, true) {
-                    tracing::info!("holds everything that the server has: {} descriptors", self.held.len());
-                }
-            }
+            Message::Complete(_) => self.held.complete(),
             // The last descriptors of the handover.
             Message::Received(_) => {}
             Message::Sync(number) => reply(&server.socket, &Message::Synced(number))?,
             Message::Serving => {
-                self.words.clear();
+                self.held.set_last_report(String::new());
                 if let Some(service) = &mut self.service {
                     service.is_ready();
                 }
             }
-            Message::Stopping(words) => {
-                self.words = words;
+            Message::Stopping(report) => {
+                self.held.set_last_report(report);
                 if let Some(service) = &mut self.service {
                     service.is_stopping();
                 }
@@ -326,61 +278,23 @@ impl KeeperProcess {
         server.greeted = true;
         reply(&server.socket, &Message::Welcome { version: VERSION, allowed: allowed() })?;
         if resends {
-            self.stale = self.held.keys().cloned().collect();
-            self.whole = false;
+            self.held.begin_resend();
             return Ok(());
         }
-        let handed = hand_over(&server.socket, &self.held, self.whole);
+        let handed = self.held.hand_over(&server.socket);
         handed.map_err(|error| io::Error::other(format!("it did not take over what is held: {error}")))
     }
 
-    /// Accepts connections of processes of this user.
-    fn accept(&mut self) {
-        while let Some((listener, _)) = self.listener.as_ref().filter(|_| self.newcomers.len() < NEWCOMERS) {
-            let socket = match listener.accept() {
-                Ok(Some(socket)) => socket,
-                Ok(None) => return,
-                Err(error) => {
-                    tracing::warn!("no connection can be accepted: {}", error.in_full());
-                    return thread::sleep(Duration::from_millis(10));
+    /// Does what new connections ask for.
+    fn serve_newcomers(&mut self) {
+        let requests = self.newcomers.as_mut().map(Newcomers::requests).unwrap_or_default();
+        for request in requests {
+            match request {
+                Request::Serve { socket, pid, version, resends } => self.replace_server(socket, pid, version, resends),
+                Request::Reload(socket) if matches!(self.reload, Some(Some(_))) => {
+                    answer(&socket, &Message::Refused("another reload is under way".to_owned()));
                 }
-            };
-            let peer = match Peer::of(&socket) {
-                Ok(peer) => peer,
-                Err(error) => {
-                    tracing::warn!("{}", error.in_full());
-                    continue;
-                }
-            };
-            match require_own_user(peer) {
-                Ok(()) => {
-                    self.newcomers.push(Newcomer { socket, pid: peer.pid, deadline: Instant::now() + PATIENCE });
-                }
-                Err(why) => {
-                    tracing::warn!("a connection is refused: {why}");
-                    self.answer(&socket, &Message::Refused(why));
-                }
-            }
-        }
-    }
-
-    /// Reads the first messages of new connections.
-    fn read_newcomers(&mut self) {
-        for newcomer in std::mem::take(&mut self.newcomers) {
-            let Newcomer { socket, pid, deadline } = newcomer;
-            match receive(&socket) {
-                Ok(Arrival::Nothing) if deadline > Instant::now() => {
-                    self.newcomers.push(Newcomer { socket, pid, deadline });
-                }
-                Ok(Arrival::Message(Message::Hello { version, resends }, _)) => {
-                    self.replace_server(socket, pid, version, resends)
-                }
-                Ok(Arrival::Message(Message::Reload, _)) => match &self.reload {
-                    Some(Some(_)) => self.answer(&socket, &Message::Refused("another reload is under way".to_owned())),
-                    _ => self.reload = Some(Some(socket)),
-                },
-                // What is no server is closed.
-                _ => {}
+                Request::Reload(socket) => self.reload = Some(Some(socket)),
             }
         }
     }
@@ -392,7 +306,7 @@ impl KeeperProcess {
         if let Some(server) = &self.server {
             let why = format!("it already serves pid {}: a keeper has one server", server.pid);
             tracing::warn!("pid {pid} is refused: {why}");
-            return self.answer(&socket, &Message::Refused(why));
+            return answer(&socket, &Message::Refused(why));
         }
         self.server = Some(Connection { socket, pid, greeted: false, received: 0 });
         match self.greet(version, resends) {
@@ -404,38 +318,32 @@ impl KeeperProcess {
         }
     }
 
-    fn answer(&self, socket: &OwnedFd, message: &Message) {
-        if let Err(error) = send(socket, message, &[]) {
-            tracing::debug!(%error, "a connection can't be answered");
-        }
-    }
-
     /// Whether nothing is under way.
     fn is_settled(&self) -> bool {
-        self.whole && self.server.as_ref().is_none_or(|server| server.greeted)
+        self.held.is_whole() && self.server.as_ref().is_none_or(|server| server.greeted)
     }
 
     /// Executes the program that is at this one's path now in place of this one, with all that is held, if it can take over.
     fn execute_new(&mut self, asker: Option<OwnedFd>) -> Result<()> {
-        // What it was told of is counted anew.
+        // The next program counts from 0.
         if let Some(server) = self.server.as_mut().filter(|server| server.received > 0) {
             let received = std::mem::take(&mut server.received) as u64;
             // If it is gone the next read returns its end.
             let _ = send(&server.socket, &Message::Received(received), &[]);
         }
         let passed = Passed {
-            kept: self.held.iter().map(|(name, fd)| (name.as_str(), fd.as_fd())).collect(),
+            kept: self.held.iter().collect(),
             server: self.server.as_ref().map(|server| server.socket.as_fd()),
-            listener: self.listener.as_ref().map(|(listener, _)| listener.as_fd()),
+            listener: self.newcomers.as_ref().map(Newcomers::listener),
             asker: asker.as_ref().map(AsFd::as_fd),
-            words: &self.words,
+            last_report: self.held.last_report(),
         };
         let file = match self.image.check(&passed) {
             Ok(file) => file,
             Err(why) => {
                 tracing::warn!("no upgrade: {why}; everything goes on as before");
                 if let Some(asker) = asker {
-                    self.answer(&asker, &Message::Refused(why));
+                    answer(&asker, &Message::Refused(why));
                 }
                 return Ok(());
             }
@@ -481,21 +389,23 @@ impl KeeperProcess {
         let count = self.held.len();
         match &self.server {
             Some(server) => {
-                // If the server is gone there is nobody to tell.
+                // Fails if the server is gone.
                 let _ = send(&server.socket, &Message::Stopping(String::new()), &[]);
                 tracing::info!("ends: the server, pid {}, has everything that was held here", server.pid);
             }
-            None if self.held.is_empty() => tracing::info!("ends: it held nothing"),
-            None if self.words.is_empty() => tracing::warn!("ends, and frees {count} descriptors that no server has"),
-            None => tracing::info!("ends, and frees {count} descriptors: {}", self.words),
+            None if count == 0 => tracing::info!("ends: it held nothing"),
+            None if self.held.last_report().is_empty() => {
+                tracing::warn!("ends, and frees {count} descriptors that no server has")
+            }
+            None => tracing::info!("ends, and frees {count} descriptors: {}", self.held.last_report()),
         }
         0
     }
 
     /// Closes everything, and removes the socket's file.
     fn finish(self) {
-        let path = match (&self.listener, &self.service) {
-            (Some((_, path)), _) => path.clone(),
+        let path = match (&self.newcomers, &self.service) {
+            (Some(newcomers), _) => newcomers.path().to_owned(),
             (None, Some(service)) => service.socket().to_owned(),
             _ => return,
         };
@@ -516,72 +426,8 @@ fn reply(socket: &OwnedFd, message: &Message) -> io::Result<()> {
     }
 }
 
-/// Sends a server everything that is held. Blocks for at most [`PATIENCE`] without progress.
-fn hand_over(socket: &OwnedFd, held: &BTreeMap<String, OwnedFd>, whole: bool) -> io::Result<()> {
-    let all: Vec<(&String, &OwnedFd)> = held.iter().collect();
-    let mut in_flight = 0;
-    for some in all.chunks(MAX_TOGETHER) {
-        while in_flight + some.len() > WINDOW {
-            in_flight -= received(socket)?.min(in_flight);
-        }
-        let message = Message::Keep(some.iter().map(|(name, _)| (*name).clone()).collect());
-        let fds: Vec<BorrowedFd<'_>> = some.iter().map(|(_, fd)| fd.as_fd()).collect();
-        send_all(socket, &message, &fds)?;
-        in_flight += some.len();
-    }
-    send_all(socket, &Message::Complete(whole), &[])
-}
-
-/// Waits until the server has received more. Returns how many descriptors.
-fn received(socket: &OwnedFd) -> io::Result<usize> {
-    loop {
-        match receive(socket)? {
-            Arrival::Message(Message::Received(count), _) => return Ok(usize::try_from(count).unwrap_or(usize::MAX)),
-            Arrival::Message(other, _) => return Err(io::Error::other(format!("it sent {other:?} in the handover"))),
-            Arrival::End => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Arrival::Nothing if ready(socket, PollFlags::POLLIN, PATIENCE) => {}
-            Arrival::Nothing => return Err(io::ErrorKind::TimedOut.into()),
-        }
-    }
-}
-
-/// Sends a message once there is room for it.
-fn send_all(socket: &OwnedFd, message: &Message, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        match send(socket, message, fds) {
-            Err(error) if Instant::now() < deadline => match error.raw_os_error() {
-                Some(nix::libc::EAGAIN) => drop(ready(socket, PollFlags::POLLOUT, until(deadline))),
-                Some(nix::libc::ETOOMANYREFS | nix::libc::ENOBUFS | nix::libc::ENOMEM) => {
-                    thread::sleep(IN_FLIGHT_PAUSE)
-                }
-                _ => return Err(error),
-            },
-            sent => return sent,
-        }
-    }
-}
-
-/// Asks the keeper at a path to execute the program at its path in place, and waits for the result.
-///
-/// # Errors
-/// [`Error::System`] if the keeper refuses that program, or can't be reached.
-pub fn reload(path: &Path, cancel: &Cancel) -> Result<()> {
-    let failed = |why: String| Error::system(format!("reload the keeper at {}", path.display()), io::Error::other(why));
-    let (socket, _) = dial(path, Duration::ZERO, cancel)?;
-    send(&socket, &Message::Reload, &[]).map_err(|error| failed(error.to_string()))?;
-    loop {
-        match receive(&socket).map_err(|error| failed(error.to_string()))? {
-            Arrival::Message(Message::Welcome { .. }, _) => return Ok(()),
-            Arrival::Message(Message::Refused(why), _) => return Err(failed(why)),
-            Arrival::Nothing => {
-                let deadline = Instant::now() + 3 * PATIENCE;
-                if !cancel.wait(socket.as_fd(), PollFlags::POLLIN, deadline)? {
-                    return Err(failed(format!("it does not answer within {:?}", 3 * PATIENCE)));
-                }
-            }
-            Arrival::Message(other, _) => return Err(failed(format!("it answers {other:?}"))),
-            Arrival::End => return Err(failed("it ended".to_owned())),
-        }
-    }
+/// How many descriptors a keeper may hold.
+fn allowed() -> u64 {
+    use nix::sys::resource::{Resource, getrlimit};
+    getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft).saturating_sub(OWN_DESCRIPTORS)
 }

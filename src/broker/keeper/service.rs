@@ -15,7 +15,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::image::{Image, Role};
+use super::{image::Image, role::Role};
 use crate::{
     broker::notify::notify,
     error::{Error, Result},

@@ -155,7 +155,7 @@ impl Store {
     /// Has another descriptor kept.
     pub(in crate::broker) fn keep_own(&mut self, name: Name, fd: OwnedFd) {
         self.used += 1;
-        self.push(Item::Keep(name, Source::Own(fd)));
+        self.replace(name, fd);
     }
 
     /// Has a descriptor kept in place of the one that has this name.

@@ -25,19 +25,12 @@ use rustix::{
     net::{RecvFlags, ReturnFlags},
 };
 
-use super::{
-    PATIENCE,
-    image::{Received, Role},
-    link::ready,
-};
+use super::{HANDOVER_TIMEOUT, peer::ready};
 use crate::{
     channel::record::{Raw, receive_raw},
     error::Error,
     sys,
 };
-
-/// The environment variable in which a supervisor named the role of a program. It must not reach an older program that is checked.
-pub(super) const ROLE: &str = "VMMFD_SERVE_ROLE";
 
 /// The supervisor's end of the socket, the server's, a pipe that ended with the supervisor, and a pidfd of the server.
 const NOTIFY: &str = "NTFY";
@@ -51,19 +44,6 @@ const MAX_DATAGRAM: usize = 4096;
 /// How long to wait for the server's end before its datagrams are read again: its socket must not become full.
 const TICK: Duration = Duration::from_millis(20);
 
-/// The role that a supervisor gave this process.
-pub(super) fn role() -> Option<Role> {
-    let role = std::env::var(ROLE).ok()?;
-    match role.as_str() {
-        "server" => Some(Role::UnderSupervisor),
-        "check" => Some(Role::Check),
-        other => {
-            let pid = other.strip_prefix("upgraded:").or_else(|| other.strip_prefix("another:"))?;
-            pid.parse().ok().map(Role::AfterSupervisor)
-        }
-    }
-}
-
 /// A keeper's name of a descriptor that a supervisor held under `name`.
 pub(super) fn name(name: &str) -> String {
     let device = |digits: &str| u8::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 2);
@@ -76,12 +56,20 @@ pub(super) fn name(name: &str) -> String {
     }
 }
 
+/// What a supervisor and its server held, under the names of a keeper.
+#[derive(Debug)]
+pub(super) struct Supervised {
+    pub(super) kept: Vec<(String, OwnedFd)>,
+    /// Whether these are all descriptors of the server.
+    pub(super) is_whole: bool,
+}
+
 /// Ends the server of the supervisor that executed this program in its place, and returns everything that the two held. SIGKILL ends
 /// it, since at any other signal it kills a supervisor that it started itself: this process.
 ///
 /// # Errors
 /// `NotFound` if the supervisor did not pass the server; those of recvmsg(2).
-pub(super) fn take_over(pid: i32) -> io::Result<Received> {
+pub(super) fn take_over(pid: i32) -> io::Result<Supervised> {
     let (mut kept, mut socket, mut server) = (Kept::default(), None, None);
     // Without the other ends the server would take this process for dead.
     let mut ends = Vec::new();
@@ -100,7 +88,7 @@ pub(super) fn take_over(pid: i32) -> io::Result<Received> {
     }
     let pid = Pid::from_raw(pid);
     let _ = kill(pid, Signal::SIGKILL);
-    ready(&server, PollFlags::POLLIN, PATIENCE);
+    ready(&server, PollFlags::POLLIN, HANDOVER_TIMEOUT);
     kept.read(&socket)?;
     // Fails if it is no child.
     let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
@@ -115,16 +103,16 @@ pub(super) fn take_over(pid: i32) -> io::Result<Received> {
             );
         }
     }
-    Ok(Received { is_incomplete: !kept.is_whole, kept: kept.held.into_iter().collect(), ..Received::default() })
+    Ok(Supervised { is_whole: kept.is_whole, kept: kept.held.into_iter().collect() })
 }
 
 /// Has the supervisor that started this program as its server execute it in place of itself, which ends this process. Returns only if
 /// the supervisor does not.
-pub fn replace_supervisor() -> Error {
+pub(in crate::broker) fn replace_supervisor() -> Error {
     // The supervisor's mask is not for a process that waits for its end.
     let _ = SigSet::empty().thread_set_mask();
     let _ = kill(getppid(), Signal::SIGHUP);
-    thread::sleep(3 * PATIENCE);
+    thread::sleep(3 * HANDOVER_TIMEOUT);
     let why =
         "the supervisor of an older build, which started this server, did not go on with this program: see its log";
     Error::system("serve", io::Error::other(why))

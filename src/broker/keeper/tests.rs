@@ -4,8 +4,10 @@ use std::{
 };
 
 use super::{
-    link::{pair, take},
+    image::Image,
+    link::take,
     message::{Arrival, Message, receive, send},
+    peer::pair,
     *,
 };
 use crate::{broker::catalogue::SegmentId, channel::Cancel, error::RefusalCode};
@@ -226,7 +228,12 @@ fn handover_is_broken_off_only_by_the_keepers_death() {
         let file = File::open("/dev/null").unwrap();
         send(&theirs, &keep(&[".CAT0"]), &[file.as_fd()]).unwrap();
         nix::sys::socket::shutdown(theirs.as_raw_fd(), nix::sys::socket::Shutdown::Write).unwrap();
-        take(ours, Process::of(keeper.id().cast_signed()), Link::Child, &Cancel::new().unwrap())
+        take(
+            ours,
+            Process::of(keeper.id().cast_signed()),
+            Link::Pair(Image::of_this_process().unwrap()),
+            &Cancel::new().unwrap(),
+        )
     };
     let mut keeper = std::process::Command::new("sleep").arg("3600").spawn().unwrap();
     let alive = part_of_a_handover(&keeper).map(drop);

@@ -25,14 +25,18 @@ use std::{
 pub(crate) use self::state::inspect::inspect_and_classify;
 pub use self::state::quota::Quota;
 use self::{
-    io::{devices, keeper::Keeping, reactor::Reactor},
+    io::{
+        devices,
+        keeper::Keeping,
+        reactor::{self, Reactor},
+    },
     state::{
         history::History,
         objects::{self, Objects},
         quota::Rules,
     },
 };
-use super::keeper::{Inherited, Kept, Name, Store, Taken};
+use super::keeper::{Inherited, KeeperPath, Kept, Name, Store, Taken};
 use crate::{
     channel::{Cancel, Listener, SocketName},
     error::{Error, Result},
@@ -66,6 +70,10 @@ pub struct ServerConfig {
     /// Whether to hold the nodes of NVIDIA's devices open (`/dev/nvidia0` and so on): a device's driver state then stays, and the
     /// memory on it, also where persistence is off. A device that is held open can't be reset.
     pub hold_devices: bool,
+    /// The keeper, with which objects outlive this process. Without one they go with it.
+    pub keeper: Option<KeeperPath>,
+    /// Set in a server that its keeper started. Cancelling it ends the server for the next one.
+    pub(crate) started_by_keeper: Option<Cancel>,
     /// Accepts memfds as a GPU's memory, as the emulated driver of the project's tests makes it.
     pub(crate) emulated: bool,
 }
@@ -74,7 +82,8 @@ impl Default for ServerConfig {
     fn default() -> Self {
         let (allow_uids, allow_gids, timeout) = (Vec::new(), Vec::new(), Duration::from_secs(30));
         let (quota, total_quota) = (Quota::default(), Quota::default());
-        Self { allow_uids, allow_gids, quota, total_quota, timeout, hold_devices: false, emulated: false }
+        let (hold_devices, emulated, keeper, started_by_keeper) = (false, false, None, None);
+        Self { allow_uids, allow_gids, quota, total_quota, timeout, hold_devices, keeper, started_by_keeper, emulated }
     }
 }
 
@@ -175,12 +184,31 @@ pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
 
 impl Server {
     /// Listens at a path. The socket's file has mode 0600; 0660 and the group if one group is allowed and this process is of it; else 0666
-    /// if other users or groups are allowed. The limit of open files
-    /// of this process is raised as far as it may be.
+    /// if other users or groups are allowed. The limit of open files of this process is raised as far as it may be.
+    ///
+    /// With [`ServerConfig::keeper`] it goes on with the objects of the server before it, and its socket's file stays when it ends. Blocks
+    /// until the keeper has handed over its descriptors and the catalogue is read; for a keeper that does not answer, 10 s at most.
     ///
     /// # Errors
-    /// [`Error::Socket`] if the path is served already or can't be used; [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Socket`] if the path is served already or can't be used; [`Error::System`] if there is a keeper and it can't be reached
+    /// or started, refuses this server or has the catalogue of a newer build; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
+        // Each descriptor that is taken over counts.
+        reactor::raise_limit();
+        let kept = match (&config.started_by_keeper, &config.keeper) {
+            (Some(_), _) => Kept::of_parent(cancel)?,
+            (None, Some(keeper)) => Kept::of(keeper, path, cancel)?,
+            (None, None) => return Self::bind_alone(path, config, cancel),
+        };
+        let started = kept.0.keeper.clone_of_child();
+        Self::resume(path, config, kept, cancel).inspect_err(|_| {
+            if let Some(keeper) = started {
+                keeper.kill();
+            }
+        })
+    }
+
+    fn bind_alone(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         let (listener, reserves, before) = listen(path, &config, false, cancel)?;
         let path = listener.path().to_owned();
         let mut store = Store::none();
@@ -197,19 +225,7 @@ impl Server {
         })
     }
 
-    /// As [`Server::bind`], with a keeper that holds what is put for the next server, and with what it holds of the one before this. The
-    /// socket's file stays when this ends. `restart` ends it once the keeper has confirmed that it has everything. Blocks for as long
-    /// as it takes to read the catalogue.
-    ///
-    /// # Errors
-    /// Those of [`Server::bind`]; [`Error::System`] if the catalogue was written by a newer build.
-    pub(crate) fn resume(
-        path: &Path,
-        config: ServerConfig,
-        kept: Kept,
-        cancel: &Cancel,
-        restart: Option<Cancel>,
-    ) -> Result<Self> {
+    fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
         let Kept(Taken { mut store, inherited, whole, link, keeper }) = kept;
         let Inherited { socket, history, catalogues, segments, devices, others } = inherited;
         // The keeper has it under its name, also if the file is gone.
@@ -276,7 +292,7 @@ impl Server {
         objects.store_mut().complete();
         objects.store_mut().serving();
         let path = listener.path().to_owned();
-        let keeping = Keeping::new(link, keeper, restart);
+        let keeping = Keeping::new(link, keeper, config.started_by_keeper.clone());
         Ok(Self {
             reactor: Reactor::new(listener, objects, keeping, config, cancel)?
                 .holding(devices)
@@ -296,13 +312,19 @@ impl Server {
         &self.path
     }
 
-    /// Serves until it is cancelled. Blocks. What it holds goes with it, unless a keeper holds it; what clients have mapped stays mapped.
+    /// Serves until it is cancelled. Blocks. Its objects go with it, unless a keeper holds them; what clients have mapped stays mapped. With a
+    /// keeper it ends once the keeper has everything, after 10 s at most.
     ///
     /// # Errors
     /// [`Error::System`] if the event loop fails.
     pub fn run(mut self) -> Result<ServerReport> {
         let result = self.reactor.run();
+        let is_unused = matches!(result, Ok((_, 0, _, _))) && self.reactor.keeping.end_unused();
         drop_elsewhere(self.reactor);
+        if is_unused {
+            let removed = Cancel::new().and_then(|cancel| Listener::remove_unserved(&self.path, CLOSING, &cancel));
+            let _ = removed.inspect_err(|error| tracing::debug!(%error, "the socket's file stays"));
+        }
         let (objects, versions, leases, bytes) = result?;
         Ok(ServerReport { objects, versions, leases, bytes })
     }

@@ -7,8 +7,8 @@ use vmmfd::{
     channel::Cancel,
     error::Error,
     internals::{
-        keeper::{self, KeeperProcess, Role},
-        private_socket_path, stderr,
+        keeper::{self, Role},
+        stderr,
     },
 };
 
@@ -42,36 +42,23 @@ pub(in super::super) struct KeeperOptions {
 }
 
 impl KeeperOptions {
-    /// Runs what this process is to be: the keeper, the check of a program, or the client that requests a reload.
+    /// Runs the keeper, or the client that requests a reload.
     pub(in super::super) fn start(self) -> ExitCode {
-        let role = Role::from_environment();
-        if self.reload && role == Role::First {
+        if self.reload && Role::of_this_process().is_first() {
             return run_tool(self);
         }
         if let Err(error) = stderr::never_block_on_stderr() {
             return fail::<Self>(&Error::system("start a thread", error), self.output.json);
         }
-        if role != Role::First {
-            // Executed through /proc, it would be named after a number. It does not fail for a name.
-            let _ = nix::sys::prctl::set_name(c"vmmfd");
-        }
         self.output.start_service_log();
-        let code = match self.keep(role) {
+        // Each descriptor that it holds counts.
+        raise_file_limit();
+        let code = match keeper::run_keeper(&self.socket) {
             Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)),
             Err(error) => fail::<Self>(&error, self.output.json),
         };
         stderr::flush_stderr();
         code
-    }
-
-    fn keep(&self, role: Role) -> vmmfd::Result<i32> {
-        if role == Role::Check {
-            return keeper::check().map(|()| 0);
-        }
-        // What it holds has a descriptor each.
-        raise_file_limit();
-        let path = private_socket_path(&self.socket)?;
-        KeeperProcess::at(&path, role, &Cancel::new()?)?.run()
     }
 }
 

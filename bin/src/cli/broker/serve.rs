@@ -16,13 +16,13 @@ use nix::{
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Quota, Server, ServerConfig},
+    broker::{KeeperPath, Quota, Server, ServerConfig},
     channel::{Cancel, broker_socket_path},
     error::Error,
     internals::{
         check_socket, clean, default_broker_socket, emulated, is_restarted,
-        keeper::{self, KeeperProcess, Kept, Role},
-        notify, resume, stderr,
+        keeper::{self, Role, ServiceProcess},
+        notify, started_by_keeper, stderr,
     },
 };
 
@@ -168,7 +168,7 @@ struct CheckReport {
 }
 
 impl ServeOptions {
-    /// Runs what this process is to be: the keeper, or the server.
+    /// Runs the keeper, or the server.
     pub(in super::super) fn start(self) -> ExitCode {
         if self.check {
             return run_tool(self);
@@ -187,44 +187,25 @@ impl ServeOptions {
     }
 
     fn run_role(self) -> ExitCode {
-        let role = Role::from_environment();
-        if role != Role::First {
-            // Executed through /proc, it would be named after a number. It does not fail for a name.
-            let _ = nix::sys::prctl::set_name(c"vmmfd");
-        }
-        if role == Role::First
+        if Role::of_this_process().is_first()
             && let Err(error) = require_file_size()
         {
             return fail::<Self>(&error, self.output.json);
         }
-        match role {
-            Role::Server => match Cancel::new() {
-                Ok(restart) => run_tool(Self { restart: Some(restart), ..self }),
-                Err(error) => fail::<Self>(&error, self.output.json),
-            },
-            Role::UnderSupervisor => fail::<Self>(&keeper::replace_supervisor(), self.output.json),
-            Role::First if self.no_keeper || self.keeper.is_some() => run_tool(self),
-            _ => {
-                let done = match role {
-                    Role::Check => keeper::check().map(|()| 0),
-                    _ => self.path(role).and_then(|path| {
-                        // What it keeps has a descriptor each.
-                        raise_file_limit();
-                        KeeperProcess::of_service(&path, role)?.run()
-                    }),
-                };
-                match done {
-                    Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)),
-                    Err(error) => fail::<Self>(&error, self.output.json),
-                }
-            }
+        // Each descriptor that it holds counts.
+        raise_file_limit();
+        let has_own_keeper = !self.no_keeper && self.keeper.is_none();
+        match keeper::begin_service(has_own_keeper, || self.path()) {
+            Ok(ServiceProcess::Server(restart)) => run_tool(Self { restart, ..self }),
+            Ok(ServiceProcess::Ended(code)) => ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)),
+            Err(error) => fail::<Self>(&error, self.output.json),
         }
     }
 
     /// Checks what can be checked without a start, and reports each problem.
     fn check(&self, cancel: &Cancel) -> anyhow::Result<ToolOutput> {
         let path = match &self.socket {
-            Some(_) => self.path(Role::First),
+            Some(_) => self.path(),
             // Its folder is made by a start.
             None => default_broker_socket(),
         };
@@ -245,19 +226,10 @@ impl ServeOptions {
     }
 
     /// Where the broker listens. Once it does, nothing depends on the folder being there: it may have been removed.
-    fn path(&self, role: Role) -> vmmfd::Result<PathBuf> {
+    fn path(&self) -> vmmfd::Result<PathBuf> {
         match &self.socket {
-            Some(path) if role != Role::First => Ok(path.clone()),
+            Some(path) if !Role::of_this_process().is_first() => Ok(path.clone()),
             given => broker_socket_path(given.as_deref()),
-        }
-    }
-
-    /// What the keeper holds of a server before this one.
-    fn kept(&self, cancel: &Cancel) -> vmmfd::Result<Option<Kept>> {
-        match &self.keeper {
-            _ if Role::from_environment() == Role::Server => Kept::of_parent(cancel).map(Some),
-            Some(path) => Kept::at(path, cancel).map(Some),
-            None => Ok(None),
         }
     }
 
@@ -299,7 +271,7 @@ impl Tool for ServeOptions {
         if self.check {
             return self.check(cancel);
         }
-        let path = self.path(Role::from_environment())?;
+        let path = self.path()?;
         let unlimited = self.no_quota.then(Quota::unlimited);
         let mut config = ServerConfig::default();
         config.allow_uids.clone_from(&self.allow_uids);
@@ -311,14 +283,12 @@ impl Tool for ServeOptions {
         if self.emulated {
             config = emulated(config);
         }
-        // What it takes over has a descriptor each.
-        raise_file_limit();
-        let kept = self.kept(cancel)?;
-        let server = match kept {
-            Some(kept) => resume(&path, config, kept, cancel, self.restart.clone())?,
-            None => Server::bind(&path, config, cancel)?,
-        };
-        if Role::from_environment() == Role::First {
+        config.keeper = self.keeper.clone().map(KeeperPath::Socket);
+        if let Some(restart) = &self.restart {
+            config = started_by_keeper(config, restart.clone());
+        }
+        let server = Server::bind(&path, config, cancel)?;
+        if Role::of_this_process().is_first() {
             notify("READY=1");
         }
         if !is_restarted(&server) {

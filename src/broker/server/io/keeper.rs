@@ -68,9 +68,19 @@ impl Keeping {
         self.restart.as_ref()
     }
 
-    /// Whether an init restarts server and keeper.
-    fn is_by_path(&self) -> bool {
-        matches!(self.link, Some(Link::Path(_)))
+    /// Whether this process starts its keepers.
+    fn starts_keeper(&self) -> bool {
+        self.link.as_ref().is_some_and(Link::starts_keeper)
+    }
+
+    /// Whether the keeper stays when this server was asked to end.
+    fn keeper_stays(&self) -> bool {
+        self.link.as_ref().is_some_and(Link::keeper_stays)
+    }
+
+    /// Ends the keeper of an embedded server that has no versions. Returns whether no keeper is left.
+    pub(crate) fn end_unused(&self) -> bool {
+        self.link.as_ref().zip(self.keeper.as_ref()).is_some_and(|(link, keeper)| link.end_unused(keeper))
     }
 }
 
@@ -132,8 +142,8 @@ impl Reactor {
         // soon do it again.
         let lived = now.saturating_duration_since(next);
         let lives = |keeper: &Process| !keeper.ends_within(DYING);
-        let has_closed = keeping.is_by_path() && keeping.keeper.as_ref().is_some_and(lives);
-        let longest = if keeping.is_by_path() { LONGEST_PAUSE_BY_PATH } else { LONGEST_PAUSE };
+        let has_closed = !keeping.starts_keeper() && keeping.keeper.as_ref().is_some_and(lives);
+        let longest = if keeping.starts_keeper() { LONGEST_PAUSE } else { LONGEST_PAUSE_BY_PATH };
         keeping.pause = match () {
             () if has_closed => LONGEST_PAUSE,
             () if lived > LONGEST_PAUSE => PAUSE,
@@ -181,7 +191,7 @@ impl Reactor {
     /// Connects to another keeper, and has everything kept anew. Returns its pid.
     fn begin_anew(&mut self) -> io::Result<i32> {
         let Some(link) = self.keeping.link.clone() else { return Err(io::ErrorKind::NotConnected.into()) };
-        if !self.keeping.is_by_path() {
+        if self.keeping.starts_keeper() {
             // Two would start two servers.
             self.end_keeper();
         }
@@ -265,7 +275,7 @@ impl Reactor {
     /// Whether the loop is to end.
     pub(crate) fn ends(&mut self) -> bool {
         let cancelled = self.cancel.check().is_err();
-        if !cancelled || !self.keeping.is_by_path() {
+        if !cancelled || !self.keeping.keeper_stays() {
             return cancelled || self.may_end();
         }
         // It frees nothing, and so ends once a keeper has everything.
@@ -285,7 +295,7 @@ impl Reactor {
         match &self.keeping.keeper {
             _ if self.objects.store().keeper() == Keeper::None => return tracing::info!(held, "ends: {FREED}"),
             Some(keeper) if self.may_end() => tracing::info!(pid = keeper.pid, held, "ends: the keeper has everything"),
-            _ if self.keeping.is_by_path() => {
+            _ if self.keeping.keeper_stays() => {
                 tracing::error!(held, "no keeper has everything after {LONGEST_END:?}: the rest is freed");
                 self.objects.report_unkept();
             }
@@ -293,7 +303,7 @@ impl Reactor {
             _ => tracing::info!(held, "ends, and so does the keeper: {FREED}"),
         }
         self.history.end(self.objects.store_mut());
-        if self.cancel.check().is_err() && (self.keeping.is_by_path() || !self.is_hung_up()) {
+        if self.cancel.check().is_err() && (self.keeping.keeper_stays() || !self.is_hung_up()) {
             self.objects.store_mut().stopping(held);
         }
     }

@@ -791,7 +791,7 @@ impl Reactor {
 }
 
 /// Raises the limit of open files as far as this process may, and returns it.
-fn raise_limit() -> usize {
+pub(crate) fn raise_limit() -> usize {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
     let raised = soft >= hard || setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
     usize::try_from(if raised { hard } else { soft }).unwrap_or(usize::MAX)

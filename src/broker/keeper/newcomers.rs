@@ -1,0 +1,142 @@
+//! Connections to a keeper that listens, until their first message says what they are.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    HANDOVER_TIMEOUT,
+    message::{Arrival, Message, receive, send},
+    peer::require_own_user,
+};
+use crate::{
+    channel::{Cancel, Listener, Peer, private_socket_path},
+    error::{Error, Result},
+};
+
+/// How many connections may be accepted whose first message has not come.
+const MAX_WAITING: usize = 16;
+
+/// A connection whose first message has not come.
+#[derive(Debug)]
+struct Newcomer {
+    socket: OwnedFd,
+    pid: i32,
+    deadline: Instant,
+}
+
+/// What a new connection asks for.
+#[derive(Debug)]
+pub(super) enum Request {
+    /// It is a server.
+    Serve { socket: OwnedFd, pid: i32, version: u32, resends: bool },
+    /// A command asks for a reload.
+    Reload(OwnedFd),
+}
+
+/// The listening socket and its new connections.
+#[derive(Debug)]
+pub(super) struct Newcomers {
+    listener: Listener,
+    path: PathBuf,
+    waiting: Vec<Newcomer>,
+}
+
+impl Newcomers {
+    /// Listens at a path, or goes on with the socket of the keeper that executed this program.
+    ///
+    /// # Errors
+    /// Those of [`Listener::bind`] and [`private_socket_path`].
+    pub(super) fn at(path: &Path, inherited: Option<OwnedFd>, cancel: &Cancel) -> Result<Self> {
+        let listener = match inherited {
+            // Its folder may have been removed since.
+            Some(listener) => Listener::inherited(listener, path)?,
+            None => Listener::bind(&private_socket_path(path)?, false, HANDOVER_TIMEOUT, cancel)?,
+        };
+        // A connection that is closed in the meantime must not block accept(2).
+        rustix::io::ioctl_fionbio(&listener, true)
+            .map_err(|errno| Error::system("start the keeper", io::Error::from(errno)))?;
+        Ok(Self { listener, path: path.to_owned(), waiting: Vec::new() })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn listener(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+
+    /// The descriptors that become readable when [`Newcomers::requests`] has something to do.
+    pub(super) fn watched(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let listener = (self.waiting.len() < MAX_WAITING).then(|| self.listener.as_fd());
+        listener.into_iter().chain(self.waiting.iter().map(|newcomer| newcomer.socket.as_fd()))
+    }
+
+    /// When the first connection is closed that has sent nothing.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.waiting.iter().map(|newcomer| newcomer.deadline).min()
+    }
+
+    /// Accepts connections of processes of this user, and reads their first messages. Does not block.
+    pub(super) fn requests(&mut self) -> Vec<Request> {
+        self.accept();
+        let mut requests = Vec::new();
+        for newcomer in std::mem::take(&mut self.waiting) {
+            let Newcomer { socket, pid, deadline } = newcomer;
+            match receive(&socket) {
+                Ok(Arrival::Nothing) if deadline > Instant::now() => {
+                    self.waiting.push(Newcomer { socket, pid, deadline });
+                }
+                Ok(Arrival::Message(Message::Hello { version, resends }, _)) => {
+                    requests.push(Request::Serve { socket, pid, version, resends });
+                }
+                Ok(Arrival::Message(Message::Reload, _)) => requests.push(Request::Reload(socket)),
+                // Any other connection is closed.
+                _ => {}
+            }
+        }
+        requests
+    }
+
+    fn accept(&mut self) {
+        while self.waiting.len() < MAX_WAITING {
+            let socket = match self.listener.accept() {
+                Ok(Some(socket)) => socket,
+                Ok(None) => return,
+                Err(error) => {
+                    tracing::warn!("no connection can be accepted: {}", error.in_full());
+                    return thread::sleep(Duration::from_millis(10));
+                }
+            };
+            let peer = match Peer::of(&socket) {
+                Ok(peer) => peer,
+                Err(error) => {
+                    tracing::warn!("{}", error.in_full());
+                    continue;
+                }
+            };
+            match require_own_user(peer) {
+                Ok(()) => {
+                    let deadline = Instant::now() + HANDOVER_TIMEOUT;
+                    self.waiting.push(Newcomer { socket, pid: peer.pid, deadline });
+                }
+                Err(why) => {
+                    tracing::warn!("a connection is refused: {why}");
+                    answer(&socket, &Message::Refused(why));
+                }
+            }
+        }
+    }
+}
+
+/// Answers a connection that may be gone.
+pub(super) fn answer(socket: &OwnedFd, message: &Message) {
+    if let Err(error) = send(socket, message, &[]) {
+        tracing::debug!(%error, "a connection can't be answered");
+    }
+}

@@ -1,0 +1,122 @@
+//! The other process of a connection between server and keeper.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::wait::waitpid,
+    unistd::{Pid, geteuid, getppid},
+};
+use rustix::{
+    net::{AddressFamily, SocketFlags, SocketType, socketpair},
+    process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+
+use crate::channel::Peer;
+
+/// A keeper, as its server sees it. Dropping this leaves the process running.
+#[derive(Debug)]
+pub(in crate::broker) struct Process {
+    pub(in crate::broker) pid: i32,
+    /// `None` if this PID namespace does not have it.
+    pidfd: Option<OwnedFd>,
+    /// Whether this process started it.
+    is_child: bool,
+}
+
+impl Process {
+    pub(super) fn of_child(pid: i32, pidfd: OwnedFd) -> Self {
+        Self { pid, pidfd: Some(pidfd), is_child: true }
+    }
+
+    /// The keeper that started this process, with this pidfd.
+    pub(super) fn of_parent(pidfd: OwnedFd) -> Self {
+        Self { pid: getppid().as_raw(), pidfd: Some(pidfd), is_child: false }
+    }
+
+    pub(super) fn of(pid: i32) -> Self {
+        Self { pid, pidfd: pidfd_of(pid).ok(), is_child: false }
+    }
+
+    /// Waits for its end, for so long. An end that can't be seen counts as one.
+    pub(in crate::broker) fn ends_within(&self, wait: Duration) -> bool {
+        self.pidfd.as_ref().is_none_or(|pidfd| ready(pidfd, PollFlags::POLLIN, wait))
+    }
+
+    /// Asks it to end. Returns whether it has ended within the time.
+    pub(super) fn terminate(&self, wait: Duration) -> bool {
+        let Some(pidfd) = &self.pidfd else { return false };
+        // Fails if it has ended.
+        let _ = pidfd_send_signal(pidfd, Signal::TERM);
+        let has_ended = self.ends_within(wait);
+        if has_ended && self.is_child {
+            let _ = waitpid(Pid::from_raw(self.pid), None);
+        }
+        has_ended
+    }
+
+    /// Another handle of a process that this one started.
+    pub(in crate::broker) fn clone_of_child(&self) -> Option<Self> {
+        let pidfd = self.pidfd.as_ref().filter(|_| self.is_child)?.try_clone().ok()?;
+        Some(Self::of_child(self.pid, pidfd))
+    }
+
+    /// Kills it if this process started it.
+    pub(super) fn kill_child(self) {
+        if self.is_child {
+            self.kill();
+        }
+    }
+
+    /// Kills it, also if it is stopped. Does not block.
+    pub(in crate::broker) fn kill(self) {
+        if let Some(pidfd) = &self.pidfd {
+            // Fails if it has ended.
+            let _ = pidfd_send_signal(pidfd, Signal::KILL);
+        }
+        if self.is_child {
+            let pid = Pid::from_raw(self.pid);
+            // Its end may take as long as a device needs. Without this thread it stays a zombie.
+            let _ = thread::Builder::new().name("reaper".to_owned()).spawn(move || waitpid(pid, None));
+        }
+    }
+}
+
+/// The two ends of a connection.
+pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+}
+
+pub(super) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
+    let pid = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+/// Checks that the other end is a process of this user.
+pub(super) fn require_own_user(peer: Peer) -> Result<(), String> {
+    let own = geteuid().as_raw();
+    if peer.uid == own {
+        return Ok(());
+    }
+    Err(format!(
+        "pid {} runs as uid {}, and this process as uid {own}: keeper and server must have one user",
+        peer.pid, peer.uid
+    ))
+}
+
+/// Waits until a socket is ready, for so long. Returns whether it is.
+pub(super) fn ready(socket: &OwnedFd, flags: PollFlags, wait: Duration) -> bool {
+    let mut fds = [PollFd::new(socket.as_fd(), flags)];
+    poll(&mut fds, PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX)).is_ok_and(|count| count > 0)
+}
+
+/// The time that is left until a moment.
+pub(super) fn until(at: Instant) -> Duration {
+    at.saturating_duration_since(Instant::now())
+}
