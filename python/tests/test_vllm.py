@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 import vmmfd
-from vmmfd.engines import vllm as engine
-from vmmfd.engines import _contents, _options, _state
+from vmmfd.engines import _contents, _options, _state, _vllm_key, _vllm_object
 from vllm_engine import STUB, configure
 
 DEVICE = "GPU-00000000-0000-0000-0000-000000000000"
@@ -196,7 +195,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def key_of(config: Any) -> dict[str, Any]:
-    return engine._key(config, config.model_config)
+    return _vllm_key.key_of(config, config.model_config)
 
 
 def publish(broker: vmmfd.Broker, name: str, key: dict[str, Any], contents: dict[str, Any], **more: Any) -> None:
@@ -207,7 +206,7 @@ def publish(broker: vmmfd.Broker, name: str, key: dict[str, Any], contents: dict
 
 def check(broker: vmmfd.Broker, name: str, key: dict[str, Any], contents: _contents.Contents) -> None:
     with broker.get(name) as lease:
-        engine._check_key(engine._Found(broker, name, lease, key, contents, 0))
+        _vllm_object.check_key(_vllm_object.Found(broker, name, lease, key, contents, 0))
 
 
 def differing(error: pytest.ExceptionInfo[vmmfd.Differs]) -> set[str]:
@@ -262,14 +261,14 @@ def test_key_survives_processes_and_paths() -> None:
 import json, sys
 sys.path[:0] = sys.argv[1:3]
 from vllm_engine import configure
-from vmmfd.engines.vllm import _key
+from vmmfd.engines._vllm_key import key_of
 config = configure("/m", {})
 config.model_config.hf_config.kinds = {f"kind{number}" for number in range(20)}
 config.model_config.hf_config.limits = [0.0, float("inf"), float("nan"), 1 << 70]
 config.model_config.hf_config.labels = {0: "a", "b": (1, 2), None: print}
 config.model_config.hf_config._name_or_path = sys.argv[3]
 config.model_config.quantization_config = {"ignored": frozenset("abcdefgh")}
-print(json.dumps(_key(config, config.model_config), sort_keys=True, allow_nan=False))
+print(json.dumps(key_of(config, config.model_config), sort_keys=True, allow_nan=False))
 """
     folder = str(Path(__file__).parent)
     keys = {python(code, str(STUB), folder, path, PYTHONHASHSEED=seed) for path, seed in (("/a", "1"), ("/b", "2"))}
@@ -472,7 +471,7 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS)
 def test_made_name_is_legal(broker: vmmfd.Broker, model: str, checkpoint: Path) -> None:
     key = key_of(configure(model, {}))
-    made = engine._object_name(_options.read({}), model, DEVICE, key)
+    made = _vllm_key.object_name(_options.read({}), model, DEVICE, key)
     assert re.fullmatch(r"vllm/[A-Za-z0-9._-]+-[0-9a-f]{16}/GPU-[0-9-]+", made)
     with broker.claim(made) as claim:
         assert isinstance(claim, vmmfd.Claim)
@@ -481,21 +480,21 @@ def test_made_name_is_legal(broker: vmmfd.Broker, model: str, checkpoint: Path) 
 def test_name_differs_by_model_key_device_and_rank(broker: vmmfd.Broker, checkpoint: Path) -> None:
     options, config = _options.read({}), configure("org/model", {})
     key = key_of(config)
-    names = [engine._object_name(options, model, DEVICE, key) for model in MODELS]
-    names.append(engine._object_name(options, "org/model", "HOST-1", key))
-    names.append(engine._object_name(options, "org/model", DEVICE, {**key, "dtype": "float16"}))
-    names.extend(engine._object_name(options, "org/model", DEVICE, {**key, "data_parallel": [rank, 2]}) for rank in range(2))
+    names = [_vllm_key.object_name(options, model, DEVICE, key) for model in MODELS]
+    names.append(_vllm_key.object_name(options, "org/model", "HOST-1", key))
+    names.append(_vllm_key.object_name(options, "org/model", DEVICE, {**key, "dtype": "float16"}))
+    names.extend(_vllm_key.object_name(options, "org/model", DEVICE, {**key, "data_parallel": [rank, 2]}) for rank in range(2))
     assert len(set(names)) == len(names)
-    assert engine._object_name(options, "org/model", DEVICE, key) == names[1]
+    assert _vllm_key.object_name(options, "org/model", DEVICE, key) == names[1]
 
 
 def test_users_name_has_device_and_ranks(broker: vmmfd.Broker, checkpoint: Path) -> None:
     key = key_of(configure(checkpoint, {}))
     options = _options.read({"name": "prod/llama"})
-    assert engine._object_name(options, "m", DEVICE, key) == f"prod/llama/{DEVICE}"
+    assert _vllm_key.object_name(options, "m", DEVICE, key) == f"prod/llama/{DEVICE}"
     parallel = ("tensor_parallel", "pipeline_parallel", "data_parallel", "prefill_context_parallel")
     many = {**key, **dict.fromkeys(parallel, [1023, 1024])}
-    made = engine._object_name(_options.read({"name": "n" * 150}), "m", DEVICE, many)
+    made = _vllm_key.object_name(_options.read({"name": "n" * 150}), "m", DEVICE, many)
     assert made == f"{'n' * 150}/{DEVICE}/tp1023of1024/pp1023of1024/dp1023of1024/pcp1023of1024"
     with broker.claim(made) as claim:
         assert isinstance(claim, vmmfd.Claim)
@@ -511,7 +510,7 @@ def test_first_rank_asks_before_the_others(monkeypatch: pytest.MonkeyPatch) -> N
         order: list[str] = []
         monkeypatch.setattr(distributed, "world", [rank, size])
         monkeypatch.setattr(distributed, "barriers", order)
-        with engine._in_turn():
+        with _vllm_object.in_turn():
             order.append("asked")
         assert order == expected, (rank, size)
 
@@ -522,6 +521,6 @@ def test_other_ranks_go_on_after_an_error_of_the_first(monkeypatch: pytest.Monke
     order: list[str] = []
     monkeypatch.setattr(distributed, "world", [0, 2])
     monkeypatch.setattr(distributed, "barriers", order)
-    with pytest.raises(vmmfd.NotFound), engine._in_turn():
+    with pytest.raises(vmmfd.NotFound), _vllm_object.in_turn():
         raise vmmfd.NotFound("no broker")
     assert order == ["barrier"]

@@ -22,8 +22,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from conftest import Child, Server  # noqa: E402
 from torch_models import is_mapped  # noqa: E402
 from vllm_engine import STUB, configure  # noqa: E402
-from vllm_models import Method, Model, ScaledKernel, describe, digest, engine, load, tensors  # noqa: E402
+from vllm_models import Method, Model, ScaledKernel, describe, digest, load, tensors  # noqa: E402
 from vmmfd.torch import _exact  # noqa: E402
+from vmmfd.engines import _vllm_loader  # noqa: E402
 from vllm.model_executor.model_loader import default_loader, get_model_loader, utils  # noqa: E402
 
 nn = torch.nn
@@ -41,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 def fresh() -> Iterator[None]:
     default_loader.read.clear()
     yield
-    engine._found.clear()
+    _vllm_loader._found.clear()
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def object_of(name: str) -> str:
 def attach(config: Any) -> tuple[Any, vmmfd.Lease]:
     """A model that maps the object, and its lease."""
     assert get_model_loader(config.load_config).get_external_weight_memory(config) > 0
-    (found,) = engine._found.values()
+    (found,) = _vllm_loader._found.values()
     return load(config), found.held
 
 
@@ -180,14 +181,14 @@ def test_external_memory_is_that_of_the_object(
         without.delattr(vmmfd, "connect")
         # The claim that it took is the one with which the model is loaded.
         load(config)
-    assert not engine._found and len(default_loader.read) == 1
+    assert not _vllm_loader._found and len(default_loader.read) == 1
     config = one()
     mapped = get_model_loader(config.load_config).get_external_weight_memory(config)
     assert mapped == broker.bytes_of(object_of(name)) > 0
     assert get_model_loader(config.load_config).get_external_weight_memory(config) == mapped
     monkeypatch.delattr(vmmfd, "connect")
     load(config)
-    assert not engine._found and len(default_loader.read) == 1
+    assert not _vllm_loader._found and len(default_loader.read) == 1
 
 
 def test_found_object_is_of_its_broker(one: Callable[..., Any], server: Server) -> None:
@@ -196,7 +197,7 @@ def test_found_object_is_of_its_broker(one: Callable[..., Any], server: Server) 
     config, other = one(), one(broker=server.path)
     assert get_model_loader(config.load_config).get_external_weight_memory(config) > 0
     assert get_model_loader(other.load_config).get_external_weight_memory(other) == 0
-    assert len(engine._found) == 2
+    assert len(_vllm_loader._found) == 2
 
 
 def test_object_deleted_meanwhile_is_attached(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
@@ -497,6 +498,7 @@ from pathlib import Path
 sys.path[:0] = sys.argv[1].split(":")
 from vllm_engine import configure
 from vllm_models import Model, digest, load, torch
+from vmmfd.engines import _vllm_loader  # noqa: E402
 from vllm.model_executor.model_loader import default_loader
 
 class Printing(logging.Handler):

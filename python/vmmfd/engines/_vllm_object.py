@@ -1,0 +1,80 @@
+"""The object that an engine uses: the maker's record in it, its comparison with this engine, and the order in which ranks ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from .._errors import Differs
+from . import _state
+from ._contents import Contents, is_record
+from ._vllm_key import flat
+
+# Lists of names that an object's metadata has: tensors that loading set to None, and tensors that it changed in shape.
+_NAMES = ("none", "reshaped")
+
+
+@dataclasses.dataclass
+class Found:
+    broker: Any
+    name: str
+    held: Any
+    key: dict[str, Any]
+    contents: Contents
+    seconds: float
+    # The maker's record of an object.
+    recorded: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def record_of(found: Found) -> dict[str, Any]:
+    """The maker's record beside the tensors. Raises `Differs` if another kind of program made the object."""
+    recorded = found.held.metadata.get("vllm")
+    if (
+        not isinstance(recorded, dict)
+        or not isinstance(recorded.get("key"), dict)
+        or not is_record(recorded.get("contents"))
+        or not _state.is_changes(recorded.get("state"))
+        or not isinstance(recorded.get("backends"), dict)
+        or not isinstance(recorded.get("untied"), bool)
+        or not all(isinstance(recorded.get(names), list) and all(isinstance(name, str) for name in recorded[names]) for names in _NAMES)
+    ):
+        raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: set another name")
+    return recorded
+
+
+def check_key(found: Found) -> dict[str, Any]:
+    """The maker's record. Raises `Differs` unless the leased object equals the model that this engine would load."""
+    recorded = record_of(found)
+    theirs, ours = flat(recorded["key"]), flat(found.key)
+    fields = [
+        f"{field}: {theirs.get(field)!r} in the object, {ours.get(field)!r} here"
+        for field in sorted(theirs.keys() | ours.keys())
+        if theirs.get(field) != ours.get(field)
+    ]
+    difference = found.contents.difference(recorded["contents"])
+    if difference:
+        fields.append(f"contents: {difference}")
+    if fields:
+        raise Differs(
+            f"{found.name!r} in the broker, version {found.held.version}, does not fit this engine ({'; '.join(fields)}). "
+            f"Set another name, or remove it with `vmmfd rm {found.name}`"
+        )
+    return recorded
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """The first rank of an engine asks before the others. If all asked at once, two engines could get a claim each and wait for each other:
+    no rank loads before all ranks of its engine have their answer."""
+    from vllm.distributed import get_world_group
+
+    group = get_world_group()
+    if group.world_size > 1 and group.rank_in_group > 0:
+        group.barrier()
+    try:
+        yield
+    finally:
+        if group.world_size > 1 and group.rank_in_group == 0:
+            group.barrier()
