@@ -1,5 +1,7 @@
 """Speaks with both commands over host memory, as their peer, in plain Python. No GPU takes part.
 
+Longer than 500 lines: one list of cases.
+
 host.py FOLDER    the folder in which the commands producer and consumer are
 """
 

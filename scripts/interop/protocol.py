@@ -1,5 +1,7 @@
 """The protocol of vmmfd, version 1, from either side, with nothing but the standard library.
 
+Longer than 500 lines: another project takes it as one file.
+
 docs/protocol.md says what the messages mean. Opening the memory is not done here: a Consumer hands out the offer and its
 descriptors, a Producer hands over what it is given.
 

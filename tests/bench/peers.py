@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """What other ways to hand GPU memory from process to process cost: PyTorch, CuPy, Numba and cuda.core.
 
+Longer than 500 lines: one file runs alone on a GPU node.
+
 Two processes, on the first GPU. The clock runs from "the producer holds a filled, synchronised buffer, and the consumer
 waits" to "the consumer holds an array or a pointer that it can use". Afterwards, untimed, the consumer reads what the
 producer wrote, and lets go.

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """What a model's weights cost to load, to hand to other processes and to replace: this package beside what people do today.
 
+Longer than 500 lines: one file runs alone on a GPU node.
+
 Needs a GPU, PyTorch, safetensors and the wheel of vmmfd; takes fastsafetensors too, if it is installed. A file of bf16 tensors is
 written to FOLDER and is in the page cache when the clock runs. Each figure is one process's own: from the moment when PyTorch and the
 context are there to the moment when all tensors can be used and the device is synchronised.
@@ -15,6 +17,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -348,154 +351,188 @@ def report(row: str, **values: Any) -> None:
     print(json.dumps({"row": row, **values}), flush=True)
 
 
+class Run(NamedTuple):
+    """What each row measures with."""
+
+    context: Any
+    folder: Path
+    path: Path
+    tensors: int
+    repeats: int
+    ways: list[str]
+
+    def worker(self, *arguments: Any) -> Worker:
+        return Worker(self.context, *arguments)
+
+
+def file_row(run: Run) -> None:
+    # Each way in turn, so that what drifts is every way's.
+    took: dict[str, list[float]] = {way: [] for way in run.ways}
+    sums = set()
+    for _ in range(run.repeats):
+        for way in run.ways:
+            worker = run.worker(load_alone, way, run.path)
+            seconds, memory, total, count = worker.receive()
+            worker.end()
+            assert count == run.tensors, (way, count)
+            took[way].append(seconds)
+            sums.add(total)
+    assert len(sums) == 1, sums
+    for way in run.ways:
+        report("file to tensors, one process", way=way, **milliseconds(took[way]))
+
+
+def four_row(run: Run) -> None:
+    for way in run.ways:
+        with serving(run.folder) as broker:
+            workers = [run.worker(load_together, way, run.path, broker, index == 0) for index in range(4)]
+            for worker in workers:
+                assert worker.receive() == "ready"
+            before = subprocess_used()
+            for worker in workers:
+                worker.link.send("go")
+            answers = [worker.receive() for worker in workers]
+            above = subprocess_used() - before
+            for worker in workers:
+                worker.link.send("measured")
+            sums = {worker.receive() for worker in workers}
+            for worker in workers:
+                worker.link.send("end")
+                worker.end()
+            assert len(sums) == 1, sums
+            report(
+                "four processes from a barrier", way=way, gib_above_contexts=round(above / GIB, 2),
+                first_ms=round((answers[0][0] + answers[0][1]) * 1e3, 2),
+                others_ms=[round(answer[0] * 1e3, 2) for answer in answers[1:]],
+            )
+
+
+def other_row(run: Run) -> None:
+    import torch
+    import torch.multiprocessing  # noqa: F401  so that a pipe carries tensors
+
+    import vmmfd
+    import vmmfd.torch  # noqa: F401
+
+    start_cuda()
+    with serving(run.folder) as broker:
+        client = vmmfd.connect(broker, backend="cuda")
+        client.put("weights", vmmfd.load_safetensors(run.path, backend="cuda"))
+        worker = run.worker(receive_over_broker, broker)
+        assert worker.receive() == "ready"
+        seconds, sums = [], set()
+        for _ in range(run.repeats * 4):
+            worker.link.send("weights")
+            one, total = worker.receive()
+            seconds.append(one)
+            sums.add(total)
+        worker.link.send("end")
+        worker.end()
+        report("loaded tensors into another process", way="vmmfd", **milliseconds(seconds))
+    worker = run.worker(receive_over_ipc, run.path)
+    assert worker.receive() == "ready"
+    seconds = []
+    for _ in range(run.repeats):
+        tensors, _keep = by_load_file(run.path)
+        torch.cuda.synchronize()
+        worker.link.send("go")
+        worker.link.send(tensors)
+        one, total = worker.receive()
+        seconds.append(one)
+        sums.add(total)
+        del tensors
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+    worker.link.send("end")
+    worker.end()
+    assert len(sums) == 1, sums
+    report("loaded tensors into another process", way="PyTorch CUDA IPC", **milliseconds(seconds))
+
+
+def switch_row(run: Run) -> None:
+    with serving(run.folder) as broker:
+        worker = run.worker(switch, broker, run.path, run.repeats * 10)
+        switches, calls, segments, _ = worker.receive()
+        worker.end()
+        ours, driver = milliseconds(switches), milliseconds(calls)
+        report("new version under a process, same pointers", way="vmmfd", segments=segments, **ours)
+        report("new version under a process, same pointers", way="the driver's calls", segments=segments, **driver,
+               ratio=round(ours["p50_ms"] / driver["p50_ms"], 2))
+
+
+def array_row(run: Run) -> None:
+    import torch
+    import torch.multiprocessing  # noqa: F401, F811
+
+    import vmmfd
+
+    start_cuda()
+    count = run.repeats * 40
+    with serving(run.folder) as broker:
+        client = vmmfd.connect(broker, backend="cuda")
+        array = vmmfd.empty((2 * MIB,), "uint8", backend="cuda")
+        array.copy_from(torch.full((2 * MIB,), 7, dtype=torch.uint8, device="cuda"))
+        client.put("array", {"x": array})
+        worker = run.worker(receive_arrays, broker, count)
+        assert worker.receive() == "ready"
+        for _ in range(count):
+            assert worker.receive() == "next"
+            tensor = torch.full((2 * MIB,), 7, dtype=torch.uint8, device="cuda")
+            torch.cuda.synchronize()
+            worker.link.send(tensor)
+            assert worker.receive() == "let go"
+            del tensor
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+        got, gone = worker.receive()
+        worker.end()
+        report("one array of 2 MiB", way="vmmfd, get to torch.Tensor", **milliseconds(got))
+        report("one array of 2 MiB", way="PyTorch CUDA IPC, a new tensor", **milliseconds(gone))
+    rust_array_row(count)
+
+
+def rust_array_row(count: int) -> None:
+    """The row of an array once more, by the Rust client in the bench of the commands."""
+    if shutil.which("vmmfd-bench") is None:
+        print("left out: the Rust client, since vmmfd-bench is not on PATH", file=sys.stderr)
+        return
+    output = subprocess.run(
+        [sys.executable, "-m", "vmmfd._command", "bench", "broker", "--size", "2MiB", "--count", str(count), "--json"],
+        capture_output=True, text=True, check=True,
+    )
+    for series in json.loads(output.stdout)["series"]:
+        if series["name"] in ("get", "get of one array", "handoff, with description"):
+            times = {f"{key}_ms": round(series[f"{key}_us"] / 1e3, 3) for key in ("p50", "min", "max")}
+            report("one array of 2 MiB", way=f"the Rust client, {series['name']}", **times)
+
+
+ROWS = {"file": file_row, "four": four_row, "other": other_row, "switch": switch_row, "array": array_row}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where the file is written [default: /dev/shm]")
     parser.add_argument("--size", type=float, default=8.0, help="of the weights, in GiB [default: 8]")
     parser.add_argument("--count", type=int, default=288, help="number of tensors [default: 288]")
     parser.add_argument("--repeats", type=int, default=5, help="of each figure [default: 5]")
-    parser.add_argument("--rows", default="file,four,other,switch,array", help="which rows, separated by commas")
+    parser.add_argument("--rows", default=",".join(ROWS), help="which rows, separated by commas [default: %(default)s]")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
     rows = options.rows.split(",")
+    unknown = [row for row in rows if row not in ROWS]
+    if unknown:
+        parser.error(f"--rows has {unknown[0]!r}: the rows are {', '.join(ROWS)}")
     ways = [way for way in WAYS if way != "fastsafetensors" or importlib.util.find_spec("fastsafetensors")]
-
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="vmmfd-bench-") as made:
-        folder = Path(made)
-        path = folder / "model.safetensors"
+        path = Path(made) / "model.safetensors"
         write_file(path, options.count, int(options.size * GIB))
         read_all(path)
         describe = "import torch; print(torch.cuda.get_device_name(0)); print(torch.__version__)"
-        device, torch_version = subprocess.run([sys.executable, "-c", describe], capture_output=True, text=True, check=True).stdout.split("\n")[:2]
+        told = subprocess.run([sys.executable, "-c", describe], capture_output=True, text=True, check=True).stdout
+        device, torch_version = told.split("\n")[:2]
         report("machine", device=device, torch=torch_version, bytes=path.stat().st_size, tensors=options.count, cpus=os.cpu_count())
-
-        if "file" in rows:
-            # Each way in turn, so that what drifts is every way's.
-            took: dict[str, list[float]] = {way: [] for way in ways}
-            sums = set()
-            for _ in range(options.repeats):
-                for way in ways:
-                    worker = Worker(context, load_alone, way, path)
-                    seconds, memory, total, count = worker.receive()
-                    worker.end()
-                    assert count == options.count, (way, count)
-                    took[way].append(seconds)
-                    sums.add(total)
-            assert len(sums) == 1, sums
-            for way in ways:
-                report("file to tensors, one process", way=way, **milliseconds(took[way]))
-
-        if "four" in rows:
-            for way in ways:
-                with serving(folder) as broker:
-                    workers = [Worker(context, load_together, way, path, broker, index == 0) for index in range(4)]
-                    for worker in workers:
-                        assert worker.receive() == "ready"
-                    before = subprocess_used()
-                    for worker in workers:
-                        worker.link.send("go")
-                    answers = [worker.receive() for worker in workers]
-                    above = subprocess_used() - before
-                    for worker in workers:
-                        worker.link.send("measured")
-                    sums = {worker.receive() for worker in workers}
-                    for worker in workers:
-                        worker.link.send("end")
-                        worker.end()
-                    assert len(sums) == 1, sums
-                    report(
-                        "four processes from a barrier", way=way, gib_above_contexts=round(above / GIB, 2),
-                        first_ms=round((answers[0][0] + answers[0][1]) * 1e3, 2),
-                        others_ms=[round(answer[0] * 1e3, 2) for answer in answers[1:]],
-                    )
-
-        if "other" in rows:
-            import torch
-            import torch.multiprocessing  # noqa: F401  so that a pipe carries tensors
-
-            import vmmfd
-            import vmmfd.torch  # noqa: F401
-
-            start_cuda()
-            with serving(folder) as broker:
-                client = vmmfd.connect(broker, backend="cuda")
-                client.put("weights", vmmfd.load_safetensors(path, backend="cuda"))
-                worker = Worker(context, receive_over_broker, broker)
-                assert worker.receive() == "ready"
-                seconds, sums = [], set()
-                for _ in range(options.repeats * 4):
-                    worker.link.send("weights")
-                    one, total = worker.receive()
-                    seconds.append(one)
-                    sums.add(total)
-                worker.link.send("end")
-                worker.end()
-                report("loaded tensors into another process", way="vmmfd", **milliseconds(seconds))
-            worker = Worker(context, receive_over_ipc, path)
-            assert worker.receive() == "ready"
-            seconds = []
-            for _ in range(options.repeats):
-                tensors, _keep = by_load_file(path)
-                torch.cuda.synchronize()
-                worker.link.send("go")
-                worker.link.send(tensors)
-                one, total = worker.receive()
-                seconds.append(one)
-                sums.add(total)
-                del tensors
-                torch.cuda.ipc_collect()
-                torch.cuda.empty_cache()
-            worker.link.send("end")
-            worker.end()
-            assert len(sums) == 1, sums
-            report("loaded tensors into another process", way="PyTorch CUDA IPC", **milliseconds(seconds))
-
-        if "switch" in rows:
-            with serving(folder) as broker:
-                worker = Worker(context, switch, broker, path, options.repeats * 10)
-                switches, calls, segments, _ = worker.receive()
-                worker.end()
-                ours, driver = milliseconds(switches), milliseconds(calls)
-                report("new version under a process, same pointers", way="vmmfd", segments=segments, **ours)
-                report("new version under a process, same pointers", way="the driver's calls", segments=segments, **driver,
-                       ratio=round(ours["p50_ms"] / driver["p50_ms"], 2))
-
-        if "array" in rows:
-            import torch
-            import torch.multiprocessing  # noqa: F401, F811
-
-            import vmmfd
-
-            start_cuda()
-            count = options.repeats * 40
-            with serving(folder) as broker:
-                client = vmmfd.connect(broker, backend="cuda")
-                array = vmmfd.empty((2 * MIB,), "uint8", backend="cuda")
-                array.copy_from(torch.full((2 * MIB,), 7, dtype=torch.uint8, device="cuda"))
-                client.put("array", {"x": array})
-                worker = Worker(context, receive_arrays, broker, count)
-                assert worker.receive() == "ready"
-                for _ in range(count):
-                    assert worker.receive() == "next"
-                    tensor = torch.full((2 * MIB,), 7, dtype=torch.uint8, device="cuda")
-                    torch.cuda.synchronize()
-                    worker.link.send(tensor)
-                    assert worker.receive() == "let go"
-                    del tensor
-                    torch.cuda.ipc_collect()
-                    torch.cuda.empty_cache()
-                got, gone = worker.receive()
-                worker.end()
-                report("one array of 2 MiB", way="vmmfd, get to torch.Tensor", **milliseconds(got))
-                report("one array of 2 MiB", way="PyTorch CUDA IPC, a new tensor", **milliseconds(gone))
-            output = subprocess.run(
-                [sys.executable, "-m", "vmmfd._command", "bench", "broker", "--size", "2MiB", "--count", str(count), "--json"],
-                capture_output=True, text=True, check=True,
-            )
-            for series in json.loads(output.stdout)["series"]:
-                if series["name"] in ("get", "get of one array", "handoff, with description"):
-                    times = {f"{key}_ms": round(series[f"{key}_us"] / 1e3, 3) for key in ("p50", "min", "max")}
-                    report("one array of 2 MiB", way=f"the Rust client, {series['name']}", **times)
+        run = Run(multiprocessing.get_context("spawn"), Path(made), path, options.count, options.repeats, ways)
+        for row in rows:
+            ROWS[row](run)
 
 
 def subprocess_used() -> int:
