@@ -25,7 +25,7 @@ use crate::{
     json,
     lease::{Claim, Lease, Prepared},
     leased_memory::Selection,
-    memory::Place,
+    memory::{Place, SentPlace},
     requests::{Wanted, condition, lifetime, request, waited, waiting},
     signals,
     time::seconds,
@@ -81,6 +81,12 @@ impl Client {
     #[getter]
     fn backend(&self) -> &str {
         &self.0.place.backend
+    }
+
+    /// What another process needs to connect to the same broker.
+    #[getter]
+    fn place(&self) -> SentPlace {
+        self.0.place.sent()
     }
 
     #[getter]

@@ -15,7 +15,8 @@ use crate::{
     driver,
     error::{Failure, Outcome},
     json,
-    shared::{Buffer, Owned},
+    memory::Owned,
+    shared::PyMemory,
     source::{self, Place, Source},
 };
 
@@ -29,7 +30,7 @@ const ALIGNMENT: u64 = 256;
 pub(crate) type Entry = (String, String, Vec<u64>, Option<Vec<i64>>, usize, u64, Option<String>);
 
 /// A part that is to be put: its name, the memories that it is side by side, the arrays in them, and a digest.
-pub(crate) type Plan = (String, Vec<Py<Buffer>>, Vec<Entry>, Option<String>);
+pub(crate) type Plan = (String, Vec<Py<PyMemory>>, Vec<Entry>, Option<String>);
 
 /// A [`Plan`], checked, without Python's objects.
 pub(crate) struct Part {
@@ -213,7 +214,7 @@ pub(crate) fn plan(
     }
     let named = &named;
     let (memories, entries) = py.detach(|| laid_out(backend, named, device))?;
-    let memories = memories.into_iter().map(|memory| Py::new(py, Buffer(memory))).collect::<PyResult<_>>()?;
+    let memories = memories.into_iter().map(|memory| Py::new(py, PyMemory(memory))).collect::<PyResult<_>>()?;
     Ok((part, memories, entries, None))
 }
 

@@ -12,9 +12,9 @@ use vmmfd::{
 };
 
 use crate::{
+    buffer,
     error::{Failure, Outcome},
-    memory::{Export, Memory},
-    shared::Owned,
+    memory::{Export, Memory, Owned},
     source::{Keep, Place, Source},
     walk::{Meeting, Walk, meeting, moved},
 };
@@ -72,7 +72,7 @@ impl Source {
             let (from, base) = (self.address, memory.address() + to.offset);
             return on_device(memory, &walk, |a, b| (moved(base, b), moved(from, a)));
         }
-        let whole = buffer_is_contiguous(to)?;
+        let whole = buffer::contiguous(to)?.0;
         if walk.bytes < SHORT && whole {
             // The elements follow one another where they go: gather them.
             let mut gathered = Vec::with_capacity(GATHERED.min(usize::try_from(self.bytes()?).unwrap_or(GATHERED)));
@@ -194,10 +194,6 @@ impl Source {
 
 fn pointer(address: u64) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address as usize)
-}
-
-fn buffer_is_contiguous(array: &ArrayDescriptor) -> Outcome<bool> {
-    Ok(crate::buffer::contiguous(array)?.0)
 }
 
 /// Refuses an array as a destination that has elements at one address.

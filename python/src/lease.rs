@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashMap,
-    path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::UNIX_EPOCH,
 };
@@ -26,7 +25,7 @@ use crate::{
     error::{Class, Failure, Outcome},
     json,
     leased_memory::{Leased, LeasedPiece, attributes_of, mapped, place},
-    memory::{Memory, Origin, Place},
+    memory::{Memory, Origin, SentPlace},
 };
 
 /// What an object of Python's has until it is closed, and the process that made it.
@@ -332,12 +331,7 @@ impl Lease {
 
 /// What of a broker an array is: the broker's path, backend, timeout and trust; name, version and id; part, and where its memory begins there and
 /// how long it is; and of the array type, shape, strides and offset in the part.
-type Sent = (
-    (PathBuf, String, f64, Vec<u32>),
-    (String, u64, String),
-    (String, u64, u64),
-    (String, Vec<u64>, Option<Vec<i64>>, u64),
-);
+type Sent = (SentPlace, (String, u64, String), (String, u64, u64), (String, Vec<u64>, Option<Vec<i64>>, u64));
 
 /// What another process needs to get an array, if it is of a lease.
 #[pyfunction]
@@ -346,10 +340,8 @@ pub(crate) fn origin(py: Python<'_>, array: &Bound<'_, Array>) -> Option<Sent> {
     let memory = array.memory();
     let Origin { broker, name, version, id, part, start, length } = py.detach(|| memory.origin())?;
     let ArrayDescriptor { dtype, shape, strides, offset } = array.descriptor().clone();
-    let Place { path, backend, timeout, trust } = &*broker;
-    let place = (path.clone(), backend.clone(), timeout.as_secs_f64(), trust.clone());
     let (dtype, offset) = (dtype.to_string(), offset + start);
-    Some((place, (name, version, id), (part, start, length), (dtype, shape, strides, offset)))
+    Some((broker.sent(), (name, version, id), (part, start, length), (dtype, shape, strides, offset)))
 }
 
 /// A version that is imported and mapped nowhere.

@@ -11,7 +11,7 @@ use vmmfd::{
 
 use crate::{
     array::{self, Array},
-    device, driver, dtype,
+    array_new, device, driver, dtype,
     error::{Failure, Outcome},
     memory::{Export, Memory},
     reaper::Kept,
@@ -152,7 +152,7 @@ pub(crate) fn empty(
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
 ) -> Outcome<Array> {
-    array::made(py, shape, dtype, device, backend, Spec::legacy)
+    array_new::made(py, shape, dtype, device, backend, Spec::legacy)
 }
 
 /// The handle of an array that [`empty`] made, and where the array begins behind what it opens.

@@ -4,12 +4,16 @@
 //! let go of on any thread, with or without the GIL, and while the interpreter ends.
 
 mod array;
+mod array_index;
+mod array_methods;
+mod array_new;
 mod buffer;
 mod client;
 mod client_put;
 mod connections;
 mod copy;
 mod device;
+mod devices;
 mod dlpack;
 mod driver;
 mod dtype;
@@ -52,12 +56,12 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // Arrays
     module.add_class::<array::Array>()?;
     module.add_class::<device::PyDevice>()?;
-    module.add_class::<shared::Buffer>()?;
-    module.add_function(wrap_pyfunction!(array::empty, module)?)?;
-    module.add_function(wrap_pyfunction!(array::asarray, module)?)?;
-    module.add_function(wrap_pyfunction!(device::devices, module)?)?;
-    module.add_function(wrap_pyfunction!(device::device_uuid, module)?)?;
-    module.add_function(wrap_pyfunction!(device::same_device, module)?)?;
+    module.add_class::<shared::PyMemory>()?;
+    module.add_function(wrap_pyfunction!(array_new::empty, module)?)?;
+    module.add_function(wrap_pyfunction!(array_new::asarray, module)?)?;
+    module.add_function(wrap_pyfunction!(devices::devices, module)?)?;
+    module.add_function(wrap_pyfunction!(devices::device_uuid, module)?)?;
+    module.add_function(wrap_pyfunction!(devices::same_device, module)?)?;
     module.add_function(wrap_pyfunction!(dtype::name, module)?)?;
     module.add_function(wrap_pyfunction!(settle, module)?)?;
     module.add_function(wrap_pyfunction!(handoff::serve, module)?)?;
@@ -81,7 +85,6 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_close, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_figures, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_trouble, module)?)?;
-    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_descriptor, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::check_read_only, module)?)?;
     // Weights

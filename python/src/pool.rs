@@ -15,8 +15,8 @@ use crate::{
     device::{self, PyDevice},
     driver, dtype,
     error::{Failure, Outcome},
+    memory::Owned,
     reaper::Kept,
-    shared::Owned,
 };
 
 /// A memory pool of this process's own.

@@ -363,11 +363,12 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
         options.set_item("stream", 1)?;
     }
     options.set_item("max_version", dlpack::VERSION)?;
-    let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
-        Err(error) if error.is_instance_of::<PyTypeError>(py) && is_of_the_call(py, &error) => {
-            // A library that is older than version 1.
+    let method = object.getattr("__dlpack__")?;
+    let capsule = match method.call((), Some(&options)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) && !takes(&method, &options)? => {
+            // The library is older than DLPack 1.0.
             options.del_item("max_version")?;
-            object.call_method("__dlpack__", (), Some(&options))?
+            method.call((), Some(&options))?
         }
         capsule => capsule?,
     };
@@ -394,7 +395,11 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     Ok(Source { dtype, shape, strides, address, place, read_only, wait: false, keep: Keep::Tensor(taken) })
 }
 
-/// Whether a `TypeError` is about how a method was called, and not from inside of it.
-fn is_of_the_call(py: Python<'_>, error: &PyErr) -> bool {
-    error.traceback(py).is_none() || error.value(py).to_string().contains("max_version")
+/// Whether a method's signature has these options. A method written in C may give no signature, and then counts as one without them.
+fn takes(method: &Bound<'_, PyAny>, options: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let py = method.py();
+    let Some(signature) = tolerant(py, py.import("inspect")?.call_method1("signature", (method,)))? else {
+        return Ok(false);
+    };
+    Ok(tolerant(py, signature.call_method("bind", (), Some(options)))?.is_some())
 }

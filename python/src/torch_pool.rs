@@ -8,7 +8,6 @@
 use std::{
     collections::BTreeMap,
     ffi::{c_int, c_void},
-    os::fd::{AsFd, IntoRawFd},
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -18,14 +17,10 @@ use pyo3::{prelude::*, types::PyDict};
 use vmmfd::{
     Error,
     fork::PerProcess,
-    memory::{Arenas, Region, Selector},
+    memory::{Arenas, Selector},
 };
 
-use crate::{
-    driver,
-    error::{Failure, Outcome},
-    shared::{Buffer, Owned},
-};
+use crate::{driver, error::Outcome, memory::Owned, shared::PyMemory};
 
 /// Arenas by the device's number, which PyTorch counts as the driver does. A fork has none: it takes nothing and gives nothing back.
 static ARENAS: PerProcess<Mutex<BTreeMap<c_int, Arc<Arenas>>>> = PerProcess::new(Mutex::default);
@@ -99,9 +94,9 @@ pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64, size: Opt
 
 /// The memory that an address is in, and how many bytes behind its beginning.
 #[pyfunction]
-pub(crate) fn torch_pool_find(address: u64) -> Option<(Buffer, u64)> {
+pub(crate) fn torch_pool_find(address: u64) -> Option<(PyMemory, u64)> {
     let (shared, offset) = all().iter().find_map(|arenas| arenas.find(address))?;
-    Some((Buffer(Owned::new(shared)), offset))
+    Some((PyMemory(Owned::new(shared)), offset))
 }
 
 /// Closes the arena that an address is in: nothing is cut from it any more. Returns whether there is one.
@@ -129,20 +124,10 @@ pub(crate) fn torch_pool_trouble() -> Option<String> {
     lock(TROUBLE.get()).take()
 }
 
-/// A new descriptor of the arena that an address is in, which is the caller's to close; the address's offset in it; its size.
-#[pyfunction]
-pub(crate) fn torch_pool_descriptor(address: u64) -> Outcome<Option<(i32, u64, u64)>> {
-    let Some((shared, offset)) = all().iter().find_map(|arenas| arenas.find(address)) else { return Ok(None) };
-    let Some((_, chunks)) = shared.chunks(0..shared.size())? else { return Ok(None) };
-    let Some(chunk) = chunks.first() else { return Ok(None) };
-    let fd = chunk.as_fd().try_clone_to_owned().map_err(|error| Failure::Python(error.into()))?;
-    Ok(Some((fd.into_raw_fd(), offset, shared.mapped_size())))
-}
-
 /// Takes this process's own right to write memory of its own, once other processes have it. Waits for the device's work.
 #[pyfunction]
 #[pyo3(signature = (memory, promised=false))]
-pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, Buffer>, promised: bool) -> Outcome<()> {
+pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, PyMemory>, promised: bool) -> Outcome<()> {
     let memory = Arc::clone(&memory.get().0);
     memory.make_read_only(py, promised)
 }
@@ -150,6 +135,6 @@ pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, Buffer>, promise
 /// Fails as [`make_read_only`] would of any of these, and changes nothing.
 #[pyfunction]
 #[pyo3(signature = (memories, promised=false))]
-pub(crate) fn check_read_only(memories: Vec<Bound<'_, Buffer>>, promised: bool) -> Outcome<()> {
+pub(crate) fn check_read_only(memories: Vec<Bound<'_, PyMemory>>, promised: bool) -> Outcome<()> {
     memories.iter().try_for_each(|memory| memory.get().0.check_views(promised))
 }

@@ -17,7 +17,8 @@ use crate::{
     array::Array,
     device, driver,
     error::{Failure, Outcome},
-    shared::{Buffer, Owned},
+    memory::Owned,
+    shared::PyMemory,
 };
 
 /// Weights in memory: arrays by name.
@@ -57,8 +58,8 @@ impl Weights {
 
     /// Its memory.
     #[getter]
-    fn memory(&self) -> Buffer {
-        Buffer(Arc::clone(&self.memory))
+    fn memory(&self) -> PyMemory {
+        PyMemory(Arc::clone(&self.memory))
     }
 
     /// What the files say of themselves, as a JSON object.

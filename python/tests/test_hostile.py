@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import os
 import threading
 from typing import Any
@@ -274,6 +275,24 @@ def test_an_interrupt_is_passed_on(what: str) -> None:
     else:
         with pytest.raises(MemoryError):
             vmmfd.empty(1, Described(), backend="host")  # type: ignore[arg-type]
+
+
+def test_old_producer_behind_a_wrapper_is_tried_again() -> None:
+    """The error comes from inside of the wrapper, and its text says nothing."""
+
+    class Old(Producer):
+        def __dlpack__(self, *, stream: int | None = None) -> object:
+            return super().__dlpack__()
+
+        @functools.wraps(__dlpack__)
+        def wrapper(self, **options: object) -> object:
+            if options:
+                raise TypeError
+            return super().__dlpack__()
+
+        __dlpack__ = wrapper  # type: ignore[assignment]
+
+    assert np.asarray(vmmfd.asarray(Old(), backend="host")).tolist() == [1, 2, 3, 4]
 
 
 def test_a_type_error_of_a_producers_own_is_not_tried_again() -> None:

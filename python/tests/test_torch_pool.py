@@ -112,21 +112,6 @@ def test_a_closed_arena_is_not_cut(library: Library) -> None:
     assert not _native.torch_pool_close(block)
 
 
-def test_a_descriptor_is_the_arena(library: Library) -> None:
-    block = library.malloc(2 * MIB)
-    second = library.malloc(2 * MIB)
-    assert block is not None and second is not None
-    ctypes.memmove(second, b"bytes", 5)
-    found = _native.torch_pool_descriptor(second)
-    assert found is not None
-    fd, offset, size = found
-    assert (offset, size) == (2 * MIB, 16 * MIB) and not os.get_inheritable(fd)
-    os.close(fd)
-    assert _native.torch_pool_descriptor(1) is None
-    library.free(block)
-    library.free(second)
-
-
 def test_a_fork_gets_null_and_takes_nothing(library: Library) -> None:
     block = library.malloc(2 * MIB)
     assert block is not None
@@ -206,7 +191,10 @@ class Planned:
     """What would be put. (A broker keeps no memory of the emulated driver: it sees what it is.)"""
 
     def __init__(self, broker: vmmfd.Broker, value: Any, **options: Any) -> None:
-        parts, additions, self.keep = vmmfd.torch._plan(broker._native, value, **options)
+        # Imported after the check for PyTorch.
+        from vmmfd.torch._put import _plan
+
+        parts, additions, self.keep = _plan(broker._native, value, **options)
         assert additions == {} and len(parts) == 1
         _, self.memories, self.entries, digest = parts[0]
         assert digest is None

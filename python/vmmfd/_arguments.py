@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import index
 
 from . import _types as t
@@ -94,3 +94,37 @@ def promised(exported: object) -> bool:
     if exported not in (None, "valid"):
         raise Invalid(f'exported={exported!r} is none of None and "valid"')
     return exported is not None
+
+
+# What `Broker.get_all` takes for each name.
+_OPTIONS = ("version", "newer_than", "parts", "arrays", "expect", "expect_owner", "digest")
+
+
+def requests(wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]]) -> list[t.Any]:
+    """The objects that `Broker.get_all` asks for, each once. Raises `Invalid` for a name given twice and for an unknown option."""
+    named: Mapping[str, Mapping[str, t.Any]]
+    if isinstance(wanted, Mapping):
+        named = wanted
+    else:
+        listed = names(wanted, "wanted")
+        named = dict.fromkeys(listed, {})
+        if len(named) < len(listed):
+            twice = next(name for name in named if listed.count(name) > 1)
+            raise Invalid(f"wanted has {twice!r} twice: name each object once")
+    for name, given in named.items():
+        unknown = [option for option in given if option not in _OPTIONS]
+        if unknown:
+            raise Invalid(f"{name!r} is to be got with {unknown[0]!r}, which is none of {', '.join(_OPTIONS)}")
+    return [
+        (
+            name,
+            whole(given.get("version"), "version"),
+            whole(given.get("newer_than"), "newer_than"),
+            chosen(given.get("parts"), "parts"),
+            chosen(given.get("arrays"), "arrays"),
+            given.get("expect"),
+            owner(given.get("expect_owner")),
+            digest(given.get("digest")),
+        )
+        for name, given in named.items()
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from builtins import list as List
 from collections.abc import Callable, Iterable, Mapping
 
@@ -10,12 +9,9 @@ from . import _arguments, _native, _records
 from . import _types as t
 from ._closing import Closing
 from ._errors import Invalid, NoArray
-from ._lease import Claim, Lease, Prepared, torch_half
+from ._lease import Claim, Lease, Loaded, Prepared
 from ._records import Holders, Lost, Published, Restored, Stat, Summary
 from ._watch import Watch
-
-# The name of the one part of an object that is put as a whole.
-_PART = "all"
 
 
 def connect(
@@ -58,7 +54,7 @@ class Broker(Closing):
     `Interrupted` if it is closed meanwhile.
     """
 
-    __slots__ = ("__weakref__", "_native", "_timeout", "_trust")
+    __slots__ = ("__weakref__", "_native")
 
     def __init__(
         self,
@@ -68,9 +64,7 @@ class Broker(Closing):
         timeout: t.Time = 30,
         trust: Iterable[int] = (),
     ) -> None:
-        self._trust = list(trust)
-        self._timeout = timeout
-        self._native = _native.Client(path, backend, timeout, self._trust)
+        self._native = _native.Client(path, backend, timeout, list(trust))
 
     @property
     def path(self) -> str:
@@ -155,7 +149,10 @@ class Broker(Closing):
             raise Invalid("part='' is no name: give the part one, or leave part out for an object of one part")
         if digest is not None:
             _arguments.text(digest, "digest")
-        plans, additions, keep_alive = self._plan(value, part or _PART, copy, seal, device)
+        # Imported here, since most processes put nothing.
+        from ._parts import plan
+
+        plans, additions, keep_alive = plan(self._native, value, part=part, device=device, copy=copy, seal=seal)
         if digest is not None:
             if len(plans) != 1:
                 raise Invalid(f"digest={digest!r} is of one part, and this value has {len(plans)}")
@@ -166,7 +163,7 @@ class Broker(Closing):
             metadata = {**additions, **(metadata or {})}
         promised = _arguments.promised(exported)
         if seal:
-            _native.check_read_only([memory for plan in plans for memory in plan[1]], promised)
+            _native.check_read_only([memory for planned in plans for memory in planned[1]], promised)
         version, id = self._native.put(
             name,
             plans,
@@ -180,37 +177,11 @@ class Broker(Closing):
             wait=wait,
         )
         if seal:
-            for plan in plans:
-                for memory in plan[1]:
+            for planned in plans:
+                for memory in planned[1]:
                     _native.make_read_only(memory, promised)
         del keep_alive
         return Published(name=name, version=version, id=id)
-
-    def _plan(
-        self, value: t.Any, part: str, copy: bool | None, seal: bool, device: t.DeviceName | None
-    ) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
-        """The parts that a value is, what comes into the metadata, and what has to live until it is put."""
-        plan = getattr(type(value), "_plan", None)
-        if plan is not None and type(value).__module__.startswith("vmmfd."):
-            parts, additions, keep_alive = plan(value, copy=copy, device=device)
-            if part != _PART:
-                parts = [(part, *parts[0][1:]), *parts[1:]]
-            return parts, additions, keep_alive
-        torch = sys.modules.get("torch")
-        if torch is not None and _is_torchs(torch, value):
-            ours = torch_half()
-            parts, additions, keep_alive = ours._plan(
-                self._native, value, part=part, device=device, copy=copy, seal=seal
-            )
-            return parts, additions, keep_alive
-        if not isinstance(value, Mapping):
-            raise Invalid(f"value is of type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
-        arrays = []
-        for name, array in value.items():
-            if not isinstance(name, str):
-                raise Invalid(f"value has the key {name!r}, of type {type(name).__name__}: arrays have names, which are str")
-            arrays.append((name, array))
-        return [self._native.plan(arrays, part, device=device, copy=copy)], {}, arrays
 
     def get(
         self,
@@ -242,7 +213,7 @@ class Broker(Closing):
         `Unsupported` if no device of this process can reach it, and with `copy_on_write` for memory of a GPU, which CUDA can't map so.
         """
         return Lease(
-            self,
+            self._native,
             self._native.get(
                 name,
                 version=_arguments.whole(version, "version"),
@@ -271,34 +242,9 @@ class Broker(Closing):
         `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect`,
         `expect_owner` and `digest`. Waits up to `wait` until all are there. `copy_on_write` is of all. Raises what `get` does.
         """
-        requests: List[t.Any] = []
-        options = ("version", "newer_than", "parts", "arrays", "expect", "expect_owner", "digest")
-        named: Mapping[str, Mapping[str, t.Any]]
-        if isinstance(wanted, Mapping):
-            named = wanted
-        else:
-            names = _arguments.names(wanted, "wanted")
-            named = dict.fromkeys(names, {})
-            if len(named) < len(names):
-                twice = next(name for name in named if names.count(name) > 1)
-                raise Invalid(f"wanted has {twice!r} twice: name each object once")
-        for name, given in named.items():
-            unknown = [option for option in given if option not in options]
-            if unknown:
-                raise Invalid(f"{name!r} is to be got with {unknown[0]!r}, which is none of {', '.join(options)}")
-            requests.append(
-                (
-                    name,
-                    _arguments.whole(given.get("version"), "version"),
-                    _arguments.whole(given.get("newer_than"), "newer_than"),
-                    _arguments.chosen(given.get("parts"), "parts"),
-                    _arguments.chosen(given.get("arrays"), "arrays"),
-                    given.get("expect"),
-                    _arguments.owner(given.get("expect_owner")),
-                    _arguments.digest(given.get("digest")),
-                )
-            )
-        return [Lease(self, lease) for lease in self._native.get_all(requests, wait=wait, device=device, copy_on_write=copy_on_write)]
+        requests = _arguments.requests(wanted)
+        leases = self._native.get_all(requests, wait=wait, device=device, copy_on_write=copy_on_write)
+        return [Lease(self._native, lease) for lease in leases]
 
     def claim(
         self,
@@ -334,7 +280,7 @@ class Broker(Closing):
             device=device,
             copy_on_write=copy_on_write,
         )
-        return Claim(self, name, found) if isinstance(found, _native.Claim) else Lease(self, found)
+        return Claim(self.put, name, found) if isinstance(found, _native.Claim) else Lease(self._native, found)
 
     def prepare(
         self,
@@ -442,7 +388,7 @@ class Broker(Closing):
         strict: bool = True,
         writable_buffers: bool = True,
         private: Iterable[str] = (),
-    ) -> t.Loaded:
+    ) -> Loaded:
         """Makes an object's tensors the parameters and buffers of a module of PyTorch, and returns what another version can take their place
         with. The module holds the lease. See `Lease.load`; the other arguments and errors are `get`'s."""
         lease = self.get(
@@ -532,11 +478,3 @@ class Broker(Closing):
             lambda name, version, id, rebuilt: call(Restored(name=name, version=version, id=id, rebuilt=rebuilt))
         )
         return call
-
-
-def _is_torchs(torch: t.Any, value: t.Any) -> bool:
-    """Whether a value is what PyTorch makes: a module, or a mapping with tensors."""
-    module, tensor = getattr(getattr(torch, "nn", None), "Module", None), getattr(torch, "Tensor", None)
-    if module is None or tensor is None:
-        return False
-    return isinstance(value, module) or isinstance(value, Mapping) and any(isinstance(of, tensor) for of in value.values())

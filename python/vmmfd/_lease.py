@@ -1,8 +1,11 @@
-"""Leases of a broker's objects, and what else it hands out: versions that are prepared, and claims."""
+"""Leases of a broker's objects, versions prepared for them, modules loaded from them, and claims.
+
+PyTorch's half, `vmmfd.torch`, is imported when it is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from . import _arguments, _native, _records
 from . import _types as t
@@ -24,10 +27,10 @@ class Lease(Closing, Mapping[str, Array]):
     counts a lease until the forks of its process end too, if it was not closed.
     """
 
-    __slots__ = ("__weakref__", "_broker", "_native")
+    __slots__ = ("__weakref__", "_client", "_native")
 
-    def __init__(self, broker: t.Broker, lease: _native.Lease) -> None:
-        self._broker = broker
+    def __init__(self, client: _native.Client, lease: _native.Lease) -> None:
+        self._client = client
         self._native = lease
 
     def __getitem__(self, name: str, /) -> Array:
@@ -149,7 +152,7 @@ class Lease(Closing, Mapping[str, Array]):
         if version is None and newer_than is None and name is None:
             newer_than = self.version
         version, newer_than = _arguments.whole(version, "version"), _arguments.whole(newer_than, "newer_than")
-        prepared = self._broker._native.prepare(
+        prepared = self._client.prepare(
             self._native,
             name,
             version=version,
@@ -201,7 +204,7 @@ class Lease(Closing, Mapping[str, Array]):
         if version is None and name is None:
             version = self.version
         number = None if version == "newest" else _arguments.whole(version, "version")
-        self._broker._native.unpark(
+        self._client.unpark(
             self._native,
             name,
             version=number,
@@ -238,14 +241,13 @@ class Lease(Closing, Mapping[str, Array]):
 
         Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
         names that several parts have, and for one in `private` that the object has not."""
-        tensors: dict[str, t.Tensor] = torch_half()._state_dict(
-            self, writable_buffers=writable_buffers, everything=everything, module=module, private=private
-        )
-        return tensors
+        from .torch._get import _state_dict
+
+        return _state_dict(self, writable_buffers=writable_buffers, everything=everything, module=module, private=private)
 
     def load(
         self, into: t.Module, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
-    ) -> t.Loaded:
+    ) -> Loaded:
         """Makes its tensors the parameters and buffers of a module of PyTorch, which may be on the meta device, and returns a
         `vmmfd.torch.Loaded`, with which another version can take their place.
 
@@ -260,8 +262,9 @@ class Lease(Closing, Mapping[str, Array]):
 
         Raises `Differs` with a list of all names, types and shapes that do not fit; the module is as it was then. With `strict=False`
         names that only one of them has do not count, but for those that would stay on the meta device."""
-        loaded: t.Loaded = torch_half()._load(self, into, strict=strict, writable_buffers=writable_buffers, private=private)
-        return loaded
+        from .torch._module import _load
+
+        return Loaded(self, into, _load(self, into, strict=strict, writable_buffers=writable_buffers, private=private))
 
     def close(self) -> None:
         """Ends the lease, and releases its memory: now if no array of it is alive, else when the last one is gone. To close twice does
@@ -326,14 +329,84 @@ class Prepared(Closing):
             return "<vmmfd.Prepared: not usable here>"
 
 
+class Loaded:
+    """A module whose parameters are memory of the broker: what `broker.load` returns.
+
+    `lease` is the lease, `module` the module, and `private` the names of the tensors that are private copies. The module keeps the memory
+    by itself: this object is only needed to `switch` or `refresh`, and may be dropped.
+    """
+
+    def __init__(self, lease: Lease, module: t.Any, filled: t.Any) -> None:
+        self.lease = lease
+        self.module = module
+        self.private: list[str] = filled.private
+        self._filled = filled
+
+    def refresh(self, *, moved: t.Literal["ignore"] | None = None) -> None:
+        """Copies the current version's bytes into the private copies again, at their addresses: caches and statistics that the module has
+        written there since are lost. Does not wait: the copies are in order on PyTorch's current stream. A module that was loaded with
+        `copy_on_write` has no private copies but those that `private` names, and keeps what was written to its other tensors.
+
+        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` does if tensors moved."""
+        if self.lease.is_closed:
+            raise Invalid("the lease is closed: load the module anew")
+        if self.lease.is_parked:
+            raise Invalid(f"the lease of {self.lease.name!r} is parked, and has no memory: unpark it first")
+        from .torch._module import _check_moved, _refresh
+
+        _check_moved(self._filled.installed, moved)
+        _refresh(self._filled.copies)
+
+    @property
+    def version(self) -> int:
+        """The version that is there now."""
+        return self.lease.version
+
+    def prepare(self, name: str | None = None, **options: t.Any) -> Prepared:
+        """Gets and imports a version that is to take the place of this one, which stays in use meanwhile: `Lease.prepare`."""
+        return self.lease.prepare(name, **options)
+
+    def switch(
+        self,
+        prepared: Prepared | None = None,
+        *,
+        exported: t.Literal["valid"] | None = "valid",
+        refresh: bool = True,
+        moved: t.Literal["ignore"] | None = None,
+    ) -> Prepared:
+        """Puts another version at the addresses of this one, and returns the old one, to switch back to or to close.
+
+        `prepared` is what `prepare` returned; without it, the newest version is prepared first. Waits for the device's work, then
+        for the driver's calls. Tensors, views and captured CUDA graphs have the new version's values from then on; so have the private
+        copies, unless `refresh` is false. You promise that nothing uses the module meanwhile, in another thread or stream.
+
+        Raises what `lease.prepare` and `lease.switch` raise; `vmmfd.Differs` for a version of another layout, and, unless
+        `moved="ignore"`, with a list of the parameters and buffers in whose place the module has others now, as after `half()` or `to()`:
+        the new version does not come there.
+        """
+        from .torch._module import _check_moved
+
+        _check_moved(self._filled.installed, moved)
+        if prepared is None:
+            prepared = self.lease.prepare()
+        old = self.lease.switch(prepared, exported=exported)
+        if refresh:
+            self.refresh(moved="ignore")
+        return old
+
+    def __repr__(self) -> str:
+        return f"<vmmfd.torch.Loaded {type(self.module).__name__} of {self.lease!r}, {len(self.private)} private copies>"
+
+
 class Claim(Closing):
     """The right to be the one that makes an object, or a part of it: `Broker.claim`. Others wait for it. To put the object ends it; to close
     or drop it passes it to the next that waits, and so do the end of this process and of the broker. A context manager, which closes it."""
 
-    __slots__ = ("__weakref__", "_broker", "_native", "name")
+    __slots__ = ("__weakref__", "_native", "_put", "name")
 
-    def __init__(self, broker: t.Broker, name: str, claim: _native.Claim) -> None:
-        self._broker = broker
+    def __init__(self, put: Callable[..., Published], name: str, claim: _native.Claim) -> None:
+        # `Broker.put`.
+        self._put = put
         self._native = claim
         self.name = name
 
@@ -342,7 +415,7 @@ class Claim(Closing):
         `Broker.put` does: it is not ended then."""
         if self.is_closed:
             raise Invalid(f"the claim of {self.name!r} has ended, and another process may have it: claim it again")
-        published = self._broker.put(self.name, value, **options)
+        published = self._put(self.name, value, **options)
         self.close()
         return published
 
@@ -357,10 +430,3 @@ class Claim(Closing):
 
     def __repr__(self) -> str:
         return f"<vmmfd.Claim: {self.name}{', closed' if self.is_closed else ''}>"
-
-
-def torch_half() -> t.Any:
-    """`vmmfd.torch`, which imports PyTorch: not before it is used."""
-    from importlib import import_module
-
-    return import_module("vmmfd.torch")

@@ -1,4 +1,7 @@
-"""The native half, internal but for `Array` and `Device`."""
+"""The native half, internal but for `Array` and `Device`.
+
+Longer than 500 lines: an extension module has one stub file.
+"""
 
 import datetime
 import os
@@ -13,6 +16,8 @@ _Index = SupportsIndex | slice | EllipsisType
 _Path = str | os.PathLike[str]
 _Time = float | datetime.timedelta
 _DeviceName = int | str | Device
+# A broker: its path, the backend, the timeout in seconds, and the users that it may belong to.
+_Place = tuple[str, str, float, list[int]]
 
 __version__: str
 
@@ -315,6 +320,8 @@ class Client:
     @property
     def backend(self) -> str: ...
     @property
+    def place(self) -> _Place: ...
+    @property
     def is_closed(self) -> bool: ...
     def close(self) -> None: ...
     def put(
@@ -486,7 +493,7 @@ def _check_interpreter() -> None:
 
 def origin(array: Array) -> (
     tuple[
-        tuple[os.PathLike[str], str, float, list[int]],
+        _Place,
         tuple[str, int, str],
         tuple[str, int, int],
         tuple[str, list[int], list[int] | None, int],
@@ -501,7 +508,6 @@ def torch_pool_find(address: int) -> tuple[Memory, int] | None: ...
 def torch_pool_close(address: int) -> bool: ...
 def torch_pool_figures(device: int) -> dict[str, int]: ...
 def torch_pool_trouble() -> str | None: ...
-def torch_pool_descriptor(address: int) -> tuple[int, int, int] | None: ...
 def make_read_only(memory: Memory, promised: bool = False) -> None: ...
 def check_read_only(memories: list[Memory], promised: bool = False) -> None: ...
 

@@ -37,16 +37,13 @@ def register_reducer() -> None:
 
 
 def _reduce_broker(broker: Broker) -> t.Any:
-    return _broker, (broker.path, broker.backend, broker._timeout, broker._trust)
+    return _broker, broker._native.place
 
 
 def _reduce_lease(lease: Lease) -> t.Any:
     if lease._native.copy_on_write:
         raise Invalid(_STAYS_BEHIND.format("lease"))
-    broker = lease._broker
-    selected = lease._native.selection
-    place = (broker.path, broker.backend, broker._timeout, broker._trust)
-    return _lease, (place, (lease.name, lease.version, lease.id), *selected)
+    return _lease, (lease._client.place, (lease.name, lease.version, lease.id), *lease._native.selection)
 
 
 def _reduce_array(array: Array) -> t.Any:
@@ -57,11 +54,10 @@ def _reduce_array(array: Array) -> t.Any:
         )
     if not array.readonly:
         raise Invalid(_STAYS_BEHIND.format("array"))
-    (path, *options), version, piece, view = origin
-    return _array, ((str(path), *options), version, piece, view)
+    return _array, origin
 
 
-def _broker(path: str, backend: str, timeout: float | t.timedelta, trust: list[int]) -> Broker:
+def _broker(path: str, backend: str, timeout: float, trust: list[int]) -> Broker:
     broker = _brokers.get((path, backend))
     if broker is not None and not broker.is_closed:
         return broker
@@ -77,7 +73,7 @@ def _broker(path: str, backend: str, timeout: float | t.timedelta, trust: list[i
 
 
 def _lease(
-    place: tuple[str, str, float | t.timedelta, list[int]],
+    place: _native._Place,
     object: tuple[str, int, str],
     parts: list[str] | None,
     arrays: list[str] | None,
@@ -91,7 +87,7 @@ def _lease(
 
 
 def _array(
-    place: tuple[str, str, float, list[int]],
+    place: _native._Place,
     object: tuple[str, int, str],
     piece: tuple[str, int, int],
     view: tuple[str, list[int], list[int] | None, int],

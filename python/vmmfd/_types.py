@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor as Tensor
     from torch.nn import Module as Module
 
-    from ._broker import Broker as Broker
     from ._native import Device
-    from .torch import Loaded as Loaded
 
     Path: TypeAlias = str | os.PathLike[str]
     Time: TypeAlias = float | timedelta
@@ -30,9 +28,7 @@ if TYPE_CHECKING:
 else:
     _MODULES = {
         "Any": "typing",
-        "Broker": "vmmfd._broker",
         "Literal": "typing",
-        "Loaded": "vmmfd.torch",
         "Module": "torch.nn",
         "Self": "typing",
         "Tensor": "torch",

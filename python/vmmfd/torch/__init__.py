@@ -8,11 +8,8 @@ This module imports torch when it is first used, and not before.
 
 from __future__ import annotations
 
-from ._get import _state_dict as _state_dict
+from .._lease import Loaded
 from ._hooks import GuardHandle, guard
-from ._module import Loaded
-from ._module import _load as _load
 from ._pool import Pool, pool
-from ._put import _plan as _plan
 
 __all__ = ["GuardHandle", "Loaded", "Pool", "guard", "pool"]

@@ -1,13 +1,12 @@
-"""A lease in a module: what fits, its tensors in their places, and other versions there."""
+"""A lease in a module: whether it fits, and its tensors in the places of the module's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _arguments
 from .._errors import Differs, Invalid
-from .._lease import Lease, Prepared
 from ._base import _listed, _torch
 from ._get import _Mapped, _Row, _warn_of_copies
 from ._guard import _guard_module, _note
@@ -31,96 +30,42 @@ def _held(owner: Any, kind: str) -> dict[str, Any]:
     return held
 
 
-class Loaded:
-    """A module whose parameters are memory of the broker: what `broker.load` returns.
+class _Filled(NamedTuple):
+    """What a module was given."""
 
-    `lease` is the lease, `module` the module, and `private` the names of the tensors that are private copies. The module keeps the memory
-    by itself: this object is only needed to `switch` or `refresh`, and may be dropped.
-    """
+    # The names of the private copies.
+    private: list[str]
+    # Each private copy, and the mapped bytes that it is a copy of.
+    copies: list[tuple[Any, Any]]
+    installed: list[_Installed]
 
-    def __init__(
-        self, lease: Lease, module: Any, private: list[str], copies: list[tuple[Any, Any]], installed: list[_Installed]
-    ) -> None:
-        self.lease = lease
-        self.module = module
-        self.private = private
-        self._copies = copies
-        self._installed = installed
 
-    def _check_moved(self, moved: object) -> None:
-        if moved not in (None, "ignore"):
-            raise Invalid(f'moved={moved!r} is none of None and "ignore"')
-        if moved is not None:
-            return
-        addresses = {each.address for each in self._installed}
-        names = []
-        for each in self._installed:
-            if each.kind == "attribute":
-                continue
-            now = _held(each.owner, each.kind).get(each.leaf)
-            if now is not None and now.numel() and now.data_ptr() not in addresses:
-                names.append(each.name)
-        if names:
-            raise Differs(
-                "the module has other tensors now than it was given, as after half(), to() or an assignment, and no version comes "
-                'there: load it anew, or say moved="ignore". These moved:' + _listed(names)
-            )
+def _check_moved(installed: list[_Installed], moved: object) -> None:
+    """Raises `Differs` if a module has other tensors than it was given."""
+    if moved not in (None, "ignore"):
+        raise Invalid(f'moved={moved!r} is none of None and "ignore"')
+    if moved is not None:
+        return
+    addresses = {each.address for each in installed}
+    names = []
+    for each in installed:
+        if each.kind == "attribute":
+            continue
+        now = _held(each.owner, each.kind).get(each.leaf)
+        if now is not None and now.numel() and now.data_ptr() not in addresses:
+            names.append(each.name)
+    if names:
+        raise Differs(
+            "the module has other tensors now than it was given, as after half(), to() or an assignment, and no version comes "
+            'there: load it anew, or say moved="ignore". These moved:' + _listed(names)
+        )
 
-    def refresh(self, *, moved: Literal["ignore"] | None = None) -> None:
-        """Copies the current version's bytes into the private copies again, at their addresses: caches and statistics that the module has
-        written there since are lost. Does not wait: the copies are in order on PyTorch's current stream. A module that was loaded with
-        `copy_on_write` has no private copies but those that `private` names, and keeps what was written to its other tensors.
 
-        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` does if tensors moved."""
-        if self.lease.is_closed:
-            raise Invalid("the lease is closed: load the module anew")
-        if self.lease.is_parked:
-            raise Invalid(f"the lease of {self.lease.name!r} is parked, and has no memory: unpark it first")
-        self._check_moved(moved)
-        torch = _torch()
-        with torch.no_grad():
-            for private, source in self._copies:
-                private.copy_(source)
-
-    @property
-    def version(self) -> int:
-        """The version that is there now."""
-        version: int = self.lease.version
-        return version
-
-    def prepare(self, name: str | None = None, **options: Any) -> Prepared:
-        """Gets and imports a version that is to take the place of this one, which stays in use meanwhile: `Lease.prepare`."""
-        prepared: Prepared = self.lease.prepare(name, **options)
-        return prepared
-
-    def switch(
-        self,
-        prepared: Prepared | None = None,
-        *,
-        exported: Literal["valid"] | None = "valid",
-        refresh: bool = True,
-        moved: Literal["ignore"] | None = None,
-    ) -> Prepared:
-        """Puts another version at the addresses of this one, and returns the old one, to switch back to or to close.
-
-        `prepared` is what `prepare` returned; without it, the newest version is prepared first. Waits for the device's work, then
-        for the driver's calls. Tensors, views and captured CUDA graphs have the new version's values from then on; so have the private
-        copies, unless `refresh` is false. You promise that nothing uses the module meanwhile, in another thread or stream.
-
-        Raises what `lease.prepare` and `lease.switch` raise; `vmmfd.Differs` for a version of another layout, and, unless
-        `moved="ignore"`, with a list of the parameters and buffers in whose place the module has others now, as after `half()` or `to()`:
-        the new version does not come there.
-        """
-        self._check_moved(moved)
-        if prepared is None:
-            prepared = self.lease.prepare()
-        old: Prepared = self.lease.switch(prepared, exported=exported)
-        if refresh:
-            self.refresh(moved="ignore")
-        return old
-
-    def __repr__(self) -> str:
-        return f"<vmmfd.torch.Loaded {type(self.module).__name__} of {self.lease!r}, {len(self.private)} private copies>"
+def _refresh(copies: list[tuple[Any, Any]]) -> None:
+    """Copies the mapped bytes into the private copies again, in order on PyTorch's current stream."""
+    with _torch().no_grad():
+        for private, source in copies:
+            private.copy_(source)
 
 
 def _owner(module: Any, name: str) -> tuple[Any, str]:
@@ -181,8 +126,8 @@ def _fit(rows: list[_Row], module: Any, strict: bool) -> _Fit:
 
 def _load(
     lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
-) -> Loaded:
-    """Makes the tensors of a lease those of a module, and returns what it takes to switch them.
+) -> _Filled:
+    """Makes the tensors of a lease those of a module, and returns the state that a switch needs.
 
     All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
     """
@@ -195,7 +140,7 @@ def _load(
         return _fill(lease, module, strict, writable_buffers, named)
 
 
-def _fill(lease: Any, module: Any, strict: bool, writable_buffers: bool, named: set[str]) -> Loaded:
+def _fill(lease: Any, module: Any, strict: bool, writable_buffers: bool, named: set[str]) -> _Filled:
     mapped = _Mapped(lease)
     fit = _fit(mapped.rows, module, strict)
     problems = fit.problems + [
@@ -236,7 +181,7 @@ def _fill(lease: Any, module: Any, strict: bool, writable_buffers: bool, named: 
         # The module itself too: it refuses before anything is copied.
         for owner in {id(owner): owner for owner in (module, *(each.owner for each in guarded))}.values():
             _guard_module(owner)
-    return Loaded(lease, module, copies, list(mapped.private.values()), installed)
+    return _Filled(copies, list(mapped.private.values()), installed)
 
 
 def _class(parameter: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What is put: which memory is handed over, what is copied, and the table of arrays."""
+"""A put of tensors: which memory is handed over, which is copied, and the table of arrays."""
 
 from __future__ import annotations
 
@@ -101,22 +101,8 @@ _SHARED_TYPES = frozenset(
 )
 
 
-def _plan(
-    client: Any,
-    value: Any,
-    *,
-    part: str = "all",
-    device: Any = None,
-    copy: bool | None = None,
-    seal: bool = False,
-) -> tuple[list[PartPlan], dict[str, Any], object]:
-    """What a put of a module, of a mapping of names to tensors or of a list of items is made of: parts, one for each device, what comes into the metadata, and
-    what has to live until it is put. With `seal` checks that this process's right to write that memory can be taken then.
-
-    Storages in arenas of `pool` are handed over as they are. Others are copied, to a multiple of 256 bytes each, in the order of their
-    names' appearance; with `copy=True` all are, with `copy=False` none may be. From here on nothing is allocated in these arenas.
-    """
-    torch = _torch()
+def _checked(value: Any) -> list[_Item]:
+    """The tensors of a value, as plain tensors. Raises `Invalid` if one can't be put, or if there is none."""
     items, problems = [], []
     for item in value if isinstance(value, list) else _items(value):
         problem = _problem(item.tensor)
@@ -134,81 +120,115 @@ def _plan(
         warnings.warn(
             f"extra state of modules is not carried: that of {', '.join(packed[:5])}{' and others' if packed[5:] else ''} stays behind "
             "(plain values can go into metadata=)",
-            stacklevel=4,
+            # The caller of `Broker.put`.
+            stacklevel=5,
         )
+    return items
+
+
+class _Placing:
+    """Puts the storages of a value in their places: memory that is handed over as it is, or copies."""
+
+    def __init__(self, client: Any, device: Any, copy: bool | None) -> None:
+        self._client, self._device, self._copy = client, device, copy
+        # Handed-over memory by its address.
+        self.in_place: dict[int, _native.Memory] = {}
+        # The storages in it.
+        self.kept: list[Any] = []
+        # The names of the tensors that are in no such memory.
+        self.elsewhere: list[str] = []
+
+    def place(self, where: str, part: str, storages: list[_Storage]) -> list[_native.Memory]:
+        """The memory of a part, whose storages are on the device `where`."""
+        memories: list[_native.Memory] = []
+        of_arena: dict[int, int] = {}
+        copied: list[_Storage] = []
+        for number, storage in enumerate(storages):
+            storage.number = number
+            found = None
+            if self._copy is not True and self._client.backend != "host":
+                found = _native.torch_pool_find(storage.storage.data_ptr())
+            if found is None:
+                copied.append(storage)
+                self.elsewhere.extend(item.name for item in storage.items)
+                continue
+            memory, storage.offset = found
+            if memory.address not in of_arena:
+                of_arena[memory.address] = len(memories)
+                memories.append(memory)
+                self.in_place[memory.address] = memory
+            storage.memory = of_arena[memory.address]
+            self.kept.append(storage.storage)
+        if copied and self._copy is not False:
+            memories.extend(self._copies(where, part, copied, len(memories)))
+        return memories
+
+    def _copies(self, where: str, part: str, storages: list[_Storage], first: int) -> list[_native.Memory]:
+        """Copies storages to new memory, the first of which is number `first` of its part."""
+        torch, values = _torch(), []
+        for storage in storages:
+            _compact(storage)
+            # Bytes of a storage that no tensor has are not copied.
+            spans = [_span(item.tensor) for item in storage.items]
+            storage.begin = min(begin for begin, _ in spans) // 256 * 256
+            storage.end = max(end for _, end in spans)
+            source = torch.empty(0, dtype=torch.uint8, device=storage.storage.device)
+            source.set_(storage.storage, storage.begin, (storage.end - storage.begin,), (1,))
+            values.append((str(storage.number), source))
+        target = self._device
+        if target is None and where != "cpu" and self._client.backend != "host":
+            target = int(where.rpartition(":")[2])
+        _, memories, placed, _ = self._client.plan(values, part, device=target, copy=True)
+        for storage, (_, _, _, _, memory, offset, _) in zip(storages, placed, strict=True):
+            storage.memory, storage.offset = first + memory, offset
+        return list(memories)
+
+
+def _plan(
+    client: Any,
+    value: Any,
+    *,
+    part: str = "all",
+    device: Any = None,
+    copy: bool | None = None,
+    seal: bool = False,
+) -> tuple[list[PartPlan], dict[str, Any], object]:
+    """The parts of a module, of a mapping of names to tensors or of a list of items, one for each device; what they add to the metadata;
+    and what must live until they are put. With `seal` checks that this process's right to write that memory can be taken then.
+
+    Storages in arenas of `pool` are handed over as they are. Others are copied, to a multiple of 256 bytes each, in the order of their
+    names' appearance; with `copy=True` all are, with `copy=False` none may be. From here on nothing is allocated in these arenas.
+    """
     grouped: dict[str, dict[int, _Storage]] = {}
     empty: list[_Item] = []
-    for item in items:
+    for item in _checked(value):
         if item.tensor.numel() == 0:
             empty.append(item)
             continue
         storage = item.tensor.untyped_storage()
         on = grouped.setdefault(str(item.tensor.device), {})
         on.setdefault(storage.data_ptr(), _Storage(storage)).items.append(item)
-    grouped = grouped or {"cpu": {}}
+    placing = _Placing(client, device, copy)
+    placed = [(list(of.values()), placing.place(where, part, list(of.values()))) for where, of in (grouped or {"cpu": {}}).items()]
+    if placing.elsewhere and copy is False:
+        raise ExportError(
+            "copy=False, and these tensors lie in no memory that can be handed over (allocate them in vmmfd.torch.pool()):"
+            + _listed(placing.elsewhere)
+        )
     parts: list[PartPlan] = []
-    in_place: dict[int, _native.Memory] = {}
-    elsewhere: list[str] = []
-    kept: list[Any] = []
-    for number, (place, storages) in enumerate(grouped.items()):
-        memories: list[_native.Memory] = []
-        of_arena: dict[int, int] = {}
-        copied: list[_Storage] = []
-        for count, storage in enumerate(storages.values()):
-            storage.number = count
-            found = None
-            if copy is not True and client.backend != "host":
-                found = _native.torch_pool_find(storage.storage.data_ptr())
-            if found is None:
-                _compact(storage)
-                spans = [_span(item.tensor) for item in storage.items]
-                # What no tensor has of a storage is not copied.
-                storage.begin = min(begin for begin, _ in spans) // 256 * 256
-                storage.end = max(end for _, end in spans)
-                copied.append(storage)
-                elsewhere.extend(item.name for item in storage.items)
-                continue
-            memory, storage.offset = found
-            if memory.address not in of_arena:
-                of_arena[memory.address] = len(memories)
-                memories.append(memory)
-                in_place[memory.address] = memory
-            storage.memory = of_arena[memory.address]
-            kept.append(storage.storage)
-        if copied and copy is False:
-            continue
-        if copied:
-            values = []
-            for storage in copied:
-                source = torch.empty(0, dtype=torch.uint8, device=storage.storage.device)
-                source.set_(storage.storage, storage.begin, (storage.end - storage.begin,), (1,))
-                values.append((str(storage.number), source))
-            target = device if device is not None or place == "cpu" else int(place.rpartition(":")[2])
-            if client.backend == "host":
-                target = device
-            _, more, placed, _ = client.plan(values, part, device=target, copy=True)
-            for storage, (_, _, _, _, memory_index, offset, _) in zip(copied, placed, strict=True):
-                storage.memory, storage.offset = len(memories) + memory_index, offset
-            memories.extend(more)
-        entries: list[Entry] = []
-        for storage in storages.values():
-            for item in storage.items:
-                entries.append(_entry(item, storage))
+    for number, (storages, memories) in enumerate(placed):
+        entries = [_entry(item, storage) for storage in storages for item in storage.items]
         if number == 0:
             if not memories:
                 memories.append(_native.Memory(1, device=device, backend=client.backend))
             entries.extend(_entry(item, None) for item in empty)
         parts.append((part if number == 0 else f"{part}-{number}", memories, entries, None))
-    if elsewhere and copy is False:
-        raise ExportError(
-            "copy=False, and these tensors lie in no memory that can be handed over (allocate them in vmmfd.torch.pool()):"
-            + _listed(elsewhere)
-        )
+    in_place = placing.in_place
     if in_place and seal:
-        _check_sealable(list(in_place.values()), kept)
+        _check_sealable(list(in_place.values()), placing.kept)
     if in_place:
-        _close(in_place, kept)
-    return parts, {}, kept
+        _close(in_place, placing.kept)
+    return parts, {}, placing.kept
 
 
 def _entry(item: _Item, storage: _Storage | None) -> Entry:

@@ -1,0 +1,83 @@
+//! New arrays: empty ones, and copies of other libraries' arrays.
+
+use pyo3::prelude::*;
+use vmmfd::{
+    array::{ArrayDescriptor, Order},
+    memory::Spec,
+};
+
+use crate::{
+    array::{self, Array},
+    device, driver, dtype,
+    error::Outcome,
+    memory::Owned,
+    signals, source,
+};
+
+/// Makes an `Array` in new shared memory. Contents are undefined.
+///
+/// `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
+/// of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is a number in this process, a UUID or the beginning of one, or a
+/// `Device`; the first one by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, and the host only where there is no driver
+/// or no device.
+///
+/// Blocks, with the GIL released, while the driver allocates, and the first time while it starts. Raises `Invalid`, also for types that
+/// readers would not get back as they are (with fields, of less than 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error`
+/// for a device that is not there; `Unsupported`.
+#[pyfunction]
+#[pyo3(signature = (shape, dtype, *, device=None, backend="auto"))]
+pub(crate) fn empty(
+    py: Python<'_>,
+    shape: &Bound<'_, PyAny>,
+    dtype: &Bound<'_, PyAny>,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+) -> Outcome<Array> {
+    made(py, shape, dtype, device, backend, |size| Spec::vmm(size).into())
+}
+
+/// An array in new memory, of which `spec` says what to make for so many bytes: at least 1.
+pub(crate) fn made(
+    py: Python<'_>,
+    shape: &Bound<'_, PyAny>,
+    dtype: &Bound<'_, PyAny>,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+    spec: fn(u64) -> Spec,
+) -> Outcome<Array> {
+    let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, array::shape(shape)?, Order::C)?;
+    let wanted = device.map(device::selector).transpose()?;
+    let size = descriptor.bytes()?.max(1);
+    py.detach(|| {
+        let device = driver::device(&driver::driver(backend)?, wanted)?;
+        Array::new(Owned::make(&device, spec(size))?, descriptor)
+    })
+}
+
+/// Copies an array of another library into new shared memory, in C order. Returns an `Array`.
+///
+/// `object` speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or is an `Array`, which is copied
+/// too, or a scalar of NumPy. On CUDA the copy is on the device that the array is on, or on `device` (int, str or `Device`). `backend` (str) is
+/// as for `empty`. Blocks, with the GIL released, until it is there. Raises as `empty`, and `Invalid` for an object that is no array, and
+/// for one on a GPU while `backend` is the host.
+#[pyfunction]
+#[pyo3(signature = (object, *, device=None, backend="auto"))]
+pub(crate) fn asarray(
+    py: Python<'_>,
+    object: &Bound<'_, PyAny>,
+    device: Option<&Bound<'_, PyAny>>,
+    backend: &str,
+) -> Outcome<Array> {
+    let source = source::of(object)?;
+    let wanted = device.map(device::selector).transpose()?;
+    let made = signals::run(py, &[], || {
+        let driver = driver::driver(backend)?;
+        let wanted = wanted.or(source.selector(&driver));
+        let descriptor = source.descriptor()?;
+        let memory = Owned::create(&driver::device(&driver, wanted)?, descriptor.bytes()?)?;
+        source.copy_into(&*memory, &descriptor)?;
+        Array::new(memory, descriptor)
+    });
+    drop(source);
+    made
+}

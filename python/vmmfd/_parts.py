@@ -1,0 +1,46 @@
+"""The parts that a value is put as: memory, and the table of the arrays in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from . import _native
+from . import _types as t
+from ._errors import Invalid
+
+# The name of the part of an object that has one.
+_PART = "all"
+
+
+def plan(
+    client: _native.Client, value: t.Any, *, part: str | None, device: t.DeviceName | None, copy: bool | None, seal: bool
+) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
+    """The parts of a value, what they add to the metadata, and what must live until they are put."""
+    own = getattr(type(value), "_plan", None)
+    if own is not None and type(value).__module__.startswith("vmmfd."):
+        parts, additions, keep_alive = own(value, copy=copy, device=device)
+        if part is not None:
+            parts = [(part, *parts[0][1:]), *parts[1:]]
+        return parts, additions, keep_alive
+    torch = sys.modules.get("torch")
+    if torch is not None and _is_torchs(torch, value):
+        from .torch._put import _plan
+
+        return _plan(client, value, part=part or _PART, device=device, copy=copy, seal=seal)
+    if not isinstance(value, Mapping):
+        raise Invalid(f"value is of type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
+    arrays = []
+    for name, array in value.items():
+        if not isinstance(name, str):
+            raise Invalid(f"value has the key {name!r}, of type {type(name).__name__}: arrays have names, which are str")
+        arrays.append((name, array))
+    return [client.plan(arrays, part or _PART, device=device, copy=copy)], {}, arrays
+
+
+def _is_torchs(torch: t.Any, value: t.Any) -> bool:
+    """Whether a value is what PyTorch makes: a module, or a mapping with tensors."""
+    module, tensor = getattr(getattr(torch, "nn", None), "Module", None), getattr(torch, "Tensor", None)
+    if module is None or tensor is None:
+        return False
+    return isinstance(value, module) or isinstance(value, Mapping) and any(isinstance(of, tensor) for of in value.values())
