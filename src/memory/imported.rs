@@ -28,6 +28,7 @@ pub struct Imported {
     pub(super) parked: bool,
 }
 
+/// What keeps the memory open.
 #[derive(Debug)]
 pub(super) enum ImportedBacking {
     Vmm(Mapping),

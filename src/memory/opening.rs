@@ -22,12 +22,13 @@ impl Imported {
     ///
     /// # Errors
     /// [`PeerError::Protocol`] if the description contradicts itself; [`PeerError::Mismatch`] if the memory is not what it says;
-    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) if the device can't reach it; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for a mechanism that this side
-    /// lacks;
+    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) if the device can't reach it;
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for a mechanism that this side lacks;
     /// [`MemoryError::OwnHandle`](crate::error::MemoryError::OwnHandle); [`Error::Driver`].
     ///
-    /// Driver calls: those of [`Allocation::import`](super::Allocation::import) and [`Mapping::side_by_side`](super::Mapping::side_by_side); of [`Pool::import`] and
-    /// [`PoolBuffer::import`]; of [`LegacyMemory::open`].
+    /// Driver calls: those of [`Allocation::import`](super::Allocation::import) and
+    /// [`Mapping::side_by_side`](super::Mapping::side_by_side); of [`Pool::import`] and [`PoolBuffer::import`]; of
+    /// [`LegacyMemory::open`].
     pub fn open(
         device: &Device,
         description: &Description,

@@ -12,7 +12,8 @@ pub struct ServeOptions {
     /// into a sealed buffer.
     pub round_trip: bool,
     /// How long a consumer may have the buffer to itself in a round trip, however often it says that it is busy; by default ten
-    /// times the timeout. Then its conversation ends with [`PeerError::TurnTooLong`](crate::error::PeerError::TurnTooLong), and it is the next one's turn.
+    /// times the timeout. Then its conversation ends with [`PeerError::TurnTooLong`](crate::error::PeerError::TurnTooLong), and it is
+    /// the next one's turn.
     pub turn: Option<Duration>,
 }
 

@@ -25,8 +25,8 @@ pub(super) struct Held {
 
 /// A buffer in use, which is this side's until it is given back. [`Region::size`] is its bytes of data.
 ///
-/// Dropped without [`Subscriber::give_back`](super::Subscriber::give_back) it is given back with the next call of the subscriber. It can be used also when the
-/// producer is gone; of memory of a pool and legacy memory the connection lasts until it is dropped.
+/// Dropped without [`Subscriber::give_back`](super::Subscriber::give_back) it is given back with the next call of the subscriber.
+/// It can be used also when the producer is gone; of memory of a pool and legacy memory the connection lasts until it is dropped.
 pub struct Received {
     pub(super) held: Arc<Held>,
     pub(super) generation: u64,
