@@ -137,6 +137,7 @@ impl Object {
     /// [`Lease::open`]. The lease has ended then.
     ///
     /// Driver calls, for each piece: those of [`Imported::open`](crate::memory::Imported::open), `cuMemUnmap`, `cuMemAddressFree`.
+    #[doc(alias("cuMemUnmap", "cuMemAddressFree"))]
     pub fn prepare(&self, lease: Lease) -> Result<Prepared> {
         let Lease { hold, name, version, id, created, owner, metadata, mut parts, backend } = lease;
         if let Some(piece) = self.parts.iter().find_map(|part| part.memory.first()) {
