@@ -30,6 +30,10 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for module in [module for module in sys.modules.keys() - before if module.partition(".")[0] == "vllm"]:
         del sys.modules[module]
+        # The package, which another file of tests may have imported, has it as an attribute too.
+        package, _, name = module.rpartition(".")
+        if package in before:
+            delattr(sys.modules[package], name)
 
 
 # Registration
