@@ -5,6 +5,8 @@ BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
 DIST  := dist
 # --strict: what can't be run here counts as failed.
 STRICT ?=
+# Most tests wait for other processes rather than compute: more of them at once than a small machine has CPUs.
+export RUST_TEST_THREADS ?= $(shell n=$$(nproc); echo $$((n < 6 ? 6 : n)))
 # Where `make install` puts things; DESTDIR stands before it, for packages.
 PREFIX ?= /usr/local
 DESTDIR ?=
@@ -66,7 +68,7 @@ check: ## format, lints, documentation and dependencies, warnings as errors; the
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --all --check --manifest-path python/Cargo.toml
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
-	PYO3_NO_PYTHON=1 CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/python $(CARGO) clippy --locked --manifest-path python/Cargo.toml -- -D warnings
+	PYO3_NO_PYTHON=1 CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target) $(CARGO) clippy --locked --manifest-path python/Cargo.toml -- -D warnings
 	$(CARGO) build --locked --workspace --features launch
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps -p vmmfd --features bindings,launch
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
