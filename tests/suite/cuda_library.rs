@@ -791,31 +791,6 @@ fn where_no_library_loads_both_names_are_told() {
 }
 
 #[test]
-fn auto_falls_back_to_host_memory_where_no_library_loads_and_says_why() {
-    let folder = folder_without_a_driver();
-    let test = "auto_falls_back_to_host_memory_where_no_library_loads_and_says_why";
-    let found = opened(test, Choice::Auto, folder.path(), &[]);
-    assert!(found.starts_with("host host memory (no GPU) | fallback: no CUDA driver library loads"), "{found}");
-}
-
-#[test]
-fn auto_falls_back_to_host_memory_where_there_is_no_device_and_says_why() {
-    let copy = Copy::new();
-    copy.write("libcuda.so.1");
-    let test = "auto_falls_back_to_host_memory_where_there_is_no_device_and_says_why";
-    let found = opened(test, Choice::Auto, copy.folder(), &[("CUDA_VISIBLE_DEVICES", "")]);
-    assert_eq!(found, "host host memory (no GPU) | fallback: the CUDA driver finds no device");
-}
-
-#[test]
-fn auto_takes_the_driver_where_there_is_one() {
-    let copy = Copy::new();
-    copy.write("libcuda.so.1");
-    let found = opened("auto_takes_the_driver_where_there_is_one", Choice::Auto, copy.folder(), &[]);
-    assert_eq!(found, "cuda fakecuda: emulated, no GPU | no fallback");
-}
-
-#[test]
 fn auto_does_not_fall_back_from_a_driver_that_fails() {
     let copy = Copy::new();
     copy.write("libcuda.so.1");

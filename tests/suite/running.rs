@@ -318,6 +318,19 @@ impl Running {
         signal::kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
+    /// Waits until SIGTERM does not end it at once any more: it is blocked, or has a handler.
+    pub(crate) fn until_it_handles_signals(&self) {
+        let handled = |line: &str| {
+            let (name, mask) = line.split_once(":\t")?;
+            let mask = ["SigBlk", "SigCgt"].contains(&name).then(|| u64::from_str_radix(mask, 16).unwrap())?;
+            Some(mask & 1 << (Signal::SIGTERM as u32 - 1) != 0)
+        };
+        wait_for("the handling of signals", || {
+            let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
+            status.lines().any(|line| handled(line) == Some(true))
+        });
+    }
+
     /// Waits until it has printed a line of this step.
     #[track_caller]
     pub(crate) fn until(&mut self, step: &str) {

@@ -4,11 +4,12 @@
 
 use std::{
     fs::File,
-    io::{Read, Write},
+    io::{self, Read, Write},
     num::NonZeroUsize,
     os::{fd::OwnedFd, unix::fs::FileExt},
     path::Path,
     thread,
+    time::{Duration, Instant},
 };
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
@@ -806,6 +807,18 @@ fn a_legacy_handle_opens_in_another_process_and_not_in_its_own(subject: Subject)
 }
 
 /// All that a failure could interrupt.
+/// Seals memory. A fork of another test may have it mapped for a while, which the kernel refuses.
+fn seal(shared: &Shared) -> Result<()> {
+    let begun = Instant::now();
+    loop {
+        match shared.seal() {
+            Err(Error::Driver { source: Some(source), .. })
+                if source.kind() == io::ErrorKind::ResourceBusy && begun.elapsed() < Duration::from_secs(60) => {}
+            sealed => return sealed.map(drop),
+        }
+    }
+}
+
 fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> Result<()> {
     for &mechanism in mechanisms(subject) {
         let shared = match mechanism {
@@ -814,7 +827,7 @@ fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> R
         };
         let source = Source::open(&folder.join("data"))?;
         source.load(&shared, &mut |_| Ok(()))?;
-        shared.seal()?;
+        seal(&shared)?;
         let (handle, fds) = ArrayHandle::of(&shared, bytes(2 * unit))?;
         let array = handle.open(&subject.driver, Some(Selector::Ordinal(0)), fds, ReadOnly)?;
         files::read(&**array.memory(), 0, 0..unit, &mut |_| Ok(()))?;

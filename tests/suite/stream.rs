@@ -864,20 +864,12 @@ fn a_consumer_that_lies_ends_the_session(subject: Subject) {
     let turn = |buffer, generation| BufferTurn { buffer, generation };
     let gone = |buffer| Message::Gone(BufferNumber { buffer });
     // Of two buffers the first is out a second time, and the second was never published.
+    // The cases of `vmmfd conform` have the other rules.
     let lies = [
         Message::Done(turn(0, 1)),
-        Message::Done(turn(0, 3)),
-        Message::Done(turn(1, 0)),
-        Message::Done(turn(1, 1)),
-        Message::Done(turn(7, 1)),
-        gone(0),
         gone(1),
-        gone(u64::MAX),
         Message::Received(wire::Received { segments: 1 }),
-        Message::Ready(Ready { buffer: 0, generation: 2, sizes: Vec::new() }),
         Message::Withdraw(BufferNumber { buffer: 0 }),
-        Message::Subscribe(Subscribe { keep: 1 }),
-        request("default", None),
         greeting(&subject),
     ];
     for lie in lies {
@@ -1017,19 +1009,8 @@ impl Liar {
 fn a_producer_that_lies_ends_the_session(subject: Subject) {
     let turn = |buffer, generation| Message::Ready(Ready { buffer, generation, sizes: Vec::new() });
     let withdraw = |buffer| Message::Withdraw(BufferNumber { buffer });
-    // A buffer that is open and not in use.
-    for lie in [
-        turn(4, 1),
-        turn(4, 3),
-        turn(4, 0),
-        turn(5, 1),
-        withdraw(5),
-        Message::Done(BufferTurn { buffer: 4, generation: 1 }),
-        Message::Gone(BufferNumber { buffer: 4 }),
-        Message::Received(wire::Received { segments: 1 }),
-        Message::Subscribe(Subscribe { keep: 1 }),
-        greeting(&subject),
-    ] {
+    // A buffer that is open and not in use. The cases of `vmmfd conform` have the other rules.
+    for lie in [turn(4, 1), Message::Gone(BufferNumber { buffer: 4 }), greeting(&subject)] {
         let mut liar = Liar::new(&subject);
         let received = liar.lend();
         liar.subscriber.give_back(received).unwrap();
@@ -1042,54 +1023,6 @@ fn a_producer_that_lies_ends_the_session(subject: Subject) {
         let _received = liar.lend();
         lies.iter().for_each(|lie| liar.channel.send(lie, &[]).unwrap());
         liar.found_out(&format!("{lies:?}"));
-    }
-    // It is described already, or was never; it is open, and its segments come again.
-    let mut liar = Liar::new(&subject);
-    let (received, offer) = (liar.lend(), liar.offer.clone());
-    liar.subscriber.give_back(received).unwrap();
-    liar.offer(&offer);
-    liar.found_out("an offer of what was offered");
-    let mut liar = Liar::new(&subject);
-    liar.ready(1);
-    liar.found_out("a turn of what was not offered");
-    let mut liar = Liar::new(&subject);
-    let received = liar.lend();
-    liar.subscriber.give_back(received).unwrap();
-    liar.ready(2);
-    liar.found_out("segments of what is open");
-    let mut liar = Liar::new(&subject);
-    for number in 0..=64 {
-        liar.offer(&Offer { buffer: Some(number), ..liar.offer.clone() });
-    }
-    liar.found_out("more buffers than there can be");
-    // What is offered.
-    type Change = fn(&mut Offer);
-    let changes: [Change; 7] = [
-        |offer| offer.buffer = None,
-        |offer| offer.object = "another".into(),
-        |offer| offer.memory.size = 0,
-        |offer| offer.memory.size = offer.memory.mapped_size + 1,
-        |offer| offer.part = None,
-        |offer| offer.part.as_mut().unwrap().size = 1,
-        |offer| offer.array = Some(ArrayDescriptor::new(ElementType::U8, [101], Order::C).unwrap()),
-    ];
-    for (index, change) in changes.into_iter().enumerate() {
-        let mut liar = Liar::new(&subject);
-        let mut offer = liar.offer.clone();
-        change(&mut offer);
-        liar.offer(&offer);
-        liar.found_out(&format!("change {index}"));
-    }
-    // What its turn brings.
-    for (index, generation, sizes) in [(0, 0, 1), (1, 2, 1), (2, 1, 0), (3, 1, 2)] {
-        let mut liar = Liar::new(&subject);
-        let offer = liar.offer.clone();
-        liar.offer(&offer);
-        let (_, chunks) = liar.memory.chunks(0..1).unwrap().unwrap();
-        let fds = vec![chunks[0].as_fd(); sizes];
-        let ready = Ready { buffer: 4, generation, sizes: vec![chunks[0].size(); sizes] };
-        liar.channel.send(&Message::Ready(ready), &fds).unwrap();
-        liar.found_out(&format!("turn {index}"));
     }
     let mut liar = Liar::new(&subject);
     let mut offer = liar.offer.clone();
