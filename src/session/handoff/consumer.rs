@@ -142,7 +142,7 @@ impl<'a> Consumer<'a> {
     /// or the only one, is made ready before the wait.
     ///
     /// # Errors
-    /// Those of [`connect`], [`Device::find`] and of the conversation:
+    /// Those of [`connect`], [`Device::find`](crate::memory::Device::find) and of the conversation:
     /// [`PeerError::Reported`](crate::error::PeerError::Reported), [`PeerError::Gone`](crate::error::PeerError::Gone),
     /// [`PeerError::Timeout`](crate::error::PeerError::Timeout), [`PeerError::Protocol`](crate::error::PeerError::Protocol).
     pub fn connect(
@@ -227,7 +227,7 @@ impl<'a> Consumer<'a> {
     /// the memory;
     /// those of the conversation.
     ///
-    /// Driver calls: those of [`Imported::open`].
+    /// Driver calls: those of [`Imported::open`](crate::memory::Imported::open).
     pub fn request(&mut self, request: &Request) -> Result<ImportedObject> {
         self.open(request, &mut |_| Ok(()))
     }

@@ -92,7 +92,7 @@ impl Subscriber {
     ///
     /// # Errors
     /// [`Error::Misuse`] if `keep` is 0; [`PeerError::Mismatch`] if the producer has no stream; those of [`connect`],
-    /// [`Device::find`] and of the conversation: [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`].
+    /// [`Device::find`](crate::memory::Device::find) and of the conversation: [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`].
     pub fn connect(
         driver: &Driver,
         device: Option<Selector>,
