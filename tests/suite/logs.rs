@@ -89,7 +89,7 @@ fn default_log_answers_an_operator_without_floods() {
     until(|| lines_with("reactor: serves ") == 3 && lines_with(&crashed) > 0);
     let log = served.log();
     let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
-    assert_eq!((count("reactor: refused "), count("its quota is 0")), (1, 1), "{log}");
+    assert_eq!((count("reply: refused "), count("its quota is 0")), (1, 1), "{log}");
     let uid = nix::unistd::geteuid();
     let again = format!("the same again in the last minute: a request refused for a quota uid={uid} count=49");
     assert_eq!(count(&again), 1, "{log}");

@@ -26,14 +26,17 @@ pub(crate) use self::state::inspect::inspect_and_classify;
 pub use self::state::quota::Quota;
 use self::{
     io::{
+        admission::Admission,
         devices,
         keeper::Keeping,
         reactor::{self, Reactor},
     },
     state::{
         history::History,
-        objects::{self, Objects},
+        objects::{self, Counts, Objects, Total},
         quota::Rules,
+        root::State,
+        time::Time,
     },
 };
 use super::keeper::{Inherited, KeeperPath, Kept, Name, Store, Taken};
@@ -41,15 +44,6 @@ use crate::{
     channel::{Cancel, Listener, SocketName},
     error::{Error, Result},
 };
-
-/// A connection: they are counted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct ConnectionId(u64);
-
-impl ConnectionId {
-    /// Stands for all connections of a server before this one.
-    const BEFORE: Self = Self(0);
-}
 
 /// How a broker serves.
 #[derive(Debug, Clone)]
@@ -213,16 +207,17 @@ impl Server {
         let path = listener.path().to_owned();
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
-        let mut objects = Objects::restore(Rules::of(&config), store, [None, None], HashMap::new())?;
+        let mut objects = Objects::restore(
+            Time::now(),
+            Rules::new(config.quota, config.total_quota),
+            store,
+            [None, None],
+            HashMap::new(),
+        )?;
         let mut history = History::default();
         history.begin(before, objects.store_mut());
-        Ok(Self {
-            reactor: Reactor::new(listener, objects, Keeping::default(), config, cancel)?
-                .holding(devices)
-                .remembering(history)
-                .reserving(reserves),
-            path,
-        })
+        let keeping = Keeping::default().holding(devices);
+        Ok(Self { reactor: react(listener, config, objects, history, reserves, keeping, cancel)?, path })
     }
 
     fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
@@ -283,7 +278,8 @@ impl Server {
             ),
         }
         lengthen_queue(&listener)?;
-        let mut objects = Objects::restore(Rules::of(&config), store, catalogues, segments)?;
+        let mut objects =
+            Objects::restore(Time::now(), Rules::new(config.quota, config.total_quota), store, catalogues, segments)?;
         let lost = objects.lost().clone();
         match goes_on {
             true => history.take_over(whole, &lost, objects.store_mut()),
@@ -292,19 +288,13 @@ impl Server {
         objects.store_mut().complete();
         objects.store_mut().serving();
         let path = listener.path().to_owned();
-        let keeping = Keeping::new(link, keeper, config.started_by_keeper.clone());
-        Ok(Self {
-            reactor: Reactor::new(listener, objects, keeping, config, cancel)?
-                .holding(devices)
-                .remembering(history)
-                .reserving(reserves),
-            path,
-        })
+        let keeping = Keeping::new(link, keeper, config.started_by_keeper.clone()).holding(devices);
+        Ok(Self { reactor: react(listener, config, objects, history, reserves, keeping, cancel)?, path })
     }
 
     /// Whether it goes on with what a server before it held.
     pub(crate) fn is_restarted(&self) -> bool {
-        self.reactor.objects.journal().restarts() > 0
+        self.reactor.is_restarted()
     }
 
     /// Where it listens.
@@ -319,15 +309,31 @@ impl Server {
     /// [`Error::System`] if the event loop fails.
     pub fn run(mut self) -> Result<ServerReport> {
         let result = self.reactor.run();
-        let is_unused = matches!(result, Ok((_, 0, _, _))) && self.reactor.keeping.end_unused();
+        let is_unused = matches!(&result, Ok(total) if total.counts.versions == 0) && self.reactor.end_unused_keeper();
         drop_elsewhere(self.reactor);
         if is_unused {
             let removed = Cancel::new().and_then(|cancel| Listener::remove_unserved(&self.path, CLOSING, &cancel));
             let _ = removed.inspect_err(|error| tracing::debug!(%error, "the socket's file stays"));
         }
-        let (objects, versions, leases, bytes) = result?;
+        let Total { counts: Counts { objects, versions, leases }, bytes } = result?;
         Ok(ServerReport { objects, versions, leases, bytes })
     }
+}
+
+/// Puts the parts of a server together.
+fn react(
+    listener: Listener,
+    config: ServerConfig,
+    objects: Objects,
+    history: History,
+    reserves: bool,
+    keeping: Keeping,
+    cancel: &Cancel,
+) -> Result<Reactor> {
+    let mut state = State::new(objects, config.timeout, config.emulated);
+    state.history = history;
+    state.storing.reserves = reserves;
+    Reactor::new(state, Admission::new(listener, config.allow_uids, config.allow_gids), keeping, cancel)
 }
 
 /// Drops a reactor in a thread, as its peers may block the close of descriptors that they sent. The end of the process does not wait

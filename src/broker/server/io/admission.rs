@@ -1,36 +1,97 @@
-//! Which connections and which descriptors are let in.
+//! Which connections are accepted.
 
 use std::{
-    os::fd::{AsFd, AsRawFd, OwnedFd},
-    time::Duration,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
 };
 
-use mio::{Interest, Token as Key, unix::SourceFd};
-use nix::unistd::{Gid, Group};
+use nix::{
+    sys::socket::{getsockopt, sockopt::PeerCredentials},
+    unistd::{Gid, Group},
+};
 use rustix::net::SendFlags;
 
-use crate::broker::server::{
-    ConnectionId,
-    io::connection::{Connection, Request},
-    io::reactor::{Reactor, Timer},
-    io::worker::MOST_WHILE_BEHIND,
-    state::caller::Caller,
-};
 use crate::{
-    channel::{deadline_after, record::brings_descriptors},
-    error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
+    broker::server::state::caller::{Caller, ConnectionId, is_superuser},
+    channel::Listener,
+    error::{Error, ErrorCode, Result},
     sys,
-    wire::{Failure, MAX_FDS, broker::Message},
+    wire::{Failure, broker::Message},
 };
 
-/// How many connections are accepted before the others have their turn.
-const ACCEPTED_AT_ONCE: usize = 64;
+/// The first number of a connection: those before are other descriptors of the event loop.
+const CONNECTIONS: u64 = 16;
 
-/// Descriptors that are neither a connection's nor memory: those of a record that is being received, and the server's own.
-const SPARE: usize = MAX_FDS + 64;
+/// The socket, and the users that may connect.
+#[derive(Debug)]
+pub(crate) struct Admission {
+    pub(super) listener: Listener,
+    allow_uids: Vec<u32>,
+    allow_gids: Vec<u32>,
+    /// How a user who is refused can be allowed by a group.
+    join_a_group: String,
+    /// Whether connections may wait to be accepted.
+    pub(super) acceptable: bool,
+    last: ConnectionId,
+}
+
+/// Why a connection is not served.
+pub(super) struct Rejected {
+    pub(super) code: ErrorCode,
+    pub(super) message: String,
+}
+
+impl Admission {
+    pub(crate) fn new(listener: Listener, allow_uids: Vec<u32>, allow_gids: Vec<u32>) -> Self {
+        let join_a_group = how_to_join(&allow_gids);
+        Self { listener, allow_uids, allow_gids, join_a_group, acceptable: true, last: ConnectionId(CONNECTIONS) }
+    }
+
+    /// The process at the other end of a new connection, as the kernel recorded it when the connection was made.
+    ///
+    /// # Errors
+    /// [`Error::System`]. See unix(7).
+    pub(super) fn identify(&mut self, socket: &OwnedFd) -> Result<Caller> {
+        self.last.0 += 1;
+        rustix::io::ioctl_fionbio(socket, true).map_err(|errno| Error::system("make a socket non-blocking", errno))?;
+        let credentials = getsockopt(&socket.as_fd(), PeerCredentials)
+            .map_err(|errno| Error::system("read the peer's credentials", errno))?;
+        let (pid, uid, gid) = (credentials.pid(), credentials.uid(), credentials.gid());
+        let groups = match is_superuser(uid) {
+            true => Vec::new(),
+            false => sys::peer_groups(socket.as_fd())
+                .inspect_err(|error| tracing::warn!(%error, "cannot read a peer's groups"))
+                .unwrap_or_default(),
+        };
+        Ok(Caller { connection: self.last, pid, uid, gid, groups: Arc::from(groups) })
+    }
+
+    /// Refuses users that are not allowed.
+    pub(super) fn check(&self, caller: &Caller) -> Result<(), Rejected> {
+        let uid = caller.uid;
+        let is_allowed = caller.is_superuser()
+            || self.allow_uids.contains(&uid)
+            || self.allow_gids.iter().any(|gid| caller.is_of(*gid));
+        if is_allowed {
+            return Ok(());
+        }
+        let message =
+            format!("uid {uid} is not allowed here: start the broker with --allow-uid {uid}, or {}", self.join_a_group);
+        Err(Rejected { code: ErrorCode::Refused, message })
+    }
+}
+
+/// Reports to a peer why it is not served.
+pub(super) fn send_rejection(socket: &OwnedFd, Rejected { code, message }: Rejected) {
+    let mut record = Vec::new();
+    if Message::Error(Failure { code, message }).encode_into(&mut record).is_ok() {
+        // Fails if the peer is gone.
+        let _ = rustix::net::send(socket, &record, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+    }
+}
 
 /// How a user who is refused can be allowed by a group. Looks up the groups' names, which may ask another machine: not for each refusal.
-pub(crate) fn how_to_join(gids: &[u32]) -> String {
+fn how_to_join(gids: &[u32]) -> String {
     if gids.is_empty() {
         return "with --allow-gid and a group of this user".to_owned();
     }
@@ -39,177 +100,4 @@ pub(crate) fn how_to_join(gids: &[u32]) -> String {
         _ => gid.to_string(),
     };
     format!("add this user to the group {}", gids.iter().map(name).collect::<Vec<_>>().join(" or "))
-}
-
-impl Reactor {
-    /// Takes the connections that wait.
-    pub(crate) fn accept(&mut self) {
-        for _ in 0..ACCEPTED_AT_ONCE {
-            if !self.acceptable {
-                return;
-            }
-            match self.listener.accept() {
-                Ok(Some(socket)) => {
-                    if let Err(error) = self.admit(socket)
-                        && self.is_logged(sys::overflow_uid(), "a connection that can't be served")
-                    {
-                        tracing::warn!(error = error.in_full(), "a connection can't be served");
-                    }
-                }
-                Ok(None) => self.acceptable = false,
-                Err(error) => {
-                    if self.is_logged(sys::overflow_uid(), "no connection can be accepted") {
-                        tracing::error!(error = error.in_full(), "no connection can be accepted");
-                    }
-                    self.acceptable = false;
-                    self.timer(Duration::from_millis(100), Timer::Sweep);
-                }
-            }
-        }
-    }
-
-    /// Serves a new connection, or refuses and closes it.
-    fn admit(&mut self, socket: OwnedFd) -> Result<()> {
-        self.last.0 += 1;
-        let id = self.last;
-        let caller = rustix::io::ioctl_fionbio(&socket, true)
-            .map_err(|errno| Error::system("make a socket non-blocking", errno))
-            .and_then(|()| Caller::of(id, &socket));
-        let caller = match caller {
-            Ok(caller) => caller,
-            Err(error) => {
-                self.close_refused(socket, None);
-                return Err(error);
-            }
-        };
-        let uid = caller.uid;
-        if !self.is_allowed(&caller, &socket) {
-            let message = format!(
-                "uid {uid} is not allowed here: start the broker with --allow-uid {uid}, or {}",
-                self.join_a_group
-            );
-            self.refuse_connection(&caller, &socket, ErrorCode::Refused, message);
-            self.close_refused(socket, None);
-            return Ok(());
-        }
-        if let Err(message) = self.check_admission(&caller) {
-            self.refuse_connection(&caller, &socket, ErrorCode::Full, message);
-            self.close_refused(socket, Some(uid));
-            return Ok(());
-        }
-        let watched =
-            self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), Key(id.0 as usize), Interest::READABLE);
-        // Fails where the kernel has no such option, and lets descriptors pass.
-        let _ = sys::pass_descriptors(socket.as_fd(), true);
-        if let Err(error) = watched {
-            self.close_refused(socket, Some(uid));
-            return Err(Error::system("watch a connection", error));
-        }
-        self.objects.users().add_connection(uid);
-        let deadline = deadline_after(self.config.timeout);
-        self.connections.insert(id, Connection::new(caller, socket, deadline));
-        self.set_deadline(id, deadline);
-        self.list(id);
-        Ok(())
-    }
-
-    /// Reports to a peer why it is not served.
-    fn refuse_connection(&mut self, caller: &Caller, socket: &OwnedFd, code: ErrorCode, message: String) {
-        let Caller { uid, pid, .. } = *caller;
-        if self.is_logged(uid, "a connection refused") {
-            tracing::info!(uid, pid, message, "a connection is refused");
-        } else {
-            tracing::debug!(uid, pid, message, "a connection is refused");
-        }
-        let mut record = Vec::new();
-        if Message::Error(Failure { code, message }).encode_into(&mut record).is_ok() {
-            // Fails if the peer is gone.
-            let _ = rustix::net::send(socket, &record, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
-        }
-    }
-
-    fn is_allowed(&self, caller: &Caller, socket: &OwnedFd) -> bool {
-        caller.is_superuser()
-            || self.config.allow_uids.contains(&caller.uid)
-            || self.config.allow_gids.iter().any(|gid| caller.is_of(*gid, socket))
-    }
-
-    fn check_admission(&mut self, caller: &Caller) -> Result<(), String> {
-        let uid = caller.uid;
-        self.objects.users().check_connection(uid).map_err(|refusal| refusal.message)?;
-        self.closers.check(uid)?;
-        self.require_descriptors(caller, 1).map_err(|refusal| refusal.message)
-    }
-
-    /// Why nothing may be received on a connection, since it may bring descriptors that can't be closed or have no room. The kernel
-    /// would close those without room in this thread.
-    pub(crate) fn check_room_to_receive(&self, id: ConnectionId) -> Result<(), String> {
-        let Some(connection) = self.connections.get(&id) else { return Ok(()) };
-        self.closers.check(connection.caller.uid)?;
-        if self.descriptors() + SPARE <= self.limit {
-            return Ok(());
-        }
-        if brings_descriptors(connection) {
-            return Err(format!("the broker can't receive descriptors: it is close to its limit of {}", self.limit));
-        }
-        Ok(())
-    }
-
-    /// Whether a connection's next record has descriptors and waits, since the worker does not close memory as fast as its user sends it.
-    pub(crate) fn must_wait(&mut self, id: ConnectionId) -> bool {
-        // What the records before it replaced.
-        self.worker.close(self.objects.take_garbage());
-        let Some(connection) = self.connections.get(&id).filter(|_| self.worker.is_behind()) else { return false };
-        let sent = self.sent_while_behind.get(&connection.caller.uid).copied().unwrap_or(0);
-        let waits = sent >= MOST_WHILE_BEHIND && brings_descriptors(connection);
-        if waits {
-            self.held_up.insert(id);
-        }
-        waits
-    }
-
-    /// Receives from the connections that waited for the worker.
-    pub(crate) fn receive_again(&mut self) {
-        self.sent_while_behind.clear();
-        for id in std::mem::take(&mut self.held_up) {
-            // It could not go on with its put.
-            if self.connections.get(&id).is_some_and(|connection| matches!(connection.request, Request::Upload(_))) {
-                self.set_deadline(id, deadline_after(self.timeout()));
-            }
-            self.list(id);
-        }
-    }
-
-    /// Refuses what would need more descriptors than this process may have, or than a user's share: half of what other users leave.
-    /// The server's own user and root, who may do everything, have no share.
-    pub(crate) fn require_descriptors(&self, caller: &Caller, more: usize) -> Result<(), BrokerError> {
-        let (used, limit, uid) = (self.descriptors(), self.limit, caller.uid);
-        if used + more + SPARE > limit {
-            return Err(BrokerError::new(
-                RefusalCode::Full,
-                format!(
-                    "the broker has {used} descriptors, needs {SPARE} to spare, and {more} more are asked for: its limit is {limit}; \
-                     raise it (ulimit -n, LimitNOFILE)"
-                ),
-            ));
-        }
-        let own = self.objects.descriptors_of(uid) + self.closers.files_of(uid);
-        let share = limit.saturating_sub(SPARE + used.saturating_sub(own)) / 2;
-        if caller.is_superuser() || own + more <= share {
-            return Ok(());
-        }
-        Err(BrokerError::new(
-            RefusalCode::Full,
-            format!(
-                "uid {uid} has {own} descriptors in the broker and asks for {more} more: its share is {share}, half of what other \
-                 users leave; delete objects, or raise the broker's limit (ulimit -n, LimitNOFILE)"
-            ),
-        ))
-    }
-
-    /// Descriptors that this process has, about, and those that puts under way will bring.
-    pub(crate) fn descriptors(&self) -> usize {
-        let closing = self.worker.closing() + self.closers.descriptors();
-        self.connections.len() + self.abandoned.len() + self.objects.descriptors() + closing
-    }
 }

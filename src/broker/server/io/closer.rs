@@ -9,7 +9,7 @@
 use std::{
     collections::{HashMap, VecDeque},
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::OwnedFd,
     sync::{Arc, Mutex, PoisonError, mpsc::Sender},
     thread,
 };
@@ -17,15 +17,10 @@ use std::{
 use mio::Waker;
 use rustix::net::{RecvFlags, Shutdown, recv, shutdown, sockopt};
 
-use crate::broker::server::{
-    ConnectionId,
-    io::reactor::Reactor,
-    io::worker::Outcome,
-    state::inspect::{Kind, kind},
-};
+use super::finished::{Closed, Finished};
 use crate::{
+    broker::server::verbs::effects::Origin,
     channel::record::{Next, is_gone, peek},
-    sys,
 };
 
 /// The most descriptors of a user that are not closed yet: its connections are refused beyond.
@@ -36,9 +31,6 @@ const MOST_THREADS: usize = 64;
 
 /// How many queued records without descriptors are discarded for a connection to be closed on the event loop.
 const FEW: usize = 16;
-
-/// Whose descriptors: a user's that may connect, or those of all users that may not.
-pub(crate) type Origin = Option<u32>;
 
 /// What a user's thread closes next, and how much it has not closed.
 #[derive(Debug, Default)]
@@ -56,33 +48,33 @@ struct Queue {
 
 /// The threads that close, and what waits for them.
 #[derive(Debug)]
-pub(crate) struct Closers {
+pub(super) struct Closers {
     queues: HashMap<Origin, Queue>,
     /// Users that wait for a thread.
     turns: VecDeque<Origin>,
     threads: usize,
     descriptors: usize,
-    done: Sender<Outcome>,
+    done: Sender<Finished>,
     waker: Arc<Waker>,
 }
 
 impl Closers {
-    pub(crate) fn new(done: Sender<Outcome>, waker: Arc<Waker>) -> Self {
+    pub(super) fn new(done: Sender<Finished>, waker: Arc<Waker>) -> Self {
         Self { queues: HashMap::new(), turns: VecDeque::new(), threads: 0, descriptors: 0, done, waker }
     }
 
     /// How many descriptors are not closed yet.
-    pub(crate) fn descriptors(&self) -> usize {
+    pub(super) fn descriptors(&self) -> usize {
         self.descriptors
     }
 
     /// How many of a user's are not closed yet, besides connections that count as the user's.
-    pub(crate) fn files_of(&self, uid: u32) -> usize {
+    pub(super) fn files_of(&self, uid: u32) -> usize {
         self.queues.get(&Some(uid)).map_or(0, |queue| queue.files)
     }
 
     /// Why a user may send nothing more, if so many of its descriptors are not closed.
-    pub(crate) fn check(&self, uid: u32) -> Result<(), String> {
+    pub(super) fn check(&self, uid: u32) -> Result<(), String> {
         let blocked = self.queues.get(&Some(uid)).map_or(0, |queue| queue.descriptors);
         if blocked < MOST_BLOCKED {
             return Ok(());
@@ -94,7 +86,7 @@ impl Closers {
     }
 
     /// Closes descriptors in a thread. `connections` of them count as connections of the user until then.
-    fn close(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
+    pub(super) fn close(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
         if fds.is_empty() {
             return;
         }
@@ -112,7 +104,7 @@ impl Closers {
     }
 
     /// Starts as many threads as may run.
-    pub(crate) fn start(&mut self) {
+    pub(super) fn start(&mut self) {
         while self.threads < MOST_THREADS
             && let Some(of) = self.turns.pop_front()
         {
@@ -125,8 +117,8 @@ impl Closers {
             let close = move || {
                 drop(std::mem::take(&mut *to_close.lock().unwrap_or_else(PoisonError::into_inner)));
                 // Fails if the loop has ended.
-                let outcome: Outcome = Box::new(move |reactor| reactor.closed(of, count, connections));
-                if done.send(outcome).is_ok()
+                let closed = Finished::Closed(Closed { of, count, connections });
+                if done.send(closed).is_ok()
                     && let Err(error) = waker.wake()
                 {
                     tracing::error!(%error, "cannot wake the event loop");
@@ -144,12 +136,12 @@ impl Closers {
     }
 
     /// Whether users wait for a thread that could not be started.
-    pub(crate) fn wants_thread(&self) -> bool {
+    pub(super) fn wants_thread(&self) -> bool {
         self.threads < MOST_THREADS && !self.turns.is_empty()
     }
 
     /// A thread has closed so many descriptors.
-    fn closed(&mut self, of: Origin, count: usize, connections: usize) {
+    pub(super) fn closed(&mut self, Closed { of, count, connections }: Closed) {
         self.threads -= 1;
         self.descriptors -= count;
         if let Some(queue) = self.queues.get_mut(&of) {
@@ -165,59 +157,9 @@ impl Closers {
     }
 }
 
-impl Reactor {
-    /// Closes what came on a connection and was not taken over.
-    pub(crate) fn reject(&mut self, id: ConnectionId, fds: Vec<OwnedFd>) {
-        let uid = self.connections.get(&id).map(|connection| connection.caller.uid);
-        self.reject_of(uid, fds);
-    }
-
-    /// As [`Reactor::reject`], of a user whose connection may be gone.
-    pub(crate) fn reject_of(&mut self, of: Origin, fds: Vec<OwnedFd>) {
-        let (foreign, memory): (Vec<_>, Vec<_>) = fds.into_iter().partition(|fd| kind(fd.as_fd()) == Kind::Foreign);
-        self.worker.close(memory);
-        self.close_elsewhere(of, foreign, 0);
-    }
-
-    /// Closes a connection that counts as its user's. The peer sees its end at once.
-    pub(crate) fn close_connection(&mut self, socket: OwnedFd, uid: u32) {
-        if is_drained(&socket) {
-            drop(socket);
-            self.objects.users().remove_connection(uid);
-        } else {
-            self.close_elsewhere(Some(uid), vec![socket], 1);
-        }
-    }
-
-    /// Closes a connection that was never served.
-    pub(crate) fn close_refused(&mut self, socket: OwnedFd, of: Origin) {
-        // No record has descriptors if the kernel refused them from the beginning.
-        let without = sys::passes_descriptors(socket.as_fd()).is_ok_and(|passes| !passes);
-        if without || is_drained(&socket) {
-            drop(socket);
-        } else {
-            self.close_elsewhere(of, vec![socket], 0);
-        }
-    }
-
-    fn close_elsewhere(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
-        self.closers.close(of, fds, connections);
-        if self.closers.wants_thread() {
-            self.sweep_later();
-        }
-    }
-
-    fn closed(&mut self, of: Origin, count: usize, connections: usize) {
-        self.closers.closed(of, count, connections);
-        if let Some(uid) = of {
-            (0..connections).for_each(|_| self.objects.users().remove_connection(uid));
-        }
-    }
-}
-
 /// Ends both directions of a connection, and discards queued records without descriptors. Returns whether none is left, so that
 /// close(2) drops nothing. Does not block.
-fn is_drained(socket: &OwnedFd) -> bool {
+pub(super) fn is_drained(socket: &OwnedFd) -> bool {
     // From here on the peer's sends fail, so the queue does not grow.
     let ended = shutdown(socket, Shutdown::Both);
     // Distinguishes an empty record from the end.

@@ -2,18 +2,31 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     time::{Duration, Instant},
 };
 
-use mio::{Interest, unix::SourceFd};
+use mio::{Interest, Registry, Token as Key, unix::SourceFd};
 use nix::unistd::geteuid;
 
-use crate::broker::server::io::reactor::{IN_FLIGHT_PAUSE, Reactor, STORE, Timer};
+use super::timers::{Timer, Timers};
 use crate::{
-    broker::keeper::{Flushed, Keeper, Link, Mark, Name, Process},
-    channel::Cancel,
+    broker::{
+        keeper::{Flushed, Keeper, Link, Mark, Name, Process},
+        server::state::{
+            objects::{Counts, Total},
+            root::State,
+        },
+    },
+    channel::{Cancel, CancelReason, Listener},
+    error::Error,
 };
+
+/// The keeper's connection, among what the event loop waits for.
+pub(super) const STORE: Key = Key(3);
+
+/// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
+pub(super) const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
 /// How long to wait before the next try to reach a keeper, if one dies again soon; and that at most, where this process starts it and
 /// where an init does.
@@ -48,10 +61,19 @@ pub(crate) struct Keeping {
     /// How much the keeper is known to have read, and what it was asked to confirm, since when.
     read: u64,
     asked: Option<(Mark, Instant)>,
-    /// Whether a timer to look after it is set.
-    looks_later: bool,
     /// Whether the keeper may have sent something.
-    pub(crate) readable: bool,
+    pub(super) readable: bool,
+    /// The nodes of devices that are held open.
+    devices: Vec<(u8, OwnedFd)>,
+}
+
+/// The rest of the event loop, as far as the keeper concerns it.
+pub(super) struct Around<'a> {
+    pub(super) state: &'a mut State,
+    pub(super) timers: &'a mut Timers,
+    pub(super) registry: &'a Registry,
+    pub(super) listener: &'a Listener,
+    pub(super) cancel: &'a Cancel,
 }
 
 impl Keeping {
@@ -60,12 +82,17 @@ impl Keeping {
     }
 
     /// The keeper's process, if there is a keeper that this PID namespace has.
-    pub(crate) fn keeper_pid(&self) -> Option<u32> {
+    pub(super) fn keeper_pid(&self) -> Option<u32> {
         self.keeper.as_ref().and_then(|keeper| u32::try_from(keeper.pid).ok()).filter(|pid| *pid > 0)
     }
 
-    pub(crate) fn restart_request(&self) -> Option<&Cancel> {
+    pub(super) fn restart_request(&self) -> Option<&Cancel> {
         self.restart.as_ref()
+    }
+
+    /// Holds these nodes of devices open.
+    pub(crate) fn holding(self, devices: Vec<(u8, OwnedFd)>) -> Self {
+        Self { devices, ..self }
     }
 
     /// Whether this process starts its keepers.
@@ -79,64 +106,42 @@ impl Keeping {
     }
 
     /// Ends the keeper of an embedded server that has no versions. Returns whether no keeper is left.
-    pub(crate) fn end_unused(&self) -> bool {
+    pub(super) fn end_unused(&self) -> bool {
         self.link.as_ref().zip(self.keeper.as_ref()).is_some_and(|(link, keeper)| link.end_unused(keeper))
     }
 }
 
-impl Reactor {
-    /// Sends the keeper what waits for it, and publishes what is kept.
-    pub(crate) fn settle_store(&mut self) {
-        if self.objects.store().keeper() == Keeper::None && self.storing.is_empty() {
-            return;
+impl Keeping {
+    /// Sends the keeper what waits for it. Once the keeper is gone, another one is sent everything.
+    pub(super) fn flush(&mut self, around: &mut Around<'_>) {
+        if std::mem::take(&mut self.readable) {
+            around.state.objects.store_mut().read();
         }
-        if std::mem::take(&mut self.keeping.readable) {
-            self.objects.store_mut().read();
+        match around.state.objects.flush_store() {
+            Flushed::All | Flushed::Full => {}
+            Flushed::InFlight => around.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store),
+            Flushed::Gone => self.gone(around),
         }
-        loop {
-            match self.objects.flush_store() {
-                Flushed::All | Flushed::Full => {}
-                Flushed::InFlight => self.settle_store_later(IN_FLIGHT_PAUSE),
-                Flushed::Gone => self.keeper_gone(),
-            }
-            self.look_after_keeper_later();
-            let kept = |storing: &mut crate::broker::server::verbs::put::Storing| {
-                self.objects.store().has_kept(storing.staged.mark)
-            };
-            if !self.storing.front_mut().is_some_and(kept) {
-                return;
-            }
-            if let Some(storing) = self.storing.pop_front() {
-                self.stored(storing);
-            }
-        }
+        self.look_later(around);
     }
 
     /// Has the loop wake when the keeper has read or sent something.
-    pub(crate) fn watch_store(&mut self) -> io::Result<()> {
+    pub(super) fn register(&self, state: &State, registry: &Registry) -> io::Result<()> {
         let interest = Interest::READABLE | Interest::WRITABLE;
-        match self.objects.store().connection() {
-            Some(fd) => self.poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), STORE, interest),
+        match state.objects.store().connection() {
+            Some(fd) => registry.register(&mut SourceFd(&fd.as_raw_fd()), STORE, interest),
             None => Ok(()),
-        }
-    }
-
-    /// Has [`Reactor::settle_store`] called then.
-    fn settle_store_later(&mut self, after: Duration) {
-        if !self.settles_later {
-            self.settles_later = true;
-            self.timer(after, Timer::Store);
         }
     }
 
     /// No keeper is connected: goes on with another one, which is sent everything. If there is none it is tried again, after longer and
     /// longer pauses. Puts wait meanwhile.
-    fn keeper_gone(&mut self) {
+    fn gone(&mut self, around: &mut Around<'_>) {
         let now = Instant::now();
-        let keeping = &mut self.keeping;
+        let keeping = &mut *self;
         let next = keeping.next.unwrap_or(now);
         if now < next {
-            return self.settle_store_later(next.saturating_duration_since(now));
+            return around.timers.set_once(next.saturating_duration_since(now), Timer::Store);
         }
         // One that lived for long is replaced at once, and the next one after a pause. One that lives has closed the connection, and would
         // soon do it again.
@@ -151,160 +156,162 @@ impl Reactor {
         };
         keeping.next = Some(now + keeping.pause);
         if has_closed {
-            let allowed = self.objects.store().room().1;
+            let allowed = around.state.objects.store().room().1;
             tracing::warn!(
                 allowed,
                 "the keeper lives and has closed the connection: does it have too few descriptors (LimitNOFILE)?"
             );
             // It did not crash.
-            self.objects.store_mut().take_crash();
+            around.state.objects.store_mut().take_crash();
         }
-        self.note_crash();
-        match self.begin_anew() {
+        self.note_crash(around);
+        match self.begin_anew(around) {
             Ok(pid) => {
                 tracing::warn!(pid, "no keeper was connected: this one is sent everything");
                 // Whatever was on its way is among what is kept anew.
-                let mark = self.objects.store().mark();
-                self.storing.iter_mut().for_each(|storing| storing.staged.mark = mark);
+                let mark = around.state.objects.store().mark();
+                around.state.storing.queue.iter_mut().for_each(|stored| stored.staged.mark = mark);
                 // At once: this process alone has everything meanwhile.
-                self.objects.flush_store();
-                self.settle_store_later(IN_FLIGHT_PAUSE);
+                around.state.objects.flush_store();
+                around.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store);
             }
             Err(error) => {
-                if self.is_logged(geteuid().as_raw(), "no keeper can be reached") {
+                if around.state.repeats.is_first(geteuid().as_raw(), "no keeper can be reached") {
                     tracing::error!(%error, "no keeper can be reached: puts wait, and the memory is freed if this process dies now");
                 }
-                self.objects.store_mut().disconnect();
-                self.settle_store_later(self.keeping.pause);
+                around.state.objects.store_mut().disconnect();
+                around.timers.set_once(self.pause, Timer::Store);
             }
         }
     }
 
     /// Remembers that the keeper crashed, if it did.
-    fn note_crash(&mut self) {
-        if self.objects.store_mut().take_crash() {
-            let pid = self.keeping.keeper_pid().unwrap_or(0);
-            self.history.keeper_crashed(pid, self.objects.store_mut());
+    fn note_crash(&self, around: &mut Around<'_>) {
+        if around.state.objects.store_mut().take_crash() {
+            let pid = self.keeper_pid().unwrap_or(0);
+            around.state.history.keeper_crashed(pid, around.state.objects.store_mut());
         }
     }
 
     /// Connects to another keeper, and has everything kept anew. Returns its pid.
-    fn begin_anew(&mut self) -> io::Result<i32> {
-        let Some(link) = self.keeping.link.clone() else { return Err(io::ErrorKind::NotConnected.into()) };
-        if self.keeping.starts_keeper() {
+    fn begin_anew(&mut self, around: &mut Around<'_>) -> io::Result<i32> {
+        let Some(link) = self.link.clone() else { return Err(io::ErrorKind::NotConnected.into()) };
+        if self.starts_keeper() {
             // Two would start two servers.
             self.end_keeper();
         }
         let (socket, process) = link.connect()?;
         let pid = process.pid;
-        (self.keeping.keeper, self.keeping.asked, self.keeping.read) = (Some(process), None, 0);
-        self.objects.store_mut().begin_anew(socket)?;
-        self.watch_store()?;
-        self.objects.keep_catalogue().map_err(io::Error::other)?;
-        let socket = self.listener.as_fd().try_clone_to_owned()?;
-        self.objects.store_mut().keep_own(Name::Socket, socket);
-        self.history.keep(self.objects.store_mut())?;
+        (self.keeper, self.asked, self.read) = (Some(process), None, 0);
+        around.state.objects.store_mut().begin_anew(socket)?;
+        self.register(around.state, around.registry)?;
+        around.state.objects.keep_catalogue().map_err(io::Error::other)?;
+        let socket = around.listener.as_fd().try_clone_to_owned()?;
+        around.state.objects.store_mut().keep_own(Name::Socket, socket);
+        around.state.history.keep(around.state.objects.store_mut())?;
         for (number, fd) in &self.devices {
-            self.objects.store_mut().keep_own(Name::Device(*number), fd.try_clone()?);
+            around.state.objects.store_mut().keep_own(Name::Device(*number), fd.try_clone()?);
         }
-        self.objects.keep_segments();
-        self.objects.store_mut().complete();
-        self.objects.store_mut().serving();
-        if self.keeping.end_mark.is_some() {
-            self.keeping.end_mark = Some(self.objects.store_mut().sync());
+        around.state.objects.keep_segments();
+        around.state.objects.store_mut().complete();
+        around.state.objects.store_mut().serving();
+        if self.end_mark.is_some() {
+            self.end_mark = Some(around.state.objects.store_mut().sync());
         }
         Ok(pid)
     }
 
     /// Kills the keeper, if it lives.
     fn end_keeper(&mut self) {
-        self.keeping.asked = None;
-        if let Some(process) = self.keeping.keeper.take() {
+        self.asked = None;
+        if let Some(process) = self.keeper.take() {
             process.kill();
         }
     }
 
-    fn look_after_keeper_later(&mut self) {
-        let store = self.objects.store();
-        if store.connection().is_some() && store.sent() != self.keeping.read && !self.keeping.looks_later {
-            self.keeping.looks_later = true;
-            self.timer(LOOK_EVERY, Timer::Keeper);
+    fn look_later(&self, around: &mut Around<'_>) {
+        let store = around.state.objects.store();
+        if store.connection().is_some() && store.sent() != self.read {
+            around.timers.set_once(LOOK_EVERY, Timer::Keeper);
         }
     }
 
     /// Looks whether the keeper has read what was sent, and replaces it if it reads nothing: it may be stopped.
-    pub(crate) fn look_after_keeper(&mut self) {
-        self.keeping.looks_later = false;
-        let store = self.objects.store();
-        match self.keeping.asked {
+    pub(super) fn look(&mut self, around: &mut Around<'_>) {
+        let store = around.state.objects.store();
+        match self.asked {
             _ if store.is_greeted() && !store.is_unread() => {
-                (self.keeping.asked, self.keeping.read) = (None, store.sent());
+                (self.asked, self.read) = (None, store.sent());
             }
-            Some((mark, _)) if store.is_confirmed(mark) => self.keeping.asked = None,
+            Some((mark, _)) if store.is_confirmed(mark) => self.asked = None,
             None => {
-                self.keeping.asked = Some((self.objects.store_mut().sync(), Instant::now()));
-                self.settle_store();
+                self.asked = Some((around.state.objects.store_mut().sync(), Instant::now()));
             }
             Some((_, since)) if since.elapsed() > LONGEST_SILENCE => {
                 tracing::error!("the keeper has read nothing for {LONGEST_SILENCE:?}: it is killed and replaced");
-                self.objects.store_mut().disconnect();
-                self.note_crash();
+                around.state.objects.store_mut().disconnect();
+                self.note_crash(around);
                 self.end_keeper();
-                self.settle_store();
             }
             Some(_) => {}
         }
-        self.look_after_keeper_later();
+        self.look_later(around);
     }
 
     /// SIGHUP: another server is to go on with what the keeper has confirmed.
-    pub(crate) fn begin_end(&mut self) {
-        if self.keeping.end_mark.is_none() {
-            let mark = self.objects.store_mut().sync();
-            self.keeping.end_mark = Some(mark);
-            // Nothing else may wake the loop of an idle server.
-            self.settle_store();
+    pub(super) fn begin_end(&mut self, around: &mut Around<'_>) {
+        if self.end_mark.is_none() {
+            let mark = around.state.objects.store_mut().sync();
+            self.end_mark = Some(mark);
         }
     }
 
     /// Whether this server was asked to end for another one, and a keeper has everything.
-    fn may_end(&self) -> bool {
-        self.keeping.end_mark.is_some_and(|mark| self.objects.store().is_confirmed(mark))
+    fn may_end(&self, around: &Around<'_>) -> bool {
+        self.end_mark.is_some_and(|mark| around.state.objects.store().is_confirmed(mark))
     }
 
     /// Whether the loop is to end.
-    pub(crate) fn ends(&mut self) -> bool {
-        let cancelled = self.cancel.check().is_err();
-        if !cancelled || !self.keeping.keeper_stays() {
-            return cancelled || self.may_end();
+    pub(super) fn ends(&mut self, around: &mut Around<'_>) -> bool {
+        let cancelled = around.cancel.check().is_err();
+        if !cancelled || !self.keeper_stays() {
+            return cancelled || self.may_end(around);
         }
         // It frees nothing, and so ends once a keeper has everything.
         let now = Instant::now();
-        let by = *self.keeping.end_by.get_or_insert_with(|| now + LONGEST_END);
-        if self.keeping.end_mark.is_none() {
-            self.begin_end();
-            self.timer(LONGEST_END, Timer::Store);
+        let by = *self.end_by.get_or_insert_with(|| now + LONGEST_END);
+        if self.end_mark.is_none() {
+            self.begin_end(around);
+            around.timers.set(LONGEST_END, Timer::Store);
         }
-        self.may_end() || now >= by
+        self.may_end(around) || now >= by
     }
 
     /// Reports what becomes of everything that this server held, to its keeper and in the log.
-    pub(crate) fn report_end(&mut self, (objects, versions, _, bytes): (u64, u64, u64, u64)) {
+    pub(super) fn report_end(&self, around: &mut Around<'_>, total: Total) {
         const FREED: &str = "the memory is freed, but for what clients have mapped";
+        let Total { counts: Counts { objects, versions, .. }, bytes } = total;
         let held = format!("{objects} objects, {versions} versions, {bytes} bytes as claimed");
-        match &self.keeping.keeper {
-            _ if self.objects.store().keeper() == Keeper::None => return tracing::info!(held, "ends: {FREED}"),
-            Some(keeper) if self.may_end() => tracing::info!(pid = keeper.pid, held, "ends: the keeper has everything"),
-            _ if self.keeping.keeper_stays() => {
-                tracing::error!(held, "no keeper has everything after {LONGEST_END:?}: the rest is freed");
-                self.objects.report_unkept();
+        match &self.keeper {
+            _ if around.state.objects.store().keeper() == Keeper::None => return tracing::info!(held, "ends: {FREED}"),
+            Some(keeper) if self.may_end(around) => {
+                tracing::info!(pid = keeper.pid, held, "ends: the keeper has everything")
             }
-            _ if self.is_hung_up() => {}
+            _ if self.keeper_stays() => {
+                tracing::error!(held, "no keeper has everything after {LONGEST_END:?}: the rest is freed");
+                around.state.objects.report_unkept();
+            }
+            _ if is_hung_up(around.cancel) => {}
             _ => tracing::info!(held, "ends, and so does the keeper: {FREED}"),
         }
-        self.history.end(self.objects.store_mut());
-        if self.cancel.check().is_err() && (self.keeping.keeper_stays() || !self.is_hung_up()) {
-            self.objects.store_mut().stopping(held);
+        around.state.history.end(around.state.objects.store_mut());
+        if around.cancel.check().is_err() && (self.keeper_stays() || !is_hung_up(around.cancel)) {
+            around.state.objects.store_mut().stopping(held);
         }
     }
+}
+
+/// Whether SIGHUP ended this server: the next one goes on.
+pub(super) fn is_hung_up(cancel: &Cancel) -> bool {
+    matches!(cancel.check(), Err(Error::Interrupted { reason: CancelReason::Signal(nix::libc::SIGHUP) }))
 }

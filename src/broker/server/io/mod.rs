@@ -1,21 +1,29 @@
-//! Sockets, descriptors and time: the event loop and what it serves.
+//! Sockets, descriptors, threads and time: the event loop, which carries out effects and knows no verb.
 //!
 //! | File | What it does |
 //! |---|---|
-//! | `reactor` | the event loop |
-//! | `connection` | the socket of one client, and the records that wait for it |
-//! | `admission` | which connections and descriptors are accepted |
+//! | `reactor` | the event loop and its timers |
+//! | `serve` | receives records, carries out effects, closes connections |
+//! | `connection`, `connections` | the sockets of clients, and the records that wait for them |
+//! | `admission` | which users may connect |
 //! | `flight` | descriptors that were sent and not read |
-//! | `worker` | work that takes long |
+//! | `timers` | what happens when |
+//! | `worker`, `backlog` | work that takes long, and users that send more of it than is done |
 //! | `closer` | closes that a peer may block |
+//! | `finished` | what the threads report |
 //! | `keeper` | the connection to the keeper |
 //! | `devices` | the nodes of devices, held open |
 
 pub(super) mod admission;
-pub(super) mod closer;
-pub(super) mod connection;
+mod backlog;
+mod closer;
+mod connection;
+mod connections;
 pub(super) mod devices;
-pub(super) mod flight;
+mod finished;
+mod flight;
 pub(super) mod keeper;
 pub(super) mod reactor;
-pub(super) mod worker;
+mod serve;
+mod timers;
+mod worker;

@@ -3,44 +3,44 @@
 use std::{
     collections::VecDeque,
     os::fd::OwnedFd,
+    panic::{self, AssertUnwindSafe},
     sync::{
         Arc, Condvar, Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
-        mpsc::{self, Receiver},
+        mpsc::Sender,
     },
     thread,
 };
 
 use mio::Waker;
 
-use crate::broker::server::{io::closer::Closers, io::reactor::Reactor};
-use crate::error::{Error, Result};
+use super::finished::Finished;
+use crate::{
+    broker::server::{
+        state::root::State,
+        verbs::{
+            connection::work_failed,
+            effects::{Effects, Step, Work},
+        },
+    },
+    error::{Error, Result},
+};
 
-/// How many descriptors of memory may wait to be closed before a user's puts wait for that, and how many more each user may send then.
-/// What waits holds memory that has no name any more.
+/// How many descriptors of memory may wait to be closed before a user's puts wait for that: what waits holds memory that has no name
+/// any more.
 const MOST_CLOSING: usize = 256;
-pub(crate) const MOST_WHILE_BEHIND: usize = 64;
 
-/// What the event loop does with what a job found.
-pub(crate) type Outcome = Box<dyn FnOnce(&mut Reactor) + Send>;
-
-/// A step of some work.
-pub(crate) type Job = Box<dyn FnOnce() -> Step + Send>;
-
-/// What a step of some work leads to.
-pub(crate) enum Step {
-    /// The work goes on with this, after the steps of other users.
-    More(Job),
-    /// The event loop does this with the result.
-    Done(Outcome),
-    /// It is done.
-    Nothing,
+/// What the worker does.
+enum Task {
+    Work(Work),
+    /// Closes memory.
+    Close(Arc<Closing>),
 }
 
 /// The work of each user that has some, the user whose turn is next first. The server's own work has no user.
 #[derive(Default)]
 struct Turns {
-    users: VecDeque<(Option<u32>, VecDeque<Job>)>,
+    users: VecDeque<(Option<u32>, VecDeque<Task>)>,
     ended: bool,
 }
 
@@ -58,26 +58,26 @@ impl std::fmt::Debug for Queue {
 }
 
 impl Queue {
-    fn add(&self, user: Option<u32>, job: Job) {
+    fn add(&self, user: Option<u32>, task: Task) {
         let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         match turns.users.iter_mut().find(|(of, _)| *of == user) {
-            Some((_, jobs)) => jobs.push_back(job),
-            None => turns.users.push_back((user, VecDeque::from([job]))),
+            Some((_, tasks)) => tasks.push_back(task),
+            None => turns.users.push_back((user, VecDeque::from([task]))),
         }
         self.changed.notify_one();
     }
 
     /// The next step, and its user, whose turn comes again after those of all others. Waits for one; `None` at the end.
-    fn next(&self) -> Option<(Option<u32>, Job)> {
+    fn next(&self) -> Option<(Option<u32>, Task)> {
         let turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         let waits = |turns: &mut Turns| turns.users.is_empty() && !turns.ended;
         let mut turns = self.changed.wait_while(turns, waits).unwrap_or_else(PoisonError::into_inner);
-        let (user, mut jobs) = turns.users.pop_front()?;
-        let job = jobs.pop_front()?;
-        if !jobs.is_empty() {
-            turns.users.push_back((user, jobs));
+        let (user, mut tasks) = turns.users.pop_front()?;
+        let task = tasks.pop_front()?;
+        if !tasks.is_empty() {
+            turns.users.push_back((user, tasks));
         }
-        Some((user, job))
+        Some((user, task))
     }
 
     /// Ends the worker, once nothing waits.
@@ -89,9 +89,8 @@ impl Queue {
 
 /// A thread for work that ends soon, the close of memory included.
 #[derive(Debug)]
-pub(crate) struct Worker {
+pub(super) struct Worker {
     queue: Arc<Queue>,
-    outcomes: Receiver<Outcome>,
     closing: Arc<Closing>,
 }
 
@@ -104,59 +103,67 @@ struct Closing {
 }
 
 impl Closing {
-    fn close(&self) -> Step {
+    /// Closes what waits. Returns whether users may send again that could not before.
+    fn close(&self) -> bool {
         let fds = std::mem::take(&mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner));
         let count = fds.len();
         drop(fds);
         let before = self.count.fetch_sub(count, Ordering::Relaxed);
-        if before > MOST_CLOSING && before - count <= MOST_CLOSING {
-            return Step::Done(Box::new(Reactor::receive_again));
+        before > MOST_CLOSING && before - count <= MOST_CLOSING
+    }
+}
+
+/// Does a step of some work, or tells the event loop what came of it. A panic ends the request, and not the worker.
+fn run(queue: &Queue, task: Task) -> Option<Finished> {
+    let Work { client, uid, reserved, job } = match task {
+        Task::Close(closing) => return closing.close().then_some(Finished::CaughtUp),
+        Task::Work(work) => work,
+    };
+    match panic::catch_unwind(AssertUnwindSafe(job)) {
+        Ok(Step::More(job)) => {
+            queue.add(Some(uid), Task::Work(Work { client, uid, reserved, job }));
+            None
         }
-        Step::Nothing
+        Ok(Step::Done(outcome)) => Some(Finished::Work(outcome)),
+        Err(_) => {
+            tracing::error!(uid, "the worker failed in the work for a request");
+            let outcome = move |state: &mut State, effects: &mut Effects| {
+                work_failed(state, effects, client, uid, reserved);
+            };
+            Some(Finished::Work(Box::new(outcome)))
+        }
     }
 }
 
 impl Worker {
     /// # Errors
     /// [`Error::System`] if no thread can be started.
-    pub(crate) fn start(waker: Arc<Waker>) -> Result<(Self, Closers)> {
+    pub(super) fn start(done: Sender<Finished>, waker: Arc<Waker>) -> Result<Self> {
         let queue = Arc::new(Queue::default());
-        let (done, outcomes) = mpsc::channel();
-        let closers = Closers::new(done.clone(), Arc::clone(&waker));
         let to_do = Arc::clone(&queue);
         let work = move || {
-            while let Some((user, job)) = to_do.next() {
-                match job() {
-                    Step::More(job) => to_do.add(user, job),
-                    // Fails if the loop has ended.
-                    Step::Done(outcome) => {
-                        if done.send(outcome).is_ok()
-                            && let Err(error) = waker.wake()
-                        {
-                            tracing::error!(%error, "cannot wake the event loop");
-                        }
-                    }
-                    Step::Nothing => {}
+            while let Some((_, task)) = to_do.next() {
+                // Fails if the loop has ended.
+                if let Some(finished) = run(&to_do, task)
+                    && done.send(finished).is_ok()
+                    && let Err(error) = waker.wake()
+                {
+                    tracing::error!(%error, "cannot wake the event loop");
                 }
             }
         };
         let started = thread::Builder::new().name("worker".to_owned()).spawn(work);
         started.map_err(|error| Error::system("start a thread", error))?;
-        Ok((Self { queue, outcomes, closing: Arc::default() }, closers))
+        Ok(Self { queue, closing: Arc::default() })
     }
 
     /// Does a user's work elsewhere, when it is that user's turn.
-    pub(crate) fn run(&self, uid: u32, job: Job) {
-        self.queue.add(Some(uid), job);
-    }
-
-    /// What is to be done now.
-    pub(crate) fn outcomes(&self) -> Vec<Outcome> {
-        self.outcomes.try_iter().collect()
+    pub(super) fn run(&self, work: Work) {
+        self.queue.add(Some(work.uid), Task::Work(work));
     }
 
     /// Closes memory, whose last close takes as long as it is large. All that waits is closed in one step.
-    pub(crate) fn close(&self, fds: Vec<OwnedFd>) {
+    pub(super) fn close(&self, fds: Vec<OwnedFd>) {
         if fds.is_empty() {
             return;
         }
@@ -166,17 +173,17 @@ impl Worker {
         waiting.extend(fds);
         if begins {
             let closing = Arc::clone(&self.closing);
-            self.queue.add(None, Box::new(move || closing.close()));
+            self.queue.add(None, Task::Close(closing));
         }
     }
 
-    /// Whether much memory waits to be closed, so that users may send little more: [`Reactor::receive_again`] follows.
-    pub(crate) fn is_behind(&self) -> bool {
+    /// Whether much memory waits to be closed, so that users may send little more: [`Finished::CaughtUp`] follows.
+    pub(super) fn is_behind(&self) -> bool {
         self.closing() > MOST_CLOSING
     }
 
     /// How many descriptors of memory are not closed yet.
-    pub(crate) fn closing(&self) -> usize {
+    pub(super) fn closing(&self) -> usize {
         self.closing.count.load(Ordering::Relaxed)
     }
 }
@@ -184,21 +191,5 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         self.queue.end();
-    }
-}
-
-impl Reactor {
-    /// Runs a user's work: here if it is small, else in the worker.
-    pub(crate) fn work(&mut self, uid: u32, small: bool, mut next: Job) {
-        if !small {
-            return self.worker.run(uid, next);
-        }
-        loop {
-            match next() {
-                Step::More(job) => next = job,
-                Step::Done(outcome) => return outcome(self),
-                Step::Nothing => return,
-            }
-        }
     }
 }

@@ -1,18 +1,23 @@
 //! Who asks, and what that user may do with a name.
 
-use std::{cell::OnceCell, os::fd::AsFd};
+use std::sync::Arc;
 
-use nix::{
-    sys::socket::{getsockopt, sockopt::PeerCredentials},
-    unistd::geteuid,
-};
+use nix::unistd::geteuid;
 
-use crate::broker::server::ConnectionId;
 use crate::{
-    error::{BrokerError, Error, RefusalCode, Result},
+    error::{BrokerError, RefusalCode},
     sys,
     wire::broker::{Maker, Owner},
 };
+
+/// The number of a connection: they are counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct ConnectionId(pub(crate) u64);
+
+impl ConnectionId {
+    /// Stands for all connections of a server before this one.
+    pub(crate) const BEFORE: Self = Self(0);
+}
 
 /// What a caller wants to do with an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,27 +33,14 @@ pub(crate) struct Caller {
     pub(crate) pid: i32,
     pub(crate) uid: u32,
     pub(crate) gid: u32,
-    /// The supplementary groups, once they were asked for.
-    groups: OnceCell<Vec<u32>>,
+    /// The supplementary groups: none of a superuser, whose groups decide nothing.
+    pub(crate) groups: Arc<[u32]>,
 }
 
 impl Caller {
-    /// # Errors
-    /// [`Error::System`]. See unix(7).
-    pub(crate) fn of(connection: ConnectionId, socket: &impl AsFd) -> Result<Self> {
-        let credentials = getsockopt(&socket.as_fd(), PeerCredentials)
-            .map_err(|errno| Error::system("read the peer's credentials", errno))?;
-        let (pid, uid, gid) = (credentials.pid(), credentials.uid(), credentials.gid());
-        Ok(Self { connection, pid, uid, gid, groups: OnceCell::new() })
-    }
-
-    /// Whether the caller is of a group. `SO_PEERGROUPS` is asked at most once.
-    pub(crate) fn is_of(&self, gid: u32, socket: &impl AsFd) -> bool {
-        let groups = self.groups.get_or_init(|| {
-            let groups = sys::peer_groups(socket.as_fd());
-            groups.inspect_err(|error| tracing::warn!(%error, "cannot read a peer's groups")).unwrap_or_default()
-        });
-        self.gid == gid || groups.contains(&gid)
+    /// Whether the caller is a member of a group.
+    pub(crate) fn is_of(&self, gid: u32) -> bool {
+        self.gid == gid || self.groups.contains(&gid)
     }
 
     /// Whether the caller may do everything: the server's own user and root.
@@ -62,7 +54,7 @@ impl Caller {
     }
 
     /// Whether the caller has a right to a name of this owner and mode.
-    pub(crate) fn may(&self, right: Right, owner: Owner, mode: u16, socket: &impl AsFd) -> bool {
+    pub(crate) fn may(&self, right: Right, owner: Owner, mode: u16) -> bool {
         let bit = match right {
             Right::Read => 0o4,
             Right::Write => 0o2,
@@ -70,27 +62,17 @@ impl Caller {
         if self.is_superuser() {
             return true;
         }
-        class_of(self.uid, owner, mode, || self.is_of(owner.gid, socket)) & bit != 0
+        class_of(self.uid, owner, mode, || self.is_of(owner.gid)) & bit != 0
     }
 
     /// The caller's rights, without its connection.
-    pub(crate) fn reader(&self, socket: &impl AsFd) -> Reader {
-        // Asks for the groups.
-        self.is_of(self.gid, socket);
-        let (is_superuser, groups) = (self.is_superuser(), self.groups.get().cloned().unwrap_or_default());
-        Reader { is_superuser, uid: self.uid, gid: self.gid, groups }
+    pub(crate) fn reader(&self) -> Reader {
+        Reader { is_superuser: self.is_superuser(), uid: self.uid, gid: self.gid, groups: Arc::clone(&self.groups) }
     }
 
     /// As [`Caller::may`], with the refusal.
-    pub(crate) fn require(
-        &self,
-        right: Right,
-        name: &str,
-        owner: Owner,
-        mode: u16,
-        socket: &impl AsFd,
-    ) -> Result<(), BrokerError> {
-        if self.may(right, owner, mode, socket) {
+    pub(crate) fn require(&self, right: Right, name: &str, owner: Owner, mode: u16) -> Result<(), BrokerError> {
+        if self.may(right, owner, mode) {
             return Ok(());
         }
         let what = match right {
@@ -121,7 +103,7 @@ pub(crate) struct Reader {
     is_superuser: bool,
     uid: u32,
     gid: u32,
-    groups: Vec<u32>,
+    groups: Arc<[u32]>,
 }
 
 impl Reader {

@@ -10,7 +10,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::broker::server::state::objects::now_ms;
+use super::time::Time;
 use crate::{
     broker::keeper::{Keeper, Name, Store},
     sys::memfd,
@@ -134,7 +134,7 @@ impl History {
             }
         );
         self.crashes.push_back(Crash {
-            at_ms: now_ms(),
+            at_ms: Time::now().ms,
             process: process.to_owned(),
             pid: pid.unwrap_or(0),
             lost_versions,

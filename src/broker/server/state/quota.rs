@@ -1,6 +1,6 @@
 //! How much users may have: each one, and all together.
 
-use crate::broker::server::{ServerConfig, state::caller::is_superuser};
+use super::caller::is_superuser;
 use crate::{
     error::{BrokerError, RefusalCode},
     wire::broker::Limits,
@@ -110,8 +110,9 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    pub(crate) fn of(config: &ServerConfig) -> Self {
-        Self { user: config.quota, total: config.total_quota }
+    /// The limits of each user, and of all together.
+    pub(crate) fn new(user: Quota, total: Quota) -> Self {
+        Self { user, total }
     }
 
     /// What each user other than the server's own and root may have, and all together.

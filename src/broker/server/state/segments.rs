@@ -10,7 +10,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use crate::broker::server::state::inspect::{Inode, inode};
+use super::inspect::{Inode, inode};
 use crate::{broker::catalogue::SegmentId, sys};
 
 /// A descriptor that was not kept. It is the caller's to close.

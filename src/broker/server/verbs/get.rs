@@ -1,21 +1,25 @@
-//! Gets: leases of what is there, waits for what is not, and claims of what no process makes yet.
+//! Gets: leases of what exists, waits for what does not, and claims of what no process makes yet.
 
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
-    time::{Duration, Instant},
+    collections::{HashMap, VecDeque},
+    time::Duration,
 };
 
-use crate::broker::server::{
-    ConnectionId,
-    io::connection::{Connection, Outgoing, Request},
-    io::reactor::Reactor,
-    io::worker::Step,
-    state::caller::Caller,
-    state::objects::{Answer, LeaseParts, Question, Selected, Selection, random},
+use super::{
+    effects::{Effect, Effects, Outgoing, Step, Work, work},
+    reply::{count, end_request, refuse, reply},
 };
 use crate::{
-    broker::name::{check_component, check_name},
-    channel::deadline_after,
+    broker::{
+        name::{check_component, check_name},
+        server::state::{
+            caller::ConnectionId,
+            client::Request,
+            objects::{LeaseParts, Objects, Question, Selected, Selection},
+            root::State,
+            waits::Waiting,
+        },
+    },
     error::{BrokerError, RefusalCode},
     wire::{
         MAX_FDS, Segments,
@@ -23,127 +27,71 @@ use crate::{
     },
 };
 
-/// A get that is not answered yet.
-#[derive(Debug)]
-pub(crate) struct Waiting {
-    get: Get,
-    /// What was found in the objects' tables, by their places in the get.
-    answers: HashMap<usize, Answer>,
-    /// When the wait ends, once it has begun.
-    deadline: Option<Instant>,
-}
-
-/// How many claims one connection holds, and all connections of one user.
-const MOST_CLAIMS: usize = 256;
-const MOST_CLAIMS_OF_USER: usize = 4096;
-
-/// Who makes an object that is not there: claims of all of it, or of its parts.
-#[derive(Debug, Default)]
-pub(crate) struct Claims {
-    names: HashMap<String, Vec<Holder>>,
-    /// The names that each connection has claims on, by the tokens of these.
-    held: HashMap<ConnectionId, HashMap<Token, String>>,
-    /// How many claims each user holds.
-    users: HashMap<u32, usize>,
-}
-
-#[derive(Debug)]
-struct Holder {
-    connection: ConnectionId,
-    uid: u32,
-    token: Token,
-    claim: Claim,
-}
-
-impl Claims {
-    /// Grants a claim if it does not collide with those that are held.
-    ///
-    /// # Errors
-    /// If the caller holds as many as it may.
-    fn grant(&mut self, name: &str, caller: &Caller, claim: &Claim) -> Result<Option<Token>, BrokerError> {
-        // Parts of one version: of the same group, and not the same part.
-        let goes_with = |holder: &Holder| {
-            let parts = (&holder.claim.part, &claim.part);
-            holder.claim.group.is_some()
-                && holder.claim.group == claim.group
-                && matches!(parts, (Some(held), Some(wanted)) if held != wanted)
-        };
-        if !self.names.get(name).is_none_or(|holders| holders.iter().all(goes_with)) {
-            return Ok(None);
-        }
-        let Caller { connection, uid, .. } = *caller;
-        let of_connection = self.held.get(&connection).map_or(0, HashMap::len);
-        let of_user = self.users.get(&uid).copied().unwrap_or(0);
-        if of_connection >= MOST_CLAIMS || of_user >= MOST_CLAIMS_OF_USER {
-            let message = format!(
-                "this connection holds {of_connection} claims of at most {MOST_CLAIMS} claims, and uid {uid} holds {of_user} of at \
-                 most {MOST_CLAIMS_OF_USER} claims: put or release what was claimed before"
-            );
-            return Err(BrokerError::new(RefusalCode::Quota, message));
-        }
-        let token = Token(random());
-        let holder = Holder { connection, uid, token, claim: claim.clone() };
-        self.names.entry(name.to_owned()).or_default().push(holder);
-        self.held.entry(connection).or_default().insert(token, name.to_owned());
-        *self.users.entry(uid).or_default() += 1;
-        Ok(Some(token))
-    }
-
-    /// Ends a claim. Returns the name that it was on.
-    fn end(&mut self, connection: ConnectionId, token: Token) -> Option<String> {
-        let name = self.held.get(&connection)?.get(&token)?.clone();
-        let holders = self.names.get_mut(&name)?;
-        let at = holders.iter().position(|holder| holder.token == token)?;
-        let holder = holders.remove(at);
-        if holders.is_empty() {
-            self.names.remove(&name);
-        }
-        self.forget(&holder);
-        Some(name)
-    }
-
-    /// Ends all claims on a name: it is there.
-    fn end_all(&mut self, name: &str) {
-        for holder in self.names.remove(name).unwrap_or_default() {
-            self.forget(&holder);
-        }
-    }
-
-    /// Ends all claims of a connection. Returns the names that they were on.
-    fn end_of(&mut self, connection: ConnectionId) -> HashSet<String> {
-        let tokens: Vec<Token> = self.held.get(&connection).map_or_else(Vec::new, |of| of.keys().copied().collect());
-        tokens.into_iter().filter_map(|token| self.end(connection, token)).collect()
-    }
-
-    /// Counts a claim no more.
-    fn forget(&mut self, holder: &Holder) {
-        if let Some(held) = self.held.get_mut(&holder.connection) {
-            held.remove(&holder.token);
-            if held.is_empty() {
-                self.held.remove(&holder.connection);
-            }
-        }
-        if let Some(count) = self.users.get_mut(&holder.uid) {
-            *count -= 1;
-            if *count == 0 {
-                self.users.remove(&holder.uid);
-            }
-        }
+/// A get has come.
+pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, get: Get) {
+    match check(&get) {
+        Ok(()) => try_get(state, effects, id, Waiting { get, answers: HashMap::new(), deadline: None }),
+        Err(refusal) => refuse(state, effects, id, refusal),
     }
 }
 
-/// What a get comes to at this moment.
-enum Outcome {
-    /// All of it is there.
-    Ready(Vec<Selection>),
-    /// Some tables must be looked into.
+/// What a get leads to at this moment.
+enum Found {
+    /// All of it exists.
+    All(Vec<Selection>),
+    /// Some tables must be read first.
     Ask(VecDeque<(usize, Question)>),
-    /// This object is not there.
+    /// This object does not exist.
     Absent(String),
 }
 
-/// Looks into one table for a get, and then into the next one when it is the user's turn again.
-fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, Question)>, first: bool) -> Step {
+/// Answers a get, or waits.
+fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: Waiting) {
+    match find(state, id, &waiting) {
+        Err(refusal) => give_up(state, effects, id, refusal),
+        Ok(Found::All(selections)) => hand_out(state, effects, id, &selections),
+        Ok(Found::Ask(questions)) => ask(state, effects, id, waiting, questions),
+        Ok(Found::Absent(name)) => absent(state, effects, id, waiting, &name),
+    }
+}
+
+fn find(state: &State, id: ConnectionId, waiting: &Waiting) -> Result<Found, BrokerError> {
+    let Some(caller) = state.caller(id) else { return Ok(Found::All(Vec::new())) };
+    let (mut selections, mut questions) = (Vec::new(), VecDeque::new());
+    for (at, object) in waiting.get.objects.iter().enumerate() {
+        match state.objects.select(caller, object, waiting.answers.get(&at))? {
+            Selected::Ready(selection) => selections.push(selection),
+            Selected::Ask(question) => questions.push_back((at, question)),
+            Selected::Absent => return Ok(Found::Absent(object.name.clone())),
+        }
+    }
+    Ok(if questions.is_empty() { Found::All(selections) } else { Found::Ask(questions) })
+}
+
+/// Refuses a get that may have waited.
+fn give_up(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
+    state.waits.remove(id);
+    refuse(state, effects, id, refusal);
+}
+
+/// Reads tables, here if they are small.
+fn ask(
+    state: &mut State,
+    effects: &mut Effects,
+    id: ConnectionId,
+    waiting: Waiting,
+    questions: VecDeque<(usize, Question)>,
+) {
+    let Some(uid) = state.caller(id).map(|caller| caller.uid) else { return };
+    let small = questions.iter().all(|(_, question)| question.is_small());
+    state.set_request(id, Request::Worker);
+    let job = Box::new(move || look(id, waiting, questions));
+    work(state, effects, small, Work { client: id, uid, reserved: 0, job });
+}
+
+/// Reads one table for a get, and then the next one when it is the user's turn again.
+fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, Question)>) -> Step {
+    let mut refusal = None;
     if let Some((at, question)) = questions.front_mut() {
         match question.step() {
             Ok(None) => {}
@@ -151,243 +99,151 @@ fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, 
                 waiting.answers.insert(*at, answer);
                 questions.pop_front();
             }
-            Err(refusal) => {
-                return Step::Done(Box::new(move |reactor: &mut Reactor| {
-                    reactor.set_request(id, Request::None);
-                    reactor.stop_waiting(id, &waiting.get);
-                    reactor.refuse(id, refusal);
-                    reactor.listen_again(id);
-                }));
-            }
-        }
-        if !questions.is_empty() {
-            return Step::More(Box::new(move || look(id, waiting, questions, first)));
+            Err(error) => refusal = Some(error),
         }
     }
-    Step::Done(Box::new(move |reactor: &mut Reactor| {
-        reactor.set_request(id, Request::None);
-        reactor.try_get(id, waiting, first);
-        reactor.listen_again(id);
+    if refusal.is_none() && !questions.is_empty() {
+        return Step::More(Box::new(move || look(id, waiting, questions)));
+    }
+    Step::Done(Box::new(move |state, effects| {
+        state.set_request(id, Request::None);
+        match refusal {
+            Some(refusal) => give_up(state, effects, id, refusal),
+            None => try_get(state, effects, id, waiting),
+        }
+        effects.push(Effect::Listen(id));
     }))
 }
 
-impl Reactor {
-    /// A get has come.
-    pub(crate) fn get(&mut self, id: ConnectionId, get: Get) {
-        if let Err(refusal) = check(&get) {
-            return self.refuse(id, refusal);
-        }
-        self.try_get(id, Waiting { get, answers: HashMap::new(), deadline: None }, true);
-    }
-
-    /// Answers a get, or waits. `first` if it has not waited yet.
-    fn try_get(&mut self, id: ConnectionId, waiting: Waiting, first: bool) {
-        match self.outcome(id, &waiting) {
-            Err(refusal) => {
-                self.stop_waiting(id, &waiting.get);
-                self.refuse(id, refusal);
+/// An object does not exist: grants the claim, waits, or refuses.
+fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waiting: Waiting, name: &str) {
+    let Some(client) = state.clients.get(&id) else { return };
+    if let Some(claim) = &waiting.get.claim {
+        let allowed = state.objects.check_claim(&client.caller, name);
+        match allowed.and_then(|()| state.claims.grant(name, &client.caller, claim)) {
+            Ok(None) => {}
+            Ok(Some(token)) => {
+                state.waits.remove(id);
+                return reply(state, effects, id, &Message::Claimed(Claimed { token }));
             }
-            Ok(Outcome::Ready(selections)) => {
-                self.stop_waiting(id, &waiting.get);
-                self.hand_out(id, selections);
-            }
-            Ok(Outcome::Ask(questions)) => self.ask(id, waiting, questions, first),
-            Ok(Outcome::Absent(name)) => self.absent(id, waiting, &name, first),
+            Err(refusal) => return give_up(state, effects, id, refusal),
         }
     }
+    let Some(wait) = waiting.get.wait_ms else {
+        let refusal = BrokerError::new(RefusalCode::Absent, why_absent(&waiting, name));
+        return refuse(state, effects, id, refusal);
+    };
+    state.waits.add(id, &waiting.get);
+    // It may have passed while tables were read.
+    let deadline = *waiting.deadline.get_or_insert_with(|| state.objects.now.after(Duration::from_millis(wait)));
+    state.set_request(id, Request::Object(Box::new(waiting)));
+    effects.deadline(id, deadline);
+}
 
-    fn outcome(&self, id: ConnectionId, waiting: &Waiting) -> Result<Outcome, BrokerError> {
-        let Some(connection) = self.connections.get(&id) else { return Ok(Outcome::Ready(Vec::new())) };
-        let (mut ready, mut questions) = (Vec::new(), VecDeque::new());
-        for (at, object) in waiting.get.objects.iter().enumerate() {
-            match self.objects.select(&connection.caller, connection, object, waiting.answers.get(&at))? {
-                Selected::Ready(selection) => ready.push(selection),
-                Selected::Ask(question) => questions.push_back((at, question)),
-                Selected::Absent => return Ok(Outcome::Absent(object.name.clone())),
-            }
-        }
-        Ok(if questions.is_empty() { Outcome::Ready(ready) } else { Outcome::Ask(questions) })
+fn why_absent(waiting: &Waiting, name: &str) -> String {
+    let object = waiting.get.objects.iter().find(|object| object.name == name);
+    match object.map(|object| (object.version, object.newer_than)) {
+        Some((Some(version), _)) => format!("there is no version {version} of `{name}`"),
+        Some((None, Some(older))) => format!("there is no version of `{name}` after {older}"),
+        _ => format!("there is no object `{name}`"),
     }
+}
 
-    /// Looks into tables, here if they are small.
-    fn ask(&mut self, id: ConnectionId, waiting: Waiting, questions: VecDeque<(usize, Question)>, first: bool) {
-        let Some(uid) = self.connections.get(&id).map(|connection| connection.caller.uid) else { return };
-        let small = questions.iter().all(|(_, question)| question.is_small());
-        self.set_request(id, Request::Worker);
-        self.work(uid, small, Box::new(move || look(id, waiting, questions, first)));
-    }
+/// Ends the wait of a get.
+pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
+    let Some(client) = state.clients.get_mut(&id) else { return };
+    let Request::Object(waiting) = std::mem::take(&mut client.request) else { return };
+    let objects = &waiting.get.objects;
+    let missing =
+        objects.iter().find(|object| state.objects.find(&object.name, object.version, object.newer_than).is_none());
+    let name = missing.or(objects.first()).map_or("", |object| object.name.as_str());
+    let why = why_absent(&waiting, name);
+    let waited = waiting.get.wait_ms.unwrap_or(0);
+    let message = match code {
+        RefusalCode::Timeout => format!("{why}, and none came within {waited} ms"),
+        _ => format!("{why}, and the wait for it was ended"),
+    };
+    give_up(state, effects, id, BrokerError::new(code, message));
+}
 
-    /// An object is not there: grants the claim, waits, or refuses.
-    fn absent(&mut self, id: ConnectionId, mut waiting: Waiting, name: &str, first: bool) {
-        if let (Some(claim), Some(connection)) = (&waiting.get.claim, self.connections.get(&id)) {
-            let granted = self.objects.check_claim(&connection.caller, connection, name);
-            match granted.and_then(|()| self.claims.grant(name, &connection.caller, claim)) {
-                Ok(None) => {}
-                Ok(Some(token)) => {
-                    self.stop_waiting(id, &waiting.get);
-                    return self.reply(id, &Message::Claimed(Claimed { token }));
-                }
-                Err(refusal) => {
-                    self.stop_waiting(id, &waiting.get);
-                    return self.refuse(id, refusal);
-                }
-            }
-        }
-        let Some(wait) = waiting.get.wait_ms else {
-            return self.refuse(id, BrokerError::new(RefusalCode::Absent, self.why_absent(&waiting, name)));
-        };
-        if first {
-            for object in &waiting.get.objects {
-                self.waiting.entry(object.name.clone()).or_default().insert(id);
-            }
-        }
-        // It may have passed while tables were looked into.
-        let deadline = *waiting.deadline.get_or_insert_with(|| deadline_after(Duration::from_millis(wait)));
-        self.set_request(id, Request::Object(Box::new(waiting)));
-        self.set_deadline(id, deadline);
-    }
+/// A version was published: answers the gets that waited for it.
+pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
+    state.claims.end_all(name);
+    wake(state, effects, name);
+}
 
-    fn why_absent(&self, waiting: &Waiting, name: &str) -> String {
-        let object = waiting.get.objects.iter().find(|object| object.name == name);
-        match object.map(|object| (object.version, object.newer_than)) {
-            Some((Some(version), _)) => format!("there is no version {version} of `{name}`"),
-            Some((None, Some(older))) => format!("there is no version of `{name}` after {older}"),
-            _ => format!("there is no object `{name}`"),
-        }
+/// Tries again the gets that wait for a name.
+fn wake(state: &mut State, effects: &mut Effects, name: &str) {
+    for id in state.waits.of(name) {
+        // One whose tables are being read goes on when that is done.
+        let idle =
+            |client: &&mut crate::broker::server::state::client::Client| matches!(client.request, Request::Object(_));
+        let Some(client) = state.clients.get_mut(&id).filter(idle) else { continue };
+        let Request::Object(waiting) = std::mem::take(&mut client.request) else { continue };
+        try_get(state, effects, id, *waiting);
+        effects.push(Effect::Listen(id));
     }
+}
 
-    /// The wait of a get is over.
-    pub(crate) fn object_late(&mut self, id: ConnectionId, waiting: &Waiting, code: RefusalCode) {
-        self.stop_waiting(id, &waiting.get);
-        let missing = waiting
-            .get
-            .objects
-            .iter()
-            .find(|object| self.objects.find(&object.name, object.version, object.newer_than).is_none());
-        let name = missing.or(waiting.get.objects.first()).map_or("", |object| object.name.as_str());
-        let why = self.why_absent(waiting, name);
-        let waited = waiting.get.wait_ms.unwrap_or(0);
-        let message = match code {
-            RefusalCode::Timeout => format!("{why}, and none came within {waited} ms"),
-            _ => format!("{why}, and the wait for it was ended"),
-        };
-        self.refuse(id, BrokerError::new(code, message));
+/// A client ends a claim, if it has it.
+pub(crate) fn end_claim(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
+    if let Some(name) = state.claims.end(id, token) {
+        wake(state, effects, &name);
     }
+}
 
-    /// Forgets that a connection waits.
-    pub(crate) fn stop_waiting(&mut self, id: ConnectionId, get: &Get) {
-        for object in &get.objects {
-            if let Some(ids) = self.waiting.get_mut(&object.name) {
-                ids.remove(&id);
-                if ids.is_empty() {
-                    self.waiting.remove(&object.name);
-                }
-            }
-        }
+/// A client has gone: its claims pass on.
+pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+    for name in state.claims.end_of(id) {
+        wake(state, effects, &name);
     }
+}
 
-    pub(crate) fn stop_waiting_of(&mut self, id: ConnectionId, waiting: &Waiting) {
-        self.stop_waiting(id, &waiting.get);
+/// Gives leases of all selections, or of none, and sends them.
+fn hand_out(state: &mut State, effects: &mut Effects, id: ConnectionId, selections: &[Selection]) {
+    state.waits.remove(id);
+    let Some(caller) = state.caller(id).cloned() else { return };
+    let (mut tokens, mut records) = (Vec::with_capacity(selections.len()), Vec::with_capacity(selections.len()));
+    let given = selections.iter().try_for_each(|selection| {
+        let token = state.objects.lease(&caller, selection.key, selection.bytes)?;
+        tokens.push(token);
+        records.extend(lease_records(&state.objects, token, selection)?);
+        Ok(())
+    });
+    if let Err(refusal) = given {
+        tokens.into_iter().for_each(|token| state.objects.end_lease(token));
+        return refuse(state, effects, id, refusal);
     }
+    count(state, effects, id, "ok");
+    end_request(state, effects, id);
+    if let Some(client) = state.clients.get_mut(&id) {
+        client.leases.extend(&tokens);
+        client.sending = tokens;
+        effects.push(Effect::Send { client: id, records });
+    }
+}
 
-    /// A version was published: answers those that waited for it.
-    pub(crate) fn published(&mut self, name: &str) {
-        self.claims.end_all(name);
-        self.wake(name);
+/// The records that a lease is sent in.
+fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Result<Vec<Outgoing>, BrokerError> {
+    let gone = || BrokerError::new(RefusalCode::Absent, "the version is gone");
+    let LeaseParts { mut header, tables, segments } = objects.describe_lease(token, selection).ok_or_else(gone)?;
+    let (first, rest) = segments.split_at(segments.len().min(MAX_FDS - tables.len()));
+    header.sizes = first.iter().map(|(_, size)| *size).collect();
+    let fds = tables.into_iter().chain(first.iter().map(|(id, _)| *id)).collect();
+    let long = |error: crate::error::Error| {
+        let message =
+            format!("what was asked for does not fit one record ({error}): ask for fewer parts or arrays at once");
+        BrokerError::new(RefusalCode::Invalid, message)
+    };
+    let mut records = vec![Outgoing::of(&Message::Lease(Box::new(header)), fds).map_err(long)?];
+    let mut at = first.len();
+    for some in rest.chunks(MAX_FDS) {
+        let sizes = some.iter().map(|(_, size)| *size).collect();
+        let message = Message::Segments(Segments { first: at as u64, sizes });
+        records.push(Outgoing::of(&message, some.iter().map(|(id, _)| *id).collect()).map_err(long)?);
+        at += some.len();
     }
-
-    /// Looks again at the gets that wait for a name.
-    fn wake(&mut self, name: &str) {
-        let ids: HashSet<ConnectionId> = self.waiting.get(name).cloned().unwrap_or_default();
-        let mut ids: Vec<ConnectionId> = ids.into_iter().collect();
-        // In the order in which they connected.
-        ids.sort_unstable();
-        for id in ids {
-            // One for which tables are being looked into goes on when that is done.
-            let idle = |connection: &&mut Connection| matches!(connection.request, Request::Object(_));
-            let Some(connection) = self.connections.get_mut(&id).filter(idle) else { continue };
-            let Request::Object(waiting) = std::mem::take(&mut connection.request) else { continue };
-            self.try_get(id, *waiting, false);
-            self.listen_again(id);
-        }
-    }
-
-    /// A connection ends a claim. Whether there was one.
-    pub(crate) fn end_claim(&mut self, id: ConnectionId, token: Token) {
-        if let Some(name) = self.claims.end(id, token) {
-            self.wake(&name);
-        }
-    }
-
-    /// A connection has ended: its claims pass on.
-    pub(crate) fn end_claims(&mut self, id: ConnectionId) {
-        for name in self.claims.end_of(id) {
-            self.wake(&name);
-        }
-    }
-
-    /// Gives leases of all selections, or of none, and sends them.
-    fn hand_out(&mut self, id: ConnectionId, selections: Vec<Selection>) {
-        let Some(connection) = self.connections.get(&id) else { return };
-        let caller = connection.caller.clone();
-        let mut tokens = Vec::with_capacity(selections.len());
-        let mut records = Vec::with_capacity(selections.len());
-        let mut refusal = None;
-        for selection in &selections {
-            match self.objects.lease(&caller, selection.key, selection.bytes) {
-                Ok(token) => {
-                    tokens.push(token);
-                    match self.lease_records(token, selection) {
-                        Ok(some) => records.extend(some),
-                        Err(error) => refusal = Some(error),
-                    }
-                }
-                Err(error) => refusal = Some(error),
-            }
-            if refusal.is_some() {
-                break;
-            }
-        }
-        if let Some(refusal) = refusal {
-            for token in tokens {
-                self.objects.end_lease(token);
-            }
-            return self.refuse(id, refusal);
-        }
-        if let Some(connection) = self.connections.get_mut(&id) {
-            connection.leases.extend(&tokens);
-            connection.sending = tokens;
-            connection.deadline = None;
-            connection.request = Request::None;
-            connection.answer(records);
-            self.count_request(id, "ok");
-            self.pushed(id);
-        }
-    }
-
-    /// The records that a lease is sent in.
-    fn lease_records(&self, token: Token, selection: &Selection) -> Result<Vec<Outgoing>, BrokerError> {
-        let gone = || BrokerError::new(RefusalCode::Absent, "the version is gone");
-        let LeaseParts { mut header, tables, segments } =
-            self.objects.describe_lease(token, selection).ok_or_else(gone)?;
-        let (first, rest) = segments.split_at(segments.len().min(MAX_FDS - tables.len()));
-        header.sizes = first.iter().map(|(_, size)| *size).collect();
-        let fds = tables.into_iter().chain(first.iter().map(|(id, _)| *id)).collect();
-        let long = |error: crate::error::Error| {
-            let message =
-                format!("what was asked for does not fit one record ({error}): ask for fewer parts or arrays at once");
-            BrokerError::new(RefusalCode::Invalid, message)
-        };
-        let mut records = vec![Outgoing::of(&Message::Lease(Box::new(header)), fds).map_err(long)?];
-        let mut at = first.len();
-        for some in rest.chunks(MAX_FDS) {
-            let sizes = some.iter().map(|(_, size)| *size).collect();
-            let message = Message::Segments(Segments { first: at as u64, sizes });
-            records.push(Outgoing::of(&message, some.iter().map(|(id, _)| *id).collect()).map_err(long)?);
-            at += some.len();
-        }
-        Ok(records)
-    }
+    Ok(records)
 }
 
 /// Checks what a get says.

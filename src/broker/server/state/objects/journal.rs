@@ -8,7 +8,7 @@ use std::{
 
 use uuid::Builder;
 
-use super::random;
+use crate::broker::server::state::random::random;
 use crate::{
     broker::{
         catalogue::{

@@ -1,12 +1,15 @@
 //! Leases: given, taken up by another connection, ended; and what their holders report.
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
-use super::{Held, Objects, Version, now_ms, random, unwritten, unwritten_kind};
+use super::{Held, Objects, Version, unwritten, unwritten_kind};
 use crate::{
     broker::{
         catalogue::{Record, record},
-        server::{ConnectionId, state::caller::Caller},
+        server::state::{
+            caller::{Caller, ConnectionId},
+            random::random,
+        },
     },
     error::BrokerError,
     wire::{
@@ -24,6 +27,9 @@ pub(crate) struct TakenUp {
     pub(crate) before: Vec<(ConnectionId, Token)>,
     pub(crate) lost: Vec<Token>,
 }
+
+/// How many leases and names of closed connections end before other connections are served.
+pub(super) const ENDS_AT_ONCE: usize = 128;
 
 /// How many bytes of a report are kept.
 const MAX_REPORT: usize = 256;
@@ -47,7 +53,7 @@ impl Objects {
             key,
             uid: caller.uid,
             pid: caller.pid,
-            since_ms: now_ms(),
+            since_ms: self.now.ms,
             size: bytes,
         };
         let token = record.token;
@@ -79,7 +85,7 @@ impl Objects {
             return;
         }
         // Not written down, it would come back after a crash, and end then, since no process has its token.
-        if let Err(error) = self.write(&Record::Ended { token, at_ms: now_ms() }) {
+        if let Err(error) = self.write(&Record::Ended { token, at_ms: self.now.ms }) {
             tracing::error!(%error, "cannot write down that a lease ended");
         }
         let Some(key) = self.forget_lease(token) else { return };
@@ -104,7 +110,7 @@ impl Objects {
         {
             of.leases -= 1;
             if of.leases == 0 {
-                of.idle_since = Instant::now();
+                of.idle_since = self.now.at;
             }
         }
         Some(held.record.key)
@@ -121,7 +127,7 @@ impl Objects {
         let mut given = Vec::new();
         for token in tokens {
             let (uid, pid) = (caller.uid, caller.pid);
-            let entry = Record::Leased(record::Lease { token: *token, key, uid, pid, since_ms: now_ms(), size });
+            let entry = Record::Leased(record::Lease { token: *token, key, uid, pid, since_ms: self.now.ms, size });
             if self.leases.contains_key(token) || self.users.check_lease(uid).is_err() || self.write(&entry).is_err() {
                 continue;
             }
@@ -189,34 +195,37 @@ impl Objects {
         self.departed.push_back(Departed { connection, uid: Some(uid), leases, names });
     }
 
-    /// Ends leases and names of closed connections, at most `most` of them. Returns how many more it could have ended: 0 if some may
-    /// be left.
-    pub(crate) fn end_departed(&mut self, mut most: usize) -> usize {
+    /// Ends leases and names of closed connections, as many as this turn of the event loop has left.
+    pub(crate) fn end_departed(&mut self) {
         while let Some(mut departed) = self.departed.pop_front() {
             let connection = departed.connection;
             // Another connection may have taken some of them up.
             let is_left = |held: &Held| held.holder.unwrap_or(ConnectionId::BEFORE) == connection;
-            while most > 0
+            while self.ends_left > 0
                 && let Some(token) = departed.leases.pop()
             {
-                most -= 1;
+                self.ends_left -= 1;
                 if self.leases.get(&token).is_some_and(is_left) {
                     self.end_lease(token);
                 }
             }
-            while most > 0
+            while self.ends_left > 0
                 && let Some(name) = departed.names.pop()
             {
-                most -= 1;
+                self.ends_left -= 1;
                 self.maker_gone(connection, &name);
             }
             if !departed.leases.is_empty() || !departed.names.is_empty() {
                 self.departed.push_front(departed);
-                return 0;
+                return;
             }
             departed.uid.into_iter().for_each(|uid| self.users.remove_connection(uid));
         }
-        most
+    }
+
+    /// A turn of the event loop begins.
+    pub(crate) fn begin_turn(&mut self) {
+        self.ends_left = ENDS_AT_ONCE;
     }
 
     /// Whether leases or names of closed connections are left.
@@ -233,7 +242,7 @@ impl Objects {
             return;
         }
         shorten(&mut message, MAX_REPORT);
-        let report = record::Report { key, reader: caller.describe(), at_ms: now_ms(), message };
+        let report = record::Report { key, reader: caller.describe(), at_ms: self.now.ms, message };
         let record = &version.record;
         if is_logged {
             tracing::warn!(

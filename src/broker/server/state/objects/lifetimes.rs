@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::Objects;
-use crate::{broker::server::ConnectionId, wire::broker::Lifetime};
+use crate::{broker::server::state::caller::ConnectionId, wire::broker::Lifetime};
 
 /// When a name is to be looked at, whether its time is over.
 #[derive(Debug)]
@@ -49,7 +49,8 @@ impl Objects {
     }
 
     /// Takes a name away whose time is over.
-    pub(crate) fn expire(&mut self, name: &str, now: Instant) {
+    pub(crate) fn expire(&mut self, name: &str) {
+        let now = self.now.at;
         let Some(of) = self.names.get_mut(name) else { return };
         of.looked_at = None;
         let over = match of.lifetime {

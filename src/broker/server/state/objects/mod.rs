@@ -24,7 +24,7 @@ use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
-    time::{Instant, SystemTime},
+    time::Instant,
 };
 
 use self::{journal::event, leases::Departed, readers::Readers, remove::segments_of, usage::Users};
@@ -34,8 +34,9 @@ pub(crate) use self::{
     lifetimes::Expiry,
     publish::{NewPart, NewTable, Staged, Terms},
     select::{Answer, LeaseParts, Question, Selected, Selection},
+    view::{Counts, LeasePage, Total},
 };
-use super::{history::Losses, quota::Rules, segments::Segments};
+use super::{history::Losses, quota::Rules, segments::Segments, time::Time};
 use crate::{
     broker::{
         catalogue::{
@@ -43,7 +44,7 @@ use crate::{
             record::{self, Seen},
         },
         keeper::{Flushed, Store},
-        server::ConnectionId,
+        server::state::caller::ConnectionId,
     },
     error::{BrokerError, RefusalCode},
     wire::broker::{EventKind, Lifetime, Owner, Token},
@@ -52,6 +53,8 @@ use crate::{
 /// What the broker holds.
 #[derive(Debug)]
 pub(crate) struct Objects {
+    /// The time at which the current request is handled.
+    pub(crate) now: Time,
     names: BTreeMap<Arc<str>, Name>,
     /// By their keys.
     versions: HashMap<u64, Version>,
@@ -59,6 +62,8 @@ pub(crate) struct Objects {
     readers: Readers,
     /// Closed connections whose leases and names have not all ended yet.
     departed: VecDeque<Departed>,
+    /// How many leases and names of closed connections may still end in this turn of the event loop.
+    ends_left: usize,
     users: Users,
     segments: Segments,
     journal: Journal,
@@ -158,13 +163,15 @@ struct Held {
 }
 
 impl Objects {
-    fn empty(rules: Rules, journal: Journal, store: Store) -> Self {
+    fn empty(now: Time, rules: Rules, journal: Journal, store: Store) -> Self {
         Self {
+            now,
             names: BTreeMap::new(),
             versions: HashMap::new(),
             leases: HashMap::new(),
             readers: Readers::default(),
             departed: VecDeque::new(),
+            ends_left: leases::ENDS_AT_ONCE,
             users: Users::new(rules),
             segments: Segments::default(),
             journal,
@@ -322,19 +329,4 @@ fn used_before() -> BrokerError {
 
 fn unwritten_kind() -> BrokerError {
     BrokerError::new(RefusalCode::Failed, "the broker wrote another record than it meant")
-}
-
-/// So many random bytes. See getrandom(2).
-pub(crate) fn random() -> [u8; 16] {
-    let mut bytes = [0; 16];
-    let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    // Requests of up to 256 bytes are neither cut short nor interrupted once the pool is initialised.
-    assert_eq!(filled, Ok(bytes.len()), "getrandom(2) failed");
-    bytes
-}
-
-/// The time, in milliseconds since 1970.
-pub(crate) fn now_ms() -> u64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

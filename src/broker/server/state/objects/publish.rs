@@ -1,10 +1,10 @@
 //! How a version comes: checked, kept, written down.
 
-use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Instant};
+use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
 
 use uuid::Builder;
 
-use super::{Name, Objects, Version, now_ms, random, unwritten, unwritten_kind, used_before};
+use super::{Name, Objects, Version, unwritten, unwritten_kind, used_before};
 use crate::{
     broker::{
         catalogue::{
@@ -14,6 +14,7 @@ use crate::{
         keeper::Mark,
         server::state::{
             caller::{Caller, Right},
+            random::random,
             segments::NotKept,
         },
     },
@@ -91,13 +92,7 @@ pub(crate) struct Staged {
 
 impl Objects {
     /// Checks what can be checked of a put before its memory is looked at, and again when it is published.
-    pub(crate) fn check_put(
-        &self,
-        caller: &Caller,
-        socket: &impl std::os::fd::AsFd,
-        terms: &Terms,
-        bytes: u64,
-    ) -> Result<(), BrokerError> {
+    pub(crate) fn check_put(&self, caller: &Caller, terms: &Terms, bytes: u64) -> Result<(), BrokerError> {
         let Terms { name, replace, if_version, mode, keep, .. } = terms;
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
         check_mapped(caller)?;
@@ -125,7 +120,7 @@ impl Objects {
                     let message = format!("`{name}` exists, at version {current}: replace it, or choose another name");
                     return refuse(RefusalCode::Exists, message);
                 }
-                caller.require(Right::Write, name, existing.owner, existing.mode, socket)?;
+                caller.require(Right::Write, name, existing.owner, existing.mode)?;
                 let owns = caller.is_superuser() || caller.uid == existing.owner.uid && !caller.is_unmapped();
                 let changes = terms.lifetime.is_some_and(|lifetime| lifetime != existing.lifetime)
                     || keep.is_some_and(|keep| keep != existing.keep);
@@ -170,16 +165,11 @@ impl Objects {
     }
 
     /// Checks whether the caller may put a version of a name, which a claim of it is for.
-    pub(crate) fn check_claim(
-        &self,
-        caller: &Caller,
-        socket: &impl std::os::fd::AsFd,
-        name: &str,
-    ) -> Result<(), BrokerError> {
+    pub(crate) fn check_claim(&self, caller: &Caller, name: &str) -> Result<(), BrokerError> {
         check_mapped(caller)?;
         match self.names.get(name) {
             None => self.users.check_objects(caller.uid, 1, 0),
-            Some(existing) => caller.require(Right::Write, name, existing.owner, existing.mode, socket),
+            Some(existing) => caller.require(Right::Write, name, existing.owner, existing.mode),
         }
     }
 
@@ -213,16 +203,10 @@ impl Objects {
     }
 
     /// Publishes a version that was staged. On failure nothing of it is kept.
-    pub(crate) fn publish(
-        &mut self,
-        caller: &Caller,
-        socket: &impl std::os::fd::AsFd,
-        terms: &Terms,
-        staged: Staged,
-    ) -> Result<Published, BrokerError> {
+    pub(crate) fn publish(&mut self, caller: &Caller, terms: &Terms, staged: Staged) -> Result<Published, BrokerError> {
         let Staged { uid, metadata, parts, kept, .. } = staged;
         let bytes = record::bytes_of(metadata.as_ref(), &parts);
-        let checked = self.check_put(caller, socket, terms, bytes);
+        let checked = self.check_put(caller, terms, bytes);
         if let Err(refusal) =
             checked.and_then(|()| self.check_devices(caller, &terms.name, parts.iter().map(|part| &part.memory)))
         {
@@ -234,7 +218,7 @@ impl Objects {
         // Of a version that is offered back the group counts if it is one of the caller's.
         let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
         let offered = restore.map(|restore| restore.owner);
-        let offered = offered.filter(|owner| caller.is_superuser() || caller.is_of(owner.gid, socket));
+        let offered = offered.filter(|owner| caller.is_superuser() || caller.is_of(owner.gid));
         let owner = existing.map_or(offered.unwrap_or(own), |name| name.owner);
         let mode = existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode);
         let lifetime = terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default();
@@ -248,7 +232,7 @@ impl Objects {
                 || Builder::from_random_bytes(random()).into_uuid().to_string(),
                 |restore| restore.id.clone(),
             ),
-            created_ms: restore.map_or_else(now_ms, |restore| restore.created_ms),
+            created_ms: restore.map_or(self.now.ms, |restore| restore.created_ms),
             owner,
             mode,
             lifetime,
@@ -284,7 +268,7 @@ impl Objects {
         if !self.names.contains_key(record.name.as_str()) {
             let name: Arc<str> = record.name.as_str().into();
             self.readers.add_name(Arc::clone(&name), owner, mode);
-            let (versions, idle_since) = (BTreeMap::new(), Instant::now());
+            let (versions, idle_since) = (BTreeMap::new(), self.now.at);
             let new = Name {
                 owner,
                 mode,
@@ -307,7 +291,7 @@ impl Objects {
         self.users.set_kept(name.owner.uid, name.kept, earlier);
         name.kept = earlier;
         if name.leases == 0 {
-            name.idle_since = Instant::now();
+            name.idle_since = self.now.at;
         }
         let version = Version { record, leases: 0, named: true, reports: Vec::new() };
         self.users.add_version(version.payer(), version.charged(), &version.record.parts);

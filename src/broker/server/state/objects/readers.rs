@@ -5,7 +5,6 @@ use std::{
     collections::{BTreeMap, BTreeSet, BinaryHeap},
     iter,
     ops::Bound,
-    os::fd::AsFd,
     sync::Arc,
 };
 
@@ -41,9 +40,9 @@ impl Rights {
         Self { uid: owner.uid, gid: owner.gid, mode }
     }
 
-    fn allow(self, caller: &Caller, socket: &impl AsFd) -> bool {
+    fn allow(self, caller: &Caller) -> bool {
         let Self { uid, gid, mode } = self;
-        caller.may(Right::Read, Owner { uid, gid }, mode, socket)
+        caller.may(Right::Read, Owner { uid, gid }, mode)
     }
 }
 
@@ -78,24 +77,14 @@ impl Readers {
     }
 
     /// The names from `from` on that the caller may read, in ascending order.
-    pub(crate) fn names<'a>(
-        &'a self,
-        caller: &'a Caller,
-        socket: &'a impl AsFd,
-        from: Bound<&'a str>,
-    ) -> impl Iterator<Item = &'a str> {
-        let readable = self.names.iter().filter(|(rights, _)| rights.allow(caller, socket));
+    pub(crate) fn names<'a>(&'a self, caller: &'a Caller, from: Bound<&'a str>) -> impl Iterator<Item = &'a str> {
+        let readable = self.names.iter().filter(|(rights, _)| rights.allow(caller));
         merge(readable.map(move |(_, names)| names.range::<str, _>((from, Bound::Unbounded)).map(|name| &**name)))
     }
 
     /// The leases from `from` on that the caller may see, in ascending order of their numbers.
-    pub(crate) fn leases<'a>(
-        &'a self,
-        caller: &'a Caller,
-        socket: &'a impl AsFd,
-        from: u64,
-    ) -> impl Iterator<Item = (u64, Token)> {
-        let sees = move |rights: Rights, uid: u32| uid == caller.uid || rights.allow(caller, socket);
+    pub(crate) fn leases<'a>(&'a self, caller: &'a Caller, from: u64) -> impl Iterator<Item = (u64, Token)> {
+        let sees = move |rights: Rights, uid: u32| uid == caller.uid || rights.allow(caller);
         let visible = self.leases.iter().filter(move |((rights, uid), _)| sees(*rights, *uid));
         merge(visible.map(move |(_, leases)| leases.range(from..).map(|(number, token)| (*number, *token))))
     }

@@ -7,7 +7,7 @@ use std::{
 
 use nix::unistd::geteuid;
 
-use super::{Held, Name, Objects, Version, now_ms, unwritten, unwritten_kind, used_before};
+use super::{Held, Name, Objects, Version, unwritten, unwritten_kind, used_before};
 use crate::{
     broker::{
         catalogue::{
@@ -37,14 +37,14 @@ impl Objects {
             return Err(BrokerError::new(RefusalCode::Denied, message));
         }
         let (uid, pid) = (caller.uid, caller.pid);
-        let deleted = Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request, owner: Some(owner) };
+        let deleted = Deleted { name: name.to_owned(), at_ms: self.now.ms, uid, pid, request, owner: Some(owner) };
         self.take_away(deleted, "deleted")
     }
 
     /// Takes a name away for which no process asks.
     pub(crate) fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
         let (uid, pid) = (geteuid().as_raw(), std::process::id().cast_signed());
-        let deleted = Deleted { name: name.to_owned(), at_ms: now_ms(), uid, pid, request: None, owner: None };
+        let deleted = Deleted { name: name.to_owned(), at_ms: self.now.ms, uid, pid, request: None, owner: None };
         self.take_away(deleted, why)
     }
 

@@ -3,7 +3,6 @@
 use std::{
     collections::{HashMap, HashSet},
     os::fd::OwnedFd,
-    time::Instant,
 };
 
 use super::{
@@ -15,7 +14,7 @@ use crate::{
     broker::{
         catalogue::{Record, Records, SegmentId},
         keeper::{Name, Store},
-        server::{ConnectionId, state::quota::Rules},
+        server::state::{caller::ConnectionId, quota::Rules, time::Time},
     },
     error::Result,
 };
@@ -26,6 +25,7 @@ impl Objects {
     /// # Errors
     /// If the catalogue was written by a newer build, or can't be used.
     pub(crate) fn restore(
+        now: Time,
         rules: Rules,
         mut store: Store,
         catalogues: [Option<OwnedFd>; 2],
@@ -42,11 +42,11 @@ impl Objects {
                 .chain(segments.keys().map(|id| Name::Segment(*id)))
                 .for_each(|name| store.remove(name));
             let journal = Journal::create(&mut store)?;
-            let mut objects = Self::empty(rules, journal, store);
+            let mut objects = Self::empty(now, rules, journal, store);
             objects.garbage.extend(segments.into_values());
             return Ok(objects);
         };
-        let mut objects = Self::empty(rules, journal, store);
+        let mut objects = Self::empty(now, rules, journal, store);
         objects.replay(records)?;
         objects.join(segments);
         objects.journal.start(&mut objects.store)?;
@@ -175,7 +175,7 @@ impl Objects {
         unnamed.into_iter().for_each(|key| self.drop_if_unused(key));
         for name in self.names.keys().cloned().collect::<Vec<_>>() {
             if let Some(of) = self.names.get_mut(&name) {
-                of.idle_since = Instant::now();
+                of.idle_since = self.now.at;
             }
             self.drop_old(&name, usize::MAX);
             self.note_expiry(&name);

@@ -184,13 +184,12 @@ impl Objects {
     pub(crate) fn select(
         &self,
         caller: &Caller,
-        socket: &impl AsFd,
         object: &GetObject,
         answer: Option<&Answer>,
     ) -> Result<Selected, BrokerError> {
         // Also whether a version exists is only for those who may read the name.
         if let Some(of) = self.names.get(object.name.as_str()) {
-            caller.require(Right::Read, &object.name, of.owner, of.mode, socket)?;
+            caller.require(Right::Read, &object.name, of.owner, of.mode)?;
         }
         let Some(key) = self.find(&object.name, object.version, object.newer_than) else { return Ok(Selected::Absent) };
         let Some(version) = self.versions.get(&key) else { return Ok(Selected::Absent) };

@@ -1,6 +1,9 @@
 //! What is said of objects and leases.
 
-use std::{collections::BTreeMap, ops::Bound, os::fd::AsFd};
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::Bound,
+};
 
 use super::{Name, Objects, Version};
 use crate::{
@@ -35,6 +38,30 @@ pub(crate) fn add_bytes(devices: &mut Vec<DeviceBytes>, memory: &Memory) {
     }
 }
 
+/// How many names, versions and leases there are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Counts {
+    pub(crate) objects: u64,
+    pub(crate) versions: u64,
+    pub(crate) leases: u64,
+}
+
+/// What one look for leases found.
+#[derive(Debug)]
+pub(crate) enum LeasePage {
+    Leases(Leases),
+    /// No lease of these names up to this number: look again behind it.
+    NoneUpTo(u64),
+}
+
+/// All that the broker holds.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Total {
+    pub(crate) counts: Counts,
+    /// Bytes of memory, as claimed.
+    pub(crate) bytes: u64,
+}
+
 impl Objects {
     fn summary(&self, name: &Name, version: &Version) -> Summary {
         let record = &version.record;
@@ -58,14 +85,14 @@ impl Objects {
     }
 
     /// A page of the names that the caller may read.
-    pub(crate) fn list(&self, caller: &Caller, socket: &impl AsFd, list: &List) -> Page {
+    pub(crate) fn list(&self, caller: &Caller, list: &List) -> Page {
         let List { prefix, after } = list;
         let from = match after {
             Some(after) if after >= prefix => Bound::Excluded(after.as_str()),
             _ => Bound::Included(prefix.as_str()),
         };
         let (mut objects, mut length) = (Vec::new(), 0);
-        let names = self.readers.names(caller, socket, from);
+        let names = self.readers.names(caller, from);
         for name in names.take_while(|name| name.starts_with(prefix.as_str())) {
             let Some(of) = self.names.get(name) else { continue };
             let summary = self.summary(of, self.current(of));
@@ -79,14 +106,9 @@ impl Objects {
     }
 
     /// All that is known of a version, and the segment of its metadata.
-    pub(crate) fn stat(
-        &self,
-        caller: &Caller,
-        socket: &impl AsFd,
-        stat: &Stat,
-    ) -> Result<(VersionInfo, Option<SegmentId>), BrokerError> {
+    pub(crate) fn stat(&self, caller: &Caller, stat: &Stat) -> Result<(VersionInfo, Option<SegmentId>), BrokerError> {
         let Stat { name, version } = stat;
-        let (of, version) = self.readable(caller, socket, name, *version)?;
+        let (of, version) = self.readable(caller, name, *version)?;
         let record = &version.record;
         let part = |part: &record::Part| PartInfo {
             name: part.name.clone(),
@@ -116,13 +138,12 @@ impl Objects {
     pub(super) fn readable(
         &self,
         caller: &Caller,
-        socket: &impl AsFd,
         name: &str,
         version: Option<u64>,
     ) -> Result<(&Name, &Version), BrokerError> {
         let absent = |message: String| BrokerError::new(RefusalCode::Absent, message);
         let of = self.names.get(name).ok_or_else(|| absent(format!("there is no object `{name}`")))?;
-        caller.require(Right::Read, name, of.owner, of.mode, socket)?;
+        caller.require(Right::Read, name, of.owner, of.mode)?;
         let Some(key) = self.find(name, version, None) else {
             let (wanted, current) = (version.unwrap_or_default(), self.current(of).record.version);
             return Err(absent(format!("`{name}` has no version {wanted} (any more): it is at version {current}")));
@@ -132,19 +153,23 @@ impl Objects {
 
     /// A page of the leases that the caller may know of. With the last page come the totals: all users' for the superuser, else the
     /// caller's.
-    pub(crate) fn who(&self, caller: &Caller, socket: &impl AsFd, who: &Who) -> Leases {
+    pub(crate) fn who(&self, caller: &Caller, who: &Who) -> LeasePage {
         let (mut leases, mut length) = (Vec::new(), 0);
+        let mut commands = HashMap::<i32, Option<String>>::new();
         let from = who.after.map_or(0, |after| after.saturating_add(1));
-        for (looked_at, (number, token)) in self.readers.leases(caller, socket, from).enumerate() {
+        for (looked_at, (number, token)) in self.readers.leases(caller, from).enumerate() {
             let Some(held) = self.leases.get(&token) else { continue };
             let Some(version) = self.versions.get(&held.record.key) else { continue };
             let record = &version.record;
             if !record.name.starts_with(&who.prefix) {
+                if looked_at >= LOOKED_AT && leases.is_empty() {
+                    return LeasePage::NoneUpTo(number);
+                }
                 continue;
             }
             length += 320 + record.name.len();
             if length > PAGE || looked_at > LOOKED_AT && !leases.is_empty() {
-                return Leases { leases, more: true, totals: Vec::new() };
+                return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new() });
             }
             leases.push(HeldLease {
                 number,
@@ -154,17 +179,17 @@ impl Objects {
                 named: version.named,
                 pid: held.record.pid,
                 uid: held.record.uid,
-                command: command_of(held.record.pid),
+                command: commands.entry(held.record.pid).or_insert_with_key(|pid| command_of(*pid)).clone(),
                 since_ms: held.record.since_ms,
                 size: held.record.size,
             });
         }
         // They have a page of their own if there are many leases.
         if length > PAGE / 3 && !leases.is_empty() {
-            return Leases { leases, more: true, totals: Vec::new() };
+            return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new() });
         }
         let totals = self.totals(caller, PAGE / 2);
-        Leases { leases, more: false, totals }
+        LeasePage::Leases(Leases { leases, more: false, totals })
     }
 
     /// What users have: all for the superuser, else the caller.
@@ -172,10 +197,16 @@ impl Objects {
         self.users.totals((!caller.is_superuser()).then_some(caller.uid), most)
     }
 
-    /// What goes with the broker, for its last words.
-    pub(crate) fn sums(&self) -> (u64, u64, u64, u64) {
+    /// All that the broker holds. Takes as long as there are versions.
+    pub(crate) fn total(&self) -> Total {
         let bytes = self.versions.values().map(Version::bytes).sum();
-        (self.names.len() as u64, self.versions.len() as u64, self.leases.len() as u64, bytes)
+        Total { counts: self.counts(), bytes }
+    }
+
+    /// How many names, versions and leases there are.
+    pub(crate) fn counts(&self) -> Counts {
+        let (objects, versions, leases) = (self.names.len(), self.versions.len(), self.leases.len());
+        Counts { objects: objects as u64, versions: versions as u64, leases: leases as u64 }
     }
 }
 

@@ -6,13 +6,14 @@ use std::{
     time::Duration,
 };
 
-use super::{Prepared, Upload, invalid, refuse};
 use crate::{
     broker::{
         name::{check_component, check_name},
         server::state::{
+            drafts::Share,
             inspect::{Inode, inode, inspect},
             objects::{NewPart, NewTable, Terms},
+            upload::Upload,
         },
         table,
     },
@@ -27,11 +28,38 @@ use crate::{
     },
 };
 
+/// What a put says, after it was checked.
+#[derive(Debug)]
+pub(super) struct Checked {
+    pub(super) terms: Terms,
+    /// How many segments it has.
+    pub(super) segments: usize,
+    /// How many bytes of memory and tables it has, as claimed.
+    pub(super) bytes: u64,
+}
+
+/// A put that was examined.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    pub(super) share: Share,
+    pub(super) group: Option<String>,
+    /// How long it waits for the parts of others.
+    pub(super) wait: Duration,
+}
+
+fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
+    Err(BrokerError::new(code, message))
+}
+
+pub(super) fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
+    refuse(RefusalCode::Invalid, message)
+}
+
 /// More bytes than a process has addresses for: half of 48 bits is the kernel's.
 const ADDRESSES: u64 = 1 << 47;
 
 /// Checks what a put says, without a look at its memory.
-pub(crate) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
+pub(super) fn check(put: &Put) -> Result<Checked, BrokerError> {
     check_name(&put.name)?;
     put.group.iter().try_for_each(|group| check_component("group", group))?;
     let backends = [Backend::Cuda, Backend::Host];
@@ -61,32 +89,9 @@ pub(crate) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
         if !announced.is_empty() && !announced.contains(name.as_str()) {
             return invalid(format!("part `{name}` is not among those that are announced"));
         }
-        let memory = &part.memory;
-        if memory.mechanism != Mechanism::Vmm {
-            return invalid(format!(
-                "part `{name}` is not shared by vmm: pools and legacy handles die with their maker, so a broker can't keep them"
-            ));
-        }
-        if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
-            return invalid(format!("part `{name}` is shared by vmm, and has fields of another mechanism"));
-        }
-        let (size, mapped) = (memory.size, memory.mapped_size);
-        if size == 0 || size > mapped || mapped >= ADDRESSES {
-            return invalid(format!(
-                "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: at least 1 in at most {ADDRESSES}"
-            ));
-        }
-        // The rule of the memory's driver, which refuses to map anything else.
-        if !mapped.is_multiple_of(GRANULARITY) {
-            return invalid(format!(
-                "part `{name}` claims {mapped} bytes of memory: its size is a multiple of the granularity, {GRANULARITY} bytes"
-            ));
-        }
-        if memory.segments == 0 {
-            return invalid(format!("part `{name}` has no segment"));
-        }
-        total = total.saturating_add(memory.segments);
-        bytes = bytes.saturating_add(mapped);
+        check_memory(part)?;
+        total = total.saturating_add(part.memory.segments);
+        bytes = bytes.saturating_add(part.memory.mapped_size);
     }
     bytes = bytes.saturating_add(check_lengths(put)?);
     if put.restore.is_some() && (put.announced.len() > put.parts.len() || put.if_version.is_some()) {
@@ -112,7 +117,36 @@ pub(crate) fn check(put: &Put) -> Result<(Terms, usize, u64), BrokerError> {
         requests: put.request.into_iter().collect(),
         restore: put.restore.clone(),
     };
-    Ok((terms, total as usize, bytes))
+    Ok(Checked { terms, segments: total as usize, bytes })
+}
+
+/// Checks what a part claims of its memory.
+fn check_memory(part: &PutPart) -> Result<(), BrokerError> {
+    let PutPart { name, memory, .. } = part;
+    if memory.mechanism != Mechanism::Vmm {
+        return invalid(format!(
+            "part `{name}` is not shared by vmm: pools and legacy handles die with their maker, so a broker can't keep them"
+        ));
+    }
+    if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
+        return invalid(format!("part `{name}` is shared by vmm, and has fields of another mechanism"));
+    }
+    let (size, mapped) = (memory.size, memory.mapped_size);
+    if size == 0 || size > mapped || mapped >= ADDRESSES {
+        return invalid(format!(
+            "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: at least 1 in at most {ADDRESSES}"
+        ));
+    }
+    // The rule of the memory's driver, which refuses to map anything else.
+    if !mapped.is_multiple_of(GRANULARITY) {
+        return invalid(format!(
+            "part `{name}` claims {mapped} bytes of memory: its size is a multiple of the granularity, {GRANULARITY} bytes"
+        ));
+    }
+    if memory.segments == 0 {
+        return invalid(format!("part `{name}` has no segment"));
+    }
+    Ok(())
 }
 
 /// Checks the lengths of a put's tables, as claimed. Returns their sum.
@@ -281,7 +315,7 @@ impl Examination {
         if announced.is_empty() {
             announced = parts.iter().map(|part| part.name.clone()).collect();
         }
-        Prepared { terms, announced, group: put.group, wait, metadata, parts }
+        Prepared { share: Share { announced, terms, metadata, parts }, group: put.group, wait }
     }
 }
 

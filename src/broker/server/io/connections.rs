@@ -1,0 +1,95 @@
+//! All connections, and which of them need a look.
+
+use std::{
+    collections::{HashMap, HashSet},
+    time::{Duration, Instant},
+};
+
+use super::connection::Connection;
+use crate::broker::server::state::caller::ConnectionId;
+
+/// All connections.
+#[derive(Debug, Default)]
+pub(super) struct Connections {
+    all: HashMap<ConnectionId, Connection>,
+    /// Those that may have something to read.
+    readable: Vec<ConnectionId>,
+    /// Those that have not read all that was sent.
+    unread: HashSet<ConnectionId>,
+}
+
+impl Connections {
+    pub(super) fn get(&self, id: ConnectionId) -> Option<&Connection> {
+        self.all.get(&id)
+    }
+
+    pub(super) fn get_mut(&mut self, id: ConnectionId) -> Option<&mut Connection> {
+        self.all.get_mut(&id)
+    }
+
+    pub(super) fn insert(&mut self, id: ConnectionId, connection: Connection) {
+        self.all.insert(id, connection);
+    }
+
+    pub(super) fn remove(&mut self, id: ConnectionId) -> Option<Connection> {
+        self.unread.remove(&id);
+        self.all.remove(&id)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    pub(super) fn ids(&self) -> Vec<ConnectionId> {
+        self.all.keys().copied().collect()
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (ConnectionId, &mut Connection)> {
+        self.all.iter_mut().map(|(id, connection)| (*id, connection))
+    }
+
+    /// Notes that a connection may have something to read.
+    pub(super) fn list(&mut self, id: ConnectionId) {
+        if let Some(connection) = self.all.get_mut(&id)
+            && !connection.listed
+        {
+            connection.listed = true;
+            self.readable.push(id);
+        }
+    }
+
+    pub(super) fn any_listed(&self) -> bool {
+        !self.readable.is_empty()
+    }
+
+    /// The connections that may have something to read.
+    pub(super) fn take_listed(&mut self) -> Vec<ConnectionId> {
+        let mut listed = std::mem::take(&mut self.readable);
+        listed.retain(|id| {
+            let connection = self.all.get_mut(id);
+            connection.map(|connection| connection.listed = false).is_some()
+        });
+        listed
+    }
+
+    /// Notes that a connection may not have read all that was sent.
+    pub(super) fn note_unread(&mut self, id: ConnectionId) {
+        self.unread.insert(id);
+    }
+
+    /// Asks the kernel which connections have not read all that was sent, and returns those that have not for longer than `most`.
+    pub(super) fn stuck(&mut self, now: Instant, most: Duration) -> Vec<ConnectionId> {
+        let all = &mut self.all;
+        self.unread.retain(|id| all.get_mut(id).is_some_and(Connection::is_unread));
+        let is_stuck = |id: &&ConnectionId| {
+            let since = self.all.get(*id).and_then(|connection| connection.unread_since);
+            since.is_some_and(|since| now.saturating_duration_since(since) > most)
+        };
+        self.unread.iter().filter(is_stuck).copied().collect()
+    }
+
+    /// Whether some have not read all that was sent.
+    pub(super) fn any_unread(&self) -> bool {
+        !self.unread.is_empty()
+    }
+}

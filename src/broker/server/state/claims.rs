@@ -1,0 +1,111 @@
+//! Claims: which client makes an object that does not exist yet.
+
+use std::collections::{HashMap, HashSet};
+
+use super::{
+    caller::{Caller, ConnectionId},
+    random::random,
+};
+use crate::{
+    error::{BrokerError, RefusalCode},
+    wire::broker::{Claim, Token},
+};
+
+/// How many claims one connection holds, and all connections of one user.
+const MOST_CLAIMS: usize = 256;
+const MOST_CLAIMS_OF_USER: usize = 4096;
+
+/// Who makes an object that is not there: claims of all of it, or of its parts.
+#[derive(Debug, Default)]
+pub(crate) struct Claims {
+    names: HashMap<String, Vec<Holder>>,
+    /// The names that each connection has claims on, by the tokens of these.
+    held: HashMap<ConnectionId, HashMap<Token, String>>,
+    /// How many claims each user holds.
+    users: HashMap<u32, usize>,
+}
+
+#[derive(Debug)]
+struct Holder {
+    connection: ConnectionId,
+    uid: u32,
+    token: Token,
+    claim: Claim,
+}
+
+impl Claims {
+    /// Grants a claim if it does not collide with those that are held.
+    ///
+    /// # Errors
+    /// If the caller holds as many as it may.
+    pub(crate) fn grant(&mut self, name: &str, caller: &Caller, claim: &Claim) -> Result<Option<Token>, BrokerError> {
+        // Parts of one version: of the same group, and not the same part.
+        let goes_with = |holder: &Holder| {
+            let parts = (&holder.claim.part, &claim.part);
+            holder.claim.group.is_some()
+                && holder.claim.group == claim.group
+                && matches!(parts, (Some(held), Some(wanted)) if held != wanted)
+        };
+        if !self.names.get(name).is_none_or(|holders| holders.iter().all(goes_with)) {
+            return Ok(None);
+        }
+        let Caller { connection, uid, .. } = *caller;
+        let of_connection = self.held.get(&connection).map_or(0, HashMap::len);
+        let of_user = self.users.get(&uid).copied().unwrap_or(0);
+        if of_connection >= MOST_CLAIMS || of_user >= MOST_CLAIMS_OF_USER {
+            let message = format!(
+                "this connection holds {of_connection} claims of at most {MOST_CLAIMS} claims, and uid {uid} holds {of_user} of at \
+                 most {MOST_CLAIMS_OF_USER} claims: put or release what was claimed before"
+            );
+            return Err(BrokerError::new(RefusalCode::Quota, message));
+        }
+        let token = Token(random());
+        let holder = Holder { connection, uid, token, claim: claim.clone() };
+        self.names.entry(name.to_owned()).or_default().push(holder);
+        self.held.entry(connection).or_default().insert(token, name.to_owned());
+        *self.users.entry(uid).or_default() += 1;
+        Ok(Some(token))
+    }
+
+    /// Ends a claim. Returns the name that it was on.
+    pub(crate) fn end(&mut self, connection: ConnectionId, token: Token) -> Option<String> {
+        let name = self.held.get(&connection)?.get(&token)?.clone();
+        let holders = self.names.get_mut(&name)?;
+        let at = holders.iter().position(|holder| holder.token == token)?;
+        let holder = holders.remove(at);
+        if holders.is_empty() {
+            self.names.remove(&name);
+        }
+        self.forget(&holder);
+        Some(name)
+    }
+
+    /// Ends all claims on a name: it is there.
+    pub(crate) fn end_all(&mut self, name: &str) {
+        for holder in self.names.remove(name).unwrap_or_default() {
+            self.forget(&holder);
+        }
+    }
+
+    /// Ends all claims of a connection. Returns the names that they were on.
+    pub(crate) fn end_of(&mut self, connection: ConnectionId) -> HashSet<String> {
+        let tokens: Vec<Token> = self.held.get(&connection).map_or_else(Vec::new, |of| of.keys().copied().collect());
+        tokens.into_iter().filter_map(|token| self.end(connection, token)).collect()
+    }
+
+    /// Counts a claim no more.
+    fn forget(&mut self, holder: &Holder) {
+        if let Some(held) = self.held.get_mut(&holder.connection) {
+            held.remove(&holder.token);
+            if held.is_empty() {
+                self.held.remove(&holder.connection);
+            }
+        }
+        if let Some(count) = self.users.get_mut(&holder.uid) {
+            *count -= 1;
+            if *count == 0 {
+                self.users.remove(&holder.uid);
+            }
+        }
+    }
+}

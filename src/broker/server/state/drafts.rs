@@ -1,0 +1,138 @@
+//! Versions that several puts make together, of which some parts are still to come.
+
+use std::collections::HashMap;
+
+use super::{
+    caller::ConnectionId,
+    objects::{NewPart, NewTable, Terms},
+};
+use crate::{
+    error::{BrokerError, RefusalCode},
+    wire::broker::{MAX_SEGMENTS, Token},
+};
+
+/// Identifies a version that several puts make together.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct DraftKey {
+    pub(crate) name: String,
+    pub(crate) group: String,
+}
+
+/// All drafts.
+pub(crate) type Drafts = HashMap<DraftKey, Draft>;
+
+/// A version of which some parts are still to come.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    pub(crate) uid: u32,
+    /// In the order of the first put, which is the order of the version's parts.
+    pub(crate) announced: Vec<String>,
+    pub(crate) terms: Terms,
+    pub(crate) metadata: Option<(ConnectionId, NewTable)>,
+    pub(crate) puts: Vec<(ConnectionId, Vec<NewPart>)>,
+    /// The clients' numbers of these puts.
+    pub(crate) requests: Vec<(ConnectionId, Token)>,
+}
+
+/// One put of a draft.
+#[derive(Debug)]
+pub(crate) struct Share {
+    pub(crate) announced: Vec<String>,
+    pub(crate) terms: Terms,
+    pub(crate) metadata: Option<NewTable>,
+    pub(crate) parts: Vec<NewPart>,
+}
+
+impl Share {
+    /// How many bytes of memory and tables it has, as claimed.
+    pub(crate) fn bytes(&self) -> u64 {
+        bytes_of(&self.parts) + self.metadata.as_ref().map_or(0, NewTable::length)
+    }
+}
+
+/// How many bytes of memory and tables parts have, as claimed.
+pub(crate) fn bytes_of(parts: &[NewPart]) -> u64 {
+    parts.iter().map(NewPart::bytes).sum()
+}
+
+/// How many descriptors parts have at most: those of segments and tables.
+pub(crate) fn descriptors_of(parts: &[NewPart]) -> usize {
+    parts.iter().map(|part| part.segments.len() + 1).sum()
+}
+
+impl Draft {
+    pub(crate) fn new(uid: u32, announced: &[String], terms: &Terms) -> Self {
+        Self {
+            uid,
+            announced: announced.to_vec(),
+            terms: Terms { requests: Vec::new(), ..terms.clone() },
+            metadata: None,
+            puts: Vec::new(),
+            requests: Vec::new(),
+        }
+    }
+
+    fn has(&self, part: &str) -> bool {
+        self.puts.iter().flat_map(|(_, parts)| parts).any(|known| known.name == part)
+    }
+
+    pub(crate) fn is_complete(&self) -> bool {
+        self.announced.iter().all(|part| self.has(part))
+    }
+
+    /// The parts that have not come, in alphabetical order.
+    pub(crate) fn missing(&self) -> Vec<&str> {
+        let mut missing: Vec<&str> = self.announced.iter().map(String::as_str).filter(|part| !self.has(part)).collect();
+        missing.sort_unstable();
+        missing
+    }
+
+    /// Adds one put. It was checked.
+    pub(crate) fn add(&mut self, connection: ConnectionId, share: Share) {
+        if let Some(metadata) = share.metadata {
+            self.metadata = Some((connection, metadata));
+        }
+        self.puts.push((connection, share.parts));
+        self.requests.extend(share.terms.requests.iter().map(|request| (connection, *request)));
+    }
+
+    /// Checks whether a user's put is one of this version.
+    pub(crate) fn check(&self, key: &DraftKey, uid: u32, share: &Share) -> Result<(), BrokerError> {
+        let refuse = |code, message: String| Err(BrokerError::new(code, message));
+        let invalid = |message: String| refuse(RefusalCode::Invalid, message);
+        let DraftKey { name, group } = key;
+        let count = |parts: &[NewPart]| parts.iter().map(|part| part.segments.len()).sum::<usize>();
+        if self.uid != uid {
+            return refuse(
+                RefusalCode::Denied,
+                format!("uid {} makes this version of `{name}`, and not {uid}", self.uid),
+            );
+        }
+        if !same(&self.announced, &share.announced) {
+            return invalid(format!("others of group `{group}` announced other parts"));
+        }
+        if (self.terms.replace, self.terms.if_version) != (share.terms.replace, share.terms.if_version) {
+            return invalid(format!("others of group `{group}` replace another version"));
+        }
+        if self.terms.backend != share.terms.backend {
+            return invalid(format!("others of group `{group}` put memory of another backend"));
+        }
+        if self.puts.iter().map(|(_, parts)| count(parts)).sum::<usize>() + count(&share.parts) > MAX_SEGMENTS {
+            return invalid(format!(
+                "the parts have more than {MAX_SEGMENTS} segments together: an object has at most as many"
+            ));
+        }
+        if share.metadata.is_some() && self.metadata.is_some() {
+            return invalid(format!("another put of group `{group}` brings metadata already"));
+        }
+        match share.parts.iter().find(|part| self.has(&part.name)) {
+            Some(part) => refuse(RefusalCode::Exists, format!("part `{}` is there already", part.name)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Whether two lists name the same parts, in any order; neither names a part twice.
+fn same(some: &[String], others: &[String]) -> bool {
+    some.len() == others.len() && some.iter().all(|name| others.contains(name))
+}

@@ -1,0 +1,98 @@
+//! All of the server's state.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    time::Duration,
+};
+
+use super::{
+    caller::{Caller, ConnectionId},
+    claims::Claims,
+    client::{Client, Request},
+    drafts::Drafts,
+    history::History,
+    metrics::Metrics,
+    objects::{Objects, Staged, Terms},
+    repeats::Repeats,
+    waits::Waits,
+    watchers::Watchers,
+};
+
+/// All of the server's state.
+pub(crate) struct State {
+    pub(crate) objects: Objects,
+    pub(crate) clients: HashMap<ConnectionId, Client>,
+    pub(crate) drafts: Drafts,
+    pub(crate) storing: Storing,
+    pub(crate) waits: Waits,
+    pub(crate) claims: Claims,
+    pub(crate) watchers: Watchers,
+    /// Clients whose listing goes on in the next turn of the event loop.
+    pub(crate) listings: VecDeque<ConnectionId>,
+    pub(crate) history: History,
+    pub(crate) metrics: Metrics,
+    pub(crate) repeats: Repeats,
+    /// The keeper's process, if this PID namespace has it.
+    pub(crate) keeper_pid: Option<u32>,
+    /// How long a client may take to send a hello, or the segments of a put.
+    pub(crate) timeout: Duration,
+    /// Whether memfds are accepted as a GPU's memory.
+    pub(crate) emulated: bool,
+}
+
+/// Versions whose descriptors are on their way to the keeper.
+#[derive(Debug, Default)]
+pub(crate) struct Storing {
+    /// In their order.
+    pub(crate) queue: VecDeque<Stored>,
+    /// Whether names that do not exist are reserved for offers of what a broker before this one lost.
+    pub(crate) reserves: bool,
+    /// Versions of such names, which wait for the end of that.
+    pub(crate) reserved: Vec<Stored>,
+}
+
+/// A version whose descriptors are on their way to the keeper.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    pub(crate) makers: Vec<ConnectionId>,
+    pub(crate) terms: Terms,
+    pub(crate) staged: Staged,
+}
+
+impl State {
+    pub(crate) fn new(objects: Objects, timeout: Duration, emulated: bool) -> Self {
+        let (watchers, metrics) = (Watchers::new(objects.journal().last_event()), Metrics::new(objects.now.ms));
+        Self {
+            objects,
+            clients: HashMap::new(),
+            drafts: Drafts::new(),
+            storing: Storing::default(),
+            waits: Waits::default(),
+            claims: Claims::default(),
+            watchers,
+            listings: VecDeque::new(),
+            history: History::default(),
+            metrics,
+            repeats: Repeats::default(),
+            keeper_pid: None,
+            timeout,
+            emulated,
+        }
+    }
+
+    pub(crate) fn caller(&self, id: ConnectionId) -> Option<&Caller> {
+        self.clients.get(&id).map(|client| &client.caller)
+    }
+
+    /// Sets what a client waits for.
+    pub(crate) fn set_request(&mut self, id: ConnectionId, request: Request) {
+        if let Some(client) = self.clients.get_mut(&id) {
+            client.request = request;
+        }
+    }
+
+    /// Whether the event loop has work that no event announces.
+    pub(crate) fn has_work(&self) -> bool {
+        self.objects.has_departed() || self.watchers.are_due() || !self.listings.is_empty()
+    }
+}

@@ -1,0 +1,58 @@
+//! Gets that wait for an object.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::Instant,
+};
+
+use super::{caller::ConnectionId, objects::Answer};
+use crate::wire::broker::Get;
+
+/// A get that is not answered yet.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    pub(crate) get: Get,
+    /// What was found in the objects' tables, by their places in the get.
+    pub(crate) answers: HashMap<usize, Answer>,
+    /// When the wait ends, once it has begun.
+    pub(crate) deadline: Option<Instant>,
+}
+
+/// The clients whose gets wait, by the names that they wait for.
+#[derive(Debug, Default)]
+pub(crate) struct Waits {
+    /// In the order in which the clients connected.
+    names: HashMap<String, BTreeSet<ConnectionId>>,
+    clients: HashMap<ConnectionId, Vec<String>>,
+}
+
+impl Waits {
+    /// Notes that a client waits for the objects of a get.
+    pub(crate) fn add(&mut self, id: ConnectionId, get: &Get) {
+        if self.clients.contains_key(&id) {
+            return;
+        }
+        let names: Vec<String> = get.objects.iter().map(|object| object.name.clone()).collect();
+        for name in &names {
+            self.names.entry(name.clone()).or_default().insert(id);
+        }
+        self.clients.insert(id, names);
+    }
+
+    /// Forgets that a client waits.
+    pub(crate) fn remove(&mut self, id: ConnectionId) {
+        for name in self.clients.remove(&id).unwrap_or_default() {
+            if let Some(ids) = self.names.get_mut(&name) {
+                ids.remove(&id);
+                if ids.is_empty() {
+                    self.names.remove(&name);
+                }
+            }
+        }
+    }
+
+    /// The clients that wait for a name, in the order in which they connected.
+    pub(crate) fn of(&self, name: &str) -> Vec<ConnectionId> {
+        self.names.get(name).map_or_else(Vec::new, |ids| ids.iter().copied().collect())
+    }
+}

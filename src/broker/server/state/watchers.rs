@@ -1,0 +1,159 @@
+//! The clients that watch: which of them an event concerns, and which events each has seen.
+
+use std::{
+    collections::{HashMap, HashSet, VecDeque},
+    sync::Arc,
+};
+
+use super::{
+    caller::{ConnectionId, Reader},
+    objects::Journal,
+};
+use crate::broker::catalogue::record::Seen;
+
+/// A watch of a client.
+#[derive(Debug)]
+pub(crate) struct Watching {
+    pub(crate) prefix: String,
+    /// The last event that was compared.
+    pub(crate) after: u64,
+    /// Whether the first record, which confirms the watch, is not sent yet.
+    pub(crate) new: bool,
+    /// Whether the next record must report that events were lost.
+    pub(crate) lost: bool,
+    /// Whether the socket has not taken the last record yet.
+    pub(crate) unsent: bool,
+}
+
+/// All connections that watch.
+///
+/// Those with nothing to be sent are in groups of equal prefix and equal rights. An event takes whole groups into the queue, and
+/// costs nothing for the others, nor for a connection whose peer does not read.
+#[derive(Debug, Default)]
+pub(crate) struct Watchers {
+    members: HashMap<ConnectionId, Member>,
+    /// By prefix and rights.
+    idle: HashMap<Arc<str>, HashMap<Arc<Reader>, HashSet<ConnectionId>>>,
+    /// Those that may have something to be sent, in their order.
+    queue: VecDeque<ConnectionId>,
+    /// The last event that was compared with the groups.
+    seen: u64,
+}
+
+#[derive(Debug)]
+struct Member {
+    prefix: Arc<str>,
+    reader: Arc<Reader>,
+    /// Whether it is in the queue.
+    queued: bool,
+    /// No event up to this one concerns it that it was not sent.
+    skip: u64,
+}
+
+impl Watchers {
+    /// `seen` is the last event that there was before.
+    pub(crate) fn new(seen: u64) -> Self {
+        Self { seen, ..Self::default() }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Whether some may have something to be sent.
+    pub(crate) fn are_due(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    pub(crate) fn add(&mut self, id: ConnectionId, prefix: &str, reader: Reader) {
+        let (prefix, reader) = (prefix.into(), Arc::new(reader));
+        self.members.insert(id, Member { prefix, reader, queued: false, skip: 0 });
+        self.enqueue(id);
+    }
+
+    pub(crate) fn remove(&mut self, id: ConnectionId) {
+        let Some(member) = self.members.remove(&id) else { return };
+        let Some(groups) = self.idle.get_mut(&member.prefix) else { return };
+        if let Some(ids) = groups.get_mut(&member.reader) {
+            ids.remove(&id);
+            if ids.is_empty() {
+                groups.remove(&member.reader);
+            }
+        }
+        if groups.is_empty() {
+            self.idle.remove(&member.prefix);
+        }
+    }
+
+    /// One that watches may have something to be sent.
+    pub(crate) fn enqueue(&mut self, id: ConnectionId) {
+        if let Some(member) = self.members.get_mut(&id).filter(|member| !member.queued) {
+            member.queued = true;
+            self.queue.push_back(id);
+        }
+    }
+
+    /// The next one of the queue, and the event up to which none concerns it.
+    pub(crate) fn next(&mut self) -> Option<(ConnectionId, u64)> {
+        loop {
+            let id = self.queue.pop_front()?;
+            if let Some(member) = self.members.get_mut(&id) {
+                member.queued = false;
+                return Some((id, std::mem::take(&mut member.skip)));
+            }
+        }
+    }
+
+    /// One has been sent all that there is.
+    pub(crate) fn rest(&mut self, id: ConnectionId) {
+        let Some(Member { prefix, reader, .. }) = self.members.get(&id) else { return };
+        let groups = self.idle.entry(Arc::clone(prefix)).or_default();
+        groups.entry(Arc::clone(reader)).or_default().insert(id);
+    }
+
+    /// The rights of a client that watches.
+    pub(crate) fn reader(&self, id: ConnectionId) -> Option<Arc<Reader>> {
+        self.members.get(&id).map(|member| Arc::clone(&member.reader))
+    }
+
+    /// Queues the clients that new events concern.
+    pub(crate) fn notice_new(&mut self, journal: &Journal) {
+        let (forgotten, events) = journal.events_after(self.seen);
+        if forgotten {
+            self.notice_loss();
+        }
+        if !self.members.is_empty() {
+            events.for_each(|seen| self.notice(seen));
+        }
+        self.seen = journal.last_event();
+    }
+
+    /// Takes those into the queue whom an event concerns.
+    fn notice(&mut self, seen: &Seen) {
+        let name = &seen.event.name;
+        for end in 0..=name.len() {
+            let Some(groups) = name.get(..end).and_then(|prefix| self.idle.get_mut(prefix)) else { continue };
+            let concerned = groups.extract_if(|reader, _| reader.may_read(seen.owner, seen.mode));
+            let ids: Vec<ConnectionId> = concerned.flat_map(|(_, ids)| ids).collect();
+            if groups.is_empty() {
+                self.idle.remove(&name[..end]);
+            }
+            self.wake(ids, seen.event.seq - 1);
+        }
+    }
+
+    /// Takes all into the queue: events that may concern them are not known any more.
+    fn notice_loss(&mut self) {
+        let ids = std::mem::take(&mut self.idle).into_values().flat_map(HashMap::into_values).flatten().collect();
+        self.wake(ids, 0);
+    }
+
+    fn wake(&mut self, ids: Vec<ConnectionId>, skip: u64) {
+        for id in ids {
+            self.enqueue(id);
+            if let Some(member) = self.members.get_mut(&id) {
+                member.skip = skip;
+            }
+        }
+    }
+}

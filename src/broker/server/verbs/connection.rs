@@ -1,0 +1,77 @@
+//! A client that comes, that goes, whose deadline passes, whose answer is sent or can't be sent.
+
+use super::{
+    effects::{Effect, Effects},
+    get, lease, parts, put,
+    reply::refuse,
+    watch::page_sent,
+};
+use crate::{
+    broker::server::state::{
+        caller::{Caller, ConnectionId},
+        client::{Client, Request},
+        root::State,
+    },
+    error::{BrokerError, ErrorCode, RefusalCode},
+};
+
+pub(crate) use super::put::work_failed;
+
+/// A client has connected. It must send a hello.
+pub(crate) fn connected(state: &mut State, effects: &mut Effects, caller: Caller) {
+    let id = caller.connection;
+    state.objects.users().add_connection(caller.uid);
+    state.clients.insert(id, Client::new(caller));
+    effects.deadline(id, state.objects.now.after(state.timeout));
+    effects.push(Effect::Listen(id));
+}
+
+/// A client has gone: its leases and claims end, and its unfinished put is dropped.
+pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+    let Some(client) = state.clients.remove(&id) else { return };
+    let uid = client.caller.uid;
+    state.watchers.remove(id);
+    state.waits.remove(id);
+    if let Some(asked) = &client.asked {
+        state.objects.users().remove_request(uid, asked.bytes);
+    }
+    match client.request {
+        Request::Upload(upload) => put::end_upload(state, effects, *upload),
+        Request::Parts(key) => parts::withdraw(state, id, &key),
+        _ => {}
+    }
+    state.objects.depart(id, uid, client.leases, client.names);
+    get::end_claims(state, effects, id);
+}
+
+/// The deadline of a client has passed.
+pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+    let Some(client) = state.clients.get(&id) else { return };
+    let code = ErrorCode::Timeout;
+    if !client.greeted {
+        let message = format!("no hello came within {:?}", state.timeout);
+        effects.push(Effect::End { client: id, code, message, why: "it said no hello" });
+    } else if matches!(client.request, Request::Upload(_)) {
+        let message = format!("the segments of a put did not come within {:?}", state.timeout);
+        effects.push(Effect::End { client: id, code, message, why: "the segments of its put did not come" });
+    } else {
+        lease::end_wait(state, effects, id, RefusalCode::Timeout);
+    }
+}
+
+/// The socket of a client has taken all records.
+pub(crate) fn all_sent(state: &mut State, id: ConnectionId) {
+    if let Some(client) = state.clients.get_mut(&id) {
+        client.sending.clear();
+    }
+    page_sent(state, id);
+}
+
+/// The answer to a client can't be sent whole: its leases end, and the request is refused.
+pub(crate) fn send_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
+    let Some(client) = state.clients.get_mut(&id) else { return };
+    let mut tokens = std::mem::take(&mut client.sending);
+    tokens.retain(|token| client.leases.remove(token));
+    tokens.into_iter().for_each(|token| state.objects.end_lease(token));
+    refuse(state, effects, id, refusal);
+}

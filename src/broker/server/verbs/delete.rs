@@ -1,0 +1,24 @@
+//! Deletes.
+
+use super::{
+    effects::Effects,
+    reply::{refuse, reply},
+};
+use crate::{
+    broker::{
+        name::check_name,
+        server::state::{caller::ConnectionId, root::State},
+    },
+    wire::broker::{Delete, Done, Message},
+};
+
+/// Deletes a name.
+pub(crate) fn delete(state: &mut State, effects: &mut Effects, id: ConnectionId, delete: &Delete) {
+    let Some(client) = state.clients.get(&id) else { return };
+    let deleted =
+        check_name(&delete.name).and_then(|()| state.objects.delete(&client.caller, &delete.name, delete.request));
+    match deleted {
+        Ok(()) => reply(state, effects, id, &Message::Done(Done {})),
+        Err(refusal) => refuse(state, effects, id, refusal),
+    }
+}

@@ -1,0 +1,105 @@
+//! Which function handles which message.
+
+use std::os::fd::OwnedFd;
+
+use super::{
+    delete::delete,
+    effects::{Effect, Effects},
+    get::get,
+    hello::hello,
+    lease::{release, report, stop},
+    list::{list, stat, who},
+    metrics::measure,
+    put::{put, segments},
+    reply::refuse,
+    resume::resume,
+    watch::watch,
+};
+use crate::{
+    broker::server::state::{bounds::memory_of, caller::ConnectionId, client::Asked, room::Room, root::State},
+    error::BrokerError,
+    wire::broker::Message,
+};
+
+/// Whether a message is answered with descriptors: the client must have read the ones before.
+pub(crate) fn wants_descriptors(message: &Message) -> bool {
+    matches!(message, Message::Get(_) | Message::Stat(_) | Message::Received(_))
+}
+
+/// Handles a message of a client.
+pub(crate) fn handle(
+    state: &mut State,
+    effects: &mut Effects,
+    room: &Room,
+    id: ConnectionId,
+    message: Message,
+    fds: Vec<OwnedFd>,
+) {
+    let Some(client) = state.clients.get(&id) else { return effects.close_fds(None, fds) };
+    let of = Some(client.caller.uid);
+    tracing::trace!(kind = message.name(), pid = client.caller.pid, "received");
+    let (greeted, busy) = (client.greeted, client.is_busy());
+    match message {
+        Message::Error(_) => effects.push(Effect::Close { client: id, why: "the peer has ended it with an error" }),
+        Message::Hello(message) if !greeted => hello(state, effects, id, &message),
+        other if !greeted => {
+            effects.close_fds(of, fds);
+            effects.break_off(id, format!("{} came where hello belongs", other.name()));
+        }
+        Message::Busy(_) => {}
+        Message::Release(message) => release(state, effects, id, message.token),
+        Message::Report(message) => report(state, id, message),
+        Message::Stop(_) => stop(state, effects, id),
+        Message::Received(received) => effects.push(Effect::SendNext { client: id, received: received.segments }),
+        Message::Segments(message) => segments(state, effects, id, message, fds),
+        other if busy => {
+            effects.close_fds(of, fds);
+            effects.break_off(id, format!("{} came before the answer to the request before it", other.name()));
+        }
+        other => match begin_request(state, id, &other) {
+            Ok(()) => request(state, effects, room, id, other, fds),
+            Err(refusal) => {
+                effects.close_fds(of, fds);
+                refuse(state, effects, id, refusal);
+            }
+        },
+    }
+}
+
+/// Handles a message that asks for an answer.
+fn request(
+    state: &mut State,
+    effects: &mut Effects,
+    room: &Room,
+    id: ConnectionId,
+    message: Message,
+    fds: Vec<OwnedFd>,
+) {
+    match message {
+        Message::Put(message) => put(state, effects, room, id, *message, fds),
+        Message::Get(message) => get(state, effects, id, *message),
+        Message::List(message) => list(state, effects, id, &message),
+        Message::Stat(message) => stat(state, effects, id, &message),
+        Message::Who(message) => who(state, effects, id, message),
+        Message::Delete(message) => delete(state, effects, id, &message),
+        Message::Resume(message) => resume(state, effects, id, message),
+        Message::Watch(message) => watch(state, id, message),
+        Message::Measure(_) => measure(state, effects, room, id),
+        other => {
+            effects.close_fds(state.caller(id).map(|caller| caller.uid), fds);
+            effects.break_off(id, format!("{} came, which a broker sends", other.name()));
+        }
+    }
+}
+
+/// Notes that a request has come.
+///
+/// # Errors
+/// If the unanswered requests of its user take too much memory.
+fn begin_request(state: &mut State, id: ConnectionId, request: &Message) -> Result<(), BrokerError> {
+    let Some(client) = state.clients.get_mut(&id) else { return Ok(()) };
+    let counted = state.objects.users().add_request(client.caller.uid, memory_of(request));
+    let bytes = if counted.is_ok() { memory_of(request) } else { 0 };
+    client.asked = Some(Asked { verb: request.name(), since: state.objects.now.at, bytes });
+    counted
+}

@@ -1,0 +1,46 @@
+//! What clients send of the leases and claims that they hold, and of waits: release, report, stop. None is answered.
+
+use super::{effects::Effects, get, parts, reply::refuse};
+use crate::{
+    broker::server::state::{caller::ConnectionId, client::Request, root::State},
+    error::{BrokerError, RefusalCode},
+    wire::broker::{Report, Token},
+};
+
+/// Ends a lease or a claim.
+pub(crate) fn release(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
+    let Some(client) = state.clients.get_mut(&id) else { return };
+    if client.is_sending(token) {
+        effects.break_off(id, "a lease was released before all of it was received");
+    } else if client.leases.remove(&token) {
+        state.objects.end_lease(token);
+    } else {
+        get::end_claim(state, effects, id, token);
+    }
+}
+
+/// Keeps a report about a version that the client leases.
+pub(crate) fn report(state: &mut State, id: ConnectionId, report: Report) {
+    let Some(client) = state.clients.get(&id).filter(|client| client.leases.contains(&report.token)) else { return };
+    let is_logged = state.repeats.is_first(client.caller.uid, "a report of memory that is not as claimed");
+    state.objects.report(&client.caller, report.token, report.message, is_logged);
+}
+
+/// Ends the wait of a request, since its client asks for that.
+pub(crate) fn stop(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+    end_wait(state, effects, id, RefusalCode::Stopped);
+}
+
+/// Ends the wait of a request, if it waits for other clients.
+pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
+    let Some(client) = state.clients.get_mut(&id) else { return };
+    match &client.request {
+        Request::Parts(key) => {
+            let key = key.clone();
+            parts::end_wait(state, effects, id, &key, code);
+        }
+        Request::Object(_) => get::end_wait(state, effects, id, code),
+        Request::Watch(_) => refuse(state, effects, id, BrokerError::new(code, "the watch was ended")),
+        _ => {}
+    }
+}

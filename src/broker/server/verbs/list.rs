@@ -1,0 +1,62 @@
+//! What there is: list, stat, who.
+
+use super::{
+    effects::Effects,
+    reply::{refuse, reply, reply_with},
+};
+use crate::{
+    broker::{
+        name::check_name,
+        server::state::{caller::ConnectionId, client::Request, objects::LeasePage, root::State},
+    },
+    error::{BrokerError, RefusalCode},
+    wire::broker::{List, Message, Stat, Who},
+};
+
+/// Answers with a page of the names that the client may read.
+pub(crate) fn list(state: &mut State, effects: &mut Effects, id: ConnectionId, list: &List) {
+    let Some(client) = state.clients.get(&id) else { return };
+    let page = state.objects.list(&client.caller, list);
+    reply(state, effects, id, &Message::Objects(page));
+}
+
+/// Answers with all that is known of a version.
+pub(crate) fn stat(state: &mut State, effects: &mut Effects, id: ConnectionId, stat: &Stat) {
+    let Some(client) = state.clients.get(&id) else { return };
+    let found = check_name(&stat.name).and_then(|()| state.objects.stat(&client.caller, stat));
+    // A descriptor of its own: the name may be deleted before the reply can be sent.
+    let found = found.and_then(|(info, segment)| {
+        let fd = segment.map(|segment| state.objects.segment(segment).try_clone_to_owned()).transpose();
+        let fd = fd.map_err(|error| {
+            let message = format!("the broker has no descriptor for the metadata: {error}");
+            BrokerError::new(RefusalCode::Full, message)
+        })?;
+        Ok((info, fd))
+    });
+    match found {
+        Ok((info, fd)) => reply_with(state, effects, id, &Message::Version(Box::new(info)), fd),
+        Err(refusal) => refuse(state, effects, id, refusal),
+    }
+}
+
+/// Answers with a page of the leases that the client may know of, or goes on looking for some in the next turn.
+pub(crate) fn who(state: &mut State, effects: &mut Effects, id: ConnectionId, who: Who) {
+    let Some(client) = state.clients.get_mut(&id) else { return };
+    match state.objects.who(&client.caller, &who) {
+        LeasePage::Leases(page) => reply(state, effects, id, &Message::Leases(page)),
+        LeasePage::NoneUpTo(after) => {
+            client.request = Request::Leases(Who { after: Some(after), ..who });
+            state.listings.push_back(id);
+        }
+    }
+}
+
+/// Goes on with one listing that found nothing yet.
+pub(crate) fn go_on(state: &mut State, effects: &mut Effects) {
+    let Some(id) = state.listings.pop_front() else { return };
+    let request = state.clients.get_mut(&id).map(|client| &mut client.request);
+    if let Some(Request::Leases(next)) = request {
+        let next = next.clone();
+        who(state, effects, id, next);
+    }
+}

@@ -1,0 +1,90 @@
+//! Versions that several puts make together.
+
+use std::time::Duration;
+
+use super::{effects::Effects, publish::store, reply::refuse};
+use crate::{
+    broker::server::state::{
+        caller::{Caller, ConnectionId},
+        client::Request,
+        drafts::{Draft, DraftKey, Share, bytes_of, descriptors_of},
+        objects::{NewPart, NewTable, Terms},
+        root::State,
+    },
+    error::{BrokerError, RefusalCode},
+};
+
+/// Adds a put to the version of its group, and publishes that once all parts have come.
+pub(crate) fn join(
+    state: &mut State,
+    effects: &mut Effects,
+    caller: &Caller,
+    group: String,
+    share: Share,
+    wait: Duration,
+) {
+    let (id, uid) = (caller.connection, caller.uid);
+    let key = DraftKey { name: share.terms.name.clone(), group };
+    let checked = state.drafts.get(&key).map_or(Ok(()), |draft| draft.check(&key, uid, &share));
+    // Others may have come while this was examined.
+    if let Err(refusal) = checked.and_then(|()| state.objects.users().check_bytes(uid, share.bytes())) {
+        state.objects.discard(share.metadata, share.parts);
+        return refuse(state, effects, id, refusal);
+    }
+    state.objects.users().add_waiting(uid, share.bytes());
+    state.objects.users().reserve(uid, descriptors_of(&share.parts));
+    let new = || Draft::new(uid, &share.announced, &share.terms);
+    let draft = state.drafts.entry(key.clone()).or_insert_with(new);
+    draft.add(id, share);
+    let is_complete = draft.is_complete();
+    state.set_request(id, Request::Parts(key.clone()));
+    if is_complete {
+        complete(state, effects, &key);
+    } else {
+        effects.deadline_of_uploads(id, state.objects.now.after(wait));
+    }
+}
+
+/// All parts of a version have come.
+fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
+    let Some(draft) = state.drafts.remove(key) else { return };
+    let Draft { uid, announced, terms, metadata, puts, requests } = draft;
+    let terms = Terms { requests: requests.into_iter().map(|(_, request)| request).collect(), ..terms };
+    let metadata = metadata.map(|(_, table)| table);
+    let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
+    let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
+    end_waiting(state, uid, metadata.as_ref(), &parts);
+    parts.sort_by_key(|part| announced.iter().position(|name| *name == part.name));
+    store(state, effects, makers, terms, metadata, parts);
+}
+
+/// Counts parts as waiting no more.
+fn end_waiting(state: &mut State, uid: u32, metadata: Option<&NewTable>, parts: &[NewPart]) {
+    let bytes = bytes_of(parts) + metadata.map_or(0, NewTable::length);
+    state.objects.users().remove_waiting(uid, bytes);
+    state.objects.users().end_reservation(uid, descriptors_of(parts));
+}
+
+/// Takes a client's parts out of a version that is not complete.
+pub(crate) fn withdraw(state: &mut State, id: ConnectionId, key: &DraftKey) {
+    let Some(draft) = state.drafts.get_mut(key) else { return };
+    let uid = draft.uid;
+    let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut draft.puts).into_iter().partition(|(of, _)| *of == id);
+    draft.puts = stay;
+    draft.requests.retain(|(of, _)| *of != id);
+    let metadata = draft.metadata.take_if(|(of, _)| *of == id).map(|(_, table)| table);
+    if draft.puts.is_empty() {
+        state.drafts.remove(key);
+    }
+    let parts: Vec<NewPart> = gone.into_iter().flat_map(|(_, parts)| parts).collect();
+    end_waiting(state, uid, metadata.as_ref(), &parts);
+    state.objects.discard(metadata, parts);
+}
+
+/// Ends a client's wait for the parts of others.
+pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey, code: RefusalCode) {
+    let missing = state.drafts.get(key).map_or_else(String::new, |draft| draft.missing().join(", "));
+    withdraw(state, id, key);
+    let message = format!("`{}` is not published: the parts {missing} did not come", key.name);
+    refuse(state, effects, id, BrokerError::new(code, message));
+}

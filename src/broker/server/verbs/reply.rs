@@ -1,0 +1,85 @@
+//! Answers to requests.
+
+use std::os::fd::OwnedFd;
+
+use super::effects::{Effect, Effects, Outgoing};
+use crate::{
+    broker::server::state::{
+        caller::{Caller, ConnectionId},
+        client::{Asked, Request},
+        root::State,
+    },
+    error::{BrokerError, RefusalCode},
+    wire::broker::{Message, Refusal},
+};
+
+/// Answers a request.
+pub(crate) fn reply(state: &mut State, effects: &mut Effects, id: ConnectionId, message: &Message) {
+    reply_with(state, effects, id, message, None);
+}
+
+/// Answers a request, with a descriptor.
+pub(crate) fn reply_with(
+    state: &mut State,
+    effects: &mut Effects,
+    id: ConnectionId,
+    message: &Message,
+    fd: Option<OwnedFd>,
+) {
+    if !matches!(message, Message::Send(_)) {
+        count(state, effects, id, "ok");
+        end_request(state, effects, id);
+    }
+    match Outgoing::of(message, Vec::new()) {
+        Ok(record) => {
+            effects.push(Effect::Send { client: id, records: vec![Outgoing { own: fd, ..record }] });
+        }
+        Err(error) => {
+            tracing::error!(error = error.in_full(), kind = message.name(), "a reply can't be written");
+            let message =
+                "what is known of it does not fit a record of the protocol: its maker gave too many and too long names";
+            refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
+        }
+    }
+}
+
+/// Refuses a request.
+pub(crate) fn refuse(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
+    count(state, effects, id, refusal.code.as_str());
+    if let Some(&Caller { uid, pid, .. }) = state.caller(id) {
+        // An operator can do something about these; the others are the client's own.
+        let kind = match refusal.code {
+            RefusalCode::Quota => "a request refused for a quota",
+            RefusalCode::Full => "a request refused for lack of room",
+            RefusalCode::Failed => "a request failed",
+            _ => "",
+        };
+        if !kind.is_empty() && state.repeats.is_first(uid, kind) {
+            tracing::info!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
+        } else {
+            tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
+        }
+    }
+    let BrokerError { code, message } = refusal;
+    reply(state, effects, id, &Message::Refused(Refusal { code, message }));
+}
+
+/// A client waits for nothing any more.
+pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: ConnectionId) {
+    let Some(client) = state.clients.get_mut(&id) else { return };
+    if matches!(std::mem::take(&mut client.request), Request::Watch(_)) {
+        state.watchers.remove(id);
+    }
+    if client.greeted {
+        effects.push(Effect::Deadline { client: id, deadline: None });
+    }
+}
+
+/// Counts a request that is answered.
+pub(crate) fn count(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: &str) {
+    let Some(client) = state.clients.get_mut(&id) else { return };
+    if let Some(Asked { verb, since, bytes }) = client.asked.take() {
+        state.objects.users().remove_request(client.caller.uid, bytes);
+        effects.push(Effect::Count { verb, outcome: outcome.to_owned(), since });
+    }
+}

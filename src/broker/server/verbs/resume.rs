@@ -1,0 +1,32 @@
+//! A client that connects again takes up what it held.
+
+use super::{effects::Effects, reply::reply};
+use crate::{
+    broker::server::state::{caller::ConnectionId, objects::TakenUp, root::State},
+    wire::broker::{Message, Resume, Resumed, Token},
+};
+
+/// Gives a client the leases and names that another connection of it had.
+pub(crate) fn resume(state: &mut State, effects: &mut Effects, id: ConnectionId, resume: Resume) {
+    let Some(caller) = state.caller(id).cloned() else { return };
+    // The segments of a lease that another connection is still being sent are that connection's.
+    let is_sending = |token: &Token| {
+        let holder = state.objects.holder(*token).and_then(|holder| state.clients.get(&holder));
+        holder.is_some_and(|holder| holder.is_sending(*token))
+    };
+    let (sending, leases): (Vec<Token>, Vec<Token>) = resume.leases.into_iter().partition(is_sending);
+    let resume = Resume { leases, puts: resume.puts };
+    let TakenUp { leases, names, before, mut lost } = state.objects.resume(&caller, &resume);
+    lost.extend(sending);
+    for (other, token) in before {
+        if let Some(other) = state.clients.get_mut(&other) {
+            other.leases.remove(&token);
+        }
+    }
+    if let Some(client) = state.clients.get_mut(&id) {
+        client.leases.extend(leases);
+        client.names.extend(names);
+    }
+    let instance = state.objects.journal().instance().to_owned();
+    reply(state, effects, id, &Message::Resumed(Resumed { instance, lost }));
+}
