@@ -39,7 +39,7 @@ smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the ro
 
 test: ## every test that needs no GPU, then the round trip of the two commands and the broker: on the GPU, if there is one
 	$(CARGO) build --locked --workspace --features launch
-	$(CARGO) test --locked --workspace --features launch
+	scripts/without-leftovers $(CARGO) test --locked --workspace --features launch
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
 	scripts/test-protocol $(BIN) $(STRICT)
 	scripts/test-python $(CARGO) $(BIN) $(STRICT)

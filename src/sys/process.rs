@@ -28,10 +28,11 @@ pub(crate) fn started_ms(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The command, in brackets, may have brackets and spaces itself. Behind it is the third field.
     let ticks: u64 = stat.rsplit_once(") ")?.1.split(' ').nth(22 - 3)?.parse().ok()?;
+    // A delay between the two clocks must make the result too early, so that no process seems to be younger than what it started.
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
     let since_boot = clock_gettime(ClockId::Boottime);
     let since_boot =
         u64::try_from(since_boot.tv_sec).ok()? * 1000 + u64::try_from(since_boot.tv_nsec).ok()? / 1_000_000;
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
     let age = since_boot.saturating_sub(ticks * TICK_MS);
     Some(u64::try_from(now.as_millis()).ok()?.saturating_sub(age))
 }

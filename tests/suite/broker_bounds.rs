@@ -274,7 +274,7 @@ mod memory {
         let loaded_in = status(new, "VmHWM");
         eprintln!("{served_in} KiB while serving, {loaded_in} KiB while loading");
         // The live versions alone have 5 MiB of metadata.
-        assert!(loaded_in <= served_in + 4096, "{served_in} KiB while serving, {loaded_in} KiB while loading");
+        assert!(loaded_in <= served_in + 2048, "{served_in} KiB while serving, {loaded_in} KiB while loading");
         assert_eq!(measure(&served.greeted().0).versions, 20 * 65);
     }
 }

@@ -277,43 +277,47 @@ fn other_protocol_versions_are_refused() {
     check(&served, 1);
 }
 
-/// True of the `nth` message that a process sends or is about to receive.
-fn message(nth: usize) -> impl FnMut(&Call) -> bool {
+/// True of the `nth` of these system calls.
+fn at_call(nth: usize, numbers: &[libc::c_long]) -> impl FnMut(&Call) -> bool {
     let mut count = 0;
     move |call| {
-        let counts = [libc::SYS_sendmsg, libc::SYS_recvmsg].contains(&call.number);
+        let counts = numbers.contains(&call.number);
         count += usize::from(counts);
         counts && count == nth + 1
     }
 }
 
-/// Kills the server before each message of its resend to a new keeper.
+/// Kills the server before each message of its resend to a new keeper. What it receives meanwhile depends on the keeper's pace, and would
+/// shift the steps.
 #[test]
 fn interrupted_resend_names_each_lost_version() {
+    // Three records of descriptors.
+    const OBJECTS: u8 = 3;
     let subject = Subject::host();
     let (mut nth, mut lost, mut whole, mut incomplete) = (0, 0, 0, 0);
     loop {
-        let served = broker(&subject, 2);
+        let served = broker(&subject, OBJECTS);
         let keeper = served.keeper.as_ref().unwrap();
         let (server, starts) = (served.server(), served.manager.as_ref().unwrap().starts());
         keeper.stop(Signal::SIGKILL);
         let all_sent = || served.log().matches("holds everything that the server has").count();
         let before = all_sent();
-        let (_, traced) = trace(server, From::Idle, message(nth), || {
+        let (_, traced) = trace(server, From::Idle, at_call(nth, &[libc::SYS_sendmsg]), || {
             keeper.start_again();
             until(|| !is_alive(server) || all_sent() > before);
         });
         if traced.killed.is_none() {
-            check(&served, 2);
+            check(&served, OBJECTS);
             break;
         }
         served.manager.as_ref().unwrap().main(starts + 1);
         served.greeted();
         let client = client(&served);
         let there: BTreeSet<String> = client.list("").unwrap().into_iter().map(|object| object.name).collect();
-        for name in ["object-0", "object-1"] {
+        for index in 0..OBJECTS {
+            let name = &*format!("object-{index}");
             if there.contains(name) {
-                assert_eq!(value(&client, name), name.as_bytes()[7] - b'0');
+                assert_eq!(value(&client, name), index);
             } else {
                 let is_named =
                     |log: &str| log.lines().any(|line| line.contains("a version is lost") && line.contains(name));
@@ -333,7 +337,7 @@ fn interrupted_resend_names_each_lost_version() {
                 lost += 1;
             }
         }
-        whole += usize::from(there.len() == 2);
+        whole += usize::from(there.len() == usize::from(OBJECTS));
         // The successor's set is whole again.
         put(&served, "after", 7);
         settle(&served);
@@ -342,8 +346,7 @@ fn interrupted_resend_names_each_lost_version() {
     eprintln!(
         "{nth} kills of the server in a resend: {lost} objects lost, {incomplete} of them by name, and none {whole} times"
     );
-    // On a busy machine no kill may come between the first and the last segment: then all is lost each time, and not by name.
-    assert!(lost > incomplete, "{lost} {incomplete}");
+    assert!(incomplete > 0 && lost > incomplete && whole > 0, "{lost} {incomplete} {whole}");
 }
 
 /// Kills the keeper before each message of the resend to it, and of the put that waits for that.
@@ -362,7 +365,9 @@ fn keeper_killed_during_a_resend_loses_nothing() {
         until(|| is_stopped(next));
         fs::remove_file(served.keeper_stop_flag()).unwrap();
         let name = format!("during-{nth}");
-        let (_, traced) = trace(next, From::Stopped, message(nth), || put(&served, &name, 9));
+        let (_, traced) = trace(next, From::Stopped, at_call(nth, &[libc::SYS_sendmsg, libc::SYS_recvmsg]), || {
+            put(&served, &name, 9)
+        });
         check(&served, 2);
         assert_eq!(value(&client(&served), &name), 9);
         client(&served).delete(&name).unwrap();

@@ -30,6 +30,7 @@ use crate::{
     support::{
         Subject,
         served::{Keeper, Served, copied, stored, with_argument},
+        session::Session,
     },
 };
 
@@ -328,7 +329,7 @@ fn unread_stderr_blocks_nothing() {
     let path = folder.path().join("broker.sock");
     let mut child = Command::new(binary("vmmfd"));
     child.args(["serve", "-vv", "--socket"]).arg(&path).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut child = child.spawn().unwrap();
+    let mut child = Session::start(&mut child).unwrap();
     let stderr = child.stderr.take().unwrap();
     let begun = Instant::now();
     let connect = || Client::connect(&path, &Config::default());

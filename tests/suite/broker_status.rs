@@ -68,6 +68,8 @@ fn shows_processes_and_crashes(keeper: Keeper) {
     assert_eq!(shown["socket"], text(&served.path));
     let (used, started) = (&shown["keeper"]["descriptors"]["used"], shown["keeper"]["started"].as_str().unwrap());
     assert!(used.as_u64() > Some(0) && started.ends_with('Z'), "{shown}");
+    let server_started = shown["server"]["started"].as_str().unwrap();
+    assert!(started <= server_started && server_started.len() == started.len(), "the keeper starts first: {shown}");
 
     let (second, _) = served.kill_server();
     let (third, _) = served.kill_server();

@@ -24,7 +24,7 @@ use nix::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::support::Copy;
+use crate::support::{Copy, session};
 
 /// After how long a test takes a command for stuck, however slow the machine and whatever else runs on it.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -240,11 +240,16 @@ impl Run {
         unsafe {
             self.command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
         }
+        // A broker's server and keeper start each other.
+        let is_broker = self.command.get_args().next().is_some_and(|first| first == "serve");
+        if is_broker {
+            session::lead(&mut self.command);
+        }
         let started = Instant::now();
         let mut child = self.command.spawn().unwrap_or_else(|error| panic!("{}: {error}", self.name));
         let stdout = Lines::of(child.stdout.take());
         let stderr = Lines::of(child.stderr.take());
-        Running { name: self.name, child, stdout, stderr, started }
+        Running { name: self.name, child, is_broker, stdout, stderr, started }
     }
 
     /// Starts it and waits for its end.
@@ -304,6 +309,8 @@ impl Lines {
 pub(crate) struct Running {
     name: &'static str,
     child: Child,
+    /// Whether it is a broker, which leads a session.
+    is_broker: bool,
     stdout: Lines,
     stderr: Lines,
     started: Instant,
@@ -367,14 +374,8 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // A broker is asked to end: if its keeper were killed, the server would start another.
-        let command = fs::read(format!("/proc/{}/cmdline", self.child.id())).unwrap_or_default();
-        if command.split(|byte| *byte == 0).nth(1) == Some(b"serve") {
-            let _ = signal::kill(Pid::from_raw(self.pid().cast_signed()), Signal::SIGTERM);
-            let begun = Instant::now();
-            while begun.elapsed() < Duration::from_secs(10) && matches!(self.child.try_wait(), Ok(None)) {
-                thread::sleep(Duration::from_millis(5));
-            }
+        if self.is_broker {
+            session::end(&mut self.child);
         }
         // Both fail where it has ended, and was waited for: that is as it should be.
         let _ = self.child.kill();

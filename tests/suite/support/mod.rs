@@ -8,6 +8,7 @@ mod mapped;
 mod process;
 pub(crate) mod schema;
 pub(crate) mod served;
+pub(crate) mod session;
 pub(crate) mod stand_in;
 pub(crate) mod stepper;
 mod subject;

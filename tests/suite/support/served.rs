@@ -4,7 +4,7 @@ use std::{
     ffi::OsString,
     fs,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -16,7 +16,7 @@ use nix::{
 use tempfile::TempDir;
 use vmmfd::wire::broker::Message;
 
-use super::{Kind, Subject, manager::Manager, stepper::children};
+use super::{Kind, Subject, manager::Manager, session::Session, stepper::children};
 use crate::{
     broker_process::{Raw, is_memory},
     running::binary,
@@ -41,7 +41,7 @@ pub(crate) struct Served {
     /// Of its own: a test may remove the other one.
     log_folder: TempDir,
     command: Vec<OsString>,
-    supervisor: Option<Child>,
+    supervisor: Option<Session>,
     /// Of the server, and of the keeper.
     pub(crate) manager: Option<Manager>,
     pub(crate) keeper: Option<Manager>,
@@ -105,7 +105,7 @@ impl Served {
             child.env_remove(name);
         }
         child.stderr(fs::File::create(self.log_folder.path().join("log")).unwrap());
-        self.supervisor = Some(child.spawn().unwrap());
+        self.supervisor = Some(Session::start(&mut child).unwrap());
     }
 
     /// What the supervisor and its servers have written on stderr.
@@ -241,26 +241,14 @@ impl Served {
 }
 
 impl Drop for Served {
-    /// Ends all of them: those that have this broker's socket on their command lines.
+    /// Ends all of them.
     fn drop(&mut self) {
-        (self.manager, self.keeper) = (None, None);
+        (self.manager, self.keeper, self.supervisor) = (None, None, None);
         if thread::panicking() {
             eprintln!("{}", self.log());
         }
-        // A server that lives starts another supervisor, and a supervisor another server: until there is none.
-        for _ in 0..1000 {
-            let left = with_argument(&self.path);
-            if left.is_empty() {
-                break;
-            }
-            for pid in left {
-                let _ = kill(pid, Signal::SIGKILL);
-            }
-            if let Some(child) = &mut self.supervisor {
-                let _ = child.try_wait();
-            }
-            thread::sleep(Duration::from_millis(1));
-        }
+        let left = with_argument(&self.path);
+        assert!(left.is_empty() || thread::panicking(), "{left:?} outlive their test");
     }
 }
 
