@@ -1,18 +1,65 @@
 //! An error in a report, and what can be concluded from it alone.
 
+use std::{io, ops::Not};
+
+use nix::libc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
 use vmmfd::{
     driver::code,
-    error::{DeviceError, Error, LoadError, MemoryError, PeerError, SocketError},
+    error::{DeviceError, Error, LoadError, MemoryError, PeerError, ProtocolError, SocketError},
 };
 
-/// How [`LoadError::NoLibrary`] begins.
-pub(super) const NO_LIBRARY: &str = "no CUDA driver library loads: ";
+/// A cause that neither the driver's number nor the class of an error names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Reason {
+    /// No file exists under any of the driver library's names.
+    LibraryMissing,
+    /// A driver library exists and can't be loaded.
+    LibraryBroken,
+    /// The driver library lacks a function.
+    MissingFunction,
+    /// The driver finds no device, and this process may not open a device node.
+    NodesDenied,
+    /// This process may not open as many files as it needs.
+    FileLimit,
+    /// Descriptors were lost when a record was received.
+    DescriptorsLost,
+    /// The socket does not let this user connect.
+    ConnectDenied,
+    /// One that this version does not know.
+    #[serde(other)]
+    Other,
+}
 
-/// Precedes the device nodes that this process may not open, where the driver finds no device.
-pub(super) const NODES_DENIED: &str = "this process may not open ";
+impl Reason {
+    fn of(error: &Error) -> Option<Self> {
+        match error {
+            Error::Load(LoadError::NoLibrary { tried }) if is_missing(tried) => Some(Self::LibraryMissing),
+            Error::Load(LoadError::NoLibrary { .. }) => Some(Self::LibraryBroken),
+            Error::Load(LoadError::MissingSymbol { .. }) => Some(Self::MissingFunction),
+            Error::Memory(MemoryError::TooManyDescriptors { .. }) => Some(Self::FileLimit),
+            Error::Peer(PeerError::Protocol(ProtocolError::FdsTruncated { .. })) => Some(Self::DescriptorsLost),
+            Error::Socket(SocketError::Denied { .. }) => Some(Self::ConnectDenied),
+            _ => {
+                let mut causes = anyhow::Chain::new(error).filter_map(|error| error.downcast_ref::<io::Error>());
+                causes.any(|error| error.raw_os_error() == Some(libc::EMFILE)).then_some(Self::FileLimit)
+            }
+        }
+    }
+}
+
+/// Whether the loader found no file for any of the names. dlerror(3) returns text alone.
+fn is_missing(tried: &str) -> bool {
+    // A library that the driver's own needs may be missing: the loader then names it, or the library that needs it.
+    let missing = |answer: &str| {
+        let answer = answer.trim();
+        answer.ends_with("No such file or directory")
+            && (answer.starts_with("libcuda.so") || answer.contains(" libcuda.so"))
+    };
+    tried.split(';').all(missing)
+}
 
 /// An error that a probe met.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -28,14 +75,20 @@ pub struct ErrorDetails {
     pub name: Option<String>,
     /// `timeout`, `signal`, `driver`, `system`, or the class of another error.
     pub kind: String,
-    /// The error in one line.
+    /// The cause, where it has a name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<Reason>,
+    /// Whether it is an error of the other end of a meeting, or of the other process of a probe.
+    #[serde(default, skip_serializing_if = "Not::not")]
+    pub other_end: bool,
+    /// The error in one line, for people.
     pub message: String,
 }
 
 impl ErrorDetails {
     /// The details of an error of this process.
     pub fn of(error: &Error) -> Self {
-        let details = |kind: &str| Self::new(kind, error.in_full());
+        let details = |kind: &str| Self { reason: Reason::of(error), ..Self::new(kind, error.in_full()) };
         let numbered = |call: &str, number: u32| {
             let name = code::name(number).map(str::to_owned);
             Self { call: Some(call.to_owned()), code: Some(number), name, ..details("driver") }
@@ -66,17 +119,12 @@ impl ErrorDetails {
 
     /// An error that is not a driver's.
     pub(super) fn new(kind: &str, message: String) -> Self {
-        Self { call: None, code: None, name: None, kind: kind.to_owned(), message }
+        Self { call: None, code: None, name: None, kind: kind.to_owned(), reason: None, other_end: false, message }
     }
 
     /// The same, of the other end of a probe.
     pub(super) fn of_other_end(self) -> Self {
-        Self { message: format!("{OTHER_END}{}", self.message), ..self }
-    }
-
-    /// Whether it is an error of the other end.
-    pub(super) fn is_of_other_end(&self) -> bool {
-        self.message.starts_with(OTHER_END)
+        Self { message: format!("the other end: {}", self.message), other_end: true, ..self }
     }
 
     /// Whether it says that a feature is not supported, rather than that it fails.
@@ -87,49 +135,24 @@ impl ErrorDetails {
         }
     }
 
-    /// Whether the driver library could not be loaded.
-    pub(super) fn is_dlopen(&self) -> bool {
-        self.call.as_deref() == Some("dlopen") && self.code.is_none()
-    }
-
-    /// Whether no driver library exists under any of its names. One that exists and does not load is broken.
-    pub(super) fn is_library_missing(&self) -> bool {
-        // A library that the driver's own needs may be what is missing: the loader then names that, or the library that needs it.
-        let missing = |answer: &str| {
-            let answer = answer.trim();
-            answer.ends_with("No such file or directory")
-                && (answer.starts_with("libcuda.so") || answer.contains(" libcuda.so"))
-        };
-        let answers = self.message.split_once(NO_LIBRARY).map(|(_, answers)| answers);
-        answers.is_some_and(|answers| answers.split(';').all(missing))
-    }
-
     /// Whether it says that there is nothing to test: no driver library, or no device and no device node that is denied.
     pub(super) fn is_nothing_to_test(&self) -> bool {
         match self.code {
-            Some(code::NO_DEVICE) => !self.message.contains(NODES_DENIED),
-            _ => self.is_dlopen() && self.is_library_missing(),
+            Some(code::NO_DEVICE) => self.reason != Some(Reason::NodesDenied),
+            _ => self.reason == Some(Reason::LibraryMissing),
         }
     }
 }
-
-/// Precedes the message of an error of the other end.
-const OTHER_END: &str = "the other end: ";
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn no_device_is_nothing_to_test_unless_its_node_is_denied() {
+    fn denied_nodes_are_something_to_test() {
         let mut none = ErrorDetails::of(&Error::Load(LoadError::NoDevice));
         assert!(none.is_nothing_to_test());
-        none.message += "; this process may not open /dev/nvidia0";
+        none.reason = Some(Reason::NodesDenied);
         assert!(!none.is_nothing_to_test());
-    }
-
-    #[test]
-    fn the_words_looked_for_are_those_of_the_error() {
-        assert!(Error::Load(LoadError::NoLibrary { tried: String::new() }).to_string().starts_with(NO_LIBRARY));
     }
 }

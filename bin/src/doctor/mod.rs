@@ -28,7 +28,7 @@ mod verdict;
 pub use self::child::run_task;
 pub use self::{
     environment::Environment,
-    error_details::ErrorDetails,
+    error_details::{ErrorDetails, Reason},
     meeting::{Meeting, MeetingRole, meet},
     probe::{Probe, Scope},
     probes::PROBES,

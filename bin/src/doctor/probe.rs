@@ -8,7 +8,7 @@ use vmmfd::{
 };
 
 use super::{
-    ErrorDetails, Finding, Status,
+    ErrorDetails, Finding, Reason, Status,
     context::ProbeContext,
     outcome::{ProbeFailure, ProbeOutcome, ProbeResult, micros},
 };
@@ -151,7 +151,7 @@ impl Probe {
             Some(code::NOT_PERMITTED) => self.name == "fabric" && !context,
             Some(code::NOT_SUPPORTED) => FEATURES.contains(&self.name) && !context,
             // A library that exists and does not load is broken.
-            _ => error.is_unsupported() && (!error.is_dlopen() || error.is_library_missing()),
+            _ => error.is_unsupported() && error.reason != Some(Reason::LibraryBroken),
         }
     }
 

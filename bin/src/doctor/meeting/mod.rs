@@ -245,7 +245,7 @@ fn explain_theirs(report: &mut DoctorReport, theirs: &BTreeSet<(i32, String)>) {
     let Some(peer) = report.peer.clone() else { return };
     let own = report.environment.clone();
     let explain = |finding: &mut Finding, theirs: bool| {
-        let other = finding.error.as_ref().is_some_and(ErrorDetails::is_of_other_end);
+        let other = finding.error.as_ref().is_some_and(|error| error.other_end);
         if finding.status != Status::Ok && finding.error.is_some() && other != theirs {
             (finding.cause, finding.remedy, finding.rule) = (None, None, None);
             rules::explain(finding, &peer, Some(&own));

@@ -17,7 +17,7 @@ use vmmfd::{
 
 use crate::doctor::{
     Environment, ErrorDetails,
-    error_details::NODES_DENIED,
+    error_details::Reason,
     outcome::{ProbeFailure, ProbeOutcome, ProbeResult},
 };
 use crate::verbs::HasVerbs;
@@ -48,7 +48,8 @@ fn with_denied_nodes(mut error: ErrorDetails) -> ErrorDetails {
         let nodes = Environment::read(None).nodes;
         let denied: Vec<String> = nodes.into_iter().filter(|node| !node.usable).map(|node| node.path).collect();
         if !denied.is_empty() {
-            error.message += &format!("; {NODES_DENIED}{}", denied.join(", "));
+            error.reason = Some(Reason::NodesDenied);
+            error.message += &format!("; this process may not open {}", denied.join(", "));
         }
     }
     error

@@ -2,9 +2,9 @@
 
 use super::{
     Rule,
-    predicates::{categories, has_error, is_of, message_has, no_library, other_categories},
+    predicates::{categories, has_error, has_reason, is_of, no_library, other_categories},
 };
-use crate::doctor::environment::CLibrary;
+use crate::doctor::{environment::CLibrary, error_details::Reason};
 
 /// The rules, the most specific first.
 pub(super) const RULES: &[Rule] = &[
@@ -42,8 +42,8 @@ pub(super) const RULES: &[Rule] = &[
         matches: |finding, environment, peer| {
             let own = categories(environment);
             let permitted = finding.figures.get("permitted").is_some_and(|permitted| permitted == true);
-            let denied = permitted && message_has(finding, "does not let this user connect") && own.is_some();
-            let cut_off = message_has(finding, "descriptors were cut off");
+            let denied = permitted && has_reason(finding, Reason::ConnectDenied) && own.is_some();
+            let cut_off = has_reason(finding, Reason::DescriptorsLost);
             denied || cut_off && peer.is_some_and(|peer| other_categories(environment, peer))
         },
     },

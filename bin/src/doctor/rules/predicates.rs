@@ -2,7 +2,7 @@
 
 use vmmfd::error::code;
 
-use crate::doctor::{Environment, Finding, Status, environment::Node, error_details::NO_LIBRARY};
+use crate::doctor::{Environment, Finding, Status, environment::Node, error_details::Reason};
 
 /// The probes of virtual memory management that are not required: they fail where the required ones do.
 pub(super) const VMM: &[&str] = &[
@@ -52,8 +52,14 @@ pub(super) fn error_kind(finding: &Finding) -> Option<&str> {
     Some(&finding.error.as_ref()?.kind)
 }
 
-pub(super) fn message_has(finding: &Finding, words: &str) -> bool {
-    finding.error.as_ref().is_some_and(|error| error.message.contains(words))
+pub(super) fn has_reason(finding: &Finding, reason: Reason) -> bool {
+    finding.error.as_ref().is_some_and(|error| error.reason == Some(reason))
+}
+
+/// Whether a signal ended the probe's process, and whether that was SIGKILL.
+pub(super) fn is_killed(finding: &Finding) -> Option<bool> {
+    let error = finding.error.as_ref().filter(|error| error.kind == "signal")?;
+    Some(error.name.as_deref() == Some("SIGKILL"))
 }
 
 pub(super) fn is_call(finding: &Finding, call: &str) -> bool {
@@ -61,12 +67,11 @@ pub(super) fn is_call(finding: &Finding, call: &str) -> bool {
 }
 
 pub(super) fn no_library(finding: &Finding) -> bool {
-    message_has(finding, NO_LIBRARY)
+    has_reason(finding, Reason::LibraryMissing) || has_reason(finding, Reason::LibraryBroken)
 }
 
 pub(super) fn no_device(finding: &Finding) -> bool {
-    is_of(finding, &["driver"])
-        && (error_code(finding) == Some(code::NO_DEVICE) || message_has(finding, "finds no device"))
+    is_of(finding, &["driver"]) && error_code(finding) == Some(code::NO_DEVICE)
 }
 
 pub(super) fn cu_init_unknown(finding: &Finding) -> bool {

@@ -5,11 +5,11 @@ use vmmfd::error::code;
 use super::{
     Rule,
     predicates::{
-        SHARING, VMM, cu_init_unknown, device_hidden, error_code, error_kind, fabric_denied, has_error, is_call,
-        is_gpu, is_of, message_has, no_device, no_library, unsupported,
+        SHARING, VMM, cu_init_unknown, device_hidden, error_code, error_kind, fabric_denied, has_error, has_reason,
+        is_call, is_gpu, is_killed, is_of, no_device, no_library, unsupported,
     },
 };
-use crate::doctor::{Status, environment::SharedMemory, error_details::NO_LIBRARY};
+use crate::doctor::{Status, environment::SharedMemory, error_details::Reason};
 
 /// The rules of every machine, the most specific first.
 pub(super) const GENERAL: &[Rule] = &[
@@ -21,8 +21,7 @@ pub(super) const GENERAL: &[Rule] = &[
         remedy: "Take the folder out of LD_LIBRARY_PATH and of the loader's configuration (/etc/ld.so.conf.d).",
         matches: |finding, environment, _| {
             let stub = environment.library.as_ref().is_some_and(|library| library.stub);
-            is_of(finding, &["driver"])
-                && (stub || message_has(finding, "stub library") || error_code(finding) == Some(code::STUB_LIBRARY))
+            is_of(finding, &["driver"]) && (stub || error_code(finding) == Some(code::STUB_LIBRARY))
         },
     },
     Rule {
@@ -32,9 +31,7 @@ pub(super) const GENERAL: &[Rule] = &[
                 library that it needs.",
         remedy: "Look with `ldd` at the file that the error names, and install the driver again; in a container, let \
                  the runtime bring the driver's files.",
-        matches: |finding, _, _| {
-            message_has(finding, NO_LIBRARY) && finding.error.as_ref().is_some_and(|error| !error.is_library_missing())
-        },
+        matches: |finding, _, _| has_reason(finding, Reason::LibraryBroken),
     },
     Rule {
         name: "library-not-found",
@@ -73,7 +70,7 @@ pub(super) const GENERAL: &[Rule] = &[
         cause: "The driver library lacks a function, as it is older than that function.",
         remedy: "Update the driver: sharing by file descriptor needs CUDA 11.4 or newer, host memory 12.2, fabric \
                  handles 12.3.",
-        matches: |finding, _, _| message_has(finding, "the driver is too old for this"),
+        matches: |finding, _, _| has_reason(finding, Reason::MissingFunction),
     },
     Rule {
         name: "fabric-manager",
@@ -179,9 +176,8 @@ pub(super) const GENERAL: &[Rule] = &[
                  once they are imported.",
         matches: |finding, _, _| {
             is_of(finding, &["descriptors"])
-                || ["Too many open files", "descriptors were cut off", "open files are needed"]
-                    .iter()
-                    .any(|words| message_has(finding, words))
+                || has_reason(finding, Reason::FileLimit)
+                || has_reason(finding, Reason::DescriptorsLost)
         },
     },
     Rule {
@@ -220,9 +216,7 @@ pub(super) const GENERAL: &[Rule] = &[
                 same way.",
         remedy: "See in `nvidia-smi` which processes hold memory, and free some; if there is enough, raise `ulimit -n` \
                  and the container's memory limit.",
-        matches: |finding, _, _| {
-            error_code(finding) == Some(code::OUT_OF_MEMORY) || message_has(finding, "bytes are more than the")
-        },
+        matches: |finding, _, _| error_code(finding) == Some(code::OUT_OF_MEMORY),
     },
     // What surrounds the process changes what the driver can do.
     Rule {
@@ -381,8 +375,7 @@ pub(super) const GENERAL: &[Rule] = &[
         remedy: "Update the driver, or give the container --cap-add SYS_NICE.",
         matches: |finding, environment, _| {
             let major = environment.module.as_deref().and_then(|module| module.split('.').next()?.parse::<u32>().ok());
-            let crashed = error_kind(finding) == Some("signal") && !message_has(finding, "SIGKILL");
-            is_of(finding, &["host-numa"]) && crashed && major.is_none_or(|major| major < 595)
+            is_of(finding, &["host-numa"]) && is_killed(finding) == Some(false) && major.is_none_or(|major| major < 595)
         },
     },
     Rule {
@@ -478,7 +471,7 @@ pub(super) const GENERAL: &[Rule] = &[
                 the container's limit.",
         remedy: "Look at `dmesg` for oom-kill, and raise the container's memory limit: a process with CUDA takes some \
                  150 MiB.",
-        matches: |finding, _, _| error_kind(finding) == Some("signal") && message_has(finding, "SIGKILL"),
+        matches: |finding, _, _| is_killed(finding) == Some(true),
     },
     Rule {
         name: "crashed",
@@ -486,7 +479,7 @@ pub(super) const GENERAL: &[Rule] = &[
         cause: "The driver crashed the probe's process.",
         remedy: "Look at `dmesg` for NVRM and Xid, update the driver, and report it with the output of `vmmfd doctor \
                  --json`.",
-        matches: |finding, _, _| error_kind(finding) == Some("signal"),
+        matches: |finding, _, _| is_killed(finding).is_some(),
     },
     Rule {
         name: "hangs",

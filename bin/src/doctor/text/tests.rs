@@ -71,8 +71,7 @@ fn failing() -> DoctorReport {
         call: Some("cuMemCreate".to_owned()),
         code: Some(800),
         name: Some("CUDA_ERROR_NOT_PERMITTED".to_owned()),
-        kind: "driver".to_owned(),
-        message: "cuMemCreate failed: CUDA_ERROR_NOT_PERMITTED (800)".to_owned(),
+        ..ErrorDetails::new("driver", "cuMemCreate failed: CUDA_ERROR_NOT_PERMITTED (800)".to_owned())
     });
     fabric.cause = Some("There is no IMEX channel.".to_owned());
     fabric.remedy = Some("Make one, and give it to each container that is to share memory.".to_owned());
