@@ -23,6 +23,8 @@ cases! {
 /// A bench of this place's backend, with few samples of little memory.
 fn bench(meeting: &Meeting, options: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
+    // The program that `vmmfd bench` executes.
+    binary("vmmfd-bench");
     run.command.arg("bench").args(options).args(["--backend", meeting.backend()]);
     for (option, value) in [("--count", "5"), ("--size", "2MiB"), ("--clients", "2")] {
         if !options.contains(&option) {

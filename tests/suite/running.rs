@@ -10,7 +10,7 @@ use std::{
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, Mutex},
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use nix::{
@@ -258,13 +258,55 @@ impl Run {
     }
 }
 
-/// Where the commands are: as told, beside the test program, or one folder up, where cargo puts them.
+/// The path of a command: in `VMMFD_BIN`, beside the test program, or one folder up, where cargo puts it. Cargo keeps the programs of this
+/// package up to date, and `vmmfd-bench` only on request: an old one fails the test.
+#[track_caller]
 pub(crate) fn binary(name: &str) -> PathBuf {
     let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
     let folders =
         [env::var_os("VMMFD_BIN").map(PathBuf::from), Some(beside.clone()), beside.parent().map(Path::to_owned)];
     let found = folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.is_file());
-    found.unwrap_or_else(|| panic!("no {name} beside {}, and none in $VMMFD_BIN", beside.display()))
+    let found = found.unwrap_or_else(|| panic!("no {name} beside {}, and none in $VMMFD_BIN", beside.display()));
+    assert!(!is_stale(&found), "{} is older than its library: build the workspace", found.display());
+    found
+}
+
+/// Whether cargo has built the library of a program's package again, and not the program. Where a bundle is, there is no library.
+fn is_stale(program: &Path) -> bool {
+    let modified = |path: &Path| fs::metadata(path).and_then(|file| file.modified()).ok();
+    let library = format!("lib{}-", program.file_name().unwrap().to_string_lossy().replace('-', "_"));
+    // The library `vmmfd` is of another package than the program.
+    if library == "libvmmfd-" {
+        return false;
+    }
+    let built = fs::read_dir(program.with_file_name("deps")).into_iter().flatten().flatten();
+    let built = built.filter(|file| {
+        let name = file.file_name().to_string_lossy().into_owned();
+        name.starts_with(&library) && name.ends_with(".rlib")
+    });
+    built.filter_map(|file| modified(&file.path())).max() > modified(program)
+}
+
+#[test]
+fn program_older_than_its_library_is_stale() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str, second| {
+        let path = folder.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, "").unwrap();
+        let time = SystemTime::UNIX_EPOCH + Duration::from_secs(second);
+        fs::File::options().append(true).open(&path).unwrap().set_modified(time).unwrap();
+        path
+    };
+    let program = at("vmmfd-bench", 100);
+    assert!(!is_stale(&program), "without a library");
+    at("deps/libvmmfd_bench-0.rlib", 99);
+    at("deps/libvmmfd_bench-0.d", 101);
+    at("deps/libvmmfd-0.rlib", 101);
+    assert!(!is_stale(&program));
+    at("deps/libvmmfd_bench-1.rlib", 101);
+    assert!(is_stale(&program));
+    assert!(!is_stale(&at("vmmfd", 100)));
 }
 
 /// What a process writes, as it writes it.
