@@ -19,7 +19,7 @@ use super::{
     Event, Observer,
     figures::{Claim, Figures},
     files::Source,
-    pattern::{self, EngineChoice, Pattern},
+    pattern::{self, EngineChoice, Pattern, random_salt},
 };
 
 /// The content of a producer's buffer, which its consumers check.
@@ -103,7 +103,7 @@ impl Content for Exercise<'_> {
     fn check(&self, range: &Range<u64>, reply: bool, tick: Tick<'_>) -> Result<Option<Check>> {
         let claim = match &self.data {
             Data::Pattern(salt) => {
-                let reply_salt = reply.then(|| salt_other_than(*salt));
+                let reply_salt = reply.then(|| salt_other_than(*salt)).transpose()?;
                 Claim { salt: Some(*salt), reply_salt, digest: None }
             }
             Data::File(source) => {
@@ -148,11 +148,7 @@ impl Content for Exercise<'_> {
 }
 
 /// A fresh salt for a reply.
-fn salt_other_than(salt: u32) -> u32 {
-    loop {
-        match rand::random() {
-            fresh if fresh == salt => {}
-            fresh => return fresh,
-        }
-    }
+fn salt_other_than(salt: u32) -> Result<u32> {
+    // Any difference will do if the salt comes again.
+    random_salt().map(|fresh| if fresh == salt { !salt } else { fresh })
 }

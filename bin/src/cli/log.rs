@@ -15,7 +15,6 @@ use tracing_subscriber::{
 };
 use vmmfd::internals::stderr::Stderr;
 
-use super::output::is_coloured;
 use crate::stamp;
 
 /// What `--log-format` names.
@@ -71,7 +70,7 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     let log = fmt().with_max_level(level).log_internal_errors(false);
     // Fails only if the process has a subscriber already.
     let _ = match style {
-        Style::Text => log.with_writer(|| Stderr).with_ansi(is_coloured(&io::stderr())).try_init(),
+        Style::Text => log.with_writer(|| Stderr).with_ansi(false).try_init(),
         // The journal has the time and the level of each line.
         Style::Journal => log.with_writer(Journal).with_ansi(false).without_time().with_level(false).try_init(),
         Style::Json => log.with_writer(|| Stderr).json().flatten_event(true).try_init(),

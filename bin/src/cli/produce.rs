@@ -16,7 +16,10 @@ use super::{
     ArrayOptions, Console, Exit, Extent, Meet, Output, Session, leave_open, parse_salt, parse_size, sharing,
     values::{CHOICE, ENGINE, MECHANISM, PLACEMENT},
 };
-use crate::check::{self, Exercise, pattern::EngineChoice};
+use crate::check::{
+    self, Exercise,
+    pattern::{EngineChoice, random_salt},
+};
 
 /// Fills a buffer with a pattern or a file and shares it with consumers, which verify it.
 #[derive(Debug, Args)]
@@ -107,7 +110,7 @@ impl Session for Produce {
         let steps = |event: check::Event<'_>| console.check(event);
         let content = match source {
             Some(source) => Exercise::file(source, &steps),
-            None => Exercise::pattern(self.seed.unwrap_or_else(rand::random), &steps),
+            None => Exercise::pattern(self.seed.map_or_else(random_salt, Ok)?, &steps),
         };
         let content = content.with_engine(self.verify).with_corruption(self.corrupt);
         let buffer = Buffer::create(&device, spec, content, array, &config, &observer)?;

@@ -26,7 +26,7 @@ use super::{
     control::{Control, ControlRecord, OpenedMemory, unexpected},
     outcome::{ProbeOutcome, ProbeResult, micros, timed},
 };
-use crate::check::{DataVerifier, Exercise};
+use crate::check::{DataVerifier, Exercise, pattern::random_salt};
 use crate::verbs::HasVerbs;
 
 /// The size of the memory that is shared: more than one granule, and no whole number of words, so that the end of the data is
@@ -81,7 +81,7 @@ impl Endpoint {
 pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: MemoryKind) -> ProbeResult {
     let cancel = Cancel::new()?;
     let config = end.config(&cancel);
-    let content = Exercise::pattern(rand::random(), &|_| {});
+    let content = Exercise::pattern(random_salt()?, &|_| {});
     let buffer = Buffer::create(device, (kind.spec)(SIZE), content, None, &config, &|_| {})?;
     let listener = match Listener::bind(&end.socket, !end.trust.uids.is_empty(), end.timeout, &cancel) {
         Ok(listener) => listener,

@@ -113,7 +113,7 @@ impl Source for Scraper {
         self.unanswered += u64::from(self.latest.is_err());
         if request.path == "/metrics" {
             let format = Format::asked(&request.accept);
-            let body = render(self.latest.as_ref().ok().cloned(), format);
+            let body = render(self.latest.as_ref().ok(), format);
             return Response { status: Status::Ok, content_type: format.content_type(), body };
         }
         match &self.latest {

@@ -1,13 +1,6 @@
 //! The broker's figures in the text formats of Prometheus and of OpenMetrics.
 
-use std::{fmt, sync::Arc};
-
-use prometheus_client::{
-    collector::Collector,
-    encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text::encode},
-    metrics::MetricType,
-    registry::Registry,
-};
+use std::fmt::{Display, Write};
 
 use vmmfd::{
     broker::{Metrics, UserTotal},
@@ -38,43 +31,48 @@ impl Format {
     }
 }
 
-/// The figures as text: of a broker that does not answer, only that it does not.
-pub(crate) fn render(metrics: Option<Metrics>, format: Format) -> String {
-    let mut registry = Registry::default();
-    registry.register_collector(Box::new(Arc::new(Figures(metrics))));
-    let mut text = String::new();
-    // A String takes everything.
-    let _ = encode(&mut text, &registry);
+/// The figures as text. If the broker does not answer, the text says only so.
+pub(crate) fn render(metrics: Option<&Metrics>, format: Format) -> String {
+    let mut text = Text { out: String::new(), format };
+    text.gauge("vmmfd_up", "Whether the broker answers", u8::from(metrics.is_some()));
+    if let Some(metrics) = metrics {
+        text.metrics(metrics);
+    }
     match format {
-        Format::OpenMetrics => text,
-        Format::Plain => plain(&text),
+        Format::OpenMetrics => text.out + "# EOF\n",
+        Format::Plain => text.out,
     }
 }
 
-/// The counters' names are other in the older format, whose types are those of the samples, and its end has no mark.
-fn plain(text: &str) -> String {
-    let mut out = String::with_capacity(text.len() + 64);
-    let counters: Vec<&str> =
-        text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter")).collect();
-    for line in text.lines().filter(|line| *line != "# EOF") {
-        let named = ["# HELP ", "# TYPE "].iter().find_map(|word| {
-            let (name, rest) = line.strip_prefix(word)?.split_once(' ')?;
-            counters.contains(&name).then(|| format!("{word}{name}_total {rest}"))
-        });
-        out.push_str(named.as_deref().unwrap_or(line));
-        out.push('\n');
-    }
-    out
+struct Text {
+    out: String,
+    format: Format,
 }
 
-#[derive(Debug)]
-struct Figures(Option<Metrics>);
+/// A metric. Its samples follow.
+struct Family<'a> {
+    out: &'a mut String,
+    name: String,
+}
 
-impl Collector for Figures {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut begin = Begin(&mut encoder);
-        begin.gauge("vmmfd_up", "Whether the broker answers")?.encode_gauge(&u32::from(self.0.is_some()))?;
-        let Some(metrics) = &self.0 else { return Ok(()) };
+impl Text {
+    fn family(&mut self, name: &str, help: &str, kind: &str) -> Family<'_> {
+        let total = format!("{name}_total");
+        let (described, sampled) = match (kind, self.format) {
+            ("counter", Format::OpenMetrics) => (name, total.as_str()),
+            ("counter", Format::Plain) => (total.as_str(), total.as_str()),
+            _ => (name, name),
+        };
+        // Writing to a string can't fail.
+        let _ = writeln!(self.out, "# HELP {described} {help}\n# TYPE {described} {kind}");
+        Family { name: sampled.to_owned(), out: &mut self.out }
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, value: impl Display) {
+        self.family(name, help, "gauge").sample("", &[], value);
+    }
+
+    fn metrics(&mut self, metrics: &Metrics) {
         for (name, help, value) in [
             ("vmmfd_objects", "Names that the broker has", metrics.objects),
             ("vmmfd_versions", "Versions that the broker keeps, also without a name", metrics.versions),
@@ -82,10 +80,10 @@ impl Collector for Figures {
             ("vmmfd_connections", "Connections to the broker, the exporter's own included", metrics.connections),
             ("vmmfd_watchers", "Connections that wait for events", metrics.watchers),
         ] {
-            begin.gauge(name, help)?.encode_gauge(&value)?;
+            self.gauge(name, help, value);
         }
-        users(&mut begin, metrics)?;
-        limits(&mut begin, metrics)?;
+        self.users(metrics);
+        self.limits(metrics);
         let (open, store) = (metrics.descriptors, &metrics.store);
         for (name, help, value) in [
             ("vmmfd_open_descriptors", "Open descriptors of the broker", open.used),
@@ -93,121 +91,116 @@ impl Collector for Figures {
             ("vmmfd_stored_descriptors", "Descriptors in the store that outlives the broker's process", store.used),
             ("vmmfd_max_stored_descriptors", "The most descriptors that fit the store", store.allowed),
         ] {
-            begin.gauge(name, help)?.encode_gauge(&value)?;
+            self.gauge(name, help, value);
         }
         if let Some(lost) = metrics.lost_versions {
             let help = "Versions that this process lost when it took over: not all of their memory had been kept";
-            begin.gauge("vmmfd_lost_versions", help)?.encode_gauge(&lost)?;
+            self.gauge("vmmfd_lost_versions", help, lost);
         }
         for (name, help, key, value) in [
             ("vmmfd_build_info", "The version of the broker's program", "version", metrics.version.as_deref()),
             ("vmmfd_store_info", "Who keeps the broker's descriptors", "kind", Some(store.kind.as_str())),
         ] {
-            let Some(value) = value.map(label) else { continue };
-            begin.gauge(name, help)?.encode_family(&[(key, value)])?.encode_gauge(&1_u32)?;
+            let Some(value) = value else { continue };
+            self.family(name, help, "gauge").sample("", &[(key, value)], 1);
         }
-        let started = metrics.started_ms as f64 / 1e3;
-        begin
-            .gauge("vmmfd_start_time_seconds", "When the broker's process started, in seconds since 1970")?
-            .encode_gauge(&started)?;
-        begin
-            .begin("vmmfd_restarts", "Starts of a server with what another one had held", MetricType::Counter)?
-            .encode_counter::<NoLabelSet, _, f64>(&metrics.restarts, None)?;
-        let mut requests = begin.begin(
-            "vmmfd_requests",
-            "Requests that this process of the broker has answered",
-            MetricType::Counter,
-        )?;
+        let help = "When the broker's process started, in seconds since 1970";
+        self.gauge("vmmfd_start_time_seconds", help, float(metrics.started_ms as f64 / 1e3));
+        let help = "Starts of a server with what another one had held";
+        self.family("vmmfd_restarts", help, "counter").sample("", &[], metrics.restarts);
+        self.requests(metrics);
+    }
+
+    fn requests(&mut self, metrics: &Metrics) {
+        let help = "Requests that this process of the broker has answered";
+        let mut requests = self.family("vmmfd_requests", help, "counter");
         for of in &metrics.requests {
-            let labels = [("verb", label(&of.verb)), ("outcome", label(&of.outcome))];
-            requests.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&of.count, None)?;
+            requests.sample("", &[("verb", &of.verb), ("outcome", &of.outcome)], of.count);
         }
-        let mut seconds = begin.begin(
-            "vmmfd_request_seconds",
-            "How long the broker took to answer, waits that were asked for included",
-            MetricType::Histogram,
-        )?;
+        let help = "How long the broker took to answer, waits that were asked for included";
+        let mut seconds = self.family("vmmfd_request_seconds", help, "histogram");
         for of in &metrics.durations {
-            let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
-            let buckets: Vec<(f64, u64)> = bounds.zip(of.counts.iter().copied()).collect();
-            let count = of.counts.iter().fold(0_u64, |sum, count| sum.saturating_add(*count));
-            let labels = [("verb", label(&of.verb))];
-            let sum = of.sum_us as f64 / 1e6;
-            seconds.encode_family(&labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)?;
-        }
-        Ok(())
-    }
-}
-
-/// Begins metrics.
-struct Begin<'a, 'b>(&'a mut DescriptorEncoder<'b>);
-
-impl Begin<'_, '_> {
-    fn gauge<'s>(&'s mut self, name: &'s str, help: &str) -> Result<MetricEncoder<'s>, fmt::Error> {
-        self.begin(name, help, MetricType::Gauge)
-    }
-
-    fn begin<'s>(&'s mut self, name: &'s str, help: &str, kind: MetricType) -> Result<MetricEncoder<'s>, fmt::Error> {
-        self.0.encode_descriptor(name, help, None, kind)
-    }
-}
-
-/// What is held for each user.
-fn users(begin: &mut Begin<'_, '_>, metrics: &Metrics) -> fmt::Result {
-    let mut claimed = begin.gauge(
-        "vmmfd_claimed_bytes",
-        "Memory that the broker keeps, as its makers claim it, by device and by user of the name",
-    )?;
-    for total in &metrics.totals {
-        let uid = total.uid.to_string();
-        for of in &total.devices {
-            let backend = if of.device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda };
-            let device = of.device.uuid.prefixed(backend);
-            claimed.encode_family(&[("device", device.as_str()), ("uid", uid.as_str())])?.encode_gauge(&of.bytes)?;
+            let verb = ("verb", of.verb.as_str());
+            let bounds = of.bounds_us.iter().map(|us| float(*us as f64 / 1e6)).chain(["+Inf".to_owned()]);
+            let mut count = 0_u64;
+            let mut buckets = Vec::new();
+            for (bound, of_bucket) in bounds.zip(&of.counts) {
+                count = count.saturating_add(*of_bucket);
+                buckets.push((bound, count));
+            }
+            seconds.sample("_sum", &[verb], float(of.sum_us as f64 / 1e6));
+            seconds.sample("_count", &[verb], count);
+            for (bound, count) in buckets {
+                seconds.sample("_bucket", &[("le", &bound), verb], count);
+            }
         }
     }
-    type Count = fn(&UserTotal) -> u64;
-    let counts: [(&str, &str, Count); 3] = [
-        ("vmmfd_user_objects", "Names that are a user's", |total| total.objects),
-        ("vmmfd_user_leases", "Leases that a user's processes hold", |total| total.leases),
-        ("vmmfd_user_connections", "Connections of a user's processes", |total| total.connections),
-    ];
-    for (name, help, count) in counts {
-        let mut gauge = begin.gauge(name, help)?;
+
+    /// What is held for each user.
+    fn users(&mut self, metrics: &Metrics) {
+        let help = "Memory that the broker keeps, as its makers claim it, by device and by user of the name";
+        let mut claimed = self.family("vmmfd_claimed_bytes", help, "gauge");
         for total in &metrics.totals {
-            gauge.encode_family(&[("uid", total.uid.to_string())])?.encode_gauge(&count(total))?;
+            for of in &total.devices {
+                let backend = if of.device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda };
+                let device = of.device.uuid.prefixed(backend);
+                claimed.sample("", &[("device", &device), ("uid", &total.uid.to_string())], of.bytes);
+            }
+        }
+        type Count = fn(&UserTotal) -> u64;
+        let counts: [(&str, &str, Count); 3] = [
+            ("vmmfd_user_objects", "Names that are a user's", |total| total.objects),
+            ("vmmfd_user_leases", "Leases that a user's processes hold", |total| total.leases),
+            ("vmmfd_user_connections", "Connections of a user's processes", |total| total.connections),
+        ];
+        for (name, help, count) in counts {
+            let mut gauge = self.family(name, help, "gauge");
+            for total in &metrics.totals {
+                gauge.sample("", &[("uid", &total.uid.to_string())], count(total));
+            }
         }
     }
-    Ok(())
-}
 
-/// What each user and all together may have. A limit that does not exist has no metric.
-fn limits(begin: &mut Begin<'_, '_>, metrics: &Metrics) -> fmt::Result {
-    let (user, total) = (metrics.quota.unwrap_or_default(), metrics.total_quota.unwrap_or_default());
-    for (name, help, limit) in [
-        ("vmmfd_quota_bytes", "Memory and tables that each user may have, as claimed", user.bytes),
-        ("vmmfd_quota_device_bytes", "Memory of a device that each user may have, as claimed", user.device_bytes),
-        ("vmmfd_quota_objects", "Names and earlier versions that each user may have", user.objects),
-        ("vmmfd_quota_leases", "Leases that each user may hold", user.leases),
-        ("vmmfd_quota_connections", "Connections that each user may have", user.connections),
-        ("vmmfd_total_quota_bytes", "Memory and tables that all users may have, as claimed", total.bytes),
-        (
-            "vmmfd_total_quota_device_bytes",
-            "Memory of a device that all users may have, as claimed",
-            total.device_bytes,
-        ),
-        ("vmmfd_total_quota_objects", "Names and earlier versions that all users may have", total.objects),
-        ("vmmfd_total_quota_leases", "Leases that all users may hold", total.leases),
-        ("vmmfd_total_quota_connections", "Connections that all users may have", total.connections),
-    ] {
-        if let Some(limit) = limit {
-            begin.gauge(name, help)?.encode_gauge(&limit)?;
+    /// What each user and all together may have. A limit that does not exist has no metric.
+    fn limits(&mut self, metrics: &Metrics) {
+        let (user, total) = (metrics.quota.unwrap_or_default(), metrics.total_quota.unwrap_or_default());
+        for (name, help, limit) in [
+            ("vmmfd_quota_bytes", "Memory and tables that each user may have, as claimed", user.bytes),
+            ("vmmfd_quota_device_bytes", "Memory of a device that each user may have, as claimed", user.device_bytes),
+            ("vmmfd_quota_objects", "Names and earlier versions that each user may have", user.objects),
+            ("vmmfd_quota_leases", "Leases that each user may hold", user.leases),
+            ("vmmfd_quota_connections", "Connections that each user may have", user.connections),
+            ("vmmfd_total_quota_bytes", "Memory and tables that all users may have, as claimed", total.bytes),
+            (
+                "vmmfd_total_quota_device_bytes",
+                "Memory of a device that all users may have, as claimed",
+                total.device_bytes,
+            ),
+            ("vmmfd_total_quota_objects", "Names and earlier versions that all users may have", total.objects),
+            ("vmmfd_total_quota_leases", "Leases that all users may hold", total.leases),
+            ("vmmfd_total_quota_connections", "Connections that all users may have", total.connections),
+        ] {
+            if let Some(limit) = limit {
+                self.gauge(name, help, limit);
+            }
         }
     }
-    Ok(())
 }
 
-/// A label's value from what the broker sent: the encoder escapes nothing.
+impl Family<'_> {
+    fn sample(&mut self, suffix: &str, labels: &[(&str, &str)], value: impl Display) {
+        let labels: Vec<String> = labels.iter().map(|(name, value)| format!("{name}=\"{}\"", label(value))).collect();
+        let labels = if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
+        let _ = writeln!(self.out, "{}{suffix}{labels} {value}", self.name);
+    }
+}
+
+/// A number as OpenMetrics writes it: an integer has `.0`.
+fn float(value: f64) -> String {
+    if value.fract() == 0.0 { format!("{value:.1}") } else { value.to_string() }
+}
+
+/// A label's value from what the broker sent. Nothing in it needs to be escaped.
 fn label(text: &str) -> String {
     text.chars().map(|c| if c.is_control() || matches!(c, '"' | '\\') { '_' } else { c }).collect()
 }

@@ -15,7 +15,7 @@ use super::{
 };
 use vmmfd_cli::verbs::HasVerbs;
 use vmmfd_cli::{
-    check::pattern::{Engine, EngineChoice, Pattern},
+    check::pattern::{Engine, EngineChoice, Pattern, random_salt},
     line::Line,
 };
 
@@ -62,7 +62,7 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
 
 fn pattern(shared: &Shared, engine: Engine) -> Result<Response> {
     let (choice, size) = (EngineChoice::Only(engine), shared.size());
-    let pattern = Pattern::new(rand::random());
+    let pattern = Pattern::new(random_salt()?);
     let begun = Instant::now();
     let filled = choice.fill(shared, 0..size, pattern, &mut |_| Ok(()))?;
     let fill_whole_us = us(begun.elapsed());

@@ -12,10 +12,13 @@
 mod engine;
 mod host;
 
-use std::ops::Range;
+use std::{io, ops::Range};
+
+use rand::{TryRng, rngs::SysRng};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use vmmfd::error::{Error, Result};
 
 pub use self::{
     engine::{Engine, EngineChoice, Work},
@@ -31,6 +34,14 @@ pub struct Mismatch {
     pub expected: u32,
     /// The value that was found.
     pub found: u32,
+}
+
+/// A salt of random bits.
+///
+/// # Errors
+/// [`Error::System`] if the operating system has no random numbers. See getrandom(2).
+pub fn random_salt() -> Result<u32> {
+    SysRng.try_next_u32().map_err(|error| Error::system("read random numbers", io::Error::other(error)))
 }
 
 /// The pattern of one salt.

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::verbs::HasVerbs;
 use crate::{
-    check::pattern::Pattern,
+    check::pattern::{Pattern, random_salt},
     doctor::{
         ErrorDetails, Status,
         context::ProbeContext,
@@ -50,7 +50,7 @@ enum Report {
 const DESCRIPTOR: &[u8] = b"descriptor";
 
 pub(super) fn held_descriptor(context: &mut ProbeContext) -> ProbeResult {
-    let pattern = rand::random();
+    let pattern = random_salt()?;
     let (mut maker, made) = context
         .start_child("the process that makes the memory", Role::Make { device: context.device.ordinal(), pattern })?;
     let (mut holder, held) = context.start_child("the process that holds the descriptor", Role::Hold {})?;

@@ -19,7 +19,7 @@ use vmmfd::{
 
 use crate::verbs::HasVerbs;
 use crate::{
-    check::pattern::{self, Pattern},
+    check::pattern::{self, Pattern, random_salt},
     doctor::{
         ErrorDetails, Status,
         context::ProbeContext,
@@ -74,7 +74,7 @@ pub(super) fn memory(context: &mut ProbeContext) -> ProbeResult {
     let device = &context.device;
     let (allocation, create_us) = timed(|| Allocation::create(device, SIZE))?;
     let (mapping, map_us) = timed(|| Mapping::new(&allocation, Access::ReadWrite))?;
-    let pattern = Pattern::new(rand::random());
+    let pattern = Pattern::new(random_salt()?);
     let begun = Instant::now();
     let good = holds(&mapping, pattern)?;
     if !good {
@@ -127,7 +127,7 @@ fn duplicate(allocation: &Allocation) -> Result<OwnedFd> {
 }
 
 pub(super) fn import(context: &mut ProbeContext) -> ProbeResult {
-    let pattern = Pattern::new(rand::random());
+    let pattern = Pattern::new(random_salt()?);
     let allocation = Allocation::create(&context.device, SIZE)?;
     let fd = duplicate(&allocation)?;
     write(&Mapping::new(&allocation, Access::ReadWrite)?, pattern)?;
@@ -145,7 +145,7 @@ pub(super) fn aliases(context: &mut ProbeContext) -> ProbeResult {
     let one = Mapping::new(&allocation, Access::ReadWrite)?;
     let other = Mapping::new(&allocation, Access::ReadWrite)?;
     for (writer, reader) in [(&one, &other), (&other, &one)] {
-        let pattern = Pattern::new(rand::random());
+        let pattern = Pattern::new(random_salt()?);
         write(writer, pattern)?;
         if !shows(reader, pattern)? {
             return Ok(ProbeOutcome::failed(

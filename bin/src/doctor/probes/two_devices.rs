@@ -11,7 +11,7 @@ use vmmfd::{
 use super::one_process::{SIZE, shows, write};
 use crate::verbs::HasVerbs;
 use crate::{
-    check::pattern::Pattern,
+    check::pattern::{Pattern, random_salt},
     doctor::{
         ErrorDetails, Status,
         context::ProbeContext,
@@ -36,7 +36,7 @@ pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
         Err(error) => return Err(error.into()),
     };
     for (writer, reader) in [(&theirs, &ours), (&ours, &theirs)] {
-        let pattern = Pattern::new(rand::random());
+        let pattern = Pattern::new(random_salt()?);
         write(writer, pattern)?;
         writer.synchronize()?;
         if !shows(reader, pattern)? {
