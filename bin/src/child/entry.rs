@@ -27,20 +27,14 @@ use vmmfd::{
 use super::{Assignment, OnParentDeath};
 use crate::{line::Line, temporary::PREFIX};
 
-/// A child that runs.
-#[derive(Debug)]
-pub struct Entered {
-    pub task: Value,
-}
-
 /// Does the task of a child process, and exits.
-pub fn run(task: &str, work: impl FnOnce(&Entered) -> Result<()>) -> ! {
-    leave(work(&enter(task)))
+pub fn run(task: &str, work: impl FnOnce(Value) -> Result<()>) -> ! {
+    leave(work(enter(task)))
 }
 
 /// Reads the argument of the subcommand, and ties this process to its parent: it ends when that does. Exits at once if the
 /// argument is no task, or the parent is gone.
-fn enter(text: &str) -> Entered {
+fn enter(text: &str) -> Value {
     let Ok(assignment) = serde_json::from_str::<Assignment>(text) else { exit_at_once(2) };
     let tied = match assignment.on_parent_death {
         OnParentDeath::Killed => set_pdeathsig(Signal::SIGKILL).map_err(io::Error::from),
@@ -49,19 +43,17 @@ fn enter(text: &str) -> Entered {
     if tied.is_err() || getppid().as_raw() != assignment.parent {
         exit_at_once(1);
     }
-    Entered { task: assignment.task }
+    assignment.task
 }
 
-impl Entered {
-    /// The line to the parent. It has no timeout: the parent may have other work before the next record, and this process ends
-    /// with it.
-    ///
-    /// # Errors
-    /// [`Error::System`].
-    pub fn line(&self) -> Result<Line> {
-        let stdin = stdin().map_err(|error| Error::system("duplicate standard input", error))?;
-        Ok(Line::new(RecordSocket::blocking(stdin, &Cancel::new()?), "for the parent process"))
-    }
+/// The line of a child to its parent. It has no timeout: the parent may have other work before the next record, and this process ends with
+/// it.
+///
+/// # Errors
+/// [`Error::System`].
+pub fn line_to_parent() -> Result<Line> {
+    let stdin = stdin().map_err(|error| Error::system("duplicate standard input", error))?;
+    Ok(Line::new(RecordSocket::blocking(stdin, &Cancel::new()?), "for the parent process"))
 }
 
 /// Ends this process with the code of its result. An error is written to standard error, unless the parent has gone.

@@ -23,7 +23,7 @@ use vmmfd::{
 };
 
 pub use self::{
-    entry::{Entered, run},
+    entry::{line_to_parent, run},
     process::{Group, Process, ProcessEnd, failure, overdue},
     stderr::StderrTail,
 };

@@ -217,15 +217,7 @@ impl Console {
             }
             Event::Received { description, fds, elapsed } => {
                 self.memory(description);
-                let Description { size, mapped_size, .. } = description;
-                let what = format!(
-                    "{} in {} mapped{}, {}",
-                    bytes(*size),
-                    bytes(*mapped_size),
-                    kind(description),
-                    numbers(fds)
-                );
-                self.step("offer", Some(elapsed), what);
+                self.step("offer", Some(elapsed), received(description, fds));
             }
             Event::Reported { peer, verdict, elapsed } => {
                 let figures = Figures::of(verdict);
@@ -342,6 +334,12 @@ impl Console {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Memory that came with an offer.
+fn received(description: &Description, fds: &[i32]) -> String {
+    let Description { size, mapped_size, .. } = description;
+    format!("{} in {} mapped{}, {}", bytes(*size), bytes(*mapped_size), kind(description), numbers(fds))
 }
 
 impl State {

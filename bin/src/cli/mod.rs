@@ -29,7 +29,7 @@ pub use self::{
     options::{parse_size, parse_target, parse_timeout},
     output::{Output, Progress, json_line},
     produce::Produce,
-    root::{main, main_of, main_of_tool, parser_of_tool},
+    root::{main, main_of, main_of_tool},
     run::{Session, Tool, ToolOutput, raise_file_limit},
     values::BACKEND,
 };

@@ -62,6 +62,20 @@ impl Output {
         log::start(self.log_format, level);
     }
 
+    /// Prints that clients can connect, with `--json` on standard error. A closed pipe is not an error.
+    pub(super) fn announce(&self, mut line: String) -> io::Result<()> {
+        if self.json {
+            complain(&line);
+            return Ok(());
+        }
+        clean(&mut line);
+        let mut stdout = io::stdout().lock();
+        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Progress on standard error, if that is a terminal and neither `--quiet` nor `--json` is given.
     pub(super) fn progress(&self) -> Progress {
         let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");

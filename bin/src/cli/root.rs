@@ -6,6 +6,7 @@ use std::{
 };
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use serde_json::Value;
 use vmmfd::{Result, internals::keeper::Role};
 
 use super::{
@@ -134,11 +135,6 @@ fn standalone<A: Args>(name: &'static str) -> clap::Command {
     A::augment_args(command).arg(version.help("Print the version").help_heading("Output"))
 }
 
-/// The parser of a tool that is a program of its own.
-pub fn parser_of_tool<T: Tool + Args>() -> clap::Command {
-    standalone::<T>(T::PROGRAM).bin_name(T::USAGE)
-}
-
 /// Parses the command line, and for `serve` the options in its file too.
 fn parse() -> Result<Options, clap::Error> {
     let options = Options::try_parse()?;
@@ -200,8 +196,9 @@ pub fn main_of<S: Session + Args>() -> ExitCode {
     }
 }
 
-/// Runs a tool that is a program of its own, and whose child processes do `task`: the whole of its `main`.
-pub fn main_of_tool<T: Tool + Args>(task: impl FnOnce(&child::Entered) -> Result<()>) -> ExitCode {
+/// Runs a tool that is a program of its own, and whose child processes do `task`: the whole of its `main`. Users run it as a command of
+/// `vmmfd`.
+pub fn main_of_tool<T: Tool + Args>(program: &'static str, task: impl FnOnce(Value) -> Result<()>) -> ExitCode {
     let mut arguments = std::env::args_os().skip(1);
     match arguments.next().as_deref().and_then(OsStr::to_str) {
         Some(child::SUBCOMMAND) => {
@@ -218,7 +215,8 @@ pub fn main_of_tool<T: Tool + Args>(task: impl FnOnce(&child::Entered) -> Result
         }
         _ => {}
     }
-    let parsed = parser_of_tool::<T>().try_get_matches().and_then(|matches| T::from_arg_matches(&matches));
+    let parser = standalone::<T>(program).bin_name(format!("vmmfd {}", T::NAME));
+    let parsed = parser.try_get_matches().and_then(|matches| T::from_arg_matches(&matches));
     match parsed {
         Ok(tool) => run_tool(tool),
         Err(error) => usage(&error, Some(T::NAME)),

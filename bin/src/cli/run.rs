@@ -69,12 +69,6 @@ pub trait Tool {
     /// Its name, for its JSON.
     const NAME: &'static str;
 
-    /// Its name as a program of its own, if it is one.
-    const PROGRAM: &'static str = Self::NAME;
-
-    /// What a user types to run it.
-    const USAGE: &'static str = Self::NAME;
-
     /// The reports that it prints with `--json`.
     const REPORTS: &'static [Named] = &[];
 

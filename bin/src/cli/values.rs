@@ -20,18 +20,18 @@ use crate::check::pattern::{Engine, EngineChoice};
 #[derive(Debug, Clone, Copy)]
 pub struct OneOf<T: 'static>(&'static [(T, &'static str, &'static str)]);
 
+const CUDA: &str = "memory of an NVIDIA GPU";
+const HOST: &str = "ordinary memory: no GPU takes part";
+
 /// The backends, or the first that works here.
 pub(super) const CHOICE: OneOf<Choice> = OneOf(&[
     (Choice::Auto, "auto", "cuda; host only if no driver library loads or the driver finds no device"),
-    (Choice::Only(Backend::Cuda), "cuda", "memory of an NVIDIA GPU"),
-    (Choice::Only(Backend::Host), "host", "ordinary memory: no GPU takes part"),
+    (Choice::Only(Backend::Cuda), "cuda", CUDA),
+    (Choice::Only(Backend::Host), "host", HOST),
 ]);
 
 /// The backends.
-pub const BACKEND: OneOf<Backend> = OneOf(&[
-    (Backend::Cuda, "cuda", "memory of an NVIDIA GPU"),
-    (Backend::Host, "host", "ordinary memory: no GPU takes part"),
-]);
+pub const BACKEND: OneOf<Backend> = OneOf(&[(Backend::Cuda, "cuda", CUDA), (Backend::Host, "host", HOST)]);
 
 /// What the memory may be accessed for.
 pub(super) const ACCESS: OneOf<Access> =

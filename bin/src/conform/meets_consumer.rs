@@ -1,21 +1,23 @@
 //! This side is a producer: what a consumer of a handoff must do. Each connection that it makes is one case.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 
 use vmmfd::{
     driver::{Access, GRANULARITY},
     error::ErrorCode,
     memory::Region,
-    wire::{Busy, ByteRange, Failure, HEADER_LENGTH, Hello, Message, Offer, Request, Segments, Verdict},
+    wire::{Busy, Failure, Hello, Message, Offer, Segments, Verdict},
 };
 
 use super::{
     Case, Scene,
     fault::Fault,
-    meets_producer::{checked, gives_up, impatient, record, record_of},
+    lender::{
+        answer_and_end, asked, body_of, figures, for_request, greet, heard_hello, lend, offer, range, right, segments,
+    },
     memory::{Flaw, Lending, SALT, holds, memfd, not_memory},
-    peer::{Heard, Peer},
-    records::{about, unreadable},
+    peer::{Heard, Peer, gives_up, impatient},
+    records::{about, record, record_of, unreadable},
 };
 use crate::check::{Figures, figures::Claim, pattern::words};
 
@@ -86,6 +88,20 @@ pub(super) fn cases() -> Vec<Case> {
     bad_offers(&mut cases);
     bad_checks(&mut cases);
     bad_fields(&mut cases);
+    bad_segments(&mut cases);
+    bad_memory(&mut cases);
+    for bad in unreadable().unwrap_or_default() {
+        let name = format!("record: {}", bad.name);
+        cases.push(Case::new(name, about(bad.rule), move |_, peer| {
+            greet(peer)?;
+            bad.send(peer)
+        }));
+    }
+    cases
+}
+
+/// Segments that are not where the offer has them.
+fn bad_segments(cases: &mut Vec<Case>) {
     for (name, first) in [("all-bytes-in-the-first-of-two-segments", 0), ("segment-before-the-first-byte", 1)] {
         cases.push(Case::new(name, &["C5"], move |scene, peer| {
             let size = 2 * GRANULARITY;
@@ -102,15 +118,6 @@ pub(super) fn cases() -> Vec<Case> {
             peer.ends_with("C5", &[ErrorCode::Protocol], "one of two segments has all bytes")
         }));
     }
-    bad_memory(&mut cases);
-    for bad in unreadable().unwrap_or_default() {
-        let name = format!("record: {}", bad.name);
-        cases.push(Case::new(name, about(bad.rule), move |_, peer| {
-            greet(peer)?;
-            bad.send(peer)
-        }));
-    }
-    cases
 }
 
 /// Offers of which one thing is wrong.
@@ -288,134 +295,6 @@ fn bad_memory(cases: &mut Vec<Case>) {
             _ => Fault::broken("C10", "found something wrong with sound memory that comes without a check"),
         }
     }));
-}
-
-/// The consumer's hello, without an answer.
-fn heard_hello(peer: &mut Peer) -> Result<Hello, Fault> {
-    let heard = peer.hear_all()?;
-    match peer.must(heard, "H2", "hello")? {
-        (Message::Hello(hello), _) => checked(hello),
-        (other, _) => Fault::broken("H2", format!("began with {}", other.name())),
-    }
-}
-
-/// Both say hello, and the consumer asks.
-fn greet(peer: &mut Peer) -> Result<Request, Fault> {
-    heard_hello(peer)?;
-    peer.send(&Message::Hello(peer.own_hello(&[])), &[])?;
-    asked(peer)
-}
-
-fn asked(peer: &mut Peer) -> Result<Request, Fault> {
-    let heard = peer.hear_all()?;
-    match peer.must(heard, "C1", "request")? {
-        (Message::Request(request), _) => Ok(request),
-        (Message::Busy(_), _) => Fault::broken("H4", "sent busy before its first request"),
-        (other, _) => Fault::broken("C1", format!("sent {} where a request belongs", other.name())),
-    }
-}
-
-/// An offer, with the access that was asked for.
-fn for_request(offer: &Offer, request: &Request) -> Offer {
-    Offer { access: request.access.unwrap_or(offer.access), ..offer.clone() }
-}
-
-fn offer(peer: &Peer, offer: &Offer, request: &Request) -> Result<(), Fault> {
-    peer.send(&Message::Offer(Box::new(for_request(offer, request))), &[])
-}
-
-fn body_of(offer: &Offer) -> Result<serde_json::Value, Fault> {
-    let record = Message::Offer(Box::new(offer.clone())).encode().map_err(|error| Fault::Failed(error.into()))?;
-    Ok(serde_json::from_slice(&record[HEADER_LENGTH..]).unwrap_or_default())
-}
-
-/// Sends some of the segments.
-fn segments(peer: &Peer, lending: &Lending, first: usize, count: usize) -> Result<(), Fault> {
-    let some = &lending.segments[first..first + count];
-    let sizes = some.iter().map(|(_, size)| *size).collect();
-    let fds: Vec<BorrowedFd<'_>> = some.iter().map(|(fd, _)| fd.as_fd()).collect();
-    peer.send(&Message::Segments(Segments { first: first as u64, sizes }), &fds)
-}
-
-/// The bytes that were asked for, of what this side has.
-fn range(lending: &Lending, request: &Request) -> Result<std::ops::Range<u64>, Fault> {
-    let size = lending.offer.memory.size;
-    match request.range {
-        None => Ok(0..size),
-        Some(ByteRange { offset, length })
-            if length > 0 && offset.checked_add(length).is_some_and(|end| end <= size) =>
-        {
-            Ok(offset..offset + length)
-        }
-        Some(_) => Fault::left_out(format!("the consumer asks for a range that is not inside {size} bytes")),
-    }
-}
-
-/// All that follows a request, up to the consumer's result. All segments are sent, whatever the range is.
-fn lend(peer: &mut Peer, lending: &Lending, request: &Request) -> Result<Verdict, Fault> {
-    range(lending, request)?;
-    offer(peer, &lending.offer, request)?;
-    let all = lending.segments.len();
-    // The first alone, then the others.
-    let mut sent = 0;
-    while sent < all {
-        let count = if sent == 0 { 1 } else { all - sent };
-        segments(peer, lending, sent, count)?;
-        sent += count;
-        match peer.next("C7", "received")? {
-            (Message::Received(received), _) if received.segments == sent as u64 => {}
-            (Message::Received(received), _) => {
-                let found = format!("acknowledged {} segments where {sent} had come", received.segments);
-                return Fault::broken("C7", found);
-            }
-            (other, _) => return Fault::broken("C7", format!("answered segments with {}", other.name())),
-        }
-    }
-    match peer.next("C10", "result")? {
-        (Message::Result(verdict), _) => Ok(verdict),
-        (other, _) => Fault::broken("C10", format!("sent {} where a result belongs", other.name())),
-    }
-}
-
-/// The figures of a result must fit it; `None` if the consumer does not know the extension.
-fn figures(verdict: &Verdict, range: &std::ops::Range<u64>) -> Result<Option<Figures>, Fault> {
-    let Ok(figures) = Figures::read(verdict.check.as_ref()) else {
-        return Fault::broken("K3", "sent a check of another form");
-    };
-    let Some(found) = figures else { return Ok(None) };
-    if found.words != words(range) || found.mismatches > found.words {
-        let (words, of) = (found.words, words(range));
-        return Fault::broken("K3", format!("checked {words} words of {of}, {} wrong", found.mismatches));
-    }
-    if verdict.verified != (found.mismatches == 0) {
-        return Fault::broken(
-            "K4",
-            format!("sent verified: {} with {} wrong words", verdict.verified, found.mismatches),
-        );
-    }
-    if found.first_mismatch.is_some_and(|first| found.mismatches == 0 || first.expected == first.found) {
-        return Fault::broken("K5", "sent a first mismatch that is none");
-    }
-    if found.digest.is_some() {
-        return Fault::broken("K6", "sent a digest where none was offered");
-    }
-    Ok(Some(found))
-}
-
-/// A verdict of what is right.
-fn right(verdict: &Verdict, lending: &Lending, request: &Request) -> Result<(), Fault> {
-    figures(verdict, &range(lending, request)?)?;
-    if verdict.verified { Ok(()) } else { Fault::broken("C10", "found something wrong with data that is right") }
-}
-
-fn answer_and_end(peer: &mut Peer, verified: bool) -> Result<(), Fault> {
-    peer.send(&Message::Result(Verdict::unchecked(verified)), &[])?;
-    match peer.hear()? {
-        Heard::End => Ok(()),
-        Heard::Message(message, _) if matches!(*message, Message::Request(_)) => Ok(()),
-        Heard::Message(message, _) => Fault::broken("C12", format!("sent {} after the last result", message.name())),
-        Heard::Silence => Fault::broken("C12", "neither asked again nor shut down writing"),
-    }
 }
 
 fn sound(scene: &Scene<'_>, peer: &mut Peer, count: u64, sealed: bool) -> Result<(), Fault> {

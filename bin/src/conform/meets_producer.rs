@@ -13,13 +13,10 @@ use super::{
     Case, Scene,
     fault::Fault,
     memory::{inspect, verify},
-    peer::{Heard, Peer},
-    records::{about, unreadable},
+    peer::{Heard, Peer, checked, gives_up, impatient},
+    records::{about, record, unreadable},
 };
 use crate::check::{Figures, figures::Claim, pattern::words};
-
-/// Silences are tried of peers that give up after so much, in milliseconds.
-pub(super) const PATIENT: u64 = 3000;
 
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = vec![
@@ -64,27 +61,7 @@ pub(super) fn cases() -> Vec<Case> {
         peer.send(&Message::Hello(Hello { version: 0, ..peer.own_hello(&[]) }), &[])?;
         peer.ends_with("H1", &[ErrorCode::Version], "a hello of version 0")
     }));
-    let early = |name: &str, rules, message: fn() -> Message| {
-        Case::new(name, rules, move |_, peer| {
-            peer.send(&message(), &[])?;
-            peer.ends_with("R2", &[ErrorCode::Protocol], "what is no hello comes first")
-        })
-    };
-    cases.push(early("request-before-hello", &["R2", "H2"], || Message::Request(request())));
-    cases.push(early("busy-before-hello", &["R2", "H4"], || Message::Busy(Busy {})));
-    let greeted = |name: &str, rules: &'static [&'static str], code: ErrorCode, message: fn(&Peer) -> Message| {
-        Case::new(name, rules, move |_, peer| {
-            greet(peer, peer.own_hello(&[]))?;
-            peer.send(&message(peer), &[])?;
-            peer.ends_with(rules[0], &[code], "it comes where a request belongs")
-        })
-    };
-    cases.push(greeted("second-hello", &["H2"], ErrorCode::Protocol, |peer| Message::Hello(peer.own_hello(&[]))));
-    cases.push(greeted("busy-before-request", &["H4"], ErrorCode::Protocol, |_| Message::Busy(Busy {})));
-    cases.push(greeted("received-before-request", &["R2"], ErrorCode::Protocol, |_| {
-        Message::Received(Received { segments: 0 })
-    }));
-    cases.push(greeted("subscribe", &["C13"], ErrorCode::Object, |_| Message::Subscribe(Subscribe { keep: 1 })));
+    misplaced(&mut cases);
     for (name, acknowledged) in [("too-much-received", u64::MAX), ("nothing-received", 0)] {
         cases.push(Case::new(name, &["C7"], move |_, peer| {
             greet(peer, peer.own_hello(&[]))?;
@@ -112,6 +89,31 @@ pub(super) fn cases() -> Vec<Case> {
         }));
     }
     cases
+}
+
+/// Messages that come where another one belongs.
+fn misplaced(cases: &mut Vec<Case>) {
+    let early = |name: &str, rules, message: fn() -> Message| {
+        Case::new(name, rules, move |_, peer| {
+            peer.send(&message(), &[])?;
+            peer.ends_with("R2", &[ErrorCode::Protocol], "what is no hello comes first")
+        })
+    };
+    cases.push(early("request-before-hello", &["R2", "H2"], || Message::Request(request())));
+    cases.push(early("busy-before-hello", &["R2", "H4"], || Message::Busy(Busy {})));
+    let greeted = |name: &str, rules: &'static [&'static str], code: ErrorCode, message: fn(&Peer) -> Message| {
+        Case::new(name, rules, move |_, peer| {
+            greet(peer, peer.own_hello(&[]))?;
+            peer.send(&message(peer), &[])?;
+            peer.ends_with(rules[0], &[code], "it comes where a request belongs")
+        })
+    };
+    cases.push(greeted("second-hello", &["H2"], ErrorCode::Protocol, |peer| Message::Hello(peer.own_hello(&[]))));
+    cases.push(greeted("busy-before-request", &["H4"], ErrorCode::Protocol, |_| Message::Busy(Busy {})));
+    cases.push(greeted("received-before-request", &["R2"], ErrorCode::Protocol, |_| {
+        Message::Received(Received { segments: 0 })
+    }));
+    cases.push(greeted("subscribe", &["C13"], ErrorCode::Object, |_| Message::Subscribe(Subscribe { keep: 1 })));
 }
 
 fn refused_requests(cases: &mut Vec<Case>, name: &str, code: ErrorCode, request: Request) {
@@ -161,17 +163,6 @@ pub(super) fn greet(peer: &mut Peer, own: Hello) -> Result<Hello, Fault> {
     match peer.must(heard, "H2", "hello")? {
         (Message::Hello(hello), _) => checked(hello),
         (other, _) => Fault::broken("H2", format!("answered hello with {}", other.name())),
-    }
-}
-
-/// What must be so of every `hello`.
-pub(super) fn checked(hello: Hello) -> Result<Hello, Fault> {
-    match hello {
-        Hello { version: 0, .. } => Fault::broken("H1", "said hello with version 0"),
-        Hello { ref backend, .. } if backend != "host" => {
-            Err(Fault::Absent(format!("it is on backend {backend}, and only the backend host can be tested")))
-        }
-        hello => Ok(hello),
     }
 }
 
@@ -424,21 +415,6 @@ fn unknown_fields(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     }
 }
 
-/// A record of a body as it is.
-pub(super) fn record(kind: u16, body: &serde_json::Value) -> Vec<u8> {
-    record_of(kind, &body.to_string())
-}
-
-/// As [`record`], of a text that need not be JSON.
-pub(super) fn record_of(kind: u16, body: &str) -> Vec<u8> {
-    let mut record = b"VMFD\x01\x00".to_vec();
-    record.extend(kind.to_le_bytes());
-    record.extend((body.len() as u32).to_le_bytes());
-    record.extend([0; 4]);
-    record.extend(body.as_bytes());
-    record
-}
-
 fn newer_version(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     greet(peer, Hello { version: u16::MAX, ..peer.own_hello(&[]) })?;
     one(peer)
@@ -462,20 +438,6 @@ fn error_ends_it(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     let message = "conform tries an error".to_owned();
     peer.send(&Message::Error(Failure { code: ErrorCode::Failed, message }), &[])?;
     peer.leaves("H5", "after an error")
-}
-
-/// Leaves a case out of an end that would be waited for too long.
-pub(super) fn impatient(hello: &Hello) -> Result<(), Fault> {
-    match hello.timeout_ms {
-        0..=PATIENT => Ok(()),
-        patience => Fault::left_out(format!("it waits {patience} ms, and silences are tried up to {PATIENT} ms")),
-    }
-}
-
-/// Waits without a word until the other end gives up.
-pub(super) fn gives_up(peer: &mut Peer, hello: &Hello, when: &str) -> Result<(), Fault> {
-    std::thread::sleep(std::time::Duration::from_millis(hello.timeout_ms));
-    peer.ends_with("H6", &[ErrorCode::Timeout], when)
 }
 
 fn idle(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {

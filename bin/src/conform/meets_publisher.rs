@@ -13,8 +13,8 @@ use vmmfd::{
 use super::{
     Case, Scene,
     fault::Fault,
-    meets_producer::{check_memory, check_part, check_segments, checked, greet, request},
-    peer::{Heard, Peer},
+    meets_producer::{check_memory, check_part, check_segments, greet, request},
+    peer::{Heard, Peer, checked},
 };
 
 /// How many turns are taken at most.

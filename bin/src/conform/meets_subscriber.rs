@@ -11,9 +11,8 @@ use vmmfd::{
 use super::{
     Case, Scene,
     fault::Fault,
-    meets_producer::checked,
     memory::{Flaw, Lending, memfd},
-    peer::{Heard, Peer},
+    peer::{Heard, Peer, checked},
 };
 
 /// More buffers than that are not made to see one closed.

@@ -5,6 +5,7 @@
 //! the backend `host`.
 
 mod fault;
+mod lender;
 mod meets_broker;
 mod meets_consumer;
 mod meets_producer;

@@ -2,7 +2,7 @@
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
-    process,
+    process, thread,
     time::{Duration, Instant},
 };
 
@@ -36,6 +36,9 @@ pub(super) enum Heard<M = Message> {
     /// Nothing, for as long as this side said that it waits.
     Silence,
 }
+
+/// Silences are tried of other ends that give up within this time, in milliseconds.
+pub(super) const PATIENT: u64 = 3000;
 
 /// How long the other end has to leave when a case is through.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -205,4 +208,29 @@ impl Peer {
         self.shut_down_writing();
         let _ = self.socket.drain_until(&mut self.record, deadline_after(FAREWELL.min(self.timeout)));
     }
+}
+
+/// Checks a `hello` of the other end.
+pub(super) fn checked(hello: Hello) -> Result<Hello, Fault> {
+    match hello {
+        Hello { version: 0, .. } => Fault::broken("H1", "said hello with version 0"),
+        Hello { ref backend, .. } if backend != "host" => {
+            Err(Fault::Absent(format!("it is on backend {backend}, and only the backend host can be tested")))
+        }
+        hello => Ok(hello),
+    }
+}
+
+/// Leaves a case out if the other end would take too long to give up.
+pub(super) fn impatient(hello: &Hello) -> Result<(), Fault> {
+    match hello.timeout_ms {
+        0..=PATIENT => Ok(()),
+        patience => Fault::left_out(format!("it waits {patience} ms, and silences are tried up to {PATIENT} ms")),
+    }
+}
+
+/// Waits without a word until the other end gives up.
+pub(super) fn gives_up(peer: &mut Peer, hello: &Hello, when: &str) -> Result<(), Fault> {
+    thread::sleep(Duration::from_millis(hello.timeout_ms));
+    peer.ends_with("H6", &[ErrorCode::Timeout], when)
 }

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use vmmfd::{
     error::{Error, ErrorCode, Result},
     internals::{is_error, protocols},
-    wire::{HEADER_LENGTH, MAX_BODY},
+    wire::{HEADER_LENGTH, MAX_BODY, VERSION},
 };
 
 use super::{fault::Fault, memory::not_memory, peer::Peer};
@@ -74,23 +74,25 @@ pub(super) fn unreadable_of_broker() -> Result<Vec<Unreadable>> {
     Ok(all)
 }
 
+/// The version of the protocol in a record's header, if it has one.
+fn protocol_of(record: &[u8]) -> Option<u16> {
+    let header = record.first_chunk::<HEADER_LENGTH>()?;
+    header.starts_with(b"VMFD").then(|| u16::from_le_bytes([header[4], header[5]]))
+}
+
 fn read(golden: &str) -> Result<Vec<Unreadable>> {
     let golden: Golden = serde_json::from_str(golden).map_err(|error| Error::Caller(Box::new(error)))?;
     let of = |refused: Refused| {
-        let code = match refused.name.contains("another version") {
-            true => ErrorCode::Version,
-            false => ErrorCode::Protocol,
+        let code = match protocol_of(&refused.hex) {
+            Some(version) if version != VERSION => ErrorCode::Version,
+            _ => ErrorCode::Protocol,
         };
         let rule = RULES.into_iter().find(|rule| *rule == refused.rule).unwrap_or("R2");
         let (name, record, descriptors) = (refused.name, refused.hex, refused.descriptors);
         Unreadable { name, rule, code, record, descriptors }
     };
     let mut all: Vec<Unreadable> = golden.refused.into_iter().map(of).collect();
-    let mut long = b"VMFD\x01\x00\x07\x00".to_vec();
-    long.extend((MAX_BODY as u32 + 1).to_le_bytes());
-    long.extend([0; 4]);
-    long.extend(b"{}");
-    long.resize(HEADER_LENGTH + MAX_BODY + 1, b' ');
+    let long = record_of(7, &format!("{{}}{}", " ".repeat(MAX_BODY - 1)));
     let name = "a body of 65537 bytes".to_owned();
     all.push(Unreadable { name, rule: "R1", code: ErrorCode::Protocol, record: long, descriptors: 0 });
     Ok(all)
@@ -99,4 +101,19 @@ fn read(golden: &str) -> Result<Vec<Unreadable>> {
 /// The rule, as a case names it.
 pub(super) fn about(rule: &'static str) -> &'static [&'static str] {
     RULES.iter().position(|known| *known == rule).map_or(&[], |at| &RULES[at..=at])
+}
+
+/// A record of a body as it is.
+pub(super) fn record(kind: u16, body: &serde_json::Value) -> Vec<u8> {
+    record_of(kind, &body.to_string())
+}
+
+/// As [`record`], of a text that need not be JSON.
+pub(super) fn record_of(kind: u16, body: &str) -> Vec<u8> {
+    let mut record = b"VMFD\x01\x00".to_vec();
+    record.extend(kind.to_le_bytes());
+    record.extend((body.len() as u32).to_le_bytes());
+    record.extend([0; 4]);
+    record.extend(body.as_bytes());
+    record
 }

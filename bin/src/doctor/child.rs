@@ -7,6 +7,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use serde_json::Value;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     channel::Trust,
@@ -25,7 +26,7 @@ use super::{
 };
 use crate::verbs::HasVerbs;
 use crate::{
-    child::Entered,
+    child::line_to_parent,
     line::{Line, typed},
 };
 
@@ -33,9 +34,9 @@ use crate::{
 ///
 /// # Errors
 /// What it can't report to the parent over the line.
-pub fn run_task(child: &Entered) -> Result<()> {
-    let task: Task = typed(child.task.clone())?;
-    let line = child.line()?;
+pub fn run_task(task: Value) -> Result<()> {
+    let task: Task = typed(task)?;
+    let line = line_to_parent()?;
     match &task.role {
         Role::Probes { device, owner, names } => task.probe(*device, *owner, names, &line),
         Role::Peer { socket } => task.peer(socket.clone(), line),

@@ -6,6 +6,7 @@ use std::{
 };
 
 use serde::Serialize;
+use serde_json::Value;
 use vmmfd::error::{Error, PeerError, Result};
 
 use super::{
@@ -15,7 +16,7 @@ use super::{
     task::{Role, Task},
 };
 use vmmfd_cli::{
-    child::Entered,
+    child::line_to_parent,
     line::{Line, typed},
 };
 
@@ -23,28 +24,28 @@ use vmmfd_cli::{
 ///
 /// # Errors
 /// What can't be reported to the parent over the line.
-pub fn run_task(child: &Entered) -> Result<()> {
-    let task: Task = typed(child.task.clone())?;
+pub fn run_task(task: Value) -> Result<()> {
+    let task: Task = typed(task)?;
     match &task.role {
         Role::Producer { folder, consumers } => {
-            let line = child.line()?;
+            let line = line_to_parent()?;
             report(&line, producer::serve(&task, folder, *consumers, &line), Response::Failed)
         }
         Role::Consumer => {
-            let line = child.line()?;
+            let line = line_to_parent()?;
             report(&line, consumer::serve(&task, &line), ConsumerResponse::Failed)
         }
-        Role::Sleeper => broker::serve_sleeper(&child.line()?),
+        Role::Sleeper => broker::serve_sleeper(&line_to_parent()?),
         Role::Single => {
-            let line = child.line()?;
+            let line = line_to_parent()?;
             report(&line, single::serve(&task, &line), Response::Failed)
         }
         Role::BrokerServer { socket, emulated } => {
-            let line = child.line()?;
+            let line = line_to_parent()?;
             report(&line, broker::serve(&task, socket, *emulated, &line), Response::Failed)
         }
         Role::BrokerClient { driver } => {
-            let line = child.line()?;
+            let line = line_to_parent()?;
             report(&line, broker::serve_client(&task, *driver, &line), broker::ClientResponse::Failed)
         }
         // It ends with its parent.

@@ -6,5 +6,5 @@ use vmmfd_bench::{BenchOptions, run_task};
 use vmmfd_cli::cli;
 
 fn main() -> ExitCode {
-    cli::main_of_tool::<BenchOptions>(run_task)
+    cli::main_of_tool::<BenchOptions>("vmmfd-bench", run_task)
 }

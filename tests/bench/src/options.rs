@@ -102,8 +102,6 @@ impl ValueEnum for BenchArg {
 
 impl Tool for BenchOptions {
     const NAME: &'static str = "bench";
-    const PROGRAM: &'static str = "vmmfd-bench";
-    const USAGE: &'static str = "vmmfd bench";
     const REPORTS: &'static [Named] = &[("bench", document::<BenchReport>)];
 
     fn output(&self) -> &Output {

@@ -1,7 +1,7 @@
 //! `exporter`: the broker's figures for Prometheus.
 
 use std::{
-    io::{self, Write},
+    io,
     net::{SocketAddr, TcpListener},
     path::PathBuf,
     thread,
@@ -24,7 +24,7 @@ use crate::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
         options::{parse_timeout, parse_uid},
-        output::{Progress, complain, json_line},
+        output::{Progress, json_line},
     },
     exporter::{http::serve, scraper::Scraper},
     schema::{Named, VERSION, document},
@@ -122,7 +122,7 @@ impl Tool for ExporterOptions {
         // A broker of this user that starts later, or the system's, is found at the next request.
         let path = BrokerPath::find(self.socket.as_deref())?;
         let (listener, address) = self.listener()?;
-        self.announce(address)?;
+        self.output.announce(format!("exporter  listening  http://{address}/metrics"))?;
         let meet =
             MeetBroker { socket: self.socket.clone(), allow_uids: self.allow_uids.clone(), timeout: self.timeout };
         let mut broker = Connected { meet, cancel, client: None };
@@ -167,20 +167,6 @@ impl ExporterOptions {
                 let reason = format!("it has {} sockets: pass one", others + 1);
                 Err(passed(io::Error::new(io::ErrorKind::InvalidInput, reason)))
             }
-        }
-    }
-
-    /// Prints that clients can connect. A closed pipe is not an error.
-    fn announce(&self, address: SocketAddr) -> io::Result<()> {
-        let line = format!("exporter  listening  http://{address}/metrics");
-        if self.output.json {
-            complain(&line);
-            return Ok(());
-        }
-        let mut stdout = io::stdout().lock();
-        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
-            _ => Ok(()),
         }
     }
 }

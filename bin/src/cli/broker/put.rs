@@ -7,9 +7,9 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
-    broker::{ArrayEntry, ClaimOf, Client, Condition, Get, Lifetime, Put, PutPart, Summary},
+    broker::{ArrayEntry, ClaimOf, Client, Condition, Get, Lifetime, Limits, Put, PutPart, Summary, UserTotal},
     channel::Cancel,
-    driver::{Backend, Choice, DeviceUuid},
+    driver::{Backend, Choice},
     error::{BrokerError, Error, RefusalCode, Result},
     internals::{NEEDS_BOTH, clear_padding, refusal},
     memory::{Device, Region, Selector, Shared, Spec},
@@ -195,6 +195,48 @@ impl Input {
     }
 }
 
+/// What this user has in the broker and may have, and how much is to be put.
+struct Allowance {
+    /// Absent if the broker does not report it.
+    user: Option<(UserTotal, Limits)>,
+    bytes: u64,
+    replaces: bool,
+}
+
+impl Allowance {
+    /// Asks the broker. Fails if the user's quota would refuse the put.
+    fn ask(client: &Client, bytes: u64, replaces: bool) -> Result<Self> {
+        let metrics = client.metrics()?;
+        // Each user has a total, since it has this connection. The broker numbers users as its own user namespace does.
+        let own = match metrics.totals.as_slice() {
+            [own] => Some(own),
+            several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
+        };
+        let allowance = Self { user: own.cloned().zip(metrics.quota), bytes, replaces };
+        let Some((own, quota)) = &allowance.user else { return Ok(allowance) };
+        allowance.check(own.uid, "objects", own.objects, u64::from(!replaces), quota.objects)?;
+        let has = own.devices.iter().fold(0, |sum: u64, of| sum.saturating_add(of.bytes));
+        allowance.check(own.uid, "bytes (claimed)", has, bytes, quota.bytes)?;
+        Ok(allowance)
+    }
+
+    /// Fails if the quota of a device would refuse the put.
+    fn check_device(&self, device: &Device) -> Result<()> {
+        let Some((own, quota)) = &self.user else { return Ok(()) };
+        let of_device = own.devices.iter().filter(|of| of.device.uuid == device.uuid());
+        let has = of_device.fold(0, |sum: u64, of| sum.saturating_add(of.bytes));
+        let what = format!("bytes (claimed) of the device {}", device.uuid());
+        self.check(own.uid, &what, has, self.bytes, quota.device_bytes)
+    }
+
+    fn check(&self, uid: u32, what: &str, has: u64, more: u64, most: Option<u64>) -> Result<()> {
+        let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) else { return Ok(()) };
+        let both = if self.replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
+        let message = format!("uid {uid} has {has} {what} and asks for {more} more, and its quota is {most}{both}");
+        Err(refusal(RefusalCode::Quota, message).into())
+    }
+}
+
 impl PutOptions {
     fn condition(&self) -> Condition {
         match (self.if_version, self.replace) {
@@ -204,9 +246,8 @@ impl PutOptions {
         }
     }
 
-    /// Fails if the broker would refuse a put of so many bytes, before they are loaded. The broker decides when it is put. Returns whether
-    /// there is such an object.
-    fn check_ahead(&self, client: &Client, bytes: u64) -> Result<bool> {
+    /// Fails if the broker would refuse a put of so many bytes, before they are loaded. The broker decides when it is put.
+    fn check_ahead(&self, client: &Client, bytes: u64) -> Result<Allowance> {
         let existing = match client.stat(&self.name, None) {
             Ok(info) => Some(info.version.summary),
             Err(Error::Broker(BrokerError { code: RefusalCode::Absent, .. })) => None,
@@ -217,14 +258,14 @@ impl PutOptions {
                         let message = format!("`{}` exists, and this user may not read it", self.name);
                         Err(refusal(RefusalCode::Exists, message).into())
                     }
-                    _ => self.check_quota(client, bytes, true, None),
+                    _ => Allowance::ask(client, bytes, true),
                 };
             }
             Err(error) => return Err(error),
         };
         self.check_existing(existing.as_ref())?;
         self.check_permission(client, existing.as_ref())?;
-        self.check_quota(client, bytes, existing.is_some(), None)
+        Allowance::ask(client, bytes, existing.is_some())
     }
 
     fn check_existing(&self, existing: Option<&Summary>) -> Result<()> {
@@ -266,40 +307,6 @@ impl PutOptions {
             Err(Error::Broker(_)) => Ok(()),
             granted => granted.map(drop),
         }
-    }
-
-    /// Checks the quotas of a user, or those of a device if there is one. Returns `replaces`.
-    fn check_quota(&self, client: &Client, bytes: u64, replaces: bool, device: Option<&Device>) -> Result<bool> {
-        let metrics = client.metrics()?;
-        // Each user has a total, since it has this connection. The broker numbers users as its own user namespace does.
-        let own = match metrics.totals.as_slice() {
-            [own] => Some(own),
-            several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
-        };
-        let (Some(own), Some(quota)) = (own, metrics.quota) else { return Ok(replaces) };
-        let has_bytes = |device: Option<DeviceUuid>| {
-            let counted = own.devices.iter().filter(|of| device.is_none_or(|device| of.device.uuid == device));
-            counted.map(|of| of.bytes).fold(0, u64::saturating_add)
-        };
-        let rows = match device {
-            Some(device) => {
-                let what = format!("bytes (claimed) of the device {}", device.uuid());
-                vec![(what, has_bytes(Some(device.uuid())), bytes, quota.device_bytes)]
-            }
-            None => vec![
-                ("objects".to_owned(), own.objects, u64::from(!replaces), quota.objects),
-                ("bytes (claimed)".to_owned(), has_bytes(None), bytes, quota.bytes),
-            ],
-        };
-        for (what, has, more, most) in rows {
-            if let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) {
-                let (uid, both) = (own.uid, if replaces { format!("; {NEEDS_BOTH}") } else { String::new() });
-                let message =
-                    format!("uid {uid} has {has} {what} and asks for {more} more, and its quota is {most}{both}");
-                return Err(refusal(RefusalCode::Quota, message).into());
-            }
-        }
-        Ok(replaces)
     }
 
     /// Opens what is to be put, and checks what can be checked of it before memory is taken.
@@ -426,13 +433,13 @@ impl Tool for PutOptions {
         let input = self.input()?;
         let metadata = self.metadata(&input)?;
         let client = self.meet.connect(cancel)?;
-        let replaces = self.check_ahead(&client, input.size())?;
+        let allowance = self.check_ahead(&client, input.size())?;
         let mut steps = Steps::default();
         let opened = steps.time("driver", || start(self.backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
         let fallback = no_gpu(&opened, &self.output);
         let device = Device::find(&opened.driver, self.device)?;
-        self.check_quota(&client, input.size(), replaces, Some(&device))?;
+        allowance.check_device(&device)?;
         let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;
         let entries = input.arrays();
         let arrays = entries.len();

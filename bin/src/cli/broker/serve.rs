@@ -1,7 +1,7 @@
 //! `serve`: the broker itself.
 
 use std::{
-    io::{self, Write},
+    io,
     path::PathBuf,
     process::{self, ExitCode},
     time::Duration,
@@ -20,7 +20,7 @@ use vmmfd::{
     channel::{Cancel, broker_socket_path},
     error::Error,
     internals::{
-        check_socket, clean, default_broker_socket, emulated, is_restarted,
+        check_socket, default_broker_socket, emulated, is_restarted,
         keeper::{self, Role, ServiceProcess},
         notify, started_by_keeper, stderr,
     },
@@ -35,7 +35,7 @@ use crate::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
         options::parse_timeout,
-        output::{Progress, complain, json_line},
+        output::{Progress, json_line},
         report::ErrorSummary,
         run::{GRACE, fail, raise_file_limit, run_tool},
     },
@@ -232,21 +232,6 @@ impl ServeOptions {
             given => broker_socket_path(given.as_deref()),
         }
     }
-
-    /// Prints that clients can connect. A closed pipe is not an error.
-    fn announce(&self, server: &Server) -> io::Result<()> {
-        let mut line = format!("broker    listening  {} as pid {}", server.path().display(), process::id());
-        clean(&mut line);
-        if self.output.json {
-            complain(&line);
-            return Ok(());
-        }
-        let mut stdout = io::stdout().lock();
-        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
-            _ => Ok(()),
-        }
-    }
 }
 
 impl Tool for ServeOptions {
@@ -293,7 +278,8 @@ impl Tool for ServeOptions {
         }
         if !is_restarted(&server) {
             // A full disk behind it must not end a broker.
-            if let Err(error) = self.announce(&server) {
+            let line = format!("broker    listening  {} as pid {}", server.path().display(), process::id());
+            if let Err(error) = self.output.announce(line) {
                 tracing::warn!(%error, "cannot write to standard output");
             }
         }

@@ -22,10 +22,9 @@ use vmmfd::{
 use self::speak::{Broker, another, fresh, memory, named, put_of};
 use super::{
     Case, Fault, Scene,
-    meets_producer::{PATIENT, record},
     memory::not_memory,
-    peer::{Heard, Peer},
-    records::{about, unreadable_of_broker},
+    peer::{Heard, PATIENT, Peer},
+    records::{about, record, unreadable_of_broker},
 };
 
 pub(super) fn cases() -> Vec<Case> {
@@ -74,6 +73,21 @@ pub(super) fn cases() -> Vec<Case> {
     ];
     cases.extend(objects::cases().into_iter().chain(content::cases()).chain(parts::cases()));
     cases.extend(restart::cases());
+    misplaced(&mut cases);
+    for bad in unreadable_of_broker().unwrap_or_default() {
+        let name = format!("record: {}", bad.name);
+        cases.push(Case::new(name, about(bad.rule), move |_, peer| {
+            let (mut broker, _) = Broker::greet(peer)?;
+            let null = not_memory().map_err(Fault::Failed)?;
+            broker.peer.send_record(&bad.record, &vec![null.as_fd(); bad.descriptors])?;
+            broker.ends_with(bad.rule, bad.code, &bad.name)
+        }));
+    }
+    cases
+}
+
+/// Messages that come where another one belongs.
+fn misplaced(cases: &mut Vec<Case>) {
     type Early = (&'static str, fn() -> Message);
     let before_hello: [Early; 2] = [
         ("request-before-hello", || Message::List(List::default())),
@@ -112,16 +126,6 @@ pub(super) fn cases() -> Vec<Case> {
         broker.send(&Message::Segments(Segments { first: 0, sizes }), &[memory.segments[0].0.as_fd()])?;
         broker.ends_with("R2", ErrorCode::Protocol, "segments come where a request belongs")
     }));
-    for bad in unreadable_of_broker().unwrap_or_default() {
-        let name = format!("record: {}", bad.name);
-        cases.push(Case::new(name, about(bad.rule), move |_, peer| {
-            let (mut broker, _) = Broker::greet(peer)?;
-            let null = not_memory().map_err(Fault::Failed)?;
-            broker.peer.send_record(&bad.record, &vec![null.as_fd(); bad.descriptors])?;
-            broker.ends_with(bad.rule, bad.code, &bad.name)
-        }));
-    }
-    cases
 }
 
 fn unknown_fields(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {

@@ -59,18 +59,7 @@ impl Environment {
         }
         add("nodes", listed(&self.nodes));
         add("IMEX channels", listed(&self.imex_channels));
-        let shared = match self.shared_memory {
-            None => "unknown".to_owned(),
-            Some(SharedMemory { exists: false, .. }) => "none".to_owned(),
-            Some(SharedMemory { writable, size, free, .. }) => {
-                let room = match (size, free) {
-                    (Some(size), Some(free)) => format!(", {} of {} free", about(free), about(size)),
-                    _ => String::new(),
-                };
-                format!("{}{room}", if writable { "writable" } else { "not writable" })
-            }
-        };
-        add("/dev/shm", shared);
+        add("/dev/shm", shared(self.shared_memory));
         if let Some(limit) = self.open_files {
             add("open files", limit.to_string());
         }
@@ -129,4 +118,18 @@ pub(super) fn listed(nodes: &[Node]) -> String {
         false => format!("{} (mode {} of {}:{}, NOT OPEN TO THIS PROCESS)", node.path, node.mode, node.uid, node.gid),
     };
     nodes.iter().map(one).collect::<Vec<_>>().join(" ")
+}
+
+fn shared(folder: Option<SharedMemory>) -> String {
+    match folder {
+        None => "unknown".to_owned(),
+        Some(SharedMemory { exists: false, .. }) => "none".to_owned(),
+        Some(SharedMemory { writable, size, free, .. }) => {
+            let room = match (size, free) {
+                (Some(size), Some(free)) => format!(", {} of {} free", about(free), about(size)),
+                _ => String::new(),
+            };
+            format!("{}{room}", if writable { "writable" } else { "not writable" })
+        }
+    }
 }

@@ -1,3 +1,5 @@
+//! The cases of all rules in one file: a test compares them with the tables.
+
 use std::{
     collections::{BTreeMap, HashSet},
     io,
