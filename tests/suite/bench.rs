@@ -1,6 +1,6 @@
 //! `vmmfd bench` as a user runs it: what it prints, what it draws, and what becomes of it when something goes wrong.
 
-use std::{fs, io, path::PathBuf, process::Command};
+use std::{fs, path::PathBuf, process::Command};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -15,8 +15,6 @@ cases! {
     sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured,
     a_broker_is_measured_beside_a_handoff,
     the_figures_of_a_broker_are_printed_with_what_they_are_to_be,
-    a_picture_that_cannot_be_drawn_there_is_refused_before_anything_is_measured,
-    a_device_that_does_not_exist_is_not_supported,
     ]
 }
 
@@ -365,18 +363,6 @@ fn what_there_is_no_memory_for_is_left_out_one_by_one() {
     assert!(sized.clone().count() > 15 && sized.clone().all(|series| series["size"] == 4 << 20), "{report}");
 }
 
-fn a_picture_that_cannot_be_drawn_there_is_refused_before_anything_is_measured(meeting: Meeting) {
-    let log = meeting.folder().join("log");
-    let nowhere = meeting.folder().join("nowhere/bench.svg");
-    for (file, why) in [(nowhere.as_path(), "does not exist"), (meeting.folder(), "is not a regular file")] {
-        let ended = bench(&meeting, &["repeat", "--svg", file.to_str().unwrap()]).env("FAKECUDA_LOG", &log).end();
-        assert!(sentence(ended.code(2)).contains(why), "{}", ended.stderr);
-        assert_eq!(ended.stdout, "");
-        assert!(!log.exists(), "a driver was called");
-    }
-    assert_eq!(meeting.files(), Vec::<String>::new());
-}
-
 #[test]
 fn a_picture_that_was_there_stays_if_the_bench_fails() {
     let meeting = Meeting::fake();
@@ -386,14 +372,6 @@ fn a_picture_that_was_there_stays_if_the_bench_fails() {
     run.env("FAKECUDA_FAIL", "cuMemImportFromShareableHandle:9:999").end().code(5);
     assert_eq!(fs::read_to_string(&picture).unwrap(), "of yesterday");
     assert_eq!(meeting.files(), ["bench.svg"]);
-}
-
-fn a_device_that_does_not_exist_is_not_supported(meeting: Meeting) {
-    for name in ["handoff", "broker"] {
-        let ended = bench(&meeting, &[name, "--device", "99"]).end();
-        assert!(sentence(ended.code(3)).contains("device 99: 0 is "), "{}", ended.stderr);
-        assert_eq!(ended.stdout, "");
-    }
 }
 
 #[test]
@@ -551,17 +529,6 @@ fn a_bench_that_is_stopped_or_killed_leaves_nothing_behind() {
             assert!(!folder.exists(), "{} stays after {signal}", folder.display());
         }
     }
-}
-
-#[test]
-fn a_reader_who_has_gone_is_no_error_and_a_full_disk_is() {
-    let meeting = Meeting::host();
-    let (reader, writer) = io::pipe().unwrap();
-    drop(reader);
-    let ended = bench(&meeting, &["repeat"]).stdout(writer).end();
-    assert_eq!(ended.code(0).stderr, "");
-    let full = fs::File::options().write(true).open("/dev/full").unwrap();
-    bench(&meeting, &["repeat"]).stdout(full).end().code(5).says("cannot write to standard output");
 }
 
 #[test]

@@ -26,7 +26,7 @@ use vmmfd::{
     channel::{Cancel, CancelReason, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, open},
     error::{DeviceError, PeerError, SocketError},
-    memory::{Allocation, Device, Region, Selector},
+    memory::{Allocation, Device, Selector},
     session::{
         self, Config, Verdict,
         handoff::{Findings, fetch},
@@ -309,50 +309,6 @@ mod records {
 
 mod producers {
     use super::*;
-
-    #[test]
-    fn a_consumer_made_by_hand_is_served_as_the_protocol_says() {
-        let meeting = Meeting::new(On::Host);
-        let producer = meeting.listening(&["--round-trip", "--size", "10", "--seed", "1"]);
-        let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
-        let device = Device::find(&driver, Selector::default()).unwrap();
-        let mut channel = dial(&meeting.socket());
-        channel.send(&hello(Backend::Host), &[]).unwrap();
-        let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
-        assert_eq!((theirs.version, theirs.backend.as_str(), theirs.pid), (1, "host", producer.pid()));
-        let mut salts = Vec::new();
-        // Any number of requests on one connection, the buffer filled anew for each.
-        for _ in 0..3 {
-            channel.send(&request("default", None), &[]).unwrap();
-            let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
-            assert_eq!(
-                (offer.memory.size, offer.memory.segments, offer.access, claim(&offer).salt),
-                (10, 1, Access::ReadWrite, Some(1))
-            );
-            assert_eq!(offer.memory.device.uuid, device.uuid());
-            let (Message::Segments(segments), mut fds) = answer(&mut channel) else { panic!() };
-            assert_eq!((segments.sizes.as_slice(), fds.len()), (&[offer.memory.mapped_size][..], 1));
-            channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
-            let memory = Allocation::import(&device, fds.pop().unwrap(), offer.memory.mapped_size).unwrap();
-            let mapping = vmmfd::memory::Mapping::new(&memory, Access::ReadWrite).unwrap();
-            let (mut found, mut expected) = ([0; 12], [0; 12]);
-            mapping.copy_out(0, &mut found).unwrap();
-            Pattern::new(1).write(0, &mut expected[..10]);
-            assert_eq!(found, expected, "the pattern, and zeros behind it");
-            let reply = claim(&offer).reply_salt.unwrap();
-            assert_ne!(Some(reply), claim(&offer).salt);
-            salts.push(reply);
-            Pattern::new(reply).write(0, &mut expected[..10]);
-            mapping.copy_in(0, &expected).unwrap();
-            channel.send(&good(3), &[]).unwrap();
-            let (Message::Result(theirs), _) = answer(&mut channel) else { panic!() };
-            assert_eq!((theirs.verified, Figures::of(&theirs).words), (true, 3));
-        }
-        salts.dedup();
-        assert_eq!(salts.len(), 3, "a fresh salt for each");
-        channel.finish(PATIENCE);
-        producer.end().code(0);
-    }
 
     #[test]
     fn a_reply_that_was_not_written_makes_both_sides_fail() {

@@ -147,29 +147,6 @@ fn a_library_that_is_there_and_does_not_load_is_broken() {
 }
 
 #[test]
-fn a_container_without_the_drivers_compute_libraries_is_told_by_its_variable() {
-    if has_driver() {
-        return;
-    }
-    let meeting = Meeting::fake();
-    let without = |capabilities: &str| {
-        let settings = [CONTAINER, ("NVIDIA_DRIVER_CAPABILITIES", capabilities)];
-        doctor(&meeting, "driver", &settings).env("LD_LIBRARY_PATH", meeting.folder()).end().code(3).json()
-    };
-    assert_explained(&without("utility"), "driver", "unsupported", "capability-missing");
-    assert_explained(&without("compute,utility"), "driver", "unsupported", "library-missing-container");
-}
-
-#[test]
-fn what_an_old_driver_lacks_is_told_by_its_age() {
-    let meeting = Meeting::fake();
-    let copy = Copy::new().without("cuMemPoolCreate");
-    copy.write("libcuda.so.1");
-    let report = doctor(&meeting, "pool", &[]).env("LD_LIBRARY_PATH", copy.folder()).end().code(1).json();
-    assert_explained(&report, "pool", "unsupported", "old-driver");
-}
-
-#[test]
 fn whether_a_brokers_memory_stays_is_asked_of_nvml_and_no_reason_to_fail() {
     let meeting = Meeting::fake();
     let copy = Copy::new();
