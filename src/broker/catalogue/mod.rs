@@ -12,6 +12,7 @@
 
 mod read;
 pub(in crate::broker) mod record;
+mod rewrite;
 mod segment_id;
 #[cfg(test)]
 mod tests;
@@ -31,6 +32,7 @@ pub(crate) use self::read::read_as_json;
 pub(in crate::broker) use self::{
     read::{Records, Unreadable},
     record::Record,
+    rewrite::Rewrite,
     segment_id::SegmentId,
 };
 
@@ -104,7 +106,12 @@ impl Catalogue {
         memfd: OwnedFd,
         records: impl IntoIterator<Item = Record>,
     ) -> Result<Self, CatalogueError> {
-        Self::write(File::from(memfd), 1, file_limit()?, records)
+        let (length, limit, buffer) = (HEADER as u64, file_limit()?, Vec::new());
+        let mut log = Self { file: File::from(memfd), generation: 0, length, torn: false, base: 0, limit, buffer };
+        let mut rewrite = log.rewrite(log.file.try_clone().map_err(CatalogueError::system("duplicate"))?.into())?;
+        records.into_iter().try_for_each(|record| rewrite.add(&record))?;
+        rewrite.finish(&mut log)?;
+        Ok(log)
     }
 
     /// Appends a record. When it returns, the record is what the next [`Catalogue::open`] finds, also if this process is killed.
@@ -133,20 +140,6 @@ impl Catalogue {
         self.base = self.length;
     }
 
-    /// Writes a log of these records alone into another memfd, whatever is in it, which then takes the place of the old one. Returns
-    /// the old one. Takes as long as the records take to be written: milliseconds for each MB.
-    ///
-    /// # Errors
-    /// [`CatalogueError`]: the old log is still the one.
-    pub(in crate::broker) fn compact(
-        &mut self,
-        memfd: OwnedFd,
-        records: impl IntoIterator<Item = Record>,
-    ) -> Result<OwnedFd, CatalogueError> {
-        let new = Self::write(File::from(memfd), self.generation + 1, self.limit, records)?;
-        Ok(std::mem::replace(self, new).file.into())
-    }
-
     /// The memfd.
     pub(in crate::broker) fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
@@ -155,30 +148,6 @@ impl Catalogue {
     /// Counts up with each log that was written anew.
     pub(in crate::broker) fn generation(&self) -> u64 {
         self.generation
-    }
-
-    /// Writes a whole log into a file, the header last: before that it is none.
-    fn write(
-        file: File,
-        generation: u64,
-        limit: u64,
-        records: impl IntoIterator<Item = Record>,
-    ) -> Result<Self, CatalogueError> {
-        // Of what a writer left that was killed, nothing may be taken for a record.
-        file.set_len(0).map_err(CatalogueError::system("empty"))?;
-        let (length, mut buffer) = (HEADER as u64, Vec::new());
-        let mut log = Self { file, generation, length, torn: false, base: 0, limit, buffer: Vec::new() };
-        for record in records {
-            encode(&mut buffer, &record)?;
-            if buffer.len() >= CHUNK {
-                log.write_behind(&buffer)?;
-                buffer.clear();
-            }
-        }
-        log.write_behind(&buffer)?;
-        log.base = log.length;
-        log.file.write_all_at(&header(generation), 0).map_err(CatalogueError::system("write"))?;
-        Ok(log)
     }
 
     /// Writes behind the last record.

@@ -92,8 +92,10 @@ fn a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_hal
 fn a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_whole() {
     const NAME: &str = "a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_whole";
     if let Some(bytes) = limit() {
+        let mut old = new();
+        old.limit = u64::MAX;
         be_killed_after(bytes);
-        Catalogue::write(stdin().into(), 2, u64::MAX, records()).unwrap();
+        write_anew(&mut old, stdin().into(), records()).unwrap();
         return;
     }
     let end = log(&records()).length;

@@ -237,6 +237,31 @@ fn what_is_no_catalogue_is_refused() {
     assert_eq!(refusal(b"VMMFDCAT\x01\0\0\0").to_string(), want);
 }
 
+/// Writes a log of these records alone in place of another.
+fn write_anew(
+    catalogue: &mut Catalogue,
+    memfd: OwnedFd,
+    records: impl IntoIterator<Item = Record>,
+) -> Result<OwnedFd, CatalogueError> {
+    let mut rewrite = catalogue.rewrite(memfd)?;
+    records.into_iter().try_for_each(|record| rewrite.add(&record))?;
+    rewrite.finish(catalogue)
+}
+
+#[test]
+fn rewrite_keeps_records_appended_meanwhile() {
+    let mut catalogue = log(&each_kind());
+    let mut rewrite = catalogue.rewrite(memfd().unwrap()).unwrap();
+    rewrite.add(&lease(1)).unwrap();
+    let appended: Vec<Record> = (2..5000).map(|key| Record::Dropped { key }).collect();
+    appended.iter().for_each(|record| catalogue.append(record).unwrap());
+    while !rewrite.copy_appended(&catalogue).unwrap() {}
+    catalogue.append(&lease(2)).unwrap();
+    assert!(rewrite.copy_appended(&catalogue).unwrap());
+    rewrite.finish(&mut catalogue).unwrap();
+    assert_eq!(read(catalogue.as_fd()), [vec![lease(1)], appended, vec![lease(2)]].concat());
+}
+
 #[test]
 fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_one_stays_whole() {
     let mut catalogue = log(&each_kind());
@@ -246,14 +271,14 @@ fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_
         Record::Published(Box::new(Version { metadata, ..version(key) }))
     };
     let live: Vec<Record> = (0..8).map(long).collect();
-    let old = catalogue.compact(memfd_of(b"what a killed writer left"), live.clone()).unwrap();
+    let old = write_anew(&mut catalogue, memfd_of(b"what a killed writer left"), live.clone()).unwrap();
     assert_eq!(read(old.as_fd()), each_kind());
     assert_eq!(read(catalogue.as_fd()), live);
     assert_eq!(catalogue.generation, 2);
     catalogue.append(&lease(1)).unwrap();
     let (mut catalogue, records) = Catalogue::open(catalogue.as_fd().try_clone_to_owned().unwrap()).unwrap();
     assert_eq!(records, [live, vec![lease(1)]].concat());
-    catalogue.compact(memfd().unwrap(), []).unwrap();
+    write_anew(&mut catalogue, memfd().unwrap(), []).unwrap();
     assert_eq!((catalogue.generation, read(catalogue.as_fd())), (3, vec![]));
 }
 
@@ -261,7 +286,7 @@ fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_
 fn a_log_that_cannot_be_written_anew_is_still_the_one() {
     let mut catalogue = log(&[lease(1)]);
     catalogue.limit = catalogue.length;
-    let error = catalogue.compact(memfd().unwrap(), [lease(1), lease(2)]).unwrap_err();
+    let error = write_anew(&mut catalogue, memfd().unwrap(), [lease(1), lease(2)]).unwrap_err();
     assert!(matches!(error, CatalogueError::Limit { .. }), "{error:?}");
     assert_eq!((catalogue.generation, read(catalogue.as_fd())), (1, vec![lease(1)]));
 }
@@ -295,7 +320,7 @@ fn a_log_grows_to_twice_what_lives_and_no_further() {
     for key in 0..40 {
         catalogue.append(&live(key)).unwrap();
         if catalogue.should_compact() {
-            catalogue.compact(memfd().unwrap(), [live(key)]).unwrap();
+            write_anew(&mut catalogue, memfd().unwrap(), [live(key)]).unwrap();
             written += 1;
             assert!(!catalogue.should_compact());
         }

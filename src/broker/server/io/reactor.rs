@@ -291,6 +291,8 @@ impl Reactor {
         let now = self.state.objects.now.at;
         self.state.objects.end_departed();
         self.state.objects.begin_turn();
+        self.state.objects.release_some();
+        self.state.objects.go_on_compacting();
         for _ in 0..TIMERS_AT_ONCE {
             // Anew each time: a timer may end leases, and so begin the end of names.
             self.schedule_expiries();

@@ -93,6 +93,6 @@ impl State {
 
     /// Whether the event loop has work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
-        self.objects.has_departed() || self.watchers.are_due() || !self.listings.is_empty()
+        self.objects.has_work() || self.watchers.are_due() || !self.listings.is_empty()
     }
 }

@@ -66,8 +66,8 @@ struct Segment {
 
 /// Where an open file is among those of its inode.
 enum Place {
-    /// It is the one of this segment.
-    Known(SegmentId),
+    /// It is the one of this segment, at this index.
+    Known { id: SegmentId, index: usize },
     /// It is new, and belongs at this index.
     New(usize),
     /// The kernel refuses to compare.
@@ -89,7 +89,7 @@ impl Segments {
             Err(error) => return Err(NotKept { fd, reason: Reason::System(error) }),
         };
         let place = self.place(fd.as_fd(), inode);
-        if let Place::Known(id) = place
+        if let Place::Known { id, .. } = place
             && let Some(segment) = self.slots[id.index()].as_mut()
         {
             if segment.size != size {
@@ -152,11 +152,17 @@ impl Segments {
         if segment.references > 0 {
             return None;
         }
-        let Segment { fd, inode, ordered, .. } = self.slots[id.index()].take()?;
+        let Segment { inode, ordered, .. } = *self.segment(id);
+        // Searched as it was inserted: the memory of GPUs has one inode for all.
+        let index = match self.place(self.get(id), inode) {
+            Place::Known { index, .. } => Some(index),
+            _ => self.files.get(&inode).and_then(|ids| ids.iter().position(|&other| other == id)),
+        };
+        let fd = self.slots[id.index()].take()?.fd;
         self.free.push(id);
         if ordered && let Entry::Occupied(mut entry) = self.files.entry(inode) {
             let ids = entry.get_mut();
-            if let Some(index) = ids.iter().position(|&other| other == id) {
+            if let Some(index) = index.filter(|&index| ids.get(index) == Some(&id)) {
                 ids.remove(index);
             }
             if ids.is_empty() {
@@ -226,7 +232,7 @@ impl Segments {
         while low < high {
             let middle = low.midpoint(high);
             match sys::kcmp(self.get(ids[middle]), fd) {
-                Ok(Ordering::Equal) => return Place::Known(ids[middle]),
+                Ok(Ordering::Equal) => return Place::Known { id: ids[middle], index: middle },
                 Ok(Ordering::Less) => low = middle + 1,
                 Ok(Ordering::Greater) => high = middle,
                 Err(error) => {

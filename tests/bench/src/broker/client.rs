@@ -13,9 +13,9 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 use vmmfd::{
-    broker::{Client, Get, Put, PutPart},
+    broker::{Client, Condition, Get, Put, PutPart},
     driver::{Driver, GRANULARITY},
-    error::{Error, Result},
+    error::{Error, RefusalCode, Result},
     internals::describe,
     memory::{Device, Placement, Shared, Sharing, Spec},
     session::Config,
@@ -33,6 +33,9 @@ use vmmfd_cli::verbs::HasVerbs;
 /// The bytes of a memfd that is put as it is: a broker keeps no smaller ones.
 const PAGE: u64 = GRANULARITY;
 
+/// How many of the longest gets are reported.
+const LONGEST: usize = 100;
+
 /// From the measuring process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -41,8 +44,16 @@ pub(super) enum ClientRequest {
     Connect { socket: PathBuf, connections: usize },
     /// Make memory, put it under this name, and free it here.
     Put { name: String, size: u64 },
-    /// Make a memfd, and put it under so many names.
+    /// Make a memfd, and put it under so many names, whose versions it replaces.
     PutPages { objects: usize },
+    /// Make a memfd, and put it under this name.
+    PutPage { name: String },
+    /// List all objects so many times.
+    List { times: usize },
+    /// Delete so many of the pages.
+    DeletePages { objects: usize },
+    /// Get an object again and again until it is deleted, and end each lease at once.
+    GetUntilDeleted { name: String },
     /// Delete an object.
     Delete { name: String },
     /// Get an object so many times, from that moment on (`CLOCK_MONOTONIC`, in nanoseconds), and end each lease at once.
@@ -104,8 +115,19 @@ impl BrokerClient<'_> {
             }
             ClientRequest::PutPages { objects } => {
                 let memfd = page().map_err(|errno| Error::system("make a memfd", errno))?;
-                (0..objects).try_for_each(|number| self.put_page(memfd.as_fd(), number))?;
+                (0..objects).try_for_each(|number| self.put_page(memfd.as_fd(), page_name(number)))?;
             }
+            ClientRequest::PutPage { name } => {
+                let memfd = page().map_err(|errno| Error::system("make a memfd", errno))?;
+                self.put_page(memfd.as_fd(), name)?;
+            }
+            ClientRequest::List { times } => {
+                (0..times).try_for_each(|_| self.client()?.list("").map(drop))?;
+            }
+            ClientRequest::DeletePages { objects } => {
+                (0..objects).try_for_each(|number| self.client()?.delete(&page_name(number)))?;
+            }
+            ClientRequest::GetUntilDeleted { name } => return self.get_until_deleted(&name),
             ClientRequest::Delete { name } => self.client()?.delete(&name)?,
             ClientRequest::Get { name, count, map, at } => return self.get(&name, count, map, at),
             ClientRequest::Export { size } => return self.export(size),
@@ -122,13 +144,32 @@ impl BrokerClient<'_> {
     }
 
     /// Puts a memfd, as the host backend demands it, with nothing of a driver.
-    fn put_page(&self, memfd: BorrowedFd<'_>, number: usize) -> Result<()> {
+    fn put_page(&self, memfd: BorrowedFd<'_>, name: String) -> Result<()> {
         let (device, size) = (self.driver()?.1.identity(), PAGE);
         let sharing = Sharing::Vmm { placement: Placement::Device, segments: 1 };
         let description = describe(device, sharing, size, size);
         let backend = self.driver()?.0.backend();
         let part = PutPart::of_segments("all", backend, description, [(size, memfd)])?;
-        self.client()?.put(&Put::new(format!("bench/page-{number}")).part(part)).map(drop)
+        self.client()?.put(&Put::new(name).condition(Condition::Any).part(part)).map(drop)
+    }
+
+    /// Reports the longest gets alone: there may be very many.
+    fn get_until_deleted(&self, name: &str) -> Result<ClientResponse> {
+        let (client, get) = (self.client()?, Get::new(name));
+        let (begun, mut longest) = (now(), Vec::new());
+        loop {
+            let since = Instant::now();
+            match client.get(&get) {
+                Ok(_) => longest.push(us(since.elapsed())),
+                Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Absent => break,
+                Err(error) => return Err(error),
+            }
+            if longest.len() >= 2 * LONGEST {
+                longest.sort_by(|some: &f64, other| other.total_cmp(some));
+                longest.truncate(LONGEST);
+            }
+        }
+        Ok(ClientResponse::Gets { begun, ended: now(), us: longest })
     }
 
     fn get(&self, name: &str, count: usize, map: bool, at: u64) -> Result<ClientResponse> {
@@ -175,6 +216,10 @@ impl BrokerClient<'_> {
     fn client(&self) -> Result<&Client> {
         self.clients.first().ok_or_else(not_prepared)
     }
+}
+
+fn page_name(number: usize) -> String {
+    format!("bench/page-{number}")
 }
 
 /// A memfd that a broker takes for memory of the host backend.

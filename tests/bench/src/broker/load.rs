@@ -5,7 +5,7 @@ use std::path::Path;
 use nix::sys::resource::{Resource, getrlimit};
 use vmmfd::{driver::Backend, error::Result};
 
-use super::{Broker, ClientProcess, ClientRequest, SMALL, figure};
+use super::{Broker, ClientProcess, ClientRequest, Kept, SMALL, figure};
 use crate::{
     broker::ClientResponse,
     plan::Bench,
@@ -39,6 +39,13 @@ const HOST_AT_LEAST: f64 = 10_000.0;
 const HELD: usize = 1000;
 const HELD_AT_MOST: f64 = 30.0;
 
+/// How many objects a crowded broker holds, for each sample that is planned and at most.
+const CROWD_EACH: usize = 500;
+const CROWD: usize = 100_000;
+
+/// The longest get beside requests that concern very many objects, in milliseconds.
+const CROWDED_AT_MOST: f64 = 5.0;
+
 /// How many descriptors a process needs for each connection, at most.
 const FDS_EACH: u64 = 4;
 
@@ -53,7 +60,8 @@ pub(super) fn measure(run: &mut BenchRun<'_>, folder: &Path, emulated: bool, cap
         many_clients(run, folder, emulated, clients, true)?;
     }
     host_objects(run, folder)?;
-    held(run, folder)
+    held(run, folder)?;
+    crowded(run, folder)
 }
 
 /// Measures clients of the run's backend, which map what they get or do not.
@@ -156,5 +164,38 @@ fn held(run: &mut BenchRun<'_>, folder: &Path) -> Result<()> {
     figure(run, "resident memory of the broker, idle".to_owned(), 0, idle / 1e6, "MB", None);
     let what = format!("resident memory of the broker, {HELD} objects and {HELD} connections");
     figure(run, what, 0, resident / 1e6, "MB", Some(HELD_AT_MOST));
+    Ok(())
+}
+
+/// Measures the longest get of a client while another one puts, replaces, lists and deletes very many objects. The broker compacts its
+/// catalogue meanwhile.
+fn crowded(run: &mut BenchRun<'_>, folder: &Path) -> Result<()> {
+    let objects = run.plan.count.saturating_mul(CROWD_EACH).min(CROWD);
+    let broker = Kept::start(folder.join("crowd.sock"), false)?;
+    let start = |driver| {
+        let client = ClientProcess::launch(run, Backend::Host, driver)?;
+        client.ready()?;
+        client.call(&ClientRequest::Connect { socket: broker.socket.clone(), connections: 1 })?;
+        Ok::<_, vmmfd::error::Error>(client)
+    };
+    let (maker, reader) = (start(true)?, start(false)?);
+    let phases = [
+        ("puts", ClientRequest::PutPages { objects }),
+        ("replaces", ClientRequest::PutPages { objects }),
+        ("lists", ClientRequest::List { times: 3 }),
+        ("deletes", ClientRequest::DeletePages { objects: objects / 2 }),
+    ];
+    for (number, (what, request)) in phases.into_iter().enumerate() {
+        run.tick("gets beside very many objects", number, 4)?;
+        let name = format!("bench/read-{what}");
+        maker.call(&ClientRequest::PutPage { name: name.clone() })?;
+        reader.0.send(&ClientRequest::GetUntilDeleted { name: name.clone() })?;
+        maker.call(&request)?;
+        maker.call(&ClientRequest::Delete { name })?;
+        let ClientResponse::Gets { us, .. } = reader.receive()? else { return Err(unexpected()) };
+        let longest = us.into_iter().fold(0.0, f64::max) / 1e3;
+        let what = format!("longest get while another client {what} {objects} objects");
+        figure(run, what, 0, longest, "ms", Some(CROWDED_AT_MOST));
+    }
     Ok(())
 }

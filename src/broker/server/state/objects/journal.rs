@@ -12,7 +12,7 @@ use crate::broker::server::state::random::random;
 use crate::{
     broker::{
         catalogue::{
-            self, Catalogue, CatalogueError, Record, Records, Unreadable,
+            self, Catalogue, CatalogueError, Record, Records, Rewrite, Unreadable,
             record::{Answered, Deleted, Seen, Version},
         },
         keeper::{Keeper, Mark, Name, Store},
@@ -131,7 +131,11 @@ impl Journal {
         match record {
             Record::Begin { instance, starts } => (self.instance, self.starts) = (instance.clone(), *starts),
             Record::Seen(seen) => self.events.push_back(seen.clone()),
-            Record::Answered(answered) => self.remember(answered.clone()),
+            Record::Answered(answered) => {
+                // The records before may have led to it already.
+                self.answered.retain(|known| known.request != answered.request);
+                self.remember(answered.clone());
+            }
             Record::Whole { seq } => self.last = *seq,
             Record::Started => self.starts += 1,
             _ => {}
@@ -233,17 +237,17 @@ impl Journal {
         self.log.should_compact() && store.has_kept(self.spare_mark)
     }
 
-    /// Puts the next time off that the log is written anew.
-    pub(crate) fn postpone(&mut self) {
+    /// Postpones the next compaction.
+    pub(super) fn postpone(&mut self) {
         self.log.postpone();
     }
 
-    /// Writes the log anew: what it was before is history. Returns what is to be closed.
-    pub(crate) fn compact(
-        &mut self,
-        store: &mut Store,
-        state: impl Iterator<Item = Record>,
-    ) -> Result<OwnedFd, CatalogueError> {
+    pub(super) fn log(&self) -> &Catalogue {
+        &self.log
+    }
+
+    /// Begins to write the log anew: records of the state follow.
+    pub(super) fn begin_compaction(&mut self, store: &mut Store) -> Result<Rewrite, CatalogueError> {
         let failed = |source| CatalogueError::System { action: "make room for", source };
         if self.spare.is_none() {
             self.renew_spare(store).map_err(failed)?;
@@ -253,25 +257,39 @@ impl Journal {
             Some(spare) => spare.try_clone(),
             None => catalogue::memfd(),
         };
-        let spare = spare.map_err(failed)?;
-        let begin = Record::Begin { instance: self.instance.clone(), starts: self.starts };
+        let mut rewrite = self.log.rewrite(spare.map_err(failed)?)?;
+        rewrite.add(&Record::Begin { instance: self.instance.clone(), starts: self.starts })?;
+        // Before the versions: `Deleted` takes the name of all before it.
+        for (owner, names) in &self.deleted {
+            for name in names {
+                let (name, owner) = (name.clone(), Some(*owner));
+                rewrite.add(&Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner }))?;
+            }
+        }
+        Ok(rewrite)
+    }
+
+    /// Ends the new log, unless the keeper was replaced meanwhile and does not have it yet. Returns the descriptor to be closed.
+    pub(super) fn finish_compaction(
+        &mut self,
+        store: &mut Store,
+        mut rewrite: Rewrite,
+    ) -> Result<Option<OwnedFd>, CatalogueError> {
+        if !store.has_kept(self.spare_mark) {
+            return Ok(None);
+        }
         let kept = self.events.len().saturating_sub(EVENTS_KEPT);
-        let seen = self.events.iter().skip(kept).cloned().map(Record::Seen);
-        let answered = self.answered.iter().cloned().map(Record::Answered);
-        let deleted = self.deleted.iter().flat_map(|(owner, names)| names.iter().map(|name| (*owner, name.clone())));
-        let deleted = deleted.map(|(owner, name)| {
-            Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner: Some(owner) })
-        });
-        let whole = Record::Whole { seq: self.last };
-        let records = std::iter::once(begin).chain(seen).chain(answered).chain(deleted).chain(state).chain([whole]);
-        let old = self.log.compact(spare, records)?;
+        self.events.iter().skip(kept).try_for_each(|seen| rewrite.add(&Record::Seen(seen.clone())))?;
+        self.answered.iter().try_for_each(|answered| rewrite.add(&Record::Answered(answered.clone())))?;
+        rewrite.add(&Record::Whole { seq: self.last })?;
+        let old = rewrite.finish(&mut self.log)?;
         // The keeper has the new log already. From here on it is valid; the old one goes, and its name is the next spare's.
         store.remove(Name::Catalogue(self.second));
         self.second = !self.second;
         if let Err(error) = self.renew_spare(store) {
             tracing::warn!(%error, "no memfd for the next catalogue");
         }
-        Ok(old)
+        Ok(Some(old))
     }
 
     /// How many descriptors it has.

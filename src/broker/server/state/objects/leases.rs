@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Held, Objects, Version, unwritten, unwritten_kind};
+use super::{Held, Name, Objects, Version, unwritten, unwritten_kind};
 use crate::{
     broker::{
         catalogue::{Record, record},
@@ -13,7 +13,7 @@ use crate::{
     },
     error::BrokerError,
     wire::{
-        broker::{Resume, Token},
+        broker::{Lifetime, Resume, Token},
         shorten,
     },
 };
@@ -27,9 +27,6 @@ pub(crate) struct TakenUp {
     pub(crate) before: Vec<(ConnectionId, Token)>,
     pub(crate) lost: Vec<Token>,
 }
-
-/// How many leases and names of closed connections end before other connections are served.
-pub(super) const ENDS_AT_ONCE: usize = 128;
 
 /// How many bytes of a report are kept.
 const MAX_REPORT: usize = 256;
@@ -173,7 +170,8 @@ impl Objects {
     pub(crate) fn end_unclaimed(&mut self) {
         let leases = self.leases.iter().filter(|(_, held)| held.holder.is_none()).map(|(token, _)| *token);
         let leases: Vec<Token> = leases.collect();
-        let names = self.names.iter().filter(|(_, of)| of.maker == Some(ConnectionId::BEFORE));
+        let ends = |of: &Name| matches!(of.lifetime, Lifetime::Maker | Lifetime::Leased);
+        let names = self.names.iter().filter(|(_, of)| of.maker == Some(ConnectionId::BEFORE) && ends(of));
         let names: Vec<Arc<str>> = names.map(|(name, _)| Arc::clone(name)).collect();
         if !leases.is_empty() {
             tracing::info!(leases = leases.len(), "leases end that no client took up after the restart");
@@ -223,11 +221,6 @@ impl Objects {
         }
     }
 
-    /// A turn of the event loop begins.
-    pub(crate) fn begin_turn(&mut self) {
-        self.ends_left = ENDS_AT_ONCE;
-    }
-
     /// Whether leases or names of closed connections are left.
     pub(crate) fn has_departed(&self) -> bool {
         !self.departed.is_empty()
@@ -265,6 +258,10 @@ impl Objects {
         let Some(version) = self.versions.get_mut(&report.key) else { return };
         // Those before this limit were longer.
         shorten(&mut report.message, MAX_REPORT);
+        // A log that was written anew may have it twice.
+        if version.reports.contains(&report) {
+            return;
+        }
         self.users.add_report(report.reader.uid);
         version.reports.push(report);
     }

@@ -9,6 +9,7 @@
 //! | `select`, `view`, `usage` | what is asked for, what there is, what each user has |
 //! | `readers` | indexes of names and leases by right to read |
 
+mod compaction;
 mod journal;
 mod leases;
 mod lifetimes;
@@ -27,7 +28,9 @@ use std::{
     time::Instant,
 };
 
-use self::{journal::event, leases::Departed, readers::Readers, remove::segments_of, usage::Users};
+use self::{
+    compaction::Compaction, journal::event, leases::Departed, readers::Readers, remove::segments_of, usage::Users,
+};
 pub(crate) use self::{
     journal::{Journal, unusable},
     leases::TakenUp,
@@ -50,6 +53,10 @@ use crate::{
     wire::broker::{EventKind, Lifetime, Owner, Token},
 };
 
+/// How many leases and names of closed connections end before other connections are served, and how many segments are released.
+const ENDS_AT_ONCE: usize = 128;
+const RELEASES_AT_ONCE: usize = 128;
+
 /// What the broker holds.
 #[derive(Debug)]
 pub(crate) struct Objects {
@@ -57,13 +64,19 @@ pub(crate) struct Objects {
     pub(crate) now: Time,
     names: BTreeMap<Arc<str>, Name>,
     /// By their keys.
-    versions: HashMap<u64, Version>,
+    versions: BTreeMap<u64, Version>,
+    /// The keys of versions by their ids.
+    ids: HashMap<String, u64>,
     leases: HashMap<Token, Held>,
     readers: Readers,
     /// Closed connections whose leases and names have not all ended yet.
     departed: VecDeque<Departed>,
     /// How many leases and names of closed connections may still end in this turn of the event loop.
     ends_left: usize,
+    /// Segments of versions that are gone, with their users, and how many may still be released in this turn.
+    releasing: VecDeque<(u32, SegmentId)>,
+    releases_left: usize,
+    compaction: Option<Compaction>,
     users: Users,
     segments: Segments,
     journal: Journal,
@@ -167,11 +180,15 @@ impl Objects {
         Self {
             now,
             names: BTreeMap::new(),
-            versions: HashMap::new(),
+            versions: BTreeMap::new(),
+            ids: HashMap::new(),
             leases: HashMap::new(),
             readers: Readers::default(),
             departed: VecDeque::new(),
-            ends_left: leases::ENDS_AT_ONCE,
+            ends_left: ENDS_AT_ONCE,
+            releasing: VecDeque::new(),
+            releases_left: RELEASES_AT_ONCE,
+            compaction: None,
             users: Users::new(rules),
             segments: Segments::default(),
             journal,
@@ -309,6 +326,16 @@ impl Objects {
         };
         let (_, key) = found.filter(|(number, _)| newer_than.is_none_or(|older| **number > older))?;
         Some(*key)
+    }
+
+    /// A turn of the event loop begins.
+    pub(crate) fn begin_turn(&mut self) {
+        (self.ends_left, self.releases_left) = (ENDS_AT_ONCE, RELEASES_AT_ONCE);
+    }
+
+    /// Whether there is work left that no event announces.
+    pub(crate) fn has_work(&self) -> bool {
+        self.has_departed() || !self.releasing.is_empty() || self.is_compacting()
     }
 
     fn current(&self, name: &Name) -> &Version {

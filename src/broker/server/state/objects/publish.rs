@@ -293,6 +293,7 @@ impl Objects {
         if name.leases == 0 {
             name.idle_since = self.now.at;
         }
+        self.ids.insert(record.id.clone(), key);
         let version = Version { record, leases: 0, named: true, reports: Vec::new() };
         self.users.add_version(version.payer(), version.charged(), &version.record.parts);
         self.versions.insert(key, version);
@@ -334,8 +335,8 @@ impl Objects {
         };
         let may = caller.is_superuser() || !caller.is_unmapped() && caller.uid == restore.owner.uid;
         let may = may && !self.journal.was_deleted(name, restore.owner.uid);
-        let found = self.versions.iter().find(|(_, version)| same(&version.record));
-        found.filter(|_| may).map(|(key, _)| *key)
+        let key = *self.ids.get(&restore.id)?;
+        self.versions.get(&key).filter(|version| may && same(&version.record)).map(|_| key)
     }
 
     /// The key of a name's current version.
@@ -362,7 +363,7 @@ impl Objects {
                 format!("`{name}` was deleted since this broker lost it: it can be put anew, and not offered back");
             return refuse(RefusalCode::Denied, message);
         }
-        if let Some(known) = self.versions.values().find(|known| known.record.id == *id) {
+        if let Some(known) = self.ids.get(id).and_then(|key| self.versions.get(key)) {
             let message = format!("version {} of `{}` has the id {id}", known.record.version, known.record.name);
             return refuse(RefusalCode::Exists, message);
         }

@@ -82,6 +82,11 @@ impl Readers {
         merge(readable.map(move |(_, names)| names.range::<str, _>((from, Bound::Unbounded)).map(|name| &**name)))
     }
 
+    /// All leases from `from` on, in ascending order of their numbers.
+    pub(super) fn all_leases(&self, from: u64) -> impl Iterator<Item = (u64, Token)> {
+        merge(self.leases.values().map(move |leases| leases.range(from..).map(|(number, token)| (*number, *token))))
+    }
+
     /// The leases from `from` on that the caller may see, in ascending order of their numbers.
     pub(crate) fn leases<'a>(&'a self, caller: &'a Caller, from: u64) -> impl Iterator<Item = (u64, Token)> {
         let sees = move |rights: Rights, uid: u32| uid == caller.uid || rights.allow(caller);

@@ -1,13 +1,8 @@
-//! How names and versions go, and how the catalogue is written anew without them.
-
-use std::{
-    collections::{BTreeMap, HashMap},
-    sync::Arc,
-};
+//! How names and versions go.
 
 use nix::unistd::geteuid;
 
-use super::{Held, Name, Objects, Version, unwritten, unwritten_kind, used_before};
+use super::{Name, Objects, Version, unwritten, unwritten_kind, used_before};
 use crate::{
     broker::{
         catalogue::{
@@ -112,13 +107,18 @@ impl Objects {
             return self.undropped.push(key);
         }
         if let Some(version) = self.forget_version(key) {
-            segments_of(&version.record).for_each(|id| self.release(version.payer(), id));
+            let uid = version.payer();
+            self.releasing.extend(segments_of(&version.record).map(|id| (uid, id)));
+            self.release_some();
         }
     }
 
     /// Takes a version from those that are there. Its segments are the caller's to release.
     pub(super) fn forget_version(&mut self, key: u64) -> Option<Version> {
         let version = self.versions.remove(&key)?;
+        if self.ids.get(&version.record.id) == Some(&key) {
+            self.ids.remove(&version.record.id);
+        }
         self.users.remove_version(version.payer(), version.charged(), &version.record.parts);
         version.reports.iter().for_each(|report| self.users.remove_report(report.reader.uid));
         // They may still be sent again: not to be done again then, over what came between.
@@ -142,21 +142,13 @@ impl Objects {
         }
     }
 
-    /// Writes the catalogue anew once most of it is history.
-    pub(crate) fn compact(&mut self) {
-        for key in std::mem::take(&mut self.undropped) {
-            self.drop_if_unused(key);
-        }
-        if !self.journal.should_compact(&self.store) {
-            return;
-        }
-        let state = records(&self.names, &self.versions, &self.leases);
-        match self.journal.compact(&mut self.store, state) {
-            Ok(old) => self.garbage.push(old),
-            Err(error) => {
-                tracing::warn!(%error, "cannot write the catalogue anew: it goes on growing");
-                self.journal.postpone();
-            }
+    /// Releases segments of versions that are gone, as many as this turn of the event loop has left.
+    pub(crate) fn release_some(&mut self) {
+        while self.releases_left > 0
+            && let Some((uid, id)) = self.releasing.pop_front()
+        {
+            self.releases_left -= 1;
+            self.release(uid, id);
         }
     }
 }
@@ -174,29 +166,4 @@ pub(crate) fn sized_segments_of(record: &record::Version) -> impl Iterator<Item 
         Table::Inline(_) => None,
     });
     tables.chain(record.parts.iter().flat_map(|part| part.segments.iter().copied()))
-}
-
-/// The records from which all that is held can be read again. What has no name comes first: a `Deleted` takes the name of all before
-/// it.
-fn records<'a>(
-    names: &'a BTreeMap<Arc<str>, Name>,
-    versions: &'a HashMap<u64, Version>,
-    leases: &'a HashMap<Token, Held>,
-) -> impl Iterator<Item = Record> + 'a {
-    let published = |version: &Version| Record::Published(Box::new(version.record.clone()));
-    let unnamed = |version: &Version| {
-        let name = version.record.name.clone();
-        Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner: None })
-    };
-    let unnamed = versions
-        .values()
-        .filter(|version| !version.named)
-        .flat_map(move |version| [published(version), unnamed(version)]);
-    let named =
-        names.values().flat_map(|name| name.versions.values()).filter_map(|key| versions.get(key)).map(published);
-    let reports = versions.values().flat_map(|version| &version.reports).cloned().map(Record::Reported);
-    let mut leases: Vec<&Held> = leases.values().collect();
-    leases.sort_unstable_by_key(|held| held.number);
-    let leases = leases.into_iter().map(|held| Record::Leased(held.record.clone()));
-    unnamed.chain(named).chain(reports).chain(leases)
 }

@@ -1,0 +1,134 @@
+//! Writing the log anew once most of it is history, in slices between which clients are served.
+
+use super::{Objects, Version};
+use crate::{
+    broker::catalogue::{
+        CatalogueError, Record, Rewrite,
+        record::{self, Deleted},
+    },
+    wire::broker::Token,
+};
+
+/// How many bytes of the new log are written before other clients are served.
+const SLICE: u64 = 128 << 10;
+
+/// How many versions or leases are looked at for that, at most.
+const LOOKED_AT: usize = 512;
+
+/// A log that is written anew, and how far that has come.
+#[derive(Debug)]
+pub(super) struct Compaction {
+    rewrite: Rewrite,
+    /// The last version and lease there were when it began: later ones are in records that are copied from the old log.
+    last_key: u64,
+    last_lease: u64,
+    next: Next,
+}
+
+/// What is written next.
+#[derive(Debug, Clone, Copy)]
+enum Next {
+    /// Versions from this key on.
+    Versions(u64),
+    /// Leases from this number on.
+    Leases(u64),
+    /// What was appended to the old log meanwhile.
+    Appended,
+}
+
+impl Objects {
+    /// Begins to write the log anew if most of it is history.
+    pub(crate) fn compact(&mut self) {
+        for key in std::mem::take(&mut self.undropped) {
+            self.drop_if_unused(key);
+        }
+        // A version that should be dropped can't be told from one with a name.
+        if self.compaction.is_some() || !self.undropped.is_empty() || !self.journal.should_compact(&self.store) {
+            return;
+        }
+        match self.journal.begin_compaction(&mut self.store) {
+            Ok(rewrite) => {
+                let (last_key, last_lease, next) = (self.last_key, self.last_lease, Next::Versions(0));
+                self.compaction = Some(Compaction { rewrite, last_key, last_lease, next });
+            }
+            Err(error) => self.postpone_compaction(&error),
+        }
+    }
+
+    /// Whether the log is being written anew.
+    pub(crate) fn is_compacting(&self) -> bool {
+        self.compaction.is_some()
+    }
+
+    /// Writes one slice of the new log, if one is being written.
+    pub(crate) fn go_on_compacting(&mut self) {
+        let Some(mut compaction) = self.compaction.take() else { return };
+        // It begins again once they are dropped.
+        if !self.undropped.is_empty() {
+            return;
+        }
+        match self.write_slice(&mut compaction) {
+            Ok(false) => self.compaction = Some(compaction),
+            Ok(true) => match self.journal.finish_compaction(&mut self.store, compaction.rewrite) {
+                Ok(old) => self.garbage.extend(old),
+                Err(error) => self.postpone_compaction(&error),
+            },
+            Err(error) => self.postpone_compaction(&error),
+        }
+    }
+
+    fn postpone_compaction(&mut self, error: &CatalogueError) {
+        tracing::warn!(%error, "cannot write the catalogue anew: it goes on growing");
+        self.journal.postpone();
+    }
+
+    /// Writes one slice. Returns whether the new log has everything.
+    fn write_slice(&self, compaction: &mut Compaction) -> Result<bool, CatalogueError> {
+        let Compaction { rewrite, last_key, last_lease, next } = compaction;
+        let end = rewrite.length() + SLICE;
+        match *next {
+            Next::Versions(from) => {
+                for (looked_at, (key, version)) in self.versions.range(from..=*last_key).enumerate() {
+                    if looked_at == LOOKED_AT || rewrite.length() > end {
+                        *next = Next::Versions(*key);
+                        return Ok(false);
+                    }
+                    version_records(version).try_for_each(|record| rewrite.add(&record))?;
+                }
+                *next = Next::Leases(0);
+            }
+            Next::Leases(from) => {
+                for (looked_at, (number, token)) in self.readers.all_leases(from).enumerate() {
+                    if looked_at == LOOKED_AT || rewrite.length() > end {
+                        *next = Next::Leases(number);
+                        return Ok(false);
+                    }
+                    if number > *last_lease {
+                        break;
+                    }
+                    if let Some(record) = self.lease_record(token) {
+                        rewrite.add(&Record::Leased(record))?;
+                    }
+                }
+                *next = Next::Appended;
+            }
+            Next::Appended => return rewrite.copy_appended(self.journal.log()),
+        }
+        Ok(false)
+    }
+
+    fn lease_record(&self, token: Token) -> Option<record::Lease> {
+        self.leases.get(&token).map(|held| held.record.clone())
+    }
+}
+
+/// The records from which a version can be read again. The versions of a name that was taken away are older than those that have the
+/// name now: `Deleted` takes the name of all before it.
+fn version_records(version: &Version) -> impl Iterator<Item = Record> {
+    let unnamed = (!version.named).then(|| {
+        let name = version.record.name.clone();
+        Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner: None })
+    });
+    let reports = version.reports.iter().cloned().map(Record::Reported);
+    std::iter::once(Record::Published(Box::new(version.record.clone()))).chain(unnamed).chain(reports)
+}
