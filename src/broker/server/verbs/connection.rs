@@ -41,6 +41,7 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
         _ => {}
     }
     state.objects.depart(id, uid, client.leases, client.names);
+    state.objects.end_departed();
     get::end_claims(state, effects, id);
 }
 

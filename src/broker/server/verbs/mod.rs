@@ -24,5 +24,7 @@ pub(super) mod publish;
 mod put;
 mod reply;
 mod resume;
+#[cfg(test)]
+mod tests;
 
 pub(super) mod watch;

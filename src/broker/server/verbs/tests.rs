@@ -1,0 +1,360 @@
+//! Verbs as functions: a request goes in, and effects come out.
+
+use std::{
+    collections::HashMap,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use super::{
+    connection::{all_sent, connected, deadline_passed, disconnected},
+    dispatch::handle,
+    effects::{Effect, Effects},
+    publish::kept,
+    watch::send_events,
+};
+use crate::{
+    broker::{
+        keeper::Store,
+        server::state::{
+            caller::{Caller, ConnectionId},
+            objects::Objects,
+            quota::Rules,
+            room::Room,
+            root::State,
+            time::Time,
+        },
+    },
+    driver::GRANULARITY,
+    error::{ErrorCode, RefusalCode},
+    sys::{memfd, overflow_uid},
+    wire::{
+        Hello, VERSION,
+        broker::{BROKER, EventKind, Message, Published, Token},
+    },
+};
+
+/// A user that is neither root nor the one that runs the tests.
+const SOMEBODY: u32 = 34_560;
+
+struct Fixture {
+    state: State,
+    last: u64,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let objects =
+            Objects::restore(Time::now(), Rules::default(), Store::none(), [None, None], HashMap::new()).unwrap();
+        Self { state: State::new(objects, Duration::from_secs(30), false), last: 16 }
+    }
+
+    /// A client that has sent its hello.
+    fn client(&mut self) -> ConnectionId {
+        self.last += 1;
+        let connection = ConnectionId(self.last);
+        let caller = Caller { connection, pid: 1, uid: SOMEBODY, gid: SOMEBODY, groups: Arc::from([]) };
+        connected(&mut self.state, &mut Effects::default(), caller);
+        let hello = Hello {
+            version: VERSION,
+            capabilities: vec![BROKER.to_owned()],
+            backend: "none".to_owned(),
+            pid: 1,
+            timeout_ms: 1000,
+        };
+        assert!(matches!(self.ask(connection, Message::Hello(hello)).message(connection), Message::Hello(_)));
+        connection
+    }
+
+    /// Sends a message, and carries out the effects that concern the state.
+    fn send(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) -> Seen {
+        let room = Room { used: 10, limit: 10_000, closing: 0 };
+        let mut effects = Effects::default();
+        handle(&mut self.state, &mut effects, &room, id, message, fds);
+        self.carry_out(effects)
+    }
+
+    fn ask(&mut self, id: ConnectionId, message: Message) -> Seen {
+        self.send(id, message, Vec::new())
+    }
+
+    fn carry_out(&mut self, mut effects: Effects) -> Seen {
+        let mut seen = Vec::new();
+        while let Some(effect) = effects.0.pop_front() {
+            match effect {
+                Effect::Store => {
+                    kept(&mut self.state, &mut effects);
+                }
+                Effect::Send { client, .. } => {
+                    all_sent(&mut self.state, client);
+                    seen.push(effect);
+                }
+                Effect::Work(_) => panic!("what these tests put and get is small"),
+                other => seen.push(other),
+            }
+        }
+        Seen(seen)
+    }
+
+    fn put(&mut self, id: ConnectionId, name: &str, more: &str) -> Seen {
+        let memfd = memory();
+        self.put_fd(id, name, more, memfd)
+    }
+
+    fn put_fd(&mut self, id: ConnectionId, name: &str, more: &str, memfd: OwnedFd) -> Seen {
+        let part = format!(
+            r#"{{"name": "{{part}}", "memory": {{"mechanism": "vmm", "device": {{"uuid": "{}", "name": "host"}},
+                "location": "device", "size": {GRANULARITY}, "mapped_size": {GRANULARITY}, "segments": 1}}}}"#,
+            uuid::Uuid::nil(),
+        );
+        let (part, more) = match more.split_once('|') {
+            Some((name, more)) => (part.replace("{part}", name), more),
+            None => (part.replace("{part}", "all"), more),
+        };
+        let put =
+            format!(r#"{{"name": "{name}", "backend": "host", "parts": [{part}], "sizes": [{GRANULARITY}]{more}}}"#);
+        self.send(id, Message::Put(Box::new(serde_json::from_str(&put).unwrap())), vec![memfd])
+    }
+
+    fn get(&mut self, id: ConnectionId, name: &str, more: &str) -> Seen {
+        let get = format!(r#"{{"objects": [{{"name": "{name}"}}]{more}}}"#);
+        self.ask(id, Message::Get(Box::new(serde_json::from_str(&get).unwrap())))
+    }
+
+    fn leases(&self) -> u64 {
+        self.state.objects.counts().leases
+    }
+}
+
+/// What came of a request.
+struct Seen(Vec<Effect>);
+
+impl Seen {
+    fn messages(&self, id: ConnectionId) -> Vec<Message> {
+        let records = self.0.iter().filter_map(|effect| match effect {
+            Effect::Send { client, records } if *client == id => Some(records),
+            _ => None,
+        });
+        let decode = |record: &super::effects::Outgoing| {
+            Message::decode(&record.bytes, record.fds.len() + usize::from(record.own.is_some())).unwrap()
+        };
+        records.flatten().map(decode).collect()
+    }
+
+    /// The only message to a client.
+    fn message(&self, id: ConnectionId) -> Message {
+        let mut messages = self.messages(id);
+        assert_eq!(messages.len(), 1, "{messages:?}");
+        messages.remove(0)
+    }
+
+    fn published(&self, id: ConnectionId) -> Published {
+        match self.message(id) {
+            Message::Published(published) => published,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn lease(&self, id: ConnectionId) -> (Token, u64) {
+        match self.message(id) {
+            Message::Lease(lease) => (lease.token, lease.version),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn refusal(&self, id: ConnectionId) -> RefusalCode {
+        match self.message(id) {
+            Message::Refused(refusal) => refusal.code,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// How many descriptors are closed.
+    fn closed(&self) -> usize {
+        let closed = |effect: &Effect| match effect {
+            Effect::CloseFds { fds, .. } => fds.len(),
+            _ => 0,
+        };
+        self.0.iter().map(closed).sum()
+    }
+
+    fn sets_deadline(&self) -> bool {
+        self.0.iter().any(|effect| matches!(effect, Effect::Deadline { deadline: Some(_), .. }))
+    }
+
+    fn ends(&self, id: ConnectionId) -> Option<ErrorCode> {
+        self.0.iter().find_map(|effect| match effect {
+            Effect::End { client, code, .. } if *client == id => Some(*code),
+            _ => None,
+        })
+    }
+}
+
+fn memory() -> OwnedFd {
+    let memfd = memfd::create(GRANULARITY).unwrap();
+    memfd::add_seals(&memfd, nix::fcntl::SealFlag::F_SEAL_SEAL).unwrap();
+    memfd
+}
+
+#[test]
+fn put_is_published_and_got() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    assert_eq!(test.put(maker, "a", "").published(maker).version, 1);
+    let seen = test.get(reader, "a", "");
+    assert_eq!(seen.lease(reader).1, 1);
+    assert_eq!(test.leases(), 1);
+    let Effect::Send { records, .. } = seen.0.iter().find(|of| matches!(of, Effect::Send { .. })).unwrap() else {
+        unreachable!()
+    };
+    let fd = test.state.objects.segment(records[0].fds[0]);
+    assert!(memfd::inspect(fd.as_fd(), GRANULARITY).is_ok());
+}
+
+#[test]
+fn refused_put_closes_descriptors() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    let seen = test.put(maker, "a", r#", "mode": 4095"#);
+    assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Invalid, 1));
+    // Nothing is reserved any more, and so the user is forgotten with its client.
+    assert_eq!(test.state.objects.descriptors_of(SOMEBODY), 1);
+    // A pipe is no memory.
+    let (pipe, _) = nix::unistd::pipe().unwrap();
+    let seen = test.put_fd(maker, "a", "", pipe);
+    assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Memory, 1));
+    assert_eq!(test.state.objects.descriptors_of(SOMEBODY), 1);
+}
+
+#[test]
+fn repeated_put_publishes_once() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    let request = format!(r#", "request": {}"#, serde_json::to_string(&Token([7; 16])).unwrap());
+    let first = test.put(maker, "a", &request).published(maker);
+    let again = test.client();
+    let seen = test.put(again, "a", &request);
+    assert_eq!((seen.published(again), seen.closed()), (first, 1));
+}
+
+#[test]
+fn get_waits_for_put() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    let seen = test.get(reader, "a", r#", "wait_ms": 1000"#);
+    assert!(seen.messages(reader).is_empty() && seen.sets_deadline());
+    let seen = test.put(maker, "a", "");
+    assert_eq!((seen.published(maker).version, seen.lease(reader).1), (1, 1));
+    // It waits no more.
+    let mut effects = Effects::default();
+    deadline_passed(&mut test.state, &mut effects, reader);
+    assert!(test.carry_out(effects).0.is_empty());
+}
+
+#[test]
+fn get_is_refused_at_its_deadline() {
+    let mut test = Fixture::new();
+    let reader = test.client();
+    assert_eq!(test.get(reader, "a", "").refusal(reader), RefusalCode::Absent);
+    test.get(reader, "a", r#", "wait_ms": 1000"#);
+    let mut effects = Effects::default();
+    deadline_passed(&mut test.state, &mut effects, reader);
+    assert_eq!(test.carry_out(effects).refusal(reader), RefusalCode::Timeout);
+    let maker = test.client();
+    assert!(test.put(maker, "a", "").messages(reader).is_empty());
+}
+
+#[test]
+fn claim_passes_on_when_its_holder_goes() {
+    let mut test = Fixture::new();
+    let (first, second) = (test.client(), test.client());
+    let claim = r#", "wait_ms": 1000, "claim": {}"#;
+    assert!(matches!(test.get(first, "a", claim).message(first), Message::Claimed(_)));
+    assert!(test.get(second, "a", claim).messages(second).is_empty());
+    let mut effects = Effects::default();
+    disconnected(&mut test.state, &mut effects, first);
+    assert!(matches!(test.carry_out(effects).message(second), Message::Claimed(_)));
+}
+
+#[test]
+fn delete_keeps_leased_memory() {
+    let mut test = Fixture::new();
+    let (maker, reader) = (test.client(), test.client());
+    test.put(maker, "a", "");
+    let (token, _) = test.get(reader, "a", "").lease(reader);
+    let delete = |name: &str| Message::Delete(serde_json::from_str(&format!(r#"{{"name": "{name}"}}"#)).unwrap());
+    assert!(matches!(test.ask(maker, delete("a")).message(maker), Message::Done(_)));
+    assert_eq!(test.ask(maker, delete("a")).refusal(maker), RefusalCode::Absent);
+    assert_eq!(test.state.objects.counts().versions, 1);
+    let release = Message::Release(serde_json::from_value(serde_json::json!({ "token": token })).unwrap());
+    assert!(test.ask(reader, release).0.is_empty());
+    assert_eq!(test.state.objects.counts().versions, 0);
+    assert_eq!(test.state.objects.take_garbage().len(), 1);
+}
+
+#[test]
+fn watch_is_sent_events_of_its_prefix() {
+    let mut test = Fixture::new();
+    let (maker, watcher) = (test.client(), test.client());
+    test.ask(watcher, Message::Watch(serde_json::from_str(r#"{"prefix": "a/"}"#).unwrap()));
+    let mut next = || {
+        let mut effects = Effects::default();
+        send_events(&mut test.state, &mut effects);
+        let seen = test.carry_out(effects);
+        let events = seen.messages(watcher).into_iter().map(|message| match message {
+            Message::Events(events) => events.events,
+            other => panic!("{other:?}"),
+        });
+        let names = events.flatten().map(|event| (event.kind, event.name)).collect::<Vec<_>>();
+        test.put(maker, &format!("a/{}", test.state.objects.journal().last_event()), "");
+        test.put(maker, &format!("b/{}", test.state.objects.journal().last_event()), "");
+        names
+    };
+    assert_eq!(next(), []);
+    assert_eq!(next(), [(EventKind::Published, "a/0".to_owned())]);
+    assert_eq!(next(), [(EventKind::Published, "a/2".to_owned())]);
+}
+
+#[test]
+fn resume_moves_leases() {
+    let mut test = Fixture::new();
+    let (maker, before, after) = (test.client(), test.client(), test.client());
+    test.put(maker, "a", "");
+    let (token, _) = test.get(before, "a", "").lease(before);
+    let resume = serde_json::json!({ "leases": [token, Token([1; 16])], "puts": [] });
+    let seen = test.ask(after, Message::Resume(serde_json::from_value(resume).unwrap()));
+    let Message::Resumed(resumed) = seen.message(after) else { panic!() };
+    assert_eq!(resumed.lost, [Token([1; 16])]);
+    disconnected(&mut test.state, &mut Effects::default(), before);
+    assert_eq!(test.leases(), 1);
+    disconnected(&mut test.state, &mut Effects::default(), after);
+    assert_eq!(test.leases(), 0);
+}
+
+#[test]
+fn parts_of_a_group_are_published_together() {
+    let mut test = Fixture::new();
+    let (first, second, third) = (test.client(), test.client(), test.client());
+    let group = r#", "announced": ["x", "y"], "group": "g", "wait_ms": 1000"#;
+    let seen = test.put(first, "a", &format!("x|{group}"));
+    assert!(seen.messages(first).is_empty() && seen.sets_deadline());
+    assert_eq!(test.put(third, "a", &format!("x|{group}")).refusal(third), RefusalCode::Exists);
+    let seen = test.put(second, "a", &format!("y|{group}"));
+    assert_eq!(seen.published(first), seen.published(second));
+    // A part whose client has gone is withdrawn.
+    test.put(first, "b", &format!("x|{group}"));
+    disconnected(&mut test.state, &mut Effects::default(), first);
+    assert!(test.state.drafts.is_empty());
+    assert_eq!(test.state.objects.take_garbage().len(), 2);
+}
+
+#[test]
+fn message_before_the_answer_ends_the_connection() {
+    let mut test = Fixture::new();
+    let reader = test.client();
+    test.get(reader, "a", r#", "wait_ms": 1000"#);
+    assert_eq!(test.get(reader, "a", "").ends(reader), Some(ErrorCode::Protocol));
+    // A client of a user without a number here owns nothing.
+    assert_ne!(SOMEBODY, overflow_uid());
+}
