@@ -25,7 +25,7 @@ use crate::{
     broker_process::Raw,
     running::binary,
     support::{
-        Subject,
+        Subject, open_files,
         served::{Keeper, Served},
     },
 };
@@ -306,11 +306,8 @@ fn puts_wait_for_the_close_of_replaced_memory() {
         maker.page = page(0);
         maker.publish("a");
         if puts % 32 == 0 {
-            let files = fs::read_dir(format!("/proc/{}/fd", served.server())).unwrap();
-            let held = |file: &fs::DirEntry| {
-                fs::read_link(file.path()).is_ok_and(|of| of == Path::new("/memfd:page (deleted)"))
-            };
-            most = most.max(files.flatten().filter(held).count());
+            let files = open_files(served.server()).unwrap();
+            most = most.max(files.iter().filter(|file| file.link == Path::new("/memfd:page (deleted)")).count());
         }
         if busy.receive().is_ok() {
             busy = occupy();

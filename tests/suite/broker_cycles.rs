@@ -27,7 +27,7 @@ use crate::{
     broker_pages::{Template, number, pages_of, whole},
     broker_process::Raw,
     support::{
-        Subject,
+        Subject, open_files,
         served::{Keeper, Served, stored},
     },
 };
@@ -70,11 +70,9 @@ impl Persistent<'_> {
 
 /// The length of the longest catalogue of a process.
 fn catalogue(pid: Pid) -> u64 {
-    let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().filter_map(|entry| Some(entry.ok()?.path()));
-    let is = |path: &std::path::PathBuf| {
-        fs::read_link(path).is_ok_and(|link| link.to_string_lossy().starts_with("/memfd:vmmfd-catalogue"))
-    };
-    fds.filter(is).filter_map(|path| Some(fs::metadata(path).ok()?.len())).max().unwrap_or(0)
+    let mut catalogues = open_files(pid).unwrap();
+    catalogues.retain(|file| file.link.to_string_lossy().starts_with("/memfd:vmmfd-catalogue"));
+    catalogues.iter().filter_map(|file| Some(fs::metadata(&file.path).ok()?.len())).max().unwrap_or(0)
 }
 
 /// What is not to grow: descriptors of memory, KiB of the server and the supervisor, bytes of the catalogue.

@@ -25,7 +25,7 @@ use crate::{
     broker_process::{Raw, become_user},
     running::binary,
     support::{
-        Inode, Subject, in_fork,
+        Inode, Subject, in_fork, open_files,
         served::{Keeper, Served, copied, is_alive},
     },
 };
@@ -358,15 +358,10 @@ fn a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on(mut subje
     let served = Served::start(Keeper::Own, &subject);
     let (raw, server) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
-    let catalogues: Vec<fs::File> = fs::read_dir(format!("/proc/{server}/fd"))
-        .unwrap()
-        .filter_map(|entry| {
-            let path = entry.unwrap().path();
-            let link = fs::read_link(&path).ok()?;
-            let is = link.to_string_lossy().starts_with("/memfd:vmmfd-catalogue");
-            is.then(|| fs::OpenOptions::new().read(true).write(true).open(path).unwrap())
-        })
-        .collect();
+    let mut catalogues = open_files(server).unwrap();
+    catalogues.retain(|file| file.link.to_string_lossy().starts_with("/memfd:vmmfd-catalogue"));
+    let open = |path| fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let catalogues: Vec<fs::File> = catalogues.into_iter().map(|file| open(file.path)).collect();
     let header = |file: &fs::File| {
         let mut header = [0; 12];
         file.read_exact_at(&mut header, 0).ok().filter(|()| header.starts_with(b"VMMFDCAT")).map(|()| header)

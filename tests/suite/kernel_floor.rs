@@ -120,7 +120,13 @@ fn the_doctor_and_the_bench_run() {
 #[test]
 fn streams_and_sessions_of_the_library_pass_their_tests() {
     on_linux_4_18(|| {
-        let tests = ["stream::host::", "sessions::", "shared::host::"];
+        let tests = [
+            "stream::turns::host::",
+            "stream::ends::host::",
+            "stream::by_hand::host::",
+            "sessions::",
+            "shared::host::",
+        ];
         let ended = Command::new(env::current_exe().unwrap()).args(tests).output().unwrap();
         let output = String::from_utf8_lossy(&ended.stdout);
         assert!(ended.status.success(), "{output}\n{}", String::from_utf8_lossy(&ended.stderr));

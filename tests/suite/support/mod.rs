@@ -17,13 +17,14 @@ pub(crate) use self::{
     fake::{Copy, Fake},
     faulty::{Fault, Faulty},
     mapped::Mapped,
-    process::{aborts_in_fork, in_child, in_fork},
+    process::{aborts_in_fork, in_child, in_fork, open_files},
     subject::{EXPORTABLE, Kind, Subject},
 };
 
 use std::{
     fs, io,
     os::{fd::AsFd, unix::fs::MetadataExt},
+    path::Path,
     sync::{Arc, Mutex},
 };
 
@@ -105,13 +106,9 @@ impl Inode {
     }
 
     fn numbers(self) -> Vec<String> {
-        let fds = fs::read_dir("/proc/self/fd").unwrap();
-        // Those of other tests may be closed between the listing and the look.
-        let seen = fds.filter_map(|entry| {
-            let entry = entry.ok()?;
-            Some((entry.file_name().into_string().ok()?, fs::metadata(entry.path()).ok()?))
-        });
-        let wanted = (self.device, self.number);
-        seen.filter(|(_, seen)| (seen.dev(), seen.ino()) == wanted).map(|(number, _)| number).collect()
+        let is_same =
+            |path: &Path| fs::metadata(path).is_ok_and(|seen| (seen.dev(), seen.ino()) == (self.device, self.number));
+        let paths = open_files("self").unwrap().into_iter().map(|file| file.path).filter(|path| is_same(path));
+        paths.map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect()
     }
 }

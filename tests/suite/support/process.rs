@@ -3,9 +3,12 @@
 #![allow(unsafe_code, reason = "fork")]
 
 use std::{
-    env, fs,
-    io::{Read, Seek},
+    env,
+    fmt::Display,
+    fs,
+    io::{self, Read, Seek},
     panic::{self, AssertUnwindSafe},
+    path::PathBuf,
     process::{Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -20,6 +23,19 @@ use nix::{
     },
     unistd::{ForkResult, alarm, dup2_stderr, fork},
 };
+
+/// An open file of a process.
+pub(crate) struct OpenFile {
+    /// Its path in `/proc`, which opens it again.
+    pub(crate) path: PathBuf,
+    pub(crate) link: PathBuf,
+}
+
+/// The open files of a process, or of `self`, without files that are closed meanwhile.
+pub(crate) fn open_files(pid: impl Display) -> io::Result<Vec<OpenFile>> {
+    let paths = fs::read_dir(format!("/proc/{pid}/fd"))?.filter_map(|entry| Some(entry.ok()?.path()));
+    Ok(paths.filter_map(|path| Some(OpenFile { link: fs::read_link(&path).ok()?, path })).collect())
+}
 
 const DEADLINE: Duration = Duration::from_secs(600);
 

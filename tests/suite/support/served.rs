@@ -16,7 +16,7 @@ use nix::{
 use tempfile::TempDir;
 use vmmfd::wire::broker::Message;
 
-use super::{Kind, Subject, manager::Manager, session::Session, stepper::children};
+use super::{Kind, Subject, manager::Manager, open_files, session::Session, stepper::children};
 use crate::{
     broker_process::{Raw, is_memory},
     running::binary,
@@ -291,9 +291,8 @@ fn parent_that_serves(pid: Pid) -> Option<Pid> {
 
 /// How many descriptors of memory and catalogues a process has. The history of crashes, which has one more after the first, does not count.
 pub(crate) fn stored(pid: Pid) -> usize {
-    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return 0 };
-    let links = entries.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
-    links.filter(|link| is_memory(&link.to_string_lossy())).count()
+    let files = open_files(pid).unwrap_or_default();
+    files.iter().filter(|file| is_memory(&file.link.to_string_lossy())).count()
 }
 
 /// A copy of the program in a folder, to be replaced.

@@ -1,0 +1,90 @@
+//! What every backend promises: the same cases on the host backend, on the CUDA backend over the emulated driver, and
+//! on a GPU. What they expect is what an H200 was seen to do.
+
+#![allow(unsafe_code, reason = "descriptors as numbers")]
+
+use std::{
+    any::Any,
+    fs::File,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    process,
+    sync::Arc,
+    thread,
+};
+
+use nix::{
+    fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+    unistd::{ftruncate, pipe2},
+};
+use vmmfd::{
+    Error,
+    channel::CancelReason,
+    driver::{
+        Access::{ReadOnly, ReadWrite},
+        Attribute, code,
+    },
+    error::{DeviceError, ErrorKind, MemoryError},
+    internals::{
+        Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location, MadeFor, Pools, Properties, Stretch, Verbs,
+    },
+    memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
+};
+use vmmfd_cli::check::pattern::{self, Mismatch, Pattern, Verification};
+
+use crate::support::{EXPORTABLE, Fault, Inode, Kind, Subject, code, in_fork};
+
+mod calls;
+mod failures;
+mod owners;
+mod patterns;
+const INVALID: u32 = code::INVALID_VALUE;
+const UNSUPPORTED: u32 = code::NOT_SUPPORTED;
+const OK: u32 = 0;
+
+fn read(mapping: &Mapping, offset: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0xEE; length];
+    mapping.copy_out(offset, &mut bytes).unwrap();
+    bytes
+}
+
+/// New memory, and a writable mapping of it.
+fn mapped(subject: &Subject, size: u64) -> (Arc<Allocation>, Mapping) {
+    let allocation = Allocation::create(&subject.device(), size).unwrap();
+    let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
+    (allocation, mapping)
+}
+
+fn fill(mapping: &Mapping, size: u64, salt: u32) {
+    pattern::fill(mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+}
+
+fn verify(mapping: &Mapping, size: u64, salt: u32) -> Verification {
+    pattern::verify(mapping, 0, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap()
+}
+
+fn exported(allocation: &Allocation) -> OwnedFd {
+    allocation.export().unwrap().try_clone_to_owned().unwrap()
+}
+
+fn closes_on_exec(fd: BorrowedFd<'_>) -> bool {
+    FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
+}
+
+/// Descriptors that are no memory of any driver, each of a file of its own.
+fn wrong_descriptors(size: u64) -> Vec<(&'static str, OwnedFd)> {
+    let memfd = memfd_create(c"unsealed", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    ftruncate(&memfd, size as i64).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(size).unwrap();
+    let (pipe_reader, pipe_writer) = pipe2(OFlag::O_CLOEXEC).unwrap();
+    let (lone_reader, _) = pipe2(OFlag::O_CLOEXEC).unwrap();
+    vec![
+        ("an unsealed memfd", memfd),
+        ("an ordinary file", file.into()),
+        ("a pipe to read", pipe_reader),
+        ("a pipe to write", pipe_writer),
+        ("a pipe with the other end closed", lone_reader),
+        ("a device", File::open("/dev/null").unwrap().into()),
+    ]
+}

@@ -1,0 +1,370 @@
+//! Devices, allocations, reservations and mappings, which own what the driver counts.
+
+use super::*;
+
+cases! {
+    on crate::support::Subject; every backend: [
+    device_is_found_by_ordinal_or_uuid,
+    attributes_allow_sharing,
+    sizes_are_rounded_up_to_the_granularity,
+    impossible_sizes_are_refused,
+    out_of_memory_names_both_figures,
+    two_mappings_show_the_same_bytes,
+    read_only_mapping_refuses_writes,
+    allocation_is_exported_once,
+    import_closes_its_descriptor,
+    wrong_descriptor_is_closed,
+    wrong_size_never_maps,
+    unaligned_size_makes_no_call,
+    offsets_outside_a_mapping_are_refused,
+    offsets_outside_a_reservation_are_refused,
+    allocations_side_by_side_are_one_buffer,
+    occupied_addresses_are_not_mapped_again,
+    owners_drop_in_any_order,
+    threads_import_the_same_descriptor,
+    threads_share_one_mapping,
+    ]
+}
+
+fn device_is_found_by_ordinal_or_uuid(subject: Subject) {
+    let device = subject.device();
+    let by_uuid = Device::find(&subject.driver, Selector::Uuid(device.uuid())).unwrap();
+    assert_eq!((by_uuid.ordinal(), by_uuid.uuid()), (device.ordinal(), device.uuid()));
+    let pasted: Selector = device.prefixed_uuid().parse().unwrap();
+    assert_eq!(pasted, Selector::Uuid(device.uuid()));
+    for wanted in [Selector::Ordinal(u32::MAX), "53e9a7d2-1f0c-5b7e-9c55-0123456789ab".parse().unwrap()] {
+        match Device::find(&subject.driver, wanted) {
+            Err(Error::Device(DeviceError::NotFound { wanted: told, available, .. })) => {
+                assert_eq!(told, wanted.to_string());
+                assert!(available.contains(device.name()), "{available}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn attributes_allow_sharing(subject: Subject) {
+    let device = subject.device();
+    device.require_sharing().unwrap();
+    for attribute in [Attribute::FabricHandle, Attribute::GpuDirectRdma, Attribute::ComputeMode] {
+        assert!((0..=3).contains(&device.attribute(attribute).unwrap()), "{attribute:?}");
+    }
+}
+
+fn sizes_are_rounded_up_to_the_granularity(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    assert_eq!(device.granularity().unwrap(), unit);
+    for (size, want) in [(1, unit), (unit - 1, unit), (unit, unit), (unit + 1, 2 * unit)] {
+        let allocation = Allocation::create(&device, size).unwrap();
+        assert_eq!(allocation.size(), want, "{size} bytes");
+        let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
+        assert_eq!((mapping.size(), mapping.access(), mapping.address() % unit), (want, ReadWrite, 0));
+        mapping.copy_in(want - 1, &[7]).unwrap();
+        assert_eq!(read(&mapping, want - 1, 1), [7]);
+        assert_eq!(allocation.properties(), EXPORTABLE);
+    }
+}
+
+fn impossible_sizes_are_refused(subject: Subject) {
+    let device = subject.device();
+    let largest = u64::MAX - (subject.unit() - 1);
+    for size in [0, largest + 1, u64::MAX] {
+        match Allocation::create(&device, size) {
+            Err(error @ Error::Memory(MemoryError::InvalidSize { .. })) => {
+                assert_eq!(error.kind(), ErrorKind::Usage);
+                assert!(error.to_string().contains(&largest.to_string()), "{error}");
+            }
+            other => panic!("{size}: {other:?}"),
+        }
+    }
+}
+
+fn out_of_memory_names_both_figures(subject: Subject) {
+    let device = subject.device();
+    let total = device.memory_info().unwrap().total;
+    match Allocation::create(&device, (4 << 40) - 5) {
+        Err(Error::Memory(MemoryError::OutOfMemory { device: named, size, free })) => {
+            assert_eq!((named, size), (device.to_string(), 4 << 40));
+            assert!(0 < free && free <= total, "{free} of {total}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn two_mappings_show_the_same_bytes(subject: Subject) {
+    let allocation = Allocation::create(&subject.device(), 1).unwrap();
+    let [one, two] = [(); 2].map(|()| Mapping::new(&allocation, ReadWrite).unwrap());
+    assert_ne!(one.address(), two.address());
+    one.copy_in(100, b"from one").unwrap();
+    assert_eq!(read(&two, 100, 8), b"from one");
+    two.copy_in(105, b"two").unwrap();
+    assert_eq!(read(&one, 100, 8), b"from two");
+    drop(one);
+    assert_eq!(read(&two, 100, 8), b"from two");
+}
+
+fn read_only_mapping_refuses_writes(subject: Subject) {
+    let (allocation, writable) = mapped(&subject, 1);
+    let mapping = Mapping::new(&allocation, ReadOnly).unwrap();
+    writable.copy_in(0, b"read me").unwrap();
+    assert_eq!(mapping.access(), ReadOnly);
+    assert!(matches!(mapping.copy_in(0, b"overwritten"), Err(Error::Memory(MemoryError::ReadOnly))));
+    // Nor does the driver.
+    assert_eq!(code(subject.verbs.copy_in(0, mapping.address(), b"overwritten")), INVALID);
+    assert_eq!(read(&mapping, 0, 7), b"read me");
+}
+
+fn allocation_is_exported_once(mut subject: Subject) {
+    subject.alone();
+    let device = subject.device();
+    // The first export may open files that stay.
+    Allocation::create(&device, 1).unwrap().export().unwrap();
+    let allocation = Allocation::create(&device, 1).unwrap();
+    subject.faulty.take_verbs();
+    let fd = allocation.export().unwrap();
+    let number = fd.as_raw_fd();
+    assert!(closes_on_exec(fd));
+    assert_eq!(allocation.export().unwrap().as_raw_fd(), number);
+    let inode = Inode::of(fd);
+    // What the driver itself holds of it: the host backend its memfd, NVIDIA's driver many.
+    let open = inode.open_here();
+    assert_eq!(allocation.export().unwrap().as_raw_fd(), number);
+    assert_eq!(inode.open_here(), open);
+    let exports = subject.faulty.take_verbs().into_iter().filter(|verb| *verb == "export").count();
+    assert_eq!(exports, 1, "exporting again costs twenty times as much as sending the same again");
+    let copy = exported(&allocation);
+    drop(allocation);
+    match subject.kind {
+        Kind::Host | Kind::Fake => assert_eq!(inode.open_here(), 1, "only the copy is left"),
+        Kind::Cuda => assert_eq!(inode.open_here(), open, "one closed, and one copy made"),
+    }
+    drop(copy);
+    subject.assert_empty();
+}
+
+fn import_closes_its_descriptor(mut subject: Subject) {
+    subject.alone();
+    let device = subject.device();
+    let (allocation, original) = mapped(&subject, 1);
+    original.copy_in(0, b"hello").unwrap();
+    let fd = exported(&allocation);
+    let inode = Inode::of(&fd);
+    let open = inode.open_here();
+    let imported = Allocation::import(&device, fd, allocation.size()).unwrap();
+    let imported_size = imported.size();
+    assert_eq!(imported_size, allocation.size());
+    match subject.kind {
+        // This one keeps the memfd itself, by a descriptor of its own.
+        Kind::Host | Kind::Fake => assert_eq!(inode.open_here(), open),
+        Kind::Cuda => assert_eq!(inode.open_here(), open - 1),
+    }
+    assert_eq!(code(imported.export()), INVALID);
+    let mapping = Mapping::new(&imported, ReadWrite).unwrap();
+    assert_eq!(read(&mapping, 0, 5), b"hello");
+    // The exporter may go first.
+    drop((original, allocation));
+    assert_eq!(read(&mapping, 0, 5), b"hello");
+    drop((mapping, imported));
+    if subject.kind != Kind::Cuda {
+        assert_eq!(inode.open_here(), 0);
+    }
+}
+
+fn wrong_descriptor_is_closed(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    for (what, fd) in wrong_descriptors(unit) {
+        let inode = Inode::of(&fd);
+        match Allocation::import(&device, fd, unit) {
+            Err(error @ Error::Memory(MemoryError::NotImported { .. })) => {
+                let reason = error.to_string();
+                assert!(reason.starts_with("the descriptor can't be imported as memory: the "), "{what}: {reason}");
+                assert!(!reason.contains("CUDA_ERROR"), "{what}: {reason}");
+                let source = std::error::Error::source(&error).map(ToString::to_string);
+                assert!(source.is_some_and(|source| source.ends_with("CUDA_ERROR_UNKNOWN (999)")), "{what}: {error:?}");
+            }
+            other => panic!("{what}: {other:?}"),
+        }
+        // The other end of the pipe is the same file, and other tests hold /dev/null.
+        if !what.contains("device") {
+            assert_eq!(inode.open_here(), usize::from(what == "a pipe to read"), "{what}");
+        }
+        subject.assert_empty();
+    }
+}
+
+fn wrong_size_never_maps(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let allocation = Allocation::create(&device, 2 * unit).unwrap();
+    for claimed in [unit, 3 * unit, 4 * unit, 1 << 30] {
+        let before = subject.live();
+        match (subject.kind, Allocation::import(&device, exported(&allocation), claimed)) {
+            (Kind::Host, Err(Error::Driver { code: INVALID, source: Some(reason), .. })) => {
+                let reason = reason.to_string();
+                assert!(reason.contains(&claimed.to_string()) && reason.contains(&(2 * unit).to_string()), "{reason}");
+            }
+            // A GPU's descriptor does not say its size: mapping it does.
+            (Kind::Fake | Kind::Cuda, Ok(imported)) => {
+                assert_eq!(code(Mapping::new(&imported, ReadOnly)), UNSUPPORTED, "{claimed}");
+            }
+            (_, other) => panic!("{claimed}: {other:?}"),
+        }
+        assert_eq!(subject.live(), before);
+    }
+    let imported = Allocation::import(&device, exported(&allocation), 2 * unit).unwrap();
+    Mapping::new(&imported, ReadOnly).unwrap();
+}
+
+fn unaligned_size_makes_no_call(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let allocation = Allocation::create(&device, 1).unwrap();
+    for claimed in [0, 1, unit - 1, unit + 4096, u64::MAX] {
+        let fd = exported(&allocation);
+        subject.faulty.take_verbs();
+        match Allocation::import(&device, fd, claimed) {
+            Err(Error::Memory(MemoryError::Unaligned { size, granularity })) => {
+                assert_eq!((size, granularity), (claimed, unit))
+            }
+            other => panic!("{claimed}: {other:?}"),
+        }
+        assert_eq!(subject.faulty.take_verbs(), [""; 0], "{claimed}");
+    }
+}
+
+fn offsets_outside_a_mapping_are_refused(subject: Subject) {
+    let unit = subject.unit();
+    let (_allocation, mapping) = mapped(&subject, 1);
+    subject.faulty.take_verbs();
+    for (offset, length) in [(unit, 1), (unit - 4, 5), (0, unit + 1), (u64::MAX, 1), (u64::MAX - 3, 8)] {
+        let mut bytes = vec![0; length as usize];
+        for answer in [mapping.copy_in(offset, &bytes), mapping.copy_out(offset, &mut bytes)] {
+            match answer {
+                Err(Error::Memory(MemoryError::OutOfRange { offset: told_offset, length: told_length, size })) => {
+                    assert_eq!((told_offset, told_length, size), (offset, length, unit));
+                }
+                other => panic!("{offset} {length}: {other:?}"),
+            }
+        }
+    }
+    assert!(subject.faulty.take_verbs().is_empty());
+    mapping.copy_in(unit - 4, b"last").unwrap();
+    assert_eq!(read(&mapping, unit - 4, 4), b"last");
+    mapping.copy_in(unit, &[]).unwrap();
+}
+
+fn offsets_outside_a_reservation_are_refused(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let reservation = Reservation::new(&device, 2 * unit).unwrap();
+    let allocation = Allocation::create(&device, unit).unwrap();
+    for offset in [2 * unit, unit + 4096, u64::MAX, u64::MAX - unit + 1] {
+        match Mapping::at(&reservation, offset, &allocation, ReadWrite) {
+            Err(Error::Memory(MemoryError::OutOfRange { .. })) => {}
+            other => panic!("{offset}: {other:?}"),
+        }
+    }
+    assert_eq!(code(Mapping::at(&reservation, 4096, &allocation, ReadWrite)), INVALID, "an unaligned offset");
+    assert_eq!(code(Reservation::new(&device, unit + 1)), INVALID);
+}
+
+fn allocations_side_by_side_are_one_buffer(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let reservation = Reservation::new(&device, 6 * unit).unwrap();
+    assert_eq!(reservation.size(), 6 * unit);
+    let mut offset = 0;
+    let mut mappings = Vec::new();
+    for units in [1, 3, 2] {
+        let allocation = Allocation::create(&device, units * unit).unwrap();
+        mappings.push(Mapping::at(&reservation, offset, &allocation, ReadWrite).unwrap());
+        assert_eq!(mappings.last().unwrap().address(), reservation.address() + offset);
+        offset += units * unit;
+    }
+    let mut bytes = vec![0; 6 * unit as usize];
+    Pattern::new(3).write(0, &mut bytes);
+    subject.verbs.copy_in(0, reservation.address(), &bytes).unwrap();
+    let mut back = vec![0; bytes.len()];
+    subject.verbs.copy_out(0, reservation.address(), &mut back).unwrap();
+    assert!(back == bytes);
+    let starts = [0, unit, 4 * unit].map(|start| start as usize);
+    for (mapping, start) in mappings.iter().zip(starts) {
+        assert_eq!(read(mapping, 0, 64), bytes[start..start + 64]);
+    }
+    // A hole ends it.
+    mappings.remove(1);
+    assert_eq!(code(subject.verbs.copy_out(0, reservation.address(), &mut back)), INVALID);
+    assert_eq!(read(&mappings[1], 0, 64), bytes[starts[2]..starts[2] + 64]);
+    // The mappings hold the reservation.
+    drop(reservation);
+    mappings[0].copy_in(0, b"still mine").unwrap();
+}
+
+fn occupied_addresses_are_not_mapped_again(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let reservation = Reservation::new(&device, 2 * unit).unwrap();
+    let [one, two] = [1, 2].map(|units| Allocation::create(&device, units * unit).unwrap());
+    let mapping = Mapping::at(&reservation, unit, &one, ReadWrite).unwrap();
+    mapping.copy_in(0, b"mine").unwrap();
+    for (offset, allocation) in [(unit, &one), (0, &two)] {
+        assert_eq!(code(Mapping::at(&reservation, offset, allocation, ReadWrite)), INVALID);
+    }
+    assert_eq!(read(&mapping, 0, 4), b"mine");
+    drop(mapping);
+    Mapping::at(&reservation, 0, &two, ReadWrite).unwrap();
+}
+
+fn owners_drop_in_any_order(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    for order in 0..24 {
+        let allocation = Allocation::create(&device, 1).unwrap();
+        let reservation = Reservation::new(&device, 2 * unit).unwrap();
+        let mapping = Mapping::at(&reservation, unit, &allocation, ReadWrite).unwrap();
+        let imported = Allocation::import(&device, exported(&allocation), unit).unwrap();
+        let view = Mapping::at(&reservation, 0, &imported, ReadOnly).unwrap();
+        mapping.copy_in(0, b"there").unwrap();
+        assert_eq!(read(&view, 0, 5), b"there");
+        let mut owners: Vec<Box<dyn Any>> =
+            vec![Box::new(allocation), Box::new(reservation), Box::new((mapping, imported)), Box::new(view)];
+        let mut number = order;
+        while !owners.is_empty() {
+            drop(owners.remove(number % owners.len()));
+            number /= owners.len() + 1;
+        }
+        subject.assert_empty();
+    }
+}
+
+fn threads_import_the_same_descriptor(subject: Subject) {
+    let device = subject.device();
+    let (allocation, mapping) = mapped(&subject, 1);
+    fill(&mapping, mapping.size(), 4);
+    let fd = allocation.export().unwrap();
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..8 {
+                    let fd = fd.try_clone_to_owned().unwrap();
+                    let imported = Allocation::import(&device, fd, mapping.size()).unwrap();
+                    let view = Mapping::new(&imported, ReadOnly).unwrap();
+                    let found = verify(&view, view.size(), 4);
+                    assert!(found.passed(), "{found:?}");
+                }
+            });
+        }
+    });
+}
+
+fn threads_share_one_mapping(subject: Subject) {
+    let (allocation, mapping) = mapped(&subject, 1);
+    thread::scope(|scope| {
+        for number in 0..4u8 {
+            let (mapping, allocation) = (&mapping, &allocation);
+            scope.spawn(move || {
+                let offset = u64::from(number) * 4096;
+                for round in 0..32 {
+                    mapping.copy_in(offset, &[number ^ round; 4096]).unwrap();
+                    assert_eq!(read(mapping, offset, 4096), [number ^ round; 4096]);
+                    let view = Mapping::new(allocation, ReadOnly).unwrap();
+                    assert_eq!(read(&view, offset, 16), [number ^ round; 16]);
+                }
+            });
+        }
+    });
+}

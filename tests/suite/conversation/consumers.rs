@@ -1,0 +1,372 @@
+//! The consumer against a producer made by hand.
+
+use super::*;
+
+/// A producer made by hand: one connection is served by a function.
+fn against(serve: impl FnOnce(&mut Channel) + Send, check: impl FnOnce(Result<Findings, Error>)) {
+    against_asking(serve, check, session::handoff::Request::default());
+}
+
+fn against_asking(
+    serve: impl FnOnce(&mut Channel) + Send,
+    check: impl FnOnce(Result<Findings, Error>),
+    request: session::handoff::Request,
+) {
+    against_within(PATIENCE, serve, check, request);
+}
+
+fn against_within(
+    timeout: Duration,
+    serve: impl FnOnce(&mut Channel) + Send,
+    check: impl FnOnce(Result<Findings, Error>),
+    request: session::handoff::Request,
+) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let listener = listening(&path, 1);
+    let config = Config::default().timeout(timeout);
+    thread::scope(|scope| {
+        let consumer = scope.spawn(|| {
+            let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+            let mut verifier = DataVerifier::new(&|_| {});
+            fetch(&driver, None, &path, &request, &mut verifier, &config, &|_| {})
+        });
+        let mut channel = accepted(&listener);
+        serve(&mut channel);
+        drop(channel);
+        check(consumer.join().unwrap());
+    });
+}
+
+/// Memory filled with a pattern, and the offer of it.
+fn memory(size: u64, salt: u32) -> (Offer, std::sync::Arc<Allocation>) {
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+    let device = Device::find(&driver, Selector::default()).unwrap();
+    let memory = Allocation::create(&device, size).unwrap();
+    let mapping = vmmfd::memory::Mapping::new(&memory, Access::ReadWrite).unwrap();
+    pattern::fill(&mapping, 0..size, Pattern::new(salt), &mut |_| Ok(())).unwrap();
+    let offer = Offer {
+        object: "default".into(),
+        memory: Memory {
+            mechanism: Mechanism::Vmm,
+            device: vmmfd::wire::Device { uuid: device.uuid(), name: "by hand".into() },
+            location: Location::Device,
+            size,
+            mapped_size: memory.size(),
+            segments: 1,
+            pool: None,
+            pointer: None,
+            offset: 0,
+            immutable: false,
+        },
+        array: None,
+        access: Access::ReadOnly,
+        part: Some(Part { first: 0, segments: 1, offset: 0, size: memory.size() }),
+        check: Some(Claim { salt: Some(salt), ..Claim::default() }.to_check()),
+        buffer: None,
+    };
+    (offer, memory)
+}
+
+fn greet(channel: &mut Channel) {
+    assert!(matches!(answer(channel), (Message::Hello(_), _)));
+    channel.send(&hello(Backend::Host), &[]).unwrap();
+    assert!(matches!(answer(channel), (Message::Request(_), _)));
+}
+
+/// As [`lend`], up to where it may be refused.
+fn send(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
+    greet(channel);
+    channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
+    // It may be gone already.
+    let sizes = vec![offer.memory.mapped_size];
+    let _ = channel.send(&Message::Segments(Segments { first: 0, sizes }), &[fd]);
+}
+
+fn lend(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
+    send(channel, offer, fd);
+    assert!(matches!(answer(channel), (Message::Received(Received { segments: 1 }), _)));
+}
+
+/// Changes what an offer's data can be checked against.
+fn claims(offer: &mut Offer, change: fn(&mut Claim)) {
+    let mut claim = claim(offer);
+    change(&mut claim);
+    offer.check = Some(claim.to_check());
+}
+
+/// Makes it an offer of memory of a pool, which the host backend lacks.
+fn pool(offer: &mut Offer) {
+    let (pool, pointer) = (Some(1), Some(Pointer([0; 64])));
+    offer.memory = Memory { mechanism: Mechanism::Pool, pool, pointer, segments: 0, ..offer.memory.clone() };
+    offer.part = None;
+}
+
+/// As [`pool`], of legacy memory.
+fn legacy(offer: &mut Offer) {
+    let pointer = Some(Pointer([0; 64]));
+    offer.memory = Memory { mechanism: Mechanism::Legacy, pointer, segments: 0, ..offer.memory.clone() };
+    offer.part = None;
+}
+
+/// Makes an offer a bad one, perhaps with another device.
+type Change = fn(&mut Offer, DeviceUuid);
+
+#[test]
+fn contradicting_offers_are_refused() {
+    let (sound, memory) = memory(100, 3);
+    let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
+    let cases: &[(ErrorCode, Change)] = &[
+        // The cases of `vmmfd conform` have the other rules.
+        (ErrorCode::Protocol, |offer, _| offer.memory.mapped_size = 99),
+        (ErrorCode::Protocol, |offer, _| {
+            offer.part = Some(Part { first: u64::MAX, segments: u64::MAX, offset: u64::MAX, size: u64::MAX });
+        }),
+        (ErrorCode::Protocol, |offer, _| offer.memory.pointer = Some(Pointer([0; 64]))),
+        (ErrorCode::Protocol, |offer, _| offer.memory.mechanism = Mechanism::Pool),
+        (ErrorCode::Protocol, |offer, _| offer.memory.mechanism = Mechanism::Legacy),
+        (ErrorCode::Failed, |offer, _| pool(offer)),
+        (ErrorCode::Failed, |offer, _| legacy(offer)),
+        (ErrorCode::Protocol, |offer, _| {
+            pool(offer);
+            offer.memory.location = Location::Host;
+        }),
+        (ErrorCode::Protocol, |offer, _| {
+            legacy(offer);
+            offer.memory.pool = Some(1);
+        }),
+        (ErrorCode::Protocol, |offer, _| {
+            legacy(offer);
+            offer.memory.segments = 1;
+        }),
+        (ErrorCode::Protocol, |offer, _| {
+            legacy(offer);
+            offer.part = Some(Part { first: 0, segments: 0, offset: 0, size: 0 });
+        }),
+        (ErrorCode::Failed, |offer, _| {
+            claims(offer, |claim| *claim = Claim { digest: Some("sha256:00".into()), ..Claim::default() })
+        }),
+        (ErrorCode::Protocol, |offer, _| {
+            claims(offer, |claim| claim.digest = Some(format!("blake3:{}", "0".repeat(64))))
+        }),
+        (ErrorCode::Protocol, |offer, _| {
+            claims(offer, |claim| *claim = Claim { reply_salt: Some(7), ..Claim::default() })
+        }),
+        (ErrorCode::Device, |offer, other| offer.memory.device.uuid = other),
+    ];
+    for &(code, change) in cases {
+        let mut offer = sound.clone();
+        change(&mut offer, other);
+        let request = session::handoff::Request::default().access(Access::ReadOnly);
+        against_asking(
+            |channel| {
+                greet(channel);
+                channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
+                let sizes = vec![offer.memory.mapped_size];
+                // It may be gone already.
+                let _ = channel.send(&Message::Segments(Segments { first: 0, sizes }), &[memory.export().unwrap()]);
+                assert_eq!(told(channel), code, "{offer:?}");
+            },
+            |result| {
+                let error = result.unwrap_err();
+                let lacking = matches!(error, Error::Device(DeviceError::Unsupported { .. }));
+                assert!(
+                    lacking
+                        || matches!(
+                            error,
+                            Error::Peer(PeerError::Protocol(_)) | Error::Peer(PeerError::Mismatch { .. })
+                        ),
+                    "{error:?}"
+                );
+            },
+            request,
+        );
+    }
+}
+
+#[test]
+fn wrong_size_of_memory_is_refused() {
+    for factor in [2, 1] {
+        let (mut offer, memory) = memory(3 << 20, 3);
+        let size = factor * (8 << 20);
+        offer.memory = Memory { size: 100, mapped_size: size, ..offer.memory };
+        offer.part = Some(Part { size, ..offer.part.unwrap() });
+        against(
+            |channel| {
+                send(channel, &offer, memory.export().unwrap());
+                assert_eq!(told(channel), ErrorCode::Protocol);
+            },
+            |result| assert!(matches!(result, Err(Error::Peer(PeerError::Protocol(_)))), "{result:?}"),
+        );
+    }
+}
+
+#[test]
+fn descriptors_of_other_files_are_refused() {
+    let (offer, _) = memory(100, 3);
+    let others = [File::open("/dev/null").unwrap(), tempfile::tempfile().unwrap()];
+    for other in &others {
+        against(
+            |channel| {
+                send(channel, &offer, other.as_fd());
+                assert_eq!(told(channel), ErrorCode::Protocol);
+            },
+            |result| assert!(matches!(result, Err(Error::Peer(PeerError::Protocol(_)))), "{result:?}"),
+        );
+    }
+}
+
+#[test]
+fn segments_must_match_the_offer() {
+    let (offer, memory) = memory(100, 3);
+    for (first, sizes) in
+        [(1, vec![offer.memory.mapped_size]), (0, vec![1, 1]), (0, vec![2 * offer.memory.mapped_size])]
+    {
+        against(
+            |channel| {
+                greet(channel);
+                channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
+                let fds = vec![memory.export().unwrap(); sizes.len()];
+                channel.send(&Message::Segments(Segments { first, sizes: sizes.clone() }), &fds).unwrap();
+                assert_eq!(told(channel), ErrorCode::Protocol);
+            },
+            |result| {
+                assert!(
+                    matches!(result, Err(Error::Peer(PeerError::Protocol(ProtocolError::Content(_))))),
+                    "{result:?}"
+                )
+            },
+        );
+    }
+}
+
+#[test]
+fn lost_producer_ends_the_consumer() {
+    let (offer, memory) = memory(100, 3);
+    for stage in 0..4 {
+        against(
+            |channel| match stage {
+                0 => {}
+                1 => greet(channel),
+                2 => {
+                    greet(channel);
+                    channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
+                }
+                _ => lend(channel, &offer, memory.export().unwrap()),
+            },
+            |result| assert!(matches!(result, Err(Error::Peer(PeerError::Gone { .. }))), "{stage}: {result:?}"),
+        );
+    }
+    against_within(
+        Duration::from_secs(5),
+        |channel| {
+            greet(channel);
+            // Silent until the consumer gives up, and says so.
+            assert_eq!(told(channel), ErrorCode::Timeout);
+        },
+        |result| {
+            assert!(
+                matches!(result, Err(Error::Peer(PeerError::Timeout { purpose: "for the offer", .. }))),
+                "{result:?}"
+            )
+        },
+        session::handoff::Request::default(),
+    );
+}
+
+#[test]
+fn producers_disagreement_fails_the_round() {
+    let (offer, memory) = memory(100, 3);
+    against(
+        |channel| {
+            lend(channel, &offer, memory.export().unwrap());
+            answer(channel);
+            channel.send(&Message::Result(Verdict::unchecked(false)), &[]).unwrap();
+        },
+        |result| {
+            let findings = result.unwrap();
+            assert!(findings.found.verified && !findings.producer.as_ref().unwrap().verified);
+            assert!(!findings.verified());
+        },
+    );
+}
+
+/// A listener that a `consumer` process can be pointed at, and its connection.
+fn command_against(meeting: &Meeting, serve: impl FnOnce(&mut Channel)) -> crate::running::Ended {
+    let listener = listening(&meeting.socket(), 1);
+    let consumer = meeting.consumer(&["--json"]).start();
+    let mut channel = accepted(&listener);
+    serve(&mut channel);
+    drop((channel, listener));
+    fs::remove_file(meeting.socket()).unwrap();
+    consumer.end()
+}
+
+#[test]
+fn command_reports_lying_producer_as_peer() {
+    let meeting = Meeting::new(On::Host);
+    let (sound, memory) = memory(3 << 20, 3);
+    let null = File::open("/dev/null").unwrap();
+    for (mapped_size, fd) in [
+        (sound.memory.size + 1, memory.export().unwrap()),
+        (2 * sound.memory.mapped_size, memory.export().unwrap()),
+        (sound.memory.mapped_size, null.as_fd()),
+    ] {
+        let mut offer = sound.clone();
+        offer.memory.mapped_size = mapped_size;
+        offer.part = Some(Part { size: mapped_size, ..offer.part.unwrap() });
+        let ended = command_against(&meeting, |channel| {
+            send(channel, &offer, fd);
+            told(channel);
+        });
+        assert_eq!(ended.code(4).json()["error"]["kind"], "peer");
+    }
+}
+
+#[test]
+fn mismatch_counts_after_producer_dies() {
+    let meeting = Meeting::new(On::Host);
+    let (offer, memory) = memory(100, 3);
+    let check = Claim { salt: Some(4), ..Claim::default() }.to_check();
+    let wrong = Offer { check: Some(check), ..offer };
+    let ended = command_against(&meeting, |channel| {
+        lend(channel, &wrong, memory.export().unwrap());
+        assert!(matches!(answer(channel), (Message::Result(Verdict { verified: false, .. }), _)));
+    });
+    let report = ended.code(1).json();
+    assert_eq!((&report["verified"], &report["mismatches"]), (&false.into(), &25.into()));
+}
+
+#[test]
+fn command_reports_truncated_descriptors() {
+    let meeting = Meeting::new(On::Host);
+    let listener = listening(&meeting.socket(), 1);
+    let (offer, memory) = memory(100, 3);
+    // So few files that the descriptor does not fit.
+    let run = meeting.consumer(&[]).with_files(16);
+    let consumer = run.start();
+    let mut channel = accepted(&listener);
+    greet(&mut channel);
+    channel.send(&Message::Offer(Box::new(offer)), &[]).unwrap();
+    let fds = vec![memory.export().unwrap(); MAX_FDS];
+    channel.send(&Message::Segments(Segments { first: 0, sizes: vec![1; MAX_FDS] }), &fds).unwrap();
+    assert_eq!(told(&mut channel), ErrorCode::Failed);
+    channel.finish(PATIENCE);
+    consumer.end().code(5).says("open files are needed, and this process may have 16").says("ulimit -n");
+}
+
+#[test]
+fn memory_outlives_its_producer() {
+    let (offer, memory) = memory(3 << 20, 9);
+    let fd = memory.export().unwrap().try_clone_to_owned().unwrap();
+    drop(memory);
+    against(
+        move |channel| {
+            lend(channel, &offer, fd.as_fd());
+            drop(fd);
+            answer(channel);
+            channel.send(&good(0), &[]).unwrap();
+        },
+        |result| assert!(result.unwrap().found.verified),
+    );
+}

@@ -1,0 +1,137 @@
+//! Each side against a peer made by hand: one that dies, dawdles, lies or speaks something else.
+
+#![allow(unsafe_code, reason = "descriptors as numbers")]
+
+use std::{
+    fs::{self, File},
+    io::IoSlice,
+    mem::MaybeUninit,
+    net::Shutdown,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    accept_with, bind, connect, listen, socket_with, socketpair,
+};
+use sendfd::SendWithFd;
+use vmmfd::{
+    Error,
+    channel::{Cancel, CancelReason, Channel, Listener, Trust},
+    driver::{Access, Backend, Choice, DeviceUuid, open},
+    error::{DeviceError, PeerError, SocketError},
+    memory::{Allocation, Device, Selector},
+    session::{
+        self, Config, Verdict,
+        handoff::{Findings, fetch},
+    },
+    wire::{
+        Busy, ErrorCode, Failure, Hello, Location, MAX_FDS, Mechanism, Memory, Message, Offer, Part, Pointer,
+        ProtocolError, Received, Request, Segments,
+    },
+};
+use vmmfd_cli::check::{
+    DataVerifier, Figures,
+    figures::Claim,
+    pattern::{self, Mismatch, Pattern},
+};
+
+use crate::{
+    running::{Meeting, On},
+    support::open_files,
+};
+
+mod consumers;
+mod producers;
+mod records;
+
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+pub(crate) fn seqpacket() -> OwnedFd {
+    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+}
+
+/// A connection to whoever listens at a path, as any process can make it.
+fn raw(path: &Path) -> UnixStream {
+    let socket = seqpacket();
+    connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    UnixStream::from(socket)
+}
+
+pub(crate) fn dial(path: &Path) -> Channel {
+    Channel::new(raw(path).into(), PATIENCE, &Cancel::new().unwrap()).unwrap()
+}
+
+/// A socket at a path, with room for so many connections that were not accepted.
+pub(crate) fn listening(path: &Path, backlog: i32) -> OwnedFd {
+    let listener = seqpacket();
+    bind(&listener, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    listen(&listener, backlog).unwrap();
+    listener
+}
+
+/// The next connection to such a socket.
+pub(crate) fn accepted(listener: &OwnedFd) -> Channel {
+    let socket = accept_with(listener, SocketFlags::CLOEXEC).unwrap();
+    Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap()
+}
+
+/// A channel, and the naked other end of it.
+fn channel_pair(timeout: Duration) -> (Channel, UnixStream) {
+    let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    (Channel::new(a, timeout, &Cancel::new().unwrap()).unwrap(), UnixStream::from(b))
+}
+
+fn send_raw(socket: &UnixStream, bytes: &[u8]) {
+    rustix::net::send(socket, bytes, SendFlags::NOSIGNAL).unwrap();
+}
+
+pub(crate) fn hello(backend: Backend) -> Message {
+    let capabilities = vec!["from the future".into()];
+    Message::Hello(Hello { version: 1, capabilities, backend: backend.to_string(), pid: 1, timeout_ms: 20_000 })
+}
+
+pub(crate) fn request(object: &str, access: Option<Access>) -> Message {
+    Message::Request(Request { object: object.into(), access, range: None })
+}
+
+/// A result with figures.
+fn result(verified: bool, words: u64, mismatches: u64, first_mismatch: Option<Mismatch>) -> Message {
+    Message::Result(Figures { words, mismatches, first_mismatch, digest: None }.verdict(verified))
+}
+
+fn good(words: u64) -> Message {
+    result(true, words, 0, None)
+}
+
+fn claim(offer: &Offer) -> Claim {
+    Claim::read(offer.check.as_ref()).unwrap()
+}
+
+/// The next message that is no sign of life.
+pub(crate) fn answer(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
+    loop {
+        match channel.receive("for an answer").unwrap() {
+            (Message::Busy(_), _) => {}
+            answer => return answer,
+        }
+    }
+}
+
+pub(crate) fn told(channel: &mut Channel) -> ErrorCode {
+    match answer(channel) {
+        (Message::Error(failure), _) => failure.code,
+        (other, _) => panic!("{other:?}"),
+    }
+}
+
+/// How many descriptors of this process are of that file.
+pub(crate) fn open_descriptors(path: &Path) -> usize {
+    open_files("self").unwrap().iter().filter(|file| file.link == path).count()
+}

@@ -1,0 +1,317 @@
+//! The producer against a consumer made by hand.
+
+use super::*;
+
+/// A connection to the producer over which hellos were exchanged.
+fn greeted(meeting: &Meeting) -> Channel {
+    let mut channel = dial(&meeting.socket());
+    channel.send(&hello(Backend::Host), &[]).unwrap();
+    answer(&mut channel);
+    channel
+}
+
+/// A conversation up to the descriptor, which is closed; and the offer.
+fn borrow(meeting: &Meeting) -> (Channel, Offer) {
+    let mut channel = greeted(meeting);
+    channel.send(&request("default", None), &[]).unwrap();
+    let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
+    answer(&mut channel);
+    channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
+    (channel, *offer)
+}
+
+/// Reports what the consumer found, and returns the producer's result.
+fn report(channel: &mut Channel, result: &Message) -> Verdict {
+    channel.send(result, &[]).unwrap();
+    let (Message::Result(theirs), _) = answer(channel) else { panic!() };
+    theirs
+}
+
+#[test]
+fn missing_reply_fails_both_sides() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--round-trip", "--size", "4"]);
+    let (mut channel, _) = borrow(&meeting);
+    let theirs = report(&mut channel, &good(1));
+    assert_eq!((theirs.verified, Figures::of(&theirs).mismatches), (false, 1));
+    channel.finish(PATIENCE);
+    producer.end().code(1);
+}
+
+#[test]
+fn mismatch_fails_the_producer() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--size", "8"]);
+    let (mut channel, _) = borrow(&meeting);
+    let first_mismatch = Some(Mismatch { index: 1, expected: 2, found: 3 });
+    let theirs = report(&mut channel, &result(false, 2, 1, first_mismatch));
+    assert!(!theirs.verified);
+    channel.finish(PATIENCE);
+    producer.end().code(1).says("1 wrong, the first at word 1");
+}
+
+#[test]
+fn dead_consumer_is_one_failed_consumer() {
+    for stage in 0..3 {
+        let meeting = Meeting::new(On::Host);
+        let producer = meeting.listening(&["--consumers", "2", "--round-trip"]);
+        let mut channel = greeted(&meeting);
+        channel.send(&request("default", None), &[]).unwrap();
+        if stage > 0 {
+            answer(&mut channel);
+            answer(&mut channel);
+        }
+        if stage > 1 {
+            channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
+        }
+        drop(channel);
+        // The next one finds the buffer filled again.
+        meeting.consumer(&[]).end().code(0);
+        producer.end().code(4).says("hung up");
+    }
+}
+
+#[test]
+fn silent_consumer_fails_and_delays_nobody() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--consumers", "2", "--timeout", "5s"]);
+    let (mut silent, _) = borrow(&meeting);
+    meeting.consumer(&[]).end().code(0);
+    let ended = producer.end();
+    ended.code(4).says("silent for 5s");
+    assert_eq!(told(&mut silent), ErrorCode::Timeout);
+}
+
+#[test]
+fn producer_waits_for_busy_consumer() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--timeout", "4s", "--size", "4"]);
+    let (mut channel, _) = borrow(&meeting);
+    for _ in 0..5 {
+        thread::sleep(Duration::from_secs(1));
+        channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+    }
+    report(&mut channel, &good(1));
+    channel.finish(PATIENCE);
+    producer.end().code(0);
+}
+
+#[test]
+fn queued_consumer_hears_busy_each_second() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--consumers", "2", "--round-trip", "--size", "4"]);
+    let (first, offer) = borrow(&meeting);
+    let mut second = greeted(&meeting);
+    second.send(&request("default", None), &[]).unwrap();
+    let begun = Instant::now();
+    for _ in 0..2 {
+        assert!(matches!(second.receive("for busy"), Ok((Message::Busy(_), _))));
+    }
+    assert!((1..10).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
+    // When the first gives up, it is the second's turn.
+    drop(first);
+    let (Message::Offer(next), _) = answer(&mut second) else { panic!() };
+    assert_ne!(claim(&next).reply_salt, claim(&offer).reply_salt);
+    drop(second);
+    producer.end().code(4);
+}
+
+#[test]
+fn idle_connections_delay_no_consumer() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&[]);
+    let socket = meeting.socket();
+    // Silent, gone, garbled, of another protocol, and hello without a request.
+    let _silent: Vec<UnixStream> = (0..10).map(|_| raw(&socket)).collect();
+    drop(raw(&socket));
+    let garbled = raw(&socket);
+    send_raw(&garbled, b"GET / HTTP/1.1\r\n\r\n");
+    let mut garbled = Channel::new(garbled.into(), PATIENCE, &Cancel::new().unwrap()).unwrap();
+    assert_eq!(told(&mut garbled), ErrorCode::Protocol);
+    let newer = raw(&socket);
+    send_raw(&newer, b"VMFD\x09\x00\x01\x00\x02\x00\x00\x00\x00\x00\x00\x00{}");
+    let mut newer = Channel::new(newer.into(), PATIENCE, &Cancel::new().unwrap()).unwrap();
+    assert_eq!(told(&mut newer), ErrorCode::Version);
+    let mut early = dial(&socket);
+    early.send(&request("default", None), &[]).unwrap();
+    assert_eq!(told(&mut early), ErrorCode::Protocol);
+    let _polite = greeted(&meeting);
+    let with_fd = raw(&socket);
+    let null = File::open("/dev/null").unwrap();
+    with_fd.send_with_fd(b"x", &[null.as_raw_fd()]).unwrap();
+    drop(with_fd);
+    let half = raw(&socket);
+    half.shutdown(Shutdown::Write).unwrap();
+
+    meeting.consumer(&[]).end().code(0);
+    let ended = producer.end();
+    assert!(ended.code(0).took < Duration::from_secs(20));
+    assert_eq!(ended.stderr, "");
+}
+
+#[test]
+fn idle_crowd_leaves_room_for_consumer() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&[]);
+    let crowd: Vec<UnixStream> = (0..300).map(|_| raw(&meeting.socket())).collect();
+    meeting.consumer(&[]).end().code(0);
+    producer.end().code(0);
+    drop(crowd);
+}
+
+#[test]
+fn few_descriptors_leave_room_for_consumer() {
+    let meeting = Meeting::new(On::Host);
+    let run = meeting.producer(&["--timeout", "20s"]).with_files(48);
+    let mut producer = run.start();
+    producer.until("listen");
+    let silent: Vec<UnixStream> = (0..60).map(|_| raw(&meeting.socket())).collect();
+    let garbled: Vec<UnixStream> = (0..60)
+        .map(|_| {
+            let socket = raw(&meeting.socket());
+            // It may have been sent away already.
+            let _ = rustix::net::send(&socket, b"GET / HTTP/1.1", SendFlags::NOSIGNAL);
+            socket
+        })
+        .collect();
+    meeting.consumer(&["--timeout", "10s"]).end().code(0);
+    producer.end().code(0);
+    drop((silent, garbled));
+}
+
+#[test]
+fn busy_before_a_request_is_refused() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&[]);
+    for greeted in [false, true] {
+        let mut channel = dial(&meeting.socket());
+        if greeted {
+            channel.send(&hello(Backend::Host), &[]).unwrap();
+            answer(&mut channel);
+        }
+        channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+        assert_eq!(told(&mut channel), ErrorCode::Protocol);
+    }
+    meeting.consumer(&[]).end().code(0);
+    producer.end().code(0);
+}
+
+#[test]
+fn unknown_backends_and_versions_are_refused() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&[]);
+    let greet = |version, backend: &str| {
+        let mut channel = dial(&meeting.socket());
+        let greeting = Hello { version, capabilities: Vec::new(), backend: backend.into(), pid: 1, timeout_ms: 20_000 };
+        channel.send(&Message::Hello(greeting), &[]).unwrap();
+        channel
+    };
+    assert_eq!(told(&mut greet(0, "host")), ErrorCode::Version);
+    let mut newer = greet(7, "hip");
+    let (Message::Hello(theirs), _) = answer(&mut newer) else { panic!() };
+    assert_eq!(theirs.version, 1);
+    newer.send(&request("default", None), &[]).unwrap();
+    assert_eq!(told(&mut newer), ErrorCode::Backend);
+    newer.finish(PATIENCE);
+    producer.end().code(4).says("the consumer uses hip");
+}
+
+#[test]
+fn mismatch_counts_after_consumer_hangs_up() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.producer(&["--size", "8", "--json"]).start();
+    crate::running::wait_for("the socket", || meeting.socket().exists());
+    let (mut channel, _) = borrow(&meeting);
+    let first_mismatch = Some(Mismatch { index: 0, expected: 2, found: 3 });
+    channel.send(&result(false, 2, 2, first_mismatch), &[]).unwrap();
+    drop(channel);
+    let report = producer.end().code(1).json();
+    assert_eq!((&report["mismatches"], &report["consumers"][0]["outcome"]), (&2.into(), &"mismatch".into()));
+}
+
+#[test]
+fn failed_result_counts_whatever_its_figures() {
+    for (words, mismatches, code) in [(2, 1, 1), (0, 0, 1), (u64::MAX, 0, 1)] {
+        let meeting = Meeting::new(On::Host);
+        let producer = meeting.listening(&["--size", "8"]);
+        let (mut channel, _) = borrow(&meeting);
+        channel.send(&result(false, words, mismatches, None), &[]).unwrap();
+        answer(&mut channel);
+        channel.finish(PATIENCE);
+        producer.end().code(code).says("did not verify");
+    }
+}
+
+#[test]
+fn lingering_consumer_is_waited_for_once() {
+    let meeting = Meeting::new(On::Host);
+    let timeout = Duration::from_secs(15);
+    let producer = meeting.listening(&["--timeout", "15s", "--size", "4"]);
+    let (mut channel, _) = borrow(&meeting);
+    report(&mut channel, &good(1));
+    let begun = Instant::now();
+    producer.end().code(0);
+    // A second wait would end after twice the timeout.
+    assert!(begun.elapsed() < 2 * timeout, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn late_consumer_leaves_producer_at_timeout() {
+    let meeting = Meeting::new(On::Host);
+    for delay in 0..40 {
+        let producer = meeting.listening(&["--timeout", "40ms"]);
+        thread::sleep(Duration::from_millis(20 + delay));
+        let address = SocketAddrUnix::new(meeting.socket()).unwrap();
+        let socket = seqpacket();
+        // Each of these may come too late.
+        if connect(&socket, &address).is_ok() {
+            for message in [hello(Backend::Host), request("default", None)] {
+                let _ = rustix::net::send(&socket, &message.encode().unwrap(), SendFlags::NOSIGNAL);
+            }
+        }
+        drop(socket);
+        producer.end().code(4);
+    }
+}
+
+#[test]
+fn next_wait_begins_after_last_consumer() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--timeout", "6s", "--consumers", "2"]);
+    thread::sleep(Duration::from_secs(3));
+    meeting.consumer(&[]).end().code(0);
+    let ended = producer.end();
+    assert!(ended.code(4).took >= Duration::from_secs(9), "{:?}", ended.took);
+}
+
+#[test]
+fn idle_connections_prolong_no_wait() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--timeout", "500ms"]);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let address = SocketAddrUnix::new(meeting.socket()).unwrap();
+            // Until the producer is gone, however it ends.
+            while !matches!(
+                connect(seqpacket(), &address),
+                Err(rustix::io::Errno::CONNREFUSED | rustix::io::Errno::NOENT)
+            ) {
+                thread::sleep(Duration::from_millis(20));
+            }
+        });
+        producer.end().code(4).says("no consumer within");
+    });
+}
+
+#[test]
+fn unknown_objects_are_refused() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&[]);
+    let mut channel = greeted(&meeting);
+    channel.send(&request("weights\u{1b}[31m", None), &[]).unwrap();
+    assert_eq!(told(&mut channel), ErrorCode::Object);
+    channel.finish(PATIENCE);
+    let ended = producer.end();
+    ended.code(4).says("no object `weights");
+    assert!(!ended.stderr.contains('\u{1b}') && !ended.stdout.contains('\u{1b}'));
+}

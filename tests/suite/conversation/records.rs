@@ -1,0 +1,185 @@
+//! Single records of a channel, and the sockets beneath it.
+
+use super::*;
+
+const SENT: &[u8] = b"VMFD\x01\x00\x04\x00";
+
+fn segments(sizes: usize, claimed: u32) -> Vec<u8> {
+    let body = serde_json::to_vec(&Segments { first: 0, sizes: vec![1; sizes] }).unwrap();
+    [SENT, &(body.len() as u32).to_le_bytes(), &claimed.to_le_bytes(), &body].concat()
+}
+
+#[test]
+fn descriptors_arrive_ordered_and_closed_on_exec() {
+    let folder = tempfile::tempdir().unwrap();
+    for count in [1, 2, MAX_FDS] {
+        let (mut channel, peer) = channel_pair(PATIENCE);
+        let mut sender = Channel::new(peer.into(), PATIENCE, &Cancel::new().unwrap()).unwrap();
+        let files: Vec<File> =
+            (0..count).map(|index| File::create(folder.path().join(index.to_string())).unwrap()).collect();
+        let fds: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        let sent = Message::Segments(Segments { first: 0, sizes: vec![4096; count] });
+        sender.send(&sent, &fds).unwrap();
+        let (message, received) = channel.receive("for a test").unwrap();
+        assert_eq!((message, received.len()), (sent, count));
+        for (index, fd) in received.iter().enumerate() {
+            let link = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap();
+            assert_eq!(link, folder.path().join(index.to_string()));
+            let flags = nix::fcntl::fcntl(fd, nix::fcntl::FcntlArg::F_GETFD).unwrap();
+            assert_eq!(flags & nix::libc::FD_CLOEXEC, nix::libc::FD_CLOEXEC);
+        }
+    }
+}
+
+#[test]
+fn wrong_descriptor_counts_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("sent");
+    let file = File::create(&path).unwrap();
+    for (sizes, claimed, sent) in [(1, 1, 0), (1, 1, 2), (2, 2, 1), (1, 2, 1), (1, 0, 0), (3, 3, MAX_FDS)] {
+        let (mut channel, peer) = channel_pair(PATIENCE);
+        let fds: Vec<RawFd> = vec![file.as_raw_fd(); sent];
+        peer.send_with_fd(&segments(sizes, claimed), &fds).unwrap();
+        let refused = channel.receive("for a test").unwrap_err();
+        let expected = ProtocolError::FdCount { kind: "segments", want: sizes, claimed, got: sent };
+        assert!(matches!(&refused, Error::Peer(PeerError::Protocol(error)) if *error == expected), "{refused}");
+        assert_eq!(open_descriptors(&path), 1, "{sizes} {claimed} {sent}");
+    }
+    // Those beside a message that has none are closed too.
+    let (mut channel, peer) = channel_pair(PATIENCE);
+    peer.send_with_fd(&Message::Busy(Busy {}).encode().unwrap(), &[file.as_raw_fd()]).unwrap();
+    assert!(matches!(
+        channel.receive("for a test"),
+        Err(Error::Peer(PeerError::Protocol(ProtocolError::FdCount { want: 0, .. })))
+    ));
+    assert_eq!(open_descriptors(&path), 1);
+}
+
+#[test]
+fn send_checks_the_descriptor_count() {
+    let (mut channel, peer) = channel_pair(PATIENCE);
+    let message = Message::Segments(Segments { first: 0, sizes: vec![1] });
+    assert!(matches!(
+        channel.send(&message, &[]),
+        Err(Error::Peer(PeerError::Protocol(ProtocolError::FdCount { got: 0, .. })))
+    ));
+    peer.set_nonblocking(true).unwrap();
+    assert_eq!(
+        rustix::net::recv(&peer, &mut [0u8; 9][..], rustix::net::RecvFlags::empty()).unwrap_err(),
+        rustix::io::Errno::AGAIN
+    );
+}
+
+#[test]
+fn empty_record_is_a_hang_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("sent");
+    let file = File::create(&path).unwrap();
+    let (mut channel, peer) = channel_pair(PATIENCE);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fds = [file.as_fd()];
+    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
+    rustix::net::sendmsg(&peer, &[IoSlice::new(&[])], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
+    assert!(matches!(channel.receive("for a test"), Err(Error::Peer(PeerError::Gone { .. }))));
+    assert_eq!(open_descriptors(&path), 1);
+}
+
+#[test]
+fn long_record_leaves_the_next_whole() {
+    let (mut channel, peer) = channel_pair(PATIENCE);
+    for length in [16 + 64 * 1024 + 1, 16 + 64 * 1024 + 4096] {
+        send_raw(&peer, &vec![b'x'; length]);
+        assert!(matches!(
+            channel.receive("for a test"),
+            Err(Error::Peer(PeerError::Protocol(ProtocolError::LongRecord { .. })))
+        ));
+    }
+    send_raw(&peer, &Message::Received(Received { segments: 1 }).encode().unwrap());
+    assert!(matches!(channel.receive("for a test"), Ok((Message::Received(_), _))));
+}
+
+#[test]
+fn silence_ends_at_the_deadline() {
+    let (mut channel, _peer) = channel_pair(Duration::from_millis(50));
+    let begun = Instant::now();
+    assert!(matches!(
+        channel.receive("for a test"),
+        Err(Error::Peer(PeerError::Timeout { purpose: "for a test", .. }))
+    ));
+    assert!(begun.elapsed() >= Duration::from_millis(50));
+}
+
+#[test]
+fn full_queue_ends_at_the_deadline() {
+    let (mut channel, _peer) = channel_pair(Duration::from_millis(50));
+    let refused = (0..100_000).find_map(|_| channel.send(&Message::Busy(Busy {}), &[]).err());
+    assert!(matches!(refused, Some(Error::Peer(PeerError::Timeout { purpose: "to send", .. }))), "{refused:?}");
+}
+
+#[test]
+fn another_thread_cancels_a_wait() {
+    let (a, _b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let cancel = Cancel::new().unwrap();
+    let mut channel = Channel::new(a, PATIENCE, &cancel).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(20));
+            cancel.cancel(CancelReason::Signal(2));
+            cancel.cancel(CancelReason::Signal(15));
+        });
+        assert!(matches!(channel.receive("for a test"), Err(Error::Interrupted { reason: CancelReason::Signal(2) })));
+    });
+}
+
+#[test]
+fn last_error_of_gone_peer_arrives() {
+    let failure = Failure { code: ErrorCode::Failed, message: "the last words".into() };
+    // It closes with records of this side unread: the connection is reset.
+    let (mut channel, peer) = channel_pair(PATIENCE);
+    channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+    send_raw(&peer, &Message::Error(failure.clone()).encode().unwrap());
+    drop(peer);
+    let refused = channel.send(&Message::Busy(Busy {}), &[]).unwrap_err();
+    assert!(
+        matches!(&refused, Error::Peer(PeerError::Reported { message, .. }) if message == "the last words"),
+        "{refused}"
+    );
+
+    let (mut channel, peer) = channel_pair(PATIENCE);
+    channel.send(&Message::Busy(Busy {}), &[]).unwrap();
+    send_raw(&peer, &Message::Error(failure).encode().unwrap());
+    drop(peer);
+    assert!(matches!(channel.receive("for a test"), Ok((Message::Error(_), _))));
+    assert!(matches!(channel.receive("for a test"), Err(Error::Peer(PeerError::Gone { .. }))));
+}
+
+#[test]
+fn full_backlog_ends_at_the_deadline() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let _listener = listening(&path, 0);
+    let _waiting = raw(&path);
+    let timeout = Duration::from_millis(100);
+    let refused = vmmfd::channel::connect(&path, timeout, &Trust::default(), &Cancel::new().unwrap());
+    assert!(matches!(refused, Err(Error::Socket(SocketError::NotAccepted { .. }))));
+    // Nor does it look dead to another producer.
+    let taken = Listener::bind(&path, false, timeout, &Cancel::new().unwrap());
+    assert!(matches!(taken, Err(Error::Socket(SocketError::AlreadyServed { .. }))));
+}
+
+#[test]
+fn one_of_many_producers_serves() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    for _ in 0..20 {
+        let results: Vec<_> = thread::scope(|scope| {
+            let bind = || Listener::bind(&path, false, PATIENCE, &Cancel::new().unwrap());
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(bind)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1);
+        drop(results);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,293 @@
+//! Each end against a peer made by hand.
+
+use super::*;
+
+cases! {
+    on crate::support::Subject; every backend: [
+    both_ends_synchronize_before_sending,
+    received_descriptor_is_imported_at_once,
+    unopened_memory_is_not_acknowledged,
+    other_clients_do_not_delay_subscribers,
+    producer_without_stream_refuses_subscribers,
+    lying_consumer_ends_the_session,
+    lying_producer_ends_the_session,
+    turn_with_a_descriptor_is_refused,
+    ]
+}
+
+fn both_ends_synchronize_before_sending(subject: Subject) {
+    let place = Place::new();
+    let (mut publisher, mut channel) = place.by_hand(&subject);
+    let (id, memory) = buffers(&subject, &mut publisher, 1).remove(0);
+    assert!(matches!(answer(&mut channel).0, Message::Offer(_)), "it is described when it is entered");
+    subject.faulty.take_verbs();
+    let at_arrival = thread::scope(|scope| {
+        let published = scope.spawn(|| publisher.publish(id).unwrap());
+        let (Message::Ready(ready), fds) = answer(&mut channel) else { panic!() };
+        let verbs = subject.faulty.take_verbs();
+        assert_eq!((ready.sizes.len(), fds.len()), (1, 1));
+        channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
+        published.join().unwrap();
+        verbs
+    });
+    assert_eq!(at_arrival, ["synchronize"]);
+    channel.send(&Message::Done(BufferTurn { buffer: id.number(), generation: 1 }), &[]).unwrap();
+    publisher.take_back().unwrap();
+    publisher.publish(id).unwrap();
+    let (ready, fds) = answer(&mut channel);
+    assert_eq!(ready, Message::Ready(Ready { buffer: id.number(), generation: 2, sizes: Vec::new() }));
+    assert!(fds.is_empty(), "no descriptor comes again");
+    assert_eq!(subject.faulty.take_verbs(), ["synchronize"]);
+    drop((publisher, channel, memory));
+
+    let (mut publisher, mut subscriber) = place.meet(&subject, 2);
+    let id = buffers(&subject, &mut publisher, 1)[0].0;
+    let received = hand_over(&mut publisher, &mut subscriber, id);
+    subject.faulty.take_verbs();
+    thread::scope(|scope| {
+        let back = scope.spawn(|| {
+            publisher.take_back().unwrap();
+            subject.faulty.take_verbs()
+        });
+        subscriber.give_back(received).unwrap();
+        assert_eq!(back.join().unwrap().first(), Some(&"synchronize"));
+    });
+}
+
+fn received_descriptor_is_imported_at_once(subject: Subject) {
+    let mut liar = Liar::new(&subject);
+    let file = Inode::of(liar.memory.chunks(0..1).unwrap().unwrap().1.remove(0).as_fd());
+    let open = file.open_here();
+    subject.faulty.take_verbs();
+    let received = liar.lend();
+    let mut verbs = subject.faulty.take_verbs();
+    // Where there are several devices the right one is looked for, the first time.
+    verbs.retain(|verb| !verb.starts_with("device_") && !["activate", "granularity"].contains(verb));
+    assert_eq!(verbs, ["import", "properties", "reserve", "map", "set_access"]);
+    liar.subscriber.give_back(received).unwrap();
+    assert_eq!(subject.faulty.take_verbs(), ["synchronize", "release"]);
+    if subject.kind != Kind::Cuda {
+        assert_eq!(file.open_here(), open, "the descriptor is closed too");
+    }
+}
+
+fn unopened_memory_is_not_acknowledged(subject: Subject) {
+    for verb in ["reserve", "import", "map", "set_access"] {
+        let mut liar = Liar::new(&subject);
+        liar.begin();
+        subject.faulty.fail(Fault::Verb(verb), 4242);
+        assert!(matches!(liar.subscriber.receive(), Err(Error::Driver { code: 4242, .. })));
+        subject.faulty.mend();
+        assert_eq!((told(&mut liar.channel), liar.subscriber.held()), (ErrorCode::Failed, 0));
+        refused(liar.subscriber.try_receive(), "the session has ended");
+    }
+    // Nor where a single buffer was asked for.
+    let (Place { folder, listener, config, .. }, buffer) = (Place::new(), buffer(&subject));
+    let path = folder.path().join("s");
+    let served = thread::scope(|scope| {
+        let producer = scope.spawn(|| serve(listener, &buffer, &ServeOptions::default(), &config, &|_| {}));
+        let mut consumer = Consumer::connect(&subject.driver, None, &path, &config, &|_| {}).unwrap();
+        subject.faulty.fail(Fault::Verb("set_access"), 4242);
+        assert!(matches!(consumer.request(&handoff::Request::default()), Err(Error::Driver { code: 4242, .. })));
+        subject.faulty.mend();
+        drop(consumer);
+        producer.join().unwrap().into_result().unwrap()
+    });
+    let error = served[0].error.as_ref().unwrap();
+    let purpose = "for the descriptors to be acknowledged";
+    assert!(matches!(error, Error::Peer(PeerError::Gone { purpose: of }) if *of == purpose), "{error}");
+}
+
+fn other_clients_do_not_delay_subscribers(subject: Subject) {
+    let place = Place::new();
+    let begun = Instant::now();
+    // Silent, and gone.
+    let silent: Vec<Channel> = (0..100).map(|_| dial(&place.path())).collect();
+    drop(dial(&place.path()));
+    let say = |messages: &[Message]| {
+        let mut channel = dial(&place.path());
+        messages.iter().for_each(|message| channel.send(message, &[]).unwrap());
+        channel
+    };
+    let own = subject.driver.backend().to_string();
+    let subscribe = |keep| Message::Subscribe(Subscribe { keep });
+    let mut refused = [
+        (say(&[greeting(&subject), request("default", None)]), ErrorCode::Object),
+        (say(&[subscribe(1)]), ErrorCode::Protocol),
+        (say(&[greeting(&subject), subscribe(0)]), ErrorCode::Protocol),
+        (say(&[greeting(&subject), greeting(&subject)]), ErrorCode::Protocol),
+        (say(&[hello("hip", &["stream"]), subscribe(1)]), ErrorCode::Backend),
+        (say(&[hello(&own, &["streams", ""]), subscribe(1)]), ErrorCode::Protocol),
+    ];
+    thread::scope(|scope| {
+        // The library's own consumer too.
+        let consumer = scope.spawn(|| {
+            let mut consumer = Consumer::connect(&subject.driver, None, &place.path(), &place.config, &|_| {}).unwrap();
+            consumer.request(&handoff::Request::default()).map(drop)
+        });
+        let subscriber = scope.spawn(|| {
+            // Not before those have been heard.
+            let told = consumer.join().unwrap();
+            let message = "there is no object `default` here: this producer has a stream";
+            assert!(matches!(&told, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, message: of })) if of.contains(message)));
+            place.subscribe(&subject, 1).unwrap()
+        });
+        let mut publisher = place.accept(&subject).unwrap();
+        let mut subscriber = subscriber.join().unwrap();
+        let id = buffers(&subject, &mut publisher, 1)[0].0;
+        turn(&mut publisher, &mut subscriber, id);
+    });
+    for (channel, code) in &mut refused {
+        let told = loop {
+            match answer(channel).0 {
+                Message::Hello(_) => {}
+                Message::Error(failure) => break failure,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(told.code, *code, "{}", told.message);
+    }
+    assert!(begun.elapsed() < PATIENCE / 2);
+    drop(silent);
+}
+
+fn producer_without_stream_refuses_subscribers(subject: Subject) {
+    let (Place { folder, listener, config, .. }, buffer) = (Place::new(), buffer(&subject));
+    let path = folder.path().join("s");
+    thread::scope(|scope| {
+        let producer = scope.spawn(|| serve(listener, &buffer, &ServeOptions::default(), &config, &|_| {}));
+        let refused = Subscriber::connect(&subject.driver, None, &path, 1, &config);
+        let message = "the producer has no stream to subscribe to";
+        assert!(
+            matches!(&refused, Err(Error::Peer(PeerError::Mismatch { message: of, .. })) if of == message),
+            "{refused:?}"
+        );
+        let mut channel = dial(&path);
+        channel.send(&greeting(&subject), &[]).unwrap();
+        let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
+        assert_eq!(theirs.capabilities, [""; 0]);
+        channel.send(&Message::Subscribe(Subscribe { keep: 1 }), &[]).unwrap();
+        let (Message::Error(failure), _) = answer(&mut channel) else { panic!() };
+        assert_eq!(failure.code, ErrorCode::Object);
+        assert!(failure.message.contains("no stream to subscribe to, only a buffer to request"));
+        // Neither counts as a consumer.
+        let mut consumer = Consumer::connect(&subject.driver, None, &path, &config, &|_| {}).unwrap();
+        let object = consumer.request(&handoff::Request::default()).unwrap();
+        consumer.report(&object, &Verdict::unchecked(true)).unwrap();
+        drop(object);
+        consumer.close();
+        assert!(producer.join().unwrap().into_result().unwrap().iter().all(|served| served.error.is_none()));
+    });
+}
+
+/// What a consumer made by hand says at a time when it may not.
+fn lying_consumer_ends_the_session(subject: Subject) {
+    let place = Place::new();
+    let turn = |buffer, generation| BufferTurn { buffer, generation };
+    let gone = |buffer| Message::Gone(BufferNumber { buffer });
+    // Of two buffers the first is out a second time, and the second was never published.
+    // The cases of `vmmfd conform` have the other rules.
+    let lies = [
+        Message::Done(turn(0, 1)),
+        gone(1),
+        Message::Received(wire::Received { segments: 1 }),
+        Message::Withdraw(BufferNumber { buffer: 0 }),
+        greeting(&subject),
+    ];
+    for lie in lies {
+        for new in [false, true] {
+            // Where a new buffer is on its way this is what belongs there.
+            if new && matches!(lie, Message::Received(_)) {
+                continue;
+            }
+            let (mut publisher, mut channel) = place.by_hand(&subject);
+            let buffers = buffers(&subject, &mut publisher, 2);
+            (0..2).for_each(|_| drop(answer(&mut channel)));
+            thread::scope(|scope| {
+                let published = scope.spawn(|| publisher.publish(buffers[0].0).unwrap());
+                drop(answer(&mut channel));
+                channel.send(&Message::Received(wire::Received { segments: 1 }), &[]).unwrap();
+                published.join().unwrap();
+            });
+            channel.send(&Message::Done(turn(0, 1)), &[]).unwrap();
+            publisher.take_back().unwrap();
+            publisher.publish(buffers[0].0).unwrap();
+            answer(&mut channel);
+            channel.send(&lie, &[]).unwrap();
+            let ended = if new { publisher.publish(buffers[1].0).map(drop) } else { publisher.take_back().map(drop) };
+            assert!(matches!(ended, Err(Error::Peer(PeerError::Protocol(_)))), "{lie:?} {ended:?}");
+            refused(publisher.take_back(), "the session has ended");
+            if new {
+                drop(answer(&mut channel));
+            }
+            assert_eq!(told(&mut channel), ErrorCode::Protocol, "{lie:?}");
+        }
+    }
+    // So many segments did not come.
+    for segments in [0, 2, u64::MAX] {
+        let (mut publisher, mut channel) = place.by_hand(&subject);
+        let id = buffers(&subject, &mut publisher, 1)[0].0;
+        channel.send(&Message::Received(wire::Received { segments }), &[]).unwrap();
+        assert!(matches!(publisher.publish(id), Err(Error::Peer(PeerError::Protocol(_)))));
+    }
+    // Nor is anybody waited for without end.
+    let place = Place::with_timeout(Duration::from_secs(2));
+    let (mut publisher, _silent) = place.by_hand(&subject);
+    let id = buffers(&subject, &mut publisher, 1)[0].0;
+    assert!(matches!(publisher.publish(id), Err(Error::Peer(PeerError::Timeout { .. }))));
+    refused(publisher.publish(id), "the session has ended");
+}
+
+fn lying_producer_ends_the_session(subject: Subject) {
+    let turn = |buffer, generation| Message::Ready(Ready { buffer, generation, sizes: Vec::new() });
+    let withdraw = |buffer| Message::Withdraw(BufferNumber { buffer });
+    // A buffer that is open and not in use. The cases of `vmmfd conform` have the other rules.
+    for lie in [turn(4, 1), Message::Gone(BufferNumber { buffer: 4 }), greeting(&subject)] {
+        let mut liar = Liar::new(&subject);
+        let received = liar.lend();
+        liar.subscriber.give_back(received).unwrap();
+        liar.channel.send(&lie, &[]).unwrap();
+        liar.found_out(&format!("{lie:?}"));
+    }
+    // One that is in use.
+    for lies in [&[turn(4, 2)][..], &[withdraw(4), withdraw(4)], &[withdraw(4), turn(4, 2)]] {
+        let mut liar = Liar::new(&subject);
+        let _received = liar.lend();
+        lies.iter().for_each(|lie| liar.channel.send(lie, &[]).unwrap());
+        liar.found_out(&format!("{lies:?}"));
+    }
+    let mut liar = Liar::new(&subject);
+    let mut offer = liar.offer.clone();
+    // All of an object that has more.
+    offer.memory.mapped_size *= 2;
+    offer.memory.segments = 2;
+    liar.offer(&offer);
+    liar.ready(1);
+    liar.found_out("a part of it");
+    // What follows it.
+    for follower in [turn(4, 2), withdraw(4), Message::Received(wire::Received { segments: 0 })] {
+        let mut liar = Liar::of_two(&subject);
+        liar.begin();
+        liar.channel.send(&follower, &[]).unwrap();
+        liar.found_out(&format!("{follower:?} where segments belong"));
+    }
+    // And a producer that dies there.
+    let mut liar = Liar::of_two(&subject);
+    liar.begin();
+    let Liar { channel, mut subscriber, .. } = liar;
+    drop(channel);
+    assert!(matches!(subscriber.receive(), Err(Error::Peer(PeerError::Gone { .. }))));
+    assert_eq!(subscriber.held(), 0);
+}
+
+fn turn_with_a_descriptor_is_refused(subject: Subject) {
+    let null = File::open("/dev/null").unwrap();
+    let mut liar = Liar::new(&subject);
+    let received = liar.lend();
+    liar.subscriber.give_back(received).unwrap();
+    let record = Message::Ready(Ready { buffer: 4, generation: 2, sizes: Vec::new() }).encode().unwrap();
+    // The channel sends no such thing.
+    let socket = std::os::unix::net::UnixStream::from(liar.channel.as_fd().try_clone_to_owned().unwrap());
+    socket.send_with_fd(&record, &[null.as_raw_fd()]).unwrap();
+    liar.found_out("a descriptor with ready");
+}
