@@ -19,6 +19,7 @@ use vmmfd::{
     broker::{Client, Condition, Get, Lifetime, Put, PutPart, ServerConfig},
     driver::Driver,
     error::{ErrorCode, PeerError, RefusalCode},
+    memory::{Device, Selector, Shared, Spec},
     session::Config,
     wire::{
         MAX_FDS, Received, Segments,
@@ -171,6 +172,42 @@ fn a_lease_that_is_released_before_it_has_come_hands_out_nothing_more() {
     }
     until(|| client.who("").unwrap().leases.is_empty());
     assert_eq!(client.list("").unwrap().len(), 1);
+}
+
+/// Memory that has no name any more is not counted by quotas.
+#[test]
+fn puts_wait_for_released_memory() {
+    const SEGMENTS: u64 = 100;
+    let subject = Subject::host();
+    let server = Process::start(Setup::of(&subject));
+    let client = server.client();
+    let device = Device::find(&subject.driver, Selector::default()).unwrap();
+    let sparse = |segments: u64| Shared::create(&device, Spec::vmm(2 * MIB * segments).chunk(2 * MIB)).unwrap();
+    let large = sparse(6 * SEGMENTS);
+    client.put(&Put::new("large").part(PutPart::of("all", &large).unwrap())).unwrap();
+    let puts: Vec<(Raw, Shared)> = (0..16).map(|_| (Raw::greeted(&server.path).unwrap(), sparse(SEGMENTS))).collect();
+    let [deletes, measures] = [(); 2].map(|()| Raw::greeted(&server.path).unwrap());
+    let measure = Message::Measure(broker::Measure {});
+    let used = |answer| match answer {
+        Some((Message::Measured(measured), _)) => measured.descriptors.used,
+        other => panic!("{other:?}"),
+    };
+    let before = used(measures.ask(&measure, &[]).unwrap());
+    // The broker handles all of it in one turn of its event loop.
+    server.while_stopped(|| {
+        deletes.send(&Message::Delete(broker::Delete { name: "large".to_owned(), request: None }), &[]).unwrap();
+        for (at, (raw, shared)) in puts.iter().enumerate() {
+            let material = Material::of(shared);
+            raw.send(&Message::Put(Box::new(material.put(&format!("small/{at}")))), &material.fds()).unwrap();
+        }
+        measures.send(&measure, &[]).unwrap();
+    });
+    let most = used(measures.receive().unwrap());
+    assert!(most <= before + 2 * SEGMENTS, "{most} descriptors, and {before} before");
+    for (raw, _) in &puts {
+        let answer = raw.receive().unwrap();
+        assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+    }
 }
 
 fn raw_has_ended(raw: &Raw) -> bool {

@@ -18,6 +18,8 @@ pub(in crate::broker) struct Rewrite {
     buffer: Vec<u8>,
     /// How much of the old log is in the new one, as records of the state or as they are.
     copied: u64,
+    /// How long the old log was when the last slice of it was copied.
+    seen: Option<u64>,
 }
 
 impl Catalogue {
@@ -31,7 +33,7 @@ impl Catalogue {
         file.set_len(0).map_err(CatalogueError::system("empty"))?;
         let (length, generation) = (HEADER as u64, self.generation + 1);
         let new = Self { file, generation, length, torn: false, base: 0, limit: self.limit, buffer: Vec::new() };
-        Ok(Rewrite { new, buffer: Vec::new(), copied: self.length })
+        Ok(Rewrite { new, buffer: Vec::new(), copied: self.length, seen: None })
     }
 }
 
@@ -56,7 +58,9 @@ impl Rewrite {
     /// [`CatalogueError`]: the rewrite must be given up.
     pub(in crate::broker) fn copy_appended(&mut self, old: &Catalogue) -> Result<bool, CatalogueError> {
         self.flush()?;
-        let some = (old.length - self.copied).min(CHUNK as u64);
+        // Twice what was appended since the last slice, so that no load keeps this from its end.
+        let appended = old.length - self.seen.replace(old.length).unwrap_or(old.length);
+        let some = (old.length - self.copied).min((CHUNK as u64).max(2 * appended));
         self.buffer.resize(some as usize, 0);
         old.file.read_exact_at(&mut self.buffer, self.copied).map_err(CatalogueError::system("read"))?;
         self.flush()?;

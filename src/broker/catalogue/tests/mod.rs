@@ -263,6 +263,24 @@ fn rewrite_keeps_records_appended_meanwhile() {
 }
 
 #[test]
+fn rewrite_ends_under_constant_load() {
+    let mut catalogue = log(&[]);
+    let mut rewrite = catalogue.rewrite(memfd().unwrap()).unwrap();
+    let append = |catalogue: &mut Catalogue, bytes: usize| {
+        let end = catalogue.length + bytes as u64;
+        while catalogue.length < end {
+            catalogue.append(&lease(1)).unwrap();
+        }
+    };
+    append(&mut catalogue, 4 * CHUNK);
+    let ends = (0..20).any(|_| {
+        append(&mut catalogue, CHUNK);
+        rewrite.copy_appended(&catalogue).unwrap()
+    });
+    assert!(ends, "it has copied {} of {} bytes", rewrite.length(), catalogue.length);
+}
+
+#[test]
 fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_one_stays_whole() {
     let mut catalogue = log(&each_kind());
     // More than is written at once, and records longer than that.

@@ -43,6 +43,11 @@ impl Backlog {
         self.since.entry(uid).or_insert(now);
     }
 
+    /// Whether something waits, or was counted, until memory is closed.
+    pub(super) fn any(&self) -> bool {
+        !self.held_up.is_empty() || !self.sent.is_empty()
+    }
+
     /// Whether connections of a user are held up: then its puts can't go on.
     pub(super) fn holds_up(&self, uid: u32) -> bool {
         self.since.contains_key(&uid)

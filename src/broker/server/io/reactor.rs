@@ -22,7 +22,7 @@ use super::{
     flight::Flight,
     keeper::{Around, Keeping, STORE},
     timers::{Timer, Timers},
-    worker::Worker,
+    worker::{MOST_CLOSING, Worker},
 };
 use crate::{
     broker::{
@@ -179,7 +179,8 @@ impl Reactor {
         for finished in self.finished.try_iter().collect::<Vec<_>>() {
             match finished {
                 Finished::Work(outcome) => self.with(outcome),
-                Finished::CaughtUp => self.receive_again(),
+                // [`Reactor::run_timers`] receives again.
+                Finished::CaughtUp => {}
                 Finished::Closed(closed) => {
                     let (of, connections) = (closed.of, closed.connections);
                     self.closers.closed(closed);
@@ -292,6 +293,9 @@ impl Reactor {
         self.state.objects.end_departed();
         self.state.objects.begin_turn();
         self.state.objects.release_some();
+        if self.backlog.any() && !self.is_behind() {
+            self.receive_again();
+        }
         self.state.objects.go_on_compacting();
         for _ in 0..TIMERS_AT_ONCE {
             // Anew each time: a timer may end leases, and so begin the end of names.
@@ -372,7 +376,12 @@ impl Reactor {
         }
     }
 
-    /// The worker has closed memory: receives again from the connections that waited for that. Their users' deadlines stood still.
+    /// Whether much memory waits to be released and closed, so that users may send little more.
+    pub(super) fn is_behind(&self) -> bool {
+        self.state.objects.releasing() + self.worker.closing() > MOST_CLOSING
+    }
+
+    /// Memory was closed: receives again from the connections that waited for that. Their users' deadlines stood still.
     fn receive_again(&mut self) {
         let Released { connections, users } = self.backlog.release(Instant::now());
         let mut moved = Vec::new();

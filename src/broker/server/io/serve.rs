@@ -198,7 +198,7 @@ impl Reactor {
     fn must_wait(&mut self, id: ConnectionId) -> bool {
         // What the records before it replaced.
         self.worker.close(self.state.objects.take_garbage());
-        let Some(connection) = self.connections.get(id).filter(|_| self.worker.is_behind()) else { return false };
+        let Some(connection) = self.connections.get(id).filter(|_| self.is_behind()) else { return false };
         let waits = self.backlog.is_full(connection.uid) && brings_descriptors(connection);
         if waits {
             self.backlog.hold_up(id, connection.uid, Instant::now());
@@ -212,7 +212,7 @@ impl Reactor {
         let Some(uid) = self.connections.get(id).map(|connection| connection.uid) else {
             return self.close_fds(None, fds);
         };
-        if !fds.is_empty() && self.worker.is_behind() {
+        if !fds.is_empty() && self.is_behind() {
             self.backlog.count(uid, fds.len());
         }
         let problem = if bytes == 0 {

@@ -28,7 +28,7 @@ use crate::{
 
 /// How many descriptors of memory may wait to be closed before a user's puts wait for that: what waits holds memory that has no name
 /// any more.
-const MOST_CLOSING: usize = 256;
+pub(super) const MOST_CLOSING: usize = 256;
 
 /// What the worker does.
 enum Task {
@@ -177,12 +177,7 @@ impl Worker {
         }
     }
 
-    /// Whether much memory waits to be closed, so that users may send little more: [`Finished::CaughtUp`] follows.
-    pub(super) fn is_behind(&self) -> bool {
-        self.closing() > MOST_CLOSING
-    }
-
-    /// How many descriptors of memory are not closed yet.
+    /// How many descriptors of memory are not closed yet. [`Finished::CaughtUp`] follows once they are no more than [`MOST_CLOSING`].
     pub(super) fn closing(&self) -> usize {
         self.closing.count.load(Ordering::Relaxed)
     }

@@ -142,6 +142,11 @@ impl Objects {
         }
     }
 
+    /// How many segments of versions that are gone are not released yet.
+    pub(crate) fn releasing(&self) -> usize {
+        self.releasing.len()
+    }
+
     /// Releases segments of versions that are gone, as many as this turn of the event loop has left.
     pub(crate) fn release_some(&mut self) {
         while self.releases_left > 0
